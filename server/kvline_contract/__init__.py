@@ -1,0 +1,1 @@
+"""What the operator and the server say to each other. Standard library only."""

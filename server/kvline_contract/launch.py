@@ -1,0 +1,132 @@
+"""What the operator tells a pod at its start (LaunchConfig) and while it runs (GateFile, Records).
+
+launch.json never changes for the life of a revision and is read strictly; gate.json and
+records.json are re-read and tolerate unknown keys. Product section 5.3.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from kvline_contract.codec import ContractError, decode, document, dumps, field, loads
+from kvline_contract.report import Memory
+
+VERSION = 1
+MAX_LAUNCH_BYTES = 64 * 1024
+MAX_TOKENS = 2**31 - 1
+
+
+class Device(StrEnum):
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class LoadFormat(StrEnum):
+    WEIGHTS = "weights"
+    RANDOM = "random"  # from config.json alone: sizes a model before it is downloaded
+
+
+class Reuse(StrEnum):
+    AUTO = "Auto"
+    NEVER = "Never"
+
+
+@document
+class Model:
+    source: str = field(limit=512)
+    path: str = field(limit=512)  # absolute, in the pod
+    served_name: str = field(limit=253)
+    load_format: LoadFormat = field(default=LoadFormat.WEIGHTS)
+
+    def __post_init__(self) -> None:
+        if not self.path.startswith("/"):
+            raise ContractError(f"path: expected an absolute path, got {self.path[:80]!r}")
+
+
+@document
+class EngineOptions:
+    """What the user set; None means that the server resolves its own default."""
+
+    max_model_len: int | None = field(low=16, high=MAX_TOKENS, omit_none=True, default=None)
+    max_running_requests: int | None = field(low=1, high=4096, omit_none=True, default=None)
+    max_prefill_tokens: int | None = field(low=16, high=65536, omit_none=True, default=None)
+    max_top_logprobs: int | None = field(low=0, high=20, omit_none=True, default=None)
+
+
+@document
+class CapacityOptions:
+    kv_tokens: int | None = field("kvTokens", low=16, omit_none=True, default=None)
+    headroom_mib: int | None = field("headroomMiB", low=0, high=65536, omit_none=True, default=None)
+
+
+@document
+class LaunchConfig:
+    version: int = field(low=1)
+    namespace: str = field(limit=63)
+    service: str = field(limit=63)
+    revision: str = field(limit=16)
+    image: str = field(limit=512)
+    device: Device
+    tensor_parallel: int = field(low=1, high=8)
+    model: Model
+    engine: EngineOptions
+    capacity: CapacityOptions
+    require_api_key: bool = field(default=False)
+
+    @classmethod
+    def parse(cls, text: str | bytes) -> LaunchConfig:
+        """Read strictly: an unknown key is an operator newer than this image, and says so."""
+        value = loads(text, MAX_LAUNCH_BYTES)
+        if value.get("version") != VERSION:
+            raise ContractError(
+                f"version: this server reads launch version {VERSION}, got {value.get('version')!r}"
+            )
+        return decode(cls, value, strict=True)
+
+    def dumps(self) -> str:
+        return dumps(self)
+
+
+@document
+class GateFile:
+    """Whether a validated pod may take traffic. Thresholds count until it was Ready once."""
+
+    version: int
+    open: bool
+    min_kv_tokens: int = field("minKVTokens", default=0)
+    required_kv_tokens: int = field("requiredKVTokens", default=0)
+
+    @classmethod
+    def parse(cls, text: str | bytes) -> GateFile:
+        value = loads(text, 4096)
+        if value.get("version") != VERSION:
+            raise ContractError(f"version: gate version {VERSION} wanted")
+        return decode(cls, value, strict=False)
+
+    def threshold(self) -> int:
+        return max(self.min_kv_tokens, self.required_kv_tokens)
+
+
+@document
+class Record:
+    """A size that survived on an identical replica: searched for once, then only validated."""
+
+    kv_tokens: int = field("kvTokens", low=1)
+    free_mib: int = field("freeMiB")
+    loop_ms: int
+    measured_at: str = field(limit=32)
+    memory: Memory
+
+
+@document
+class Records:
+    version: int
+    reuse: Reuse
+    records: dict[str, Record] = field(items=16)
+
+    @classmethod
+    def parse(cls, text: str | bytes) -> Records:
+        value = loads(text, 64 * 1024)
+        if value.get("version") != VERSION:
+            raise ContractError(f"version: records version {VERSION} wanted")
+        return decode(cls, value, strict=False)

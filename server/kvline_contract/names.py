@@ -1,0 +1,80 @@
+"""Names both halves use: the API group, labels, ports, paths, environment keys.
+
+Every literal that crosses the border stands here once; product section 5.1 and 5.2.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+GROUP = "kvline.dev"
+API_VERSION = "v1alpha1"
+KIND = "InferenceService"
+PLURAL = "inferenceservices"
+
+LABEL_SERVICE = "kvline.dev/service"  # base name of the service that owns the object
+LABEL_REVISION = "kvline.dev/revision"  # five characters, see revisions.py of the operator
+LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
+MANAGED_BY = "kvline"
+FIELD_MANAGER = "kvline-operator"  # server-side apply's owner of our fields
+
+ANNOTATION_RESTART = "kvline.dev/restart"  # a timestamp: a new revision of the same spec
+ANNOTATION_UPGRADE = "kvline.dev/upgrade"  # a timestamp: take the operator's default image
+ANNOTATION_VERDICT = "kvline.dev/verdict"
+ANNOTATION_MEASURED = "kvline.dev/measured"
+ANNOTATION_IMAGE = "kvline.dev/image"
+
+API_PORT = 8000  # /v1, in the Service
+INTERNAL_PORT = 8001  # probes, sizing, load, metrics; pod address only
+
+SERVER_CONTAINER = "server"
+DOWNLOAD_CONTAINER = "download"
+
+LAUNCH_DIR = "/etc/kvline/launch"
+LAUNCH_FILE = "launch.json"
+GATE_DIR = "/etc/kvline/gate"
+GATE_FILE = "gate.json"
+RECORDS_DIR = "/etc/kvline/records"
+RECORDS_FILE = "records.json"
+MODELS_DIR = "/models"
+STATE_DIR = "/var/lib/kvline"
+ATTEMPTS_FILE = "attempts.json"
+TERMINATION_LOG = "/dev/termination-log"
+
+ENV_POD_UID = "KVLINE_POD_UID"
+ENV_POD_NAME = "KVLINE_POD_NAME"
+ENV_NODE_NAME = "KVLINE_NODE_NAME"
+
+RUN_AS = 65532  # uid, gid and fsGroup of every container
+
+# A service's base name must leave room for "-<rev>-gate" and for Kubernetes' own pod suffixes.
+BASE_NAME_LIMIT = 40
+_BASE_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+
+
+def base_name(name: str) -> str:
+    """The DNS label that a resource's children are named after: stable, at most 40 characters."""
+    if len(name) <= BASE_NAME_LIMIT and _BASE_NAME.fullmatch(name):
+        return name
+    usable = re.sub(r"[^a-z0-9-]", "-", name.lower())[:24].strip("-")
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"kvl-{usable}-{digest}" if usable else f"kvl-{digest}"
+
+
+def revision_name(base: str, revision: str) -> str:
+    """Name of a revision's Deployment, ControllerRevision and LaunchConfig ConfigMap."""
+    return f"{base}-{revision}"
+
+
+def gate_name(base: str, revision: str) -> str:
+    return f"{base}-{revision}-gate"
+
+
+def records_name(base: str) -> str:
+    return f"{base}-records"
+
+
+def hub_folder(org: str, name: str, commit: str) -> str:
+    """Where a hub model lies under /models: one folder a commit, complete when it has this name."""
+    return f"{org}--{name}/{commit}"
