@@ -1,0 +1,1 @@
+"""The inference server that sizes itself."""

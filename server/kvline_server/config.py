@@ -1,0 +1,85 @@
+"""The engine's settings with every default resolved: frozen, built once, passed down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvline_contract.launch import Device, LaunchConfig
+from kvline_contract.report import Effective
+from kvline_server.errors import ConfigInvalid, ModelUnsupported
+from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.model.config import ModelConfig
+
+CPU_DEFAULTS = {"prefill": 512, "running": 16, "headroom": 128}
+CUDA_DEFAULTS = {"prefill": 8192, "running": 512, "headroom": 256}
+DEFAULT_TOP_LOGPROBS = 20
+MAX_LOGPROB_BYTES = 1 << 30
+LIVE_MATRICES = 3  # fp32 [rows, vocabulary] matrices alive at once while rows are scored
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    max_model_len: int | None  # as asked for; None: the model's own, clipped to the budget
+    model_max_len: int
+    max_running_requests: int
+    max_prefill_tokens: int
+    max_top_logprobs: int
+    headroom_mib: int
+    logprob_rows: int
+    pinned_kv_tokens: int | None
+
+    @property
+    def wanted_len(self) -> int:
+        return self.max_model_len or self.model_max_len
+
+    def effective(self, max_model_len: int) -> Effective:
+        return Effective(
+            max_model_len=max_model_len,
+            max_running_requests=self.max_running_requests,
+            max_prefill_tokens=self.max_prefill_tokens,
+            max_top_logprobs=self.max_top_logprobs,
+            headroom_mib=self.headroom_mib,
+            page_size=PAGE_SIZE,
+            logprob_rows=self.logprob_rows,
+        )
+
+
+def logprob_rows(memory_limit: int, vocabulary: int) -> int:
+    """Rows of one LM-head chunk: fixed for the process, so that load never changes rounding."""
+    budget = min(memory_limit // 16, MAX_LOGPROB_BYTES)
+    return max(64, min(budget // (LIVE_MATRICES * vocabulary * 4), 2048))
+
+
+def resolve(launch: LaunchConfig, model: ModelConfig, memory_limit: int) -> EngineSettings:
+    """Defaults filled in and checked against the model; raises ConfigInvalid naming the field."""
+    defaults = CPU_DEFAULTS if launch.device is Device.CPU else CUDA_DEFAULTS
+    asked = launch.engine
+    if asked.max_model_len is not None and asked.max_model_len > model.max_position:
+        raise ConfigInvalid(
+            f"spec.engine.maxModelLen is {asked.max_model_len}, "
+            f"the model's own limit is {model.max_position}"
+        )
+    if launch.tensor_parallel > 1 and model.kv_heads % launch.tensor_parallel:
+        raise ModelUnsupported(
+            f"spec.resources.gpus is {launch.tensor_parallel}, "
+            f"which does not divide the model's {model.kv_heads} key-value heads"
+        )
+    running = asked.max_running_requests or defaults["running"]
+    prefill = asked.max_prefill_tokens or max(defaults["prefill"], running)
+    if prefill < running:
+        raise ConfigInvalid(
+            f"spec.engine.maxPrefillTokens is {prefill}, below maxRunningRequests {running}: "
+            "a step must hold one token of each running request"
+        )
+    top = asked.max_top_logprobs
+    headroom = launch.capacity.headroom_mib
+    return EngineSettings(
+        max_model_len=asked.max_model_len,
+        model_max_len=model.max_position,
+        max_running_requests=running,
+        max_prefill_tokens=prefill,
+        max_top_logprobs=DEFAULT_TOP_LOGPROBS if top is None else top,
+        headroom_mib=defaults["headroom"] if headroom is None else headroom,
+        logprob_rows=logprob_rows(memory_limit, model.vocabulary),
+        pinned_kv_tokens=launch.capacity.kv_tokens,
+    )

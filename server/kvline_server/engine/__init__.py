@@ -1,0 +1,1 @@
+"""One engine step: schedule, run, sample, publish."""

@@ -1,0 +1,142 @@
+"""What passes between the processes: tagged msgpack structs, length-prefixed, never pickle.
+
+HTTP sends Submit and Abort to the engine and gets Delta back; engine and HTTP tell the parent how
+they are. Arrays travel as bytes.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import msgspec
+
+from kvline_server.engine.request import SamplingParams
+
+MAX_FRAME = 64 << 20
+
+
+class Submit(msgspec.Struct, tag="submit", array_like=True):
+    id: int
+    tokens: list[int]
+    params: SamplingParams
+
+
+class Abort(msgspec.Struct, tag="abort", array_like=True):
+    id: int
+
+
+class PackedScores(msgspec.Struct, array_like=True):
+    """Logprobs of `count` consecutive tokens, `top` alternatives each."""
+
+    count: int
+    top: int
+    tokens: bytes  # int32 [count]
+    values: bytes  # float32 [count]
+    ranks: bytes  # int32 [count]
+    top_ids: bytes  # int32 [count, top]
+    top_values: bytes  # float32 [count, top]
+
+
+class Delta(msgspec.Struct, tag="delta", array_like=True):
+    id: int
+    token: int
+    finish: str | None = None
+    scores: PackedScores | None = None
+    prompt_scores: PackedScores | None = None
+    cached: int = 0
+
+
+class Beat(msgspec.Struct, tag="beat", array_like=True):
+    """The engine's pulse, sent from its main loop: a hung step sends none."""
+
+    busy: bool
+    steps: int
+    kv_tokens: int = 0
+    used_tokens: int = 0
+    evictable_tokens: int = 0
+    waiting_prompt_tokens: int = 0
+    running: int = 0
+    waiting: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+
+class EdgeBeat(msgspec.Struct, tag="edge", array_like=True):
+    """The HTTP process's pulse, sent from its event loop."""
+
+    ready: bool
+    active: int
+    received: int = 0
+    finished: int = 0
+    refused: int = 0
+    aborted: int = 0
+    failed: int = 0
+
+
+class Progress(msgspec.Struct, tag="progress", array_like=True):
+    """A piece of the sizing report, as the contract's JSON."""
+
+    kind: str  # state, stage, effective, attempt, provenance, result, failure, warning
+    body: bytes
+
+
+class Drain(msgspec.Struct, tag="drain", array_like=True):
+    """Parent to HTTP: refuse new requests, finish the old ones within `seconds`, then end."""
+
+    seconds: float
+
+
+class Serve(msgspec.Struct, tag="serve", array_like=True):
+    """Parent to HTTP: the engine is validated; connect to it."""
+
+    max_model_len: int
+    max_running: int
+    max_top_logprobs: int
+
+
+class NeighboursReady(msgspec.Struct, tag="neighbours", array_like=True):
+    """Parent to engine: every other process has its memory; measure now."""
+
+
+Message = Submit | Abort | Delta | Beat | EdgeBeat | Progress | Drain | Serve | NeighboursReady
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    body = _encoder.encode(message)
+    return len(body).to_bytes(4, "little") + body
+
+
+def decode(body: bytes) -> Message:
+    message: Message = _decoder.decode(body)
+    return message
+
+
+class Channel:
+    """A stream socket that carries messages; `send` may be called from any thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, message: Message) -> None:
+        """Raises OSError when the other side is gone."""
+        with self._lock:
+            self.connection.sendall(encode(message))
+
+    def receive(self) -> Iterator[Message]:
+        """Messages until the other side closes."""
+        with self.connection.makefile("rb") as stream:
+            while header := stream.read(4):
+                length = int.from_bytes(header, "little")
+                if len(header) < 4 or length > MAX_FRAME:
+                    raise OSError("broken frame")
+                body = stream.read(length)
+                if len(body) < length:
+                    return
+                yield decode(body)

@@ -1,0 +1,262 @@
+"""The engine process: sizes itself, then steps for ever.
+
+Started by the parent with a socket for control; listens on a unix socket for the HTTP process.
+The main thread owns the engine, other threads only put messages into its inbox.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from kvline_contract import codec
+from kvline_contract.exits import ExitCode
+from kvline_contract.launch import LaunchConfig
+from kvline_contract.report import Attempt, Effective, Provenance, Stage, State
+from kvline_server.config import resolve
+from kvline_server.engine import messages
+from kvline_server.engine.engine import Engine, Output
+from kvline_server.engine.messages import Beat, Channel, Delta, PackedScores, Progress
+from kvline_server.engine.request import Scores
+from kvline_server.errors import DeviceOutOfMemory, ServerError
+from kvline_server.memory.device import cpu_device
+from kvline_server.memory.profile import ProfileLoop
+from kvline_server.memory.record import AttemptStore
+from kvline_server.model.load import load_model, read_model
+
+BEAT_SECONDS = 0.5
+NEIGHBOUR_SECONDS = 120.0
+
+
+class ParentReporter:
+    """Tells the parent, which keeps the report."""
+
+    def __init__(self, parent: Channel) -> None:
+        self.parent = parent
+
+    def _tell(self, kind: str, value: object) -> None:
+        self.parent.send(Progress(kind, codec.dumps(value).encode()))
+
+    def state(self, state: State) -> None:
+        self.parent.send(Progress("state", str(state).encode()))
+
+    def stage(self, name: str, ms: int, nbytes: int, detail: str | None = None) -> None:
+        self._tell("stage", Stage(name, ms, nbytes, detail))
+
+    def effective(self, effective: Effective) -> None:
+        self._tell("effective", effective)
+
+    def attempt(self, attempt: Attempt) -> None:
+        self._tell("attempt", attempt)
+
+    def provenance(self, provenance: Provenance) -> None:
+        self._tell("provenance", provenance)
+
+    def now(self) -> str:
+        return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+class EngineProcess:
+    def __init__(self, arguments: argparse.Namespace, parent: Channel) -> None:
+        self.arguments = arguments
+        self.parent = parent
+        self.reporter = ParentReporter(parent)
+        self.inbox: queue.SimpleQueue[tuple[Channel | None, messages.Message]] = queue.SimpleQueue()
+        self.neighbours = threading.Event()
+        self.clients: dict[int, Channel] = {}  # sequence id -> who asked
+        self.beat_at = 0.0
+        self.prompt_tokens = 0
+        self.output_tokens = 0
+
+    def size(self) -> Engine:
+        """Load and profile; returns an engine whose budget survived its stress."""
+        started = time.monotonic()
+        launch = LaunchConfig.parse(Path(self.arguments.config).read_bytes())
+        self.reporter.state(State.LOADING)
+        device = cpu_device(self.arguments.memory, self.arguments.root)
+        model = read_model(launch)
+        settings = resolve(launch, model, device.limit)
+        device.settle()
+        free_before = device.limit - device.used()
+        loaded = load_model(launch, model, settings, device, self.reporter)
+        store = AttemptStore(Path(self.arguments.state_dir) / "attempts.json")
+        loop = ProfileLoop(
+            device=device,
+            settings=settings,
+            loaded=loaded,
+            reporter=self.reporter,
+            store=store,
+            record_file=Path(self.arguments.record) if self.arguments.record else None,
+            wait_for_neighbours=self._wait_for_neighbours,
+            free_before_weights=free_before,
+        )
+        result = loop.run(started)
+        engine = Engine(
+            runner=loaded.runner,
+            pages=loaded.arena.pages,
+            max_running=settings.max_running_requests,
+            max_step_tokens=settings.max_prefill_tokens,
+            max_model_len=min(settings.wanted_len, result.kv_tokens),
+            eos_token_ids=model.eos_token_ids,
+        )
+        self._listen()
+        self.reporter._tell("result", result)
+        return engine
+
+    def serve(self, engine: Engine) -> None:
+        """Steps while there is work, sleeps in the inbox while there is none."""
+        while True:
+            self._take(engine)
+            outputs = engine.step()
+            for output in outputs:
+                self._publish(output)
+            self._beat(engine)
+
+    def _take(self, engine: Engine) -> None:
+        idle = engine.scheduler.idle
+        while True:
+            try:
+                client, message = self.inbox.get(idle, BEAT_SECONDS if idle else None)
+            except queue.Empty:
+                return
+            idle = False
+            if isinstance(message, messages.Submit) and client is not None:
+                self.clients[message.id] = client
+                self.prompt_tokens += len(message.tokens)
+                engine.submit(message.id, message.tokens, message.params)
+            elif isinstance(message, messages.Abort):
+                self.clients.pop(message.id, None)
+                engine.abort(message.id)
+
+    def _publish(self, output: Output) -> None:
+        sequence = output.sequence
+        client = self.clients.get(sequence.id)
+        self.output_tokens += 1
+        if client is None:
+            return
+        delta = Delta(
+            sequence.id,
+            output.token,
+            output.finish,
+            pack(output.scores),
+            pack(output.prompt_scores),
+            sequence.cached,
+        )
+        if output.finish is not None:
+            del self.clients[sequence.id]
+        with contextlib.suppress(OSError):  # the HTTP process is gone; the parent ends the pod
+            client.send(delta)
+
+    def _beat(self, engine: Engine) -> None:
+        now = time.monotonic()
+        if now - self.beat_at < BEAT_SECONDS:
+            return
+        self.beat_at = now
+        scheduler, pool = engine.scheduler, engine.pool
+        page = engine.runner.arena.pages and 16
+        self.parent.send(
+            Beat(
+                busy=not scheduler.idle,
+                steps=engine.steps,
+                kv_tokens=pool.total * page,
+                used_tokens=pool.used * page,
+                evictable_tokens=pool.cached * page,
+                waiting_prompt_tokens=sum(len(s.tokens) for s in scheduler.waiting),
+                running=len(scheduler.running),
+                waiting=len(scheduler.waiting),
+                preemptions=scheduler.preemptions,
+                prompt_tokens=self.prompt_tokens,
+                output_tokens=self.output_tokens,
+            )
+        )
+
+    def _wait_for_neighbours(self) -> None:
+        if not self.neighbours.wait(NEIGHBOUR_SECONDS):
+            raise ServerError("the HTTP process did not start within two minutes")
+
+    def listen_to_parent(self) -> None:
+        """The parent's messages; its end is ours."""
+        with contextlib.suppress(OSError):
+            for message in self.parent.receive():
+                if isinstance(message, messages.NeighboursReady):
+                    self.neighbours.set()
+        os._exit(int(ExitCode.ENGINE_DIED))
+
+    def _listen(self) -> None:
+        path = Path(self.arguments.socket)
+        path.unlink(missing_ok=True)
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(str(path))
+        server.listen(4)
+        threading.Thread(target=self._accept, args=(server,), daemon=True).start()
+
+    def _accept(self, server: socket.socket) -> None:
+        while True:
+            connection, _ = server.accept()
+            channel = Channel(connection)
+            threading.Thread(target=self._read, args=(channel,), daemon=True).start()
+
+    def _read(self, channel: Channel) -> None:
+        with contextlib.suppress(OSError):
+            for message in channel.receive():
+                self.inbox.put((channel, message))
+
+
+def pack(scores: Scores | None) -> PackedScores | None:
+    if scores is None:
+        return None
+    return PackedScores(
+        count=len(scores.tokens),
+        top=scores.top_ids.shape[1],
+        tokens=scores.tokens.tobytes(),
+        values=scores.values.tobytes(),
+        ranks=scores.ranks.tobytes(),
+        top_ids=scores.top_ids.tobytes(),
+        top_values=scores.top_values.tobytes(),
+    )
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="kvline-engine")
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--record")
+    parser.add_argument("--state-dir", required=True)
+    parser.add_argument("--socket", required=True)
+    parser.add_argument("--control-fd", type=int, required=True)
+    parser.add_argument("--root", type=int, required=True, help="pid of the tree to account for")
+    parser.add_argument("--memory", type=int)
+    parser.add_argument("--threads", type=int)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    arguments = parse(argv)
+    parent = Channel(socket.socket(fileno=arguments.control_fd))
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    process = EngineProcess(arguments, parent)
+    threading.Thread(target=process.listen_to_parent, daemon=True).start()
+    try:
+        engine = process.size()
+    except ServerError as error:
+        process.reporter._tell("failure", error.termination())
+        return int(error.code)
+    try:
+        process.serve(engine)
+    except DeviceOutOfMemory:
+        return int(ExitCode.OUT_OF_MEMORY_SERVING)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,88 @@
+"""A sequence on its way through the engine, and the sampling it asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
+    """Validated at the edge; neutral values mean «off»."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    seed: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None  # alternatives reported with every output token; None: nothing
+    prompt_logprobs: int | None = None  # the same for prompt tokens
+    logprob_start: int = 0  # first prompt position whose logprob is wanted
+
+    @property
+    def penalised(self) -> bool:
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+            or bool(self.logit_bias)
+        )
+
+
+@dataclass(slots=True)
+class Scores:
+    """Logprobs of consecutive positions, as arrays from the device to the client's JSON."""
+
+    tokens: np.ndarray  # int32 [n], the token each value belongs to
+    values: np.ndarray  # float32 [n]
+    ranks: np.ndarray  # int32 [n], 1 = most likely
+    top_ids: np.ndarray  # int32 [n, k]
+    top_values: np.ndarray  # float32 [n, k]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Prompt, then output; `computed` of its tokens have their keys and values in the cache."""
+
+    id: int
+    tokens: list[int]
+    prompt_length: int
+    params: SamplingParams
+    computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    chain: list[bytes] = field(default_factory=list)  # names of its full pages
+    published: int = 0
+    scored: int = 0  # prompt positions whose logprob has left the engine; survives preemption
+    scores: list[Scores] = field(default_factory=list)
+    preemptions: int = 0
+    cached: int = 0  # tokens found in the prefix cache at first admission
+
+    @property
+    def output_length(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def wanting(self) -> int:
+        """Tokens still to be computed before the next one can be sampled."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def first_scored(self) -> int:
+        """First prompt position that still needs its logprob; past the prompt when none does."""
+        if self.params.prompt_logprobs is None:
+            return self.prompt_length
+        # Position 0 has nothing before it and never has a logprob.
+        return max(1, self.params.logprob_start, self.scored)
+
+    @property
+    def matchable(self) -> int:
+        """Tokens that may come from the prefix cache: one must remain to be computed, and so must
+        the token before each position whose logprob is asked."""
+        return min(len(self.tokens) - 1, self.first_scored - 1)

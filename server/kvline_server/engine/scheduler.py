@@ -1,0 +1,124 @@
+"""Which sequences compute how many tokens next: decodes first, then prompt chunks, then arrivals.
+
+Pure bookkeeping: takes sequences, gives a list of Work, holds pages through the pool. Never
+deadlocks: the oldest running sequence can always take pages from the youngest, and one sequence
+alone always fits because the budget was validated to hold a full-length one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from kvline_server.engine.request import Sequence
+from kvline_server.memory.pages import PAGE_SIZE, PagePool, pages_for
+from kvline_server.memory.prefix import extend_chain
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """`count` tokens of a sequence from position `start`; it samples when none is left over."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        return self.start + self.count == len(self.sequence.tokens)
+
+
+class Scheduler:
+    def __init__(self, pool: PagePool, max_running: int, max_step_tokens: int) -> None:
+        self.pool = pool
+        self.max_running = max_running
+        self.max_step_tokens = max_step_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # by admission, oldest first
+        self.preemptions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a sequence out, wherever it is; its pages come back at once."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self._give_back(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    @property
+    def idle(self) -> bool:
+        return not self.running and not self.waiting
+
+    def schedule(self) -> list[Work]:
+        budget = self.max_step_tokens
+        work: list[Work] = []
+        ready = [s for s in self.running if s.wanting == 1]
+        filling = [s for s in self.running if s.wanting > 1]
+        for sequence in ready + filling:
+            if budget and sequence in self.running:
+                budget -= self._continue(sequence, budget, work)
+        while budget and self.waiting and len(self.running) < self.max_running:
+            taken = self._admit(self.waiting[0], budget, work)
+            if not taken:
+                break
+            budget -= taken
+        return work
+
+    def advance(self, work: list[Work]) -> None:
+        """After the step ran: its tokens are in the cache, and full pages can be shared."""
+        for item in work:
+            sequence = item.sequence
+            sequence.computed = item.start + item.count
+            extend_chain(sequence.chain, sequence.tokens, sequence.computed)
+            full = sequence.computed // PAGE_SIZE
+            for index in range(sequence.published, full):
+                self.pool.publish(sequence.pages[index], sequence.chain[index])
+            sequence.published = max(sequence.published, full)
+
+    def _continue(self, sequence: Sequence, budget: int, work: list[Work]) -> int:
+        count = min(sequence.wanting, budget)
+        missing = pages_for(sequence.computed + count) - len(sequence.pages)
+        busy = {id(item.sequence) for item in work}
+        while missing > 0 and not self.pool.can_take(missing):
+            victim = next(s for s in reversed(self.running) if id(s) not in busy)
+            self._preempt(victim)
+            if victim is sequence:
+                return 0
+        if missing > 0:
+            sequence.pages += self.pool.take(missing)
+        work.append(Work(sequence, sequence.computed, count))
+        return count
+
+    def _admit(self, sequence: Sequence, budget: int, work: list[Work]) -> int:
+        """Starts a waiting sequence if its whole prompt and a page for each runner would fit."""
+        extend_chain(sequence.chain, sequence.tokens, len(sequence.tokens))
+        matched = self.pool.match(sequence.chain[: max(0, sequence.matchable) // PAGE_SIZE])
+        missing = pages_for(len(sequence.tokens)) - len(matched)
+        reserve = len(self.running)
+        if not self.pool.can_take(missing + reserve if self.running else missing):
+            self.pool.release(matched)
+            return 0
+        self.waiting.popleft()
+        self.running.append(sequence)
+        sequence.pages = matched
+        sequence.computed = len(matched) * PAGE_SIZE
+        sequence.published = len(matched)
+        if not sequence.preemptions:
+            sequence.cached = sequence.computed
+        return self._continue(sequence, budget, work)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the head of the queue; what it has said and scored stays said and scored."""
+        self.running.remove(sequence)
+        self._give_back(sequence)
+        self.waiting.appendleft(sequence)
+        sequence.preemptions += 1
+        self.preemptions += 1
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.pages)
+        sequence.pages = []
+        sequence.computed = sequence.published = 0

@@ -1,0 +1,116 @@
+"""What can end the server, each with the exit code the operator understands.
+
+ServerError
+├── ConfigInvalid           20  the launch file
+├── PortTaken               21
+├── SecretMissing           22
+├── ModelNotFound           30
+├── ModelInvalid            31  a file is cut, missing or of the wrong shape
+├── ModelUnsupported        32  an architecture or option that is not in our list
+├── DownloadFailed          33
+├── OutOfMemory             40  carries the diagnosis (Termination parts)
+├── ContextDoesNotFit       41  carries the largest length that fits
+├── DeviceFailure           43
+└── Stalled                 52
+"""
+
+from __future__ import annotations
+
+from kvline_contract.exits import ExitCode, meaning
+from kvline_contract.report import VERSION, Attempt, Binding, Knob, Memory, Termination
+
+
+class ServerError(Exception):
+    """Ends the process with `code`; the message is for the person who reads the status."""
+
+    code = ExitCode.UNEXPECTED
+
+    def termination(self) -> Termination:
+        return Termination(
+            version=VERSION,
+            code=int(self.code),
+            name=meaning(self.code).name,
+            message=str(self)[:1024],
+        )
+
+
+class ConfigInvalid(ServerError):
+    code = ExitCode.CONFIG_INVALID
+
+
+class PortTaken(ServerError):
+    code = ExitCode.PORT_TAKEN
+
+
+class SecretMissing(ServerError):
+    code = ExitCode.SECRET_MISSING
+
+
+class ModelNotFound(ServerError):
+    code = ExitCode.MODEL_NOT_FOUND
+
+
+class ModelInvalid(ServerError):
+    code = ExitCode.MODEL_INVALID
+
+
+class ModelUnsupported(ServerError):
+    code = ExitCode.MODEL_UNSUPPORTED
+
+
+class DownloadFailed(ServerError):
+    code = ExitCode.DOWNLOAD_FAILED
+
+
+class DeviceFailure(ServerError):
+    code = ExitCode.DEVICE_FAILURE
+
+
+class Stalled(ServerError):
+    code = ExitCode.STALLED
+
+
+class SizingError(ServerError):
+    """A budget that cannot be proven: names the parts, the binding constraint and every knob."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        memory: Memory | None = None,
+        binding: Binding | None = None,
+        largest_max_model_len: int | None = None,
+        knobs: tuple[Knob, ...] = (),
+        attempts: tuple[Attempt, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.memory = memory
+        self.binding = binding
+        self.largest_max_model_len = largest_max_model_len
+        self.knobs = knobs
+        self.attempts = attempts
+
+    def termination(self) -> Termination:
+        return Termination(
+            version=VERSION,
+            code=int(self.code),
+            name=meaning(self.code).name,
+            message=str(self)[:1024],
+            memory=self.memory,
+            binding=self.binding,
+            largest_max_model_len=self.largest_max_model_len,
+            knobs=self.knobs,
+            attempts=self.attempts,
+        )
+
+
+class OutOfMemory(SizingError):
+    code = ExitCode.OUT_OF_MEMORY
+
+
+class ContextDoesNotFit(SizingError):
+    code = ExitCode.CONTEXT_DOES_NOT_FIT
+
+
+class DeviceOutOfMemory(Exception):
+    """The device refused memory during a step. The profile loop shrinks on it."""

@@ -1,0 +1,119 @@
+"""What the internal port answers, from what the two children last said.
+
+Written by the threads that read the children, read by the threads that answer probes: single
+attributes are replaced whole, so no lock is needed beyond the report keeper's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from kvline_contract.codec import ContractError
+from kvline_contract.launch import GateFile
+from kvline_contract.report import VERSION, Load, SizingReport, State
+from kvline_server import metrics
+from kvline_server.engine.messages import Beat, EdgeBeat
+from kvline_server.options import Options
+from kvline_server.refusals import RecentRefusals
+from kvline_server.report_keeper import ReportKeeper
+
+
+class Health:
+    def __init__(self, options: Options, keeper: ReportKeeper) -> None:
+        self.options = options
+        self.keeper = keeper
+        self.draining = False
+        self.engine_gone = False
+        self.engine_starts = 0
+        self.edge = EdgeBeat(ready=False, active=0)
+        self._beat = Beat(busy=False, steps=0)
+        self._engine_alive_at = self._http_alive_at = time.monotonic()
+        self._refusals = RecentRefusals()
+        self._was_ready = False
+        self._gate: GateFile | None = None
+        self._gate_read_at = float("-inf")
+
+    # What the children say -----------------------------------------------------------------
+
+    def heard_http(self, beat: EdgeBeat) -> None:
+        self._refusals.add(beat.refused - self.edge.refused, time.monotonic())
+        self.edge = beat
+        self._http_alive_at = time.monotonic()
+
+    def heard_engine(self, beat: Beat | None = None) -> None:
+        """A beat counts as life only when the engine idles or has run a step since the last."""
+        if beat is None or not beat.busy or beat.steps != self._beat.steps:
+            self._engine_alive_at = time.monotonic()
+        self._beat = beat or self._beat
+
+    def read_gate(self) -> None:
+        """Every second; a file that cannot be read leaves the last good one in force."""
+        now = time.monotonic()
+        if self.options.gate is None or now - self._gate_read_at < self.options.limits.gate:
+            return
+        self._gate_read_at = now
+        with contextlib.suppress(OSError, ContractError):
+            self._gate = GateFile.parse(self.options.gate.read_bytes())
+
+    # What the probes ask --------------------------------------------------------------------
+
+    def report(self) -> SizingReport:
+        return self.keeper.report
+
+    def not_started(self) -> str | None:
+        """Validated, whatever the gate says."""
+        state = self.keeper.report.state
+        return None if state is State.VALIDATED else str(state)
+
+    def not_ready(self) -> str | None:
+        """Never depends on load: a full queue answers 429, or all replicas would leave at once."""
+        reason = self._why_not_ready()
+        self._was_ready = self._was_ready or reason is None
+        return reason
+
+    def _why_not_ready(self) -> str | None:
+        result = self.keeper.report.result
+        if result is None:
+            return str(self.keeper.report.state)
+        if self.draining:
+            return "Draining"
+        if self.engine_gone:
+            return "EngineExited"
+        if self.options.gate is None:
+            return None
+        if self._gate is None or not self._gate.open:
+            return "GateClosed"
+        # Raising a threshold must not take a serving pod away.
+        if not self._was_ready and result.kv_tokens < self._gate.threshold():
+            return "BelowMinimum"
+        return None
+
+    def not_alive(self) -> str | None:
+        """Never enters the request queue: a beat of each process is all it asks for."""
+        now, limit = time.monotonic(), self.options.limits.liveness
+        if now - self._http_alive_at > limit:
+            return "HttpStalled"
+        if self.keeper.report.state is State.VALIDATED and now - self._engine_alive_at > limit:
+            return "EngineStalled"
+        return None
+
+    def load(self) -> Load | None:
+        effective, beat = self.keeper.report.effective, self._beat
+        if self.keeper.report.result is None or effective is None:
+            return None
+        return Load(
+            version=VERSION,
+            kv_tokens=beat.kv_tokens,
+            used_tokens=beat.used_tokens,
+            evictable_tokens=beat.evictable_tokens,
+            waiting_prompt_tokens=beat.waiting_prompt_tokens,
+            running=beat.running,
+            waiting=beat.waiting,
+            refused_last60s=self._refusals.count(time.monotonic()),
+            max_running_requests=effective.max_running_requests,
+            draining=self.draining,
+        )
+
+    def metrics(self) -> bytes:
+        return metrics.render(self.keeper.report, self._beat, self.edge, self.engine_starts)

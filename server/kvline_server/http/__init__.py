@@ -1,0 +1,1 @@
+"""The HTTP edge: validates, tokenises, streams. Imports no torch."""

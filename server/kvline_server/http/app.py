@@ -1,0 +1,149 @@
+"""The public port: three routes, everything else 404. Validates, admits, hands on, words errors."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from kvline_server.http.admission import Admission
+from kvline_server.http.body import read_object
+from kvline_server.http.chat import Chat
+from kvline_server.http.completions import Completion
+from kvline_server.http.errors import ApiError, EngineFailed, NotAllowed, NotFound
+from kvline_server.http.generate import Generator, Limits
+from kvline_server.http.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    parse,
+)
+from kvline_server.http.request_id import request_id
+from kvline_server.http.stream import api_error, events
+
+T = TypeVar("T")
+ENCODE_OFF_LOOP = 2048  # bytes of a prompt; below, a thread costs more than it frees
+
+
+@dataclass(slots=True)
+class Service:
+    """What the routes share."""
+
+    generator: Generator
+    admission: Admission
+    limits: Limits
+    started: int
+
+
+def create_app(service: Service) -> FastAPI:
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _unexpected)
+
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        model = {
+            "id": service.limits.served_name,
+            "object": "model",
+            "created": service.started,
+            "owned_by": "kvline",
+            "max_model_len": service.limits.max_model_len,
+        }
+        return JSONResponse({"object": "list", "data": [model]})
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await _generate(service, request, CompletionRequest, Completion)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await _generate(service, request, ChatRequest, Chat)
+
+    return app
+
+
+async def _generate(
+    service: Service,
+    request: Request,
+    kind: type[GenerationRequest],
+    route: Callable[..., Any],
+) -> Response:
+    with ExitStack() as stack:
+        stack.enter_context(service.admission.request())
+        parsed = parse(kind, await read_object(request))
+        _check_model(parsed.model, service.limits)
+        id = request_id(request.headers.get("x-request-id"))
+        work = route(id, parsed, service.generator, service.limits)
+        jobs = await asyncio.to_thread(work.plan)
+        stack.enter_context(
+            service.admission.room(len(jobs), sum(len(prompt) for prompt, _ in jobs))
+        )
+        headers = {"x-request-id": id}
+        if parsed.stream:
+            wanted = parsed.stream_options is not None and parsed.stream_options.include_usage
+            stream = events(work, jobs, wanted, stack.pop_all())
+            return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+        answers = await _unless_gone(request, service.generator.answers(jobs, parsed.stops()))
+        body = await asyncio.to_thread(lambda: msgspec.json.encode(work.response(answers)))
+        return Response(body, media_type="application/json", headers=headers)
+
+
+def _check_model(name: str, limits: Limits) -> None:
+    if name != limits.served_name:
+        raise NotFound(
+            f"model: this server serves {limits.served_name!r}", "model", "model_not_found"
+        )
+
+
+async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, cancelled when the client leaves first."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise asyncio.CancelledError
+        return await task
+    except ExceptionGroup as group:
+        raise api_error(group) from group
+    finally:
+        gone.cancel()
+        task.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        response = NotAllowed("this route does not take that method").response()
+        response.headers.update(error.headers or {})
+        return response
+    return NotFound(
+        "no such route; this port serves /v1/completions, /v1/chat/completions and /v1/models"
+    ).response()
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    return EngineFailed("the request failed inside the server").response()
+
+
+def now() -> int:
+    return int(time.time())

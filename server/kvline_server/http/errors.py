@@ -1,0 +1,87 @@
+"""What a client is told when a request is not served; OpenAI's error form, at most 1 KB.
+
+ApiError
+├── BadRequest     400  names the field
+├── NotFound       404
+├── NotAllowed     405
+├── TooLarge       413
+├── UnsupportedType 415
+├── TooMany        429  with Retry-After
+├── EngineFailed   500
+└── Unavailable    503
+"""
+
+from __future__ import annotations
+
+from starlette.responses import JSONResponse
+
+
+class ApiError(Exception):
+    status = 500
+    type = "server_error"
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message[:700]
+        self.param = param[:100] if param else None
+        self.code = code
+
+    def body(self) -> dict[str, object]:
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def headers(self) -> dict[str, str]:
+        return {}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), self.status, self.headers())
+
+
+class BadRequest(ApiError):
+    status = 400
+    type = "invalid_request_error"
+
+
+class NotFound(ApiError):
+    status = 404
+    type = "invalid_request_error"
+
+
+class NotAllowed(ApiError):
+    status = 405
+    type = "invalid_request_error"
+
+
+class TooLarge(ApiError):
+    status = 413
+    type = "invalid_request_error"
+
+
+class UnsupportedType(ApiError):
+    status = 415
+    type = "invalid_request_error"
+
+
+class TooMany(ApiError):
+    status = 429
+    type = "rate_limit_error"
+
+    def headers(self) -> dict[str, str]:
+        return {"Retry-After": "1"}
+
+
+class EngineFailed(ApiError):
+    status = 500
+
+
+class Unavailable(ApiError):
+    status = 503
+
+    def headers(self) -> dict[str, str]:
+        return {"Retry-After": "5", "Connection": "close"}

@@ -1,0 +1,203 @@
+"""From token ids to pieces of an answer: follows one sequence, decodes it, cuts it at a stop text.
+
+Completions and chat differ only in how they word these pieces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvline_server.engine.messages import PackedScores
+from kvline_server.engine.request import SamplingParams
+from kvline_server.http.engine_client import EngineClient
+from kvline_server.http.errors import BadRequest
+from kvline_server.http.protocol import GenerationRequest
+from kvline_server.http.tokens import StopMatcher, Tokens
+
+LOWEST_LOGPROB = -9999.0  # JSON has no -inf
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    token: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one engine step adds to an answer; the last one has `finish`."""
+
+    text: str = ""
+    tokens: int = 0
+    score: TokenScore | None = None
+    finish: str | None = None
+    prompt_scores: list[TokenScore] = field(default_factory=list)
+    cached: int = 0
+
+
+@dataclass(slots=True)
+class Answer:
+    """A whole answer, for clients that do not stream."""
+
+    text: str = ""
+    tokens: int = 0
+    scores: list[TokenScore] = field(default_factory=list)
+    finish: str = "length"
+    prompt_scores: list[TokenScore] = field(default_factory=list)
+    cached: int = 0
+
+    def add(self, piece: Piece) -> None:
+        self.text += piece.text
+        self.tokens += piece.tokens
+        self.cached = max(self.cached, piece.cached)
+        self.prompt_scores += piece.prompt_scores
+        if piece.score is not None:
+            self.scores.append(piece.score)
+        if piece.finish is not None:
+            self.finish = piece.finish
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The model's and the validated engine's bounds on a request."""
+
+    served_name: str
+    vocabulary: int
+    max_model_len: int
+    max_top_logprobs: int
+
+
+class Generator:
+    def __init__(self, engine: EngineClient, tokens: Tokens | None) -> None:
+        self.engine = engine
+        self.tokens = tokens
+
+    async def follow(
+        self, prompt: list[int], params: SamplingParams, stops: list[str]
+    ) -> AsyncGenerator[Piece, None]:
+        """Pieces until the end; leaving early frees the sequence's pages."""
+        stream = self.tokens.stream() if self.tokens is not None else None
+        matcher = StopMatcher(stops)
+        async with aclosing(self.engine.generate(prompt, params)) as deltas:
+            async for delta in deltas:
+                ended = delta.finish == "stop"  # an end-of-sequence token, which is not said
+                said = params.max_tokens > 0
+                text = stream.push(delta.token) if stream and said and not ended else ""
+                piece = Piece(
+                    text=matcher.push(text),
+                    tokens=int(said),
+                    score=None if ended else first(unpack(delta.scores)),
+                    finish=delta.finish,
+                    prompt_scores=unpack(delta.prompt_scores),
+                    cached=delta.cached,
+                )
+                if delta.finish is not None and stream is not None:
+                    piece.text += matcher.push(stream.flush()) + matcher.flush()
+                if matcher.found:
+                    piece.finish = "stop"
+                yield piece
+                if matcher.found:
+                    return
+
+    async def answer(self, prompt: list[int], params: SamplingParams, stops: list[str]) -> Answer:
+        out = Answer()
+        async with aclosing(self.follow(prompt, params, stops)) as pieces:
+            async for piece in pieces:
+                out.add(piece)
+        return out
+
+    async def answers(
+        self, jobs: list[tuple[list[int], SamplingParams]], stops: list[str]
+    ) -> list[Answer]:
+        """All answers of a request at once; one failure ends the others."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self.answer(p, params, stops)) for p, params in jobs]
+        return [task.result() for task in tasks]
+
+    def token_text(self, token: int) -> str:
+        return self.tokens.token_text(token) if self.tokens is not None else f"token_id:{token}"
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.tokens.token_bytes(token) if self.tokens is not None else b""
+
+
+def sampling(
+    request: GenerationRequest,
+    limits: Limits,
+    prompt_length: int,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
+    """The engine's parameters; raises BadRequest where the request meets this model's limits."""
+    for name, value in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
+        if value is not None and value > limits.max_top_logprobs:
+            raise BadRequest(f"{name}: this server gives at most {limits.max_top_logprobs}", name)
+    room = limits.max_model_len - prompt_length
+    if max_tokens > room:
+        raise BadRequest(
+            f"the prompt has {prompt_length} tokens and {max_tokens} are asked for: "
+            f"together more than the context of {limits.max_model_len}",
+            "max_tokens",
+            "context_length_exceeded",
+        )
+    bias = {int(key): value for key, value in (request.logit_bias or {}).items()}
+    if any(token >= limits.vocabulary for token in bias):
+        raise BadRequest(f"logit_bias: token ids are below {limits.vocabulary}", "logit_bias")
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=max(0, request.top_k),
+        min_p=request.min_p,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=request.repetition_penalty,
+        logit_bias=bias,
+        seed=request.seed if request.seed is not None else secrets.randbits(63),
+        ignore_eos=request.ignore_eos,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def check_prompt(prompt: list[int], limits: Limits, name: str) -> None:
+    if not prompt:
+        raise BadRequest(f"{name}: must hold at least one token", name)
+    if len(prompt) > limits.max_model_len:
+        raise BadRequest(
+            f"{name}: {len(prompt)} tokens, the context is {limits.max_model_len}",
+            name,
+            "context_length_exceeded",
+        )
+    if max(prompt) >= limits.vocabulary:
+        raise BadRequest(f"{name}: token ids are below {limits.vocabulary}", name)
+
+
+def unpack(packed: PackedScores | None) -> list[TokenScore]:
+    if packed is None:
+        return []
+    values = np.maximum(np.frombuffer(packed.values, np.float32), LOWEST_LOGPROB).tolist()
+    tokens = np.frombuffer(packed.tokens, np.int32).tolist()
+    ranks = np.frombuffer(packed.ranks, np.int32).tolist()
+    shape = (packed.count, packed.top)
+    ids = np.frombuffer(packed.top_ids, np.int32).reshape(shape).tolist()
+    tops = np.maximum(np.frombuffer(packed.top_values, np.float32), LOWEST_LOGPROB)
+    return [
+        TokenScore(token, value, rank, list(zip(row, row_values, strict=True)))
+        for token, value, rank, row, row_values in zip(
+            tokens, values, ranks, ids, tops.reshape(shape).tolist(), strict=True
+        )
+    ]
+
+
+def first(scores: list[TokenScore]) -> TokenScore | None:
+    return scores[0] if scores else None

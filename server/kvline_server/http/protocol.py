@@ -1,0 +1,174 @@
+"""The requests we understand. Strict types, both bounds on every number, unknown fields refused.
+
+Accepted fields work; there is no field that is read and ignored but `user`, which by OpenAI's
+definition is only a label.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from kvline_server.http.errors import BadRequest
+
+MAX_CHOICES = 8
+MAX_PROMPTS = 128
+MAX_MESSAGES = 1024
+MAX_STOPS = 4
+MAX_TOP_LOGPROBS = 20
+MAX_TOKENS = 2**31 - 1
+MAX_PROMPT_IDS = 1 << 20
+
+StopText = Annotated[str, Field(min_length=1, max_length=256)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+
+
+class GenerationRequest(Strict):
+    """What completions and chat share."""
+
+    model: Annotated[str, Field(max_length=512)]
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, le=1_000_000)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=300)] | None = None
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: Annotated[str, Field(max_length=512)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _bias_keys(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for key in value or {}:
+            if not key.isascii() or not key.isdigit() or len(key) > 9:
+                raise ValueError("keys must be token ids")
+        return value
+
+    @model_validator(mode="after")
+    def _streaming(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only with stream")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs: not with stream")
+        return self
+
+    def stops(self) -> list[str]:
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: Any  # text, token ids, or a list of either; see _prompt
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @field_validator("prompt")
+    @classmethod
+    def _prompt(cls, value: Any) -> list[str | list[int]]:
+        if isinstance(value, str):
+            return [value]
+        if not isinstance(value, list) or not value:
+            raise ValueError("must be text, token ids, or a list of either")
+        if all(isinstance(item, int) for item in value):
+            value = [value]
+        if len(value) > MAX_PROMPTS:
+            raise ValueError(f"at most {MAX_PROMPTS} prompts")
+        return [cls._one_prompt(item) for item in value]
+
+    @staticmethod
+    def _one_prompt(item: Any) -> str | list[int]:
+        if isinstance(item, str):
+            return item
+        if not isinstance(item, list) or len(item) > MAX_PROMPT_IDS:
+            raise ValueError("must be text, token ids, or a list of either")
+        for token in item:
+            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+                raise ValueError("token ids must be non-negative integers")
+        return item
+
+    @model_validator(mode="after")
+    def _nothing_to_do(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise ValueError("max_tokens: 0 only with echo or prompt_logprobs")
+        if self.echo and self.stream:
+            raise ValueError("echo: not with stream")
+        return self
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=64)]
+    name: Annotated[str, Field(max_length=64)] | None = None
+
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
+class ChatRequest(GenerationRequest):
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: only with logprobs")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("max_tokens: not together with max_completion_tokens")
+        return self
+
+
+R = TypeVar("R", bound=GenerationRequest)
+
+
+def parse(kind: type[R], value: dict[str, Any]) -> R:
+    """`value` as a request, or a BadRequest that names the first wrong field and not its value."""
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        path = [str(part) for part in first["loc"] if not _is_union_arm(part)]
+        message = str(first["msg"]).removeprefix("Value error, ")
+        if not path and ": " in message:  # a rule over several fields names its field itself
+            name, _, message = message.partition(": ")
+            path = [name]
+        if first["type"] == "extra_forbidden":
+            message = "is not a field that this server knows"
+        name = ".".join(path)[:100]
+        raise BadRequest(
+            f"{name}: {message}" if name else message, path[0] if path else None
+        ) from None
+
+
+def _is_union_arm(part: int | str) -> bool:
+    """pydantic adds the tried type to the path of a union's error."""
+    return isinstance(part, str) and ("[" in part or part in ("str", "constrained-str"))

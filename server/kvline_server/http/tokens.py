@@ -1,0 +1,201 @@
+"""Text to tokens and back: the model's own tokenizer and chat template, nothing from a request.
+
+The template runs in jinja2's immutable sandbox. A user's text that happens to contain a control
+token is encoded as plain text, never as the token.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from kvline_server.http.errors import BadRequest
+
+MAX_RENDERED = 8 << 20
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class Tokens:
+    """A tokenizer and chat template from a model folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        settings = _read(folder / "tokenizer_config.json")
+        added = self.tokenizer.get_added_tokens_decoder()
+        self.special = {t.content: i for i, t in added.items() if t.special}
+        self.special_ids = frozenset(self.special.values())
+        self._specials = sorted(self.special, key=len, reverse=True)
+        self._variables = {
+            key: _token_text(settings.get(key)) for key in ("bos_token", "eos_token")
+        }
+        self._template = _template(folder, settings)
+        self._byte_level = "ByteLevel" in json.dumps(
+            json.loads(self.tokenizer.to_str()).get("decoder")
+        )
+        self._unicode_to_byte = _unicode_to_byte()
+
+    def encode(self, text: str) -> list[int]:
+        """A completion prompt: control tokens written out in it count as such, as users of base
+        models expect."""
+        return list(self.tokenizer.encode(text).ids)
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """The rendered template's tokens. Raises BadRequest when the template refuses."""
+        if self._template is None:
+            raise BadRequest("this model has no chat template; use /v1/completions", "messages")
+        mark = _unused_mark(messages)
+        marked = [{**m, "content": self._defuse(m["content"], mark)} for m in messages]
+        try:
+            text = self._template.render(
+                messages=marked, add_generation_prompt=True, **self._variables
+            )
+        except SecurityError:
+            raise BadRequest("the chat template did something that is not allowed") from None
+        except TemplateError as error:
+            raise BadRequest(f"the chat template refused: {str(error)[:200]}", "messages") from None
+        if len(text) > MAX_RENDERED:
+            raise BadRequest("the rendered messages are too long", "messages")
+        ids: list[int] = []
+        for piece in text.split(mark):
+            ids += self.tokenizer.encode(piece, add_special_tokens=False).ids
+        return ids
+
+    def _defuse(self, text: str, mark: str) -> str:
+        """Cuts each control token in a user's text in two, so that it is tokenised as text."""
+        for special in self._specials:
+            if special in text:
+                text = text.replace(special, special[0] + mark + special[1:])
+        return text
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+
+    def stream(self) -> TextStream:
+        return TextStream(self)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes a token stands for; not always whole characters."""
+        text = self.tokenizer.id_to_token(token)
+        if text is None:
+            return b""
+        if text in self.special:
+            return text.encode()
+        if self._byte_level and all(c in self._unicode_to_byte for c in text):
+            return bytes(self._unicode_to_byte[c] for c in text)
+        single = _BYTE_TOKEN.fullmatch(text)
+        if single:
+            return bytes([int(single[1], 16)])
+        return text.replace("\u2581", " ").encode()
+
+    def token_text(self, token: int) -> str:
+        return self.token_bytes(token).decode("utf-8", "replace")
+
+
+class TextStream:
+    """Incremental text of output tokens: never half a character, never a control token."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokenizer = tokens.tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._ids: list[int] = []
+        self._sent = 0
+
+    def push(self, token: int) -> str:
+        self._ids.append(token)
+        text = self._stream.step(self._tokenizer, token)
+        if text is None:
+            return ""
+        self._sent += len(text)
+        return str(text)
+
+    def flush(self) -> str:
+        """What an unfinished character at the very end decodes to."""
+        whole = str(self._tokenizer.decode(self._ids, skip_special_tokens=True))
+        rest = whole[self._sent :]
+        self._sent = len(whole)
+        return rest
+
+
+class StopMatcher:
+    """Finds the first stop text in a stream and never lets part of one through."""
+
+    def __init__(self, stops: list[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.found = False
+
+    def push(self, text: str) -> str:
+        """What is safe to send now. After `found` nothing more comes."""
+        if self.found:
+            return ""
+        if not self._stops:
+            return text
+        self._held += text
+        hits = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if hits:
+            self.found = True
+            out, self._held = self._held[: min(hits)], ""
+            return out
+        keep = max(_overlap(self._held, stop) for stop in self._stops)
+        cut = len(self._held) - keep
+        out, self._held = self._held[:cut], self._held[cut:]
+        return out
+
+    def flush(self) -> str:
+        out, self._held = self._held, ""
+        return "" if self.found else out
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text("utf-8"))) if path.is_file() else {}
+
+
+def _token_text(value: Any) -> str:
+    return str(value.get("content", "")) if isinstance(value, dict) else str(value or "")
+
+
+def _template(folder: Path, settings: dict[str, Any]) -> Any:
+    file = folder / "chat_template.jinja"
+    source = file.read_text("utf-8") if file.is_file() else settings.get("chat_template")
+    if not isinstance(source, str):
+        return None
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.globals["raise_exception"] = _raise
+    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+    return environment.from_string(source)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _unused_mark(messages: list[dict[str, str]]) -> str:
+    """A noncharacter that no message contains; Unicode keeps 32 of them for such a use."""
+    for code in range(0xFDD0, 0xFDF0):
+        if not any(chr(code) in m["content"] for m in messages):
+            return chr(code)
+    raise BadRequest("the messages hold every Unicode noncharacter", "messages")
+
+
+def _unicode_to_byte() -> dict[str, int]:
+    """GPT-2's printable alphabet for bytes, inverted."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    table = {chr(b): b for b in plain}
+    table.update({chr(256 + i): b for i, b in enumerate(sorted(set(range(256)) - set(plain)))})
+    return table

@@ -1,0 +1,88 @@
+"""The internal port: probes, sizing report, load and metrics, from the first second.
+
+Runs on threads of the parent, so neither a long tokenisation nor a long step can fail a probe.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Protocol
+
+from kvline_contract.codec import dumps
+from kvline_contract.report import Load, SizingReport
+
+
+class Health(Protocol):
+    """What the port asks of the supervisor. The texts are reasons, None means well."""
+
+    def not_started(self) -> str | None: ...
+
+    def not_ready(self) -> str | None: ...
+
+    def not_alive(self) -> str | None: ...
+
+    def report(self) -> SizingReport: ...
+
+    def load(self) -> Load | None: ...
+
+    def metrics(self) -> bytes: ...
+
+
+class InternalServer(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int], health: Health) -> None:
+        self.health = health
+        super().__init__(address, _Handler)
+
+    def start(self) -> None:
+        threading.Thread(target=self.serve_forever, daemon=True, name="internal").start()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A prober that hangs up early is no news."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: InternalServer
+    server_version = "kvline"
+    sys_version = ""
+    timeout = 10
+
+    def do_GET(self) -> None:
+        health = self.server.health
+        path = self.path.partition("?")[0]
+        if path == "/startupz":
+            self._probe(health.not_started())
+        elif path == "/readyz":
+            self._probe(health.not_ready())
+        elif path == "/livez":
+            self._probe(health.not_alive())
+        elif path == "/sizing":
+            self._send(200, health.report().dumps().encode())
+        elif path == "/load":
+            load = health.load()
+            if load is None:
+                self._probe("NotValidated")
+            else:
+                self._send(200, dumps(load).encode())
+        elif path == "/metrics":
+            self._send(200, health.metrics(), "text/plain; version=0.0.4")
+        else:
+            self._send(404, b'{"reason":"NoSuchRoute"}')
+
+    def _probe(self, reason: str | None) -> None:
+        status = 200 if reason is None else 503
+        self._send(status, json.dumps({"reason": reason or "Ok"}).encode())
+
+    def _send(self, status: int, body: bytes, kind: str = "application/json") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Probes every second are not worth a line each."""

@@ -1,0 +1,1 @@
+"""The operations under the model; the only place that knows a backend."""

@@ -1,0 +1,187 @@
+"""What a device says of its memory: the limit, what is used, the high-water mark.
+
+On the CPU the device is the container: its limit from cgroup v1 or v2 (or given), its use as
+anonymous, shared and kernel memory without page cache, the engine's peak from VmHWM. Outside a
+container with a limit the process tree stands for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import os
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+MIB = 1 << 20
+UNLIMITED = 1 << 60  # cgroup v1 writes a huge number, v2 the word max
+CGROUP = Path("/sys/fs/cgroup")
+
+
+class Device(Protocol):
+    """All in bytes. `peak` and `now` are the engine process's own, `used` everybody's."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def driver(self) -> str: ...
+
+    @property
+    def limit(self) -> int: ...
+
+    def used(self) -> int: ...
+
+    def now(self) -> int: ...
+
+    def peak(self) -> int: ...
+
+    def reset_peak(self) -> None: ...
+
+    def settle(self) -> None:
+        """Gives unused memory back, so that what follows is measured from a clean start."""
+
+
+@dataclass(frozen=True, slots=True)
+class CpuDevice:
+    name: str
+    driver: str
+    limit: int
+    read_used: Callable[[], int]
+
+    def used(self) -> int:
+        return self.read_used()
+
+    def now(self) -> int:
+        status = _status("self")
+        return status["RssAnon"] + status["RssShmem"]
+
+    def peak(self) -> int:
+        """Highest anonymous memory since the reset; file pages can be dropped and do not count."""
+        status = _status("self")
+        return max(status["VmHWM"] - status["RssFile"], status["RssAnon"] + status["RssShmem"])
+
+    def reset_peak(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")
+
+    def settle(self) -> None:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def cpu_device(memory: int | None, root: int) -> CpuDevice:
+    """The CPU as seen from here: the container's cgroup, or `memory` bytes for the tree of `root`.
+
+    A given `memory` below the container's limit wins, so that a size can be tried anywhere.
+    """
+    tree = partial(tree_used, root)
+    limit, used = _cgroup() or (UNLIMITED, tree)
+    if limit >= UNLIMITED:  # no container to stand for the device
+        limit, used = memory or _available() + tree(), tree
+    limit = min(limit, memory or limit)
+    return CpuDevice(f"CPU {platform.machine()}", platform.release(), limit, used)
+
+
+def _cgroup() -> tuple[int, Callable[[], int]] | None:
+    """Limit and use of the cgroup that holds this process, v1 first (a v1 machine mounts both)."""
+    own = _own_cgroup("memory")
+    for folder in _candidates(CGROUP / "memory", own):
+        if (folder / "memory.limit_in_bytes").is_file():
+            limit = int((folder / "memory.limit_in_bytes").read_text())
+            return limit, partial(_used_v1, folder)
+    for folder in _candidates(CGROUP, _own_cgroup("")):
+        if (folder / "memory.max").is_file():
+            text = (folder / "memory.max").read_text().strip()
+            return (UNLIMITED if text == "max" else int(text)), partial(_used_v2, folder)
+    return None
+
+
+def _own_cgroup(controller: str) -> str:
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            return path.lstrip("/")
+    return ""
+
+
+def _candidates(mount: Path, own: str) -> tuple[Path, ...]:
+    # Inside a container the mount shows its own cgroup, and the host's path does not exist there.
+    return (mount / own, mount) if own else (mount,)
+
+
+def _stat(folder: Path) -> dict[str, int]:
+    lines = (folder / "memory.stat").read_text().splitlines()
+    return {key: int(value) for key, value in (line.split() for line in lines)}
+
+
+def _used_v1(folder: Path) -> int:
+    stat = _stat(folder)
+    kernel = folder / "memory.kmem.usage_in_bytes"
+    kernel_bytes = int(kernel.read_text()) if kernel.is_file() else 0
+    return stat["total_rss"] + stat["total_shmem"] + kernel_bytes
+
+
+def _used_v2(folder: Path) -> int:
+    stat = _stat(folder)
+    return stat["anon"] + stat["shmem"] + stat.get("kernel", stat.get("slab", 0))
+
+
+def _available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("MemAvailable is not in /proc/meminfo")
+
+
+def _status(pid: int | str) -> dict[str, int]:
+    """A process's memory lines in bytes; empty for one that is gone or has none."""
+    out = {}
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        key, _, rest = line.partition(":")
+        if key in ("VmHWM", "RssAnon", "RssFile", "RssShmem", "PPid"):
+            number = int(rest.split()[0])
+            out[key] = number if key == "PPid" else number * 1024
+    return out
+
+
+def tree_used(root: int) -> int:
+    """Anonymous and shared memory of a process and all its descendants."""
+    parents: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            status = _status(entry)
+        except OSError:  # ended while we looked
+            continue
+        parents[int(entry)] = status.get("PPid", 0)
+        sizes[int(entry)] = status.get("RssAnon", 0) + status.get("RssShmem", 0)
+    total = 0
+    for pid, size in sizes.items():
+        at = pid
+        while at and at != root:
+            at = parents.get(at, 0)
+        total += size if at == root else 0
+    return total
+
+
+@contextmanager
+def canary(nbytes: int) -> Iterator[None]:
+    """Holds `nbytes` of touched memory: what survives beside it survives with that headroom."""
+    if not nbytes:
+        yield
+        return
+    held = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        for offset in range(0, nbytes, mmap.PAGESIZE):
+            held[offset] = 1
+        yield
+    finally:
+        held.close()

@@ -1,0 +1,125 @@
+"""Why a size could not be proven: the parts in MiB, the binding constraint, every knob.
+
+Pure arithmetic on what the loop measured; the texts end in the termination message and from there
+in the resource's status, so a person can act without a log.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvline_contract.report import Attempt, Binding, Direction, Knob, Memory
+from kvline_server.config import EngineSettings
+from kvline_server.errors import ContextDoesNotFit, OutOfMemory
+from kvline_server.memory.device import MIB, Device
+from kvline_server.memory.pages import PAGE_SIZE
+
+MEMORY_FIELD = "spec.resources.memory"
+
+
+@dataclass(slots=True)
+class Diagnosis:
+    device: Device
+    settings: EngineSettings
+    weights_bytes: int
+    growth: int = 0  # bytes the stress added, once measured
+    measured_tokens: int | None = None
+
+    def memory(self, kv_bytes: int, free_bytes: int) -> Memory:
+        """The parts, of which `others` is the rest so that they add up exactly."""
+        total = self.device.limit // MIB
+        weights, kv = self.weights_bytes // MIB, kv_bytes // MIB
+        activations, free = self.growth // MIB, free_bytes // MIB
+        return Memory(
+            total_mib=total,
+            weights_mib=weights,
+            activations_mib=activations,
+            graphs_mib=0,
+            kv_mib=kv,
+            headroom_mib=free,
+            others_mib=total - weights - activations - kv - free,
+        )
+
+    def weights_do_not_fit(self, free: int) -> OutOfMemory:
+        need = (self.weights_bytes - free) // MIB + self.settings.headroom_mib + 1
+        return OutOfMemory(
+            f"weights of {self.weights_bytes // MIB} MiB do not fit: "
+            f"{free // MIB} MiB of {self.device.limit // MIB} MiB are free; "
+            f"raise {MEMORY_FIELD} by at least {need} MiB",
+            memory=self.memory(0, free),
+            binding=Binding.WEIGHTS,
+            knobs=(Knob(MEMORY_FIELD, Direction.RAISE),),
+        )
+
+    def nothing_left(self, tokens: int) -> OutOfMemory:
+        return OutOfMemory(
+            f"no memory is left for the KV cache: weights {self.weights_bytes // MIB} MiB and "
+            f"activations {self.growth // MIB} MiB leave room for {max(tokens, 0)} tokens under a "
+            f"limit of {self.device.limit // MIB} MiB with {self.settings.headroom_mib} MiB of "
+            f"headroom; {self._advice()}",
+            memory=self.memory(0, max(0, self.device.limit - self.device.used())),
+            binding=Binding.ACTIVATIONS if self.growth > self.weights_bytes else Binding.WEIGHTS,
+            knobs=self._knobs(),
+        )
+
+    def context_does_not_fit(self, tokens: int, asked: int) -> ContextDoesNotFit:
+        largest = tokens // PAGE_SIZE * PAGE_SIZE
+        return ContextDoesNotFit(
+            f"spec.engine.maxModelLen is {asked}, the budget holds {tokens} tokens; "
+            f"the largest length that fits is {largest}",
+            memory=self.memory(0, max(0, self.device.limit - self.device.used())),
+            binding=Binding.CONTEXT,
+            largest_max_model_len=largest,
+            knobs=(
+                Knob("spec.engine.maxModelLen", Direction.LOWER, largest),
+                Knob(MEMORY_FIELD, Direction.RAISE),
+            ),
+        )
+
+    def killed_while_probing(self, attempts: tuple[Attempt, ...]) -> OutOfMemory:
+        return OutOfMemory(
+            f"killed for memory while probing with the smallest KV cache: weights "
+            f"{self.weights_bytes // MIB} MiB under a limit of {self.device.limit // MIB} MiB; "
+            f"{self._advice()}",
+            memory=self.memory(0, 0),
+            binding=Binding.ACTIVATIONS,
+            knobs=self._knobs(),
+            attempts=attempts,
+        )
+
+    def out_of_memory(self, attempts: tuple[Attempt, ...], pinned: bool) -> OutOfMemory:
+        tried = ", ".join(str(a.target_tokens) for a in attempts if a.number)
+        if pinned:
+            knobs: tuple[Knob, ...] = (
+                Knob("spec.capacity.kvTokens", Direction.LOWER),
+                Knob(MEMORY_FIELD, Direction.RAISE),
+            )
+            text = f"spec.capacity.kvTokens pins {tried} tokens, which did not survive the stress"
+        else:
+            knobs = self._knobs()
+            text = f"no size survived the stress; tried {tried or 'the probe alone'} tokens"
+        return OutOfMemory(
+            f"{text}: weights {self.weights_bytes // MIB} MiB, activations "
+            f"{self.growth // MIB} MiB, headroom {self.settings.headroom_mib} MiB under a limit "
+            f"of {self.device.limit // MIB} MiB; {_advice(knobs)}",
+            memory=self.memory(0, max(0, self.device.limit - self.device.used())),
+            binding=Binding.HOST_MEMORY,
+            knobs=knobs,
+            attempts=attempts[-5:],
+        )
+
+    def _knobs(self) -> tuple[Knob, ...]:
+        return (
+            Knob(MEMORY_FIELD, Direction.RAISE),
+            Knob("spec.engine.maxPrefillTokens", Direction.LOWER),
+            Knob("spec.engine.maxRunningRequests", Direction.LOWER),
+            Knob("spec.engine.maxModelLen", Direction.LOWER),
+            Knob("spec.capacity.headroomMiB", Direction.LOWER),
+        )
+
+    def _advice(self) -> str:
+        return _advice(self._knobs())
+
+
+def _advice(knobs: tuple[Knob, ...]) -> str:
+    return ", ".join(f"{knob.direction} {knob.spec_field}" for knob in knobs)

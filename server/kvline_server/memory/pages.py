@@ -1,0 +1,101 @@
+"""Who holds which KV page: free, used by sequences, or cached under its content's hash.
+
+Pure bookkeeping on numbers; no tensor, no clock. Invariant after every call:
+free + used + cached == total. Page 0 is the dummy that padding writes to, and is never handed out.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+PAGE_SIZE = 16  # tokens; the kernels' measured best
+DUMMY_PAGE = 0
+
+
+def pages_for(tokens: int) -> int:
+    return -(-tokens // PAGE_SIZE)
+
+
+class PagePool:
+    """Reference-counted pages with an LRU of cached ones that nobody uses."""
+
+    def __init__(self, pages: int) -> None:
+        if pages < 2:
+            raise ValueError(f"a pool needs the dummy and one page, got {pages}")
+        self.total = pages - 1  # the dummy is not ours to give
+        self._free = list(range(pages - 1, DUMMY_PAGE, -1))
+        self._references: dict[int, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+        self._page_of: dict[bytes, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def cached(self) -> int:
+        """Pages kept only because their content may be asked for again."""
+        return len(self._cached)
+
+    @property
+    def used(self) -> int:
+        return len(self._references)
+
+    def can_take(self, count: int) -> bool:
+        return count <= len(self._free) + len(self._cached)
+
+    def take(self, count: int) -> list[int]:
+        """`count` private pages; evicts the longest unused cached ones. Ask can_take first."""
+        assert self.can_take(count), "take without can_take"
+        taken = []
+        for _ in range(count):
+            page = self._free.pop() if self._free else self._evict()
+            self._references[page] = 1
+            taken.append(page)
+        return taken
+
+    def match(self, hashes: list[bytes]) -> list[int]:
+        """The pages of the longest known run of hashes, each with one more reference."""
+        found = []
+        for digest in hashes:
+            page = self._page_of.get(digest)
+            if page is None:
+                break
+            if page in self._cached:
+                del self._cached[page]
+            self._references[page] = self._references.get(page, 0) + 1
+            found.append(page)
+        return found
+
+    def publish(self, page: int, digest: bytes) -> None:
+        """Names a full page's content. The first page with a content keeps the name."""
+        if digest not in self._page_of and page not in self._hash_of:
+            self._page_of[digest] = page
+            self._hash_of[page] = digest
+
+    def release(self, pages: list[int]) -> None:
+        """Gives references back; the last page of a sequence becomes evictable first."""
+        for page in reversed(pages):
+            left = self._references[page] - 1
+            if left:
+                self._references[page] = left
+                continue
+            del self._references[page]
+            if page in self._hash_of:
+                self._cached[page] = None
+            else:
+                self._free.append(page)
+
+    def check(self) -> None:
+        """Raises when a page is lost or in two places at once."""
+        free, cached, used = set(self._free), set(self._cached), set(self._references)
+        assert len(free) == len(self._free), "a page is free twice"
+        assert not (free & cached or free & used or cached & used), "a page is in two places"
+        assert len(free) + len(cached) + len(used) == self.total, "a page is lost"
+        assert self._page_of == {h: p for p, h in self._hash_of.items()}, "hash maps disagree"
+
+    def _evict(self) -> int:
+        page, _ = self._cached.popitem(last=False)
+        del self._page_of[self._hash_of.pop(page)]
+        return page

@@ -1,0 +1,274 @@
+"""The auto-profile loop: what the server does before it says Ready, step by step.
+
+1 load, 2 collectives, 3 autotune, 4 probe, 5 stress, 6 measure, 7 map and validate at the final
+size, 8 shrink and retry. Product section 2. The device is a parameter; the steps are the same on
+every device. Steps 2 and 3 have nothing to do on one CPU and say so in the report.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from kvline_contract.launch import Record
+from kvline_contract.report import (
+    Attempt,
+    Effective,
+    Memory,
+    Outcome,
+    Result,
+    Source,
+    State,
+)
+from kvline_server.config import EngineSettings
+from kvline_server.engine.engine import Runner
+from kvline_server.errors import DeviceOutOfMemory
+from kvline_server.memory.arena import Arena
+from kvline_server.memory.device import MIB, Device, canary
+from kvline_server.memory.diagnosis import Diagnosis
+from kvline_server.memory.pages import PAGE_SIZE, pages_for
+from kvline_server.memory.record import AttemptStore, find_record
+from kvline_server.memory.stress import StressSet
+
+PROBE_PAGES = 64
+SHRINK_PERCENT = 95
+MAX_TRIES = 4
+
+
+class Reporter(Protocol):
+    """Where the loop tells what it does, as it does it."""
+
+    def state(self, state: State) -> None: ...
+
+    def stage(self, name: str, ms: int, nbytes: int, detail: str | None = None) -> None: ...
+
+    def effective(self, effective: Effective) -> None: ...
+
+    def attempt(self, attempt: Attempt) -> None: ...
+
+    def now(self) -> str:
+        """The wall clock, RFC 3339 UTC."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What step 1 leaves: a model on the device and an empty arena to grow."""
+
+    runner: Runner
+    arena: Arena
+    bytes_per_token: int
+    weights_bytes: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The figures of step 6, bytes."""
+
+    free: int
+    probe_kv: int
+    growth: int  # peak above what was in use when the stress began
+
+    def budget(self, headroom: int) -> int:
+        return self.free + self.probe_kv - self.growth - headroom
+
+
+class ProfileLoop:
+    def __init__(
+        self,
+        device: Device,
+        settings: EngineSettings,
+        loaded: Loaded,
+        reporter: Reporter,
+        store: AttemptStore,
+        record_file: Path | None,
+        wait_for_neighbours: Callable[[], None],
+        free_before_weights: int,
+    ) -> None:
+        self.device = device
+        self.settings = settings
+        self.loaded = loaded
+        self.reporter = reporter
+        self.store = store
+        self.record_file = record_file
+        self.wait_for_neighbours = wait_for_neighbours
+        self.free_before_weights = free_before_weights
+        self.lowest_free = 0
+        self.diagnosis = Diagnosis(device, settings, loaded.weights_bytes)
+
+    def run(self, started: float) -> Result:
+        """Steps 3 to 8. `started` is the monotonic time at which loading began."""
+        self.store.open(self.loaded.fingerprint)
+        with self._stage("autotune", State.AUTOTUNING, "nothing is tunable on this device"):
+            pass
+        self.wait_for_neighbours()
+        target, source, record = self._target()
+        self._fit(target, may_shrink=source is not Source.PINNED)
+        result = self._result(source, record, started)
+        self.store.clear()
+        return result
+
+    # Steps 4 to 6 ------------------------------------------------------------------------------
+
+    def _target(self) -> tuple[int, Source, Record | None]:
+        """The token count to validate first, and where it comes from."""
+        pinned = self.settings.pinned_kv_tokens
+        failed = self.store.attempts
+        if failed and failed[-1].number == 0:
+            raise self.diagnosis.killed_while_probing(failed)
+        if failed:
+            for attempt in failed:
+                self.reporter.attempt(attempt)
+            if pinned is not None or failed[-1].number >= MAX_TRIES:
+                raise self.diagnosis.out_of_memory(failed, pinned is not None)
+            return shrink(failed[-1].target_tokens), Source.MEASURED, None
+        if pinned is not None:
+            return self._check_context(whole_pages(pinned)), Source.PINNED, None
+        free_mib = self.free_before_weights // MIB
+        record = find_record(self.record_file, self.loaded.fingerprint, free_mib)
+        if record is not None:
+            return self._check_context(whole_pages(record.kv_tokens)), Source.RECORDED, record
+        self._probe()
+        self._stress()
+        return self._measure(), Source.MEASURED, None
+
+    def _probe(self) -> None:
+        """Step 4: a small budget whose pages stand for many."""
+        with self._stage("probe", State.PROBING, f"{PROBE_PAGES} pages"):
+            self.device.settle()
+            self.loaded.arena.resize(PROBE_PAGES)
+
+    def _stress(self) -> None:
+        """Step 5: real shapes on aliased pages; the peak is counted from here."""
+        probe = self.store.begin(0, PROBE_PAGES * PAGE_SIZE)
+        self.reporter.attempt(probe)
+        self.reporter.state(State.STRESSING)
+        self.device.reset_peak()
+        try:
+            self._run_stress(self.settings.wanted_len, aliased=True)
+        except DeviceOutOfMemory as error:
+            done = self.store.end(Outcome.OUT_OF_MEMORY, None)
+            raise self.diagnosis.out_of_memory((done,), pinned=False) from error
+        self.reporter.attempt(self.store.end(Outcome.SURVIVED, self._lowest_free()))
+
+    def _measure(self) -> int:
+        """Step 6: tokens of the budget, clipped to whole pages."""
+        with self._stage("measure", None):
+            measured = Measured(
+                free=self.device.limit - self.device.used(),
+                probe_kv=self.loaded.arena.nbytes,
+                growth=max(0, self.device.peak() - self.device.now()),
+            )
+            self.diagnosis.growth = measured.growth
+            budget = measured.budget(self.settings.headroom_mib * MIB)
+            # One page more is the dummy's, which holds no token of anybody.
+            tokens = (budget // self.loaded.bytes_per_token // PAGE_SIZE - 1) * PAGE_SIZE
+        self.diagnosis.measured_tokens = tokens
+        if tokens < PAGE_SIZE * 2:
+            raise self.diagnosis.nothing_left(tokens)
+        return self._check_context(tokens)
+
+    def _check_context(self, tokens: int) -> int:
+        asked = self.settings.max_model_len
+        if asked is not None and tokens < asked:
+            raise self.diagnosis.context_does_not_fit(tokens, asked)
+        return tokens
+
+    # Steps 7 and 8 -----------------------------------------------------------------------------
+
+    def _fit(self, target: int, may_shrink: bool) -> None:
+        number = self.store.attempts[-1].number + 1 if self.store.attempts else 1
+        while True:
+            self.reporter.attempt(self.store.begin(number, target))
+            try:
+                self._validate(target)
+            except DeviceOutOfMemory as error:
+                self.reporter.attempt(self.store.end(Outcome.OUT_OF_MEMORY, None))
+                if not may_shrink or number >= MAX_TRIES:
+                    raise self.diagnosis.out_of_memory(
+                        self.store.attempts, pinned=not may_shrink
+                    ) from error
+                self.reporter.state(State.SHRUNK_RETRY)
+                target = self._check_context(shrink(target))
+                number += 1
+            else:
+                self.reporter.attempt(self.store.end(Outcome.SURVIVED, self._lowest_free()))
+                return
+
+    def _validate(self, tokens: int) -> None:
+        """Step 7: the whole stress again at the final size, with the headroom really taken."""
+        self.reporter.state(State.VALIDATING)
+        with self._stage("map", None, f"{tokens} tokens"):
+            self.loaded.arena.resize(pages_for(tokens) + 1)
+        self.reporter.effective(self.settings.effective(self._model_len(tokens)))
+        with canary(self.settings.headroom_mib * MIB):
+            self.device.reset_peak()
+            self._run_stress(self._model_len(tokens), aliased=False)
+            # Read while the canary is held: what is free now is free beyond the headroom.
+            self.lowest_free = self.device.limit - self.device.used() - self._above_now()
+
+    # Parts -------------------------------------------------------------------------------------
+
+    def _model_len(self, tokens: int) -> int:
+        return min(self.settings.wanted_len, tokens)
+
+    def _above_now(self) -> int:
+        return max(0, self.device.peak() - self.device.now())
+
+    def _lowest_free(self) -> int:
+        return (self.device.limit - self.device.used() - self._above_now()) // MIB
+
+    def _run_stress(self, max_model_len: int, aliased: bool) -> None:
+        stress = StressSet(
+            runner=self.loaded.runner,
+            settings=self.settings,
+            max_model_len=max_model_len,
+            vocabulary=self.loaded.runner.decoder.config.vocabulary,
+            aliased=aliased,
+        )
+        for name, action in stress.items():
+            with self._stage(f"{'stress' if aliased else 'validate'} {name}", None):
+                action()
+
+    @contextmanager
+    def _stage(self, name: str, state: State | None, detail: str | None = None) -> Iterator[None]:
+        """Times a stage and says how much memory it left behind."""
+        if state is not None:
+            self.reporter.state(state)
+        before, start = self.device.now(), time.monotonic()
+        yield
+        ms = round((time.monotonic() - start) * 1000)
+        self.reporter.stage(name, ms, self.device.now() - before, detail)
+
+    def _result(self, source: Source, record: Record | None, started: float) -> Result:
+        tokens = (self.loaded.arena.pages - 1) * PAGE_SIZE
+        loop_ms = round((time.monotonic() - started) * 1000)
+        return Result(
+            kv_tokens=tokens,
+            bytes_per_token=self.loaded.bytes_per_token,
+            source=source,
+            fingerprint=self.loaded.fingerprint,
+            free_mib=max(0, self.free_before_weights // MIB),
+            loop_ms=loop_ms,
+            saved_ms=max(0, record.loop_ms - loop_ms) if record is not None else 0,
+            measured_at=self.reporter.now(),
+            memory=self._memory(),
+        )
+
+    def _memory(self) -> Memory:
+        """The waterfall at the final size: activations is what the stress added on top."""
+        free = self.settings.headroom_mib * MIB + max(0, self.lowest_free)
+        return self.diagnosis.memory(self.loaded.arena.nbytes, free)
+
+
+def whole_pages(tokens: int) -> int:
+    return tokens // PAGE_SIZE * PAGE_SIZE
+
+
+def shrink(tokens: int) -> int:
+    """Five percent less, in whole pages."""
+    return max(PAGE_SIZE, whole_pages(tokens * SHRINK_PERCENT // 100))

@@ -1,0 +1,93 @@
+"""What survives a restart: this pod's attempts, records of identical replicas, fingerprints."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from kvline_contract.codec import ContractError, decode, document, dumps, field, loads
+from kvline_contract.launch import Record, Records, Reuse
+from kvline_contract.report import MAX_ATTEMPTS, Attempt, Outcome
+
+VERSION = 1
+
+
+@document
+class _AttemptsFile:
+    version: int
+    fingerprint: str = field(limit=64)
+    attempts: tuple[Attempt, ...] = field(items=MAX_ATTEMPTS, default=())
+
+
+class AttemptStore:
+    """attempts.json: each attempt is written before it begins, so a kill leaves a trace.
+
+    A file of another fingerprint, or one that cannot be read, counts as empty: a new model or
+    other settings deserve a fresh search.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.fingerprint = ""
+        self.attempts: tuple[Attempt, ...] = ()
+
+    def open(self, fingerprint: str) -> None:
+        """Reads what an earlier start left; attempts still Running were killed."""
+        self.fingerprint = fingerprint
+        self.attempts = ()
+        try:
+            found = decode(_AttemptsFile, loads(self.path.read_bytes(), 16384), strict=False)
+        except (FileNotFoundError, ContractError):
+            return
+        if found.version == VERSION and found.fingerprint == fingerprint:
+            self.attempts = tuple(
+                replace(a, outcome=Outcome.KILLED) if a.outcome is Outcome.RUNNING else a
+                for a in found.attempts
+            )
+
+    def begin(self, number: int, target_tokens: int) -> Attempt:
+        attempt = Attempt(number, target_tokens, Outcome.RUNNING)
+        self.attempts = (*self.attempts, attempt)[-MAX_ATTEMPTS:]
+        self._write()
+        return attempt
+
+    def end(self, outcome: Outcome, lowest_free_mib: int | None) -> Attempt:
+        done = replace(self.attempts[-1], outcome=outcome, lowest_free_mib=lowest_free_mib)
+        self.attempts = (*self.attempts[:-1], done)
+        self._write()
+        return done
+
+    def clear(self) -> None:
+        """At Validated: a later kill is not a failed attempt."""
+        self.path.unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        part = self.path.with_suffix(".part")
+        with part.open("w") as file:
+            file.write(dumps(_AttemptsFile(VERSION, self.fingerprint, self.attempts)))
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(self.path)
+
+
+def find_record(path: Path | None, fingerprint: str, free_mib: int) -> Record | None:
+    """An identical replica's record, if it may be used and at least as much memory is free."""
+    if path is None:
+        return None
+    try:
+        records = Records.parse(path.read_bytes())
+    except (FileNotFoundError, ContractError):
+        return None
+    record = records.records.get(fingerprint)
+    if records.reuse is Reuse.NEVER or record is None or free_mib < record.free_mib:
+        return None
+    return record
+
+
+def fingerprint(parts: dict[str, str | int]) -> str:
+    """32 hex digits that change with anything that could change the measured size."""
+    text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

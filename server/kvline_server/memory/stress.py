@@ -1,0 +1,114 @@
+"""The stress set: the largest real work the scheduler can ever hand to the engine.
+
+Runs through the same batch builder and runner as requests do. Under a probe, page tables repeat
+the few physical pages there are, so full lengths can be played on little memory; at the final size
+every sequence has pages of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kvline_server.config import EngineSettings
+from kvline_server.engine.batch import build
+from kvline_server.engine.engine import Runner
+from kvline_server.engine.request import SamplingParams, Sequence
+from kvline_server.engine.scheduler import Work
+from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
+
+WORST_SAMPLING = SamplingParams(
+    max_tokens=1 << 30,
+    temperature=0.8,
+    top_p=0.9,
+    top_k=0,
+    min_p=0.01,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    repetition_penalty=1.1,
+    ignore_eos=True,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StressSet:
+    runner: Runner
+    settings: EngineSettings
+    max_model_len: int
+    vocabulary: int
+    aliased: bool  # page tables may repeat physical pages
+
+    def items(self) -> list[tuple[str, Callable[[], None]]]:
+        """Name and action of each item, the cheapest to fail first."""
+        top = self.settings.max_top_logprobs
+        return [
+            ("prefill-one", lambda: self._prefill(1, WORST_SAMPLING)),
+            ("prefill-many", lambda: self._prefill(self._running, WORST_SAMPLING)),
+            ("last-chunk", self._last_chunk),
+            ("decode", lambda: self._decode(WORST_SAMPLING)),
+            ("input-logprobs", lambda: self._prefill(1, _with(prompt_logprobs=top))),
+            ("output-logprobs", lambda: self._decode(_with(logprobs=top))),
+        ]
+
+    @property
+    def _running(self) -> int:
+        """As many sequences as run at once and have at least a page each."""
+        return max(1, min(self.settings.max_running_requests, self._capacity // PAGE_SIZE))
+
+    @property
+    def _capacity(self) -> int:
+        """Tokens the sequences of one item may hold together."""
+        if self.aliased:
+            return self.max_model_len * self.settings.max_running_requests
+        return (self.runner.arena.pages - 1) * PAGE_SIZE
+
+    def _prefill(self, sequences: int, params: SamplingParams) -> None:
+        """A full chunk of prompt tokens, cut into at least `sequences` prompts."""
+        chunk = min(self.settings.max_prefill_tokens, self._capacity)
+        longest = min(self.max_model_len, max(2, chunk // sequences))
+        lengths = [longest] * (chunk // longest)
+        self._run([(length, 0, params) for length in lengths or [chunk]])
+
+    def _last_chunk(self) -> None:
+        length = min(self.max_model_len, self._capacity)
+        start = max(0, length - self.settings.max_prefill_tokens)
+        self._run([(length, start, WORST_SAMPLING)])
+
+    def _decode(self, params: SamplingParams) -> None:
+        """One token each: the first as long as may be, the rest share what is left."""
+        running = self._running
+        first = min(self.max_model_len, self._capacity - (running - 1) * PAGE_SIZE)
+        rest = 0
+        if running > 1:
+            share = (self._capacity - pages_for(first) * PAGE_SIZE) // (running - 1)
+            rest = min(self.max_model_len, share // PAGE_SIZE * PAGE_SIZE)
+        lengths = [first] + [rest] * (running - 1)
+        self._run([(length, length - 1, params) for length in lengths])
+
+    def _run(self, shapes: list[tuple[int, int, SamplingParams]]) -> None:
+        pages = self._pages()
+        work = []
+        for index, (length, start, params) in enumerate(shapes):
+            tokens = [(index + i) % self.vocabulary for i in range(length)]
+            sequence = Sequence(
+                id=-1, tokens=tokens, prompt_length=max(1, length - 1), params=params
+            )
+            sequence.pages = list(itertools.islice(pages, pages_for(length)))
+            sequence.computed = start
+            work.append(Work(sequence, start, length - start))
+        self.runner.run(build(work))
+
+    def _pages(self) -> Iterator[int]:
+        real = range(DUMMY_PAGE + 1, self.runner.arena.pages)
+        return itertools.cycle(real) if self.aliased else iter(real)
+
+
+def _with(prompt_logprobs: int | None = None, logprobs: int | None = None) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=1 << 30,
+        temperature=1.0,
+        ignore_eos=True,
+        prompt_logprobs=prompt_logprobs,
+        logprobs=logprobs,
+    )

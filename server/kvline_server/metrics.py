@@ -1,0 +1,78 @@
+"""Prometheus text of a replica, from the beats of its processes.
+
+Names the Gateway API Inference Extension's model-server protocol asks about come first; its
+endpoint picker is told them by configuration. Units are in the names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvline_contract.report import Result, SizingReport
+from kvline_server.engine.messages import Beat, EdgeBeat
+from kvline_server.memory.pages import PAGE_SIZE
+
+MIB = 1 << 20
+
+
+def render(report: SizingReport, beat: Beat, edge: EdgeBeat, starts: int) -> bytes:
+    """The exposition of one moment."""
+    registry = CollectorRegistry()
+    registry.register(_Snapshot(report, beat, edge, starts))
+    return generate_latest(registry)
+
+
+class _Snapshot(Collector):
+    def __init__(self, report: SizingReport, beat: Beat, edge: EdgeBeat, starts: int) -> None:
+        self.report = report
+        self.beat = beat
+        self.edge = edge
+        self.starts = starts
+
+    def collect(self) -> Iterator[Metric]:
+        b = self.beat
+        share = b.used_tokens / b.kv_tokens if b.kv_tokens else 0.0
+        yield _gauge("requests_waiting", "Sequences waiting for their first step", b.waiting)
+        yield _gauge("requests_running", "Sequences in the running batch", b.running)
+        yield _gauge("kv_cache_usage_ratio", "Share of the KV budget in use, 0 to 1", share)
+        yield _gauge("kv_block_size_tokens", "Tokens of one KV page", PAGE_SIZE)
+        yield _gauge("kv_blocks", "KV pages of the budget", b.kv_tokens // PAGE_SIZE)
+        yield _gauge("kv_used_tokens", "Tokens held by running sequences", b.used_tokens)
+        yield _gauge("kv_evictable_tokens", "Tokens kept for prefixes", b.evictable_tokens)
+        yield _counter("prompt_tokens", "Prompt tokens received", b.prompt_tokens)
+        yield _counter("output_tokens", "Tokens generated", b.output_tokens)
+        yield _counter("preemptions", "Sequences sent back to wait for pages", b.preemptions)
+        yield _counter("engine_steps", "Steps run since the start", b.steps)
+        yield _counter("engine_starts", "Starts of the engine process", self.starts)
+        yield self._requests()
+        if self.report.result is not None:
+            yield from _sizes(self.report.result)
+
+    def _requests(self) -> Metric:
+        family = CounterMetricFamily(
+            "kvline_requests", "Requests by how they ended", labels=["end"]
+        )
+        for end in ("finished", "refused", "aborted", "failed"):
+            family.add_metric([end], getattr(self.edge, end))
+        return family
+
+
+def _sizes(result: Result) -> Iterator[Metric]:
+    yield _gauge("kv_budget_tokens", "Validated KV budget", result.kv_tokens)
+    memory = GaugeMetricFamily("kvline_memory_bytes", "Where memory went", labels=["part"])
+    for name, mib in result.memory.parts():
+        memory.add_metric([name.replace(" ", "_")], mib * MIB)
+    yield memory
+    yield _gauge("profile_loop_seconds", "Time from load to Validated", result.loop_ms / 1000)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"kvline_{name}", text, value=value)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"kvline_{name}", text, value=value)

@@ -1,0 +1,1 @@
+"""Model configurations, weights and the decoder."""

@@ -1,0 +1,234 @@
+"""Weights from safetensors into fused, private tensors; or random ones from the shapes alone.
+
+Every tensor the model needs is looked up in the files' headers first, so a missing or misshapen
+one ends the start in seconds and by name. Data is copied to anonymous memory: file-backed pages
+could be dropped by the kernel and would not count against the container's limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from kvline_server.errors import ModelInvalid, ModelNotFound
+from kvline_server.model.config import ModelConfig, read_json
+
+INDEX = "model.safetensors.index.json"
+MAX_INDEX_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer. Products that share an input are fused along the output axis."""
+
+    input_norm: torch.Tensor  # [hidden]
+    qkv: torch.Tensor  # [(heads + 2 * kv_heads) * dim, hidden]
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None  # [dim]
+    k_norm: torch.Tensor | None
+    output: torch.Tensor  # [hidden, heads * dim]
+    output_bias: torch.Tensor | None
+    post_norm: torch.Tensor
+    gate_up: torch.Tensor  # [2 * intermediate, hidden]
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor  # [hidden, intermediate]
+    down_bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    embedding: torch.Tensor  # [vocabulary, hidden]
+    layers: tuple[LayerWeights, ...]
+    norm: torch.Tensor
+    head: torch.Tensor  # [vocabulary, hidden]; the embedding itself when tied
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        yield self.embedding
+        yield self.norm
+        if self.head is not self.embedding:
+            yield self.head
+        for layer in self.layers:
+            for name in LayerWeights.__slots__:
+                tensor = getattr(layer, name)
+                if tensor is not None:
+                    yield tensor
+
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors())
+
+
+class TensorSource(Protocol):
+    """Where tensors come from by name. `check` is asked for all before the first `copy`."""
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None: ...
+
+    def copy(self, name: str, into: torch.Tensor) -> None: ...
+
+
+class SafetensorsSource:
+    def __init__(self, folder: Path) -> None:
+        self.files = {path: self._open(path) for path in weight_files(folder)}
+        self.where = {
+            name: path
+            for path, file in self.files.items()
+            for name in file.keys()  # noqa: SIM118 - not a dict
+        }
+        self.folder = folder
+
+    @staticmethod
+    def _open(path: Path) -> Any:
+        try:
+            return safe_open(path, framework="pt", device="cpu")
+        except (SafetensorError, OSError) as error:
+            raise ModelInvalid(f"{path}: not a whole safetensors file: {error}") from None
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        path = self.where.get(name)
+        if path is None:
+            raise ModelInvalid(f"{self.folder}: tensor {name} is in no safetensors file")
+        got = tuple(self.files[path].get_slice(name).get_shape())
+        if got != shape:
+            raise ModelInvalid(
+                f"{path}: tensor {name} has shape {list(got)}, config.json asks for {list(shape)}"
+            )
+
+    def copy(self, name: str, into: torch.Tensor) -> None:
+        into.copy_(self.files[self.where[name]].get_tensor(name))
+
+
+class RandomSource:
+    """Small normal weights from a fixed seed: right shapes and speeds, no meaning."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        return
+
+    def copy(self, name: str, into: torch.Tensor) -> None:
+        if name.endswith("norm.weight"):
+            into.fill_(1.0)
+        else:
+            into.normal_(0.0, 0.02, generator=self.generator)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder, by its index if it has one."""
+    if not folder.is_dir():
+        raise ModelNotFound(f"{folder}: no such folder")
+    index = folder / INDEX
+    if index.is_file():
+        table = read_json(index, MAX_INDEX_BYTES).get("weight_map")
+        if not isinstance(table, dict) or not table:
+            raise ModelInvalid(f"{index}: weight_map is missing or empty")
+        names = sorted({str(name) for name in table.values()})
+        for name in names:
+            if Path(name).name != name:
+                raise ModelInvalid(f"{index}: {name!r:.80} leaves the model folder")
+            if not (folder / name).is_file():
+                raise ModelInvalid(f"{folder / name}: listed in {INDEX}, but missing")
+        return [folder / name for name in names]
+    files = sorted(folder.glob("*.safetensors"))
+    if files:
+        return files
+    others = sorted(
+        p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".gguf")
+    )
+    hint = f"; {others[0]} is of a format that is never read" if others else ""
+    raise ModelInvalid(f"{folder}: no .safetensors file{hint}")
+
+
+def load_weights(
+    source: TensorSource, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Weights:
+    """All weights, fused. Checks every name and shape before the first copy."""
+    plan = _Plan(source, config, dtype, device)
+    plan.checking = True
+    plan.build()
+    plan.checking = False
+    return plan.build()
+
+
+class _Plan:
+    """Walks the model once to check and once to copy, so that both see the same list."""
+
+    def __init__(
+        self, source: TensorSource, config: ModelConfig, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.source = source
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.checking = False
+
+    def build(self) -> Weights:
+        c = self.config
+        embedding = self.fused([("model.embed_tokens.weight", c.vocabulary)], c.hidden)
+        layers = tuple(self.layer(f"model.layers.{i}.") for i in range(c.layers))
+        norm = self.fused([("model.norm.weight", c.hidden)])
+        head = embedding
+        if not c.tied_embeddings:
+            head = self.fused([("lm_head.weight", c.vocabulary)], c.hidden)
+        return Weights(embedding, layers, norm, head)
+
+    def layer(self, at: str) -> LayerWeights:
+        c = self.config
+        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        attention, mlp = at + "self_attn.", at + "mlp."
+        projections = [("q_proj", q), ("k_proj", kv), ("v_proj", kv)]
+        gates = [("gate_proj", c.intermediate), ("up_proj", c.intermediate)]
+        return LayerWeights(
+            input_norm=self.fused([(at + "input_layernorm.weight", c.hidden)]),
+            qkv=self.fused([(f"{attention}{n}.weight", s) for n, s in projections], c.hidden),
+            qkv_bias=self.maybe(c.qkv_bias, [(f"{attention}{n}.bias", s) for n, s in projections]),
+            q_norm=self.maybe(c.qk_norm, [(attention + "q_norm.weight", c.head_dim)]),
+            k_norm=self.maybe(c.qk_norm, [(attention + "k_norm.weight", c.head_dim)]),
+            output=self.fused([(attention + "o_proj.weight", c.hidden)], q),
+            output_bias=self.maybe(c.output_bias, [(attention + "o_proj.bias", c.hidden)]),
+            post_norm=self.fused([(at + "post_attention_layernorm.weight", c.hidden)]),
+            gate_up=self.fused([(f"{mlp}{n}.weight", s) for n, s in gates], c.hidden),
+            gate_up_bias=self.maybe(c.mlp_bias, [(f"{mlp}{n}.bias", s) for n, s in gates]),
+            down=self.fused([(mlp + "down_proj.weight", c.hidden)], c.intermediate),
+            down_bias=self.maybe(c.mlp_bias, [(mlp + "down_proj.bias", c.hidden)]),
+        )
+
+    def maybe(self, wanted: bool, parts: list[tuple[str, int]]) -> torch.Tensor | None:
+        return self.fused(parts) if wanted else None
+
+    def fused(self, parts: list[tuple[str, int]], columns: int | None = None) -> torch.Tensor:
+        """One tensor whose rows are the named tensors' rows one after another."""
+        width = () if columns is None else (columns,)
+        if self.checking:
+            for name, rows in parts:
+                self.source.check(name, (rows, *width))
+            return torch.empty(0)
+        out = torch.empty(
+            (sum(rows for _, rows in parts), *width), dtype=self.dtype, device=self.device
+        )
+        start = 0
+        for name, rows in parts:
+            self.source.copy(name, out[start : start + rows])
+            start += rows
+        return out
+
+
+def identity(folder: Path, with_weights: bool) -> str:
+    """sha256 over config.json and every safetensors header: what a local model is, without a read
+    of its data."""
+    digest = hashlib.sha256()
+    with contextlib.suppress(FileNotFoundError):
+        digest.update((folder / "config.json").read_bytes())
+    for path in weight_files(folder) if with_weights else []:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            digest.update(json.dumps([path.name, length]).encode())
+            digest.update(file.read(min(length, 1 << 26)))
+    return digest.hexdigest()

@@ -1,0 +1,76 @@
+"""`kvline-server size`: the loop without a cluster, stages as they pass, a waterfall at the end."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+from rich.console import Console
+from rich.table import Table
+
+from kvline_contract.report import Memory, Result, SizingReport, State
+from kvline_server.supervisor import Supervisor
+
+BAR_WIDTH = 40
+
+
+def show(supervisor: Supervisor, as_json: bool) -> int:
+    """Runs the loop to its end and prints what came of it; the exit code says how it went."""
+    console = Console(stderr=True)
+    done = threading.Event()
+    watcher = threading.Thread(target=_follow, args=(supervisor, console, done), daemon=True)
+    watcher.start()
+    code = supervisor.run(until=lambda: supervisor.report().state is State.VALIDATED)
+    done.set()
+    watcher.join(2)
+    report = supervisor.report()
+    if as_json:
+        sys.stdout.write(report.dumps() + "\n")
+    elif report.result is not None:
+        Console().print(waterfall(report.result.memory))
+        Console().print(summary(report, report.result))
+    return code
+
+
+def _follow(supervisor: Supervisor, console: Console, done: threading.Event) -> None:
+    """Prints each stage once it has passed, and what runs now while it runs."""
+    shown = 0
+    started = time.monotonic()
+    with console.status("starting") as status:
+        while True:
+            report = supervisor.report()
+            for stage in report.stages[shown:]:
+                console.print(
+                    f"  {stage.name:<26} {stage.ms / 1000:7.2f} s {stage.bytes / 2**20:9.1f} MiB"
+                    f"  {stage.detail or ''}"
+                )
+            shown = len(report.stages)
+            status.update(f"{report.state} ({time.monotonic() - started:.0f} s)")
+            if done.wait(0.1):
+                return
+
+
+def waterfall(memory: Memory) -> Table:
+    """Each part of the memory as a bar that begins where the one before ended."""
+    table = Table("part", "MiB", "", box=None, pad_edge=False)
+    table.columns[1].justify = "right"
+    at = 0
+    for name, mib in memory.parts():
+        start = round(at * BAR_WIDTH / memory.total_mib)
+        at += mib
+        end = max(round(at * BAR_WIDTH / memory.total_mib), start)
+        table.add_row(name, str(mib), " " * start + "█" * (end - start))
+    table.add_row("total", str(memory.total_mib), "─" * BAR_WIDTH)
+    return table
+
+
+def summary(report: SizingReport, result: Result) -> str:
+    length = report.effective.max_model_len if report.effective else 0
+    sequences = result.kv_tokens // length if length else 0
+    tries = max((a.number for a in report.attempts), default=0)
+    return (
+        f"{result.kv_tokens} KV tokens ({result.bytes_per_token} bytes each), {sequences} full-"
+        f"length sequences of {length}; {result.source} in {result.loop_ms / 1000:.1f} s, "
+        f"validated in attempt {tries}"
+    )

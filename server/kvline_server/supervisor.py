@@ -1,0 +1,219 @@
+"""The parent of a server pod: starts HTTP and engine, keeps the report, answers the probes.
+
+Imports neither torch nor a tokenizer, so it lives through whatever happens to the other two. An
+engine killed for memory before it was Validated starts again with the next attempt; after that its
+death ends the pod with a code that means something.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from kvline_contract.exits import ExitCode, meaning
+from kvline_contract.launch import LaunchConfig
+from kvline_contract.names import ENV_POD_NAME, ENV_POD_UID
+from kvline_contract.report import VERSION, Outcome, SizingReport, State, Termination
+from kvline_server.children import Child, start_engine, start_http
+from kvline_server.engine.messages import (
+    Beat,
+    Drain,
+    EdgeBeat,
+    Message,
+    NeighboursReady,
+    Progress,
+    Serve,
+)
+from kvline_server.errors import PortTaken, ServerError
+from kvline_server.health import Health
+from kvline_server.internal import InternalServer
+from kvline_server.options import Options
+from kvline_server.report_keeper import ReportKeeper
+
+LAST_WORDS_SECONDS = 0.2  # a child's last message may arrive after its end
+EARLY_CODES = frozenset({20, 22, 30, 31, 32})  # ends of the HTTP process that name their reason
+
+
+class Supervisor:
+    def __init__(self, options: Options, launch: LaunchConfig) -> None:
+        self.options = options
+        self.keeper = ReportKeeper(
+            os.environ.get(ENV_POD_UID, ""),
+            os.environ.get(ENV_POD_NAME, ""),
+            launch.revision,
+            utc_now,
+        )
+        self.health = Health(options, self.keeper)
+        self.engine: Child | None = None
+        self.http: Child | None = None
+        self.internal: InternalServer | None = None
+        self.stop_now = False
+
+    def report(self) -> SizingReport:
+        return self.keeper.report
+
+    # The story ------------------------------------------------------------------------------
+
+    def run(self, until: Callable[[], bool] | None = None) -> int:
+        """Serves until told to stop, or until `until` says so; returns the exit code."""
+        try:
+            listener = self._open_ports()
+            self.http = start_http(self.options, listener)
+            self.http.follow(self._from_http)
+            self._start_engine()
+            return self._watch(until or (lambda: False))
+        except ServerError as error:
+            return self._end(error.termination())
+        finally:
+            for child in (self.http, self.engine):
+                if child is not None:
+                    child.kill()
+            self.options.socket.unlink(missing_ok=True)
+
+    def stop(self) -> None:
+        """SIGTERM: drain; a second one ends at once."""
+        self.stop_now = self.health.draining
+        self.health.draining = True
+
+    def _watch(self, until: Callable[[], bool]) -> int:
+        drain_by = None
+        while not until():
+            if self.health.draining and drain_by is None:
+                drain_by = time.monotonic() + self.options.limits.drain + 1
+                self._tell_http(Drain(self.options.limits.drain))
+            if drain_by is not None and self._is_drained(drain_by):
+                return int(ExitCode.DRAINED)
+            failure = self._failure()
+            if failure is not None:
+                return self._end(failure)
+            self.health.read_gate()
+            time.sleep(self.options.limits.poll)
+        return int(ExitCode.DRAINED)
+
+    def _is_drained(self, deadline: float) -> bool:
+        gone = self.http is None or self.http.process.poll() is not None
+        return gone or self.stop_now or time.monotonic() > deadline
+
+    def _end(self, failure: Termination) -> int:
+        """Leaves the reason in the report, the log and the termination message."""
+        self.keeper.fail(failure)
+        print(f"kvline-server: {failure.name}: {failure.message}", file=sys.stderr, flush=True)
+        if self.options.termination_log is not None:
+            with contextlib.suppress(OSError):
+                self.options.termination_log.write_text(failure.dumps())
+        return failure.code
+
+    # Start and messages -----------------------------------------------------------------------
+
+    def _open_ports(self) -> socket.socket:
+        """The internal port answers from here on; the API port is taken early, to fail early."""
+        o = self.options
+        try:
+            self.internal = InternalServer((o.host, o.internal_port), self.health)
+        except OSError as error:
+            raise PortTaken(f"internal port {o.internal_port}: {error.strerror}") from None
+        self.internal.start()
+        try:
+            return socket.create_server((o.host, o.port), backlog=1024)
+        except OSError as error:
+            raise PortTaken(f"API port {o.port}: {error.strerror}") from None
+
+    def _start_engine(self) -> None:
+        self.health.engine_starts += 1
+        self.health.heard_engine()
+        self.engine = start_engine(self.options)
+        self.engine.follow(self._from_engine)
+        if self.health.edge.ready:
+            self.engine.tell(NeighboursReady())
+
+    def _from_http(self, message: Message) -> None:
+        if isinstance(message, EdgeBeat):
+            first = message.ready and not self.health.edge.ready
+            self.health.heard_http(message)
+            if first and self.engine is not None:
+                self.engine.tell(NeighboursReady())
+
+    def _from_engine(self, message: Message) -> None:
+        if isinstance(message, Beat):
+            self.health.heard_engine(message)
+        elif isinstance(message, Progress):
+            self.health.heard_engine()
+            if message.kind == "result":
+                self._serve()
+            self.keeper.apply(message)
+
+    def _serve(self) -> None:
+        effective = self.keeper.report.effective
+        assert effective is not None, "a result without effective settings"
+        self._tell_http(
+            Serve(
+                effective.max_model_len,
+                effective.max_running_requests,
+                effective.max_top_logprobs,
+            )
+        )
+
+    def _tell_http(self, message: Message) -> None:
+        if self.http is not None:
+            self.http.tell(message)
+
+    # Ends -------------------------------------------------------------------------------------
+
+    def _failure(self) -> Termination | None:
+        """Why the pod must end, if it must. Restarts an engine that was killed while sizing."""
+        http = self.http.process.poll() if self.http is not None else None
+        if http is not None and not self.health.draining:
+            return _died("HTTP", http)
+        engine = self.engine.process.poll() if self.engine is not None else None
+        if engine is None:
+            return self._stalled()
+        self.health.engine_gone = True
+        time.sleep(LAST_WORDS_SECONDS)
+        if self.keeper.report.failure is not None:
+            return self.keeper.report.failure
+        if engine == -signal.SIGKILL and self.keeper.report.state is not State.VALIDATED:
+            return self._killed_while_sizing()
+        return _died("engine", engine)
+
+    def _killed_while_sizing(self) -> Termination | None:
+        """The attempt under way has failed; the next start reads that from attempts.json."""
+        if not any(a.outcome is Outcome.RUNNING for a in self.keeper.report.attempts):
+            return _termination(
+                ExitCode.OUT_OF_MEMORY,
+                "the engine was killed for memory while it loaded the model; "
+                "raise spec.resources.memory",
+            )
+        self.keeper.restart("the engine was killed for memory while it validated a size")
+        self.health.engine_gone = False
+        self._start_engine()
+        return None
+
+    def _stalled(self) -> Termination | None:
+        state, limit = self.keeper.report.state, self.options.limits.stage
+        if state is State.VALIDATED or time.monotonic() - self.keeper.changed_at < limit:
+            return None
+        return _termination(ExitCode.STALLED, f"no progress in state {state} for {limit:.0f} s")
+
+
+def _died(what: str, code: int) -> Termination:
+    if code in (int(ExitCode.OUT_OF_MEMORY_SERVING), -signal.SIGKILL):
+        return _termination(
+            ExitCode.OUT_OF_MEMORY_SERVING, f"the {what} process was killed while serving"
+        )
+    how = f"signal {-code}" if code < 0 else f"code {code}"
+    known = ExitCode(code) if code in EARLY_CODES else ExitCode.ENGINE_DIED
+    return _termination(known, f"the {what} process ended with {how}")
+
+
+def _termination(code: ExitCode, message: str) -> Termination:
+    return Termination(VERSION, int(code), meaning(code).name, message)
+
+
+def utc_now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
