@@ -1,0 +1,1 @@
+"""The operator: turns InferenceServices into pods and their measured sizes into status."""

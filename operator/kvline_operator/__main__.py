@@ -1,0 +1,86 @@
+"""The operator's start: settings, client, queue, then kopf's watches until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import kopf
+
+from kvline_contract.names import API_VERSION, GROUP
+from kvline_operator import handlers, kube
+from kvline_operator.errors import OperatorError
+from kvline_operator.loop import Loop
+from kvline_operator.metrics import Metrics, ProbeServer
+from kvline_operator.reconcile import World
+from kvline_operator.settings import Settings, parse
+from kvline_operator.sizing import Reports
+from kvline_operator.workqueue import WorkQueue
+
+log = logging.getLogger("kvline")
+PARALLEL_READS = 32
+
+
+def main() -> int:
+    settings = parse(sys.argv[1:])
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("kopf").setLevel(logging.WARNING)
+    try:
+        client = kube.connect()
+        missing = _missing_crd(client)
+    except OperatorError as error:
+        print(f"kvline-operator: {error}", file=sys.stderr)
+        return 1
+    if missing:
+        print(f"kvline-operator: {missing}", file=sys.stderr)
+        return 1
+    asyncio.run(operate(settings, client))
+    return 0
+
+
+def _missing_crd(client: kube.Kube) -> str | None:
+    """kopf would skip a kind that cannot be watched without a word; we do not start."""
+    served = client.served_versions()
+    if API_VERSION in served:
+        return None
+    if not served:
+        return f"the CustomResourceDefinition of {GROUP} is not installed"
+    return f"this operator needs {GROUP}/{API_VERSION}, the cluster serves {', '.join(served)}"
+
+
+async def operate(settings: Settings, client: kube.Kube) -> None:
+    queue = WorkQueue()
+    metrics = Metrics()
+    world = World(
+        kube=client,
+        settings=settings,
+        reports=Reports(settings.report_port, settings.resync_seconds),
+        pool=ThreadPoolExecutor(PARALLEL_READS, "read"),
+    )
+    loop = Loop(world, queue, metrics)
+    ProbeServer(settings.probe_port, loop.unwell, metrics).start()
+    registry = kopf.OperatorRegistry()
+    handlers.register(registry, queue)
+    options = kopf.OperatorSettings()
+    handlers.configure(options)
+    working = asyncio.create_task(loop.run())
+    watching = asyncio.create_task(
+        kopf.operator(
+            registry=registry,
+            settings=options,
+            standalone=True,
+            clusterwide=not settings.namespaces,
+            namespaces=settings.namespaces,
+        )
+    )
+    # Either ending is the end: a dead watch or a dead queue must not look alive.
+    await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+    working.cancel()
+    watching.cancel()
+    await asyncio.gather(working, watching, return_exceptions=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

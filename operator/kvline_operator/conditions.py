@@ -1,0 +1,249 @@
+"""Report: what was observed, as conditions. Pure; product sections 1 and 5.6 are its table.
+
+All conditions are positive: True is good. Reasons are constants because reasons are API.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvline_contract.exits import MEANINGS, meaning
+from kvline_contract.report import State
+from kvline_operator.observe import Ended, PodView
+from kvline_operator.rollout import RolloutPlan
+from kvline_operator.spec import ServiceSpec
+
+OOM_RESTARTS = 4  # kills while sizing that still count as shrink-and-retry
+
+# How far along a replica is; the furthest one speaks for the revision.
+PROGRESS = [
+    State.FAILED,
+    State.LOADING,
+    State.AUTOTUNING,
+    State.PROBING,
+    State.STRESSING,
+    State.SHRUNK_RETRY,
+    State.VALIDATING,
+    State.VALIDATED,
+]
+IMAGE_REASONS = {"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull"}
+READY_ORDER = (
+    "Accepted",
+    "Progressing",
+    "ModelAvailable",
+    "CapacityMeasured",
+    "CapacitySufficient",
+    "UpToDate",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    type: str
+    status: str  # True, False, Unknown
+    reason: str
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Everything conditions are made of."""
+
+    spec: ServiceSpec
+    plan: RolloutPlan
+    pods: tuple[PodView, ...]
+    apply_error: Condition | None = None  # an object of ours was refused
+    deadline_exceeded: bool = False
+
+    @property
+    def newest(self) -> tuple[PodView, ...]:
+        """Pods of the revision that the spec asks for."""
+        wanted = self.plan.candidate or self.plan.stable
+        return tuple(p for p in self.pods if p.revision == wanted)
+
+    @property
+    def stable(self) -> tuple[PodView, ...]:
+        return tuple(p for p in self.pods if p.revision == self.plan.stable)
+
+    @property
+    def serving(self) -> tuple[PodView, ...]:
+        """Ready replicas with a validated size, of the stable revision."""
+        return tuple(p for p in self.stable if p.ready and p.validated)
+
+
+def conditions(facts: Facts) -> list[Condition]:
+    out = [
+        accepted(facts),
+        model_available(facts),
+        capacity_measured(facts),
+        capacity_sufficient(facts),
+        progressing(facts),
+        up_to_date(facts),
+    ]
+    return [*out, ready(facts, out)]
+
+
+def accepted(facts: Facts) -> Condition:
+    error = facts.apply_error
+    if error is not None and error.type == "Accepted":
+        return error
+    ended = _failed_end(facts.newest)
+    if ended is not None and meaning(ended.code).condition == "Accepted":
+        return Condition("Accepted", "False", meaning(ended.code).reason, ended.message)
+    return Condition("Accepted", "True", "Valid", "the spec can be acted on")
+
+
+def model_available(facts: Facts) -> Condition:
+    kind = "ModelAvailable"
+    for pod in facts.newest:
+        for ended in (pod.ended, pod.download_ended):
+            if ended is not None and meaning(ended.code).condition == kind:
+                return Condition(kind, "False", meaning(ended.code).reason, ended.message)
+        if pod.waiting_reason == "CreateContainerConfigError":
+            return Condition(kind, "False", "SecretMissing", pod.waiting_message)
+    if any(p.downloading for p in facts.newest):
+        return Condition(kind, "False", "Downloading", "the download step runs")
+    if any(p.running or p.ended is not None for p in facts.newest):
+        if facts.spec.inputs["model"].get("loadFormat") == "random":
+            return Condition(kind, "True", "Random", "weights are random, from config.json alone")
+        return Condition(kind, "True", "Available", facts.spec.source.text)
+    return Condition(kind, "Unknown", "Pending", "no container has run yet")
+
+
+def capacity_measured(facts: Facts) -> Condition:
+    kind = "CapacityMeasured"
+    if facts.spec.replicas == 0:
+        return Condition(kind, "Unknown", "ScaledToZero", "no replica is asked for")
+    pods = facts.stable or facts.newest
+    measured = [p for p in pods if p.kv_tokens is not None]
+    if measured:
+        fewest = min(p.kv_tokens or 0 for p in measured)
+        text = f"{fewest} KV tokens survived the stress at their final size on {measured[0].node}"
+        return Condition(kind, "True", "Validated", text)
+    failed = _failed_end(pods)
+    if failed is not None and meaning(failed.code).condition == kind:
+        return Condition(kind, "False", _reason(failed, pods), failed.message)
+    if failed is not None and failed.code == 137:
+        return Condition(kind, "False", _reason(failed, pods), _killed_message(failed, pods))
+    return _measuring(kind, pods)
+
+
+def _measuring(kind: str, pods: tuple[PodView, ...]) -> Condition:
+    """No result and no failure: the stage of the replica furthest along."""
+    reports = [p.report for p in pods if p.report is not None]
+    if reports:
+        report = max(reports, key=lambda r: PROGRESS.index(r.state))
+        if report.failure is not None:
+            reason = meaning(report.failure.code).reason or "EngineExited"
+            return Condition(kind, "False", reason, report.failure.message)
+        tried = [a.target_tokens for a in report.attempts if a.number]
+        text = f"attempt {len(tried)} at {tried[-1]} tokens" if tried else "sizing"
+        return Condition(kind, "False", str(report.state), text)
+    running = [p for p in pods if p.running]
+    if not running:
+        return Condition(kind, "Unknown", "Pending", "no container runs yet")
+    bad = next((p for p in running if p.report_invalid), None)
+    if bad is not None:
+        return Condition(kind, "Unknown", "ReportInvalid", f"{bad.name}: {bad.report_error}")
+    text = running[0].report_error or "the sizing report has not been read yet"
+    return Condition(kind, "Unknown", "ReportMissing", f"{running[0].name}: {text}")
+
+
+def _failed_end(pods: tuple[PodView, ...]) -> Ended | None:
+    """The last failed end of a replica that has not been validated since; it stands through
+    restarts, so that a crash loop does not flap between Loading and its reason."""
+    for pod in pods:
+        if pod.ended is not None and pod.ended.code and not pod.validated:
+            return pod.ended
+    return None
+
+
+def _reason(ended: Ended, pods: tuple[PodView, ...]) -> str:
+    if ended.code == 137 and ended.reason == "OOMKilled":
+        restarts = max(p.restarts for p in pods)
+        return "ShrunkRetry" if restarts <= OOM_RESTARTS else "OutOfMemory"
+    return (meaning(ended.code) if ended.code in MEANINGS else meaning(1)).reason
+
+
+def _killed_message(ended: Ended, pods: tuple[PodView, ...]) -> str:
+    restarts = max(p.restarts for p in pods)
+    if ended.reason != "OOMKilled":
+        return f"the container was killed (code 137), restart {restarts}"
+    return (
+        f"the container was killed at its memory limit while sizing, restart {restarts}; "
+        "each start goes on from 95 % of the size that was killed"
+    )
+
+
+def capacity_sufficient(facts: Facts) -> Condition:
+    kind, minimum = "CapacitySufficient", facts.spec.min_kv_tokens
+    measured = [p.kv_tokens for p in facts.newest if p.kv_tokens is not None]
+    if not measured:
+        return Condition(kind, "Unknown", "Unknown", "no replica of this spec has a size yet")
+    fewest = min(measured)
+    if fewest < minimum:
+        text = (
+            f"measured {fewest} KV tokens, spec.capacity.minKVTokens asks for {minimum}: "
+            f"{minimum - fewest} short; lower it, raise spec.resources.memory, or lower "
+            "spec.engine.maxPrefillTokens or maxRunningRequests"
+        )
+        return Condition(kind, "False", "BelowMinimum", text)
+    text = f"measured {fewest} KV tokens, at least {minimum} are asked for"
+    return Condition(kind, "True", "Sufficient", text)
+
+
+def progressing(facts: Facts) -> Condition:
+    kind = "Progressing"
+    error = facts.apply_error
+    if error is not None and error.type == kind:
+        return error
+    for pod in facts.newest:
+        if pod.unschedulable:
+            return Condition(kind, "False", "Unschedulable", pod.unschedulable)
+        if pod.waiting_reason in IMAGE_REASONS:
+            text = f"{pod.waiting_reason}: {pod.waiting_message}"
+            return Condition(kind, "False", "ImagePullFailed", text)
+        if pod.ended is not None and meaning(pod.ended.code).condition == kind:
+            return Condition(kind, "False", "DeviceFailure", pod.ended.message)
+    if _is_complete(facts):
+        return Condition(kind, "True", "Complete", "")
+    if facts.deadline_exceeded:
+        return Condition(kind, "False", "DeadlineExceeded", "no progress within the deadline")
+    return Condition(kind, "True", "RollingOut", _counts(facts))
+
+
+def _is_complete(facts: Facts) -> bool:
+    ready = sum(1 for p in facts.newest if p.ready)
+    return not facts.plan.candidate and ready >= facts.spec.replicas
+
+
+def _counts(facts: Facts) -> str:
+    ready = sum(1 for p in facts.newest if p.ready)
+    return f"{ready} of {facts.spec.replicas} replicas are ready"
+
+
+def up_to_date(facts: Facts) -> Condition:
+    kind = "UpToDate"
+    if facts.plan.candidate:
+        text = f"revision {facts.plan.candidate} replaces the one that serves: {_counts(facts)}"
+        return Condition(kind, "False", "RollingOut", text)
+    ready = sum(1 for p in facts.newest if p.ready)
+    if ready == facts.spec.replicas == len(facts.newest):
+        return Condition(kind, "True", "UpToDate", f"revision {facts.plan.stable}")
+    return Condition(kind, "False", "Scaling", _counts(facts))
+
+
+def ready(facts: Facts, others: list[Condition]) -> Condition:
+    kind = "Ready"
+    if facts.serving:
+        tokens = sum(p.kv_tokens or 0 for p in facts.serving)
+        text = f"{len(facts.serving)} replicas serve {tokens} KV tokens"
+        return Condition(kind, "True", "Serving", text)
+    if facts.spec.replicas == 0:
+        return Condition(kind, "False", "ScaledToZero", "no replica is asked for")
+    by_type = {c.type: c for c in others}
+    for name in READY_ORDER:
+        condition = by_type[name]
+        if condition.status != "True":
+            return Condition(kind, "False", condition.reason, condition.message)
+    return Condition(kind, "False", "ReportMissing", "ready pods have no readable report")

@@ -1,0 +1,87 @@
+"""Workers that take keys and reconcile them, and the resync that misses nothing for long."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from kvline_operator.errors import ApiUnavailable, OperatorError
+from kvline_operator.metrics import Metrics
+from kvline_operator.reconcile import World, reconcile
+from kvline_operator.workqueue import Key, WorkQueue
+
+log = logging.getLogger("kvline")
+
+
+class Loop:
+    def __init__(self, world: World, queue: WorkQueue, metrics: Metrics) -> None:
+        self.world = world
+        self.queue = queue
+        self.metrics = metrics
+        self.listed_at = time.monotonic()
+        self._threads = ThreadPoolExecutor(world.settings.workers, "reconcile")
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._resync())
+            for _ in range(self.world.settings.workers):
+                group.create_task(self._work())
+
+    async def _work(self) -> None:
+        while True:
+            key = await self.queue.get()
+            try:
+                await self._one(key)
+            finally:
+                self.queue.done(key)
+
+    async def _one(self, key: Key) -> None:
+        """One reconcile; whatever goes wrong is logged, counted and tried again later."""
+        started = time.monotonic()
+        result = "ok"
+        try:
+            run = asyncio.get_running_loop().run_in_executor(
+                self._threads, reconcile, self.world, key
+            )
+            again = await run
+            self.queue.succeeded(key)
+            if again:
+                self.queue.add(key, again)
+        except OperatorError as error:
+            result = type(error).__name__
+            delay = self.queue.retry(key)
+            level = logging.INFO if isinstance(error, ApiUnavailable) else logging.WARNING
+            log.log(level, "reconcile failed: %s; again in %.0f s", error, delay)
+        except Exception:
+            result = "Unexpected"
+            delay = self.queue.retry(key)
+            log.exception("reconcile of %s/%s broke", key.namespace, key.name)
+        self.metrics.reconciled(result, time.monotonic() - started, self.world.kube.writes)
+
+    async def _resync(self) -> None:
+        """Lists everything now and then, for what no event told."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                found = await loop.run_in_executor(
+                    self._threads, self.world.kube.services, self.world.settings.namespaces
+                )
+                self.listed_at = time.monotonic()
+                for body in found:
+                    meta = body["metadata"]
+                    self.queue.add(Key(meta["namespace"], meta["name"]))
+                delay = self.world.settings.resync_seconds
+            except OperatorError as error:
+                log.warning("resync failed: %s", error)
+                delay = 5.0
+            await asyncio.sleep(delay)
+
+    def unwell(self) -> str | None:
+        """What the probe says: None while lists succeed and due keys are worked on."""
+        if time.monotonic() - self.listed_at > 2 * self.world.settings.resync_seconds + 60:
+            return "no list of services has succeeded for too long"
+        if self.queue.oldest_overdue() > 120:
+            return "a key has been due for more than two minutes"
+        return None

@@ -1,0 +1,184 @@
+"""Read: what there is of a service, as values. Children are read by name, so one that lost its
+labels is still found; lists by label find what is to be pruned."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from kvline_contract.codec import ContractError
+from kvline_contract.names import (
+    DOWNLOAD_CONTAINER,
+    LABEL_REVISION,
+    LABEL_SERVICE,
+    SERVER_CONTAINER,
+)
+from kvline_contract.report import SizingReport, State, Termination
+from kvline_operator.kube import Kube
+from kvline_operator.rollout import Sized
+from kvline_operator.sizing import Reading, Reports
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a container last ended."""
+
+    code: int
+    reason: str  # Kubernetes' own, such as OOMKilled
+    termination: Termination | None
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class PodView:
+    """A pod, as far as conditions are made of it."""
+
+    name: str
+    uid: str
+    node: str
+    revision: str
+    ready: bool
+    running: bool  # the server container runs
+    downloading: bool
+    restarts: int
+    waiting_reason: str  # of the server or download container, Kubernetes' own
+    waiting_message: str
+    unschedulable: str  # the scheduler's message, empty when it has a node
+    ended: Ended | None  # the server's last end
+    download_ended: Ended | None
+    report: SizingReport | None
+    report_error: str
+    report_invalid: bool
+
+    @property
+    def validated(self) -> bool:
+        return self.report is not None and self.report.state is State.VALIDATED
+
+    @property
+    def kv_tokens(self) -> int | None:
+        result = self.report.result if self.report is not None else None
+        return result.kv_tokens if result is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    revisions: list[Object]  # ControllerRevisions
+    deployments: list[Object]
+    config_maps: list[Object]
+    pods: tuple[PodView, ...]
+
+    def sized(self) -> list[Sized]:
+        return [
+            Sized(
+                revision=d["metadata"]["labels"].get(LABEL_REVISION, ""),
+                replicas=d["spec"].get("replicas", 1),
+                ready=(d.get("status") or {}).get("readyReplicas", 0),
+            )
+            for d in self.deployments
+        ]
+
+
+def observe(
+    kube: Kube, namespace: str, base: str, uid: str, reports: Reports, pool: ThreadPoolExecutor
+) -> Observed:
+    """All children of a service and the reports of its pods."""
+    selector = f"{LABEL_SERVICE}={base}"
+    kinds = ("ControllerRevision", "Deployment", "ConfigMap", "Pod")
+    lists = list(pool.map(lambda kind: kube.select(kind, namespace, selector), kinds))
+    revisions, deployments, config_maps = (_owned(items, uid) for items in lists[:3])
+    living = [p for p in lists[3] if not p["metadata"].get("deletionTimestamp")]
+    readings = list(pool.map(lambda pod: _read_report(pod, reports), living))
+    pods = tuple(view(pod, reading) for pod, reading in zip(living, readings, strict=True))
+    return Observed(revisions, deployments, config_maps, pods)
+
+
+def _owned(items: list[Object], uid: str) -> list[Object]:
+    """Ours alone: a stranger may wear our labels."""
+    return [
+        item
+        for item in items
+        if any(o.get("uid") == uid for o in item["metadata"].get("ownerReferences") or [])
+        and not item["metadata"].get("deletionTimestamp")
+    ]
+
+
+def _read_report(pod: Object, reports: Reports) -> Reading:
+    status = pod.get("status") or {}
+    address = status.get("podIP")
+    container = _container(status.get("containerStatuses"), SERVER_CONTAINER)
+    if not address or "running" not in (container.get("state") or {}):
+        return Reading(None)
+    return reports.read(pod["metadata"]["uid"], address, _is_ready(status))
+
+
+def view(pod: Object, reading: Reading) -> PodView:
+    status = pod.get("status") or {}
+    server = _container(status.get("containerStatuses"), SERVER_CONTAINER)
+    download = _container(status.get("initContainerStatuses"), DOWNLOAD_CONTAINER)
+    waiting = (server.get("state") or {}).get("waiting") or {}
+    if waiting.get("reason") in (None, "PodInitializing"):
+        waiting = (download.get("state") or {}).get("waiting") or waiting
+    return PodView(
+        name=pod["metadata"]["name"],
+        uid=pod["metadata"]["uid"],
+        node=(pod.get("spec") or {}).get("nodeName", ""),
+        revision=(pod["metadata"].get("labels") or {}).get(LABEL_REVISION, ""),
+        ready=_is_ready(status),
+        running="running" in (server.get("state") or {}),
+        downloading="running" in (download.get("state") or {}),
+        restarts=server.get("restartCount", 0),
+        waiting_reason=waiting.get("reason", ""),
+        waiting_message=waiting.get("message", ""),
+        unschedulable=_unschedulable(status),
+        ended=_ended(server),
+        download_ended=_ended(download),
+        report=reading.report,
+        report_error=reading.error,
+        report_invalid=reading.invalid,
+    )
+
+
+def _container(statuses: list[Object] | None, name: str) -> Object:
+    for item in statuses or []:
+        if item.get("name") == name:
+            return item
+    return {}
+
+
+def _condition(status: Object, kind: str) -> Object:
+    for item in status.get("conditions") or []:
+        if item.get("type") == kind:
+            return dict(item)
+    return {}
+
+
+def _is_ready(status: Object) -> bool:
+    return _condition(status, "Ready").get("status") == "True"
+
+
+def _unschedulable(status: Object) -> str:
+    scheduled = _condition(status, "PodScheduled")
+    if scheduled.get("reason") != "Unschedulable":
+        return ""
+    return str(scheduled.get("message") or "no node fits")
+
+
+def _ended(container: Object) -> Ended | None:
+    for key in ("state", "lastState"):
+        ended = (container.get(key) or {}).get("terminated")
+        if ended:
+            message = ended.get("message") or ""
+            try:
+                termination = Termination.parse(message)
+            except ContractError:
+                termination = None
+            return Ended(
+                code=ended.get("exitCode", 0),
+                reason=ended.get("reason", ""),
+                termination=termination,
+                message=termination.message if termination else message[:512],
+            )
+    return None

@@ -1,0 +1,171 @@
+"""Plan: the pod of a revision. Fixed shape, Pod Security `restricted`, nothing passed through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvline_contract import names
+from kvline_operator.revisions import Revision
+from kvline_operator.settings import Settings
+from kvline_operator.spec import ServiceSpec
+
+Object = dict[str, Any]
+
+GRACE_SECONDS = 70  # preStop 15 + drain 45 + exit 5, and a little
+PRE_STOP_SECONDS = 15
+CACHE_SIZE_LIMIT = "200Gi"
+STATE_SIZE_LIMIT = "4Gi"
+
+_RESTRICTED: Object = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+
+
+def pod_template(base: str, spec: ServiceSpec, revision: Revision, settings: Settings) -> Object:
+    inputs = spec.inputs
+    name = names.revision_name(base, revision.name)
+    scheduling = inputs.get("scheduling", {})
+    pod: Object = {
+        "serviceAccountName": base,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": GRACE_SECONDS,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": names.RUN_AS,
+            "runAsGroup": names.RUN_AS,
+            "fsGroup": names.RUN_AS,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [_server(inputs, revision.image)],
+        "volumes": _volumes(spec, inputs, name, names.gate_name(base, revision.name), base),
+    }
+    if spec.source.from_hub:
+        pod["initContainers"] = [_download(inputs, revision.image, settings)]
+    for key in ("nodeSelector", "tolerations"):
+        if scheduling.get(key):
+            pod[key] = scheduling[key]
+    labels = {
+        names.LABEL_SERVICE: base,
+        names.LABEL_REVISION: revision.name,
+        names.LABEL_MANAGED_BY: names.MANAGED_BY,
+    }
+    return {"metadata": {"labels": labels}, "spec": pod}
+
+
+def _server(inputs: Object, image: str) -> Object:
+    return {
+        "name": names.SERVER_CONTAINER,
+        "image": image,
+        "imagePullPolicy": "IfNotPresent",
+        "args": [
+            "serve",
+            f"--config={names.LAUNCH_DIR}/{names.LAUNCH_FILE}",
+            f"--record={names.RECORDS_DIR}/{names.RECORDS_FILE}",
+            f"--gate={names.GATE_DIR}/{names.GATE_FILE}",
+            f"--state-dir={names.STATE_DIR}",
+        ],
+        "env": _environment(),
+        "ports": [
+            {"name": "api", "containerPort": names.API_PORT, "protocol": "TCP"},
+            {"name": "internal", "containerPort": names.INTERNAL_PORT, "protocol": "TCP"},
+        ],
+        "resources": _resources(inputs["resources"]),
+        "securityContext": _RESTRICTED,
+        "startupProbe": _probe("/startupz", 2, 1800),
+        "readinessProbe": _probe("/readyz", 2, 1),
+        "livenessProbe": _probe("/livez", 10, 3),
+        "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_SECONDS}}},
+        "terminationMessagePath": names.TERMINATION_LOG,
+        "volumeMounts": [
+            {"name": "launch", "mountPath": names.LAUNCH_DIR, "readOnly": True},
+            {"name": "gate", "mountPath": names.GATE_DIR, "readOnly": True},
+            {"name": "records", "mountPath": names.RECORDS_DIR, "readOnly": True},
+            {"name": "models", "mountPath": names.MODELS_DIR, "readOnly": True},
+            {"name": "state", "mountPath": names.STATE_DIR},
+            {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108
+        ],
+    }
+
+
+def _environment() -> list[Object]:
+    """The pod's identity, and a home that can be written on a read-only root."""
+    fields = (
+        (names.ENV_POD_UID, "metadata.uid"),
+        (names.ENV_POD_NAME, "metadata.name"),
+        (names.ENV_NODE_NAME, "spec.nodeName"),
+    )
+    home = [{"name": n, "value": names.STATE_DIR} for n in ("HOME", "TMPDIR")]
+    return [
+        {"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": path}}}
+        for name, path in fields
+    ] + home
+
+
+def _resources(asked: Object) -> Object:
+    """Request equals limit: a size measured under one limit must hold on every node."""
+    amounts = {key: asked[key] for key in ("cpu", "memory") if key in asked}
+    return {"requests": amounts, "limits": amounts}
+
+
+def _probe(path: str, period: int, failures: int) -> Object:
+    return {
+        "httpGet": {"path": path, "port": "internal", "scheme": "HTTP"},
+        "periodSeconds": period,
+        "timeoutSeconds": 5,
+        "failureThreshold": failures,
+        "successThreshold": 1,
+    }
+
+
+def _download(inputs: Object, image: str, settings: Settings) -> Object:
+    """Fetches the model; the only container that sees the token."""
+    environment: list[Object] = [{"name": n, "value": names.STATE_DIR} for n in ("HOME", "TMPDIR")]
+    if settings.hub_endpoint:
+        environment.append({"name": "HF_ENDPOINT", "value": settings.hub_endpoint})
+    secret = inputs["model"].get("tokenSecret")
+    if secret:
+        reference = {"name": secret["name"], "key": secret["key"]}
+        environment.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": reference}})
+    return {
+        "name": names.DOWNLOAD_CONTAINER,
+        "image": image,
+        "imagePullPolicy": "IfNotPresent",
+        "args": ["download", f"--config={names.LAUNCH_DIR}/{names.LAUNCH_FILE}"],
+        "env": environment,
+        "resources": {
+            "requests": {"cpu": "250m", "memory": "512Mi"},
+            "limits": {"cpu": "2", "memory": "2Gi"},
+        },
+        "securityContext": _RESTRICTED,
+        "terminationMessagePath": names.TERMINATION_LOG,
+        "volumeMounts": [
+            {"name": "launch", "mountPath": names.LAUNCH_DIR, "readOnly": True},
+            {"name": "models", "mountPath": names.MODELS_DIR},
+            {"name": "state", "mountPath": names.STATE_DIR},
+        ],
+    }
+
+
+def _volumes(spec: ServiceSpec, inputs: Object, launch: str, gate: str, base: str) -> list[Object]:
+    records = {"name": names.records_name(base), "optional": True}
+    return [
+        {"name": "launch", "configMap": {"name": launch}},
+        {"name": "gate", "configMap": {"name": gate}},
+        {"name": "records", "configMap": records},
+        {"name": "models", **_models(spec, inputs)},
+        {"name": "state", "emptyDir": {"sizeLimit": STATE_SIZE_LIMIT}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "64Mi"}},
+    ]
+
+
+def _models(spec: ServiceSpec, inputs: Object) -> Object:
+    if spec.source.claim is not None:
+        claim = {"claimName": spec.source.claim, "readOnly": True}
+        return {"persistentVolumeClaim": claim}
+    cache = inputs["model"].get("cache")
+    if cache:
+        return {"persistentVolumeClaim": {"claimName": cache["claim"]}}
+    return {"emptyDir": {"sizeLimit": CACHE_SIZE_LIMIT}}

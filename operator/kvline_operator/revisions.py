@@ -1,0 +1,81 @@
+"""Plan: which revision a spec means. A revision is its inputs and its image; product 5.1.
+
+Pure: takes the spec and the ControllerRevisions that exist, gives the one to run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from kvline_contract.names import ANNOTATION_IMAGE, LABEL_REVISION
+from kvline_operator.spec import ServiceSpec, canonical
+
+SAFE_ALPHABET = "bcdfghjklmnpqrstvwxz2456789"  # Kubernetes': no vowels, so no words
+LENGTH = 5
+KEPT = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Revision:
+    name: str  # five characters
+    image: str
+    inputs_json: str
+    number: int  # rises with each new revision of a service
+
+
+def revision_hash(inputs_json: str, image: str, counter: int = 0) -> str:
+    text = canonical([inputs_json, image, counter])
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+    letters = []
+    for _ in range(LENGTH):
+        number, index = divmod(number, len(SAFE_ALPHABET))
+        letters.append(SAFE_ALPHABET[index])
+    return "".join(letters)
+
+
+def known(controller_revisions: list[dict[str, Any]]) -> list[Revision]:
+    """What the ControllerRevisions say, newest first."""
+    found = []
+    for item in controller_revisions:
+        data = item.get("data") or {}
+        found.append(
+            Revision(
+                name=(item["metadata"].get("labels") or {}).get(LABEL_REVISION, ""),
+                image=data.get("image")
+                or (item["metadata"].get("annotations") or {}).get(ANNOTATION_IMAGE, ""),
+                inputs_json=canonical(data.get("inputs", {})),
+                number=item.get("revision", 0),
+            )
+        )
+    return sorted(found, key=lambda r: r.number, reverse=True)
+
+
+def wanted(spec: ServiceSpec, existing: list[Revision], default_image: str) -> Revision:
+    """The revision of this spec: an existing one when inputs and image are the same.
+
+    Without spec.image the image of an existing revision with equal inputs is kept, so that a new
+    default image moves no pod.
+    """
+    for revision in existing:
+        if revision.inputs_json == spec.inputs_json and spec.image in (None, revision.image):
+            return revision
+    image = spec.image or _inherited_image(spec, existing) or default_image
+    taken = {revision.name for revision in existing}
+    counter = 0
+    while (name := revision_hash(spec.inputs_json, image, counter)) in taken:
+        counter += 1
+    number = max((revision.number for revision in existing), default=0) + 1
+    return Revision(name, image, spec.inputs_json, number)
+
+
+def _inherited_image(spec: ServiceSpec, existing: list[Revision]) -> str | None:
+    """A restart alone keeps the image of the revision that it restarts."""
+    without = {k: v for k, v in spec.inputs.items() if k != "restart"}
+    for revision in existing:
+        other = {k: v for k, v in json.loads(revision.inputs_json).items() if k != "restart"}
+        if other == without:
+            return revision.image
+    return None

@@ -1,0 +1,66 @@
+"""The operator's settings: built once from flags and environment, frozen, passed down."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from dataclasses import dataclass
+
+DIGEST_IMAGE = re.compile(r"[a-z0-9][a-z0-9._:/-]*@sha256:[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    default_image: str
+    namespaces: tuple[str, ...] = ()  # empty: the whole cluster
+    own_namespace: str = "kvline-system"
+    hub_endpoint: str = ""  # empty: the public hub
+    hub_port: int = 443
+    resync_seconds: float = 300.0
+    poll_seconds: float = 2.0  # pods that are not ready yet
+    workers: int = 8
+    probe_port: int = 8081
+    report_port: int = 8001
+    progress_deadline_seconds: int = 1800
+
+
+def parse(argv: list[str]) -> Settings:
+    """Stops the start with the flag's name when a value is wrong."""
+    environment = os.environ
+    parser = argparse.ArgumentParser(prog="kvline-operator")
+    parser.add_argument(
+        "--default-image",
+        default=environment.get("KVLINE_DEFAULT_IMAGE"),
+        help="server image of services that name none, by digest",
+    )
+    parser.add_argument(
+        "--allow-image-tags",
+        action="store_true",
+        default=environment.get("KVLINE_ALLOW_IMAGE_TAGS") == "true",
+        help="development: accept a default image by tag",
+    )
+    parser.add_argument("--namespace", action="append", default=[])
+    parser.add_argument("--hub-endpoint", default=environment.get("HF_ENDPOINT", ""))
+    parser.add_argument("--hub-port", type=int, default=443)
+    parser.add_argument("--resync-seconds", type=float, default=300.0)
+    parser.add_argument("--poll-seconds", type=float, default=2.0)
+    parser.add_argument("--probe-port", type=int, default=8081)
+    a = parser.parse_args(argv)
+    if not a.default_image:
+        parser.error("--default-image is missing: the server image, by digest")
+    if not a.allow_image_tags and not DIGEST_IMAGE.fullmatch(a.default_image):
+        parser.error(f"--default-image must be name@sha256:<64 hex>, got {a.default_image!r}")
+    for name, value in (("--resync-seconds", a.resync_seconds), ("--poll-seconds", a.poll_seconds)):
+        if not 0.05 <= value <= 86400:
+            parser.error(f"{name} must be 0.05 to 86400 seconds, got {value}")
+    return Settings(
+        default_image=a.default_image,
+        namespaces=tuple(a.namespace),
+        own_namespace=environment.get("KVLINE_NAMESPACE", "kvline-system"),
+        hub_endpoint=a.hub_endpoint,
+        hub_port=a.hub_port,
+        resync_seconds=a.resync_seconds,
+        poll_seconds=a.poll_seconds,
+        probe_port=a.probe_port,
+    )

@@ -1,0 +1,106 @@
+"""Read: a pod's sizing report over HTTP. Untrusted input: bounded in bytes and in time.
+
+A pod that is Ready says the same thing until it restarts, so its report is kept by pod UID and
+asked for again only at resync.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvline_contract.codec import ContractError
+from kvline_contract.report import MAX_REPORT_BYTES, SizingReport, State
+
+SECONDS = 5.0
+
+
+class Unreachable(Exception):
+    """The pod's internal port did not answer in time, or broke off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What one attempt to read a report gave: a report, or why there is none."""
+
+    report: SizingReport | None
+    error: str = ""  # empty with a report
+    invalid: bool = False  # it answered, but not with a report of ours
+
+
+def fetch(address: str, port: int, uid: str, seconds: float = SECONDS) -> Reading:
+    """One GET of /sizing; never longer than `seconds`, never more than the contract's bytes."""
+    try:
+        raw = _get(address, port, time.monotonic() + seconds)
+        report = SizingReport.parse(raw)
+    except Unreachable as error:
+        return Reading(None, str(error))
+    except ContractError as error:
+        return Reading(None, str(error), invalid=True)
+    if report.pod_uid != uid:
+        return Reading(None, "podUID: the report is of another pod", invalid=True)
+    return Reading(report)
+
+
+def _get(address: str, port: int, deadline: float) -> bytes:
+    """A hand-made HTTP/1.0 exchange: a client library's limits are per read, ours is in all."""
+    try:
+        with socket.create_connection((address, port), _left(deadline)) as connection:
+            connection.settimeout(_left(deadline))
+            connection.sendall(b"GET /sizing HTTP/1.0\r\nHost: pod\r\n\r\n")
+            raw = b""
+            while True:
+                connection.settimeout(_left(deadline))
+                chunk = connection.recv(65536)
+                if not chunk:
+                    break
+                raw += chunk
+                if len(raw) > MAX_REPORT_BYTES + 4096:
+                    raise ContractError(f"the answer is longer than {MAX_REPORT_BYTES} bytes")
+    except OSError as error:
+        raise Unreachable(f"{type(error).__name__} at {address}:{port}") from None
+    head, separator, body = raw.partition(b"\r\n\r\n")
+    if not separator or b" 200 " not in head.split(b"\r\n", 1)[0] + b" ":
+        raise ContractError("the answer is not HTTP 200")
+    return body
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("too slow")
+    return left
+
+
+class Reports:
+    """Reports by pod UID. Validated ones of ready pods are kept until they are asked anew."""
+
+    def __init__(
+        self, port: int, keep_seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._port = port
+        self._keep_seconds = keep_seconds
+        self._clock = clock
+        self._kept: dict[str, tuple[float, SizingReport]] = {}
+
+    def read(self, uid: str, address: str, ready: bool) -> Reading:
+        kept = self._kept.get(uid)
+        if kept is not None and ready and self._clock() - kept[0] < self._keep_seconds:
+            return Reading(kept[1])
+        reading = fetch(address, self._port, uid)
+        if reading.report is not None and reading.report.state is State.VALIDATED:
+            self._kept[uid] = (self._clock(), reading.report)
+        elif reading.report is None and kept is not None and ready:
+            # An unreadable report never blanks a figure already read from the same pod.
+            return Reading(kept[1], reading.error, reading.invalid)
+        return reading
+
+    def forget(self, uids: set[str]) -> None:
+        """Drops pods that are gone."""
+        for uid in uids:
+            self._kept.pop(uid, None)
+
+    def known(self) -> set[str]:
+        return set(self._kept)

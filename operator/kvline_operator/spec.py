@@ -1,0 +1,107 @@
+"""Parse: the body of an InferenceService to a frozen ServiceSpec.
+
+The schema has refused most mistakes already; what it could not see becomes a SpecError that names
+the field. Reads `metadata` and `spec`, never `status`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from kvline_contract.names import ANNOTATION_RESTART, ANNOTATION_UPGRADE, base_name
+from kvline_operator.errors import SpecError
+
+SOURCE = re.compile(
+    r"(?:hf://(?P<org>[\w.-]+)/(?P<name>[\w.-]+)@(?P<commit>[0-9a-f]{40})"
+    r"|pvc://(?P<claim>[a-z0-9-]+)/(?P<path>[\w./-]+))",
+    re.ASCII,
+)
+# What changes pods, and so makes a revision; thresholds and replicas do not.
+REVISION_FIELDS = ("model", "engine", "resources", "scheduling")
+REVISION_CAPACITY_FIELDS = ("kvTokens", "headroomMiB")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    text: str
+    claim: str | None  # pvc:// claim
+    path: str  # below /models
+    commit: str  # hf:// commit, else empty
+
+    @property
+    def from_hub(self) -> bool:
+        return self.claim is None
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSpec:
+    namespace: str
+    name: str
+    uid: str
+    generation: int
+    base: str
+    image: str | None
+    source: ModelSource
+    served_name: str
+    replicas: int
+    min_kv_tokens: int
+    inputs_json: str  # canonical JSON of what changes pods
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """A fresh copy of the revision's inputs."""
+        return dict(json.loads(self.inputs_json))
+
+
+def parse(body: dict[str, Any]) -> ServiceSpec:
+    metadata, spec = body["metadata"], body.get("spec") or {}
+    model = spec.get("model") or {}
+    return ServiceSpec(
+        namespace=metadata["namespace"],
+        name=metadata["name"],
+        uid=metadata["uid"],
+        generation=metadata.get("generation", 0),
+        base=base_name(metadata["name"]),
+        image=spec.get("image"),
+        source=parse_source(model.get("source")),
+        served_name=model.get("servedName") or metadata["name"],
+        replicas=spec.get("replicas", 1),
+        min_kv_tokens=(spec.get("capacity") or {}).get("minKVTokens", 0),
+        inputs_json=canonical(inputs(metadata, spec)),
+    )
+
+
+def parse_source(text: Any) -> ModelSource:
+    match = SOURCE.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise SpecError(
+            "spec.model.source must be hf://org/name@<40 hex> or pvc://claim/path, "
+            f"got {text!r:.80}"
+        )
+    if match["claim"]:
+        if ".." in match["path"].split("/"):
+            raise SpecError(f"spec.model.source must not climb with ..: {text!r:.80}")
+        return ModelSource(text, match["claim"], match["path"], "")
+    folder = f"{match['org']}--{match['name']}/{match['commit']}"
+    return ModelSource(text, None, folder, match["commit"])
+
+
+def inputs(metadata: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
+    """The part of a resource that makes a revision. Absent fields stay absent."""
+    out: dict[str, Any] = {key: spec[key] for key in REVISION_FIELDS if spec.get(key)}
+    capacity = spec.get("capacity") or {}
+    pinned = {key: capacity[key] for key in REVISION_CAPACITY_FIELDS if key in capacity}
+    if pinned:
+        out["capacity"] = pinned
+    annotations = metadata.get("annotations") or {}
+    for key, name in ((ANNOTATION_RESTART, "restart"), (ANNOTATION_UPGRADE, "upgrade")):
+        if key in annotations:
+            out[name] = annotations[key][:64]
+    return out
+
+
+def canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
