@@ -1,0 +1,87 @@
+"""Builds Kubernetes, etcd, CoreDNS and pause from their Go modules, once, into the cache.
+
+go.mod and go.sum beside the sources are the lock; the cache is keyed by their content, so a change
+of version builds anew and nothing else does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+
+from errors import ClusterError
+from paths import BIN, GO
+
+KUBERNETES = (
+    "kube-apiserver",
+    "kube-controller-manager",
+    "kube-scheduler",
+    "kubelet",
+    "kubectl",
+    "kube-proxy",
+)
+GO_VERSION = (1, 26)
+
+
+def build(say: Callable[[str], None]) -> None:
+    """Nothing to do when the cache holds what go.sum asks for."""
+    mark = BIN / ".built"
+    want = _key()
+    programs = [*((p, GO / "kubernetes", f"k8s.io/kubernetes/cmd/{p}") for p in KUBERNETES)]
+    programs += [
+        ("etcd", GO / "kubernetes", "go.etcd.io/etcd/server/v3"),
+        ("coredns", GO / "coredns", "."),
+        ("pause", GO / "pause", "."),
+    ]
+    complete = all((BIN / name).is_file() for name, _, _ in programs)
+    if complete and mark.is_file() and mark.read_text() == want:
+        return
+    _check_go()
+    BIN.mkdir(parents=True, exist_ok=True)
+    version = _kubernetes_version()
+    for number, (name, folder, package) in enumerate(programs, 1):
+        started = time.monotonic()
+        flags = f"-s -w -X k8s.io/component-base/version.gitVersion={version}"
+        command = ["go", "build", "-trimpath", "-ldflags", flags, "-o", str(BIN / name), package]
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env={**os.environ, "CGO_ENABLED": "0"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise ClusterError(f"building {name} failed:\n{done.stderr[-2000:]}")
+        say(f"built {name} ({number}/{len(programs)}, {time.monotonic() - started:.0f} s)")
+    mark.write_text(want)
+
+
+def _key() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(GO.rglob("*")):
+        if path.is_file():
+            digest.update(path.relative_to(GO).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _kubernetes_version() -> str:
+    text = (GO / "kubernetes" / "go.mod").read_text()
+    found = re.search(r"k8s\.io/kubernetes (v[\d.]+)", text)
+    if found is None:
+        raise ClusterError("go.mod does not name k8s.io/kubernetes")
+    return found[1]
+
+
+def _check_go() -> None:
+    if shutil.which("go") is None:
+        raise ClusterError("Go 1.26 or newer is missing; or use your own cluster: CLUSTER=current")
+    text = subprocess.run(["go", "version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"go(\d+)\.(\d+)", text)
+    if found is None or (int(found[1]), int(found[2])) < GO_VERSION:
+        raise ClusterError(f"Go 1.26 or newer is needed, found: {text.strip()}")

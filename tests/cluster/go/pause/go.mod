@@ -1,0 +1,3 @@
+module kvline.dev/pause
+
+go 1.26.0

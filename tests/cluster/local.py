@@ -1,0 +1,291 @@
+"""A real one-node Kubernetes in seconds, whole in a network namespace of its own.
+
+Modes: api (etcd and API server), control (and controller manager, scheduler), node (and
+containerd, kubelet, kube-proxy, DNS). Every program retries until the one below answers, so all
+start at the same moment.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import binaries
+import cgroups
+import pki
+import settings
+from errors import ClusterError
+from images import Images
+from network import FIRST_SERVICE, NODE_ADDRESS, SERVICE_RANGE, Network
+from paths import BIN, CLUSTERS
+from programs import Programs
+
+NODE = "local"
+NEEDED = {
+    "api": ("ip", "nsenter", "openssl"),
+    "control": ("ip", "nsenter", "openssl"),
+    "node": ("ip", "nsenter", "openssl", "containerd", "runc", "nft", "iptables", "ctr"),
+}
+# Default 20 and 50 requests a second hold a small cluster back for seconds.
+FAST = ["--kube-api-qps=500", "--kube-api-burst=1000", "--leader-elect=false"]
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class LocalCluster:
+    name: str
+    mode: str = "node"
+    network: Network = field(init=False)
+    state: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.network = Network(self.name)
+        self.state = CLUSTERS / self.name
+        self.programs = Programs(self.state)
+        self.images = Images(self.state)
+
+    @property
+    def kubeconfig(self) -> Path:
+        return self.state / "pki" / "admin.kubeconfig"
+
+    @property
+    def cgroup(self) -> str:
+        return f"kvline-{self.name}"
+
+    # Up ----------------------------------------------------------------------------------------
+
+    def is_up(self) -> bool:
+        names = {"etcd", "kube-apiserver"}
+        if self.mode != "api":
+            names |= {"kube-controller-manager", "kube-scheduler"}
+        if self.mode == "node":
+            names |= {"containerd", "kubelet", "kube-proxy", "coredns"}
+        return names <= set(self.programs.running()) and self._answers("/readyz")
+
+    def up(self, say: Say) -> None:
+        """Starts the cluster from nothing; does nothing when it is up already."""
+        self._check_tools()
+        binaries.build(say)
+        with self._lock():
+            if self.is_up():
+                return
+            self._clean()
+            started = time.monotonic()
+            self._start_control_plane()
+            if self.mode == "node":
+                self._start_node()
+            self._wait()
+            say(f"cluster {self.name} ({self.mode}) is up ({time.monotonic() - started:.1f} s)")
+
+    def _check_tools(self) -> None:
+        if os.geteuid() != 0:
+            raise ClusterError("the local cluster needs root; or use your own: CLUSTER=current")
+        missing = [tool for tool in NEEDED[self.mode] if shutil.which(tool) is None]
+        if missing:
+            raise ClusterError(
+                f"missing: {', '.join(missing)}; apt-get install containerd runc "
+                "containernetworking-plugins iptables nftables iproute2 openssl"
+            )
+
+    def _lock(self) -> _Locked:
+        self.state.mkdir(parents=True, exist_ok=True)
+        return _Locked(self.state / "lock")
+
+    def _run(self, name: str, *arguments: str) -> None:
+        program = str(BIN / name) if (BIN / name).is_file() else name
+        self.programs.start(name, self.network.command([program, *arguments]))
+
+    def _start_control_plane(self) -> None:
+        pki_folder = self.state / "pki"
+        addresses = ["127.0.0.1", self.network.inner, NODE_ADDRESS, FIRST_SERVICE]
+        pki.make(pki_folder, f"https://{self.network.inner}:6443", addresses, NODE)
+        self.network.up()
+        self._run(
+            "etcd",
+            "--log-level=warn",
+            f"--data-dir={self.state}/etcd",
+            "--unsafe-no-fsync",  # thrown away on down
+            "--listen-client-urls=http://127.0.0.1:2379",
+            "--advertise-client-urls=http://127.0.0.1:2379",
+            "--listen-peer-urls=http://127.0.0.1:2380",
+            "--initial-advertise-peer-urls=http://127.0.0.1:2380",
+            "--initial-cluster=default=http://127.0.0.1:2380",
+        )
+        self._run("kube-apiserver", *self._apiserver_flags(pki_folder))
+        if self.mode == "api":
+            return
+        self._run(
+            "kube-controller-manager",
+            *FAST,
+            f"--kubeconfig={pki_folder}/controller-manager.kubeconfig",
+            f"--service-account-private-key-file={pki_folder}/sa.key",
+            f"--root-ca-file={pki_folder}/ca.crt",
+            "--use-service-account-credentials",
+            "--bind-address=127.0.0.1",
+        )
+        self._run(
+            "kube-scheduler",
+            *FAST,
+            f"--kubeconfig={pki_folder}/scheduler.kubeconfig",
+            "--bind-address=127.0.0.1",
+        )
+
+    def _apiserver_flags(self, folder: Path) -> list[str]:
+        return [
+            "--etcd-servers=http://127.0.0.1:2379",
+            "--bind-address=0.0.0.0",
+            "--secure-port=6443",
+            f"--advertise-address={NODE_ADDRESS}",
+            f"--service-cluster-ip-range={SERVICE_RANGE}",
+            "--authorization-mode=Node,RBAC",
+            "--enable-admission-plugins=NodeRestriction",
+            "--allow-privileged",
+            f"--token-auth-file={folder}/tokens.csv",
+            f"--client-ca-file={folder}/ca.crt",
+            f"--tls-cert-file={folder}/apiserver.crt",
+            f"--tls-private-key-file={folder}/apiserver.key",
+            "--service-account-issuer=https://kubernetes.default.svc",
+            f"--service-account-key-file={folder}/sa.pub",
+            f"--service-account-signing-key-file={folder}/sa.key",
+            f"--kubelet-certificate-authority={folder}/ca.crt",
+            f"--kubelet-client-certificate={folder}/apiserver-kubelet.crt",
+            f"--kubelet-client-key={folder}/apiserver-kubelet.key",
+            "--kubelet-preferred-address-types=InternalIP",
+        ]
+
+    def _start_node(self) -> None:
+        conf = self.state / "conf"
+        (conf / "cni").mkdir(parents=True, exist_ok=True)
+        (conf / "containerd.toml").write_text(settings.containerd(self.state))
+        (conf / "cni" / "10-bridge.conflist").write_text(settings.cni(self.state))
+        (conf / "kubelet.yaml").write_text(settings.kubelet(self.state, f"/{self.cgroup}"))
+        (conf / "kube-proxy.yaml").write_text(settings.kube_proxy(self.state))
+        (conf / "Corefile").write_text(settings.corefile(self.state))
+        cgroups.make(self.cgroup)
+        self._run("containerd", f"--config={conf}/containerd.toml")
+        self.programs.wait_for("containerd", 30, self.images.answers)
+        self.images.add_pause()
+        self._run(
+            "kubelet",
+            f"--config={conf}/kubelet.yaml",
+            f"--kubeconfig={self.state}/pki/kubelet.kubeconfig",
+            f"--root-dir={self.state}/kubelet",
+            f"--hostname-override={NODE}",
+            f"--node-ip={NODE_ADDRESS}",
+        )
+        self._run("kube-proxy", f"--config={conf}/kube-proxy.yaml", f"--hostname-override={NODE}")
+        self._run("coredns", "-conf", str(conf / "Corefile"))
+
+    def _wait(self) -> None:
+        wait = self.programs.wait_for
+        wait("the API server", 60, lambda: self._answers("/readyz"))
+        if self.mode == "api":
+            return
+        wait("the default ServiceAccount", 60, lambda: self._get("serviceaccount", "default"))
+        if self.mode == "node":
+            self.kubectl(
+                "create", "clusterrolebinding", "coredns", "--clusterrole=view", "--user=coredns"
+            )
+            wait(
+                "the node",
+                60,
+                lambda: (
+                    "True"
+                    in self.kubectl(
+                        "get",
+                        "node",
+                        NODE,
+                        "-o",
+                        "jsonpath={.status.conditions[?(@.type=='Ready')].status}",
+                        check=False,
+                    ).stdout
+                ),
+            )
+            url = f"https://{FIRST_SERVICE}/readyz"
+            wait(
+                "Services",
+                30,
+                lambda: (
+                    self.network.run(
+                        ["curl", "-sk", "--max-time", "1", url], check=False
+                    ).returncode
+                    == 0
+                ),
+            )
+
+    def _answers(self, path: str) -> bool:
+        return self.kubectl("get", "--raw", path, check=False).returncode == 0
+
+    def _get(self, kind: str, name: str) -> bool:
+        return self.kubectl("get", kind, name, check=False).returncode == 0
+
+    # Use ---------------------------------------------------------------------------------------
+
+    def kubectl(
+        self, *arguments: str, input: str | None = None, check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [str(BIN / "kubectl"), "--kubeconfig", str(self.kubeconfig), *arguments],
+            input=input,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if check and done.returncode:
+            raise ClusterError(f"kubectl {' '.join(arguments)[:200]}: {done.stderr.strip()}")
+        return done
+
+    def enter(self, command: list[str]) -> subprocess.CompletedProcess[str]:
+        """Runs a command in the cluster's network, where Services and pods answer."""
+        return subprocess.run(self.network.command(command), text=True, check=False)
+
+    # Down --------------------------------------------------------------------------------------
+
+    def down(self) -> None:
+        with self._lock():
+            self._clean()
+
+    def _clean(self) -> None:
+        """Ends everything this cluster or a crash of it left; keeps binaries, images, keys."""
+        # The kubelet first: it would start again what is ended below.
+        self.programs.stop(["kubelet", "kube-proxy", "coredns"], signal.SIGTERM)
+        cgroups.kill_all(self.cgroup)
+        self.images.remove_containers()
+        self.programs.stop(list(self.programs.running()), signal.SIGKILL)
+        self.images.kill_shims()
+        for line in reversed(Path("/proc/mounts").read_text().splitlines()):
+            target = line.split()[1]
+            if target.startswith(f"{self.state}/"):
+                subprocess.run(["umount", "-l", target], capture_output=True, check=False)
+        self.network.down()
+        cgroups.kill_all(self.cgroup)
+        cgroups.remove(self.cgroup)
+        for path in Path("/var/log/containers").glob("*"):
+            if path.is_symlink() and str(path.readlink()).startswith(f"{self.state}/"):
+                path.unlink()
+        for name in ("run", "etcd", "kubelet", "log/pods", "pid"):
+            shutil.rmtree(self.state / name, ignore_errors=True)
+
+
+class _Locked:
+    """One up or down at a time for a cluster."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w")
+
+    def __enter__(self) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+__all__ = ["ClusterError", "LocalCluster"]

@@ -1,0 +1,84 @@
+"""Certificates and kubeconfigs of one cluster: one CA, three certificates, a token for each user.
+
+Users have the names that Kubernetes' own bootstrap roles bind, so no RBAC of ours is needed.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import secrets
+import subprocess
+from pathlib import Path
+
+USERS = {
+    "admin": ("admin", "system:masters"),
+    "controller-manager": ("system:kube-controller-manager", ""),
+    "scheduler": ("system:kube-scheduler", ""),
+    "kubelet": ("system:node:{node}", "system:nodes"),
+    "kube-proxy": ("system:kube-proxy", ""),
+    "coredns": ("coredns", ""),
+}
+
+
+def make(folder: Path, server: str, addresses: list[str], node: str) -> None:
+    """Writes everything into `folder`, once; `server` is the API's address for kubeconfigs."""
+    if (folder / "done").is_file():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    _key(folder, "ca")
+    _openssl(folder, "req -x509 -new -key ca.key -subj /CN=kvline-local-ca -days 365 -out ca.crt")
+    names = ",".join(f"IP:{a}" for a in addresses)
+    names += ",DNS:localhost,DNS:kubernetes,DNS:kubernetes.default,DNS:kubernetes.default.svc"
+    _certificate(folder, "apiserver", "/CN=kube-apiserver", f"subjectAltName={names}")
+    subject = "/O=system:masters/CN=kube-apiserver-kubelet-client"
+    _certificate(folder, "apiserver-kubelet", subject, "extendedKeyUsage=clientAuth")
+    kubelet_names = f"subjectAltName=DNS:{node}," + ",".join(f"IP:{a}" for a in addresses)
+    _certificate(folder, "kubelet", f"/CN={node}", kubelet_names)
+    _key(folder, "sa")
+    _openssl(folder, "ec -in sa.key -pubout -out sa.pub")
+    rows = []
+    for name, (user, group) in USERS.items():
+        token = secrets.token_hex(16)
+        user = user.format(node=node)
+        rows.append(f"{token},{user},{user}" + (f',"{group}"' if group else ""))
+        path = folder / f"{name}.kubeconfig"
+        path.write_text(json.dumps(kubeconfig(folder, server, token)))
+        path.chmod(0o600)
+    (folder / "tokens.csv").write_text("\n".join(rows) + "\n")
+    (folder / "done").touch()
+
+
+def kubeconfig(folder: Path, server: str, token: str) -> dict[str, object]:
+    """JSON is YAML, so this is a kubeconfig."""
+    authority = base64.b64encode((folder / "ca.crt").read_bytes()).decode()
+    cluster = {"server": server, "certificate-authority-data": authority}
+    return {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "local", "cluster": cluster}],
+        "users": [{"name": "user", "user": {"token": token}}],
+        "contexts": [{"name": "local", "context": {"cluster": "local", "user": "user"}}],
+        "current-context": "local",
+    }
+
+
+def _key(folder: Path, name: str) -> None:
+    _openssl(folder, f"ecparam -name prime256v1 -genkey -noout -out {name}.key")
+
+
+def _certificate(folder: Path, name: str, subject: str, extension: str) -> None:
+    _key(folder, name)
+    (folder / f"{name}.ext").write_text(extension)
+    _openssl(folder, f"req -new -key {name}.key -subj {subject} -out {name}.csr")
+    serial = f"0x{secrets.token_hex(8)}"
+    _openssl(
+        folder,
+        f"x509 -req -in {name}.csr -CA ca.crt -CAkey ca.key -set_serial {serial} -days 365 "
+        f"-extfile {name}.ext -out {name}.crt",
+    )
+
+
+def _openssl(folder: Path, arguments: str) -> None:
+    subprocess.run(["openssl", *arguments.split()], cwd=folder, check=True, capture_output=True)

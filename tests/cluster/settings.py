@@ -1,0 +1,121 @@
+"""Configuration files of the node's programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from network import BRIDGE, NODE_ADDRESS, POD_RANGE
+
+PAUSE_IMAGE = "docker.io/local/pause:1"
+
+
+def containerd(state: Path) -> str:
+    return f"""version = 2
+root = "{state}/containerd"
+state = "{state}/run/containerd"
+disabled_plugins = ["io.containerd.snapshotter.v1.aufs", "io.containerd.snapshotter.v1.btrfs",
+  "io.containerd.snapshotter.v1.devmapper", "io.containerd.snapshotter.v1.zfs"]
+[grpc]
+  address = "{state}/run/containerd.sock"
+[plugins."io.containerd.internal.v1.opt"]
+  path = "{state}/containerd/opt"
+[plugins."io.containerd.grpc.v1.cri"]
+  sandbox_image = "{PAUSE_IMAGE}"
+  restrict_oom_score_adj = true        # sandboxes lack CAP_SYS_RESOURCE
+  netns_mounts_under_state_dir = true  # else under /run/netns, shared with everything else
+  [plugins."io.containerd.grpc.v1.cri".cni]
+    bin_dir = "/usr/lib/cni"
+    conf_dir = "{state}/conf/cni"
+  [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+    runtime_type = "io.containerd.runc.v2"
+    options = {{ SystemdCgroup = false }}
+"""
+
+
+def cni(state: Path) -> str:
+    bridge = {
+        "type": "bridge",
+        "bridge": BRIDGE,
+        "isGateway": True,
+        "ipMasq": True,
+        "hairpinMode": True,
+        "ipam": {
+            "type": "host-local",
+            "dataDir": f"{state}/run/cni",
+            "ranges": [[{"subnet": POD_RANGE, "gateway": NODE_ADDRESS}]],
+            "routes": [{"dst": "0.0.0.0/0"}],
+        },
+    }
+    portmap = {"type": "portmap", "capabilities": {"portMappings": True}}
+    return json.dumps({"cniVersion": "1.0.0", "name": BRIDGE, "plugins": [bridge, portmap]})
+
+
+def kubelet(state: Path, cgroup: str) -> str:
+    none_kept = dict.fromkeys(("nodefs.available", "imagefs.available", "nodefs.inodesFree"), "0%")
+    return json.dumps(
+        {
+            "apiVersion": "kubelet.config.k8s.io/v1beta1",
+            "kind": "KubeletConfiguration",
+            "authentication": {
+                "anonymous": {"enabled": False},
+                "webhook": {"enabled": True},
+                "x509": {"clientCAFile": f"{state}/pki/ca.crt"},
+            },
+            "authorization": {"mode": "Webhook"},
+            "tlsCertFile": f"{state}/pki/kubelet.crt",
+            "tlsPrivateKeyFile": f"{state}/pki/kubelet.key",
+            "containerRuntimeEndpoint": f"unix://{state}/run/containerd.sock",
+            "cgroupDriver": "cgroupfs",
+            "cgroupRoot": cgroup,
+            "failCgroupV1": False,
+            "failSwapOn": False,
+            "oomScoreAdj": 0,
+            "makeIPTablesUtilChains": False,
+            "podLogsDir": f"{state}/log/pods",
+            "volumePluginDir": f"{state}/kubelet/plugins-volume",
+            "clusterDomain": "cluster.local",
+            "clusterDNS": [NODE_ADDRESS],
+            "resolvConf": "",
+            "syncFrequency": "5s",  # how soon a changed ConfigMap reaches a pod
+            # A full disk must not delete images that no registry can give back.
+            "imageGCHighThresholdPercent": 100,
+            "evictionHard": {"memory.available": "100Mi", **none_kept},
+        }
+    )
+
+
+def kube_proxy(state: Path) -> str:
+    return json.dumps(
+        {
+            "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
+            "kind": "KubeProxyConfiguration",
+            "mode": "nftables",
+            "clientConnection": {"kubeconfig": f"{state}/pki/kube-proxy.kubeconfig"},
+            "clusterCIDR": POD_RANGE,
+            "healthzBindAddress": "127.0.0.1:10256",
+            "metricsBindAddress": "127.0.0.1:10249",
+            "oomScoreAdj": 0,
+            "nodePortAddresses": ["primary"],
+            "nftables": {"minSyncPeriod": "100ms"},
+            "conntrack": {
+                "maxPerCore": 0,
+                "tcpEstablishedTimeout": "0s",
+                "tcpCloseWaitTimeout": "0s",
+            },
+        }
+    )
+
+
+def corefile(state: Path) -> str:
+    return f""".:53 {{
+  bind {NODE_ADDRESS}
+  errors
+  cache 5
+  kubernetes cluster.local in-addr.arpa {{
+    kubeconfig {state}/pki/coredns.kubeconfig
+    pods insecure
+    ttl 5
+  }}
+}}
+"""
