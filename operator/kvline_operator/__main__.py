@@ -6,6 +6,7 @@ import asyncio
 import logging
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
 import kopf
 
@@ -71,15 +72,19 @@ async def operate(settings: Settings, client: kube.Kube) -> None:
             registry=registry,
             settings=options,
             standalone=True,
+            # Else kopf asks the password file for our user, and a random uid is not in it.
+            identity=cast(Any, "kvline-operator"),
             clusterwide=not settings.namespaces,
             namespaces=settings.namespaces,
         )
     )
     # Either ending is the end: a dead watch or a dead queue must not look alive.
-    await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-    working.cancel()
-    watching.cancel()
-    await asyncio.gather(working, watching, return_exceptions=True)
+    done, pending = await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+    for task in done:
+        task.result()
 
 
 if __name__ == "__main__":

@@ -38,6 +38,11 @@ def register(registry: kopf.OperatorRegistry, queue: WorkQueue) -> None:
     """Hangs the handlers on a registry of ours, so that nothing happens at import."""
     services = ServiceNames()
 
+    @kopf.on.login(registry=registry)
+    async def login(**given: Any) -> kopf.ConnectionInfo | None:
+        """The pod's own token, else the kubeconfig: the same order as the client's."""
+        return kopf.login_with_service_account(**given) or kopf.login_with_kubeconfig(**given)
+
     @kopf.on.event(GROUP, API_VERSION, PLURAL, registry=registry)
     async def service(namespace: str | None, name: str, **_: Any) -> None:
         if namespace is not None:

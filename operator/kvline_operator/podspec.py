@@ -105,9 +105,10 @@ def _environment() -> list[Object]:
 
 
 def _resources(asked: Object) -> Object:
-    """Request equals limit: a size measured under one limit must hold on every node."""
+    """Memory's request equals its limit: a size measured under one limit must hold on every node.
+    The CPU is only requested: a limit would throttle a step in its middle."""
     amounts = {key: asked[key] for key in ("cpu", "memory") if key in asked}
-    return {"requests": amounts, "limits": amounts}
+    return {"requests": amounts, "limits": {"memory": asked["memory"]}}
 
 
 def _probe(path: str, period: int, failures: int) -> Object:

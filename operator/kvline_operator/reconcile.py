@@ -102,7 +102,8 @@ def _apply(
         for name, replicas in plan.replicas.items():
             if name not in stored:
                 continue  # its memory is gone; the Deployment is left as it is until replaced
-            apply.ensure(world.kube, stored[name])
+            if "resourceVersion" not in stored[name]["metadata"]:  # not in the cluster yet
+                apply.ensure(world.kube, stored[name])
             for wanted in render.revision_objects(spec, stored[name], replicas):
                 apply.ensure(world.kube, wanted)
         _prune(world, observed, plan)

@@ -37,6 +37,7 @@ from kvline_server.options import Options
 from kvline_server.report_keeper import ReportKeeper
 
 LAST_WORDS_SECONDS = 0.2  # a child's last message may arrive after its end
+CRAWL_SECONDS, CRAWL_FACTOR = 30.0, 5.0
 EARLY_CODES = frozenset({20, 22, 30, 31, 32})  # ends of the HTTP process that name their reason
 
 
@@ -195,10 +196,25 @@ class Supervisor:
         return None
 
     def _stalled(self) -> Termination | None:
+        """No progress for too long. A validation that crawls where the same work ran freely on the
+        probe's few pages has too little memory to live on: that attempt has failed too."""
         state, limit = self.keeper.report.state, self.options.limits.stage
-        if state is State.VALIDATED or time.monotonic() - self.keeper.changed_at < limit:
+        quiet = time.monotonic() - self.keeper.changed_at
+        if state is State.VALIDATED or self.engine is None:
+            return None
+        if state is State.VALIDATING and quiet > self._patience():
+            self.engine.kill()
+            return None
+        if quiet < limit:
             return None
         return _termination(ExitCode.STALLED, f"no progress in state {state} for {limit:.0f} s")
+
+    def _patience(self) -> float:
+        """Seconds that one item of the validation may take, from what the probe's items took."""
+        probed = [s.ms for s in self.keeper.report.stages if s.name.startswith("stress ")]
+        if not probed:
+            return self.options.limits.stage
+        return CRAWL_SECONDS + CRAWL_FACTOR * max(probed) / 1000
 
 
 def _died(what: str, code: int) -> Termination:

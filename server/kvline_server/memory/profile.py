@@ -72,9 +72,10 @@ class Measured:
     free: int
     probe_kv: int
     growth: int  # peak above what was in use when the stress began
+    files: int  # file pages that the steps run from
 
     def budget(self, headroom: int) -> int:
-        return self.free + self.probe_kv - self.growth - headroom
+        return self.free + self.probe_kv - self.growth - self.files - headroom
 
 
 class ProfileLoop:
@@ -161,7 +162,8 @@ class ProfileLoop:
             measured = Measured(
                 free=self.device.limit - self.device.used(),
                 probe_kv=self.loaded.arena.nbytes,
-                growth=max(0, self.device.peak() - self.device.now()),
+                growth=self._above_now(),
+                files=self.device.working_files(),
             )
             self.diagnosis.growth = measured.growth
             budget = measured.budget(self.settings.headroom_mib * MIB)
@@ -209,7 +211,7 @@ class ProfileLoop:
             self.device.reset_peak()
             self._run_stress(self._model_len(tokens), aliased=False)
             # Read while the canary is held: what is free now is free beyond the headroom.
-            self.lowest_free = self.device.limit - self.device.used() - self._above_now()
+            self.lowest_free = self._free_at_peak()
 
     # Parts -------------------------------------------------------------------------------------
 
@@ -220,7 +222,11 @@ class ProfileLoop:
         return max(0, self.device.peak() - self.device.now())
 
     def _lowest_free(self) -> int:
-        return (self.device.limit - self.device.used() - self._above_now()) // MIB
+        return self._free_at_peak() // MIB
+
+    def _free_at_peak(self) -> int:
+        used = self.device.used() + self._above_now() + self.device.working_files()
+        return self.device.limit - used
 
     def _run_stress(self, max_model_len: int, aliased: bool) -> None:
         stress = StressSet(
