@@ -8,6 +8,7 @@ start at the same moment.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import signal
@@ -246,6 +247,55 @@ class LocalCluster:
     def enter(self, command: list[str]) -> subprocess.CompletedProcess[str]:
         """Runs a command in the cluster's network, where Services and pods answer."""
         return subprocess.run(self.network.command(command), text=True, check=False)
+
+    def models_claim(self, namespace: str, folder: Path) -> None:
+        """A claim `models` in the namespace, bound to a folder of the host, read-only."""
+        name = f"kvline-models-{namespace}"
+        size, storage = {"storage": "10Gi"}, "kvline-local"
+        volume = {
+            "apiVersion": "v1",
+            "kind": "PersistentVolume",
+            "metadata": {"name": name},
+            "spec": {
+                "capacity": size,
+                "accessModes": ["ReadOnlyMany"],
+                "storageClassName": storage,
+                "persistentVolumeReclaimPolicy": "Retain",
+                "claimRef": {"namespace": namespace, "name": "models"},
+                "local": {"path": str(folder)},
+                "nodeAffinity": {
+                    "required": {
+                        "nodeSelectorTerms": [
+                            {
+                                "matchExpressions": [
+                                    {
+                                        "key": "kubernetes.io/hostname",
+                                        "operator": "In",
+                                        "values": [NODE],
+                                    }
+                                ]
+                            }
+                        ]
+                    }
+                },
+            },
+        }
+        claim = {
+            "apiVersion": "v1",
+            "kind": "PersistentVolumeClaim",
+            "metadata": {"name": "models", "namespace": namespace},
+            "spec": {
+                "accessModes": ["ReadOnlyMany"],
+                "storageClassName": storage,
+                "volumeName": name,
+                "resources": {"requests": size},
+            },
+        }
+        both = {"apiVersion": "v1", "kind": "List", "items": [volume, claim]}
+        self.kubectl("apply", "-f", "-", input=json.dumps(both))
+        # A pod that comes first would wait for the scheduler's next look at the claim.
+        bound = ("wait", "--for=jsonpath={.status.phase}=Bound", "pvc/models", "--timeout=30s")
+        self.kubectl("-n", namespace, *bound)
 
     # Down --------------------------------------------------------------------------------------
 

@@ -12,11 +12,14 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from errors import ClusterError
+
 NODE_ADDRESS = "198.18.0.1"
 POD_RANGE = "198.18.0.0/16"
 SERVICE_RANGE = "198.19.0.0/16"
 FIRST_SERVICE = "198.19.0.1"
 BRIDGE = "kube0"
+LINKS = "198.51.100"  # documentation range TEST-NET-2; TEST-NET-1 was in use on a machine seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +36,17 @@ class Network:
 
     @property
     def _block(self) -> int:
-        """Which /30 of 192.0.2.0/24 the pair uses: the demo's is fixed, others by name."""
+        """Which /30 of the link range the pair uses: the demo's is fixed, others by name."""
         return 0 if self.name == "demo" else 1 + zlib.crc32(self.name.encode()) % 62
 
     @property
     def outer(self) -> str:
-        return f"192.0.2.{4 * self._block + 1}"
+        return f"{LINKS}.{4 * self._block + 1}"
 
     @property
     def inner(self) -> str:
         """The namespace's address as the host sees it: the API server answers there."""
-        return f"192.0.2.{4 * self._block + 2}"
+        return f"{LINKS}.{4 * self._block + 2}"
 
     @property
     def _link(self) -> str:
@@ -51,6 +54,7 @@ class Network:
 
     def up(self) -> None:
         self.down()
+        self._check_free()
         self._ip("netns", "add", self.namespace)
         self._ip(
             "link",
@@ -80,6 +84,13 @@ class Network:
         self.run(["sysctl", "-qw", "net.ipv4.ip_forward=1"])
         # Services reach pods over the bridge; without this their answers bypass kube-proxy's rules.
         self.run(["sysctl", "-qw", "net.bridge.bridge-nf-call-iptables=1"], check=False)
+
+    def _check_free(self) -> None:
+        """Another network on these addresses must be left alone."""
+        shown = subprocess.run(["ip", "-br", "addr"], capture_output=True, text=True, check=True)
+        for line in shown.stdout.splitlines():
+            if f" {LINKS}." in line and not line.startswith("kvl"):
+                raise ClusterError(f"{LINKS}.0/24 is in use here: {line.split()[0]}")
 
     def route_from_host(self) -> None:
         """Lets the host reach pods and Services; only the demo's cluster takes this route."""

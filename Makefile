@@ -1,0 +1,43 @@
+# Two words matter: demo and test. Each does all its own set-up.
+PYTHON ?= python3
+VENV_PYTHON := .venv/bin/python
+
+.PHONY: demo demo-down test check unit integration e2e env bench api clean
+
+demo: python ## a model served with a proven KV budget, on this machine
+	@$(PYTHON) demo
+
+demo-down: python
+	@$(PYTHON) demo down
+
+test: env ## everything that this machine can run, and what it could not
+	@$(VENV_PYTHON) tests/run.py
+
+env: python
+	@$(PYTHON) tests/environment.py
+
+check: env
+	@$(VENV_PYTHON) tests/run.py check
+
+unit: env
+	@$(VENV_PYTHON) tests/run.py unit
+
+integration: env
+	@$(VENV_PYTHON) tests/run.py integration
+
+e2e: env
+	@$(VENV_PYTHON) tests/run.py e2e
+
+bench: env ## the figures of docs/performance.md
+	@$(VENV_PYTHON) bench
+
+api: env ## docs/api.md from the CRD
+	@$(VENV_PYTHON) docs/generate_api.py
+
+clean:
+	rm -rf .venv dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+.PHONY: python
+python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; PYTHON=... names one"; exit 1; }

@@ -1,0 +1,59 @@
+"""make demo: from a bare machine to a model served with a proven KV budget.
+
+CLUSTER=local    a one-node Kubernetes of our own, in a network namespace (the default; root)
+CLUSTER=current  the cluster of your kubeconfig's context; needs REGISTRY= to push images to
+CLUSTER=kind     a kind cluster named kvline; needs docker, kind and kubectl
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests" / "cluster")]
+
+from clusters import Cluster, choose  # noqa: E402
+from errors import ClusterError  # noqa: E402
+from story import Story  # noqa: E402
+
+
+def main() -> int:
+    started = time.monotonic()
+    try:
+        cluster = choose(os.environ.get("CLUSTER", "local"))
+        if sys.argv[1:] == ["down"]:
+            cluster.down()
+            print("the demo is gone; images, binaries and the model stay in the cache")
+            return 0
+        run(cluster)
+    except ClusterError as error:
+        print(f"\ndemo: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ndemo: stopped; make demo goes on where it was, make demo-down cleans up")
+        return 130
+    print(f"\n(the whole demo took {time.monotonic() - started:.0f} s)")
+    return 0
+
+
+def run(cluster: Cluster) -> None:
+    story = Story(cluster)
+    story.step("tools and space", cluster.check)
+    story.step("the demo model", cluster.model)
+    story.step("a cluster", cluster.up)
+    story.step("images of operator and server", cluster.images)
+    story.step("CRD and operator", story.install)
+    story.step("a claim that holds the model", cluster.claim)
+    story.apply_sample()
+    story.show_budget()
+    story.chat()
+    story.scale()
+    story.refuse()
+    story.goodbye()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""Where the demo runs: our own local cluster, the user's current one, or kind.
+
+Every step after «a cluster is there» is shared; these classes hold what differs: how images get
+in, how the model gets into a claim, and how a Service is reached.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import build
+import model
+import tools
+from errors import ClusterError
+from local import LocalCluster
+from network import SERVICE_RANGE
+from paths import BIN
+
+Say = Callable[[str], None]
+ROOT = Path(__file__).resolve().parents[1]
+FORWARDED_PORT = 18800
+
+
+class Cluster(Protocol):
+    def check(self, say: Say) -> None: ...
+    def model(self, say: Say) -> None: ...
+    def up(self, say: Say) -> None: ...
+    def images(self, say: Say) -> None: ...
+    def claim(self, say: Say) -> None: ...
+    def down(self) -> None: ...
+    def image_names(self) -> dict[str, str]: ...
+    def kubectl_command(self, *arguments: str) -> list[str]: ...
+    def kubectl(
+        self, *arguments: str, input: str | None = None
+    ) -> subprocess.CompletedProcess[str]: ...
+    def service(self, name: str) -> object: ...
+    def next_commands(self, name: str) -> list[str]: ...
+
+
+def choose(name: str) -> LocalDemo | OwnCluster:
+    if name == "local":
+        return LocalDemo()
+    if name in ("current", "kind"):
+        return OwnCluster(name)
+    raise ClusterError(f"CLUSTER={name}: expected local, current or kind")
+
+
+class LocalDemo:
+    """A real one-node Kubernetes built from source, whole in a network namespace."""
+
+    def __init__(self) -> None:
+        self.cluster = LocalCluster("demo")
+
+    def check(self, say: Say) -> None:
+        tools.ensure_packages(say)
+        tools.ensure_space(2 if self.cluster.is_up() else 20)
+
+    def model(self, say: Say) -> None:
+        model.ensure(say)
+
+    def up(self, say: Say) -> None:
+        self.cluster.up(say)
+        self.cluster.network.route_from_host()
+
+    def images(self, say: Say) -> None:
+        for image in build.build(say):
+            self.cluster.images.add(image.name, image.config, image.layers)
+
+    def image_names(self) -> dict[str, str]:
+        return {c: f"docker.io/{build.image_name(c)}" for c in build.COMPONENTS}
+
+    def claim(self, say: Say) -> None:
+        self.cluster.models_claim("default", model.MODELS)
+
+    def kubectl_command(self, *arguments: str) -> list[str]:
+        return [str(BIN / "kubectl"), "--kubeconfig", str(self.cluster.kubeconfig), *arguments]
+
+    def kubectl(
+        self, *arguments: str, input: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        return self.cluster.kubectl(*arguments, input=input)
+
+    @contextmanager
+    def service(self, name: str) -> Iterator[str]:
+        """The Service's own address; the host has a route to it."""
+        ip = self.kubectl("get", "service", name, "-o", "jsonpath={.spec.clusterIP}").stdout
+        yield f"http://{ip}:8000"
+
+    def down(self) -> None:
+        self.cluster.down()
+
+    def next_commands(self, name: str) -> list[str]:
+        ip = self.kubectl("get", "service", name, "-o", "jsonpath={.spec.clusterIP}").stdout
+        body = f'{{"model": "{name}", "prompt": "Once upon a time", "max_tokens": 32}}'
+        return [
+            f"export KUBECONFIG={self.cluster.kubeconfig} PATH={BIN}:$PATH",
+            f"kubectl describe kvl {name}",
+            "kubectl explain kvl.spec.capacity",
+            f"curl http://{ip}:8000/v1/completions -H 'Content-Type: application/json' -d '{body}'",
+            f"# Services ({SERVICE_RANGE}) are reachable from this machine",
+        ]
+
+
+class OwnCluster:
+    """The cluster of the current kubeconfig context, or kind; images through a registry or kind."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.registry = os.environ.get("REGISTRY", "").rstrip("/")
+
+    def check(self, say: Say) -> None:
+        needed = ["kubectl", "docker"] + (["kind"] if self.kind == "kind" else [])
+        missing = [tool for tool in needed if shutil.which(tool) is None]
+        if missing:
+            raise ClusterError(f"CLUSTER={self.kind} needs {', '.join(missing)} on the PATH")
+        if self.kind == "current" and not self.registry:
+            raise ClusterError(
+                "CLUSTER=current needs REGISTRY=host/path, a registry that you may "
+                "push to and the cluster can pull from"
+            )
+
+    def model(self, say: Say) -> None:
+        model.ensure(say)
+
+    def up(self, say: Say) -> None:
+        if self.kind == "kind":
+            clusters = _run(["kind", "get", "clusters"]).stdout.split()
+            if "kvline" not in clusters:
+                _run(["kind", "create", "cluster", "--name", "kvline"])
+        self.kubectl("version")
+
+    def image_names(self) -> dict[str, str]:
+        prefix = f"{self.registry}/" if self.kind == "current" else "docker.io/"
+        return {c: prefix + build.image_name(c) for c in build.COMPONENTS}
+
+    def images(self, say: Say) -> None:
+        shutil.rmtree(ROOT / "dist", ignore_errors=True)
+        tools.run_uv("build", "--quiet", "--wheel", "--out-dir", "dist", ".")
+        for component, name in self.image_names().items():
+            say(f"docker build {component}")
+            _run(["docker", "build", "-f", f"{component}/Dockerfile", "-t", name, "."])
+            if self.kind == "kind":
+                _run(["kind", "load", "docker-image", "--name", "kvline", name])
+            else:
+                _run(["docker", "push", name])
+
+    def claim(self, say: Say) -> None:
+        """A claim of the default storage class, filled through a short-lived pod."""
+        text = (ROOT / "demo" / "claim.yaml").read_text()
+        text = text.replace("SERVER_IMAGE", self.image_names()["server"])
+        self.kubectl("apply", "-f", "-", input=text)
+        self.kubectl("wait", "--for=condition=Ready", "pod/model-loader", "--timeout=300s")
+        self.kubectl("cp", str(model.MODEL), "model-loader:/models/")
+        self.kubectl("delete", "pod", "model-loader", "--wait=false")
+
+    def kubectl_command(self, *arguments: str) -> list[str]:
+        context = ["--context", "kind-kvline"] if self.kind == "kind" else []
+        return ["kubectl", *context, *arguments]
+
+    def kubectl(
+        self, *arguments: str, input: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        return _run(self.kubectl_command(*arguments), input)
+
+    @contextmanager
+    def service(self, name: str) -> Iterator[str]:
+        words = ("port-forward", f"service/{name}", f"{FORWARDED_PORT}:8000")
+        forward = subprocess.Popen(self.kubectl_command(*words), stdout=subprocess.DEVNULL)
+        try:
+            time.sleep(2)
+            yield f"http://127.0.0.1:{FORWARDED_PORT}"
+        finally:
+            forward.terminate()
+            forward.wait()
+
+    def down(self) -> None:
+        if self.kind == "kind":
+            _run(["kind", "delete", "cluster", "--name", "kvline"])
+            return
+        self.kubectl("delete", "kvl", "smollm2", "--ignore-not-found")
+        self.kubectl("delete", "-f", "manifests/operator.yaml", "--ignore-not-found")
+        self.kubectl("delete", "-f", "manifests/crd.yaml", "--ignore-not-found")
+
+    def next_commands(self, name: str) -> list[str]:
+        return [
+            f"kubectl describe kvl {name}",
+            "kubectl explain kvl.spec.capacity",
+            f"kubectl port-forward service/{name} 8000",
+        ]
+
+
+def _run(command: list[str], input: str | None = None) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        command, input=input, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise ClusterError(f"{' '.join(command)[:160]}: {done.stderr.strip()[-800:]}")
+    return done

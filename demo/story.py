@@ -1,0 +1,173 @@
+"""What the demo shows, step by step; the same on every cluster."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from clusters import Cluster
+from errors import ClusterError
+
+ROOT = Path(__file__).resolve().parents[1]
+NAME = "smollm2"
+STEPS = 11
+PARTS = ("weightsMiB", "activationsMiB", "graphsMiB", "kvMiB", "headroomMiB", "othersMiB")
+REFUSED = """
+apiVersion: kvline.dev/v1alpha1
+kind: InferenceService
+metadata:
+  name: too-much
+spec:
+  model: {source: pvc://models/smollm2}
+  resources: {cpu: 250m, memory: 2Gi}
+  capacity: {minKVTokens: 10000000}
+"""
+
+
+class Story:
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.number = 0
+
+    def title(self, text: str) -> None:
+        self.number += 1
+        print(f"\n[{self.number}/{STEPS}] {text}", flush=True)
+
+    def say(self, text: str) -> None:
+        print(f"      {text}", flush=True)
+
+    def step(self, text: str, action: Callable[[Callable[[str], None]], None]) -> None:
+        self.title(text)
+        started = time.monotonic()
+        action(self.say)
+        self.say(f"done ({time.monotonic() - started:.1f} s)")
+
+    def install(self, say: Callable[[str], None]) -> None:
+        kubectl = self.cluster.kubectl
+        kubectl("apply", "--server-side", "-f", str(ROOT / "manifests" / "crd.yaml"))
+        kubectl("wait", "--for=condition=Established", "crd/inferenceservices.kvline.dev")
+        text = (ROOT / "manifests" / "operator.yaml").read_text()
+        for component, image in self.cluster.image_names().items():
+            text = text.replace(f"docker.io/local/kvline-{component}:dev", image)
+        kubectl("apply", "-f", "-", input=text)
+        kubectl(
+            "-n",
+            "kvline-system",
+            "rollout",
+            "status",
+            "deployment/kvline-operator",
+            "--timeout=180s",
+        )
+
+    def apply_sample(self) -> None:
+        self.title("kubectl apply -f manifests/samples/smollm2.yaml")
+        sample = ROOT / "manifests" / "samples" / "smollm2.yaml"
+        print(self.cluster.kubectl("apply", "-f", str(sample)).stdout.rstrip())
+        self.watch(NAME, lambda s: condition(s, "Ready")["status"] == "True", 600)
+
+    def watch(self, name: str, done: Callable[[dict[str, Any]], bool], seconds: float) -> None:
+        """kubectl get kvl -w until the status says what is waited for."""
+        print(f"      $ kubectl get kvl {name} -w")
+        command = self.cluster.kubectl_command("get", "kvl", name, "-w")
+        end = time.monotonic() + seconds
+        watching = subprocess.Popen(command)
+        try:
+            while not done(self.status(name)):
+                if time.monotonic() > end:
+                    raise ClusterError(
+                        f"{name}: not within {seconds:.0f} s; kubectl describe kvl {name} says why"
+                    )
+                time.sleep(0.5)
+            time.sleep(0.5)
+        finally:
+            watching.terminate()
+            watching.wait()
+
+    def status(self, name: str) -> dict[str, Any]:
+        text = self.cluster.kubectl("get", "kvl", name, "-o", "json").stdout
+        return dict(json.loads(text).get("status") or {})
+
+    def show_budget(self) -> None:
+        self.title("the budget that was measured and proven")
+        print(self.cluster.kubectl("get", "kvl", "-o", "wide").stdout.rstrip())
+        capacity = self.status(NAME)["capacity"]
+        memory = dict(capacity["memory"])
+        total = memory.pop("totalMiB")
+        at = 0
+        print()
+        for part in PARTS:
+            mib = memory[part]
+            start, at = at, at + mib
+            bar = " " * round(40 * start / total) + "#" * max(1, round(40 * mib / total))
+            print(f"      {part.removesuffix('MiB'):<12}{mib:>6} MiB  {bar if mib else ''}")
+        print(f"      {'limit':<12}{total:>6} MiB  {'-' * 40}")
+        print(
+            f"      {capacity['kvTokens']} KV tokens of {capacity['bytesPerToken']} bytes, "
+            f"{capacity['fullLengthSequences']} full-length sequences, "
+            f"validated in attempt {capacity['attempts']}"
+        )
+
+    def chat(self) -> None:
+        self.title("a chat through the Service")
+        question = "What is the capital of France?"
+        body = {
+            "model": NAME,
+            "messages": [{"role": "user", "content": question}],
+            "max_tokens": 40,
+            "temperature": 0,
+        }
+        with self.cluster.service(NAME) as url:
+            request = urllib.request.Request(
+                f"{url}/v1/chat/completions",
+                json.dumps(body).encode(),
+                {"Content-Type": "application/json"},
+            )
+            answer = json.load(urllib.request.urlopen(request, timeout=60))
+        self.say(f"> {question}")
+        self.say(f"< {answer['choices'][0]['message']['content']}")
+
+    def scale(self) -> None:
+        self.title("kubectl scale kvl smollm2 --replicas=2")
+        self.cluster.kubectl("scale", "kvl", NAME, "--replicas=2")
+        self.watch(
+            NAME,
+            lambda s: s.get("readyReplicas") == 2 and condition(s, "UpToDate")["status"] == "True",
+            600,
+        )
+        capacity = self.status(NAME)["capacity"]
+        self.say(
+            f"two validated replicas: {capacity['kvTokensTotal']} KV tokens in all, "
+            f"{capacity['spread']['min']} to {capacity['spread']['max']} each"
+        )
+
+    def refuse(self) -> None:
+        self.title("a spec that asks for more than the memory holds")
+        self.cluster.kubectl("apply", "-f", "-", input=REFUSED)
+        self.watch(
+            "too-much",
+            lambda s: condition(s, "CapacitySufficient").get("reason") == "BelowMinimum",
+            600,
+        )
+        print("      $ kubectl describe kvl too-much")
+        text = self.cluster.kubectl("describe", "kvl", "too-much").stdout
+        shown = text[text.index("Status:") :] if "Status:" in text else text
+        print("\n".join(f"      {line}" for line in shown.splitlines()))
+        self.cluster.kubectl("delete", "kvl", "too-much")
+
+    def goodbye(self) -> None:
+        print("\nThe demo keeps running. Try:\n")
+        for line in self.cluster.next_commands(NAME):
+            print(f"  {line}")
+        print("  make demo-down")
+
+
+def condition(status: dict[str, Any], kind: str) -> dict[str, Any]:
+    for item in status.get("conditions") or []:
+        if item["type"] == kind:
+            return dict(item)
+    return {"status": "Unknown"}
