@@ -94,7 +94,7 @@ class Generator:
                 piece = Piece(
                     text=matcher.push(text),
                     tokens=int(said),
-                    score=None if ended else first(unpack(delta.scores)),
+                    score=first(unpack(delta.scores)) if said and not ended else None,
                     finish=delta.finish,
                     prompt_scores=unpack(delta.prompt_scores),
                     cached=delta.cached,

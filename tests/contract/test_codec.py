@@ -1,0 +1,247 @@
+"""The codec: strict where it must be, tolerant where it may, bounded always."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvline_contract.codec import ContractError, decode, encode, loads
+from kvline_contract.launch import (
+    CapacityOptions,
+    Device,
+    EngineOptions,
+    GateFile,
+    LaunchConfig,
+    LoadFormat,
+    Model,
+    Records,
+)
+from kvline_contract.report import (
+    Attempt,
+    Binding,
+    Direction,
+    Knob,
+    Load,
+    Memory,
+    Outcome,
+    SizingReport,
+    Stage,
+    State,
+    Termination,
+)
+
+text = st.text(max_size=40)
+count = st.integers(0, 2**40)
+
+
+def optional(low: int, high: int) -> st.SearchStrategy[int | None]:
+    return st.none() | st.integers(low, high)
+
+
+launches = st.builds(
+    LaunchConfig,
+    version=st.just(1),
+    namespace=text,
+    service=text,
+    revision=st.text(max_size=16),
+    image=text,
+    device=st.sampled_from(Device),
+    tensor_parallel=st.integers(1, 8),
+    model=st.builds(
+        Model,
+        source=text,
+        path=text.map(lambda t: "/" + t),
+        served_name=text,
+        load_format=st.sampled_from(LoadFormat),
+    ),
+    engine=st.builds(
+        EngineOptions,
+        optional(16, 2**31 - 1),
+        optional(1, 4096),
+        optional(16, 65536),
+        optional(0, 20),
+    ),
+    capacity=st.builds(CapacityOptions, optional(16, 2**40), optional(0, 65536)),
+    require_api_key=st.booleans(),
+)
+
+
+@st.composite
+def memories(draw: st.DrawFn) -> Memory:
+    parts = draw(st.lists(st.integers(0, 10**6), min_size=6, max_size=6))
+    return Memory(sum(parts), *parts)
+
+
+attempts = st.builds(
+    Attempt,
+    number=st.integers(0, 16),
+    target_tokens=count,
+    outcome=st.sampled_from(Outcome),
+    lowest_free_mib=st.none() | st.integers(-1000, 10**6),
+)
+terminations = st.builds(
+    Termination,
+    version=st.just(1),
+    code=st.integers(0, 255),
+    name=text,
+    message=text,
+    memory=st.none() | memories(),
+    binding=st.none() | st.sampled_from(Binding),
+    largest_max_model_len=st.none() | count,
+    knobs=st.lists(
+        st.builds(Knob, text, st.sampled_from(Direction), st.none() | count), max_size=8
+    ).map(tuple),
+    attempts=st.lists(attempts, max_size=5).map(tuple),
+)
+reports = st.builds(
+    SizingReport,
+    version=st.just(1),
+    pod_uid=text,
+    pod_name=text,
+    revision=st.text(max_size=16),
+    sequence=count,
+    state=st.sampled_from([s for s in State if s is not State.VALIDATED]),
+    started_at=st.text(max_size=32),
+    updated_at=st.text(max_size=32),
+    stages=st.lists(st.builds(Stage, text, count, count, st.none() | text), max_size=4).map(tuple),
+    attempts=st.lists(attempts, max_size=5).map(tuple),
+    failure=st.none() | terminations,
+    warnings=st.lists(text, max_size=4).map(tuple),
+)
+
+
+@given(launches)
+def test_launch_files_come_back_as_they_were(launch: LaunchConfig) -> None:
+    assert LaunchConfig.parse(launch.dumps()) == launch
+
+
+@given(reports)
+def test_reports_come_back_as_they_were(report: SizingReport) -> None:
+    assert SizingReport.parse(report.dumps()) == report
+
+
+@given(terminations)
+def test_terminations_always_fit_the_message_file(termination: Termination) -> None:
+    assert len(termination.dumps().encode()) <= 4096
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | text,
+        lambda s: st.lists(s) | st.dictionaries(text, s),
+        max_leaves=20,
+    )
+)
+def test_any_json_is_a_report_or_a_contract_error(value: object) -> None:
+    try:
+        SizingReport.parse(json.dumps(value))
+    except ContractError as error:
+        assert str(error)
+
+
+def test_an_unknown_launch_key_is_refused_and_named() -> None:
+    launch = example_launch()
+    value = encode(launch)
+    value["engine"]["maxModelLength"] = 5
+    with pytest.raises(ContractError, match=r"engine\.maxModelLength: unknown field"):
+        LaunchConfig.parse(json.dumps(value))
+
+
+def test_an_unknown_report_key_is_ignored() -> None:
+    value = encode(example_report())
+    value["somethingNew"] = {"a": 1}
+    assert SizingReport.parse(json.dumps(value)) == example_report()
+
+
+@pytest.mark.parametrize("version", [0, 2, 99, None, True, "1"])
+def test_other_versions_are_refused_with_both_named(version: object) -> None:
+    value = encode(example_report())
+    value["version"] = version
+    with pytest.raises(ContractError, match="version") as error:
+        SizingReport.parse(json.dumps(value))
+    assert "reads 1" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"sequence": -1}, "sequence"),
+        ({"sequence": 1.5}, "1.5"),
+        ({"sequence": True}, "sequence"),
+        ({"state": "Happy"}, "state"),
+        ({"podUID": "x" * 65}, "podUID"),
+        ({"stages": [{"name": "a", "ms": 1, "bytes": 1}] * 33}, "stages"),
+        ({"attempts": {}}, "attempts"),
+        ({"state": "Validated"}, "result"),
+    ],
+)
+def test_a_broken_field_is_named(change: dict[str, object], named: str) -> None:
+    value = encode(example_report()) | change
+    with pytest.raises(ContractError, match=named):
+        SizingReport.parse(json.dumps(value))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"[]", b"null", b"{", b'{"version": NaN}', b'{"a":1,"a":2}', b"\xff", b"[" * 100000],
+)
+def test_what_is_not_a_json_object_is_refused(raw: bytes) -> None:
+    with pytest.raises(ContractError):
+        loads(raw, 1 << 20)
+
+
+def test_a_long_document_is_refused_before_it_is_parsed() -> None:
+    with pytest.raises(ContractError, match="at most 65536"):
+        SizingReport.parse(b"{" + b" " * 70000 + b"}")
+
+
+def test_memory_parts_must_add_up() -> None:
+    with pytest.raises(ContractError, match="add up"):
+        Memory(100, 10, 10, 10, 10, 10, 10)
+
+
+def test_a_relative_model_path_is_refused() -> None:
+    with pytest.raises(ContractError, match="absolute"):
+        Model("s", "models/x", "x")
+
+
+def test_the_gate_ignores_what_it_does_not_know() -> None:
+    gate = GateFile.parse('{"version":1,"open":true,"minKVTokens":5,"requiredKVTokens":9,"x":1}')
+    assert gate.open
+    assert gate.threshold() == 9
+
+
+def test_records_and_load_are_read_by_key() -> None:
+    record = {
+        "kvTokens": 10,
+        "freeMiB": 1,
+        "loopMs": 5,
+        "measuredAt": "t",
+        "memory": encode(Memory(6, 1, 1, 1, 1, 1, 1)),
+    }
+    text = json.dumps({"version": 1, "reuse": "Auto", "records": {"ab": record}})
+    assert Records.parse(text).records["ab"].kv_tokens == 10
+    load = Load(1, 2, 3, 4, 5, 6, 7, 8, 9, False)
+    assert decode(Load, encode(load), strict=True) == load
+
+
+def example_launch() -> LaunchConfig:
+    return LaunchConfig(
+        1,
+        "ns",
+        "svc",
+        "abcde",
+        "image",
+        Device.CPU,
+        1,
+        Model("pvc://a/b", "/models/b", "b"),
+        EngineOptions(),
+        CapacityOptions(),
+    )
+
+
+def example_report() -> SizingReport:
+    return SizingReport(1, "uid", "pod", "abcde", 3, State.PROBING, "t0", "t1")

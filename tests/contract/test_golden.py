@@ -1,0 +1,36 @@
+"""Documents as they were written once: what a version could say must stay readable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvline_contract.codec import decode, loads
+from kvline_contract.launch import GateFile, LaunchConfig, Records
+from kvline_contract.report import Load, SizingReport, State, Termination
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def test_version_1_report() -> None:
+    report = SizingReport.parse((GOLDEN / "report-v1.json").read_bytes())
+    assert report.state is State.VALIDATED
+    assert report.result is not None
+    assert report.result.kv_tokens == 19280
+    assert report.result.memory.total_mib == 2048
+    assert [a.number for a in report.attempts] == [0, 1]
+
+
+def test_version_1_launch_file() -> None:
+    launch = LaunchConfig.parse((GOLDEN / "launch-v1.json").read_bytes())
+    assert launch.model.served_name == "smollm2"
+    assert launch.engine.max_model_len == 4096
+
+
+def test_version_1_termination_gate_records_and_load() -> None:
+    ended = Termination.parse((GOLDEN / "termination-v1.json").read_bytes())
+    assert ended.code == 40
+    assert ended.knobs[0].spec_field == "spec.resources.memory"
+    assert GateFile.parse((GOLDEN / "gate-v1.json").read_bytes()).threshold() == 1000
+    assert list(Records.parse((GOLDEN / "records-v1.json").read_bytes()).records)
+    load = decode(Load, loads((GOLDEN / "load-v1.json").read_bytes(), 4096), strict=True)
+    assert load.refused_last60s == 2

@@ -1,0 +1,93 @@
+"""The house rules that a tool can measure: sizes of files and functions, forbidden calls, traps."""
+
+from __future__ import annotations
+
+import ast
+import re
+import statistics
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = [ROOT / "operator", ROOT / "server", ROOT / "demo", ROOT / "tests" / "cluster"]
+
+
+def source_files() -> list[Path]:
+    return sorted(p for folder in SOURCE for p in folder.rglob("*.py"))
+
+
+def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    tree = ast.parse(path.read_text())
+    return [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def length(node: ast.stmt) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+@pytest.mark.parametrize("path", source_files(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_and_functions_stay_small(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 400
+    long = [f"{f.name}: {length(f)}" for f in functions(path) if length(f) > 60]
+    assert not long
+
+
+def test_the_typical_file_and_function_is_short() -> None:
+    files = [len(p.read_text().splitlines()) for p in source_files()]
+    bodies = [length(f) for p in source_files() for f in functions(p)]
+    assert statistics.median(files) <= 130
+    assert statistics.median(bodies) <= 10
+
+
+def test_operator_and_server_are_plain_folders() -> None:
+    """An __init__.py there would shadow the standard library's operator module."""
+    for name in ("operator", "server"):
+        assert not list((ROOT / name).glob("*.py"))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r"\bpickle\b", r"\bdill\b", r"torch\.load\(", r"recv_pyobj", r"\beval\(", r"\bexec\("],
+)
+def test_nothing_unpickles_or_runs_text(pattern: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for folder in ("operator", "server")
+        for path in (ROOT / folder).rglob("*.py")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search(pattern, line) and not re.search(r'"""|#|never', line)
+    ]
+    assert not found
+
+
+def test_names_that_cross_the_border_stand_in_the_contract_alone() -> None:
+    """No label, path or port of the contract is written out elsewhere."""
+    literals = ("kvline.dev/service", "/etc/kvline", "/var/lib/kvline", "KVLINE_POD_UID")
+    for path in source_files():
+        if path.name == "names.py" or "demo" in path.parts or "cluster" in path.parts:
+            continue
+        code = "\n".join(
+            line
+            for line in path.read_text().splitlines()
+            if not line.lstrip().startswith(("#", '"'))
+        )
+        assert not [text for text in literals if f'"{text}' in code], path
+
+
+def test_no_registry_host_is_named_in_a_tracked_file() -> None:
+    hosts = [
+        "pypi" + ".org",
+        "pythonhosted" + ".org",
+        "proxy.golang" + ".org",
+        "deb.debian" + ".org",
+    ]
+    listed = subprocess.run(
+        ["git", "grep", "-lF", *(w for h in hosts for w in ("-e", h))],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert listed.stdout == ""

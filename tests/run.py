@@ -1,0 +1,91 @@
+"""make test: check, unit, integration, end-to-end. Ends with one line of what passed, failed and
+was skipped, with the reason of each skip above it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BIN = Path(sys.executable).parent
+PYTEST = [sys.executable, "-m", "pytest", "-q", "--no-header"]
+
+CHECKS = {
+    "format": [f"{BIN}/ruff", "format", "--check", "--quiet", "."],
+    "lint": [f"{BIN}/ruff", "check", "--quiet", "."],
+    "types": [f"{BIN}/mypy", "operator", "server"],
+    "types of the scripts": [f"{BIN}/mypy", "tests/cluster"],
+    "imports": [f"{BIN}/lint-imports", "--no-logo"],
+}
+STAGES = {
+    "unit": ["-m", "not integration and not e2e"],
+    "integration": ["-m", "integration"],
+    "e2e": ["-m", "e2e"],
+}
+
+
+@dataclass
+class Tally:
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+
+def main(wanted: list[str]) -> int:
+    tally = Tally()
+    if not wanted or "check" in wanted:
+        check(tally)
+    for name, options in STAGES.items():
+        if not wanted or name in wanted:
+            stage(name, options, tally)
+    print(f"\n{tally.passed} passed, {tally.failed} failed, {tally.skipped} skipped")
+    return 1 if tally.failed else 0
+
+
+def check(tally: Tally) -> None:
+    print("== check", flush=True)
+    for name, command in CHECKS.items():
+        started = time.monotonic()
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        good = done.returncode == 0
+        tally.passed += good
+        tally.failed += not good
+        verdict = "ok" if good else "FAILED"
+        print(f"   {name:<24} {verdict} ({time.monotonic() - started:.1f} s)", flush=True)
+        if not good:
+            print(done.stdout[-6000:] + done.stderr[-2000:], flush=True)
+
+
+def stage(name: str, options: list[str], tally: Tally) -> None:
+    """One pytest run, shown as it goes; its closing line is added to the tally."""
+    print(f"== {name}", flush=True)
+    started = time.monotonic()
+    process = subprocess.Popen(
+        [*PYTEST, *options],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+    )
+    assert process.stdout is not None
+    last = ""
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        last = line if re.search(r"\d+ (passed|failed|skipped|error)", line) else last
+    code = process.wait()
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) (\w+)", last)}
+    tally.passed += counts.get("passed", 0)
+    tally.skipped += counts.get("skipped", 0)
+    failures = counts.get("failed", 0) + counts.get("error", 0) + counts.get("errors", 0)
+    tally.failed += failures or int(code not in (0, 5))
+    print(f"   {name} took {time.monotonic() - started:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,52 @@
+"""Engines over tiny models, for tests that need no process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from kvline_server.engine.engine import Engine, Output, Runner
+from kvline_server.engine.request import SamplingParams
+from kvline_server.memory.arena import HostArena
+from kvline_server.model.config import read_config
+from kvline_server.model.decoder import Decoder
+from kvline_server.model.loader import SafetensorsSource, load_weights
+
+
+def decoder(folder: Path) -> Decoder:
+    config = read_config(folder)
+    source = SafetensorsSource(folder)
+    weights = load_weights(source, config, torch.float32, torch.device("cpu"))
+    return Decoder(config, weights, config.max_position)
+
+
+def engine(
+    folder: Path,
+    pages: int = 200,
+    running: int = 8,
+    step: int = 64,
+    rows: int = 64,
+    model_len: int = 512,
+) -> Engine:
+    made = decoder(folder)
+    arena = HostArena(made.config, pages, torch.float32)
+    arena.resize(pages)
+    runner = Runner(made, arena, rows)
+    return Engine(runner, pages, running, step, model_len, made.config.eos_token_ids)
+
+
+def greedy(max_tokens: int = 12, **more: object) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **more)  # type: ignore[arg-type]
+
+
+def finish(made: Engine, limit: int = 5000) -> dict[int, list[Output]]:
+    """Runs until nothing is left; outputs by sequence."""
+    out: dict[int, list[Output]] = {}
+    for _ in range(limit):
+        if made.scheduler.idle:
+            return out
+        for item in made.step():
+            out.setdefault(item.sequence.id, []).append(item)
+        made.pool.check()
+    raise AssertionError("the engine does not come to an end")

@@ -1,0 +1,55 @@
+"""Faults put into a server under test from outside: Python imports this at start, before us.
+
+KVLINE_FAULT_STEP=n:raise|oom|kill breaks the engine's n-th batch; KVLINE_FAULT_HTTP_BLOCK=s blocks
+the HTTP process once for s seconds in a C call that holds the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+STEP = os.environ.get("KVLINE_FAULT_STEP", "")
+BLOCK = os.environ.get("KVLINE_FAULT_HTTP_BLOCK", "")
+ALWAYS = os.environ.get("KVLINE_FAULT_ALWAYS", "")
+
+
+def break_step() -> None:
+    import kvline_server.engine.engine as module
+    from kvline_server.errors import DeviceOutOfMemory
+
+    number, kind = STEP.split(":")
+    run = module.Runner.run
+    count = 0
+
+    def broken(self, batch):  # type: ignore[no-untyped-def]
+        nonlocal count
+        count += 1
+        if count == int(number) or (ALWAYS and count > int(number)):
+            if kind == "kill":
+                os.kill(os.getpid(), 9)
+            raise {"raise": RuntimeError, "oom": DeviceOutOfMemory}[kind]("injected")
+        return run(self, batch)
+
+    module.Runner.run = broken
+
+
+def block_http() -> None:
+    import ctypes
+
+    import kvline_server.http.app as module
+
+    original = module.read_object
+
+    async def blocking(request):  # type: ignore[no-untyped-def]
+        ctypes.PyDLL(None).usleep(int(float(BLOCK) * 1e6))
+        return await original(request)
+
+    module.read_object = blocking
+
+
+arguments = " ".join(sys.orig_argv)
+if STEP and "kvline_server.engine.process" in arguments:
+    break_step()
+if BLOCK and "kvline_server.http.process" in arguments:
+    block_http()

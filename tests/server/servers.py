@@ -1,0 +1,158 @@
+"""A real server over a tiny model: the parent, its HTTP and its engine process, on free ports."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from kvline_contract.codec import dumps
+from kvline_contract.launch import (
+    CapacityOptions,
+    Device,
+    EngineOptions,
+    GateFile,
+    LaunchConfig,
+    Model,
+)
+
+FAULTS = Path(__file__).parent / "faults"
+LAUNCHER = """
+import signal, sys
+from pathlib import Path
+from kvline_contract.launch import LaunchConfig
+from kvline_server.options import Limits, Options
+from kvline_server.supervisor import Supervisor
+config, state, gate, port, internal, memory, limits = sys.argv[1:8]
+options = Options(
+    config=Path(config), state_dir=Path(state), gate=Path(gate) if gate else None,
+    host="127.0.0.1", port=int(port), internal_port=int(internal), memory=int(memory) or None,
+    termination_log=Path(state) / "termination", threads=1,
+    limits=Limits(**__import__("json").loads(limits)),
+)
+supervisor = Supervisor(options, LaunchConfig.parse(Path(config).read_bytes()))
+signal.signal(signal.SIGTERM, lambda *_: supervisor.stop())
+sys.exit(supervisor.run())
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def launch_config(folder: Path, engine: EngineOptions, capacity: CapacityOptions) -> LaunchConfig:
+    model = Model(str(folder), str(folder), "tiny")
+    return LaunchConfig(1, "ns", "svc", "abcde", "image", Device.CPU, 1, model, engine, capacity)
+
+
+@dataclass
+class Server:
+    model: Path
+    scratch: Path
+    engine: EngineOptions = field(
+        default_factory=lambda: EngineOptions(max_model_len=256, max_running_requests=4)
+    )
+    capacity: CapacityOptions = field(
+        default_factory=lambda: CapacityOptions(kv_tokens=2048, headroom_mib=8)
+    )
+    gate: GateFile | None = None
+    faults: dict[str, str] = field(default_factory=dict)
+    limits: dict[str, float] = field(default_factory=dict)
+    memory: int = 0
+    port: int = 0
+    internal_port: int = 0
+
+    def start(self) -> Server:
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        config = self.scratch / "launch.json"
+        config.write_text(launch_config(self.model, self.engine, self.capacity).dumps())
+        gate = ""
+        if self.gate is not None:
+            self.write_gate(self.gate)
+            gate = str(self.scratch / "gate.json")
+        self.port = self.port or free_port()
+        self.internal_port = self.internal_port or free_port()
+        path = f"{FAULTS}:{os.environ.get('PYTHONPATH', '')}" if self.faults else ""
+        environment = {**os.environ, **self.faults}
+        if path:
+            environment["PYTHONPATH"] = path
+        state = self.scratch / "state"
+        state.mkdir(exist_ok=True)
+        self.log = (self.scratch / "log").open("ab")
+        command = [sys.executable, "-c", LAUNCHER, str(config), str(state), gate, str(self.port)]
+        command += [str(self.internal_port), str(self.memory), json.dumps(self.limits)]
+        self.process = subprocess.Popen(command, env=environment, stdout=self.log, stderr=self.log)
+        return self
+
+    def write_gate(self, gate: GateFile) -> None:
+        (self.scratch / "gate.json").write_text(dumps(gate))
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def probe(self, path: str, timeout: float = 5.0) -> tuple[int, Any]:
+        answer = httpx.get(f"http://127.0.0.1:{self.internal_port}{path}", timeout=timeout)
+        return answer.status_code, answer.json() if path != "/metrics" else answer.text
+
+    def sizing(self) -> dict[str, Any]:
+        return dict(self.probe("/sizing")[1])
+
+    def wait(self, path: str = "/readyz", status: int = 200, seconds: float = 60) -> None:
+        """Waits for a probe; fails with the log when the server ends first."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                raise AssertionError(f"ended with {self.process.returncode}: {self.output()}")
+            try:
+                if self.probe(path)[0] == status:
+                    return
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.05)
+        raise AssertionError(f"{path} is not {status}: {self.output()}")
+
+    def children(self) -> dict[str, int]:
+        """Pids of the HTTP and engine processes."""
+        out = {}
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                stat = (entry / "stat").read_text()
+                line = (entry / "cmdline").read_text()
+            except OSError:
+                continue
+            if int(stat.rpartition(")")[2].split()[1]) == self.process.pid:
+                for name in ("http", "engine"):
+                    if f"kvline_server.{name}.process" in line:
+                        out[name] = int(entry.name)
+        return out
+
+    def end(self, seconds: float = 20) -> int:
+        return self.process.wait(seconds)
+
+    def termination(self) -> dict[str, Any]:
+        return dict(json.loads((self.scratch / "state" / "termination").read_text()))
+
+    def output(self) -> str:
+        return (self.scratch / "log").read_text(errors="replace")[-3000:]
+
+    def stop(self) -> None:
+        for pid in self.children().values():
+            os.kill(pid, signal.SIGCONT)  # a test may have frozen it
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        for pid in self.children().values():
+            os.kill(pid, signal.SIGKILL)
+        self.log.close()

@@ -1,0 +1,435 @@
+"""The public port over a real server: what is answered, and how everything bad is refused.
+
+Ids are those of the reliability catalogue. Every refusal is an OpenAI error body of at most 1 KB
+that names the field and repeats nothing of the input.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from servers import Server
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+COMPLETION = {"model": "tiny", "prompt": "hello", "max_tokens": 3}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    made = Server(tiny_model, tmp_path_factory.mktemp("server")).start()
+    try:
+        made.wait()
+        yield made
+    finally:
+        made.stop()
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def post(server: Server, body: Any, path: str = "/v1/completions", **more: Any) -> httpx.Response:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"content-type": "application/json", **more.pop("headers", {})}
+    return httpx.post(f"{server.url}{path}", content=raw, headers=headers, timeout=30, **more)
+
+
+def refused(answer: httpx.Response, status: int, named: str = "") -> None:
+    assert answer.status_code == status, answer.text
+    assert len(answer.content) <= 1024
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert named in error["message"], error
+    assert "Traceback" not in answer.text
+
+
+# What works -----------------------------------------------------------------------------------
+
+
+def test_the_openai_client_chats(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=2, temperature=0)
+    choice = answer.choices[0]
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 3
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert len(choice.logprobs.content) == 3
+    assert [len(c.top_logprobs) for c in choice.logprobs.content] == [2, 2, 2]
+    assert choice.logprobs.content[0].top_logprobs[0].logprob <= 0
+
+
+def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(**CHAT, temperature=0)
+    pieces = client.chat.completions.create(
+        **CHAT, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(pieces)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 3
+    assert chunks[-2].choices[0].finish_reason == "length"
+
+
+def test_lists_of_prompts_and_choices_come_in_order(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="tiny", prompt=["one", "two", "one"], n=2, max_tokens=4, temperature=0
+    )
+    texts = [c.text for c in answer.choices]
+    assert [c.index for c in answer.choices] == list(range(6))
+    assert texts[0] == texts[1] == texts[4] == texts[5]
+    ids = client.completions.create(
+        model="tiny", prompt=[[10, 20], [30]], max_tokens=2, temperature=0
+    )
+    assert len(ids.choices) == 2
+
+
+def test_a_seed_repeats_and_choices_of_it_differ(client: openai.OpenAI) -> None:
+    def ask() -> list[str]:
+        answer = client.completions.create(
+            model="tiny", prompt="abc", n=3, max_tokens=12, seed=11, temperature=1
+        )
+        return [c.text for c in answer.choices]
+
+    one, two = ask(), ask()
+    assert one == two
+    assert len(set(one)) == 3
+
+
+def test_echo_scores_the_prompt_without_generating(client: openai.OpenAI) -> None:
+    """H19."""
+    answer = client.completions.create(
+        model="tiny", prompt="hello", max_tokens=0, echo=True, logprobs=2
+    )
+    choice = answer.choices[0]
+    assert choice.text == "hello"
+    assert choice.logprobs is not None
+    assert choice.logprobs.token_logprobs is not None
+    assert choice.logprobs.token_logprobs[0] is None
+    assert len(choice.logprobs.token_logprobs) == 5
+    assert choice.logprobs.text_offset == [0, 1, 2, 3, 4]
+    bare = client.completions.create(model="tiny", prompt="hello", max_tokens=0, echo=True)
+    assert bare.choices[0].text == "hello"
+    assert bare.choices[0].logprobs is None
+
+
+@pytest.mark.parametrize("top", [0, 20])
+def test_prompt_logprobs_have_an_entry_a_token(server: Server, top: int) -> None:
+    """H18."""
+    answer = post(server, {**COMPLETION, "prompt_logprobs": top}).json()
+    entries = answer["choices"][0]["prompt_logprobs"]
+    assert entries[0] is None
+    assert len(entries) == 5
+    assert all(max(top, 1) <= len(e) <= top + 1 for e in entries[1:])
+    chat = post(server, {**CHAT, "prompt_logprobs": top}, "/v1/chat/completions").json()
+    assert chat["prompt_logprobs"][0] is None
+
+
+def test_echoed_and_generated_logprobs_join(server: Server) -> None:
+    answer = post(server, {**COMPLETION, "echo": True, "logprobs": 1, "temperature": 0}).json()
+    logprobs = answer["choices"][0]["logprobs"]
+    assert len(logprobs["tokens"]) == 5 + 3
+    assert logprobs["top_logprobs"][0] is None
+
+
+def test_a_second_time_the_prompt_comes_from_the_cache(server: Server) -> None:
+    body = {**COMPLETION, "prompt": "x" * 70}
+    used = [post(server, body).json()["usage"] for _ in range(2)]
+    assert used[1]["prompt_tokens_details"]["cached_tokens"] == 64
+
+
+def test_models_are_listed(client: openai.OpenAI) -> None:
+    assert [m.id for m in client.models.list()] == ["tiny"]
+
+
+def test_exactly_the_context_fits(server: Server) -> None:
+    """H22."""
+    body = {**COMPLETION, "prompt": [5] * 250, "max_tokens": 6, "ignore_eos": True}
+    answer = post(server, body)
+    assert answer.json()["usage"]["completion_tokens"] == 6
+    refused(post(server, {**body, "max_tokens": 7}), 400, "256")
+    refused(post(server, {**body, "prompt": [5] * 257}), 400, "prompt")
+
+
+def test_stop_texts_never_come_out(server: Server) -> None:
+    """H31, over a real stream: what comes out is the whole answer up to the stop."""
+    body = {**COMPLETION, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    whole = post(server, body).json()["choices"][0]["text"]
+    stop = whole[6:9]
+    cut = post(server, {**body, "stop": [stop]}).json()["choices"][0]
+    assert cut["text"] == whole[: whole.index(stop)]
+    assert cut["finish_reason"] == "stop"
+
+
+def test_request_ids_are_ours(server: Server) -> None:
+    """H46."""
+    answer = post(server, COMPLETION, headers={"x-request-id": "a b<script>" + "c" * 100})
+    shown = answer.headers["x-request-id"]
+    assert len(shown) <= 64
+    assert " " not in shown and "<" not in shown
+
+
+# What is refused ------------------------------------------------------------------------------
+
+BAD_BODIES = {
+    "H01-empty": b"",
+    "H01-null": b"null",
+    "H01-list": b"[]",
+    "H01-text": b'"x"',
+    "H01-cut": b'{"model": "tiny", ',
+    "H01-bom": b"\xef\xbb\xbf{}",
+    "H03-bad-utf8": b'{"model": "\xff"}',
+    "H03-utf16": '{"model": "tiny"}'.encode("utf-16"),
+    "H04-nesting": b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "H05-digits": b'{"n":' + b"9" * 5000 + b"}",
+    "H06-nan": b'{"model": "tiny", "prompt": "x", "temperature": NaN}',
+    "H06-infinity": b'{"model": "tiny", "prompt": "x", "temperature": Infinity}',
+    "H06-1e400": b'{"model": "tiny", "prompt": "x", "temperature": 1e400}',
+    "H12-duplicate": b'{"model": "tiny", "prompt": "x", "n": 1, "n": 2}',
+    "H14-surrogate": b'{"model": "tiny", "prompt": "\\ud800"}',
+}
+
+
+@pytest.mark.parametrize("name", BAD_BODIES)
+def test_what_is_not_strict_json_is_400(server: Server, name: str) -> None:
+    refused(post(server, BAD_BODIES[name]), 400)
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "multipart/form-data", ""])
+def test_another_content_type_is_415(server: Server, kind: str) -> None:
+    """H02."""
+    refused(post(server, COMPLETION, headers={"content-type": kind}), 415)
+
+
+def test_a_large_body_is_413(server: Server) -> None:
+    refused(post(server, {**COMPLETION, "prompt": "x" * (2 << 20)}), 413)
+
+
+BAD_COMPLETIONS: list[tuple[str, dict[str, Any], str]] = [
+    ("H13", {"foo": 1}, "foo"),
+    ("H13", {"suffix": "x"}, "suffix"),
+    ("H15", {"n": True}, "n"),
+    ("H15", {"n": "8"}, "n"),
+    ("H15", {"n": 3.0}, "n"),
+    ("H16", {"n": 0}, "n"),
+    ("H16", {"n": -1}, "n"),
+    ("H16", {"n": 9}, "n"),
+    ("H16", {"n": 10**30}, "n"),
+    ("H16", {"best_of": 1}, "best_of"),
+    ("H17", {"logprobs": -1}, "logprobs"),
+    ("H17", {"logprobs": 21}, "logprobs"),
+    ("H18", {"prompt_logprobs": -1}, "prompt_logprobs"),
+    ("H18", {"prompt_logprobs": 21}, "prompt_logprobs"),
+    ("H18", {"prompt_logprobs": 10**9}, "prompt_logprobs"),
+    ("H18", {"prompt_logprobs": True}, "prompt_logprobs"),
+    ("H18", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ("H20", {"max_tokens": 0}, "max_tokens"),
+    ("H20", {"max_tokens": -1}, "max_tokens"),
+    ("H20", {"max_tokens": 2**31}, "max_tokens"),
+    ("H20", {"max_tokens": 2**63}, "max_tokens"),
+    ("H20", {"max_tokens": 257}, "context"),
+    ("H21", {"prompt": ""}, "prompt"),
+    ("H21", {"prompt": "   "}, "prompt"),
+    ("H21", {"prompt": []}, "prompt"),
+    ("H21", {"prompt": [[]]}, "prompt"),
+    ("H21", {"prompt": None}, "prompt"),
+    ("H23", {"prompt": [-1]}, "prompt"),
+    ("H23", {"prompt": [307]}, "prompt"),
+    ("H23", {"prompt": [1.5]}, "prompt"),
+    ("H23", {"prompt": [True, 5]}, "prompt"),
+    ("H23", {"prompt": [5] * 100_000}, "prompt"),
+    ("H23", {"prompt_embeds": "x"}, "prompt_embeds"),
+    ("H24", {"prompt": ["x"] * 10_000}, "prompt"),
+    ("H26", {"temperature": -1}, "temperature"),
+    ("H26", {"temperature": 100}, "temperature"),
+    ("H26", {"top_p": 0}, "top_p"),
+    ("H26", {"top_p": 1.01}, "top_p"),
+    ("H26", {"top_k": -2}, "top_k"),
+    ("H26", {"top_k": 10**9}, "top_k"),
+    ("H27", {"presence_penalty": 2.01}, "presence_penalty"),
+    ("H27", {"frequency_penalty": -2.01}, "frequency_penalty"),
+    ("H27", {"repetition_penalty": 0}, "repetition_penalty"),
+    ("H28", {"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias"),
+    ("H28", {"logit_bias": {"307": 1}}, "logit_bias"),
+    ("H28", {"logit_bias": {"5": 1000}}, "logit_bias"),
+    ("H28", {"logit_bias": {"x": 1}}, "logit_bias"),
+    ("H30", {"stop": ["x"] * 5}, "stop"),
+    ("H30", {"stop": ""}, "stop"),
+    ("H30", {"stop": "x" * 257}, "stop"),
+    ("H32", {"seed": -1}, "seed"),
+    ("H32", {"seed": 2**64}, "seed"),
+    ("H32", {"seed": 1.5}, "seed"),
+    ("H33", {"response_format": {"type": "json_object"}}, "response_format"),
+    ("H34", {"guided_regex": "foo**"}, "guided_regex"),
+    ("H48", {"user": "x" * 1_000_000}, "user"),
+    ("H49", {"stream_options": {"include_usage": True}}, "stream_options"),
+    ("H49", {"stream": True, "stream_options": 5}, "stream_options"),
+]
+
+
+@pytest.mark.parametrize(
+    ("id", "change", "named"), BAD_COMPLETIONS, ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_a_bad_completion_names_its_field(
+    server: Server, id: str, change: dict[str, Any], named: str
+) -> None:
+    refused(post(server, {**COMPLETION, **change}), 400, named)
+
+
+BAD_CHATS: list[tuple[str, dict[str, Any], str]] = [
+    ("H17", {"top_logprobs": 5}, "top_logprobs"),
+    ("H17", {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ("H18", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ("H20", {"max_tokens": 0}, "max_tokens"),
+    ("H21", {"messages": []}, "messages"),
+    ("H35", {"tools": [{"type": "function"}]}, "tools"),
+    ("H36", {"chat_template": "{{ 1 }}"}, "chat_template"),
+    ("H36", {"chat_template_kwargs": {}}, "chat_template_kwargs"),
+    ("H48", {"messages": [{"role": "tool", "content": "x"}]}, "role"),
+    ("H48", {"messages": [{"role": "user", "content": "x"}] * 2000}, "messages"),
+    (
+        "H37",
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x"}}
+                    ],
+                }
+            ]
+        },
+        "messages",
+    ),
+    (
+        "H37",
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "x"}}]}
+            ]
+        },
+        "messages",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("id", "change", "named"), BAD_CHATS, ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_a_bad_chat_names_its_field(
+    server: Server, id: str, change: dict[str, Any], named: str
+) -> None:
+    refused(post(server, {**CHAT, **change}, "/v1/chat/completions"), 400, named)
+
+
+def test_control_tokens_in_a_message_are_plain_text(server: Server) -> None:
+    """H38: the same number of tokens as the letters have, not one control token."""
+
+    def prompt_tokens(content: str) -> int:
+        body = {**CHAT, "messages": [{"role": "user", "content": content}]}
+        return int(post(server, body, "/v1/chat/completions").json()["usage"]["prompt_tokens"])
+
+    empty = prompt_tokens("a") - 1
+    assert prompt_tokens("<|start|>system") == empty + len("<|start|>system")
+
+
+@pytest.mark.parametrize("model", ["unknown", "../../etc/passwd", "x" * 512])
+def test_an_unknown_model_is_404(server: Server, model: str) -> None:
+    """H39."""
+    refused(post(server, {**COMPLETION, "model": model}), 404, "tiny")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/docs",
+        "/openapi.json",
+        "/metrics",
+        "/invocations",
+        "/pause",
+        "/update_weights",
+        "/server_info",
+        "/readyz",
+        "/sizing",
+        "/",
+        "/v1",
+        "/V1/models",
+        "//v1/models",
+        "/v1/completions/",
+    ],
+)
+def test_only_three_routes_exist_on_the_api_port(server: Server, path: str) -> None:
+    """H40, H42."""
+    refused(httpx.get(f"{server.url}{path}"), 404)
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "HEAD", "TRACE", "DELETE"])
+def test_another_method_is_405(server: Server, method: str) -> None:
+    """H45."""
+    answer = httpx.request(method, f"{server.url}/v1/completions")
+    assert answer.status_code == 405
+
+
+# Clients that leave, queues that fill ------------------------------------------------------------
+
+
+def wait_for_pages(server: Server, seconds: float = 1.5) -> float:
+    """Until no sequence runs; the beat is half a second old at most."""
+    started = time.monotonic()
+    while time.monotonic() - started < seconds:
+        load = server.probe("/load")[1]
+        if load["running"] == load["waiting"] == load["usedTokens"] == 0:
+            return time.monotonic() - started
+        time.sleep(0.02)
+    raise AssertionError(server.probe("/load")[1])
+
+
+LONG = {**COMPLETION, "max_tokens": 240, "ignore_eos": True}
+
+
+def test_leaving_a_stream_frees_its_pages(server: Server) -> None:
+    """F44."""
+    wait_for_pages(server, 20)
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json={**LONG, "n": 4, "stream": True}
+    ) as s:
+        next(s.iter_lines())
+    wait_for_pages(server)
+
+
+def test_leaving_before_the_answer_frees_its_pages(server: Server) -> None:
+    """F45, F46: four run, the others wait; none goes on after its client left."""
+    wait_for_pages(server, 20)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/completions", json={**LONG, "n": 8}, timeout=0.3)
+    wait_for_pages(server)
+
+
+def test_too_many_get_429_with_retry_after_and_readiness_stays(server: Server) -> None:
+    wait_for_pages(server, 20)
+    body = {**LONG, "prompt": ["x"] * 128}
+    answer = post(server, body)
+    refused(answer, 429, "try again")
+    assert answer.headers["retry-after"] == "1"
+    assert server.probe("/readyz")[0] == 200
+    assert server.probe("/load")[1]["refusedLast60s"] >= 1
+
+
+def test_every_request_is_counted_once(server: Server) -> None:
+    """Invariant 3, over everything that this module has asked."""
+    wait_for_pages(server, 20)
+    time.sleep(0.6)
+    lines = [
+        x for x in server.probe("/metrics")[1].splitlines() if x.startswith("kvline_requests_total")
+    ]
+    ends = {x.split('"')[1]: float(x.split()[-1]) for x in lines}
+    assert ends["failed"] == 0
+    assert ends["finished"] > 10 and ends["refused"] > 60 and ends["aborted"] >= 2

@@ -1,0 +1,148 @@
+"""Logprobs in chunks: not one bit depends on the chunk size, and mixed batches lose nobody."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engines import engine, finish
+
+from kvline_server.engine.engine import Engine, Output
+from kvline_server.engine.request import SamplingParams, Scores
+
+# What a request may ask: prompt logprobs (None, k), from where, output logprobs.
+KINDS: list[tuple[int | None, int, int | None]] = [
+    (None, 0, None),
+    (0, 0, None),
+    (3, 0, 2),
+    (2, 4, None),
+    (1, 9, 0),
+    (1, 10, 1),
+    (None, 0, 4),
+]
+LENGTHS = (10, 7, 12, 5)
+
+
+def run(made: Engine, kinds: tuple[int, ...], rows: int) -> dict[int, list[Output]]:
+    made.runner.logprob_rows = rows
+    for id, kind in enumerate(kinds):
+        prompt, start, output = KINDS[kind]
+        params = SamplingParams(
+            max_tokens=2,
+            temperature=0.0,
+            ignore_eos=True,
+            prompt_logprobs=prompt,
+            logprob_start=start,
+            logprobs=output,
+        )
+        tokens = [(31 * id + 7 * i) % 250 for i in range(LENGTHS[id])]
+        made.submit(id, tokens, params)
+    return finish(made)
+
+
+def same(one: Scores | None, other: Scores | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return all(
+        np.array_equal(getattr(one, name), getattr(other, name)) for name in Scores.__slots__
+    )
+
+
+MIXES = [mix for size in (1, 2) for mix in itertools.product(range(len(KINDS)), repeat=size)] + [
+    tuple((a + i * s) % len(KINDS) for i in range(n))
+    for n in (3, 4)
+    for a in range(7)
+    for s in (1, 2, 3)
+]
+
+
+@pytest.fixture(scope="module")
+def made(make_model: Callable[..., Path]) -> Engine:
+    return engine(make_model("qwen3"), step=64)
+
+
+@pytest.mark.parametrize("rows", range(1, 9))
+def test_chunk_size_changes_no_bit(made: Engine, rows: int) -> None:
+    """Every mix of up to two kinds of request and a spread of larger ones, against unchunked."""
+    for mix in MIXES:
+        fresh(made)
+        whole = run(made, mix, 10_000)
+        fresh(made)
+        chunked = run(made, mix, rows)
+        for id in range(len(mix)):
+            assert [o.token for o in whole[id]] == [o.token for o in chunked[id]]
+            for a, b in zip(whole[id], chunked[id], strict=True):
+                assert same(a.scores, b.scores), (mix, id)
+                assert same(a.prompt_scores, b.prompt_scores), (mix, id)
+
+
+def fresh(made: Engine) -> None:
+    """No prefix hits, so that both runs compute the same rows in the same batches."""
+    from kvline_server.memory.pages import PagePool
+
+    made.pool = made.scheduler.pool = PagePool(made.pool.total + 1)
+
+
+def test_every_request_gets_exactly_the_entries_it_asked_for(made: Engine) -> None:
+    for mix in MIXES:
+        fresh(made)
+        outputs = run(made, mix, 3)
+        for id, kind in enumerate(mix):
+            prompt, start, output = KINDS[kind]
+            scored = outputs[id][0].prompt_scores
+            wanted = max(0, LENGTHS[id] - max(1, start)) if prompt is not None else 0
+            assert (0 if scored is None else len(scored.values)) == wanted
+            if scored is not None:
+                assert scored.top_ids.shape == (wanted, prompt)
+            for item in outputs[id]:
+                assert (item.scores is None) == (output is None)
+                if item.scores is not None:
+                    assert item.scores.top_ids.shape == (1, output)
+                    assert item.scores.tokens[0] == item.token
+
+
+def test_the_head_sees_only_rows_that_are_sampled_or_scored(made: Engine) -> None:
+    """Invariant 7."""
+    fresh(made)
+    before = made.runner.rows_run
+    run(made, (2, 0, 3), 100)
+    scored = (LENGTHS[0] - 1) + (LENGTHS[2] - 4)
+    sampled = 3 * 2
+    assert made.runner.rows_run - before == scored + sampled
+
+
+def test_prompt_cut_into_chunks_and_preempted_scores_once(make_model: Callable[..., Path]) -> None:
+    """C3 of upstream's troubles: a partial prompt must neither emit early nor twice."""
+    folder = make_model("llama")
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, prompt_logprobs=2)
+    prompts = {0: [(3 * i) % 200 for i in range(60)], 1: [(5 * i + 1) % 200 for i in range(40)]}
+    roomy, tight = engine(folder, pages=60, step=16), engine(folder, pages=10, step=16)
+    results = []
+    for made in (roomy, tight):
+        for id, prompt in prompts.items():
+            made.submit(id, list(prompt), params)
+        results.append(finish(made))
+    assert tight.scheduler.preemptions > 0
+    for id, prompt in prompts.items():
+        one, other = (r[id] for r in results)
+        assert [o.token for o in one] == [o.token for o in other]
+        assert sum(o.prompt_scores is not None for o in other) == 1
+        scored = other[0].prompt_scores
+        assert scored is not None
+        assert scored.tokens.tolist() == prompt[1:]
+        first = one[0].prompt_scores
+        assert first is not None
+        assert np.allclose(scored.values, first.values, atol=1e-4)
+
+
+def test_ranks_count_from_one(made: Engine) -> None:
+    fresh(made)
+    outputs = run(made, (2,), 100)
+    for item in outputs[0]:
+        assert item.scores is not None
+        assert item.scores.ranks[0] == 1  # greedy
+        assert item.scores.top_ids[0, 0] == item.token
+        assert item.scores.top_values[0, 0] == item.scores.values[0]

@@ -1,0 +1,80 @@
+"""config.json: what is run, and how everything else is refused. F56."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvline_server.errors import ModelInvalid, ModelNotFound, ModelUnsupported, ServerError
+from kvline_server.model.config import ARCHITECTURES, read_config
+from kvline_server.model.loader import weight_files
+
+
+@pytest.fixture
+def changed(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    raw = json.loads((make_model("llama") / "config.json").read_text())
+
+    def write(**change: Any) -> Path:
+        (tmp_path / "config.json").write_text(json.dumps(raw | change))
+        return tmp_path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "named"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, ModelUnsupported, "Qwen3ForCausalLM"),
+        ({"architectures": None}, ModelUnsupported, "architectures"),
+        ({"auto_map": {"AutoModel": "x.Y"}}, ModelUnsupported, "auto_map"),
+        ({"quantization_config": {"a": 1}}, ModelUnsupported, "quantization_config"),
+        ({"sliding_window": 64}, ModelUnsupported, "sliding_window"),
+        ({"hidden_act": "gelu"}, ModelUnsupported, "hidden_act"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, ModelUnsupported, "yarn"),
+        ({"layer_types": ["sliding_attention"] * 2}, ModelUnsupported, "layer_types"),
+        ({"hidden_size": 0}, ModelInvalid, "hidden_size"),
+        ({"hidden_size": "48"}, ModelInvalid, "hidden_size"),
+        ({"num_hidden_layers": True}, ModelInvalid, "num_hidden_layers"),
+        ({"num_key_value_heads": 4}, ModelInvalid, "num_attention_heads"),
+        ({"vocab_size": 2**31}, ModelInvalid, "vocab_size"),
+        ({"rms_norm_eps": -1}, ModelInvalid, "rms_norm_eps"),
+    ],
+)
+def test_what_we_cannot_run_is_refused_by_name(
+    changed: Callable[..., Path], change: dict[str, Any], error: type[ServerError], named: str
+) -> None:
+    with pytest.raises(error, match=named):
+        read_config(changed(**change))
+
+
+def test_an_unknown_architecture_is_told_the_whole_list(changed: Callable[..., Path]) -> None:
+    with pytest.raises(ModelUnsupported) as error:
+        read_config(changed(architectures=["Other"]))
+    assert all(name in str(error.value) for name in ARCHITECTURES)
+
+
+def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"config\.json: no such file"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelInvalid, match="not JSON"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ModelInvalid, match="not JSON"):
+        read_config(tmp_path)
+
+
+def test_a_folder_of_other_formats_says_so(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(ModelInvalid, match=r"pytorch_model\.bin is of a format that is never read"):
+        weight_files(tmp_path)
+
+
+def test_generation_config_adds_its_end_tokens(changed: Callable[..., Path]) -> None:
+    folder = changed(eos_token_id=257)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [257, 5]}')
+    assert read_config(folder).eos_token_ids == (257, 5)

@@ -1,0 +1,112 @@
+"""Each family against the reference implementation, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from engines import engine, finish, greedy
+from safetensors.torch import load_file, save_file
+
+from kvline_server.engine.engine import Engine
+from kvline_server.model.config import read_config
+from kvline_server.model.loader import RandomSource, load_weights
+
+PROMPTS = [[5, 9, 260, 17], list(range(20, 95)), [300], list(range(150, 185))]
+FAMILY_NAMES = ["llama", "llama-tied", "llama3-rope", "mistral", "qwen2", "qwen3"]
+
+
+def reference(folder: Path) -> torch.nn.Module:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def submit_all(made: Engine, tokens: int, **more: object) -> None:
+    for id, prompt in enumerate(PROMPTS):
+        made.submit(id, list(prompt), greedy(tokens, **more))
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_greedy_output_and_logprobs_equal_the_reference(
+    family: str, make_model: Callable[..., Path]
+) -> None:
+    folder = make_model(family)
+    model = reference(folder)
+    made = engine(folder, step=32)  # prompts are cut into chunks and mixed with decodes
+    submit_all(made, 10, prompt_logprobs=4, logprobs=3)
+    outputs = finish(made)
+    for id, prompt in enumerate(PROMPTS):
+        whole = prompt + [o.token for o in outputs[id]]
+        with torch.no_grad():
+            logits = model(torch.tensor([whole])).logits[0].float()
+        want = torch.log_softmax(logits, dim=-1)
+        assert whole[len(prompt) :] == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+        values = [float(o.scores.values[0]) for o in outputs[id] if o.scores is not None]
+        rows = range(len(prompt) - 1, len(whole) - 1)
+        assert values == pytest.approx([float(want[r, whole[r + 1]]) for r in rows], abs=1e-3)
+        scored = outputs[id][0].prompt_scores
+        if len(prompt) == 1:
+            assert scored is None
+            continue
+        assert scored is not None
+        assert scored.tokens.tolist() == prompt[1:]
+        expected = [float(want[r, prompt[r + 1]]) for r in range(len(prompt) - 1)]
+        assert scored.values.tolist() == pytest.approx(expected, abs=1e-3)
+        best = want[: len(prompt) - 1].topk(4)
+        assert torch.allclose(torch.from_numpy(scored.top_values), best.values, atol=1e-3)
+
+
+def test_a_sharded_folder_is_the_same_model(make_model: Callable[..., Path]) -> None:
+    whole, parts = (engine(make_model("qwen3", sharded=s)) for s in (False, True))
+    for made in (whole, parts):
+        submit_all(made, 6)
+    assert tokens_of(finish(whole)) == tokens_of(finish(parts))
+
+
+def tokens_of(outputs: dict[int, list[object]]) -> dict[int, list[int]]:
+    return {id: [o.token for o in items] for id, items in outputs.items()}  # type: ignore[attr-defined]
+
+
+def test_random_weights_need_only_the_config(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = make_model("qwen2")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    config = read_config(tmp_path)
+    weights = load_weights(RandomSource(), config, torch.float32, torch.device("cpu"))
+    assert weights.embedding.shape == (config.vocabulary, config.hidden)
+    assert float(weights.norm.min()) == 1.0
+
+
+@pytest.mark.parametrize("kind", ["shape", "missing", "cut", "index"])
+def test_broken_weights_are_named(
+    kind: str, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """F56: the file and the reason, before anything is copied."""
+    from kvline_server.errors import ModelInvalid
+
+    folder = make_model("llama")
+    tensors = load_file(folder / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    target = tmp_path / "model.safetensors"
+    if kind == "shape":
+        tensors["model.norm.weight"] = torch.ones(3)
+    if kind == "missing":
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, target)
+    if kind == "cut":
+        target.write_bytes(target.read_bytes()[:-100])
+    if kind == "index":
+        index = '{"weight_map": {"model.norm.weight": "../../etc/passwd"}}'
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+    named = {
+        "shape": r"model\.norm\.weight has shape \[3\], config.json asks for \[48\]",
+        "missing": r"model\.layers\.1\.mlp\.up_proj\.weight is in no safetensors file",
+        "cut": r"model\.safetensors: not a whole safetensors file",
+        "index": "leaves the model folder",
+    }[kind]
+    with pytest.raises(ModelInvalid, match=named):
+        engine(tmp_path)

@@ -1,0 +1,145 @@
+"""The scheduler without a model: nothing starves, nothing deadlocks, nothing is done twice. F55."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvline_server.engine.request import SamplingParams, Sequence
+from kvline_server.engine.scheduler import Scheduler, Work
+from kvline_server.memory.pages import PAGE_SIZE, PagePool, pages_for
+
+
+def sequence(id: int, length: int, output: int, base: int = 0, scored: bool = False) -> Sequence:
+    params = SamplingParams(max_tokens=output, prompt_logprobs=1 if scored else None)
+    return Sequence(id, [base + i for i in range(length)], length, params)
+
+
+def step(scheduler: Scheduler, done: list[int]) -> list[Work]:
+    """One step of a model that always says 7; sequences end at max_tokens."""
+    work = scheduler.schedule()
+    assert sum(w.count for w in work) <= scheduler.max_step_tokens
+    assert len(scheduler.running) <= scheduler.max_running
+    for w in work:
+        assert w.start == w.sequence.computed
+        assert len(w.sequence.pages) * PAGE_SIZE >= w.start + w.count
+    scheduler.advance(work)
+    for w in work:
+        if w.samples:
+            w.sequence.tokens.append(7)
+            if w.sequence.output_length >= w.sequence.params.max_tokens:
+                scheduler.remove(w.sequence)
+                done.append(w.sequence.id)
+    scheduler.pool.check()
+    return work
+
+
+shapes = st.lists(
+    st.tuples(st.integers(1, 60), st.integers(1, 30), st.integers(0, 3)), min_size=1, max_size=12
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(shapes, st.integers(7, 20), st.integers(1, 5), st.integers(8, 40))
+def test_every_sequence_ends_whatever_the_pages(
+    shapes: list[tuple[int, int, int]], pages: int, running: int, tokens: int
+) -> None:
+    """Any one fits alone (90 tokens, 6 pages), so all end, each once, and no page is kept."""
+    scheduler = Scheduler(PagePool(pages), running, max(tokens, running))
+    for id, (prompt, output, base) in enumerate(shapes):
+        scheduler.add(sequence(id, prompt, output, base))
+    done: list[int] = []
+    for _ in range(5000):
+        if scheduler.idle:
+            break
+        assert step(scheduler, done), "there is work, but none was scheduled"
+    assert sorted(done) == list(range(len(shapes)))
+    assert scheduler.pool.used == 0
+
+
+def test_ten_thousand_random_aborts_leave_every_page_free_or_cached() -> None:
+    """L12."""
+    rng = random.Random(1)
+    scheduler = Scheduler(PagePool(40), 6, 48)
+    live: list[Sequence] = []
+    done: list[int] = []
+    for id in range(10_000):
+        live.append(sequence(id, rng.randint(1, 80), rng.randint(1, 40), rng.randint(0, 5)))
+        scheduler.add(live[-1])
+        if rng.random() < 0.6:
+            step(scheduler, done)
+        victim = live.pop(rng.randrange(len(live)))
+        scheduler.remove(victim)
+    for item in live:
+        scheduler.remove(item)
+    assert scheduler.idle
+    assert scheduler.pool.used == 0
+    assert scheduler.pool.free + scheduler.pool.cached == scheduler.pool.total
+
+
+def test_decodes_go_before_prompt_chunks() -> None:
+    scheduler = Scheduler(PagePool(50), 4, 16)
+    scheduler.add(sequence(0, 4, 10))
+    step(scheduler, [])
+    scheduler.add(sequence(1, 100, 5))
+    work = step(scheduler, [])
+    assert [(w.sequence.id, w.count) for w in work] == [(0, 1), (1, 15)]
+    work = step(scheduler, [])
+    assert [(w.sequence.id, w.count) for w in work] == [(0, 1), (1, 15)]
+
+
+def test_a_shared_prefix_is_computed_once() -> None:
+    scheduler = Scheduler(PagePool(50), 4, 64)
+    scheduler.add(sequence(0, 40, 1))
+    step(scheduler, [])
+    scheduler.add(sequence(1, 40, 1))
+    work = step(scheduler, [])
+    assert [(w.start, w.count) for w in work] == [(32, 8)]
+
+
+def test_a_prefix_hit_never_covers_a_position_whose_logprob_is_asked() -> None:
+    scheduler = Scheduler(PagePool(50), 4, 64)
+    scheduler.add(sequence(0, 40, 1))
+    step(scheduler, [])
+    scheduler.add(sequence(1, 40, 1, scored=True))
+    assert [(w.start, w.count) for w in step(scheduler, [])] == [(0, 40)]
+
+
+@pytest.mark.parametrize(("start", "hit"), [(0, 0), (1, 0), (16, 0), (17, 16), (33, 32), (40, 32)])
+def test_scoring_from_the_middle_lets_the_front_come_from_the_cache(start: int, hit: int) -> None:
+    scheduler = Scheduler(PagePool(50), 4, 64)
+    scheduler.add(sequence(0, 40, 1))
+    step(scheduler, [])
+    late = sequence(1, 40, 1)
+    late.params = SamplingParams(max_tokens=1, prompt_logprobs=1, logprob_start=start)
+    scheduler.add(late)
+    assert step(scheduler, [])[0].start == hit
+
+
+def test_pages_come_from_the_youngest_and_it_starts_again() -> None:
+    scheduler = Scheduler(PagePool(1 + 6), 2, 64)
+    old, young = sequence(0, 30, 60), sequence(1, 16, 60, base=500)
+    scheduler.add(old)
+    scheduler.add(young)
+    done: list[int] = []
+    while not scheduler.preemptions:
+        step(scheduler, done)
+    assert scheduler.waiting[0] is young
+    said = list(young.tokens)
+    while not scheduler.idle:
+        step(scheduler, done)
+    assert done == [0, 1]
+    assert young.tokens[: len(said)] == said
+    assert young.output_length == 60
+
+
+def test_a_full_pool_admits_nobody_new() -> None:
+    scheduler = Scheduler(PagePool(5), 4, 64)
+    scheduler.add(sequence(0, 60, 4))
+    scheduler.add(sequence(1, 20, 4, base=90))
+    step(scheduler, [])
+    assert [s.id for s in scheduler.running] == [0]
+    assert pages_for(60) == scheduler.pool.used
