@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: demo demo-down test check unit integration e2e env bench api clean
+.PHONY: demo demo-down test check unit process integration e2e env bench api clean
 
 demo: python ## a model served with a proven KV budget, on this machine
 	@$(PYTHON) demo
@@ -21,6 +21,9 @@ check: env
 
 unit: env
 	@$(VENV_PYTHON) tests/run.py unit
+
+process: env
+	@$(VENV_PYTHON) tests/run.py process
 
 integration: env
 	@$(VENV_PYTHON) tests/run.py integration

@@ -23,7 +23,8 @@ CHECKS = {
     "imports": [f"{BIN}/lint-imports", "--no-logo"],
 }
 STAGES = {
-    "unit": ["-m", "not integration and not e2e"],
+    "unit": ["-m", "not process and not integration and not e2e"],
+    "process": ["-m", "process"],
     "integration": ["-m", "integration"],
     "e2e": ["-m", "e2e"],
 }

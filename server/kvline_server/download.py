@@ -49,7 +49,6 @@ def _fetch(repository: str, commit: str, folder: Path, patterns: list[str]) -> N
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
-        HfHubHTTPError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
@@ -70,8 +69,9 @@ def _fetch(repository: str, commit: str, folder: Path, patterns: list[str]) -> N
         ) from None
     except (RepositoryNotFoundError, RevisionNotFoundError):
         raise ModelNotFound(f"the hub has no {repository} at {commit}, or hides it") from None
-    except (HfHubHTTPError, OSError) as error:
-        # The text of an HTTP error can hold request headers; its type and status are enough.
+    except Exception as error:
+        # The outermost frame of a one-shot step, and the transport's errors share no base. Their
+        # text can hold request headers; type and status are enough.
         status = getattr(getattr(error, "response", None), "status_code", "")
         raise DownloadFailed(
             f"downloading {repository}: {type(error).__name__} {status}".rstrip()

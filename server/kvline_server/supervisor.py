@@ -38,7 +38,6 @@ from kvline_server.report_keeper import ReportKeeper
 
 LAST_WORDS_SECONDS = 0.2  # a child's last message may arrive after its end
 CRAWL_SECONDS, CRAWL_FACTOR = 30.0, 5.0
-EARLY_CODES = frozenset({20, 22, 30, 31, 32})  # ends of the HTTP process that name their reason
 
 
 class Supervisor:
@@ -139,6 +138,8 @@ class Supervisor:
             self.health.heard_http(message)
             if first and self.engine is not None:
                 self.engine.tell(NeighboursReady())
+        elif isinstance(message, Progress):
+            self.keeper.apply(message)  # it says why it must end
 
     def _from_engine(self, message: Message) -> None:
         if isinstance(message, Beat):
@@ -170,7 +171,8 @@ class Supervisor:
         """Why the pod must end, if it must. Restarts an engine that was killed while sizing."""
         http = self.http.process.poll() if self.http is not None else None
         if http is not None and not self.health.draining:
-            return _died("HTTP", http)
+            time.sleep(LAST_WORDS_SECONDS)
+            return self.keeper.report.failure or _died("HTTP", http)
         engine = self.engine.process.poll() if self.engine is not None else None
         if engine is None:
             return self._stalled()
@@ -223,8 +225,7 @@ def _died(what: str, code: int) -> Termination:
             ExitCode.OUT_OF_MEMORY_SERVING, f"the {what} process was killed while serving"
         )
     how = f"signal {-code}" if code < 0 else f"code {code}"
-    known = ExitCode(code) if code in EARLY_CODES else ExitCode.ENGINE_DIED
-    return _termination(known, f"the {what} process ended with {how}")
+    return _termination(ExitCode.ENGINE_DIED, f"the {what} process ended with {how}")
 
 
 def _termination(code: ExitCode, message: str) -> Termination:

@@ -17,6 +17,8 @@ import openai
 import pytest
 from servers import Server
 
+pytestmark = pytest.mark.process
+
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 COMPLETION = {"model": "tiny", "prompt": "hello", "max_tokens": 3}
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import uvicorn
 
+from kvline_contract import codec
 from kvline_contract.exits import ExitCode
 from kvline_contract.launch import LaunchConfig
 from kvline_server.engine import messages
@@ -140,11 +141,14 @@ def main(argv: list[str]) -> int:
     import uvloop
 
     arguments = parse(argv)
+    control = socket.socket(fileno=arguments.control_fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent tells us
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        edge = Edge(arguments, socket.socket(fileno=arguments.control_fd))
+        edge = Edge(arguments, control)
     except ServerError as error:
+        body = codec.dumps(error.termination()).encode()
+        messages.Channel(control).send(messages.Progress("failure", body))
         return int(error.code)
     listener = socket.socket(fileno=arguments.listen_fd)
     uvloop.run(edge.run(listener))

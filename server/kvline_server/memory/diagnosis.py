@@ -29,7 +29,7 @@ class Diagnosis:
         """The parts, of which `others` is the rest so that they add up exactly."""
         total = self.device.limit // MIB
         weights, kv = self.weights_bytes // MIB, kv_bytes // MIB
-        activations, free = self.growth // MIB, free_bytes // MIB
+        activations, free = self.growth // MIB, max(0, free_bytes) // MIB
         return Memory(
             total_mib=total,
             weights_mib=weights,
@@ -44,7 +44,7 @@ class Diagnosis:
         need = (self.weights_bytes - free) // MIB + self.settings.headroom_mib + 1
         return OutOfMemory(
             f"weights of {self.weights_bytes // MIB} MiB do not fit: "
-            f"{free // MIB} MiB of {self.device.limit // MIB} MiB are free; "
+            f"{max(0, free) // MIB} MiB of {self.device.limit // MIB} MiB are free; "
             f"raise {MEMORY_FIELD} by at least {need} MiB",
             memory=self.memory(0, free),
             binding=Binding.WEIGHTS,

@@ -1,0 +1,201 @@
+"""Sizing's parts without a process: the budget's formula, the arena, accounts, records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from engines import decoder
+from hypothesis import given
+from hypothesis import strategies as st
+from servers import launch_config
+
+from kvline_contract.codec import encode
+from kvline_contract.launch import CapacityOptions, EngineOptions
+from kvline_contract.report import Memory, Outcome
+from kvline_server.config import logprob_rows, resolve
+from kvline_server.errors import ConfigInvalid
+from kvline_server.memory import device as devices
+from kvline_server.memory.arena import HostArena
+from kvline_server.memory.device import MIB, canary, cpu_device, tree_used
+from kvline_server.memory.profile import Measured, shrink, whole_pages
+from kvline_server.memory.record import AttemptStore, find_record, fingerprint
+from kvline_server.model.config import read_config
+
+amount = st.integers(0, 2**40)
+
+
+@given(amount, amount, amount, amount, amount)
+def test_the_budget_is_what_is_left_of_everything(
+    others: int, weights: int, probe: int, growth: int, files: int
+) -> None:
+    """Engine notes G6: equal to the long formula that attributes every part by itself."""
+    headroom = 128 * MIB
+    limit = others + weights + probe + growth + files + 2**41
+    free_now = limit - others - weights - probe
+    short = Measured(free_now, probe, growth, files).budget(headroom)
+    long = limit - others - weights - growth - files - headroom
+    assert short == long
+
+
+@given(st.integers(32, 10**9))
+def test_shrinking_takes_five_percent_in_whole_pages(tokens: int) -> None:
+    less = shrink(whole_pages(tokens))
+    assert less % 16 == 0
+    assert less <= max(16, tokens * 95 // 100)
+
+
+def test_rows_of_a_chunk_follow_the_rule() -> None:
+    """Product 2.5: an example by hand, and both ends of the clamp."""
+    assert logprob_rows(2 << 30, 49152) == (2 << 30) // 16 // (3 * 49152 * 4) == 227
+    assert logprob_rows(1 << 30, 200_000) == 64
+    assert logprob_rows(1 << 40, 1000) == 2048
+
+
+def test_settings_resolve_their_defaults(make_model: Callable[..., Path]) -> None:
+    folder = make_model("llama")
+    model = read_config(folder)
+    settings = resolve(launch_config(folder, EngineOptions(), CapacityOptions()), model, 2 << 30)
+    assert settings.max_prefill_tokens == 512
+    assert settings.max_running_requests == 16
+    assert settings.max_top_logprobs == 20
+    assert settings.headroom_mib == 128
+    assert settings.wanted_len == model.max_position == 512
+    many = launch_config(folder, EngineOptions(max_running_requests=600), CapacityOptions())
+    assert resolve(many, model, 2 << 30).max_prefill_tokens == 600
+    bad = launch_config(folder, EngineOptions(None, 32, 16), CapacityOptions())
+    with pytest.raises(ConfigInvalid, match="maxPrefillTokens is 16, below maxRunningRequests 32"):
+        resolve(bad, model, 2 << 30)
+
+
+def test_the_arena_keeps_addresses_and_contents_through_growth_and_shrinking(
+    make_model: Callable[..., Path],
+) -> None:
+    config = decoder(make_model("llama")).config
+    arena = HostArena(config, 4000, torch.float32)
+    arena.resize(100)
+    layer = arena.layers()[1]
+    layer.keys[50].fill_(7)
+    address = layer.keys.data_ptr()
+    arena.resize(3000)
+    grown = arena.layers()[1]
+    assert grown.keys.data_ptr() == address
+    assert float(grown.keys[50].min()) == 7
+    before = devices.cpu_device(None, 1).now()
+    held = arena.nbytes
+    arena.resize(60)
+    assert before - devices.cpu_device(None, 1).now() > 0.9 * (held - arena.nbytes)
+    assert float(arena.layers()[1].keys[50].min()) == 7
+    arena.resize(100)
+    assert float(arena.layers()[1].keys[60:].abs().max()) == 0
+
+
+def test_the_arena_is_resident_when_it_is_mapped(make_model: Callable[..., Path]) -> None:
+    config = decoder(make_model("llama")).config
+    arena = HostArena(config, 40_000, torch.float32)
+    before = devices.cpu_device(None, 1).now()
+    arena.resize(20_000)
+    assert devices.cpu_device(None, 1).now() - before > 0.95 * arena.nbytes
+
+
+def test_the_peak_is_remembered_until_it_is_reset() -> None:
+    import os
+
+    device = cpu_device(1 << 40, os.getpid())
+    device.reset_peak()
+    low = device.peak()
+    with canary(64 * MIB):
+        pass
+    assert device.peak() - low > 60 * MIB
+    assert device.now() - low < 8 * MIB
+    device.reset_peak()
+    assert device.peak() - low < 8 * MIB
+
+
+def test_a_tree_counts_its_children_and_a_canary() -> None:
+    import os
+
+    before = tree_used(os.getpid())
+    with canary(32 * MIB):
+        assert tree_used(os.getpid()) - before > 30 * MIB
+
+
+def test_code_in_use_is_counted_and_idle_code_is_not() -> None:
+    device = cpu_device(None, 1)
+    device.reset_peak()
+    quiet = device.working_files()
+    torch.randn(300, 300) @ torch.randn(300, 300)
+    assert quiet < device.working_files() < 80 * MIB
+
+
+V1 = "total_rss 1000\ntotal_shmem 24\ntotal_cache 999999\n"
+V2 = "anon 1000\nshmem 24\nfile 999999\nkernel 76\n"
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_container_s_account_leaves_page_cache_out(
+    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cgroup v1 and v2 say it in different files; here as a container sees them."""
+    folder = tmp_path / "memory" if version == 1 else tmp_path
+    folder.mkdir(exist_ok=True)
+    (folder / "memory.stat").write_text(V1 if version == 1 else V2)
+    if version == 1:
+        (folder / "memory.limit_in_bytes").write_text("5000\n")
+        (folder / "memory.kmem.usage_in_bytes").write_text("76\n")
+    else:
+        (folder / "memory.max").write_text("5000\n")
+    monkeypatch.setattr(devices, "CGROUP", tmp_path)
+    device = cpu_device(None, 1)
+    assert (device.limit, device.used()) == (5000, 1100)
+    assert cpu_device(3000, 1).limit == 3000
+    assert cpu_device(9000, 1).limit == 5000
+
+
+def test_attempts_survive_a_kill_and_belong_to_a_fingerprint(tmp_path: Path) -> None:
+    store = AttemptStore(tmp_path / "attempts.json")
+    store.open("one")
+    store.begin(0, 1024)
+    store.end(Outcome.SURVIVED, 5)
+    store.begin(1, 5000)
+    again = AttemptStore(tmp_path / "attempts.json")
+    again.open("one")
+    assert [(a.number, a.outcome) for a in again.attempts] == [
+        (0, Outcome.SURVIVED),
+        (1, Outcome.KILLED),
+    ]
+    other = AttemptStore(tmp_path / "attempts.json")
+    other.open("two")
+    assert other.attempts == ()
+    (tmp_path / "attempts.json").write_text("{")
+    again.open("one")
+    assert again.attempts == ()
+    again.clear()
+    again.clear()
+    assert not (tmp_path / "attempts.json").exists()
+
+
+def test_a_record_is_used_only_where_as_much_is_free(tmp_path: Path) -> None:
+    print_ = fingerprint({"model": "x", "totalMiB": 1})
+    assert len(print_) == 32
+    assert print_ != fingerprint({"model": "x", "totalMiB": 2})
+    record = {
+        "kvTokens": 4096,
+        "freeMiB": 100,
+        "loopMs": 9,
+        "measuredAt": "t",
+        "memory": encode(Memory(6, 1, 1, 1, 1, 1, 1)),
+    }
+    path = tmp_path / "records.json"
+    path.write_text(json.dumps({"version": 1, "reuse": "Auto", "records": {print_: record}}))
+    found = find_record(path, print_, 100)
+    assert found is not None and found.kv_tokens == 4096
+    assert find_record(path, print_, 99) is None
+    assert find_record(path, "other", 100) is None
+    assert find_record(None, print_, 100) is None
+    assert find_record(tmp_path / "absent", print_, 100) is None
+    path.write_text(path.read_text().replace("Auto", "Never"))
+    assert find_record(path, print_, 100) is None
