@@ -121,10 +121,10 @@ def capacity_measured(facts: Facts) -> Condition:
         text = f"{fewest} KV tokens survived the stress at their final size on {measured[0].node}"
         return Condition(kind, "True", "Validated", text)
     failed = _failed_end(pods)
-    if failed is not None and meaning(failed.code).condition == kind:
-        return Condition(kind, "False", _reason(failed, pods), failed.message)
     if failed is not None and failed.code == 137:
         return Condition(kind, "False", _reason(failed, pods), _killed_message(failed, pods))
+    if failed is not None and meaning(failed.code).condition == kind:
+        return Condition(kind, "False", _reason(failed, pods), failed.message)
     return _measuring(kind, pods)
 
 

@@ -37,6 +37,7 @@ def plan(wanted: str, replicas: int, existing: list[Sized]) -> RolloutPlan:
     left = replicas - ready
     for item in sorted(serving, key=lambda s: s.ready, reverse=True):
         sizes[item.revision] = min(item.replicas, left)
-        left -= sizes[item.revision]
+        # Kubernetes takes replicas that are not ready first, so this many ready ones stay.
+        left -= min(sizes[item.revision], item.ready)
     stable = wanted if ready else max(serving, key=lambda s: s.ready).revision
     return RolloutPlan({r: n for r, n in sizes.items() if n or r == wanted}, stable, wanted)

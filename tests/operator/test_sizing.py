@@ -1,0 +1,135 @@
+"""Reports are untrusted: whatever a pod answers is read within five seconds and 64 KiB. F38."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from kvline_contract.report import (
+    Memory,
+    Result,
+    SizingReport,
+    Source,
+    State,
+)
+from kvline_operator.sizing import Reports, fetch
+
+GOOD = SizingReport(1, "uid", "pod", "abcde", 3, State.PROBING, "t0", "t1")
+VALIDATED = replace(
+    GOOD,
+    state=State.VALIDATED,
+    result=Result(4096, 10, Source.MEASURED, "f", 5, 6, 0, "t", Memory(6, 1, 1, 1, 1, 1, 1)),
+)
+
+
+@contextmanager
+def answering(answer: Callable[[socket.socket], None]) -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.recv(4096)
+                    try:
+                        answer(connection)
+                    except OSError:
+                        continue
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield server.getsockname()[1]
+
+
+def body(text: str | bytes, status: str = "200 OK") -> Callable[[socket.socket], None]:
+    raw = text.encode() if isinstance(text, str) else text
+    return lambda s: s.sendall(f"HTTP/1.0 {status}\r\n\r\n".encode() + raw)
+
+
+def endless(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n")
+    while True:
+        connection.sendall(b" " * 65536)
+
+
+def drip(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n")
+    for _ in range(600):
+        connection.sendall(b" ")
+        time.sleep(0.1)
+
+
+def test_a_report_is_read() -> None:
+    with answering(body(GOOD.dumps())) as port:
+        assert fetch("127.0.0.1", port, "uid").report == GOOD
+
+
+BAD = {
+    "10 MB": body(b" " * 10_000_000),
+    "endless": endless,
+    "not JSON": body("<html>"),
+    "NaN": body(GOOD.dumps().replace('"sequence":3', '"sequence":NaN')),
+    "negative": body(GOOD.dumps().replace('"sequence":3', '"sequence":-3')),
+    "float": body(GOOD.dumps().replace('"sequence":3', '"sequence":3.5')),
+    "other version": body(GOOD.dumps().replace('"version":1', '"version":9')),
+    "other pod": body(GOOD.dumps().replace('"podUID":"uid"', '"podUID":"other"')),
+    "not found": body(GOOD.dumps(), "404 Not Found"),
+    "no HTTP": lambda s: s.sendall(b"hello"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_answer_is_invalid_and_says_why(name: str) -> None:
+    with answering(BAD[name]) as port:
+        started = time.monotonic()
+        reading = fetch("127.0.0.1", port, "uid")
+        assert time.monotonic() - started < 5.5
+        assert reading.report is None
+        assert reading.invalid
+        assert 0 < len(reading.error) < 300
+
+
+def test_a_slow_answer_ends_in_time() -> None:
+    with answering(drip) as port:
+        started = time.monotonic()
+        reading = fetch("127.0.0.1", port, "uid", seconds=0.5)
+        assert time.monotonic() - started < 1
+        assert (reading.report, reading.invalid) == (None, False)
+
+
+def test_nobody_there_is_unreachable() -> None:
+    reading = fetch("127.0.0.1", 1, "uid")
+    assert not reading.invalid
+    assert "127.0.0.1:1" in reading.error
+
+
+def test_a_ready_pod_is_asked_once_until_resync_and_never_blanked() -> None:
+    now = [0.0]
+    text = [VALIDATED.dumps()]
+    count = []
+
+    def answer(connection: socket.socket) -> None:
+        count.append(1)
+        body(text[0])(connection)
+
+    with answering(answer) as port:
+        reports = Reports(port, 300, lambda: now[0])
+        assert reports.read("uid", "127.0.0.1", ready=True).report == VALIDATED
+        assert reports.read("uid", "127.0.0.1", ready=True).report == VALIDATED
+        assert len(count) == 1
+        now[0] = 301
+        text[0] = "broken"
+        reading = reports.read("uid", "127.0.0.1", ready=True)
+        assert reading.report == VALIDATED
+        assert reading.error
+        reports.forget({"uid"})
+        assert reports.known() == set()
+        assert reports.read("uid", "127.0.0.1", ready=True).report is None

@@ -1,0 +1,129 @@
+"""Parsing a resource: what makes a revision, what does not, and how a bad source is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvline_operator.errors import SpecError
+from kvline_operator.revisions import Revision, known, revision_hash, wanted
+from kvline_operator.spec import parse, parse_source
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def body(spec: dict[str, Any] | None = None, annotations: dict[str, str] | None = None) -> Any:
+    base = {"model": {"source": "pvc://models/tiny"}, "resources": {"memory": "2Gi"}}
+    meta = {"name": "chat", "namespace": "ns", "uid": "u", "generation": 3}
+    return {
+        "metadata": {**meta, "annotations": annotations or {}},
+        "spec": {**base, **(spec or {})},
+    }
+
+
+def test_sources() -> None:
+    hub = parse_source(f"hf://org/name@{COMMIT}")
+    assert (hub.from_hub, hub.path, hub.commit) == (True, f"org--name/{COMMIT}", COMMIT)
+    claim = parse_source("pvc://models/a/b")
+    assert (claim.from_hub, claim.claim, claim.path) == (False, "models", "a/b")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        None,
+        5,
+        "../x",
+        "/abs",
+        "http://x/y",
+        "--flag",
+        "hf://org/name",
+        "hf://org/name@main",
+        f"hf://org/name@{COMMIT.upper()}",
+        f"hf://org/name@{COMMIT}1",
+        "pvc://models/../etc",
+        "pvc://models",
+        "pvc://models/x\ny",
+        "pvc://models/$(HOSTNAME)",
+        "pvc://a/;id",
+        "x" * 10_000,
+    ],
+)
+def test_a_bad_source_is_named(text: Any) -> None:
+    """C06, C07 where the schema is not there to see them."""
+    with pytest.raises(SpecError, match=r"spec\.model\.source"):
+        parse(body({"model": {"source": text}}))
+
+
+def test_defaults_are_not_invented() -> None:
+    spec = parse(body())
+    assert spec.replicas == 1
+    assert spec.served_name == "chat"
+    assert spec.inputs == {
+        "model": {"source": "pvc://models/tiny"},
+        "resources": {"memory": "2Gi"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "moves"),
+    [
+        ({"replicas": 5}, False),
+        ({"capacity": {"minKVTokens": 5}}, False),
+        ({"capacity": {"kvTokens": 4096}}, True),
+        ({"capacity": {"headroomMiB": 64}}, True),
+        ({"engine": {"maxModelLen": 4096}}, True),
+        ({"resources": {"memory": "3Gi"}}, True),
+        ({"scheduling": {"nodeSelector": {"a": "b"}}}, True),
+        ({"model": {"source": "pvc://models/other"}}, True),
+        ({"engine": {}}, False),
+    ],
+)
+def test_only_what_changes_pods_makes_a_revision(change: dict[str, Any], moves: bool) -> None:
+    one, other = parse(body()), parse(body(change))
+    assert (one.inputs_json != other.inputs_json) == moves
+
+
+def test_a_restart_annotation_makes_a_revision_with_the_same_image() -> None:
+    first = wanted(parse(body()), [], "default@one")
+    restarted = parse(body(annotations={"kvline.dev/restart": "2026-11-21T10:00:00Z"}))
+    again = wanted(restarted, [first], "default@two")
+    assert again.name != first.name
+    assert again.image == "default@one"
+
+
+def test_a_new_default_image_moves_no_pod() -> None:
+    """F41's core: equal inputs keep the revision and its image."""
+    first = wanted(parse(body()), [], "default@one")
+    assert wanted(parse(body()), [first], "default@two") is first
+
+
+def test_an_own_image_is_a_revision_of_its_own_and_going_back_finds_the_old_one() -> None:
+    plain, own = parse(body()), parse(body({"image": "mine@x"}))
+    a = wanted(plain, [], "default@one")
+    b = wanted(own, [a], "default@one")
+    assert (b.image, b.number) == ("mine@x", 2)
+    assert wanted(own, [b, a], "default@one") is b
+
+
+def test_a_taken_name_is_hashed_again() -> None:
+    spec = parse(body())
+    name = revision_hash(spec.inputs_json, "img")
+    squatter = Revision(name, "other", "{}", 1)
+    made = wanted(spec, [squatter], "img")
+    assert made.name != name
+    assert len(made.name) == 5
+
+
+def test_stored_revisions_are_read_back_newest_first() -> None:
+    items = [
+        {
+            "metadata": {"labels": {"kvline.dev/revision": name}},
+            "data": {"inputs": {"a": number}, "image": "i"},
+            "revision": number,
+        }
+        for name, number in (("aaaaa", 1), ("bbbbb", 2))
+    ]
+    assert [(r.name, r.number) for r in known(items)] == [("bbbbb", 2), ("aaaaa", 1)]

@@ -1,0 +1,102 @@
+"""The queue with fake time: each key once, backoff per key, nothing lost."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvline_operator.workqueue import Key, WorkQueue
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+A, B = Key("ns", "a"), Key("ns", "b")
+
+
+def test_a_thousand_events_are_one_key() -> None:
+    """F06."""
+    queue = WorkQueue(Clock())
+    for _ in range(1000):
+        queue.add(A)
+    assert queue.pop() == A
+    assert queue.pop() is None
+
+
+def test_news_during_work_runs_the_key_once_more_afterwards() -> None:
+    queue = WorkQueue(Clock())
+    queue.add(A)
+    assert queue.pop() == A
+    queue.add(A)
+    queue.add(A)
+    assert queue.pop() is None
+    queue.done(A)
+    assert queue.pop() == A
+    queue.done(A)
+    assert queue.pop() is None
+
+
+def test_an_earlier_wish_wins() -> None:
+    clock = Clock()
+    queue = WorkQueue(clock)
+    queue.add(A, 100)
+    queue.add(A, 5)
+    queue.add(A, 50)
+    assert queue.pop() is None
+    clock.now += 5
+    assert queue.pop() == A
+    queue.done(A)
+    clock.now += 1000
+    assert queue.pop() is None
+
+
+def test_backoff_doubles_to_five_minutes_and_is_per_key() -> None:
+    """F20."""
+    queue = WorkQueue(Clock())
+    assert [queue.retry(A) for _ in range(11)] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]
+    assert queue.retry(B) == 1
+    queue.succeeded(A)
+    assert queue.retry(A) == 1
+
+
+def test_the_probe_sees_a_key_that_nobody_takes() -> None:
+    clock = Clock()
+    queue = WorkQueue(clock)
+    queue.add(A)
+    clock.now += 130
+    assert queue.oldest_overdue() == 130
+
+
+@given(st.lists(st.tuples(st.sampled_from([A, B]), st.integers(0, 20)), max_size=30))
+def test_every_added_key_comes_out_when_it_is_due(adds: list[tuple[Key, int]]) -> None:
+    clock = Clock()
+    queue = WorkQueue(clock)
+    for key, delay in adds:
+        queue.add(key, delay)
+    seen: dict[Key, float] = {}
+    for _ in range(25):
+        while (key := queue.pop()) is not None:
+            assert key not in seen
+            seen[key] = clock.now - 1000
+            queue.done(key)
+        clock.now += 1
+    wanted = {key: min(d for k, d in adds if k == key) for key, _ in adds}
+    assert seen == wanted
+
+
+def test_a_waiting_worker_wakes_for_news() -> None:
+    async def story() -> Key:
+        queue = WorkQueue()
+        waiting = asyncio.create_task(queue.get())
+        await asyncio.sleep(0)
+        queue.add(B)
+        return await asyncio.wait_for(waiting, 1)
+
+    assert asyncio.run(story()) == B
