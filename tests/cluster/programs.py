@@ -13,6 +13,9 @@ from pathlib import Path
 
 from errors import ClusterError
 
+# They outlive this program on purpose; a Popen that is collected would complain.
+STARTED: list[subprocess.Popen[bytes]] = []
+
 
 def alive(pid: int) -> bool:
     """kill -0 says yes to a zombie that nobody has reaped; its executable is gone, though."""
@@ -36,6 +39,7 @@ class Programs:
                 start_new_session=True,
                 cwd=self.state,
             )
+        STARTED.append(process)
         (self.state / "pid" / name).write_text(str(process.pid))
 
     def running(self) -> dict[str, int]:

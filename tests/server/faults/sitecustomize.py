@@ -53,3 +53,29 @@ if STEP and "kvline_server.engine.process" in arguments:
     break_step()
 if BLOCK and "kvline_server.http.process" in arguments:
     block_http()
+
+
+def die_at_write() -> None:
+    """F01: the operator ends right after (or before) its k-th write to the API server."""
+    import kvline_operator.kube as module
+
+    number, when = os.environ["KVLINE_FAULT_WRITE"].split(":")
+    send = module.Kube._send
+    count = 0
+
+    def counted(self, method, *rest):  # type: ignore[no-untyped-def]
+        nonlocal count
+        count += method != "GET"
+        fatal = method != "GET" and count == int(number)
+        if fatal and when == "before":
+            os._exit(9)
+        answer = send(self, method, *rest)
+        if fatal:
+            os._exit(9)
+        return answer
+
+    module.Kube._send = counted
+
+
+if "KVLINE_FAULT_WRITE" in os.environ and "kvline_operator" in arguments:
+    die_at_write()

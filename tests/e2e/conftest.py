@@ -1,0 +1,64 @@
+"""A real node, real images, the real operator in the cluster, the real model."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests" / "integration")]
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Any]:
+    """The tests' own cluster, beside a demo that may be running."""
+    if os.geteuid() != 0:
+        pytest.skip("the local cluster needs root")
+    import build
+    import model
+    import tools
+    from local import LocalCluster
+
+    tools.ensure_packages(print)
+    model.ensure(print)
+    made = LocalCluster("e2e")
+    made.down()
+    made.up(print)
+    text = (ROOT / "manifests" / "operator.yaml").read_text()
+    for image in build.build(print):
+        made.images.add(image.name, image.config, image.layers)
+        component = image.name.rpartition("-")[2].partition(":")[0]
+        text = text.replace(f"docker.io/local/kvline-{component}:dev", image.name)
+    made.kubectl("apply", "--server-side", "-f", str(ROOT / "manifests" / "crd.yaml"))
+    made.kubectl("wait", "--for=condition=Established", "crd/inferenceservices.kvline.dev")
+    made.kubectl("apply", "-f", "-", input=text)
+    made.kubectl(
+        "-n", "kvline-system", "rollout", "status", "deploy/kvline-operator", "--timeout=120s"
+    )
+    yield made
+    made.down()
+
+
+@pytest.fixture(scope="session")
+def space(cluster: Any) -> Any:
+    """A namespace that refuses every pod that is not restricted, with the models in a claim."""
+    import model
+    from playground import Space
+
+    cluster.kubectl("create", "namespace", "team")
+    label = "pod-security.kubernetes.io/enforce=restricted"
+    cluster.kubectl("label", "namespace", "team", label)
+    cluster.models_claim("team", model.MODELS)
+    return Space(cluster, "team")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(space: Any) -> Iterator[None]:
+    """Each test's resources go at its end; what a failure left is shown."""
+    yield
+    space.kubectl("delete", "kvl", "--all", "--timeout=60s")

@@ -1,0 +1,166 @@
+"""The main job on a real node: apply, proven budget, serve, scale, refuse, kill, delete."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playground import eventually
+from support import describe
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+RANDOM = {
+    "model": {"source": "pvc://models/smollm2", "loadFormat": "random"},
+    "engine": {"maxModelLen": 512, "maxPrefillTokens": 128, "maxRunningRequests": 4},
+    "capacity": {"kvTokens": 4096},
+    "resources": {"cpu": "100m", "memory": "1536Mi"},
+}
+
+
+def wait(space: Any, name: str, kind: str, seconds: float = 240, **wanted: str) -> dict[str, Any]:
+    def reached() -> Any:
+        condition = space.condition(kind, name)
+        return condition if all(condition.get(k) == v for k, v in wanted.items()) else None
+
+    try:
+        return dict(eventually(reached, seconds))
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{describe(space, name)}") from None
+
+
+def pods(space: Any) -> list[dict[str, Any]]:
+    return [p for p in space.list("pods") if not p["metadata"].get("deletionTimestamp")]
+
+
+def test_apply_becomes_a_proven_budget_that_serves_and_scales(space: Any, cluster: Any) -> None:
+    model = {"source": "pvc://models/smollm2"}
+    space.apply("smollm2", model=model, resources={"cpu": "250m", "memory": "2Gi"})
+    seen = set()
+
+    def watch() -> bool:
+        seen.add(space.condition("Ready", "smollm2").get("reason"))
+        return bool(space.condition("Ready", "smollm2").get("status") == "True")
+
+    try:
+        eventually(watch, 240)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{describe(space, 'smollm2')}") from None
+    assert {"Stressing", "Validating"} <= seen
+    capacity = space.get("kvl", "smollm2")["status"]["capacity"]
+    assert capacity["kvTokens"] > 10_000
+    assert capacity["fullLengthSequences"] == capacity["kvTokens"] // 8192
+    memory = dict(capacity["memory"])
+    assert memory.pop("totalMiB") == 2048 == sum(memory.values())
+    assert memory["headroomMiB"] <= 128 + 64  # idle after validation
+
+    ip = space.get("service", "smollm2")["spec"]["clusterIP"]
+    client = str(Path(__file__).parent / "client.py")
+    command = [sys.executable, client, f"http://{ip}:8000", "smollm2"]
+    done = cluster.network.run(command, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = json.loads(done.stdout)
+    assert said["models"] == ["smollm2"]
+    assert said["chat"] == said["streamed"] == "The capital of France is Paris."
+    assert said["completions"][0].startswith(" Paris")
+    assert said["echo"] == "The capital of France is"
+    assert said["scored"][0] is None and all(v < 0 for v in said["scored"][1:])
+    assert "max_tokens" in said["refused"]
+
+    space.kubectl("scale", "kvl", "smollm2", "--replicas=2")
+    eventually(lambda: space.get("kvl", "smollm2")["status"].get("readyReplicas") == 2, 240)
+    wait(space, "smollm2", "UpToDate", status="True")
+    capacity = space.get("kvl", "smollm2")["status"]["capacity"]
+    assert capacity["kvTokensTotal"] >= 2 * capacity["kvTokens"] > 20_000
+    space.kubectl("scale", "kvl", "smollm2", "--replicas=0")
+    wait(space, "smollm2", "Ready", reason="ScaledToZero")
+
+
+def test_a_pinned_random_model_is_validated_and_delete_leaves_nothing(space: Any) -> None:
+    """F57 is in it: read-only root, a uid that no password file knows, restricted."""
+    space.apply("plan", **RANDOM)
+    wait(space, "plan", "Ready", status="True")
+    status = space.get("kvl", "plan")["status"]
+    assert status["capacity"]["source"] == "Pinned"
+    assert status["capacity"]["kvTokens"] == 4096
+    pod = pods(space)[0]
+    assert pod["spec"]["containers"][0]["securityContext"]["readOnlyRootFilesystem"]
+    who = space.kubectl("exec", pod["metadata"]["name"], "--", "id", "-u").stdout
+    assert who.strip() == "65532"
+    space.kubectl("delete", "kvl", "plan", "--timeout=30s")
+    eventually(lambda: not space.list("pods"), 120)
+    for kind in ("deployments", "services", "controllerrevisions", "networkpolicies", "pdb"):
+        assert space.list(kind) == []
+    assert [c["metadata"]["name"] for c in space.list("configmaps")] == ["kube-root-ca.crt"]
+
+
+def test_the_operator_restarted_while_a_pod_sizes_itself_changes_nothing(
+    space: Any, cluster: Any
+) -> None:
+    """C3 of the main job: the pod goes on, the new operator takes over what it finds."""
+    space.apply("plan", **{**RANDOM, "capacity": {}})
+    wait(space, "plan", "ModelAvailable", status="True")
+    before = pods(space)[0]["metadata"]["uid"]
+    selector = "app.kubernetes.io/name=kvline-operator"
+    cluster.kubectl("-n", "kvline-system", "delete", "pod", "-l", selector, "--wait=false")
+    wait(space, "plan", "Ready", status="True")
+    assert [p["metadata"]["uid"] for p in pods(space)] == [before]
+    assert pods(space)[0]["status"]["containerStatuses"][0]["restartCount"] == 0
+
+
+def test_too_little_memory_is_explained_in_the_status(space: Any) -> None:
+    small = {**RANDOM, "resources": {"cpu": "100m", "memory": "640Mi"}, "capacity": {}}
+    space.apply("small", **small)
+    condition = wait(space, "small", "CapacityMeasured", reason="OutOfMemory")
+    assert "spec.resources.memory" in condition["message"]
+    shown = space.kubectl("describe", "kvl", "small").stdout
+    assert "OutOfMemory" in shown and "MiB" in shown
+
+
+def test_an_engine_killed_for_memory_while_serving_is_named_and_comes_back(space: Any) -> None:
+    """A SIGKILL of the engine, which is what the kernel does on cgroup v1."""
+    space.apply("plan", **RANDOM)
+    wait(space, "plan", "Ready", status="True")
+    name = pods(space)[0]["metadata"]["name"]
+    script = (
+        "import os,signal;"
+        "[os.kill(int(p), 9) for p in os.listdir('/proc') if p.isdigit() "
+        "and b'kvline_server.engine' in open(f'/proc/{p}/cmdline','rb').read()]"
+    )
+    space.kubectl("exec", name, "--", "/opt/kvline/bin/python", "-c", script, check=False)
+
+    def ended() -> Any:
+        found = pods(space)[0]["status"]["containerStatuses"][0]
+        return (found.get("lastState") or {}).get("terminated")
+
+    last = eventually(ended, 60)
+    assert last["exitCode"] == 51
+    assert json.loads(last["message"])["name"] == "OutOfMemoryServing"
+    wait(space, "plan", "Ready", status="True")
+
+
+def test_a_container_over_its_limit_is_retried_smaller_not_crash_looped(space: Any) -> None:
+    """A pin that cannot fit fills the container: the kernel kills, the status says so."""
+    huge = {**RANDOM, "capacity": {"kvTokens": 40_000}}
+    space.apply("huge", **huge)
+    condition = wait(space, "huge", "CapacityMeasured", reason="OutOfMemory")
+    assert "kvTokens pins" in condition["message"]
+    space.apply("huge", **RANDOM)  # F37: the good spec serves without hand work
+    wait(space, "huge", "Ready", status="True")
+
+
+def test_traffic_goes_nowhere_but_the_three_routes(space: Any, cluster: Any) -> None:
+    space.apply("plan", **RANDOM)
+    wait(space, "plan", "Ready", status="True")
+    ip = space.get("service", "plan")["spec"]["clusterIP"]
+    for path, code in (("/v1/models", "200"), ("/metrics", "404"), ("/sizing", "404")):
+        words = ["curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", f"http://{ip}:8000{path}"]
+        assert cluster.network.run(words).stdout == code
+    time.sleep(0.1)
+    internal = ["curl", "-s", "--max-time", "2", f"http://{ip}:8001/sizing"]
+    assert subprocess.run(cluster.network.command(internal), check=False).returncode != 0

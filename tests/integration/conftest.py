@@ -1,0 +1,60 @@
+"""Fixtures of the integration tests; the classes behind them are in playground.py."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from playground import ROOT, Node, Operator, Space, eventually
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Any]:
+    if os.geteuid() != 0:
+        pytest.skip("the local control plane needs root")
+    from local import LocalCluster
+
+    made = LocalCluster("integration", "control")
+    made.down()
+    made.up(print)
+    made.kubectl("apply", "--server-side", "-f", str(ROOT / "manifests" / "crd.yaml"))
+    made.kubectl("wait", "--for=condition=Established", "crd/inferenceservices.kvline.dev")
+    yield made
+    made.down()
+
+
+@pytest.fixture
+def space(cluster: Any) -> Iterator[Space]:
+    name = f"t-{uuid.uuid4().hex[:8]}"
+    cluster.kubectl("create", "namespace", name)
+    yield Space(cluster, name)
+    cluster.kubectl("delete", "namespace", name, "--wait=false")
+
+
+@pytest.fixture
+def operator(space: Space, tmp_path: Path) -> Iterator[Operator]:
+    made = Operator(space, tmp_path / "operator.log").start()
+    yield made
+    made.stop()
+    text = made.log.read_text()
+    assert "Traceback" not in text, text[-3000:]
+
+
+@pytest.fixture
+def until() -> Callable[..., Any]:
+    return eventually
+
+
+@pytest.fixture
+def node(space: Space) -> Iterator[Node]:
+    made = Node(space)
+    yield made
+    made.close()

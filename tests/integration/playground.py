@@ -1,0 +1,211 @@
+"""A real control plane (API server, controller manager, scheduler) and the real operator.
+
+There is no kubelet: a test plays the node by writing pod status, and serves reports over real HTTP
+on loopback addresses, which the operator reads as it would a pod's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from kvline_contract.report import (
+    Attempt,
+    Effective,
+    Memory,
+    Outcome,
+    Result,
+    SizingReport,
+    Source,
+    State,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+IMAGE = "local/kvline-server:test"
+
+
+@dataclass
+class Space:
+    """One test's namespace."""
+
+    cluster: Any
+    name: str
+
+    def kubectl(self, *words: str, input: str | None = None, check: bool = True) -> Any:
+        return self.cluster.kubectl("-n", self.name, *words, input=input, check=check)
+
+    def get(self, kind: str, name: str) -> dict[str, Any] | None:
+        done = self.kubectl("get", kind, name, "-o", "json", check=False)
+        return dict(json.loads(done.stdout)) if done.returncode == 0 else None
+
+    def list(self, kind: str) -> list[dict[str, Any]]:
+        return list(json.loads(self.kubectl("get", kind, "-o", "json").stdout)["items"])
+
+    def apply(self, name: str = "chat", check: bool = True, **spec: Any) -> Any:
+        return self.kubectl("apply", "-f", "-", input=manifest(name, **spec), check=check)
+
+    def condition(self, kind: str, name: str = "chat") -> dict[str, Any]:
+        body = self.get("kvl", name) or {}
+        for item in (body.get("status") or {}).get("conditions") or []:
+            if item["type"] == kind:
+                return dict(item)
+        return {}
+
+
+def manifest(name: str = "chat", **spec: Any) -> str:
+    base = {"model": {"source": "pvc://models/tiny"}, "resources": {"memory": "2Gi"}}
+    return json.dumps(
+        {
+            "apiVersion": "kvline.dev/v1alpha1",
+            "kind": "InferenceService",
+            "metadata": {"name": name},
+            "spec": {**base, **spec},
+        }
+    )
+
+
+class Operator:
+    """The real operator as a process on this host, watching one namespace."""
+
+    def __init__(self, space: Space, log: Path, extra: dict[str, str] | None = None) -> None:
+        self.space = space
+        self.log = log
+        self.extra = extra or {}
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Operator:
+        from servers import FAULTS, free_port
+
+        environment = {
+            **os.environ,
+            "KUBECONFIG": str(self.space.cluster.kubeconfig),
+            **self.extra,
+        }
+        if self.extra:
+            environment["PYTHONPATH"] = str(FAULTS)
+        command = [sys.executable, "-m", "kvline_operator", "--default-image", IMAGE]
+        command += ["--allow-image-tags", "--namespace", self.space.name, "--poll-seconds", "0.3"]
+        command += ["--resync-seconds", "20", "--probe-port", str(free_port())]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        return self
+
+    def stop(self, how: signal.Signals = signal.SIGKILL) -> None:
+        if self.process is not None:
+            self.process.send_signal(how)
+            self.process.wait(20)
+
+
+def eventually(check: Callable[[], Any], seconds: float = 30) -> Any:
+    """The first true value of `check`; its last value is in the failure."""
+    end = time.monotonic() + seconds
+    while True:
+        value = check()
+        if value:
+            return value
+        assert time.monotonic() < end, f"not within {seconds} s: {value!r}"
+        time.sleep(0.1)
+
+
+def sizing_report(uid: str, state: State, tokens: int = 4096) -> SizingReport:
+    result = None
+    if state is State.VALIDATED:
+        memory = Memory(100, 20, 10, 0, 50, 10, 10)
+        result = Result(tokens, 512, Source.MEASURED, "f" * 32, 90, 6000, 0, "t", memory)
+    attempt = Attempt(1, tokens, Outcome.SURVIVED if result else Outcome.RUNNING, None)
+    effective = Effective(1024, 4, 512, 20, 128, 16, 64)
+    return SizingReport(1, uid, "p", "r", 1, state, "t", "t", effective, (), (attempt,), result)
+
+
+class Node:
+    """Plays the kubelet: pods get addresses on loopback, where their reports are served."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self.answers: dict[str, bytes] = {}  # address -> body of /sizing
+        self.addresses: dict[str, str] = {}  # pod uid -> address
+        node = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                body = node.answers.get(self.connection.getsockname()[0], b"")
+                self.send_response(200 if body else 503)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                return
+
+        self.server = ThreadingHTTPServer(("0.0.0.0", 8001), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+    def pods(self) -> list[dict[str, Any]]:
+        found = self.space.list("pods")
+        return [p for p in found if not p["metadata"].get("deletionTimestamp")]
+
+    def play(
+        self,
+        state: State,
+        tokens: int = 4096,
+        ready: bool | None = None,
+        raw: bytes | None = None,
+        only: Callable[[dict[str, Any]], bool] = lambda pod: True,
+    ) -> None:
+        """Every pod runs and reports `state`; it is ready when validated, unless said."""
+        for pod in self.pods():
+            if not only(pod):
+                continue
+            uid = pod["metadata"]["uid"]
+            address = self.addresses.setdefault(uid, f"127.0.7.{len(self.addresses) + 1}")
+            report = sizing_report(uid, state, tokens)
+            self.answers[address] = report.dumps().encode() if raw is None else raw
+            now = state is State.VALIDATED if ready is None else ready
+            self.status(pod, address, now)
+
+    def status(self, pod: dict[str, Any], address: str, ready: bool) -> None:
+        started = {"running": {"startedAt": "2026-11-21T10:00:00Z"}}
+        container = {
+            "name": "server",
+            "ready": ready,
+            "started": True,
+            "restartCount": 0,
+            "state": started,
+            "image": IMAGE,
+            "imageID": "x",
+        }
+        conditions = [{"type": t, "status": str(ready)} for t in ("Ready", "ContainersReady")]
+        status = {
+            "phase": "Running",
+            "podIP": address,
+            "podIPs": [{"ip": address}],
+            "conditions": conditions,
+            "containerStatuses": [container],
+        }
+        self.patch(pod, status)
+
+    def patch(self, pod: dict[str, Any], status: dict[str, Any]) -> None:
+        name = pod["metadata"]["name"]
+        self.space.kubectl(
+            "patch",
+            "pod",
+            name,
+            "--subresource=status",
+            "--type=merge",
+            "-p",
+            json.dumps({"status": status}),
+        )

@@ -1,0 +1,468 @@
+"""The real operator against a real API server: the state of the world, whatever happens."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvline_contract.report import State
+
+pytestmark = pytest.mark.integration
+
+CHILDREN = (
+    "serviceaccounts",
+    "services",
+    "configmaps",
+    "deployments",
+    "controllerrevisions",
+    "poddisruptionbudgets",
+    "networkpolicies",
+)
+
+
+def children(space: Any) -> dict[str, list[dict[str, Any]]]:
+    """Everything with our label, without what every apply or tick changes."""
+    out = {}
+    for kind in CHILDREN:
+        out[kind] = [
+            item
+            for item in space.list(kind)
+            if (item["metadata"].get("labels") or {}).get("app.kubernetes.io/managed-by")
+            == "kvline"
+        ]
+    return out
+
+
+def shape(space: Any) -> str:
+    """Children as far as two runs must agree: names, labels, owners by name, specs and data."""
+    made = {}
+    for kind, items in children(space).items():
+        for item in items:
+            meta = item["metadata"]
+            keep = {k: item.get(k) for k in ("spec", "data", "immutable") if k in item}
+            text = json.dumps([meta["labels"], keep], sort_keys=True).replace(space.name, "NS")
+            made[f"{kind}/{meta['name']}"] = re.sub(r'"clusterIPs?": (\[[^]]*\]|"[^"]*")', "", text)
+    return json.dumps(made, sort_keys=True)
+
+
+def revision(space: Any, name: str = "chat") -> str:
+    status = (space.get("kvl", name) or {}).get("status") or {}
+    return str((status.get("rollout") or {}).get("stableRevision", ""))
+
+
+def test_an_apply_becomes_children_pods_and_a_proven_budget(
+    space: Any, operator: Any, node: Any, until: Callable[..., Any]
+) -> None:
+    space.apply(capacity={"minKVTokens": 1000})
+    until(node.pods)
+    node.play(State.STRESSING)
+    until(lambda: space.condition("Ready").get("reason") == "Stressing")
+    node.play(State.VALIDATED, 4096)
+    until(lambda: space.condition("Ready").get("status") == "True")
+    body = space.get("kvl", "chat")
+    assert body["status"]["capacity"]["kvTokens"] == 4096
+    assert body["status"]["capacity"]["fullLengthSequences"] == 4
+    assert body["status"]["readyReplicas"] == 1
+    assert "finalizers" not in body["metadata"]
+    assert not [a for a in body["metadata"].get("annotations", {}) if "kopf" in a]
+    assert {c["type"]: c["status"] for c in body["status"]["conditions"]}["UpToDate"] == "True"
+    made = children(space)
+    assert {k: len(v) for k, v in made.items()} == {**dict.fromkeys(CHILDREN, 1), "configmaps": 2}
+    for items in made.values():
+        for item in items:
+            owner = item["metadata"]["ownerReferences"][0]
+            assert (owner["uid"], owner["controller"]) == (body["metadata"]["uid"], True)
+    reasons = {
+        e["reason"]
+        for e in space.list("events")
+        if e["source"].get("component") == "kvline-operator"
+    }
+    assert {"CapacityValidated", "Serving"} <= reasons
+    row = space.kubectl("get", "kvl").stdout.splitlines()
+    assert row[0].split() == [
+        "NAME",
+        "MODEL",
+        "READY",
+        "REASON",
+        "REPLICAS",
+        "KV-TOKENS",
+        "REVISION",
+        "AGE",
+    ]
+    assert row[1].split()[:6] == ["chat", "chat", "True", "Serving", "1", "4096"]
+
+
+def test_nothing_changed_means_zero_writes(
+    space: Any, operator: Any, node: Any, until: Callable[..., Any]
+) -> None:
+    """Invariant 6: no object's version moves while nothing happens, resync included."""
+    space.apply()
+    until(node.pods)
+    node.play(State.VALIDATED)
+    until(lambda: space.condition("UpToDate").get("status") == "True")
+    time.sleep(2)
+
+    def versions() -> dict[str, str]:
+        items = [i for v in children(space).values() for i in v] + [space.get("kvl", "chat")]
+        return {i["metadata"]["uid"]: i["metadata"]["resourceVersion"] for i in items}
+
+    before = versions()
+    time.sleep(22)  # a resync of 20 s lies within
+    assert versions() == before
+
+
+def test_too_few_tokens_are_refused_with_both_figures(
+    space: Any, operator: Any, node: Any, until: Callable[..., Any]
+) -> None:
+    space.apply(capacity={"minKVTokens": 5000})
+    until(node.pods)
+    node.play(State.VALIDATED, 4096, ready=False)
+    until(lambda: space.condition("Ready").get("reason") == "BelowMinimum")
+    shown = space.kubectl("describe", "kvl", "chat").stdout
+    assert "measured 4096 KV tokens, spec.capacity.minKVTokens asks for 5000: 904 short" in shown
+    assert "capacity" not in space.get("kvl", "chat")["status"]
+
+
+def test_a_change_replaces_the_revision_replica_by_replica(
+    space: Any, operator: Any, node: Any, until: Callable[..., Any]
+) -> None:
+    space.apply()
+    until(node.pods)
+    node.play(State.VALIDATED)
+    until(lambda: space.condition("UpToDate").get("status") == "True")
+    old = revision(space)
+    space.apply(engine={"maxModelLen": 2048})
+    until(lambda: len(node.pods()) == 2)
+    until(lambda: space.condition("UpToDate").get("reason") == "RollingOut")
+    assert space.condition("Ready")["status"] == "True"
+    node.play(State.VALIDATED, 8192)
+    until(lambda: revision(space) != old and space.condition("UpToDate")["status"] == "True")
+    until(lambda: len(node.pods()) == 1)
+    assert [d["metadata"]["name"] for d in space.list("deployments")] == [f"chat-{revision(space)}"]
+    assert len(space.list("controllerrevisions")) == 2
+    assert until(
+        lambda: (space.get("kvl", "chat")["status"].get("capacity") or {}).get("kvTokens") == 8192
+    )
+
+
+def test_a_spec_that_never_gets_ready_leaves_the_old_one_serving_and_can_be_taken_back(
+    space: Any, operator: Any, node: Any, until: Callable[..., Any]
+) -> None:
+    """F36's core, F37."""
+    space.apply()
+    until(node.pods)
+    node.play(State.VALIDATED)
+    until(lambda: space.condition("UpToDate").get("status") == "True")
+    good, before = revision(space), shape(space)
+    space.apply(model={"source": "pvc://models/broken"})
+    until(lambda: len(node.pods()) == 2)
+    until(lambda: space.condition("UpToDate").get("status") == "False")
+    assert space.condition("Ready")["status"] == "True"
+    space.apply()
+    until(lambda: space.condition("UpToDate").get("status") == "True")
+    assert revision(space) == good
+    until(lambda: len(node.pods()) == 1)
+    now = json.loads(shape(space))
+    assert {k: v for k, v in now.items() if good in k or "revision" not in k} == json.loads(before)
+
+
+def test_a_b_a_within_a_second_ends_at_a(
+    space: Any, operator: Any, node: Any, until: Callable[..., Any]
+) -> None:
+    """C17."""
+    space.apply()
+    space.apply(engine={"maxModelLen": 2048})
+    space.apply()
+    generation = space.get("kvl", "chat")["metadata"]["generation"]
+    until(
+        lambda: (
+            (space.get("kvl", "chat").get("status") or {}).get("observedGeneration") == generation
+        )
+    )
+    until(lambda: len(space.list("deployments")) == 1)
+    launch = space.get("configmap", space.list("deployments")[0]["metadata"]["name"])
+    assert "maxModelLen" not in launch["data"]["launch.json"]
+
+
+def test_drift_is_repaired_and_foreign_fields_stay(
+    space: Any, operator: Any, until: Callable[..., Any]
+) -> None:
+    """F22, F25."""
+    space.apply()
+    name = until(lambda: [d["metadata"]["name"] for d in space.list("deployments")])[0]
+    evil = [
+        {"op": "replace", "path": "/spec/replicas", "value": 0},
+        {"op": "replace", "path": "/spec/template/spec/containers/0/image", "value": "evil:1"},
+        {"op": "replace", "path": "/spec/template/spec/containers/0/args", "value": ["sleep"]},
+        {"op": "add", "path": "/metadata/annotations/theirs", "value": "kept"},
+    ]
+    space.kubectl("patch", "deployment", name, "--type=json", "-p", json.dumps(evil))
+
+    def repaired() -> bool:
+        d = space.get("deployment", name)
+        container = d["spec"]["template"]["spec"]["containers"][0]
+        return (
+            d["spec"]["replicas"] == 1
+            and container["image"] == "local/kvline-server:test"
+            and container["args"][0] == "serve"
+        )
+
+    until(repaired)
+    assert space.get("deployment", name)["metadata"]["annotations"]["theirs"] == "kept"
+    gate = f"{name}-gate"
+    space.kubectl("patch", "configmap", gate, "--type=merge", "-p", '{"data":{"gate.json":"{}"}}')
+    until(lambda: '"open":true' in space.get("configmap", gate)["data"]["gate.json"])
+    space.kubectl("delete", "service", "chat")
+    until(lambda: space.get("service", "chat"))
+
+
+def test_labels_and_owners_that_were_taken_come_back(
+    space: Any, operator: Any, until: Callable[..., Any]
+) -> None:
+    """F23, F24."""
+    space.apply()
+    until(lambda: space.get("service", "chat"))
+    name = until(lambda: [d["metadata"]["name"] for d in space.list("deployments")])[0]
+    space.kubectl("label", "deployment", name, "kvline.dev/service-")
+    take = '[{"op":"remove","path":"/metadata/ownerReferences"}]'
+    space.kubectl("patch", "service", "chat", "--type=json", "-p", take)
+    until(lambda: "ownerReferences" in space.get("service", "chat")["metadata"])
+    until(lambda: "kvline.dev/service" in space.get("deployment", name)["metadata"]["labels"])
+    assert len(space.list("deployments")) == 1
+
+
+def test_a_foreign_object_with_a_child_s_name_is_left_alone(
+    space: Any, operator: Any, until: Callable[..., Any]
+) -> None:
+    """F24, C23."""
+    space.kubectl("create", "service", "clusterip", "chat", "--tcp=80:80")
+    before = space.get("service", "chat")
+    space.apply()
+    until(lambda: space.condition("Accepted").get("reason") == "NameConflict")
+    assert "Service chat exists" in space.condition("Ready")["message"]
+    assert space.get("service", "chat") == before
+    space.kubectl("delete", "service", "chat")
+    until(lambda: space.condition("Accepted").get("status") == "True")
+
+
+def test_deletion_needs_no_operator_and_leaves_nothing(
+    space: Any, operator: Any, until: Callable[..., Any]
+) -> None:
+    """F02: deletion completes while the operator is down."""
+    space.apply()
+    until(lambda: space.list("deployments"))
+    operator.stop()
+    space.kubectl("delete", "kvl", "chat", "--timeout=20s")
+    until(lambda: not any(children(space).values()))
+    space.apply("late")
+    space.apply("late", engine={"maxModelLen": 4096})
+    operator.start()
+    until(lambda: space.list("deployments"))
+    launch = space.get("configmap", space.list("deployments")[0]["metadata"]["name"])
+    assert "4096" in launch["data"]["launch.json"]
+    assert len(space.list("deployments")) == 1
+
+
+def test_a_child_deleted_while_the_operator_was_away_comes_back(
+    space: Any, operator: Any, until: Callable[..., Any]
+) -> None:
+    """F03."""
+    space.apply()
+    until(lambda: space.list("deployments"))
+    operator.stop()
+    space.kubectl("delete", "deployment,service", "--all")
+    operator.start()
+    until(lambda: space.list("deployments") and space.get("service", "chat"), 30)
+
+
+def test_a_foreign_finalizer_on_a_child_makes_no_loop_and_no_second_one(
+    space: Any, operator: Any, until: Callable[..., Any]
+) -> None:
+    """F26, C18."""
+    space.apply()
+    name = until(lambda: [d["metadata"]["name"] for d in space.list("deployments")])[0]
+    hold = '{"metadata":{"finalizers":["example.com/hold"]}}'
+    space.kubectl("patch", "deployment", name, "--type=merge", "-p", hold)
+    space.kubectl("delete", "kvl", "chat", "--wait=false")
+    until(lambda: space.get("kvl", "chat") is None)
+    time.sleep(3)
+    left = space.list("deployments")
+    assert [d["metadata"]["name"] for d in left] == [name]
+    assert left[0]["metadata"].get("deletionTimestamp")
+    free = '{"metadata":{"finalizers":null}}'
+    space.kubectl("patch", "deployment", name, "--type=merge", "-p", free)
+    until(lambda: not any(children(space).values()))
+
+
+def test_a_change_while_deleting_creates_nothing(
+    space: Any, operator: Any, until: Callable[..., Any]
+) -> None:
+    """C18."""
+    space.apply()
+    until(lambda: space.list("deployments"))
+    hold = '{"metadata":{"finalizers":["example.com/hold"]}}'
+    space.kubectl("patch", "kvl", "chat", "--type=merge", "-p", hold)
+    space.kubectl("delete", "kvl", "chat", "--wait=false")
+    until(lambda: space.get("kvl", "chat")["metadata"].get("deletionTimestamp"))
+    space.kubectl("delete", "deployment", "--all")
+    space.kubectl("patch", "kvl", "chat", "--type=merge", "-p", '{"spec":{"replicas":3}}')
+    time.sleep(3)
+    assert space.list("deployments") == []
+    space.kubectl("patch", "kvl", "chat", "--type=merge", "-p", '{"metadata":{"finalizers":null}}')
+
+
+def test_a_forged_status_is_rewritten(
+    space: Any, operator: Any, node: Any, until: Callable[..., Any]
+) -> None:
+    """C24."""
+    space.apply()
+    until(node.pods)
+    node.play(State.VALIDATED)
+    until(lambda: space.condition("UpToDate").get("status") == "True")
+    forged = {
+        "status": {
+            "capacity": {"kvTokens": 10**9},
+            "readyReplicas": 77,
+            "conditions": [
+                {
+                    "type": "Evil",
+                    "status": "True",
+                    "reason": "X",
+                    "lastTransitionTime": "2026-01-01T00:00:00Z",
+                }
+            ],
+        }
+    }
+    space.kubectl(
+        "patch", "kvl", "chat", "--subresource=status", "--type=merge", "-p", json.dumps(forged)
+    )
+
+    def honest() -> bool:
+        status = space.get("kvl", "chat")["status"]
+        types = {c["type"] for c in status["conditions"]}
+        return (
+            status["readyReplicas"] == 1
+            and "Evil" not in types
+            and status["capacity"]["kvTokens"] == 4096
+        )
+
+    until(honest)
+
+
+def test_two_long_names_have_children_of_their_own(
+    space: Any, operator: Any, until: Callable[..., Any]
+) -> None:
+    """C04, C05."""
+    one, other = "a" * 60 + "." + "b" * 60 + ".x", "a" * 60 + "." + "b" * 60 + ".y"
+    space.apply(one)
+    space.apply(other)
+    until(lambda: len(space.list("deployments")) == 2)
+    names = {d["metadata"]["name"] for d in space.list("deployments")}
+    assert len(names) == 2
+    assert all(len(n) <= 63 for n in names)
+
+
+@pytest.mark.parametrize("raw", [b"<html>", b"{" + b" " * 10_000_000, b'{"version":9}'])
+def test_a_broken_report_says_so_and_is_no_pass(
+    space: Any, operator: Any, node: Any, until: Callable[..., Any], raw: bytes
+) -> None:
+    """F38 end to end."""
+    space.apply()
+    until(node.pods)
+    node.play(State.VALIDATED, raw=raw, ready=False)
+    until(lambda: space.condition("CapacityMeasured").get("reason") == "ReportInvalid")
+    assert space.condition("Ready")["status"] == "False"
+
+
+def test_a_figure_once_read_survives_an_unreadable_report(
+    space: Any, operator: Any, node: Any, until: Callable[..., Any]
+) -> None:
+    space.apply()
+    until(node.pods)
+    node.play(State.VALIDATED)
+    until(lambda: space.condition("Ready").get("status") == "True")
+    node.play(State.VALIDATED, raw=b"broken", ready=True)
+    time.sleep(2)
+    assert space.get("kvl", "chat")["status"]["capacity"]["kvTokens"] == 4096
+
+
+def test_a_crash_is_explained_and_stands_through_the_restart(
+    space: Any, operator: Any, node: Any, until: Callable[..., Any]
+) -> None:
+    """F31, F32's core: the termination message becomes the condition."""
+    space.apply()
+    pod = until(node.pods)[0]
+    message = json.dumps(
+        {"version": 1, "code": 40, "name": "OutOfMemory", "message": "tried 5 sizes"}
+    )
+    ended = {"exitCode": 40, "reason": "Error", "message": message}
+    container = {
+        "name": "server",
+        "ready": False,
+        "restartCount": 2,
+        "image": "i",
+        "imageID": "i",
+        "state": {"waiting": {"reason": "CrashLoopBackOff"}},
+        "lastState": {"terminated": ended},
+    }
+    node.patch(pod, {"phase": "Running", "conditions": [], "containerStatuses": [container]})
+    until(lambda: space.condition("Ready").get("reason") == "OutOfMemory")
+    assert space.condition("CapacityMeasured")["message"] == "tried 5 sizes"
+    found = [e for e in space.list("events") if e["reason"] == "OutOfMemory"]
+    assert len(found) == 1
+
+
+@pytest.mark.timeout(600)
+def test_killing_the_operator_at_each_of_its_writes_ends_in_the_same_state(
+    cluster: Any, tmp_path: Path, until: Callable[..., Any]
+) -> None:
+    """F01: right after write k reached the API server, for every k until there is no such write."""
+    import uuid
+
+    from playground import Operator, Space
+
+    def run(fault: str) -> tuple[str, bool]:
+        space = Space(cluster, f"f01-{uuid.uuid4().hex[:8]}")
+        cluster.kubectl("create", "namespace", space.name)
+        space.apply()
+        extra = {"KVLINE_FAULT_WRITE": fault} if fault else None
+        operator = Operator(space, tmp_path / "log", extra).start()
+        died = False
+        try:
+            end = time.monotonic() + 30
+            while time.monotonic() < end:
+                assert operator.process is not None
+                if operator.process.poll() is not None:
+                    died = True
+                    operator.extra = {}
+                    operator.start()
+                if space.condition("Ready"):
+                    break
+                time.sleep(0.1)
+            until(lambda: space.condition("Ready"))
+            until(lambda: len(space.list("deployments")) == 1)
+            if not died and operator.process.poll() is not None:
+                died = True
+            time.sleep(0.5)
+            return shape(space), died
+        finally:
+            operator.stop(signal.SIGKILL)
+            cluster.kubectl("delete", "namespace", space.name, "--wait=false")
+
+    undisturbed, _ = run("")
+    assert run("1:before")[0] == undisturbed
+    reached = 0
+    for write in range(1, 40):
+        made, died = run(f"{write}:after")
+        assert made == undisturbed, write
+        if not died:
+            break
+        reached = write
+    assert reached >= 8, reached

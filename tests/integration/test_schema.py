@@ -1,0 +1,162 @@
+"""Bad resources are refused by the API server itself, with the field named. 7B of the catalogue."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.integration
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+DIGEST = "a" * 64
+
+
+def refused(space: Any, named: str, manifest: str) -> None:
+    done = space.kubectl("apply", "-f", "-", input=manifest, check=False)
+    assert done.returncode != 0, manifest[:200]
+    assert named in done.stderr, done.stderr
+    assert space.list("kvl") == []
+
+
+def body(**change: Any) -> str:
+    spec: dict[str, Any] = {
+        "model": {"source": "pvc://models/tiny"},
+        "resources": {"memory": "2Gi"},
+        **change,
+    }
+    return json.dumps(
+        {
+            "apiVersion": "kvline.dev/v1alpha1",
+            "kind": "InferenceService",
+            "metadata": {"name": "chat"},
+            "spec": spec,
+        }
+    )
+
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("C02", {"replcas": 2}, "replcas"),
+    ("C03", {"replicas": -1}, "spec.replicas"),
+    ("C03", {"replicas": 1.5}, "spec.replicas"),
+    ("C03", {"replicas": "3"}, "spec.replicas"),
+    ("C03", {"replicas": 10**9}, "spec.replicas"),
+    ("C08", {"image": "repo/server:latest"}, "spec.image"),
+    ("C08", {"image": "--flag"}, "spec.image"),
+    ("C10", {"resources": {"memory": "2Gi", "gpus": -1}}, "spec.resources.gpus"),
+    ("C10", {"resources": {"memory": "2Gi", "gpus": 0.5}}, "spec.resources.gpus"),
+    ("C10", {"resources": {"memory": "2Gi", "gpus": "two"}}, "spec.resources.gpus"),
+    ("C10", {"resources": {"memory": "2Gi", "gpus": 9}}, "spec.resources.gpus"),
+    ("C14", {"engine": {"maxModelLen": 0}}, "spec.engine.maxModelLen"),
+    ("C14", {"engine": {"maxModelLen": -1}}, "spec.engine.maxModelLen"),
+    ("C14", {"engine": {"maxModelLen": 2**31}}, "spec.engine.maxModelLen"),
+    ("C14", {"engine": {"maxModelLen": 2**63}}, "maxModelLen"),
+    ("C15", {"capacity": {"headroomMiB": -1}}, "spec.capacity.headroomMiB"),
+    ("C15", {"capacity": {"headroomMiB": 0.9}}, "spec.capacity.headroomMiB"),
+    ("C15", {"capacity": {"kvTokens": 0}}, "spec.capacity.kvTokens"),
+    ("C15", {"capacity": {"kvTokens": "90"}}, "spec.capacity.kvTokens"),
+    ("C15", {"capacity": {"kvTokens": 10**18}}, "spec.capacity.kvTokens"),
+    ("C15", {"capacity": {"minKVTokens": 0}}, "spec.capacity.minKVTokens"),
+    ("C22", {"hostNetwork": True}, "hostNetwork"),
+    ("C22", {"serviceAccountName": "x"}, "serviceAccountName"),
+    ("C22", {"template": {"spec": {"volumes": []}}}, "template"),
+    ("CEL", {"engine": {"maxRunningRequests": 64, "maxPrefillTokens": 32}}, "maxPrefillTokens"),
+    ("CEL", {"capacity": {"kvTokens": 100, "minKVTokens": 200}}, "minKVTokens"),
+    ("CEL", {"capacity": {"kvTokens": 100}, "engine": {"maxModelLen": 200}}, "kvTokens"),
+    ("unbuilt", {"rollout": {"strategy": "Surge"}}, "rollout"),
+    ("unbuilt", {"autoscaling": {"minReplicas": 1}}, "autoscaling"),
+    ("unbuilt", {"access": {"apiKeySecret": {"name": "a", "key": "b"}}}, "access"),
+]
+
+
+@pytest.mark.parametrize(
+    ("id", "change", "named"), BAD, ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_a_bad_field_is_refused_by_name(
+    space: Any, id: str, change: dict[str, Any], named: str
+) -> None:
+    refused(space, named, body(**change))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "",
+        "../x",
+        "/abs",
+        "https://host/model",
+        "--flag",
+        "hf://org/name\nx",
+        "$(HOSTNAME)",
+        ";id",
+        "x" * 10_000,
+        "hf://\u043erg/name@" + COMMIT,
+        "hf://org/name",
+        "hf://org/name@main",
+        "hf://org/name@0123456",
+        "hf://org/name@" + COMMIT.upper(),
+        "hf://org/name@" + COMMIT + "0",
+        "pvc://models",
+        "pvc://models/../etc",
+        "pvc://Models/x",
+        "pvc://models/.hidden",
+    ],
+)
+def test_a_bad_source_is_refused(space: Any, source: str) -> None:
+    """C06, C07, C11."""
+    refused(space, "spec.model.source", body(model={"source": source}))
+
+
+@pytest.mark.parametrize("memory", ["-1", "1e99", "0", "1 Gi", "1E", "128Mi", "2gi"])
+def test_a_bad_quantity_is_refused(space: Any, memory: str) -> None:
+    """C13."""
+    refused(space, "spec.resources", body(resources={"memory": memory}))
+
+
+@pytest.mark.parametrize("spec", ["absent", {}, None])
+def test_an_empty_spec_is_refused(space: Any, spec: Any) -> None:
+    """C01."""
+    made = json.loads(body())
+    if spec == "absent":
+        del made["spec"]
+    else:
+        made["spec"] = spec
+    refused(space, "spec", json.dumps(made))
+
+
+def test_secrets_of_other_namespaces_cannot_be_said(space: Any) -> None:
+    """C11."""
+    for name in ("other/name", "with.dots"):
+        model = {"source": f"hf://o/n@{COMMIT}", "tokenSecret": {"name": name, "key": "k"}}
+        refused(space, "tokenSecret.name", body(model=model))
+    model = {"source": "pvc://models/x", "tokenSecret": {"name": "a", "key": "k"}}
+    refused(space, "tokenSecret is for hf:// sources", body(model=model))
+
+
+def test_a_dry_run_writes_nothing(space: Any, operator: Any) -> None:
+    """C26."""
+    import time
+
+    space.kubectl("apply", "--dry-run=server", "-f", "-", input=body())
+    time.sleep(2)
+    assert space.list("kvl") == []
+    assert space.list("deployments") == []
+    assert space.list("events") == []
+
+
+def test_every_sample_is_accepted(space: Any) -> None:
+    from pathlib import Path
+
+    root = Path(__file__).resolve().parents[2]
+    for sample in sorted((root / "manifests" / "samples").glob("*.yaml")):
+        space.kubectl("apply", "--dry-run=server", "-f", str(sample))
+
+
+def test_scale_has_its_subresource_and_its_bound(space: Any) -> None:
+    space.kubectl("apply", "-f", "-", input=body())
+    space.kubectl("scale", "kvl", "chat", "--replicas=3")
+    assert space.get("kvl", "chat")["spec"]["replicas"] == 3
+    done = space.kubectl("scale", "kvl", "chat", "--replicas=5000", check=False)
+    assert "1000" in done.stderr
+    shown = space.kubectl("explain", "kvl.spec.capacity").stdout
+    assert "never Ready" in shown
