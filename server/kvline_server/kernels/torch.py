@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+from torch.nn import functional
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 __all__ = [
     "DecodeGroup",
@@ -19,6 +20,7 @@ __all__ = [
     "apply_rope",
     "decode_attention",
     "linear",
+    "pack",
     "prefill_attention",
     "rms_norm",
     "rope_table",
@@ -55,6 +57,33 @@ class PrefillPart:
     length: int
     pages: torch.Tensor  # [pages]
     mask: torch.Tensor | None  # [end - start, length] added to the scores; None: plain causal
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """The weight in oneDNN's blocked layout, in place of the plain one: 1.6 to 3 times the speed
+    of the default product at 8 to 32 rows (measured on Zen 4 and 5; docs/performance.md)."""
+    if not _use_onednn(weight):
+        return weight
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+    return packed
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [rows, in] times weight [out, in], packed or plain. -> [rows, out]"""
+    if weight.is_mkldnn or _use_onednn(weight):
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return out
+    return functional.linear(x, weight, bias)
+
+
+def _use_onednn(weight: torch.Tensor) -> bool:
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    )
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:

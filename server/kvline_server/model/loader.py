@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kvline_server.errors import ModelInvalid, ModelNotFound
+from kvline_server.kernels import torch as kernels
 from kvline_server.model.config import ModelConfig, read_json
 
 INDEX = "model.safetensors.index.json"
@@ -187,18 +188,23 @@ class _Plan:
         gates = [("gate_proj", c.intermediate), ("up_proj", c.intermediate)]
         return LayerWeights(
             input_norm=self.fused([(at + "input_layernorm.weight", c.hidden)]),
-            qkv=self.fused([(f"{attention}{n}.weight", s) for n, s in projections], c.hidden),
+            qkv=self.matrix([(f"{attention}{n}.weight", s) for n, s in projections], c.hidden),
             qkv_bias=self.maybe(c.qkv_bias, [(f"{attention}{n}.bias", s) for n, s in projections]),
             q_norm=self.maybe(c.qk_norm, [(attention + "q_norm.weight", c.head_dim)]),
             k_norm=self.maybe(c.qk_norm, [(attention + "k_norm.weight", c.head_dim)]),
-            output=self.fused([(attention + "o_proj.weight", c.hidden)], q),
+            output=self.matrix([(attention + "o_proj.weight", c.hidden)], q),
             output_bias=self.maybe(c.output_bias, [(attention + "o_proj.bias", c.hidden)]),
             post_norm=self.fused([(at + "post_attention_layernorm.weight", c.hidden)]),
-            gate_up=self.fused([(f"{mlp}{n}.weight", s) for n, s in gates], c.hidden),
+            gate_up=self.matrix([(f"{mlp}{n}.weight", s) for n, s in gates], c.hidden),
             gate_up_bias=self.maybe(c.mlp_bias, [(f"{mlp}{n}.bias", s) for n, s in gates]),
-            down=self.fused([(mlp + "down_proj.weight", c.hidden)], c.intermediate),
+            down=self.matrix([(mlp + "down_proj.weight", c.hidden)], c.intermediate),
             down_bias=self.maybe(c.mlp_bias, [(mlp + "down_proj.bias", c.hidden)]),
         )
+
+    def matrix(self, parts: list[tuple[str, int]], columns: int) -> torch.Tensor:
+        """A product's weight, in the layout that its kernel likes best."""
+        plain = self.fused(parts, columns)
+        return plain if self.checking else kernels.pack(plain)
 
     def maybe(self, wanted: bool, parts: list[tuple[str, int]]) -> torch.Tensor | None:
         return self.fused(parts) if wanted else None

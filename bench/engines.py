@@ -1,0 +1,43 @@
+"""Our engine over the demo model in this process, as the server's engine process runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import model
+import torch
+
+from kvline_server.engine.engine import Engine, Runner
+from kvline_server.engine.request import SamplingParams
+from kvline_server.memory.arena import HostArena
+from kvline_server.model.config import read_config
+from kvline_server.model.decoder import Decoder
+from kvline_server.model.loader import SafetensorsSource, load_weights
+
+THREADS = 2
+PAGES = 1400
+
+
+def folder() -> Path:
+    return model.ensure(print)
+
+
+def make(running: int = 32, rows: int = 227) -> Engine:
+    torch.set_num_threads(THREADS)
+    config = read_config(folder())
+    source = SafetensorsSource(folder())
+    weights = load_weights(source, config, torch.float32, torch.device("cpu"))
+    arena = HostArena(config, PAGES, torch.float32)
+    arena.resize(PAGES)
+    runner = Runner(Decoder(config, weights, 8192), arena, rows)
+    return Engine(runner, PAGES, running, 512, 8192, config.eos_token_ids)
+
+
+def drain(engine: Engine, until: Callable[[], bool] = lambda: False) -> None:
+    while not engine.scheduler.idle and not until():
+        engine.step()
+
+
+def greedy(max_tokens: int, **more: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **more)  # type: ignore[arg-type]

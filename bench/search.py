@@ -1,0 +1,78 @@
+"""How close the published budget is to the largest that survives the same stress.
+
+Runs `kvline-server size` in a memory cgroup of 2 GiB, then pins larger and larger budgets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import engines
+from record import record, table
+
+LIMIT = 2 << 30
+CGROUP = Path("/sys/fs/cgroup/memory/kvline-bench")
+CLOSE = 256  # tokens; the search stops there
+
+
+def size(*extra: str) -> tuple[dict[str, Any], float]:
+    """A sizing report and its seconds; state Failed when the size did not survive."""
+    started = time.perf_counter()
+    command = [sys.executable, "-m", "kvline_server", "size", "--model", str(engines.folder())]
+    done = subprocess.run(
+        [*command, "--json", *extra],
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: (CGROUP / "cgroup.procs").write_text(str(os.getpid())),
+    )
+    return dict(json.loads(done.stdout)), time.perf_counter() - started
+
+
+def run() -> None:
+    if not CGROUP.parent.is_dir() or os.geteuid() != 0:
+        print("sizing: needs root and cgroup v1")
+        return
+    CGROUP.mkdir(exist_ok=True)
+    (CGROUP / "memory.limit_in_bytes").write_text(str(LIMIT))
+    try:
+        _search()
+    finally:
+        CGROUP.rmdir()
+
+
+def _search() -> None:
+    found = []
+    for number in range(3):
+        report, _ = size()
+        found.append(report["result"])
+        print(f"  measured {number + 1}: {found[-1]['kvTokens']} tokens", flush=True)
+    tokens = min(r["kvTokens"] for r in found)
+    spread = (tokens, max(r["kvTokens"] for r in found))
+    survives, fails = tokens, round(tokens * 1.12)
+    while fails - survives > CLOSE:
+        middle = (survives + fails) // 2
+        report, seconds = size("--kv-tokens", str(middle))
+        good = report["state"] == "Validated"
+        survives, fails = (middle, fails) if good else (survives, middle)
+        print(f"  pinned {middle}: {'survived' if good else 'died'} ({seconds:.0f} s)", flush=True)
+    loop = min(r["loopMs"] for r in found) / 1000
+    idle = max(r["memory"]["headroomMiB"] for r in found)
+    record("kv-tokens-smollm2-2gib", tokens, "tokens", spread)
+    record("kv-of-largest", tokens / survives, "ratio", (tokens / fails, tokens / survives))
+    record("profile-loop-s", loop, "s", (loop, max(r["loopMs"] for r in found) / 1000))
+    record("idle-mib", idle, "MiB", (min(r["memory"]["headroomMiB"] for r in found), idle))
+    rows = [
+        ["KV tokens, least of three", str(tokens), ""],
+        ["largest that survives", f"{survives} to {fails}", ""],
+        ["share of it", f"{tokens / survives:.3f}", "0.95"],
+        ["profile loop, s", f"{loop:.1f}", "60"],
+        ["free after validation, MiB", str(idle), "128 + 64"],
+    ]
+    table("Sizing, SmolLM2-135M, 2 GiB", ["figure", "value", "bar"], rows)
