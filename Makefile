@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: demo demo-down test check unit process integration e2e env bench api clean
+.PHONY: demo demo-down test check unit process integration e2e env bench api lock clean
 
 demo: python ## a model served with a proven KV budget, on this machine
 	@$(PYTHON) demo
@@ -36,6 +36,9 @@ bench: env ## the figures of docs/performance.md
 
 api: env ## docs/api.md from the CRD
 	@$(VENV_PYTHON) docs/generate_api.py
+
+lock: ## requirements/*.txt, with hashes, from pyproject.toml
+	@$(PYTHON) requirements/lock.py
 
 clean:
 	rm -rf .venv dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

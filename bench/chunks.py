@@ -13,7 +13,7 @@ from kvline_server.engine.engine import Engine
 from kvline_server.memory.device import MIB, cpu_device
 from kvline_server.memory.pages import PagePool
 
-ROUNDS = 3
+ROUNDS = 5
 PROMPT = 4096
 UNCHUNKED = 1 << 20
 

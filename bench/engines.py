@@ -23,7 +23,7 @@ def folder() -> Path:
     return model.ensure(print)
 
 
-def make(running: int = 32, rows: int = 227) -> Engine:
+def make(running: int = 32, rows: int = 224) -> Engine:
     torch.set_num_threads(THREADS)
     config = read_config(folder())
     source = SafetensorsSource(folder())

@@ -58,7 +58,11 @@ def bounds(field: dict[str, Any]) -> str:
         parts.append(", ".join(map(str, field["enum"])))
     if "minimum" in field or "maximum" in field:
         parts.append(f"{field.get('minimum', '')} to {field.get('maximum', '')}")
-    for key, word in (("maxLength", "characters"), ("maxItems", "items"), ("maxProperties", "keys")):
+    for key, word in (
+        ("maxLength", "characters"),
+        ("maxItems", "items"),
+        ("maxProperties", "keys"),
+    ):
         if key in field:
             parts.append(f"at most {field[key]} {word}")
     if "default" in field:

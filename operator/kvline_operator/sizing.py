@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from kvline_contract.codec import ContractError
 from kvline_contract.report import MAX_REPORT_BYTES, SizingReport, State
 
 SECONDS = 5.0
+MAX_KEPT = 4096  # reports; the longest unread goes first, and is asked for again
 
 
 class Unreachable(Exception):
@@ -83,7 +85,7 @@ class Reports:
         self._port = port
         self._keep_seconds = keep_seconds
         self._clock = clock
-        self._kept: dict[str, tuple[float, SizingReport]] = {}
+        self._kept: OrderedDict[str, tuple[float, SizingReport]] = OrderedDict()
 
     def read(self, uid: str, address: str, ready: bool) -> Reading:
         kept = self._kept.get(uid)
@@ -92,15 +94,10 @@ class Reports:
         reading = fetch(address, self._port, uid)
         if reading.report is not None and reading.report.state is State.VALIDATED:
             self._kept[uid] = (self._clock(), reading.report)
+            self._kept.move_to_end(uid)
+            if len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
         elif reading.report is None and kept is not None and ready:
             # An unreadable report never blanks a figure already read from the same pod.
             return Reading(kept[1], reading.error, reading.invalid)
         return reading
-
-    def forget(self, uids: set[str]) -> None:
-        """Drops pods that are gone."""
-        for uid in uids:
-            self._kept.pop(uid, None)
-
-    def known(self) -> set[str]:
-        return set(self._kept)

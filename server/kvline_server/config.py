@@ -14,6 +14,7 @@ CPU_DEFAULTS = {"prefill": 512, "running": 16, "headroom": 128}
 CUDA_DEFAULTS = {"prefill": 8192, "running": 512, "headroom": 256}
 DEFAULT_TOP_LOGPROBS = 20
 MAX_LOGPROB_BYTES = 1 << 30
+LOGIT_BLOCK = 16  # rows of one LM-head product; its bits depend on the row count
 LIVE_MATRICES = 3  # fp32 [rows, vocabulary] matrices alive at once while rows are scored
 
 
@@ -45,9 +46,10 @@ class EngineSettings:
 
 
 def logprob_rows(memory_limit: int, vocabulary: int) -> int:
-    """Rows of one LM-head chunk: fixed for the process, so that load never changes rounding."""
+    """Rows of one LM-head chunk, in whole blocks: fixed for the process, whatever the load."""
     budget = min(memory_limit // 16, MAX_LOGPROB_BYTES)
-    return max(64, min(budget // (LIVE_MATRICES * vocabulary * 4), 2048))
+    rows = max(64, min(budget // (LIVE_MATRICES * vocabulary * 4), 2048))
+    return rows // LOGIT_BLOCK * LOGIT_BLOCK
 
 
 def resolve(launch: LaunchConfig, model: ModelConfig, memory_limit: int) -> EngineSettings:

@@ -47,7 +47,17 @@ def build(say: Callable[[str], None]) -> None:
     for number, (name, folder, package) in enumerate(programs, 1):
         started = time.monotonic()
         flags = f"-s -w -X k8s.io/component-base/version.gitVersion={version}"
-        command = ["go", "build", "-trimpath", "-ldflags", flags, "-o", str(BIN / name), package]
+        command = [
+            "go",
+            "build",
+            "-trimpath",
+            "-buildvcs=false",
+            "-ldflags",
+            flags,
+            "-o",
+            str(BIN / name),
+            package,
+        ]
         done = subprocess.run(
             command,
             cwd=folder,

@@ -91,3 +91,14 @@ def test_no_registry_host_is_named_in_a_tracked_file() -> None:
         check=False,
     )
     assert listed.stdout == ""
+
+
+def test_the_api_page_is_what_the_crd_says() -> None:
+    import sys
+
+    command = [sys.executable, str(ROOT / "docs" / "generate_api.py"), "--check"]
+    assert subprocess.run(command, check=False).returncode == 0, "make api"
+
+
+def test_the_readme_stays_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150

@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from kvline_server.config import LOGIT_BLOCK
 from kvline_server.engine import batch as batches
 from kvline_server.engine.logprobs import RowScores, join, score_rows
 from kvline_server.engine.request import SamplingParams, Scores, Sequence
@@ -18,7 +19,7 @@ from kvline_server.engine.sampling import sample
 from kvline_server.engine.scheduler import Scheduler
 from kvline_server.memory.arena import Arena
 from kvline_server.memory.pages import PAGE_SIZE, PagePool
-from kvline_server.model.decoder import LOGIT_BLOCK, Decoder
+from kvline_server.model.decoder import Decoder
 
 FinishReason = Literal["stop", "length"]
 

@@ -68,9 +68,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [rows, in] times weight [out, in], packed or plain. -> [rows, out]"""
     if weight.is_mkldnn or _use_onednn(weight):
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

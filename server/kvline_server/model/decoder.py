@@ -11,12 +11,11 @@ import math
 
 import torch
 
+from kvline_server.config import LOGIT_BLOCK
 from kvline_server.engine.batch import Batch
 from kvline_server.kernels import torch as kernels
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.loader import LayerWeights, Weights
-
-LOGIT_BLOCK = 16  # rows of one LM-head product; a matrix product's bits depend on its row count
 
 
 class Decoder:

@@ -1,0 +1,37 @@
+"""Resolves pyproject.toml's extras and convert.in into hash-pinned files without index addresses.
+
+Releases younger than seven days are left out: a bad one is usually found by then.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "cluster"))
+
+import tools  # noqa: E402
+
+COMMON = (
+    "--universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate "
+    "--no-header --quiet --upgrade"
+)
+
+
+def main() -> None:
+    before = (datetime.now(UTC) - timedelta(days=7)).strftime("%Y-%m-%d")
+    folder = ROOT / "requirements"
+    sets = {extra: ["pyproject.toml", "--extra", extra] for extra in ("operator", "server", "dev")}
+    sets["convert"] = ["requirements/convert.in"]
+    for name, source in sets.items():
+        command = [tools.uv(), "pip", "compile", *source, *COMMON.split()]
+        command += ["--constraint", "requirements/constraints.in", "--exclude-newer", before]
+        subprocess.run([*command, "-o", str(folder / f"{name}.txt")], cwd=ROOT, check=True)
+        print(f"requirements/{name}.txt")
+
+
+if __name__ == "__main__":
+    main()
