@@ -62,7 +62,7 @@ def reconcile(world: World, key: Key) -> float:
         plan=plan,
         pods=observed.pods,
         apply_error=refusal,
-        deadline_exceeded=_deadline_exceeded(world, observed, revision.name),
+        deadline_exceeded=_deadline_exceeded(observed, revision.name),
     )
     _report(world, body, *status.build(facts, body.get("status") or {}, world.stamp()))
     return _look_again(world, facts)
@@ -104,7 +104,7 @@ def _apply(
                 continue  # its memory is gone; the Deployment is left as it is until replaced
             if "resourceVersion" not in stored[name]["metadata"]:  # not in the cluster yet
                 apply.ensure(world.kube, stored[name])
-            for wanted in render.revision_objects(spec, stored[name], replicas):
+            for wanted in render.revision_objects(spec, stored[name], replicas, world.settings):
                 apply.ensure(world.kube, wanted)
         _prune(world, observed, plan)
     except NameConflict as error:
@@ -152,17 +152,15 @@ def _report(world: World, body: Object, new: Object, news: list[status.Event]) -
     world.kube.replace_status(meta["namespace"], meta["name"], new, meta["resourceVersion"])
 
 
-def _deadline_exceeded(world: World, observed: Observed, revision: str) -> bool:
-    """Whether the newest revision's Deployment has waited too long for its first ready replica."""
-    for item in observed.deployments:
-        if item["metadata"]["labels"].get(LABEL_REVISION) != revision:
-            continue
-        if (item.get("status") or {}).get("readyReplicas"):
-            return False
-        made = datetime.fromisoformat(item["metadata"]["creationTimestamp"])
-        age = (world.now() - made).total_seconds()
-        return age > world.settings.progress_deadline_seconds
-    return False
+def _deadline_exceeded(observed: Observed, revision: str) -> bool:
+    """Whether Kubernetes says that the newest revision's Deployment makes no progress. A replica
+    that served and fell is no such case: its own reason is what a person must read."""
+    return any(
+        condition.get("reason") == "ProgressDeadlineExceeded"
+        for item in observed.deployments
+        if item["metadata"]["labels"].get(LABEL_REVISION) == revision
+        for condition in (item.get("status") or {}).get("conditions") or []
+    )
 
 
 def _look_again(world: World, facts: conditions.Facts) -> float:

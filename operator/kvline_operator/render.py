@@ -153,7 +153,9 @@ def controller_revision(spec: ServiceSpec, revision: Revision, settings: Setting
     }
 
 
-def revision_objects(spec: ServiceSpec, stored: Object, replicas: int) -> list[Object]:
+def revision_objects(
+    spec: ServiceSpec, stored: Object, replicas: int, settings: Settings
+) -> list[Object]:
     """A revision's ConfigMaps and Deployment, from its stored ControllerRevision alone."""
     owner = Owner.of(spec)
     revision = stored["metadata"]["labels"][names.LABEL_REVISION]
@@ -179,6 +181,7 @@ def revision_objects(spec: ServiceSpec, stored: Object, replicas: int) -> list[O
             "spec": {
                 "replicas": replicas,
                 "revisionHistoryLimit": 0,
+                "progressDeadlineSeconds": settings.progress_deadline_seconds,
                 "selector": {
                     "matchLabels": {
                         names.LABEL_SERVICE: owner.base,

@@ -88,11 +88,15 @@ def test_sigterm_lets_streams_finish_and_refuses_new_ones(start: Callable[..., S
     ) as stream:
         lines = stream.iter_lines()
         next(lines)
+        engine = server.children()["engine"]
+        os.kill(engine, signal.SIGSTOP)  # so that the stream is still there when we look
         server.process.send_signal(signal.SIGTERM)
         server.wait("/readyz", 503, 3)
+        time.sleep(0.5)  # the HTTP process hears of it a moment later
         late = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=5)
         assert late.status_code == 503
         assert late.headers["connection"] == "close"
+        os.kill(engine, signal.SIGCONT)
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert server.end(5) == 0
 
