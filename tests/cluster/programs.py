@@ -13,9 +13,6 @@ from pathlib import Path
 
 from errors import ClusterError
 
-# They outlive this program on purpose; a Popen that is collected would complain.
-STARTED: list[subprocess.Popen[bytes]] = []
-
 
 def alive(pid: int) -> bool:
     """kill -0 says yes to a zombie that nobody has reaped; its executable is gone, though."""
@@ -39,8 +36,8 @@ class Programs:
                 start_new_session=True,
                 cwd=self.state,
             )
-        STARTED.append(process)
         (self.state / "pid" / name).write_text(str(process.pid))
+        process.returncode = 0  # it outlives this program on purpose; nobody here waits for it
 
     def running(self) -> dict[str, int]:
         folder = self.state / "pid"
