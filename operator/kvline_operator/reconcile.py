@@ -148,7 +148,7 @@ def _report(world: World, body: Object, new: Object, news: list[status.Event]) -
         world.kube.create(
             render.event(owner, item.reason, item.kind, item.message, world.stamp(), COMPONENT)
         )
-        log.info("event", extra={"key": meta["name"], "reason": item.reason})
+        log.info("%s/%s: %s: %s", meta["namespace"], meta["name"], item.reason, item.message)
     world.kube.replace_status(meta["namespace"], meta["name"], new, meta["resourceVersion"])
 
 
