@@ -60,8 +60,8 @@ class PrefillPart:
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """The weight in oneDNN's blocked layout, in place of the plain one: 1.6 to 3 times the speed
-    of the default product at 8 to 32 rows (measured on Zen 4 and 5; docs/performance.md)."""
+    """The weight in oneDNN's blocked layout, in place of the plain one: faster than the default
+    product at the few rows of decoding (docs/performance.md)."""
     if not _use_onednn(weight):
         return weight
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)

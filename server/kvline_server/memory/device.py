@@ -77,7 +77,7 @@ class CpuDevice:
     def working_files(self) -> int:
         """Code that really runs. It is page cache and could be dropped, but then every step reads
         it from disk again: a container filled to its limit with anonymous memory is not killed,
-        it crawls (seen: a step that took 2 s took minutes)."""
+        it crawls (seen: a step of two seconds was not done after one minute)."""
         return _referenced_files()
 
     def settle(self) -> None:
