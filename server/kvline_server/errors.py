@@ -3,15 +3,13 @@
 ServerError
 ├── ConfigInvalid           20  the launch file
 ├── PortTaken               21
-├── SecretMissing           22
 ├── ModelNotFound           30
 ├── ModelInvalid            31  a file is cut, missing or of the wrong shape
 ├── ModelUnsupported        32  an architecture or option that is not in our list
 ├── DownloadFailed          33
 ├── OutOfMemory             40  carries the diagnosis (Termination parts)
 ├── ContextDoesNotFit       41  carries the largest length that fits
-├── DeviceFailure           43
-└── Stalled                 52
+└── DeviceFailure           43
 """
 
 from __future__ import annotations
@@ -42,10 +40,6 @@ class PortTaken(ServerError):
     code = ExitCode.PORT_TAKEN
 
 
-class SecretMissing(ServerError):
-    code = ExitCode.SECRET_MISSING
-
-
 class ModelNotFound(ServerError):
     code = ExitCode.MODEL_NOT_FOUND
 
@@ -64,10 +58,6 @@ class DownloadFailed(ServerError):
 
 class DeviceFailure(ServerError):
     code = ExitCode.DEVICE_FAILURE
-
-
-class Stalled(ServerError):
-    code = ExitCode.STALLED
 
 
 class SizingError(ServerError):

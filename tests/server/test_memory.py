@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,10 @@ from hypothesis import strategies as st
 from servers import launch_config
 
 from kvline_contract.codec import encode
-from kvline_contract.launch import CapacityOptions, EngineOptions
+from kvline_contract.launch import CapacityOptions, Device, EngineOptions
 from kvline_contract.report import Memory, Outcome
 from kvline_server.config import logprob_rows, resolve
-from kvline_server.errors import ConfigInvalid
+from kvline_server.errors import ConfigInvalid, DeviceFailure
 from kvline_server.memory import device as devices
 from kvline_server.memory.arena import HostArena
 from kvline_server.memory.device import MIB, canary, cpu_device, tree_used
@@ -70,6 +71,16 @@ def test_settings_resolve_their_defaults(make_model: Callable[..., Path]) -> Non
     bad = launch_config(folder, EngineOptions(None, 32, 16), CapacityOptions())
     with pytest.raises(ConfigInvalid, match="maxPrefillTokens is 16, below maxRunningRequests 32"):
         resolve(bad, model, 2 << 30)
+
+
+def test_what_this_image_cannot_do_is_refused_not_ignored(make_model: Callable[..., Path]) -> None:
+    folder = make_model("llama")
+    launch = launch_config(folder, EngineOptions(), CapacityOptions())
+    model = read_config(folder)
+    with pytest.raises(DeviceFailure, match="CPU alone"):
+        resolve(replace(launch, device=Device.CUDA), model, 2 << 30)
+    with pytest.raises(ConfigInvalid, match="requireApiKey"):
+        resolve(replace(launch, require_api_key=True), model, 2 << 30)
 
 
 def test_the_arena_keeps_addresses_and_contents_through_growth_and_shrinking(

@@ -18,7 +18,7 @@ from kvline_server.engine.request import SamplingParams, Scores, Sequence
 from kvline_server.engine.sampling import sample
 from kvline_server.engine.scheduler import Scheduler
 from kvline_server.memory.arena import Arena
-from kvline_server.memory.pages import PAGE_SIZE, PagePool
+from kvline_server.memory.pages import PagePool
 from kvline_server.model.decoder import Decoder
 
 FinishReason = Literal["stop", "length"]
@@ -177,6 +177,3 @@ class Engine:
         if sequence.output_length >= sequence.params.max_tokens:
             return "length"
         return "length" if len(sequence.tokens) >= self.max_model_len else None
-
-    def used_tokens(self) -> int:
-        return self.pool.used * PAGE_SIZE

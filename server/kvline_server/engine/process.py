@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from kvline_contract import codec
+from kvline_contract import codec, names
 from kvline_contract.exits import ExitCode
 from kvline_contract.launch import LaunchConfig
 from kvline_contract.report import Attempt, Effective, Provenance, Stage, State
@@ -30,6 +30,7 @@ from kvline_server.engine.messages import Beat, Channel, Delta, PackedScores, Pr
 from kvline_server.engine.request import Scores
 from kvline_server.errors import DeviceOutOfMemory, ServerError
 from kvline_server.memory.device import cpu_device
+from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.memory.profile import ProfileLoop
 from kvline_server.memory.record import AttemptStore
 from kvline_server.model.load import load_model, read_model
@@ -44,23 +45,23 @@ class ParentReporter:
     def __init__(self, parent: Channel) -> None:
         self.parent = parent
 
-    def _tell(self, kind: str, value: object) -> None:
+    def tell(self, kind: str, value: object) -> None:
         self.parent.send(Progress(kind, codec.dumps(value).encode()))
 
     def state(self, state: State) -> None:
         self.parent.send(Progress("state", str(state).encode()))
 
     def stage(self, name: str, ms: int, nbytes: int, detail: str | None = None) -> None:
-        self._tell("stage", Stage(name, ms, nbytes, detail))
+        self.tell("stage", Stage(name, ms, nbytes, detail))
 
     def effective(self, effective: Effective) -> None:
-        self._tell("effective", effective)
+        self.tell("effective", effective)
 
     def attempt(self, attempt: Attempt) -> None:
-        self._tell("attempt", attempt)
+        self.tell("attempt", attempt)
 
     def provenance(self, provenance: Provenance) -> None:
-        self._tell("provenance", provenance)
+        self.tell("provenance", provenance)
 
     def now(self) -> str:
         return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -89,7 +90,7 @@ class EngineProcess:
         device.settle()
         free_before = device.limit - device.used()
         loaded = load_model(launch, model, settings, device, self.reporter)
-        store = AttemptStore(Path(self.arguments.state_dir) / "attempts.json")
+        store = AttemptStore(Path(self.arguments.state_dir) / names.ATTEMPTS_FILE)
         loop = ProfileLoop(
             device=device,
             settings=settings,
@@ -110,7 +111,7 @@ class EngineProcess:
             eos_token_ids=model.eos_token_ids,
         )
         self._listen()
-        self.reporter._tell("result", result)
+        self.reporter.tell("result", result)
         return engine
 
     def serve(self, engine: Engine) -> None:
@@ -163,14 +164,13 @@ class EngineProcess:
             return
         self.beat_at = now
         scheduler, pool = engine.scheduler, engine.pool
-        page = engine.runner.arena.pages and 16
         self.parent.send(
             Beat(
                 busy=not scheduler.idle,
                 steps=engine.steps,
-                kv_tokens=pool.total * page,
-                used_tokens=pool.used * page,
-                evictable_tokens=pool.cached * page,
+                kv_tokens=pool.total * PAGE_SIZE,
+                used_tokens=pool.used * PAGE_SIZE,
+                evictable_tokens=pool.cached * PAGE_SIZE,
                 waiting_prompt_tokens=sum(len(s.tokens) for s in scheduler.waiting),
                 running=len(scheduler.running),
                 waiting=len(scheduler.waiting),
@@ -249,7 +249,7 @@ def main(argv: list[str]) -> int:
     try:
         engine = process.size()
     except ServerError as error:
-        process.reporter._tell("failure", error.termination())
+        process.reporter.tell("failure", error.termination())
         return int(error.code)
     try:
         process.serve(engine)

@@ -30,7 +30,6 @@ from kvline_server.http.request_id import request_id
 from kvline_server.http.stream import api_error, events
 
 T = TypeVar("T")
-ENCODE_OFF_LOOP = 2048  # bytes of a prompt; below, a thread costs more than it frees
 
 
 @dataclass(slots=True)

@@ -20,10 +20,6 @@ class EngineClient:
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
 
-    @property
-    def connected(self) -> bool:
-        return self._writer is not None
-
     async def connect(self, path: str) -> None:
         reader, self._writer = await asyncio.open_unix_connection(path)
         self._reading = asyncio.create_task(self._read(reader))

@@ -21,7 +21,6 @@ MAX_TOKENS = 2**31 - 1
 MAX_PROMPT_IDS = 1 << 20
 
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
