@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from kvline_server.engine.request import SamplingParams
-from kvline_server.http.completions import prompt_logprobs, seeded, usage
+from kvline_server.http.completions import envelope, prompt_logprobs, seeded, usage
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.generate import (
     Answer,
@@ -57,14 +57,8 @@ class Chat:
         return [(ids, seeded(params, i)) for i in range(request.n)]
 
     def response(self, answers: list[Answer]) -> dict[str, Any]:
-        value: dict[str, Any] = {
-            "id": self.id,
-            "object": "chat.completion",
-            "created": self.created,
-            "model": self.limits.served_name,
-            "choices": [self._choice(i, answer) for i, answer in enumerate(answers)],
-            "usage": usage(self.prompts, answers),
-        }
+        choices = [self._choice(i, answer) for i, answer in enumerate(answers)]
+        value = envelope(self, "chat.completion", choices, usage(self.prompts, answers))
         if self.request.prompt_logprobs is not None:
             value["prompt_logprobs"] = prompt_logprobs(
                 self.generator, answers[0].prompt_scores, self.request.prompt_logprobs
@@ -125,16 +119,7 @@ class Chat:
         )
 
     def frame(self, choices: list[dict[str, Any]], used: dict[str, Any] | None = None) -> bytes:
-        value: dict[str, Any] = {
-            "id": self.id,
-            "object": "chat.completion.chunk",
-            "created": self.created,
-            "model": self.limits.served_name,
-            "choices": choices,
-        }
-        if used is not None:
-            value["usage"] = used
-        return msgspec.json.encode(value)
+        return msgspec.json.encode(envelope(self, "chat.completion.chunk", choices, used))
 
     def opening(self, choices: int) -> list[bytes]:
         """OpenAI's first chunk of each choice names the role."""

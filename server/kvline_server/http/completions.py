@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -71,14 +71,8 @@ class Completion:
 
     def response(self, answers: list[Answer]) -> dict[str, Any]:
         n = self.request.n
-        return {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.limits.served_name,
-            "choices": [self._choice(i, i // n, answer) for i, answer in enumerate(answers)],
-            "usage": usage(self.prompts, answers),
-        }
+        choices = [self._choice(i, i // n, answer) for i, answer in enumerate(answers)]
+        return envelope(self, "text_completion", choices, usage(self.prompts, answers))
 
     def _choice(self, index: int, prompt: int, answer: Answer) -> dict[str, Any]:
         request = self.request
@@ -136,16 +130,7 @@ class Completion:
         )
 
     def frame(self, choices: list[dict[str, Any]], used: dict[str, Any] | None = None) -> bytes:
-        value: dict[str, Any] = {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.limits.served_name,
-            "choices": choices,
-        }
-        if used is not None:
-            value["usage"] = used
-        return msgspec.json.encode(value)
+        return msgspec.json.encode(envelope(self, "text_completion", choices, used))
 
     def opening(self, choices: int) -> list[bytes]:
         return []
@@ -195,6 +180,30 @@ def prompt_logprobs(
             }
         )
     return out
+
+
+class Worded(Protocol):
+    """What every answer's envelope is made of."""
+
+    id: str
+    created: int
+    limits: Limits
+
+
+def envelope(
+    work: Worded, kind: str, choices: list[dict[str, Any]], used: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The fields that whole answers and chunks of both routes share, in OpenAI's order."""
+    value: dict[str, Any] = {
+        "id": work.id,
+        "object": kind,
+        "created": work.created,
+        "model": work.limits.served_name,
+        "choices": choices,
+    }
+    if used is not None:
+        value["usage"] = used
+    return value
 
 
 def usage(prompts: list[list[int]], answers: list[Answer]) -> dict[str, Any]:
