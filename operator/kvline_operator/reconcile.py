@@ -24,7 +24,6 @@ from kvline_operator.workqueue import Key
 
 log = logging.getLogger("kvline")
 Object = dict[str, Any]
-COMPONENT = "kvline-operator"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +111,9 @@ def _apply(
     except Forbidden as error:
         return conditions.Condition("Accepted", "False", "Forbidden", str(error))
     except Invalid as error:
-        reason = (
-            ("Progressing", "QuotaExceeded")
-            if "quota" in str(error)
-            else (
-                "Accepted",
-                "SpecInvalid",
-            )
-        )
-        return conditions.Condition(reason[0], "False", reason[1], str(error))
+        if "quota" in str(error):
+            return conditions.Condition("Progressing", "False", "QuotaExceeded", str(error))
+        return conditions.Condition("Accepted", "False", "SpecInvalid", str(error))
     return None
 
 
@@ -138,16 +131,15 @@ def _prune(world: World, observed: Observed, plan: rollout.RolloutPlan) -> None:
 
 
 def _report(world: World, body: Object, new: Object, news: list[status.Event]) -> None:
-    """Events first, then one status write, skipped when nothing changed. An event's name comes
-    from what it says, so a repeat after a crash in between makes no second one."""
+    """Events first, then one status write, skipped when nothing changed. An event is named after
+    what it says of which version, so a repeat after a crash in between makes no second one."""
     meta = body["metadata"]
     if new == (body.get("status") or {}):
         return
     owner = render.Owner(meta["namespace"], meta["name"], meta["uid"], base_name(meta["name"]))
     for item in news:
-        world.kube.create(
-            render.event(owner, item.reason, item.kind, item.message, world.stamp(), COMPONENT)
-        )
+        said = (item.reason, item.kind, item.message)
+        world.kube.create(render.event(owner, said, meta["resourceVersion"], world.stamp()))
         log.info("%s/%s: %s: %s", meta["namespace"], meta["name"], item.reason, item.message)
     world.kube.replace_status(meta["namespace"], meta["name"], new, meta["resourceVersion"])
 

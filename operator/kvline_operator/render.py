@@ -225,9 +225,11 @@ def launch_config(owner: Owner, revision: str, data: Object) -> LaunchConfig:
     )
 
 
-def event(owner: Owner, reason: str, kind: str, message: str, time: str, component: str) -> Object:
-    """An event about the service. Its name comes from what it says, so a repeat is no second."""
-    digest = hashlib.sha256(f"{owner.uid}{reason}{message}{time}".encode()).hexdigest()[:16]
+def event(owner: Owner, said: tuple[str, str, str], version: str, time: str) -> Object:
+    """An event about the service: reason, kind and message. Its name comes from those and from the
+    version of the resource that they were found at, never from the clock."""
+    reason, kind, message = said
+    digest = hashlib.sha256(f"{owner.uid}{version}{reason}{message}".encode()).hexdigest()[:16]
     return {
         "apiVersion": "v1",
         "kind": "Event",
@@ -245,6 +247,6 @@ def event(owner: Owner, reason: str, kind: str, message: str, time: str, compone
         "firstTimestamp": time,
         "lastTimestamp": time,
         "count": 1,
-        "source": {"component": component},
-        "reportingComponent": component,
+        "source": {"component": names.FIELD_MANAGER},
+        "reportingComponent": names.FIELD_MANAGER,
     }
