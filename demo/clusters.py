@@ -59,6 +59,7 @@ class LocalDemo:
         self.cluster = LocalCluster("demo")
 
     def check(self, say: Say) -> None:
+        tools.ensure_root()
         tools.ensure_packages(say)
         tools.ensure_space(2 if self.cluster.is_up() else 20)
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
 import subprocess
 import time
 from collections.abc import Callable
 
+import golang
 from errors import ClusterError
 from paths import BIN, GO
 
@@ -25,7 +25,6 @@ KUBERNETES = (
     "kubectl",
     "kube-proxy",
 )
-GO_VERSION = (1, 26)
 
 
 def build(say: Callable[[str], None]) -> None:
@@ -41,14 +40,16 @@ def build(say: Callable[[str], None]) -> None:
     complete = all((BIN / name).is_file() for name, _, _ in programs)
     if complete and mark.is_file() and mark.read_text() == want:
         return
-    _check_go()
+    go = golang.ensure(say)
     BIN.mkdir(parents=True, exist_ok=True)
     version = _kubernetes_version()
+    started = time.monotonic()
     for number, (name, folder, package) in enumerate(programs, 1):
-        started = time.monotonic()
+        took = f"{time.monotonic() - started:.0f} s so far"
+        say(f"building {name} ({number}/{len(programs)}, {took})")
         flags = f"-s -w -X k8s.io/component-base/version.gitVersion={version}"
         command = [
-            "go",
+            go,
             "build",
             "-trimpath",
             "-buildvcs=false",
@@ -68,7 +69,6 @@ def build(say: Callable[[str], None]) -> None:
         )
         if done.returncode:
             raise ClusterError(f"building {name} failed:\n{done.stderr[-2000:]}")
-        say(f"built {name} ({number}/{len(programs)}, {time.monotonic() - started:.0f} s)")
     mark.write_text(want)
 
 
@@ -86,12 +86,3 @@ def _kubernetes_version() -> str:
     if found is None:
         raise ClusterError("go.mod does not name k8s.io/kubernetes")
     return found[1]
-
-
-def _check_go() -> None:
-    if shutil.which("go") is None:
-        raise ClusterError("Go 1.26 or newer is missing; or use your own cluster: CLUSTER=current")
-    text = subprocess.run(["go", "version"], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"go(\d+)\.(\d+)", text)
-    if found is None or (int(found[1]), int(found[2])) < GO_VERSION:
-        raise ClusterError(f"Go 1.26 or newer is needed, found: {text.strip()}")

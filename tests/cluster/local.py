@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -22,6 +21,7 @@ import binaries
 import cgroups
 import pki
 import settings
+import tools
 from errors import ClusterError
 from images import Images
 from network import FIRST_SERVICE, NODE_ADDRESS, SERVICE_RANGE, Network
@@ -29,11 +29,6 @@ from paths import BIN, CLUSTERS
 from programs import Programs
 
 NODE = "local"
-NEEDED = {
-    "api": ("ip", "nsenter", "openssl"),
-    "control": ("ip", "nsenter", "openssl"),
-    "node": ("ip", "nsenter", "openssl", "containerd", "runc", "nft", "iptables", "ctr"),
-}
 # Default 20 and 50 requests a second hold a small cluster back for seconds.
 FAST = ["--kube-api-qps=500", "--kube-api-burst=1000", "--leader-elect=false"]
 
@@ -73,7 +68,8 @@ class LocalCluster:
 
     def up(self, say: Say) -> None:
         """Starts the cluster from nothing; does nothing when it is up already."""
-        self._check_tools()
+        tools.ensure_root()
+        tools.ensure_packages(say)
         binaries.build(say)
         with self._lock():
             if self.is_up():
@@ -85,16 +81,6 @@ class LocalCluster:
                 self._start_node()
             self._wait()
             say(f"cluster {self.name} ({self.mode}) is up ({time.monotonic() - started:.1f} s)")
-
-    def _check_tools(self) -> None:
-        if os.geteuid() != 0:
-            raise ClusterError("the local cluster needs root; or use your own: CLUSTER=current")
-        missing = [tool for tool in NEEDED[self.mode] if shutil.which(tool) is None]
-        if missing:
-            raise ClusterError(
-                f"missing: {', '.join(missing)}; apt-get install containerd runc "
-                "containernetworking-plugins iptables nftables iproute2 openssl"
-            )
 
     def _lock(self) -> _Locked:
         self.state.mkdir(parents=True, exist_ok=True)

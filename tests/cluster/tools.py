@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 from errors import ClusterError
@@ -30,13 +31,16 @@ PACKAGES = {  # a command that shows it is there -> the Debian package
 }
 
 
-def ensure_packages(say: Say) -> None:
-    """Installs what a local cluster needs; on a machine without apt-get it says what is missing."""
+def ensure_packages(say: Say, packages: dict[str, str] = PACKAGES) -> None:
+    """Installs what is missing of them; on a machine without apt-get it says what that is."""
+    missing = [p for command, p in packages.items() if shutil.which(command) is None]
+    if missing:
+        _install(missing, say)
+
+
+def _install(missing: list[str], say: Say) -> None:
     if os.geteuid() != 0:
-        raise ClusterError("the local cluster needs root; or use your own: CLUSTER=current")
-    missing = [p for command, p in PACKAGES.items() if shutil.which(command) is None]
-    if not missing:
-        return
+        raise ClusterError(f"{', '.join(missing)} can only be installed by root")
     if shutil.which("apt-get") is None:
         raise ClusterError(f"please install: {', '.join(missing)}")
     say(f"installing {', '.join(missing)}")
@@ -47,6 +51,11 @@ def ensure_packages(say: Say) -> None:
         )
         if done.returncode:
             raise ClusterError(f"apt-get {words[0]} failed:\n{done.stderr[-1500:]}")
+
+
+def ensure_root() -> None:
+    if os.geteuid() != 0:
+        raise ClusterError("the local cluster needs root; or use your own: CLUSTER=current")
 
 
 def ensure_space(gigabytes: int) -> None:
@@ -69,11 +78,9 @@ def uv() -> str:
     folder = CACHE / "tools" / f"uv-{UV_VERSION}"
     program = folder / "bin" / "uv"
     if not program.is_file():
-        done = subprocess.run(
-            [sys.executable, "-m", "venv", str(folder)], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise ClusterError("python3 cannot make environments; apt-get install python3-venv")
+        if find_spec("ensurepip") is None:  # Debian keeps it in a package of its own
+            _install(["python3-venv"], print)
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         pip = [str(folder / "bin" / "pip"), "install", "--quiet", f"uv=={UV_VERSION}"]
         subprocess.run(pip, check=True)
     return str(program)

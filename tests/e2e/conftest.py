@@ -21,10 +21,8 @@ def cluster() -> Iterator[Any]:
         pytest.skip("the local cluster needs root")
     import build
     import model
-    import tools
     from local import LocalCluster
 
-    tools.ensure_packages(print)
     model.ensure(print)
     made = LocalCluster("e2e")
     made.down()

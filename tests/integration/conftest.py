@@ -20,10 +20,8 @@ from playground import ROOT, Node, Operator, Space, eventually
 def cluster() -> Iterator[Any]:
     if os.geteuid() != 0:
         pytest.skip("the local control plane needs root")
-    import tools
     from local import LocalCluster
 
-    tools.ensure_packages(print)
     made = LocalCluster("integration", "control")
     made.down()
     made.up(print)
