@@ -75,10 +75,10 @@ class LocalDemo:
             self.cluster.images.add(image.name, image.config, image.layers)
 
     def image_names(self) -> dict[str, str]:
-        return {c: f"docker.io/{build.image_name(c)}" for c in build.COMPONENTS}
+        return {c: build.image_name(c) for c in build.COMPONENTS}
 
     def claim(self, say: Say) -> None:
-        self.cluster.models_claim("default", model.MODELS)
+        self.cluster.claim("default", model.MODELS)
 
     def kubectl_command(self, *arguments: str) -> list[str]:
         return [str(BIN / "kubectl"), "--kubeconfig", str(self.cluster.kubeconfig), *arguments]
@@ -138,8 +138,9 @@ class OwnCluster:
         self.kubectl("version")
 
     def image_names(self) -> dict[str, str]:
-        prefix = f"{self.registry}/" if self.kind == "current" else "docker.io/"
-        return {c: prefix + build.image_name(c) for c in build.COMPONENTS}
+        host = self.registry if self.kind == "current" else "localhost"
+        names = {c: build.image_name(c) for c in build.COMPONENTS}
+        return {c: name.replace("localhost", host, 1) for c, name in names.items()}
 
     def images(self, say: Say) -> None:
         shutil.rmtree(ROOT / "dist", ignore_errors=True)

@@ -53,7 +53,7 @@ class Story:
         kubectl("wait", "--for=condition=Established", "crd/inferenceservices.kvline.dev")
         text = (ROOT / "manifests" / "operator.yaml").read_text()
         for component, image in self.cluster.image_names().items():
-            text = text.replace(f"docker.io/local/kvline-{component}:dev", image)
+            text = text.replace(f"localhost/kvline-{component}:dev", image)
         kubectl("apply", "-f", "-", input=text)
         kubectl(
             "-n",

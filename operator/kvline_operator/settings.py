@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 DIGEST_IMAGE = re.compile(r"[a-z0-9][a-z0-9._:/-]*@sha256:[0-9a-f]{64}")
 
@@ -16,13 +17,18 @@ class Settings:
     namespaces: tuple[str, ...] = ()  # empty: the whole cluster
     own_namespace: str = "kvline-system"
     hub_endpoint: str = ""  # empty: the public hub
-    hub_port: int = 443
     resync_seconds: float = 300.0
     poll_seconds: float = 2.0  # pods that are not ready yet
     workers: int = 8
     probe_port: int = 8081
     report_port: int = 8001
     progress_deadline_seconds: int = 1800
+
+    @property
+    def hub_port(self) -> int:
+        """The one port that a pod which downloads may reach."""
+        hub = urlsplit(self.hub_endpoint)
+        return hub.port or (80 if hub.scheme == "http" else 443)
 
 
 def parse(argv: list[str]) -> Settings:
@@ -41,8 +47,12 @@ def parse(argv: list[str]) -> Settings:
         help="development: accept a default image by tag",
     )
     parser.add_argument("--namespace", action="append", default=[])
-    parser.add_argument("--hub-endpoint", default=environment.get("HF_ENDPOINT", ""))
-    parser.add_argument("--hub-port", type=int, default=443)
+    parser.add_argument(
+        "--hub-endpoint",
+        type=_hub,
+        default=environment.get("HF_ENDPOINT", ""),
+        help="another hub, such as a mirror; empty: the public one",
+    )
     parser.add_argument("--resync-seconds", type=float, default=300.0)
     parser.add_argument("--poll-seconds", type=float, default=2.0)
     parser.add_argument("--probe-port", type=int, default=8081)
@@ -59,8 +69,18 @@ def parse(argv: list[str]) -> Settings:
         namespaces=tuple(a.namespace),
         own_namespace=environment.get("KVLINE_NAMESPACE", "kvline-system"),
         hub_endpoint=a.hub_endpoint,
-        hub_port=a.hub_port,
         resync_seconds=a.resync_seconds,
         poll_seconds=a.poll_seconds,
         probe_port=a.probe_port,
     )
+
+
+def _hub(text: str) -> str:
+    try:
+        hub = urlsplit(text)
+        good = not text or (hub.scheme in ("http", "https") and hub.hostname and hub.port != 0)
+    except ValueError:
+        good = False
+    if not good:
+        raise argparse.ArgumentTypeError(f"expected http(s)://host[:port], got {text!r}")
+    return text

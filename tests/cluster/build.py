@@ -54,7 +54,7 @@ def image_name(component: str) -> str:
     digest = hashlib.sha256()
     for path in _sources(component):
         digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
-    return f"local/kvline-{component}:{digest.hexdigest()[:12]}"
+    return f"localhost/kvline-{component}:{digest.hexdigest()[:12]}"
 
 
 def _sources(component: str) -> Iterator[Path]:
@@ -88,7 +88,7 @@ def _buildah(*arguments: str, check: bool = True) -> subprocess.CompletedProcess
 
 
 def _exists(name: str) -> bool:
-    found = _buildah("inspect", "--type", "image", f"localhost/{name}", check=False)
+    found = _buildah("inspect", "--type", "image", name, check=False)
     return found.returncode == 0
 
 
@@ -152,7 +152,7 @@ def _build(component: str) -> None:
             "--file",
             f"{component}/Dockerfile",
             "--tag",
-            f"localhost/{image_name(component)}",
+            image_name(component),
             ".",
         )
     finally:
@@ -161,7 +161,7 @@ def _build(component: str) -> None:
 
 def _inspect(name: str) -> Built:
     """Config and layer folders, lowest layer first."""
-    about = json.loads(_buildah("inspect", "--type", "image", f"localhost/{name}").stdout)
+    about = json.loads(_buildah("inspect", "--type", "image", name).stdout)
     images = json.loads((STORE / "root/overlay-images/images.json").read_text())
     known = json.loads((STORE / "root/overlay-layers/layers.json").read_text())
     by_id = {layer["id"]: layer for layer in known}
@@ -171,4 +171,4 @@ def _inspect(name: str) -> Built:
         folder = STORE / "root" / "overlay" / at / "diff"
         layers.insert(0, Layer(folder, by_id[at]["diff-digest"]))
         at = by_id[at].get("parent")
-    return Built(f"docker.io/{name}", about["OCIv1"]["config"], layers)
+    return Built(name, about["OCIv1"]["config"], layers)

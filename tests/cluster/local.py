@@ -8,7 +8,6 @@ start at the same moment.
 from __future__ import annotations
 
 import fcntl
-import json
 import shutil
 import signal
 import subprocess
@@ -51,6 +50,11 @@ class LocalCluster:
     @property
     def kubeconfig(self) -> Path:
         return self.state / "pki" / "admin.kubeconfig"
+
+    @property
+    def audit_log(self) -> Path:
+        """A JSON line for each request that kvline's own ServiceAccounts made."""
+        return self.state / "log" / "audit.log"
 
     @property
     def cgroup(self) -> str:
@@ -106,6 +110,7 @@ class LocalCluster:
             "--initial-advertise-peer-urls=http://127.0.0.1:2380",
             "--initial-cluster=default=http://127.0.0.1:2380",
         )
+        (self.state / "audit-policy.json").write_text(settings.audit_policy())
         self._run("kube-apiserver", *self._apiserver_flags(pki_folder))
         if self.mode == "api":
             return
@@ -146,6 +151,8 @@ class LocalCluster:
             f"--kubelet-client-certificate={folder}/apiserver-kubelet.crt",
             f"--kubelet-client-key={folder}/apiserver-kubelet.key",
             "--kubelet-preferred-address-types=InternalIP",
+            f"--audit-policy-file={self.state}/audit-policy.json",
+            f"--audit-log-path={self.audit_log}",
         ]
 
     def _start_node(self) -> None:
@@ -234,54 +241,22 @@ class LocalCluster:
         """Runs a command in the cluster's network, where Services and pods answer."""
         return subprocess.run(self.network.command(command), text=True, check=False)
 
-    def models_claim(self, namespace: str, folder: Path) -> None:
-        """A claim `models` in the namespace, bound to a folder of the host, read-only."""
-        name = f"kvline-models-{namespace}"
-        size, storage = {"storage": "10Gi"}, "kvline-local"
-        volume = {
-            "apiVersion": "v1",
-            "kind": "PersistentVolume",
-            "metadata": {"name": name},
-            "spec": {
-                "capacity": size,
-                "accessModes": ["ReadOnlyMany"],
-                "storageClassName": storage,
-                "persistentVolumeReclaimPolicy": "Retain",
-                "claimRef": {"namespace": namespace, "name": "models"},
-                "local": {"path": str(folder)},
-                "nodeAffinity": {
-                    "required": {
-                        "nodeSelectorTerms": [
-                            {
-                                "matchExpressions": [
-                                    {
-                                        "key": "kubernetes.io/hostname",
-                                        "operator": "In",
-                                        "values": [NODE],
-                                    }
-                                ]
-                            }
-                        ]
-                    }
-                },
-            },
-        }
-        claim = {
-            "apiVersion": "v1",
-            "kind": "PersistentVolumeClaim",
-            "metadata": {"name": "models", "namespace": namespace},
-            "spec": {
-                "accessModes": ["ReadOnlyMany"],
-                "storageClassName": storage,
-                "volumeName": name,
-                "resources": {"requests": size},
-            },
-        }
-        both = {"apiVersion": "v1", "kind": "List", "items": [volume, claim]}
-        self.kubectl("apply", "-f", "-", input=json.dumps(both))
+    def claim(self, namespace: str, folder: Path, name: str = "models") -> None:
+        """A claim in the namespace, bound to a folder of the host."""
+        volume = f"kvline-{name}-{namespace}"
+        documents = settings.claim(namespace, name, volume, str(folder), NODE)
+        self.kubectl("apply", "-f", "-", input=documents)
         # A pod that comes first would wait for the scheduler's next look at the claim.
-        bound = ("wait", "--for=jsonpath={.status.phase}=Bound", "pvc/models", "--timeout=30s")
+        bound = ("wait", "--for=jsonpath={.status.phase}=Bound", f"pvc/{name}", "--timeout=30s")
         self.kubectl("-n", namespace, *bound)
+
+    def kubeconfig_of(self, namespace: str, account: str) -> Path:
+        """Written for a ServiceAccount, with a token of one day."""
+        words = ("create", "token", account, "--duration=24h")
+        token = self.kubectl("-n", namespace, *words).stdout.strip()
+        path = self.state / "pki" / f"{namespace}-{account}.kubeconfig"
+        pki.write_kubeconfig(path, f"https://{self.network.inner}:6443", token)
+        return path
 
     # Down --------------------------------------------------------------------------------------
 
@@ -309,6 +284,7 @@ class LocalCluster:
                 path.unlink()
         for name in ("run", "etcd", "kubelet", "log/pods", "pid"):
             shutil.rmtree(self.state / name, ignore_errors=True)
+        self.audit_log.unlink(missing_ok=True)
 
 
 class _Locked:

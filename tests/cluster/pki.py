@@ -43,18 +43,16 @@ def make(folder: Path, server: str, addresses: list[str], node: str) -> None:
         token = secrets.token_hex(16)
         user = user.format(node=node)
         rows.append(f"{token},{user},{user}" + (f',"{group}"' if group else ""))
-        path = folder / f"{name}.kubeconfig"
-        path.write_text(json.dumps(kubeconfig(folder, server, token)))
-        path.chmod(0o600)
+        write_kubeconfig(folder / f"{name}.kubeconfig", server, token)
     (folder / "tokens.csv").write_text("\n".join(rows) + "\n")
     (folder / "done").touch()
 
 
-def kubeconfig(folder: Path, server: str, token: str) -> dict[str, object]:
-    """JSON is YAML, so this is a kubeconfig."""
-    authority = base64.b64encode((folder / "ca.crt").read_bytes()).decode()
+def write_kubeconfig(path: Path, server: str, token: str) -> None:
+    """For the user of a token, beside the CA; JSON is YAML."""
+    authority = base64.b64encode((path.parent / "ca.crt").read_bytes()).decode()
     cluster = {"server": server, "certificate-authority-data": authority}
-    return {
+    content = {
         "apiVersion": "v1",
         "kind": "Config",
         "clusters": [{"name": "local", "cluster": cluster}],
@@ -62,6 +60,8 @@ def kubeconfig(folder: Path, server: str, token: str) -> dict[str, object]:
         "contexts": [{"name": "local", "context": {"cluster": "local", "user": "user"}}],
         "current-context": "local",
     }
+    path.touch(mode=0o600)
+    path.write_text(json.dumps(content))
 
 
 def _key(folder: Path, name: str) -> None:

@@ -7,7 +7,20 @@ from pathlib import Path
 
 from network import BRIDGE, NODE_ADDRESS, POD_RANGE
 
-PAUSE_IMAGE = "docker.io/local/pause:1"
+PAUSE_IMAGE = "localhost/pause:1"
+
+
+def audit_policy() -> str:
+    """Every request of a ServiceAccount of kvline's, without bodies; nobody else's."""
+    ours = {"level": "Metadata", "userGroups": ["system:serviceaccounts:kvline-system"]}
+    return json.dumps(
+        {
+            "apiVersion": "audit.k8s.io/v1",
+            "kind": "Policy",
+            "omitStages": ["RequestReceived"],
+            "rules": [ours, {"level": "None"}],
+        }
+    )
 
 
 def containerd(state: Path) -> str:
@@ -119,3 +132,32 @@ def corefile(state: Path) -> str:
   }}
 }}
 """
+
+
+def claim(namespace: str, name: str, volume: str, folder: str, node: str) -> str:
+    """A local volume over a folder of the host, and the claim that it is bound to."""
+    size, storage = {"storage": "10Gi"}, "kvline-local"
+    here = {"key": "kubernetes.io/hostname", "operator": "In", "values": [node]}
+    spec = {"accessModes": ["ReadWriteMany", "ReadOnlyMany"], "storageClassName": storage}
+    items = [
+        {
+            "apiVersion": "v1",
+            "kind": "PersistentVolume",
+            "metadata": {"name": volume},
+            "spec": {
+                **spec,
+                "capacity": size,
+                "persistentVolumeReclaimPolicy": "Retain",
+                "claimRef": {"namespace": namespace, "name": name},
+                "local": {"path": folder},
+                "nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": [here]}]}},
+            },
+        },
+        {
+            "apiVersion": "v1",
+            "kind": "PersistentVolumeClaim",
+            "metadata": {"name": name, "namespace": namespace},
+            "spec": {**spec, "volumeName": volume, "resources": {"requests": size}},
+        },
+    ]
+    return json.dumps({"apiVersion": "v1", "kind": "List", "items": items})

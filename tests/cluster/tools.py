@@ -26,6 +26,7 @@ PACKAGES = {  # a command that shows it is there -> the Debian package
     "ip": "iproute2",
     "openssl": "openssl",
     "curl": "curl",
+    "pkill": "procps",
     "debootstrap": "debootstrap",
     "buildah": "buildah",
 }

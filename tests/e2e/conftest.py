@@ -22,6 +22,8 @@ def cluster() -> Iterator[Any]:
     import build
     import model
     from local import LocalCluster
+    from network import NODE_ADDRESS
+    from support import HUB_PORT
 
     model.ensure(print)
     made = LocalCluster("e2e")
@@ -31,10 +33,12 @@ def cluster() -> Iterator[Any]:
     for image in build.build(print):
         made.images.add(image.name, image.config, image.layers)
         component = image.name.rpartition("-")[2].partition(":")[0]
-        text = text.replace(f"docker.io/local/kvline-{component}:dev", image.name)
+        text = text.replace(f"localhost/kvline-{component}:dev", image.name)
     made.kubectl("apply", "--server-side", "-f", str(ROOT / "manifests" / "crd.yaml"))
     made.kubectl("wait", "--for=condition=Established", "crd/inferenceservices.kvline.dev")
     made.kubectl("apply", "-f", "-", input=text)
+    hub = f"HF_ENDPOINT=http://{NODE_ADDRESS}:{HUB_PORT}"
+    made.kubectl("-n", "kvline-system", "set", "env", "deploy/kvline-operator", hub)
     made.kubectl(
         "-n", "kvline-system", "rollout", "status", "deploy/kvline-operator", "--timeout=120s"
     )
@@ -51,7 +55,7 @@ def space(cluster: Any) -> Any:
     cluster.kubectl("create", "namespace", "team")
     label = "pod-security.kubernetes.io/enforce=restricted"
     cluster.kubectl("label", "namespace", "team", label)
-    cluster.models_claim("team", model.MODELS)
+    cluster.claim("team", model.MODELS)
     return Space(cluster, "team")
 
 

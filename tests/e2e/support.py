@@ -1,9 +1,28 @@
-"""What a failed end-to-end test shows."""
+"""What end-to-end tests share: waiting for a condition, and what a failed one shows."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
+
+from playground import eventually
+
+HUB_PORT = 18090  # on the node
+
+
+def wait(space: Any, name: str, kind: str, seconds: float = 240, **wanted: str) -> dict[str, Any]:
+    def reached() -> Any:
+        condition = space.condition(kind, name)
+        return condition if all(condition.get(k) == v for k, v in wanted.items()) else None
+
+    try:
+        return dict(eventually(reached, seconds))
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{describe(space, name)}") from None
+
+
+def pods(space: Any) -> list[dict[str, Any]]:
+    return [p for p in space.list("pods") if not p["metadata"].get("deletionTimestamp")]
 
 
 def describe(space: Any, name: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from playground import eventually
-from support import describe
+from support import describe, pods, wait
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -21,21 +21,6 @@ RANDOM = {
     "capacity": {"kvTokens": 4096},
     "resources": {"cpu": "100m", "memory": "1536Mi"},
 }
-
-
-def wait(space: Any, name: str, kind: str, seconds: float = 240, **wanted: str) -> dict[str, Any]:
-    def reached() -> Any:
-        condition = space.condition(kind, name)
-        return condition if all(condition.get(k) == v for k, v in wanted.items()) else None
-
-    try:
-        return dict(eventually(reached, seconds))
-    except AssertionError as error:
-        raise AssertionError(f"{error}\n{describe(space, name)}") from None
-
-
-def pods(space: Any) -> list[dict[str, Any]]:
-    return [p for p in space.list("pods") if not p["metadata"].get("deletionTimestamp")]
 
 
 def test_apply_becomes_a_proven_budget_that_serves_and_scales(space: Any, cluster: Any) -> None:

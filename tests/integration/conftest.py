@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from playground import ROOT, Node, Operator, Space, eventually
+from playground import ROOT, Node, Operator, Space, eventually, identity
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +28,8 @@ def cluster() -> Iterator[Any]:
     made.up(print)
     made.kubectl("apply", "--server-side", "-f", str(ROOT / "manifests" / "crd.yaml"))
     made.kubectl("wait", "--for=condition=Established", "crd/inferenceservices.kvline.dev")
+    made.kubectl("apply", "-f", "-", input=yaml.safe_dump_all(identity()))
+    made.kubeconfig_of("kvline-system", "kvline-operator")
     yield made
     made.down()
 

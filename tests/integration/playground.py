@@ -19,6 +19,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from kvline_contract.report import (
     Attempt,
     Effective,
@@ -31,7 +33,7 @@ from kvline_contract.report import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-IMAGE = "local/kvline-server:test"
+IMAGE = "localhost/kvline-server:test"
 
 
 @dataclass
@@ -74,8 +76,15 @@ def manifest(name: str = "chat", **spec: Any) -> str:
     )
 
 
+def identity() -> list[dict[str, Any]]:
+    """The operator's namespace, account and rights as they ship; all but its Deployment."""
+    text = (ROOT / "manifests" / "operator.yaml").read_text()
+    return [d for d in yaml.safe_load_all(text) if d["kind"] != "Deployment"]
+
+
 class Operator:
-    """The real operator as a process on this host, watching one namespace."""
+    """The real operator as a process on this host, with the rights that ship, watching one
+    namespace."""
 
     def __init__(self, space: Space, log: Path, extra: dict[str, str] | None = None) -> None:
         self.space = space
@@ -86,11 +95,9 @@ class Operator:
     def start(self) -> Operator:
         from servers import FAULTS, free_port
 
-        environment = {
-            **os.environ,
-            "KUBECONFIG": str(self.space.cluster.kubeconfig),
-            **self.extra,
-        }
+        pki = self.space.cluster.kubeconfig.parent
+        kubeconfig = str(pki / "kvline-system-kvline-operator.kubeconfig")
+        environment = {**os.environ, "KUBECONFIG": kubeconfig, **self.extra}
         if self.extra:
             environment["PYTHONPATH"] = str(FAULTS)
         command = [sys.executable, "-m", "kvline_operator", "--default-image", IMAGE]

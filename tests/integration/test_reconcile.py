@@ -210,7 +210,7 @@ def test_drift_is_repaired_and_foreign_fields_stay(
         container = d["spec"]["template"]["spec"]["containers"][0]
         return (
             d["spec"]["replicas"] == 1
-            and container["image"] == "local/kvline-server:test"
+            and container["image"] == "localhost/kvline-server:test"
             and container["args"][0] == "serve"
         )
 

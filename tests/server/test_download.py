@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hub import COMMIT, Hub
 
 from kvline_contract.launch import (
     CapacityOptions,
@@ -26,7 +24,6 @@ from kvline_contract.launch import (
 
 pytestmark = pytest.mark.process
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_canary_5a7d"
 FILES = {
     "config.json": b'{"architectures": ["LlamaForCausalLM"]}',
@@ -37,74 +34,9 @@ FILES = {
 }
 
 
-class Hub(ThreadingHTTPServer):
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, str | None]] = []
-        self.cut = ""  # a file whose transfer breaks off
-        self.gated = False
-        super().__init__(("127.0.0.1", 0), Handler)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Hub
-
-    def log_message(self, *_: Any) -> None:
-        return
-
-    def do_HEAD(self) -> None:
-        self.answer(body=False)
-
-    def do_GET(self) -> None:
-        self.answer(body=True)
-
-    def answer(self, body: bool) -> None:
-        self.server.seen.append((self.path, self.headers.get("Authorization")))
-        if self.server.gated and self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            self.reply(403, b"{}", {"X-Error-Code": "GatedRepo"})
-            return
-        path = self.path.partition("?")[0]
-        if path == f"/api/models/org/tiny/revision/{COMMIT}":
-            siblings = [{"rfilename": n, "size": len(d)} for n, d in FILES.items()]
-            about = {"id": "org/tiny", "sha": COMMIT, "siblings": siblings}
-            self.reply(200, json.dumps(about).encode())
-            return
-        if path.startswith(f"/api/models/org/tiny/tree/{COMMIT}"):
-            tree = [
-                {"type": "file", "path": n, "size": len(d), "oid": hashlib.sha256(d).hexdigest()}
-                for n, d in FILES.items()
-            ]
-            self.reply(200, json.dumps(tree).encode())
-            return
-        name = path.removeprefix(f"/org/tiny/resolve/{COMMIT}/")
-        if name not in FILES:
-            self.reply(404, b"{}", {"X-Error-Code": "RepoNotFound"})
-            return
-        data = FILES[name]
-        etag = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(data).hexdigest()}"'}
-        if body and name == self.server.cut:
-            self.reply(200, data[: len(data) // 2], {**etag, "Content-Length": str(len(data))})
-            self.close_connection = True
-            return
-        self.reply(200, data, etag, body)
-
-    def reply(
-        self, status: int, data: bytes, headers: dict[str, str] | None = None, body: bool = True
-    ) -> None:
-        self.send_response(status)
-        for name, value in ({"Content-Length": str(len(data))} | (headers or {})).items():
-            self.send_header(name, value)
-        self.end_headers()
-        if body:
-            self.wfile.write(data)
-
-
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    server = Hub()
+    server = Hub(FILES, TOKEN)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()

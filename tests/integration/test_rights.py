@@ -1,0 +1,77 @@
+"""What the operator is allowed to do is what it does: no right too many, none too few."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playground import identity
+
+from kvline_contract.report import State
+
+pytestmark = pytest.mark.integration
+
+Right = tuple[str, str, str]  # API group, resource or resource/subresource, verb
+
+
+def granted() -> set[Right]:
+    role = next(d for d in identity() if d["kind"] == "ClusterRole")
+    return {
+        (group, resource, verb)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
+def requests(log: Path) -> Iterator[dict[str, Any]]:
+    """The API server's own record of what the operator's account asked for."""
+    for line in log.read_text().splitlines():
+        yield json.loads(line)
+
+
+def used(log: Path) -> set[Right]:
+    found = set()
+    for request in requests(log):
+        about = request.get("objectRef")
+        if about and "resource" in about:  # discovery names no resource
+            resource = about["resource"]
+            if about.get("subresource"):
+                resource += f"/{about['subresource']}"
+            verbs = {request["verb"]}
+            if request["verb"] == "patch" and request["responseStatus"]["code"] == 201:
+                verbs.add("create")  # an apply of what is not there is authorized as both
+            found |= {(about.get("apiGroup", ""), resource, verb) for verb in verbs}
+    return found
+
+
+def test_every_right_that_is_granted_is_used_and_no_other_is_asked_for(
+    space: Any, operator: Any, node: Any, until: Callable[..., Any], cluster: Any
+) -> None:
+    space.apply()
+    until(node.pods)
+    node.play(State.VALIDATED)
+    until(lambda: space.condition("UpToDate").get("status") == "True")
+    for length in range(512, 512 + 12):  # more revisions than are kept
+        space.apply(engine={"maxModelLen": length})
+        generation = space.get("kvl", "chat")["metadata"]["generation"]
+        until(lambda g=generation: space.get("kvl", "chat")["status"]["observedGeneration"] == g)
+    node.play(State.VALIDATED)
+    until(lambda: len(space.list("deployments")) == 1)
+    until(lambda: len(space.list("controllerrevisions")) == 10)
+    space.kubectl("patch", "service", "chat", "--type=merge", "-p", '{"spec":{"selector":null}}')
+    until(lambda: space.get("service", "chat")["spec"].get("selector"))
+
+    log = cluster.audit_log
+    refused = [
+        (r["verb"], r["requestURI"])
+        for r in requests(log)
+        if r["annotations"].get("authorization.k8s.io/decision") == "forbid"
+    ]
+    assert refused == []
+    assert used(log) - granted() == set()
+    assert granted() - used(log) == set()

@@ -1,0 +1,53 @@
+"""Flags and environment: what is refused, and what follows from what is given."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvline_operator.settings import parse
+
+DIGEST = "registry.example/kvline@sha256:" + "a" * 64
+GOOD = ["--default-image", DIGEST]
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_ENDPOINT", "KVLINE_DEFAULT_IMAGE", "KVLINE_ALLOW_IMAGE_TAGS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_image_comes_by_digest_unless_a_developer_says_so() -> None:
+    assert parse(GOOD).default_image == DIGEST
+    assert parse(["--default-image", "x:1", "--allow-image-tags"]).default_image == "x:1"
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        ([], "--default-image"),
+        (["--default-image", "kvline:latest"], "--default-image"),
+        ([*GOOD, "--hub-endpoint", "ftp://hub"], "--hub-endpoint"),
+        ([*GOOD, "--hub-endpoint", "http://hub:99999"], "--hub-endpoint"),
+        ([*GOOD, "--resync-seconds", "0"], "--resync-seconds"),
+        ([*GOOD, "--poll-seconds", "nan"], "--poll-seconds"),
+    ],
+)
+def test_a_wrong_value_stops_the_start_and_is_named(
+    words: list[str], flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(words)
+    assert flag in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "port"),
+    [
+        ("", 443),
+        ("https://mirror.example", 443),
+        ("http://mirror.example", 80),
+        ("http://m:8080", 8080),
+    ],
+)
+def test_the_port_that_a_download_may_reach_is_the_hub_s(endpoint: str, port: int) -> None:
+    assert parse([*GOOD, "--hub-endpoint", endpoint]).hub_port == port
