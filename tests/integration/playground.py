@@ -216,3 +216,11 @@ class Node:
             "-p",
             json.dumps({"status": status}),
         )
+
+
+def serve(space: Space, node: Node) -> None:
+    """The plain service, applied and validated."""
+    space.apply()
+    eventually(node.pods)
+    node.play(State.VALIDATED)
+    eventually(lambda: space.condition("UpToDate").get("status") == "True")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playground import serve
 
 from kvline_contract.report import State
 
@@ -103,10 +104,7 @@ def test_nothing_changed_means_zero_writes(
     space: Any, operator: Any, node: Any, until: Callable[..., Any]
 ) -> None:
     """Invariant 6: no object's version moves while nothing happens, resync included."""
-    space.apply()
-    until(node.pods)
-    node.play(State.VALIDATED)
-    until(lambda: space.condition("UpToDate").get("status") == "True")
+    serve(space, node)
     time.sleep(2)
 
     def versions() -> dict[str, str]:
@@ -133,10 +131,7 @@ def test_too_few_tokens_are_refused_with_both_figures(
 def test_a_change_replaces_the_revision_replica_by_replica(
     space: Any, operator: Any, node: Any, until: Callable[..., Any]
 ) -> None:
-    space.apply()
-    until(node.pods)
-    node.play(State.VALIDATED)
-    until(lambda: space.condition("UpToDate").get("status") == "True")
+    serve(space, node)
     old = revision(space)
     space.apply(engine={"maxModelLen": 2048})
     until(lambda: len(node.pods()) == 2)
@@ -156,10 +151,7 @@ def test_a_spec_that_never_gets_ready_leaves_the_old_one_serving_and_can_be_take
     space: Any, operator: Any, node: Any, until: Callable[..., Any]
 ) -> None:
     """F36's core, F37."""
-    space.apply()
-    until(node.pods)
-    node.play(State.VALIDATED)
-    until(lambda: space.condition("UpToDate").get("status") == "True")
+    serve(space, node)
     good, before = revision(space), shape(space)
     space.apply(model={"source": "pvc://models/broken"})
     until(lambda: len(node.pods()) == 2)
@@ -322,10 +314,7 @@ def test_a_forged_status_is_rewritten(
     space: Any, operator: Any, node: Any, until: Callable[..., Any]
 ) -> None:
     """C24."""
-    space.apply()
-    until(node.pods)
-    node.play(State.VALIDATED)
-    until(lambda: space.condition("UpToDate").get("status") == "True")
+    serve(space, node)
     forged = {
         "status": {
             "capacity": {"kvTokens": 10**9},

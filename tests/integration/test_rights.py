@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playground import identity
+from playground import identity, serve
 
 from kvline_contract.report import State
 
@@ -52,10 +52,7 @@ def used(log: Path) -> set[Right]:
 def test_every_right_that_is_granted_is_used_and_no_other_is_asked_for(
     space: Any, operator: Any, node: Any, until: Callable[..., Any], cluster: Any
 ) -> None:
-    space.apply()
-    until(node.pods)
-    node.play(State.VALIDATED)
-    until(lambda: space.condition("UpToDate").get("status") == "True")
+    serve(space, node)
     for length in range(512, 512 + 12):  # more revisions than are kept
         space.apply(engine={"maxModelLen": length})
         generation = space.get("kvl", "chat")["metadata"]["generation"]
