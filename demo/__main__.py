@@ -3,6 +3,7 @@
 CLUSTER=local    a one-node Kubernetes of our own, in a network namespace (the default; root)
 CLUSTER=current  the cluster of your kubeconfig's context; needs REGISTRY= to push images to
 CLUSTER=kind     a kind cluster named kvline; needs docker, kind and kubectl
+BASE=            for those two: the image to build on, where the usual one cannot be pulled
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from story import Story  # noqa: E402
 
 
 def main() -> int:
+    # In a pipe too, lines come out when they are printed, in order with those of kubectl.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     started = time.monotonic()
     try:
         cluster = choose(os.environ.get("CLUSTER", "local"))

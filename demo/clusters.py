@@ -6,12 +6,13 @@ in, how the model gets into a claim, and how a Service is reached.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -25,7 +26,8 @@ from paths import BIN
 
 Say = Callable[[str], None]
 ROOT = Path(__file__).resolve().parents[1]
-FORWARDED_PORT = 18800
+PART_OF = "app.kubernetes.io/part-of"
+FILLED = "kvline.dev/demo-model"
 
 
 class Cluster(Protocol):
@@ -40,7 +42,7 @@ class Cluster(Protocol):
     def kubectl(
         self, *arguments: str, input: str | None = None
     ) -> subprocess.CompletedProcess[str]: ...
-    def service(self, name: str) -> object: ...
+    def service(self, name: str) -> AbstractContextManager[str]: ...
     def next_commands(self, name: str) -> list[str]: ...
 
 
@@ -145,22 +147,37 @@ class OwnCluster:
     def images(self, say: Say) -> None:
         shutil.rmtree(ROOT / "dist", ignore_errors=True)
         tools.run_uv("build", "--quiet", "--wheel", "--out-dir", "dist", ".")
+        base = ["--build-arg", f"BASE={os.environ['BASE']}"] if os.environ.get("BASE") else []
         for component, name in self.image_names().items():
             say(f"docker build {component}")
-            _run(["docker", "build", "-f", f"{component}/Dockerfile", "-t", name, "."])
+            _run(["docker", "build", *base, "-f", f"{component}/Dockerfile", "-t", name, "."])
             if self.kind == "kind":
                 _run(["kind", "load", "docker-image", "--name", "kvline", name])
             else:
                 _run(["docker", "push", name])
 
     def claim(self, say: Say) -> None:
-        """A claim of the default storage class, filled through a short-lived pod."""
+        """A claim of the default storage class, filled once through a short-lived pod."""
+        labels = self._claim_labels()
+        if labels is not None and FILLED in labels:
+            return
+        if labels is not None and PART_OF not in labels:
+            raise ClusterError(
+                "this namespace has a claim `models` of its own; take another: "
+                "kubectl config set-context --current --namespace=NAME"
+            )
         text = (ROOT / "demo" / "claim.yaml").read_text()
         text = text.replace("SERVER_IMAGE", self.image_names()["server"])
         self.kubectl("apply", "-f", "-", input=text)
         self.kubectl("wait", "--for=condition=Ready", "pod/model-loader", "--timeout=300s")
+        say("copying the model into the claim")
         self.kubectl("cp", str(model.MODEL), "model-loader:/models/")
-        self.kubectl("delete", "pod", "model-loader", "--wait=false")
+        self.kubectl("delete", "pod", "model-loader")
+        self.kubectl("label", "pvc", "models", f"{FILLED}=true")
+
+    def _claim_labels(self) -> dict[str, str] | None:
+        text = self.kubectl("get", "pvc", "models", "--ignore-not-found", "-o", "json").stdout
+        return dict(json.loads(text)["metadata"].get("labels") or {}) if text else None
 
     def kubectl_command(self, *arguments: str) -> list[str]:
         context = ["--context", "kind-kvline"] if self.kind == "kind" else []
@@ -173,20 +190,32 @@ class OwnCluster:
 
     @contextmanager
     def service(self, name: str) -> Iterator[str]:
-        words = ("port-forward", f"service/{name}", f"{FORWARDED_PORT}:8000")
-        forward = subprocess.Popen(self.kubectl_command(*words), stdout=subprocess.DEVNULL)
+        """Forwarded to a free port of this machine, which kubectl names when it is ready."""
+        words = ("port-forward", f"service/{name}", ":8000")
+        command = self.kubectl_command(*words)
+        forward = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        assert forward.stdout is not None
         try:
-            time.sleep(2)
-            yield f"http://127.0.0.1:{FORWARDED_PORT}"
+            said = forward.stdout.readline().decode()
+            found = re.search(r"127\.0\.0\.1:(\d+) ->", said)
+            if found is None:
+                raise ClusterError(f"kubectl {' '.join(words)}: {said.strip()}")
+            yield f"http://127.0.0.1:{found[1]}"
         finally:
             forward.terminate()
             forward.wait()
 
     def down(self) -> None:
+        """What the demo made; the CRD and the operator only when nobody else's service is left."""
         if self.kind == "kind":
             _run(["kind", "delete", "cluster", "--name", "kvline"])
             return
-        self.kubectl("delete", "kvl", "smollm2", "--ignore-not-found")
+        self.kubectl("delete", "kvl", "smollm2", "too-much", "--ignore-not-found")
+        self.kubectl("delete", "pod,pvc", "-l", f"{PART_OF}=kvline-demo")
+        others = self.kubectl("get", "kvl", "-A", "-o", "name").stdout.split()
+        if others:
+            print(f"{len(others)} other InferenceServices are there: the operator stays")
+            return
         self.kubectl("delete", "-f", "manifests/operator.yaml", "--ignore-not-found")
         self.kubectl("delete", "-f", "manifests/crd.yaml", "--ignore-not-found")
 

@@ -200,7 +200,7 @@ def test_drift_is_repaired_and_foreign_fields_stay(
     def repaired() -> bool:
         d = space.get("deployment", name)
         container = d["spec"]["template"]["spec"]["containers"][0]
-        return (
+        return bool(
             d["spec"]["replicas"] == 1
             and container["image"] == "localhost/kvline-server:test"
             and container["args"][0] == "serve"
@@ -437,6 +437,7 @@ def test_killing_the_operator_at_each_of_its_writes_ends_in_the_same_state(
                 time.sleep(0.1)
             until(lambda: space.condition("Ready"))
             until(lambda: len(space.list("deployments")) == 1)
+            assert operator.process is not None
             if not died and operator.process.poll() is not None:
                 died = True
             time.sleep(0.5)

@@ -82,10 +82,10 @@ def test_every_added_key_comes_out_when_it_is_due(adds: list[tuple[Key, int]]) -
         queue.add(key, delay)
     seen: dict[Key, float] = {}
     for _ in range(25):
-        while (key := queue.pop()) is not None:
-            assert key not in seen
-            seen[key] = clock.now - 1000
-            queue.done(key)
+        while (due := queue.pop()) is not None:
+            assert due not in seen
+            seen[due] = clock.now - 1000
+            queue.done(due)
         clock.now += 1
     wanted = {key: min(d for k, d in adds if k == key) for key, _ in adds}
     assert seen == wanted

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from engines import engine, finish, greedy
 from safetensors.torch import load_file, save_file
 
-from kvline_server.engine.engine import Engine
+from kvline_server.engine.engine import Engine, Output
 from kvline_server.model.config import read_config
 from kvline_server.model.loader import RandomSource, load_weights
 
@@ -21,7 +22,9 @@ FAMILY_NAMES = ["llama", "llama-tied", "llama3-rope", "mistral", "qwen2", "qwen3
 def reference(folder: Path) -> torch.nn.Module:
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert isinstance(model, torch.nn.Module)
+    return model
 
 
 def submit_all(made: Engine, tokens: int, **more: object) -> None:
@@ -66,8 +69,8 @@ def test_a_sharded_folder_is_the_same_model(make_model: Callable[..., Path]) -> 
     assert tokens_of(finish(whole)) == tokens_of(finish(parts))
 
 
-def tokens_of(outputs: dict[int, list[object]]) -> dict[int, list[int]]:
-    return {id: [o.token for o in items] for id, items in outputs.items()}  # type: ignore[attr-defined]
+def tokens_of(outputs: dict[int, list[Output]]) -> dict[int, list[int]]:
+    return {id: [o.token for o in items] for id, items in outputs.items()}
 
 
 def test_random_weights_need_only_the_config(

@@ -72,7 +72,7 @@ def test_filters_larger_than_the_vocabulary_change_nothing() -> None:
 
 
 def test_frequency_and_presence_push_down_what_was_said() -> None:
-    greedy = {"temperature": 0.0}
+    greedy: dict[str, Any] = {"temperature": 0.0}
     assert draw(1, tokens=[0], frequency_penalty=2.0, **greedy)[0] == 1
     assert draw(1, tokens=[0], presence_penalty=1.5, **greedy)[0] == 1
     assert draw(1, tokens=[0, 0, 0], frequency_penalty=0.4, **greedy)[0] == 1

@@ -6,8 +6,10 @@ the HTTP process once for s seconds in a C call that holds the interpreter lock.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
+from typing import Any
 
 STEP = os.environ.get("KVLINE_FAULT_STEP", "")
 BLOCK = os.environ.get("KVLINE_FAULT_HTTP_BLOCK", "")
@@ -31,14 +33,13 @@ def break_step() -> None:
             raise {"raise": RuntimeError, "oom": DeviceOutOfMemory}[kind]("injected")
         return run(self, batch)
 
-    module.Runner.run = broken
+    module.Runner.run = broken  # type: ignore[method-assign]
 
 
 def block_http() -> None:
     import ctypes
 
-    import kvline_server.http.app as module
-
+    module: Any = importlib.import_module("kvline_server.http.app")
     original = module.read_object
 
     async def blocking(request):  # type: ignore[no-untyped-def]
@@ -74,7 +75,7 @@ def die_at_write() -> None:
             os._exit(9)
         return answer
 
-    module.Kube._send = counted
+    module.Kube._send = counted  # type: ignore[method-assign]
 
 
 if "KVLINE_FAULT_WRITE" in os.environ and "kvline_operator" in arguments:
