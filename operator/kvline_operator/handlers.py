@@ -44,9 +44,9 @@ def register(registry: kopf.OperatorRegistry, queue: WorkQueue) -> None:
         return kopf.login_with_service_account(**given) or kopf.login_with_kubeconfig(**given)
 
     @kopf.on.event(GROUP, API_VERSION, PLURAL, registry=registry)
-    async def service(namespace: str | None, name: str, **_: Any) -> None:
+    async def service(namespace: str | None, name: str, type: str | None, **_: Any) -> None:
         if namespace is not None:
-            services.add(namespace, name)
+            (services.forget if type == "DELETED" else services.add)(namespace, name)
             queue.add(Key(namespace, name))
 
     for group, version, plural in CHILD_KINDS:
@@ -66,6 +66,9 @@ class ServiceNames:
 
     def add(self, namespace: str, name: str) -> None:
         self._by_base[namespace, base_name(name)] = name
+
+    def forget(self, namespace: str, name: str) -> None:
+        self._by_base.pop((namespace, base_name(name)), None)
 
     def owner(self, namespace: str, body: Any) -> str | None:
         metadata = body["metadata"]

@@ -51,11 +51,11 @@ def reconcile(world: World, key: Key) -> float:
         wrong = conditions.Condition("Accepted", "False", "SpecInvalid", str(error))
         _report(world, body, *status.refused(wrong, body, world.stamp()))
         return world.settings.resync_seconds
-    observed = _observe(world, spec)
+    observed = observe(world.kube, spec.namespace, spec.base, spec.uid, world.reports, world.pool)
     revision, stored = _revision(spec, observed, world.settings)
     plan = rollout.plan(revision.name, spec.replicas, observed.sized())
     refusal = _apply(world, spec, observed, stored, plan)
-    observed = _observe(world, spec)
+    # What was observed before the writes is told: the events of the writes wake this key again.
     facts = conditions.Facts(
         spec=spec,
         plan=plan,
@@ -65,10 +65,6 @@ def reconcile(world: World, key: Key) -> float:
     )
     _report(world, body, *status.build(facts, body.get("status") or {}, world.stamp()))
     return _look_again(world, facts)
-
-
-def _observe(world: World, spec: ServiceSpec) -> Observed:
-    return observe(world.kube, spec.namespace, spec.base, spec.uid, world.reports, world.pool)
 
 
 def _revision(

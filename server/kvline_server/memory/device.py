@@ -13,7 +13,7 @@ import mmap
 import os
 import platform
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,6 +50,10 @@ class Device(Protocol):
     def settle(self) -> None:
         """Gives unused memory back, so that what follows is measured from a clean start."""
 
+    def held(self, nbytes: int) -> AbstractContextManager[None]:
+        """The headroom's canary: holds so much touched memory. What survives beside it survives
+        with that headroom. Raises DeviceOutOfMemory."""
+
 
 @dataclass(frozen=True, slots=True)
 class CpuDevice:
@@ -83,6 +87,19 @@ class CpuDevice:
     def settle(self) -> None:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
+
+    @contextmanager
+    def held(self, nbytes: int) -> Iterator[None]:
+        if not nbytes:
+            yield
+            return
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            for offset in range(0, nbytes, mmap.PAGESIZE):
+                memory[offset] = 1
+            yield
+        finally:
+            memory.close()
 
 
 def cpu_device(memory: int | None, root: int) -> CpuDevice:
@@ -192,18 +209,3 @@ def tree_used(root: int) -> int:
             at = parents.get(at, 0)
         total += size if at == root else 0
     return total
-
-
-@contextmanager
-def canary(nbytes: int) -> Iterator[None]:
-    """Holds `nbytes` of touched memory: what survives beside it survives with that headroom."""
-    if not nbytes:
-        yield
-        return
-    held = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
-        for offset in range(0, nbytes, mmap.PAGESIZE):
-            held[offset] = 1
-        yield
-    finally:
-        held.close()

@@ -28,7 +28,7 @@ from kvline_server.config import EngineSettings
 from kvline_server.engine.engine import Runner
 from kvline_server.errors import DeviceOutOfMemory
 from kvline_server.memory.arena import Arena
-from kvline_server.memory.device import MIB, Device, canary
+from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.diagnosis import Diagnosis
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
 from kvline_server.memory.record import AttemptStore, find_record
@@ -133,9 +133,19 @@ class ProfileLoop:
         record = find_record(self.record_file, self.loaded.fingerprint, free_mib)
         if record is not None:
             return self._check_context(whole_pages(record.kv_tokens)), Source.RECORDED, record
-        self._probe()
-        self._stress()
+        self._play()
         return self._measure(), Source.MEASURED, None
+
+    def _play(self) -> None:
+        """Attempt 0: the worst real work on the smallest cache."""
+        self.reporter.attempt(self.store.begin(0, PROBE_PAGES * PAGE_SIZE))
+        try:
+            self._probe()
+            self._stress()
+        except DeviceOutOfMemory as error:
+            done = self.store.end(Outcome.OUT_OF_MEMORY, None)
+            raise self.diagnosis.out_of_memory((done,), pinned=False) from error
+        self.reporter.attempt(self.store.end(Outcome.SURVIVED, self._lowest_free()))
 
     def _probe(self) -> None:
         """Step 4: a small budget whose pages stand for many."""
@@ -145,16 +155,9 @@ class ProfileLoop:
 
     def _stress(self) -> None:
         """Step 5: real shapes on aliased pages; the peak is counted from here."""
-        probe = self.store.begin(0, PROBE_PAGES * PAGE_SIZE)
-        self.reporter.attempt(probe)
         self.reporter.state(State.STRESSING)
         self.device.reset_peak()
-        try:
-            self._run_stress(self.settings.wanted_len, aliased=True)
-        except DeviceOutOfMemory as error:
-            done = self.store.end(Outcome.OUT_OF_MEMORY, None)
-            raise self.diagnosis.out_of_memory((done,), pinned=False) from error
-        self.reporter.attempt(self.store.end(Outcome.SURVIVED, self._lowest_free()))
+        self._run_stress(self.settings.wanted_len, aliased=True)
 
     def _measure(self) -> int:
         """Step 6: tokens of the budget, clipped to whole pages."""
@@ -207,7 +210,7 @@ class ProfileLoop:
         with self._stage("map", None, f"{tokens} tokens"):
             self.loaded.arena.resize(pages_for(tokens) + 1)
         self.reporter.effective(self.settings.effective(self._model_len(tokens)))
-        with canary(self.settings.headroom_mib * MIB):
+        with self.device.held(self.settings.headroom_mib * MIB):
             self.device.reset_peak()
             self._run_stress(self._model_len(tokens), aliased=False)
             # Read while the canary is held: what is free now is free beyond the headroom.

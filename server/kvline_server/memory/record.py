@@ -35,7 +35,8 @@ class AttemptStore:
         self.attempts: tuple[Attempt, ...] = ()
 
     def open(self, fingerprint: str) -> None:
-        """Reads what an earlier start left; attempts still Running were killed."""
+        """Reads which attempts of an earlier start failed; those still Running were killed. One
+        that survived, of a start that ended for another reason, says nothing against a size."""
         self.fingerprint = fingerprint
         self.attempts = ()
         try:
@@ -46,6 +47,7 @@ class AttemptStore:
             self.attempts = tuple(
                 replace(a, outcome=Outcome.KILLED) if a.outcome is Outcome.RUNNING else a
                 for a in found.attempts
+                if a.outcome is not Outcome.SURVIVED
             )
 
     def begin(self, number: int, target_tokens: int) -> Attempt:

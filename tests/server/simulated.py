@@ -1,0 +1,141 @@
+"""A device whose memory is arithmetic: the profile loop plays against it in milliseconds.
+
+What a batch takes is its tokens times a price; whoever asks for more than the limit gets the error
+that a real device gives, or, where the kernel would kill, an exception that nothing catches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from kvline_contract.report import Attempt, Effective, State
+from kvline_server.config import EngineSettings
+from kvline_server.engine.batch import Batch
+from kvline_server.errors import DeviceOutOfMemory
+from kvline_server.memory.device import MIB
+from kvline_server.memory.pages import PAGE_SIZE
+
+BYTES_PER_TOKEN = 4096
+
+
+class Killed(BaseException):
+    """The kernel's SIGKILL: nothing in the loop may catch it."""
+
+
+@dataclass
+class Machine:
+    """Device, arena and runner in one."""
+
+    limit: int
+    weights: int
+    price: int  # bytes a batch's token takes while the batch runs
+    surprise: int = 0  # what a batch takes more while the canary is held, at the final size
+    kills: bool = False
+    name: str = "simulated"
+    driver: str = "0"
+    pages: int = 0
+    taken: int = 0  # by the canary
+    highest: int = 0
+    batches: int = 0
+
+    # The device
+
+    def used(self) -> int:
+        return self.weights + self.nbytes + self.taken
+
+    now = used
+
+    def peak(self) -> int:
+        return self.highest
+
+    def reset_peak(self) -> None:
+        self.highest = self.used()
+
+    def working_files(self) -> int:
+        return 3 * MIB
+
+    def settle(self) -> None:
+        return
+
+    @contextmanager
+    def held(self, nbytes: int) -> Iterator[None]:
+        self._take(nbytes)
+        self.taken = nbytes
+        try:
+            yield
+        finally:
+            self.taken = 0
+
+    def _take(self, nbytes: int) -> None:
+        if self.used() + nbytes + self.working_files() > self.limit:
+            raise Killed if self.kills else DeviceOutOfMemory("simulated")
+        self.highest = max(self.highest, self.used() + nbytes)
+
+    # The arena
+
+    @property
+    def nbytes(self) -> int:
+        return self.pages * PAGE_SIZE * BYTES_PER_TOKEN
+
+    def layers(self) -> list[Any]:
+        return []
+
+    def resize(self, pages: int) -> None:
+        self._take((pages - self.pages) * PAGE_SIZE * BYTES_PER_TOKEN)
+        self.pages = pages
+
+    # The runner
+
+    @property
+    def arena(self) -> Machine:
+        return self
+
+    @property
+    def decoder(self) -> Any:
+        return SimpleNamespace(config=SimpleNamespace(vocabulary=1000))
+
+    def run(self, batch: Batch) -> tuple[Any, list[Any]]:
+        self.batches += 1
+        extra = self.surprise if self.taken else 0
+        self._take(len(batch.token_ids) * self.price + extra)
+        return None, []
+
+
+@dataclass
+class Notes:
+    """The reporter: what the loop told."""
+
+    states: list[State] = field(default_factory=list)
+    attempts: dict[int, Attempt] = field(default_factory=dict)
+    lengths: list[int] = field(default_factory=list)
+
+    def state(self, state: State) -> None:
+        self.states.append(state)
+
+    def stage(self, name: str, ms: int, nbytes: int, detail: str | None = None) -> None:
+        return
+
+    def effective(self, effective: Effective) -> None:
+        self.lengths.append(effective.max_model_len)
+
+    def attempt(self, attempt: Attempt) -> None:
+        self.attempts[attempt.number] = attempt
+
+    def now(self) -> str:
+        return "2026-11-21T10:00:00Z"
+
+
+SETTINGS = EngineSettings(
+    max_model_len=None,
+    model_max_len=1024,
+    max_running_requests=4,
+    max_prefill_tokens=128,
+    max_top_logprobs=5,
+    headroom_mib=8,
+    logprob_rows=64,
+    pinned_kv_tokens=None,
+)

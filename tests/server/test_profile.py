@@ -1,0 +1,204 @@
+"""The auto-profile loop, step by step, on a device whose memory is arithmetic."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from simulated import BYTES_PER_TOKEN, SETTINGS, Killed, Machine, Notes
+
+from kvline_contract.report import Binding, Outcome, Result, Source, State
+from kvline_server.config import EngineSettings
+from kvline_server.errors import ContextDoesNotFit, OutOfMemory
+from kvline_server.memory.device import MIB
+from kvline_server.memory.profile import Loaded, ProfileLoop
+from kvline_server.memory.record import AttemptStore
+
+FINGERPRINT = "f" * 32
+
+
+def machine(**changed: Any) -> Machine:
+    return Machine(**({"limit": 256 * MIB, "weights": 100 * MIB, "price": 64 << 10} | changed))
+
+
+class Start:
+    """One start of a server in a folder that outlives it."""
+
+    def __init__(self, made: Machine, folder: Path, wanted: EngineSettings = SETTINGS) -> None:
+        self.machine, self.folder, self.wanted = made, folder, wanted
+        self.notes = Notes()
+        self.record: Path | None = None
+
+    def run(self) -> Result:
+        made = self.machine
+        loaded = Loaded(made, made, BYTES_PER_TOKEN, made.weights, FINGERPRINT)  # type: ignore[arg-type]
+        return ProfileLoop(
+            device=made,
+            settings=self.wanted,
+            loaded=loaded,
+            reporter=self.notes,
+            store=AttemptStore(self.folder / "attempts.json"),
+            record_file=self.record,
+            wait_for_neighbours=lambda: None,
+            free_before_weights=made.limit,
+        ).run(0.0)
+
+    @property
+    def tried(self) -> list[int]:
+        return [a.target_tokens for n, a in sorted(self.notes.attempts.items()) if n]
+
+
+def test_all_that_is_left_becomes_cache_but_the_headroom(tmp_path: Path) -> None:
+    start = Start(machine(), tmp_path)
+    result = start.run()
+    made = start.machine
+    left = made.limit - made.used() - 128 * made.price - made.working_files()
+    page = 16 * BYTES_PER_TOKEN
+    assert 8 * MIB <= left < 8 * MIB + 2 * page
+    assert (result.source, list(start.notes.attempts)) == (Source.MEASURED, [0, 1])
+    assert start.notes.states == [
+        State.AUTOTUNING,
+        State.PROBING,
+        State.STRESSING,
+        State.VALIDATING,
+    ]
+    memory = result.memory
+    parts = (memory.weights_mib, memory.activations_mib, memory.kv_mib, memory.headroom_mib)
+    assert sum(parts) + memory.graphs_mib + memory.others_mib == memory.total_mib == 256
+    assert not (tmp_path / "attempts.json").exists()
+
+
+def test_a_size_that_does_not_survive_is_tried_again_five_percent_smaller(tmp_path: Path) -> None:
+    start = Start(machine(surprise=10 * MIB), tmp_path)
+    result = start.run()
+    first, second, third = start.tried
+    assert second == first * 95 // 100 // 16 * 16
+    assert third == second * 95 // 100 // 16 * 16 == result.kv_tokens
+    outcomes = [a.outcome for _, a in sorted(start.notes.attempts.items())]
+    assert outcomes == [Outcome.SURVIVED, *[Outcome.OUT_OF_MEMORY] * 2, Outcome.SURVIVED]
+    assert State.SHRUNK_RETRY in start.notes.states
+
+
+def test_after_four_sizes_the_failure_names_parts_and_knobs(tmp_path: Path) -> None:
+    start = Start(machine(surprise=100 * MIB), tmp_path)
+    with pytest.raises(OutOfMemory) as caught:
+        start.run()
+    assert len(start.tried) == 4
+    termination = caught.value.termination()
+    assert termination.memory is not None and termination.memory.weights_mib == 100
+    assert {k.spec_field for k in termination.knobs} >= {
+        "spec.resources.memory",
+        "spec.engine.maxPrefillTokens",
+    }
+    for tokens in start.tried:
+        assert str(tokens) in termination.message
+
+
+def test_a_pin_is_validated_and_never_changed(tmp_path: Path) -> None:
+    pinned = replace(SETTINGS, pinned_kv_tokens=4096)
+    start = Start(machine(), tmp_path, pinned)
+    result = start.run()
+    assert (result.kv_tokens, result.source) == (4096, Source.PINNED)
+    assert State.STRESSING not in start.notes.states  # no search
+    too_much = Start(machine(), tmp_path, replace(SETTINGS, pinned_kv_tokens=60_000))
+    with pytest.raises(OutOfMemory, match=r"spec\.capacity\.kvTokens pins 60000"):
+        too_much.run()
+    assert too_much.tried == [60_000]
+
+
+def test_a_record_of_a_twin_skips_the_search_not_the_validation(tmp_path: Path) -> None:
+    found = Start(machine(), tmp_path).run()
+    record = {
+        "kvTokens": found.kv_tokens,
+        "freeMiB": 256,
+        "loopMs": 10**9,
+        "measuredAt": "2026-11-21T10:00:00Z",
+        "memory": {
+            f"{n}MiB": 0
+            for n in ["total", "weights", "activations", "graphs", "kv", "headroom", "others"]
+        },
+    }
+    file = tmp_path / "records.json"
+    file.write_text(json.dumps({"version": 1, "reuse": "Auto", "records": {FINGERPRINT: record}}))
+    start = Start(machine(), tmp_path)
+    start.record = file
+    again = start.run()
+    assert (again.kv_tokens, again.source) == (found.kv_tokens, Source.RECORDED)
+    assert again.saved_ms > 0
+    assert State.STRESSING not in start.notes.states
+    assert State.VALIDATING in start.notes.states
+
+
+def test_a_kill_at_the_final_size_goes_on_from_95_percent_at_the_next_start(tmp_path: Path) -> None:
+    """cgroup v2 kills everything at once: only the file on the emptyDir tells."""
+    tried = []
+    for _ in range(4):
+        start = Start(machine(surprise=100 * MIB, kills=True), tmp_path)
+        with pytest.raises(Killed):
+            start.run()
+        tried.append(start.tried[-1])
+    assert tried == sorted(tried, reverse=True) and len(set(tried)) == 4
+    with pytest.raises(OutOfMemory, match="no size survived"):
+        Start(machine(surprise=100 * MIB, kills=True), tmp_path).run()
+
+
+def test_a_kill_while_probing_is_no_reason_to_shrink(tmp_path: Path) -> None:
+    hungry = {"price": 2 * MIB, "kills": True}
+    with pytest.raises(Killed):
+        Start(machine(**hungry), tmp_path).run()
+    with pytest.raises(OutOfMemory, match="while probing"):
+        Start(machine(**hungry), tmp_path).run()
+
+
+def test_weights_that_leave_nothing_say_so(tmp_path: Path) -> None:
+    with pytest.raises(OutOfMemory, match="no memory is left for the KV cache") as caught:
+        Start(machine(weights=239 * MIB), tmp_path).run()
+    assert caught.value.termination().binding is Binding.WEIGHTS
+
+
+def test_a_context_that_does_not_fit_names_the_largest_that_does(tmp_path: Path) -> None:
+    fits = Start(machine(), tmp_path).run().kv_tokens
+    wanted = replace(SETTINGS, max_model_len=100_000, model_max_len=100_000)
+    start = Start(machine(price=1024), tmp_path, wanted)
+    with pytest.raises(ContextDoesNotFit) as caught:
+        start.run()
+    with pytest.raises(ContextDoesNotFit):  # the restarted container says the same
+        Start(machine(price=1024), tmp_path, wanted).run()
+    largest = caught.value.termination().largest_max_model_len
+    assert largest is not None and fits <= largest < 100_000
+    served = Start(machine(price=1024), tmp_path, replace(wanted, max_model_len=largest)).run()
+    assert served.kv_tokens >= largest
+
+
+def test_a_model_s_own_length_is_clipped_to_the_budget(tmp_path: Path) -> None:
+    start = Start(machine(), tmp_path, replace(SETTINGS, model_max_len=1_000_000))
+    result = start.run()
+    assert start.notes.lengths == [result.kv_tokens]
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    limit=st.integers(64, 512),
+    weights=st.integers(1, 512),
+    price=st.integers(0, 1 << 20),
+    surprise=st.integers(0, 64),
+)
+def test_whatever_the_machine_a_published_size_survived_and_left_the_headroom(
+    tmp_path: Path, limit: int, weights: int, price: int, surprise: int
+) -> None:
+    made = machine(limit=limit * MIB, weights=weights * MIB, price=price, surprise=surprise * MIB)
+    (tmp_path / "attempts.json").unlink(missing_ok=True)
+    try:
+        result = Start(made, tmp_path).run()
+    except OutOfMemory:
+        return
+    assert result.kv_tokens % 16 == 0 and result.kv_tokens >= 32
+    worst = made.used() + 128 * price + made.surprise + made.working_files() + 8 * MIB
+    assert worst <= made.limit or result.kv_tokens < 128  # a small cache never sees a full chunk
