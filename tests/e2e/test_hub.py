@@ -109,7 +109,8 @@ def everything(space: Any, cluster: Any) -> Iterator[tuple[str, str]]:
     kinds.remove("secrets")
     words = ("get", ",".join(kinds), "-A", "-o", "json", "--show-managed-fields")
     objects = cluster.kubectl(*words).stdout
-    assert '"reason": "NotFound"' in objects
+    assert all(f'"kind": "{kind}"' in objects for kind in ("Pod", "Event", "InferenceService"))
+    assert '"ModelNotFound"' in objects  # the event of the refusal
     yield "objects", objects
     logs = [p for p in (cluster.state / "log").rglob("*") if p.is_file()]
     assert any("download" in str(p) for p in logs)
