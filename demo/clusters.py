@@ -108,6 +108,7 @@ class LocalDemo:
             "kubectl explain kvl.spec.capacity",
             f"curl http://{ip}:8000/v1/completions -H 'Content-Type: application/json' -d '{body}'",
             f"# Services ({SERVICE_RANGE}) are reachable from this machine",
+            "make demo-down",
         ]
 
 
@@ -224,6 +225,7 @@ class OwnCluster:
             f"kubectl describe kvl {name}",
             "kubectl explain kvl.spec.capacity",
             f"kubectl port-forward service/{name} 8000",
+            f"make demo-down CLUSTER={self.kind}",
         ]
 
 

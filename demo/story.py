@@ -163,7 +163,6 @@ class Story:
         print("\nThe demo keeps running. Try:\n")
         for line in self.cluster.next_commands(NAME):
             print(f"  {line}")
-        print("  make demo-down")
 
 
 def condition(status: dict[str, Any], kind: str) -> dict[str, Any]:
