@@ -10,6 +10,7 @@ import torch
 
 from kvline_server.engine.engine import Engine, Runner
 from kvline_server.engine.request import SamplingParams
+from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import HostArena
 from kvline_server.model.config import read_config
 from kvline_server.model.decoder import Decoder
@@ -26,11 +27,12 @@ def folder() -> Path:
 def make(running: int = 32, rows: int = 224) -> Engine:
     torch.set_num_threads(THREADS)
     config = read_config(folder())
+    kernels = TorchKernels()
     source = SafetensorsSource(folder())
-    weights = load_weights(source, config, torch.float32, torch.device("cpu"))
+    weights = load_weights(source, config, kernels)
     arena = HostArena(config, PAGES, torch.float32)
     arena.resize(PAGES)
-    runner = Runner(Decoder(config, weights, 8192), arena, rows)
+    runner = Runner(Decoder(config, weights, 8192, kernels), arena, rows)
     return Engine(runner, PAGES, running, 512, 8192, config.eos_token_ids)
 
 

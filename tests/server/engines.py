@@ -8,6 +8,7 @@ import torch
 
 from kvline_server.engine.engine import Engine, Output, Runner
 from kvline_server.engine.request import SamplingParams
+from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import HostArena
 from kvline_server.model.config import read_config
 from kvline_server.model.decoder import Decoder
@@ -16,9 +17,10 @@ from kvline_server.model.loader import SafetensorsSource, load_weights
 
 def decoder(folder: Path) -> Decoder:
     config = read_config(folder)
+    kernels = TorchKernels()
     source = SafetensorsSource(folder)
-    weights = load_weights(source, config, torch.float32, torch.device("cpu"))
-    return Decoder(config, weights, config.max_position)
+    weights = load_weights(source, config, kernels)
+    return Decoder(config, weights, config.max_position, kernels)
 
 
 def engine(

@@ -12,6 +12,7 @@ from engines import engine, finish, greedy
 from safetensors.torch import load_file, save_file
 
 from kvline_server.engine.engine import Engine, Output
+from kvline_server.kernels.torch import TorchKernels
 from kvline_server.model.config import read_config
 from kvline_server.model.loader import RandomSource, load_weights
 
@@ -79,7 +80,7 @@ def test_random_weights_need_only_the_config(
     folder = make_model("qwen2")
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     config = read_config(tmp_path)
-    weights = load_weights(RandomSource(), config, torch.float32, torch.device("cpu"))
+    weights = load_weights(RandomSource(), config, TorchKernels())
     assert weights.embedding.shape == (config.vocabulary, config.hidden)
     assert float(weights.norm.min()) == 1.0
 

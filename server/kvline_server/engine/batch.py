@@ -6,17 +6,15 @@ rows, then the sampled ones, and nothing else.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.scheduler import Work
-from kvline_server.kernels.torch import GATHER_TOKENS, DecodeGroup, PrefillPart
-from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
-
-MASKED = float("-inf")
+from kvline_server.kernels.layout import Layout
+from kvline_server.memory.pages import PAGE_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +28,9 @@ class ScoredRun:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    token_ids: torch.Tensor  # int64 [tokens]
-    positions: torch.Tensor  # int64 [tokens]
-    slots: torch.Tensor  # int64 [tokens], where keys and values are written
-    decodes: tuple[DecodeGroup, ...]
-    prefills: tuple[PrefillPart, ...]
-    rows: torch.Tensor  # int64 [scored + sampled], rows of hidden states for the LM head
+    token_ids: np.ndarray  # int64 [rows]
+    layout: Layout
+    rows: np.ndarray  # int64 [scored + sampled], rows of hidden states for the LM head
     targets: np.ndarray  # int64 [scored], the token each scored row is judged by
     scored: tuple[ScoredRun, ...]
     sampled: tuple[Sequence, ...]  # one per sampled row, in order
@@ -44,37 +39,58 @@ class Batch:
 def build(work: list[Work]) -> Batch:
     """The arrays of one step, from work whose sequences already hold their pages."""
     ordered = [w for w in work if w.count == 1] + [w for w in work if w.count > 1]
-    single = sum(1 for w in ordered if w.count == 1)
-    token_ids, positions, slots = _flatten(ordered)
     rows, targets, scored, sampled = _select_rows(ordered)
     return Batch(
-        token_ids=torch.from_numpy(token_ids),
-        positions=torch.from_numpy(positions),
-        slots=torch.from_numpy(slots),
-        decodes=tuple(_decode_groups(ordered[:single])),
-        prefills=tuple(_prefill_parts(ordered[single:], single)),
-        rows=torch.from_numpy(rows),
+        token_ids=_token_ids(ordered),
+        layout=_layout(ordered),
+        rows=rows,
         targets=targets,
         scored=tuple(scored),
         sampled=tuple(sampled),
     )
 
 
-def _flatten(work: list[Work]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    total = sum(w.count for w in work)
-    token_ids = np.empty(total, dtype=np.int64)
-    positions = np.empty(total, dtype=np.int64)
-    slots = np.empty(total, dtype=np.int64)
+def _token_ids(work: list[Work]) -> np.ndarray:
+    out = np.empty(sum(w.count for w in work), dtype=np.int64)
     at = 0
     for w in work:
-        end, stop = at + w.count, w.start + w.count
-        token_ids[at:end] = w.sequence.tokens[w.start : stop]
-        span = np.arange(w.start, stop)
-        positions[at:end] = span
-        pages = np.asarray(w.sequence.pages, dtype=np.int64)
-        slots[at:end] = pages[span // PAGE_SIZE] * PAGE_SIZE + span % PAGE_SIZE
-        at = end
-    return token_ids, positions, slots
+        out[at : at + w.count] = w.sequence.tokens[w.start : w.start + w.count]
+        at += w.count
+    return out
+
+
+def _layout(work: list[Work]) -> Layout:
+    counts = np.asarray([w.count for w in work], dtype=np.int32)
+    first = np.asarray([w.start for w in work], dtype=np.int32)
+    lengths = first + counts
+    held = -(-lengths // PAGE_SIZE)
+    row_starts, page_starts = _starts(counts), _starts(held)
+    pages = np.fromiter(
+        itertools.chain.from_iterable(
+            w.sequence.pages[:count] for w, count in zip(work, held, strict=True)
+        ),
+        dtype=np.int32,
+        count=int(page_starts[-1]),
+    )
+    # Row r of sequence s is at position first[s] + (r - row_starts[s]).
+    rows = np.arange(row_starts[-1], dtype=np.int32)
+    positions = rows + np.repeat(first - row_starts[:-1], counts)
+    page = pages[np.repeat(page_starts[:-1], counts) + positions // PAGE_SIZE]
+    return Layout(
+        decodes=int((counts == 1).sum()),
+        row_starts=row_starts,
+        lengths=lengths,
+        page_starts=page_starts,
+        pages=pages,
+        positions=positions,
+        slots=page.astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE,
+    )
+
+
+def _starts(counts: np.ndarray) -> np.ndarray:
+    out = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=out[1:])
+    return out
 
 
 def _select_rows(
@@ -100,49 +116,3 @@ def _select_rows(
         at += w.count
     rows = np.concatenate([*scored_rows, np.asarray(sampled_rows, dtype=np.int64)])
     return rows.astype(np.int64), np.asarray(targets, dtype=np.int64), scored, sampled
-
-
-def _decode_groups(work: list[Work]) -> list[DecodeGroup]:
-    """Neighbours share a gather while padding to the longest stays within the workspace."""
-    groups: list[DecodeGroup] = []
-    start = 0
-    while start < len(work):
-        end, widest = start, 0
-        while end < len(work):
-            width = max(widest, pages_for(work[end].start + 1))
-            if end > start and width * (end + 1 - start) * PAGE_SIZE > GATHER_TOKENS:
-                break
-            end, widest = end + 1, width
-        groups.append(_decode_group(work[start:end], start, widest))
-        start = end
-    return groups
-
-
-def _decode_group(work: list[Work], at: int, width: int) -> DecodeGroup:
-    pages = np.full((len(work), width), DUMMY_PAGE, dtype=np.int64)
-    lengths = np.asarray([w.start + 1 for w in work])
-    for row, w in enumerate(work):
-        count = pages_for(w.start + 1)
-        pages[row, :count] = w.sequence.pages[:count]
-    hidden = np.arange(width * PAGE_SIZE)[None, :] >= lengths[:, None]
-    mask = torch.zeros(hidden.shape).masked_fill_(torch.from_numpy(hidden), MASKED)
-    return DecodeGroup(
-        start=at,
-        end=at + len(work),
-        pages=torch.from_numpy(pages.reshape(-1)),
-        mask=mask.view(len(work), 1, 1, -1),
-    )
-
-
-def _prefill_parts(work: list[Work], at: int) -> list[PrefillPart]:
-    parts = []
-    for w in work:
-        length = w.start + w.count
-        mask = None
-        if w.start:
-            future = torch.ones(w.count, length, dtype=torch.bool).triu_(w.start + 1)
-            mask = torch.zeros(w.count, length).masked_fill_(future, MASKED)
-        pages = np.asarray(w.sequence.pages[: pages_for(length)], dtype=np.int64)
-        parts.append(PrefillPart(at, at + w.count, length, torch.from_numpy(pages), mask))
-        at += w.count
-    return parts

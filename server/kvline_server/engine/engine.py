@@ -50,14 +50,16 @@ class Runner:
 
         Raises DeviceOutOfMemory when the device refuses memory.
         """
-        hidden = self.decoder.forward(batch, self.arena.layers())
+        kernels = self.decoder.kernels
+        plan = kernels.plan(batch.layout)
+        hidden = self.decoder.forward(kernels.tensor(batch.token_ids), self.arena.layers(), plan)
         tokens = np.empty(len(batch.sampled), dtype=np.int64)
         output_scores: list[Scores | None] = [None] * len(batch.sampled)
         scored = len(batch.targets)
         pieces: list[RowScores] = []
         top = max((run.sequence.params.prompt_logprobs or 0 for run in batch.scored), default=0)
         for start in range(0, len(batch.rows), self.logprob_rows):
-            rows = batch.rows[start : start + self.logprob_rows]
+            rows = kernels.tensor(batch.rows[start : start + self.logprob_rows])
             end = start + len(rows)
             self.rows_run += len(rows)
             logits = self.decoder.compute_logits(hidden[rows])

@@ -8,34 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch.nn import functional
-from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import scaled_dot_product_attention, silu
 
-__all__ = [
-    "DecodeGroup",
-    "KVLayer",
-    "PrefillPart",
-    "append",
-    "apply_rope",
-    "decode_attention",
-    "linear",
-    "pack",
-    "prefill_attention",
-    "rms_norm",
-    "rope_table",
-    "silu_and_mul",
-]
+from kvline_server.kernels.interface import KVLayer
+from kvline_server.kernels.layout import Layout
+from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
 
 GATHER_TOKENS = 8192  # of one decode group, padding included
-
-
-@dataclass(frozen=True, slots=True)
-class KVLayer:
-    """One layer's slice of the arena."""
-
-    keys: torch.Tensor  # [pages, page, kv_heads, dim]
-    values: torch.Tensor  # [pages, page, kv_heads, dim]
+MASKED = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +42,85 @@ class PrefillPart:
     mask: torch.Tensor | None  # [end - start, length] added to the scores; None: plain causal
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """The weight in oneDNN's blocked layout, in place of the plain one: faster than the default
-    product at the few rows of decoding (docs/performance.md)."""
-    if not _use_onednn(weight):
-        return weight
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
-    return packed
+@dataclass(frozen=True, slots=True)
+class TorchPlan:
+    positions: torch.Tensor  # int64 [rows]
+    slots: torch.Tensor  # int64 [rows]
+    decodes: tuple[DecodeGroup, ...]
+    prefills: tuple[PrefillPart, ...]
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [rows, in] times weight [out, in], packed or plain. -> [rows, out]"""
-    if weight.is_mkldnn or _use_onednn(weight):
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return out
-    return functional.linear(x, weight, bias)
+class TorchKernels:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.device = torch.device("cpu")
+        self.dtype = dtype
+
+    def tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array)
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        """oneDNN's blocked layout, in place of the plain one: faster than the default product at
+        the few rows of decoding (docs/performance.md)."""
+        if not _use_onednn(weight):
+            return weight
+        packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+        return packed
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if weight.is_mkldnn or _use_onednn(weight):
+            out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+            return out
+        return functional.linear(x, weight, bias)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return functional.rms_norm(x, weight.shape, weight, eps)
+
+    def add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = residual + x
+        return self.rms_norm(total, weight, eps), total
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return silu(gate).mul_(up)
+
+    def rope_table(self, inverse_frequencies: torch.Tensor, positions: int) -> torch.Tensor:
+        """[positions, 2, dim / 2]"""
+        angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse_frequencies)
+        return torch.stack((angles.cos(), angles.sin()), dim=1).to(self.dtype)
+
+    def plan(self, layout: Layout) -> TorchPlan:
+        return TorchPlan(
+            positions=torch.from_numpy(layout.positions),
+            slots=torch.from_numpy(layout.slots),
+            decodes=tuple(_decode_groups(layout)),
+            prefills=tuple(
+                _prefill_part(layout, i) for i in range(layout.decodes, layout.sequences)
+            ),
+        )
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rope: torch.Tensor,
+        cache: KVLayer,
+        plan: TorchPlan,
+    ) -> torch.Tensor:
+        turned = rope[plan.positions]
+        q, k = _apply_rope(q, turned), _apply_rope(k, turned)
+        cache.keys.view(-1, *k.shape[1:]).index_copy_(0, plan.slots, k)
+        cache.values.view(-1, *v.shape[1:]).index_copy_(0, plan.slots, v)
+        out = torch.empty_like(q)
+        for group in plan.decodes:
+            out[group.start : group.end] = _decode(q[group.start : group.end], cache, group)
+        for part in plan.prefills:
+            out[part.start : part.end] = _prefill(q[part.start : part.end], cache, part)
+        return out.view(len(out), -1)
 
 
 def _use_onednn(weight: torch.Tensor) -> bool:
@@ -84,31 +131,11 @@ def _use_onednn(weight: torch.Tensor) -> bool:
     )
 
 
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """silu of the first half times the second. [tokens, 2 * d] -> [tokens, d]"""
-    gate, up = x.chunk(2, dim=-1)
-    return silu(gate).mul_(up)
-
-
-def rope_table(
-    inverse_frequencies: torch.Tensor, positions: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """cos and sin of every position. [positions, 2, dim / 2]"""
-    angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse_frequencies)
-    return torch.stack((angles.cos(), angles.sin()), dim=1).to(dtype)
-
-
-def apply_rope(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """Rotates halves (the NeoX layout). x [tokens, heads, dim], rope [tokens, 2, dim / 2]"""
+def _apply_rope(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    """Rotates halves (the NeoX layout). x [rows, heads, dim], rope [rows, 2, dim / 2]"""
     cos, sin = rope[:, 0].unsqueeze(1), rope[:, 1].unsqueeze(1)
     left, right = x.chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
-
-
-def append(cache: KVLayer, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Writes k and v [tokens, kv_heads, dim] into the cache's slots [tokens]."""
-    cache.keys.view(-1, *k.shape[1:]).index_copy_(0, slots, k)
-    cache.values.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
 
 
 def _gather(pages: torch.Tensor, indices: torch.Tensor, sequences: int) -> torch.Tensor:
@@ -117,7 +144,7 @@ def _gather(pages: torch.Tensor, indices: torch.Tensor, sequences: int) -> torch
     return found.view(sequences, -1, *pages.shape[2:]).transpose(1, 2)
 
 
-def decode_attention(q: torch.Tensor, cache: KVLayer, group: DecodeGroup) -> torch.Tensor:
+def _decode(q: torch.Tensor, cache: KVLayer, group: DecodeGroup) -> torch.Tensor:
     """q [sequences, heads, dim] -> the same shape. Grouped heads ride as query positions."""
     sequences, heads, dim = q.shape
     keys = _gather(cache.keys, group.pages, sequences)
@@ -127,8 +154,8 @@ def decode_attention(q: torch.Tensor, cache: KVLayer, group: DecodeGroup) -> tor
     return out.reshape(sequences, heads, dim)
 
 
-def prefill_attention(q: torch.Tensor, cache: KVLayer, part: PrefillPart) -> torch.Tensor:
-    """q [tokens, heads, dim] of one sequence -> the same shape."""
+def _prefill(q: torch.Tensor, cache: KVLayer, part: PrefillPart) -> torch.Tensor:
+    """q [rows, heads, dim] of one sequence -> the same shape."""
     keys = _gather(cache.keys, part.pages, 1)[:, :, : part.length]
     values = _gather(cache.values, part.pages, 1)[:, :, : part.length]
     out = scaled_dot_product_attention(
@@ -140,3 +167,46 @@ def prefill_attention(q: torch.Tensor, cache: KVLayer, part: PrefillPart) -> tor
         enable_gqa=True,
     )
     return out.squeeze(0).transpose(0, 1)
+
+
+def _decode_groups(layout: Layout) -> list[DecodeGroup]:
+    """Neighbours share a gather while padding to the longest stays within the workspace."""
+    groups: list[DecodeGroup] = []
+    start = 0
+    while start < layout.decodes:
+        end, widest = start, 0
+        while end < layout.decodes:
+            width = max(widest, pages_for(int(layout.lengths[end])))
+            if end > start and width * (end + 1 - start) * PAGE_SIZE > GATHER_TOKENS:
+                break
+            end, widest = end + 1, width
+        groups.append(_decode_group(layout, start, end, widest))
+        start = end
+    return groups
+
+
+def _decode_group(layout: Layout, start: int, end: int, width: int) -> DecodeGroup:
+    pages = np.full((end - start, width), DUMMY_PAGE, dtype=np.int64)
+    for row in range(start, end):
+        own = layout.pages[layout.page_starts[row] : layout.page_starts[row + 1]]
+        pages[row - start, : len(own)] = own
+    hidden = np.arange(width * PAGE_SIZE)[None, :] >= layout.lengths[start:end, None]
+    mask = torch.zeros(hidden.shape).masked_fill_(torch.from_numpy(hidden), MASKED)
+    return DecodeGroup(
+        start=start,
+        end=end,
+        pages=torch.from_numpy(pages.reshape(-1)),
+        mask=mask.view(end - start, 1, 1, -1),
+    )
+
+
+def _prefill_part(layout: Layout, index: int) -> PrefillPart:
+    start, end = int(layout.row_starts[index]), int(layout.row_starts[index + 1])
+    length = int(layout.lengths[index])
+    cached = length - (end - start)
+    mask = None
+    if cached:
+        future = torch.ones(end - start, length, dtype=torch.bool).triu_(cached + 1)
+        mask = torch.zeros(end - start, length).masked_fill_(future, MASKED)
+    pages = layout.pages[layout.page_starts[index] : layout.page_starts[index + 1]]
+    return PrefillPart(start, end, length, torch.from_numpy(pages.astype(np.int64)), mask)

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from kvline_server.errors import DeviceOutOfMemory
-from kvline_server.kernels.torch import KVLayer
+from kvline_server.kernels.interface import KVLayer
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.model.config import ModelConfig
 

@@ -8,66 +8,51 @@ chunk size nor a row's neighbours change a bit of its logits.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
 from kvline_server.config import LOGIT_BLOCK
-from kvline_server.engine.batch import Batch
-from kvline_server.kernels import torch as kernels
+from kvline_server.kernels.interface import Kernels, KVLayer
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.loader import LayerWeights, Weights
 
 
 class Decoder:
-    def __init__(self, config: ModelConfig, weights: Weights, positions: int) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Weights, positions: int, kernels: Kernels
+    ) -> None:
         self.config = config
         self.weights = weights
-        self.rope = kernels.rope_table(
-            inverse_frequencies(config), positions, weights.embedding.dtype
-        )
+        self.kernels = kernels
+        self.rope = kernels.rope_table(inverse_frequencies(config), positions)
 
-    def forward(self, batch: Batch, cache: list[kernels.KVLayer]) -> torch.Tensor:
-        """Hidden states after the last norm. [tokens, hidden]"""
-        eps = self.config.norm_eps
-        rope = self.rope[batch.positions]
-        residual = self.weights.embedding[batch.token_ids]
-        for layer, kv in zip(self.weights.layers, cache, strict=True):
-            normed = kernels.rms_norm(residual, (self.config.hidden,), layer.input_norm, eps)
-            residual = residual + self._attention(layer, normed, rope, batch, kv)
-            normed = kernels.rms_norm(residual, (self.config.hidden,), layer.post_norm, eps)
-            hidden = kernels.silu_and_mul(kernels.linear(normed, layer.gate_up, layer.gate_up_bias))
-            residual = residual + kernels.linear(hidden, layer.down, layer.down_bias)
-        return kernels.rms_norm(residual, (self.config.hidden,), self.weights.norm, eps)
+    def forward(self, token_ids: torch.Tensor, cache: list[KVLayer], plan: Any) -> torch.Tensor:
+        """Hidden states after the last norm. token_ids [rows] -> [rows, hidden]"""
+        kernels, eps = self.kernels, self.config.norm_eps
+        residual = self.weights.embedding[token_ids]
+        normed = kernels.rms_norm(residual, self.weights.layers[0].input_norm, eps)
+        following = [*(layer.input_norm for layer in self.weights.layers[1:]), self.weights.norm]
+        for layer, norm, kv in zip(self.weights.layers, following, cache, strict=True):
+            attended = self._attention(layer, normed, kv, plan)
+            normed, residual = kernels.add_norm(attended, residual, layer.post_norm, eps)
+            up = kernels.silu_and_mul(kernels.linear(normed, layer.gate_up, layer.gate_up_bias))
+            down = kernels.linear(up, layer.down, layer.down_bias)
+            normed, residual = kernels.add_norm(down, residual, norm, eps)
+        return normed
 
     def _attention(
-        self,
-        layer: LayerWeights,
-        x: torch.Tensor,  # [tokens, hidden]
-        rope: torch.Tensor,
-        batch: Batch,
-        kv: kernels.KVLayer,
+        self, layer: LayerWeights, x: torch.Tensor, kv: KVLayer, plan: Any
     ) -> torch.Tensor:
-        c = self.config
+        c, kernels = self.config, self.kernels
         fused = kernels.linear(x, layer.qkv, layer.qkv_bias)
-        split = fused.view(x.shape[0], -1, c.head_dim)
-        q = split[:, : c.heads]
-        k = split[:, c.heads : c.heads + c.kv_heads]
-        v = split[:, c.heads + c.kv_heads :]
+        heads = fused.view(x.shape[0], -1, c.head_dim)
+        q, k, v = torch.split(heads, [c.heads, c.kv_heads, c.kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q = kernels.rms_norm(q, (c.head_dim,), layer.q_norm, c.norm_eps)
-            k = kernels.rms_norm(k, (c.head_dim,), layer.k_norm, c.norm_eps)
-        q = kernels.apply_rope(q, rope)
-        kernels.append(kv, batch.slots, kernels.apply_rope(k, rope), v)
-        out = torch.empty_like(q)
-        for group in batch.decodes:
-            out[group.start : group.end] = kernels.decode_attention(
-                q[group.start : group.end], kv, group
-            )
-        for part in batch.prefills:
-            out[part.start : part.end] = kernels.prefill_attention(
-                q[part.start : part.end], kv, part
-            )
-        return kernels.linear(out.view(-1, c.heads * c.head_dim), layer.output, layer.output_bias)
+            q = kernels.rms_norm(q, layer.q_norm, c.norm_eps)
+            k = kernels.rms_norm(k, layer.k_norm, c.norm_eps)
+        out = kernels.attention(q, k, v, self.rope, kv, plan)
+        return kernels.linear(out, layer.output, layer.output_bias)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the rows given. [rows, hidden] -> [rows, vocabulary] in float32"""
@@ -78,7 +63,7 @@ class Decoder:
             have = block.shape[0]
             if have < LOGIT_BLOCK:
                 block = torch.cat((block, block.new_zeros(LOGIT_BLOCK - have, block.shape[1])))
-            out[start : start + have] = kernels.linear(block, self.weights.head)[:have]
+            out[start : start + have] = self.kernels.linear(block, self.weights.head)[:have]
         return out
 
 

@@ -7,13 +7,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
 from kvline_contract.launch import LaunchConfig, LoadFormat
 from kvline_contract.report import Provenance
 from kvline_server.config import EngineSettings
 from kvline_server.engine.engine import Runner
 from kvline_server.errors import DeviceOutOfMemory, ModelNotFound
+from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import HostArena
 from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.diagnosis import Diagnosis
@@ -29,8 +28,6 @@ from kvline_server.model.loader import (
     identity,
     load_weights,
 )
-
-DTYPE = torch.float32  # of weights and KV cache on the CPU
 
 
 class Progress(Protocol):
@@ -58,19 +55,20 @@ def load_model(
     folder = Path(launch.model.path)
     random = launch.model.load_format is LoadFormat.RANDOM
     source: TensorSource = RandomSource() if random else SafetensorsSource(folder)
-    expected = weight_elements(model) * DTYPE.itemsize
+    kernels = TorchKernels()
+    expected = weight_elements(model) * kernels.dtype.itemsize
     free = device.limit - device.used()
     if expected > free:
         raise Diagnosis(device, settings, expected).weights_do_not_fit(free)
     try:
-        weights = load_weights(source, model, DTYPE, torch.device("cpu"))
+        weights = load_weights(source, model, kernels)
     except MemoryError as error:
         raise DeviceOutOfMemory("loading weights") from error
     del source
     device.settle()
-    bytes_per_token = model.kv_bytes_per_token(DTYPE.itemsize)
-    arena = HostArena(model, device.limit // (bytes_per_token * PAGE_SIZE) + 2, DTYPE)
-    decoder = Decoder(model, weights, settings.wanted_len)
+    bytes_per_token = model.kv_bytes_per_token(kernels.dtype.itemsize)
+    arena = HostArena(model, device.limit // (bytes_per_token * PAGE_SIZE) + 2, kernels.dtype)
+    decoder = Decoder(model, weights, settings.wanted_len, kernels)
     ms = round((time.monotonic() - started) * 1000)
     progress.stage("load", ms, device.now() - before, "random" if random else None)
     libraries = {name: version(name) for name in ("kvline", "torch")}

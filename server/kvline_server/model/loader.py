@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kvline_server.errors import ModelInvalid, ModelNotFound
-from kvline_server.kernels import torch as kernels
+from kvline_server.kernels.interface import Kernels
 from kvline_server.model.config import ModelConfig, read_json
 
 INDEX = "model.safetensors.index.json"
@@ -147,11 +147,9 @@ def weight_files(folder: Path) -> list[Path]:
     raise ModelInvalid(f"{folder}: no .safetensors file{hint}")
 
 
-def load_weights(
-    source: TensorSource, config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> Weights:
-    """All weights, fused. Checks every name and shape before the first copy."""
-    plan = _Plan(source, config, dtype, device)
+def load_weights(source: TensorSource, config: ModelConfig, kernels: Kernels) -> Weights:
+    """All weights, fused, on the kernels' device. Checks every name and shape before any copy."""
+    plan = _Plan(source, config, kernels)
     plan.checking = True
     plan.build()
     plan.checking = False
@@ -161,13 +159,10 @@ def load_weights(
 class _Plan:
     """Walks the model once to check and once to copy, so that both see the same list."""
 
-    def __init__(
-        self, source: TensorSource, config: ModelConfig, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, source: TensorSource, config: ModelConfig, kernels: Kernels) -> None:
         self.source = source
         self.config = config
-        self.dtype = dtype
-        self.device = device
+        self.kernels = kernels
         self.checking = False
 
     def build(self) -> Weights:
@@ -204,7 +199,7 @@ class _Plan:
     def matrix(self, parts: list[tuple[str, int]], columns: int) -> torch.Tensor:
         """A product's weight, in the layout that its kernel likes best."""
         plain = self.fused(parts, columns)
-        return plain if self.checking else kernels.pack(plain)
+        return plain if self.checking else self.kernels.pack(plain)
 
     def maybe(self, wanted: bool, parts: list[tuple[str, int]]) -> torch.Tensor | None:
         return self.fused(parts) if wanted else None
@@ -216,9 +211,8 @@ class _Plan:
             for name, rows in parts:
                 self.source.check(name, (rows, *width))
             return torch.empty(0)
-        out = torch.empty(
-            (sum(rows for _, rows in parts), *width), dtype=self.dtype, device=self.device
-        )
+        shape = (sum(rows for _, rows in parts), *width)
+        out = torch.empty(shape, dtype=self.kernels.dtype, device=self.kernels.device)
         start = 0
         for name, rows in parts:
             self.source.copy(name, out[start : start + rows])
