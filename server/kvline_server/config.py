@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from kvline_contract.launch import Device, LaunchConfig
 from kvline_contract.report import Effective
 from kvline_server.errors import ConfigInvalid, DeviceFailure, ModelUnsupported
+from kvline_server.kernels.interface import LOGIT_BLOCK
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.model.config import ModelConfig
 
 CPU_DEFAULTS = {"prefill": 512, "running": 16, "headroom": 128}
 DEFAULT_TOP_LOGPROBS = 20
 MAX_LOGPROB_BYTES = 1 << 30
-LOGIT_BLOCK = 16  # rows of one LM-head product; its bits depend on the row count
 LIVE_MATRICES = 3  # fp32 [rows, vocabulary] matrices alive at once while rows are scored
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvline_server.engine.request import SamplingParams, Sequence
 from kvline_server.engine.sampling import sample, uniform
+from kvline_server.kernels.torch import TorchKernels
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 
@@ -30,7 +31,7 @@ def sequences(count: int, tokens: list[int] | None = None, **params: Any) -> lis
 
 def draw(count: int = 4000, logits: torch.Tensor = LOGITS, **params: Any) -> np.ndarray:
     rows = logits.expand(count, -1).clone()
-    return sample(rows, sequences(count, **params))
+    return sample(TorchKernels(), rows, sequences(count, **params))
 
 
 def shares(chosen: np.ndarray) -> np.ndarray:
@@ -111,7 +112,7 @@ def test_a_tiny_chance_is_never_taken_from_rounding() -> None:
     """Tokens of probability zero must not be drawn, even when the draw is next to one."""
     logits = torch.full((4000, 6), float("-inf"))
     logits[:, 2] = 0.0
-    assert (sample(logits, sequences(4000)) == 2).all()
+    assert (sample(TorchKernels(), logits, sequences(4000)) == 2).all()
 
 
 def test_a_seeded_request_says_the_same_alone_in_company_and_after_preemption(

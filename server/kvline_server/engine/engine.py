@@ -11,12 +11,12 @@ from typing import Literal
 import numpy as np
 import torch
 
-from kvline_server.config import LOGIT_BLOCK
 from kvline_server.engine import batch as batches
-from kvline_server.engine.logprobs import RowScores, join, score_rows
+from kvline_server.engine.logprobs import cut, join, stack
 from kvline_server.engine.request import SamplingParams, Scores, Sequence
 from kvline_server.engine.sampling import sample
 from kvline_server.engine.scheduler import Scheduler
+from kvline_server.kernels.interface import RowScores
 from kvline_server.memory.arena import Arena
 from kvline_server.memory.pages import PagePool
 from kvline_server.model.decoder import Decoder
@@ -63,13 +63,13 @@ class Runner:
             end = start + len(rows)
             self.rows_run += len(rows)
             logits = self.decoder.compute_logits(hidden[rows])
-            cut = max(0, min(scored, end) - start)  # scored rows of this chunk come first
-            if cut:
-                targets = torch.from_numpy(batch.targets[start : start + cut])
-                pieces.append(score_rows(logits[:cut], targets, top, LOGIT_BLOCK))
+            judged = max(0, min(scored, end) - start)  # scored rows of this chunk come first
+            if judged:
+                targets = batch.targets[start : start + judged]
+                pieces.append(kernels.score(logits[:judged], targets, top))
             if end > scored:
                 first = max(start, scored) - scored
-                self._sample(logits[cut:], batch, first, end - scored, tokens, output_scores)
+                self._sample(logits[judged:], batch, first, end - scored, tokens, output_scores)
         _hand_out(batch, pieces)
         return tokens, output_scores
 
@@ -86,32 +86,28 @@ class Runner:
         asked = [i for i, s in enumerate(sequences) if s.params.logprobs is not None]
         # Raw logprobs are of the logits before penalties, which sampling writes in place.
         raw = logits[asked] if asked else None
-        chosen = sample(logits, sequences)
+        kernels = self.decoder.kernels
+        chosen = sample(kernels, logits, sequences)
         tokens[first:last] = chosen
         if raw is None:
             return
         top = max(sequences[i].params.logprobs or 0 for i in asked)
-        table = score_rows(raw, torch.from_numpy(chosen[asked]), top, LOGIT_BLOCK)
+        table = kernels.score(raw, chosen[asked], top)
         for row, i in enumerate(asked):
             wanted = sequences[i].params.logprobs or 0
-            scores[first + i] = table.slice(row, row + 1, wanted, chosen[i : i + 1])
+            scores[first + i] = cut(table, row, row + 1, wanted, chosen[i : i + 1])
 
 
 def _hand_out(batch: batches.Batch, pieces: list[RowScores]) -> None:
     """Gives each sequence the scores of its own prompt positions."""
     if not pieces:
         return
-    table = RowScores(
-        values=np.concatenate([p.values for p in pieces]),
-        ranks=np.concatenate([p.ranks for p in pieces]),
-        top_ids=np.concatenate([p.top_ids for p in pieces]),
-        top_values=np.concatenate([p.top_values for p in pieces]),
-    )
+    table = stack(pieces)
     at = 0
     for run in batch.scored:
         end = at + run.count
         top = run.sequence.params.prompt_logprobs or 0
-        run.sequence.scores.append(table.slice(at, end, top, batch.targets[at:end]))
+        run.sequence.scores.append(cut(table, at, end, top, batch.targets[at:end]))
         run.sequence.scored = run.first + run.count
         at = end
 

@@ -1,7 +1,6 @@
-"""The next token of each sampled row.
+"""The next token of each sampled row: penalties and bias here, the draw in the kernels.
 
-Order: penalties and bias, temperature, top-k, top-p, min-p, then one draw from what is left. The
-draw of a sequence's n-th token depends on its seed and n alone, so neither batch mates nor
+The draw of a sequence's n-th token depends on its seed and n alone, so neither batch mates nor
 preemption change what a seeded request says.
 """
 
@@ -12,9 +11,10 @@ import numpy.typing as npt
 import torch
 
 from kvline_server.engine.request import Sequence
+from kvline_server.kernels.interface import Draws, Kernels
 
-GREEDY = 1e-5  # temperatures below mean argmax: dividing by them would overflow
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MASK = 0xFFFFFFFFFFFFFFFF
 
 
 def uniform(
@@ -33,62 +33,33 @@ def _splitmix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return value ^ (value >> np.uint64(31))
 
 
-def sample(logits: torch.Tensor, sequences: list[Sequence]) -> np.ndarray:
+def sample(kernels: Kernels, logits: torch.Tensor, sequences: list[Sequence]) -> np.ndarray:
     """Token ids, one per row. May change `logits` in place. [rows, vocabulary] -> int64 [rows]"""
     for row, sequence in enumerate(sequences):
         if sequence.params.penalised:
             _penalise(logits[row], sequence)
-    temperatures = np.asarray([s.params.temperature for s in sequences])
-    chosen = logits.argmax(dim=-1).numpy()
-    drawn = np.flatnonzero(temperatures >= GREEDY)
-    if drawn.size:
-        picked = [sequences[i] for i in drawn]
-        rows = logits if drawn.size == len(sequences) else logits[torch.from_numpy(drawn)]
-        chosen[drawn] = _draw(rows, picked, temperatures[drawn])
-    return chosen
+    return kernels.choose(logits, draws(sequences))
 
 
-def _draw(logits: torch.Tensor, sequences: list[Sequence], temperatures: np.ndarray) -> np.ndarray:
-    scale = torch.from_numpy(temperatures).to(logits.dtype).unsqueeze(1)
-    probabilities = torch.softmax(logits.div_(scale), dim=-1)
-    for row, sequence in enumerate(sequences):
-        p = sequence.params
-        if p.top_k or p.top_p < 1.0 or p.min_p > 0.0:
-            _filter(probabilities[row], p.top_k, p.top_p, p.min_p)
-    cumulated = torch.cumsum(probabilities, dim=-1, out=logits)
-    total = cumulated[:, -1:]
-    draws = uniform(
-        np.asarray([s.params.seed & 0xFFFFFFFFFFFFFFFF for s in sequences], dtype=np.uint64),
-        np.asarray([s.output_length for s in sequences], dtype=np.uint64),
+def draws(sequences: list[Sequence]) -> Draws:
+    params = [s.params for s in sequences]
+    return Draws(
+        temperatures=np.asarray([p.temperature for p in params], dtype=np.float32),
+        top_k=np.asarray([p.top_k for p in params], dtype=np.int32),
+        top_p=np.asarray([p.top_p for p in params], dtype=np.float32),
+        min_p=np.asarray([p.min_p for p in params], dtype=np.float32),
+        uniforms=uniform(
+            np.asarray([p.seed & _MASK for p in params], dtype=np.uint64),
+            np.asarray([s.output_length for s in sequences], dtype=np.uint64),
+        ),
     )
-    wanted = torch.from_numpy(draws).to(logits.dtype).unsqueeze(1) * total
-    # Strictly below the total, or rounding could point past the last token with any probability.
-    wanted = torch.minimum(wanted, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulated, wanted, right=True).squeeze(1).numpy()
-
-
-def _filter(probabilities: torch.Tensor, top_k: int, top_p: float, min_p: float) -> None:
-    """Zeroes what top-k, then top-p of the rest, then min-p leave out. [vocabulary], in place"""
-    vocabulary = probabilities.shape[0]
-    count = min(top_k, vocabulary) if top_k else vocabulary
-    values, ids = probabilities.topk(count)
-    keep = torch.ones(count, dtype=torch.bool)
-    if top_p < 1.0:
-        before = values.cumsum(0) - values
-        keep &= before < top_p * values.sum()
-    if min_p > 0.0:
-        keep &= values >= min_p * values[0]
-    keep[0] = True
-    kept = values * keep
-    probabilities.zero_()
-    probabilities[ids] = kept
 
 
 def _penalise(logits: torch.Tensor, sequence: Sequence) -> None:
     """Penalties as OpenAI and CTRL (Keskar et al. 2019) define them. [vocabulary], in place"""
-    p = sequence.params
+    p, device = sequence.params, logits.device
     if p.repetition_penalty != 1.0:
-        seen = torch.unique(torch.tensor(sequence.tokens))
+        seen = torch.unique(torch.tensor(sequence.tokens)).to(device)
         values = logits[seen]
         logits[seen] = torch.where(
             values > 0, values / p.repetition_penalty, values * p.repetition_penalty
@@ -97,7 +68,8 @@ def _penalise(logits: torch.Tensor, sequence: Sequence) -> None:
         said, counts = torch.unique(
             torch.tensor(sequence.tokens[sequence.prompt_length :]), return_counts=True
         )
-        logits[said] -= p.presence_penalty + p.frequency_penalty * counts.to(logits.dtype)
+        taken = p.presence_penalty + p.frequency_penalty * counts.to(logits.dtype)
+        logits[said.to(device)] -= taken.to(device)
     if p.logit_bias:
-        ids = torch.tensor(list(p.logit_bias))
-        logits[ids] += torch.tensor(list(p.logit_bias.values()), dtype=logits.dtype)
+        ids = torch.tensor(list(p.logit_bias), device=device)
+        logits[ids] += torch.tensor(list(p.logit_bias.values()), dtype=logits.dtype, device=device)

@@ -14,6 +14,9 @@ import torch
 
 from kvline_server.kernels.layout import Layout
 
+GREEDY = 1e-5  # temperatures below mean argmax: dividing by them would overflow
+LOGIT_BLOCK = 16  # rows of one LM-head product on the CPU; its bits depend on the row count
+
 
 @dataclass(frozen=True, slots=True)
 class KVLayer:
@@ -21,6 +24,27 @@ class KVLayer:
 
     keys: torch.Tensor  # [pages, page, kv_heads, dim]
     values: torch.Tensor  # [pages, page, kv_heads, dim]
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How each row's next token is chosen; neutral values mean «off»."""
+
+    temperatures: np.ndarray  # float32 [rows]; below GREEDY the best token is taken
+    top_k: np.ndarray  # int32 [rows], 0: all
+    top_p: np.ndarray  # float32 [rows]
+    min_p: np.ndarray  # float32 [rows]
+    uniforms: np.ndarray  # float64 [rows], in [0, 1): what picks among the tokens left
+
+
+@dataclass(frozen=True, slots=True)
+class RowScores:
+    """Log-probabilities of some rows, as arrays on the host."""
+
+    values: np.ndarray  # float32 [rows]
+    ranks: np.ndarray  # int32 [rows], 1 = most likely
+    top_ids: np.ndarray  # int32 [rows, top]
+    top_values: np.ndarray  # float32 [rows, top]
 
 
 class Kernels(Protocol):
@@ -70,3 +94,14 @@ class Kernels(Protocol):
     ) -> torch.Tensor:
         """Turns q and k by their positions, appends k and v to the cache, attends causally.
         -> [rows, heads * dim]"""
+
+    def logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+        """The LM head's product. [rows, hidden] -> [rows, vocabulary]"""
+
+    def score(self, logits: torch.Tensor, targets: np.ndarray, top: int) -> RowScores:
+        """Each row's log-probability of its target, the target's rank, and its `top` best tokens;
+        raw, that is before temperature, penalties and filters. targets int64 [rows]"""
+
+    def choose(self, logits: torch.Tensor, draws: Draws) -> np.ndarray:
+        """A token a row: temperature, top-k, top-p, min-p, then one draw from what is left. May
+        change `logits`. -> int64 [rows]"""

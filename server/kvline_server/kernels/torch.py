@@ -13,8 +13,9 @@ import torch
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from kvline_server.kernels.interface import KVLayer
+from kvline_server.kernels.interface import LOGIT_BLOCK, Draws, KVLayer, RowScores
 from kvline_server.kernels.layout import Layout
+from kvline_server.kernels.torch_rows import choose_rows, score_rows
 from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
 
 GATHER_TOKENS = 8192  # of one decode group, padding included
@@ -121,6 +122,25 @@ class TorchKernels:
         for part in plan.prefills:
             out[part.start : part.end] = _prefill(q[part.start : part.end], cache, part)
         return out.view(len(out), -1)
+
+    def logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+        """In blocks of a fixed row count, the last one padded, so that neither the chunk size nor
+        a row's neighbours change a bit of its logits."""
+        rows = hidden.shape[0]
+        out = torch.empty((rows, head.shape[0]), dtype=torch.float32)
+        for start in range(0, rows, LOGIT_BLOCK):
+            block = hidden[start : start + LOGIT_BLOCK]
+            have = block.shape[0]
+            if have < LOGIT_BLOCK:
+                block = torch.cat((block, block.new_zeros(LOGIT_BLOCK - have, block.shape[1])))
+            out[start : start + have] = self.linear(block, head)[:have]
+        return out
+
+    def score(self, logits: torch.Tensor, targets: np.ndarray, top: int) -> RowScores:
+        return score_rows(logits, torch.from_numpy(targets), top)
+
+    def choose(self, logits: torch.Tensor, draws: Draws) -> np.ndarray:
+        return choose_rows(logits, draws)
 
 
 def _use_onednn(weight: torch.Tensor) -> bool:

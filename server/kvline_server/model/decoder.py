@@ -1,8 +1,7 @@
 """The decoder that Llama, Mistral, Qwen2 and Qwen3 share; they differ by flags of ModelConfig.
 
 `forward` gives hidden states and never touches the LM head; `compute_logits` is another function
-that sees only the rows somebody asked for, in blocks of a fixed row count, so that neither the
-chunk size nor a row's neighbours change a bit of its logits.
+that sees only the rows somebody asked for.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 
-from kvline_server.config import LOGIT_BLOCK
 from kvline_server.kernels.interface import Kernels, KVLayer
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.loader import LayerWeights, Weights
@@ -55,16 +53,8 @@ class Decoder:
         return kernels.linear(out, layer.output, layer.output_bias)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of the rows given. [rows, hidden] -> [rows, vocabulary] in float32"""
-        rows = hidden.shape[0]
-        out = torch.empty((rows, self.config.vocabulary), dtype=torch.float32, device=hidden.device)
-        for start in range(0, rows, LOGIT_BLOCK):
-            block = hidden[start : start + LOGIT_BLOCK]
-            have = block.shape[0]
-            if have < LOGIT_BLOCK:
-                block = torch.cat((block, block.new_zeros(LOGIT_BLOCK - have, block.shape[1])))
-            out[start : start + have] = self.kernels.linear(block, self.weights.head)[:have]
-        return out
+        """Logits of the rows given. [rows, hidden] -> [rows, vocabulary]"""
+        return self.kernels.logits(hidden, self.weights.head)
 
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:

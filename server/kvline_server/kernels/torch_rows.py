@@ -1,0 +1,87 @@
+"""What happens to a row of logits in plain torch: its log-probabilities and its next token.
+
+Works on blocks of a fixed row count, like the LM head: a reduction's bits may depend on how many
+rows it runs over.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvline_server.kernels.interface import GREEDY, LOGIT_BLOCK, Draws, RowScores
+
+
+def score_rows(logits: torch.Tensor, targets: torch.Tensor, top: int) -> RowScores:
+    """logits float32 [rows, vocabulary], targets int64 [rows]"""
+    rows, vocabulary = logits.shape
+    top = min(top, vocabulary)
+    out = RowScores(
+        values=np.empty(rows, np.float32),
+        ranks=np.empty(rows, np.int32),
+        top_ids=np.empty((rows, top), np.int32),
+        top_values=np.empty((rows, top), np.float32),
+    )
+    for start in range(0, rows, LOGIT_BLOCK):
+        end = min(start + LOGIT_BLOCK, rows)
+        _score_block(logits[start:end], targets[start:end], top, out, start)
+    return out
+
+
+def _score_block(
+    logits: torch.Tensor, targets: torch.Tensor, top: int, out: RowScores, start: int
+) -> None:
+    have = logits.shape[0]
+    if have < LOGIT_BLOCK:
+        logits = torch.cat((logits, logits[-1:].expand(LOGIT_BLOCK - have, -1)))
+        targets = torch.cat((targets, targets[-1:].expand(LOGIT_BLOCK - have)))
+    normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)  # [block, 1]
+    chosen = logits.gather(1, targets.unsqueeze(1))
+    end = start + have
+    out.values[start:end] = (chosen - normaliser)[:have, 0].numpy()
+    out.ranks[start:end] = ((logits > chosen).sum(dim=-1) + 1)[:have].numpy()
+    if top:
+        values, ids = logits.topk(top, dim=-1)
+        out.top_ids[start:end] = ids[:have].numpy()
+        out.top_values[start:end] = (values - normaliser)[:have].numpy()
+
+
+def choose_rows(logits: torch.Tensor, draws: Draws) -> np.ndarray:
+    chosen = logits.argmax(dim=-1).numpy()
+    drawn = np.flatnonzero(draws.temperatures >= GREEDY)
+    if drawn.size:
+        rows = logits if drawn.size == len(logits) else logits[torch.from_numpy(drawn)]
+        chosen[drawn] = _draw(rows, draws, drawn)
+    return chosen
+
+
+def _draw(logits: torch.Tensor, draws: Draws, drawn: np.ndarray) -> np.ndarray:
+    scale = torch.from_numpy(draws.temperatures[drawn]).to(logits.dtype).unsqueeze(1)
+    probabilities = torch.softmax(logits.div_(scale), dim=-1)
+    for row, i in enumerate(drawn):
+        if draws.top_k[i] or draws.top_p[i] < 1.0 or draws.min_p[i] > 0.0:
+            limits = (int(draws.top_k[i]), float(draws.top_p[i]), float(draws.min_p[i]))
+            _filter(probabilities[row], *limits)
+    cumulated = torch.cumsum(probabilities, dim=-1, out=logits)
+    total = cumulated[:, -1:]
+    wanted = torch.from_numpy(draws.uniforms[drawn]).to(logits.dtype).unsqueeze(1) * total
+    # Strictly below the total, or rounding could point past the last token with any probability.
+    wanted = torch.minimum(wanted, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulated, wanted, right=True).squeeze(1).numpy()
+
+
+def _filter(probabilities: torch.Tensor, top_k: int, top_p: float, min_p: float) -> None:
+    """Zeroes what top-k, then top-p of the rest, then min-p leave out. [vocabulary], in place"""
+    vocabulary = probabilities.shape[0]
+    count = min(top_k, vocabulary) if top_k else vocabulary
+    values, ids = probabilities.topk(count)
+    keep = torch.ones(count, dtype=torch.bool)
+    if top_p < 1.0:
+        before = values.cumsum(0) - values
+        keep &= before < top_p * values.sum()
+    if min_p > 0.0:
+        keep &= values >= min_p * values[0]
+    keep[0] = True
+    kept = values * keep
+    probabilities.zero_()
+    probabilities[ids] = kept
