@@ -1,4 +1,4 @@
-"""The figures of docs/performance.md: python bench [name …]; without a name, all of them.
+"""The figures of docs/performance.md: python bench [name …]; without a name, all of the CPU's.
 
 Each prints a table and appends a line to bench/results/results.jsonl with what it ran on. Compared
 sides alternate within one run, and the best of three counts, because these machines are noisy.
@@ -6,32 +6,26 @@ sides alternate within one run, and the best of three counts, because these mach
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests" / "cluster")]
 
-import chunks  # noqa: E402
-import search  # noqa: E402
-import throughput  # noqa: E402
-import writes  # noqa: E402
-
-BENCHES = {
-    "throughput": throughput.run,
-    "chunks": chunks.run,
-    "sizing": search.run,
-    "writes": writes.run,
-}
+# The module of each; GPU ones are named one by one, on a machine that has one.
+CPU = {"throughput": "throughput", "chunks": "chunks", "sizing": "search", "writes": "writes"}
+GPU = {"attention": "attention", "offline": "offline"}
 
 
 def main(names: list[str]) -> int:
-    unknown = [n for n in names if n not in BENCHES]
+    known = CPU | GPU
+    unknown = [n for n in names if n not in known]
     if unknown:
-        print(f"unknown: {', '.join(unknown)}; there are {', '.join(BENCHES)}", file=sys.stderr)
+        print(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr)
         return 2
-    for name in names or list(BENCHES):
-        BENCHES[name]()
+    for name in names or list(CPU):
+        importlib.import_module(known[name]).run()
     return 0
 
 

@@ -15,15 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 PYTEST = [sys.executable, "-m", "pytest", "-q", "--no-header"]
 
-TYPED = [
-    "operator server",
-    "demo",
-    "bench",
-    *(
-        f"tests/{name}"
-        for name in ["cluster", "contract", "operator", "server", "integration", "e2e", "house"]
-    ),
-]
+TESTS = ("cluster", "contract", "operator", "server", "integration", "e2e", "gpu", "house")
+TYPED = ["operator server", "demo", "bench", *(f"tests/{name}" for name in TESTS)]
 CHECKS = {
     "format": [f"{BIN}/ruff", "format", "--check", "--quiet", "."],
     "lint": [f"{BIN}/ruff", "check", "--quiet", "."],
@@ -32,7 +25,7 @@ CHECKS = {
     "imports": [f"{BIN}/lint-imports", "--no-logo"],
 }
 STAGES = {
-    "unit": ["-m", "not process and not integration and not e2e"],
+    "unit": ["-m", "not process and not integration and not e2e and not gpu"],
     "process": ["-m", "process"],
     "integration": ["-m", "integration"],
     "e2e": ["-m", "e2e"],

@@ -59,7 +59,10 @@ def _add_model(parser: argparse.ArgumentParser, required: bool = False) -> None:
     parser.add_argument("--model", type=Path, required=required, help="a model folder")
     parser.add_argument("--served-name", help="the name requests use; the folder's by default")
     parser.add_argument("--load", choices=[str(f) for f in LoadFormat], default="weights")
-    parser.add_argument("--memory", type=quantity, help="limit to size for, such as 2Gi")
+    parser.add_argument(
+        "--device", choices=[str(d) for d in Device], help="default: the GPU where there is one"
+    )
+    parser.add_argument("--memory", type=quantity, help="CPU: limit to size for, such as 2Gi")
     parser.add_argument("--threads", type=int, help="CPU threads of the engine")
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--max-running-requests", type=int)
@@ -79,7 +82,7 @@ def by_hand(arguments: argparse.Namespace) -> LaunchConfig:
         service="",
         revision="",
         image="",
-        device=Device.CPU,
+        device=Device(arguments.device) if arguments.device else _found_device(),
         tensor_parallel=1,
         model=Model(
             source=str(folder),
@@ -97,6 +100,11 @@ def by_hand(arguments: argparse.Namespace) -> LaunchConfig:
     )
     # Through the strict reader, so that flags meet the same bounds as a file.
     return LaunchConfig.parse(launch.dumps())
+
+
+def _found_device() -> Device:
+    """The driver's control file says whether there is a GPU, without loading a library."""
+    return Device.CUDA if Path("/dev/nvidiactl").exists() else Device.CPU
 
 
 def main(argv: list[str]) -> int:

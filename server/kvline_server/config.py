@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 from kvline_contract.launch import Device, LaunchConfig
 from kvline_contract.report import Effective
-from kvline_server.errors import ConfigInvalid, DeviceFailure, ModelUnsupported
+from kvline_server.errors import ConfigInvalid, ModelUnsupported
 from kvline_server.kernels.interface import LOGIT_BLOCK
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.model.config import ModelConfig
 
-CPU_DEFAULTS = {"prefill": 512, "running": 16, "headroom": 128}
+DEFAULTS = {
+    Device.CPU: {"prefill": 512, "running": 16, "headroom": 128},
+    Device.CUDA: {"prefill": 8192, "running": 512, "headroom": 256},
+}
 DEFAULT_TOP_LOGPROBS = 20
 MAX_LOGPROB_BYTES = 1 << 30
 LIVE_MATRICES = 3  # fp32 [rows, vocabulary] matrices alive at once while rows are scored
@@ -53,11 +56,9 @@ def logprob_rows(memory_limit: int, vocabulary: int) -> int:
 
 def resolve(launch: LaunchConfig, model: ModelConfig, memory_limit: int) -> EngineSettings:
     """Defaults filled in and checked against the model; raises ConfigInvalid naming the field."""
-    if launch.device is not Device.CPU:
-        raise DeviceFailure(f"device {launch.device}: this server image runs on the CPU alone")
     if launch.require_api_key:
         raise ConfigInvalid("requireApiKey: this server image knows no API keys")
-    defaults = CPU_DEFAULTS
+    defaults = DEFAULTS[launch.device]
     asked = launch.engine
     if asked.max_model_len is not None and asked.max_model_len > model.max_position:
         raise ConfigInvalid(

@@ -17,6 +17,7 @@ from servers import launch_config
 from kvline_contract.codec import encode
 from kvline_contract.launch import CapacityOptions, Device, EngineOptions
 from kvline_contract.report import Memory, Outcome
+from kvline_server.backend import open_backend
 from kvline_server.config import logprob_rows, resolve
 from kvline_server.errors import ConfigInvalid, DeviceFailure
 from kvline_server.memory import device as devices
@@ -77,8 +78,8 @@ def test_what_this_image_cannot_do_is_refused_not_ignored(make_model: Callable[.
     folder = make_model("llama")
     launch = launch_config(folder, EngineOptions(), CapacityOptions())
     model = read_config(folder)
-    with pytest.raises(DeviceFailure, match="CPU alone"):
-        resolve(replace(launch, device=Device.CUDA), model, 2 << 30)
+    with pytest.raises(DeviceFailure, match="CUDA finds none here"):
+        open_backend(replace(launch, device=Device.CUDA), None, 1)
     with pytest.raises(ConfigInvalid, match="requireApiKey"):
         resolve(replace(launch, require_api_key=True), model, 2 << 30)
 

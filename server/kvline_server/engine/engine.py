@@ -16,6 +16,7 @@ from kvline_server.engine.logprobs import cut, join, stack
 from kvline_server.engine.request import SamplingParams, Scores, Sequence
 from kvline_server.engine.sampling import sample
 from kvline_server.engine.scheduler import Scheduler
+from kvline_server.errors import DeviceOutOfMemory
 from kvline_server.kernels.interface import RowScores
 from kvline_server.memory.arena import Arena
 from kvline_server.memory.pages import PagePool
@@ -44,12 +45,18 @@ class Runner:
         self.logprob_rows = logprob_rows
         self.rows_run = 0  # rows given to the LM head, for the invariant rows == sampled + scored
 
-    @torch.inference_mode()
     def run(self, batch: batches.Batch) -> tuple[np.ndarray, list[Scores | None]]:
         """Sampled token ids [sampled] and their scores; scored prompt rows go to their sequences.
 
         Raises DeviceOutOfMemory when the device refuses memory.
         """
+        try:
+            return self._run(batch)
+        except torch.OutOfMemoryError as error:
+            raise DeviceOutOfMemory(str(error).splitlines()[0]) from error
+
+    @torch.inference_mode()
+    def _run(self, batch: batches.Batch) -> tuple[np.ndarray, list[Scores | None]]:
         kernels = self.decoder.kernels
         plan = kernels.plan(batch.layout)
         hidden = self.decoder.forward(kernels.tensor(batch.token_ids), self.arena.layers(), plan)

@@ -23,13 +23,13 @@ from kvline_contract import codec, names
 from kvline_contract.exits import ExitCode
 from kvline_contract.launch import LaunchConfig
 from kvline_contract.report import Attempt, Effective, Provenance, Stage, State
+from kvline_server.backend import open_backend
 from kvline_server.config import resolve
 from kvline_server.engine import messages
 from kvline_server.engine.engine import Engine, Output
 from kvline_server.engine.messages import Beat, Channel, Delta, PackedScores, Progress
 from kvline_server.engine.request import Scores
 from kvline_server.errors import DeviceOutOfMemory, ServerError
-from kvline_server.memory.device import cpu_device
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.memory.profile import ProfileLoop
 from kvline_server.memory.record import AttemptStore
@@ -84,12 +84,13 @@ class EngineProcess:
         started = time.monotonic()
         launch = LaunchConfig.parse(Path(self.arguments.config).read_bytes())
         self.reporter.state(State.LOADING)
-        device = cpu_device(self.arguments.memory, self.arguments.root)
+        backend = open_backend(launch, self.arguments.memory, self.arguments.root)
+        device = backend.device
         model = read_model(launch)
         settings = resolve(launch, model, device.limit)
         device.settle()
         free_before = device.limit - device.used()
-        loaded = load_model(launch, model, settings, device, self.reporter)
+        loaded = load_model(launch, model, settings, backend, self.reporter)
         store = AttemptStore(Path(self.arguments.state_dir) / names.ATTEMPTS_FILE)
         loop = ProfileLoop(
             device=device,

@@ -9,12 +9,11 @@ from typing import Protocol
 
 from kvline_contract.launch import LaunchConfig, LoadFormat
 from kvline_contract.report import Provenance
+from kvline_server.backend import Backend
 from kvline_server.config import EngineSettings
 from kvline_server.engine.engine import Runner
 from kvline_server.errors import DeviceOutOfMemory, ModelNotFound
-from kvline_server.kernels.torch import TorchKernels
-from kvline_server.memory.arena import HostArena
-from kvline_server.memory.device import MIB, Device
+from kvline_server.memory.device import MIB
 from kvline_server.memory.diagnosis import Diagnosis
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.memory.profile import Loaded
@@ -47,15 +46,16 @@ def load_model(
     launch: LaunchConfig,
     model: ModelConfig,
     settings: EngineSettings,
-    device: Device,
+    backend: Backend,
     progress: Progress,
 ) -> Loaded:
     """Step 1 of the profile loop. Raises ModelInvalid, or OutOfMemory before the kernel kills."""
+    device = backend.device
     started, before = time.monotonic(), device.now()
     folder = Path(launch.model.path)
     random = launch.model.load_format is LoadFormat.RANDOM
     source: TensorSource = RandomSource() if random else SafetensorsSource(folder)
-    kernels = TorchKernels()
+    kernels = backend.kernels(model)
     expected = weight_elements(model) * kernels.dtype.itemsize
     free = device.limit - device.used()
     if expected > free:
@@ -67,11 +67,11 @@ def load_model(
     del source
     device.settle()
     bytes_per_token = model.kv_bytes_per_token(kernels.dtype.itemsize)
-    arena = HostArena(model, device.limit // (bytes_per_token * PAGE_SIZE) + 2, kernels.dtype)
+    arena = backend.arena(model, device.limit // (bytes_per_token * PAGE_SIZE) + 2, kernels.dtype)
     decoder = Decoder(model, weights, settings.wanted_len, kernels)
     ms = round((time.monotonic() - started) * 1000)
     progress.stage("load", ms, device.now() - before, "random" if random else None)
-    libraries = {name: version(name) for name in ("kvline", "torch")}
+    libraries = {name: version(name) for name in backend.libraries}
     progress.provenance(
         Provenance(
             gpu=device.name,

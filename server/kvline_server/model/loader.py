@@ -109,12 +109,14 @@ class RandomSource:
     """Small normal weights from a fixed seed: right shapes and speeds, no meaning."""
 
     def __init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(0)
+        self.generator: torch.Generator | None = None
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         return
 
     def copy(self, name: str, into: torch.Tensor) -> None:
+        if self.generator is None:  # a device draws with a generator of its own
+            self.generator = torch.Generator(into.device).manual_seed(0)
         if name.endswith("norm.weight"):
             into.fill_(1.0)
         else:

@@ -1,0 +1,115 @@
+"""One layer's attention over a large paged cache: how a page should lie in memory, which kernels.
+
+By page: all layers of a page together, as the arena has it, so that a page is mapped in one piece.
+By layer: each layer's pages together, as most engines have it. Pages are scattered at random over
+the whole cache in both, so that address translation counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from record import table
+from shapes import LLAMA8B
+
+from kvline_server.kernels.interface import Kernels, KVLayer
+from kvline_server.kernels.layout import Layout
+from kvline_server.memory.pages import PAGE_SIZE
+
+PAGES = 40_000  # 640,000 tokens: 78 GiB of the larger shape
+
+
+def milliseconds(action: Callable[[], Any], repeat: int = 30) -> float:
+    """Median by device events, after a warm-up."""
+    for _ in range(5):
+        action()
+    times: list[float] = []
+    for _ in range(repeat):
+        start, end = (torch.cuda.Event(True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        action()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times)[len(times) // 2]
+
+
+def layout(counts: list[int], lengths: list[int], rng: np.random.Generator) -> Layout:
+    """Sequences of `counts` rows each, over pages drawn at random."""
+    count, length = np.asarray(counts, np.int32), np.asarray(lengths, np.int32)
+    held = -(-length // PAGE_SIZE)
+    starts = [np.concatenate(([0], np.cumsum(x))).astype(np.int32) for x in (count, held)]
+    pages = rng.permutation(PAGES - 1)[: starts[1][-1]].astype(np.int32) + 1
+    rows = np.arange(starts[0][-1], dtype=np.int32)
+    positions = rows + np.repeat(length - count - starts[0][:-1], count)
+    page = pages[np.repeat(starts[1][:-1], count) + positions // PAGE_SIZE]
+    return Layout(
+        decodes=int((count == 1).sum()),
+        row_starts=starts[0],
+        lengths=length,
+        page_starts=starts[1],
+        pages=pages,
+        positions=positions,
+        slots=page.astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE,
+    )
+
+
+def caches(shape: Any) -> dict[str, list[KVLayer]]:
+    by_page = (PAGES, shape.layers, 2, PAGE_SIZE, shape.kv_heads, shape.head_dim)
+    whole = torch.zeros(by_page, dtype=torch.bfloat16, device="cuda")
+    flat = whole.view(-1)
+    by_layer = flat.view(shape.layers, 2, PAGES, PAGE_SIZE, shape.kv_heads, shape.head_dim)
+    return {
+        "by page": [KVLayer(whole[:, i, 0], whole[:, i, 1]) for i in range(shape.layers)],
+        "by layer": [KVLayer(by_layer[i, 0], by_layer[i, 1]) for i in range(shape.layers)],
+    }
+
+
+CASES = {
+    "decode 64 x 512": ([1] * 64, [512] * 64),
+    "decode 256 x 512": ([1] * 256, [512] * 256),
+    "decode 256 x 2048": ([1] * 256, [2048] * 256),
+    "decode 512 x 1024": ([1] * 512, [1024] * 512),
+    "prompt 1 x 8192": ([8192], [8192]),
+    "prompts 32 x 256": ([256] * 32, [256] * 32),
+    "last chunk 2048 of 8192": ([2048], [8192]),
+}
+
+
+def run() -> None:
+    from kvline_server.kernels.flashinfer import FlashInferKernels
+
+    kernels = FlashInferKernels(LLAMA8B)
+    held = caches(LLAMA8B)
+    rng = np.random.default_rng(0)
+    rows = [measure(kernels, held, name, layout(*case, rng)) for name, case in CASES.items()]
+    head = ["32 layers of llama8b", "by page ms", "by layer ms", "TB/s by page", "plan on host ms"]
+    table("Attention with rope and append, scattered pages", head, rows)
+
+
+def measure(kernels: Kernels, held: dict[str, list[KVLayer]], name: str, made: Layout) -> list[str]:
+    plan = kernels.plan(made)
+    heads = (LLAMA8B.heads, LLAMA8B.kv_heads, LLAMA8B.kv_heads)
+    q, k, v = (torch.randn(made.rows, h, 128, device="cuda", dtype=torch.bfloat16) for h in heads)
+    rope = kernels.rope_table(torch.ones(64), 8192)
+
+    def all_layers(layers: list[KVLayer]) -> None:
+        for layer in layers:
+            kernels.attention(q, k, v, rope, layer, plan)
+
+    times: dict[str, float] = {}
+    for kind, layers in (*held.items(), *held.items()):
+        took = milliseconds(partial(all_layers, layers), 10)
+        times[kind] = min(times.get(kind, took), took)
+    read = int(made.lengths.sum()) * 2 * LLAMA8B.kv_heads * 128 * 2 * LLAMA8B.layers
+    started = time.perf_counter()
+    for _ in range(10):
+        kernels.plan(made)
+    host = (time.perf_counter() - started) / 10 * 1e3
+    figures = [*(times[k] for k in held), read / times["by page"] / 1e9, host]
+    return [name, *(f"{figure:.2f}" for figure in figures)]

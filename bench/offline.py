@@ -1,0 +1,204 @@
+"""The workloads of docs/performance.md through the engine alone, after its own profile loop.
+
+One process, one start, the product's defaults with maxModelLen 8192. Requests are those that the
+anchors were measured with: one random.Random(0), all prompts, then all output lengths.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from record import table
+from shapes import SHAPES
+
+from kvline_contract.launch import (
+    CapacityOptions,
+    Device,
+    EngineOptions,
+    LaunchConfig,
+    LoadFormat,
+    Model,
+)
+from kvline_contract.report import Attempt, Effective, Provenance, Result, State
+from kvline_server.backend import open_backend
+from kvline_server.config import resolve
+from kvline_server.engine.engine import Engine
+from kvline_server.engine.request import SamplingParams
+from kvline_server.memory.pages import PagePool
+from kvline_server.memory.profile import ProfileLoop
+from kvline_server.memory.record import AttemptStore
+from kvline_server.model.load import load_model, read_model
+
+MAX_MODEL_LEN = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    requests: int
+    prompt: tuple[int, int]
+    output: tuple[int, int]
+    temperature: float = 0.6
+    prompt_logprobs: int | None = None
+    counts_input: bool = True
+
+    def make(self, vocabulary: int) -> list[tuple[list[int], int]]:
+        rng = random.Random(0)
+        prompts = [
+            [rng.randrange(10, vocabulary - 10) for _ in range(rng.randint(*self.prompt))]
+            for _ in range(self.requests)
+        ]
+        return [(p, rng.randint(*self.output)) for p in prompts]
+
+
+WORKLOADS = {
+    "r512": Workload(3000, (1, 512), (1, 128)),
+    "r512lp-top0": Workload(3000, (1, 512), (1, 128), 1.0, 0),
+    "r512lp-top20": Workload(3000, (1, 512), (1, 128), 1.0, 20),
+    "nano": Workload(256, (100, 1024), (100, 1024), counts_input=False),
+}
+
+
+class Printed:
+    """The loop's reporter: a line a stage."""
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+
+    def _say(self, text: str) -> None:
+        print(f"  {time.monotonic() - self.started:6.1f} s  {text}", flush=True)
+
+    def state(self, state: State) -> None:
+        self._say(f"[{state}]")
+
+    def stage(self, name: str, ms: int, nbytes: int, detail: str | None = None) -> None:
+        self._say(f"{name}: {ms} ms, {nbytes / 2**20:.0f} MiB {detail or ''}")
+
+    def effective(self, effective: Effective) -> None:
+        self._say(str(effective))
+
+    def attempt(self, attempt: Attempt) -> None:
+        self._say(str(attempt))
+
+    def provenance(self, provenance: Provenance) -> None:
+        self._say(str(provenance))
+
+    def now(self) -> str:
+        return "2026-01-01T00:00:00Z"
+
+
+def start(name: str, device: Device = Device.CUDA) -> tuple[Engine, Result]:
+    """Loads random weights of a shape and sizes itself, as a pod does."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = write_config(name, Path(scratch))
+        launch = LaunchConfig(
+            version=1,
+            namespace="",
+            service="",
+            revision="",
+            image="",
+            device=device,
+            tensor_parallel=1,
+            model=Model(str(folder), str(folder), name, LoadFormat.RANDOM),
+            engine=EngineOptions(MAX_MODEL_LEN),
+            capacity=CapacityOptions(),
+        )
+        began = time.monotonic()
+        reporter = Printed()
+        backend = open_backend(launch, None, os.getpid())
+        model = read_model(launch)
+        settings = resolve(launch, model, backend.device.limit)
+        backend.device.settle()
+        free = backend.device.limit - backend.device.used()
+        loaded = load_model(launch, model, settings, backend, reporter)
+        result = ProfileLoop(
+            device=backend.device,
+            settings=settings,
+            loaded=loaded,
+            reporter=reporter,
+            store=AttemptStore(Path(scratch) / "attempts.json"),
+            record_file=None,
+            wait_for_neighbours=lambda: None,
+            free_before_weights=free,
+        ).run(began)
+    engine = Engine(
+        runner=loaded.runner,
+        pages=loaded.arena.pages,
+        max_running=settings.max_running_requests,
+        max_step_tokens=settings.max_prefill_tokens,
+        max_model_len=MAX_MODEL_LEN,
+        eos_token_ids=(),
+    )
+    return engine, result
+
+
+def write_config(name: str, folder: Path) -> Path:
+    """config.json of a shape, as the model's authors write it."""
+    shape = asdict(SHAPES[name])
+    body = {
+        "architectures": [shape["architecture"]],
+        "num_hidden_layers": shape["layers"],
+        "hidden_size": shape["hidden"],
+        "intermediate_size": shape["intermediate"],
+        "num_attention_heads": shape["heads"],
+        "num_key_value_heads": shape["kv_heads"],
+        "head_dim": shape["head_dim"],
+        "vocab_size": shape["vocabulary"],
+        "max_position_embeddings": shape["max_position"],
+        "rms_norm_eps": shape["norm_eps"],
+        "rope_theta": shape["rope_theta"],
+        "tie_word_embeddings": shape["tied_embeddings"],
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "model_type": "qwen3" if shape["qk_norm"] else "llama",
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(body))
+    return folder
+
+
+def play(engine: Engine, workload: Workload, requests: list[tuple[list[int], int]]) -> float:
+    """Seconds from the first submit to the last token, nothing of it in the prefix cache."""
+    engine.pool = engine.scheduler.pool = PagePool(engine.pool.total + 1)
+    began = time.perf_counter()
+    for id, (prompt, output) in enumerate(requests):
+        params = SamplingParams(
+            max_tokens=output,
+            temperature=workload.temperature,
+            ignore_eos=True,
+            seed=id,
+            prompt_logprobs=workload.prompt_logprobs,
+        )
+        engine.submit(id, prompt, params)
+    while not engine.scheduler.idle:
+        engine.step()
+    return time.perf_counter() - began
+
+
+def run() -> None:
+    """KVLINE_BENCH_MODELS and KVLINE_BENCH_WORKLOADS, comma-separated, narrow it."""
+    names = os.environ.get("KVLINE_BENCH_MODELS", ",".join(SHAPES)).split(",")
+    only = os.environ.get("KVLINE_BENCH_WORKLOADS", ",".join(WORKLOADS)).split(",")
+    rows = []
+    for name in names:
+        engine, result = start(name)
+        print(f"{name}: {result}", flush=True)
+        for kind in only:
+            workload = WORKLOADS[kind]
+            requests = workload.make(SHAPES[name].vocabulary)
+            play(engine, workload, requests[:8])
+            steps = engine.steps
+            took = play(engine, workload, requests)
+            tokens = sum(o + (len(p) if workload.counts_input else 0) for p, o in requests)
+            figures = [f"{tokens / took:.0f}", f"{took:.1f}", str(engine.steps - steps)]
+            rows.append([name, kind, *figures])
+            print(rows[-1], flush=True)
+        rows.append([name, "KV tokens", str(result.kv_tokens), "", ""])
+        engine.runner.arena.resize(0)
+        del engine
+    table("Offline", ["model", "workload", "tokens/s", "s", "steps"], rows)

@@ -1,0 +1,60 @@
+"""What a launch runs on: a device's accounts, its kernels and its arena, chosen once at the start.
+
+The GPU's modules are imported only here and only when they are asked for: the CPU's image has none
+of their libraries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kvline_contract.launch import Device as Kind
+from kvline_contract.launch import LaunchConfig
+from kvline_server.errors import DeviceFailure
+from kvline_server.kernels.interface import Kernels
+from kvline_server.kernels.torch import TorchKernels
+from kvline_server.memory.arena import Arena, HostArena
+from kvline_server.memory.device import Device, cpu_device
+from kvline_server.model.config import ModelConfig
+
+LEAST_CAPABILITY = (8, 0)  # bfloat16 on tensor cores
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    device: Device
+    kernels: Callable[[ModelConfig], Kernels]
+    arena: Callable[[ModelConfig, int, torch.dtype], Arena]
+    libraries: tuple[str, ...]  # whose versions change a size
+
+
+def open_backend(launch: LaunchConfig, memory: int | None, root: int) -> Backend:
+    """`memory` and `root` are the CPU's: a limit in bytes, and the process tree to account for.
+    Raises DeviceFailure."""
+    if launch.device is Kind.CPU:
+        device = cpu_device(memory, root)
+        return Backend(device, lambda _: TorchKernels(), HostArena, ("kvline", "torch"))
+    return _cuda(launch)
+
+
+def _cuda(launch: LaunchConfig) -> Backend:
+    if not torch.cuda.is_available():
+        raise DeviceFailure("spec.resources.gpus asks for a GPU, and CUDA finds none here")
+    if launch.tensor_parallel != 1:
+        raise DeviceFailure(
+            f"spec.resources.gpus is {launch.tensor_parallel}; this version runs on one GPU"
+        )
+    capability = torch.cuda.get_device_capability(0)
+    if capability < LEAST_CAPABILITY:
+        raise DeviceFailure(
+            f"{torch.cuda.get_device_name(0)} has compute capability {capability[0]}."
+            f"{capability[1]}, at least {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} is needed"
+        )
+    from kvline_server.kernels.flashinfer import FlashInferKernels
+    from kvline_server.memory.cuda import CudaArena, CudaDevice
+
+    libraries = ("kvline", "torch", "flashinfer-python")
+    return Backend(CudaDevice(), FlashInferKernels, CudaArena, libraries)

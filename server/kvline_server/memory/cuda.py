@@ -1,0 +1,187 @@
+"""The GPU's memory: what the driver says of it, and the arena on CUDA virtual memory.
+
+Addresses for the whole GPU are reserved once and physical memory is mapped under them to the
+budget, so growing and shrinking keep every pointer, captured graphs among them. Running out while
+mapping is an error value of the driver's, not a dead context.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from cuda.bindings import driver
+
+from kvline_server.errors import DeviceFailure, DeviceOutOfMemory
+from kvline_server.kernels.interface import KVLayer
+from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.model.config import ModelConfig
+
+CHUNK = 64 << 20  # of one mapping: few calls, and a shrink gives back in these steps
+
+
+class CudaDevice:
+    """One GPU as this process sees it; `used` is everybody's, by the driver's account."""
+
+    def __init__(self) -> None:
+        properties = torch.cuda.get_device_properties(0)
+        self.name = properties.name
+        self.driver = _driver_version()
+        self.limit = torch.cuda.mem_get_info(0)[1]
+
+    def used(self) -> int:
+        free, total = torch.cuda.mem_get_info(0)
+        return total - free
+
+    def now(self) -> int:
+        return torch.cuda.memory_reserved(0)
+
+    def peak(self) -> int:
+        """Reserved, not allocated: holes between blocks are nobody else's to use."""
+        return torch.cuda.max_memory_reserved(0)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(0)
+
+    def working_files(self) -> int:
+        return 0
+
+    def settle(self) -> None:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+    @contextmanager
+    def held(self, nbytes: int) -> Iterator[None]:
+        """Outside torch's allocator, which would otherwise serve itself from it."""
+        if not nbytes:
+            yield
+            return
+        torch.cuda.empty_cache()
+        pointer = _call(driver.cuMemAlloc, nbytes)
+        try:
+            _call(driver.cuMemsetD8, pointer, 1, nbytes)
+            yield
+        finally:
+            _call(driver.cuMemFree, pointer)
+
+
+class CudaArena:
+    """All layers' keys and values of a page lie together, so that a page is mapped in one piece:
+    [pages, layers, keys and values, page, kv_heads, dim]."""
+
+    def __init__(self, config: ModelConfig, max_pages: int, dtype: torch.dtype) -> None:
+        self._shape = (config.layers, 2, PAGE_SIZE, config.kv_heads, config.head_dim)
+        self._dtype = dtype
+        self._page_bytes = math.prod(self._shape) * dtype.itemsize
+        self._max_pages = max_pages
+        self._pages = 0
+        self._properties = _allocation_properties()
+        minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        self._step: int = _call(driver.cuMemGetAllocationGranularity, self._properties, minimum)
+        reserved = self._rounded(max_pages * self._page_bytes)
+        self._base = int(_call(driver.cuMemAddressReserve, reserved, 0, 0, 0))
+        self._mapped: list[tuple[int, int, Any]] = []  # offset, size, handle
+        self._layers: list[KVLayer] = []
+
+    @property
+    def pages(self) -> int:
+        return self._pages
+
+    @property
+    def nbytes(self) -> int:
+        return self._end()
+
+    def layers(self) -> list[KVLayer]:
+        return self._layers
+
+    def resize(self, pages: int) -> None:
+        if not 0 <= pages <= self._max_pages:
+            raise ValueError(f"{pages} pages, the arena reserves addresses for {self._max_pages}")
+        torch.cuda.synchronize()  # nothing in flight may touch what is unmapped
+        wanted = self._rounded(pages * self._page_bytes)
+        while self._mapped and self._end() > wanted:
+            self._unmap_last()
+        while self._end() < wanted:
+            self._map(min(CHUNK, wanted - self._end()))
+        self._pages = pages
+        self._layers = self._views(pages)
+
+    def _rounded(self, nbytes: int) -> int:
+        return -(-nbytes // self._step) * self._step
+
+    def _end(self) -> int:
+        return self._mapped[-1][0] + self._mapped[-1][1] if self._mapped else 0
+
+    def _map(self, size: int) -> None:
+        at = self._end()
+        try:
+            handle = _call(driver.cuMemCreate, size, self._properties, 0)
+        except DeviceOutOfMemory:
+            torch.cuda.empty_cache()  # what torch only keeps may be the missing part
+            handle = _call(driver.cuMemCreate, size, self._properties, 0)
+        _call(driver.cuMemMap, self._base + at, size, 0, handle, 0)
+        self._mapped.append((at, size, handle))
+        access = driver.CUmemAccessDesc()
+        access.location = self._properties.location
+        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        _call(driver.cuMemSetAccess, self._base + at, size, [access], 1)
+        _call(driver.cuMemsetD8, self._base + at, 0, size)
+
+    def _unmap_last(self) -> None:
+        offset, size, handle = self._mapped.pop()
+        _call(driver.cuMemUnmap, self._base + offset, size)
+        _call(driver.cuMemRelease, handle)
+
+    def _views(self, pages: int) -> list[KVLayer]:
+        if not pages:
+            return []
+        elements = pages * self._page_bytes // self._dtype.itemsize
+        flat = torch.as_tensor(_Range(self._base, elements), device="cuda").view(self._dtype)
+        whole = flat.view(pages, *self._shape)
+        return [KVLayer(whole[:, i, 0], whole[:, i, 1]) for i in range(self._shape[0])]
+
+
+class _Range:
+    """Addresses as torch takes them; the interface has no bfloat16, so as int16."""
+
+    def __init__(self, pointer: int, elements: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (pointer, False),
+            "shape": (elements,),
+            "typestr": "<i2",
+            "version": 3,
+        }
+
+
+def _allocation_properties() -> Any:
+    properties = driver.CUmemAllocationProp()
+    properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    properties.location.id = torch.cuda.current_device()
+    return properties
+
+
+def _driver_version() -> str:
+    """NVIDIA's own version where the kernel module tells it, else the CUDA version it speaks."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except Exception:  # optional, and its errors have no useful base
+        return f"cuda-{_call(driver.cuDriverGetVersion)}"
+
+
+def _call(function: Any, *arguments: Any) -> Any:
+    """A driver call's value. Raises DeviceOutOfMemory or DeviceFailure by its error code."""
+    code, *values = function(*arguments)
+    if code == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        raise DeviceOutOfMemory(function.__name__)
+    if code != driver.CUresult.CUDA_SUCCESS:
+        raise DeviceFailure(f"{function.__name__}: {code.name}")
+    return values[0] if values else None

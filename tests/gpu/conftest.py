@@ -1,0 +1,49 @@
+"""Tests on a CUDA GPU: make test-gpu. Without one they are not run, and say so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kvline_server.model.config import ModelConfig
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason="no CUDA GPU here"))
+
+
+@pytest.fixture
+def shape() -> Callable[..., ModelConfig]:
+    """A small Llama, or a Qwen3 with norms of query and key, in sizes the kernels are built for."""
+
+    def make(head_dim: int = 128, qk_norm: bool = False, **more: int) -> ModelConfig:
+        numbers = {
+            "layers": 3,
+            "hidden": 512,
+            "intermediate": 1024,
+            "heads": 8,
+            "kv_heads": 2,
+            "vocabulary": 5003,
+            "max_position": 4096,
+        }
+        return ModelConfig(
+            architecture="Qwen3ForCausalLM" if qk_norm else "LlamaForCausalLM",
+            head_dim=head_dim,
+            norm_eps=1e-5,
+            rope_theta=500_000.0,
+            rope_scaling=None,
+            tied_embeddings=qk_norm,
+            qkv_bias=False,
+            output_bias=False,
+            mlp_bias=False,
+            qk_norm=qk_norm,
+            eos_token_ids=(),
+            bos_token_id=None,
+            **(numbers | more),
+        )
+
+    return make

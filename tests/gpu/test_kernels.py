@@ -1,0 +1,137 @@
+"""The GPU's kernels against plain torch in float32 on the CPU: same steps, same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvline_server.engine.batch import build
+from kvline_server.engine.request import SamplingParams, Sequence
+from kvline_server.engine.scheduler import Work
+from kvline_server.kernels.interface import Draws, Kernels
+from kvline_server.kernels.torch import TorchKernels
+from kvline_server.memory.arena import Arena, HostArena
+from kvline_server.memory.pages import pages_for
+from kvline_server.model.config import ModelConfig
+from kvline_server.model.decoder import Decoder
+from kvline_server.model.loader import RandomSource, load_weights
+
+pytestmark = pytest.mark.gpu
+PAGES = 400
+
+
+class SameOnBoth(RandomSource):
+    """Drawn on the CPU in float32, whatever they are copied to."""
+
+    def copy(self, name: str, into: torch.Tensor) -> None:
+        drawn = torch.empty(into.shape)
+        super().copy(name, drawn)
+        into.copy_(drawn)
+
+
+def sides(config: ModelConfig) -> list[tuple[Decoder, Arena]]:
+    """The same random model on the CPU in float32 and on the GPU in bfloat16."""
+    from kvline_server.kernels.flashinfer import FlashInferKernels
+    from kvline_server.memory.cuda import CudaArena
+
+    made: list[tuple[Decoder, Arena]] = []
+    pairs: list[tuple[Kernels, Any]] = [
+        (TorchKernels(), HostArena),
+        (FlashInferKernels(config), CudaArena),
+    ]
+    for kernels, arena_of in pairs:
+        arena = arena_of(config, PAGES, kernels.dtype)
+        arena.resize(PAGES)
+        weights = load_weights(SameOnBoth(), config, kernels)
+        made.append((Decoder(config, weights, 4096, kernels), arena))
+    return made
+
+
+def sequence(rng: np.random.Generator, length: int, free: list[int]) -> Sequence:
+    tokens = rng.integers(0, 5000, length).tolist()
+    made = Sequence(0, tokens, length, SamplingParams(max_tokens=1))
+    made.pages = [free.pop() for _ in range(pages_for(length))]
+    return made
+
+
+def hidden(side: tuple[Decoder, Arena], work: list[Work]) -> torch.Tensor:
+    decoder, arena = side
+    batch = build(work)
+    plan = decoder.kernels.plan(batch.layout)
+    ids = decoder.kernels.tensor(batch.token_ids)
+    with torch.inference_mode():
+        out = decoder.forward(ids, arena.layers(), plan)
+        return decoder.compute_logits(out).float().cpu()
+
+
+@pytest.mark.parametrize(("head_dim", "qk_norm"), [(128, False), (64, False), (128, True)])
+def test_a_mixed_step_gives_the_reference_s_logits(
+    shape: Callable[..., ModelConfig], head_dim: int, qk_norm: bool
+) -> None:
+    """Prompts whole and in chunks, then decodes beside a prompt, over scattered pages."""
+    both = sides(shape(head_dim, qk_norm))
+    rng = np.random.default_rng(3)
+    free = rng.permutation(np.arange(1, PAGES)).tolist()
+    a, b, c = (sequence(rng, n, free) for n in (37, 500, 1000))
+    steps = [
+        [Work(a, 0, 36), Work(b, 0, 300)],
+        [Work(a, 36, 1), Work(b, 300, 199), Work(c, 0, 512)],
+        [Work(a, 36, 1), Work(b, 499, 1), Work(c, 512, 488)],
+        [Work(s, len(s.tokens) - 1, 1) for s in (a, b, c)],
+    ]
+    for work in steps:
+        want, got = (hidden(side, work) for side in both)
+        distance = float((got - want).norm() / want.norm())
+        assert distance < 2e-2, distance
+
+
+def test_scores_are_the_reference_s(shape: Callable[..., ModelConfig]) -> None:
+    from kvline_server.kernels.flashinfer import FlashInferKernels
+
+    kernels = FlashInferKernels(shape())
+    logits = torch.randn(300, 128_256, device="cuda").mul_(3).bfloat16()
+    targets = np.random.default_rng(0).integers(0, 128_256, 300)
+    want = TorchKernels().score(logits.float().cpu(), targets, 20)
+    got = kernels.score(logits, targets, 20)
+    assert np.abs(got.values - want.values).max() < 1e-4
+    assert (got.ranks == want.ranks).all()
+    assert np.abs(got.top_values - want.top_values).max() < 1e-4
+    # bfloat16 has ties, and either of two equals may be named: the named ones have their values.
+    named = logits.gather(1, torch.from_numpy(got.top_ids).cuda().long()).float().cpu().numpy()
+    assert np.abs(np.diff(named - got.top_values, axis=1)).max() < 1e-4
+    assert all(len(set(row)) == 20 for row in got.top_ids)
+
+
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 40}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 9, "top_p": 0.9}]
+)
+def test_draws_are_the_reference_s(
+    shape: Callable[..., ModelConfig], filters: dict[str, float]
+) -> None:
+    from kvline_server.kernels.flashinfer import FlashInferKernels
+
+    kernels = FlashInferKernels(shape())
+    rows = 512
+    logits = torch.randn(rows, 32_003, device="cuda").mul_(2.5).bfloat16()
+    rng = np.random.default_rng(1)
+    temperatures = rng.choice([0.0, 0.6, 1.0, 1.5], rows).astype(np.float32)
+    draws = Draws(
+        temperatures=temperatures,
+        top_k=np.full(rows, filters.get("top_k", 0), np.int32),
+        top_p=np.full(rows, filters.get("top_p", 1.0), np.float32),
+        min_p=np.full(rows, filters.get("min_p", 0.0), np.float32),
+        uniforms=rng.random(rows),
+    )
+    want = TorchKernels().choose(logits.float().cpu(), draws)
+    got = kernels.choose(logits.clone(), draws)
+    # The same number picks the same token but where rounding moves an edge between two.
+    assert (got == want).mean() > 0.97
+    probabilities = torch.softmax(
+        logits.float() / torch.from_numpy(np.maximum(temperatures, 1e-6)).cuda()[:, None], -1
+    )
+    picked = probabilities[torch.arange(rows), torch.from_numpy(got).cuda()]
+    assert (picked > 0).all()
