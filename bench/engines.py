@@ -8,8 +8,9 @@ from pathlib import Path
 import model
 import torch
 
-from kvline_server.engine.engine import Engine, Runner
+from kvline_server.engine.engine import Engine
 from kvline_server.engine.request import SamplingParams
+from kvline_server.engine.runner import Runner
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import HostArena
 from kvline_server.model.config import read_config
@@ -32,12 +33,12 @@ def make(running: int = 32, rows: int = 224) -> Engine:
     weights = load_weights(source, config, kernels)
     arena = HostArena(config, PAGES, torch.float32)
     arena.resize(PAGES)
-    runner = Runner(Decoder(config, weights, 8192, kernels), arena, rows)
+    runner = Runner(Decoder(config, weights, 8192, kernels), arena, rows, running)
     return Engine(runner, PAGES, running, 512, 8192, config.eos_token_ids)
 
 
 def drain(engine: Engine, until: Callable[[], bool] = lambda: False) -> None:
-    while not engine.scheduler.idle and not until():
+    while not engine.idle and not until():
         engine.step()
 
 

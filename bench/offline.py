@@ -175,7 +175,7 @@ def play(engine: Engine, workload: Workload, requests: list[tuple[list[int], int
             prompt_logprobs=workload.prompt_logprobs,
         )
         engine.submit(id, prompt, params)
-    while not engine.scheduler.idle:
+    while not engine.idle:
         engine.step()
     return time.perf_counter() - began
 

@@ -12,7 +12,7 @@ from kvline_server.model.config import ModelConfig
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
-        for item in items:
+        for item in (i for i in items if i.get_closest_marker("gpu")):
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU here"))
 
 

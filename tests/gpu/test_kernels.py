@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvline_server.engine.batch import build
+from kvline_server.engine.logprobs import Table
 from kvline_server.engine.request import SamplingParams, Sequence
 from kvline_server.engine.scheduler import Work
 from kvline_server.kernels.interface import Draws, Kernels
@@ -89,14 +90,19 @@ def test_a_mixed_step_gives_the_reference_s_logits(
         assert distance < 2e-2, distance
 
 
+def table(kernels: Kernels, logits: torch.Tensor, targets: np.ndarray) -> Table:
+    made = kernels.score(logits, kernels.tensor(targets), 20)
+    return Table(*kernels.fetch(made.tensors()).wait())
+
+
 def test_scores_are_the_reference_s(shape: Callable[..., ModelConfig]) -> None:
     from kvline_server.kernels.flashinfer import FlashInferKernels
 
     kernels = FlashInferKernels(shape())
     logits = torch.randn(300, 128_256, device="cuda").mul_(3).bfloat16()
     targets = np.random.default_rng(0).integers(0, 128_256, 300)
-    want = TorchKernels().score(logits.float().cpu(), targets, 20)
-    got = kernels.score(logits, targets, 20)
+    want = table(TorchKernels(), logits.float().cpu(), targets)
+    got = table(kernels, logits, targets)
     assert np.abs(got.values - want.values).max() < 1e-4
     assert (got.ranks == want.ranks).all()
     assert np.abs(got.top_values - want.top_values).max() < 1e-4
@@ -126,8 +132,8 @@ def test_draws_are_the_reference_s(
         min_p=np.full(rows, filters.get("min_p", 0.0), np.float32),
         uniforms=rng.random(rows),
     )
-    want = TorchKernels().choose(logits.float().cpu(), draws)
-    got = kernels.choose(logits.clone(), draws)
+    want = TorchKernels().choose(logits.float().cpu(), draws).numpy()
+    got = kernels.choose(logits.clone(), draws).cpu().numpy()
     # The same number picks the same token but where rounding moves an edge between two.
     assert (got == want).mean() > 0.97
     probabilities = torch.softmax(

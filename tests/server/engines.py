@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 
-from kvline_server.engine.engine import Engine, Output, Runner
+from kvline_server.engine.engine import Engine, Output
 from kvline_server.engine.request import SamplingParams
+from kvline_server.engine.runner import Runner
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import HostArena
 from kvline_server.model.config import read_config
@@ -34,7 +35,7 @@ def engine(
     made = decoder(folder)
     arena = HostArena(made.config, pages, torch.float32)
     arena.resize(pages)
-    runner = Runner(made, arena, rows)
+    runner = Runner(made, arena, rows, running)
     return Engine(runner, pages, running, step, model_len, made.config.eos_token_ids)
 
 
@@ -46,7 +47,7 @@ def finish(made: Engine, limit: int = 5000) -> dict[int, list[Output]]:
     """Runs until nothing is left; outputs by sequence."""
     out: dict[int, list[Output]] = {}
     for _ in range(limit):
-        if made.scheduler.idle:
+        if made.idle:
             return out
         for item in made.step():
             out.setdefault(item.sequence.id, []).append(item)

@@ -98,11 +98,14 @@ class Machine:
     def decoder(self) -> Any:
         return SimpleNamespace(config=SimpleNamespace(vocabulary=1000))
 
-    def run(self, batch: Batch) -> tuple[Any, list[Any]]:
+    def launch(self, batch: Batch) -> Machine:
         self.batches += 1
         extra = self.surprise if self.taken else 0
         self._take(len(batch.token_ids) * self.price + extra)
-        return None, []
+        return self
+
+    def wait(self) -> None:
+        return
 
 
 @dataclass

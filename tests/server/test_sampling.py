@@ -31,7 +31,7 @@ def sequences(count: int, tokens: list[int] | None = None, **params: Any) -> lis
 
 def draw(count: int = 4000, logits: torch.Tensor = LOGITS, **params: Any) -> np.ndarray:
     rows = logits.expand(count, -1).clone()
-    return sample(TorchKernels(), rows, sequences(count, **params))
+    return sample(TorchKernels(), rows, sequences(count, **params)).numpy()
 
 
 def shares(chosen: np.ndarray) -> np.ndarray:

@@ -34,12 +34,17 @@ class Batch:
     targets: np.ndarray  # int64 [scored], the token each scored row is judged by
     scored: tuple[ScoredRun, ...]
     sampled: tuple[Sequence, ...]  # one per sampled row, in order
+    sampled_slots: np.ndarray  # int64 [sampled], where the device keeps each one's new token
+    late_rows: np.ndarray  # int64 [late], rows whose token has been sampled and not read
+    late_slots: np.ndarray  # int64 [late], where the device keeps it
 
 
 def build(work: list[Work]) -> Batch:
     """The arrays of one step, from work whose sequences already hold their pages."""
     ordered = [w for w in work if w.count == 1] + [w for w in work if w.count > 1]
     rows, targets, scored, sampled = _select_rows(ordered)
+    # Only a decoding row can be ahead of what was read, and those come first, one row each.
+    late = [row for row, w in enumerate(ordered) if w.start >= len(w.sequence.tokens)]
     return Batch(
         token_ids=_token_ids(ordered),
         layout=_layout(ordered),
@@ -47,6 +52,9 @@ def build(work: list[Work]) -> Batch:
         targets=targets,
         scored=tuple(scored),
         sampled=tuple(sampled),
+        sampled_slots=np.asarray([s.slot for s in sampled], dtype=np.int64),
+        late_rows=np.asarray(late, dtype=np.int64),
+        late_slots=np.asarray([ordered[row].sequence.slot for row in late], dtype=np.int64),
     )
 
 
@@ -54,7 +62,8 @@ def _token_ids(work: list[Work]) -> np.ndarray:
     out = np.empty(sum(w.count for w in work), dtype=np.int64)
     at = 0
     for w in work:
-        out[at : at + w.count] = w.sequence.tokens[w.start : w.start + w.count]
+        known = w.sequence.tokens[w.start : w.start + w.count]
+        out[at : at + w.count] = known or 0  # a late token is put in on the device
         at += w.count
     return out
 

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from kvline_server.engine.request import Scores
-from kvline_server.kernels.interface import RowScores
 
 
-def cut(table: RowScores, start: int, end: int, top: int, tokens: np.ndarray) -> Scores:
-    """Rows start..end of a table, which judge `tokens`, with `top` alternatives each."""
-    return Scores(
-        tokens=tokens.astype(np.int32),
-        values=table.values[start:end],
-        ranks=table.ranks[start:end],
-        top_ids=np.ascontiguousarray(table.top_ids[start:end, :top]),
-        top_values=np.ascontiguousarray(table.top_values[start:end, :top]),
-    )
+@dataclass(frozen=True, slots=True)
+class Table:
+    """kernels.interface.RowScores on the host."""
+
+    values: np.ndarray  # float32 [rows]
+    ranks: np.ndarray  # int32 [rows]
+    top_ids: np.ndarray  # int32 [rows, top]
+    top_values: np.ndarray  # float32 [rows, top]
+
+    def cut(self, start: int, end: int, top: int, tokens: np.ndarray) -> Scores:
+        """Rows start..end, which judge `tokens`, with `top` alternatives each."""
+        return Scores(
+            tokens=tokens.astype(np.int32),
+            values=self.values[start:end],
+            ranks=self.ranks[start:end],
+            top_ids=np.ascontiguousarray(self.top_ids[start:end, :top]),
+            top_values=np.ascontiguousarray(self.top_values[start:end, :top]),
+        )
 
 
-def stack(tables: list[RowScores]) -> RowScores:
+def stack(tables: list[Table]) -> Table:
     """Consecutive tables as one."""
-    return RowScores(
+    return Table(
         values=np.concatenate([t.values for t in tables]),
         ranks=np.concatenate([t.ranks for t in tables]),
         top_ids=np.concatenate([t.top_ids for t in tables]),

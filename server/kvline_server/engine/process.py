@@ -125,7 +125,7 @@ class EngineProcess:
             self._beat(engine)
 
     def _take(self, engine: Engine) -> None:
-        idle = engine.scheduler.idle
+        idle = engine.idle
         while True:
             try:
                 client, message = self.inbox.get(idle, BEAT_SECONDS if idle else None)
@@ -167,7 +167,7 @@ class EngineProcess:
         scheduler, pool = engine.scheduler, engine.pool
         self.parent.send(
             Beat(
-                busy=not scheduler.idle,
+                busy=not engine.idle,
                 steps=engine.steps,
                 kv_tokens=pool.total * PAGE_SIZE,
                 used_tokens=pool.used * PAGE_SIZE,

@@ -63,15 +63,23 @@ class Sequence:
     scores: list[Scores] = field(default_factory=list)
     preemptions: int = 0
     cached: int = 0  # tokens found in the prefix cache at first admission
+    pending: int = 0  # tokens that were sampled, and whose values have not been read yet
+    slot: int = 0  # its place in the device's pool of sampled tokens, while it runs
+    ended: bool = False  # what still comes of it is nobody's
+
+    @property
+    def length(self) -> int:
+        """Tokens it has, read or not."""
+        return len(self.tokens) + self.pending
 
     @property
     def output_length(self) -> int:
-        return len(self.tokens) - self.prompt_length
+        return self.length - self.prompt_length
 
     @property
     def wanting(self) -> int:
         """Tokens still to be computed before the next one can be sampled."""
-        return len(self.tokens) - self.computed
+        return self.length - self.computed
 
     @property
     def first_scored(self) -> int:

@@ -33,7 +33,7 @@ def _splitmix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return value ^ (value >> np.uint64(31))
 
 
-def sample(kernels: Kernels, logits: torch.Tensor, sequences: list[Sequence]) -> np.ndarray:
+def sample(kernels: Kernels, logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     """Token ids, one per row. May change `logits` in place. [rows, vocabulary] -> int64 [rows]"""
     for row, sequence in enumerate(sequences):
         if sequence.params.penalised:

@@ -25,7 +25,7 @@ class Work:
 
     @property
     def samples(self) -> bool:
-        return self.start + self.count == len(self.sequence.tokens)
+        return self.start + self.count == self.sequence.length
 
 
 class Scheduler:
@@ -36,6 +36,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # by admission, oldest first
         self.preemptions = 0
+        self._slots = list(range(max_running))
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -61,6 +62,8 @@ class Scheduler:
             if budget and sequence in self.running:
                 budget -= self._continue(sequence, budget, work)
         while budget and self.waiting and len(self.running) < self.max_running:
+            if self.waiting[0].pending:  # preempted a moment ago: its last token is on its way
+                break
             taken = self._admit(self.waiting[0], budget, work)
             if not taken:
                 break
@@ -72,8 +75,9 @@ class Scheduler:
         for item in work:
             sequence = item.sequence
             sequence.computed = item.start + item.count
-            extend_chain(sequence.chain, sequence.tokens, sequence.computed)
-            full = sequence.computed // PAGE_SIZE
+            known = min(sequence.computed, len(sequence.tokens))
+            extend_chain(sequence.chain, sequence.tokens, known)
+            full = known // PAGE_SIZE
             for index in range(sequence.published, full):
                 self.pool.publish(sequence.pages[index], sequence.chain[index])
             sequence.published = max(sequence.published, full)
@@ -103,6 +107,7 @@ class Scheduler:
             return 0
         self.waiting.popleft()
         self.running.append(sequence)
+        sequence.slot = self._slots.pop()
         sequence.pages = matched
         sequence.computed = len(matched) * PAGE_SIZE
         sequence.published = len(matched)
@@ -119,6 +124,7 @@ class Scheduler:
         self.preemptions += 1
 
     def _give_back(self, sequence: Sequence) -> None:
+        self._slots.append(sequence.slot)
         self.pool.release(sequence.pages)
         sequence.pages = []
         sequence.computed = sequence.published = 0

@@ -17,7 +17,7 @@ from flashinfer import norm, page, rope, sampling
 from torch.nn import functional
 
 from kvline_server.kernels import triton_rows
-from kvline_server.kernels.interface import GREEDY, Draws, KVLayer, RowScores
+from kvline_server.kernels.interface import GREEDY, Draws, Fetch, KVLayer, RowScores
 from kvline_server.kernels.layout import Layout
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.model.config import ModelConfig
@@ -39,7 +39,24 @@ class Plan:
     last_page: torch.Tensor  # int32 [sequences], tokens in each one's last page
 
 
+class _Copies:
+    """Copies into pinned memory, in order behind the step; the event says when they are there."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+        for host, tensor in zip(self.host, tensors, strict=True):
+            host.copy_(tensor, non_blocking=True)
+        self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.done.record()
+
+    def wait(self) -> list[np.ndarray]:
+        self.done.synchronize()
+        return [tensor.numpy() for tensor in self.host]
+
+
 class FlashInferKernels:
+    depth = 1
+
     def __init__(self, config: ModelConfig) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.dtype = torch.bfloat16
@@ -54,6 +71,9 @@ class FlashInferKernels:
 
     def tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
+
+    def fetch(self, tensors: list[torch.Tensor]) -> Fetch:
+        return _Copies(tensors)
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
         return weight
@@ -179,22 +199,20 @@ class FlashInferKernels:
     def logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         return functional.linear(hidden, head)
 
-    def score(self, logits: torch.Tensor, targets: np.ndarray, top: int) -> RowScores:
-        values, ranks, normalisers = triton_rows.score(logits, self.tensor(targets))
+    def score(self, logits: torch.Tensor, targets: torch.Tensor, top: int) -> RowScores:
+        values, ranks, normalisers = triton_rows.score(logits, targets)
         top = min(top, logits.shape[1])
-        if top:
-            best, ids = flashinfer.top_k(logits, top, sorted=True)
-            top_values = (best.float() - normalisers.unsqueeze(1)).cpu().numpy()
-            top_ids = ids.to(torch.int32).cpu().numpy()
-        else:
-            top_values = np.empty((len(targets), 0), np.float32)
-            top_ids = np.empty((len(targets), 0), np.int32)
-        return RowScores(values.cpu().numpy(), ranks.cpu().numpy(), top_ids, top_values)
+        if not top:
+            none = values.new_empty((len(values), 0))
+            return RowScores(values, ranks, none.to(torch.int32), none)
+        best, ids = flashinfer.top_k(logits, top, sorted=True)
+        top_values = best.float() - normalisers.unsqueeze(1)
+        return RowScores(values, ranks, ids.to(torch.int32), top_values)
 
-    def choose(self, logits: torch.Tensor, draws: Draws) -> np.ndarray:
+    def choose(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
         greedy = draws.temperatures < GREEDY
         if greedy.all():
-            return logits.argmax(dim=-1).cpu().numpy()
+            return logits.argmax(dim=-1)
         temperatures = self.tensor(np.where(greedy, np.float32(1.0), draws.temperatures))
         uniforms = self.tensor(np.minimum(draws.uniforms, BELOW_ONE).astype(np.float32))
         filtered = (draws.top_k > 0) | (draws.top_p < 1.0) | (draws.min_p > 0.0)
@@ -204,7 +222,7 @@ class FlashInferKernels:
             chosen = triton_rows.draw(logits, uniforms, temperatures)
         if greedy.any():
             chosen = torch.where(self.tensor(greedy), logits.argmax(dim=-1), chosen)
-        return chosen.cpu().numpy()
+        return chosen
 
     def _filtered(
         self, logits: torch.Tensor, temperatures: torch.Tensor, draws: Draws

@@ -39,12 +39,21 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class RowScores:
-    """Log-probabilities of some rows, as arrays on the host."""
+    """Log-probabilities of some rows, on the device."""
 
-    values: np.ndarray  # float32 [rows]
-    ranks: np.ndarray  # int32 [rows], 1 = most likely
-    top_ids: np.ndarray  # int32 [rows, top]
-    top_values: np.ndarray  # float32 [rows, top]
+    values: torch.Tensor  # float32 [rows]
+    ranks: torch.Tensor  # int32 [rows], 1 = most likely
+    top_ids: torch.Tensor  # int32 [rows, top]
+    top_values: torch.Tensor  # float32 [rows, top]
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.values, self.ranks, self.top_ids, self.top_values]
+
+
+class Fetch(Protocol):
+    """Tensors on their way to the host."""
+
+    def wait(self) -> list[np.ndarray]: ...
 
 
 class Kernels(Protocol):
@@ -55,8 +64,16 @@ class Kernels(Protocol):
     def dtype(self) -> torch.dtype:
         """Of weights, hidden states and KV cache."""
 
+    @property
+    def depth(self) -> int:
+        """How many steps may be in flight while the host prepares the next: 1 where the device
+        works beside the host, 0 where it is the host."""
+
     def tensor(self, array: np.ndarray) -> torch.Tensor:
         """The array on the device."""
+
+    def fetch(self, tensors: list[torch.Tensor]) -> Fetch:
+        """Starts copies to the host, after all work that was asked for before."""
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
         """A product's weight in the layout that `linear` likes best."""
@@ -98,10 +115,10 @@ class Kernels(Protocol):
     def logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         """The LM head's product. [rows, hidden] -> [rows, vocabulary]"""
 
-    def score(self, logits: torch.Tensor, targets: np.ndarray, top: int) -> RowScores:
+    def score(self, logits: torch.Tensor, targets: torch.Tensor, top: int) -> RowScores:
         """Each row's log-probability of its target, the target's rank, and its `top` best tokens;
         raw, that is before temperature, penalties and filters. targets int64 [rows]"""
 
-    def choose(self, logits: torch.Tensor, draws: Draws) -> np.ndarray:
+    def choose(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
         """A token a row: temperature, top-k, top-p, min-p, then one draw from what is left. May
-        change `logits`. -> int64 [rows]"""
+        change `logits`. -> int64 [rows], on the device"""

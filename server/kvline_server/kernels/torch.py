@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from kvline_server.kernels.interface import LOGIT_BLOCK, Draws, KVLayer, RowScores
+from kvline_server.kernels.interface import LOGIT_BLOCK, Draws, Fetch, KVLayer, RowScores
 from kvline_server.kernels.layout import Layout
 from kvline_server.kernels.torch_rows import choose_rows, score_rows
 from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
@@ -51,13 +51,27 @@ class TorchPlan:
     prefills: tuple[PrefillPart, ...]
 
 
+class _Here:
+    """Nothing to wait for: the host's memory is the device's."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.arrays = [tensor.numpy() for tensor in tensors]
+
+    def wait(self) -> list[np.ndarray]:
+        return self.arrays
+
+
 class TorchKernels:
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, depth: int = 0) -> None:
         self.device = torch.device("cpu")
         self.dtype = dtype
+        self.depth = depth  # tests set 1, to see the order of a GPU's steps
 
     def tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array)
+
+    def fetch(self, tensors: list[torch.Tensor]) -> Fetch:
+        return _Here(tensors)
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
         """oneDNN's blocked layout, in place of the plain one: faster than the default product at
@@ -136,10 +150,10 @@ class TorchKernels:
             out[start : start + have] = self.linear(block, head)[:have]
         return out
 
-    def score(self, logits: torch.Tensor, targets: np.ndarray, top: int) -> RowScores:
-        return score_rows(logits, torch.from_numpy(targets), top)
+    def score(self, logits: torch.Tensor, targets: torch.Tensor, top: int) -> RowScores:
+        return score_rows(logits, targets, top)
 
-    def choose(self, logits: torch.Tensor, draws: Draws) -> np.ndarray:
+    def choose(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
         return choose_rows(logits, draws)
 
 

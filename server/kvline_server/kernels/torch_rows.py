@@ -17,10 +17,10 @@ def score_rows(logits: torch.Tensor, targets: torch.Tensor, top: int) -> RowScor
     rows, vocabulary = logits.shape
     top = min(top, vocabulary)
     out = RowScores(
-        values=np.empty(rows, np.float32),
-        ranks=np.empty(rows, np.int32),
-        top_ids=np.empty((rows, top), np.int32),
-        top_values=np.empty((rows, top), np.float32),
+        values=torch.empty(rows, dtype=torch.float32),
+        ranks=torch.empty(rows, dtype=torch.int32),
+        top_ids=torch.empty((rows, top), dtype=torch.int32),
+        top_values=torch.empty((rows, top), dtype=torch.float32),
     )
     for start in range(0, rows, LOGIT_BLOCK):
         end = min(start + LOGIT_BLOCK, rows)
@@ -38,24 +38,24 @@ def _score_block(
     normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)  # [block, 1]
     chosen = logits.gather(1, targets.unsqueeze(1))
     end = start + have
-    out.values[start:end] = (chosen - normaliser)[:have, 0].numpy()
-    out.ranks[start:end] = ((logits > chosen).sum(dim=-1) + 1)[:have].numpy()
+    out.values[start:end] = (chosen - normaliser)[:have, 0]
+    out.ranks[start:end] = ((logits > chosen).sum(dim=-1) + 1)[:have]
     if top:
         values, ids = logits.topk(top, dim=-1)
-        out.top_ids[start:end] = ids[:have].numpy()
-        out.top_values[start:end] = (values - normaliser)[:have].numpy()
+        out.top_ids[start:end] = ids[:have]
+        out.top_values[start:end] = (values - normaliser)[:have]
 
 
-def choose_rows(logits: torch.Tensor, draws: Draws) -> np.ndarray:
-    chosen = logits.argmax(dim=-1).numpy()
+def choose_rows(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    chosen = logits.argmax(dim=-1)
     drawn = np.flatnonzero(draws.temperatures >= GREEDY)
     if drawn.size:
         rows = logits if drawn.size == len(logits) else logits[torch.from_numpy(drawn)]
-        chosen[drawn] = _draw(rows, draws, drawn)
+        chosen[torch.from_numpy(drawn)] = _draw(rows, draws, drawn)
     return chosen
 
 
-def _draw(logits: torch.Tensor, draws: Draws, drawn: np.ndarray) -> np.ndarray:
+def _draw(logits: torch.Tensor, draws: Draws, drawn: np.ndarray) -> torch.Tensor:
     scale = torch.from_numpy(draws.temperatures[drawn]).to(logits.dtype).unsqueeze(1)
     probabilities = torch.softmax(logits.div_(scale), dim=-1)
     for row, i in enumerate(drawn):
@@ -67,7 +67,7 @@ def _draw(logits: torch.Tensor, draws: Draws, drawn: np.ndarray) -> np.ndarray:
     wanted = torch.from_numpy(draws.uniforms[drawn]).to(logits.dtype).unsqueeze(1) * total
     # Strictly below the total, or rounding could point past the last token with any probability.
     wanted = torch.minimum(wanted, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulated, wanted, right=True).squeeze(1).numpy()
+    return torch.searchsorted(cumulated, wanted, right=True).squeeze(1)
 
 
 def _filter(probabilities: torch.Tensor, top_k: int, top_p: float, min_p: float) -> None:

@@ -25,7 +25,7 @@ from kvline_contract.report import (
     State,
 )
 from kvline_server.config import EngineSettings
-from kvline_server.engine.engine import Runner
+from kvline_server.engine.runner import Runner
 from kvline_server.errors import DeviceOutOfMemory
 from kvline_server.memory.arena import Arena
 from kvline_server.memory.device import MIB, Device

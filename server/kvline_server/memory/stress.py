@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from kvline_server.config import EngineSettings
 from kvline_server.engine.batch import build
-from kvline_server.engine.engine import Runner
 from kvline_server.engine.request import SamplingParams, Sequence
+from kvline_server.engine.runner import Runner
 from kvline_server.engine.scheduler import Work
 from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
 
@@ -97,7 +97,7 @@ class StressSet:
             sequence.pages = list(itertools.islice(pages, pages_for(length)))
             sequence.computed = start
             work.append(Work(sequence, start, length - start))
-        self.runner.run(build(work))
+        self.runner.launch(build(work)).wait()
 
     def _pages(self) -> Iterator[int]:
         real = range(DUMMY_PAGE + 1, self.runner.arena.pages)

@@ -11,7 +11,7 @@ from kvline_contract.launch import LaunchConfig, LoadFormat
 from kvline_contract.report import Provenance
 from kvline_server.backend import Backend
 from kvline_server.config import EngineSettings
-from kvline_server.engine.engine import Runner
+from kvline_server.engine.runner import Runner
 from kvline_server.errors import DeviceOutOfMemory, ModelNotFound
 from kvline_server.memory.device import MIB
 from kvline_server.memory.diagnosis import Diagnosis
@@ -82,7 +82,7 @@ def load_model(
         )
     )
     return Loaded(
-        runner=Runner(decoder, arena, settings.logprob_rows),
+        runner=Runner(decoder, arena, settings.logprob_rows, settings.max_running_requests),
         arena=arena,
         bytes_per_token=bytes_per_token,
         weights_bytes=weights.nbytes(),

@@ -17,11 +17,11 @@ ALWAYS = os.environ.get("KVLINE_FAULT_ALWAYS", "")
 
 
 def break_step() -> None:
-    import kvline_server.engine.engine as module
+    import kvline_server.engine.runner as module
     from kvline_server.errors import DeviceOutOfMemory
 
     number, kind = STEP.split(":")
-    run = module.Runner.run
+    launch = module.Runner.launch
     count = 0
 
     def broken(self, batch):  # type: ignore[no-untyped-def]
@@ -31,9 +31,9 @@ def break_step() -> None:
             if kind == "kill":
                 os.kill(os.getpid(), 9)
             raise {"raise": RuntimeError, "oom": DeviceOutOfMemory}[kind]("injected")
-        return run(self, batch)
+        return launch(self, batch)
 
-    module.Runner.run = broken  # type: ignore[method-assign]
+    module.Runner.launch = broken  # type: ignore[method-assign]
 
 
 def block_http() -> None:

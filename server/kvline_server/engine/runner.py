@@ -1,0 +1,120 @@
+"""Runs a batch on the device: decoder over the arena, then LM head, scores and draws by chunks.
+
+`launch` only asks for the work; what comes of it is read from the flight, a step later where the
+device works beside the host. A token that has been sampled but not read is known by its slot in
+`recent`, on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from kvline_server.engine.batch import Batch
+from kvline_server.engine.logprobs import Table, stack
+from kvline_server.engine.request import Scores
+from kvline_server.engine.sampling import sample
+from kvline_server.errors import DeviceOutOfMemory
+from kvline_server.kernels.interface import Fetch, RowScores
+from kvline_server.memory.arena import Arena
+from kvline_server.model.decoder import Decoder
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What a batch's chunks gave, still on the device."""
+
+    tokens: list[torch.Tensor] = field(default_factory=list)
+    prompts: list[RowScores] = field(default_factory=list)
+    outputs: list[tuple[list[int], RowScores]] = field(default_factory=list)  # rows, their scores
+
+
+class Flight:
+    """A batch on its way."""
+
+    def __init__(self, batch: Batch, asked: _Asked, fetch: Fetch) -> None:
+        self.batch = batch
+        self._outputs = [rows for rows, _ in asked.outputs]
+        self._prompts = len(asked.prompts)
+        self._fetch = fetch
+
+    def wait(self) -> tuple[np.ndarray, list[Scores | None], Table | None]:
+        """Sampled token ids [sampled], their scores, and the scores of all scored rows."""
+        tokens, *arrays = self._fetch.wait()
+        tables = [Table(*arrays[i : i + 4]) for i in range(0, len(arrays), 4)]
+        prompts = stack(tables[: self._prompts]) if self._prompts else None
+        scores: list[Scores | None] = [None] * len(self.batch.sampled)
+        for rows, table in zip(self._outputs, tables[self._prompts :], strict=True):
+            for at, row in enumerate(rows):
+                wanted = self.batch.sampled[row].params.logprobs or 0
+                scores[row] = table.cut(at, at + 1, wanted, tokens[row : row + 1])
+        return tokens, scores, prompts
+
+
+class Runner:
+    def __init__(self, decoder: Decoder, arena: Arena, logprob_rows: int, slots: int) -> None:
+        self.decoder = decoder
+        self.kernels = decoder.kernels
+        self.arena = arena
+        self.logprob_rows = logprob_rows
+        self.rows_run = 0  # rows given to the LM head, for the invariant rows == sampled + scored
+        self.recent = torch.zeros(slots, dtype=torch.int64, device=self.kernels.device)
+
+    def launch(self, batch: Batch) -> Flight:
+        """Raises DeviceOutOfMemory when the device refuses memory."""
+        try:
+            return self._launch(batch)
+        except torch.OutOfMemoryError as error:
+            raise DeviceOutOfMemory(str(error).splitlines()[0]) from error
+
+    @torch.inference_mode()
+    def _launch(self, batch: Batch) -> Flight:
+        kernels = self.kernels
+        plan = kernels.plan(batch.layout)
+        ids = kernels.tensor(batch.token_ids)
+        if len(batch.late_rows):
+            late = self.recent[kernels.tensor(batch.late_slots)]
+            ids.index_copy_(0, kernels.tensor(batch.late_rows), late)
+        hidden = self.decoder.forward(ids, self.arena.layers(), plan)
+        asked = _Asked()
+        for start in range(0, len(batch.rows), self.logprob_rows):
+            self._chunk(batch, hidden, start, asked)
+        tokens = torch.cat(asked.tokens) if asked.tokens else self.recent[:0]
+        if len(tokens):
+            self.recent.index_copy_(0, kernels.tensor(batch.sampled_slots), tokens)
+        tables = [*asked.prompts, *(table for _, table in asked.outputs)]
+        wanted = [tokens, *(tensor for table in tables for tensor in table.tensors())]
+        return Flight(batch, asked, kernels.fetch(wanted))
+
+    def _chunk(self, batch: Batch, hidden: torch.Tensor, start: int, asked: _Asked) -> None:
+        """Some rows through the LM head: scored ones come first in a batch, then sampled ones."""
+        rows = batch.rows[start : start + self.logprob_rows]
+        end, scored = start + len(rows), len(batch.targets)
+        self.rows_run += len(rows)
+        logits = self.decoder.compute_logits(hidden[self.kernels.tensor(rows)])
+        judged = max(0, min(scored, end) - start)
+        if judged:
+            targets = self.kernels.tensor(batch.targets[start : start + judged])
+            top = max(run.sequence.params.prompt_logprobs or 0 for run in batch.scored)
+            asked.prompts.append(self.kernels.score(logits[:judged], targets, top))
+        if end > scored:
+            first = max(start, scored) - scored
+            self._sample(logits[judged:], batch, first, end - scored, asked)
+
+    def _sample(
+        self, logits: torch.Tensor, batch: Batch, first: int, last: int, asked: _Asked
+    ) -> None:
+        sequences = list(batch.sampled[first:last])
+        wanting = [i for i, s in enumerate(sequences) if s.params.logprobs is not None]
+        if not wanting:
+            asked.tokens.append(sample(self.kernels, logits, sequences))
+            return
+        at = self.kernels.tensor(np.asarray(wanting))
+        raw = logits[at]  # before penalties and temperature, which may be written in place
+        chosen = sample(self.kernels, logits, sequences)
+        asked.tokens.append(chosen)
+        top = max(sequences[i].params.logprobs or 0 for i in wanting)
+        table = self.kernels.score(raw, chosen[at], top)
+        asked.outputs.append(([first + i for i in wanting], table))
