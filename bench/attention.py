@@ -17,7 +17,7 @@ import torch
 from record import table
 from shapes import LLAMA8B
 
-from kvline_server.kernels.interface import Kernels, KVLayer
+from kvline_server.kernels.interface import Heads, Kernels, KVLayer, Where
 from kvline_server.kernels.layout import Layout
 from kvline_server.memory.pages import PAGE_SIZE
 
@@ -94,13 +94,16 @@ def run() -> None:
 
 def measure(kernels: Kernels, held: dict[str, list[KVLayer]], name: str, made: Layout) -> list[str]:
     plan = kernels.plan(made)
-    heads = (LLAMA8B.heads, LLAMA8B.kv_heads, LLAMA8B.kv_heads)
-    q, k, v = (torch.randn(made.rows, h, 128, device="cuda", dtype=torch.bfloat16) for h in heads)
+    count = LLAMA8B.heads + 2 * LLAMA8B.kv_heads
+    heads = torch.randn(made.rows, count, 128, device="cuda", dtype=torch.bfloat16)
     rope = kernels.rope_table(torch.ones(64), 8192)
+    where = Where(*kernels.upload(made.positions, made.slots))
+    fused = Heads(heads, LLAMA8B.heads, LLAMA8B.kv_heads, None, None, 1e-5)
 
     def all_layers(layers: list[KVLayer]) -> None:
         for layer in layers:
-            kernels.attention(q, k, v, rope, layer, plan)
+            kernels.write(fused, rope, where, layer)
+            kernels.attend(heads[:, : LLAMA8B.heads], layer, plan)
 
     times: dict[str, float] = {}
     for kind, layers in (*held.items(), *held.items()):

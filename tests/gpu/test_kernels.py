@@ -3,69 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from pairs import PAGES, sequence, sides
 
 from kvline_server.engine.batch import build
 from kvline_server.engine.logprobs import Table
-from kvline_server.engine.request import SamplingParams, Sequence
 from kvline_server.engine.scheduler import Work
-from kvline_server.kernels.interface import Draws, Kernels
+from kvline_server.kernels.interface import Draws, Kernels, Where
 from kvline_server.kernels.torch import TorchKernels
-from kvline_server.memory.arena import Arena, HostArena
-from kvline_server.memory.pages import pages_for
+from kvline_server.memory.arena import Arena
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.decoder import Decoder
-from kvline_server.model.loader import RandomSource, load_weights
 
 pytestmark = pytest.mark.gpu
-PAGES = 400
-
-
-class SameOnBoth(RandomSource):
-    """Drawn on the CPU in float32, whatever they are copied to."""
-
-    def copy(self, name: str, into: torch.Tensor) -> None:
-        drawn = torch.empty(into.shape)
-        super().copy(name, drawn)
-        into.copy_(drawn)
-
-
-def sides(config: ModelConfig) -> list[tuple[Decoder, Arena]]:
-    """The same random model on the CPU in float32 and on the GPU in bfloat16."""
-    from kvline_server.kernels.flashinfer import FlashInferKernels
-    from kvline_server.memory.cuda import CudaArena
-
-    made: list[tuple[Decoder, Arena]] = []
-    pairs: list[tuple[Kernels, Any]] = [
-        (TorchKernels(), HostArena),
-        (FlashInferKernels(config), CudaArena),
-    ]
-    for kernels, arena_of in pairs:
-        arena = arena_of(config, PAGES, kernels.dtype)
-        arena.resize(PAGES)
-        weights = load_weights(SameOnBoth(), config, kernels)
-        made.append((Decoder(config, weights, 4096, kernels), arena))
-    return made
-
-
-def sequence(rng: np.random.Generator, length: int, free: list[int]) -> Sequence:
-    tokens = rng.integers(0, 5000, length).tolist()
-    made = Sequence(0, tokens, length, SamplingParams(max_tokens=1))
-    made.pages = [free.pop() for _ in range(pages_for(length))]
-    return made
 
 
 def hidden(side: tuple[Decoder, Arena], work: list[Work]) -> torch.Tensor:
     decoder, arena = side
     batch = build(work)
-    plan = decoder.kernels.plan(batch.layout)
-    ids = decoder.kernels.tensor(batch.token_ids)
+    layout = batch.layout
+    ids, positions, slots = decoder.kernels.upload(batch.token_ids, layout.positions, layout.slots)
+    plan = decoder.kernels.plan(layout)
     with torch.inference_mode():
-        out = decoder.forward(ids, arena.layers(), plan)
+        out = decoder.forward(ids, Where(positions, slots), arena.layers(), plan)
         return decoder.compute_logits(out).float().cpu()
 
 
@@ -91,7 +54,7 @@ def test_a_mixed_step_gives_the_reference_s_logits(
 
 
 def table(kernels: Kernels, logits: torch.Tensor, targets: np.ndarray) -> Table:
-    made = kernels.score(logits, kernels.tensor(targets), 20)
+    made = kernels.score(logits, kernels.upload(targets)[0], 20)
     return Table(*kernels.fetch(made.tensors()).wait())
 
 
@@ -134,8 +97,12 @@ def test_draws_are_the_reference_s(
     )
     want = TorchKernels().choose(logits.float().cpu(), draws).numpy()
     got = kernels.choose(logits.clone(), draws).cpu().numpy()
-    # The same number picks the same token but where rounding moves an edge between two.
-    assert (got == want).mean() > 0.97
+    # The same number picks the same token but where rounding moves an edge between two, or where
+    # the last place of top-k has ties, of which bfloat16 is full.
+    assert (got == want).mean() > (0.9 if "top_k" in filters else 0.97)
+    if "top_k" in filters:
+        least = logits.float().topk(int(filters["top_k"]), dim=-1).values[:, -1]
+        assert (logits[torch.arange(rows), torch.from_numpy(got).cuda()].float() >= least).all()
     probabilities = torch.softmax(
         logits.float() / torch.from_numpy(np.maximum(temperatures, 1e-6)).cuda()[:, None], -1
     )

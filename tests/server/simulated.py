@@ -98,6 +98,9 @@ class Machine:
     def decoder(self) -> Any:
         return SimpleNamespace(config=SimpleNamespace(vocabulary=1000))
 
+    def capture(self, max_rows: int) -> bool:
+        return False
+
     def launch(self, batch: Batch) -> Machine:
         self.batches += 1
         extra = self.surprise if self.taken else 0

@@ -17,7 +17,7 @@ from kvline_server.engine.logprobs import Table, stack
 from kvline_server.engine.request import Scores
 from kvline_server.engine.sampling import sample
 from kvline_server.errors import DeviceOutOfMemory
-from kvline_server.kernels.interface import Fetch, RowScores
+from kvline_server.kernels.interface import Fetch, Forward, RowScores, Where
 from kvline_server.memory.arena import Arena
 from kvline_server.model.decoder import Decoder
 
@@ -29,6 +29,15 @@ class _Asked:
     tokens: list[torch.Tensor] = field(default_factory=list)
     prompts: list[RowScores] = field(default_factory=list)
     outputs: list[tuple[list[int], RowScores]] = field(default_factory=list)  # rows, their scores
+
+
+@dataclass(frozen=True, slots=True)
+class _There:
+    """A batch's tensors, once the decoder ran."""
+
+    hidden: torch.Tensor  # [rows, hidden]
+    rows: torch.Tensor  # int64 [scored + sampled]
+    targets: torch.Tensor  # int64 [scored]
 
 
 class Flight:
@@ -60,7 +69,14 @@ class Runner:
         self.arena = arena
         self.logprob_rows = logprob_rows
         self.rows_run = 0  # rows given to the LM head, for the invariant rows == sampled + scored
+        self.forward: Forward = decoder.forward
         self.recent = torch.zeros(slots, dtype=torch.int64, device=self.kernels.device)
+
+    def capture(self, max_rows: int) -> bool:
+        """Captures what the device can replay; the arena must have a page, its addresses stay."""
+        graphs = self.kernels.graphs(self.decoder, self.arena.layers(), max_rows)
+        self.forward = graphs or self.decoder.forward
+        return graphs is not None
 
     def launch(self, batch: Batch) -> Flight:
         """Raises DeviceOutOfMemory when the device refuses memory."""
@@ -72,31 +88,40 @@ class Runner:
     @torch.inference_mode()
     def _launch(self, batch: Batch) -> Flight:
         kernels = self.kernels
-        plan = kernels.plan(batch.layout)
-        ids = kernels.tensor(batch.token_ids)
+        layout = batch.layout
+        ids, positions, slots, late_rows, late_slots, rows, targets, sampled = kernels.upload(
+            batch.token_ids,
+            layout.positions,
+            layout.slots,
+            batch.late_rows,
+            batch.late_slots,
+            batch.rows,
+            batch.targets,
+            batch.sampled_slots,
+        )
         if len(batch.late_rows):
-            late = self.recent[kernels.tensor(batch.late_slots)]
-            ids.index_copy_(0, kernels.tensor(batch.late_rows), late)
-        hidden = self.decoder.forward(ids, self.arena.layers(), plan)
-        asked = _Asked()
+            ids.index_copy_(0, late_rows, self.recent[late_slots])
+        plan = kernels.plan(layout)
+        hidden = self.forward(ids, Where(positions, slots), self.arena.layers(), plan)
+        there, asked = _There(hidden, rows, targets), _Asked()
         for start in range(0, len(batch.rows), self.logprob_rows):
-            self._chunk(batch, hidden, start, asked)
+            self._chunk(batch, there, start, asked)
         tokens = torch.cat(asked.tokens) if asked.tokens else self.recent[:0]
         if len(tokens):
-            self.recent.index_copy_(0, kernels.tensor(batch.sampled_slots), tokens)
+            self.recent.index_copy_(0, sampled, tokens)
         tables = [*asked.prompts, *(table for _, table in asked.outputs)]
         wanted = [tokens, *(tensor for table in tables for tensor in table.tensors())]
         return Flight(batch, asked, kernels.fetch(wanted))
 
-    def _chunk(self, batch: Batch, hidden: torch.Tensor, start: int, asked: _Asked) -> None:
+    def _chunk(self, batch: Batch, at: _There, start: int, asked: _Asked) -> None:
         """Some rows through the LM head: scored ones come first in a batch, then sampled ones."""
-        rows = batch.rows[start : start + self.logprob_rows]
+        rows = at.rows[start : start + self.logprob_rows]
         end, scored = start + len(rows), len(batch.targets)
         self.rows_run += len(rows)
-        logits = self.decoder.compute_logits(hidden[self.kernels.tensor(rows)])
+        logits = self.decoder.compute_logits(at.hidden[rows])
         judged = max(0, min(scored, end) - start)
         if judged:
-            targets = self.kernels.tensor(batch.targets[start : start + judged])
+            targets = at.targets[start : start + judged]
             top = max(run.sequence.params.prompt_logprobs or 0 for run in batch.scored)
             asked.prompts.append(self.kernels.score(logits[:judged], targets, top))
         if end > scored:
@@ -111,7 +136,7 @@ class Runner:
         if not wanting:
             asked.tokens.append(sample(self.kernels, logits, sequences))
             return
-        at = self.kernels.tensor(np.asarray(wanting))
+        (at,) = self.kernels.upload(np.asarray(wanting))
         raw = logits[at]  # before penalties and temperature, which may be written in place
         chosen = sample(self.kernels, logits, sequences)
         asked.tokens.append(chosen)

@@ -85,8 +85,9 @@ class Scheduler:
     def _continue(self, sequence: Sequence, budget: int, work: list[Work]) -> int:
         count = min(sequence.wanting, budget)
         missing = pages_for(sequence.computed + count) - len(sequence.pages)
-        busy = {id(item.sequence) for item in work}
+        busy: set[int] = set()
         while missing > 0 and not self.pool.can_take(missing):
+            busy = busy or {id(item.sequence) for item in work}
             victim = next(s for s in reversed(self.running) if id(s) not in busy)
             self._preempt(victim)
             if victim is sequence:

@@ -9,34 +9,39 @@ float16 and none.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import flashinfer
 import numpy as np
 import torch
-from flashinfer import norm, page, rope, sampling
+from flashinfer import norm, sampling
 from torch.nn import functional
 
-from kvline_server.kernels import triton_rows
-from kvline_server.kernels.interface import GREEDY, Draws, Fetch, KVLayer, RowScores
+from kvline_server.kernels import triton_rows, triton_write
+from kvline_server.kernels.flashinfer_attention import PagedAttention, Planned, Table
+from kvline_server.kernels.interface import (
+    GREEDY,
+    Draws,
+    Fetch,
+    Forward,
+    Heads,
+    KVLayer,
+    RowScores,
+    Where,
+)
 from kvline_server.kernels.layout import Layout
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.model.config import ModelConfig
 
-WORKSPACE_BYTES = 128 << 20
 BELOW_ONE = 1.0 - 2.0**-24  # the largest float32 under 1
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where a step's rows go; the wrappers hold the rest of their plans themselves."""
-
     decodes: int  # rows, and sequences, that decode
     rows: int
-    positions: torch.Tensor  # int32 [rows]
-    sequences: torch.Tensor  # int32 [rows], whose each row is
-    page_starts: torch.Tensor  # int32 [sequences + 1]
-    pages: torch.Tensor  # int32
-    last_page: torch.Tensor  # int32 [sequences], tokens in each one's last page
+    decode: Planned | None
+    prefill: Planned | None
 
 
 class _Copies:
@@ -60,17 +65,23 @@ class FlashInferKernels:
     def __init__(self, config: ModelConfig) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.dtype = torch.bfloat16
-        self.config = config
-        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
-        self._decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "NHD", use_tensor_cores=True, backend="fa2"
-        )
-        self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            torch.empty_like(workspace), "NHD", backend="fa3"
-        )
+        self._decode = PagedAttention(config, self.dtype, "fa2", causal=False)
+        self._prefill = PagedAttention(config, self.dtype, "fa3", causal=True)
 
-    def tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
+    def upload(self, *arrays: np.ndarray) -> list[torch.Tensor]:
+        starts, size = [], 0
+        for array in arrays:
+            starts.append(size)
+            size += -(-array.nbytes // 16) * 16
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        packed = host.numpy()
+        for start, array in zip(starts, arrays, strict=True):
+            packed[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+        there = host.to(self.device, non_blocking=True)
+        return [
+            there[start : start + array.nbytes].view(torch.from_numpy(array).dtype)
+            for start, array in zip(starts, arrays, strict=True)
+        ]
 
     def fetch(self, tensors: list[torch.Tensor]) -> Fetch:
         return _Copies(tensors)
@@ -79,9 +90,17 @@ class FlashInferKernels:
         return weight
 
     def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return functional.linear(x, weight, bias)
+        if out is None:
+            return functional.linear(x, weight, bias)
+        if bias is None:
+            return torch.mm(x, weight.t(), out=out)
+        return torch.addmm(bias, x, weight.t(), out=out)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out: torch.Tensor = norm.rmsnorm(x, weight, eps=eps)
@@ -106,95 +125,66 @@ class FlashInferKernels:
         return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
     def plan(self, layout: Layout) -> Plan:
-        counts = np.diff(layout.row_starts)
-        last_page = (layout.lengths - 1) % PAGE_SIZE + 1
-        made = Plan(
-            decodes=layout.decodes,
-            rows=layout.rows,
-            positions=self.tensor(layout.positions),
-            sequences=self.tensor(np.repeat(np.arange(layout.sequences, dtype=np.int32), counts)),
-            page_starts=self.tensor(layout.page_starts),
-            pages=self.tensor(layout.pages),
-            last_page=self.tensor(last_page),
-        )
-        if layout.decodes:
-            self._plan_decode(layout, made, last_page)
-        if layout.decodes < layout.sequences:
-            self._plan_prefill(layout, made, last_page)
-        return made
-
-    def _plan_decode(self, layout: Layout, made: Plan, last_page: np.ndarray) -> None:
         count = layout.decodes
-        c = self.config
-        self._decode.plan(
-            indptr=torch.from_numpy(layout.page_starts[: count + 1]),
-            indices=made.pages[: int(layout.page_starts[count])],
-            last_page_len=torch.from_numpy(last_page[:count]),
-            num_qo_heads=c.heads,
-            num_kv_heads=c.kv_heads,
-            head_dim=c.head_dim,
-            page_size=PAGE_SIZE,
-            q_data_type=self.dtype,
-            kv_data_type=self.dtype,
-            non_blocking=True,
+        row_starts = layout.row_starts[count:] - layout.row_starts[count]
+        page_starts = layout.page_starts[count:] - layout.page_starts[count]
+        last_page = (layout.lengths - 1) % PAGE_SIZE + 1
+        device = self.upload(
+            layout.row_starts[: count + 1],
+            layout.page_starts[: count + 1],
+            row_starts,
+            page_starts,
+            layout.pages,
+            last_page,
         )
+        held = int(layout.page_starts[count])
+        decode = prefill = None
+        if count:
+            decode = self._decode.plan(
+                Table(
+                    row_starts=layout.row_starts[: count + 1],
+                    page_starts=layout.page_starts[: count + 1],
+                    lengths=layout.lengths[:count],
+                    device_row_starts=device[0],
+                    device_page_starts=device[1],
+                    pages=device[4][:held],
+                    last_page=device[5][:count],
+                )
+            )
+        if count < layout.sequences:
+            prefill = self._prefill.plan(
+                Table(
+                    row_starts=row_starts,
+                    page_starts=page_starts,
+                    lengths=layout.lengths[count:],
+                    device_row_starts=device[2],
+                    device_page_starts=device[3],
+                    pages=device[4][held:],
+                    last_page=device[5][count:],
+                )
+            )
+        return Plan(count, layout.rows, decode, prefill)
 
-    def _plan_prefill(self, layout: Layout, made: Plan, last_page: np.ndarray) -> None:
-        first = layout.decodes
-        c = self.config
-        row_starts = layout.row_starts[first:] - layout.row_starts[first]
-        page_starts = layout.page_starts[first:] - layout.page_starts[first]
-        self._prefill.plan(
-            qo_indptr=torch.from_numpy(row_starts),
-            paged_kv_indptr=torch.from_numpy(page_starts),
-            paged_kv_indices=made.pages[int(layout.page_starts[first]) :],
-            paged_kv_last_page_len=torch.from_numpy(last_page[first:]),
-            num_qo_heads=c.heads,
-            num_kv_heads=c.kv_heads,
-            head_dim_qk=c.head_dim,
-            page_size=PAGE_SIZE,
-            causal=True,
-            q_data_type=self.dtype,
-            kv_data_type=self.dtype,
-            non_blocking=True,
-            max_token_per_sequence=int(np.diff(row_starts).max()),
-        )
+    def write(self, heads: Heads, rope: torch.Tensor, where: Where, cache: KVLayer) -> None:
+        triton_write.write(heads, rope, where, cache)
 
-    def attention(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        rope_table: torch.Tensor,
-        cache: KVLayer,
-        plan: Plan,
+    def attend(
+        self, q: torch.Tensor, cache: KVLayer, plan: Plan, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        rope.apply_rope_with_cos_sin_cache_inplace(
-            positions=plan.positions,
-            query=q,
-            key=k,
-            head_size=self.config.head_dim,
-            cos_sin_cache=rope_table,
-            is_neox=True,
-        )
-        pair = (cache.keys, cache.values)
-        page.append_paged_kv_cache(
-            append_key=k,
-            append_value=v,
-            batch_indices=plan.sequences,
-            positions=plan.positions,
-            paged_kv_cache=pair,
-            kv_indices=plan.pages,
-            kv_indptr=plan.page_starts,
-            kv_last_page_len=plan.last_page,
-            kv_layout="NHD",
-        )
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if plan.decodes:
-            self._decode.run(q[: plan.decodes], pair, out=out[: plan.decodes])
-        if plan.decodes < plan.rows:
-            self._prefill.run(q[plan.decodes :], pair, out=out[plan.decodes :])
-        return out.view(plan.rows, -1)
+        rows, heads, dim = q.shape
+        flat = q.new_empty((rows, heads * dim)) if out is None else out
+        made = flat.view(rows, heads, dim)
+        if plan.decode is not None:
+            self._decode.run(q[: plan.decodes], cache, plan.decode, made[: plan.decodes])
+        if plan.prefill is not None:
+            chunk = slice(plan.decodes, plan.rows)
+            self._prefill.run(q[chunk], cache, plan.prefill, made[chunk])
+        return flat
+
+    def graphs(self, decoder: Any, cache: list[KVLayer], max_rows: int) -> Forward | None:
+        from kvline_server.kernels.pieces import Pieces  # which knows the decoder, which knows us
+
+        return Pieces(decoder, cache, max_rows).forward
 
     def logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         return functional.linear(hidden, head)
@@ -213,15 +203,18 @@ class FlashInferKernels:
         greedy = draws.temperatures < GREEDY
         if greedy.all():
             return logits.argmax(dim=-1)
-        temperatures = self.tensor(np.where(greedy, np.float32(1.0), draws.temperatures))
-        uniforms = self.tensor(np.minimum(draws.uniforms, BELOW_ONE).astype(np.float32))
+        temperatures, uniforms, best = self.upload(
+            np.where(greedy, np.float32(1.0), draws.temperatures),
+            np.minimum(draws.uniforms, BELOW_ONE).astype(np.float32),
+            greedy,
+        )
         filtered = (draws.top_k > 0) | (draws.top_p < 1.0) | (draws.min_p > 0.0)
         if filtered.any():
             chosen = triton_rows.draw(self._filtered(logits, temperatures, draws), uniforms)
         else:
             chosen = triton_rows.draw(logits, uniforms, temperatures)
         if greedy.any():
-            chosen = torch.where(self.tensor(greedy), logits.argmax(dim=-1), chosen)
+            chosen = torch.where(best, logits.argmax(dim=-1), chosen)
         return chosen
 
     def _filtered(
@@ -232,10 +225,10 @@ class FlashInferKernels:
         vocabulary = logits.shape[1]
         if (draws.top_k > 0).any():
             count = np.where(draws.top_k > 0, np.minimum(draws.top_k, vocabulary), vocabulary)
-            weights = sampling.top_k_renorm_probs(weights, self.tensor(count.astype(np.int32)))
+            weights = sampling.top_k_renorm_probs(weights, self.upload(count.astype(np.int32))[0])
         if (draws.top_p < 1.0).any():
-            weights = sampling.top_p_renorm_probs(weights, self.tensor(draws.top_p))
+            weights = sampling.top_p_renorm_probs(weights, self.upload(draws.top_p)[0])
         if (draws.min_p > 0.0).any():
-            least = self.tensor(draws.min_p) * weights.amax(dim=-1)
+            least = self.upload(draws.min_p)[0] * weights.amax(dim=-1)
             weights = weights.masked_fill_(weights < least.unsqueeze(1), 0.0)
         return weights

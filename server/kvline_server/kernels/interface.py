@@ -50,10 +50,42 @@ class RowScores:
         return [self.values, self.ranks, self.top_ids, self.top_values]
 
 
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Each row's position in its sequence, and the slot its key and value go to."""
+
+    positions: torch.Tensor  # int32 or int64 [rows]
+    slots: torch.Tensor  # int64 [rows]
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """One layer's queries, keys and values as they leave their product."""
+
+    fused: torch.Tensor  # [rows, heads + 2 * kv_heads, dim]
+    queries: int
+    keys: int  # and as many values
+    q_norm: torch.Tensor | None  # [dim]
+    k_norm: torch.Tensor | None
+    eps: float
+
+    def split(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = torch.split(self.fused, [self.queries, self.keys, self.keys], dim=1)
+        return q, k, v
+
+
 class Fetch(Protocol):
     """Tensors on their way to the host."""
 
     def wait(self) -> list[np.ndarray]: ...
+
+
+class Forward(Protocol):
+    """Decoder.forward, or what stands for it."""
+
+    def __call__(
+        self, token_ids: torch.Tensor, where: Where, cache: list[KVLayer], plan: Any
+    ) -> torch.Tensor: ...
 
 
 class Kernels(Protocol):
@@ -69,8 +101,8 @@ class Kernels(Protocol):
         """How many steps may be in flight while the host prepares the next: 1 where the device
         works beside the host, 0 where it is the host."""
 
-    def tensor(self, array: np.ndarray) -> torch.Tensor:
-        """The array on the device."""
+    def upload(self, *arrays: np.ndarray) -> list[torch.Tensor]:
+        """The arrays on the device, in one copy where that pays."""
 
     def fetch(self, tensors: list[torch.Tensor]) -> Fetch:
         """Starts copies to the host, after all work that was asked for before."""
@@ -79,12 +111,16 @@ class Kernels(Protocol):
         """A product's weight in the layout that `linear` likes best."""
 
     def plan(self, layout: Layout) -> Any:
-        """What `attention` needs for a step, the same for every layer."""
+        """What `attend` needs for a step, the same for every layer."""
 
     def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x [rows, in] times weight [out, in]. -> [rows, out]"""
+        """x [rows, in] times weight [out, in]. -> [rows, out], in `out` where it is given"""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Over the last dimension."""
@@ -98,19 +134,19 @@ class Kernels(Protocol):
         """silu of the first half times the second. [rows, 2 * d] -> [rows, d]"""
 
     def rope_table(self, inverse_frequencies: torch.Tensor, positions: int) -> torch.Tensor:
-        """cos and sin of every position, in the form that `attention` wants."""
+        """cos and sin of every position, in the form that `write` wants."""
 
-    def attention(
-        self,
-        q: torch.Tensor,  # [rows, heads, dim]
-        k: torch.Tensor,  # [rows, kv_heads, dim]
-        v: torch.Tensor,  # [rows, kv_heads, dim]
-        rope: torch.Tensor,
-        cache: KVLayer,
-        plan: Any,
+    def write(self, heads: Heads, rope: torch.Tensor, where: Where, cache: KVLayer) -> None:
+        """Norms queries and keys if the model does, turns them by their positions, puts keys and
+        values into the cache. Queries change in place, keys may."""
+
+    def attend(
+        self, q: torch.Tensor, cache: KVLayer, plan: Any, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Turns q and k by their positions, appends k and v to the cache, attends causally.
-        -> [rows, heads * dim]"""
+        """Causal attention of q [rows, heads, dim] over the cache. -> [rows, heads * dim]"""
+
+    def graphs(self, decoder: Any, cache: list[KVLayer], max_rows: int) -> Forward | None:
+        """The decoder's forward as captured graphs, where the device has such a thing."""
 
     def logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         """The LM head's product. [rows, hidden] -> [rows, vocabulary]"""

@@ -7,13 +7,22 @@ batch of many sequences never needs more than the longest one alone or GATHER_TO
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from kvline_server.kernels.interface import LOGIT_BLOCK, Draws, Fetch, KVLayer, RowScores
+from kvline_server.kernels.interface import (
+    LOGIT_BLOCK,
+    Draws,
+    Fetch,
+    Heads,
+    KVLayer,
+    RowScores,
+    Where,
+)
 from kvline_server.kernels.layout import Layout
 from kvline_server.kernels.torch_rows import choose_rows, score_rows
 from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
@@ -45,8 +54,6 @@ class PrefillPart:
 
 @dataclass(frozen=True, slots=True)
 class TorchPlan:
-    positions: torch.Tensor  # int64 [rows]
-    slots: torch.Tensor  # int64 [rows]
     decodes: tuple[DecodeGroup, ...]
     prefills: tuple[PrefillPart, ...]
 
@@ -67,8 +74,8 @@ class TorchKernels:
         self.dtype = dtype
         self.depth = depth  # tests set 1, to see the order of a GPU's steps
 
-    def tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array)
+    def upload(self, *arrays: np.ndarray) -> list[torch.Tensor]:
+        return [torch.from_numpy(array) for array in arrays]
 
     def fetch(self, tensors: list[torch.Tensor]) -> Fetch:
         return _Here(tensors)
@@ -82,12 +89,17 @@ class TorchKernels:
         return packed
 
     def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if weight.is_mkldnn or _use_onednn(weight):
-            out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-            return out
-        return functional.linear(x, weight, bias)
+            made: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        else:
+            made = functional.linear(x, weight, bias)
+        return made if out is None else out.copy_(made)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return functional.rms_norm(x, weight.shape, weight, eps)
@@ -109,33 +121,39 @@ class TorchKernels:
 
     def plan(self, layout: Layout) -> TorchPlan:
         return TorchPlan(
-            positions=torch.from_numpy(layout.positions),
-            slots=torch.from_numpy(layout.slots),
             decodes=tuple(_decode_groups(layout)),
             prefills=tuple(
                 _prefill_part(layout, i) for i in range(layout.decodes, layout.sequences)
             ),
         )
 
-    def attention(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        rope: torch.Tensor,
-        cache: KVLayer,
-        plan: TorchPlan,
+    def write(self, heads: Heads, rope: torch.Tensor, where: Where, cache: KVLayer) -> None:
+        q, k, v = heads.split()
+        turned = rope[where.positions]
+        if heads.q_norm is not None and heads.k_norm is not None:
+            q, k = (
+                self.rms_norm(x, norm, heads.eps)
+                for x, norm in ((q, heads.q_norm), (k, heads.k_norm))
+            )
+        heads.fused[:, : heads.queries] = _apply_rope(q, turned)
+        k = _apply_rope(k, turned)
+        cache.keys.view(-1, *k.shape[1:]).index_copy_(0, where.slots, k)
+        cache.values.view(-1, *v.shape[1:]).index_copy_(0, where.slots, v)
+
+    def attend(
+        self, q: torch.Tensor, cache: KVLayer, plan: TorchPlan, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        turned = rope[plan.positions]
-        q, k = _apply_rope(q, turned), _apply_rope(k, turned)
-        cache.keys.view(-1, *k.shape[1:]).index_copy_(0, plan.slots, k)
-        cache.values.view(-1, *v.shape[1:]).index_copy_(0, plan.slots, v)
-        out = torch.empty_like(q)
+        rows, heads, dim = q.shape
+        flat = q.new_empty((rows, heads * dim)) if out is None else out
+        made = flat.view(rows, heads, dim)
         for group in plan.decodes:
-            out[group.start : group.end] = _decode(q[group.start : group.end], cache, group)
+            made[group.start : group.end] = _decode(q[group.start : group.end], cache, group)
         for part in plan.prefills:
-            out[part.start : part.end] = _prefill(q[part.start : part.end], cache, part)
-        return out.view(len(out), -1)
+            made[part.start : part.end] = _prefill(q[part.start : part.end], cache, part)
+        return flat
+
+    def graphs(self, decoder: Any, cache: list[KVLayer], max_rows: int) -> None:
+        return
 
     def logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         """In blocks of a fixed row count, the last one padded, so that neither the chunk size nor
@@ -183,7 +201,7 @@ def _decode(q: torch.Tensor, cache: KVLayer, group: DecodeGroup) -> torch.Tensor
     sequences, heads, dim = q.shape
     keys = _gather(cache.keys, group.pages, sequences)
     values = _gather(cache.values, group.pages, sequences)
-    grouped = q.view(sequences, keys.shape[1], -1, dim)
+    grouped = q.reshape(sequences, keys.shape[1], -1, dim)
     out = scaled_dot_product_attention(grouped, keys, values, attn_mask=group.mask)
     return out.reshape(sequences, heads, dim)
 

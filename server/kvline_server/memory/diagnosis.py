@@ -23,21 +23,23 @@ class Diagnosis:
     settings: EngineSettings
     weights_bytes: int
     growth: int = 0  # bytes the stress added, once measured
+    graphs: int = 0  # bytes that captured graphs took
     measured_tokens: int | None = None
 
     def memory(self, kv_bytes: int, free_bytes: int) -> Memory:
         """The parts, of which `others` is the rest so that they add up exactly."""
         total = self.device.limit // MIB
         weights, kv = self.weights_bytes // MIB, kv_bytes // MIB
+        graphs = self.graphs // MIB
         activations, free = self.growth // MIB, max(0, free_bytes) // MIB
         return Memory(
             total_mib=total,
             weights_mib=weights,
             activations_mib=activations,
-            graphs_mib=0,
+            graphs_mib=graphs,
             kv_mib=kv,
             headroom_mib=free,
-            others_mib=total - weights - activations - kv - free,
+            others_mib=total - weights - activations - graphs - kv - free,
         )
 
     def weights_do_not_fit(self, free: int) -> OutOfMemory:

@@ -99,6 +99,7 @@ class ProfileLoop:
         self.wait_for_neighbours = wait_for_neighbours
         self.free_before_weights = free_before_weights
         self.lowest_free = 0
+        self.resting = 0
         self.diagnosis = Diagnosis(device, settings, loaded.weights_bytes)
 
     def run(self, started: float) -> Result:
@@ -107,11 +108,25 @@ class ProfileLoop:
         with self._stage("autotune", State.AUTOTUNING, "nothing is tunable on this device"):
             pass
         self.wait_for_neighbours()
+        self._capture()
         target, source, record = self._target()
         self._fit(target, may_shrink=source is not Source.PINNED)
         result = self._result(source, record, started)
         self.store.clear()
         return result
+
+    def _capture(self) -> None:
+        """Graphs stay valid whatever the arena grows to, so they are captured once, before."""
+        before = self.device.used()
+        try:
+            with self._stage("graphs", None):
+                self.loaded.arena.resize(PROBE_PAGES)
+                arena = self.device.used() - before
+                captured = self.loaded.runner.capture(self.settings.max_prefill_tokens)
+        except DeviceOutOfMemory as error:
+            raise self.diagnosis.out_of_memory((), pinned=False) from error
+        if captured:
+            self.diagnosis.graphs = max(0, self.device.used() - before - arena)
 
     # Steps 4 to 6 ------------------------------------------------------------------------------
 
@@ -157,6 +172,7 @@ class ProfileLoop:
         """Step 5: real shapes on aliased pages; the peak is counted from here."""
         self.reporter.state(State.STRESSING)
         self.device.reset_peak()
+        self.resting = self.device.now()
         self._run_stress(self.settings.wanted_len, aliased=True)
 
     def _measure(self) -> int:
@@ -168,7 +184,8 @@ class ProfileLoop:
                 growth=self._above_now(),
                 files=self.device.working_files(),
             )
-            self.diagnosis.growth = measured.growth
+            # What the steps took, given back since or kept by the allocator.
+            self.diagnosis.growth = max(0, self.device.peak() - self.resting)
             budget = measured.budget(self.settings.headroom_mib * MIB)
             # One page more is the dummy's, which holds no token of anybody.
             tokens = (budget // self.loaded.bytes_per_token // PAGE_SIZE - 1) * PAGE_SIZE

@@ -7,13 +7,22 @@ that sees only the rows somebody asked for.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from kvline_server.kernels.interface import Kernels, KVLayer
+from kvline_server.kernels.interface import Heads, Kernels, KVLayer, Where
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.loader import LayerWeights, Weights
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What goes around attention: the residual stream, and the queries that attend."""
+
+    residual: torch.Tensor  # [rows, hidden]
+    heads: torch.Tensor  # [rows, heads + 2 * kv_heads, dim], queries first
 
 
 class Decoder:
@@ -25,32 +34,77 @@ class Decoder:
         self.kernels = kernels
         self.rope = kernels.rope_table(inverse_frequencies(config), positions)
 
-    def forward(self, token_ids: torch.Tensor, cache: list[KVLayer], plan: Any) -> torch.Tensor:
-        """Hidden states after the last norm. token_ids [rows] -> [rows, hidden]"""
-        kernels, eps = self.kernels, self.config.norm_eps
-        residual = self.weights.embedding[token_ids]
-        normed = kernels.rms_norm(residual, self.weights.layers[0].input_norm, eps)
-        following = [*(layer.input_norm for layer in self.weights.layers[1:]), self.weights.norm]
-        for layer, norm, kv in zip(self.weights.layers, following, cache, strict=True):
-            attended = self._attention(layer, normed, kv, plan)
-            normed, residual = kernels.add_norm(attended, residual, layer.post_norm, eps)
-            up = kernels.silu_and_mul(kernels.linear(normed, layer.gate_up, layer.gate_up_bias))
-            down = kernels.linear(up, layer.down, layer.down_bias)
-            normed, residual = kernels.add_norm(down, residual, norm, eps)
-        return normed
-
-    def _attention(
-        self, layer: LayerWeights, x: torch.Tensor, kv: KVLayer, plan: Any
+    def forward(
+        self, token_ids: torch.Tensor, where: Where, cache: list[KVLayer], plan: Any
     ) -> torch.Tensor:
-        c, kernels = self.config, self.kernels
-        fused = kernels.linear(x, layer.qkv, layer.qkv_bias)
-        heads = fused.view(x.shape[0], -1, c.head_dim)
-        q, k, v = torch.split(heads, [c.heads, c.kv_heads, c.kv_heads], dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = kernels.rms_norm(q, layer.q_norm, c.norm_eps)
-            k = kernels.rms_norm(k, layer.k_norm, c.norm_eps)
-        out = kernels.attention(q, k, v, self.rope, kv, plan)
-        return kernels.linear(out, layer.output, layer.output_bias)
+        """Hidden states after the last norm. token_ids [rows] -> [rows, hidden]
+
+        Attention alone depends on who the rows belong to; all between two of them is one piece."""
+        state = self.start(token_ids, where, cache[0])
+        for index, kv in enumerate(cache):
+            queries = state.heads[:, : self.config.heads]
+            attended = self.kernels.attend(queries, kv, plan)
+            if index + 1 < len(cache):
+                state = self.between(index, attended, state, where, cache[index + 1])
+        return self.finish(attended, state)
+
+    def start(
+        self,
+        token_ids: torch.Tensor,
+        where: Where,
+        kv: KVLayer,
+        into: torch.Tensor | None = None,
+    ) -> State:
+        """From tokens to the first layer's queries, its keys and values in the cache; the heads in
+        `into` where it is given."""
+        layer = self.weights.layers[0]
+        residual = self.weights.embedding[token_ids]
+        normed = self.kernels.rms_norm(residual, layer.input_norm, self.config.norm_eps)
+        return State(residual, self._heads(layer, normed, where, kv, into))
+
+    def between(
+        self,
+        index: int,
+        attended: torch.Tensor,
+        state: State,
+        where: Where,
+        kv: KVLayer,
+        into: torch.Tensor | None = None,
+    ) -> State:
+        """From one layer's attention to the next layer's queries."""
+        following = self.weights.layers[index + 1]
+        normed, residual = self._after(index, attended, state, following.input_norm)
+        return State(residual, self._heads(following, normed, where, kv, into))
+
+    def finish(self, attended: torch.Tensor, state: State) -> torch.Tensor:
+        """From the last layer's attention to hidden states."""
+        return self._after(len(self.weights.layers) - 1, attended, state, self.weights.norm)[0]
+
+    def _after(
+        self, index: int, attended: torch.Tensor, state: State, norm: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layer, kernels, eps = self.weights.layers[index], self.kernels, self.config.norm_eps
+        out = kernels.linear(attended, layer.output, layer.output_bias)
+        normed, residual = kernels.add_norm(out, state.residual, layer.post_norm, eps)
+        up = kernels.silu_and_mul(kernels.linear(normed, layer.gate_up, layer.gate_up_bias))
+        down = kernels.linear(up, layer.down, layer.down_bias)
+        return kernels.add_norm(down, residual, norm, eps)
+
+    def _heads(
+        self,
+        layer: LayerWeights,
+        normed: torch.Tensor,
+        where: Where,
+        kv: KVLayer,
+        into: torch.Tensor | None,
+    ) -> torch.Tensor:
+        c = self.config
+        flat = None if into is None else into.view(len(into), -1)
+        fused = self.kernels.linear(normed, layer.qkv, layer.qkv_bias, flat)
+        heads = fused.view(len(fused), -1, c.head_dim)
+        made = Heads(heads, c.heads, c.kv_heads, layer.q_norm, layer.k_norm, c.norm_eps)
+        self.kernels.write(made, self.rope, where, kv)
+        return heads
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the rows given. [rows, hidden] -> [rows, vocabulary]"""

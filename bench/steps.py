@@ -1,0 +1,100 @@
+"""What a decode step costs on the host and on the device: wall time, waiting, and who spends it."""
+
+from __future__ import annotations
+
+import cProfile
+import io
+import os
+import pstats
+import time
+
+import offline
+import torch
+from record import table
+from shapes import SHAPES
+
+from kvline_server.engine.engine import Engine
+from kvline_server.engine.request import SamplingParams
+from kvline_server.engine.runner import Flight
+from kvline_server.memory.pages import PagePool
+
+STEPS = 60
+BATCHES = (64, 256, 512)
+
+
+def run() -> None:
+    """KVLINE_BENCH_MODELS, comma-separated, narrows it; KVLINE_BENCH_PROFILE=1 names functions."""
+    rows = []
+    for name in os.environ.get("KVLINE_BENCH_MODELS", ",".join(SHAPES)).split(","):
+        engine, _ = offline.start(name)
+        for batch in BATCHES:
+            rows.append([name, str(batch), *measure(engine, batch)])
+            print(rows[-1], flush=True)
+        if os.environ.get("KVLINE_BENCH_PROFILE"):
+            profile(engine)
+        engine.runner.arena.resize(0)
+        del engine
+        torch.cuda.empty_cache()
+    head = ["model", "batch", "step ms", "host ms", "waiting ms"]
+    table("A decode step, contexts of about 600 tokens", head, rows)
+
+
+def fill(engine: Engine, batch: int) -> None:
+    """`batch` sequences, all decoding."""
+    engine.pool = engine.scheduler.pool = PagePool(engine.pool.total + 1)
+    for id in range(batch):
+        tokens = [(id * 7 + i) % 1000 + 10 for i in range(512)]
+        engine.submit(id, tokens, SamplingParams(4 * STEPS, 0.6, seed=id, ignore_eos=True))
+    while len(engine.scheduler.running) < batch or any(
+        s.wanting > 1 for s in engine.scheduler.running
+    ):
+        engine.step()
+    for _ in range(5):
+        engine.step()
+
+
+def measure(engine: Engine, batch: int) -> list[str]:
+    fill(engine, batch)
+    waited = 0.0
+    wait = Flight.wait
+
+    def timed(flight: Flight):  # type: ignore[no-untyped-def]
+        nonlocal waited
+        began = time.perf_counter()
+        out = wait(flight)
+        waited += time.perf_counter() - began
+        return out
+
+    Flight.wait = timed  # type: ignore[method-assign, assignment]
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        engine.step()
+    wall = time.perf_counter() - began
+    Flight.wait = wait  # type: ignore[method-assign]
+    empty(engine)
+    return [f"{1e3 * t / STEPS:.2f}" for t in (wall, wall - waited, waited)]
+
+
+def empty(engine: Engine) -> None:
+    for id in list(engine.sequences):
+        engine.abort(id)
+    while not engine.idle:
+        engine.step()
+
+
+def profile(engine: Engine) -> None:
+    fill(engine, 256)
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(30):
+        engine.step()
+    profiler.disable()
+    text = io.StringIO()
+    pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(32)
+    print(text.getvalue()[:6000], flush=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as device:
+        for _ in range(8):
+            engine.step()
+        torch.cuda.synchronize()
+    print(device.key_averages().table(sort_by="cuda_time_total", row_limit=16)[:6000], flush=True)
+    empty(engine)

@@ -1,0 +1,129 @@
+"""FlashInfer's paged attention, planned without its wrappers' cost on the host.
+
+The wrappers look at every sequence in Python for each plan; the modules under them do not. Two
+stagings take turns: a plan's numbers are copied from pinned memory behind the step before, so its
+pages must not be written again until that step has been read (a race that others met as illegal
+memory accesses). Source: flashinfer.prefill, version 0.6.18.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from flashinfer.prefill import get_batch_prefill_module
+from flashinfer.utils import MaskMode, PosEncodingMode, TensorLayout
+
+from kvline_server.kernels.interface import KVLayer
+from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.model.config import ModelConfig
+
+FLOAT_BYTES = 128 << 20
+INT_BYTES = 8 << 20
+STAGINGS = 2  # one more than steps may be in flight
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Some sequences' rows and pages, on the host and on the device."""
+
+    row_starts: np.ndarray  # int32 [sequences + 1], from 0
+    page_starts: np.ndarray  # int32 [sequences + 1], from 0
+    lengths: np.ndarray  # int32 [sequences]
+    device_row_starts: torch.Tensor
+    device_page_starts: torch.Tensor
+    pages: torch.Tensor  # int32
+    last_page: torch.Tensor  # int32 [sequences]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    info: Any
+    ints: torch.Tensor
+    table: Table
+
+
+class PagedAttention:
+    """One kind of kernel: fa2 for single rows, fa3 for chunks."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, backend: str, causal: bool) -> None:
+        dim = config.head_dim
+        none = PosEncodingMode["NONE"].value
+        kinds = (dtype, dtype, dtype, torch.int32)
+        self._module = get_batch_prefill_module(
+            backend, *kinds, dim, dim, none, False, False, False
+        )
+        self._config = config
+        self._causal = causal
+        self._fa2 = backend == "fa2"
+        self._scale = 1.0 / math.sqrt(dim)
+        device = torch.device("cuda")
+        self._floats = torch.empty(FLOAT_BYTES, dtype=torch.uint8, device=device)
+        self._stagings = [
+            (
+                torch.empty(INT_BYTES, dtype=torch.uint8, device=device),
+                torch.empty(INT_BYTES, dtype=torch.uint8, pin_memory=True),
+            )
+            for _ in range(STAGINGS)
+        ]
+        self._turn = 0
+
+    def plan(self, table: Table) -> Planned:
+        self._turn = (self._turn + 1) % STAGINGS
+        ints, pinned = self._stagings[self._turn]
+        c = self._config
+        extra = (-1, False, 0, 0) if self._fa2 else ()
+        info = self._module.plan(
+            self._floats,
+            ints,
+            pinned,
+            torch.from_numpy(table.row_starts),
+            torch.from_numpy(table.page_starts),
+            torch.from_numpy(table.lengths),
+            int(table.row_starts[-1]),
+            len(table.lengths),
+            c.heads,
+            c.kv_heads,
+            PAGE_SIZE,
+            False,  # not in a graph
+            c.head_dim,
+            c.head_dim,
+            self._causal,
+            -1,  # no window
+            *extra,
+        )
+        return Planned(info, ints, table)
+
+    def run(self, q: torch.Tensor, cache: KVLayer, planned: Planned, out: torch.Tensor) -> None:
+        """q [rows, heads, dim], possibly strided -> out of the same shape"""
+        table = planned.table
+        mask = MaskMode.CAUSAL if self._causal else MaskMode.NON_CAUSAL
+        self._module.paged_run(
+            self._floats,
+            planned.ints,
+            planned.info,
+            q,
+            cache.keys,
+            cache.values,
+            table.device_row_starts,
+            table.device_page_starts,
+            table.pages,
+            table.last_page,
+            out,
+            None,  # no log-sum-exp
+            mask.value,
+            TensorLayout["NHD"].value,
+            -1,
+            True,  # programmatic dependent launch
+            *[None] * 6,  # masks, slopes, items
+            0.0,  # no soft cap
+            self._scale,
+            *[None] * 3,  # no scales: nothing is quantised
+            1.0,
+            1e4,
+            0,
+            FLOAT_BYTES,
+        )

@@ -1,0 +1,127 @@
+"""The decoder's pieces between two attentions as CUDA graphs, one set for each bucket of rows.
+
+Attention is the break: it alone depends on who the rows belong to, so one set serves one request
+or five hundred. The LM head, scores and draws are not in them. Pads write to the dummy page.
+"""
+
+from __future__ import annotations
+
+import bisect
+from typing import Any
+
+import torch
+
+from kvline_server.kernels.interface import KVLayer, Where
+from kvline_server.model.decoder import Decoder, State
+
+
+def buckets(largest: int) -> list[int]:
+    """Row counts worth a capture: close together where steps are small and the host is slow."""
+    ranges = (
+        (4, 16, 4),
+        (32, 64, 16),
+        (96, 512, 32),
+        (576, 1024, 64),
+        (1152, 2048, 128),
+        (2560, 4096, 512),
+        (5120, largest, 1024),
+    )
+    sizes = {1, 2, largest}.union(*(range(a, b + 1, step) for a, b, step in ranges))
+    return sorted(n for n in sizes if n <= largest)
+
+
+def bucket_for(rows: int, known: list[int]) -> int | None:
+    """The smallest bucket that holds so many rows, unless more than half of it would be pads."""
+    index = bisect.bisect_left(known, rows)
+    if index == len(known) or known[index] > 2 * rows:
+        return None
+    return known[index]
+
+
+class Pieces:
+    def __init__(self, decoder: Decoder, cache: list[KVLayer], max_rows: int) -> None:
+        c, kernels = decoder.config, decoder.kernels
+        self.decoder = decoder
+        self.queries = c.heads
+        fused = (max_rows, c.heads + 2 * c.kv_heads, c.head_dim)
+        device, dtype = kernels.device, kernels.dtype
+        self.ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.where = Where(
+            torch.zeros(max_rows, dtype=torch.int32, device=device),
+            torch.zeros(max_rows, dtype=torch.int64, device=device),
+        )
+        residual = torch.zeros((max_rows, c.hidden), dtype=dtype, device=device)
+        self.state = State(residual, torch.zeros(fused, dtype=dtype, device=device))
+        width = c.heads * c.head_dim
+        self.attended = torch.zeros((max_rows, width), dtype=dtype, device=device)
+        self.hidden = torch.zeros_like(residual)
+        self.sizes = buckets(max_rows)
+        self.replayed = self.eager = 0
+        self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
+        self._capture_all(cache)
+
+    def forward(
+        self, token_ids: torch.Tensor, where: Where, cache: list[KVLayer], plan: Any
+    ) -> torch.Tensor:
+        """Decoder.forward, replayed where there is a bucket."""
+        rows = len(token_ids)
+        bucket = bucket_for(rows, self.sizes)
+        if bucket is None:
+            self.eager += 1
+            hidden: torch.Tensor = self.decoder.forward(token_ids, where, cache, plan)
+            return hidden
+        self.replayed += 1
+        self._place(token_ids, where, bucket)
+        graphs = self._graphs[bucket]
+        queries, out = self.state.heads[:rows, : self.queries], self.attended[:rows]
+        graphs[0].replay()
+        for layer, graph in zip(cache, graphs[1:], strict=True):
+            self.decoder.kernels.attend(queries, layer, plan, out)
+            graph.replay()
+        return self.hidden[:rows]
+
+    def _place(self, token_ids: torch.Tensor, where: Where, bucket: int) -> None:
+        rows = len(token_ids)
+        self.ids[:rows].copy_(token_ids)
+        self.where.positions[:rows].copy_(where.positions)
+        self.where.slots[:rows].copy_(where.slots)
+        if rows < bucket:
+            self.where.slots[rows:bucket].zero_()
+
+    def _capture_all(self, cache: list[KVLayer]) -> None:
+        """The largest first, so that the smaller ones fit into its memory."""
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        pool = torch.cuda.graph_pool_handle()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), torch.inference_mode():
+            for rows in reversed(self.sizes):
+                for piece in range(len(cache) + 1):  # what is lazy must not be met in a capture
+                    if piece in (0, 1, len(cache)):
+                        self._run(piece, rows, cache)
+                torch.cuda.synchronize()
+                self._graphs[rows] = [
+                    self._capture(piece, rows, cache, pool) for piece in range(len(cache) + 1)
+                ]
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def _capture(self, piece: int, rows: int, cache: list[KVLayer], pool: Any) -> Any:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            self._run(piece, rows, cache)
+        finally:
+            graph.capture_end()
+        return graph
+
+    def _run(self, piece: int, rows: int, cache: list[KVLayer]) -> None:
+        """Piece 0 leads to the first attention, piece i from attention i - 1 to the next."""
+        where = Where(self.where.positions[:rows], self.where.slots[:rows])
+        state = State(self.state.residual[:rows], self.state.heads[:rows])
+        if piece == 0:
+            made = self.decoder.start(self.ids[:rows], where, cache[0], state.heads)
+            state.residual.copy_(made.residual)
+        elif piece < len(cache):
+            attended = self.attended[:rows]
+            self.decoder.between(piece - 1, attended, state, where, cache[piece], state.heads)
+        else:
+            self.hidden[:rows].copy_(self.decoder.finish(self.attended[:rows], state))

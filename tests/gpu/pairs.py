@@ -1,0 +1,53 @@
+"""The same model on both sides, and sequences over scattered pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvline_server.engine.request import SamplingParams, Sequence
+from kvline_server.kernels.interface import Kernels
+from kvline_server.kernels.torch import TorchKernels
+from kvline_server.memory.arena import Arena, HostArena
+from kvline_server.memory.pages import pages_for
+from kvline_server.model.config import ModelConfig
+from kvline_server.model.decoder import Decoder
+from kvline_server.model.loader import RandomSource, load_weights
+
+PAGES = 400
+
+
+class SameOnBoth(RandomSource):
+    """Drawn on the CPU in float32, whatever they are copied to."""
+
+    def copy(self, name: str, into: torch.Tensor) -> None:
+        drawn = torch.empty(into.shape)
+        super().copy(name, drawn)
+        into.copy_(drawn)
+
+
+def sides(config: ModelConfig) -> list[tuple[Decoder, Arena]]:
+    """The same random model on the CPU in float32 and on the GPU in bfloat16."""
+    from kvline_server.kernels.flashinfer import FlashInferKernels
+    from kvline_server.memory.cuda import CudaArena
+
+    made: list[tuple[Decoder, Arena]] = []
+    pairs: list[tuple[Kernels, Any]] = [
+        (TorchKernels(), HostArena),
+        (FlashInferKernels(config), CudaArena),
+    ]
+    for kernels, arena_of in pairs:
+        arena = arena_of(config, PAGES, kernels.dtype)
+        arena.resize(PAGES)
+        weights = load_weights(SameOnBoth(), config, kernels)
+        made.append((Decoder(config, weights, 4096, kernels), arena))
+    return made
+
+
+def sequence(rng: np.random.Generator, length: int, free: list[int]) -> Sequence:
+    tokens = rng.integers(0, 5000, length).tolist()
+    made = Sequence(0, tokens, length, SamplingParams(max_tokens=1))
+    made.pages = [free.pop() for _ in range(pages_for(length))]
+    return made

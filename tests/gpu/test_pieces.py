@@ -1,0 +1,71 @@
+"""Captured pieces: one set for any number of requests, pads that hurt nobody, eager's answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from pairs import sequence, sides
+
+from kvline_server.engine.batch import build
+from kvline_server.engine.request import Sequence
+from kvline_server.engine.scheduler import Work
+from kvline_server.kernels.interface import Where
+from kvline_server.kernels.pieces import Pieces, bucket_for, buckets
+from kvline_server.model.config import ModelConfig
+
+pytestmark = pytest.mark.gpu
+
+
+def test_replay_is_eager_for_one_request_and_for_many(
+    shape: Callable[..., ModelConfig],
+) -> None:
+    decoder, arena = sides(shape(128, True))[1]
+    pieces = Pieces(decoder, arena.layers(), 512)
+    rng = np.random.default_rng(5)
+    for number, rows in ((1, 500), (17, 28), (2, 100), (60, 1), (7, 9)):
+        free = rng.permutation(np.arange(1, 400)).tolist()
+        members: list[Sequence] = [sequence(rng, rows, free) for _ in range(number)]
+        batch = build([Work(s, 0, rows) for s in members])
+        kernels, layout = decoder.kernels, batch.layout
+        ids, positions, slots = kernels.upload(batch.token_ids, layout.positions, layout.slots)
+        where, layers = Where(positions, slots), arena.layers()
+        pieces.attended.fill_(float("nan"))  # what an earlier, larger step left must not matter
+        with torch.inference_mode():
+            replayed = pieces.forward(ids, where, layers, kernels.plan(layout)).clone()
+            eager = decoder.forward(ids, where, layers, kernels.plan(layout))
+        distance = float((replayed - eager).float().norm() / eager.float().norm())
+        assert distance < 1e-2, (number, rows, distance)
+    assert pieces.eager == 0
+
+
+def test_graphs_survive_growth_of_the_arena(shape: Callable[..., ModelConfig]) -> None:
+    decoder, arena = sides(shape())[1]
+    pieces = Pieces(decoder, arena.layers(), 64)
+    rng = np.random.default_rng(6)
+    work = [Work(sequence(rng, 40, list(range(1, 400))), 0, 40)]
+    batch = build(work)
+    outs = []
+    for pages in (400, 50_000, 400):
+        arena.resize(pages)
+        kernels = decoder.kernels
+        ids, positions, slots = kernels.upload(
+            batch.token_ids, batch.layout.positions, batch.layout.slots
+        )
+        with torch.inference_mode():
+            plan = kernels.plan(batch.layout)
+            outs.append(pieces.forward(ids, Where(positions, slots), arena.layers(), plan).clone())
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[1], outs[2])
+
+
+def test_which_bucket_is_a_matter_of_numbers_alone() -> None:
+    sizes = buckets(8192)
+    assert sizes[:4] == [1, 2, 4, 8] and sizes[-1] == 8192
+    assert bucket_for(3, sizes) == 4
+    assert bucket_for(8192, sizes) == 8192
+    assert bucket_for(8193, sizes) is None
+    for rows in range(1, 8193):
+        bucket = bucket_for(rows, sizes)
+        assert bucket is not None and rows <= bucket <= 2 * rows
