@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -14,28 +15,37 @@ ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "bench" / "results" / "results.jsonl"
 
 
-def record(name: str, value: float, unit: str, spread: tuple[float, float]) -> None:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
+def record(
+    name: str, value: float, unit: str, spread: tuple[float, float], gpu: str | None = None
+) -> None:
+    """A line of results. KVLINE_BENCH_RESULTS and KVLINE_COMMIT stand in on a machine that has the
+    tree without its history."""
     line = {
         "name": name,
         "value": round(value, 4),
         "unit": unit,
         "spread": [round(s, 4) for s in spread],
-        "gpu": f"CPU {cpu()}",
-        "versions": {p: version(p) for p in ("kvline", "torch", "transformers")},
-        "commit": commit,
+        "gpu": gpu or f"CPU {cpu()}",
+        "versions": versions(gpu is not None),
+        "commit": os.environ.get("KVLINE_COMMIT") or commit(),
         "command": "python bench " + " ".join(sys.argv[1:]),
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
-    FILE.parent.mkdir(exist_ok=True)
-    with FILE.open("a") as file:
+    path = Path(os.environ.get("KVLINE_BENCH_RESULTS", FILE))
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
+
+
+def commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def versions(gpu: bool) -> dict[str, str]:
+    others = ("flashinfer-python", "triton") if gpu else ("transformers",)
+    return {p: version(p) for p in ("kvline", "torch", *others)}
 
 
 def cpu() -> str:

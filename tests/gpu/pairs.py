@@ -28,7 +28,7 @@ class SameOnBoth(RandomSource):
         into.copy_(drawn)
 
 
-def sides(config: ModelConfig) -> list[tuple[Decoder, Arena]]:
+def sides(config: ModelConfig, most: int = PAGES) -> list[tuple[Decoder, Arena]]:
     """The same random model on the CPU in float32 and on the GPU in bfloat16."""
     from kvline_server.kernels.flashinfer import FlashInferKernels
     from kvline_server.memory.cuda import CudaArena
@@ -39,7 +39,7 @@ def sides(config: ModelConfig) -> list[tuple[Decoder, Arena]]:
         (FlashInferKernels(config), CudaArena),
     ]
     for kernels, arena_of in pairs:
-        arena = arena_of(config, PAGES, kernels.dtype)
+        arena = arena_of(config, most, kernels.dtype)
         arena.resize(PAGES)
         weights = load_weights(SameOnBoth(), config, kernels)
         made.append((Decoder(config, weights, 4096, kernels), arena))

@@ -98,13 +98,15 @@ def test_draws_are_the_reference_s(
     want = TorchKernels().choose(logits.float().cpu(), draws).numpy()
     got = kernels.choose(logits.clone(), draws).cpu().numpy()
     # The same number picks the same token but where rounding moves an edge between two, or where
-    # the last place of top-k has ties, of which bfloat16 is full.
-    assert (got == want).mean() > (0.9 if "top_k" in filters else 0.97)
-    if "top_k" in filters:
-        least = logits.float().topk(int(filters["top_k"]), dim=-1).values[:, -1]
-        assert (logits[torch.arange(rows), torch.from_numpy(got).cuda()].float() >= least).all()
-    probabilities = torch.softmax(
-        logits.float() / torch.from_numpy(np.maximum(temperatures, 1e-6)).cuda()[:, None], -1
-    )
-    picked = probabilities[torch.arange(rows), torch.from_numpy(got).cuda()]
+    # the last place of a filter has ties, of which bfloat16 is full.
+    assert (got == want).mean() > (0.8 if filters else 0.97)
+    scale = torch.from_numpy(np.maximum(temperatures, 1e-6)).cuda()[:, None]
+    probabilities = torch.softmax(logits.float() / scale, dim=-1)
+    picked = probabilities.gather(1, torch.from_numpy(got).cuda()[:, None])
     assert (picked > 0).all()
+    if "top_k" in filters:
+        least = probabilities.topk(int(filters["top_k"]), dim=-1).values[:, -1:]
+        assert (picked >= least).all()
+    elif "top_p" in filters:  # what is likelier than a kept token is less than p of all
+        above = torch.where(probabilities > picked, probabilities, 0.0).sum(dim=-1)
+        assert (above < filters["top_p"] + 1e-3).all()

@@ -42,7 +42,7 @@ def test_replay_is_eager_for_one_request_and_for_many(
 
 
 def test_graphs_survive_growth_of_the_arena(shape: Callable[..., ModelConfig]) -> None:
-    decoder, arena = sides(shape())[1]
+    decoder, arena = sides(shape(), most=50_000)[1]
     pieces = Pieces(decoder, arena.layers(), 64)
     rng = np.random.default_rng(6)
     work = [Work(sequence(rng, 40, list(range(1, 400))), 0, 40)]
