@@ -69,13 +69,13 @@ class Runner:
         self.arena = arena
         self.logprob_rows = logprob_rows
         self.rows_run = 0  # rows given to the LM head, for the invariant rows == sampled + scored
-        self.forward: Forward = decoder.forward
+        self.forward: Forward = decoder.step
         self.recent = torch.zeros(slots, dtype=torch.int64, device=self.kernels.device)
 
     def capture(self, max_rows: int) -> bool:
         """Captures what the device can replay; the arena must have a page, its addresses stay."""
         graphs = self.kernels.graphs(self.decoder, self.arena.layers(), max_rows)
-        self.forward = graphs or self.decoder.forward
+        self.forward = graphs or self.decoder.step
         return graphs is not None
 
     def launch(self, batch: Batch) -> Flight:
@@ -101,8 +101,7 @@ class Runner:
         )
         if len(batch.late_rows):
             ids.index_copy_(0, late_rows, self.recent[late_slots])
-        plan = kernels.plan(layout)
-        hidden = self.forward(ids, Where(positions, slots), self.arena.layers(), plan)
+        hidden = self.forward(ids, Where(positions, slots), self.arena.layers(), layout)
         there, asked = _There(hidden, rows, targets), _Asked()
         for start in range(0, len(batch.rows), self.logprob_rows):
             self._chunk(batch, there, start, asked)

@@ -23,6 +23,7 @@ from kvline_server.model.config import ModelConfig
 
 FLOAT_BYTES = 128 << 20
 INT_BYTES = 8 << 20
+UNSPLIT = 48  # sequences
 STAGINGS = 2  # one more than steps may be in flight
 
 
@@ -49,7 +50,16 @@ class Planned:
 class PagedAttention:
     """One kind of kernel: fa2 for single rows, fa3 for chunks."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, backend: str, causal: bool) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        backend: str,
+        floats: torch.Tensor,
+        in_graphs: bool = False,
+    ) -> None:
+        """`floats` is scratch that attentions of one stream may share. In graphs, every plan goes
+        to the same place on the device: the copy is behind the step that read the last one."""
         dim = config.head_dim
         none = PosEncodingMode["NONE"].value
         kinds = (dtype, dtype, dtype, torch.int32)
@@ -57,17 +67,16 @@ class PagedAttention:
             backend, *kinds, dim, dim, none, False, False, False
         )
         self._config = config
-        self._causal = causal
-        self._fa2 = backend == "fa2"
+        self._causal = backend == "fa3"  # a single row sees all there is
+        self._in_graphs = in_graphs
         self._scale = 1.0 / math.sqrt(dim)
-        device = torch.device("cuda")
-        self._floats = torch.empty(FLOAT_BYTES, dtype=torch.uint8, device=device)
+        self._floats = floats
+        devices = [torch.empty(INT_BYTES, dtype=torch.uint8, device=floats.device)] * STAGINGS
+        if not in_graphs:
+            devices = [torch.empty_like(device) for device in devices]
         self._stagings = [
-            (
-                torch.empty(INT_BYTES, dtype=torch.uint8, device=device),
-                torch.empty(INT_BYTES, dtype=torch.uint8, pin_memory=True),
-            )
-            for _ in range(STAGINGS)
+            (device, torch.empty(INT_BYTES, dtype=torch.uint8, pin_memory=True))
+            for device in devices
         ]
         self._turn = 0
 
@@ -75,7 +84,9 @@ class PagedAttention:
         self._turn = (self._turn + 1) % STAGINGS
         ints, pinned = self._stagings[self._turn]
         c = self._config
-        extra = (-1, False, 0, 0) if self._fa2 else ()
+        # Many sequences fill the GPU without splitting any, and a graph cannot change its mind.
+        whole = self._in_graphs and len(table.lengths) >= UNSPLIT
+        extra = () if self._causal else (-1, whole, 0, int(self._in_graphs))
         info = self._module.plan(
             self._floats,
             ints,
@@ -88,7 +99,7 @@ class PagedAttention:
             c.heads,
             c.kv_heads,
             PAGE_SIZE,
-            False,  # not in a graph
+            self._in_graphs,
             c.head_dim,
             c.head_dim,
             self._causal,

@@ -81,10 +81,10 @@ class Fetch(Protocol):
 
 
 class Forward(Protocol):
-    """Decoder.forward, or what stands for it."""
+    """A step through the decoder: plans it, then runs it. -> [rows, hidden]"""
 
     def __call__(
-        self, token_ids: torch.Tensor, where: Where, cache: list[KVLayer], plan: Any
+        self, token_ids: torch.Tensor, where: Where, cache: list[KVLayer], layout: Layout
     ) -> torch.Tensor: ...
 
 

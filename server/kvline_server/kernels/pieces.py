@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kvline_server.kernels.interface import KVLayer, Where
+from kvline_server.kernels.layout import Layout
 from kvline_server.model.decoder import Decoder, State
 
 
@@ -55,23 +56,25 @@ class Pieces:
         width = c.heads * c.head_dim
         self.attended = torch.zeros((max_rows, width), dtype=dtype, device=device)
         self.hidden = torch.zeros_like(residual)
+        self.pool = torch.cuda.graph_pool_handle()
         self.sizes = buckets(max_rows)
         self.replayed = self.eager = 0
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
         self._capture_all(cache)
 
-    def forward(
-        self, token_ids: torch.Tensor, where: Where, cache: list[KVLayer], plan: Any
+    def step(
+        self, token_ids: torch.Tensor, where: Where, cache: list[KVLayer], layout: Layout
     ) -> torch.Tensor:
-        """Decoder.forward, replayed where there is a bucket."""
+        """Decoder.step, replayed where there is a bucket."""
         rows = len(token_ids)
         bucket = bucket_for(rows, self.sizes)
         if bucket is None:
             self.eager += 1
-            hidden: torch.Tensor = self.decoder.forward(token_ids, where, cache, plan)
+            hidden: torch.Tensor = self.decoder.step(token_ids, where, cache, layout)
             return hidden
         self.replayed += 1
-        self._place(token_ids, where, bucket)
+        plan = self.decoder.kernels.plan(layout)
+        self.place(token_ids, where, bucket)
         graphs = self._graphs[bucket]
         queries, out = self.state.heads[:rows, : self.queries], self.attended[:rows]
         graphs[0].replay()
@@ -80,40 +83,40 @@ class Pieces:
             graph.replay()
         return self.hidden[:rows]
 
-    def _place(self, token_ids: torch.Tensor, where: Where, bucket: int) -> None:
+    def place(self, token_ids: torch.Tensor, where: Where, bucket: int) -> None:
         rows = len(token_ids)
         self.ids[:rows].copy_(token_ids)
         self.where.positions[:rows].copy_(where.positions)
         self.where.slots[:rows].copy_(where.slots)
         if rows < bucket:
             self.where.slots[rows:bucket].zero_()
+            self.where.positions[rows:bucket].zero_()
 
     def _capture_all(self, cache: list[KVLayer]) -> None:
         """The largest first, so that the smaller ones fit into its memory."""
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        pool = torch.cuda.graph_pool_handle()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), torch.inference_mode():
             for rows in reversed(self.sizes):
                 for piece in range(len(cache) + 1):  # what is lazy must not be met in a capture
                     if piece in (0, 1, len(cache)):
-                        self._run(piece, rows, cache)
+                        self.run(piece, rows, cache)
                 torch.cuda.synchronize()
                 self._graphs[rows] = [
-                    self._capture(piece, rows, cache, pool) for piece in range(len(cache) + 1)
+                    self._capture(piece, rows, cache) for piece in range(len(cache) + 1)
                 ]
         torch.cuda.current_stream().wait_stream(stream)
 
-    def _capture(self, piece: int, rows: int, cache: list[KVLayer], pool: Any) -> Any:
+    def _capture(self, piece: int, rows: int, cache: list[KVLayer]) -> Any:
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         try:
-            self._run(piece, rows, cache)
+            self.run(piece, rows, cache)
         finally:
             graph.capture_end()
         return graph
 
-    def _run(self, piece: int, rows: int, cache: list[KVLayer]) -> None:
+    def run(self, piece: int, rows: int, cache: list[KVLayer]) -> None:
         """Piece 0 leads to the first attention, piece i from attention i - 1 to the next."""
         where = Where(self.where.positions[:rows], self.where.slots[:rows])
         state = State(self.state.residual[:rows], self.state.heads[:rows])

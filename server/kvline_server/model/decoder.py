@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kvline_server.kernels.interface import Heads, Kernels, KVLayer, Where
+from kvline_server.kernels.layout import Layout
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.loader import LayerWeights, Weights
 
@@ -33,6 +34,12 @@ class Decoder:
         self.weights = weights
         self.kernels = kernels
         self.rope = kernels.rope_table(inverse_frequencies(config), positions)
+
+    def step(
+        self, token_ids: torch.Tensor, where: Where, cache: list[KVLayer], layout: Layout
+    ) -> torch.Tensor:
+        """Plans and runs forward."""
+        return self.forward(token_ids, where, cache, self.kernels.plan(layout))
 
     def forward(
         self, token_ids: torch.Tensor, where: Where, cache: list[KVLayer], plan: Any
