@@ -41,31 +41,6 @@ def test_replay_is_eager_for_one_request_and_for_many(
     assert pieces.eager == 0
 
 
-def test_a_decode_graph_is_eager_for_any_number_of_sequences(
-    shape: Callable[..., ModelConfig],
-) -> None:
-    """Planned anew for every replay, while sequences grow over several pages."""
-    decoder, arena = sides(shape(128, True))[1]
-    kernels, layers = decoder.kernels, arena.layers()
-    step = kernels.graphs(decoder, layers, 64)
-    assert step is not None
-    rng = np.random.default_rng(8)
-    for number in (1, 3, 17, 40, 64):
-        free = rng.permutation(np.arange(1, 400)).tolist()
-        members = [sequence(rng, int(rng.integers(20, 90)), free) for _ in range(number)]
-        for back in (15, 1):
-            work = [Work(s, len(s.tokens) - back, 1) for s in members]
-            batch = build(work)
-            layout = batch.layout
-            ids, positions, slots = kernels.upload(batch.token_ids, layout.positions, layout.slots)
-            where = Where(positions, slots)
-            with torch.inference_mode():
-                replayed = step(ids, where, layers, layout).clone()
-                eager = decoder.step(ids, where, layers, layout)
-            distance = float((replayed - eager).float().norm() / eager.float().norm())
-            assert distance < 1e-2, (number, back, distance)
-
-
 def test_graphs_survive_growth_of_the_arena(shape: Callable[..., ModelConfig]) -> None:
     decoder, arena = sides(shape(), most=50_000)[1]
     pieces = Pieces(decoder, arena.layers(), 64)

@@ -65,10 +65,9 @@ class FlashInferKernels:
     def __init__(self, config: ModelConfig) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.dtype = torch.bfloat16
-        self.config = config
-        self.floats = torch.empty(FLOAT_BYTES, dtype=torch.uint8, device=self.device)
-        self._decode = PagedAttention(config, self.dtype, "fa2", self.floats)
-        self._prefill = PagedAttention(config, self.dtype, "fa3", self.floats)
+        floats = torch.empty(FLOAT_BYTES, dtype=torch.uint8, device=self.device)
+        self._decode = PagedAttention(config, self.dtype, "fa2", floats)
+        self._prefill = PagedAttention(config, self.dtype, "fa3", floats)
 
     def upload(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         starts, size = [], 0
@@ -184,15 +183,9 @@ class FlashInferKernels:
         return flat
 
     def graphs(self, decoder: Any, cache: list[KVLayer], max_rows: int) -> Forward | None:
-        from kvline_server.kernels.decodes import Decodes  # which know the decoder, which knows us
-        from kvline_server.kernels.pieces import Pieces
+        from kvline_server.kernels.pieces import Pieces  # which knows the decoder, which knows us
 
-        pieces = Pieces(decoder, cache, max_rows)
-        attention = PagedAttention(self.config, self.dtype, "fa2", self.floats, in_graphs=True)
-        # The most pages there can be: the GPU's memory in pages of this cache.
-        page_bytes = cache[0].keys.stride(0) * self.dtype.itemsize
-        most = torch.cuda.mem_get_info(self.device)[1] // page_bytes
-        return Decodes(pieces, attention, cache, most).step
+        return Pieces(decoder, cache, max_rows).step
 
     def logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         return functional.linear(hidden, head)

@@ -23,7 +23,6 @@ from kvline_server.model.config import ModelConfig
 
 FLOAT_BYTES = 128 << 20
 INT_BYTES = 8 << 20
-UNSPLIT = 48  # sequences
 STAGINGS = 2  # one more than steps may be in flight
 
 
@@ -56,10 +55,8 @@ class PagedAttention:
         dtype: torch.dtype,
         backend: str,
         floats: torch.Tensor,
-        in_graphs: bool = False,
     ) -> None:
-        """`floats` is scratch that attentions of one stream may share. In graphs, every plan goes
-        to the same place on the device: the copy is behind the step that read the last one."""
+        """`floats` is scratch that attentions of one stream may share."""
         dim = config.head_dim
         none = PosEncodingMode["NONE"].value
         kinds = (dtype, dtype, dtype, torch.int32)
@@ -68,15 +65,14 @@ class PagedAttention:
         )
         self._config = config
         self._causal = backend == "fa3"  # a single row sees all there is
-        self._in_graphs = in_graphs
         self._scale = 1.0 / math.sqrt(dim)
         self._floats = floats
-        devices = [torch.empty(INT_BYTES, dtype=torch.uint8, device=floats.device)] * STAGINGS
-        if not in_graphs:
-            devices = [torch.empty_like(device) for device in devices]
         self._stagings = [
-            (device, torch.empty(INT_BYTES, dtype=torch.uint8, pin_memory=True))
-            for device in devices
+            (
+                torch.empty(INT_BYTES, dtype=torch.uint8, device=floats.device),
+                torch.empty(INT_BYTES, dtype=torch.uint8, pin_memory=True),
+            )
+            for _ in range(STAGINGS)
         ]
         self._turn = 0
 
@@ -84,9 +80,7 @@ class PagedAttention:
         self._turn = (self._turn + 1) % STAGINGS
         ints, pinned = self._stagings[self._turn]
         c = self._config
-        # Many sequences fill the GPU without splitting any, and a graph cannot change its mind.
-        whole = self._in_graphs and len(table.lengths) >= UNSPLIT
-        extra = () if self._causal else (-1, whole, 0, int(self._in_graphs))
+        extra = () if self._causal else (-1, False, 0, 0)
         info = self._module.plan(
             self._floats,
             ints,
@@ -99,7 +93,7 @@ class PagedAttention:
             c.heads,
             c.kv_heads,
             PAGE_SIZE,
-            self._in_graphs,
+            False,  # not in a graph
             c.head_dim,
             c.head_dim,
             self._causal,
