@@ -15,7 +15,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests" / "cluster")]
 
 # The module of each; GPU ones are named one by one, on a machine that has one.
 CPU = {"throughput": "throughput", "chunks": "chunks", "sizing": "search", "writes": "writes"}
-GPU = {"attention": "attention", "offline": "offline", "steps": "steps"}
+GPU = {name: name for name in ("attention", "offline", "steps", "startup", "soak")}
 
 
 def main(names: list[str]) -> int:

@@ -42,13 +42,13 @@ def build_parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="size a model, then serve it")
     _add_model(serve)
     serve.add_argument("--config", type=Path, help="a launch.json; instead of --model")
-    serve.add_argument("--record", type=Path, help="records of identical replicas")
     serve.add_argument("--gate", type=Path, help="a gate.json to obey; without it the gate is open")
     serve.add_argument("--host", default="0.0.0.0")  # noqa: S104
     serve.add_argument("--port", type=int, default=names.API_PORT)
     serve.add_argument("--internal-port", type=int, default=names.INTERNAL_PORT)
     size = commands.add_parser("size", help="run the profile loop and print the budget")
     _add_model(size, required=True)
+    size.add_argument("--write-record", type=Path, help="keep the proven size in this file")
     size.add_argument("--json", action="store_true", help="print the sizing report")
     download = commands.add_parser("download", help="fetch the model of a launch.json")
     download.add_argument("--config", type=Path, required=True)
@@ -70,6 +70,9 @@ def _add_model(parser: argparse.ArgumentParser, required: bool = False) -> None:
     parser.add_argument("--max-top-logprobs", type=int)
     parser.add_argument("--kv-tokens", type=int, help="pin the budget; it is still validated")
     parser.add_argument("--headroom-mib", type=int)
+    parser.add_argument(
+        "--record", type=Path, help="records of identical replicas: no search, only the validation"
+    )
     parser.add_argument("--state-dir", type=Path, help="where attempts and sockets live")
 
 
@@ -153,7 +156,7 @@ def _run(arguments: argparse.Namespace) -> int:
             config=config,
             state_dir=state,
             gate=arguments.gate if serve else None,
-            record=arguments.record if serve else None,
+            record=arguments.record,
             host=arguments.host if serve else "127.0.0.1",
             port=arguments.port if serve else 0,
             internal_port=arguments.internal_port if serve else 0,
@@ -166,9 +169,11 @@ def _run(arguments: argparse.Namespace) -> int:
         signal.signal(signal.SIGINT, lambda *_: supervisor.stop())
         if serve:
             return supervisor.run()
-        from kvline_server.size import show
+        from kvline_server.size import known_records, show
 
-        return show(supervisor, arguments.json)
+        if arguments.write_record:  # an unreadable one is told before the work, not after
+            known_records(arguments.write_record)
+        return show(supervisor, arguments.json, arguments.write_record)
 
 
 def _report_failure(error: ServerError) -> None:

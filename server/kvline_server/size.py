@@ -5,17 +5,21 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from kvline_contract.codec import ContractError, dumps
+from kvline_contract.launch import VERSION, Record, Records, Reuse
 from kvline_contract.report import Memory, Result, SizingReport, State
+from kvline_server.errors import ConfigInvalid
 from kvline_server.supervisor import Supervisor
 
 BAR_WIDTH = 40
 
 
-def show(supervisor: Supervisor, as_json: bool) -> int:
+def show(supervisor: Supervisor, as_json: bool, record: Path | None = None) -> int:
     """Runs the loop to its end and prints what came of it; the exit code says how it went."""
     console = Console(stderr=True)
     done = threading.Event()
@@ -25,6 +29,8 @@ def show(supervisor: Supervisor, as_json: bool) -> int:
     done.set()
     watcher.join(2)
     report = supervisor.report()
+    if record is not None and report.result is not None:
+        keep(record, report.result)
     if as_json:
         sys.stdout.write(report.dumps() + "\n")
     elif report.result is not None:
@@ -74,3 +80,28 @@ def summary(report: SizingReport, result: Result) -> str:
         f"length sequences of {length}; {result.source} in {result.loop_ms / 1000:.1f} s, "
         f"validated in attempt {tries}"
     )
+
+
+def known_records(path: Path) -> dict[str, Record]:
+    """What the file holds; raises ConfigInvalid when it is no file of records."""
+    try:
+        return Records.parse(path.read_bytes()).records if path.is_file() else {}
+    except ContractError as error:
+        raise ConfigInvalid(f"{path}: {error}") from None
+
+
+def keep(path: Path, result: Result) -> None:
+    """Adds a size to a file of records, which `--record` and pods read. The file is replaced whole,
+    and of sixteen sizes the oldest goes."""
+    made = Record(
+        kv_tokens=result.kv_tokens,
+        free_mib=result.free_mib,
+        loop_ms=result.loop_ms,
+        measured_at=result.measured_at,
+        memory=result.memory,
+    )
+    newest = [(k, v) for k, v in known_records(path).items() if k != result.fingerprint][-15:]
+    records = Records(VERSION, Reuse.AUTO, dict([*newest, (result.fingerprint, made)]))
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(dumps(records))
+    part.replace(path)

@@ -117,16 +117,17 @@ class ProfileLoop:
 
     def _capture(self) -> None:
         """Graphs stay valid whatever the arena grows to, so they are captured once, before."""
-        before = self.device.used()
+        started, before = time.monotonic(), self.device.used()
         try:
-            with self._stage("graphs", None):
-                self.loaded.arena.resize(PROBE_PAGES)
-                arena = self.device.used() - before
-                captured = self.loaded.runner.capture(self.settings.max_prefill_tokens)
+            self.loaded.arena.resize(PROBE_PAGES)
+            arena = self.device.used() - before
+            captured = self.loaded.runner.capture(self.settings.max_prefill_tokens)
         except DeviceOutOfMemory as error:
             raise self.diagnosis.out_of_memory((), pinned=False) from error
         if captured:
             self.diagnosis.graphs = max(0, self.device.used() - before - arena)
+            ms = round((time.monotonic() - started) * 1000)
+            self.reporter.stage("graphs", ms, self.diagnosis.graphs)
 
     # Steps 4 to 6 ------------------------------------------------------------------------------
 

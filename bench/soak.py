@@ -1,0 +1,89 @@
+"""The worst allowed mix at the validated budget, for minutes: does it ever run out of memory?
+
+Long prompts scored with top-20 logprobs, full batches of decodes with filters, with logprobs, some
+with penalties, and clients that leave. Free memory and the allocator's reserve are read all along.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+
+import offline
+import torch
+from record import record, table
+from shapes import SHAPES
+
+from kvline_server.engine.engine import Engine
+from kvline_server.engine.request import SamplingParams
+from kvline_server.errors import DeviceOutOfMemory
+from kvline_server.memory.device import MIB
+
+WAITING = 200  # requests kept behind those that run
+
+
+def request(rng: random.Random, vocabulary: int) -> tuple[list[int], SamplingParams]:
+    kind = rng.random()
+    longest = 8000 if kind < 0.2 else 700
+    prompt = [rng.randrange(10, vocabulary - 10) for _ in range(rng.randint(1, longest))]
+    return prompt, SamplingParams(
+        max_tokens=rng.randint(1, 190),
+        temperature=rng.choice([0.0, 0.7, 1.0]),
+        top_p=rng.choice([1.0, 0.9]),
+        top_k=rng.choice([0, 50]),
+        frequency_penalty=0.3 if kind > 0.98 else 0.0,
+        logprobs=20 if 0.2 <= kind < 0.4 else None,
+        prompt_logprobs=20 if kind < 0.3 else None,
+        seed=rng.randrange(1 << 30),
+        ignore_eos=True,
+    )
+
+
+def soak(engine: Engine, vocabulary: int, seconds: float) -> list[float]:
+    """Out-of-memory count, lowest free MiB, growth of the reserve in MiB, requests, preemptions."""
+    rng = random.Random(0)
+    made = failures = 0
+    reserved = torch.cuda.memory_reserved()
+    lowest, highest = float("inf"), reserved
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        while len(engine.scheduler.waiting) < WAITING:
+            engine.submit(made, *request(rng, vocabulary))
+            made += 1
+        try:
+            engine.step()
+        except DeviceOutOfMemory:
+            failures += 1
+            break
+        if rng.random() < 0.05 and engine.sequences:
+            engine.abort(rng.choice(list(engine.sequences)))
+        lowest = min(lowest, torch.cuda.mem_get_info()[0] / MIB)
+        highest = max(highest, torch.cuda.memory_reserved())
+    return [failures, lowest, (highest - reserved) / MIB, made, engine.scheduler.preemptions]
+
+
+def run() -> None:
+    """KVLINE_BENCH_MODELS narrows it, KVLINE_BENCH_SECONDS says how long (480)."""
+    seconds = float(os.environ.get("KVLINE_BENCH_SECONDS", "480"))
+    rows = []
+    for name in os.environ.get("KVLINE_BENCH_MODELS", ",".join(SHAPES)).split(","):
+        engine, result = offline.start(name)
+        figures = soak(engine, SHAPES[name].vocabulary, seconds)
+        gpu = torch.cuda.get_device_name(0)
+        record(f"soak-oom-{name}", figures[0], f"in {seconds:.0f} s", (figures[0],) * 2, gpu)
+        record(f"soak-lowest-free-{name}", figures[1], "MiB", (figures[1],) * 2, gpu)
+        rows.append([name, str(result.kv_tokens), *(f"{f:.0f}" for f in figures)])
+        engine.runner.arena.resize(0)
+        del engine
+        torch.cuda.empty_cache()
+    head = [
+        "model",
+        "KV tokens",
+        "OOM",
+        "lowest free MiB",
+        "reserve grew MiB",
+        "requests",
+        "preempted",
+    ]
+    table(f"Worst allowed mix, {seconds:.0f} s", head, rows)

@@ -1,0 +1,58 @@
+"""kvline-server size as a person runs it: a search, a record of it, a start from that record."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.process
+
+
+def size(folder: Path, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvline_server", "size", "--model", str(folder)]
+    command += ["--device", "cpu", "--memory", "900Mi", "--headroom-mib", "8", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert not check or done.returncode == 0, done.stderr[-2000:]
+    return done
+
+
+def stages(report: dict[str, Any]) -> set[str]:
+    return {stage["name"].split()[0] for stage in report["stages"]}
+
+
+def test_a_recorded_size_is_validated_and_not_searched(tiny_model: Path, tmp_path: Path) -> None:
+    record = tmp_path / "records.json"
+    found = json.loads(size(tiny_model, "--json", "--write-record", str(record)).stdout)
+    assert {"probe", "stress", "measure", "validate"} <= stages(found)
+    kept = json.loads(record.read_text())
+    assert list(kept["records"]) == [found["result"]["fingerprint"]]
+    for made in kept["records"].values():
+        made["freeMiB"] -= 20  # a start finds a few MiB less or more than the one before
+        made["kvTokens"] -= 160
+    record.write_text(json.dumps(kept))
+    again = json.loads(size(tiny_model, "--json", "--record", str(record)).stdout)
+    assert again["result"]["source"] == "Recorded"
+    assert again["result"]["kvTokens"] == found["result"]["kvTokens"] - 160
+    assert "stress" not in stages(again) and "validate" in stages(again)
+
+
+def test_a_person_reads_stages_and_a_waterfall(tiny_model: Path) -> None:
+    done = size(tiny_model, "--kv-tokens", "2048")
+    assert "validate decode" in done.stderr
+    for part in ("weights", "headroom", "others", "total"):
+        assert part in done.stdout
+    assert "2048 KV tokens" in done.stdout and "Pinned" in done.stdout
+
+
+def test_a_file_that_is_no_record_is_not_overwritten(tiny_model: Path, tmp_path: Path) -> None:
+    record = tmp_path / "records.json"
+    record.write_text("precious")
+    done = size(tiny_model, "--kv-tokens", "2048", "--write-record", str(record), check=False)
+    assert done.returncode != 0
+    assert record.read_text() == "precious"
+    assert "records.json" in done.stderr and "Traceback" not in done.stderr
