@@ -33,6 +33,7 @@ class Machine:
     limit: int
     weights: int
     price: int  # bytes a batch's token takes while the batch runs
+    slack: int = 0
     surprise: int = 0  # what a batch takes more while the canary is held, at the final size
     kills: bool = False
     name: str = "simulated"

@@ -84,6 +84,14 @@ def test_a_size_that_does_not_survive_is_tried_again_five_percent_smaller(tmp_pa
     assert State.SHRUNK_RETRY in start.notes.states
 
 
+def test_an_allocator_s_slack_saves_a_shrink(tmp_path: Path) -> None:
+    """Seen on a GPU: measured to the last MiB, and 3 MiB more were needed at the final size."""
+    tight = Start(machine(surprise=3 * MIB), tmp_path)
+    assert tight.run() and len(tight.tried) == 2
+    roomy = Start(machine(surprise=3 * MIB, slack=4 * MIB), tmp_path)
+    assert roomy.run().kv_tokens > tight.tried[-1] and len(roomy.tried) == 1
+
+
 def test_after_four_sizes_the_failure_names_parts_and_knobs(tmp_path: Path) -> None:
     start = Start(machine(surprise=100 * MIB), tmp_path)
     with pytest.raises(OutOfMemory) as caught:

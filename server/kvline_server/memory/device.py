@@ -36,6 +36,10 @@ class Device(Protocol):
     @property
     def limit(self) -> int: ...
 
+    @property
+    def slack(self) -> int:
+        """What the device's allocator may need more for the same work another time."""
+
     def used(self) -> int: ...
 
     def now(self) -> int: ...
@@ -61,6 +65,7 @@ class CpuDevice:
     driver: str
     limit: int
     read_used: Callable[[], int]
+    slack: int = 0  # the heap keeps what it once took
 
     def used(self) -> int:
         return self.read_used()

@@ -74,8 +74,9 @@ class Measured:
     growth: int  # peak above what was in use when the stress began
     files: int  # file pages that the steps run from
 
-    def budget(self, headroom: int) -> int:
-        return self.free + self.probe_kv - self.growth - self.files - headroom
+    def budget(self, reserved: int) -> int:
+        """What is left for the cache beside `reserved` bytes: the headroom, and the slack."""
+        return self.free + self.probe_kv - self.growth - self.files - reserved
 
 
 class ProfileLoop:
@@ -187,7 +188,8 @@ class ProfileLoop:
             )
             # What the steps took, given back since or kept by the allocator.
             self.diagnosis.growth = max(0, self.device.peak() - self.resting)
-            budget = measured.budget(self.settings.headroom_mib * MIB)
+            reserved = self.settings.headroom_mib * MIB + self.device.slack
+            budget = measured.budget(reserved)
             # One page more is the dummy's, which holds no token of anybody.
             tokens = (budget // self.loaded.bytes_per_token // PAGE_SIZE - 1) * PAGE_SIZE
         self.diagnosis.measured_tokens = tokens
