@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: demo demo-down test check unit process integration e2e env bench api lock clean
+.PHONY: demo demo-down test test-gpu check unit process integration e2e env bench api lock clean
 
 demo: python ## a model served with a proven KV budget, on this machine
 	@$(PYTHON) demo
@@ -30,6 +30,9 @@ integration: env
 
 e2e: env
 	@$(VENV_PYTHON) tests/run.py e2e
+
+test-gpu: ## what needs a CUDA GPU; KIT= names wheels and kernels for a bare machine
+	@tests/gpu/run.sh
 
 bench: env ## the figures of docs/performance.md
 	@$(VENV_PYTHON) bench
