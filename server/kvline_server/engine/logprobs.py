@@ -29,16 +29,6 @@ class Table:
         )
 
 
-def stack(tables: list[Table]) -> Table:
-    """Consecutive tables as one."""
-    return Table(
-        values=np.concatenate([t.values for t in tables]),
-        ranks=np.concatenate([t.ranks for t in tables]),
-        top_ids=np.concatenate([t.top_ids for t in tables]),
-        top_values=np.concatenate([t.top_values for t in tables]),
-    )
-
-
 def join(parts: list[Scores]) -> Scores:
     """Consecutive pieces of one sequence as one."""
     return Scores(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kvline_server.engine.batch import Batch
-from kvline_server.engine.logprobs import Table, stack
+from kvline_server.engine.logprobs import Table
 from kvline_server.engine.request import Scores
 from kvline_server.engine.sampling import sample
 from kvline_server.errors import DeviceOutOfMemory
@@ -46,14 +46,14 @@ class Flight:
     def __init__(self, batch: Batch, asked: _Asked, fetch: Fetch) -> None:
         self.batch = batch
         self._outputs = [rows for rows, _ in asked.outputs]
-        self._prompts = len(asked.prompts)
+        self._prompts = min(1, len(asked.prompts))
         self._fetch = fetch
 
     def wait(self) -> tuple[np.ndarray, list[Scores | None], Table | None]:
         """Sampled token ids [sampled], their scores, and the scores of all scored rows."""
         tokens, *arrays = self._fetch.wait()
         tables = [Table(*arrays[i : i + 4]) for i in range(0, len(arrays), 4)]
-        prompts = stack(tables[: self._prompts]) if self._prompts else None
+        prompts = tables[0] if self._prompts else None
         scores: list[Scores | None] = [None] * len(self.batch.sampled)
         for rows, table in zip(self._outputs, tables[self._prompts :], strict=True):
             for at, row in enumerate(rows):
@@ -108,7 +108,9 @@ class Runner:
         tokens = torch.cat(asked.tokens) if asked.tokens else self.recent[:0]
         if len(tokens):
             self.recent.index_copy_(0, sampled, tokens)
-        tables = [*asked.prompts, *(table for _, table in asked.outputs)]
+        # One table of all chunks: each tensor is a copy to the host of its own.
+        prompts = [RowScores.stack(asked.prompts)] if asked.prompts else []
+        tables = [*prompts, *(table for _, table in asked.outputs)]
         wanted = [tokens, *(tensor for table in tables for tensor in table.tensors())]
         return Flight(batch, asked, kernels.fetch(wanted))
 

@@ -49,6 +49,14 @@ class RowScores:
     def tensors(self) -> list[torch.Tensor]:
         return [self.values, self.ranks, self.top_ids, self.top_values]
 
+    @classmethod
+    def stack(cls, parts: list[RowScores]) -> RowScores:
+        """Consecutive rows of equal `top` as one."""
+        if len(parts) == 1:
+            return parts[0]
+        columns = zip(*(part.tensors() for part in parts), strict=True)
+        return cls(*(torch.cat(column) for column in columns))
+
 
 @dataclass(frozen=True, slots=True)
 class Where:
