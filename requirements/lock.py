@@ -1,4 +1,5 @@
-"""Resolves pyproject.toml's extras and convert.in into hash-pinned files without index addresses.
+"""Resolves pyproject.toml's extras and convert.in into hash-pinned files without index addresses:
+all of them, or those that are named.
 
 Releases younger than seven days are left out: a bad one is usually found by then.
 """
@@ -24,9 +25,12 @@ COMMON = (
 def main() -> None:
     before = (datetime.now(UTC) - timedelta(days=7)).strftime("%Y-%m-%d")
     folder = ROOT / "requirements"
-    sets = {extra: ["pyproject.toml", "--extra", extra] for extra in ("operator", "server", "dev")}
+    extras = ("operator", "server", "cuda", "dev")
+    sets = {extra: ["pyproject.toml", "--extra", extra] for extra in extras}
     sets["convert"] = ["requirements/convert.in"]
     for name, source in sets.items():
+        if sys.argv[1:] and name not in sys.argv[1:]:
+            continue
         command = [tools.uv(), "pip", "compile", *source, *COMMON.split()]
         command += ["--constraint", "requirements/constraints.in", "--exclude-newer", before]
         subprocess.run([*command, "-o", str(folder / f"{name}.txt")], cwd=ROOT, check=True)

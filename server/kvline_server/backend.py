@@ -6,6 +6,7 @@ of their libraries.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -53,6 +54,8 @@ def _cuda(launch: LaunchConfig) -> Backend:
             f"{torch.cuda.get_device_name(0)} has compute capability {capability[0]}."
             f"{capability[1]}, at least {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} is needed"
         )
+    # Its other norms are compiled at the first call, which a pod without a compiler cannot.
+    os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
     from kvline_server.kernels.flashinfer import FlashInferKernels
     from kvline_server.memory.cuda import CudaArena, CudaDevice
 

@@ -102,3 +102,21 @@ def test_the_api_page_is_what_the_crd_says() -> None:
 
 def test_the_readme_stays_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize(
+    ("package", "homes"),
+    [
+        ("flashinfer", ("kernels/flashinfer.py", "kernels/flashinfer_attention.py")),
+        ("triton", ("kernels/triton_rows.py", "kernels/triton_write.py")),
+        ("cuda", ("memory/cuda.py",)),
+    ],
+)
+def test_a_gpu_s_libraries_have_few_importers(package: str, homes: tuple[str, ...]) -> None:
+    """The CPU's image has none of them, and a version of theirs is one file's business."""
+    server = ROOT / "server" / "kvline_server"
+    pattern = re.compile(rf"^\s*(import|from) {package}\b", re.M)
+    found = {
+        str(p.relative_to(server)) for p in server.rglob("*.py") if pattern.search(p.read_text())
+    }
+    assert found == set(homes)

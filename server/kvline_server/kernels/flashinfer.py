@@ -1,9 +1,8 @@
 """A step's operations on a CUDA GPU: FlashInfer's attention, norms and rope, torch's products.
 
-The only importer of flashinfer. Decoding runs its fa2 kernels on tensor cores, prompts its fa3
-kernels: on Hopper the fa3 wrapper is several times slower on one-token queries, and the faster one
-on chunks (docs/performance.md). Every plan says dtype and causality by keyword: the defaults are
-float16 and none.
+With flashinfer_attention.py the only importer of flashinfer. Decoding runs its fa2 kernels on
+tensor cores, prompts its fa3 kernels: on Hopper fa3 is several times slower on one-token queries,
+and the faster one on chunks.
 """
 
 from __future__ import annotations
