@@ -13,7 +13,7 @@ from kvline_server.engine.batch import build
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.scheduler import Work
 from kvline_server.kernels.interface import Where
-from kvline_server.kernels.pieces import Pieces, bucket_for, buckets
+from kvline_server.kernels.pieces import Pieces
 from kvline_server.model.config import ModelConfig
 
 pytestmark = pytest.mark.gpu
@@ -58,14 +58,3 @@ def test_graphs_survive_growth_of_the_arena(shape: Callable[..., ModelConfig]) -
             where = Where(positions, slots)
             outs.append(pieces.step(ids, where, arena.layers(), batch.layout).clone())
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[1], outs[2])
-
-
-def test_which_bucket_is_a_matter_of_numbers_alone() -> None:
-    sizes = buckets(8192)
-    assert sizes[:4] == [1, 2, 4, 8] and sizes[-1] == 8192
-    assert bucket_for(3, sizes) == 4
-    assert bucket_for(8192, sizes) == 8192
-    assert bucket_for(8193, sizes) is None
-    for rows in range(1, 8193):
-        bucket = bucket_for(rows, sizes)
-        assert bucket is not None and rows <= bucket <= 2 * rows
