@@ -28,9 +28,10 @@ from kvline_contract.launch import (
 )
 from kvline_contract.report import Attempt, Effective, Provenance, Result, State
 from kvline_server.backend import open_backend
-from kvline_server.config import resolve
+from kvline_server.config import DEFAULTS, resolve
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.request import SamplingParams
+from kvline_server.memory.device import MIB
 from kvline_server.memory.pages import PagePool
 from kvline_server.memory.profile import ProfileLoop
 from kvline_server.memory.record import AttemptStore
@@ -194,7 +195,8 @@ def run() -> None:
         gpu = torch.cuda.get_device_name(0)
         print(f"{name}: {result}", flush=True)
         record(f"kv-tokens-{name}", result.kv_tokens, "tokens", (result.kv_tokens,) * 2, gpu)
-        record(f"idle-mib-{name}", idle_mib(result), "MiB", (idle_mib(result),) * 2, gpu)
+        idle = idle_mib()
+        record(f"idle-mib-{name}", idle, "MiB", (idle, idle), gpu)
         rows.append([name, "KV tokens", str(result.kv_tokens), "", ""])
         rates: dict[str, list[float]] = {}
         for kind in only * rounds:
@@ -223,6 +225,7 @@ def rate(engine: Engine, name: str, workload: Workload) -> float:
     return sum(o + (len(p) if workload.counts_input else 0) for p, o in requests) / took
 
 
-def idle_mib(result: Result) -> int:
-    """What the driver still has beyond the headroom at the worst moment of the stress."""
-    return result.memory.headroom_mib - 256
+def idle_mib() -> float:
+    """The driver's free memory after validation, less the headroom."""
+    headroom = DEFAULTS[Device.CUDA]["headroom"]
+    return torch.cuda.mem_get_info(0)[0] / MIB - headroom
