@@ -94,14 +94,13 @@ class Engine:
         for sequence in batch.sampled:
             if sequence.params.max_tokens:
                 sequence.pending += 1
-            if self._is_full(sequence):
+            if self._is_full(sequence, sequence.length):
                 self.scheduler.remove(sequence)
 
-    def _is_full(self, sequence: Sequence) -> bool:
-        return (
-            sequence.output_length >= sequence.params.max_tokens
-            or sequence.length >= self.max_model_len
-        )
+    def _is_full(self, sequence: Sequence, length: int) -> bool:
+        """Whether it ends by length once it has so many tokens."""
+        said = length - sequence.prompt_length
+        return said >= sequence.params.max_tokens or length >= self.max_model_len
 
     def _land(self, depth: int) -> list[Output]:
         """Reads all flights but the last `depth`."""
@@ -134,10 +133,7 @@ class Engine:
     def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
         if token in self.eos_token_ids and not sequence.params.ignore_eos:
             return "stop"
-        said = len(sequence.tokens) - sequence.prompt_length
-        if said >= sequence.params.max_tokens or len(sequence.tokens) >= self.max_model_len:
-            return "length"
-        return None
+        return "length" if self._is_full(sequence, len(sequence.tokens)) else None
 
 
 def _hand_out(batch: batches.Batch, table: Table) -> None:

@@ -74,7 +74,7 @@ class Pieces:
             return hidden
         self.replayed += 1
         plan = self.decoder.kernels.plan(layout)
-        self.place(token_ids, where, bucket)
+        self._place(token_ids, where, bucket)
         graphs = self._graphs[bucket]
         queries, out = self.state.heads[:rows, : self.queries], self.attended[:rows]
         graphs[0].replay()
@@ -83,7 +83,7 @@ class Pieces:
             graph.replay()
         return self.hidden[:rows]
 
-    def place(self, token_ids: torch.Tensor, where: Where, bucket: int) -> None:
+    def _place(self, token_ids: torch.Tensor, where: Where, bucket: int) -> None:
         rows = len(token_ids)
         self.ids[:rows].copy_(token_ids)
         self.where.positions[:rows].copy_(where.positions)
@@ -98,9 +98,8 @@ class Pieces:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), torch.inference_mode():
             for rows in reversed(self.sizes):
-                for piece in range(len(cache) + 1):  # what is lazy must not be met in a capture
-                    if piece in (0, 1, len(cache)):
-                        self.run(piece, rows, cache)
+                for piece in (0, 1, len(cache)):  # what is lazy must not be met in a capture
+                    self._run(piece, rows, cache)
                 torch.cuda.synchronize()
                 self._graphs[rows] = [
                     self._capture(piece, rows, cache) for piece in range(len(cache) + 1)
@@ -111,12 +110,12 @@ class Pieces:
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         try:
-            self.run(piece, rows, cache)
+            self._run(piece, rows, cache)
         finally:
             graph.capture_end()
         return graph
 
-    def run(self, piece: int, rows: int, cache: list[KVLayer]) -> None:
+    def _run(self, piece: int, rows: int, cache: list[KVLayer]) -> None:
         """Piece 0 leads to the first attention, piece i from attention i - 1 to the next."""
         where = Where(self.where.positions[:rows], self.where.slots[:rows])
         state = State(self.state.residual[:rows], self.state.heads[:rows])
