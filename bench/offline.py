@@ -27,15 +27,12 @@ from kvline_contract.launch import (
     Model,
 )
 from kvline_contract.report import Attempt, Effective, Provenance, Result, State
-from kvline_server.backend import open_backend
-from kvline_server.config import DEFAULTS, resolve
+from kvline_server.config import DEFAULTS
+from kvline_server.engine import start as engine_start
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.request import SamplingParams
 from kvline_server.memory.device import MIB
 from kvline_server.memory.pages import PagePool
-from kvline_server.memory.profile import ProfileLoop
-from kvline_server.memory.record import AttemptStore
-from kvline_server.model.load import load_model, read_model
 
 MAX_MODEL_LEN = 8192
 
@@ -111,33 +108,15 @@ def start(name: str, device: Device = Device.CUDA) -> tuple[Engine, Result]:
             engine=EngineOptions(MAX_MODEL_LEN),
             capacity=CapacityOptions(),
         )
-        began = time.monotonic()
-        reporter = Printed()
-        backend = open_backend(launch, None, os.getpid())
-        model = read_model(launch)
-        settings = resolve(launch, model, backend.device.limit)
-        backend.device.settle()
-        free = backend.device.limit - backend.device.used()
-        loaded = load_model(launch, model, settings, backend, reporter)
-        result = ProfileLoop(
-            device=backend.device,
-            settings=settings,
-            loaded=loaded,
-            reporter=reporter,
-            store=AttemptStore(Path(scratch) / "attempts.json"),
-            record_file=None,
+        return engine_start.start(
+            launch=launch,
+            reporter=Printed(),
+            attempts=Path(scratch) / "attempts.json",
+            record=None,
             wait_for_neighbours=lambda: None,
-            free_before_weights=free,
-        ).run(began)
-    engine = Engine(
-        runner=loaded.runner,
-        pages=loaded.arena.pages,
-        max_running=settings.max_running_requests,
-        max_step_tokens=settings.max_prefill_tokens,
-        max_model_len=MAX_MODEL_LEN,
-        eos_token_ids=(),
-    )
-    return engine, result
+            memory=None,
+            root=os.getpid(),
+        )
 
 
 def write_config(name: str, folder: Path) -> Path:

@@ -23,17 +23,13 @@ from kvline_contract import codec, names
 from kvline_contract.exits import ExitCode
 from kvline_contract.launch import LaunchConfig
 from kvline_contract.report import Attempt, Effective, Provenance, Stage, State
-from kvline_server.backend import open_backend
-from kvline_server.config import resolve
 from kvline_server.engine import messages
 from kvline_server.engine.engine import Engine, Output
 from kvline_server.engine.messages import Beat, Channel, Delta, PackedScores, Progress
 from kvline_server.engine.request import Scores
+from kvline_server.engine.start import start
 from kvline_server.errors import DeviceOutOfMemory, ServerError
 from kvline_server.memory.pages import PAGE_SIZE
-from kvline_server.memory.profile import ProfileLoop
-from kvline_server.memory.record import AttemptStore
-from kvline_server.model.load import load_model, read_model
 
 BEAT_SECONDS = 0.5
 NEIGHBOUR_SECONDS = 120.0
@@ -81,35 +77,15 @@ class EngineProcess:
 
     def size(self) -> Engine:
         """Load and profile; returns an engine whose budget survived its stress."""
-        started = time.monotonic()
-        launch = LaunchConfig.parse(Path(self.arguments.config).read_bytes())
-        self.reporter.state(State.LOADING)
-        backend = open_backend(launch, self.arguments.memory, self.arguments.root)
-        device = backend.device
-        model = read_model(launch)
-        settings = resolve(launch, model, device.limit)
-        device.settle()
-        free_before = device.limit - device.used()
-        loaded = load_model(launch, model, settings, backend, self.reporter)
-        store = AttemptStore(Path(self.arguments.state_dir) / names.ATTEMPTS_FILE)
-        loop = ProfileLoop(
-            device=device,
-            settings=settings,
-            loaded=loaded,
+        arguments = self.arguments
+        engine, result = start(
+            launch=LaunchConfig.parse(Path(arguments.config).read_bytes()),
             reporter=self.reporter,
-            store=store,
-            record_file=Path(self.arguments.record) if self.arguments.record else None,
+            attempts=Path(arguments.state_dir) / names.ATTEMPTS_FILE,
+            record=Path(arguments.record) if arguments.record else None,
             wait_for_neighbours=self._wait_for_neighbours,
-            free_before_weights=free_before,
-        )
-        result = loop.run(started)
-        engine = Engine(
-            runner=loaded.runner,
-            pages=loaded.arena.pages,
-            max_running=settings.max_running_requests,
-            max_step_tokens=settings.max_prefill_tokens,
-            max_model_len=min(settings.wanted_len, result.kv_tokens),
-            eos_token_ids=model.eos_token_ids,
+            memory=arguments.memory,
+            root=arguments.root,
         )
         self._listen()
         self.reporter.tell("result", result)

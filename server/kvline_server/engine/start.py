@@ -1,0 +1,62 @@
+"""From a launch to an engine whose budget survived its stress: load, profile, build."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from kvline_contract.launch import LaunchConfig
+from kvline_contract.report import Result, State
+from kvline_server.backend import open_backend
+from kvline_server.config import resolve
+from kvline_server.engine.engine import Engine
+from kvline_server.memory import profile
+from kvline_server.memory.record import AttemptStore
+from kvline_server.model import load
+
+
+class Reporter(profile.Reporter, load.Progress, Protocol):
+    """Where loading and sizing tell what they do."""
+
+
+def start(
+    launch: LaunchConfig,
+    reporter: Reporter,
+    attempts: Path,
+    record: Path | None,
+    wait_for_neighbours: Callable[[], None],
+    memory: int | None,
+    root: int,
+) -> tuple[Engine, Result]:
+    """`memory` and `root` are the CPU's: a limit, and the process tree to account for. Raises
+    ServerError with what stands in the way."""
+    started = time.monotonic()
+    reporter.state(State.LOADING)
+    backend = open_backend(launch, memory, root)
+    device = backend.device
+    model = load.read_model(launch)
+    settings = resolve(launch, model, device.limit)
+    device.settle()
+    free_before = device.limit - device.used()
+    loaded = load.load_model(launch, model, settings, backend, reporter)
+    result = profile.ProfileLoop(
+        device=device,
+        settings=settings,
+        loaded=loaded,
+        reporter=reporter,
+        store=AttemptStore(attempts),
+        record_file=record,
+        wait_for_neighbours=wait_for_neighbours,
+        free_before_weights=free_before,
+    ).run(started)
+    engine = Engine(
+        runner=loaded.runner,
+        pages=loaded.arena.pages,
+        max_running=settings.max_running_requests,
+        max_step_tokens=settings.max_prefill_tokens,
+        max_model_len=min(settings.wanted_len, result.kv_tokens),
+        eos_token_ids=model.eos_token_ids,
+    )
+    return engine, result
