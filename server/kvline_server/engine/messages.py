@@ -1,6 +1,6 @@
 """What passes between the processes: tagged msgpack structs, length-prefixed, never pickle.
 
-HTTP sends Submit and Abort to the engine and gets Delta back; engine and HTTP tell the parent how
+HTTP sends Submit and Abort to the engine and gets Deltas back; engine and HTTP tell the parent how
 they are. Arrays travel as bytes.
 """
 
@@ -39,13 +39,19 @@ class PackedScores(msgspec.Struct, array_like=True):
     top_values: bytes  # float32 [count, top]
 
 
-class Delta(msgspec.Struct, tag="delta", array_like=True):
+class Delta(msgspec.Struct, array_like=True):
     id: int
     token: int
     finish: str | None = None
     scores: PackedScores | None = None
     prompt_scores: PackedScores | None = None
     cached: int = 0
+
+
+class Deltas(msgspec.Struct, tag="deltas", array_like=True):
+    """What a step gave one client: one frame for many requests."""
+
+    items: list[Delta]
 
 
 class Beat(msgspec.Struct, tag="beat", array_like=True):
@@ -101,7 +107,7 @@ class NeighboursReady(msgspec.Struct, tag="neighbours", array_like=True):
     """Parent to engine: every other process has its memory; measure now."""
 
 
-Message = Submit | Abort | Delta | Beat | EdgeBeat | Progress | Drain | Serve | NeighboursReady
+Message = Submit | Abort | Deltas | Beat | EdgeBeat | Progress | Drain | Serve | NeighboursReady
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)

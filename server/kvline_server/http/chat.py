@@ -101,19 +101,18 @@ class Chat:
         async with aclosing(self.generator.follow(prompt, params, self.request.stops())) as pieces:
             async for piece in pieces:
                 totals[index].add(piece)
-                if piece.text or piece.score or piece.finish:
+                if piece.text or piece.scores or piece.finish:
                     yield self._chunk(index, piece)
 
     def _chunk(self, index: int, piece: Piece) -> bytes:
         delta = {"content": piece.text} if piece.text else {}
-        scores = [piece.score] if piece.score is not None else []
         return self.frame(
             [
                 {
                     "index": index,
                     "delta": delta,
                     "finish_reason": piece.finish,
-                    "logprobs": self._logprobs(scores) if scores else None,
+                    "logprobs": self._logprobs(piece.scores) if piece.scores else None,
                 }
             ]
         )

@@ -108,15 +108,15 @@ class Completion:
         async with aclosing(self.generator.follow(prompt, params, self.request.stops())) as pieces:
             async for piece in pieces:
                 totals[index].add(piece)
-                if piece.text or piece.score or piece.finish:
+                if piece.text or piece.scores or piece.finish:
                     yield self._chunk(index, piece, offset)
                     offset += len(piece.text)
 
     def _chunk(self, index: int, piece: Piece, offset: int) -> bytes:
         logprobs = None
-        if self.request.logprobs is not None and piece.score is not None:
+        if self.request.logprobs is not None and piece.scores:
             logprobs = legacy_logprobs(
-                self.generator, [piece.score], self.request.logprobs, None, offset
+                self.generator, piece.scores, self.request.logprobs, None, offset
             )
         return self.frame(
             [

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import AsyncGenerator
 
 from kvline_server.engine import messages
-from kvline_server.engine.messages import Abort, Delta, Submit
+from kvline_server.engine.messages import Abort, Delta, Deltas, Submit
 from kvline_server.engine.request import SamplingParams
 from kvline_server.http.errors import EngineFailed
 
@@ -26,8 +26,10 @@ class EngineClient:
 
     async def generate(
         self, tokens: list[int], params: SamplingParams
-    ) -> AsyncGenerator[Delta, None]:
-        """Deltas until the sequence finishes. Leaving early aborts it in the engine."""
+    ) -> AsyncGenerator[list[Delta], None]:
+        """Deltas until the sequence finishes, at each turn all that have come since the last: a
+        process that falls behind catches up by saying more at once. Leaving early aborts the
+        sequence in the engine."""
         writer = self._writer
         if writer is None:
             raise EngineFailed("the engine has ended")
@@ -38,11 +40,15 @@ class EngineClient:
         try:
             writer.write(messages.encode(Submit(id, tokens, params)))
             while not finished:
-                delta = await queue.get()
-                if delta is None:
+                deltas = [await queue.get()]
+                while not queue.empty():
+                    deltas.append(queue.get_nowait())
+                known = [delta for delta in deltas if delta is not None]
+                finished = bool(known) and known[-1].finish is not None
+                if known:
+                    yield known
+                if len(known) < len(deltas) and not finished:
                     raise EngineFailed("the engine ended while it worked on this request")
-                finished = delta.finish is not None
-                yield delta
         finally:
             del self._queues[id]
             if not finished and self._writer is not None:
@@ -53,10 +59,11 @@ class EngineClient:
             while True:
                 length = int.from_bytes(await reader.readexactly(4), "little")
                 message = messages.decode(await reader.readexactly(length))
-                if isinstance(message, Delta):
-                    queue = self._queues.get(message.id)
-                    if queue is not None:
-                        queue.put_nowait(message)
+                if isinstance(message, Deltas):
+                    for delta in message.items:
+                        queue = self._queues.get(delta.id)
+                        if queue is not None:
+                            queue.put_nowait(delta)
         self._writer = None
         for queue in self._queues.values():
             queue.put_nowait(None)

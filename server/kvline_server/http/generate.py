@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvline_server.engine.messages import PackedScores
+from kvline_server.engine.messages import Delta, PackedScores
 from kvline_server.engine.request import SamplingParams
 from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.protocol import GenerationRequest
-from kvline_server.http.tokens import StopMatcher, Tokens
+from kvline_server.http.tokens import StopMatcher, TextStream, Tokens
 
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf
 
@@ -33,11 +33,11 @@ class TokenScore:
 
 @dataclass(slots=True)
 class Piece:
-    """What one engine step adds to an answer; the last one has `finish`."""
+    """What one or more engine steps add to an answer; the last one has `finish`."""
 
     text: str = ""
     tokens: int = 0
-    score: TokenScore | None = None
+    scores: list[TokenScore] = field(default_factory=list)
     finish: str | None = None
     prompt_scores: list[TokenScore] = field(default_factory=list)
     cached: int = 0
@@ -59,8 +59,7 @@ class Answer:
         self.tokens += piece.tokens
         self.cached = max(self.cached, piece.cached)
         self.prompt_scores += piece.prompt_scores
-        if piece.score is not None:
-            self.scores.append(piece.score)
+        self.scores += piece.scores
         if piece.finish is not None:
             self.finish = piece.finish
 
@@ -87,25 +86,38 @@ class Generator:
         stream = self.tokens.stream() if self.tokens is not None else None
         matcher = StopMatcher(stops)
         async with aclosing(self.engine.generate(prompt, params)) as deltas:
-            async for delta in deltas:
-                ended = delta.finish == "stop"  # an end-of-sequence token, which is not said
-                said = params.max_tokens > 0
-                text = stream.push(delta.token) if stream and said and not ended else ""
-                piece = Piece(
-                    text=matcher.push(text),
-                    tokens=int(said),
-                    score=first(unpack(delta.scores)) if said and not ended else None,
-                    finish=delta.finish,
-                    prompt_scores=unpack(delta.prompt_scores),
-                    cached=delta.cached,
-                )
-                if delta.finish is not None and stream is not None:
-                    piece.text += matcher.push(stream.flush()) + matcher.flush()
-                if matcher.found:
-                    piece.finish = "stop"
+            async for batch in deltas:
+                piece = Piece()
+                for delta in batch:
+                    self._add(piece, delta, params, stream, matcher)
+                    if matcher.found:
+                        break
                 yield piece
                 if matcher.found:
                     return
+
+    @staticmethod
+    def _add(
+        piece: Piece,
+        delta: Delta,
+        params: SamplingParams,
+        stream: TextStream | None,
+        matcher: StopMatcher,
+    ) -> None:
+        """One token's share of a piece."""
+        ended = delta.finish == "stop"  # an end-of-sequence token, which is not said
+        said = params.max_tokens > 0
+        text = stream.push(delta.token) if stream and said and not ended else ""
+        piece.text += matcher.push(text)
+        piece.tokens += int(said)
+        if said and not ended:
+            piece.scores += unpack(delta.scores)
+        piece.prompt_scores += unpack(delta.prompt_scores)
+        piece.finish, piece.cached = delta.finish, delta.cached
+        if delta.finish is not None and stream is not None:
+            piece.text += matcher.push(stream.flush()) + matcher.flush()
+        if matcher.found:
+            piece.finish = "stop"
 
     async def answer(self, prompt: list[int], params: SamplingParams, stops: list[str]) -> Answer:
         out = Answer()
@@ -197,7 +209,3 @@ def unpack(packed: PackedScores | None) -> list[TokenScore]:
             tokens, values, ranks, ids, tops.reshape(shape).tolist(), strict=True
         )
     ]
-
-
-def first(scores: list[TokenScore]) -> TokenScore | None:
-    return scores[0] if scores else None
