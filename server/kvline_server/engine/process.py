@@ -25,7 +25,7 @@ from kvline_contract.launch import LaunchConfig
 from kvline_contract.report import Attempt, Effective, Provenance, Stage, State
 from kvline_server.engine import messages
 from kvline_server.engine.engine import Engine, Output
-from kvline_server.engine.messages import Beat, Channel, Delta, PackedScores, Progress
+from kvline_server.engine.messages import Beat, Channel, Delta, Deltas, PackedScores, Progress
 from kvline_server.engine.request import Scores
 from kvline_server.engine.start import start
 from kvline_server.errors import DeviceOutOfMemory, ServerError
@@ -58,6 +58,9 @@ class ParentReporter:
 
     def provenance(self, provenance: Provenance) -> None:
         self.tell("provenance", provenance)
+
+    def warn(self, text: str) -> None:
+        self.parent.send(Progress("warning", text.encode()))
 
     def now(self) -> str:
         return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -95,9 +98,7 @@ class EngineProcess:
         """Steps while there is work, sleeps in the inbox while there is none."""
         while True:
             self._take(engine)
-            outputs = engine.step()
-            for output in outputs:
-                self._publish(output)
+            self._publish(engine.step())
             self._beat(engine)
 
     def _take(self, engine: Engine) -> None:
@@ -116,24 +117,23 @@ class EngineProcess:
                 self.clients.pop(message.id, None)
                 engine.abort(message.id)
 
-    def _publish(self, output: Output) -> None:
-        sequence = output.sequence
-        client = self.clients.get(sequence.id)
-        self.output_tokens += 1
-        if client is None:
-            return
-        delta = Delta(
-            sequence.id,
-            output.token,
-            output.finish,
-            pack(output.scores),
-            pack(output.prompt_scores),
-            sequence.cached,
-        )
-        if output.finish is not None:
-            del self.clients[sequence.id]
-        with contextlib.suppress(OSError):  # the HTTP process is gone; the parent ends the pod
-            client.send(delta)
+    def _publish(self, outputs: list[Output]) -> None:
+        """A frame a client for all its requests; scores of a whole prompt have one of their own,
+        so that no frame outgrows its bound."""
+        frames: dict[Channel, list[Delta]] = {}
+        for output in outputs:
+            self.output_tokens += 1
+            client = self.clients.get(output.sequence.id)
+            if client is None:
+                continue
+            if output.finish is not None:
+                del self.clients[output.sequence.id]
+            if output.prompt_scores is not None:
+                _send(client, [_delta(output)])
+            else:
+                frames.setdefault(client, []).append(_delta(output))
+        for client, deltas in frames.items():
+            _send(client, deltas)
 
     def _beat(self, engine: Engine) -> None:
         now = time.monotonic()
@@ -187,6 +187,22 @@ class EngineProcess:
         with contextlib.suppress(OSError):
             for message in channel.receive():
                 self.inbox.put((channel, message))
+
+
+def _send(client: Channel, deltas: list[Delta]) -> None:
+    with contextlib.suppress(OSError):  # the HTTP process is gone; the parent ends the pod
+        client.send(Deltas(deltas))
+
+
+def _delta(output: Output) -> Delta:
+    return Delta(
+        output.sequence.id,
+        output.token,
+        output.finish,
+        pack(output.scores),
+        pack(output.prompt_scores),
+        output.sequence.cached,
+    )
 
 
 def pack(scores: Scores | None) -> PackedScores | None:
