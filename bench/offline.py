@@ -88,6 +88,9 @@ class Printed:
     def provenance(self, provenance: Provenance) -> None:
         self._say(str(provenance))
 
+    def warn(self, text: str) -> None:
+        self._say(text)
+
     def now(self) -> str:
         return "2026-01-01T00:00:00Z"
 

@@ -56,6 +56,9 @@ class ReportKeeper:
         if progress.kind == "state":
             self._change(state=State(progress.body.decode()))
             return
+        if progress.kind == "warning":
+            self.warn(progress.body.decode())
+            return
         value = loads(progress.body, MAX_REPORT_BYTES)
         if progress.kind == "stage":
             stages = (*self._report.stages, decode(Stage, value, strict=True))

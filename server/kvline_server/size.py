@@ -31,6 +31,8 @@ def show(supervisor: Supervisor, as_json: bool, record: Path | None = None) -> i
     report = supervisor.report()
     if record is not None and report.result is not None:
         keep(record, report.result)
+    for warning in report.warnings:
+        console.print(f"warning: {warning}", markup=False, style="yellow")
     if as_json:
         sys.stdout.write(report.dumps() + "\n")
     elif report.result is not None:

@@ -107,7 +107,10 @@ def test_the_readme_stays_short() -> None:
 @pytest.mark.parametrize(
     ("package", "homes"),
     [
-        ("flashinfer", ("kernels/flashinfer.py", "kernels/flashinfer_attention.py")),
+        (
+            "flashinfer",
+            ("kernels/flashinfer.py", "kernels/flashinfer_attention.py", "kernels/products.py"),
+        ),
         ("triton", ("kernels/triton_rows.py", "kernels/triton_write.py")),
         ("cuda", ("memory/cuda.py",)),
     ],

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +36,9 @@ class Machine:
     price: int  # bytes a batch's token takes while the batch runs
     slack: int = 0
     surprise: int = 0  # what a batch takes more while the canary is held, at the final size
+    trial: int | None = None  # bytes that the trial of kernels takes; None: nothing to try
     kills: bool = False
+    gpu: bool = False
     name: str = "simulated"
     driver: str = "0"
     pages: int = 0
@@ -99,6 +102,13 @@ class Machine:
     def decoder(self) -> Any:
         return SimpleNamespace(config=SimpleNamespace(vocabulary=1000))
 
+    def tune(self, max_rows: int, file: Path, key: str) -> str | None:
+        if self.trial is None:
+            return None
+        assert not self.pages, "a trial must find no cache mapped"
+        self._take(self.trial)
+        return "tried"
+
     def capture(self, max_rows: int) -> bool:
         return False
 
@@ -119,12 +129,13 @@ class Notes:
     states: list[State] = field(default_factory=list)
     attempts: dict[int, Attempt] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
+    stages: dict[str, str | None] = field(default_factory=dict)
 
     def state(self, state: State) -> None:
         self.states.append(state)
 
     def stage(self, name: str, ms: int, nbytes: int, detail: str | None = None) -> None:
-        return
+        self.stages[name] = detail
 
     def effective(self, effective: Effective) -> None:
         self.lengths.append(effective.max_model_len)

@@ -79,7 +79,7 @@ def test_what_this_image_cannot_do_is_refused_not_ignored(make_model: Callable[.
     launch = launch_config(folder, EngineOptions(), CapacityOptions())
     model = read_config(folder)
     with pytest.raises(DeviceFailure, match="CUDA finds none here"):
-        open_backend(replace(launch, device=Device.CUDA), None, 1)
+        open_backend(replace(launch, device=Device.CUDA), None, 1, warn=print)
     with pytest.raises(ConfigInvalid, match="requireApiKey"):
         resolve(replace(launch, require_api_key=True), model, 2 << 30)
 

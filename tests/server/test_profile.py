@@ -73,6 +73,19 @@ def test_all_that_is_left_becomes_cache_but_the_headroom(tmp_path: Path) -> None
     assert not (tmp_path / "attempts.json").exists()
 
 
+def test_kernels_are_tried_before_any_cache_is_mapped(tmp_path: Path) -> None:
+    start = Start(machine(trial=100 * MIB), tmp_path)
+    assert start.run().kv_tokens == Start(machine(), tmp_path).run().kv_tokens
+    assert start.notes.stages["autotune"] == "tried"
+
+
+def test_a_trial_that_does_not_fit_is_an_error_that_names_every_knob(tmp_path: Path) -> None:
+    with pytest.raises(OutOfMemory) as caught:
+        Start(machine(trial=200 * MIB), tmp_path).run()
+    assert "the probe alone" in str(caught.value)
+    assert {k.spec_field for k in caught.value.knobs} >= {"spec.engine.maxPrefillTokens"}
+
+
 def test_a_size_that_does_not_survive_is_tried_again_five_percent_smaller(tmp_path: Path) -> None:
     start = Start(machine(surprise=10 * MIB), tmp_path)
     result = start.run()

@@ -8,6 +8,7 @@ device works beside the host. A token that has been sampled but not read is know
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from kvline_server.engine.logprobs import Table
 from kvline_server.engine.request import Scores
 from kvline_server.engine.sampling import sample
 from kvline_server.errors import DeviceOutOfMemory
+from kvline_server.kernels import tuning
 from kvline_server.kernels.interface import Fetch, Forward, RowScores, Where
 from kvline_server.memory.arena import Arena
 from kvline_server.model.decoder import Decoder
@@ -71,6 +73,22 @@ class Runner:
         self.rows_run = 0  # rows given to the LM head, for the invariant rows == sampled + scored
         self.forward: Forward = decoder.step
         self.recent = torch.zeros(slots, dtype=torch.int64, device=self.kernels.device)
+
+    def tune(self, max_rows: int, file: Path, key: str) -> str | None:
+        """Picks kernels by trial, or as an earlier start did that left `file`. The LM head is not
+        among them. Says what was done; None when nothing is tunable. Raises DeviceOutOfMemory."""
+        known = tuning.read(file, key)
+        rows = tuning.trial_rows(max_rows)
+        try:
+            choices = self.kernels.tune(self.decoder.products(), rows, known)
+        except torch.OutOfMemoryError as error:
+            raise DeviceOutOfMemory(str(error).splitlines()[0]) from error
+        if choices is None:
+            return None
+        if known is None:
+            tuning.write(file, key, choices)
+        how = "tried now" if known is None else "as an earlier start found"
+        return f"{len(choices)} products not by torch's kernel, {how}"
 
     def capture(self, max_rows: int) -> bool:
         """Captures what the device can replay; the arena must have a page, its addresses stay."""

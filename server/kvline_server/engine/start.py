@@ -34,7 +34,7 @@ def start(
     ServerError with what stands in the way."""
     started = time.monotonic()
     reporter.state(State.LOADING)
-    backend = open_backend(launch, memory, root)
+    backend = open_backend(launch, memory, root, reporter.warn)
     device = backend.device
     model = load.read_model(launch)
     settings = resolve(launch, model, device.limit)

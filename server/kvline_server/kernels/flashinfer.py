@@ -1,8 +1,8 @@
 """A step's operations on a CUDA GPU: FlashInfer's attention, norms and rope, torch's products.
 
-With flashinfer_attention.py the only importer of flashinfer. Decoding runs its fa2 kernels on
-tensor cores, prompts its fa3 kernels: on Hopper fa3 is several times slower on one-token queries,
-and the faster one on chunks.
+With flashinfer_attention.py and products.py the only importer of flashinfer. Decoding runs its fa2
+kernels on tensor cores, or its plain ones, prompts its fa3 kernels: on Hopper fa3 is several times
+slower on one-token queries, and the faster one on chunks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from flashinfer import norm, sampling
 from torch.nn import functional
 
 from kvline_server.kernels import triton_rows, triton_write
-from kvline_server.kernels.flashinfer_attention import FLOAT_BYTES, PagedAttention, Planned, Table
+from kvline_server.kernels.flashinfer_attention import (
+    FLOAT_BYTES,
+    Attention,
+    CudaCores,
+    Planned,
+    Table,
+    TensorCores,
+)
 from kvline_server.kernels.interface import (
     GREEDY,
     Draws,
@@ -29,9 +36,12 @@ from kvline_server.kernels.interface import (
     Where,
 )
 from kvline_server.kernels.layout import Layout
+from kvline_server.kernels.products import Products
+from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.model.config import ModelConfig
 
+FEW_QUERIES = 2  # heads that share a key
 BELOW_ONE = 1.0 - 2.0**-24  # the largest float32 under 1
 
 
@@ -65,8 +75,13 @@ class FlashInferKernels:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.dtype = torch.bfloat16
         floats = torch.empty(FLOAT_BYTES, dtype=torch.uint8, device=self.device)
-        self._decode = PagedAttention(config, self.dtype, "fa2", floats)
-        self._prefill = PagedAttention(config, self.dtype, "fa3", floats)
+        self._decode: Attention = (
+            CudaCores(config, self.dtype, floats)
+            if config.heads // config.kv_heads <= FEW_QUERIES
+            else TensorCores(config, self.dtype, "fa2", floats)
+        )
+        self._prefill = TensorCores(config, self.dtype, "fa3", floats)
+        self._products = Products(self.device)
 
     def upload(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         starts, size = [], 0
@@ -96,11 +111,7 @@ class FlashInferKernels:
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if out is None:
-            return functional.linear(x, weight, bias)
-        if bias is None:
-            return torch.mm(x, weight.t(), out=out)
-        return torch.addmm(bias, x, weight.t(), out=out)
+        return self._products.linear(x, weight, bias, out)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out: torch.Tensor = norm.rmsnorm(x, weight, eps=eps)
@@ -180,6 +191,17 @@ class FlashInferKernels:
             chunk = slice(plan.decodes, plan.rows)
             self._prefill.run(q[chunk], cache, plan.prefill, made[chunk])
         return flat
+
+    def tune(
+        self, weights: list[list[torch.Tensor]], rows: list[int], known: Choices | None
+    ) -> Choices | None:
+        if known is None:
+            for count in rows:
+                for layers in weights:
+                    self._products.try_shape(layers, count)
+        else:
+            self._products.choices = known
+        return self._products.choices
 
     def graphs(self, decoder: Any, cache: list[KVLayer], max_rows: int) -> Forward | None:
         from kvline_server.kernels.pieces import Pieces  # which knows the decoder, which knows us

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from kvline_server.kernels.layout import Layout
+from kvline_server.kernels.tuning import Choices
 
 GREEDY = 1e-5  # temperatures below mean argmax: dividing by them would overflow
 LOGIT_BLOCK = 16  # rows of one LM-head product on the CPU; its bits depend on the row count
@@ -152,6 +153,13 @@ class Kernels(Protocol):
         self, q: torch.Tensor, cache: KVLayer, plan: Any, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Causal attention of q [rows, heads, dim] over the cache. -> [rows, heads * dim]"""
+
+    def tune(
+        self, weights: list[list[torch.Tensor]], rows: list[int], known: Choices | None
+    ) -> Choices | None:
+        """Picks by trial what multiplies so many rows by weights of each shape, given as one list
+        of layers a product; `known` are the picks of an earlier start. -> the picks, None where
+        there is nothing to pick from"""
 
     def graphs(self, decoder: Any, cache: list[KVLayer], max_rows: int) -> Forward | None:
         """The decoder's forward as captured graphs, where the device has such a thing."""

@@ -1,4 +1,5 @@
-"""Every operation of a step in plain torch: the CPU's backend, and the reference for any other.
+"""Every operation of a step in plain torch: the CPU's backend, the reference for any other, and
+what a GPU runs that no kernels were built for.
 
 Attention reads the paged cache by gathering pages; the workspace of one gather is bounded, so a
 batch of many sequences never needs more than the longest one alone or GATHER_TOKENS.
@@ -6,8 +7,8 @@ batch of many sequences never needs more than the longest one alone or GATHER_TO
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from kvline_server.kernels.interface import (
 )
 from kvline_server.kernels.layout import Layout
 from kvline_server.kernels.torch_rows import choose_rows, score_rows
+from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
 
 GATHER_TOKENS = 8192  # of one decode group, padding included
@@ -38,7 +40,7 @@ class DecodeGroup:
     start: int
     end: int
     pages: torch.Tensor  # [sequences * pages per sequence]
-    mask: torch.Tensor  # [sequences, 1, 1, tokens], added to the scores
+    mask: torch.Tensor | None  # [sequences, 1, 1, tokens], added to the scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,9 @@ class PrefillPart:
     mask: torch.Tensor | None  # [end - start, length] added to the scores; None: plain causal
 
 
+Part = TypeVar("Part", DecodeGroup, PrefillPart)
+
+
 @dataclass(frozen=True, slots=True)
 class TorchPlan:
     decodes: tuple[DecodeGroup, ...]
@@ -59,23 +64,25 @@ class TorchPlan:
 
 
 class _Here:
-    """Nothing to wait for: the host's memory is the device's."""
+    """Nothing left to wait for: the host's memory is the device's, or it was copied at once."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self.arrays = [tensor.numpy() for tensor in tensors]
+        self.arrays = [tensor.cpu().numpy() for tensor in tensors]
 
     def wait(self) -> list[np.ndarray]:
         return self.arrays
 
 
 class TorchKernels:
-    def __init__(self, dtype: torch.dtype = torch.float32, depth: int = 0) -> None:
-        self.device = torch.device("cpu")
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, depth: int = 0, device: str = "cpu"
+    ) -> None:
+        self.device = torch.device(device)
         self.dtype = dtype
         self.depth = depth  # tests set 1, to see the order of a GPU's steps
 
     def upload(self, *arrays: np.ndarray) -> list[torch.Tensor]:
-        return [torch.from_numpy(array) for array in arrays]
+        return [torch.from_numpy(array).to(self.device) for array in arrays]
 
     def fetch(self, tensors: list[torch.Tensor]) -> Fetch:
         return _Here(tensors)
@@ -117,15 +124,19 @@ class TorchKernels:
     def rope_table(self, inverse_frequencies: torch.Tensor, positions: int) -> torch.Tensor:
         """[positions, 2, dim / 2]"""
         angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse_frequencies)
-        return torch.stack((angles.cos(), angles.sin()), dim=1).to(self.dtype)
+        return torch.stack((angles.cos(), angles.sin()), dim=1).to(self.device, self.dtype)
 
     def plan(self, layout: Layout) -> TorchPlan:
+        chunks = range(layout.decodes, layout.sequences)
         return TorchPlan(
-            decodes=tuple(_decode_groups(layout)),
-            prefills=tuple(
-                _prefill_part(layout, i) for i in range(layout.decodes, layout.sequences)
-            ),
+            decodes=tuple(self._there(group) for group in _decode_groups(layout)),
+            prefills=tuple(self._there(_prefill_part(layout, i)) for i in chunks),
         )
+
+    def _there(self, part: Part) -> Part:
+        """A plan's part on the device."""
+        mask = None if part.mask is None else part.mask.to(self.device, self.dtype)
+        return replace(part, pages=part.pages.to(self.device), mask=mask)
 
     def write(self, heads: Heads, rope: torch.Tensor, where: Where, cache: KVLayer) -> None:
         q, k, v = heads.split()
@@ -137,8 +148,9 @@ class TorchKernels:
             )
         heads.fused[:, : heads.queries] = _apply_rope(q, turned)
         k = _apply_rope(k, turned)
-        cache.keys.view(-1, *k.shape[1:]).index_copy_(0, where.slots, k)
-        cache.values.view(-1, *v.shape[1:]).index_copy_(0, where.slots, v)
+        page, token = where.slots // PAGE_SIZE, where.slots % PAGE_SIZE
+        cache.keys[page, token] = k
+        cache.values[page, token] = v
 
     def attend(
         self, q: torch.Tensor, cache: KVLayer, plan: TorchPlan, out: torch.Tensor | None = None
@@ -152,6 +164,11 @@ class TorchKernels:
             made[part.start : part.end] = _prefill(q[part.start : part.end], cache, part)
         return flat
 
+    def tune(
+        self, weights: list[list[torch.Tensor]], rows: list[int], known: Choices | None
+    ) -> None:
+        return
+
     def graphs(self, decoder: Any, cache: list[KVLayer], max_rows: int) -> None:
         return
 
@@ -159,6 +176,8 @@ class TorchKernels:
         """In blocks of a fixed row count, the last one padded, so that neither the chunk size nor
         a row's neighbours change a bit of its logits."""
         rows = hidden.shape[0]
+        if hidden.is_cuda:  # where bits depend on more than the row count
+            return self.linear(hidden, head).float()
         out = torch.empty((rows, head.shape[0]), dtype=torch.float32)
         for start in range(0, rows, LOGIT_BLOCK):
             block = hidden[start : start + LOGIT_BLOCK]

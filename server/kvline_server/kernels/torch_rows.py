@@ -17,10 +17,10 @@ def score_rows(logits: torch.Tensor, targets: torch.Tensor, top: int) -> RowScor
     rows, vocabulary = logits.shape
     top = min(top, vocabulary)
     out = RowScores(
-        values=torch.empty(rows, dtype=torch.float32),
-        ranks=torch.empty(rows, dtype=torch.int32),
-        top_ids=torch.empty((rows, top), dtype=torch.int32),
-        top_values=torch.empty((rows, top), dtype=torch.float32),
+        values=logits.new_empty(rows, dtype=torch.float32),
+        ranks=logits.new_empty(rows, dtype=torch.int32),
+        top_ids=logits.new_empty((rows, top), dtype=torch.int32),
+        top_values=logits.new_empty((rows, top), dtype=torch.float32),
     )
     for start in range(0, rows, LOGIT_BLOCK):
         end = min(start + LOGIT_BLOCK, rows)
@@ -50,13 +50,14 @@ def choose_rows(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
     chosen = logits.argmax(dim=-1)
     drawn = np.flatnonzero(draws.temperatures >= GREEDY)
     if drawn.size:
-        rows = logits if drawn.size == len(logits) else logits[torch.from_numpy(drawn)]
-        chosen[torch.from_numpy(drawn)] = _draw(rows, draws, drawn)
+        at = torch.from_numpy(drawn).to(logits.device)
+        rows = logits if drawn.size == len(logits) else logits[at]
+        chosen[at] = _draw(rows, draws, drawn)
     return chosen
 
 
 def _draw(logits: torch.Tensor, draws: Draws, drawn: np.ndarray) -> torch.Tensor:
-    scale = torch.from_numpy(draws.temperatures[drawn]).to(logits.dtype).unsqueeze(1)
+    scale = torch.from_numpy(draws.temperatures[drawn]).to(logits).unsqueeze(1)
     probabilities = torch.softmax(logits.div_(scale), dim=-1)
     for row, i in enumerate(drawn):
         if draws.top_k[i] or draws.top_p[i] < 1.0 or draws.min_p[i] > 0.0:
@@ -64,7 +65,7 @@ def _draw(logits: torch.Tensor, draws: Draws, drawn: np.ndarray) -> torch.Tensor
             _filter(probabilities[row], *limits)
     cumulated = torch.cumsum(probabilities, dim=-1, out=logits)
     total = cumulated[:, -1:]
-    wanted = torch.from_numpy(draws.uniforms[drawn]).to(logits.dtype).unsqueeze(1) * total
+    wanted = torch.from_numpy(draws.uniforms[drawn]).to(logits).unsqueeze(1) * total
     # Strictly below the total, or rounding could point past the last token with any probability.
     wanted = torch.minimum(wanted, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cumulated, wanted, right=True).squeeze(1)
@@ -75,7 +76,7 @@ def _filter(probabilities: torch.Tensor, top_k: int, top_p: float, min_p: float)
     vocabulary = probabilities.shape[0]
     count = min(top_k, vocabulary) if top_k else vocabulary
     values, ids = probabilities.topk(count)
-    keep = torch.ones(count, dtype=torch.bool)
+    keep = torch.ones_like(ids, dtype=torch.bool)
     if top_p < 1.0:
         before = values.cumsum(0) - values
         keep &= before < top_p * values.sum()

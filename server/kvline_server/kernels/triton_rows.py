@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 4096
+BLOCK, WARPS = 4096, 8
+DRAW_BLOCK, DRAW_WARPS = 16384, 16  # few rows: each program must keep its processor busy alone
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -23,18 +24,18 @@ def _score(  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
     start_of_row = logits + row.to(tl.int64) * stride
     chosen = tl.load(start_of_row + tl.load(targets + row)).to(tl.float32)
-    highest = tl.full((BLOCK,), -1.0e30, tl.float32)
+    most = -1.0e30
     total = tl.zeros((BLOCK,), tl.float32)
     above = tl.zeros((BLOCK,), tl.int32)
+    # One maximum a block and not a lane: an exponential a logit, which is what the time goes to.
     for start in range(0, vocabulary, BLOCK):
         at = start + tl.arange(0, BLOCK)
         x = tl.load(start_of_row + at, mask=at < vocabulary, other=-1.0e30).to(tl.float32)
         above += (x > chosen).to(tl.int32)
-        now = tl.maximum(highest, x)
-        total = total * tl.exp(highest - now) + tl.exp(x - now)
-        highest = now
-    most = tl.max(highest, axis=0)
-    normaliser = most + tl.log(tl.sum(total * tl.exp(highest - most), axis=0))
+        now = tl.maximum(most, tl.max(x, axis=0))
+        total = total * tl.exp(most - now) + tl.exp(x - now)
+        most = now
+    normaliser = most + tl.log(tl.sum(total, axis=0))
     tl.store(values + row, chosen - normaliser)
     tl.store(normalisers + row, normaliser)
     tl.store(ranks + row, tl.sum(above, axis=0) + 1)
@@ -50,7 +51,17 @@ def score(
     ranks = torch.empty(rows, dtype=torch.int32, device=logits.device)
     normalisers = torch.empty_like(values)
     launch: Any = _score[(rows,)]
-    launch(logits, logits.stride(0), targets, values, ranks, normalisers, vocabulary, BLOCK=BLOCK)
+    launch(
+        logits,
+        logits.stride(0),
+        targets,
+        values,
+        ranks,
+        normalisers,
+        vocabulary,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
     return values, ranks, normalisers
 
 
@@ -121,6 +132,7 @@ def draw(
         chosen,
         vocabulary,
         LOGITS=temperatures is not None,
-        BLOCK=BLOCK,
+        BLOCK=DRAW_BLOCK,
+        num_warps=DRAW_WARPS,
     )
     return chosen

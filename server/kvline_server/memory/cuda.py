@@ -28,6 +28,8 @@ CHUNK = 64 << 20  # of one mapping: few calls, and a shrink gives back in these 
 class CudaDevice:
     """One GPU as this process sees it; `used` is everybody's, by the driver's account."""
 
+    gpu = True
+
     def __init__(self) -> None:
         properties = torch.cuda.get_device_properties(0)
         self.name = properties.name

@@ -34,6 +34,9 @@ class Device(Protocol):
     def driver(self) -> str: ...
 
     @property
+    def gpu(self) -> bool: ...
+
+    @property
     def limit(self) -> int: ...
 
     @property
@@ -66,6 +69,7 @@ class CpuDevice:
     limit: int
     read_used: Callable[[], int]
     slack: int = 0  # the heap keeps what it once took
+    gpu: bool = False
 
     def used(self) -> int:
         return self.read_used()

@@ -15,6 +15,7 @@ from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.pages import PAGE_SIZE
 
 MEMORY_FIELD = "spec.resources.memory"
+CROWDED = 20  # part of the device that others must hold to be named as the reason
 
 
 @dataclass(slots=True)
@@ -22,6 +23,7 @@ class Diagnosis:
     device: Device
     settings: EngineSettings
     weights_bytes: int
+    neighbours: int = 0  # bytes in use before the weights
     growth: int = 0  # bytes the stress added, once measured
     graphs: int = 0  # bytes that captured graphs took
     measured_tokens: int | None = None
@@ -43,14 +45,14 @@ class Diagnosis:
         )
 
     def weights_do_not_fit(self, free: int) -> OutOfMemory:
-        need = (self.weights_bytes - free) // MIB + self.settings.headroom_mib + 1
+        need = max(0, self.weights_bytes - free) // MIB + self.settings.headroom_mib + 1
         return OutOfMemory(
-            f"weights of {self.weights_bytes // MIB} MiB do not fit: "
+            f"weights of {self.weights_bytes // MIB} MiB and what they run with do not fit: "
             f"{max(0, free) // MIB} MiB of {self.device.limit // MIB} MiB are free; "
-            f"raise {MEMORY_FIELD} by at least {need} MiB",
+            + self._more(f"by at least {need} MiB"),
             memory=self.memory(0, free),
-            binding=Binding.WEIGHTS,
-            knobs=(Knob(MEMORY_FIELD, Direction.RAISE),),
+            binding=self._binding(Binding.WEIGHTS),
+            knobs=self._memory_knob(),
         )
 
     def nothing_left(self, tokens: int) -> OutOfMemory:
@@ -60,7 +62,9 @@ class Diagnosis:
             f"limit of {self.device.limit // MIB} MiB with {self.settings.headroom_mib} MiB of "
             f"headroom; {self._advice()}",
             memory=self.memory(0, max(0, self.device.limit - self.device.used())),
-            binding=Binding.ACTIVATIONS if self.growth > self.weights_bytes else Binding.WEIGHTS,
+            binding=self._binding(
+                Binding.ACTIVATIONS if self.growth > self.weights_bytes else Binding.WEIGHTS
+            ),
             knobs=self._knobs(),
         )
 
@@ -74,7 +78,7 @@ class Diagnosis:
             largest_max_model_len=largest,
             knobs=(
                 Knob("spec.engine.maxModelLen", Direction.LOWER, largest),
-                Knob(MEMORY_FIELD, Direction.RAISE),
+                *self._memory_knob(),
             ),
         )
 
@@ -94,7 +98,7 @@ class Diagnosis:
         if pinned:
             knobs: tuple[Knob, ...] = (
                 Knob("spec.capacity.kvTokens", Direction.LOWER),
-                Knob(MEMORY_FIELD, Direction.RAISE),
+                *self._memory_knob(),
             )
             text = f"spec.capacity.kvTokens pins {tried} tokens, which did not survive the stress"
         else:
@@ -103,24 +107,48 @@ class Diagnosis:
         return OutOfMemory(
             f"{text}: weights {self.weights_bytes // MIB} MiB, activations "
             f"{self.growth // MIB} MiB, headroom {self.settings.headroom_mib} MiB under a limit "
-            f"of {self.device.limit // MIB} MiB; {_advice(knobs)}",
+            f"of {self.device.limit // MIB} MiB; {self._others()}{_advice(knobs)}",
             memory=self.memory(0, max(0, self.device.limit - self.device.used())),
-            binding=Binding.HOST_MEMORY,
+            binding=self._binding(Binding.HOST_MEMORY),
             knobs=knobs,
             attempts=attempts[-5:],
         )
 
     def _knobs(self) -> tuple[Knob, ...]:
         return (
-            Knob(MEMORY_FIELD, Direction.RAISE),
+            *self._memory_knob(),
             Knob("spec.engine.maxPrefillTokens", Direction.LOWER),
             Knob("spec.engine.maxRunningRequests", Direction.LOWER),
             Knob("spec.engine.maxModelLen", Direction.LOWER),
             Knob("spec.capacity.headroomMiB", Direction.LOWER),
         )
 
+    def _memory_knob(self) -> tuple[Knob, ...]:
+        """A container's memory can be raised, a GPU has what it has."""
+        return () if self.device.gpu else (Knob(MEMORY_FIELD, Direction.RAISE),)
+
+    def _more(self, how_much: str) -> str:
+        if self.device.gpu:
+            return self._others() + "take a GPU with more memory"
+        return f"raise {MEMORY_FIELD} {how_much}"
+
+    def _others(self) -> str:
+        if not self._crowded():
+            return ""
+        return f"other processes hold {self.neighbours // MIB} MiB of this GPU; "
+
+    def _crowded(self) -> bool:
+        return self.device.gpu and self.neighbours > self.device.limit // CROWDED
+
+    def _binding(self, otherwise: Binding) -> Binding:
+        if self._crowded():
+            return Binding.NEIGHBOURS
+        if self.device.gpu and otherwise is Binding.HOST_MEMORY:
+            return Binding.ACTIVATIONS
+        return otherwise
+
     def _advice(self) -> str:
-        return _advice(self._knobs())
+        return self._others() + _advice(self._knobs())
 
 
 def _advice(knobs: tuple[Knob, ...]) -> str:

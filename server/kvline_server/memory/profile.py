@@ -2,7 +2,7 @@
 
 1 load, 2 collectives, 3 autotune, 4 probe, 5 stress, 6 measure, 7 map and validate at the final
 size, 8 shrink and retry. Product section 2. The device is a parameter; the steps are the same on
-every device. Steps 2 and 3 have nothing to do on one CPU and say so in the report.
+every device. Step 2 has nothing to do on one device, step 3 on a CPU, and the report says so.
 """
 
 from __future__ import annotations
@@ -101,13 +101,13 @@ class ProfileLoop:
         self.free_before_weights = free_before_weights
         self.lowest_free = 0
         self.resting = 0
-        self.diagnosis = Diagnosis(device, settings, loaded.weights_bytes)
+        neighbours = device.limit - free_before_weights
+        self.diagnosis = Diagnosis(device, settings, loaded.weights_bytes, neighbours)
 
     def run(self, started: float) -> Result:
         """Steps 3 to 8. `started` is the monotonic time at which loading began."""
         self.store.open(self.loaded.fingerprint)
-        with self._stage("autotune", State.AUTOTUNING, "nothing is tunable on this device"):
-            pass
+        self._autotune()
         self.wait_for_neighbours()
         self._capture()
         target, source, record = self._target()
@@ -115,6 +115,23 @@ class ProfileLoop:
         result = self._result(source, record, started)
         self.store.clear()
         return result
+
+    def _autotune(self) -> None:
+        """Step 3, before any cache is mapped: a trial that does not fit is an error, not a slower
+        server that says nothing."""
+        self.reporter.state(State.AUTOTUNING)
+        started, before = time.monotonic(), self.device.now()
+        file = self.store.path.with_name("tuning.json")
+        rows = self.settings.max_prefill_tokens
+        try:
+            done = self.loaded.runner.tune(rows, file, self.loaded.fingerprint)
+        except DeviceOutOfMemory as error:
+            raise self.diagnosis.out_of_memory((), pinned=False) from error
+        if done is not None:
+            self.device.settle()
+        ms = round((time.monotonic() - started) * 1000)
+        left = self.device.now() - before
+        self.reporter.stage("autotune", ms, left, done or "nothing is tunable on this device")
 
     def _capture(self) -> None:
         """Graphs stay valid whatever the arena grows to, so they are captured once, before."""

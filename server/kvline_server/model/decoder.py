@@ -113,6 +113,12 @@ class Decoder:
         self.kernels.write(made, self.rope, where, kv)
         return heads
 
+    def products(self) -> list[list[torch.Tensor]]:
+        """The weights of each kind of product, layer by layer."""
+        layers = self.weights.layers
+        kinds = ("qkv", "output", "gate_up", "down")
+        return [[getattr(layer, kind) for layer in layers] for kind in kinds]
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the rows given. [rows, hidden] -> [rows, vocabulary]"""
         return self.kernels.logits(hidden, self.weights.head)

@@ -7,6 +7,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from kvline_contract.launch import LaunchConfig, LoadFormat
 from kvline_contract.report import Provenance
 from kvline_server.backend import Backend
@@ -34,6 +36,8 @@ class Progress(Protocol):
 
     def provenance(self, provenance: Provenance) -> None: ...
 
+    def warn(self, text: str) -> None: ...
+
 
 def read_model(launch: LaunchConfig) -> ModelConfig:
     folder = Path(launch.model.path)
@@ -51,19 +55,19 @@ def load_model(
 ) -> Loaded:
     """Step 1 of the profile loop. Raises ModelInvalid, or OutOfMemory before the kernel kills."""
     device = backend.device
-    started, before = time.monotonic(), device.now()
+    started, before, used = time.monotonic(), device.now(), device.used()
     folder = Path(launch.model.path)
     random = launch.model.load_format is LoadFormat.RANDOM
     source: TensorSource = RandomSource() if random else SafetensorsSource(folder)
-    kernels = backend.kernels(model)
-    expected = weight_elements(model) * kernels.dtype.itemsize
-    free = device.limit - device.used()
-    if expected > free:
-        raise Diagnosis(device, settings, expected).weights_do_not_fit(free)
+    expected = weight_elements(model) * backend.dtype.itemsize
+    too_large = Diagnosis(device, settings, expected, used).weights_do_not_fit(device.limit - used)
+    if expected > device.limit - used:
+        raise too_large
     try:
+        kernels = backend.kernels(model)
         weights = load_weights(source, model, kernels)
-    except MemoryError as error:
-        raise DeviceOutOfMemory("loading weights") from error
+    except (MemoryError, DeviceOutOfMemory, torch.OutOfMemoryError) as error:
+        raise too_large from error
     del source
     device.settle()
     bytes_per_token = model.kv_bytes_per_token(kernels.dtype.itemsize)

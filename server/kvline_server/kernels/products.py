@@ -1,0 +1,124 @@
+"""Which kernel multiplies by a weight: torch's, or one that was faster here when it was tried.
+
+Tried at the start, for some of the row counts that captured pieces have: cuBLASLt's algorithms
+through FlashInfer, and its tinygemm for a few rows. Any other row count is torch's. Each candidate
+is timed as it will run, in a captured graph and over the weights of several layers, so that a
+weight comes from memory and not from the cache that the try before it filled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from flashinfer.gemm.gemm_base import get_mm_bf16_cublaslt_module
+from flashinfer.gemm.routergemm import get_tinygemm2_module
+from torch.nn import functional
+
+from kvline_server.kernels.tuning import Choices, Shape
+
+WORKSPACE = 32 << 20  # bytes; what cuBLAS itself takes on Hopper
+TINY_ROWS = 8  # tinygemm's tile
+ALGORITHMS = 8  # of those that cuBLASLt offers, in its order: none behind them ever won
+LAYERS, LARGE_LAYERS, LARGE_ROWS = 6, 2, 512  # weights to go round; large inputs empty the cache
+REPLAYS = 2
+GAIN = 0.98  # of torch's time: less is within what two runs differ by
+
+TORCH, TINY = -1, -2  # choices that are no algorithm of cuBLASLt's
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What one shape's trial gave, in microseconds."""
+
+    shape: Shape
+    torch: float
+    best: float
+    choice: int
+
+
+class Products:
+    def __init__(self, device: torch.device) -> None:
+        self.choices: Choices = {}
+        self._workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
+        self._cublaslt: Any = get_mm_bf16_cublaslt_module().cublaslt_bf16_gemm_runner()
+        self._tiny: Any = get_tinygemm2_module()
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        choice = self.choices.get((len(x), *weight.shape), TORCH) if bias is None else TORCH
+        if choice != TORCH:
+            made = x.new_empty((len(x), len(weight))) if out is None else out
+            self._run(x, weight, made, choice)
+            return made
+        if out is None:
+            return functional.linear(x, weight, bias)
+        if bias is None:
+            return torch.mm(x, weight.t(), out=out)
+        return torch.addmm(bias, x, weight.t(), out=out)
+
+    def _run(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, choice: int) -> None:
+        if choice == TORCH:
+            torch.mm(x, weight.t(), out=out)
+        elif choice == TINY:
+            self._tiny.tinygemm2_nobias_op(x, weight, out, False)
+        else:
+            self._cublaslt(inputs=self._inputs(x, weight, out), tactic=choice)
+
+    def _inputs(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> list[Any]:
+        return [x, weight.t(), None, False, out, self._workspace]
+
+    def candidates(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> list[int]:
+        if len(x) <= TINY_ROWS:
+            fits = weight.shape[0] % 16 == 0 and weight.shape[1] % 64 == 0
+            return [TORCH, TINY] if fits else [TORCH]
+        known = self._cublaslt.get_valid_tactics(self._inputs(x, weight, out), None)
+        return [TORCH, *known[:ALGORITHMS]]
+
+    @torch.inference_mode()
+    def try_shape(self, weights: list[torch.Tensor], rows: int) -> Tried:
+        """Times all candidates for products of `rows` rows with weights of one shape, and keeps
+        the best. Raises torch.OutOfMemoryError."""
+        weights = weights[: LARGE_LAYERS if rows >= LARGE_ROWS else LAYERS]
+        x = torch.randn((rows, weights[0].shape[1]), device=weights[0].device).to(weights[0].dtype)
+        out = x.new_empty((rows, len(weights[0])))
+        times: dict[int, float] = {}
+        for choice in self.candidates(x, weights[0], out):
+
+            def work(choice: int = choice) -> None:
+                for weight in weights:
+                    self._run(x, weight, out, choice)
+
+            times[choice] = replay_time(work) / len(weights)
+        best = min(times, key=lambda choice: times[choice])
+        if times[best] > GAIN * times[TORCH]:
+            best = TORCH
+        shape = (rows, *weights[0].shape)
+        if best != TORCH:
+            self.choices[shape] = best
+        return Tried(shape, times[TORCH], times[best], best)
+
+
+def replay_time(work: Callable[[], None]) -> float:
+    """Microseconds of a captured graph of `work`, the best of a few replays."""
+    work()  # what is lazy must not be met in a capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        work()
+    best = float("inf")
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        best = min(best, 1e3 * start.elapsed_time(end))
+    return best

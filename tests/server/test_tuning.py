@@ -1,0 +1,33 @@
+"""The choice of kernels as a file: of this key or of none, whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvline_server.kernels import tuning
+
+CHOICES = {(8192, 28672, 4096): 7, (1, 4096, 4096): -2}
+
+
+def test_what_was_written_is_read_by_the_same_key_only(tmp_path: Path) -> None:
+    file = tmp_path / "tuning.json"
+    assert tuning.read(file, "a") is None
+    tuning.write(file, "a", CHOICES)
+    assert tuning.read(file, "a") == CHOICES
+    assert tuning.read(file, "b") is None
+    assert [p.name for p in tmp_path.iterdir()] == ["tuning.json"]
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"key":"a","choices":[[1,2,3]]}', "[" * 5000])
+def test_a_file_that_is_not_ours_counts_as_none(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "tuning.json"
+    file.write_text(text)
+    assert tuning.read(file, "a") is None
+
+
+@pytest.mark.parametrize("most", [1, 300, 2048, 8192, 10_000])
+def test_trials_cover_the_prompt_ceiling_and_stay_below_it(most: int) -> None:
+    rows = tuning.trial_rows(most)
+    assert rows[-1] == most and rows[0] == 1 and rows == sorted(set(rows))
