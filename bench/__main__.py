@@ -15,11 +15,21 @@ sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests" / "cluster")]
 
 # The module of each; GPU ones are named one by one, on a machine that has one.
 CPU = {"throughput": "throughput", "chunks": "chunks", "sizing": "search", "writes": "writes"}
-GPU = {name: name for name in ("attention", "offline", "steps", "startup", "soak")}
+GPU = (
+    "attention",
+    "products",
+    "offline",
+    "steps",
+    "floor",
+    "unchunked",
+    "serving",
+    "startup",
+    "soak",
+)
 
 
 def main(names: list[str]) -> int:
-    known = CPU | GPU
+    known = CPU | {name: name for name in GPU}
     unknown = [n for n in names if n not in known]
     if unknown:
         print(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr)

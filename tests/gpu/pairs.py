@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvline_server.engine.engine import Engine
 from kvline_server.engine.request import SamplingParams, Sequence
+from kvline_server.engine.runner import Runner
 from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import Arena, HostArena
@@ -44,6 +46,15 @@ def sides(config: ModelConfig, most: int = PAGES) -> list[tuple[Decoder, Arena]]
         weights = load_weights(SameOnBoth(), config, kernels)
         made.append((Decoder(config, weights, 4096, kernels), arena))
     return made
+
+
+def engine(config: ModelConfig, pages: int = PAGES, running: int = 16, step: int = 256) -> Engine:
+    """An engine on the GPU with graphs, without a profile loop."""
+    decoder, arena = sides(config, max(PAGES, pages))[1]
+    arena.resize(pages)
+    runner = Runner(decoder, arena, 64, running)
+    runner.capture(step)
+    return Engine(runner, pages, running, step, 4096, ())
 
 
 def sequence(rng: np.random.Generator, length: int, free: list[int]) -> Sequence:

@@ -1,0 +1,146 @@
+"""The server as a client sees it: r512 over HTTP against the engine alone, and chat at four rates.
+
+Chat: Poisson arrivals, a shared prefix of 512 tokens, 128 to 1,024 tokens in and 64 to 512 out. A
+request counts as good with its first token within 200 ms and 20 ms for each other one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import client
+import offline
+import torch
+from client import Answered, Asked
+from record import record, table
+from shapes import SHAPES
+
+RATES = (8.0, 16.0, 24.0, 32.0)  # requests a second
+FIRST, EACH = 0.2, 0.02  # seconds
+
+
+def run() -> None:
+    """KVLINE_BENCH_MODELS narrows it; KVLINE_BENCH_SECONDS is each rate's time (15)."""
+    seconds = float(os.environ.get("KVLINE_BENCH_SECONDS", "15"))
+    gpu = torch.cuda.get_device_name(0)
+    rows, chats = [], []
+    for name in os.environ.get("KVLINE_BENCH_MODELS", "llama8b").split(","):
+        base = alone(name)
+        rows.append([name, "engine alone", f"{base:.0f}", ""])
+        with served(name) as port:
+            for kind, stream in (("http", False), ("http-streaming", True)):
+                rate = over_http(port, name, stream)
+                record(f"{kind}-r512-{name}", rate, "tokens/s", (rate, rate), gpu)
+                record(f"{kind}-ratio-{name}", rate / base, "ratio", (rate / base,) * 2, gpu)
+                rows.append([name, kind, f"{rate:.0f}", f"{rate / base:.3f}"])
+                print(rows[-1], flush=True)
+            for rate in RATES:
+                chats.append([name, f"{rate:.0f}", *chat(port, name, rate, seconds, gpu)])
+                print(chats[-1], flush=True)
+    table("r512 over HTTP, token-id prompts", ["model", "path", "tokens/s", "of the engine"], rows)
+    head = ["model", "asked/s", "good/s", "good %", "first p50 ms", "p99", "each p50 ms", "p99"]
+    table(f"Chat, {seconds:.0f} s a rate, first <= 200 ms and each <= 20 ms", head, chats)
+
+
+def alone(name: str) -> float:
+    """r512 of the engine without a server, in a process of its own that gives the GPU back."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_alone, (name,))
+
+
+def _alone(name: str) -> float:
+    engine, _ = offline.start(name)
+    return offline.rate(engine, name, offline.WORKLOADS["r512"])
+
+
+@contextlib.contextmanager
+def served(name: str) -> Iterator[int]:
+    """A server as `kvline-server serve` starts it, ready. -> its port"""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = offline.write_config(name, Path(scratch))
+        write_tokenizer(folder, SHAPES[name].vocabulary)
+        port, internal = _free_port(), _free_port()
+        command = [sys.executable, "-m", "kvline_server", "serve", "--model", str(folder)]
+        command += ["--load", "random", "--served-name", "m", "--port", str(port)]
+        command += ["--internal-port", str(internal), "--max-model-len", "8192"]
+        process = subprocess.Popen(command)
+        try:
+            _wait_ready(process, internal)
+            yield port
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _wait_ready(process: subprocess.Popen[bytes], port: int) -> None:
+    while True:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended with {process.returncode}")
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=2)
+            return
+        time.sleep(0.1)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def over_http(port: int, name: str, stream: bool) -> float:
+    workload = offline.WORKLOADS["r512"]
+    asked = [Asked(p, o) for p, o in workload.make(SHAPES[name].vocabulary)]
+    client.play(port, asked[:8], stream)
+    answers = client.play(port, asked, stream, temperature=workload.temperature)
+    return sum(len(a.prompt) + a.output for a in asked) / max(a.ended for a in answers)
+
+
+def chat(port: int, name: str, rate: float, seconds: float, gpu: str) -> list[str]:
+    answers = client.play(port, arrivals(name, rate, seconds), True, temperature=0.6)
+    good = sum(a.first <= FIRST and each(a) <= EACH for a in answers)
+    record(f"chat-goodput-{rate:.0f}-{name}", good / seconds, "req/s", (good / seconds,) * 2, gpu)
+    firsts, rest = (sorted(f(a) * 1e3 for a in answers) for f in (lambda a: a.first, each))
+    shown = [f"{x[int(len(x) * q)]:.1f}" for x in (firsts, rest) for q in (0.5, 0.99)]
+    return [f"{good / seconds:.1f}", f"{100 * good / len(answers):.0f}", *shown]
+
+
+def each(answer: Answered) -> float:
+    return (answer.last - answer.first) / max(1, answer.output - 1)
+
+
+def arrivals(name: str, rate: float, seconds: float) -> list[Asked]:
+    rng = random.Random(int(rate))
+    most = SHAPES[name].vocabulary - 10
+    shared = [rng.randrange(10, most) for _ in range(512)]
+    out, at = [], rng.expovariate(rate)
+    while at < seconds:
+        own = [rng.randrange(10, most) for _ in range(rng.randint(128, 1024))]
+        out.append(Asked(shared + own, rng.randint(64, 512), at))
+        at += rng.expovariate(rate)
+    return out
+
+
+def write_tokenizer(folder: Path, vocabulary: int) -> None:
+    """A byte-level tokenizer of that many tokens, so that each id has a text to be sent."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = [*alphabet, *(f"w{i}" for i in range(vocabulary - len(alphabet)))]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(names)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({}))

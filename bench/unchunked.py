@@ -1,0 +1,43 @@
+"""Input logprobs in the product's chunks against one chunk a step, where both fit: r512, chosen
+token. The cache is made smaller for it, so that a whole step's logits have room."""
+
+from __future__ import annotations
+
+import os
+
+import offline
+import torch
+from record import record, table
+
+from kvline_server.memory.pages import PAGE_SIZE, PagePool
+
+ROUNDS = 3
+ROOM = 6 << 30  # bytes given back: a step's logits and what scoring adds
+
+
+def run() -> None:
+    rows = []
+    gpu = torch.cuda.get_device_name(0)
+    for name in os.environ.get("KVLINE_BENCH_MODELS", "llama8b").split(","):
+        engine, _ = offline.start(name)
+        runner, workload = engine.runner, offline.WORKLOADS["r512lp-top0"]
+        page = runner.arena.nbytes // runner.arena.pages
+        runner.arena.resize(runner.arena.pages - ROOM // page)
+        engine.pool = engine.scheduler.pool = PagePool(runner.arena.pages)
+        sizes = {"chunked": runner.logprob_rows, "whole": engine.scheduler.max_step_tokens}
+        rates: dict[str, list[float]] = {kind: [] for kind in sizes}
+        for kind in [*sizes] * ROUNDS:
+            runner.logprob_rows = sizes[kind]
+            rates[kind].append(offline.rate(engine, name, workload))
+            print(name, kind, f"{rates[kind][-1]:.0f}", flush=True)
+        pairs = [a / b for a, b in zip(rates["chunked"], rates["whole"], strict=True)]
+        ratio = sorted(pairs)[ROUNDS // 2]
+        record(f"chunked-ratio-{name}", ratio, "ratio", (min(pairs), max(pairs)), gpu)
+        for kind, found in rates.items():
+            cells = [str(sizes[kind]), f"{max(found):.0f}", f"{min(found):.0f}"]
+            rows.append([name, kind, *cells, f"{ratio:.3f}" if kind == "chunked" else ""])
+        engine.runner.arena.resize(0)
+        del engine, runner
+        torch.cuda.empty_cache()
+    head = ["model", "logprobs", "rows a chunk", "tokens/s", "worst", "median of pairs"]
+    table(f"r512 with input logprobs, pages of {PAGE_SIZE}", head, rows)

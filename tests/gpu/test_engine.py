@@ -1,0 +1,122 @@
+"""The whole engine on a GPU: steps ahead of what was read, real out-of-memory, kernels by trial."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from pairs import engine
+
+from kvline_server.engine.engine import Engine
+from kvline_server.engine.request import SamplingParams
+from kvline_server.errors import DeviceOutOfMemory
+from kvline_server.kernels.tuning import trial_rows
+from kvline_server.model.config import ModelConfig
+
+pytestmark = pytest.mark.gpu
+STEPS = 10_000
+SHARED = [7] * 48  # a prefix that the cache holds
+
+
+def play(made: Engine, depth: int, steps: int) -> dict[int, list[int]]:
+    """Random arrivals and departures by step number alone, so that both depths see the same
+    batches; tokens of each request that nobody gave up."""
+    made.runner.kernels.depth = depth  # type: ignore[misc]
+    out: dict[int, list[int]] = {}
+    known = made.runner.decoder.config.vocabulary
+    last, seen = 0, -1
+    while made.steps < steps or not made.idle:
+        rng = random.Random(made.steps)
+        if made.steps < steps and (made.scheduler.idle or made.steps != seen):
+            if made.scheduler.idle or rng.random() < 0.4:
+                last += 1
+                prompt = SHARED * (rng.random() < 0.3)
+                prompt = prompt + [rng.randrange(known) for _ in range(rng.randint(1, 120))]
+                made.submit(last, prompt, SamplingParams(rng.randint(1, 60), 0.0, ignore_eos=True))
+                out[last] = []
+            if rng.random() < 0.05:
+                gone = last - rng.randint(0, 12)
+                made.abort(gone)
+                out.pop(gone, None)
+        seen = made.steps
+        for output in made.step():
+            if output.sequence.id in out:
+                out[output.sequence.id].append(output.token)
+    made.pool.check()
+    assert made.pool.used == 0 and not made.sequences
+    return out
+
+
+def test_ten_thousand_steps_ahead_say_what_waiting_steps_say(
+    shape: Callable[..., ModelConfig],
+) -> None:
+    config = shape(128, True)
+    waiting, ahead = (play(engine(config), depth, STEPS) for depth in (0, 1))
+    assert len(ahead) > 1000
+    assert ahead == waiting
+
+
+@contextmanager
+def full_gpu(leave: int) -> Iterator[None]:
+    """All of the GPU's free memory but `leave` bytes, taken outside torch's own pool."""
+    from kvline_server.memory.cuda import CudaDevice
+
+    torch.cuda.empty_cache()
+    with CudaDevice().held(torch.cuda.mem_get_info()[0] - leave):
+        yield
+
+
+def test_a_real_out_of_memory_keeps_its_type_and_the_engine_can_go_on(
+    shape: Callable[..., ModelConfig],
+) -> None:
+    made = engine(shape(vocabulary=128_000), running=256, step=2048, pages=400)
+    made.runner.logprob_rows = 2048
+    params = SamplingParams(1, 0.0, ignore_eos=True, prompt_logprobs=20)
+    with full_gpu(64 << 20), pytest.raises(DeviceOutOfMemory):
+        made.submit(1, list(range(10, 2010)), params)
+        made.step()
+    made.abort(1)
+    made.submit(2, list(range(10, 2010)), params)
+    outputs = [o for _ in range(4) for o in made.step()]
+    assert [o.finish for o in outputs] == ["length"]
+
+
+def test_kernels_are_tried_without_the_lm_head_and_without_its_memory(
+    shape: Callable[..., ModelConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = engine(shape(vocabulary=128_000), step=2048)
+    runner = made.runner
+
+    def forbidden(hidden: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("the LM head ran while kernels were tried")
+
+    monkeypatch.setattr(runner.decoder, "compute_logits", forbidden)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    said = runner.tune(2048, tmp_path / "tuning.json", "key")
+    grown = torch.cuda.max_memory_allocated() - before
+    assert said is not None and said.endswith("tried now")
+    assert grown < 2048 * 128_000 * 2 / 4
+    again = runner.tune(2048, tmp_path / "tuning.json", "key")
+    assert again is not None and again.endswith("earlier start found")
+
+
+def test_a_kernel_by_trial_gives_the_product_that_torch_gives(
+    shape: Callable[..., ModelConfig],
+) -> None:
+    runner = engine(shape()).runner
+    products = runner.kernels._products  # type: ignore[attr-defined]
+    for rows in trial_rows(1024):
+        for layers in runner.decoder.products():
+            x = torch.randn((rows, layers[0].shape[1]), device="cuda", dtype=torch.bfloat16)
+            out = x.new_empty((rows, len(layers[0])))
+            want = x.float() @ layers[0].float().t()
+            for choice in products.candidates(x, layers[0], out):
+                out.fill_(float("nan"))
+                products._run(x, layers[0], out, choice)
+                distance = float((out.float() - want).norm() / want.norm())
+                assert distance < 1e-2, (rows, tuple(layers[0].shape), choice, distance)

@@ -1,0 +1,121 @@
+"""bfloat16 on the GPU against transformers in float32: the same models, whole engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvline_server.engine.engine import Engine, Output
+from kvline_server.engine.request import SamplingParams
+from kvline_server.engine.runner import Runner
+from kvline_server.model.config import read_config
+from kvline_server.model.decoder import Decoder
+from kvline_server.model.loader import SafetensorsSource, load_weights
+
+pytestmark = pytest.mark.gpu
+SHAPE: dict[str, Any] = {
+    "vocab_size": 4099,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+}
+LENGTHS = (9, 64, 333, 700)
+
+
+def make(folder: Path, family: str, head_dim: int) -> tuple[Path, Any]:
+    import transformers
+
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{family}Config")(**SHAPE, head_dim=head_dim)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.normal_(0, 0.05)
+    model.save_pretrained(folder)
+    return folder, model.cuda()
+
+
+def engine(folder: Path, rows: int = 64, step: int = 256) -> Engine:
+    from kvline_server.kernels.flashinfer import FlashInferKernels
+    from kvline_server.memory.cuda import CudaArena
+
+    config = read_config(folder)
+    kernels = FlashInferKernels(config)
+    weights = load_weights(SafetensorsSource(folder), config, kernels)
+    arena = CudaArena(config, 300, kernels.dtype)
+    arena.resize(300)
+    runner = Runner(Decoder(config, weights, 2048, kernels), arena, rows, 8)
+    runner.capture(step)
+    return Engine(runner, 300, 8, step, 2048, ())
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(2)
+    return [rng.integers(0, SHAPE["vocab_size"], n).tolist() for n in LENGTHS]
+
+
+def play(made: Engine, tokens: int = 8) -> dict[int, list[Output]]:
+    out: dict[int, list[Output]] = {}
+    for id, prompt in enumerate(prompts()):
+        params = SamplingParams(tokens, 0.0, ignore_eos=True, prompt_logprobs=5)
+        made.submit(id, list(prompt), params)
+    while not made.idle:
+        for output in made.step():
+            out.setdefault(output.sequence.id, []).append(output)
+    assert made.pool.used == 0
+    return out
+
+
+def prompt_values(outputs: dict[int, list[Output]]) -> np.ndarray:
+    parts = [outputs[id][0].prompt_scores for id in sorted(outputs)]
+    return np.concatenate([part.values for part in parts if part is not None])
+
+
+@pytest.mark.parametrize(
+    ("family", "head_dim"), [("Llama", 128), ("Llama", 64), ("Qwen3", 128), ("Mistral", 128)]
+)
+def test_logprobs_and_greedy_tokens_are_the_reference_s(
+    tmp_path: Path, family: str, head_dim: int
+) -> None:
+    folder, model = make(tmp_path, family, head_dim)
+    outputs = play(engine(folder))
+    agreed, said, distances, better = 0, 0, [], 0.0
+    for id, prompt in enumerate(prompts()):
+        whole = prompt + [o.token for o in outputs[id]]
+        with torch.no_grad():
+            logits = model(torch.tensor([whole], device="cuda")).logits[0].float()
+        want = torch.log_softmax(logits, dim=-1).cpu()
+        scores = outputs[id][0].prompt_scores
+        assert scores is not None
+        rows = torch.arange(len(prompt) - 1)
+        distances.append(np.abs(scores.values - want[rows, torch.tensor(prompt[1:])].numpy()))
+        for row in range(len(prompt) - 1, len(whole) - 1):
+            said += 1
+            agreed += int(want[row].argmax()) == whole[row + 1]
+            # Where it differs, what was said is as good as the best, up to rounding.
+            better = max(better, float(want[row].max() - want[row, whole[row + 1]]))
+    distance = np.concatenate(distances)
+    assert distance.mean() < 0.03 and distance.max() < 0.3, (distance.mean(), distance.max())
+    assert agreed >= 0.8 * said and better < 0.2, (agreed, said, better)
+
+
+def test_neither_chunks_nor_the_prefix_cache_change_what_is_said(tmp_path: Path) -> None:
+    folder, _ = make(tmp_path, "Qwen3", 128)
+    made = engine(folder)
+    first = play(made)
+    again = play(made, 8)  # its prompts' pages are in the cache now, scores are computed anew
+    small = play(engine(folder, rows=16, step=128))
+    for other in (again, small):
+        assert np.abs(prompt_values(first) - prompt_values(other)).max() < 0.1
+        tokens = [[o.token for o in side[id]] for side in (first, other) for id in side]
+        half = len(tokens) // 2
+        same = sum(a == b for a, b in zip(tokens[:half], tokens[half:], strict=True))
+        assert same >= half - 1

@@ -1,0 +1,75 @@
+"""The server's start on a GPU, as a user runs it: shared GPUs, missing kernels, nothing left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvline_server.memory.cuda import CudaDevice
+
+pytestmark = pytest.mark.gpu
+GIB = 1 << 30
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+}
+
+
+def size(folder: Path, **changed: Any) -> tuple[int, dict[str, Any], str]:
+    """Exit code, report and what was said of a start with some of the model's numbers changed."""
+    (folder / "config.json").write_text(json.dumps(CONFIG | changed))
+    command = [sys.executable, "-m", "kvline_server", "size", "--json", "--load", "random"]
+    done = subprocess.run(
+        [*command, "--model", str(folder), "--device", "cuda"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "FLASHINFER_DISABLE_JIT": "1"},
+        check=False,
+    )
+    return done.returncode, json.loads(done.stdout or "{}"), done.stderr
+
+
+def test_what_a_neighbour_holds_is_not_promised(tmp_path: Path) -> None:
+    _, alone, _ = size(tmp_path)
+    with CudaDevice().held(60 * GIB):
+        code, beside, _ = size(tmp_path)
+    assert code == 0
+    tokens = [r["result"]["kvTokens"] for r in (alone, beside)]
+    lost = (tokens[0] - tokens[1]) * alone["result"]["bytesPerToken"]
+    assert abs(lost - 60 * GIB) < GIB
+    assert beside["result"]["memory"]["othersMiB"] > 60 * 1024
+
+
+def test_a_gpu_that_neighbours_fill_is_refused_with_a_reason(tmp_path: Path) -> None:
+    free = torch.cuda.mem_get_info()[0]
+    with CudaDevice().held(free - GIB):
+        code, report, said = size(tmp_path)
+    assert code == 40
+    assert report["failure"]["binding"] == "Neighbours"
+    assert "other processes hold" in said
+
+
+def test_without_prebuilt_kernels_torchs_serve_and_say_so(tmp_path: Path) -> None:
+    """Another head size than any that was built."""
+    code, report, _ = size(tmp_path, head_dim=96)
+    assert code == 0
+    assert report["result"]["kvTokens"] > 100_000
+    assert "torch's slower ones serve" in report["warnings"][0]
