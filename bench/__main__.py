@@ -20,7 +20,6 @@ GPU = (
     "products",
     "offline",
     "steps",
-    "floor",
     "unchunked",
     "serving",
     "startup",

@@ -27,7 +27,7 @@ from client import Answered, Asked
 from record import record, table
 from shapes import SHAPES
 
-RATES = (8.0, 16.0, 24.0, 32.0)  # requests a second
+RATES = (6.0, 12.0, 18.0, 24.0)  # requests a second
 FIRST, EACH = 0.2, 0.02  # seconds
 
 

@@ -73,6 +73,7 @@ def run() -> None:
         gpu = torch.cuda.get_device_name(0)
         record(f"soak-oom-{name}", figures[0], f"in {seconds:.0f} s", (figures[0],) * 2, gpu)
         record(f"soak-lowest-free-{name}", figures[1], "MiB", (figures[1],) * 2, gpu)
+        record(f"soak-reserve-grew-{name}", figures[2], "MiB", (figures[2],) * 2, gpu)
         rows.append([name, str(result.kv_tokens), *(f"{f:.0f}" for f in figures)])
         engine.runner.arena.resize(0)
         del engine

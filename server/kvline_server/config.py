@@ -12,8 +12,9 @@ from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.model.config import ModelConfig
 
 DEFAULTS = {
-    Device.CPU: {"prefill": 512, "running": 16, "headroom": 128},
-    Device.CUDA: {"prefill": 8192, "running": 512, "headroom": 256},
+    Device.CPU: {"prefill": 512, "running": 16, "headroom": 128, "block": LOGIT_BLOCK},
+    # 128: the tile of a product on the GPU; rows past a whole one cost as much as a full one.
+    Device.CUDA: {"prefill": 8192, "running": 512, "headroom": 256, "block": 128},
 }
 DEFAULT_TOP_LOGPROBS = 20
 MAX_LOGPROB_BYTES = 1 << 30
@@ -47,11 +48,11 @@ class EngineSettings:
         )
 
 
-def logprob_rows(memory_limit: int, vocabulary: int) -> int:
+def logprob_rows(memory_limit: int, vocabulary: int, block: int = LOGIT_BLOCK) -> int:
     """Rows of one LM-head chunk, in whole blocks: fixed for the process, whatever the load."""
     budget = min(memory_limit // 16, MAX_LOGPROB_BYTES)
     rows = max(64, min(budget // (LIVE_MATRICES * vocabulary * 4), 2048))
-    return rows // LOGIT_BLOCK * LOGIT_BLOCK
+    return max(1, rows // block) * block
 
 
 def resolve(launch: LaunchConfig, model: ModelConfig, memory_limit: int) -> EngineSettings:
@@ -86,6 +87,6 @@ def resolve(launch: LaunchConfig, model: ModelConfig, memory_limit: int) -> Engi
         max_prefill_tokens=prefill,
         max_top_logprobs=DEFAULT_TOP_LOGPROBS if top is None else top,
         headroom_mib=defaults["headroom"] if headroom is None else headroom,
-        logprob_rows=logprob_rows(memory_limit, model.vocabulary),
+        logprob_rows=logprob_rows(memory_limit, model.vocabulary, defaults["block"]),
         pinned_kv_tokens=launch.capacity.kv_tokens,
     )

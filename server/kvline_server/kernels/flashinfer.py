@@ -1,8 +1,8 @@
 """A step's operations on a CUDA GPU: FlashInfer's attention, norms and rope, torch's products.
 
 With flashinfer_attention.py and products.py the only importer of flashinfer. Decoding runs its fa2
-kernels on tensor cores, or its plain ones, prompts its fa3 kernels: on Hopper fa3 is several times
-slower on one-token queries, and the faster one on chunks.
+kernels on tensor cores, prompts its fa3 kernels: on Hopper fa3 is several times slower on one-token
+queries, and the faster one on chunks.
 """
 
 from __future__ import annotations
@@ -17,14 +17,7 @@ from flashinfer import norm, sampling
 from torch.nn import functional
 
 from kvline_server.kernels import triton_rows, triton_write
-from kvline_server.kernels.flashinfer_attention import (
-    FLOAT_BYTES,
-    Attention,
-    CudaCores,
-    Planned,
-    Table,
-    TensorCores,
-)
+from kvline_server.kernels.flashinfer_attention import FLOAT_BYTES, PagedAttention, Planned, Table
 from kvline_server.kernels.interface import (
     GREEDY,
     Draws,
@@ -41,7 +34,6 @@ from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.model.config import ModelConfig
 
-FEW_QUERIES = 2  # heads that share a key
 BELOW_ONE = 1.0 - 2.0**-24  # the largest float32 under 1
 
 
@@ -75,12 +67,8 @@ class FlashInferKernels:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.dtype = torch.bfloat16
         floats = torch.empty(FLOAT_BYTES, dtype=torch.uint8, device=self.device)
-        self._decode: Attention = (
-            CudaCores(config, self.dtype, floats)
-            if config.heads // config.kv_heads <= FEW_QUERIES
-            else TensorCores(config, self.dtype, "fa2", floats)
-        )
-        self._prefill = TensorCores(config, self.dtype, "fa3", floats)
+        self._decode = PagedAttention(config, self.dtype, "fa2", floats)
+        self._prefill = PagedAttention(config, self.dtype, "fa3", floats)
         self._products = Products(self.device)
 
     def upload(self, *arrays: np.ndarray) -> list[torch.Tensor]:

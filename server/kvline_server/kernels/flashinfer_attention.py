@@ -3,18 +3,17 @@
 The wrappers look at every sequence in Python for each plan; the modules under them do not. Two
 stagings take turns: a plan's numbers are copied from pinned memory behind the step before, so its
 pages must not be written again until that step has been read (a race that others met as illegal
-memory accesses). Source: flashinfer.prefill and flashinfer.decode, version 0.6.18.
+memory accesses). Source: flashinfer.prefill, version 0.6.18.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from flashinfer.decode import get_batch_decode_module
 from flashinfer.prefill import get_batch_prefill_module
 from flashinfer.utils import MaskMode, PosEncodingMode, TensorLayout
 
@@ -47,33 +46,8 @@ class Planned:
     table: Table
 
 
-class _Stagings:
-    """Where plans are laid out, on the host and on the device, in turns."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._all = [
-            (
-                torch.empty(INT_BYTES, dtype=torch.uint8, device=device),
-                torch.empty(INT_BYTES, dtype=torch.uint8, pin_memory=True),
-            )
-            for _ in range(STAGINGS)
-        ]
-        self._turn = 0
-
-    def take(self) -> tuple[torch.Tensor, torch.Tensor]:
-        self._turn = (self._turn + 1) % STAGINGS
-        return self._all[self._turn]
-
-
-class Attention(Protocol):
-    def plan(self, table: Table) -> Planned: ...
-
-    def run(self, q: torch.Tensor, cache: KVLayer, planned: Planned, out: torch.Tensor) -> None:
-        """q [rows, heads, dim], possibly strided -> out of the same shape"""
-
-
-class TensorCores:
-    """Single rows by fa2, chunks by fa3."""
+class PagedAttention:
+    """One kind of kernel: fa2 for single rows, fa3 for chunks."""
 
     def __init__(
         self,
@@ -93,10 +67,18 @@ class TensorCores:
         self._causal = backend == "fa3"  # a single row sees all there is
         self._scale = 1.0 / math.sqrt(dim)
         self._floats = floats
-        self._stagings = _Stagings(floats.device)
+        self._stagings = [
+            (
+                torch.empty(INT_BYTES, dtype=torch.uint8, device=floats.device),
+                torch.empty(INT_BYTES, dtype=torch.uint8, pin_memory=True),
+            )
+            for _ in range(STAGINGS)
+        ]
+        self._turn = 0
 
     def plan(self, table: Table) -> Planned:
-        ints, pinned = self._stagings.take()
+        self._turn = (self._turn + 1) % STAGINGS
+        ints, pinned = self._stagings[self._turn]
         c = self._config
         extra = () if self._causal else (-1, False, 0, 0)
         info = self._module.plan(
@@ -121,6 +103,7 @@ class TensorCores:
         return Planned(info, ints, table)
 
     def run(self, q: torch.Tensor, cache: KVLayer, planned: Planned, out: torch.Tensor) -> None:
+        """q [rows, heads, dim], possibly strided -> out of the same shape"""
         table = planned.table
         mask = MaskMode.CAUSAL if self._causal else MaskMode.NON_CAUSAL
         self._module.paged_run(
@@ -148,67 +131,4 @@ class TensorCores:
             1e4,
             0,
             FLOAT_BYTES,
-        )
-
-
-class CudaCores:
-    """Single rows where few query heads share a key: tensor cores would mostly multiply padding,
-    and these kernels read 2 to 14 % faster (docs/performance.md, attention)."""
-
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, floats: torch.Tensor) -> None:
-        dim = config.head_dim
-        none = PosEncodingMode["NONE"].value
-        self._module = get_batch_decode_module(
-            dtype, dtype, dtype, torch.int32, dim, dim, none, False, False
-        )
-        self._config = config
-        self._scale = 1.0 / math.sqrt(dim)
-        self._floats = floats
-        self._stagings = _Stagings(floats.device)
-        self._kind = torch.empty(0, dtype=dtype)  # how the planner is told the number format
-
-    def plan(self, table: Table) -> Planned:
-        ints, pinned = self._stagings.take()
-        c = self._config
-        info = self._module.plan(
-            self._floats,
-            ints,
-            pinned,
-            torch.from_numpy(table.page_starts),
-            len(table.lengths),
-            c.heads,
-            c.kv_heads,
-            PAGE_SIZE,
-            False,  # not in a graph
-            -1,  # no window
-            0.0,  # no soft cap
-            c.head_dim,
-            c.head_dim,
-            self._kind,
-            self._kind,
-        )
-        return Planned(info, ints, table)
-
-    def run(self, q: torch.Tensor, cache: KVLayer, planned: Planned, out: torch.Tensor) -> None:
-        table = planned.table
-        self._module.run(
-            self._floats,
-            planned.ints,
-            planned.info,
-            q,
-            cache.keys,
-            cache.values,
-            table.device_page_starts,
-            table.pages,
-            table.last_page,
-            out,
-            None,  # no log-sum-exp
-            TensorLayout["NHD"].value,
-            -1,  # no window
-            True,  # programmatic dependent launch
-            None,  # no slopes
-            0.0,  # no soft cap
-            self._scale,
-            1.0,
-            1e4,
         )
