@@ -34,10 +34,9 @@ FIRST, EACH = 0.2, 0.02  # seconds
 def run() -> None:
     """KVLINE_BENCH_MODELS narrows it; KVLINE_BENCH_SECONDS is each rate's time (15)."""
     seconds = float(os.environ.get("KVLINE_BENCH_SECONDS", "15"))
-    gpu = torch.cuda.get_device_name(0)
     rows, chats = [], []
     for name in os.environ.get("KVLINE_BENCH_MODELS", "llama8b").split(","):
-        base = alone(name)
+        base, gpu = alone(name)
         rows.append([name, "engine alone", f"{base:.0f}", ""])
         with served(name) as port:
             for kind, stream in (("http", False), ("http-streaming", True)):
@@ -54,15 +53,17 @@ def run() -> None:
     table(f"Chat, {seconds:.0f} s a rate, first <= 200 ms and each <= 20 ms", head, chats)
 
 
-def alone(name: str) -> float:
-    """r512 of the engine without a server, in a process of its own that gives the GPU back."""
+def alone(name: str) -> tuple[float, str]:
+    """r512 of the engine without a server, and the GPU's name; in a process of its own, which
+    gives the GPU back."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_alone, (name,))
 
 
-def _alone(name: str) -> float:
+def _alone(name: str) -> tuple[float, str]:
     engine, _ = offline.start(name)
-    return offline.rate(engine, name, offline.WORKLOADS["r512"])
+    rate = offline.rate(engine, name, offline.WORKLOADS["r512"])
+    return rate, torch.cuda.get_device_name(0)
 
 
 @contextlib.contextmanager
