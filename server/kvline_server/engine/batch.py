@@ -41,10 +41,7 @@ class Batch:
 
 def build(work: list[Work]) -> Batch:
     """The arrays of one step, from work whose sequences already hold their pages."""
-    # The longest first: a GPU starts attention's blocks in this order, and one long sequence at the
-    # end would keep it waiting; a CPU pads neighbours to the longest of them.
-    decodes = sorted((w for w in work if w.count == 1), key=lambda w: -w.start)
-    ordered = decodes + [w for w in work if w.count > 1]
+    ordered = [w for w in work if w.count == 1] + [w for w in work if w.count > 1]
     rows, targets, scored, sampled = _select_rows(ordered)
     # Only a decoding row can be ahead of what was read, and those come first, one row each.
     late = [row for row, w in enumerate(ordered) if w.start >= len(w.sequence.tokens)]
