@@ -22,7 +22,13 @@ from kvline_server.config import logprob_rows, resolve
 from kvline_server.errors import ConfigInvalid, DeviceFailure
 from kvline_server.memory import device as devices
 from kvline_server.memory.arena import HostArena
-from kvline_server.memory.device import MIB, cpu_device, tree_used
+from kvline_server.memory.device import (
+    LEAST_FILES,
+    MIB,
+    cpu_device,
+    referenced_files,
+    tree_used,
+)
 from kvline_server.memory.profile import Measured, shrink, whole_pages
 from kvline_server.memory.record import AttemptStore, find_record, fingerprint
 from kvline_server.model.config import read_config
@@ -139,9 +145,10 @@ def test_a_tree_counts_its_children_and_a_canary() -> None:
 def test_code_in_use_is_counted_and_idle_code_is_not() -> None:
     device = cpu_device(None, 1)
     device.reset_peak()
-    quiet = device.working_files()
+    quiet = referenced_files()
     torch.randn(300, 300) @ torch.randn(300, 300)
-    assert quiet < device.working_files() < 80 * MIB
+    assert quiet < referenced_files() < 80 * MIB
+    assert device.working_files() == max(referenced_files(), LEAST_FILES)
 
 
 V1 = "total_rss 1000\ntotal_shmem 24\ntotal_cache 999999\n"
