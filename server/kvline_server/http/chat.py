@@ -60,9 +60,7 @@ class Chat:
         choices = [self._choice(i, answer) for i, answer in enumerate(answers)]
         value = envelope(self, "chat.completion", choices, usage(self.prompts, answers))
         if self.request.prompt_logprobs is not None:
-            value["prompt_logprobs"] = prompt_logprobs(
-                self.generator, answers[0].prompt_scores, self.request.prompt_logprobs
-            )
+            value["prompt_logprobs"] = prompt_logprobs(self.generator, self.request, answers[0])
         return value
 
     def _choice(self, index: int, answer: Answer) -> dict[str, Any]:

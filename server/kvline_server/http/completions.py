@@ -19,8 +19,10 @@ from kvline_server.http.generate import (
     TokenScore,
     check_prompt,
     sampling,
+    unpack,
 )
-from kvline_server.http.protocol import CompletionRequest
+from kvline_server.http.packed import base64_arrays
+from kvline_server.http.protocol import CompletionRequest, GenerationRequest
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -81,7 +83,7 @@ class Completion:
         if request.echo:
             given = request.prompt[prompt]
             text = (given if isinstance(given, str) else self._decode(given)) + text
-            scores, missing = answer.prompt_scores + scores, True
+            scores, missing = unpack(answer.prompt_scores) + scores, True
         choice: dict[str, Any] = {
             "index": index,
             "text": text,
@@ -92,9 +94,7 @@ class Completion:
             head = ids[0] if missing else None
             choice["logprobs"] = legacy_logprobs(self.generator, scores, request.logprobs, head, 0)
         if request.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(
-                self.generator, answer.prompt_scores, request.prompt_logprobs
-            )
+            choice["prompt_logprobs"] = prompt_logprobs(self.generator, request, answer)
         return choice
 
     def _decode(self, ids: list[int]) -> str:
@@ -162,11 +162,15 @@ def legacy_logprobs(
 
 
 def prompt_logprobs(
-    generator: Generator, scores: list[TokenScore], top: int
-) -> list[dict[str, Any] | None]:
-    """One entry a prompt token, the first null: token id -> logprob, rank, text."""
+    generator: Generator, request: GenerationRequest, answer: Answer
+) -> list[dict[str, Any] | None] | dict[str, Any]:
+    """One entry a prompt token, the first null: token id -> logprob, rank, text. Or the arrays, of
+    every token but the first."""
+    top = request.prompt_logprobs or 0
+    if request.prompt_logprobs_format == "base64":
+        return base64_arrays(answer.prompt_scores, top)
     out: list[dict[str, Any] | None] = [None]
-    for s in scores:
+    for s in unpack(answer.prompt_scores):
         entries = {token: (value, rank + 1) for rank, (token, value) in enumerate(s.top[:top])}
         entries.setdefault(s.token, (s.logprob, s.rank))
         out.append(

@@ -39,7 +39,7 @@ class Piece:
     tokens: int = 0
     scores: list[TokenScore] = field(default_factory=list)
     finish: str | None = None
-    prompt_scores: list[TokenScore] = field(default_factory=list)
+    prompt_scores: PackedScores | None = None
     cached: int = 0
 
 
@@ -51,14 +51,14 @@ class Answer:
     tokens: int = 0
     scores: list[TokenScore] = field(default_factory=list)
     finish: str = "length"
-    prompt_scores: list[TokenScore] = field(default_factory=list)
+    prompt_scores: PackedScores | None = None  # arrays until they are worded
     cached: int = 0
 
     def add(self, piece: Piece) -> None:
         self.text += piece.text
         self.tokens += piece.tokens
         self.cached = max(self.cached, piece.cached)
-        self.prompt_scores += piece.prompt_scores
+        self.prompt_scores = piece.prompt_scores or self.prompt_scores
         self.scores += piece.scores
         if piece.finish is not None:
             self.finish = piece.finish
@@ -112,7 +112,7 @@ class Generator:
         piece.tokens += int(said)
         if said and not ended:
             piece.scores += unpack(delta.scores)
-        piece.prompt_scores += unpack(delta.prompt_scores)
+        piece.prompt_scores = delta.prompt_scores or piece.prompt_scores
         piece.finish, piece.cached = delta.finish, delta.cached
         if delta.finish is not None and stream is not None:
             piece.text += matcher.push(stream.flush()) + matcher.flush()

@@ -52,6 +52,7 @@ class GenerationRequest(Strict):
     stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    prompt_logprobs_format: Literal["json", "base64"] = "json"
 
     @field_validator("logit_bias")
     @classmethod
@@ -67,6 +68,8 @@ class GenerationRequest(Strict):
             raise ValueError("stream_options: only with stream")
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError("prompt_logprobs: not with stream")
+        if self.prompt_logprobs is None and self.prompt_logprobs_format != "json":
+            raise ValueError("prompt_logprobs_format: only with prompt_logprobs")
         return self
 
     def stops(self) -> list[str]:
