@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: demo demo-down test test-gpu check unit process integration e2e env bench api lock clean
+.PHONY: demo demo-down test test-gpu check unit process integration e2e env bench plot api lock clean
 
 demo: python ## a model served with a proven KV budget, on this machine
 	@$(PYTHON) demo
@@ -36,6 +36,9 @@ test-gpu: ## what needs a CUDA GPU; KIT= names wheels and kernels for a bare mac
 
 bench: env ## the figures of docs/performance.md
 	@$(VENV_PYTHON) bench
+
+plot: env ## docs/images from bench/results
+	@$(VENV_PYTHON) bench plot
 
 api: env ## docs/api.md from the CRD
 	@$(VENV_PYTHON) docs/generate_api.py

@@ -27,7 +27,8 @@ def main() -> None:
     folder = ROOT / "requirements"
     extras = ("operator", "server", "cuda", "dev")
     sets = {extra: ["pyproject.toml", "--extra", extra] for extra in extras}
-    sets["convert"] = ["requirements/convert.in"]
+    for alone in ("convert", "plot"):
+        sets[alone] = [f"requirements/{alone}.in"]
     for name, source in sets.items():
         if sys.argv[1:] and name not in sys.argv[1:]:
             continue
