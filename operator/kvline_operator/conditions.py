@@ -5,11 +5,14 @@ All conditions are positive: True is good. Reasons are constants because reasons
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvline_contract.exits import MEANINGS, meaning
+from kvline_contract.launch import Record
+from kvline_contract.names import records_name
 from kvline_contract.report import State
 from kvline_operator.observe import Ended, PodView
+from kvline_operator.records import DRIFT_PERCENT, drifted
 from kvline_operator.rollout import RolloutPlan
 from kvline_operator.spec import ServiceSpec
 
@@ -52,6 +55,7 @@ class Facts:
     spec: ServiceSpec
     plan: RolloutPlan
     pods: tuple[PodView, ...]
+    records: dict[str, Record] = field(default_factory=dict)  # by fingerprint
     apply_error: Condition | None = None  # an object of ours was refused
     deadline_exceeded: bool = False
 
@@ -77,6 +81,7 @@ def conditions(facts: Facts) -> list[Condition]:
         model_available(facts),
         capacity_measured(facts),
         capacity_sufficient(facts),
+        capacity_stable(facts),
         progressing(facts),
         up_to_date(facts),
     ]
@@ -190,6 +195,29 @@ def capacity_sufficient(facts: Facts) -> Condition:
         return Condition(kind, "False", "BelowMinimum", text)
     text = f"measured {fewest} KV tokens, at least {minimum} are asked for"
     return Condition(kind, "True", "Sufficient", text)
+
+
+def capacity_stable(facts: Facts) -> Condition:
+    """Whether replicas measure what identical ones measured before."""
+    kind = "CapacityStable"
+    known = 0
+    for pod in facts.pods:
+        result = pod.report.result if pod.report is not None else None
+        record = facts.records.get(result.fingerprint) if result is not None else None
+        if result is None or record is None:
+            continue
+        known += 1
+        if drifted(record, result.kv_tokens):
+            change = 100 * (result.kv_tokens - record.kv_tokens) / record.kv_tokens
+            text = (
+                f"{pod.name} measured {result.kv_tokens} KV tokens where an identical replica had "
+                f"{record.kv_tokens} ({change:+.1f} %): something beside it takes memory, or gave "
+                f"it back; delete ConfigMap {records_name(facts.spec.base)} to begin anew"
+            )
+            return Condition(kind, "False", "Drifted", text)
+    if not known:
+        return Condition(kind, "Unknown", "NoRecord", "no size of these replicas is on record")
+    return Condition(kind, "True", "Stable", f"within {DRIFT_PERCENT} % of what is on record")
 
 
 def progressing(facts: Facts) -> Condition:

@@ -70,6 +70,9 @@ class Observed:
     config_maps: list[Object]
     pods: tuple[PodView, ...]
 
+    def config_map(self, name: str) -> Object | None:
+        return next((c for c in self.config_maps if c["metadata"]["name"] == name), None)
+
     def sized(self) -> list[Sized]:
         return [
             Sized(

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from kvline_contract.names import KIND, LABEL_REVISION, base_name
-from kvline_operator import apply, conditions, render, revisions, rollout, status
+from kvline_contract.launch import Record
+from kvline_contract.names import KIND, LABEL_REVISION, base_name, records_name
+from kvline_operator import apply, conditions, records, render, revisions, rollout, status
 from kvline_operator.errors import Forbidden, Invalid, NameConflict, SpecError
 from kvline_operator.kube import Kube
 from kvline_operator.observe import Observed, observe
@@ -54,12 +55,14 @@ def reconcile(world: World, key: Key) -> float:
     observed = observe(world.kube, spec.namespace, spec.base, spec.uid, world.reports, world.pool)
     revision, stored = _revision(spec, observed, world.settings)
     plan = rollout.plan(revision.name, spec.replicas, observed.sized())
-    refusal = _apply(world, spec, observed, stored, plan)
+    kept = _records(spec, observed)
+    refusal = _apply(world, spec, observed, stored, plan, kept)
     # What was observed before the writes is told: the events of the writes wake this key again.
     facts = conditions.Facts(
         spec=spec,
         plan=plan,
         pods=observed.pods,
+        records=kept,
         apply_error=refusal,
         deadline_exceeded=_deadline_exceeded(observed, revision.name),
     )
@@ -83,17 +86,27 @@ def _revision(
     return wanted, stored
 
 
+def _records(spec: ServiceSpec, observed: Observed) -> dict[str, Record]:
+    """The sizes on record, and those that replicas have found since."""
+    kept = records.read(observed.config_map(records_name(spec.base)))
+    reports = [pod.report for pod in observed.pods if pod.report is not None]
+    return records.merge(kept, [r.result for r in reports if r.result is not None])
+
+
 def _apply(
     world: World,
     spec: ServiceSpec,
     observed: Observed,
     stored: dict[str, Object],
     plan: rollout.RolloutPlan,
+    kept: dict[str, Record],
 ) -> conditions.Condition | None:
     """Writes what differs, then prunes. A refusal that a person must see becomes a condition."""
     try:
         for wanted in render.service_objects(spec, world.settings):
             apply.ensure(world.kube, wanted)
+        if kept:
+            apply.ensure(world.kube, render.records_map(spec, kept))
         for name, replicas in plan.replicas.items():
             if name not in stored:
                 continue  # its memory is gone; the Deployment is left as it is until replaced

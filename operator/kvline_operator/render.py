@@ -21,8 +21,10 @@ from kvline_contract.launch import (
     LaunchConfig,
     LoadFormat,
     Model,
+    Record,
 )
 from kvline_operator.podspec import pod_template
+from kvline_operator.records import text
 from kvline_operator.revisions import Revision
 from kvline_operator.settings import Settings
 from kvline_operator.spec import ServiceSpec, parse_source
@@ -101,6 +103,17 @@ def service_objects(spec: ServiceSpec, settings: Settings) -> list[Object]:
         },
         network_policy(owner, spec, settings),
     ]
+
+
+def records_map(spec: ServiceSpec, records: dict[str, Record]) -> Object:
+    """The sizes that pods may start from. Outside every revision: it moves no pod."""
+    owner = Owner.of(spec)
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata(owner, names.records_name(owner.base)),
+        "data": {names.RECORDS_FILE: text(records, spec.reuse)},
+    }
 
 
 def network_policy(owner: Owner, spec: ServiceSpec, settings: Settings) -> Object:

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from kvline_contract.launch import Reuse
 from kvline_contract.names import ANNOTATION_RESTART, ANNOTATION_UPGRADE, base_name
 from kvline_operator.errors import SpecError
 
@@ -48,6 +49,7 @@ class ServiceSpec:
     served_name: str
     replicas: int
     min_kv_tokens: int
+    reuse: Reuse
     inputs_json: str  # canonical JSON of what changes pods
 
     @property
@@ -70,8 +72,17 @@ def parse(body: dict[str, Any]) -> ServiceSpec:
         served_name=model.get("servedName") or metadata["name"],
         replicas=spec.get("replicas", 1),
         min_kv_tokens=(spec.get("capacity") or {}).get("minKVTokens", 0),
+        reuse=_reuse(spec),
         inputs_json=canonical(inputs(metadata, spec)),
     )
+
+
+def _reuse(spec: dict[str, Any]) -> Reuse:
+    value = (spec.get("capacity") or {}).get("reuse", Reuse.AUTO)
+    try:
+        return Reuse(value)
+    except ValueError:
+        raise SpecError(f"spec.capacity.reuse must be Auto or Never, got {value!r:.80}") from None
 
 
 def parse_source(text: Any) -> ModelSource:

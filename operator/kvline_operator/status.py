@@ -27,6 +27,7 @@ EVENTS = {
     ("CapacityMeasured", "EngineExited"): ("EngineExited", "Warning"),
     ("CapacityMeasured", "ReportInvalid"): ("ReportInvalid", "Warning"),
     ("CapacitySufficient", "BelowMinimum"): ("BelowMinimum", "Warning"),
+    ("CapacityStable", "Drifted"): ("Drifted", "Warning"),
     ("Accepted", "SpecInvalid"): ("SpecInvalid", "Warning"),
     ("Accepted", "NameConflict"): ("NameConflict", "Warning"),
     ("Accepted", "Forbidden"): ("Forbidden", "Warning"),

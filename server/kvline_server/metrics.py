@@ -68,6 +68,7 @@ def _sizes(result: Result) -> Iterator[Metric]:
         memory.add_metric([name.replace(" ", "_")], mib * MIB)
     yield memory
     yield _gauge("profile_loop_seconds", "Time from load to Validated", result.loop_ms / 1000)
+    yield _gauge("start_saved_seconds", "Less than a search by a record", result.saved_ms / 1000)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

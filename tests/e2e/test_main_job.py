@@ -62,6 +62,9 @@ def test_apply_becomes_a_proven_budget_that_serves_and_scales(space: Any, cluste
     wait(space, "smollm2", "UpToDate", status="True")
     capacity = space.get("kvl", "smollm2")["status"]["capacity"]
     assert capacity["kvTokensTotal"] >= 2 * capacity["kvTokens"] > 20_000
+    # The second replica started from what the first one proved.
+    assert capacity["spread"]["min"] == capacity["spread"]["max"]
+    assert space.condition("CapacityStable", "smollm2")["reason"] == "Stable"
     space.kubectl("scale", "kvl", "smollm2", "--replicas=0")
     wait(space, "smollm2", "Ready", reason="ScaledToZero")
 

@@ -75,7 +75,7 @@ def test_an_apply_becomes_children_pods_and_a_proven_budget(
     assert not [a for a in body["metadata"].get("annotations", {}) if "kopf" in a]
     assert {c["type"]: c["status"] for c in body["status"]["conditions"]}["UpToDate"] == "True"
     made = children(space)
-    assert {k: len(v) for k, v in made.items()} == {**dict.fromkeys(CHILDREN, 1), "configmaps": 2}
+    assert {k: len(v) for k, v in made.items()} == {**dict.fromkeys(CHILDREN, 1), "configmaps": 3}
     for items in made.values():
         for item in items:
             owner = item["metadata"]["ownerReferences"][0]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvline_contract.exits import MEANINGS
+from kvline_contract.launch import Record
 from kvline_contract.report import (
     Attempt,
     Effective,
@@ -22,6 +23,7 @@ from kvline_contract.report import (
 from kvline_operator import status
 from kvline_operator.conditions import Condition, Facts, conditions
 from kvline_operator.observe import Ended, PodView
+from kvline_operator.records import merge
 from kvline_operator.rollout import RolloutPlan
 from kvline_operator.spec import parse
 
@@ -69,6 +71,13 @@ def ready_pod(tokens: int = 4096, name: str = "chat-aaaaa-1", **more: Any) -> Po
     return replace(PLAIN, name=name, ready=True, running=True, report=made, **more)
 
 
+def recorded() -> dict[str, Record]:
+    """What ready_pod() leaves on record."""
+    made = report(State.VALIDATED).result
+    assert made is not None
+    return merge({}, [made])
+
+
 def facts(
     *pods: PodView, candidate: str = "", spec: dict[str, Any] | None = None, **more: Any
 ) -> Facts:
@@ -86,7 +95,7 @@ def ended(code: int, reason: str = "Error", message: str = "why") -> Ended:
 
 
 def test_a_serving_replica() -> None:
-    got = by_type(facts(ready_pod()))
+    got = by_type(facts(ready_pod(), records=recorded()))
     assert {k: c.status for k, c in got.items()} == dict.fromkeys(got, "True")
     assert got["Ready"].reason == "Serving"
     assert got["UpToDate"].reason == "UpToDate"
@@ -193,6 +202,16 @@ def test_the_deadline_and_quota_show() -> None:
     assert by_type(facts(PLAIN, apply_error=quota))["Progressing"] == quota
 
 
+def test_a_size_away_from_its_record_is_told() -> None:
+    kept = recorded()
+    assert by_type(facts(ready_pod()))["CapacityStable"].reason == "NoRecord"
+    assert by_type(facts(ready_pod(4000), records=kept))["CapacityStable"].reason == "Stable"
+    other = by_type(facts(ready_pod(), ready_pod(3900, "chat-aaaaa-2"), records=kept))
+    assert other["CapacityStable"].reason == "Drifted"
+    assert "chat-aaaaa-2 measured 3900" in other["CapacityStable"].message
+    assert other["Ready"].status == "True"
+
+
 def test_capacity_is_that_of_the_smallest_replica() -> None:
     made = facts(ready_pod(4096), ready_pod(4000, name="b"), spec={"replicas": 2})
     out, _ = status.build(made, {}, "now")
@@ -239,6 +258,7 @@ def test_a_forged_status_is_rewritten() -> None:
         "ModelAvailable",
         "CapacityMeasured",
         "CapacitySufficient",
+        "CapacityStable",
         "Progressing",
         "UpToDate",
         "Ready",

@@ -13,6 +13,7 @@ from kvline_contract.launch import Record, Records, Reuse
 from kvline_contract.report import MAX_ATTEMPTS, Attempt, Outcome
 
 VERSION = 1
+FREE_NOISE = 8  # MiB that free memory differs by from start to start of the same container
 
 
 @document
@@ -84,7 +85,7 @@ def find_record(path: Path | None, fingerprint: str, free_mib: int) -> Record | 
     except (FileNotFoundError, ContractError):
         return None
     record = records.records.get(fingerprint)
-    if records.reuse is Reuse.NEVER or record is None or free_mib < record.free_mib:
+    if records.reuse is Reuse.NEVER or record is None or free_mib + FREE_NOISE < record.free_mib:
         return None
     return record
 

@@ -1,0 +1,74 @@
+"""Sizes on record: which are kept, which drifted, and what a damaged file is worth."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvline_contract.launch import Records, Reuse
+from kvline_contract.names import RECORDS_FILE
+from kvline_contract.report import Memory, Result, Source
+from kvline_operator import records
+
+MEMORY = Memory(100, 20, 10, 0, 50, 10, 10)
+
+
+def result(tokens: int = 4096, print: str = "f" * 32, **more: Any) -> Result:
+    base = Result(tokens, 512, Source.MEASURED, print, 90, 6000, 0, "2026-11-21T10:00:00Z", MEMORY)
+    return replace(base, **more)
+
+
+def test_a_search_is_kept_and_read_back_by_a_pod() -> None:
+    kept = records.merge({}, [result()])
+    written = records.text(kept, Reuse.AUTO)
+    assert Records.parse(written).records == kept == records.read({"data": {RECORDS_FILE: written}})
+    record = kept["f" * 32]
+    assert (record.kv_tokens, record.free_mib, record.loop_ms) == (4096, 90, 6000)
+
+
+@pytest.mark.parametrize("source", [Source.RECORDED, Source.PINNED])
+def test_a_size_that_was_not_searched_for_is_no_record(source: Source) -> None:
+    assert records.merge({}, [result(source=source)]) == {}
+
+
+@pytest.mark.parametrize(
+    ("second", "stays"), [(4000, 4000), (4096, 4096), (4200, 4096), (3900, 4096), (5000, 4096)]
+)
+def test_of_two_searches_the_smaller_stays_unless_it_drifted(second: int, stays: int) -> None:
+    kept = records.merge(records.merge({}, [result(4096)]), [result(second)])
+    assert kept["f" * 32].kv_tokens == stays
+    drift = records.drifted(records.merge({}, [result(4096)])["f" * 32], second)
+    assert drift == (abs(second - 4096) > 0.03 * 4096)
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**6), st.integers(0, 40), st.integers(0, 59))))
+def test_at_most_sixteen_and_the_same_bytes_in_any_order(found: list[tuple[int, int, int]]) -> None:
+    made = [
+        result(tokens, f"{name:032x}", measured_at=f"2026-11-21T10:{minute:02}:00Z")
+        for tokens, name, minute in found
+    ]
+    kept = records.merge({}, made)
+    assert len(kept) <= records.KEPT
+    assert records.merge(kept, []) == kept
+    assert records.text(kept, Reuse.AUTO) == records.text(records.merge(kept, []), Reuse.AUTO)
+    assert list(kept) == sorted(kept)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        None,
+        {},
+        {RECORDS_FILE: "nonsense"},
+        {RECORDS_FILE: json.dumps({"version": 9, "reuse": "Auto", "records": {}})},
+        {RECORDS_FILE: json.dumps({"version": 1, "reuse": "Auto", "records": {"f": {}}})},
+        {RECORDS_FILE: "[" * 70_000},
+    ],
+)
+def test_a_damaged_file_counts_as_empty(data: dict[str, str] | None) -> None:
+    assert records.read(None if data is None else {"data": data}) == {}
