@@ -96,6 +96,7 @@ def load_model(
                 "loadFormat": str(launch.model.load_format),
                 "settings": repr(settings),
                 "device": device.name,
+                "kernels": type(kernels).__name__,
                 "totalMiB": device.limit // MIB,
                 "tensorParallel": launch.tensor_parallel,
                 "driver": device.driver,

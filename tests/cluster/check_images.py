@@ -1,0 +1,118 @@
+"""make image-check: what can be proven of the shipped images without a cluster or a GPU.
+
+No compiler, no package tool, no file that changes who runs it, a user that is not root, imports
+that work as that user without a network, and how large it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import build
+from build import BUILDAH, Built
+from errors import ClusterError
+from images import Layer
+
+UNWANTED = frozenset(
+    [
+        "gcc",
+        "cc",
+        "c++",
+        "g++",
+        "clang",
+        "tcc",
+        "as",
+        "ld",
+        "make",
+        "cmake",
+        "ninja",
+        "nvcc",
+        "ptxas",
+        "cargo",
+        "rustc",
+        "go",
+        "pip",
+        "pip3",
+        "uv",
+    ]
+)
+FOLDERS = ("bin", "sbin", "usr/bin", "usr/sbin", "usr/local/bin", "opt/kvline/bin")
+IMPORTS = {
+    "operator": "kvline_operator.reconcile",
+    "server": "kvline_server.engine.start, kvline_server.http.process, kvline_server.download",
+}
+MIB = 1 << 20
+
+
+def main() -> int:
+    try:
+        images = build.build(print)
+    except ClusterError as error:
+        print(f"image-check: {error}", file=sys.stderr)
+        return 1
+    wrong = [f"{image.name}: {what}" for image in images for what in check(image)]
+    for line in wrong:
+        print(f"  {line}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def check(image: Built) -> list[str]:
+    """What is wrong with an image; prints what it is."""
+    component = image.name.rpartition("-")[2].partition(":")[0]
+    # An upper layer hides what is below it, so the last one that has a path decides.
+    files = {str(p.relative_to(layer.folder)): p for layer in image.layers for p in _files(layer)}
+    size = sum(p.lstat().st_size for p in files.values()) / MIB
+    user = str(image.config.get("User", ""))
+    print(f"{image.name}: {size:.0f} MiB, {len(image.layers)} layers, user {user}", flush=True)
+    wrong = [f"holds {name}" for name in sorted(files) if _unwanted(name)]
+    wrong += [f"{name} is setuid or setgid" for name, p in sorted(files.items()) if _raised(p)]
+    if user.partition(":")[0] in ("", "0", "root"):
+        wrong.append(f"runs as {user or 'root'}")
+    return wrong + _imports(image.name, component)
+
+
+def _files(layer: Layer) -> Iterator[Path]:
+    for folder, _, names in os.walk(layer.folder):
+        yield from (Path(folder, name) for name in names)
+
+
+def _unwanted(name: str) -> bool:
+    folder, _, program = name.rpartition("/")
+    return folder in FOLDERS and program in UNWANTED
+
+
+def _raised(path: Path) -> bool:
+    mode = path.lstat().st_mode
+    return stat.S_ISREG(mode) and bool(mode & (stat.S_ISUID | stat.S_ISGID))
+
+
+def _imports(name: str, component: str) -> list[str]:
+    """As the image's own user, without a network."""
+    made = subprocess.run([*BUILDAH, "from", name], capture_output=True, text=True, check=True)
+    container = made.stdout.strip()
+    code = f"import os, {IMPORTS[component]}; print(os.getuid())"
+    words = ["run", "--isolation", "chroot", "--network", "none", container, "--"]
+    try:
+        done = subprocess.run(
+            [*BUILDAH, *words, "/opt/kvline/bin/python", "-c", code],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    finally:
+        subprocess.run([*BUILDAH, "rm", container], capture_output=True, check=False)
+    if done.returncode or done.stdout.strip() != "65532":
+        return [f"imports as {json.dumps(done.stdout.strip())}: {done.stderr.strip()[-300:]}"]
+    return []
+
+
+if __name__ == "__main__":
+    sys.exit(main())
