@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -176,33 +177,18 @@ def run() -> None:
     names = os.environ.get("KVLINE_BENCH_MODELS", ",".join(SHAPES)).split(",")
     only = os.environ.get("KVLINE_BENCH_WORKLOADS", ",".join(WORKLOADS)).split(",")
     rounds = int(os.environ.get("KVLINE_BENCH_ROUNDS", "2"))
-    rows, kernels = [], []
+    rows: list[list[str]] = []
+    kernels: list[list[str]] = []
     for name in names:
         engine, result = start(name)
-        gpu = torch.cuda.get_device_name(0)
         print(f"{name}: {result}", flush=True)
-        record(f"kv-tokens-{name}", result.kv_tokens, "tokens", (result.kv_tokens,) * 2, gpu)
-        idle = idle_mib()
-        record(f"idle-mib-{name}", idle, "MiB", (idle, idle), gpu)
-        rows.append([name, "KV tokens", str(result.kv_tokens), "", ""])
-        rates: dict[str, list[float]] = {}
-        for kind in only * rounds:
-            rates.setdefault(kind, []).append(rate(engine, name, WORKLOADS[kind]))
-            print(name, kind, f"{rates[kind][-1]:.0f}", flush=True)
-        base = max(rates.get("r512", [0.0]))
-        for kind, found in rates.items():
-            best, spread = max(found), (min(found), max(found))
-            ratio = f"{best / base:.3f}" if kind.startswith("r512lp") and base else ""
-            record(f"{kind}-{name}", best, "tokens/s", spread, gpu)
-            if ratio:
-                record(f"{kind}-ratio-{name}", best / base, "ratio", spread, gpu)
-            rows.append([name, kind, f"{best:.0f}", f"{spread[0]:.0f}", ratio])
-            if kind in FLOORS:
-                alone, shares = kernels_alone(engine, name, WORKLOADS[kind])
-                record(f"floor-{kind}-{name}", best / alone, "ratio", (best / alone,) * 2, gpu)
-                rows.append([name, f"{kind}: kernels alone", f"{alone:.0f}", "", ""])
-                rows.append([name, f"{kind}: of its floor", f"{best / alone:.3f}", "", ""])
-                kernels += [[name, kind, *share] for share in shares]
+        rows += sizes(name, result)
+        rates = speeds(engine, name, only, rounds)
+        rows += kept(name, rates)
+        for kind in (k for k in FLOORS if k in rates):
+            made, shares = of_floor(engine, name, kind, max(rates[kind]))
+            rows += made
+            kernels += shares
         engine.runner.arena.resize(0)
         del engine
         torch.cuda.empty_cache()
@@ -210,6 +196,49 @@ def run() -> None:
         "Offline, best of the rounds", ["model", "workload", "tokens/s", "worst", "of r512"], rows
     )
     table("Where the kernels' time goes", ["model", "workload", "kernel", "seconds", "%"], kernels)
+
+
+def sizes(name: str, result: Result) -> list[list[str]]:
+    gpu, idle = torch.cuda.get_device_name(0), idle_mib()
+    record(f"kv-tokens-{name}", result.kv_tokens, "tokens", (result.kv_tokens,) * 2, gpu)
+    record(f"idle-mib-{name}", idle, "MiB", (idle, idle), gpu)
+    return [[name, "KV tokens", str(result.kv_tokens), "", ""]]
+
+
+def speeds(engine: Engine, name: str, only: list[str], rounds: int) -> dict[str, list[float]]:
+    """Tokens per second of each round; the workloads take turns."""
+    rates: dict[str, list[float]] = {}
+    for kind in only * rounds:
+        rates.setdefault(kind, []).append(rate(engine, name, WORKLOADS[kind]))
+        print(name, kind, f"{rates[kind][-1]:.0f}", clocks(), flush=True)
+    return rates
+
+
+def kept(name: str, rates: dict[str, list[float]]) -> list[list[str]]:
+    """Records the rounds; a row a workload, with the share of r512 that scoring leaves."""
+    gpu, base = torch.cuda.get_device_name(0), max(rates.get("r512", [0.0]))
+    rows = []
+    for kind, found in rates.items():
+        best, spread = max(found), (min(found), max(found))
+        record(f"{kind}-{name}", best, "tokens/s", spread, gpu)
+        ratio = best / base if kind.startswith("r512lp") and base else None
+        if ratio is not None:
+            record(f"{kind}-ratio-{name}", ratio, "ratio", (spread[0] / base, ratio), gpu)
+        share = "" if ratio is None else f"{ratio:.3f}"
+        rows.append([name, kind, f"{best:.0f}", f"{spread[0]:.0f}", share])
+    return rows
+
+
+def of_floor(
+    engine: Engine, name: str, kind: str, best: float
+) -> tuple[list[list[str]], list[list[str]]]:
+    """Rows of the kernels' own pace and our share of it, and of where their time goes."""
+    alone, shares = kernels_alone(engine, name, WORKLOADS[kind])
+    gpu, ratio = torch.cuda.get_device_name(0), best / alone
+    record(f"floor-{kind}-{name}", ratio, "ratio", (ratio, ratio), gpu)
+    rows = [[name, f"{kind}: kernels alone", f"{alone:.0f}", "", ""]]
+    rows.append([name, f"{kind}: of its floor", f"{ratio:.3f}", "", ""])
+    return rows, [[name, kind, *share] for share in shares]
 
 
 def rate(engine: Engine, name: str, workload: Workload) -> float:
@@ -223,6 +252,17 @@ def kernels_alone(engine: Engine, name: str, workload: Workload) -> tuple[float,
     requests = workload.make(SHAPES[name].vocabulary)
     took, shares = floor.busy(lambda: play(engine, workload, requests))
     return workload.counted(requests) / took, shares
+
+
+def clocks() -> str:
+    """The GPU's clock and power right after a run, against their limits: a machine that may draw
+    less multiplies slower, and no other figure of ours shows it."""
+    query = "clocks.sm,clocks.max.sm,power.draw,power.limit,temperature.gpu"
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "(no nvidia-smi)"
 
 
 def idle_mib() -> float:
