@@ -99,10 +99,10 @@ def _imports(name: str, component: str) -> list[str]:
     made = subprocess.run([*BUILDAH, "from", name], capture_output=True, text=True, check=True)
     container = made.stdout.strip()
     code = f"import os, {IMPORTS[component]}; print(os.getuid())"
-    words = ["run", "--isolation", "chroot", "--network", "none", container, "--"]
+    words = ["run", "--isolation", "chroot", "--network", "host", container, "--"]
     try:
         done = subprocess.run(
-            [*BUILDAH, *words, "/opt/kvline/bin/python", "-c", code],
+            ["unshare", "--net", *BUILDAH, *words, "/opt/kvline/bin/python", "-c", code],
             capture_output=True,
             text=True,
             check=False,
