@@ -140,10 +140,10 @@ class Story:
             600,
         )
         capacity = self.status(NAME)["capacity"]
-        self.say(
-            f"two validated replicas: {capacity['kvTokensTotal']} KV tokens in all, "
-            f"{capacity['spread']['min']} to {capacity['spread']['max']} each"
-        )
+        low, high = capacity["spread"]["min"], capacity["spread"]["max"]
+        each = str(low) if low == high else f"{low} to {high}"
+        total = capacity["kvTokensTotal"]
+        self.say(f"two validated replicas: {total} KV tokens in all, {each} each")
 
     def refuse(self) -> None:
         self.title("a spec that asks for more than the memory holds")
