@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from servers import Server
 
 VOCABULARY = 307  # no power of two, larger than the bytes
 SMALL: dict[str, Any] = {
@@ -76,6 +77,17 @@ def tiny_model(make_model: Callable[..., Path]) -> Path:
     folder = make_model("llama")
     write_tokenizer(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A real server over the tiny model, ready; one a module."""
+    made = Server(tiny_model, tmp_path_factory.mktemp("server")).start()
+    try:
+        made.wait()
+        yield made
+    finally:
+        made.stop()
 
 
 def write_tokenizer(folder: Path) -> None:

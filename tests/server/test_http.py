@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -25,16 +24,6 @@ CHAT: dict[str, Any] = {
     "max_tokens": 3,
 }
 COMPLETION = {"model": "tiny", "prompt": "hello", "max_tokens": 3}
-
-
-@pytest.fixture(scope="module")
-def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    made = Server(tiny_model, tmp_path_factory.mktemp("server")).start()
-    try:
-        made.wait()
-        yield made
-    finally:
-        made.stop()
 
 
 @pytest.fixture(scope="module")

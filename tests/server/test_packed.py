@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -24,16 +22,6 @@ KINDS = {
 PROMPT = [7, 99, 12, 200, 41, 3, 3, 250]
 COMPLETION = {"model": "tiny", "prompt": PROMPT, "max_tokens": 2, "temperature": 0.0}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi there"}], "max_tokens": 2}
-
-
-@pytest.fixture(scope="module")
-def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    made = Server(tiny_model, tmp_path_factory.mktemp("server")).start()
-    try:
-        made.wait()
-        yield made
-    finally:
-        made.stop()
 
 
 def ask(server: Server, body: dict[str, Any], path: str = "/v1/completions") -> Any:
