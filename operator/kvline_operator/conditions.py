@@ -202,7 +202,7 @@ def capacity_stable(facts: Facts) -> Condition:
     kind = "CapacityStable"
     known = 0
     for pod in facts.pods:
-        result = pod.report.result if pod.report is not None else None
+        result = pod.result
         record = facts.records.get(result.fingerprint) if result is not None else None
         if result is None or record is None:
             continue

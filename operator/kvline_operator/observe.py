@@ -14,7 +14,7 @@ from kvline_contract.names import (
     LABEL_SERVICE,
     SERVER_CONTAINER,
 )
-from kvline_contract.report import SizingReport, State, Termination
+from kvline_contract.report import Result, SizingReport, State, Termination
 from kvline_operator.kube import Kube
 from kvline_operator.rollout import Sized
 from kvline_operator.sizing import Reading, Reports
@@ -58,9 +58,12 @@ class PodView:
         return self.report is not None and self.report.state is State.VALIDATED
 
     @property
+    def result(self) -> Result | None:
+        return self.report.result if self.report is not None else None
+
+    @property
     def kv_tokens(self) -> int | None:
-        result = self.report.result if self.report is not None else None
-        return result.kv_tokens if result is not None else None
+        return self.result.kv_tokens if self.result is not None else None
 
 
 @dataclass(frozen=True, slots=True)

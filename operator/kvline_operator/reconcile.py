@@ -89,8 +89,7 @@ def _revision(
 def _records(spec: ServiceSpec, observed: Observed) -> dict[str, Record]:
     """The sizes on record, and those that replicas have found since."""
     kept = records.read(observed.config_map(records_name(spec.base)))
-    reports = [pod.report for pod in observed.pods if pod.report is not None]
-    return records.merge(kept, [r.result for r in reports if r.result is not None])
+    return records.merge(kept, [p.result for p in observed.pods if p.result is not None])
 
 
 def _apply(

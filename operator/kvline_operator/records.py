@@ -10,11 +10,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvline_contract.codec import ContractError, dumps
-from kvline_contract.launch import VERSION, Record, Records, Reuse
+from kvline_contract.launch import MAX_RECORDS, VERSION, Record, Records, Reuse
 from kvline_contract.names import RECORDS_FILE
 from kvline_contract.report import Result, Source
 
-KEPT = 16  # fingerprints a service
 DRIFT_PERCENT = 3
 
 
@@ -39,8 +38,8 @@ def merge(kept: dict[str, Record], results: Iterable[Result]) -> dict[str, Recor
         old = out.get(result.fingerprint)
         smaller = old is not None and result.kv_tokens < old.kv_tokens
         if old is None or (smaller and not drifted(old, result.kv_tokens)):
-            out[result.fingerprint] = _record(result)
-    newest = sorted(out.items(), key=lambda item: (item[1].measured_at, item[0]))[-KEPT:]
+            out[result.fingerprint] = Record.of(result)
+    newest = sorted(out.items(), key=lambda item: (item[1].measured_at, item[0]))[-MAX_RECORDS:]
     return dict(sorted(newest))
 
 
@@ -52,13 +51,3 @@ def drifted(record: Record, tokens: int) -> bool:
 def text(records: dict[str, Record], reuse: Reuse) -> str:
     """The file that pods read; the same records, the same bytes."""
     return dumps(Records(VERSION, reuse, records))
-
-
-def _record(result: Result) -> Record:
-    return Record(
-        kv_tokens=result.kv_tokens,
-        free_mib=result.free_mib,
-        loop_ms=result.loop_ms,
-        measured_at=result.measured_at,
-        memory=result.memory,
-    )

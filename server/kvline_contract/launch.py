@@ -9,9 +9,10 @@ from __future__ import annotations
 from enum import StrEnum
 
 from kvline_contract.codec import ContractError, decode, document, dumps, field, loads
-from kvline_contract.report import Memory
+from kvline_contract.report import Memory, Result
 
 VERSION = 1
+MAX_RECORDS = 16  # fingerprints a service
 MAX_LAUNCH_BYTES = 64 * 1024
 MAX_TOKENS = 2**31 - 1
 
@@ -117,12 +118,22 @@ class Record:
     measured_at: str = field(limit=32)
     memory: Memory
 
+    @classmethod
+    def of(cls, result: Result) -> Record:
+        return cls(
+            kv_tokens=result.kv_tokens,
+            free_mib=result.free_mib,
+            loop_ms=result.loop_ms,
+            measured_at=result.measured_at,
+            memory=result.memory,
+        )
+
 
 @document
 class Records:
     version: int
     reuse: Reuse
-    records: dict[str, Record] = field(items=16)
+    records: dict[str, Record] = field(items=MAX_RECORDS)
 
     @classmethod
     def parse(cls, text: str | bytes) -> Records:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvline_contract.codec import ContractError, dumps
-from kvline_contract.launch import VERSION, Record, Records, Reuse
+from kvline_contract.launch import MAX_RECORDS, VERSION, Record, Records, Reuse
 from kvline_contract.report import Memory, Result, SizingReport, State
 from kvline_server.errors import ConfigInvalid
 from kvline_server.supervisor import Supervisor
@@ -95,15 +95,9 @@ def known_records(path: Path) -> dict[str, Record]:
 def keep(path: Path, result: Result) -> None:
     """Adds a size to a file of records, which `--record` and pods read. The file is replaced whole,
     and of sixteen sizes the oldest goes."""
-    made = Record(
-        kv_tokens=result.kv_tokens,
-        free_mib=result.free_mib,
-        loop_ms=result.loop_ms,
-        measured_at=result.measured_at,
-        memory=result.memory,
-    )
-    newest = [(k, v) for k, v in known_records(path).items() if k != result.fingerprint][-15:]
-    records = Records(VERSION, Reuse.AUTO, dict([*newest, (result.fingerprint, made)]))
+    known = {k: v for k, v in known_records(path).items() if k != result.fingerprint}
+    newest = [*known.items(), (result.fingerprint, Record.of(result))][-MAX_RECORDS:]
+    records = Records(VERSION, Reuse.AUTO, dict(newest))
     part = path.with_name(f".{path.name}.part")
     part.write_text(dumps(records))
     part.replace(path)
