@@ -101,6 +101,10 @@ class Printed:
         return "2026-01-01T00:00:00Z"
 
 
+def models(default: str = ",".join(SHAPES)) -> list[str]:
+    return os.environ.get("KVLINE_BENCH_MODELS", default).split(",")
+
+
 def start(name: str, device: Device = Device.CUDA) -> tuple[Engine, Result]:
     """Loads random weights of a shape and sizes itself, as a pod does."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -174,12 +178,11 @@ def play(engine: Engine, workload: Workload, requests: list[tuple[list[int], int
 def run() -> None:
     """KVLINE_BENCH_MODELS and KVLINE_BENCH_WORKLOADS, comma-separated, narrow it; rounds of each
     workload by KVLINE_BENCH_ROUNDS. The floor of r512 and nano is from a pass more, profiled."""
-    names = os.environ.get("KVLINE_BENCH_MODELS", ",".join(SHAPES)).split(",")
     only = os.environ.get("KVLINE_BENCH_WORKLOADS", ",".join(WORKLOADS)).split(",")
     rounds = int(os.environ.get("KVLINE_BENCH_ROUNDS", "2"))
     rows: list[list[str]] = []
     kernels: list[list[str]] = []
-    for name in names:
+    for name in models():
         engine, result = start(name)
         print(f"{name}: {result}", flush=True)
         rows += sizes(name, result)

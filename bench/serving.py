@@ -35,7 +35,7 @@ def run() -> None:
     """KVLINE_BENCH_MODELS narrows it; KVLINE_BENCH_SECONDS is each rate's time (15)."""
     seconds = float(os.environ.get("KVLINE_BENCH_SECONDS", "15"))
     rows, chats = [], []
-    for name in os.environ.get("KVLINE_BENCH_MODELS", "llama8b").split(","):
+    for name in offline.models("llama8b"):
         base, gpu = alone(name)
         rows.append([name, "engine alone", f"{base:.0f}", ""])
         with served(name) as port:

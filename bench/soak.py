@@ -67,7 +67,7 @@ def run() -> None:
     """KVLINE_BENCH_MODELS narrows it, KVLINE_BENCH_SECONDS says how long (480)."""
     seconds = float(os.environ.get("KVLINE_BENCH_SECONDS", "480"))
     rows = []
-    for name in os.environ.get("KVLINE_BENCH_MODELS", ",".join(SHAPES)).split(","):
+    for name in offline.models():
         engine, result = offline.start(name)
         figures = soak(engine, SHAPES[name].vocabulary, seconds)
         gpu = torch.cuda.get_device_name(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -14,7 +13,6 @@ import engines
 import offline
 import torch
 from record import record, table
-from shapes import SHAPES
 
 
 def size(folder: Path, *words: str) -> tuple[float, dict[str, object]]:
@@ -29,7 +27,7 @@ def run() -> None:
     rows = []
     if torch.cuda.is_available():
         length = str(offline.MAX_MODEL_LEN)
-        for name in os.environ.get("KVLINE_BENCH_MODELS", ",".join(SHAPES)).split(","):
+        for name in offline.models():
             with tempfile.TemporaryDirectory() as scratch:
                 folder = offline.write_config(name, Path(scratch))
                 rows += starts(name, folder, "--load", "random", "--max-model-len", length)

@@ -11,7 +11,6 @@ import time
 import offline
 import torch
 from record import table
-from shapes import SHAPES
 
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.request import SamplingParams
@@ -25,7 +24,7 @@ BATCHES = (64, 256, 512)
 def run() -> None:
     """KVLINE_BENCH_MODELS, comma-separated, narrows it; KVLINE_BENCH_PROFILE=1 names functions."""
     rows = []
-    for name in os.environ.get("KVLINE_BENCH_MODELS", ",".join(SHAPES)).split(","):
+    for name in offline.models():
         engine, _ = offline.start(name)
         for batch in BATCHES:
             rows.append([name, str(batch), *measure(engine, batch)])

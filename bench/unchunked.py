@@ -3,8 +3,6 @@ token. The cache is made smaller for it, so that a whole step's logits have room
 
 from __future__ import annotations
 
-import os
-
 import offline
 import torch
 from record import record, table
@@ -18,7 +16,7 @@ ROOM = 6 << 30  # bytes given back: a step's logits and what scoring adds
 def run() -> None:
     rows = []
     gpu = torch.cuda.get_device_name(0)
-    for name in os.environ.get("KVLINE_BENCH_MODELS", "llama8b").split(","):
+    for name in offline.models("llama8b"):
         engine, _ = offline.start(name)
         runner, workload = engine.runner, offline.WORKLOADS["r512lp-top0"]
         page = runner.arena.nbytes // runner.arena.pages

@@ -84,9 +84,9 @@ def _cuda_kernels(warn: Callable[[str], None], model: ModelConfig) -> Kernels:
             from kvline_server.kernels.flashinfer import FlashInferKernels
 
             return FlashInferKernels(model)
+        except torch.OutOfMemoryError:  # which is a RuntimeError too, and no lack of kernels
+            raise
         except (ImportError, RuntimeError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
             why = str(error).splitlines()[0]
     warn(f"no prebuilt kernels for this GPU and model, torch's slower ones serve: {why}")
     return TorchKernels(torch.bfloat16, device="cuda")

@@ -48,6 +48,10 @@ class Built:
     config: dict[str, Any]
     layers: list[Layer]
 
+    @property
+    def component(self) -> str:
+        return self.name.rpartition("-")[2].partition(":")[0]
+
 
 def image_name(component: str) -> str:
     """Tagged by content, so that a changed tree is another image and an equal one is found."""

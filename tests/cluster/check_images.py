@@ -66,7 +66,6 @@ def main() -> int:
 
 def check(image: Built) -> list[str]:
     """What is wrong with an image; prints what it is."""
-    component = image.name.rpartition("-")[2].partition(":")[0]
     # An upper layer hides what is below it, so the last one that has a path decides.
     files = {str(p.relative_to(layer.folder)): p for layer in image.layers for p in _files(layer)}
     size = sum(p.lstat().st_size for p in files.values()) / MIB
@@ -76,7 +75,7 @@ def check(image: Built) -> list[str]:
     wrong += [f"{name} is setuid or setgid" for name, p in sorted(files.items()) if _raised(p)]
     if user.partition(":")[0] in ("", "0", "root"):
         wrong.append(f"runs as {user or 'root'}")
-    return wrong + _imports(image.name, component)
+    return wrong + _imports(image)
 
 
 def _files(layer: Layer) -> Iterator[Path]:
@@ -94,11 +93,13 @@ def _raised(path: Path) -> bool:
     return stat.S_ISREG(mode) and bool(mode & (stat.S_ISUID | stat.S_ISGID))
 
 
-def _imports(name: str, component: str) -> list[str]:
+def _imports(image: Built) -> list[str]:
     """As the image's own user, without a network."""
-    made = subprocess.run([*BUILDAH, "from", name], capture_output=True, text=True, check=True)
+    made = subprocess.run(
+        [*BUILDAH, "from", image.name], capture_output=True, text=True, check=True
+    )
     container = made.stdout.strip()
-    code = f"import os, {IMPORTS[component]}; print(os.getuid())"
+    code = f"import os, {IMPORTS[image.component]}; print(os.getuid())"
     words = ["run", "--isolation", "chroot", "--network", "host", container, "--"]
     try:
         done = subprocess.run(

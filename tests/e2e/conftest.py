@@ -32,8 +32,7 @@ def cluster() -> Iterator[Any]:
     text = (ROOT / "manifests" / "operator.yaml").read_text()
     for image in build.build(print):
         made.images.add(image.name, image.config, image.layers)
-        component = image.name.rpartition("-")[2].partition(":")[0]
-        text = text.replace(f"localhost/kvline-{component}:dev", image.name)
+        text = text.replace(f"localhost/kvline-{image.component}:dev", image.name)
     made.kubectl("apply", "--server-side", "-f", str(ROOT / "manifests" / "crd.yaml"))
     made.kubectl("wait", "--for=condition=Established", "crd/inferenceservices.kvline.dev")
     made.kubectl("apply", "-f", "-", input=text)

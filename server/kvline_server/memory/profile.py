@@ -119,19 +119,16 @@ class ProfileLoop:
     def _autotune(self) -> None:
         """Step 3, before any cache is mapped: a trial that does not fit is an error, not a slower
         server that says nothing."""
-        self.reporter.state(State.AUTOTUNING)
-        started, before = time.monotonic(), self.device.now()
         file = self.store.path.with_name("tuning.json")
         rows = self.settings.max_prefill_tokens
-        try:
-            done = self.loaded.runner.tune(rows, file, self.loaded.fingerprint)
-        except DeviceOutOfMemory as error:
-            raise self.diagnosis.out_of_memory((), pinned=False) from error
-        if done is not None:
-            self.device.settle()
-        ms = round((time.monotonic() - started) * 1000)
-        left = self.device.now() - before
-        self.reporter.stage("autotune", ms, left, done or "nothing is tunable on this device")
+        with self._stage("autotune", State.AUTOTUNING) as said:
+            try:
+                done = self.loaded.runner.tune(rows, file, self.loaded.fingerprint)
+            except DeviceOutOfMemory as error:
+                raise self.diagnosis.out_of_memory((), pinned=False) from error
+            if done is not None:
+                self.device.settle()
+            said.append(done or "nothing is tunable on this device")
 
     def _capture(self) -> None:
         """Graphs stay valid whatever the arena grows to, so they are captured once, before."""
@@ -281,14 +278,15 @@ class ProfileLoop:
                 action()
 
     @contextmanager
-    def _stage(self, name: str, state: State | None, detail: str | None = None) -> Iterator[None]:
-        """Times a stage and says how much memory it left behind."""
+    def _stage(self, name: str, state: State | None, *details: str) -> Iterator[list[str]]:
+        """Times a stage and says how much memory it left behind. What is known only afterwards is
+        appended to what it yields."""
         if state is not None:
             self.reporter.state(state)
-        before, start = self.device.now(), time.monotonic()
-        yield
+        before, start, said = self.device.now(), time.monotonic(), list(details)
+        yield said
         ms = round((time.monotonic() - start) * 1000)
-        self.reporter.stage(name, ms, self.device.now() - before, detail)
+        self.reporter.stage(name, ms, self.device.now() - before, ", ".join(said) or None)
 
     def _result(self, source: Source, record: Record | None, started: float) -> Result:
         tokens = (self.loaded.arena.pages - 1) * PAGE_SIZE
