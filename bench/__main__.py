@@ -28,7 +28,7 @@ GPU = (
 
 
 def main(names: list[str]) -> int:
-    known = CPU | {name: name for name in (*GPU, "plot")}
+    known = CPU | {name: name for name in (*GPU, "reads", "plot")}
     unknown = [n for n in names if n not in known]
     if unknown:
         print(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr)

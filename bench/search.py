@@ -77,7 +77,10 @@ def _search() -> None:
         report, took = size()
         pace = max(pace, took)
         found.append(report["result"])
-        print(f"  measured {number + 1}: {found[-1]['kvTokens']} tokens", flush=True)
+        tries = max(a["number"] for a in report["attempts"])
+        print(
+            f"  measured {number + 1}: {found[-1]['kvTokens']} tokens, attempt {tries}", flush=True
+        )
     tokens = min(r["kvTokens"] for r in found)
     spread = (tokens, max(r["kvTokens"] for r in found))
     survives, fails = tokens, round(tokens * 1.12)

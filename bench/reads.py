@@ -1,0 +1,28 @@
+"""What a workload must read of its cache, and so the pace that no engine can pass: every output
+token attends to all before it, once a layer. Arithmetic on lengths; needs no GPU."""
+
+from __future__ import annotations
+
+import offline
+from record import table
+from shapes import SHAPES
+
+BANDWIDTH = 4.2e12  # bytes a second: the design's figure for copies on an H200
+KINDS = ("nano", "r512", "long")
+
+
+def run() -> None:
+    rows = []
+    for name in offline.models():
+        shape = SHAPES[name]
+        for kind in KINDS:
+            workload = offline.WORKLOADS[kind]
+            requests = workload.make(shape.vocabulary)
+            # The first token comes with the prompt; token n reads the prompt and n - 1 outputs.
+            tokens = sum(o * len(p) + o * (o - 1) // 2 for p, o in requests)
+            seconds = tokens * shape.kv_bytes_per_token(2) / BANDWIDTH
+            output = sum(o for _, o in requests)
+            figures = [f"{output}", f"{tokens / 1e6:.1f}", f"{seconds * BANDWIDTH / 1e12:.2f}"]
+            rows.append([name, kind, *figures, f"{seconds:.2f}", f"{output / seconds:.0f}"])
+    head = ["model", "workload", "output tokens", "M tokens read", "TB", "seconds", "output tok/s"]
+    table(f"Reading the cache alone at {BANDWIDTH / 1e12:.1f} TB/s", head, rows)
