@@ -38,8 +38,14 @@ def record(
 
 
 def commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    """The commit that runs; with a mark when files are not as committed, results apart."""
+    head = _git("rev-parse", "--short", "HEAD")
+    changed = _git("status", "--porcelain", "--", ".", f":!{FILE.parent.relative_to(ROOT)}")
+    return f"{head}-dirty" if changed else head
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip()
 
 
