@@ -169,7 +169,7 @@ def play(engine: Engine, workload: Workload, requests: list[tuple[list[int], int
             seed=id,
             prompt_logprobs=workload.prompt_logprobs,
         )
-        engine.submit(id, prompt, params)
+        engine.submit(id, list(prompt), params)  # the engine adds what it says to its own
     while not engine.idle:
         engine.step()
     return time.perf_counter() - began

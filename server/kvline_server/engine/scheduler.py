@@ -15,6 +15,10 @@ from kvline_server.memory.pages import PAGE_SIZE, PagePool, pages_for
 from kvline_server.memory.prefix import extend_chain
 
 
+TILE = 256  # rows of a kernel's tile or of two, computed whether they are there or not
+FEW = 4 * TILE  # with fewer rows the time is the weights', not the rows'
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """`count` tokens of a sequence from position `start`; it samples when none is left over."""
@@ -68,6 +72,8 @@ class Scheduler:
             if not taken:
                 break
             budget -= taken
+        if self.waiting:
+            _end_at_tile(work, self.max_step_tokens - budget)
         return work
 
     def advance(self, work: list[Work]) -> None:
@@ -129,3 +135,15 @@ class Scheduler:
         self.pool.release(sequence.pages)
         sequence.pages = []
         sequence.computed = sequence.published = 0
+
+
+def _end_at_tile(work: list[Work], rows: int) -> None:
+    """While prompts queue, the longest chunk of a large step ends where the rows fill whole tiles:
+    its rest costs nothing a step later, and here as much as a tile."""
+    excess = rows % TILE
+    if rows < FEW or not excess:
+        return
+    at = max(range(len(work)), key=lambda i: work[i].count)
+    chunk = work[at]
+    if chunk.count > excess:
+        work[at] = Work(chunk.sequence, chunk.start, chunk.count - excess)

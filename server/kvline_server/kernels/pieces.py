@@ -17,15 +17,16 @@ from kvline_server.model.decoder import Decoder, State
 
 
 def buckets(largest: int) -> list[int]:
-    """Row counts worth a capture: close together where steps are small and the host is slow."""
+    """Row counts worth a capture: close together where steps are small and the host is slow, and
+    by the scheduler's tiles where a pad costs as much as a row."""
     ranges = (
         (4, 16, 4),
         (32, 64, 16),
         (96, 512, 32),
         (576, 1024, 64),
         (1152, 2048, 128),
-        (2560, 4096, 512),
-        (5120, largest, 1024),
+        (2304, 4096, 256),
+        (4608, largest, 512),
     )
     sizes = {1, 2, largest}.union(*(range(a, b + 1, step) for a, b, step in ranges))
     return sorted(n for n in sizes if n <= largest)
