@@ -111,8 +111,8 @@ def test_the_readme_stays_short() -> None:
             "flashinfer",
             ("kernels/flashinfer.py", "kernels/flashinfer_attention.py", "kernels/products.py"),
         ),
-        ("triton", ("kernels/triton_rows.py", "kernels/triton_write.py")),
-        ("cuda", ("memory/cuda.py",)),
+        ("triton", ("kernels/cubins.py", "kernels/triton_kernels.py")),
+        ("cuda", ("memory/cuda.py", "kernels/cubins.py")),
     ],
 )
 def test_a_gpu_s_libraries_have_few_importers(package: str, homes: tuple[str, ...]) -> None:

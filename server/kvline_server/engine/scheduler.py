@@ -14,7 +14,6 @@ from kvline_server.engine.request import Sequence
 from kvline_server.memory.pages import PAGE_SIZE, PagePool, pages_for
 from kvline_server.memory.prefix import extend_chain
 
-
 TILE = 256  # rows of a kernel's tile or of two, computed whether they are there or not
 FEW = 4 * TILE  # with fewer rows the time is the weights', not the rows'
 

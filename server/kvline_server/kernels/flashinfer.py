@@ -16,7 +16,7 @@ import torch
 from flashinfer import norm, sampling
 from torch.nn import functional
 
-from kvline_server.kernels import triton_rows, triton_write
+from kvline_server.kernels import cuda_rows, cuda_write
 from kvline_server.kernels.flashinfer_attention import FLOAT_BYTES, PagedAttention, Planned, Table
 from kvline_server.kernels.interface import (
     GREEDY,
@@ -64,6 +64,8 @@ class FlashInferKernels:
     depth = 1
 
     def __init__(self, config: ModelConfig) -> None:
+        """Raises RuntimeError, or what the library raises, where no kernels were built for it."""
+        cuda_write.check(config.heads, config.kv_heads)
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.dtype = torch.bfloat16
         floats = torch.empty(FLOAT_BYTES, dtype=torch.uint8, device=self.device)
@@ -165,7 +167,7 @@ class FlashInferKernels:
         return Plan(count, layout.rows, decode, prefill)
 
     def write(self, heads: Heads, rope: torch.Tensor, where: Where, cache: KVLayer) -> None:
-        triton_write.write(heads, rope, where, cache)
+        cuda_write.write(heads, rope, where, cache)
 
     def attend(
         self, q: torch.Tensor, cache: KVLayer, plan: Plan, out: torch.Tensor | None = None
@@ -200,7 +202,7 @@ class FlashInferKernels:
         return functional.linear(hidden, head)
 
     def score(self, logits: torch.Tensor, targets: torch.Tensor, top: int) -> RowScores:
-        values, ranks, normalisers = triton_rows.score(logits, targets)
+        values, ranks, normalisers = cuda_rows.score(logits, targets)
         top = min(top, logits.shape[1])
         if not top:
             none = values.new_empty((len(values), 0))
@@ -220,9 +222,9 @@ class FlashInferKernels:
         )
         filtered = (draws.top_k > 0) | (draws.top_p < 1.0) | (draws.min_p > 0.0)
         if filtered.any():
-            chosen = triton_rows.draw(self._filtered(logits, temperatures, draws), uniforms)
+            chosen = cuda_rows.draw(self._filtered(logits, temperatures, draws), uniforms)
         else:
-            chosen = triton_rows.draw(logits, uniforms, temperatures)
+            chosen = cuda_rows.draw(logits, uniforms, temperatures)
         if greedy.any():
             chosen = torch.where(best, logits.argmax(dim=-1), chosen)
         return chosen

@@ -72,12 +72,12 @@ class CudaDevice:
             yield
             return
         torch.cuda.empty_cache()
-        pointer = _call(driver.cuMemAlloc, nbytes)
+        pointer = call(driver.cuMemAlloc, nbytes)
         try:
-            _call(driver.cuMemsetD8, pointer, 1, nbytes)
+            call(driver.cuMemsetD8, pointer, 1, nbytes)
             yield
         finally:
-            _call(driver.cuMemFree, pointer)
+            call(driver.cuMemFree, pointer)
 
 
 class CudaArena:
@@ -92,9 +92,9 @@ class CudaArena:
         self._pages = 0
         self._properties = _allocation_properties()
         minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        self._step: int = _call(driver.cuMemGetAllocationGranularity, self._properties, minimum)
+        self._step: int = call(driver.cuMemGetAllocationGranularity, self._properties, minimum)
         reserved = self._rounded(max_pages * self._page_bytes)
-        self._base = int(_call(driver.cuMemAddressReserve, reserved, 0, 0, 0))
+        self._base = int(call(driver.cuMemAddressReserve, reserved, 0, 0, 0))
         self._mapped: list[tuple[int, int, Any]] = []  # offset, size, handle
         self._layers: list[KVLayer] = []
 
@@ -130,22 +130,22 @@ class CudaArena:
     def _map(self, size: int) -> None:
         at = self._end()
         try:
-            handle = _call(driver.cuMemCreate, size, self._properties, 0)
+            handle = call(driver.cuMemCreate, size, self._properties, 0)
         except DeviceOutOfMemory:
             torch.cuda.empty_cache()  # what torch only keeps may be the missing part
-            handle = _call(driver.cuMemCreate, size, self._properties, 0)
-        _call(driver.cuMemMap, self._base + at, size, 0, handle, 0)
+            handle = call(driver.cuMemCreate, size, self._properties, 0)
+        call(driver.cuMemMap, self._base + at, size, 0, handle, 0)
         self._mapped.append((at, size, handle))
         access = driver.CUmemAccessDesc()
         access.location = self._properties.location
         access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        _call(driver.cuMemSetAccess, self._base + at, size, [access], 1)
-        _call(driver.cuMemsetD8, self._base + at, 0, size)
+        call(driver.cuMemSetAccess, self._base + at, size, [access], 1)
+        call(driver.cuMemsetD8, self._base + at, 0, size)
 
     def _unmap_last(self) -> None:
         offset, size, handle = self._mapped.pop()
-        _call(driver.cuMemUnmap, self._base + offset, size)
-        _call(driver.cuMemRelease, handle)
+        call(driver.cuMemUnmap, self._base + offset, size)
+        call(driver.cuMemRelease, handle)
 
     def _views(self, pages: int) -> list[KVLayer]:
         if not pages:
@@ -184,10 +184,10 @@ def _driver_version() -> str:
         pynvml.nvmlInit()
         return str(pynvml.nvmlSystemGetDriverVersion())
     except Exception:  # optional, and its errors have no useful base
-        return f"cuda-{_call(driver.cuDriverGetVersion)}"
+        return f"cuda-{call(driver.cuDriverGetVersion)}"
 
 
-def _call(function: Any, *arguments: Any) -> Any:
+def call(function: Any, *arguments: Any) -> Any:
     """A driver call's value. Raises DeviceOutOfMemory or DeviceFailure by its error code."""
     code, *values = function(*arguments)
     if code == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:

@@ -1,0 +1,146 @@
+"""Triton's kernels as cubins: compiled ahead for an architecture, launched through the driver.
+
+Triton itself builds a small C launcher when a kernel first runs, so it would want a C compiler in
+the pod. Compiling to a cubin wants neither that nor a GPU: an image is built with all variants
+beside this file (kernels/build.py), and a machine without them compiles what it meets.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from cuda.bindings import driver
+
+from kvline_server.memory.cuda import call
+
+SOURCE = Path(__file__).with_name("triton_kernels.py")
+BUILT = Path(__file__).with_name("cubins.bin")
+CONSTANT = "constexpr"
+TYPES = {"i32": ctypes.c_int32, "fp32": ctypes.c_float}
+TRITON_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+SHARED_BY_DEFAULT = 48 << 10  # bytes; more must be asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A kernel of triton_kernels.py with its argument types and constants: what a cubin is of."""
+
+    kernel: str
+    arguments: tuple[str, ...]  # Triton's type of each, in order
+    aligned: tuple[int, ...]  # which of them are divisible by 16
+    constants: tuple[tuple[str, int], ...]
+    warps: int = 4
+
+    @property
+    def name(self) -> str:
+        constants = (f"{name.lower()}{value}" for name, value in self.constants)
+        aligned = "".join(f".{at}" for at in self.aligned)
+        return "-".join((self.kernel, *self.arguments, *constants, f"a{aligned}"))
+
+
+class Cubin(msgspec.Struct, forbid_unknown_fields=True):
+    code: bytes
+    entry: str
+    warps: int
+    shared: int  # bytes
+
+
+class Built(msgspec.Struct, forbid_unknown_fields=True):
+    """All variants for one compute capability, and what they were made from."""
+
+    source: str
+    capability: int
+    cubins: dict[str, Cubin]
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    function: Any
+    types: tuple[Any, ...]
+    threads: int
+    shared: int
+
+
+def launch(variant: Variant, programs: int, *arguments: torch.Tensor | int | float) -> None:
+    """One program a row, on torch's current stream. Raises DeviceFailure."""
+    if not programs:
+        return
+    loaded = _load(variant, torch.cuda.current_device())
+    values = tuple(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments)
+    stream = torch.cuda.current_stream().cuda_stream
+    # Behind its own arguments a Triton kernel takes two scratch pointers, which ours do not use.
+    call(
+        driver.cuLaunchKernel,
+        loaded.function,
+        *(programs, 1, 1),
+        *(loaded.threads, 1, 1),
+        loaded.shared,
+        stream,
+        ((*values, 0, 0), loaded.types),
+        0,
+    )
+
+
+@functools.cache
+def _load(variant: Variant, device: int) -> _Loaded:
+    major, minor = torch.cuda.get_device_capability(device)
+    cubin = _built(10 * major + minor).get(variant.name)
+    cubin = cubin or compile(variant, 10 * major + minor)
+    module = call(driver.cuModuleLoadData, cubin.code)
+    function = call(driver.cuModuleGetFunction, module, cubin.entry.encode())
+    if cubin.shared > SHARED_BY_DEFAULT:
+        most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        call(driver.cuFuncSetAttribute, function, most, cubin.shared)
+    types = [TYPES.get(kind, ctypes.c_void_p) for kind in variant.arguments]
+    types += [ctypes.c_void_p] * 2
+    return _Loaded(function, tuple(types), 32 * cubin.warps, cubin.shared)
+
+
+@functools.cache
+def _built(capability: int) -> dict[str, Cubin]:
+    """What was made ahead of this source for this architecture; nothing when there is none."""
+    if not BUILT.is_file():
+        return {}
+    found = msgspec.msgpack.decode(BUILT.read_bytes(), type=Built)
+    fits = found.source == source_hash() and found.capability == capability
+    return found.cubins if fits else {}
+
+
+def source_hash() -> str:
+    return hashlib.sha256(SOURCE.read_bytes()).hexdigest()
+
+
+def compile(variant: Variant, capability: int) -> Cubin:
+    """Needs no GPU and no C compiler. Source: triton.compile, version 3.6.0."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from kvline_server.kernels import triton_kernels
+
+    function = getattr(triton_kernels, variant.kernel)
+    constants = dict(variant.constants)
+    runtime = [name for name in function.arg_names if name not in constants]
+    signature = dict(zip(runtime, variant.arguments, strict=True))
+    order = {name: signature.get(name, CONSTANT) for name in function.arg_names}
+    attributes = {(at,): [["tt.divisibility", 16]] for at in variant.aligned}
+    made = triton.compile(
+        ASTSource(function, order, constants, attributes),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": variant.warps},
+    )
+    needs = made.metadata.global_scratch_size + made.metadata.profile_scratch_size
+    assert not needs, f"{variant.name} wants scratch memory, which launch() does not give"
+    return Cubin(made.asm["cubin"], made.metadata.name, variant.warps, made.metadata.shared)
