@@ -8,6 +8,7 @@ weight comes from memory and not from the cache that the try before it filled.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ TINY_ROWS = 8  # tinygemm's tile
 ALGORITHMS = 8  # of those that cuBLASLt offers, in its order: none behind them ever won
 LAYERS, LARGE_LAYERS, LARGE_ROWS = 6, 2, 512  # weights to go round; large inputs empty the cache
 REPLAYS = 2
+HOPELESS = 1.1  # times the best so far: not tried again
 GAIN = 0.98  # of torch's time: less is within what two runs differ by
 
 TORCH, TINY = -1, -2  # choices that are no algorithm of cuBLASLt's
@@ -92,11 +94,12 @@ class Products:
         times: dict[int, float] = {}
         for choice in self.candidates(x, weights[0], out):
 
-            def work(choice: int = choice) -> None:
-                for weight in weights:
+            def work(count: int, choice: int = choice) -> None:
+                for weight in weights[:count]:
                     self._run(x, weight, out, choice)
 
-            times[choice] = replay_time(work) / len(weights)
+            best_yet = min(times.values(), default=math.inf)
+            times[choice] = replay_time(work, len(weights), best_yet)
         best = min(times, key=lambda choice: times[choice])
         if times[best] > GAIN * times[TORCH]:
             best = TORCH
@@ -106,19 +109,22 @@ class Products:
         return Tried(shape, times[TORCH], times[best], best)
 
 
-def replay_time(work: Callable[[], None]) -> float:
-    """Microseconds of a captured graph of `work`, the best of a few replays."""
-    work()  # what is lazy must not be met in a capture
+def replay_time(work: Callable[[int], None], count: int, best_yet: float) -> float:
+    """Microseconds of one of `count` products, from a captured graph of them all; the best of a few
+    replays, or of one where that is far from `best_yet`."""
+    work(1)  # what is lazy must not be met in a capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        work()
-    best = float("inf")
+        work(count)
+    best = math.inf
     for _ in range(REPLAYS):
         start, end = (torch.cuda.Event(True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
-        best = min(best, 1e3 * start.elapsed_time(end))
+        best = min(best, 1e3 * start.elapsed_time(end) / count)
+        if best > HOPELESS * best_yet:
+            break
     return best

@@ -14,6 +14,7 @@ Choices = dict[Shape, int]  # a kernel's number, for the shapes that have a bett
 
 FEW = (1, 2, 4, 8)
 DECODES = (64, 128, 192, 256)
+LOADED = (2048, 2304, 2560, 2816, 3072)  # many decodes and some prompts, in whole tiles
 MAX_BYTES = 1 << 20
 
 
@@ -23,9 +24,9 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def trial_rows(max_rows: int) -> list[int]:
-    """Row counts worth a trial at every start: small batches, decoding, full prompt chunks. More
-    gained nothing that was worth its time (docs/performance.md, products)."""
-    return sorted(n for n in {*FEW, *DECODES, max_rows} if n <= max_rows)
+    """Row counts worth a trial at every start: small batches, decoding, a server under load, full
+    prompt chunks. More gained nothing that was worth its time (docs/performance.md, products)."""
+    return sorted(n for n in {*FEW, *DECODES, *LOADED, max_rows} if n <= max_rows)
 
 
 def read(path: Path, key: str) -> Choices | None:
