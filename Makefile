@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: demo demo-down test test-gpu image-check check unit process integration e2e env bench plot api lock clean
+.PHONY: demo demo-down test test-gpu image-check cubins check unit process integration e2e env bench plot api lock clean
 
 demo: python ## a model served with a proven KV budget, on this machine
 	@$(PYTHON) demo
@@ -34,8 +34,11 @@ e2e: env
 test-gpu: ## what needs a CUDA GPU; KIT= names wheels and kernels for a bare machine
 	@tests/gpu/run.sh
 
-image-check: env ## the images: no compiler, no setuid file, no root, imports, size
-	@$(VENV_PYTHON) tests/cluster/check_images.py
+image-check: env ## the images: no compiler, no setuid file, no root, imports, size; KERNELS=FILE: CUDA's
+	@KERNELS=$(KERNELS) $(VENV_PYTHON) tests/cluster/check_images.py
+
+cubins: env ## dist/cubins.bin, our own GPU kernels; needs no GPU
+	@mkdir -p dist && $(VENV_PYTHON) -m kvline_server.kernels.build dist/cubins.bin
 
 bench: env ## the figures of docs/performance.md
 	@$(VENV_PYTHON) bench

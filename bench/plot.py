@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-SPEEDS, SIZES = "0910418", "d224429"  # the commits whose lines are shown
+COMMIT = "a476fc3"  # whose lines are shown
 # vLLM 0.26.0 and SGLang 0.5.17: given, not measured by this project's commands.
 ANCHORS: dict[str, dict[str, tuple[float, float]]] = {
     "llama8b": {
@@ -64,7 +64,7 @@ def draw() -> None:
 
 
 def _panel(axis: Any, name: str, kind: str) -> None:
-    values = [_value(f"{kind}-{name}", SIZES if kind == "kv-tokens" else SPEEDS)]
+    values = [_value(f"{kind}-{name}")]
     values += ANCHORS[name][kind]
     bars = axis.bar(["kvline", "vLLM", "SGLang"], values, color=["#1f6f8b", "#b8bfc6", "#d8c9a8"])
     axis.bar_label(bars, [f"{v:,.0f}" if v else "not given" for v in values], fontsize=7)
@@ -76,11 +76,11 @@ def _panel(axis: Any, name: str, kind: str) -> None:
         axis.spines[side].set_visible(False)
 
 
-def _value(name: str, commit: str) -> float:
+def _value(name: str) -> float:
     lines = (ROOT / "bench" / "results" / "results.jsonl").read_text().splitlines()
-    found = [r for r in map(json.loads, lines) if r["name"] == name and r["commit"] == commit]
+    found = [r for r in map(json.loads, lines) if r["name"] == name and r["commit"] == COMMIT]
     if not found:
-        raise SystemExit(f"plot: no line {name} at {commit} in bench/results")
+        raise SystemExit(f"plot: no line {name} at {COMMIT} in bench/results")
     return float(found[-1]["value"])
 
 

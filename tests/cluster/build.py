@@ -37,6 +37,8 @@ BUILDAH = [
     "overlay",
 ]
 COMPONENTS = ("operator", "server")
+CUDA = "cuda"  # built only where it is asked for: five gigabytes, and kernels made with nvcc
+DOCKERFILES = {CUDA: "server/cuda.Dockerfile"}
 REGISTRY_KEYS = ("PIP_", "UV_", "SSL_CERT", "REQUESTS_CA", "CURL_CA")
 
 
@@ -65,21 +67,27 @@ def _sources(component: str) -> Iterator[Path]:
     yield from sorted((ROOT / "operator").rglob("*.py"))
     yield from sorted((ROOT / "server").rglob("*.py"))
     yield ROOT / "pyproject.toml"
-    yield ROOT / component / "Dockerfile"
+    yield ROOT / _dockerfile(component)
     yield ROOT / "requirements" / f"{component}.txt"
 
 
-def build(say: Say) -> list[Built]:
-    """Both images, built where they are not in the store yet."""
-    missing = [c for c in COMPONENTS if not _exists(image_name(c))]
+def _dockerfile(component: str) -> str:
+    return DOCKERFILES.get(component, f"{component}/Dockerfile")
+
+
+def build(say: Say, components: tuple[str, ...] = COMPONENTS, *extra: Path) -> list[Built]:
+    """The images, built where they are not in the store yet; `extra` files go into dist/."""
+    missing = [c for c in components if not _exists(image_name(c))]
     if missing:
         _ensure_base(say)
         _wheel()
+        for file in extra:
+            shutil.copy(file, ROOT / "dist")
     for component in missing:
         started = time.monotonic()
         _build(component)
         say(f"built the {component} image ({time.monotonic() - started:.0f} s)")
-    return [_inspect(image_name(c)) for c in COMPONENTS]
+    return [_inspect(image_name(c)) for c in components]
 
 
 def _buildah(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -154,7 +162,7 @@ def _build(component: str) -> None:
             f"id=registry,src={secret}",
             *mounts,
             "--file",
-            f"{component}/Dockerfile",
+            _dockerfile(component),
             "--tag",
             image_name(component),
             ".",
