@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: demo demo-down test test-gpu image-check cubins check unit process integration e2e env bench plot api lock clean
+.PHONY: demo demo-down test test-gpu image-check kernels cubins check unit process integration e2e env bench plot api lock clean
 
 demo: python ## a model served with a proven KV budget, on this machine
 	@$(PYTHON) demo
@@ -36,6 +36,9 @@ test-gpu: ## what needs a CUDA GPU; KIT= names wheels and kernels for a bare mac
 
 image-check: env ## the images: no compiler, no setuid file, no root, imports, size; KERNELS=FILE: CUDA's
 	@KERNELS=$(KERNELS) $(VENV_PYTHON) tests/cluster/check_images.py
+
+kernels: ## dist/kernels.tar.xz, FlashInfer's for compute capability 9.x; needs nvcc and its packages
+	@mkdir -p dist && PYTHONPATH=server $(PYTHON) -m kvline_server.kernels.library dist/kernels.tar.xz
 
 cubins: env ## dist/cubins.bin, our own GPU kernels; needs no GPU
 	@mkdir -p dist && $(VENV_PYTHON) -m kvline_server.kernels.build dist/cubins.bin

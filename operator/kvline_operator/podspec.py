@@ -11,6 +11,7 @@ from kvline_operator.spec import ServiceSpec
 
 Object = dict[str, Any]
 
+GPU_RESOURCE = "nvidia.com/gpu"  # of NVIDIA's device plug-in
 GRACE_SECONDS = 70  # preStop 15 + drain 45 + exit 5, and a little
 PRE_STOP_SECONDS = 15
 CACHE_SIZE_LIMIT = "200Gi"
@@ -107,8 +108,11 @@ def _environment() -> list[Object]:
 def _resources(asked: Object) -> Object:
     """Memory's request equals its limit: a size measured under one limit must hold on every node.
     The CPU is only requested: a limit would throttle a step in its middle."""
-    amounts = {key: asked[key] for key in ("cpu", "memory") if key in asked}
-    return {"requests": amounts, "limits": {"memory": asked["memory"]}}
+    amounts: Object = {key: asked[key] for key in ("cpu", "memory") if key in asked}
+    limits: Object = {"memory": asked["memory"]}
+    if asked.get("gpus"):
+        amounts[GPU_RESOURCE] = limits[GPU_RESOURCE] = str(asked["gpus"])
+    return {"requests": amounts, "limits": limits}
 
 
 def _probe(path: str, period: int, failures: int) -> Object:

@@ -48,12 +48,12 @@ def reconcile(world: World, key: Key) -> float:
         return 0.0  # owner references clean up; nothing is ours to do
     try:
         spec = parse(body)
+        observed = _observe(world, spec)
+        revision, stored = _revision(spec, observed, world.settings)
     except SpecError as error:
         wrong = conditions.Condition("Accepted", "False", "SpecInvalid", str(error))
         _report(world, body, *status.refused(wrong, body, world.stamp()))
         return world.settings.resync_seconds
-    observed = observe(world.kube, spec.namespace, spec.base, spec.uid, world.reports, world.pool)
-    revision, stored = _revision(spec, observed, world.settings)
     plan = rollout.plan(revision.name, spec.replicas, observed.sized())
     kept = _records(spec, observed)
     refusal = _apply(world, spec, observed, stored, plan, kept)
@@ -70,6 +70,10 @@ def reconcile(world: World, key: Key) -> float:
     return _look_again(world, facts)
 
 
+def _observe(world: World, spec: ServiceSpec) -> Observed:
+    return observe(world.kube, spec.namespace, spec.base, spec.uid, world.reports, world.pool)
+
+
 def _revision(
     spec: ServiceSpec, observed: Observed, settings: Settings
 ) -> tuple[revisions.Revision, dict[str, Object]]:
@@ -80,7 +84,7 @@ def _revision(
         if LABEL_REVISION in (item["metadata"].get("labels") or {})
     }
     existing = revisions.known(list(stored.values()))
-    wanted = revisions.wanted(spec, existing, settings.default_image)
+    wanted = revisions.wanted(spec, existing, settings.image_for(spec.gpus))
     if wanted.name not in stored:
         stored[wanted.name] = render.controller_revision(spec, wanted, settings)
     return wanted, stored

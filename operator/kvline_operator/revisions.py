@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvline_contract.names import ANNOTATION_IMAGE, LABEL_REVISION
+from kvline_operator.errors import SpecError
 from kvline_operator.spec import ServiceSpec, canonical
 
 SAFE_ALPHABET = "bcdfghjklmnpqrstvwxz2456789"  # Kubernetes': no vowels, so no words
@@ -57,12 +58,17 @@ def wanted(spec: ServiceSpec, existing: list[Revision], default_image: str) -> R
     """The revision of this spec: an existing one when inputs and image are the same.
 
     Without spec.image the image of an existing revision with equal inputs is kept, so that a new
-    default image moves no pod.
+    default image moves no pod. Raises SpecError when there is no image at all.
     """
     for revision in existing:
         if revision.inputs_json == spec.inputs_json and spec.image in (None, revision.image):
             return revision
     image = spec.image or _inherited_image(spec, existing) or default_image
+    if not image:
+        raise SpecError(
+            f"spec.image is missing: spec.resources.gpus is {spec.gpus}, and the operator was "
+            "given no --default-cuda-image"
+        )
     taken = {revision.name for revision in existing}
     counter = 0
     while (name := revision_hash(spec.inputs_json, image, counter)) in taken:

@@ -14,6 +14,7 @@ DIGEST_IMAGE = re.compile(r"[a-z0-9][a-z0-9._:/-]*@sha256:[0-9a-f]{64}")
 @dataclass(frozen=True, slots=True)
 class Settings:
     default_image: str
+    default_cuda_image: str = ""  # of services with a GPU; empty: they name one
     namespaces: tuple[str, ...] = ()  # empty: the whole cluster
     own_namespace: str = "kvline-system"
     hub_endpoint: str = ""  # empty: the public hub
@@ -23,6 +24,9 @@ class Settings:
     probe_port: int = 8081
     report_port: int = 8001
     progress_deadline_seconds: int = 1800
+
+    def image_for(self, gpus: int) -> str:
+        return self.default_cuda_image if gpus else self.default_image
 
     @property
     def hub_port(self) -> int:
@@ -39,6 +43,11 @@ def parse(argv: list[str]) -> Settings:
         "--default-image",
         default=environment.get("KVLINE_DEFAULT_IMAGE"),
         help="server image of services that name none, by digest",
+    )
+    parser.add_argument(
+        "--default-cuda-image",
+        default=environment.get("KVLINE_DEFAULT_CUDA_IMAGE", ""),
+        help="the same of services with a GPU; empty: they must name one",
     )
     parser.add_argument(
         "--allow-image-tags",
@@ -59,13 +68,17 @@ def parse(argv: list[str]) -> Settings:
     a = parser.parse_args(argv)
     if not a.default_image:
         parser.error("--default-image is missing: the server image, by digest")
-    if not a.allow_image_tags and not DIGEST_IMAGE.fullmatch(a.default_image):
-        parser.error(f"--default-image must be name@sha256:<64 hex>, got {a.default_image!r}")
+    for name in ("default_image", "default_cuda_image"):
+        value = getattr(a, name)
+        if value and not a.allow_image_tags and not DIGEST_IMAGE.fullmatch(value):
+            flag = f"--{name.replace('_', '-')}"
+            parser.error(f"{flag} must be name@sha256:<64 hex>, got {value!r}")
     for name, value in (("--resync-seconds", a.resync_seconds), ("--poll-seconds", a.poll_seconds)):
         if not 0.05 <= value <= 86400:
             parser.error(f"{name} must be 0.05 to 86400 seconds, got {value}")
     return Settings(
         default_image=a.default_image,
+        default_cuda_image=a.default_cuda_image,
         namespaces=tuple(a.namespace),
         own_namespace=environment.get("KVLINE_NAMESPACE", "kvline-system"),
         hub_endpoint=a.hub_endpoint,

@@ -57,6 +57,10 @@ class ServiceSpec:
         """A fresh copy of the revision's inputs."""
         return dict(json.loads(self.inputs_json))
 
+    @property
+    def gpus(self) -> int:
+        return int(self.inputs.get("resources", {}).get("gpus", 0))
+
 
 def parse(body: dict[str, Any]) -> ServiceSpec:
     metadata, spec = body["metadata"], body.get("spec") or {}

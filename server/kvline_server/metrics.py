@@ -47,10 +47,20 @@ class _Snapshot(Collector):
         yield _counter("output_tokens", "Tokens generated", b.output_tokens)
         yield _counter("preemptions", "Sequences sent back to wait for pages", b.preemptions)
         yield _counter("engine_steps", "Steps run since the start", b.steps)
+        yield self._paths()
         yield _counter("engine_starts", "Starts of the engine process", self.starts)
         yield self._requests()
         if self.report.result is not None:
             yield from _sizes(self.report.result)
+
+    def _paths(self) -> Metric:
+        """Decoder steps by how they ran: as graphs, or why not."""
+        b = self.beat
+        family = CounterMetricFamily("kvline_decoder_steps", "Steps by path", labels=["path"])
+        family.add_metric(["graph"], b.steps - b.eager_steps if b.graphs else 0)
+        family.add_metric(["eager_no_bucket"], b.eager_steps)
+        family.add_metric(["eager_no_graphs"], 0 if b.graphs else b.steps)
+        return family
 
     def _requests(self) -> Metric:
         family = CounterMetricFamily(

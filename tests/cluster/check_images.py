@@ -118,7 +118,8 @@ def _imports(image: Built) -> list[str]:
     )
     container = made.stdout.strip()
     code = f"import os, {IMPORTS[image.component]}; print(os.getuid())"
-    words = ["run", "--isolation", "chroot", "--network", "host", container, "--"]
+    words = ["run", "--isolation", "chroot", "--network", "host", "--env", "HOME=/tmp"]
+    words += [container, "--"]
     try:
         done = subprocess.run(
             ["unshare", "--net", *BUILDAH, *words, "/opt/kvline/bin/python", "-c", code],

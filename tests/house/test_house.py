@@ -109,7 +109,12 @@ def test_the_readme_stays_short() -> None:
     [
         (
             "flashinfer",
-            ("kernels/flashinfer.py", "kernels/flashinfer_attention.py", "kernels/products.py"),
+            (
+                "kernels/flashinfer.py",
+                "kernels/flashinfer_attention.py",
+                "kernels/library.py",
+                "kernels/products.py",
+            ),
         ),
         ("triton", ("kernels/cubins.py", "kernels/triton_kernels.py")),
         ("cuda", ("memory/cuda.py", "kernels/cubins.py")),

@@ -100,6 +100,26 @@ def test_an_apply_becomes_children_pods_and_a_proven_budget(
     assert row[1].split()[:6] == ["chat", "chat", "True", "Serving", "1", "4096"]
 
 
+def test_a_gpu_is_asked_of_the_node_and_its_image_must_be_named(
+    space: Any, operator: Any, until: Callable[..., Any]
+) -> None:
+    """The operator here has a default image for the CPU alone."""
+    asked = {"memory": "2Gi", "gpus": 1}
+    space.apply(resources=asked)
+    refused = until(lambda: space.condition("Accepted").get("status") == "False" and space)
+    said = refused.condition("Accepted")
+    assert said["reason"] == "SpecInvalid"
+    assert "spec.image is missing" in said["message"]
+    assert not space.list("deployments")
+    space.apply(resources=asked, image="registry.example/kvline-cuda@sha256:" + "a" * 64)
+    (deployment,) = until(lambda: space.list("deployments"))
+    (server,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert server["resources"]["limits"] == {"memory": "2Gi", "nvidia.com/gpu": "1"}
+    assert server["resources"]["requests"]["nvidia.com/gpu"] == "1"
+    launch = next(c for c in space.list("configmaps") if "launch.json" in c["data"])
+    assert json.loads(launch["data"]["launch.json"])["device"] == "cuda"
+
+
 def test_nothing_changed_means_zero_writes(
     space: Any, operator: Any, node: Any, until: Callable[..., Any]
 ) -> None:

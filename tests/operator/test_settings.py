@@ -12,7 +12,12 @@ GOOD = ["--default-image", DIGEST]
 
 @pytest.fixture(autouse=True)
 def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HF_ENDPOINT", "KVLINE_DEFAULT_IMAGE", "KVLINE_ALLOW_IMAGE_TAGS"):
+    for name in (
+        "HF_ENDPOINT",
+        "KVLINE_DEFAULT_IMAGE",
+        "KVLINE_DEFAULT_CUDA_IMAGE",
+        "KVLINE_ALLOW_IMAGE_TAGS",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -26,6 +31,7 @@ def test_the_image_comes_by_digest_unless_a_developer_says_so() -> None:
     [
         ([], "--default-image"),
         (["--default-image", "kvline:latest"], "--default-image"),
+        ([*GOOD, "--default-cuda-image", "kvline:latest"], "--default-cuda-image"),
         ([*GOOD, "--hub-endpoint", "ftp://hub"], "--hub-endpoint"),
         ([*GOOD, "--hub-endpoint", "http://hub:99999"], "--hub-endpoint"),
         ([*GOOD, "--resync-seconds", "0"], "--resync-seconds"),

@@ -140,7 +140,7 @@ class EngineProcess:
         if now - self.beat_at < BEAT_SECONDS:
             return
         self.beat_at = now
-        scheduler, pool = engine.scheduler, engine.pool
+        scheduler, pool, graphs = engine.scheduler, engine.pool, engine.runner.graphs
         self.parent.send(
             Beat(
                 busy=not engine.idle,
@@ -154,6 +154,8 @@ class EngineProcess:
                 preemptions=scheduler.preemptions,
                 prompt_tokens=self.prompt_tokens,
                 output_tokens=self.output_tokens,
+                graphs=graphs is not None,
+                eager_steps=0 if graphs is None else graphs.eager,
             )
         )
 

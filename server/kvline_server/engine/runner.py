@@ -19,7 +19,7 @@ from kvline_server.engine.request import Scores
 from kvline_server.engine.sampling import sample
 from kvline_server.errors import DeviceOutOfMemory
 from kvline_server.kernels import tuning
-from kvline_server.kernels.interface import Fetch, Forward, RowScores, Where
+from kvline_server.kernels.interface import Fetch, Forward, Graphs, RowScores, Where
 from kvline_server.memory.arena import Arena
 from kvline_server.model.decoder import Decoder
 
@@ -72,6 +72,7 @@ class Runner:
         self.logprob_rows = logprob_rows
         self.rows_run = 0  # rows given to the LM head, for the invariant rows == sampled + scored
         self.forward: Forward = decoder.step
+        self.graphs: Graphs | None = None
         self.recent = torch.zeros(slots, dtype=torch.int64, device=self.kernels.device)
 
     def tune(self, max_rows: int, file: Path, key: str) -> str | None:
@@ -92,9 +93,10 @@ class Runner:
 
     def capture(self, max_rows: int) -> bool:
         """Captures what the device can replay; the arena must have a page, its addresses stay."""
-        graphs = self.kernels.graphs(self.decoder, self.arena.layers(), max_rows)
-        self.forward = graphs or self.decoder.step
-        return graphs is not None
+        self.graphs = self.kernels.graphs(self.decoder, self.arena.layers(), max_rows)
+        if self.graphs is not None:
+            self.forward = self.graphs.step
+        return self.graphs is not None
 
     def launch(self, batch: Batch) -> Flight:
         """Raises DeviceOutOfMemory when the device refuses memory."""

@@ -22,7 +22,7 @@ from kvline_server.kernels.interface import (
     GREEDY,
     Draws,
     Fetch,
-    Forward,
+    Graphs,
     Heads,
     KVLayer,
     RowScores,
@@ -193,10 +193,10 @@ class FlashInferKernels:
             self._products.choices = known
         return self._products.choices
 
-    def graphs(self, decoder: Any, cache: list[KVLayer], max_rows: int) -> Forward | None:
+    def graphs(self, decoder: Any, cache: list[KVLayer], max_rows: int) -> Graphs:
         from kvline_server.kernels.pieces import Pieces  # which knows the decoder, which knows us
 
-        return Pieces(decoder, cache, max_rows).step
+        return Pieces(decoder, cache, max_rows)
 
     def logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         return functional.linear(hidden, head)

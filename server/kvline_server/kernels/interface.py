@@ -97,6 +97,15 @@ class Forward(Protocol):
     ) -> torch.Tensor: ...
 
 
+class Graphs(Protocol):
+    """A decoder's forward as captured graphs."""
+
+    eager: int  # steps that no graph fits
+
+    @property
+    def step(self) -> Forward: ...
+
+
 class Kernels(Protocol):
     @property
     def device(self) -> torch.device: ...
@@ -161,7 +170,7 @@ class Kernels(Protocol):
         of layers a product; `known` are the picks of an earlier start. -> the picks, None where
         there is nothing to pick from"""
 
-    def graphs(self, decoder: Any, cache: list[KVLayer], max_rows: int) -> Forward | None:
+    def graphs(self, decoder: Any, cache: list[KVLayer], max_rows: int) -> Graphs | None:
         """The decoder's forward as captured graphs, where the device has such a thing."""
 
     def logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:

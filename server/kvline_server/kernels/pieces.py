@@ -59,7 +59,7 @@ class Pieces:
         self.hidden = torch.zeros_like(residual)
         self.pool = torch.cuda.graph_pool_handle()
         self.sizes = buckets(max_rows)
-        self.replayed = self.eager = 0
+        self.eager = 0  # steps that no bucket fits
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
         self._capture_all(cache)
 
@@ -73,7 +73,6 @@ class Pieces:
             self.eager += 1
             hidden: torch.Tensor = self.decoder.step(token_ids, where, cache, layout)
             return hidden
-        self.replayed += 1
         plan = self.decoder.kernels.plan(layout)
         self._place(token_ids, where, bucket)
         graphs = self._graphs[bucket]

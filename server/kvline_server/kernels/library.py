@@ -1,0 +1,67 @@
+"""FlashInfer's kernels that we use, built ahead: python -m kvline_server.kernels.library FILE
+
+Needs nvcc (CUDA_HOME), a C++ compiler, ninja and the packages of requirements/cuda.txt; no GPU.
+FILE becomes an archive laid out as the library looks for built kernels, which
+server/cuda.Dockerfile unpacks and `make test-gpu KIT=` uses on a bare machine. Further words name
+some of the modules. Minutes on 16 cores, an hour on two.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+
+DIMS = (64, 128)
+
+
+def specs() -> list[Any]:
+    """What kernels/flashinfer.py, flashinfer_attention.py and products.py import modules of."""
+    import torch
+    from flashinfer.jit import activation, attention, norm, sampling, topk
+    from flashinfer.jit.gemm.core import gen_mm_bf16_cublaslt_module
+    from flashinfer.jit.tinygemm2 import gen_tinygemm2_module
+
+    kinds = (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.int32)
+    prefills = [
+        attention.gen_batch_prefill_module(backend, *kinds, dim, dim, 0, False, False, False)
+        for backend in ("fa2", "fa3")
+        for dim in DIMS
+    ]
+    return [
+        activation.gen_act_and_mul_module("silu"),
+        norm.gen_norm_module(),
+        sampling.gen_sampling_module(),
+        topk.gen_topk_module(),
+        gen_mm_bf16_cublaslt_module(),
+        gen_tinygemm2_module(),
+        *prefills,
+    ]
+
+
+def main(words: list[str]) -> int:
+    if not words:
+        print(__doc__, file=sys.stderr)
+        return 2
+    from flashinfer.aot import copy_built_kernels
+    from flashinfer.jit.core import build_jit_specs
+
+    wanted = set(words[1:])
+    chosen = [spec for spec in specs() if not wanted or spec.name in wanted]
+    print(f"building {', '.join(spec.name for spec in chosen)}", flush=True)
+    build_jit_specs(chosen, verbose=False, skip_prebuilt=False)
+    with tempfile.TemporaryDirectory() as scratch, tarfile.open(words[0], "w:xz") as archive:
+        copy_built_kernels(chosen, Path(scratch))
+        for folder in sorted(Path(scratch).iterdir()):
+            archive.add(folder, folder.name)
+    print(f"{words[0]}: {len(chosen)} modules")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
