@@ -30,6 +30,7 @@ from programs import Programs
 NODE = "local"
 # Default 20 and 50 requests a second hold a small cluster back for seconds.
 FAST = ["--kube-api-qps=500", "--kube-api-burst=1000", "--leader-elect=false"]
+KUBELET_STARTS = 20
 
 Say = Callable[[str], None]
 
@@ -167,16 +168,25 @@ class LocalCluster:
         self._run("containerd", f"--config={conf}/containerd.toml")
         self.programs.wait_for("containerd", 30, self.images.answers)
         self.images.add_pause()
-        self._run(
-            "kubelet",
-            f"--config={conf}/kubelet.yaml",
-            f"--kubeconfig={self.state}/pki/kubelet.kubeconfig",
-            f"--root-dir={self.state}/kubelet",
-            f"--hostname-override={NODE}",
-            f"--node-ip={NODE_ADDRESS}",
-        )
+        self._start_kubelet(conf)
         self._run("kube-proxy", f"--config={conf}/kube-proxy.yaml", f"--hostname-override={NODE}")
         self._run("coredns", "-conf", str(conf / "Corefile"))
+
+    def _start_kubelet(self, conf: Path) -> None:
+        """Containerd answers a little before its runtime service does; a kubelet that comes in
+        between ends at once, and where there is an init system it is started again."""
+        for _ in range(KUBELET_STARTS):
+            self._run(
+                "kubelet",
+                f"--config={conf}/kubelet.yaml",
+                f"--kubeconfig={self.state}/pki/kubelet.kubeconfig",
+                f"--root-dir={self.state}/kubelet",
+                f"--hostname-override={NODE}",
+                f"--node-ip={NODE_ADDRESS}",
+            )
+            time.sleep(0.5)
+            if "kubelet" in self.programs.running():
+                return
 
     def _wait(self) -> None:
         wait = self.programs.wait_for
