@@ -11,12 +11,13 @@ from kvline_contract.exits import MEANINGS, meaning
 from kvline_contract.launch import Record
 from kvline_contract.names import records_name
 from kvline_contract.report import State
+from kvline_operator.candidate import IMAGE_REASONS, OOM_RESTARTS
+from kvline_operator.gate import Outcome, Verdict
 from kvline_operator.observe import Ended, PodView
 from kvline_operator.records import DRIFT_PERCENT, drifted
 from kvline_operator.rollout import RolloutPlan
 from kvline_operator.spec import ServiceSpec
-
-OOM_RESTARTS = 4  # kills while sizing that still count as shrink-and-retry
+from kvline_operator.verdicts import Standing
 
 # How far along a replica is; the furthest one speaks for the revision.
 PROGRESS = [
@@ -29,7 +30,6 @@ PROGRESS = [
     State.VALIDATING,
     State.VALIDATED,
 ]
-IMAGE_REASONS = {"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull"}
 READY_ORDER = (
     "Accepted",
     "Progressing",
@@ -58,6 +58,8 @@ class Facts:
     records: dict[str, Record] = field(default_factory=dict)  # by fingerprint
     apply_error: Condition | None = None  # an object of ours was refused
     deadline_exceeded: bool = False
+    standing: Standing = field(default_factory=Standing)  # of the stable revision
+    image_outdated: bool = False
 
     @property
     def newest(self) -> tuple[PodView, ...]:
@@ -252,13 +254,31 @@ def _counts(facts: Facts) -> str:
 
 def up_to_date(facts: Facts) -> Condition:
     kind = "UpToDate"
-    if facts.plan.candidate:
-        text = f"revision {facts.plan.candidate} replaces the one that serves: {_counts(facts)}"
-        return Condition(kind, "False", "RollingOut", text)
+    plan = facts.plan
+    if plan.rejected and plan.gate is not None:
+        text = f"revision {plan.rejected} was turned down, {plan.stable} serves: "
+        return Condition(kind, "False", "RolledBack", text + plan.gate.message)
+    if plan.candidate and plan.gate is not None:
+        return _on_the_way(kind, facts, plan.gate)
     ready = sum(1 for p in facts.newest if p.ready)
     if ready == facts.spec.replicas == len(facts.newest):
         return Condition(kind, "True", "UpToDate", f"revision {facts.plan.stable}")
     return Condition(kind, "False", "Scaling", _counts(facts))
+
+
+def _on_the_way(kind: str, facts: Facts, gate: Verdict) -> Condition:
+    name = f"revision {facts.plan.candidate}"
+    if facts.plan.paused:
+        return Condition(kind, "False", "Paused", f"{name} waits: kvline.dev/paused is true")
+    if gate.outcome is Outcome.PASS:
+        return Condition(kind, "False", "RollingOut", f"{name} takes over: {_counts(facts)}")
+    if gate.outcome is Outcome.FAIL:
+        text = f"{name} is kept out of traffic, {facts.plan.stable} serves: {gate.message}"
+        return Condition(kind, "False", "GateFailed", text)
+    if gate.stuck:
+        return Condition(kind, "False", "GateHeld", f"{name}: {gate.message}")
+    text = f"{name} is measured before it takes traffic: {gate.message}"
+    return Condition(kind, "False", "RollingOut", text)
 
 
 def ready(facts: Facts, others: list[Condition]) -> Condition:

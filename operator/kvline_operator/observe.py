@@ -15,6 +15,7 @@ from kvline_contract.names import (
     SERVER_CONTAINER,
 )
 from kvline_contract.report import Result, SizingReport, State, Termination
+from kvline_operator.gate import Measured
 from kvline_operator.kube import Kube
 from kvline_operator.rollout import Sized
 from kvline_operator.sizing import Reading, Reports
@@ -58,6 +59,14 @@ class PodView:
         return self.report is not None and self.report.state is State.VALIDATED
 
     @property
+    def measured(self) -> Measured | None:
+        """The validated size as the gate compares it."""
+        if self.report is None or self.report.result is None:
+            return None
+        gpu = self.report.provenance.gpu if self.report.provenance is not None else ""
+        return Measured(gpu, self.report.result.kv_tokens, self.report.result.bytes_per_token)
+
+    @property
     def result(self) -> Result | None:
         return self.report.result if self.report is not None else None
 
@@ -76,15 +85,23 @@ class Observed:
     def config_map(self, name: str) -> Object | None:
         return next((c for c in self.config_maps if c["metadata"]["name"] == name), None)
 
-    def sized(self) -> list[Sized]:
-        return [
+    def serving(self) -> dict[str, tuple[Measured, ...]]:
+        """The sizes of the replicas that serve, by revision."""
+        out: dict[str, tuple[Measured, ...]] = {}
+        for pod in self.pods:
+            if pod.ready and pod.measured is not None:
+                out[pod.revision] = (*out.get(pod.revision, ()), pod.measured)
+        return out
+
+    def sized(self) -> tuple[Sized, ...]:
+        return tuple(
             Sized(
                 revision=d["metadata"]["labels"].get(LABEL_REVISION, ""),
                 replicas=d["spec"].get("replicas", 1),
                 ready=(d.get("status") or {}).get("readyReplicas", 0),
             )
             for d in self.deployments
-        ]
+        )
 
 
 def observe(

@@ -12,15 +12,27 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from kvline_contract.launch import Record
+from kvline_contract.launch import VERSION, GateFile, Record
 from kvline_contract.names import KIND, LABEL_REVISION, base_name, records_name
-from kvline_operator import apply, conditions, records, render, revisions, rollout, status
+from kvline_operator import (
+    apply,
+    candidate,
+    conditions,
+    records,
+    render,
+    revisions,
+    rollout,
+    status,
+    verdicts,
+)
 from kvline_operator.errors import Forbidden, Invalid, NameConflict, SpecError
+from kvline_operator.gate import Outcome, Verdict, judge
 from kvline_operator.kube import Kube
 from kvline_operator.observe import Observed, observe
 from kvline_operator.settings import Settings
 from kvline_operator.sizing import Reports
 from kvline_operator.spec import ServiceSpec, parse
+from kvline_operator.verdicts import Standing
 from kvline_operator.workqueue import Key
 
 log = logging.getLogger("kvline")
@@ -54,14 +66,16 @@ def reconcile(world: World, key: Key) -> float:
         wrong = conditions.Condition("Accepted", "False", "SpecInvalid", str(error))
         _report(world, body, *status.refused(wrong, body, world.stamp()))
         return world.settings.resync_seconds
-    plan = rollout.plan(revision.name, spec.replicas, observed.sized())
+    story = _story(spec, observed, revision.name, stored)
     kept = _records(spec, observed)
-    refusal = _apply(world, spec, observed, stored, plan, kept)
+    refusal = _apply(world, spec, observed, story, kept)
     # What was observed before the writes is told: the events of the writes wake this key again.
     facts = conditions.Facts(
         spec=spec,
-        plan=plan,
+        plan=story.plan,
         pods=observed.pods,
+        standing=story.standings.get(story.plan.stable, Standing()),
+        image_outdated=_image_outdated(spec, story, world.settings),
         records=kept,
         apply_error=refusal,
         deadline_exceeded=_deadline_exceeded(observed, revision.name),
@@ -90,6 +104,67 @@ def _revision(
     return wanted, stored
 
 
+@dataclass(frozen=True, slots=True)
+class Story:
+    """Where a service's revisions stand, and what follows."""
+
+    stored: dict[str, Object]  # ControllerRevisions by revision
+    standings: dict[str, Standing]  # after this reconcile
+    plan: rollout.RolloutPlan
+    ready: dict[str, int]
+
+    def gate(self, name: str, spec: ServiceSpec) -> GateFile:
+        """A revision that serves stays open: closing takes ready pods away too."""
+        verdict, required = self.plan.gate, self.standings.get(name, Standing()).required
+        is_open = True
+        if verdict is not None and name in (self.plan.candidate, self.plan.rejected):
+            is_open = verdict.outcome is Outcome.PASS or self.ready.get(name, 0) > 0
+            required = verdict.required
+        return GateFile(VERSION, is_open, spec.min_kv_tokens, required)
+
+
+def _story(spec: ServiceSpec, observed: Observed, wanted: str, stored: dict[str, Object]) -> Story:
+    """Pure: from what was observed and is remembered to what should be."""
+    serving = observed.serving()
+    known = {name: verdicts.read(item) for name, item in stored.items()}
+    standings = verdicts.first(known, serving, wanted)
+    stable = verdicts.stable(standings)
+    sized = observed.sized()
+    verdict = None
+    if stable and stable != wanted:
+        verdict = _verdict(spec, observed, wanted, stored, standings)
+    situation = rollout.Situation(wanted, stable, spec.replicas, sized, verdict)
+    plan = rollout.plan(situation, spec.rollout)
+    after = verdicts.remember(standings, plan, wanted, serving.get(plan.stable, ()))
+    return Story(stored, after, plan, {s.revision: s.ready for s in sized})
+
+
+def _verdict(
+    spec: ServiceSpec,
+    observed: Observed,
+    wanted: str,
+    stored: dict[str, Object],
+    standings: dict[str, Standing],
+) -> Verdict:
+    """Of the candidate: what was said of it stands, but for a promotion or a later failure."""
+    stable = verdicts.stable(standings)
+    past = standings[wanted].verdict_now(standings[stable])
+    promoted = spec.rollout.promote == wanted
+    if past is not None and (past.promoted or (past.outcome is Outcome.FAIL and not promoted)):
+        return past
+    pods = tuple(p for p in observed.pods if p.revision == wanted)
+    seen = candidate.view(verdicts.kind(stored[wanted]["data"]["inputs"]), pods, promoted)
+    proven = verdicts.proven(standings[stable], stored[stable]["data"]["inputs"])
+    now = judge(seen, proven, spec.min_kv_tokens, spec.rollout.min_capacity_percent)
+    return past if past is not None and now.outcome is Outcome.HOLD else now
+
+
+def _image_outdated(spec: ServiceSpec, story: Story, settings: Settings) -> bool:
+    stored = story.stored.get(story.plan.stable)
+    default = settings.image_for(spec.gpus)
+    return bool(stored and default and not spec.image and stored["data"]["image"] != default)
+
+
 def _records(spec: ServiceSpec, observed: Observed) -> dict[str, Record]:
     """The sizes on record, and those that replicas have found since."""
     kept = records.read(observed.config_map(records_name(spec.base)))
@@ -100,8 +175,7 @@ def _apply(
     world: World,
     spec: ServiceSpec,
     observed: Observed,
-    stored: dict[str, Object],
-    plan: rollout.RolloutPlan,
+    story: Story,
     kept: dict[str, Record],
 ) -> conditions.Condition | None:
     """Writes what differs, then prunes. A refusal that a person must see becomes a condition."""
@@ -110,14 +184,14 @@ def _apply(
             apply.ensure(world.kube, wanted)
         if kept:
             apply.ensure(world.kube, render.records_map(spec, kept))
-        for name, replicas in plan.replicas.items():
-            if name not in stored:
+        _remember(world, spec, story)
+        for name, replicas in story.plan.replicas.items():
+            if name not in story.stored:
                 continue  # its memory is gone; the Deployment is left as it is until replaced
-            if "resourceVersion" not in stored[name]["metadata"]:  # not in the cluster yet
-                apply.ensure(world.kube, stored[name])
-            for wanted in render.revision_objects(spec, stored[name], replicas, world.settings):
+            gate = story.gate(name, spec)
+            for wanted in render.revision_objects(spec, story.stored[name], replicas, gate):
                 apply.ensure(world.kube, wanted)
-        _prune(world, observed, plan)
+        _prune(world, observed, story.plan)
     except NameConflict as error:
         return conditions.Condition("Accepted", "False", "NameConflict", str(error))
     except Forbidden as error:
@@ -127,6 +201,16 @@ def _apply(
             return conditions.Condition("Progressing", "False", "QuotaExceeded", str(error))
         return conditions.Condition("Accepted", "False", "SpecInvalid", str(error))
     return None
+
+
+def _remember(world: World, spec: ServiceSpec, story: Story) -> None:
+    """Before anything is done about it: what a crash in between must not forget."""
+    for name, stored in story.stored.items():
+        said = verdicts.written(story.standings.get(name, Standing()))
+        if "resourceVersion" not in stored["metadata"]:  # not in the cluster yet
+            apply.ensure(world.kube, render.remembered(spec, stored, said))
+        elif said != verdicts.written(verdicts.read(stored)):
+            world.kube.apply(render.remembered(spec, stored, said))
 
 
 def _prune(world: World, observed: Observed, plan: rollout.RolloutPlan) -> None:

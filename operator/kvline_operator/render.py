@@ -149,25 +149,38 @@ def network_policy(owner: Owner, spec: ServiceSpec, settings: Settings) -> Objec
 def controller_revision(spec: ServiceSpec, revision: Revision, settings: Settings) -> Object:
     """The memory of a revision: its inputs, its image and the pod template made from them."""
     owner = Owner.of(spec)
+    data = {
+        "inputs": spec.inputs,
+        "image": revision.image,
+        "servedName": spec.served_name,
+        "podTemplate": pod_template(owner.base, spec, revision, settings),
+    }
+    return _controller_revision(owner, revision.name, revision.number, data, {})
+
+
+def remembered(spec: ServiceSpec, stored: Object, said: dict[str, str]) -> Object:
+    """A stored ControllerRevision with these annotations; all else as it was written."""
+    name = stored["metadata"]["labels"][names.LABEL_REVISION]
+    return _controller_revision(Owner.of(spec), name, stored["revision"], stored["data"], said)
+
+
+def _controller_revision(
+    owner: Owner, name: str, number: int, data: Object, said: dict[str, str]
+) -> Object:
     return {
         "apiVersion": "apps/v1",
         "kind": "ControllerRevision",
         "metadata": {
-            **metadata(owner, names.revision_name(owner.base, revision.name), revision.name),
-            "annotations": {names.ANNOTATION_IMAGE: revision.image},
+            **metadata(owner, names.revision_name(owner.base, name), name),
+            "annotations": {names.ANNOTATION_IMAGE: data["image"], **said},
         },
-        "revision": revision.number,
-        "data": {
-            "inputs": spec.inputs,
-            "image": revision.image,
-            "servedName": spec.served_name,
-            "podTemplate": pod_template(owner.base, spec, revision, settings),
-        },
+        "revision": number,
+        "data": data,
     }
 
 
 def revision_objects(
-    spec: ServiceSpec, stored: Object, replicas: int, settings: Settings
+    spec: ServiceSpec, stored: Object, replicas: int, gate: GateFile
 ) -> list[Object]:
     """A revision's ConfigMaps and Deployment, from its stored ControllerRevision alone."""
     owner = Owner.of(spec)
@@ -185,7 +198,7 @@ def revision_objects(
             "apiVersion": "v1",
             "kind": "ConfigMap",
             "metadata": metadata(owner, names.gate_name(owner.base, revision), revision),
-            "data": {names.GATE_FILE: dumps(GateFile(VERSION, True, spec.min_kv_tokens, 0))},
+            "data": {names.GATE_FILE: dumps(gate)},
         },
         {
             "apiVersion": "apps/v1",
@@ -194,7 +207,7 @@ def revision_objects(
             "spec": {
                 "replicas": replicas,
                 "revisionHistoryLimit": 0,
-                "progressDeadlineSeconds": settings.progress_deadline_seconds,
+                "progressDeadlineSeconds": spec.rollout.progress_deadline_seconds,
                 "selector": {
                     "matchLabels": {
                         names.LABEL_SERVICE: owner.base,

@@ -23,7 +23,6 @@ class Settings:
     workers: int = 8
     probe_port: int = 8081
     report_port: int = 8001
-    progress_deadline_seconds: int = 1800
 
     def image_for(self, gpus: int) -> str:
         return self.default_cuda_image if gpus else self.default_image

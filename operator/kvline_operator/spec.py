@@ -9,10 +9,17 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from kvline_contract.launch import Reuse
-from kvline_contract.names import ANNOTATION_RESTART, ANNOTATION_UPGRADE, base_name
+from kvline_contract.names import (
+    ANNOTATION_PAUSED,
+    ANNOTATION_PROMOTE,
+    ANNOTATION_RESTART,
+    ANNOTATION_UPGRADE,
+    base_name,
+)
 from kvline_operator.errors import SpecError
 
 SOURCE = re.compile(
@@ -37,6 +44,28 @@ class ModelSource:
         return self.claim is None
 
 
+class Strategy(StrEnum):
+    SURGE = "Surge"
+    RECREATE = "Recreate"
+
+
+class OnFailure(StrEnum):
+    ROLLBACK = "Rollback"
+    HOLD = "Hold"
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """How a new revision takes over; none of it moves a pod."""
+
+    strategy: Strategy = Strategy.SURGE
+    min_capacity_percent: int = 95
+    progress_deadline_seconds: int = 1800
+    on_failure: OnFailure = OnFailure.ROLLBACK
+    promote: str = ""  # a revision that a person lets pass
+    paused: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
     namespace: str
@@ -50,6 +79,7 @@ class ServiceSpec:
     replicas: int
     min_kv_tokens: int
     reuse: Reuse
+    rollout: Rollout
     inputs_json: str  # canonical JSON of what changes pods
 
     @property
@@ -77,6 +107,7 @@ def parse(body: dict[str, Any]) -> ServiceSpec:
         replicas=spec.get("replicas", 1),
         min_kv_tokens=(spec.get("capacity") or {}).get("minKVTokens", 0),
         reuse=_reuse(spec),
+        rollout=_rollout(metadata, spec),
         inputs_json=canonical(inputs(metadata, spec)),
     )
 
@@ -87,6 +118,22 @@ def _reuse(spec: dict[str, Any]) -> Reuse:
         return Reuse(value)
     except ValueError:
         raise SpecError(f"spec.capacity.reuse must be Auto or Never, got {value!r:.80}") from None
+
+
+def _rollout(metadata: dict[str, Any], spec: dict[str, Any]) -> Rollout:
+    said = spec.get("rollout") or {}
+    annotations = metadata.get("annotations") or {}
+    default = Rollout()
+    return Rollout(
+        strategy=Strategy(said.get("strategy", default.strategy)),
+        min_capacity_percent=said.get("minCapacityPercent", default.min_capacity_percent),
+        progress_deadline_seconds=said.get(
+            "progressDeadlineSeconds", default.progress_deadline_seconds
+        ),
+        on_failure=OnFailure(said.get("onFailure", default.on_failure)),
+        promote=annotations.get(ANNOTATION_PROMOTE, ""),
+        paused=annotations.get(ANNOTATION_PAUSED) == "true",
+    )
 
 
 def parse_source(text: Any) -> ModelSource:

@@ -13,6 +13,7 @@ from kvline_contract.codec import encode
 from kvline_contract.names import API_PORT, LABEL_SERVICE
 from kvline_contract.report import Result, SizingReport
 from kvline_operator.conditions import Condition, Facts, conditions
+from kvline_operator.gate import Outcome, Verdict
 from kvline_operator.observe import PodView
 
 Object = dict[str, Any]
@@ -41,6 +42,8 @@ EVENTS = {
     ("Progressing", "QuotaExceeded"): ("QuotaExceeded", "Warning"),
     ("Progressing", "DeadlineExceeded"): ("DeadlineExceeded", "Warning"),
     ("Progressing", "DeviceFailure"): ("DeviceFailure", "Warning"),
+    ("UpToDate", "GateHeld"): ("GateHeld", "Warning"),
+    ("UpToDate", "RolledBack"): ("RolledBack", "Warning"),
     ("Ready", "Serving"): ("Serving", "Normal"),
 }
 
@@ -63,13 +66,15 @@ def build(facts: Facts, previous: Object, now: str) -> tuple[Object, list[Event]
         "readyReplicas": sum(1 for p in facts.pods if p.ready),
         "selector": f"{LABEL_SERVICE}={facts.spec.base}",
         "url": f"http://{facts.spec.base}.{facts.spec.namespace}.svc:{API_PORT}/v1",
-        "rollout": _rollout(facts),
+        "rollout": _rollout(facts, previous.get("rollout") or {}, now),
         "replicaSizing": replica_sizing(facts),
     }
     figures = capacity(facts.serving)
     if figures:
         out["capacity"] = figures
-    return out, events(made, previous)
+    judged = facts.plan.gate is not None
+    news = _gate_events(out["rollout"], previous.get("rollout") or {}) if judged else []
+    return out, [*news, *events(made, previous)]
 
 
 def refused(spec_error: Condition, body: Object, now: str) -> tuple[Object, list[Event]]:
@@ -89,11 +94,47 @@ def refused(spec_error: Condition, body: Object, now: str) -> tuple[Object, list
     return status, events(made, previous)
 
 
-def _rollout(facts: Facts) -> Object:
-    out = {"stableRevision": facts.plan.stable}
-    if facts.plan.candidate:
-        out["candidateRevision"] = facts.plan.candidate
+def _rollout(facts: Facts, previous: Object, now: str) -> Object:
+    plan = facts.plan
+    out: Object = {"stableRevision": plan.stable, "imageOutdated": facts.image_outdated}
+    if plan.candidate:
+        out["candidateRevision"] = plan.candidate
+    if plan.rejected:
+        out["rejectedRevision"] = plan.rejected
+    gate = _gate(facts)
+    if gate:
+        before = dict(previous.get("gate") or {})
+        since = before.pop("time", now)
+        out["gate"] = {**gate, "time": since if before == gate else now}
     return out
+
+
+def _gate(facts: Facts) -> Object:
+    """The verdict of what is on its way or was turned down, else of the revision that serves."""
+    plan, standing = facts.plan, facts.standing
+    if plan.gate is not None:
+        revision, verdict = plan.candidate or plan.rejected or plan.stable, plan.gate
+    elif standing.verdict:
+        text, figures = standing.message, (standing.measured, standing.required)
+        revision, verdict = plan.stable, Verdict(Outcome.PASS, text, *figures)
+    else:
+        return {}
+    out: Object = {"revision": revision, "result": str(verdict.outcome)}
+    for name in ("measured", "required", "baseline"):
+        if getattr(verdict, name):
+            out[name] = getattr(verdict, name)
+    return {**out, "message": verdict.message[:1024]}
+
+
+def _gate_events(rollout: Object, previous: Object) -> list[Event]:
+    """Passed or failed is told once a revision, with the figures."""
+    gate, before = rollout.get("gate") or {}, previous.get("gate") or {}
+    named = {"Pass": ("GatePassed", "Normal"), "Fail": ("GateFailed", "Warning")}
+    kind = named.get(gate.get("result", ""))
+    same = [gate.get(k) == before.get(k) for k in ("revision", "result")]
+    if kind is None or all(same):
+        return []
+    return [Event(kind[0], kind[1], f"revision {gate['revision']}: {gate['message']}")]
 
 
 def capacity(serving: tuple[PodView, ...]) -> Object:

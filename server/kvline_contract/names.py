@@ -21,8 +21,17 @@ FIELD_MANAGER = "kvline-operator"  # server-side apply's owner of our fields
 
 ANNOTATION_RESTART = "kvline.dev/restart"  # a timestamp: a new revision of the same spec
 ANNOTATION_UPGRADE = "kvline.dev/upgrade"  # a timestamp: take the operator's default image
+ANNOTATION_PROMOTE = "kvline.dev/promote"  # a revision: let it pass its gate
+ANNOTATION_PAUSED = "kvline.dev/paused"  # "true": a rollout stays where it is
+# Of ControllerRevisions, the operator's memory; see verdicts.py there.
+ANNOTATION_ACCEPTED = "kvline.dev/accepted"
 ANNOTATION_VERDICT = "kvline.dev/verdict"
+ANNOTATION_AGAINST = "kvline.dev/against"
 ANNOTATION_MEASURED = "kvline.dev/measured"
+ANNOTATION_REQUIRED = "kvline.dev/required"
+ANNOTATION_BASELINE = "kvline.dev/baseline"
+ANNOTATION_BYTES = "kvline.dev/bytes-per-token"
+ANNOTATION_MESSAGE = "kvline.dev/message"
 ANNOTATION_IMAGE = "kvline.dev/image"
 
 API_PORT = 8000  # /v1, in the Service

@@ -21,6 +21,8 @@ from typing import Any
 
 import yaml
 
+from kvline_contract.launch import GateFile
+from kvline_contract.names import GATE_FILE, LABEL_REVISION, LABEL_SERVICE, gate_name
 from kvline_contract.report import (
     Attempt,
     Effective,
@@ -173,7 +175,8 @@ class Node:
         raw: bytes | None = None,
         only: Callable[[dict[str, Any]], bool] = lambda pod: True,
     ) -> None:
-        """Every pod runs and reports `state`; it is ready when validated, unless said."""
+        """Every pod runs and reports `state`; it is ready when validated and its gate lets it,
+        unless said."""
         for pod in self.pods():
             if not only(pod):
                 continue
@@ -181,8 +184,19 @@ class Node:
             address = self.addresses.setdefault(uid, f"127.0.7.{len(self.addresses) + 1}")
             report = sizing_report(uid, state, tokens)
             self.answers[address] = report.dumps().encode() if raw is None else raw
-            now = state is State.VALIDATED if ready is None else ready
+            now = state is State.VALIDATED and self._may(pod, tokens) if ready is None else ready
             self.status(pod, address, now)
+
+    def _may(self, pod: dict[str, Any], tokens: int) -> bool:
+        """What a pod makes of its gate file."""
+        labels = pod["metadata"]["labels"]
+        found = self.space.get(
+            "configmap", gate_name(labels[LABEL_SERVICE], labels[LABEL_REVISION])
+        )
+        if found is None:
+            return False
+        gate = GateFile.parse(found["data"][GATE_FILE])
+        return gate.open and tokens >= gate.threshold()
 
     def status(self, pod: dict[str, Any], address: str, ready: bool) -> None:
         started = {"running": {"startedAt": "2026-11-21T10:00:00Z"}}
@@ -206,16 +220,10 @@ class Node:
         self.patch(pod, status)
 
     def patch(self, pod: dict[str, Any], status: dict[str, Any]) -> None:
-        name = pod["metadata"]["name"]
-        self.space.kubectl(
-            "patch",
-            "pod",
-            name,
-            "--subresource=status",
-            "--type=merge",
-            "-p",
-            json.dumps({"status": status}),
-        )
+        """A pod that has gone meanwhile is nobody's any more."""
+        words = ("--subresource=status", "--type=merge", "-p", json.dumps({"status": status}))
+        done = self.space.kubectl("patch", "pod", pod["metadata"]["name"], *words, check=False)
+        assert done.returncode == 0 or "NotFound" in done.stderr, done.stderr
 
 
 def serve(space: Space, node: Node) -> None:

@@ -22,10 +22,13 @@ from kvline_contract.report import (
 )
 from kvline_operator import status
 from kvline_operator.conditions import Condition, Facts, conditions
+from kvline_operator.gate import Outcome as GateOutcome
+from kvline_operator.gate import Verdict
 from kvline_operator.observe import Ended, PodView
 from kvline_operator.records import merge
 from kvline_operator.rollout import RolloutPlan
 from kvline_operator.spec import parse
+from kvline_operator.verdicts import Standing
 
 BODY = {
     "metadata": {"name": "chat", "namespace": "ns", "uid": "u", "generation": 3},
@@ -78,11 +81,10 @@ def recorded() -> dict[str, Record]:
     return merge({}, [made])
 
 
-def facts(
-    *pods: PodView, candidate: str = "", spec: dict[str, Any] | None = None, **more: Any
-) -> Facts:
+def facts(*pods: PodView, spec: dict[str, Any] | None = None, **more: Any) -> Facts:
     body = {**BODY, "spec": {**BODY["spec"], **(spec or {})}}
-    return Facts(parse(body), RolloutPlan({"aaaaa": 1}, "aaaaa", candidate), pods, **more)
+    more.setdefault("plan", RolloutPlan({"aaaaa": 1}, "aaaaa"))
+    return Facts(parse(body), pods=pods, **more)
 
 
 def by_type(made: Facts) -> dict[str, Condition]:
@@ -187,13 +189,64 @@ def test_scaled_to_zero_is_a_state_of_its_own() -> None:
     assert got["CapacityMeasured"].reason == "ScaledToZero"
 
 
-def test_a_spec_on_its_way_leaves_ready_true_and_up_to_date_false() -> None:
+HELD = Verdict(GateOutcome.HOLD, "b: Probing")
+STUCK = Verdict(GateOutcome.HOLD, "b has no node", stuck=True)
+FAILED = Verdict(
+    GateOutcome.FAIL, "measured 9 KV tokens, 950 are required: 941 short", 9, 950, 1000
+)
+PASSED = Verdict(GateOutcome.PASS, "measured 990 KV tokens, 950 are required", 990, 950, 1000)
+
+
+@pytest.mark.parametrize(
+    ("gate", "rejected", "paused", "reason", "said"),
+    [
+        (HELD, False, False, "RollingOut", "is measured before it takes traffic: b: Probing"),
+        (STUCK, False, False, "GateHeld", "b has no node"),
+        (PASSED, False, False, "RollingOut", "takes over: 0 of 1 replicas are ready"),
+        (PASSED, False, True, "Paused", "kvline.dev/paused is true"),
+        (FAILED, False, False, "GateFailed", "is kept out of traffic, aaaaa serves"),
+        (FAILED, True, False, "RolledBack", "was turned down, aaaaa serves: measured 9 KV tokens"),
+    ],
+)
+def test_a_candidate_leaves_ready_true_and_says_why_it_does_not_serve(
+    gate: Verdict, rejected: bool, paused: bool, reason: str, said: str
+) -> None:
     candidate = replace(
         PLAIN, name="b", revision="bbbbb", running=True, report=report(State.PROBING)
     )
-    got = by_type(facts(ready_pod(), candidate, candidate="bbbbb"))
+    name = {"rejected" if rejected else "candidate": "bbbbb"}
+    plan = RolloutPlan({"aaaaa": 1}, "aaaaa", gate=gate, paused=paused, **name)
+    got = by_type(facts(ready_pod(), candidate, plan=plan))
     assert got["Ready"].status == "True"
-    assert got["UpToDate"].reason == "RollingOut"
+    assert (got["UpToDate"].status, got["UpToDate"].reason) == ("False", reason)
+    assert said in got["UpToDate"].message
+
+
+def test_a_gate_s_verdict_is_told_once_with_its_figures() -> None:
+    plan = RolloutPlan({"aaaaa": 1}, "aaaaa", gate=FAILED, rejected="bbbbb")
+    made, news = status.build(facts(ready_pod(), plan=plan), {}, "now")
+    assert [n.reason for n in news if "Gate" in n.reason or "Rolled" in n.reason] == [
+        "GateFailed",
+        "RolledBack",
+    ]
+    assert made["rollout"]["gate"] == {
+        "revision": "bbbbb",
+        "result": "Fail",
+        "measured": 9,
+        "required": 950,
+        "baseline": 1000,
+        "message": FAILED.message,
+        "time": "now",
+    }
+    again, silent = status.build(facts(ready_pod(), plan=plan), made, "later")
+    assert again == made and not silent
+    taken_back, quiet = status.build(
+        facts(ready_pod(), standing=Standing(accepted=2, verdict="Passed", message="enough")),
+        made,
+        "later",
+    )
+    assert taken_back["rollout"]["gate"]["result"] == "Pass"
+    assert not [n for n in quiet if n.reason == "GatePassed"], "that was told when it passed"
 
 
 def test_the_deadline_and_quota_show() -> None:

@@ -1,0 +1,175 @@
+"""Remember: what became of each revision, as annotations of its ControllerRevision. Pure.
+
+Status is never an input, so the verdict of a gate, the sizes it compared and the order in which
+revisions were accepted are kept here. What somebody else made unreadable counts as not said.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvline_contract import names
+from kvline_operator.gate import Kind, Measured, Outcome, Proven, Verdict
+from kvline_operator.rollout import RolloutPlan
+from kvline_operator.spec import parse_source
+
+PASSED, FAILED, PROMOTED = "Passed", "Failed", "Promoted"
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A revision's past."""
+
+    accepted: int = 0  # counts acceptances of the service; the highest is the stable one
+    verdict: str = ""  # of its gate
+    against: int = 0  # `accepted` of the revision that it was judged beside
+    measured: int = 0
+    required: int = 0
+    message: str = ""
+    bytes_per_token: int = 0
+    baseline: dict[str, int] = field(default_factory=dict)  # tokens by GPU model
+
+    def verdict_now(self, stable: Standing) -> Verdict | None:
+        """The verdict that was given beside this stable revision, if there is one."""
+        if not self.verdict or self.against != stable.accepted:
+            return None
+        outcome = Outcome.FAIL if self.verdict == FAILED else Outcome.PASS
+        best = max(stable.baseline.values(), default=0) if self.required else 0
+        promoted = self.verdict == PROMOTED
+        return Verdict(outcome, self.message, self.measured, self.required, best, promoted=promoted)
+
+
+def read(controller_revision: Object) -> Standing:
+    said = controller_revision["metadata"].get("annotations") or {}
+    numbers = {
+        name: _number(said.get(key, ""))
+        for name, key in (
+            ("accepted", names.ANNOTATION_ACCEPTED),
+            ("against", names.ANNOTATION_AGAINST),
+            ("measured", names.ANNOTATION_MEASURED),
+            ("required", names.ANNOTATION_REQUIRED),
+            ("bytes_per_token", names.ANNOTATION_BYTES),
+        )
+    }
+    verdict = said.get(names.ANNOTATION_VERDICT, "")
+    return Standing(
+        verdict=verdict if verdict in (PASSED, FAILED, PROMOTED) else "",
+        message=said.get(names.ANNOTATION_MESSAGE, ""),
+        baseline=_baseline(said.get(names.ANNOTATION_BASELINE, "")),
+        **numbers,
+    )
+
+
+def written(standing: Standing) -> dict[str, str]:
+    said: dict[str, Any] = {
+        names.ANNOTATION_ACCEPTED: standing.accepted,
+        names.ANNOTATION_VERDICT: standing.verdict,
+        names.ANNOTATION_AGAINST: standing.against,
+        names.ANNOTATION_MEASURED: standing.measured,
+        names.ANNOTATION_REQUIRED: standing.required,
+        names.ANNOTATION_MESSAGE: standing.message,
+        names.ANNOTATION_BYTES: standing.bytes_per_token,
+        names.ANNOTATION_BASELINE: json.dumps(standing.baseline, sort_keys=True)
+        if standing.baseline
+        else "",
+    }
+    return {key: str(value) for key, value in said.items() if value}
+
+
+def stable(standings: dict[str, Standing]) -> str:
+    """The revision that was accepted last; empty before the first."""
+    accepted = {name: s.accepted for name, s in standings.items() if s.accepted}
+    return max(accepted, key=lambda name: accepted[name]) if accepted else ""
+
+
+def kind(inputs: Object) -> Kind:
+    source = parse_source(inputs["model"]["source"])
+    return Kind(source.text.partition("@")[0], int(inputs["resources"].get("gpus", 0)))
+
+
+def proven(standing: Standing, inputs: Object) -> Proven:
+    return Proven(kind(inputs), standing.bytes_per_token, standing.baseline)
+
+
+def first(
+    standings: dict[str, Standing], measured: dict[str, tuple[Measured, ...]], wanted: str
+) -> dict[str, Standing]:
+    """With an accepted revision where none was yet and one serves: what serves first is the
+    beginning, and so is what an operator without gates left behind."""
+    serving = [name for name in measured if measured[name]]
+    if stable(standings) or not serving:
+        return standings
+    name = wanted if wanted in serving else max(serving, key=lambda n: len(measured[n]))
+    begun = _raised(replace(standings.get(name, Standing()), accepted=1), measured[name])
+    return {**standings, name: begun}
+
+
+def remember(
+    standings: dict[str, Standing],
+    plan: RolloutPlan,
+    wanted: str,
+    serving: tuple[Measured, ...],
+) -> dict[str, Standing]:
+    """All standings after this reconcile. `serving` are the ready replicas of plan.stable."""
+    out = dict(standings)
+    before = stable(standings)
+    if not before:
+        return out
+    for name, standing in standings.items():
+        if name != wanted and standing.verdict == FAILED:
+            out[name] = _forgotten(standing)  # turned down until the spec says something else
+    if plan.gate is not None and plan.gate.outcome is not Outcome.HOLD:
+        out[wanted] = _judged(out.get(wanted, Standing()), plan.gate, standings[before])
+    if plan.stable != before and serving:
+        out[plan.stable] = _accepted(out[plan.stable], plan, standings[before])
+    if serving:
+        out[plan.stable] = _raised(out[plan.stable], serving)
+    return out
+
+
+def _forgotten(standing: Standing) -> Standing:
+    return replace(standing, verdict="", against=0, measured=0, required=0, message="")
+
+
+def _judged(standing: Standing, verdict: Verdict, beside: Standing) -> Standing:
+    word = FAILED if verdict.outcome is Outcome.FAIL else PROMOTED if verdict.promoted else PASSED
+    return replace(
+        standing,
+        verdict=word,
+        against=beside.accepted,
+        measured=verdict.measured,
+        required=verdict.required,
+        message=verdict.message,
+    )
+
+
+def _accepted(standing: Standing, plan: RolloutPlan, before: Standing) -> Standing:
+    """A promotion and a revision that was not comparable begin the baseline anew."""
+    compared = plan.gate is not None and plan.gate.baseline > 0
+    baseline = dict(before.baseline) if compared else {}
+    return replace(standing, accepted=before.accepted + 1, baseline=baseline)
+
+
+def _raised(standing: Standing, serving: tuple[Measured, ...]) -> Standing:
+    """The best that all ready replicas of one GPU model had at a time."""
+    baseline = dict(standing.baseline)
+    for gpu in {m.gpu for m in serving}:
+        least = min(m.tokens for m in serving if m.gpu == gpu)
+        baseline[gpu] = max(least, baseline.get(gpu, 0))
+    return replace(standing, baseline=baseline, bytes_per_token=serving[0].bytes_per_token)
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else 0
+
+
+def _baseline(text: str) -> dict[str, int]:
+    try:
+        found = json.loads(text) if text else {}
+    except ValueError:
+        return {}
+    items = found.items() if isinstance(found, dict) else ()
+    return {str(gpu)[:128]: n for gpu, n in items if isinstance(n, int) and n > 0}

@@ -1,0 +1,305 @@
+"""The rollout gate against a real API server: no candidate takes traffic before it has proven its
+budget, and what was decided outlives the operator."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from playground import eventually
+
+from kvline_contract.names import LABEL_REVISION
+from kvline_contract.report import State
+
+pytestmark = pytest.mark.integration
+
+BIGGER, SMALLER = {"maxModelLen": 2048}, {"maxModelLen": 2047}
+
+
+class Service:
+    """A service whose pods live as long as the test looks: each look lets the node act."""
+
+    def __init__(self, space: Any, node: Any) -> None:
+        self.space, self.node = space, node
+        self.tokens: dict[str, int] = {}  # by revision; others load yet
+        self.served: set[str] = set()  # revisions that ever had a ready pod
+        self.fewest_ready = 1 << 30
+
+    def look(self) -> dict[str, Any]:
+        for pod in self.node.pods():
+            revision = self.revision(pod)
+            tokens = self.tokens.get(revision)
+            if tokens:
+                self.node.play(State.VALIDATED, tokens, only=lambda p, pod=pod: p == pod)
+        ready = [p for p in self.node.pods() if _is_ready(p)]
+        self.served |= {self.revision(p) for p in ready}
+        self.fewest_ready = min(self.fewest_ready, len(ready))
+        return dict((self.space.get("kvl", "chat") or {}).get("status") or {})
+
+    def until(self, check: Callable[[dict[str, Any]], Any], seconds: float = 60) -> dict[str, Any]:
+        def looked() -> dict[str, Any]:
+            status = self.look()
+            return status if check(status) else {}
+
+        return dict(eventually(looked, seconds))
+
+    def until_reason(self, reason: str) -> dict[str, Any]:
+        return self.until(lambda s: up_to_date(s).get("reason") == reason)
+
+    @staticmethod
+    def revision(pod: dict[str, Any]) -> str:
+        return str(pod["metadata"]["labels"][LABEL_REVISION])
+
+    def pods_of(self, revision: str) -> list[dict[str, Any]]:
+        return [p for p in self.node.pods() if self.revision(p) == revision]
+
+    def generation(self) -> int:
+        return int(self.space.get("kvl", "chat")["metadata"]["generation"])
+
+    def events(self, reason: str) -> list[str]:
+        return [e["message"] for e in self.space.list("events") if e.get("reason") == reason]
+
+
+def _is_ready(pod: dict[str, Any]) -> bool:
+    conditions = (pod.get("status") or {}).get("conditions") or []
+    return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+
+
+def up_to_date(status: dict[str, Any]) -> dict[str, Any]:
+    found = [c for c in status.get("conditions") or [] if c["type"] == "UpToDate"]
+    return dict(found[0]) if found else {}
+
+
+@pytest.fixture
+def service(space: Any, operator: Any, node: Any) -> Service:
+    """Two replicas of 4,096 tokens that serve."""
+    made = Service(space, node)
+    space.apply(replicas=2)
+    (first,) = eventually(lambda: {made.revision(p) for p in node.pods()})
+    made.tokens = {first: 4096}
+    made.until_reason("UpToDate")
+    made.fewest_ready = 1 << 30
+    return made
+
+
+def test_a_candidate_is_measured_alone_and_then_takes_over_replica_by_replica(
+    service: Service, space: Any
+) -> None:
+    stable = space.get("kvl", "chat")["status"]["rollout"]["stableRevision"]
+    space.apply(replicas=2, engine=BIGGER)
+    status = service.until(lambda s: s["rollout"].get("candidateRevision"))
+    candidate = status["rollout"]["candidateRevision"]
+    eventually(lambda: len(service.pods_of(candidate)) == 1)
+    service.look()
+    assert len(service.pods_of(stable)) == 2 and candidate not in service.served
+    service.tokens[candidate] = 3900
+    status = service.until_reason("UpToDate")
+    gate = status["rollout"]["gate"]
+    assert {k: gate[k] for k in ("revision", "result", "measured", "required")} == {
+        "revision": candidate,
+        "result": "Pass",
+        "measured": 3900,
+        "required": 3892,
+    }
+    assert status["rollout"]["stableRevision"] == candidate
+    assert service.events("GatePassed") == [
+        f"revision {candidate}: measured 3900 KV tokens, 3892 are required (95 % of 4096)"
+    ]
+    assert service.fewest_ready == 2
+    eventually(lambda: len(service.node.pods()) == 2)
+
+
+def test_half_the_budget_is_rolled_back_and_stays_so_until_somebody_says_otherwise(
+    service: Service, space: Any, operator: Any
+) -> None:
+    first = space.get("kvl", "chat")["status"]["rollout"]["stableRevision"]
+    before = {p["metadata"]["uid"] for p in service.node.pods()}
+    space.apply(replicas=2, engine=SMALLER)
+    rejected = service.until(lambda s: s["rollout"].get("candidateRevision"))["rollout"][
+        "candidateRevision"
+    ]
+    service.tokens[rejected] = 2048
+    status = service.until_reason("RolledBack")
+    assert status["rollout"]["rejectedRevision"] == rejected
+    assert status["rollout"]["stableRevision"] == first
+    assert (
+        "measured 2048 KV tokens, 3892 are required (95 % of 4096): 1844 short"
+        in (up_to_date(status)["message"])
+    )
+    assert len(service.events("GateFailed")) == len(service.events("RolledBack")) == 1
+    assert rejected not in service.served and service.fewest_ready == 2
+    assert {p["metadata"]["uid"] for p in service.node.pods() if _is_ready(p)} == before
+
+    operator.stop(signal.SIGKILL)
+    operator.start()  # and it remembers
+    service.until(lambda s: len(service.node.pods()) == 2)
+    space.kubectl("annotate", "kvl", "chat", "touched=yes")
+    service.until_reason("RolledBack")
+    assert not service.pods_of(rejected)
+
+    space.apply(replicas=2)  # the old spec again: nothing moves, the rejection is forgotten
+    service.until_reason("UpToDate")
+    assert {p["metadata"]["uid"] for p in service.node.pods()} == before
+    space.apply(replicas=2, engine=SMALLER)
+    service.until_reason("RolledBack")
+    assert len(service.events("GateFailed")) == 2
+
+    space.kubectl("annotate", "kvl", "chat", f"kvline.dev/promote={rejected}")
+    status = service.until_reason("UpToDate")
+    assert status["rollout"]["stableRevision"] == rejected
+    assert status["capacity"]["kvTokens"] == 2048
+    stored = space.get("controllerrevisions", f"chat-{rejected}")["metadata"]["annotations"]
+    assert stored["kvline.dev/verdict"] == "Promoted"
+    assert json.loads(stored["kvline.dev/baseline"]) == {"": 2048}
+
+
+def test_small_losses_do_not_add_up(service: Service, space: Any) -> None:
+    """3,950 of 4,096 passes; 3,800 is 96 % of that, and 93 % of the best."""
+    for length, tokens, reason in ((2048, 3950, "UpToDate"), (2047, 3800, "RolledBack")):
+        space.apply(replicas=2, engine={"maxModelLen": length})
+        status = service.until(lambda s: s["rollout"].get("candidateRevision"))
+        service.tokens[status["rollout"]["candidateRevision"]] = tokens
+        status = service.until_reason(reason)
+    assert status["rollout"]["gate"]["baseline"] == 4096
+
+
+def test_another_model_is_held_until_a_minimum_says_what_is_enough(
+    service: Service, space: Any
+) -> None:
+    model = {"source": "pvc://models/other"}
+    space.apply(replicas=2, model=model)
+    candidate = service.until(lambda s: s["rollout"].get("candidateRevision"))["rollout"][
+        "candidateRevision"
+    ]
+    service.tokens[candidate] = 4096
+    status = service.until_reason("GateHeld")
+    assert "cannot be compared" in up_to_date(status)["message"]
+    assert candidate not in service.served
+    space.apply(replicas=2, model=model, capacity={"minKVTokens": 4000})
+    status = service.until_reason("UpToDate")
+    assert status["rollout"]["gate"]["required"] == 4000
+    assert service.fewest_ready == 2
+
+
+def test_recreate_frees_the_old_ones_first_and_comes_back_after_a_failure(
+    service: Service, space: Any
+) -> None:
+    first = space.get("kvl", "chat")["status"]["rollout"]["stableRevision"]
+    how = {"strategy": "Recreate"}
+    space.apply(replicas=2, engine=SMALLER, rollout=how)
+    status = service.until(lambda s: s["rollout"].get("candidateRevision"))
+    candidate = status["rollout"]["candidateRevision"]
+    service.until(lambda s: not service.pods_of(first) and len(service.pods_of(candidate)) == 2)
+    service.tokens[candidate] = 2000
+    service.until_reason("RolledBack")
+    service.until(lambda s: s["readyReplicas"] == 2 and len(service.pods_of(first)) == 2)
+    assert candidate not in service.served
+
+
+def test_an_engine_that_ends_twice_is_turned_down_and_one_that_waits_is_held(
+    service: Service, space: Any
+) -> None:
+    space.apply(replicas=2, engine=SMALLER)
+    status = service.until(lambda s: s["rollout"].get("candidateRevision"))
+    candidate = status["rollout"]["candidateRevision"]
+    (pod,) = eventually(lambda: service.pods_of(candidate))
+    unschedulable = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+    waits = [{**unschedulable, "message": "0/1 nodes are available: 1 Insufficient memory."}]
+    service.node.patch(pod, {"phase": "Pending", "conditions": waits})
+    status = service.until_reason("GateHeld")
+    assert "Insufficient memory" in up_to_date(status)["message"]
+    died = {"exitCode": 40, "reason": "Error", "message": "40 MiB short"}
+    ended = {
+        "name": "server",
+        "ready": False,
+        "restartCount": 1,
+        "image": "x",
+        "imageID": "x",
+        "state": {"waiting": {"reason": "CrashLoopBackOff"}},
+        "lastState": {"terminated": died},
+    }
+    service.node.patch(pod, {"phase": "Running", "conditions": [], "containerStatuses": [ended]})
+    status = service.until_reason("RolledBack")
+    assert (
+        "ended 2 times, with code 40 (OutOfMemory): 40 MiB short" in (up_to_date(status)["message"])
+    )
+    assert service.fewest_ready == 2
+
+
+def test_a_spec_that_changes_on_the_way_and_a_pause_keep_what_serves(
+    service: Service, space: Any
+) -> None:
+    """Half shifted, paused, then a third spec: two replicas are ready all along."""
+    first = space.get("kvl", "chat")["status"]["rollout"]["stableRevision"]
+    space.apply(replicas=2, engine=BIGGER)
+    status = service.until(lambda s: s["rollout"].get("candidateRevision"))
+    second = status["rollout"]["candidateRevision"]
+    service.tokens[second] = 4096
+    service.until(lambda s: second in service.served)
+    space.kubectl("annotate", "kvl", "chat", "kvline.dev/paused=true")
+    space.apply(replicas=2, engine={"maxModelLen": 2046})
+    third = service.until_reason("Paused")["rollout"]["candidateRevision"]
+    assert not service.pods_of(third)
+    service.tokens[third] = 4096
+    space.kubectl("annotate", "kvl", "chat", "kvline.dev/paused-")
+    status = service.until_reason("UpToDate")
+    assert status["rollout"]["stableRevision"] not in (first, second)
+    assert service.fewest_ready == 2
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("first", "tokens", "reason"), [(1, 4096, "UpToDate"), (2, 2048, "RolledBack")]
+)
+def test_killing_the_operator_at_each_write_of_a_rollout_ends_in_the_same_state(
+    service: Service, space: Any, operator: Any, first: int, tokens: int, reason: str
+) -> None:
+    """F01: a rollout a write, the operator killed right after it, until there is no such write.
+    The two stories share their writes, and take every second one each."""
+    reached = 0
+    for write in range(first, 40, 2):
+        stable = service.look()["rollout"]["stableRevision"]
+        operator.stop(signal.SIGKILL)
+        operator.extra = {"KVLINE_FAULT_WRITE": f"{write}:after"}
+        space.apply(replicas=2, engine={"maxModelLen": 1000 + write})
+        operator.start()
+        died, candidate = _roll(service, operator, tokens, reason)
+        assert service.fewest_ready == 2, write
+        expected = candidate if reason == "UpToDate" else stable
+        assert service.look()["rollout"]["stableRevision"] == expected, write
+        assert {service.revision(p) for p in service.node.pods()} == {expected}, write
+        if not died:
+            break
+        reached = write
+    assert reached >= 6, reached
+
+
+def _roll(service: Service, operator: Any, tokens: int, reason: str) -> tuple[bool, str]:
+    """Plays a rollout to its end, starting the operator again where it was killed. -> whether it
+    was, and the candidate"""
+    died, before = False, set(service.tokens)
+
+    def looked() -> bool:
+        nonlocal died
+        if operator.process.poll() is not None:
+            died, operator.extra = True, {}
+            operator.start()
+        status = service.look()
+        for pod in service.node.pods():
+            service.tokens.setdefault(service.revision(pod), tokens)
+        new = set(service.tokens) - before
+        return (
+            bool(new)
+            and up_to_date(status).get("reason") == reason
+            and (
+                status["observedGeneration"]
+                == service.space.get("kvl", "chat")["metadata"]["generation"]
+                and len(service.node.pods()) == 2
+            )
+        )
+
+    eventually(looked, 60)
+    return died, (set(service.tokens) - before).pop()

@@ -1,0 +1,141 @@
+"""The gate's verdicts as a table: what passes, what is held, what is turned down, with figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvline_operator.gate import Candidate, Kind, Measured, Outcome, Proven, judge
+
+KIND = Kind("hf://org/model", 1)
+PROVEN = Proven(KIND, 100, {"H200": 1000, "": 500})
+PLAIN = Candidate(KIND, (Measured("H200", 960, 100),))
+
+
+@pytest.mark.parametrize(
+    ("what", "candidate", "minimum", "outcome", "required", "said"),
+    [
+        ("95 % and more", PLAIN, 0, Outcome.PASS, 950, "950 are required (95 % of 1000)"),
+        (
+            "a token less than required",
+            replace(PLAIN, replicas=(Measured("H200", 949, 100),)),
+            0,
+            Outcome.FAIL,
+            950,
+            "measured 949 KV tokens, 950 are required (95 % of 1000): 1 short",
+        ),
+        ("the minimum asks for more", PLAIN, 961, Outcome.FAIL, 961, "1 short"),
+        (
+            "the smallest replica counts",
+            replace(PLAIN, replicas=(Measured("H200", 999, 100), Measured("H200", 900, 100))),
+            0,
+            Outcome.FAIL,
+            950,
+            "measured 900",
+        ),
+        (
+            "no report is no pass",
+            replace(PLAIN, replicas=(), stage="p: Stressing"),
+            0,
+            Outcome.HOLD,
+            0,
+            "p: Stressing",
+        ),
+        (
+            "no node",
+            replace(PLAIN, replicas=(), hindrance="p has no node"),
+            0,
+            Outcome.HOLD,
+            0,
+            "p has no node",
+        ),
+        (
+            "an engine that failed",
+            replace(PLAIN, replicas=(), failure="p ended 2 times"),
+            0,
+            Outcome.FAIL,
+            0,
+            "p ended 2 times",
+        ),
+        (
+            "another model without a minimum",
+            replace(PLAIN, kind=Kind("hf://org/other", 1)),
+            0,
+            Outcome.HOLD,
+            0,
+            "cannot be compared (hf://org/other is another model than hf://org/model)",
+        ),
+        (
+            "another model with one",
+            replace(PLAIN, kind=Kind("hf://org/other", 1)),
+            900,
+            Outcome.PASS,
+            900,
+            "not compared",
+        ),
+        ("more GPUs", replace(PLAIN, kind=Kind(KIND.model, 2)), 0, Outcome.HOLD, 0, "2 GPUs"),
+        (
+            "a GPU model never seen",
+            replace(PLAIN, replicas=(Measured("A100", 9999, 100),)),
+            0,
+            Outcome.HOLD,
+            0,
+            "nothing has been proven on A100",
+        ),
+        (
+            "smaller tokens",
+            replace(PLAIN, replicas=(Measured("H200", 2000, 50),)),
+            0,
+            Outcome.HOLD,
+            0,
+            "a token takes 50 bytes, not 100",
+        ),
+        (
+            "promoted, though too small",
+            replace(PLAIN, replicas=(Measured("H200", 5, 100),), promoted=True),
+            0,
+            Outcome.PASS,
+            0,
+            "promoted by hand",
+        ),
+        (
+            "on a CPU by the CPU's baseline",
+            replace(PLAIN, replicas=(Measured("", 480, 100),)),
+            0,
+            Outcome.PASS,
+            475,
+            "95 % of 500",
+        ),
+    ],
+)
+def test_the_table(
+    what: str, candidate: Candidate, minimum: int, outcome: Outcome, required: int, said: str
+) -> None:
+    verdict = judge(candidate, PROVEN, minimum, 95)
+    assert (verdict.outcome, verdict.required) == (outcome, required), what
+    assert said in verdict.message
+
+
+@given(st.lists(st.integers(1, 2000), max_size=4), st.integers(0, 2000), st.integers(0, 100))
+def test_what_passes_unpromoted_is_measured_and_enough(
+    tokens: list[int], minimum: int, percent: int
+) -> None:
+    replicas = tuple(Measured("H200", n, 100) for n in tokens)
+    verdict = judge(replace(PLAIN, replicas=replicas), PROVEN, minimum, percent)
+    enough = bool(tokens) and all(100 * n >= percent * 1000 and n >= minimum for n in tokens)
+    assert (verdict.outcome is Outcome.PASS) == enough
+
+
+@given(st.lists(st.integers(950, 1000), min_size=1, max_size=6))
+def test_many_small_losses_do_not_add_up(sizes: list[int]) -> None:
+    """Each is within 5 % of the best, whatever the one before had."""
+    best = 1000
+    for tokens in sizes:
+        proven = Proven(KIND, 100, {"H200": best})
+        verdict = judge(replace(PLAIN, replicas=(Measured("H200", tokens, 100),)), proven, 0, 95)
+        assert verdict.outcome is Outcome.PASS and verdict.baseline == best
+        best = max(best, tokens)
+    assert best == 1000

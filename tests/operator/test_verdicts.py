@@ -1,0 +1,95 @@
+"""What is remembered of revisions: written as annotations, read back, raised, forgotten."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvline_operator import verdicts
+from kvline_operator.gate import Measured, Outcome, Verdict
+from kvline_operator.rollout import RolloutPlan
+from kvline_operator.verdicts import Standing, first, remember, stable
+
+A = Standing(accepted=3, baseline={"H200": 1000}, bytes_per_token=100)
+PASS = Verdict(Outcome.PASS, "enough", 980, 950, 1000)
+FAIL = Verdict(Outcome.FAIL, "30 short", 920, 950, 1000)
+numbers = st.integers(0, 10**12)
+
+
+@given(
+    st.builds(
+        Standing,
+        accepted=numbers,
+        verdict=st.sampled_from(["", "Passed", "Failed", "Promoted"]),
+        against=numbers,
+        measured=numbers,
+        required=numbers,
+        message=st.text(max_size=40),
+        bytes_per_token=numbers,
+        baseline=st.dictionaries(st.text(max_size=9), st.integers(1, 10**12), max_size=3),
+    )
+)
+def test_what_was_written_is_read(standing: Standing) -> None:
+    said = verdicts.written(standing)
+    assert verdicts.read({"metadata": {"annotations": said}}) == standing
+
+
+def test_what_somebody_made_unreadable_counts_as_not_said() -> None:
+    said = {f"kvline.dev/{k}": v for k, v in (("accepted", "-1"), ("verdict", "Great"))}
+    said |= {"kvline.dev/baseline": '{"H200": "many", "A100": 7}', "kvline.dev/measured": "9" * 40}
+    read = verdicts.read({"metadata": {"annotations": said}})
+    assert read == Standing(baseline={"A100": 7})
+    assert verdicts.read({"metadata": {}}) == Standing()
+
+
+def plan(gate: Verdict | None, stable: str = "a", rejected: str = "") -> RolloutPlan:
+    return RolloutPlan({"a": 1}, stable, gate=gate, rejected=rejected)
+
+
+def test_a_verdict_counts_beside_the_revision_it_was_given_beside() -> None:
+    after = remember({"a": A, "b": Standing()}, plan(FAIL, rejected="b"), "b", ())
+    assert (after["b"].verdict, after["b"].against, after["b"].measured) == ("Failed", 3, 920)
+    said = after["b"].verdict_now(after["a"])
+    assert said is not None and said.outcome is Outcome.FAIL and said.required == 950
+    assert after["b"].verdict_now(replace(A, accepted=4)) is None
+
+
+def test_a_rejection_is_forgotten_once_the_spec_says_something_else() -> None:
+    failed = Standing(verdict="Failed", against=3, message="30 short", measured=920)
+    assert remember({"a": A, "b": failed}, plan(None), "a", ())["b"] == Standing()
+
+
+def test_an_acceptance_keeps_the_best_and_a_promotion_begins_anew() -> None:
+    serving = (Measured("H200", 980, 100), Measured("H200", 990, 100))
+    after = remember({"a": A, "b": Standing()}, plan(PASS, "b"), "b", serving)
+    assert stable(after) == "b"
+    assert (after["b"].accepted, after["b"].baseline, after["b"].required) == (
+        4,
+        {"H200": 1000},
+        950,
+    )
+    promoted = Verdict(Outcome.PASS, "by hand", 980, promoted=True)
+    anew = remember({"a": A, "b": Standing()}, plan(promoted, "b"), "b", serving)
+    assert (anew["b"].verdict, anew["b"].baseline) == ("Promoted", {"H200": 980})
+
+
+def test_the_baseline_is_the_best_of_the_smallest_and_never_sinks() -> None:
+    up = remember(
+        {"a": A}, plan(None), "a", (Measured("H200", 1200, 100), Measured("H200", 1100, 100))
+    )
+    assert up["a"].baseline == {"H200": 1100}
+    down = remember(up, plan(None), "a", (Measured("H200", 900, 100),))
+    assert down["a"].baseline == {"H200": 1100}
+    other = remember(up, plan(None), "a", (Measured("A100", 500, 100),))
+    assert other["a"].baseline == {"H200": 1100, "A100": 500}
+
+
+def test_what_serves_first_is_the_beginning() -> None:
+    measured = {"a": (Measured("", 400, 100), Measured("", 500, 100)), "b": (Measured("", 9, 100),)}
+    assert first({"a": A}, measured, "b") == {"a": A}
+    begun = first({"a": Standing(), "b": Standing()}, measured, "c")
+    assert stable(begun) == "a" and begun["a"].baseline == {"": 400}
+    assert stable(first({}, measured, "b")) == "b"
+    assert stable(first({"a": Standing()}, {}, "a")) == ""
