@@ -54,6 +54,8 @@ def run(cluster: Cluster) -> None:
     story.show_budget()
     story.chat()
     story.scale()
+    story.pass_gate()
+    story.fail_gate()
     story.refuse()
     story.goodbye()
 

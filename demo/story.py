@@ -15,7 +15,7 @@ from errors import ClusterError
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "smollm2"
-STEPS = 11
+STEPS = 13
 PARTS = ("weightsMiB", "activationsMiB", "graphsMiB", "kvMiB", "headroomMiB", "othersMiB")
 REFUSED = """
 apiVersion: kvline.dev/v1alpha1
@@ -145,6 +145,39 @@ class Story:
         total = capacity["kvTokensTotal"]
         self.say(f"two validated replicas: {total} KV tokens in all, {each} each")
 
+    def pass_gate(self) -> None:
+        """A change that costs nothing: its first replica is measured beside the ones that serve."""
+        self.title("a changed spec passes its gate: engine.maxRunningRequests 12")
+        self.change({"engine": {"maxRunningRequests": 12}})
+        self.watch(NAME, lambda s: self.settled(s) and bool(is_true(s, "UpToDate")), 600)
+        self.show_gate("GatePassed")
+
+    def fail_gate(self) -> None:
+        self.title("a changed spec that would halve the budget: resources.memory 1536Mi")
+        before = self.status(NAME)["rollout"]["stableRevision"]
+        self.change({"resources": {"memory": "1536Mi"}})
+        self.watch(NAME, lambda s: condition(s, "UpToDate").get("reason") == "RolledBack", 600)
+        self.show_gate("RolledBack")
+        if self.status(NAME)["rollout"]["stableRevision"] != before:
+            raise ClusterError("the smaller revision took over; that must not happen")
+        self.change({"resources": {"memory": "2Gi"}})
+
+    def change(self, spec: dict[str, Any]) -> None:
+        patch = json.dumps({"spec": spec})
+        self.cluster.kubectl("patch", "kvl", NAME, "--type=merge", "-p", patch)
+
+    def settled(self, status: dict[str, Any]) -> bool:
+        """Whether the status is of the spec that was last applied."""
+        text = self.cluster.kubectl("get", "kvl", NAME, "-o", "json").stdout
+        return bool(json.loads(text)["metadata"]["generation"] == status.get("observedGeneration"))
+
+    def show_gate(self, event: str) -> None:
+        gate = self.status(NAME)["rollout"]["gate"]
+        self.say(f"gate of revision {gate['revision']}: {gate['result']}; {gate['message']}")
+        print(f"      $ kubectl describe kvl {NAME}")
+        words = ("get", "events", "--field-selector", f"involvedObject.name={NAME},reason={event}")
+        print(self.cluster.kubectl(*words, "--no-headers").stdout.rstrip())
+
     def refuse(self) -> None:
         self.title("a spec that asks for more than the memory holds")
         self.cluster.kubectl("apply", "-f", "-", input=REFUSED)
@@ -163,6 +196,10 @@ class Story:
         print("\nThe demo keeps running. Try:\n")
         for line in self.cluster.next_commands(NAME):
             print(f"  {line}")
+
+
+def is_true(status: dict[str, Any], kind: str) -> bool:
+    return bool(condition(status, kind).get("status") == "True")
 
 
 def condition(status: dict[str, Any], kind: str) -> dict[str, Any]:

@@ -1,0 +1,66 @@
+"""The gate on a real node, under streaming traffic: a good spec takes over, a bad one never
+serves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playground import eventually
+from support import pods, wait
+from test_main_job import RANDOM
+
+from kvline_contract.names import LABEL_REVISION
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+MEASURED = {**RANDOM, "capacity": {}}
+FEWER = {"maxModelLen": 512, "maxPrefillTokens": 128, "maxRunningRequests": 3}
+GOOD = {**MEASURED, "engine": FEWER}
+BAD = {**MEASURED, "resources": {"cpu": "100m", "memory": "1408Mi"}}
+
+
+def rollout(space: Any) -> dict[str, Any]:
+    return dict(space.get("kvl", "roll")["status"]["rollout"])
+
+
+def test_a_good_rollout_and_a_bad_one_lose_no_request(
+    space: Any, cluster: Any, tmp_path: Path
+) -> None:
+    space.apply("roll", **MEASURED)
+    wait(space, "roll", "UpToDate", status="True")
+    first = rollout(space)["stableRevision"]
+    budget = space.get("kvl", "roll")["status"]["capacity"]["kvTokens"]
+    ip = space.get("service", "roll")["spec"]["clusterIP"]
+    stop = tmp_path / "stop"
+    words = [str(Path(__file__).parent / "traffic.py"), ip, "roll", str(stop), "2"]
+    traffic = subprocess.Popen(
+        cluster.network.command([sys.executable, *words]), stdout=subprocess.PIPE, text=True
+    )
+    try:
+        space.apply("roll", **GOOD)
+        eventually(lambda: rollout(space).get("candidateRevision"), 60)
+        wait(space, "roll", "UpToDate", status="True")
+        second = rollout(space)["stableRevision"]
+        assert second != first
+        assert rollout(space)["gate"]["result"] == "Pass"
+
+        space.apply("roll", **BAD)
+        wait(space, "roll", "UpToDate", reason="RolledBack")
+        gate = rollout(space)["gate"]
+        assert (gate["result"], rollout(space)["stableRevision"]) == ("Fail", second)
+        assert gate["measured"] < gate["required"] <= gate["baseline"]
+        assert gate["baseline"] >= budget
+        eventually(lambda: len(pods(space)) == 1, 60)
+        assert pods(space)[0]["metadata"]["labels"][LABEL_REVISION] == second
+        assert space.get("kvl", "roll")["status"]["capacity"]["kvTokens"] >= gate["required"]
+    finally:
+        stop.touch()
+        said = traffic.communicate(timeout=90)[0]
+    counted = json.loads(said)
+    assert counted["failures"] == []
+    assert counted["requests"] > 20

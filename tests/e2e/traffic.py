@@ -1,0 +1,59 @@
+"""Run inside the cluster's network: streams without a pause until told to stop, and keeps count.
+
+Each request is a connection of its own, so that every endpoint is met as soon as it is one. A
+request counts as served when its stream ended with the last token and [DONE].
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import sys
+import threading
+from pathlib import Path
+
+TOKENS = 16
+BODY = {"prompt": "The capital of France is", "max_tokens": TOKENS, "ignore_eos": True}
+
+
+def served(host: str, model: str) -> str:
+    """Empty when all of the stream came, else what was wrong with it."""
+    connection = http.client.HTTPConnection(host, 8000, timeout=60)
+    try:
+        body = json.dumps({**BODY, "model": model, "stream": True})
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        lines = answer.read().decode().split("\n\n")
+    except (OSError, http.client.HTTPException) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        connection.close()
+    if answer.status != 200:
+        return f"{answer.status}: {lines[0][:200]}"
+    ended = "data: [DONE]" in lines and any('"finish_reason":"length"' in line for line in lines)
+    return "" if ended else f"a stream that broke off: {lines[-2:]}"
+
+
+def main(host: str, model: str, stop: str, threads: int) -> None:
+    failures: list[str] = []
+    count = 0
+    lock = threading.Lock()
+
+    def stream() -> None:
+        nonlocal count
+        while not Path(stop).exists():
+            wrong = served(host, model)
+            with lock:
+                count += 1
+                failures.extend([wrong] if wrong else [])
+
+    running = [threading.Thread(target=stream) for _ in range(threads)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    print(json.dumps({"requests": count, "failures": failures}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))
