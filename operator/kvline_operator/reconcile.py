@@ -135,7 +135,8 @@ def _story(spec: ServiceSpec, observed: Observed, wanted: str, stored: dict[str,
         verdict = _verdict(spec, observed, wanted, stored, standings)
     situation = rollout.Situation(wanted, stable, spec.replicas, sized, verdict)
     plan = rollout.plan(situation, spec.rollout)
-    after = verdicts.remember(standings, plan, wanted, serving.get(plan.stable, ()))
+    ready = serving.get(plan.stable, ())
+    after = verdicts.remember(standings, plan, wanted, ready, spec.rollout.promote)
     return Story(stored, after, plan, {s.revision: s.ready for s in sized})
 
 
@@ -149,7 +150,8 @@ def _verdict(
     """Of the candidate: what was said of it stands, but for a promotion or a later failure."""
     stable = verdicts.stable(standings)
     past = standings[wanted].verdict_now(standings[stable])
-    promoted = spec.rollout.promote == wanted
+    asked = spec.rollout.promote == wanted
+    promoted = verdicts.promoted(standings[wanted], standings[stable], asked)
     if past is not None and (past.promoted or (past.outcome is Outcome.FAIL and not promoted)):
         return past
     pods = tuple(p for p in observed.pods if p.revision == wanted)

@@ -115,7 +115,8 @@ def _gate(facts: Facts) -> Object:
     if plan.gate is not None:
         revision, verdict = plan.candidate or plan.rejected or plan.stable, plan.gate
     elif standing.verdict:
-        text, figures = standing.message, (standing.measured, standing.required)
+        text = standing.message
+        figures = (standing.measured, standing.required, standing.compared)
         revision, verdict = plan.stable, Verdict(Outcome.PASS, text, *figures)
     else:
         return {}

@@ -28,6 +28,7 @@ class Standing:
     against: int = 0  # `accepted` of the revision that it was judged beside
     measured: int = 0
     required: int = 0
+    compared: int = 0  # the baseline that `required` is a share of; 0: there was none
     message: str = ""
     bytes_per_token: int = 0
     baseline: dict[str, int] = field(default_factory=dict)  # tokens by GPU model
@@ -37,9 +38,8 @@ class Standing:
         if not self.verdict or self.against != stable.accepted:
             return None
         outcome = Outcome.FAIL if self.verdict == FAILED else Outcome.PASS
-        best = max(stable.baseline.values(), default=0) if self.required else 0
-        promoted = self.verdict == PROMOTED
-        return Verdict(outcome, self.message, self.measured, self.required, best, promoted=promoted)
+        figures = (self.measured, self.required, self.compared)
+        return Verdict(outcome, self.message, *figures, promoted=self.verdict == PROMOTED)
 
 
 def read(controller_revision: Object) -> Standing:
@@ -51,6 +51,7 @@ def read(controller_revision: Object) -> Standing:
             ("against", names.ANNOTATION_AGAINST),
             ("measured", names.ANNOTATION_MEASURED),
             ("required", names.ANNOTATION_REQUIRED),
+            ("compared", names.ANNOTATION_COMPARED),
             ("bytes_per_token", names.ANNOTATION_BYTES),
         )
     }
@@ -70,6 +71,7 @@ def written(standing: Standing) -> dict[str, str]:
         names.ANNOTATION_AGAINST: standing.against,
         names.ANNOTATION_MEASURED: standing.measured,
         names.ANNOTATION_REQUIRED: standing.required,
+        names.ANNOTATION_COMPARED: standing.compared,
         names.ANNOTATION_MESSAGE: standing.message,
         names.ANNOTATION_BYTES: standing.bytes_per_token,
         names.ANNOTATION_BASELINE: json.dumps(standing.baseline, sort_keys=True)
@@ -83,6 +85,13 @@ def stable(standings: dict[str, Standing]) -> str:
     """The revision that was accepted last; empty before the first."""
     accepted = {name: s.accepted for name, s in standings.items() if s.accepted}
     return max(accepted, key=lambda name: accepted[name]) if accepted else ""
+
+
+def promoted(standing: Standing, stable: Standing, asked: bool) -> bool:
+    """Whether a person lets it pass now. An annotation that already did, before something else was
+    accepted, is spent until it is taken away."""
+    spent = standing.verdict == PROMOTED and standing.against != stable.accepted
+    return asked and not spent
 
 
 def kind(inputs: Object) -> Kind:
@@ -99,11 +108,11 @@ def first(
 ) -> dict[str, Standing]:
     """With an accepted revision where none was yet and one serves: what serves first is the
     beginning, and so is what an operator without gates left behind."""
-    serving = [name for name in measured if measured[name]]
+    serving = [name for name in measured if name in standings]
     if stable(standings) or not serving:
         return standings
     name = wanted if wanted in serving else max(serving, key=lambda n: len(measured[n]))
-    begun = _raised(replace(standings.get(name, Standing()), accepted=1), measured[name])
+    begun = _raised(replace(standings[name], accepted=1), measured[name])
     return {**standings, name: begun}
 
 
@@ -112,8 +121,10 @@ def remember(
     plan: RolloutPlan,
     wanted: str,
     serving: tuple[Measured, ...],
+    promote: str = "",
 ) -> dict[str, Standing]:
-    """All standings after this reconcile. `serving` are the ready replicas of plan.stable."""
+    """All standings after this reconcile. `serving` are the ready replicas of plan.stable,
+    `promote` the revision that the annotation names."""
     out = dict(standings)
     before = stable(standings)
     if not before:
@@ -121,6 +132,8 @@ def remember(
     for name, standing in standings.items():
         if name != wanted and standing.verdict == FAILED:
             out[name] = _forgotten(standing)  # turned down until the spec says something else
+        if name not in (wanted, promote) and standing.verdict == PROMOTED:
+            out[name] = replace(standing, verdict=PASSED)  # the annotation may be used again
     if plan.gate is not None and plan.gate.outcome is not Outcome.HOLD:
         out[wanted] = _judged(out.get(wanted, Standing()), plan.gate, standings[before])
     if plan.stable != before and serving:
@@ -131,7 +144,7 @@ def remember(
 
 
 def _forgotten(standing: Standing) -> Standing:
-    return replace(standing, verdict="", against=0, measured=0, required=0, message="")
+    return replace(standing, verdict="", against=0, measured=0, required=0, compared=0, message="")
 
 
 def _judged(standing: Standing, verdict: Verdict, beside: Standing) -> Standing:
@@ -142,6 +155,7 @@ def _judged(standing: Standing, verdict: Verdict, beside: Standing) -> Standing:
         against=beside.accepted,
         measured=verdict.measured,
         required=verdict.required,
+        compared=verdict.baseline,
         message=verdict.message,
     )
 

@@ -143,6 +143,7 @@ class Node:
         self.space = space
         self.answers: dict[str, bytes] = {}  # address -> body of /sizing
         self.addresses: dict[str, str] = {}  # pod uid -> address
+        self.was_ready: set[str] = set()  # pod uids
         node = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -196,7 +197,9 @@ class Node:
         if found is None:
             return False
         gate = GateFile.parse(found["data"][GATE_FILE])
-        return gate.open and tokens >= gate.threshold()
+        if gate.open and tokens >= gate.threshold():
+            self.was_ready.add(pod["metadata"]["uid"])  # from then on thresholds do not count
+        return gate.open and pod["metadata"]["uid"] in self.was_ready
 
     def status(self, pod: dict[str, Any], address: str, ready: bool) -> None:
         started = {"running": {"startedAt": "2026-11-21T10:00:00Z"}}

@@ -206,11 +206,8 @@ def test_an_engine_that_ends_twice_is_turned_down_and_one_that_waits_is_held(
     status = service.until(lambda s: s["rollout"].get("candidateRevision"))
     candidate = status["rollout"]["candidateRevision"]
     (pod,) = eventually(lambda: service.pods_of(candidate))
-    unschedulable = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
-    waits = [{**unschedulable, "message": "0/1 nodes are available: 1 Insufficient memory."}]
-    service.node.patch(pod, {"phase": "Pending", "conditions": waits})
-    status = service.until_reason("GateHeld")
-    assert "Insufficient memory" in up_to_date(status)["message"]
+    status = service.until_reason("GateHeld")  # the scheduler finds no node here
+    assert f"{pod['metadata']['name']} has no node" in up_to_date(status)["message"]
     died = {"exitCode": 40, "reason": "Error", "message": "40 MiB short"}
     ended = {
         "name": "server",
@@ -248,6 +245,49 @@ def test_a_spec_that_changes_on_the_way_and_a_pause_keep_what_serves(
     status = service.until_reason("UpToDate")
     assert status["rollout"]["stableRevision"] not in (first, second)
     assert service.fewest_ready == 2
+
+
+def test_scaling_during_a_rollout_ends_with_all_of_the_new_revision(
+    service: Service, space: Any
+) -> None:
+    space.apply(replicas=2, engine=BIGGER)
+    status = service.until(lambda s: s["rollout"].get("candidateRevision"))
+    candidate = status["rollout"]["candidateRevision"]
+    space.kubectl("scale", "kvl", "chat", "--replicas=3")
+    service.until(lambda s: len(service.node.pods()) == 4)  # three stay whole beside the first
+    service.tokens[candidate] = 4096
+    status = service.until_reason("UpToDate")
+    assert (status["rollout"]["stableRevision"], status["readyReplicas"]) == (candidate, 3)
+    assert service.fewest_ready >= 2
+
+
+def test_pods_of_a_passed_revision_are_replaced_while_the_operator_is_away(
+    service: Service, space: Any, operator: Any
+) -> None:
+    """The gate file says what is enough: a replica that measures it serves, one below does not."""
+    space.apply(replicas=2, engine=BIGGER)
+    status = service.until(lambda s: s["rollout"].get("candidateRevision"))
+    revision = status["rollout"]["candidateRevision"]
+    service.tokens[revision] = 4096
+    service.until_reason("UpToDate")
+    operator.stop(signal.SIGKILL)
+    _lose_one(service, space, revision, 3892, ready=2)
+    _lose_one(service, space, revision, 3891, ready=1)
+
+
+def _lose_one(service: Service, space: Any, revision: str, tokens: int, ready: int) -> None:
+    """A pod goes, and what comes for it measures `tokens`; then so many are ready."""
+    gone = service.node.pods()[0]["metadata"]
+    service.tokens[revision] = tokens
+    space.kubectl("delete", "pod", gone["name"], "--grace-period=0", "--force")
+
+    def replaced() -> bool:
+        service.look()
+        pods = service.node.pods()
+        known = {p["metadata"]["uid"] for p in pods}
+        return len(pods) == 2 and gone["uid"] not in known and sum(map(_is_ready, pods)) == ready
+
+    eventually(replaced, 60)
 
 
 @pytest.mark.timeout(400)

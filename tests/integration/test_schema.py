@@ -63,7 +63,15 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("CEL", {"engine": {"maxRunningRequests": 64, "maxPrefillTokens": 32}}, "maxPrefillTokens"),
     ("CEL", {"capacity": {"kvTokens": 100, "minKVTokens": 200}}, "minKVTokens"),
     ("CEL", {"capacity": {"kvTokens": 100}, "engine": {"maxModelLen": 200}}, "kvTokens"),
-    ("unbuilt", {"rollout": {"strategy": "Surge"}}, "rollout"),
+    ("rollout", {"rollout": {"strategy": "BlueGreen"}}, "spec.rollout.strategy"),
+    ("rollout", {"rollout": {"minCapacityPercent": 101}}, "spec.rollout.minCapacityPercent"),
+    (
+        "rollout",
+        {"rollout": {"progressDeadlineSeconds": 1}},
+        "spec.rollout.progressDeadlineSeconds",
+    ),
+    ("rollout", {"rollout": {"onFailure": "Panic"}}, "spec.rollout.onFailure"),
+    ("rollout", {"rollout": {"steps": [10]}}, "steps"),
     ("unbuilt", {"autoscaling": {"minReplicas": 1}}, "autoscaling"),
     ("unbuilt", {"access": {"apiKeySecret": {"name": "a", "key": "b"}}}, "access"),
 ]

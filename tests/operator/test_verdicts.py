@@ -26,6 +26,7 @@ numbers = st.integers(0, 10**12)
         against=numbers,
         measured=numbers,
         required=numbers,
+        compared=numbers,
         message=st.text(max_size=40),
         bytes_per_token=numbers,
         baseline=st.dictionaries(st.text(max_size=9), st.integers(1, 10**12), max_size=3),
@@ -52,7 +53,7 @@ def test_a_verdict_counts_beside_the_revision_it_was_given_beside() -> None:
     after = remember({"a": A, "b": Standing()}, plan(FAIL, rejected="b"), "b", ())
     assert (after["b"].verdict, after["b"].against, after["b"].measured) == ("Failed", 3, 920)
     said = after["b"].verdict_now(after["a"])
-    assert said is not None and said.outcome is Outcome.FAIL and said.required == 950
+    assert said == FAIL
     assert after["b"].verdict_now(replace(A, accepted=4)) is None
 
 
@@ -91,5 +92,18 @@ def test_what_serves_first_is_the_beginning() -> None:
     assert first({"a": A}, measured, "b") == {"a": A}
     begun = first({"a": Standing(), "b": Standing()}, measured, "c")
     assert stable(begun) == "a" and begun["a"].baseline == {"": 400}
-    assert stable(first({}, measured, "b")) == "b"
+    assert stable(first({"a": Standing(), "b": Standing()}, measured, "b")) == "b"
     assert stable(first({"a": Standing()}, {}, "a")) == ""
+    assert first({"a": Standing()}, {"gone": (Measured("", 9, 100),)}, "a") == {"a": Standing()}
+
+
+def test_a_promotion_is_spent_once_something_else_was_accepted() -> None:
+    b = Standing(accepted=4, verdict="Promoted", against=3)
+    assert verdicts.promoted(Standing(), A, asked=True)
+    assert verdicts.promoted(b, A, asked=True), "while it takes over"
+    c = replace(A, accepted=5)
+    assert not verdicts.promoted(b, c, asked=True)
+    kept = remember({"b": b, "c": c}, plan(None, "c"), "c", (), promote="b")["b"]
+    assert kept.verdict == "Promoted"
+    taken_away = remember({"b": b, "c": c}, plan(None, "c"), "c", ())["b"]
+    assert verdicts.promoted(taken_away, c, asked=True)
