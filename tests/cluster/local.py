@@ -31,6 +31,7 @@ NODE = "local"
 # Default 20 and 50 requests a second hold a small cluster back for seconds.
 FAST = ["--kube-api-qps=500", "--kube-api-burst=1000", "--leader-elect=false"]
 KUBELET_STARTS = 20
+RUNTIME_SERVES, RUNTIME_SECONDS = b"Start streaming server", 20
 
 Say = Callable[[str], None]
 
@@ -165,16 +166,26 @@ class LocalCluster:
         (conf / "kube-proxy.yaml").write_text(settings.kube_proxy(self.state))
         (conf / "Corefile").write_text(settings.corefile(self.state))
         cgroups.make(self.cgroup)
-        self._run("containerd", f"--config={conf}/containerd.toml")
-        self.programs.wait_for("containerd", 30, self.images.answers)
+        self._start_containerd(conf)
         self.images.add_pause()
         self._start_kubelet(conf)
         self._run("kube-proxy", f"--config={conf}/kube-proxy.yaml", f"--hostname-override={NODE}")
         self._run("coredns", "-conf", str(conf / "Corefile"))
 
+    def _start_containerd(self, conf: Path) -> None:
+        """It answers before its runtime service does, which first recovers what it knows; a kubelet
+        that comes in between ends. Its log alone tells, and another version may say it otherwise:
+        then the kubelet is tried."""
+        log = self.state / "log" / "containerd.log"
+        said = log.stat().st_size if log.is_file() else 0
+        self._run("containerd", f"--config={conf}/containerd.toml")
+        self.programs.wait_for("containerd", 30, self.images.answers)
+        end = time.monotonic() + RUNTIME_SECONDS
+        while RUNTIME_SERVES not in log.read_bytes()[said:] and time.monotonic() < end:
+            time.sleep(0.1)
+
     def _start_kubelet(self, conf: Path) -> None:
-        """Containerd answers a little before its runtime service does; a kubelet that comes in
-        between ends at once, and where there is an init system it is started again."""
+        """Once more when it ended at once, as an init system would."""
         for _ in range(KUBELET_STARTS):
             self._run(
                 "kubelet",
