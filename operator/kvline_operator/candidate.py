@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvline_contract.exits import meaning
 from kvline_operator.gate import Candidate, Kind
-from kvline_operator.observe import Ended, PodView
+from kvline_operator.observe import PodView
 
 OOM_RESTARTS = 4  # kills while sizing that still count as shrink-and-retry
 IMAGE_REASONS = {"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull"}
@@ -24,14 +24,13 @@ def view(kind: Kind, pods: tuple[PodView, ...], promoted: bool) -> Candidate:
 
 def failure(pod: PodView) -> str:
     """Why a pod's engine rejects its revision: a container that ended twice with such a code."""
-    ended = _failed(pod)
+    ended = pod.failed
     if ended is None or not meaning(ended.code).rejects:
         return ""
     ends = pod.restarts + (0 if pod.running else 1)
-    killed = ended.code == 137 and ended.reason == "OOMKilled"
-    if ends < 2 or (killed and pod.restarts <= OOM_RESTARTS):
+    if ends < 2 or (ended.oom_killed and pod.restarts <= OOM_RESTARTS):
         return ""
-    what = "OOMKilled" if killed else meaning(ended.code).name
+    what = "OOMKilled" if ended.oom_killed else meaning(ended.code).name
     return f"{pod.name} ended {ends} times, with code {ended.code} ({what}): {ended.message}"
 
 
@@ -41,13 +40,9 @@ def hindrance(pod: PodView) -> str:
         return f"{pod.name} has no node: {pod.unschedulable}"
     if pod.waiting_reason in IMAGE_REASONS or pod.waiting_reason == "CreateContainerConfigError":
         return f"{pod.name}: {pod.waiting_reason}: {pod.waiting_message}"
-    for ended in (_failed(pod), pod.download_ended):
+    for ended in (pod.failed, pod.download_ended):
         if ended is not None and ended.code and not meaning(ended.code).rejects:
             return f"{pod.name}: {meaning(ended.code).name}: {ended.message}"
     if pod.report_invalid:
         return f"{pod.name}: its sizing report cannot be read: {pod.report_error}"
     return ""
-
-
-def _failed(pod: PodView) -> Ended | None:
-    return pod.ended if pod.ended is not None and pod.ended.code and not pod.validated else None

@@ -159,14 +159,11 @@ def _measuring(kind: str, pods: tuple[PodView, ...]) -> Condition:
 def _failed_end(pods: tuple[PodView, ...]) -> Ended | None:
     """The last failed end of a replica that has not been validated since; it stands through
     restarts, so that a crash loop does not flap between Loading and its reason."""
-    for pod in pods:
-        if pod.ended is not None and pod.ended.code and not pod.validated:
-            return pod.ended
-    return None
+    return next((pod.failed for pod in pods if pod.failed is not None), None)
 
 
 def _reason(ended: Ended, pods: tuple[PodView, ...]) -> str:
-    if ended.code == 137 and ended.reason == "OOMKilled":
+    if ended.oom_killed:
         restarts = max(p.restarts for p in pods)
         return "ShrunkRetry" if restarts <= OOM_RESTARTS else "OutOfMemory"
     return (meaning(ended.code) if ended.code in MEANINGS else meaning(1)).reason

@@ -32,6 +32,10 @@ class Ended:
     termination: Termination | None
     message: str
 
+    @property
+    def oom_killed(self) -> bool:
+        return self.code == 137 and self.reason == "OOMKilled"
+
 
 @dataclass(frozen=True, slots=True)
 class PodView:
@@ -59,12 +63,17 @@ class PodView:
         return self.report is not None and self.report.state is State.VALIDATED
 
     @property
+    def failed(self) -> Ended | None:
+        """Its last failed end, unless it was validated since."""
+        return self.ended if self.ended and self.ended.code and not self.validated else None
+
+    @property
     def measured(self) -> Measured | None:
         """The validated size as the gate compares it."""
-        if self.report is None or self.report.result is None:
+        if self.report is None or self.result is None:
             return None
         gpu = self.report.provenance.gpu if self.report.provenance is not None else ""
-        return Measured(gpu, self.report.result.kv_tokens, self.report.result.bytes_per_token)
+        return Measured(gpu, self.result.kv_tokens, self.result.bytes_per_token)
 
     @property
     def result(self) -> Result | None:

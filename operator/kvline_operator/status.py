@@ -13,7 +13,6 @@ from kvline_contract.codec import encode
 from kvline_contract.names import API_PORT, LABEL_SERVICE
 from kvline_contract.report import Result, SizingReport
 from kvline_operator.conditions import Condition, Facts, conditions
-from kvline_operator.gate import Outcome, Verdict
 from kvline_operator.observe import PodView
 
 Object = dict[str, Any]
@@ -111,15 +110,11 @@ def _rollout(facts: Facts, previous: Object, now: str) -> Object:
 
 def _gate(facts: Facts) -> Object:
     """The verdict of what is on its way or was turned down, else of the revision that serves."""
-    plan, standing = facts.plan, facts.standing
-    if plan.gate is not None:
-        revision, verdict = plan.candidate or plan.rejected or plan.stable, plan.gate
-    elif standing.verdict:
-        text = standing.message
-        figures = (standing.measured, standing.required, standing.compared)
-        revision, verdict = plan.stable, Verdict(Outcome.PASS, text, *figures)
-    else:
+    plan = facts.plan
+    verdict = plan.gate or facts.standing.last_verdict()
+    if verdict is None:
         return {}
+    revision = plan.candidate or plan.rejected or plan.stable
     out: Object = {"revision": revision, "result": str(verdict.outcome)}
     for name in ("measured", "required", "baseline"):
         if getattr(verdict, name):

@@ -16,6 +16,14 @@ from kvline_operator.rollout import RolloutPlan
 from kvline_operator.spec import parse_source
 
 PASSED, FAILED, PROMOTED = "Passed", "Failed", "Promoted"
+NUMBERS = {
+    "accepted": names.ANNOTATION_ACCEPTED,
+    "against": names.ANNOTATION_AGAINST,
+    "measured": names.ANNOTATION_MEASURED,
+    "required": names.ANNOTATION_REQUIRED,
+    "compared": names.ANNOTATION_COMPARED,
+    "bytes_per_token": names.ANNOTATION_BYTES,
+}
 Object = dict[str, Any]
 
 
@@ -35,7 +43,11 @@ class Standing:
 
     def verdict_now(self, stable: Standing) -> Verdict | None:
         """The verdict that was given beside this stable revision, if there is one."""
-        if not self.verdict or self.against != stable.accepted:
+        return self.last_verdict() if self.against == stable.accepted else None
+
+    def last_verdict(self) -> Verdict | None:
+        """Whatever it was given beside."""
+        if not self.verdict:
             return None
         outcome = Outcome.FAIL if self.verdict == FAILED else Outcome.PASS
         figures = (self.measured, self.required, self.compared)
@@ -44,40 +56,21 @@ class Standing:
 
 def read(controller_revision: Object) -> Standing:
     said = controller_revision["metadata"].get("annotations") or {}
-    numbers = {
-        name: _number(said.get(key, ""))
-        for name, key in (
-            ("accepted", names.ANNOTATION_ACCEPTED),
-            ("against", names.ANNOTATION_AGAINST),
-            ("measured", names.ANNOTATION_MEASURED),
-            ("required", names.ANNOTATION_REQUIRED),
-            ("compared", names.ANNOTATION_COMPARED),
-            ("bytes_per_token", names.ANNOTATION_BYTES),
-        )
-    }
     verdict = said.get(names.ANNOTATION_VERDICT, "")
     return Standing(
         verdict=verdict if verdict in (PASSED, FAILED, PROMOTED) else "",
         message=said.get(names.ANNOTATION_MESSAGE, ""),
         baseline=_baseline(said.get(names.ANNOTATION_BASELINE, "")),
-        **numbers,
+        **{name: _number(said.get(key, "")) for name, key in NUMBERS.items()},
     )
 
 
 def written(standing: Standing) -> dict[str, str]:
-    said: dict[str, Any] = {
-        names.ANNOTATION_ACCEPTED: standing.accepted,
-        names.ANNOTATION_VERDICT: standing.verdict,
-        names.ANNOTATION_AGAINST: standing.against,
-        names.ANNOTATION_MEASURED: standing.measured,
-        names.ANNOTATION_REQUIRED: standing.required,
-        names.ANNOTATION_COMPARED: standing.compared,
-        names.ANNOTATION_MESSAGE: standing.message,
-        names.ANNOTATION_BYTES: standing.bytes_per_token,
-        names.ANNOTATION_BASELINE: json.dumps(standing.baseline, sort_keys=True)
-        if standing.baseline
-        else "",
-    }
+    said: dict[str, Any] = {key: getattr(standing, name) for name, key in NUMBERS.items()}
+    said[names.ANNOTATION_VERDICT] = standing.verdict
+    said[names.ANNOTATION_MESSAGE] = standing.message
+    if standing.baseline:
+        said[names.ANNOTATION_BASELINE] = json.dumps(standing.baseline, sort_keys=True)
     return {key: str(value) for key, value in said.items() if value}
 
 
@@ -135,7 +128,7 @@ def remember(
         if name not in (wanted, promote) and standing.verdict == PROMOTED:
             out[name] = replace(standing, verdict=PASSED)  # the annotation may be used again
     if plan.gate is not None and plan.gate.outcome is not Outcome.HOLD:
-        out[wanted] = _judged(out.get(wanted, Standing()), plan.gate, standings[before])
+        out[wanted] = _judged(out[wanted], plan.gate, standings[before])
     if plan.stable != before and serving:
         out[plan.stable] = _accepted(out[plan.stable], plan, standings[before])
     if serving:

@@ -222,6 +222,19 @@ class Node:
         }
         self.patch(pod, status)
 
+    def crash(self, pod: dict[str, Any], code: int, message: str, restarts: int) -> None:
+        """Its server ended with `code` and waits to be started once more."""
+        container = {
+            "name": "server",
+            "ready": False,
+            "restartCount": restarts,
+            "image": IMAGE,
+            "imageID": "x",
+            "state": {"waiting": {"reason": "CrashLoopBackOff"}},
+            "lastState": {"terminated": {"exitCode": code, "reason": "Error", "message": message}},
+        }
+        self.patch(pod, {"phase": "Running", "conditions": [], "containerStatuses": [container]})
+
     def patch(self, pod: dict[str, Any], status: dict[str, Any]) -> None:
         """A pod that has gone meanwhile is nobody's any more."""
         words = ("--subresource=status", "--type=merge", "-p", json.dumps({"status": status}))

@@ -416,17 +416,7 @@ def test_a_crash_is_explained_and_stands_through_the_restart(
     message = json.dumps(
         {"version": 1, "code": 40, "name": "OutOfMemory", "message": "tried 5 sizes"}
     )
-    ended = {"exitCode": 40, "reason": "Error", "message": message}
-    container = {
-        "name": "server",
-        "ready": False,
-        "restartCount": 2,
-        "image": "i",
-        "imageID": "i",
-        "state": {"waiting": {"reason": "CrashLoopBackOff"}},
-        "lastState": {"terminated": ended},
-    }
-    node.patch(pod, {"phase": "Running", "conditions": [], "containerStatuses": [container]})
+    node.crash(pod, 40, message, restarts=2)
     until(lambda: space.condition("Ready").get("reason") == "OutOfMemory")
     assert space.condition("CapacityMeasured")["message"] == "tried 5 sizes"
     found = [e for e in space.list("events") if e["reason"] == "OutOfMemory"]

@@ -49,6 +49,14 @@ class Service:
     def until_reason(self, reason: str) -> dict[str, Any]:
         return self.until(lambda s: up_to_date(s).get("reason") == reason)
 
+    def candidate(self) -> str:
+        """The revision that the last spec made, once it is on its way."""
+        status = self.until(lambda s: s["rollout"].get("candidateRevision"))
+        return str(status["rollout"]["candidateRevision"])
+
+    def stable(self) -> str:
+        return str(self.space.get("kvl", "chat")["status"]["rollout"]["stableRevision"])
+
     @staticmethod
     def revision(pod: dict[str, Any]) -> str:
         return str(pod["metadata"]["labels"][LABEL_REVISION])
@@ -88,10 +96,9 @@ def service(space: Any, operator: Any, node: Any) -> Service:
 def test_a_candidate_is_measured_alone_and_then_takes_over_replica_by_replica(
     service: Service, space: Any
 ) -> None:
-    stable = space.get("kvl", "chat")["status"]["rollout"]["stableRevision"]
+    stable = service.stable()
     space.apply(replicas=2, engine=BIGGER)
-    status = service.until(lambda s: s["rollout"].get("candidateRevision"))
-    candidate = status["rollout"]["candidateRevision"]
+    candidate = service.candidate()
     eventually(lambda: len(service.pods_of(candidate)) == 1)
     service.look()
     assert len(service.pods_of(stable)) == 2 and candidate not in service.served
@@ -115,12 +122,10 @@ def test_a_candidate_is_measured_alone_and_then_takes_over_replica_by_replica(
 def test_half_the_budget_is_rolled_back_and_stays_so_until_somebody_says_otherwise(
     service: Service, space: Any, operator: Any
 ) -> None:
-    first = space.get("kvl", "chat")["status"]["rollout"]["stableRevision"]
+    first = service.stable()
     before = {p["metadata"]["uid"] for p in service.node.pods()}
     space.apply(replicas=2, engine=SMALLER)
-    rejected = service.until(lambda s: s["rollout"].get("candidateRevision"))["rollout"][
-        "candidateRevision"
-    ]
+    rejected = service.candidate()
     service.tokens[rejected] = 2048
     status = service.until_reason("RolledBack")
     assert status["rollout"]["rejectedRevision"] == rejected
@@ -160,8 +165,7 @@ def test_small_losses_do_not_add_up(service: Service, space: Any) -> None:
     """3,950 of 4,096 passes; 3,800 is 96 % of that, and 93 % of the best."""
     for length, tokens, reason in ((2048, 3950, "UpToDate"), (2047, 3800, "RolledBack")):
         space.apply(replicas=2, engine={"maxModelLen": length})
-        status = service.until(lambda s: s["rollout"].get("candidateRevision"))
-        service.tokens[status["rollout"]["candidateRevision"]] = tokens
+        service.tokens[service.candidate()] = tokens
         status = service.until_reason(reason)
     assert status["rollout"]["gate"]["baseline"] == 4096
 
@@ -171,9 +175,7 @@ def test_another_model_is_held_until_a_minimum_says_what_is_enough(
 ) -> None:
     model = {"source": "pvc://models/other"}
     space.apply(replicas=2, model=model)
-    candidate = service.until(lambda s: s["rollout"].get("candidateRevision"))["rollout"][
-        "candidateRevision"
-    ]
+    candidate = service.candidate()
     service.tokens[candidate] = 4096
     status = service.until_reason("GateHeld")
     assert "cannot be compared" in up_to_date(status)["message"]
@@ -187,11 +189,10 @@ def test_another_model_is_held_until_a_minimum_says_what_is_enough(
 def test_recreate_frees_the_old_ones_first_and_comes_back_after_a_failure(
     service: Service, space: Any
 ) -> None:
-    first = space.get("kvl", "chat")["status"]["rollout"]["stableRevision"]
+    first = service.stable()
     how = {"strategy": "Recreate"}
     space.apply(replicas=2, engine=SMALLER, rollout=how)
-    status = service.until(lambda s: s["rollout"].get("candidateRevision"))
-    candidate = status["rollout"]["candidateRevision"]
+    candidate = service.candidate()
     service.until(lambda s: not service.pods_of(first) and len(service.pods_of(candidate)) == 2)
     service.tokens[candidate] = 2000
     service.until_reason("RolledBack")
@@ -203,22 +204,11 @@ def test_an_engine_that_ends_twice_is_turned_down_and_one_that_waits_is_held(
     service: Service, space: Any
 ) -> None:
     space.apply(replicas=2, engine=SMALLER)
-    status = service.until(lambda s: s["rollout"].get("candidateRevision"))
-    candidate = status["rollout"]["candidateRevision"]
+    candidate = service.candidate()
     (pod,) = eventually(lambda: service.pods_of(candidate))
     status = service.until_reason("GateHeld")  # the scheduler finds no node here
     assert f"{pod['metadata']['name']} has no node" in up_to_date(status)["message"]
-    died = {"exitCode": 40, "reason": "Error", "message": "40 MiB short"}
-    ended = {
-        "name": "server",
-        "ready": False,
-        "restartCount": 1,
-        "image": "x",
-        "imageID": "x",
-        "state": {"waiting": {"reason": "CrashLoopBackOff"}},
-        "lastState": {"terminated": died},
-    }
-    service.node.patch(pod, {"phase": "Running", "conditions": [], "containerStatuses": [ended]})
+    service.node.crash(pod, 40, "40 MiB short", restarts=1)
     status = service.until_reason("RolledBack")
     assert (
         "ended 2 times, with code 40 (OutOfMemory): 40 MiB short" in (up_to_date(status)["message"])
@@ -230,10 +220,9 @@ def test_a_spec_that_changes_on_the_way_and_a_pause_keep_what_serves(
     service: Service, space: Any
 ) -> None:
     """Half shifted, paused, then a third spec: two replicas are ready all along."""
-    first = space.get("kvl", "chat")["status"]["rollout"]["stableRevision"]
+    first = service.stable()
     space.apply(replicas=2, engine=BIGGER)
-    status = service.until(lambda s: s["rollout"].get("candidateRevision"))
-    second = status["rollout"]["candidateRevision"]
+    second = service.candidate()
     service.tokens[second] = 4096
     service.until(lambda s: second in service.served)
     space.kubectl("annotate", "kvl", "chat", "kvline.dev/paused=true")
@@ -251,8 +240,7 @@ def test_scaling_during_a_rollout_ends_with_all_of_the_new_revision(
     service: Service, space: Any
 ) -> None:
     space.apply(replicas=2, engine=BIGGER)
-    status = service.until(lambda s: s["rollout"].get("candidateRevision"))
-    candidate = status["rollout"]["candidateRevision"]
+    candidate = service.candidate()
     space.kubectl("scale", "kvl", "chat", "--replicas=3")
     service.until(lambda s: len(service.node.pods()) == 4)  # three stay whole beside the first
     service.tokens[candidate] = 4096
@@ -266,8 +254,7 @@ def test_pods_of_a_passed_revision_are_replaced_while_the_operator_is_away(
 ) -> None:
     """The gate file says what is enough: a replica that measures it serves, one below does not."""
     space.apply(replicas=2, engine=BIGGER)
-    status = service.until(lambda s: s["rollout"].get("candidateRevision"))
-    revision = status["rollout"]["candidateRevision"]
+    revision = service.candidate()
     service.tokens[revision] = 4096
     service.until_reason("UpToDate")
     operator.stop(signal.SIGKILL)
