@@ -30,7 +30,6 @@ from programs import Programs
 NODE = "local"
 # Default 20 and 50 requests a second hold a small cluster back for seconds.
 FAST = ["--kube-api-qps=500", "--kube-api-burst=1000", "--leader-elect=false"]
-KUBELET_STARTS = 20
 RUNTIME_SERVES, RUNTIME_SECONDS = b"Start streaming server", 20
 
 Say = Callable[[str], None]
@@ -168,14 +167,21 @@ class LocalCluster:
         cgroups.make(self.cgroup)
         self._start_containerd(conf)
         self.images.add_pause()
-        self._start_kubelet(conf)
+        self._run(
+            "kubelet",
+            f"--config={conf}/kubelet.yaml",
+            f"--kubeconfig={self.state}/pki/kubelet.kubeconfig",
+            f"--root-dir={self.state}/kubelet",
+            f"--hostname-override={NODE}",
+            f"--node-ip={NODE_ADDRESS}",
+        )
         self._run("kube-proxy", f"--config={conf}/kube-proxy.yaml", f"--hostname-override={NODE}")
         self._run("coredns", "-conf", str(conf / "Corefile"))
 
     def _start_containerd(self, conf: Path) -> None:
         """It answers before its runtime service does, which first recovers what it knows; a kubelet
-        that comes in between ends. Its log alone tells, and another version may say it otherwise:
-        then the kubelet is tried."""
+        that comes in between ends. Its log alone tells; another version that says
+        it otherwise has served long before the time is up."""
         log = self.state / "log" / "containerd.log"
         said = log.stat().st_size if log.is_file() else 0
         self._run("containerd", f"--config={conf}/containerd.toml")
@@ -183,21 +189,6 @@ class LocalCluster:
         end = time.monotonic() + RUNTIME_SECONDS
         while RUNTIME_SERVES not in log.read_bytes()[said:] and time.monotonic() < end:
             time.sleep(0.1)
-
-    def _start_kubelet(self, conf: Path) -> None:
-        """Once more when it ended at once, as an init system would."""
-        for _ in range(KUBELET_STARTS):
-            self._run(
-                "kubelet",
-                f"--config={conf}/kubelet.yaml",
-                f"--kubeconfig={self.state}/pki/kubelet.kubeconfig",
-                f"--root-dir={self.state}/kubelet",
-                f"--hostname-override={NODE}",
-                f"--node-ip={NODE_ADDRESS}",
-            )
-            time.sleep(0.5)
-            if "kubelet" in self.programs.running():
-                return
 
     def _wait(self) -> None:
         wait = self.programs.wait_for
