@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ def test_a_good_rollout_and_a_bad_one_lose_no_request(
     traffic = subprocess.Popen(
         cluster.network.command([sys.executable, *words]), stdout=subprocess.PIPE, text=True
     )
+    moments = [time.time()]
     try:
         space.apply("roll", **GOOD)
         eventually(lambda: rollout(space).get("candidateRevision"), 60)
@@ -48,6 +51,7 @@ def test_a_good_rollout_and_a_bad_one_lose_no_request(
         second = rollout(space)["stableRevision"]
         assert second != first
         assert rollout(space)["gate"]["result"] == "Pass"
+        moments.append(time.time())
 
         space.apply("roll", **BAD)
         wait(space, "roll", "UpToDate", reason="RolledBack")
@@ -58,9 +62,11 @@ def test_a_good_rollout_and_a_bad_one_lose_no_request(
         eventually(lambda: len(pods(space)) == 1, 60)
         assert pods(space)[0]["metadata"]["labels"][LABEL_REVISION] == second
         assert space.get("kvl", "roll")["status"]["capacity"]["kvTokens"] >= gate["required"]
+        moments.append(time.time())
     finally:
         stop.touch()
         said = traffic.communicate(timeout=90)[0]
     counted = json.loads(said)
     assert counted["failures"] == []
-    assert counted["requests"] > 20
+    for start, end in pairwise(moments):
+        assert any(start < moment < end for moment in counted["ended"])

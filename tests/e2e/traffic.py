@@ -1,4 +1,5 @@
-"""Run inside the cluster's network: streams without a pause until told to stop, and keeps count.
+"""Run inside the cluster's network: streams without a pause until told to stop, and keeps
+the moments at which they ended.
 
 Each request is a connection of its own, so that every endpoint is met as soon as it is one. A
 request counts as served when its stream ended with the last token and [DONE].
@@ -10,6 +11,7 @@ import http.client
 import json
 import sys
 import threading
+import time
 from pathlib import Path
 
 TOKENS = 16
@@ -36,23 +38,20 @@ def served(host: str, model: str) -> str:
 
 def main(host: str, model: str, stop: str, threads: int) -> None:
     failures: list[str] = []
-    count = 0
-    lock = threading.Lock()
+    ended: list[float] = []
 
     def stream() -> None:
-        nonlocal count
         while not Path(stop).exists():
             wrong = served(host, model)
-            with lock:
-                count += 1
-                failures.extend([wrong] if wrong else [])
+            ended.append(time.time())
+            failures.extend([wrong] if wrong else [])
 
     running = [threading.Thread(target=stream) for _ in range(threads)]
     for thread in running:
         thread.start()
     for thread in running:
         thread.join()
-    print(json.dumps({"requests": count, "failures": failures}))
+    print(json.dumps({"ended": ended, "failures": failures}))
 
 
 if __name__ == "__main__":
