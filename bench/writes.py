@@ -18,7 +18,7 @@ SERVICES = 20
 
 def writes() -> float:
     text = urllib.request.urlopen(f"http://127.0.0.1:{PORT}/metrics", timeout=5).read().decode()
-    lines = [x for x in text.splitlines() if x.startswith("kvline_api_writes ")]
+    lines = [x for x in text.splitlines() if x.startswith("kvline_api_writes_total ")]
     return float(lines[0].split()[1])
 
 

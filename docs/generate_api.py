@@ -1,4 +1,5 @@
-"""Writes docs/api.md from manifests/crd.yaml, so that the page cannot say what the API does not."""
+"""Writes docs/api.md from manifests/crd.yaml, and the reasons in docs/operations.md from the
+operator's own words, so that no page says what the product does not."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from kvline_operator.advice import ADVICE
+
 ROOT = Path(__file__).resolve().parents[1]
 HEAD = """# The API
 
@@ -16,7 +19,31 @@ Generated from `manifests/crd.yaml` by `make api`. Group `kvline.dev`, version `
 """
 
 
+BEGIN, END = "<!-- reasons: written by make api -->\n", "<!-- end -->\n"
+
+
 def main() -> int:
+    pages = {ROOT / "docs" / "api.md": api(), ROOT / "docs" / "operations.md": operations()}
+    stale = [path for path, text in pages.items() if path.read_text() != text]
+    if sys.argv[1:] == ["--check"]:
+        return 1 if stale else 0
+    for path in stale:
+        path.write_text(pages[path])
+    return 0
+
+
+def operations() -> str:
+    """The page with its table of reasons made anew; the rest is written by hand."""
+    before, _, rest = (ROOT / "docs" / "operations.md").read_text().partition(BEGIN)
+    after = rest.partition(END)[2]
+    lines = ["| condition, reason | what happened | what to do |", "|---|---|---|"]
+    for item in ADVICE:
+        reasons = ", ".join(item.reasons)
+        lines.append(f"| {item.condition} / {reasons} | {item.happened} | {item.do} |")
+    return before + BEGIN + "\n".join(lines) + "\n" + END + after
+
+
+def api() -> str:
     crd = yaml.safe_load((ROOT / "manifests" / "crd.yaml").read_text())
     version = crd["spec"]["versions"][0]
     schema = version["schema"]["openAPIV3Schema"]["properties"]
@@ -30,12 +57,7 @@ def main() -> int:
         lines += ["| field | type | bounds | meaning |", "|---|---|---|---|"]
         lines += rows(schema[part], part)
         lines += ["", *rules(schema[part], part)]
-    text = "\n".join(lines).rstrip() + "\n"
-    target = ROOT / "docs" / "api.md"
-    if sys.argv[1:] == ["--check"]:
-        return 0 if target.read_text() == text else 1
-    target.write_text(text)
-    return 0
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def rows(schema: dict[str, Any], path: str) -> list[str]:

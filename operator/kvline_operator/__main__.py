@@ -12,9 +12,11 @@ import kopf
 
 from kvline_contract.names import API_VERSION, GROUP
 from kvline_operator import handlers, kube
+from kvline_operator.board import Board
 from kvline_operator.errors import OperatorError
 from kvline_operator.loop import Loop
-from kvline_operator.metrics import Metrics, ProbeServer
+from kvline_operator.metrics import Metrics
+from kvline_operator.probe import ProbeServer
 from kvline_operator.reconcile import World
 from kvline_operator.settings import Settings, parse
 from kvline_operator.sizing import Reports
@@ -53,12 +55,14 @@ def _missing_crd(client: kube.Kube) -> str | None:
 
 async def operate(settings: Settings, client: kube.Kube) -> None:
     queue = WorkQueue()
-    metrics = Metrics()
+    board = Board()
+    metrics = Metrics(board)
     world = World(
         kube=client,
         settings=settings,
-        reports=Reports(settings.report_port, settings.resync_seconds),
+        reports=Reports(settings.report_port, settings.resync_seconds, settings.load_seconds),
         pool=ThreadPoolExecutor(PARALLEL_READS, "read"),
+        board=board,
     )
     loop = Loop(world, queue, metrics)
     ProbeServer(settings.probe_port, loop.unwell, metrics).start()

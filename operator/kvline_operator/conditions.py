@@ -11,6 +11,7 @@ from kvline_contract.exits import MEANINGS, meaning
 from kvline_contract.launch import Record
 from kvline_contract.names import records_name
 from kvline_contract.report import State
+from kvline_operator.autoscale import Activity
 from kvline_operator.candidate import IMAGE_REASONS, OOM_RESTARTS
 from kvline_operator.gate import Outcome, Verdict
 from kvline_operator.observe import Ended, PodView
@@ -49,6 +50,16 @@ class Condition:
 
 
 @dataclass(frozen=True, slots=True)
+class Scaling:
+    """What the autoscaler says of itself, where there is one."""
+
+    reason: Activity
+    message: str
+    replicas: int
+    why: str  # of the last change
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """Everything conditions are made of."""
 
@@ -60,6 +71,7 @@ class Facts:
     deadline_exceeded: bool = False
     standing: Standing = field(default_factory=Standing)  # of the stable revision
     image_outdated: bool = False
+    scaling: Scaling | None = None
 
     @property
     def newest(self) -> tuple[PodView, ...]:
@@ -87,6 +99,8 @@ def conditions(facts: Facts) -> list[Condition]:
         progressing(facts),
         up_to_date(facts),
     ]
+    if facts.scaling is not None:
+        out.append(scaling_active(facts.scaling))
     return [*out, ready(facts, out)]
 
 
@@ -276,6 +290,11 @@ def _on_the_way(kind: str, facts: Facts, gate: Verdict) -> Condition:
         return Condition(kind, "False", "GateHeld", f"{name}: {gate.message}")
     text = f"{name} is measured before it takes traffic: {gate.message}"
     return Condition(kind, "False", "RollingOut", text)
+
+
+def scaling_active(scaling: Scaling) -> Condition:
+    known = scaling.reason is not Activity.UNKNOWN
+    return Condition("ScalingActive", str(known), scaling.reason, scaling.message)
 
 
 def ready(facts: Facts, others: list[Condition]) -> Condition:

@@ -21,6 +21,7 @@ class Loop:
         self.queue = queue
         self.metrics = metrics
         self.listed_at = time.monotonic()
+        metrics.gather(lambda: world.kube.writes, lambda: (len(queue), queue.oldest_overdue()))
         self._threads = ThreadPoolExecutor(world.settings.workers, "reconcile")
 
     async def run(self) -> None:
@@ -58,7 +59,7 @@ class Loop:
             result = "Unexpected"
             delay = self.queue.retry(key)
             log.exception("reconcile of %s/%s broke", key.namespace, key.name)
-        self.metrics.reconciled(result, time.monotonic() - started, self.world.kube.writes)
+        self.metrics.reconciled(result, time.monotonic() - started)
 
     async def _resync(self) -> None:
         """Lists everything now and then, for what no event told."""

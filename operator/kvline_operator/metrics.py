@@ -1,16 +1,29 @@
-"""The operator's own metrics, and the port that serves them and its probe."""
+"""Tell: the operator's own work and every service's figures, as Prometheus metrics.
+
+Units are in the names. A service's figures are those of its status, read when they are asked for.
+"""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvline_operator.board import Board, View
+
+Object = dict[str, Any]
+MIB = 1 << 20
+STATES = {"True": 1, "False": 0, "Unknown": -1}
+SERVICE = ["namespace", "service"]
 
 
 class Metrics:
-    def __init__(self) -> None:
+    """Counts reconciles, and gathers the rest when the text is asked for."""
+
+    def __init__(self, board: Board) -> None:
         self.registry = CollectorRegistry()
         self._reconciles = Counter(
             "kvline_reconciles", "Reconciles by result", ["result"], registry=self.registry
@@ -18,52 +31,136 @@ class Metrics:
         self._seconds = Histogram(
             "kvline_reconcile_seconds", "Duration of a reconcile", registry=self.registry
         )
-        self._writes = Gauge(
-            "kvline_api_writes", "Writes to the API server since the start", registry=self.registry
-        )
+        self.registry.register(_Services(board))
 
-    def reconciled(self, result: str, seconds: float, writes: int) -> None:
+    def reconciled(self, result: str, seconds: float) -> None:
         self._reconciles.labels(result).inc()
         self._seconds.observe(seconds)
-        self._writes.set(writes)
+
+    def gather(self, writes: Callable[[], int], keys: Callable[[], tuple[int, float]]) -> None:
+        """Where the API client's count and the queue's length and delay are read."""
+        self.registry.register(_Work(writes, keys))
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
 
-class ProbeServer(ThreadingHTTPServer):
-    """/healthz and /metrics on a thread of its own."""
+class _Work(Collector):
+    def __init__(self, writes: Callable[[], int], keys: Callable[[], tuple[int, float]]) -> None:
+        self._writes = writes
+        self._keys = keys
 
-    daemon_threads = True
+    def collect(self) -> Iterator[Metric]:
+        waiting, overdue = self._keys()
+        yield CounterMetricFamily(
+            "kvline_api_writes", "Writes to the API server since the start", value=self._writes()
+        )
+        yield GaugeMetricFamily("kvline_queue_keys", "Services that wait for a look", waiting)
+        yield GaugeMetricFamily(
+            "kvline_queue_overdue_seconds", "Delay of the look that is latest", overdue
+        )
 
-    def __init__(self, port: int, unwell: Callable[[], str | None], metrics: Metrics) -> None:
-        self.unwell = unwell
-        self.metrics = metrics
-        super().__init__(("0.0.0.0", port), _Handler)  # noqa: S104
 
-    def start(self) -> None:
-        threading.Thread(target=self.serve_forever, daemon=True, name="probe").start()
+class _Services(Collector):
+    """Of each service, the figures of its status."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+
+    def collect(self) -> Iterator[Metric]:
+        views = self._board.all()
+        for name, text, label, figures in FAMILIES:
+            labels = [*SERVICE, *([label] if label else [])]
+            family = GaugeMetricFamily(f"kvline_service_{name}", text, labels=labels)
+            for view in views:
+                for key, value in figures(view).items():
+                    where = [view.key.namespace, view.key.name, *([key] if label else [])]
+                    family.add_metric(where, value)
+            yield family
+        yield _conditions(views)
+        yield _revisions(views)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: ProbeServer
-    timeout = 10
+Figures = dict[str, int]  # by the family's own label
 
-    def do_GET(self) -> None:
-        if self.path == "/metrics":
-            self._send(200, self.server.metrics.text())
-        elif self.path == "/healthz":
-            reason = self.server.unwell()
-            self._send(200 if reason is None else 500, (reason or "ok").encode())
-        else:
-            self._send(404, b"not found")
 
-    def _send(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", "text/plain; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+def _capacity(view: View) -> Object:
+    return dict(view.status.get("capacity") or {})
 
-    def log_message(self, format: str, *args: object) -> None:
-        """A probe is not worth a line."""
+
+def _budget(view: View) -> Figures:
+    figures = _capacity(view)
+    if not figures:
+        return {}
+    spread = figures["spread"]
+    return {"min": spread["min"], "max": spread["max"], "sum": figures["kvTokensTotal"]}
+
+
+def _memory(view: View) -> Figures:
+    parts = _capacity(view).get("memory") or {}
+    return {key.removesuffix("MiB"): mib * MIB for key, mib in parts.items()}
+
+
+def _replicas(view: View) -> Figures:
+    wanted = view.status.get("desiredReplicas", view.spec.get("replicas", 1))
+    existing = view.status.get("replicas", 0)
+    return {"wanted": wanted, "existing": existing, "ready": view.status.get("readyReplicas", 0)}
+
+
+def _gate(view: View) -> Figures:
+    gate = (view.status.get("rollout") or {}).get("gate") or {}
+    return {name: gate[name] for name in ("measured", "required", "baseline") if name in gate}
+
+
+def _outdated(view: View) -> Figures:
+    return {"": int((view.status.get("rollout") or {}).get("imageOutdated", False))}
+
+
+def _of_capacity(name: str) -> Callable[[View], Figures]:
+    return lambda view: {"": _capacity(view)[name]} if name in _capacity(view) else {}
+
+
+FAMILIES: tuple[tuple[str, str, str, Callable[[View], Figures]], ...] = (
+    ("budget_tokens", "Validated KV tokens of the ready replicas", "figure", _budget),
+    ("memory_bytes", "Where the memory of the smallest replica went", "part", _memory),
+    ("replicas", "Replicas by state", "state", _replicas),
+    ("gate_tokens", "Figures of the latest gate, KV tokens", "figure", _gate),
+    ("image_outdated", "1 where the operator has a newer default image", "", _outdated),
+    (
+        "full_length_sequences",
+        "Sequences of maxModelLen that the smallest budget holds",
+        "",
+        _of_capacity("fullLengthSequences"),
+    ),
+    (
+        "validation_attempts",
+        "Validations that the smallest replica took; more than 1: the first did not survive",
+        "",
+        _of_capacity("attempts"),
+    ),
+)
+
+
+def _conditions(views: list[View]) -> Metric:
+    family = GaugeMetricFamily(
+        "kvline_service_condition",
+        "1 where the condition is True, 0 where False, -1 where Unknown",
+        labels=[*SERVICE, "type", "reason"],
+    )
+    for view in views:
+        for item in view.status.get("conditions") or []:
+            where = [view.key.namespace, view.key.name, item["type"], item["reason"]]
+            family.add_metric(where, STATES.get(item["status"], -1))
+    return family
+
+
+def _revisions(views: list[View]) -> Metric:
+    roles = ("stable", "candidate", "rejected")
+    family = GaugeMetricFamily(
+        "kvline_service_revision_info", "1; the revisions of a service", labels=[*SERVICE, *roles]
+    )
+    for view in views:
+        rollout = view.status.get("rollout") or {}
+        names = [rollout.get(f"{role}Revision", "") for role in roles]
+        family.add_metric([view.key.namespace, view.key.name, *names], 1)
+    return family

@@ -4,7 +4,8 @@ labels is still found; lists by label find what is to be pruned."""
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from kvline_contract.codec import ContractError
@@ -14,11 +15,12 @@ from kvline_contract.names import (
     LABEL_SERVICE,
     SERVER_CONTAINER,
 )
-from kvline_contract.report import Result, SizingReport, State, Termination
+from kvline_contract.report import Load, Result, SizingReport, State, Termination
 from kvline_operator.gate import Measured
 from kvline_operator.kube import Kube
 from kvline_operator.rollout import Sized
 from kvline_operator.sizing import Reading, Reports
+from kvline_operator.spec import ServiceSpec
 
 Object = dict[str, Any]
 
@@ -57,6 +59,7 @@ class PodView:
     report: SizingReport | None
     report_error: str
     report_invalid: bool
+    load: Load | None = None  # read of ready pods, where the load moves replicas
 
     @property
     def validated(self) -> bool:
@@ -113,17 +116,18 @@ class Observed:
         )
 
 
-def observe(
-    kube: Kube, namespace: str, base: str, uid: str, reports: Reports, pool: ThreadPoolExecutor
-) -> Observed:
-    """All children of a service and the reports of its pods."""
-    selector = f"{LABEL_SERVICE}={base}"
+def observe(kube: Kube, spec: ServiceSpec, reports: Reports, pool: ThreadPoolExecutor) -> Observed:
+    """All children of a service and the reports of its pods, and their loads where they count."""
+    namespace, selector = spec.namespace, f"{LABEL_SERVICE}={spec.base}"
     kinds = ("ControllerRevision", "Deployment", "ConfigMap", "Pod")
     lists = list(pool.map(lambda kind: kube.select(kind, namespace, selector), kinds))
-    revisions, deployments, config_maps = (_owned(items, uid) for items in lists[:3])
+    revisions, deployments, config_maps = (_owned(items, spec.uid) for items in lists[:3])
     living = [p for p in lists[3] if not p["metadata"].get("deletionTimestamp")]
     readings = list(pool.map(lambda pod: _read_report(pod, reports), living))
     pods = tuple(view(pod, reading) for pod, reading in zip(living, readings, strict=True))
+    if spec.autoscaling is not None:
+        addresses = [(p.get("status") or {}).get("podIP") for p in living]
+        pods = tuple(pool.map(partial(_with_load, reports), pods, addresses))
     return Observed(revisions, deployments, config_maps, pods)
 
 
@@ -144,6 +148,10 @@ def _read_report(pod: Object, reports: Reports) -> Reading:
     if not address or "running" not in (container.get("state") or {}):
         return Reading(None)
     return reports.read(pod["metadata"]["uid"], address, _is_ready(status))
+
+
+def _with_load(reports: Reports, pod: PodView, address: str | None) -> PodView:
+    return replace(pod, load=reports.load(pod.uid, address)) if pod.ready and address else pod
 
 
 def view(pod: Object, reading: Reading) -> PodView:

@@ -8,14 +8,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from kvline_contract.launch import VERSION, GateFile, Record
-from kvline_contract.names import KIND, LABEL_REVISION, base_name, records_name
+from kvline_contract.names import (
+    KIND,
+    LABEL_REVISION,
+    SCALE_FILE,
+    base_name,
+    records_name,
+    scale_name,
+)
 from kvline_operator import (
     apply,
+    autoscale,
     candidate,
     conditions,
     records,
@@ -25,6 +33,7 @@ from kvline_operator import (
     status,
     verdicts,
 )
+from kvline_operator.board import Board, View, past
 from kvline_operator.errors import Forbidden, Invalid, NameConflict, SpecError
 from kvline_operator.gate import Outcome, Verdict, judge
 from kvline_operator.kube import Kube
@@ -47,6 +56,7 @@ class World:
     settings: Settings
     reports: Reports
     pool: ThreadPoolExecutor
+    board: Board
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
 
     def stamp(self) -> str:
@@ -57,18 +67,25 @@ def reconcile(world: World, key: Key) -> float:
     """Brings one service a step closer; returns in how many seconds to look again."""
     body = world.kube.get(KIND, key.namespace, key.name)
     if body is None or body["metadata"].get("deletionTimestamp"):
+        world.board.drop(key)
         return 0.0  # owner references clean up; nothing is ours to do
     try:
         spec = parse(body)
-        observed = _observe(world, spec)
+        observed = observe(world.kube, spec, world.reports, world.pool)
+        scale, scaling = _scale(spec, observed, world.now())
+        spec = replace(spec, replicas=scale.replicas) if scale else spec
         revision, stored = _revision(spec, observed, world.settings)
     except SpecError as error:
         wrong = conditions.Condition("Accepted", "False", "SpecInvalid", str(error))
-        _report(world, body, *status.refused(wrong, body, world.stamp()))
+        said, news = status.refused(wrong, body, world.stamp())
+        world.board.refuse(key, body.get("spec") or {}, said)
+        _report(world, body, said, news)
         return world.settings.resync_seconds
     story = _story(spec, observed, revision.name, stored)
     kept = _records(spec, observed)
-    refusal = _apply(world, spec, observed, story, kept)
+    maps = [render.records_map(spec, kept)] if kept else []
+    maps += [render.scale_map(spec, scale)] if scale else []
+    refusal = _apply(world, spec, observed, story, maps)
     # What was observed before the writes is told: the events of the writes wake this key again.
     facts = conditions.Facts(
         spec=spec,
@@ -79,13 +96,29 @@ def reconcile(world: World, key: Key) -> float:
         records=kept,
         apply_error=refusal,
         deadline_exceeded=_deadline_exceeded(observed, revision.name),
+        scaling=scaling,
     )
-    _report(world, body, *status.build(facts, body.get("status") or {}, world.stamp()))
+    said, news = status.build(facts, body.get("status") or {}, world.stamp())
+    history = past(story.stored, story.standings)
+    world.board.put(View(key, body["spec"], said, observed.pods, history))
+    _report(world, body, said, news)
     return _look_again(world, facts)
 
 
-def _observe(world: World, spec: ServiceSpec) -> Observed:
-    return observe(world.kube, spec.namespace, spec.base, spec.uid, world.reports, world.pool)
+def _scale(
+    spec: ServiceSpec, observed: Observed, now: datetime
+) -> tuple[autoscale.Scale | None, conditions.Scaling | None]:
+    """The replicas that the load asks for, to be remembered, and what is said of it."""
+    how, ready = spec.autoscaling, [p.load for p in observed.pods if p.ready]
+    if how is None:
+        return None, None
+    kept = observed.config_map(scale_name(spec.base)) or {}
+    before = autoscale.Scale.parse((kept.get("data") or {}).get(SCALE_FILE))
+    asked = autoscale.demand(ready, how.target_percent)
+    existing = sum(s.replicas for s in observed.sized())
+    after = autoscale.decide(before, existing, asked, how, now)
+    reason, text = autoscale.activity(after, asked, how, len(ready))
+    return after, conditions.Scaling(reason, text, after.replicas, after.why)
 
 
 def _revision(
@@ -178,14 +211,12 @@ def _apply(
     spec: ServiceSpec,
     observed: Observed,
     story: Story,
-    kept: dict[str, Record],
+    maps: list[Object],
 ) -> conditions.Condition | None:
     """Writes what differs, then prunes. A refusal that a person must see becomes a condition."""
     try:
-        for wanted in render.service_objects(spec, world.settings):
+        for wanted in [*render.service_objects(spec, world.settings), *maps]:
             apply.ensure(world.kube, wanted)
-        if kept:
-            apply.ensure(world.kube, render.records_map(spec, kept))
         _remember(world, spec, story)
         for name, replicas in story.plan.replicas.items():
             if name not in story.stored:
@@ -194,6 +225,8 @@ def _apply(
             for wanted in render.revision_objects(spec, story.stored[name], replicas, gate):
                 apply.ensure(world.kube, wanted)
         _prune(world, observed, story.plan)
+        if spec.autoscaling is None and (old := observed.config_map(scale_name(spec.base))):
+            apply.prune(world.kube, old, "ConfigMap")
     except NameConflict as error:
         return conditions.Condition("Accepted", "False", "NameConflict", str(error))
     except Forbidden as error:
@@ -260,4 +293,8 @@ def _look_again(world: World, facts: conditions.Facts) -> float:
         and len(facts.newest) == facts.spec.replicas
         and all(p.ready and p.validated for p in facts.newest)
     )
-    return world.settings.resync_seconds if settled else world.settings.poll_seconds
+    if not settled:
+        return world.settings.poll_seconds
+    if facts.scaling is not None:
+        return world.settings.load_seconds
+    return world.settings.resync_seconds

@@ -23,6 +23,7 @@ from kvline_contract.launch import (
     Model,
     Record,
 )
+from kvline_operator.autoscale import Scale
 from kvline_operator.podspec import pod_template
 from kvline_operator.records import text
 from kvline_operator.revisions import Revision
@@ -116,10 +117,25 @@ def records_map(spec: ServiceSpec, records: dict[str, Record]) -> Object:
     }
 
 
+def scale_map(spec: ServiceSpec, scale: Scale) -> Object:
+    """What the autoscaler remembers."""
+    owner = Owner.of(spec)
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata(owner, names.scale_name(owner.base)),
+        "data": {names.SCALE_FILE: scale.dumps()},
+    }
+
+
 def network_policy(owner: Owner, spec: ServiceSpec, settings: Settings) -> Object:
-    """In: the API from this namespace, the internal port from the operator's. Out: nothing, but
-    for a hub source DNS and the hub's port (a policy knows pods, not containers)."""
-    system = {"kubernetes.io/metadata.name": settings.own_namespace}
+    """In: the API from this namespace, the internal port from the operator's and from those that
+    may read metrics. Out: nothing, but for a hub source DNS and the hub's port (a policy knows
+    pods, not containers)."""
+    readers = [
+        {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
+        for name in (settings.own_namespace, *settings.metrics_namespaces)
+    ]
     egress: list[Object] = []
     if spec.source.from_hub:
         dns = [{"protocol": p, "port": 53} for p in ("UDP", "TCP")]
@@ -137,7 +153,7 @@ def network_policy(owner: Owner, spec: ServiceSpec, settings: Settings) -> Objec
                     "ports": [{"protocol": "TCP", "port": names.API_PORT}],
                 },
                 {
-                    "from": [{"namespaceSelector": {"matchLabels": system}}],
+                    "from": readers,
                     "ports": [{"protocol": "TCP", "port": names.INTERNAL_PORT}],
                 },
             ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -17,9 +18,11 @@ class Settings:
     default_cuda_image: str = ""  # of services with a GPU; empty: they name one
     namespaces: tuple[str, ...] = ()  # empty: the whole cluster
     own_namespace: str = "kvline-system"
+    metrics_namespaces: tuple[str, ...] = ()  # whose pods may scrape ours
     hub_endpoint: str = ""  # empty: the public hub
     resync_seconds: float = 300.0
     poll_seconds: float = 2.0  # pods that are not ready yet
+    load_seconds: float = 15.0  # the load of services that scale by it
     workers: int = 8
     probe_port: int = 8081
     report_port: int = 8001
@@ -34,9 +37,7 @@ class Settings:
         return hub.port or (80 if hub.scheme == "http" else 443)
 
 
-def parse(argv: list[str]) -> Settings:
-    """Stops the start with the flag's name when a value is wrong."""
-    environment = os.environ
+def _parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvline-operator")
     parser.add_argument(
         "--default-image",
@@ -56,6 +57,12 @@ def parse(argv: list[str]) -> Settings:
     )
     parser.add_argument("--namespace", action="append", default=[])
     parser.add_argument(
+        "--metrics-namespace",
+        action="append",
+        default=environment.get("KVLINE_METRICS_NAMESPACES", "").split(),
+        help="a namespace whose pods may read the metrics of ours, such as Prometheus's",
+    )
+    parser.add_argument(
         "--hub-endpoint",
         type=_hub,
         default=environment.get("HF_ENDPOINT", ""),
@@ -63,7 +70,14 @@ def parse(argv: list[str]) -> Settings:
     )
     parser.add_argument("--resync-seconds", type=float, default=300.0)
     parser.add_argument("--poll-seconds", type=float, default=2.0)
+    parser.add_argument("--load-seconds", type=float, default=15.0)
     parser.add_argument("--probe-port", type=int, default=8081)
+    return parser
+
+
+def parse(argv: list[str]) -> Settings:
+    """Stops the start with the flag's name when a value is wrong."""
+    parser = _parser(os.environ)
     a = parser.parse_args(argv)
     if not a.default_image:
         parser.error("--default-image is missing: the server image, by digest")
@@ -72,17 +86,20 @@ def parse(argv: list[str]) -> Settings:
         if value and not a.allow_image_tags and not DIGEST_IMAGE.fullmatch(value):
             flag = f"--{name.replace('_', '-')}"
             parser.error(f"{flag} must be name@sha256:<64 hex>, got {value!r}")
-    for name, value in (("--resync-seconds", a.resync_seconds), ("--poll-seconds", a.poll_seconds)):
+    for name in ("resync", "poll", "load"):
+        value = getattr(a, f"{name}_seconds")
         if not 0.05 <= value <= 86400:
-            parser.error(f"{name} must be 0.05 to 86400 seconds, got {value}")
+            parser.error(f"--{name}-seconds must be 0.05 to 86400 seconds, got {value}")
     return Settings(
         default_image=a.default_image,
         default_cuda_image=a.default_cuda_image,
         namespaces=tuple(a.namespace),
-        own_namespace=environment.get("KVLINE_NAMESPACE", "kvline-system"),
+        own_namespace=os.environ.get("KVLINE_NAMESPACE", "kvline-system"),
+        metrics_namespaces=tuple(a.metrics_namespace),
         hub_endpoint=a.hub_endpoint,
         resync_seconds=a.resync_seconds,
         poll_seconds=a.poll_seconds,
+        load_seconds=a.load_seconds,
         probe_port=a.probe_port,
     )
 

@@ -1,4 +1,4 @@
-"""Read: a pod's sizing report over HTTP. Untrusted input: bounded in bytes and in time.
+"""Read: a pod's sizing report and load over HTTP. Untrusted: bounded in bytes and in time.
 
 A pod that is Ready says the same thing until it restarts, so its report is kept by pod UID and
 asked for again only at resync.
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvline_contract.codec import ContractError
-from kvline_contract.report import MAX_REPORT_BYTES, SizingReport, State
+from kvline_contract.report import MAX_REPORT_BYTES, Load, SizingReport, State
 
 SECONDS = 5.0
 MAX_KEPT = 4096  # reports; the longest unread goes first, and is asked for again
@@ -35,7 +35,7 @@ class Reading:
 def fetch(address: str, port: int, uid: str, seconds: float = SECONDS) -> Reading:
     """One GET of /sizing; never longer than `seconds`, never more than the contract's bytes."""
     try:
-        raw = _get(address, port, time.monotonic() + seconds)
+        raw = _get(address, port, "/sizing", time.monotonic() + seconds)
         report = SizingReport.parse(raw)
     except Unreachable as error:
         return Reading(None, str(error))
@@ -46,12 +46,20 @@ def fetch(address: str, port: int, uid: str, seconds: float = SECONDS) -> Readin
     return Reading(report)
 
 
-def _get(address: str, port: int, deadline: float) -> bytes:
+def fetch_load(address: str, port: int, seconds: float = SECONDS) -> Load | None:
+    """One GET of /load; None when it cannot be had or read."""
+    try:
+        return Load.parse(_get(address, port, "/load", time.monotonic() + seconds))
+    except (Unreachable, ContractError):
+        return None
+
+
+def _get(address: str, port: int, path: str, deadline: float) -> bytes:
     """A hand-made HTTP/1.0 exchange: a client library's limits are per read, ours is in all."""
     try:
         with socket.create_connection((address, port), _left(deadline)) as connection:
             connection.settimeout(_left(deadline))
-            connection.sendall(b"GET /sizing HTTP/1.0\r\nHost: pod\r\n\r\n")
+            connection.sendall(f"GET {path} HTTP/1.0\r\nHost: pod\r\n\r\n".encode())
             raw = b""
             while True:
                 connection.settimeout(_left(deadline))
@@ -80,11 +88,17 @@ class Reports:
     """Reports by pod UID. Validated ones of ready pods are kept until they are asked anew."""
 
     def __init__(
-        self, port: int, keep_seconds: float, clock: Callable[[], float] = time.monotonic
+        self,
+        port: int,
+        keep_seconds: float,
+        load_seconds: float = 15.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._port = port
         self._keep_seconds = keep_seconds
+        self._load_seconds = load_seconds
         self._clock = clock
+        self._loads: OrderedDict[str, tuple[float, Load | None]] = OrderedDict()
         self._kept: OrderedDict[str, tuple[float, SizingReport]] = OrderedDict()
 
     def read(self, uid: str, address: str, ready: bool) -> Reading:
@@ -101,3 +115,15 @@ class Reports:
             # An unreadable report never blanks a figure already read from the same pod.
             return Reading(kept[1], reading.error, reading.invalid)
         return reading
+
+    def load(self, uid: str, address: str) -> Load | None:
+        """A replica's load, at most `load_seconds` old."""
+        kept = self._loads.get(uid)
+        if kept is not None and self._clock() - kept[0] < self._load_seconds:
+            return kept[1]
+        load = fetch_load(address, self._port)
+        self._loads[uid] = (self._clock(), load)
+        self._loads.move_to_end(uid)
+        if len(self._loads) > MAX_KEPT:
+            self._loads.popitem(last=False)
+        return load

@@ -67,6 +67,16 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True)
+class Autoscaling:
+    """Between which counts, and when, the load moves the replicas."""
+
+    max_replicas: int
+    min_replicas: int = 1
+    target_percent: int = 70
+    scale_down_delay_seconds: int = 300
+
+
+@dataclass(frozen=True, slots=True)
 class ServiceSpec:
     namespace: str
     name: str
@@ -80,6 +90,7 @@ class ServiceSpec:
     min_kv_tokens: int
     reuse: Reuse
     rollout: Rollout
+    autoscaling: Autoscaling | None
     inputs_json: str  # canonical JSON of what changes pods
 
     @property
@@ -108,6 +119,7 @@ def parse(body: dict[str, Any]) -> ServiceSpec:
         min_kv_tokens=(spec.get("capacity") or {}).get("minKVTokens", 0),
         reuse=_reuse(spec),
         rollout=_rollout(metadata, spec),
+        autoscaling=_autoscaling(spec),
         inputs_json=canonical(inputs(metadata, spec)),
     )
 
@@ -133,6 +145,21 @@ def _rollout(metadata: dict[str, Any], spec: dict[str, Any]) -> Rollout:
         on_failure=OnFailure(said.get("onFailure", default.on_failure)),
         promote=annotations.get(ANNOTATION_PROMOTE, ""),
         paused=annotations.get(ANNOTATION_PAUSED) == "true",
+    )
+
+
+def _autoscaling(spec: dict[str, Any]) -> Autoscaling | None:
+    said = spec.get("autoscaling")
+    if not said:
+        return None
+    default = Autoscaling(said["maxReplicas"])
+    return Autoscaling(
+        max_replicas=said["maxReplicas"],
+        min_replicas=said.get("minReplicas", default.min_replicas),
+        target_percent=said.get("targetPercent", default.target_percent),
+        scale_down_delay_seconds=said.get(
+            "scaleDownDelaySeconds", default.scale_down_delay_seconds
+        ),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from kvline_contract.codec import encode
 from kvline_contract.names import API_PORT, LABEL_SERVICE
 from kvline_contract.report import Result, SizingReport
-from kvline_operator.conditions import Condition, Facts, conditions
+from kvline_operator.conditions import Condition, Facts, Scaling, conditions
 from kvline_operator.observe import PodView
 
 Object = dict[str, Any]
@@ -71,8 +71,12 @@ def build(facts: Facts, previous: Object, now: str) -> tuple[Object, list[Event]
     figures = capacity(facts.serving)
     if figures:
         out["capacity"] = figures
-    judged = facts.plan.gate is not None
-    news = _gate_events(out["rollout"], previous.get("rollout") or {}) if judged else []
+    news = []
+    if facts.plan.gate is not None:
+        news += _gate_events(out["rollout"], previous.get("rollout") or {})
+    if facts.scaling is not None:
+        out["desiredReplicas"] = facts.scaling.replicas
+        news += _scale_events(facts.scaling, previous.get("desiredReplicas"))
     return out, [*news, *events(made, previous)]
 
 
@@ -131,6 +135,12 @@ def _gate_events(rollout: Object, previous: Object) -> list[Event]:
     if kind is None or all(same):
         return []
     return [Event(kind[0], kind[1], f"revision {gate['revision']}: {gate['message']}")]
+
+
+def _scale_events(scaling: Scaling, before: int | None) -> list[Event]:
+    if before in (None, scaling.replicas):
+        return []
+    return [Event("Scaled", "Normal", f"from {before} to {scaling.replicas}: {scaling.why}")]
 
 
 def capacity(serving: tuple[PodView, ...]) -> Object:

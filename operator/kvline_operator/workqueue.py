@@ -90,7 +90,8 @@ class WorkQueue:
 
     def oldest_overdue(self) -> float:
         """Seconds by which the most overdue key is late; 0 when none is."""
-        late = [self._clock() - at for key, at in self._due.items() if key not in self._active]
+        waiting = list(self._due.items())  # at once: other threads ask too
+        late = [self._clock() - at for key, at in waiting if key not in self._active]
         return max([0.0, *late])
 
     def __len__(self) -> int:

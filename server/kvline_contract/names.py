@@ -47,6 +47,7 @@ GATE_DIR = "/etc/kvline/gate"
 GATE_FILE = "gate.json"
 RECORDS_DIR = "/etc/kvline/records"
 RECORDS_FILE = "records.json"
+SCALE_FILE = "scale.json"  # the operator's own; no pod reads it
 MODELS_DIR = "/models"
 STATE_DIR = "/var/lib/kvline"
 ATTEMPTS_FILE = "attempts.json"
@@ -83,6 +84,10 @@ def gate_name(base: str, revision: str) -> str:
 
 def records_name(base: str) -> str:
     return f"{base}-records"
+
+
+def scale_name(base: str) -> str:
+    return f"{base}-scale"
 
 
 def hub_folder(org: str, name: str, commit: str) -> str:

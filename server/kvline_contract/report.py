@@ -15,6 +15,7 @@ from kvline_contract.codec import ContractError, decode, document, dumps, field,
 VERSION = 1
 READABLE_VERSIONS = (VERSION,)  # version 0 never shipped; the one before joins when there is a 2
 MAX_REPORT_BYTES = 64 * 1024
+MAX_LOAD_BYTES = 4096
 MAX_TERMINATION_BYTES = 4096
 MAX_STAGES = 32
 MAX_ATTEMPTS = 5
@@ -229,6 +230,12 @@ class Load:
     refused_last60s: int
     max_running_requests: int
     draining: bool
+
+    @classmethod
+    def parse(cls, text: str | bytes) -> Load:
+        value = loads(text, MAX_LOAD_BYTES)
+        check_version(value, "load")
+        return decode(cls, value, strict=False)
 
 
 def check_version(value: dict[str, Any], what: str) -> None:

@@ -21,11 +21,13 @@ from typing import Any
 
 import yaml
 
+from kvline_contract.codec import dumps
 from kvline_contract.launch import GateFile
 from kvline_contract.names import GATE_FILE, LABEL_REVISION, LABEL_SERVICE, gate_name
 from kvline_contract.report import (
     Attempt,
     Effective,
+    Load,
     Memory,
     Outcome,
     Result,
@@ -104,6 +106,7 @@ class Operator:
             environment["PYTHONPATH"] = str(FAULTS)
         command = [sys.executable, "-m", "kvline_operator", "--default-image", IMAGE]
         command += ["--allow-image-tags", "--namespace", self.space.name, "--poll-seconds", "0.3"]
+        command += ["--load-seconds", "0.5"]
         command += ["--resync-seconds", "20", "--probe-port", str(free_port())]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
@@ -144,11 +147,14 @@ class Node:
         self.answers: dict[str, bytes] = {}  # address -> body of /sizing
         self.addresses: dict[str, str] = {}  # pod uid -> address
         self.was_ready: set[str] = set()  # pod uids
+        self.load: Load | None = None  # what every replica says of its load
         node = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 body = node.answers.get(self.connection.getsockname()[0], b"")
+                if self.path == "/load":
+                    body = dumps(node.load).encode() if node.load is not None else b""
                 self.send_response(200 if body else 503)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()

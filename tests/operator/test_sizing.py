@@ -121,7 +121,7 @@ def test_a_ready_pod_is_asked_once_until_resync_and_never_blanked() -> None:
         body(text[0])(connection)
 
     with answering(answer) as port:
-        reports = Reports(port, 300, lambda: now[0])
+        reports = Reports(port, 300, clock=lambda: now[0])
         assert reports.read("uid", "127.0.0.1", ready=True).report == VALIDATED
         assert reports.read("uid", "127.0.0.1", ready=True).report == VALIDATED
         assert len(count) == 1

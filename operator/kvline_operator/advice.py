@@ -1,0 +1,214 @@
+"""Tell: what each reason of each condition means and what to do. docs/operations.md and
+`kubectl kvline explain` say the same, because both say this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    condition: str
+    reasons: tuple[str, ...]
+    happened: str
+    do: str
+
+
+NOTHING = "nothing"
+ADVICE = (
+    Advice("Accepted", ("Valid",), "the spec can be acted on", NOTHING),
+    Advice(
+        "Accepted",
+        ("SpecInvalid",),
+        "the server refused a setting, or the API refused an object of ours",
+        "the message names the field; correct it and apply again",
+    ),
+    Advice(
+        "Accepted",
+        ("NameConflict",),
+        "an object that is not ours has a child's name",
+        "rename one of the two",
+    ),
+    Advice(
+        "Accepted",
+        ("Forbidden",),
+        "the operator lacks a right",
+        "the message names verb and kind; compare the operator's role with the one that ships",
+    ),
+    Advice("ModelAvailable", ("Available",), "the pinned model is on the node", NOTHING),
+    Advice("ModelAvailable", ("Random",), "weights are random, from config.json alone", NOTHING),
+    Advice("ModelAvailable", ("Pending",), "no container has run yet", "see Progressing"),
+    Advice(
+        "ModelAvailable",
+        ("Downloading", "DownloadFailed"),
+        "the download step runs, or failed and is tried again",
+        "if it fails, check the hub's address, the way out of the cluster, and the disk",
+    ),
+    Advice(
+        "ModelAvailable",
+        ("SecretMissing",),
+        "the token Secret or its key is not there",
+        "create it in the service's namespace; the pod goes on by itself",
+    ),
+    Advice(
+        "ModelAvailable",
+        ("NotFound", "Invalid", "Unsupported"),
+        "no such model; a broken file; an architecture that we do not run",
+        "the message names file and reason; correct spec.model.source",
+    ),
+    Advice(
+        "CapacityMeasured",
+        ("Validated",),
+        "a replica's budget survived the stress at its final size",
+        NOTHING,
+    ),
+    Advice(
+        "CapacityMeasured",
+        ("Pending", "Loading", "Autotuning", "Probing", "Stressing", "Validating"),
+        "the sizing loop is under way",
+        "wait; a stage without progress for 300 s ends the container",
+    ),
+    Advice(
+        "CapacityMeasured",
+        ("ShrunkRetry",),
+        "a size did not survive, the next is 5 % smaller",
+        "nothing; there are at most four attempts",
+    ),
+    Advice(
+        "CapacityMeasured",
+        ("OutOfMemory",),
+        "no size survived, or the engine ran out of memory while it served",
+        "raise spec.resources.memory, or turn a knob that the message names",
+    ),
+    Advice(
+        "CapacityMeasured",
+        ("ContextDoesNotFit",),
+        "spec.engine.maxModelLen is above the budget",
+        "the message names the largest that fits",
+    ),
+    Advice(
+        "CapacityMeasured",
+        ("EngineExited",),
+        "the engine ended with an error",
+        "the message has its last words; `kubectl logs` of the pod has more",
+    ),
+    Advice(
+        "CapacityMeasured",
+        ("ReportInvalid", "ReportMissing"),
+        "the pod's report cannot be read, or had",
+        "compare the versions of operator and server image; check that a NetworkPolicy of yours "
+        "lets the operator reach port 8001",
+    ),
+    Advice("CapacityMeasured", ("ScaledToZero",), "no replica is asked for", NOTHING),
+    Advice("CapacitySufficient", ("Sufficient",), "the budget is at least minKVTokens", NOTHING),
+    Advice(
+        "CapacitySufficient",
+        ("BelowMinimum",),
+        "a replica measured less than spec.capacity.minKVTokens",
+        "lower it, or give more memory; the message has both figures",
+    ),
+    Advice("CapacitySufficient", ("Unknown",), "nothing is measured yet", "see CapacityMeasured"),
+    Advice("CapacityStable", ("Stable",), "identical replicas measure the same", NOTHING),
+    Advice(
+        "CapacityStable",
+        ("Drifted",),
+        "a replica measured over 3 % away from what an identical one has on record",
+        "look for what shares its node or GPU; the message names both figures",
+    ),
+    Advice(
+        "CapacityStable",
+        ("NoRecord",),
+        "no size of these replicas is on record yet",
+        "nothing; pinned sizes leave none",
+    ),
+    Advice("Progressing", ("Complete",), "nothing moves", NOTHING),
+    Advice("Progressing", ("RollingOut",), "replicas are on their way", "wait"),
+    Advice(
+        "Progressing",
+        ("Unschedulable",),
+        "no node has room for a replica",
+        "the message is the scheduler's; free or add a node, or ask for less",
+    ),
+    Advice(
+        "Progressing",
+        ("ImagePullFailed",),
+        "the node cannot get the image",
+        "the message is the kubelet's; correct spec.image or the registry's credentials",
+    ),
+    Advice(
+        "Progressing",
+        ("QuotaExceeded",),
+        "the namespace's quota refuses an object",
+        "the message names the quota; raise it or ask for less",
+    ),
+    Advice(
+        "Progressing",
+        ("DeadlineExceeded",),
+        "no progress within spec.rollout.progressDeadlineSeconds",
+        "the other conditions say what it waits for",
+    ),
+    Advice(
+        "Progressing",
+        ("DeviceFailure",),
+        "the GPU is missing, too old, or was lost",
+        "check the node's driver and device plug-in; the pod is tried again",
+    ),
+    Advice("UpToDate", ("UpToDate",), "the spec's revision alone serves", NOTHING),
+    Advice(
+        "UpToDate",
+        ("RollingOut", "Scaling"),
+        "on its way; a new revision is measured before it takes traffic",
+        "wait",
+    ),
+    Advice(
+        "UpToDate",
+        ("GateHeld",),
+        "a new revision cannot be measured (no node, no image, no model), or its tokens cannot be "
+        "compared; what serves goes on",
+        "the message says which; for another model set spec.capacity.minKVTokens, or promote",
+    ),
+    Advice(
+        "UpToDate",
+        ("RolledBack",),
+        "a new revision measured too little, or its engine ended twice; it is gone, the one "
+        "before serves",
+        "change the spec, or promote; the message has the figures",
+    ),
+    Advice(
+        "UpToDate",
+        ("GateFailed",),
+        "the same with spec.rollout.onFailure Hold: its replicas stay, out of traffic",
+        "look at them, then change the spec or promote",
+    ),
+    Advice(
+        "UpToDate",
+        ("Paused",),
+        'annotation kvline.dev/paused is "true"',
+        "take it away: kubectl annotate kvl NAME kvline.dev/paused-",
+    ),
+    Advice("ScalingActive", ("Stable", "Scaling"), "replicas follow the load", NOTHING),
+    Advice(
+        "ScalingActive",
+        ("AtMaximum",),
+        "the load asks for more than spec.autoscaling.maxReplicas",
+        "raise it, or let clients wait",
+    ),
+    Advice(
+        "ScalingActive",
+        ("DemandUnknown",),
+        "ready replicas do not say their load, or none is ready; none are taken away meanwhile",
+        "check that the operator reaches port 8001 of the pods",
+    ),
+    Advice("Ready", ("Serving",), "a ready replica of an accepted revision serves", NOTHING),
+    Advice("Ready", ("ScaledToZero",), "no replica is asked for", NOTHING),
+)
+
+
+def advise(condition: str, reason: str) -> Advice | None:
+    """Ready has the reason of the condition that stands in its way, and its advice."""
+    for item in ADVICE:
+        if reason in item.reasons and item.condition == condition:
+            return item
+    if condition == "Ready":
+        return next((item for item in ADVICE if reason in item.reasons), None)
+    return None

@@ -1,0 +1,45 @@
+"""The operator's probe port: /healthz and /metrics, on a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from kvline_operator.metrics import Metrics
+
+
+class ProbeServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, port: int, unwell: Callable[[], str | None], metrics: Metrics) -> None:
+        self.unwell = unwell
+        self.metrics = metrics
+        super().__init__(("0.0.0.0", port), _Handler)  # noqa: S104
+
+    def start(self) -> None:
+        threading.Thread(target=self.serve_forever, daemon=True, name="probe").start()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ProbeServer
+    timeout = 10
+
+    def do_GET(self) -> None:
+        if self.path == "/metrics":
+            self._send(200, self.server.metrics.text())
+        elif self.path == "/healthz":
+            reason = self.server.unwell()
+            self._send(200 if reason is None else 500, (reason or "ok").encode())
+        else:
+            self._send(404, b"not found")
+
+    def _send(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "text/plain; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """A probe is not worth a line."""

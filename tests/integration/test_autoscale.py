@@ -1,0 +1,104 @@
+"""Replicas that follow the load, against a real API server: the node says what replicas carry."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from playground import Node
+
+from kvline_contract.report import Load, State
+
+pytestmark = pytest.mark.integration
+
+HOW = {"maxReplicas": 4, "targetPercent": 50, "scaleDownDelaySeconds": 3}
+
+
+def load(used: int) -> Load:
+    """Of a replica with 4,096 proven tokens."""
+    return Load(1, 4096, used, 0, 0, 1, 0, 0, 64, False)
+
+
+def wanted(space: Any) -> int:
+    """Replicas of all Deployments."""
+    return sum(d["spec"]["replicas"] for d in space.list("deployments"))
+
+
+def follow(node: Node, space: Any, replicas: int) -> bool:
+    """A look at what runs, with new pods validated."""
+    node.play(State.VALIDATED)
+    said = space.get("kvl", "chat").get("status", {})
+    return bool(wanted(space) == len(node.pods()) == said.get("readyReplicas") == replicas)
+
+
+def events(space: Any, reason: str) -> list[str]:
+    return [e["message"] for e in space.list("events") if e["reason"] == reason]
+
+
+def test_up_at_once_down_after_the_delay_and_remembered(
+    space: Any, operator: Any, node: Node, until: Callable[..., Any]
+) -> None:
+    node.load = load(100)
+    space.apply(autoscaling=HOW, replicas=3)  # which is not used
+    until(lambda: follow(node, space, 1))
+    until(lambda: space.condition("ScalingActive").get("reason") == "Stable")
+
+    node.load = load(5000)  # of one replica; of two it is 10,000, and then 5 replicas would not do
+    until(lambda: follow(node, space, 4))
+    until(lambda: space.condition("ScalingActive").get("reason") == "AtMaximum")
+    assert events(space, "Scaled")[0].startswith("from 1 to ")
+    assert space.get("kvl", "chat")["status"]["desiredReplicas"] == 4
+    assert space.get("kvl", "chat")["spec"]["replicas"] == 3  # a person's word is left alone
+
+    node.load = None  # they serve, but do not say
+    until(lambda: space.condition("ScalingActive").get("reason") == "DemandUnknown")
+    assert space.condition("ScalingActive")["status"] == "False"
+    operator.stop()
+    operator.start()
+    until(lambda: follow(node, space, 4))
+    assert json.loads(space.get("configmap", "chat-scale")["data"]["scale.json"])["replicas"] == 4
+
+    node.load = load(600)
+    until(lambda: follow(node, space, 2), 60)  # 4 x 600 of 4,096 at half of it
+    until(lambda: follow(node, space, 1), 60)
+    until(lambda: space.condition("UpToDate")["status"] == "True")
+    assert events(space, "Scaled")[-1].startswith("from ")
+
+    space.apply(replicas=2)  # without autoscaling the person's word counts again
+    until(lambda: follow(node, space, 2))
+    until(lambda: space.get("configmap", "chat-scale") is None)
+    until(lambda: not space.condition("ScalingActive"))
+
+
+def test_scaling_while_a_rollout_is_on_its_way(
+    space: Any, operator: Any, node: Node, until: Callable[..., Any]
+) -> None:
+    node.load = load(100)
+    space.apply(autoscaling=HOW)
+    until(lambda: follow(node, space, 1))
+    until(lambda: space.condition("UpToDate").get("status") == "True")
+    first = space.get("kvl", "chat")["status"]["rollout"]["stableRevision"]
+
+    space.apply(autoscaling=HOW, engine={"maxModelLen": 512})
+    until(lambda: len(node.pods()) == 2)  # the candidate's first, not measured yet
+    node.load = load(3000)
+    until(lambda: space.get("deployment", f"chat-{first}")["spec"]["replicas"] >= 2)
+    until(lambda: follow(node, space, 4) and len(space.list("deployments")) == 1, 60)
+    assert space.get("deployment", f"chat-{first}") is None
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"minReplicas": 5, "maxReplicas": 4}, "minReplicas must not exceed maxReplicas"),
+        ({"minReplicas": 1}, "maxReplicas: Required"),
+        ({"maxReplicas": 0}, "greater than or equal to 1"),
+        ({"maxReplicas": 2, "targetPercent": 101}, "less than or equal to 100"),
+        ({"maxReplicas": 2, "metric": "qps"}, "unknown field"),
+    ],
+)
+def test_what_the_schema_refuses(space: Any, how: dict[str, Any], words: str) -> None:
+    refused = space.apply(autoscaling=how, check=False)
+    assert refused.returncode != 0 and words in refused.stderr

@@ -1,0 +1,46 @@
+"""Every reason that a condition can have is explained, and nothing else is."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+from kvline_contract.exits import MEANINGS
+from kvline_contract.report import State
+from kvline_operator import autoscale, conditions, reconcile
+from kvline_operator.advice import ADVICE, advise
+
+WRITTEN = re.compile(r'Condition\(\s*(kind|"\w+"), "\w+", "(\w+)"')
+KIND = re.compile(r'kind = "(\w+)"|kind, minimum = "(\w+)"')
+
+
+def said() -> set[tuple[str, str]]:
+    """Condition and reason, as the code makes them."""
+    found = {(m.condition, m.reason) for m in MEANINGS.values() if m.condition and m.reason}
+    sizing = set(State) - {State.FAILED}
+    found |= {("CapacityMeasured", str(state)) for state in sizing}
+    found |= {("ScalingActive", str(activity)) for activity in autoscale.Activity}
+    for module in (conditions, reconcile):
+        kind = ""
+        for part in re.split(r"\ndef ", inspect.getsource(module)):
+            named = KIND.search(part)
+            # A helper stands right after the function that it helps, and is given its kind.
+            kind = (named[1] or named[2]) if named else kind
+            for literal, reason in WRITTEN.findall(part):
+                found.add((kind if literal == "kind" else literal.strip('"'), reason))
+    return found
+
+
+def test_every_reason_has_advice_and_every_advice_a_reason() -> None:
+    explained = {(item.condition, reason) for item in ADVICE for reason in item.reasons}
+    own = {(c, r) for c, r in said() if c != "Ready"}
+    assert own - explained == set()
+    assert {(c, r) for c, r in explained if c != "Ready"} - own == set()
+
+
+def test_ready_has_the_advice_of_what_stands_in_its_way() -> None:
+    for condition, reason in said():
+        if condition != "Ready":
+            assert advise("Ready", reason) is not None
+    assert advise("Ready", "BelowMinimum") == advise("CapacitySufficient", "BelowMinimum")
+    assert advise("Ready", "SomethingElse") is None

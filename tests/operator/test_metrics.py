@@ -1,0 +1,170 @@
+"""Metrics: what a service's status says, by the conventions, and only known ones in the alerts and
+the dashboard."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvline_contract.report import Memory, Result, SizingReport, Source, State
+from kvline_operator.board import Board, View
+from kvline_operator.metrics import Metrics
+from kvline_operator.workqueue import Key
+from kvline_server.engine.messages import Beat, EdgeBeat
+from kvline_server.metrics import render
+
+ROOT = Path(__file__).resolve().parents[2]
+STATUS = {
+    "replicas": 3,
+    "readyReplicas": 2,
+    "desiredReplicas": 4,
+    "capacity": {
+        "kvTokens": 100,
+        "kvTokensTotal": 230,
+        "spread": {"min": 100, "max": 130},
+        "fullLengthSequences": 3,
+        "attempts": 2,
+        "memory": {"totalMiB": 20, "weightsMiB": 5, "kvMiB": 15},
+    },
+    "rollout": {
+        "stableRevision": "aaaaa",
+        "rejectedRevision": "bbbbb",
+        "imageOutdated": True,
+        "gate": {"measured": 50, "required": 95, "baseline": 100},
+    },
+    "conditions": [
+        {"type": "Ready", "status": "True", "reason": "Serving"},
+        {"type": "CapacityStable", "status": "Unknown", "reason": "NoRecord"},
+    ],
+}
+UNITS = ("tokens", "bytes", "seconds", "ratio", "info")
+COUNTED = (  # gauges that count things; the thing is the unit
+    "keys|replicas|requests_waiting|requests_running|kv_blocks|sequences|attempts"
+    "|condition|image_outdated"
+)
+
+
+def operator() -> str:
+    board = Board()
+    board.put(View(Key("team", "chat"), {"replicas": 1}, STATUS))
+    board.put(View(Key("team", "new"), {"replicas": 2}, {}))
+    metrics = Metrics(board)
+    metrics.gather(lambda: 7, lambda: (2, 1.5))
+    metrics.reconciled("ok", 0.1)
+    return metrics.text().decode()
+
+
+def server() -> str:
+    memory = Memory(100, 20, 10, 0, 50, 10, 10)
+    result = Result(4096, 512, Source.MEASURED, "f", 90, 6000, 0, "t", memory)
+    report = SizingReport(1, "u", "p", "r", 1, State.VALIDATED, "t", "t", result=result)
+    return render(report, Beat(False, 1), EdgeBeat(True, 0), 1).decode()
+
+
+def samples(text: str) -> dict[tuple[str, str], float]:
+    return {
+        (s.name, ",".join(f"{k}={v}" for k, v in sorted(s.labels.items()))): s.value
+        for family in text_string_to_metric_families(text)
+        for s in family.samples
+    }
+
+
+def test_a_service_s_figures_are_those_of_its_status() -> None:
+    found = samples(operator())
+    where = "namespace=team,service=chat"
+
+    def value(name: str, label: str = "") -> float:
+        labels = ",".join(sorted([*where.split(","), *([label] if label else [])]))
+        return found[f"kvline_service_{name}", labels]
+
+    assert value("budget_tokens", "figure=min") == 100
+    assert value("budget_tokens", "figure=sum") == 230
+    assert value("memory_bytes", "part=kv") == 15 << 20
+    assert value("replicas", "state=wanted") == 4  # the load's word, not the spec's
+    assert value("gate_tokens", "figure=required") == 95
+    assert value("image_outdated") == 1
+    assert value("validation_attempts") == 2
+    assert found["kvline_service_condition", f"{where.replace(',', ',reason=Serving,')},type=Ready"]
+    assert (
+        found[
+            "kvline_service_condition",
+            "namespace=team,reason=NoRecord,service=chat,type=CapacityStable",
+        ]
+        == -1
+    )
+    assert found["kvline_service_replicas", "namespace=team,service=new,state=wanted"] == 2
+    assert found["kvline_api_writes_total", ""] == 7
+
+
+def test_a_service_that_is_gone_is_not_reported() -> None:
+    board = Board()
+    metrics = Metrics(board)
+    board.put(View(Key("team", "chat"), {}, STATUS))
+    assert 'service="chat"' in metrics.text().decode()
+    board.drop(Key("team", "chat"))
+    assert 'service="chat"' not in metrics.text().decode()
+
+
+@pytest.mark.parametrize("text", [operator(), server()], ids=["operator", "server"])
+def test_names_follow_the_conventions(text: str) -> None:
+    """Those that promtool's linter checks, and ours: a unit in every gauge's name."""
+    for family in text_string_to_metric_families(text):
+        name = family.name
+        if name.endswith("_created"):
+            continue  # the client library's own
+        assert re.fullmatch(r"kvline_[a-z][a-z0-9_]*", name)
+        assert family.documentation and family.documentation != name
+        assert family.type != "unknown"
+        if family.type == "counter":
+            assert all(s.name == f"{name}_total" or "_created" in s.name for s in family.samples)
+        else:
+            assert not name.endswith("_total")
+        if family.type == "gauge":
+            assert name.endswith(UNITS) or re.search(COUNTED, name), name
+        for sample in family.samples:
+            assert all(re.fullmatch(r"[a-z_]+", label) for label in sample.labels)
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    """Every PromQL expression that ships, with where it stands."""
+    for rule in alerts():
+        yield rule["alert"], rule["expr"]
+    for panel in json.loads((ROOT / "monitoring" / "dashboard.json").read_text())["panels"]:
+        for target in panel.get("targets", []):
+            yield panel["title"], target["expr"]
+
+
+def alerts() -> list[dict[str, Any]]:
+    groups = yaml.safe_load((ROOT / "monitoring" / "alerts.yaml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def test_alerts_and_dashboard_name_metrics_and_labels_that_exist() -> None:
+    labels: dict[str, set[str]] = {}
+    for text in (operator(), server()):
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                labels.setdefault(sample.name, set()).update(sample.labels)
+    scraped = {"namespace", "pod", "kvline_dev_service"}  # put there by the scrape
+    for where, expression in expressions():
+        names = re.findall(r"\bkvline_[a-z_]+(?=[{\[\s)]|$)", expression)
+        assert names, where
+        for name in names:
+            assert name in labels, (where, name)
+        for name, selector in re.findall(r"(kvline_[a-z_]+)\{([^}]*)\}", expression):
+            used = set(re.findall(r"(\w+)(?:=|!=|=~)\"", selector))
+            assert used <= labels[name] | scraped, (where, name)
+
+
+def test_each_alert_has_a_paragraph_that_says_what_to_do() -> None:
+    said = (ROOT / "docs" / "operations.md").read_text()
+    for rule in alerts():
+        assert rule["annotations"]["runbook_url"].endswith("#" + rule["alert"].lower())
+        assert f"\n### {rule['alert']}\n" in said, rule["alert"]
