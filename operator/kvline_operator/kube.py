@@ -35,6 +35,7 @@ KINDS = {
     "ControllerRevision": ("/apis/apps/v1", "controllerrevisions"),
     "PodDisruptionBudget": ("/apis/policy/v1", "poddisruptionbudgets"),
     "NetworkPolicy": ("/apis/networking.k8s.io/v1", "networkpolicies"),
+    "Job": ("/apis/batch/v1", "jobs"),  # of the command line's, never the operator's
     KIND: (f"/apis/{GROUP}/{API_VERSION}", PLURAL),
 }
 
@@ -98,6 +99,18 @@ class Kube:
             content="application/json-patch+json",
         )
 
+    def patch(self, kind: str, namespace: str, name: str, patch: list[Object]) -> None:
+        """A JSON patch; raises Invalid where one of its tests does not hold."""
+        content = "application/json-patch+json"
+        self._call("PATCH", kind, namespace, name, body=patch, content=content)
+
+    def log(self, namespace: str, pod: str, container: str) -> str:
+        """What a container has printed so far."""
+        path = f"{KINDS['Pod'][0]}/namespaces/{namespace}/pods/{pod}/log"
+        what = f"log of Pod {namespace}/{pod}"
+        query = [("container", container)]
+        return self._raw("GET", path, query, None, "application/json", what)[1].decode()
+
     def create(self, body: Object) -> bool:
         """False when an object of that name exists already."""
         self.writes += 1
@@ -145,6 +158,23 @@ class Kube:
         what: str,
         missing_is_none: bool,
     ) -> Object | None:
+        status, raw = self._raw(method, path, query, body, content, what)
+        if status == 404 and missing_is_none:
+            return None
+        if status == 404:
+            raise _error(method, what, status, raw)
+        return dict(json.loads(raw)) if raw else {}
+
+    def _raw(
+        self,
+        method: str,
+        path: str,
+        query: list[tuple[str, str]],
+        body: Any,
+        content: str,
+        what: str,
+    ) -> tuple[int, bytes]:
+        """Status and body, of a success or of a 404; raises for all else."""
         headers = {"Accept": "application/json", "Content-Type": content}
         try:
             response = self._api.call_api(
@@ -164,10 +194,8 @@ class Kube:
             status, raw = error.status or 0, (error.body or "").encode()
         except HTTPError as error:
             raise ApiUnavailable(f"{method} {what}: {type(error).__name__}") from None
-        if 200 <= status < 300:
-            return dict(json.loads(raw)) if raw else {}
-        if status == 404 and missing_is_none:
-            return None
+        if 200 <= status < 300 or status == 404:
+            return status, raw
         raise _error(method, what, status, raw)
 
     @staticmethod
@@ -198,7 +226,11 @@ def connect() -> Kube:
         config.load_incluster_config()  # type: ignore[no-untyped-call]
     except config.ConfigException:
         config.load_kube_config()  # type: ignore[no-untyped-call]
-    settings = client.Configuration.get_default_copy()
+    return Kube(api_client(client.Configuration.get_default_copy()))
+
+
+def api_client(settings: client.Configuration) -> client.ApiClient:
+    """Many connections, and no retries that we do not see."""
     settings.connection_pool_maxsize = 32
     settings.retries = False
-    return Kube(client.ApiClient(settings))
+    return client.ApiClient(settings)

@@ -41,13 +41,12 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="size a model, then serve it")
     _add_model(serve)
-    serve.add_argument("--config", type=Path, help="a launch.json; instead of --model")
     serve.add_argument("--gate", type=Path, help="a gate.json to obey; without it the gate is open")
     serve.add_argument("--host", default="0.0.0.0")  # noqa: S104
     serve.add_argument("--port", type=int, default=names.API_PORT)
     serve.add_argument("--internal-port", type=int, default=names.INTERNAL_PORT)
     size = commands.add_parser("size", help="run the profile loop and print the budget")
-    _add_model(size, required=True)
+    _add_model(size)
     size.add_argument("--write-record", type=Path, help="keep the proven size in this file")
     size.add_argument("--json", action="store_true", help="print the sizing report")
     download = commands.add_parser("download", help="fetch the model of a launch.json")
@@ -55,8 +54,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_model(parser: argparse.ArgumentParser, required: bool = False) -> None:
-    parser.add_argument("--model", type=Path, required=required, help="a model folder")
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, help="a model folder")
+    parser.add_argument("--config", type=Path, help="a launch.json; instead of --model")
     parser.add_argument("--served-name", help="the name requests use; the folder's by default")
     parser.add_argument("--load", choices=[str(f) for f in LoadFormat], default="weights")
     parser.add_argument(
@@ -139,7 +139,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from kvline_server.supervisor import Supervisor
 
     serve = arguments.command == "serve"
-    config = arguments.config if serve else None
+    config = arguments.config
     if (config is None) == (arguments.model is None):
         raise ConfigInvalid("give one of --model DIR and --config FILE")
     with tempfile.TemporaryDirectory(prefix="kvline-") as scratch:

@@ -15,6 +15,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parent))
 
 from playground import ROOT, Node, Operator, Space, eventually, identity
+from rolling import Service
 
 
 @pytest.fixture(scope="session")
@@ -61,3 +62,15 @@ def node(space: Space) -> Iterator[Node]:
     made = Node(space)
     yield made
     made.close()
+
+
+@pytest.fixture
+def service(space: Any, operator: Any, node: Any) -> Service:
+    """Two replicas of 4,096 tokens that serve."""
+    made = Service(space, node)
+    space.apply(replicas=2)
+    (first,) = eventually(lambda: {made.revision(p) for p in node.pods()})
+    made.tokens = {first: 4096}
+    made.until_reason("UpToDate")
+    made.fewest_ready = 1 << 30
+    return made

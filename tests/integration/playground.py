@@ -94,6 +94,7 @@ class Operator:
         self.space = space
         self.log = log
         self.extra = extra or {}
+        self.words: list[str] = []  # more of the command line
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Operator:
@@ -109,6 +110,7 @@ class Operator:
         command += ["--load-seconds", "0.5"]
         command += ["--resync-seconds", "20", "--probe-port", str(free_port())]
         with self.log.open("ab") as log:
+            command += self.words
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         return self
 

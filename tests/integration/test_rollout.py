@@ -5,92 +5,15 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from playground import eventually
-
-from kvline_contract.names import LABEL_REVISION
-from kvline_contract.report import State
+from rolling import Service, is_ready, up_to_date
 
 pytestmark = pytest.mark.integration
 
 BIGGER, SMALLER = {"maxModelLen": 2048}, {"maxModelLen": 2047}
-
-
-class Service:
-    """A service whose pods live as long as the test looks: each look lets the node act."""
-
-    def __init__(self, space: Any, node: Any) -> None:
-        self.space, self.node = space, node
-        self.tokens: dict[str, int] = {}  # by revision; others load yet
-        self.served: set[str] = set()  # revisions that ever had a ready pod
-        self.fewest_ready = 1 << 30
-
-    def look(self) -> dict[str, Any]:
-        for pod in self.node.pods():
-            revision = self.revision(pod)
-            tokens = self.tokens.get(revision)
-            if tokens:
-                self.node.play(State.VALIDATED, tokens, only=lambda p, pod=pod: p == pod)
-        ready = [p for p in self.node.pods() if _is_ready(p)]
-        self.served |= {self.revision(p) for p in ready}
-        self.fewest_ready = min(self.fewest_ready, len(ready))
-        return dict((self.space.get("kvl", "chat") or {}).get("status") or {})
-
-    def until(self, check: Callable[[dict[str, Any]], Any], seconds: float = 60) -> dict[str, Any]:
-        def looked() -> dict[str, Any]:
-            status = self.look()
-            return status if check(status) else {}
-
-        return dict(eventually(looked, seconds))
-
-    def until_reason(self, reason: str) -> dict[str, Any]:
-        return self.until(lambda s: up_to_date(s).get("reason") == reason)
-
-    def candidate(self) -> str:
-        """The revision that the last spec made, once it is on its way."""
-        status = self.until(lambda s: s["rollout"].get("candidateRevision"))
-        return str(status["rollout"]["candidateRevision"])
-
-    def stable(self) -> str:
-        return str(self.space.get("kvl", "chat")["status"]["rollout"]["stableRevision"])
-
-    @staticmethod
-    def revision(pod: dict[str, Any]) -> str:
-        return str(pod["metadata"]["labels"][LABEL_REVISION])
-
-    def pods_of(self, revision: str) -> list[dict[str, Any]]:
-        return [p for p in self.node.pods() if self.revision(p) == revision]
-
-    def generation(self) -> int:
-        return int(self.space.get("kvl", "chat")["metadata"]["generation"])
-
-    def events(self, reason: str) -> list[str]:
-        return [e["message"] for e in self.space.list("events") if e.get("reason") == reason]
-
-
-def _is_ready(pod: dict[str, Any]) -> bool:
-    conditions = (pod.get("status") or {}).get("conditions") or []
-    return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
-
-
-def up_to_date(status: dict[str, Any]) -> dict[str, Any]:
-    found = [c for c in status.get("conditions") or [] if c["type"] == "UpToDate"]
-    return dict(found[0]) if found else {}
-
-
-@pytest.fixture
-def service(space: Any, operator: Any, node: Any) -> Service:
-    """Two replicas of 4,096 tokens that serve."""
-    made = Service(space, node)
-    space.apply(replicas=2)
-    (first,) = eventually(lambda: {made.revision(p) for p in node.pods()})
-    made.tokens = {first: 4096}
-    made.until_reason("UpToDate")
-    made.fewest_ready = 1 << 30
-    return made
 
 
 def test_a_candidate_is_measured_alone_and_then_takes_over_replica_by_replica(
@@ -136,7 +59,7 @@ def test_half_the_budget_is_rolled_back_and_stays_so_until_somebody_says_otherwi
     )
     assert len(service.events("GateFailed")) == len(service.events("RolledBack")) == 1
     assert rejected not in service.served and service.fewest_ready == 2
-    assert {p["metadata"]["uid"] for p in service.node.pods() if _is_ready(p)} == before
+    assert {p["metadata"]["uid"] for p in service.node.pods() if is_ready(p)} == before
 
     operator.stop(signal.SIGKILL)
     operator.start()  # and it remembers
@@ -272,7 +195,7 @@ def _lose_one(service: Service, space: Any, revision: str, tokens: int, ready: i
         service.look()
         pods = service.node.pods()
         known = {p["metadata"]["uid"] for p in pods}
-        return len(pods) == 2 and gone["uid"] not in known and sum(map(_is_ready, pods)) == ready
+        return len(pods) == 2 and gone["uid"] not in known and sum(map(is_ready, pods)) == ready
 
     eventually(replaced, 60)
 

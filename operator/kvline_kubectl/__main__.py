@@ -1,0 +1,200 @@
+"""The command line: `kubectl kvline COMMAND`, or `kubectl-kvline COMMAND`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from kvline_contract.codec import encode
+from kvline_kubectl import act, show, size
+from kvline_kubectl.cluster import Cluster, Problem, connect
+from kvline_operator.errors import ApiUnavailable, OperatorError
+
+Object = dict[str, Any]
+out = Console(highlight=False, soft_wrap=True)
+log = Console(stderr=True, highlight=False, soft_wrap=True)
+ENGINE = ("maxModelLen", "maxRunningRequests", "maxPrefillTokens", "maxTopLogprobs")
+
+
+def parser() -> argparse.ArgumentParser:
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("-n", "--namespace", help="default: the context's")
+    shared.add_argument("--context")
+    shared.add_argument("--kubeconfig")
+    shared.add_argument("-o", "--output", choices=["table", "json"], default="table")
+    top = argparse.ArgumentParser(
+        prog="kubectl kvline",
+        description="What services measured, why, and the few things to tell them.",
+    )
+    commands = top.add_subparsers(dest="command", required=True)
+
+    def add(name: str, text: str, run: Callable[..., int]) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text, parents=[shared])
+        made.set_defaults(run=run)
+        return made
+
+    made = add("status", "the figures of all services, or all about one", status)
+    made.add_argument("name", nargs="?")
+    made.add_argument("-A", "--all-namespaces", action="store_true")
+    add("explain", "why a service is not as asked for, and what to do", explain).add_argument(
+        "name"
+    )
+    add("history", "revisions, their verdicts and what they changed", history).add_argument("name")
+    for name, text, run in (
+        ("promote", "let a revision pass its gate as it is", promote),
+        ("rollback", "make the spec say what an earlier revision said", rollback),
+    ):
+        made = add(name, text, run)
+        made.add_argument("name")
+        made.add_argument("revision", nargs="?")
+    add("upgrade", "take the operator's default image, through the gate", upgrade).add_argument(
+        "name"
+    )
+    _add_size(add("size", "what a spec would measure, by a Job beside what serves", sizing))
+    return top
+
+
+def _add_size(made: argparse.ArgumentParser) -> None:
+    made.add_argument("name", nargs="?", help="a service whose spec to begin with")
+    made.add_argument("-f", "--filename", type=Path, help="a manifest instead, not to be applied")
+    made.add_argument("--image", help="server image; default: the spec's, or what serves")
+    made.add_argument("--memory", help="instead of spec.resources.memory")
+    made.add_argument("--load", choices=["weights", "random"], default="weights")
+    for field in ENGINE:
+        flag = "--" + "".join(f"-{c.lower()}" if c.isupper() else c for c in field)
+        made.add_argument(flag, type=int, dest=field, help=f"instead of spec.engine.{field}")
+
+
+def main() -> int:
+    a = parser().parse_args()
+    try:
+        cluster = connect(a.context, a.kubeconfig, a.namespace)
+        return int(a.run(cluster, a))
+    except ApiUnavailable as error:
+        log.print(f"the API server did not do it: {error}", markup=False, style="red")
+    except (Problem, OperatorError) as error:
+        log.print(str(error), markup=False, style="red")
+    except KeyboardInterrupt:
+        log.print("stopped")
+    return 1
+
+
+def status(cluster: Cluster, a: argparse.Namespace) -> int:
+    if a.name:
+        body = cluster.service(a.name)
+        _tell(a, lambda: show.service(body), body.get("status") or {})
+        return 0
+    found = cluster.kube.services(() if a.all_namespaces else (cluster.namespace,))
+    if not found and a.output == "table":
+        log.print(f"no InferenceService in {'any' if a.all_namespaces else cluster.namespace}")
+    _tell(a, lambda: show.services(found, a.all_namespaces), [_short(b) for b in found])
+    return 0
+
+
+def _short(body: Object) -> Object:
+    meta = body["metadata"]
+    named = {"namespace": meta["namespace"], "name": meta["name"]}
+    return {**named, "status": body.get("status") or {}}
+
+
+def explain(cluster: Cluster, a: argparse.Namespace) -> int:
+    body = cluster.service(a.name)
+    events = cluster.events(body)
+    told = [{k: e.get(k) for k in ("lastTimestamp", "type", "reason", "message")} for e in events]
+    conditions = (body.get("status") or {}).get("conditions") or []
+    _tell(a, lambda: show.explain(body, events), {"conditions": conditions, "events": told})
+    return 0
+
+
+def history(cluster: Cluster, a: argparse.Namespace) -> int:
+    body = cluster.service(a.name)
+    past = cluster.history(a.name)
+    rollout = (body.get("status") or {}).get("rollout") or {}
+    plain = [
+        {
+            "revision": p.name,
+            "number": p.number,
+            "created": p.created,
+            "image": p.image,
+            "verdict": p.standing.verdict,
+            "measured": p.standing.measured,
+            "required": p.standing.required,
+            "baseline": p.standing.baseline,
+            "inputs": p.inputs,
+        }
+        for p in past
+    ]
+    _tell(a, lambda: show.history(past, rollout), plain)
+    return 0
+
+
+def promote(cluster: Cluster, a: argparse.Namespace) -> int:
+    body = cluster.service(a.name)
+    revision, patch = act.promote(body, cluster.history(a.name), a.revision)
+    cluster.patch(body, patch)
+    return _did(a, f"revision {revision} of {a.name} passes its gate as it is")
+
+
+def rollback(cluster: Cluster, a: argparse.Namespace) -> int:
+    body = cluster.service(a.name)
+    revision, patch = act.rollback(body, cluster.history(a.name), a.revision)
+    cluster.patch(body, patch)
+    return _did(a, f"{a.name} says again what revision {revision} said")
+
+
+def upgrade(cluster: Cluster, a: argparse.Namespace) -> int:
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    body = cluster.service(a.name)
+    cluster.patch(body, act.upgrade(body, now))
+    return _did(a, f"{a.name} takes the operator's default image, through its gate")
+
+
+def sizing(cluster: Cluster, a: argparse.Namespace) -> int:
+    if (a.name is None) == (a.filename is None):
+        raise Problem("give one of NAME and -f FILE")
+    body = cluster.service(a.name) if a.name else size.from_file(a.filename, cluster.namespace)
+    engine = {field: getattr(a, field) for field in ENGINE}
+    body = size.changed(body, a.memory, engine, a.load == "random")
+    image = a.image or body["spec"].get("image") or _serving(cluster, a.name)
+    report = size.run(cluster, body, image, lambda line: log.print(line, markup=False))
+    if report.result is None:
+        raise Problem(report.failure.message if report.failure else f"it ended {report.state}")
+    result, effective = report.result, report.effective
+    _tell(a, lambda: show.waterfall(encode(result.memory)), encode(report))
+    if a.output == "table":
+        length = effective.max_model_len if effective else 0
+        out.print(
+            f"{result.kv_tokens:,} KV tokens of {result.bytes_per_token} bytes, "
+            f"{result.kv_tokens // length if length else 0} full-length sequences of {length:,}"
+        )
+    return 0
+
+
+def _serving(cluster: Cluster, name: str | None) -> str:
+    """The image of the newest revision of a service."""
+    past = cluster.history(name) if name else ()
+    if not past:
+        raise Problem("--image is missing: neither the spec nor a revision names one")
+    return past[0].image
+
+
+def _tell(a: argparse.Namespace, table: Callable[[], Any], plain: Any) -> None:
+    if a.output == "json":
+        show.as_json(plain)
+    else:
+        out.print(table())
+
+
+def _did(a: argparse.Namespace, text: str) -> int:
+    _tell(a, lambda: text, {"done": text})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

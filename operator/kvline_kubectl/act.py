@@ -1,0 +1,118 @@
+"""What a person may tell a service: annotations, or the spec of an earlier revision.
+
+Pure: each gives a JSON patch for the resource, tested against the version that was read, so that
+two people cannot undo each other unseen. It is applied with the person's own rights.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from kvline_contract.names import ANNOTATION_PROMOTE, ANNOTATION_RESTART, ANNOTATION_UPGRADE
+from kvline_kubectl.cluster import Problem
+from kvline_operator.board import Past
+from kvline_operator.revisions import Revision, wanted
+from kvline_operator.spec import REVISION_CAPACITY_FIELDS, REVISION_FIELDS, canonical, parse
+
+Object = dict[str, Any]
+Patch = list[Object]
+
+
+def promote(body: Object, history: tuple[Past, ...], revision: str | None) -> tuple[str, Patch]:
+    """The revision, and the patch that lets it pass its gate."""
+    rollout = (body.get("status") or {}).get("rollout") or {}
+    named = revision or rollout.get("candidateRevision") or rollout.get("rejectedRevision") or ""
+    if not named:
+        raise Problem("nothing to promote: no revision is on its way or was turned down")
+    _known(history, named)
+    return named, _annotated(body, {ANNOTATION_PROMOTE: named})
+
+
+def upgrade(body: Object, now: str) -> Patch:
+    """Takes the operator's default image, through the gate."""
+    if body["spec"].get("image"):
+        raise Problem("spec.image names the image of this service; change it there")
+    rollout = (body.get("status") or {}).get("rollout") or {}
+    if not rollout.get("imageOutdated"):
+        raise Problem("it runs the operator's default image already")
+    return _annotated(body, {ANNOTATION_UPGRADE: now})
+
+
+def rollback(body: Object, history: tuple[Past, ...], revision: str | None) -> tuple[str, Patch]:
+    """The revision, and the patch that makes the spec say what it said then."""
+    target = _known(history, revision) if revision else _before(body, history)
+    after = copy.deepcopy(body)
+    _say(after, target)
+    existing = [Revision(p.name, p.image, canonical(p.inputs), p.number) for p in history]
+    if wanted(parse(after), existing, target.image).name != target.name:
+        after["spec"]["image"] = target.image
+    if canonical([after["spec"], _annotations(after)]) == canonical(
+        [body["spec"], _annotations(body)]
+    ):
+        raise Problem(f"the spec says what revision {target.name} said")
+    return target.name, _replaced(body, after)
+
+
+def _before(body: Object, history: tuple[Past, ...]) -> Past:
+    """Of a rollout on its way or turned down, what serves; else the one accepted before."""
+    rollout = (body.get("status") or {}).get("rollout") or {}
+    accepted = sorted(
+        (p for p in history if p.standing.accepted),
+        key=lambda p: p.standing.accepted,
+        reverse=True,
+    )
+    unsettled = rollout.get("candidateRevision") or rollout.get("rejectedRevision")
+    at = 0 if unsettled else 1
+    if len(accepted) <= at:
+        raise Problem("there is no earlier revision that served")
+    return accepted[at]
+
+
+def _say(body: Object, target: Past) -> None:
+    """Puts a revision's inputs into a resource; what makes no revision stays."""
+    spec, inputs = body["spec"], target.inputs
+    for key in REVISION_FIELDS:
+        _set(spec, key, inputs.get(key))
+    capacity = dict(spec.get("capacity") or {})
+    for key in REVISION_CAPACITY_FIELDS:
+        _set(capacity, key, (inputs.get("capacity") or {}).get(key))
+    _set(spec, "capacity", capacity or None)
+    annotations = dict(body["metadata"].get("annotations") or {})
+    _set(annotations, ANNOTATION_RESTART, inputs.get("restart"))
+    _set(annotations, ANNOTATION_UPGRADE, inputs.get("upgrade"))
+    body["metadata"]["annotations"] = annotations
+
+
+def _set(where: Object, key: str, value: Any) -> None:
+    if value is None:
+        where.pop(key, None)
+    else:
+        where[key] = value
+
+
+def _known(history: tuple[Past, ...], revision: str) -> Past:
+    for item in history:
+        if item.name == revision:
+            return item
+    names = ", ".join(p.name for p in history) or "none"
+    raise Problem(f"no revision {revision}; there are {names}")
+
+
+def _annotations(body: Object) -> Object:
+    return dict(body["metadata"].get("annotations") or {})
+
+
+def _annotated(body: Object, more: Object) -> Patch:
+    after = copy.deepcopy(body)
+    after["metadata"]["annotations"] = {**_annotations(body), **more}
+    return _replaced(body, after)
+
+
+def _replaced(body: Object, after: Object) -> Patch:
+    version = body["metadata"]["resourceVersion"]
+    return [
+        {"op": "test", "path": "/metadata/resourceVersion", "value": version},
+        {"op": "add", "path": "/metadata/annotations", "value": _annotations(after)},
+        {"op": "add", "path": "/spec", "value": after["spec"]},
+    ]

@@ -1,0 +1,71 @@
+"""The cluster as the person at the terminal sees it: their context, their rights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kubernetes import client, config
+
+from kvline_contract.names import KIND, LABEL_REVISION, LABEL_SERVICE, base_name
+from kvline_operator.board import Past, past
+from kvline_operator.errors import Invalid
+from kvline_operator.kube import Kube, api_client
+from kvline_operator.verdicts import read
+
+Object = dict[str, Any]
+
+
+class Problem(Exception):
+    """Something a person must hear; printed without a trace."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    kube: Kube
+    namespace: str
+
+    def service(self, name: str) -> Object:
+        found = self.kube.get(KIND, self.namespace, name)
+        if found is None:
+            raise Problem(f"no InferenceService {name} in namespace {self.namespace}")
+        return found
+
+    def patch(self, body: Object, patch: list[Object]) -> None:
+        """Changes the service as it was read; raises Problem where somebody was faster."""
+        name = body["metadata"]["name"]
+        try:
+            self.kube.patch(KIND, self.namespace, name, patch)
+        except Invalid:
+            now = self.service(name)["metadata"]["resourceVersion"]
+            if now != body["metadata"]["resourceVersion"]:
+                raise Problem(f"{name} was changed meanwhile; look again and repeat") from None
+            raise
+
+    def history(self, name: str) -> tuple[Past, ...]:
+        """The service's revisions and what became of them, newest first."""
+        selector = f"{LABEL_SERVICE}={base_name(name)}"
+        found = self.kube.select("ControllerRevision", self.namespace, selector)
+        stored = {item["metadata"]["labels"][LABEL_REVISION]: item for item in found}
+        return past(stored, {revision: read(item) for revision, item in stored.items()})
+
+    def events(self, body: Object) -> list[Object]:
+        """What was told of a service, oldest first."""
+        uid = body["metadata"]["uid"]
+        found = self.kube.select("Event", self.namespace)
+        told = [e for e in found if e["involvedObject"].get("uid") == uid]
+        return sorted(told, key=lambda e: e.get("lastTimestamp") or "")
+
+
+def connect(context: str | None, kubeconfig: str | None, namespace: str | None) -> Cluster:
+    try:
+        settings = client.Configuration()
+        config.load_kube_config(  # type: ignore[no-untyped-call]
+            config_file=kubeconfig, context=context, client_configuration=settings
+        )
+        known, current = config.list_kube_config_contexts(kubeconfig)  # type: ignore[no-untyped-call]
+    except config.ConfigException as error:
+        raise Problem(f"no usable kubeconfig: {error}") from None
+    used = next((c for c in known if c["name"] == context), current)
+    home = namespace or used["context"].get("namespace") or "default"
+    return Cluster(Kube(api_client(settings)), home)

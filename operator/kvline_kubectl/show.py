@@ -1,0 +1,192 @@
+"""Tables for a terminal, from what the API server holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvline_operator.advice import NOTHING, advise
+from kvline_operator.board import Past
+
+Object = dict[str, Any]
+BAR = 40
+PARTS = ("weights", "activations", "graphs", "kv", "headroom", "others")
+COLORS = {"True": "green", "False": "red", "Unknown": "yellow"}
+
+
+def table(*columns: str, right: Iterable[str] = ()) -> Table:
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return made
+
+
+def services(bodies: list[Object], with_namespace: bool) -> Table:
+    """A line a service."""
+    head = ["NAME", "READY", "REASON", "REPLICAS", "KV TOKENS", "IN ALL", "FULL SEQS", "REVISION"]
+    right = ("REPLICAS", "KV TOKENS", "IN ALL", "FULL SEQS")
+    made = table(*(["NAMESPACE"] if with_namespace else []), *head, "GATE", right=right)
+    for body in bodies:
+        meta, status = body["metadata"], body.get("status") or {}
+        ready, capacity = condition(status, "Ready"), status.get("capacity") or {}
+        rollout = status.get("rollout") or {}
+        wanted = status.get("desiredReplicas", body["spec"].get("replicas", 1))
+        made.add_row(
+            *([meta["namespace"]] if with_namespace else []),
+            meta["name"],
+            Text(ready.get("status", "-"), COLORS.get(ready.get("status", ""), "")),
+            ready.get("reason", "-"),
+            f"{status.get('readyReplicas', 0)}/{wanted}",
+            number(capacity.get("kvTokens")),
+            number(capacity.get("kvTokensTotal")),
+            number(capacity.get("fullLengthSequences")),
+            rollout.get("stableRevision") or "-",
+            (rollout.get("gate") or {}).get("result", "-"),
+        )
+    return made
+
+
+def service(body: Object) -> RenderableType:
+    """Everything about one: the figures, where memory went, conditions, replicas, the gate."""
+    status = body.get("status") or {}
+    parts: list[RenderableType] = [services([body], False)]
+    capacity = status.get("capacity")
+    if capacity:
+        parts += ["", waterfall(capacity["memory"])]
+        parts.append(
+            f"{capacity['bytesPerToken']} bytes a token, {capacity['source']} at "
+            f"{capacity['measuredAt']}, validated in attempt {capacity['attempts']}"
+        )
+    made = table("CONDITION", "STATUS", "REASON", "MESSAGE")
+    for item in status.get("conditions") or []:
+        state = Text(item["status"], COLORS[item["status"]])
+        made.add_row(item["type"], state, item["reason"], Text(item.get("message", "")))
+    parts += ["", made]
+    made = table(
+        "REPLICA", "NODE", "STATE", "KV TOKENS", "ATTEMPTS", right=("KV TOKENS", "ATTEMPTS")
+    )
+    for item in status.get("replicaSizing") or []:
+        figures = [number(item.get(key)) for key in ("kvTokens", "attempts")]
+        made.add_row(item["pod"], item.get("node", "-"), item["state"], *figures)
+    parts += ["", made]
+    gate = (status.get("rollout") or {}).get("gate")
+    if gate:
+        said = f"gate of revision {gate['revision']}: {gate['result']}; {gate['message']}"
+        parts += ["", Text(said)]
+    return Group(*parts)
+
+
+def waterfall(memory: Object) -> Table:
+    """Each part of the memory as a bar that begins where the one before ended."""
+    made = table("MEMORY", "MIB", "", right=("MIB",))
+    total, at = memory["totalMiB"], 0
+    for part in PARTS:
+        mib = memory[f"{part}MiB"]
+        start, at = round(at * BAR / total), at + mib
+        end = max(round(at * BAR / total), start + (mib > 0))
+        made.add_row(part, number(mib), " " * start + "█" * (end - start))
+    made.add_row("total", number(total), "─" * BAR)
+    return made
+
+
+def explain(body: Object, events: list[Object]) -> RenderableType:
+    """Why it is not as asked for, in words: what stands in the way first."""
+    meta, status = body["metadata"], body.get("status") or {}
+    if not status.get("conditions"):
+        return f"{meta['name']}: the operator has not said anything yet; is it running?"
+    parts: list[RenderableType] = []
+    stale = status.get("observedGeneration", 0) < meta.get("generation", 0)
+    if stale:
+        parts += ["The operator has not looked at the newest spec yet.", ""]
+    ready = condition(status, "Ready")
+    head = "serves" if ready.get("status") == "True" else f"does not serve: {ready.get('reason')}"
+    parts.append(Text(f"{meta['name']} {head}. {ready.get('message', '')}", "bold"))
+    for item in status["conditions"]:
+        if item["status"] == "True" or item["type"] == "Ready":
+            continue
+        known = advise(item["type"], item["reason"])
+        if item["reason"] in ("NoRecord", "ScaledToZero") and ready.get("status") == "True":
+            continue
+        parts += ["", Text(f"{item['type']}: {item['reason']}", COLORS[item["status"]])]
+        parts.append(Text(f"  now:  {item.get('message', '')}"))
+        if known is not None:
+            parts.append(Text(f"  what: {known.happened}"))
+            parts += [Text(f"  do:   {known.do}")] if known.do != NOTHING else []
+    if len(parts) == 1:
+        parts.append("Nothing stands in its way.")
+    if events:
+        made = table("AGE", "EVENT", "MESSAGE")
+        for item in events[-8:]:
+            made.add_row(age(item.get("lastTimestamp")), item["reason"], Text(item["message"]))
+        parts += ["", made]
+    return Group(*parts)
+
+
+def history(past: tuple[Past, ...], rollout: Object) -> Table:
+    """A line a revision, newest first, with what it changed."""
+    columns = ("REVISION", "AGE", "NOW", "VERDICT", "MEASURED", "REQUIRED", "BASELINE", "CHANGED")
+    made = table(*columns, right=("MEASURED", "REQUIRED", "BASELINE"))
+    roles = {rollout.get(f"{r}Revision"): r for r in ("stable", "candidate", "rejected")}
+    for item, older in zip(past, [*past[1:], None], strict=True):
+        said = item.standing
+        verdict = said.verdict or ("First" if said.accepted == 1 else "-")
+        changed = ", ".join(changes(older, item)) if older else "the first that is remembered"
+        made.add_row(
+            item.name,
+            age(item.created),
+            roles.get(item.name, "-"),
+            verdict,
+            number(said.measured or max(said.baseline.values(), default=0)),
+            number(said.required),
+            number(said.compared),
+            Text(changed),
+        )
+    return made
+
+
+def changes(older: Past, newer: Past) -> list[str]:
+    """Fields that differ, as `path: before -> after`."""
+    before, after = flat(older.inputs), flat(newer.inputs)
+    out = [
+        f"{key}: {before.get(key, 'absent')} -> {after.get(key, 'absent')}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    ]
+    return out + ([f"image: {newer.image}"] if older.image != newer.image else [])
+
+
+def flat(value: Any, path: str = "") -> dict[str, str]:
+    if not isinstance(value, dict):
+        return {path: value if isinstance(value, str) else json.dumps(value)}
+    out: dict[str, str] = {}
+    for key, item in value.items():
+        out |= flat(item, f"{path}.{key}" if path else key)
+    return out
+
+
+def condition(status: Object, kind: str) -> Object:
+    return next((c for c in status.get("conditions") or [] if c["type"] == kind), {})
+
+
+def number(value: int | None) -> str:
+    return f"{value:,}" if value else "-"
+
+
+def age(stamp: str | None) -> str:
+    if not stamp:
+        return "-"
+    seconds = int((datetime.now(UTC) - datetime.fromisoformat(stamp)).total_seconds())
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= 2 * size:
+            return f"{seconds // size}{unit}"
+    return f"{max(0, seconds)}s"
+
+
+def as_json(value: Any) -> None:
+    Console(soft_wrap=True, highlight=False).print(json.dumps(value, indent=2), markup=False)

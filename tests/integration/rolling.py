@@ -1,0 +1,73 @@
+"""A service on its way from one revision to another: the node acts at each look."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from playground import eventually
+
+from kvline_contract.names import LABEL_REVISION
+from kvline_contract.report import State
+
+
+class Service:
+    """A service whose pods live as long as the test looks: each look lets the node act."""
+
+    def __init__(self, space: Any, node: Any) -> None:
+        self.space, self.node = space, node
+        self.tokens: dict[str, int] = {}  # by revision; others load yet
+        self.served: set[str] = set()  # revisions that ever had a ready pod
+        self.fewest_ready = 1 << 30
+
+    def look(self) -> dict[str, Any]:
+        for pod in self.node.pods():
+            revision = self.revision(pod)
+            tokens = self.tokens.get(revision)
+            if tokens:
+                self.node.play(State.VALIDATED, tokens, only=lambda p, pod=pod: p == pod)
+        ready = [p for p in self.node.pods() if is_ready(p)]
+        self.served |= {self.revision(p) for p in ready}
+        self.fewest_ready = min(self.fewest_ready, len(ready))
+        return dict((self.space.get("kvl", "chat") or {}).get("status") or {})
+
+    def until(self, check: Callable[[dict[str, Any]], Any], seconds: float = 60) -> dict[str, Any]:
+        def looked() -> dict[str, Any]:
+            status = self.look()
+            return status if check(status) else {}
+
+        return dict(eventually(looked, seconds))
+
+    def until_reason(self, reason: str) -> dict[str, Any]:
+        return self.until(lambda s: up_to_date(s).get("reason") == reason)
+
+    def candidate(self) -> str:
+        """The revision that the last spec made, once it is on its way."""
+        status = self.until(lambda s: s["rollout"].get("candidateRevision"))
+        return str(status["rollout"]["candidateRevision"])
+
+    def stable(self) -> str:
+        return str(self.space.get("kvl", "chat")["status"]["rollout"]["stableRevision"])
+
+    @staticmethod
+    def revision(pod: dict[str, Any]) -> str:
+        return str(pod["metadata"]["labels"][LABEL_REVISION])
+
+    def pods_of(self, revision: str) -> list[dict[str, Any]]:
+        return [p for p in self.node.pods() if self.revision(p) == revision]
+
+    def generation(self) -> int:
+        return int(self.space.get("kvl", "chat")["metadata"]["generation"])
+
+    def events(self, reason: str) -> list[str]:
+        return [e["message"] for e in self.space.list("events") if e.get("reason") == reason]
+
+
+def is_ready(pod: dict[str, Any]) -> bool:
+    conditions = (pod.get("status") or {}).get("conditions") or []
+    return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+
+
+def up_to_date(status: dict[str, Any]) -> dict[str, Any]:
+    found = [c for c in status.get("conditions") or [] if c["type"] == "UpToDate"]
+    return dict(found[0]) if found else {}

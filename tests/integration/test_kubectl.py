@@ -1,0 +1,146 @@
+"""`kubectl kvline` against a real API server and a real operator: what a person reads, and what
+comes of what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rolling import Service, up_to_date
+
+from kvline_kubectl import act
+from kvline_kubectl.cluster import Problem, connect
+from kvline_operator.board import Past
+from kvline_operator.verdicts import Standing
+
+pytestmark = pytest.mark.integration
+
+DIGEST = "localhost/kvline-server@sha256:" + "b" * 64
+
+
+@pytest.fixture
+def say(space: Any) -> Callable[..., Any]:
+    """Runs the command in the test's namespace, as an administrator."""
+
+    def run(*words: str, check: bool = True) -> Any:
+        command = [sys.executable, "-m", "kvline_kubectl", *words]
+        if "-A" not in words:
+            command += ["-n", space.name]
+        environment = {**os.environ, "KUBECONFIG": str(space.cluster.kubeconfig), "COLUMNS": "200"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        assert "Traceback" not in done.stderr, done.stderr
+        assert not check or done.returncode == 0, done.stderr
+        return done
+
+    return run
+
+
+def test_a_turned_down_spec_is_explained_and_taken_back(
+    service: Service, say: Callable[..., Any]
+) -> None:
+    first = service.stable()
+    service.space.apply(replicas=2, engine={"maxModelLen": 512})
+    second = service.candidate()
+    service.tokens[second] = 1000
+    service.until_reason("RolledBack")
+
+    listed = say("status").stdout
+    assert "chat" in listed and "2/2" in listed and "4,096" in listed and "8,192" in listed
+    one = say("status", "chat").stdout
+    assert "weights" in one and "█" in one and f"gate of revision {second}: Fail" in one
+    assert "UpToDate" in one and "CapacityValidated" not in one
+
+    told = say("explain", "chat").stdout
+    assert told.startswith("chat serves.")
+    assert "UpToDate: RolledBack" in told and "2892 short" in told
+    assert "do:   change the spec, or promote" in told
+    assert "GateFailed" in told  # an event
+
+    past = say("history", "chat").stdout.splitlines()
+    newest = next(line for line in past if second in line)
+    assert "rejected" in newest and "Failed" in newest and "1,000" in newest and "3,892" in newest
+    assert "engine.maxModelLen: absent -> 512" in newest
+    assert "stable" in next(line for line in past if first in line)
+    plain = json.loads(say("history", "chat", "-o", "json").stdout)
+    assert [p["revision"] for p in plain] == [second, first]
+    assert plain[0]["measured"] == 1000 and plain[0]["inputs"]["engine"] == {"maxModelLen": 512}
+
+    assert f"revision {first}" in say("rollback", "chat").stdout
+    service.until_reason("UpToDate")
+    assert "engine" not in service.space.get("kvl", "chat")["spec"]
+    assert service.space.get("kvl", "chat")["spec"]["replicas"] == 2
+    again = say("rollback", "chat", first, check=False)
+    assert again.returncode == 1 and f"says what revision {first} said" in again.stderr
+
+
+def test_promote_takes_what_was_turned_down(service: Service, say: Callable[..., Any]) -> None:
+    nothing = say("promote", "chat", check=False)
+    assert nothing.returncode == 1 and "nothing to promote" in nothing.stderr
+    service.space.apply(replicas=2, engine={"maxModelLen": 512})
+    second = service.candidate()
+    service.tokens[second] = 1000
+    service.until_reason("RolledBack")
+    assert f"revision {second}" in say("promote", "chat").stdout
+    service.until(lambda s: up_to_date(s).get("status") == "True")
+    assert service.stable() == second
+    # Back to what served before that, though both are good now.
+    say("rollback", "chat")
+    service.until(lambda s: s["rollout"]["stableRevision"] != second)
+
+
+def test_upgrade_takes_the_new_default_image_through_the_gate(
+    service: Service, operator: Any, say: Callable[..., Any]
+) -> None:
+    early = say("upgrade", "chat", check=False)
+    assert early.returncode == 1 and "default image already" in early.stderr
+    first = service.stable()
+    operator.stop()
+    operator.words = ["--default-image", DIGEST]
+    operator.start()
+    service.until(lambda s: s["rollout"]["imageOutdated"])
+    assert service.stable() == first and len(service.pods_of(first)) == 2  # F41: no pod moved
+
+    say("upgrade", "chat")
+    second = service.candidate()
+    assert [p["spec"]["containers"][0]["image"] for p in service.pods_of(second)] == [DIGEST]
+    service.tokens[second] = 4096
+    service.until(lambda s: s["rollout"]["stableRevision"] == second)
+    service.until_reason("UpToDate")
+    assert not service.look()["rollout"]["imageOutdated"]
+    # And back again: the annotation went with the revision.
+    say("rollback", "chat")
+    service.until(lambda s: s["rollout"]["stableRevision"] == first)
+
+
+def test_what_cannot_be_done_is_said_in_a_line(space: Any, say: Callable[..., Any]) -> None:
+    for words, text in (
+        (["explain", "nobody"], "no InferenceService nobody in namespace"),
+        (["size"], "give one of NAME and -f FILE"),
+        (["size", "-f", "/nowhere.yaml"], "No such file"),
+        (["status", "--context", "moon"], "no usable kubeconfig"),
+    ):
+        done = say(*words, check=False)
+        assert done.returncode == 1
+        assert text in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert "no InferenceService" in say("status").stderr
+    space.apply("lonely")  # no operator runs
+    assert "is it running?" in say("explain", "lonely").stdout
+    unknown = say("rollback", "lonely", "zzzzz", check=False)
+    assert "no revision zzzzz; there are none" in unknown.stderr
+
+
+def test_a_change_in_between_is_not_undone(space: Any) -> None:
+    """The patch is tested against the version that was read."""
+    space.apply()
+    mine = connect(None, str(space.cluster.kubeconfig), space.name)
+    read = mine.service("chat")
+    patch = act.promote(read, (Past("aaaaa", 1, "", "", {}, Standing()),), "aaaaa")[1]
+    space.apply(replicas=2)
+    with pytest.raises(Problem, match="was changed meanwhile"):
+        mine.patch(read, patch)
+    assert space.get("kvl", "chat")["spec"]["replicas"] == 2
