@@ -43,6 +43,7 @@ class Cluster(Protocol):
         self, *arguments: str, input: str | None = None
     ) -> subprocess.CompletedProcess[str]: ...
     def service(self, name: str) -> AbstractContextManager[str]: ...
+    def page(self) -> str: ...
     def next_commands(self, name: str) -> list[str]: ...
 
 
@@ -96,6 +97,11 @@ class LocalDemo:
         ip = self.kubectl("get", "service", name, "-o", "jsonpath={.spec.clusterIP}").stdout
         yield f"http://{ip}:8000"
 
+    def page(self) -> str:
+        """The address of the operator's page, which the host has a route to."""
+        words = ("-n", "kvline-system", "get", "service", "kvline-page")
+        return f"http://{self.kubectl(*words, '-o', 'jsonpath={.spec.clusterIP}').stdout}/"
+
     def down(self) -> None:
         self.cluster.down()
 
@@ -105,7 +111,7 @@ class LocalDemo:
         return [
             f"export KUBECONFIG={self.cluster.kubeconfig} PATH={BIN}:$PATH",
             f"kubectl describe kvl {name}",
-            "kubectl explain kvl.spec.capacity",
+            f"make env && .venv/bin/kubectl-kvline explain {name}",
             f"curl http://{ip}:8000/v1/completions -H 'Content-Type: application/json' -d '{body}'",
             f"# Services ({SERVICE_RANGE}) are reachable from this machine",
             "make demo-down",
@@ -205,6 +211,13 @@ class OwnCluster:
         finally:
             forward.terminate()
             forward.wait()
+
+    def page(self) -> str:
+        return (
+            "http://127.0.0.1:8080/ while this runs: "
+            f"{' '.join(self.kubectl_command())} -n kvline-system port-forward "
+            "service/kvline-page 8080:80"
+        )
 
     def down(self) -> None:
         """What the demo made; the CRD and the operator only when nobody else's service is left."""

@@ -198,6 +198,7 @@ class Story:
         self.cluster.kubectl("delete", "kvl", "too-much")
 
     def goodbye(self) -> None:
+        print(f"\nThe page: {self.cluster.page()}")
         print("\nThe demo keeps running. Try:\n")
         for line in self.cluster.next_commands(NAME):
             print(f"  {line}")

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvline_operator.advice import NOTHING, advise
-from kvline_operator.board import Past
+from kvline_operator.board import Past, changes
 
 Object = dict[str, Any]
 BAR = 40
@@ -148,26 +148,6 @@ def history(past: tuple[Past, ...], rollout: Object) -> Table:
             Text(changed),
         )
     return made
-
-
-def changes(older: Past, newer: Past) -> list[str]:
-    """Fields that differ, as `path: before -> after`."""
-    before, after = flat(older.inputs), flat(newer.inputs)
-    out = [
-        f"{key}: {before.get(key, 'absent')} -> {after.get(key, 'absent')}"
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key)
-    ]
-    return out + ([f"image: {newer.image}"] if older.image != newer.image else [])
-
-
-def flat(value: Any, path: str = "") -> dict[str, str]:
-    if not isinstance(value, dict):
-        return {path: value if isinstance(value, str) else json.dumps(value)}
-    out: dict[str, str] = {}
-    for key, item in value.items():
-        out |= flat(item, f"{path}.{key}" if path else key)
-    return out
 
 
 def condition(status: Object, kind: str) -> Object:

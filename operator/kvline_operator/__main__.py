@@ -16,6 +16,7 @@ from kvline_operator.board import Board
 from kvline_operator.errors import OperatorError
 from kvline_operator.loop import Loop
 from kvline_operator.metrics import Metrics
+from kvline_operator.page import app as page
 from kvline_operator.probe import ProbeServer
 from kvline_operator.reconcile import World
 from kvline_operator.settings import Settings, parse
@@ -66,6 +67,8 @@ async def operate(settings: Settings, client: kube.Kube) -> None:
     )
     loop = Loop(world, queue, metrics)
     ProbeServer(settings.probe_port, loop.unwell, metrics).start()
+    if settings.page_port:
+        page.serve(board, settings.page_port)
     registry = kopf.OperatorRegistry()
     handlers.register(registry, queue)
     options = kopf.OperatorSettings()

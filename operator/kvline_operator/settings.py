@@ -25,6 +25,7 @@ class Settings:
     load_seconds: float = 15.0  # the load of services that scale by it
     workers: int = 8
     probe_port: int = 8081
+    page_port: int = 8082  # the web page; 0: none
     report_port: int = 8001
 
     def image_for(self, gpus: int) -> str:
@@ -72,6 +73,7 @@ def _parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
     parser.add_argument("--poll-seconds", type=float, default=2.0)
     parser.add_argument("--load-seconds", type=float, default=15.0)
     parser.add_argument("--probe-port", type=int, default=8081)
+    parser.add_argument("--page-port", type=int, default=8082, help="the web page's; 0: none")
     return parser
 
 
@@ -101,6 +103,7 @@ def parse(argv: list[str]) -> Settings:
         poll_seconds=a.poll_seconds,
         load_seconds=a.load_seconds,
         probe_port=a.probe_port,
+        page_port=a.page_port,
     )
 
 

@@ -57,6 +57,11 @@ def test_apply_becomes_a_proven_budget_that_serves_and_scales(space: Any, cluste
     assert said["scored"][0] is None and all(v < 0 for v in said["scored"][1:])
     assert "max_tokens" in said["refused"]
 
+    words = ("-n", "kvline-system", "get", "service", "kvline-page")
+    page = cluster.kubectl(*words, "-o", "jsonpath={.spec.clusterIP}").stdout
+    shown = cluster.network.run(["curl", "-sf", f"http://{page}/services/team/smollm2"]).stdout
+    assert f"{capacity['kvTokens']:,}" in shown and "Serving" in shown
+
     space.kubectl("scale", "kvl", "smollm2", "--replicas=2")
     eventually(lambda: space.get("kvl", "smollm2")["status"].get("readyReplicas") == 2, 240)
     wait(space, "smollm2", "UpToDate", status="True")

@@ -95,6 +95,9 @@ class Operator:
         self.log = log
         self.extra = extra or {}
         self.words: list[str] = []  # more of the command line
+        from servers import free_port
+
+        self.page_port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Operator:
@@ -109,6 +112,7 @@ class Operator:
         command += ["--allow-image-tags", "--namespace", self.space.name, "--poll-seconds", "0.3"]
         command += ["--load-seconds", "0.5"]
         command += ["--resync-seconds", "20", "--probe-port", str(free_port())]
+        command += ["--page-port", str(self.page_port)]
         with self.log.open("ab") as log:
             command += self.words
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)

@@ -1,0 +1,97 @@
+"""The page's routes and headers, and the thread that serves it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from importlib.resources import files
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import HTMLResponse
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from kvline_operator.board import Board
+from kvline_operator.page import picture
+from kvline_operator.workqueue import Key
+
+# Nothing but our own style sheet and script is loaded or run, whatever a message holds.
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
+        "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+STATIC = {
+    "style.css": "text/css",
+    "live.js": "text/javascript",
+    "icon.svg": "image/svg+xml",
+}
+
+
+def make(board: Board, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> FastAPI:
+    app = FastAPI(title="kvline", docs_url=None, redoc_url=None, openapi_url=None)
+    templates = Environment(
+        loader=PackageLoader("kvline_operator.page"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    templates.filters["figure"] = picture.figure
+    templates.filters["moment"] = picture.moment
+
+    def page(template: str, status: int = 200, **values: object) -> HTMLResponse:
+        text = templates.get_template(template).render(now=now(), **values)
+        return HTMLResponse(text, status)
+
+    @app.middleware("http")
+    async def guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
+        response = await answer(request)
+        response.headers.update(HEADERS)
+        return response
+
+    @app.get("/")
+    def services() -> HTMLResponse:
+        views = board.all()
+        lines = [picture.line(view) for view in views]
+        return page("services.html", lines=lines, total=picture.totals(views))
+
+    @app.get("/services/{namespace}/{name}")
+    def service(namespace: str, name: str) -> HTMLResponse:
+        view = board.get(Key(namespace, name))
+        if view is None:
+            return page("missing.html", 404, namespace=namespace, name=name)
+        return page("service.html", s=picture.service(view, now()))
+
+    @app.get("/static/{name}")
+    def static(name: str) -> Response:
+        if name not in STATIC:
+            return page("missing.html", 404, namespace="", name=name)
+        text = files("kvline_operator.page").joinpath("static", name).read_bytes()
+        return Response(text, media_type=STATIC[name])
+
+    @app.exception_handler(404)
+    async def missing(request: Request, _: Exception) -> HTMLResponse:
+        return page("missing.html", 404, namespace="", name=request.url.path)
+
+    return app
+
+
+def serve(board: Board, port: int) -> None:
+    """On a thread of its own: a slow reader of the page holds up no reconcile."""
+    config = uvicorn.Config(
+        make(board),
+        host="0.0.0.0",  # noqa: S104
+        port=port,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        limit_concurrency=64,
+        timeout_keep_alive=5,
+    )
+    threading.Thread(target=uvicorn.Server(config).run, daemon=True, name="page").start()

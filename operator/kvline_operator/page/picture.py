@@ -1,0 +1,343 @@
+"""What the page shows of a view: figures, bars and words, ready for the templates. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from kvline_contract.report import SizingReport
+from kvline_operator.advice import NOTHING, advise
+from kvline_operator.board import Past, View, changes
+from kvline_operator.observe import PodView
+from kvline_operator.status import replica_state
+
+Object = dict[str, Any]
+PARTS = ("weights", "activations", "graphs", "kv", "headroom", "others")
+# What a bar is as wide as, in the units of its picture.
+WIDTH = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A part of something: where it begins and how wide it is, of WIDTH."""
+
+    name: str
+    x: int
+    width: int
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A service in the list."""
+
+    namespace: str
+    name: str
+    state: str  # good, busy, bad
+    reason: str
+    ready: int
+    wanted: int
+    tokens: int
+    total: int
+    memory: tuple[Bar, ...]
+    revision: str
+    note: str  # what a rollout or the autoscaler has to say
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    services: int
+    serving: int
+    replicas: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A condition, with what to do about it."""
+
+    type: str
+    state: str
+    reason: str
+    message: str
+    do: str
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    name: str
+    node: str
+    state: str
+    mood: str
+    tokens: int
+    share: int  # of the largest replica's tokens, of WIDTH
+    revision: str
+    attempts: tuple[str, ...]
+    stages: tuple[Bar, ...]
+    seconds: float
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    revision: str
+    result: str
+    mood: str
+    message: str
+    measured: Bar | None
+    required: Bar | None
+    baseline: Bar | None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A revision in the history."""
+
+    name: str
+    role: str
+    age: str
+    verdict: str
+    measured: int
+    required: int
+    changed: tuple[str, ...]
+    image: str
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    line: Line
+    message: str
+    url: str
+    source: str
+    capacity: Object
+    memory: tuple[Bar, ...]
+    total_mib: int
+    conditions: tuple[Said, ...]
+    replicas: tuple[Replica, ...]
+    gate: Gate | None
+    history: tuple[Row, ...]
+
+
+def line(view: View) -> Line:
+    status = view.status
+    ready, rollout = _condition(status, "Ready"), status.get("rollout") or {}
+    capacity = status.get("capacity") or {}
+    return Line(
+        namespace=view.key.namespace,
+        name=view.key.name,
+        state=_mood(ready),
+        reason=ready.get("reason", "New"),
+        ready=status.get("readyReplicas", 0),
+        wanted=int(status.get("desiredReplicas") or view.spec.get("replicas", 1)),
+        tokens=capacity.get("kvTokens", 0),
+        total=capacity.get("kvTokensTotal", 0),
+        memory=waterfall(capacity.get("memory")),
+        revision=rollout.get("stableRevision", ""),
+        note=_note(status),
+    )
+
+
+def _note(status: Object) -> str:
+    for kind in ("UpToDate", "ScalingActive", "CapacityStable"):
+        said = _condition(status, kind)
+        if said.get("status") == "False" and said["reason"] != "Pending":
+            return str(said["reason"])
+    return ""
+
+
+def totals(views: list[View]) -> Totals:
+    lines = [line(view) for view in views]
+    serving = [item for item in lines if item.state == "good"]
+    return Totals(
+        services=len(lines),
+        serving=len(serving),
+        replicas=sum(item.ready for item in lines),
+        tokens=sum(item.total for item in lines),
+    )
+
+
+def service(view: View, now: datetime) -> Service:
+    status = view.status
+    capacity = status.get("capacity") or {}
+    memory = capacity.get("memory")
+    return Service(
+        line=line(view),
+        message=_condition(status, "Ready").get("message", ""),
+        url=status.get("url", ""),
+        source=(view.spec.get("model") or {}).get("source", ""),
+        capacity=capacity,
+        memory=waterfall(memory),
+        total_mib=memory["totalMiB"] if memory else 0,
+        conditions=tuple(_said(c) for c in status.get("conditions") or []),
+        replicas=replicas(view),
+        gate=gate((status.get("rollout") or {}).get("gate")),
+        history=history(view.history, status.get("rollout") or {}, now),
+    )
+
+
+def waterfall(memory: Object | None) -> tuple[Bar, ...]:
+    """Parts of the memory, each beginning where the one before ended."""
+    if not memory:
+        return ()
+    total, at, out = max(1, memory["totalMiB"]), 0, []
+    for part in PARTS:
+        mib = memory[f"{part}MiB"]
+        start, at = round(at * WIDTH / total), at + mib
+        width = round(at * WIDTH / total) - start
+        out.append(Bar(part, start, max(width, 2 if mib else 0), f"{mib:,}"))
+    return tuple(out)
+
+
+def gate(said: Object | None) -> Gate | None:
+    """Measured, required and baseline on one scale."""
+    if not said:
+        return None
+    names = ("measured", "required", "baseline")
+    scale = max([1, *(said.get(name, 0) for name in names)])
+
+    def bar(name: str) -> Bar | None:
+        tokens = said.get(name, 0)
+        if not tokens:
+            return None
+        return Bar(name, 0, round(tokens * WIDTH / scale), f"{tokens:,}")
+
+    moods = {"Pass": "good", "Fail": "bad"}
+    return Gate(
+        revision=said.get("revision", ""),
+        result=said["result"],
+        mood=moods.get(said["result"], "busy"),
+        message=said.get("message", ""),
+        measured=bar("measured"),
+        required=bar("required"),
+        baseline=bar("baseline"),
+    )
+
+
+def replicas(view: View) -> tuple[Replica, ...]:
+    most = max([1, *(p.kv_tokens or 0 for p in view.pods)])
+    minimum = (view.spec.get("capacity") or {}).get("minKVTokens", 0)
+    ordered = sorted(view.pods, key=lambda p: (p.revision, p.name))
+    return tuple(_replica(pod, minimum, most) for pod in ordered)
+
+
+def _replica(pod: PodView, minimum: int, most: int) -> Replica:
+    state = replica_state(pod, minimum)
+    bad = state in ("BelowMinimum", "Unreachable", "Failed") or pod.failed is not None
+    stages, seconds = _stages(pod.report)
+    return Replica(
+        name=pod.name,
+        node=pod.node,
+        state=state,
+        mood="good" if pod.ready else "bad" if bad else "busy",
+        tokens=pod.kv_tokens or 0,
+        share=round((pod.kv_tokens or 0) * WIDTH / most),
+        revision=pod.revision,
+        attempts=_attempts(pod.report),
+        stages=stages,
+        seconds=seconds,
+        warnings=pod.report.warnings if pod.report is not None else (),
+    )
+
+
+def _attempts(report: SizingReport | None) -> tuple[str, ...]:
+    if report is None:
+        return ()
+    return tuple(
+        f"attempt {a.number} at {a.target_tokens:,} tokens: {a.outcome}"
+        for a in report.attempts
+        if a.number
+    )
+
+
+def _stages(report: SizingReport | None) -> tuple[tuple[Bar, ...], float]:
+    """The loop's stages on a line of time, and its length in seconds."""
+    if report is None or not report.stages:
+        return (), 0.0
+    total, at, out = max(1, sum(s.ms for s in report.stages)), 0, []
+    for stage in report.stages:
+        start, at = round(at * WIDTH / total), at + stage.ms
+        width = max(1, round(at * WIDTH / total) - start)
+        out.append(Bar(stage.name, start, width, f"{stage.ms / 1000:.1f} s"))
+    return tuple(out), total / 1000
+
+
+def history(past: tuple[Past, ...], rollout: Object, now: datetime) -> tuple[Row, ...]:
+    roles = {rollout.get(f"{role}Revision"): role for role in ("stable", "candidate", "rejected")}
+    out = []
+    for item, older in zip(past, [*past[1:], None], strict=True):
+        said = item.standing
+        out.append(
+            Row(
+                name=item.name,
+                role=roles.get(item.name, ""),
+                age=age(item.created, now),
+                verdict=said.verdict or ("First" if said.accepted == 1 else ""),
+                measured=said.measured or max(said.baseline.values(), default=0),
+                required=said.required,
+                changed=tuple(changes(older, item)) if older else (),
+                image=item.image,
+            )
+        )
+    return tuple(out)
+
+
+def _said(item: Object) -> Said:
+    known = advise(item["type"], item["reason"])
+    act = known is not None and known.do != NOTHING and item["status"] != "True"
+    return Said(
+        type=item["type"],
+        state=_mood(item),
+        reason=item["reason"],
+        message=item.get("message", ""),
+        do=known.do if known is not None and act else "",
+    )
+
+
+BUSY = {
+    "Pending",
+    "Downloading",
+    "Loading",
+    "Autotuning",
+    "Probing",
+    "Stressing",
+    "Validating",
+    "RollingOut",
+    "Scaling",
+    "ScaledToZero",
+    "Paused",
+    "NoRecord",
+    "Unknown",
+}
+
+
+def _mood(condition: Object) -> str:
+    if condition.get("status") == "True":
+        return "good"
+    return "busy" if condition.get("reason", "Pending") in BUSY else "bad"
+
+
+def _condition(status: Object, kind: str) -> Object:
+    return next((c for c in status.get("conditions") or [] if c["type"] == kind), {})
+
+
+def figure(value: int) -> str:
+    return f"{value:,}" if value else "-"
+
+
+def moment(stamp: str) -> str:
+    """A time of the contract as a person writes it; what is none stays as it is."""
+    try:
+        return datetime.fromisoformat(stamp).astimezone(UTC).strftime("%-d %b %Y, %H:%M UTC")
+    except ValueError:
+        return stamp
+
+
+def age(stamp: str, now: datetime) -> str:
+    if not stamp:
+        return "now"
+    seconds = (now - datetime.fromisoformat(stamp).astimezone(UTC)).total_seconds()
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{int(seconds // size)} {unit}"
+    return f"{max(0, int(seconds))} s"

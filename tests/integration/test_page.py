@@ -1,0 +1,86 @@
+"""The page in a real browser: the operator's own, then one that changes while it is looked at."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playground import ROOT, eventually, serve
+from servers import free_port
+
+sys.path.insert(0, str(ROOT / "tests" / "operator"))
+
+from pictures import rolled_back, simple
+
+from kvline_operator.board import Board, View
+from kvline_operator.page.app import serve as serve_page
+
+pytestmark = pytest.mark.integration
+
+PNG = b"\x89PNG"
+
+
+@pytest.fixture(scope="module")
+def browse(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Headless Chromium: the page as it stands after its scripts ran for `seconds`."""
+    import tools
+
+    tools.ensure_packages(print, {"chromium": "chromium"})
+    folder = tmp_path_factory.mktemp("browser")
+
+    def look(url: str, *words: str, seconds: float = 1) -> str:
+        command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu"]
+        command += [f"--user-data-dir={folder}", "--enable-logging=stderr", "--hide-scrollbars"]
+        command += [f"--virtual-time-budget={int(seconds * 1000)}", *(words or ["--dump-dom"])]
+        done = subprocess.run([*command, url], capture_output=True, text=True, timeout=90)
+        assert "CONSOLE" not in done.stderr, done.stderr[-2000:]  # no error, no refused script
+        return done.stdout
+
+    return look
+
+
+def test_the_operator_s_page_has_what_the_status_has(
+    space: Any, operator: Any, node: Any, browse: Callable[..., str], tmp_path: Path
+) -> None:
+    serve(space, node)
+    home = f"http://127.0.0.1:{operator.page_port}"
+    revision = space.get("kvl", "chat")["status"]["rollout"]["stableRevision"]
+    eventually(lambda: f"revision {revision}" in browse(home))
+    text = browse(f"{home}/services/{space.name}/chat")
+    assert "4,096" in text and "Serving" in text and "UpToDate" in text
+    for name, words in (
+        ("light", ["--window-size=1200,1500"]),
+        ("phone", ["--window-size=400,1500"]),
+    ):
+        file = tmp_path / f"{name}.png"
+        browse(f"{home}/services/{space.name}/chat", *words, f"--screenshot={file}")
+        # A page without its style sheet or with nothing on it compresses to far less.
+        assert file.read_bytes().startswith(PNG) and file.stat().st_size > 30_000
+    space.kubectl("delete", "kvl", "chat")
+    eventually(lambda: "No service yet" in browse(home))
+
+
+def test_an_open_page_follows_what_happens(browse: Callable[..., str]) -> None:
+    class Changing(Board):
+        looks = 0
+
+        def all(self) -> list[View]:
+            self.looks += 1
+            return [simple("first", "False", "Probing") if self.looks == 1 else rolled_back()]
+
+    shown, port = Changing(), free_port()
+    serve_page(shown, port)
+    eventually(lambda: _answers(port))
+    text = browse(f"http://127.0.0.1:{port}", seconds=5)
+    assert "Probing" not in text and "19,376" in text
+    assert shown.looks >= 2
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

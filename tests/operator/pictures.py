@@ -1,0 +1,129 @@
+"""A board with one service in each mood, for the tests that look at it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from kvline_contract.report import (
+    Attempt,
+    Effective,
+    Memory,
+    Outcome,
+    Result,
+    SizingReport,
+    Source,
+    Stage,
+    State,
+)
+from kvline_operator.board import Board, Past, View
+from kvline_operator.observe import view
+from kvline_operator.sizing import Reading
+from kvline_operator.verdicts import Standing
+from kvline_operator.workqueue import Key
+
+MEMORY = Memory(2048, 513, 104, 0, 861, 128, 442)
+INPUTS = {"model": {"source": "pvc://models/smollm2"}, "resources": {"memory": "2Gi"}}
+LOSS = "measured 8528 KV tokens, 18408 are required (95 % of 19376): 9880 short"
+
+
+def condition(kind: str, status: str, reason: str, message: str = "") -> dict[str, str]:
+    return {"type": kind, "status": status, "reason": reason, "message": message}
+
+
+def report(state: State, tokens: int) -> SizingReport:
+    done = state is State.VALIDATED
+    result = Result(
+        tokens, 46080, Source.MEASURED, "f" * 32, 1500, 16000, 0, "2026-11-22T00:00:00Z", MEMORY
+    )
+    names = (("load", 1300), ("probe", 300), ("stress", 4300), ("map", 600), ("validate", 5200))
+    return SizingReport(
+        1,
+        "u",
+        "p",
+        "r",
+        1,
+        state,
+        "t",
+        "t",
+        Effective(8192, 16, 512, 20, 128, 16, 64),
+        tuple(Stage(name, ms, 0) for name, ms in names),
+        (Attempt(1, tokens, Outcome.SURVIVED if done else Outcome.RUNNING, None),),
+        result if done else None,
+    )
+
+
+def pod(name: str, revision: str, state: State, tokens: int) -> Any:
+    said = {
+        "metadata": {"name": name, "uid": name, "labels": {"kvline.dev/revision": revision}},
+        "spec": {"nodeName": "node-1"},
+    }
+    seen = view(said, Reading(report(state, tokens)))
+    return replace(seen, ready=state is State.VALIDATED, running=True)
+
+
+def rolled_back(name: str = "smollm2", message: str = LOSS) -> View:
+    """It serves; its newest spec was turned down."""
+    gate = {"revision": "dt8h5", "result": "Fail", "message": message}
+    status = {
+        "replicas": 3,
+        "readyReplicas": 2,
+        "url": f"http://{name}.team.svc:8000/v1",
+        "capacity": {
+            "kvTokens": 19376,
+            "kvTokensTotal": 38960,
+            "spread": {"min": 19376, "max": 19584},
+            "fullLengthSequences": 2,
+            "bytesPerToken": 46080,
+            "attempts": 1,
+            "measuredAt": "2026-11-22T00:00:00Z",
+            "source": "Measured",
+            "memory": {
+                "totalMiB": 2048,
+                "weightsMiB": 513,
+                "activationsMiB": 104,
+                "graphsMiB": 0,
+                "kvMiB": 861,
+                "headroomMiB": 128,
+                "othersMiB": 442,
+            },
+        },
+        "rollout": {
+            "stableRevision": "9xqtt",
+            "rejectedRevision": "dt8h5",
+            "gate": {**gate, "measured": 8528, "required": 18408, "baseline": 19376},
+        },
+        "conditions": [
+            condition("Accepted", "True", "Valid", "the spec can be acted on"),
+            condition("UpToDate", "False", "RolledBack", f"9xqtt serves: {message}"),
+            condition("Ready", "True", "Serving", "2 replicas serve 38960 KV tokens"),
+        ],
+    }
+    pods = (
+        pod(f"{name}-9xqtt-a", "9xqtt", State.VALIDATED, 19584),
+        pod(f"{name}-9xqtt-b", "9xqtt", State.VALIDATED, 19376),
+        pod(f"{name}-dt8h5-c", "dt8h5", State.VALIDATING, 8528),
+    )
+    less = {**INPUTS, "resources": {"memory": "1536Mi"}}
+    failed = Standing(verdict="Failed", measured=8528, required=18408)
+    first = Standing(accepted=1, baseline={"": 19376})
+    history = (
+        Past("dt8h5", 2, "image:1", "2026-11-22T00:40:00Z", less, failed),
+        Past("9xqtt", 1, "image:1", "2026-11-21T10:00:00Z", INPUTS, first),
+    )
+    spec = {"model": {"source": "pvc://models/smollm2"}, "replicas": 2}
+    return View(Key("team", name), spec, status, pods, history)
+
+
+def simple(name: str, state: str, reason: str) -> View:
+    ready = condition("Ready", state, reason)
+    return View(Key("research", name), {"replicas": 1}, {"conditions": [ready]})
+
+
+def board() -> Board:
+    made = Board()
+    made.put(rolled_back())
+    made.put(simple("new", "False", "Stressing"))
+    made.put(simple("too-much", "False", "BelowMinimum"))
+    made.put(View(Key("research", "unseen"), {}, {}))
+    return made

@@ -1,0 +1,103 @@
+"""The page: every figure that a person looks for, nothing that a message smuggles in."""
+
+from __future__ import annotations
+
+import re
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import itertools
+
+from pictures import board, rolled_back
+
+from kvline_contract.report import State
+from kvline_operator.board import Board
+from kvline_operator.page.app import make
+from kvline_operator.page.picture import PARTS, WIDTH, age, line, moment, waterfall
+
+NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
+
+
+def page(path: str, shown: Board | None = None) -> str:
+    answer = TestClient(make(shown or board(), lambda: NOON)).get(path)
+    assert answer.status_code == 200
+    return answer.text
+
+
+def test_the_list_has_every_service_and_its_figures() -> None:
+    text = page("/")
+    for word in ("smollm2", "new", "too-much", "unseen", "19,376", "38,960", "RolledBack"):
+        assert word in text
+    assert 'href="/services/team/smollm2"' in text
+    assert re.search(r'pill bad"><i></i>BelowMinimum', text)
+    assert re.search(r'pill busy"><i></i>Stressing', text)
+
+
+def test_a_service_s_page_tells_its_story() -> None:
+    text = page("/services/team/smollm2")
+    for word in (
+        "9880 short",
+        "8,528",
+        "18,408",
+        "<code>resources.memory: 2Gi -&gt; 1536Mi</code>",
+        "smollm2-dt8h5-c",
+        str(State.VALIDATING),
+        "attempt 1 at 8,528 tokens: Running",
+        "5 stages in 11.7 s",
+        "22 Nov 2026, 00:00 UTC",
+        "change the spec, or promote",
+        "11 h",  # the age of the newer revision at noon
+    ):
+        assert word in text, word
+
+
+def test_an_empty_board_and_unknown_pages_say_so() -> None:
+    client = TestClient(make(Board()))
+    assert "No service yet" in client.get("/").text
+    for path in ("/services/team/nobody", "/static/none.js", "/static/../app.py", "/elsewhere"):
+        answer = client.get(path)
+        assert answer.status_code == 404 and "Not here" in answer.text
+    assert client.post("/").status_code == 405
+
+
+@pytest.mark.parametrize("path", ["/", "/services/team/smollm2", "/static/live.js", "/nowhere"])
+def test_every_answer_forbids_what_is_not_ours(path: str) -> None:
+    answer = TestClient(make(board())).get(path)
+    policy = answer.headers["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'") and "unsafe" not in policy
+    assert answer.headers["X-Content-Type-Options"] == "nosniff"
+    if answer.headers["content-type"].startswith("text/html"):
+        assert not re.search(r"\bstyle=|\bon\w+=|https?://(?!smollm2\.team\.svc)", answer.text)
+
+
+def test_what_a_message_holds_is_text() -> None:
+    """C23: a model's or an engine's words may be anything."""
+    shown = Board()
+    shown.put(rolled_back(message="<script>alert(1)</script> & {{ 7 * 7 }}"))
+    text = page("/services/team/smollm2", shown)
+    assert "<script>alert" not in text and "49" not in text.split("conditions")[1][:2000]
+    assert "&lt;script&gt;alert(1)" in text
+
+
+def test_the_waterfall_s_bars_follow_each_other() -> None:
+    memory = rolled_back().status["capacity"]["memory"]
+    bars = waterfall(memory)
+    assert [b.name for b in bars] == list(PARTS)
+    assert bars[0].x == 0 and bars[-1].x + bars[-1].width == WIDTH
+    for left, right in itertools.pairwise(bars):
+        assert abs(left.x + left.width - right.x) <= 2
+    assert waterfall(None) == ()
+
+
+def test_words_for_times_and_states() -> None:
+    assert age("2026-11-22T11:59:30Z", NOON) == "30 s"
+    assert age("2026-11-22T08:00:00Z", NOON) == "4 h"
+    assert age("", NOON) == "now"
+    assert moment("t") == "t"
+    assert line(rolled_back()).note == "RolledBack"
