@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: demo demo-down test test-gpu image-check kernels cubins check unit process integration e2e env bench plot api lock clean
+.PHONY: demo demo-down test test-gpu image-check kernels cubins check unit process integration e2e env bench plot api manifests lock clean
 
 demo: python ## a model served with a proven KV budget, on this machine
 	@$(PYTHON) demo
@@ -51,6 +51,9 @@ plot: env ## docs/images from bench/results
 
 api: env ## docs/api.md from the CRD
 	@$(VENV_PYTHON) docs/generate_api.py
+
+manifests: env ## manifests/install.yaml from the chart
+	@$(VENV_PYTHON) tests/cluster/helm.py
 
 lock: ## requirements/*.txt, with hashes, from pyproject.toml
 	@$(PYTHON) requirements/lock.py

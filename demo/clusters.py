@@ -230,7 +230,7 @@ class OwnCluster:
         if others:
             print(f"{len(others)} other InferenceServices are there: the operator stays")
             return
-        self.kubectl("delete", "-f", "manifests/operator.yaml", "--ignore-not-found")
+        self.kubectl("delete", "-f", "manifests/install.yaml", "--ignore-not-found")
         self.kubectl("delete", "-f", "manifests/crd.yaml", "--ignore-not-found")
 
     def next_commands(self, name: str) -> list[str]:

@@ -51,7 +51,7 @@ class Story:
         kubectl = self.cluster.kubectl
         kubectl("apply", "--server-side", "-f", str(ROOT / "manifests" / "crd.yaml"))
         kubectl("wait", "--for=condition=Established", "crd/inferenceservices.kvline.dev")
-        text = (ROOT / "manifests" / "operator.yaml").read_text()
+        text = (ROOT / "manifests" / "install.yaml").read_text()
         for component, image in self.cluster.image_names().items():
             text = text.replace(f"localhost/kvline-{component}:dev", image)
         kubectl("apply", "-f", "-", input=text)

@@ -29,7 +29,7 @@ def cluster() -> Iterator[Any]:
     made = LocalCluster("e2e")
     made.down()
     made.up(print)
-    text = (ROOT / "manifests" / "operator.yaml").read_text()
+    text = (ROOT / "manifests" / "install.yaml").read_text()
     for image in build.build(print):
         made.images.add(image.name, image.config, image.layers)
         text = text.replace(f"localhost/kvline-{image.component}:dev", image.name)

@@ -82,7 +82,7 @@ def manifest(name: str = "chat", **spec: Any) -> str:
 
 def identity() -> list[dict[str, Any]]:
     """The operator's namespace, account and rights as they ship; all but its Deployment."""
-    text = (ROOT / "manifests" / "operator.yaml").read_text()
+    text = (ROOT / "manifests" / "install.yaml").read_text()
     return [d for d in yaml.safe_load_all(text) if d["kind"] != "Deployment"]
 
 
@@ -90,9 +90,17 @@ class Operator:
     """The real operator as a process on this host, with the rights that ship, watching one
     namespace."""
 
-    def __init__(self, space: Space, log: Path, extra: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        space: Space,
+        log: Path,
+        extra: dict[str, str] | None = None,
+        kubeconfig: Path | None = None,
+    ) -> None:
         self.space = space
         self.log = log
+        pki = space.cluster.kubeconfig.parent
+        self.kubeconfig = kubeconfig or pki / "kvline-system-kvline-operator.kubeconfig"
         self.extra = extra or {}
         self.words: list[str] = []  # more of the command line
         from servers import free_port
@@ -103,9 +111,7 @@ class Operator:
     def start(self) -> Operator:
         from servers import FAULTS, free_port
 
-        pki = self.space.cluster.kubeconfig.parent
-        kubeconfig = str(pki / "kvline-system-kvline-operator.kubeconfig")
-        environment = {**os.environ, "KUBECONFIG": kubeconfig, **self.extra}
+        environment = {**os.environ, "KUBECONFIG": str(self.kubeconfig), **self.extra}
         if self.extra:
             environment["PYTHONPATH"] = str(FAULTS)
         command = [sys.executable, "-m", "kvline_operator", "--default-image", IMAGE]
@@ -177,8 +183,10 @@ class Node:
         self.server.server_close()
 
     def pods(self) -> list[dict[str, Any]]:
-        found = self.space.list("pods")
-        return [p for p in found if not p["metadata"].get("deletionTimestamp")]
+        """Those that live; an operator's own is none of ours."""
+        found = [p for p in self.space.list("pods") if not p["metadata"].get("deletionTimestamp")]
+        name = "app.kubernetes.io/name"
+        return [p for p in found if name not in (p["metadata"].get("labels") or {})]
 
     def play(
         self,

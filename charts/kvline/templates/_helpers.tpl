@@ -1,0 +1,36 @@
+{{/* What the operator may do, where it looks. No Secret, no log, no exec. tests/integration/test_rights.py holds it to what is used. */}}
+{{- define "kvline.rules" -}}
+- apiGroups: [kvline.dev]
+  resources: [inferenceservices]
+  verbs: [get, list, watch]
+- apiGroups: [kvline.dev]
+  resources: [inferenceservices/status]
+  verbs: [patch]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [list, watch]
+- apiGroups: [""]
+  resources: [services, serviceaccounts]
+  verbs: [get, list, watch, create, patch]
+- apiGroups: [""]
+  resources: [configmaps]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [apps]
+  resources: [deployments, controllerrevisions]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [get, list, watch, create, patch]
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [get, list, watch, create, patch]
+- apiGroups: [""]
+  resources: [events]
+  verbs: [create]
+{{- end }}
+{{- define "kvline.image" -}}
+{{- if and (not .allowTags) .image (not (contains "@sha256:" .image)) }}
+{{- fail (printf "image.%s must be name@sha256:<64 hex>, got %s; image.allowTags is for development" .name .image) }}
+{{- end }}
+{{- .image }}
+{{- end }}
