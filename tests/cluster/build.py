@@ -87,7 +87,7 @@ def build(say: Say, components: tuple[str, ...] = COMPONENTS, *extra: Path) -> l
         started = time.monotonic()
         _build(component)
         say(f"built the {component} image ({time.monotonic() - started:.0f} s)")
-    return [_inspect(image_name(c)) for c in components]
+    return [inspect(image_name(c)) for c in components]
 
 
 def _buildah(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -171,7 +171,7 @@ def _build(component: str) -> None:
         secret.unlink()
 
 
-def _inspect(name: str) -> Built:
+def inspect(name: str) -> Built:
     """Config and layer folders, lowest layer first."""
     about = json.loads(_buildah("inspect", "--type", "image", name).stdout)
     images = json.loads((STORE / "root/overlay-images/images.json").read_text())

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+RESTRICTED = "pod-security.kubernetes.io/enforce=restricted"
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests" / "integration")]
 
 
@@ -20,27 +21,21 @@ def cluster() -> Iterator[Any]:
     if os.geteuid() != 0:
         pytest.skip("the local cluster needs root")
     import build
+    import helm
     import model
     from local import LocalCluster
-    from network import NODE_ADDRESS
-    from support import HUB_PORT
+    from support import install
 
+    helm.ensure(print)
     model.ensure(print)
     made = LocalCluster("e2e")
     made.down()
     made.up(print)
-    text = (ROOT / "manifests" / "install.yaml").read_text()
     for image in build.build(print):
         made.images.add(image.name, image.config, image.layers)
-        text = text.replace(f"localhost/kvline-{image.component}:dev", image.name)
-    made.kubectl("apply", "--server-side", "-f", str(ROOT / "manifests" / "crd.yaml"))
-    made.kubectl("wait", "--for=condition=Established", "crd/inferenceservices.kvline.dev")
-    made.kubectl("apply", "-f", "-", input=text)
-    hub = f"HF_ENDPOINT=http://{NODE_ADDRESS}:{HUB_PORT}"
-    made.kubectl("-n", "kvline-system", "set", "env", "deploy/kvline-operator", hub)
-    made.kubectl(
-        "-n", "kvline-system", "rollout", "status", "deploy/kvline-operator", "--timeout=120s"
-    )
+    made.kubectl("create", "namespace", "kvline-system")
+    made.kubectl("label", "namespace", "kvline-system", RESTRICTED)
+    install(made)
     yield made
     made.down()
 
@@ -52,8 +47,7 @@ def space(cluster: Any) -> Any:
     from playground import Space
 
     cluster.kubectl("create", "namespace", "team")
-    label = "pod-security.kubernetes.io/enforce=restricted"
-    cluster.kubectl("label", "namespace", "team", label)
+    cluster.kubectl("label", "namespace", "team", RESTRICTED)
     cluster.claim("team", model.MODELS)
     return Space(cluster, "team")
 

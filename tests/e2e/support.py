@@ -10,6 +10,33 @@ from playground import eventually
 HUB_PORT = 18090  # on the node
 
 
+def install(cluster: Any) -> None:
+    """Both charts, as a platform team would, with the images of this tree."""
+    import build
+    import helm
+    from network import NODE_ADDRESS
+
+    where = ("--kubeconfig", str(cluster.kubeconfig), "--namespace", "kvline-system", "--wait")
+    values = {
+        "image.operator": build.image_name("operator"),
+        "image.server": build.image_name("server"),
+        "image.allowTags": "true",
+        "hubEndpoint": f"http://{NODE_ADDRESS}:{HUB_PORT}",
+    }
+    said = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+    helm.helm("upgrade", "--install", "kvline-crds", "charts/kvline-crds", *where)
+    helm.helm("upgrade", "--install", "kvline", "charts/kvline", *said, *where)
+
+
+def uninstall(cluster: Any) -> None:
+    """Both again, the API's first: it is to stay all the same."""
+    import helm
+
+    for release in ("kvline-crds", "kvline"):
+        where = ("--kubeconfig", str(cluster.kubeconfig), "--namespace", "kvline-system")
+        helm.helm("uninstall", release, "--wait", *where)
+
+
 def wait(space: Any, name: str, kind: str, seconds: float = 240, **wanted: str) -> dict[str, Any]:
     def reached() -> Any:
         condition = space.condition(kind, name)

@@ -1,0 +1,133 @@
+"""The operator goes, comes back and is upgraded while services serve: no pod of theirs notices."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import build
+import pytest
+from playground import eventually
+from support import install, pods, uninstall, wait
+from test_kubectl import say
+from test_main_job import RANDOM
+
+from conftest import ROOT
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+# The last commit whose operator knew no gate: manifests without a chart, no verdicts, no records of
+# what was accepted.
+BEFORE = "a7a536e77beb"
+
+
+def living(space: Any) -> dict[str, int]:
+    """Restarts of each pod by UID."""
+    return {
+        p["metadata"]["uid"]: sum(c["restartCount"] for c in p["status"]["containerStatuses"])
+        for p in pods(space)
+    }
+
+
+def answers(space: Any, cluster: Any, name: str) -> bool:
+    ip = space.get("service", name)["spec"]["clusterIP"]
+    body = json.dumps({"model": name, "prompt": "Hello", "max_tokens": 4})
+    words = ["curl", "-sf", "-H", "Content-Type: application/json", "-d", body]
+    done = cluster.network.run([*words, f"http://{ip}:8000/v1/completions"], check=False)
+    return bool(done.returncode == 0 and json.loads(done.stdout)["usage"]["completion_tokens"] == 4)
+
+
+def test_uninstalled_and_installed_again_beside_a_service(space: Any, cluster: Any) -> None:
+    space.apply("steady", **RANDOM)
+    wait(space, "steady", "UpToDate", status="True")
+    before = living(space)
+    try:
+        uninstall(cluster)
+        assert cluster.kubectl("-n", "kvline-system", "get", "deploy", "-o", "name").stdout == ""
+        assert space.get("kvl", "steady")["status"]["capacity"]["kvTokens"] == 4096
+        assert living(space) == before and answers(space, cluster, "steady")
+    finally:
+        install(cluster)
+    generation = space.get("kvl", "steady")["metadata"]["generation"]
+    space.apply("steady", **{**RANDOM, "replicas": 1, "rollout": {"minCapacityPercent": 90}})
+    eventually(lambda: space.get("kvl", "steady")["status"]["observedGeneration"] > generation, 60)
+    wait(space, "steady", "UpToDate", status="True")
+    assert living(space) == before
+
+
+@pytest.fixture
+def earlier(cluster: Any, tmp_path: Path) -> tuple[Path, dict[str, str]]:
+    """The tree of the operator before, and its images, which the cluster has now."""
+    packed = subprocess.run(["git", "archive", BEFORE], cwd=ROOT, capture_output=True)
+    if packed.returncode:
+        pytest.skip(f"this clone's history does not reach back to {BEFORE}")
+    with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as tar:
+        tar.extractall(tmp_path, filter="data")
+    script = (
+        "import build, json; made = build.build(lambda _: None); "
+        "print(json.dumps({i.component: i.name for i in made}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path / "tests" / "cluster",
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    images = dict(json.loads(done.stdout.splitlines()[-1]))
+    for name in images.values():
+        image = build.inspect(name)
+        cluster.images.add(image.name, image.config, image.layers)
+    return tmp_path, images
+
+
+def apply_tree(cluster: Any, tree: Path, manifest: str, images: dict[str, str]) -> None:
+    """CRD and operator of a tree, with kubectl alone."""
+    crd = str(tree / "manifests" / "crd.yaml")
+    cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", crd)
+    text = (tree / "manifests" / manifest).read_text()
+    for component, name in images.items():
+        text = text.replace(f"localhost/kvline-{component}:dev", name)
+    cluster.kubectl("apply", "-f", "-", input=text)
+    rolled = ("rollout", "status", "deploy/kvline-operator", "--timeout=120s")
+    cluster.kubectl("-n", "kvline-system", *rolled)
+
+
+def test_from_the_operator_before_to_this_one(
+    space: Any, cluster: Any, earlier: tuple[Path, dict[str, str]]
+) -> None:
+    """F41: no pod moves; the new image comes when it is asked for, through the gate."""
+    now = {c: build.image_name(c) for c in build.COMPONENTS}
+    tree, old = earlier
+    assert old["server"] != now["server"]
+    uninstall(cluster)
+    apply_tree(cluster, tree, "operator.yaml", old)
+    space.apply("steady", **RANDOM, replicas=2)
+    wait(space, "steady", "UpToDate", status="True")
+    before = living(space)
+    first = space.get("kvl", "steady")["status"]["rollout"]["stableRevision"]
+
+    apply_tree(cluster, ROOT, "install.yaml", now)
+    eventually(lambda: space.get("kvl", "steady")["status"]["rollout"].get("imageOutdated"), 60)
+    wait(space, "steady", "UpToDate", status="True")
+    assert living(space) == before and answers(space, cluster, "steady")
+    assert space.get("kvl", "steady")["status"]["rollout"]["stableRevision"] == first
+
+    done = say(cluster, "upgrade", "steady")
+    assert done.returncode == 0, done.stderr
+    eventually(
+        lambda: space.get("kvl", "steady")["status"]["rollout"]["stableRevision"] != first, 240
+    )
+    wait(space, "steady", "UpToDate", status="True")
+    images = {p["spec"]["containers"][0]["image"] for p in pods(space)}
+    assert images == {now["server"]}
+    assert "GatePassed" in [e["reason"] for e in space.list("events")]
+    space.kubectl("delete", "kvl", "steady", "--timeout=60s")
+    cluster.kubectl("delete", "-f", str(ROOT / "manifests" / "install.yaml"))
+    cluster.kubectl("create", "namespace", "kvline-system")
+    install(cluster)
