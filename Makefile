@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: demo demo-down test test-gpu image-check kernels cubins check unit process integration e2e env bench plot api manifests lock clean
+.PHONY: demo demo-down test test-gpu image-check kernels cubins check unit process integration e2e env bench scale soak-rollout plot api manifests lock clean
 
 demo: python ## a model served with a proven KV budget, on this machine
 	@$(PYTHON) demo
@@ -45,6 +45,12 @@ cubins: env ## dist/cubins.bin, our own GPU kernels; needs no GPU
 
 bench: env ## the figures of docs/performance.md
 	@$(VENV_PYTHON) bench
+
+soak-rollout: env ## 50 gated rollouts under streaming traffic on a real node
+	@$(VENV_PYTHON) bench rollouts
+
+scale: env ## the operator with 100 and 1,000 services, on kwok's nodes with fake engines
+	@$(VENV_PYTHON) bench scale
 
 plot: env ## docs/images from bench/results
 	@$(VENV_PYTHON) bench plot

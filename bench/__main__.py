@@ -12,6 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests" / "cluster")]
+sys.path += [str(ROOT / "tests" / name) for name in ("e2e", "integration", "server")]
 
 # The module of each; GPU ones are named one by one, on a machine that has one.
 CPU = {"throughput": "throughput", "chunks": "chunks", "sizing": "search", "writes": "writes"}
@@ -28,7 +29,7 @@ GPU = (
 
 
 def main(names: list[str]) -> int:
-    known = CPU | {name: name for name in (*GPU, "reads", "plot")}
+    known = CPU | {name: name for name in (*GPU, "reads", "plot", "rollouts", "scale")}
     unknown = [n for n in names if n not in known]
     if unknown:
         print(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr)

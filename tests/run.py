@@ -11,11 +11,23 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import faults
+
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 PYTEST = [sys.executable, "-m", "pytest", "-q", "--no-header"]
 
-TESTS = ("cluster", "contract", "operator", "server", "integration", "e2e", "gpu", "house")
+TESTS = (
+    "cluster",
+    "conformance",
+    "contract",
+    "operator",
+    "server",
+    "integration",
+    "e2e",
+    "gpu",
+    "house",
+)
 TYPED = ["operator server", "demo", "bench", *(f"tests/{name}" for name in TESTS)]
 CHECKS = {
     "format": [f"{BIN}/ruff", "format", "--check", "--quiet", "."],
@@ -47,6 +59,8 @@ def main(wanted: list[str]) -> int:
     for name, options in STAGES.items():
         if not wanted or name in wanted:
             stage(name, options, tally)
+    if not wanted:
+        faults.write()
     print(f"\n{tally.passed} passed, {tally.failed} failed, {tally.skipped} skipped")
     return 1 if tally.failed else 0
 
@@ -75,7 +89,7 @@ def stage(name: str, options: list[str], tally: Tally) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+        env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "KVLINE_STAGE": name},
     )
     assert process.stdout is not None
     last = ""

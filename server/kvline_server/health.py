@@ -99,12 +99,13 @@ class Health:
         return None
 
     def load(self) -> Load | None:
-        effective, beat = self.keeper.report.effective, self._beat
-        if self.keeper.report.result is None or effective is None:
+        report, beat = self.keeper.report, self._beat
+        result, effective = report.result, report.effective
+        if result is None or effective is None:
             return None
         return Load(
             version=VERSION,
-            kv_tokens=beat.kv_tokens,
+            kv_tokens=result.kv_tokens,  # the first beat after Validated may be yet to come
             used_tokens=beat.used_tokens,
             evictable_tokens=beat.evictable_tokens,
             waiting_prompt_tokens=beat.waiting_prompt_tokens,

@@ -55,6 +55,19 @@ def build(say: Callable[[str], None]) -> None:
     mark.write_text(want)
 
 
+def ensure(name: str, package: str, say: Callable[[str], None]) -> None:
+    """A program that only some tests need; nothing to do when it is there as go.sum has it."""
+    folder, mark = GO / name, BIN / f".{name}"
+    want = hashlib.sha256((folder / "go.sum").read_bytes()).hexdigest()
+    if (BIN / name).is_file() and mark.is_file() and mark.read_text() == want:
+        return
+    say(f"building {name}")
+    go = golang.ensure(say)
+    BIN.mkdir(parents=True, exist_ok=True)
+    compile_program(go, name, folder, package, "-s -w")
+    mark.write_text(want)
+
+
 def compile_program(go: str, name: str, folder: Path, package: str, flags: str) -> None:
     """One static program into the cache's bin."""
     command = [go, "build", "-trimpath", "-buildvcs=false", "-ldflags", flags]

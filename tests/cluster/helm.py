@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import subprocess
 import sys
 from collections.abc import Callable
 
 import binaries
-import golang
 from errors import ClusterError
-from paths import BIN, GO, ROOT
+from paths import BIN, ROOT
 
 HELM = BIN / "helm"
 KUBERNETES = "1.34.0"  # whose features templates are rendered for
@@ -21,17 +19,7 @@ HEAD = """\
 
 
 def ensure(say: Callable[[str], None]) -> None:
-    """Nothing to do when it is there in the version that go.sum names."""
-    folder = GO / "helm"
-    want = hashlib.sha256((folder / "go.sum").read_bytes()).hexdigest()
-    mark = BIN / ".helm"
-    if HELM.is_file() and mark.is_file() and mark.read_text() == want:
-        return
-    say("building helm")
-    go = golang.ensure(say)
-    BIN.mkdir(parents=True, exist_ok=True)
-    binaries.compile_program(go, "helm", folder, "helm.sh/helm/v3/cmd/helm", "-s -w")
-    mark.write_text(want)
+    binaries.ensure("helm", "helm.sh/helm/v3/cmd/helm", say)
 
 
 def helm(*words: str, input: str | None = None) -> str:

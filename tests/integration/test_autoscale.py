@@ -48,7 +48,7 @@ def test_up_at_once_down_after_the_delay_and_remembered(
     node.load = load(5000)  # of one replica; of two it is 10,000, and then 5 replicas would not do
     until(lambda: follow(node, space, 4))
     until(lambda: space.condition("ScalingActive").get("reason") == "AtMaximum")
-    assert events(space, "Scaled")[0].startswith("from 1 to ")
+    assert any(text.startswith("from 1 to ") for text in events(space, "Scaled"))
     assert space.get("kvl", "chat")["status"]["desiredReplicas"] == 4
     assert space.get("kvl", "chat")["spec"]["replicas"] == 3  # a person's word is left alone
 
@@ -64,7 +64,7 @@ def test_up_at_once_down_after_the_delay_and_remembered(
     until(lambda: follow(node, space, 2), 60)  # 4 x 600 of 4,096 at half of it
     until(lambda: follow(node, space, 1), 60)
     until(lambda: space.condition("UpToDate")["status"] == "True")
-    assert events(space, "Scaled")[-1].startswith("from ")
+    assert any(" to 1: " in text for text in events(space, "Scaled"))
 
     space.apply(replicas=2)  # without autoscaling the person's word counts again
     until(lambda: follow(node, space, 2))

@@ -77,7 +77,7 @@ def test_every_answer_forbids_what_is_not_ours(path: str) -> None:
 
 
 def test_what_a_message_holds_is_text() -> None:
-    """C23: a model's or an engine's words may be anything."""
+    """A model's or an engine's words may be anything."""
     shown = Board()
     shown.put(rolled_back(message="<script>alert(1)</script> & {{ 7 * 7 }}"))
     text = page("/services/team/smollm2", shown)

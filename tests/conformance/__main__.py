@@ -1,0 +1,32 @@
+"""python tests/conformance http://ADDRESS:8001   checks an engine against the contract
+python tests/conformance fake                 plays the engines of every pod, with KUBECONFIG
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import check
+
+
+def main() -> int:
+    if len(sys.argv) != 2:
+        print(__doc__, file=sys.stderr)
+        return 2
+    if sys.argv[1] != "fake":
+        return check.main(sys.argv[1])
+    from fake import Fake
+    from kubernetes import client, config
+
+    settings = client.Configuration()
+    config.load_kube_config(client_configuration=settings)  # type: ignore[no-untyped-call]
+    settings.connection_pool_maxsize = 16
+    Fake(client.ApiClient(settings)).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""Fake engines for every pod of a cluster: one server that tells pods apart by the address they are
+called at, and a hand that tells kwok, by annotation, when a pod is ready or has ended.
+
+Started inside the network namespace where the pods' range is a local route.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from kubernetes import client
+from plays import Play
+
+from kvline_contract.codec import dumps
+from kvline_contract.launch import GateFile
+from kvline_contract.names import (
+    GATE_FILE,
+    INTERNAL_PORT,
+    LABEL_MANAGED_BY,
+    LABEL_REVISION,
+    LABEL_SERVICE,
+    MANAGED_BY,
+    gate_name,
+)
+
+READY = "conformance.kvline.dev/ready"
+EXIT = "conformance.kvline.dev/exit"
+MESSAGE = "conformance.kvline.dev/message"
+Object = dict[str, Any]
+
+
+@dataclass
+class Pod:
+    namespace: str
+    name: str
+    uid: str
+    service: str
+    revision: str
+    play: Play
+    started: float
+    told: bool = False  # what kwok needs to know
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+
+class Fake:
+    def __init__(self, api: client.ApiClient) -> None:
+        self.api = api
+        self.pods: dict[str, Pod] = {}  # by address
+        self.asked = 0
+        self._hands = ThreadPoolExecutor(8, "hand")
+
+    def run(self) -> None:
+        fake = self
+
+        class Handler(_Handler):
+            owner = fake
+
+        server = _Server(("0.0.0.0", INTERNAL_PORT), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._act, daemon=True).start()
+        self._watch()
+
+    def _watch(self) -> None:
+        """Follows every pod of ours, without end."""
+        selector = f"{LABEL_MANAGED_BY}={MANAGED_BY}"
+        while True:
+            listed = self._call("GET", "/api/v1/pods", [("labelSelector", selector)])
+            for item in listed["items"]:
+                self._see("ADDED", item)
+            since = [("watch", "1"), ("resourceVersion", listed["metadata"]["resourceVersion"])]
+            answer = self._send("GET", "/api/v1/pods", [*since, ("labelSelector", selector)], None)
+            for line in _lines(answer):
+                event = json.loads(line)
+                if event["type"] == "ERROR":
+                    break
+                self._see(event["type"], event["object"])
+
+    def _see(self, kind: str, body: Object) -> None:
+        address = (body.get("status") or {}).get("podIP")
+        if not address:
+            return
+        meta = body["metadata"]
+        if kind == "DELETED" or meta.get("deletionTimestamp"):
+            self.pods.pop(address, None)
+        elif address not in self.pods or self.pods[address].uid != meta["uid"]:
+            labels = meta["labels"]
+            service = labels[LABEL_SERVICE]
+            self.pods[address] = Pod(
+                namespace=meta["namespace"],
+                name=meta["name"],
+                uid=meta["uid"],
+                service=service,
+                revision=labels[LABEL_REVISION],
+                play=Play.of(service),
+                started=time.monotonic(),
+            )
+
+    def _act(self) -> None:
+        while True:
+            waiting = [p for p in list(self.pods.values()) if not p.told]
+            for _ in self._hands.map(self._tell, waiting):
+                pass
+            time.sleep(0.2)
+
+    def _tell(self, pod: Pod) -> None:
+        """Ready as the contract has it: validated, and let through by the gate file."""
+        if pod.play.ended(pod.seconds):
+            said = {EXIT: str(pod.play.exit_code), MESSAGE: pod.play.termination().dumps()}
+        elif pod.play.validated(pod.seconds) and self._let_through(pod):
+            said = {READY: "true"}
+        else:
+            return
+        path = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}"
+        self._call("PATCH", path, [], {"metadata": {"annotations": said}})
+        pod.told = True
+
+    def _let_through(self, pod: Pod) -> bool:
+        name = gate_name(pod.service, pod.revision)
+        path = f"/api/v1/namespaces/{pod.namespace}/configmaps/{name}"
+        found = self._call("GET", path, [])
+        if not found.get("data"):
+            return False
+        gate = GateFile.parse(found["data"][GATE_FILE])
+        return gate.open and pod.play.tokens >= gate.threshold()
+
+    def _call(
+        self, method: str, path: str, query: list[tuple[str, str]], body: Object | None = None
+    ) -> Object:
+        """The answer; an empty one for what is gone."""
+        answer = self._send(method, path, query, body)
+        found = json.loads(answer.read() or b"{}")
+        return dict(found) if answer.status < 300 else {}
+
+    def _send(
+        self, method: str, path: str, query: list[tuple[str, str]], body: Object | None
+    ) -> Any:
+        kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
+        given = self.api.param_serialize(
+            method=method,
+            resource_path=path,
+            query_params=query,
+            header_params={"Accept": "application/json", "Content-Type": kind},
+            body=body,
+            auth_settings=["BearerToken"],
+        )
+        try:
+            return self.api.call_api(*given).response
+        except client.ApiException as error:
+            return _Refused(error.status or 500)
+
+
+@dataclass
+class _Refused:
+    status: int
+
+    def read(self) -> bytes:
+        return b""
+
+
+def _lines(answer: Any) -> Any:
+    rest = b""
+    for chunk in answer.stream(65536):
+        *whole, rest = (rest + chunk).split(b"\n")
+        yield from whole
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 512
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Who hangs up early is no news."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    owner: Fake
+    timeout = 10
+
+    def do_GET(self) -> None:
+        pod = self.owner.pods.get(self.connection.getsockname()[0])
+        self.owner.asked += 1
+        if pod is None or pod.play.name == "silent":
+            self.close_connection = True
+            return
+        status, body = self._answer(pod)
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _answer(self, pod: Pod) -> tuple[int, bytes]:
+        done = pod.play.validated(pod.seconds)
+        if self.path == "/sizing":
+            if pod.play.name == "garbage":
+                return 200, b'{"version": 1, "state": "Happy"}'
+            report = pod.play.report(pod.uid, pod.name, pod.revision, pod.seconds)
+            return 200, report.dumps().encode()
+        if self.path == "/load" and done:
+            return 200, dumps(pod.play.load()).encode()
+        if self.path in ("/startupz", "/readyz", "/livez"):
+            good = done or self.path == "/livez"
+            return (200 if good else 503), json.dumps({"reason": "Ok" if good else "No"}).encode()
+        return 503, b'{"reason":"NotValidated"}'
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Thousands of them."""
