@@ -16,10 +16,11 @@ from kvline_operator.kube import Kube
 Object = dict[str, Any]
 
 
-def ensure(kube: Kube, wanted: Object) -> Object:
-    """The live object, made equal to `wanted` in the fields that `wanted` has."""
+def ensure(kube: Kube, wanted: Object, seen: Object | None = None) -> Object:
+    """The live object, made equal to `wanted` in the fields that `wanted` has. One that a list has
+    just shown is not read again; one that it has not may have lost its labels, or be foreign."""
     meta = wanted["metadata"]
-    live = kube.get(wanted["kind"], meta["namespace"], meta["name"])
+    live = seen or kube.get(wanted["kind"], meta["namespace"], meta["name"])
     if live is not None:
         _check_ours(live, wanted)
         if covers(live, wanted):

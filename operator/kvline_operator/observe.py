@@ -95,7 +95,17 @@ class Observed:
     pods: tuple[PodView, ...]
 
     def config_map(self, name: str) -> Object | None:
-        return next((c for c in self.config_maps if c["metadata"]["name"] == name), None)
+        return self.child("ConfigMap", name)
+
+    def child(self, kind: str, name: str) -> Object | None:
+        """One that the lists have shown and that is ours."""
+        lists = {
+            "ControllerRevision": self.revisions,
+            "Deployment": self.deployments,
+            "ConfigMap": self.config_maps,
+        }
+        found = (c for c in lists.get(kind, []) if c["metadata"]["name"] == name)
+        return next(found, None)
 
     def serving(self) -> dict[str, tuple[Measured, ...]]:
         """The sizes of the replicas that serve, by revision."""

@@ -216,14 +216,14 @@ def _apply(
     """Writes what differs, then prunes. A refusal that a person must see becomes a condition."""
     try:
         for wanted in [*render.service_objects(spec, world.settings), *maps]:
-            apply.ensure(world.kube, wanted)
+            _ensure(world, observed, wanted)
         _remember(world, spec, story)
         for name, replicas in story.plan.replicas.items():
             if name not in story.stored:
                 continue  # its memory is gone; the Deployment is left as it is until replaced
             gate = story.gate(name, spec)
             for wanted in render.revision_objects(spec, story.stored[name], replicas, gate):
-                apply.ensure(world.kube, wanted)
+                _ensure(world, observed, wanted)
         _prune(world, observed, story.plan)
         if spec.autoscaling is None and (old := observed.config_map(scale_name(spec.base))):
             apply.prune(world.kube, old, "ConfigMap")
@@ -236,6 +236,11 @@ def _apply(
             return conditions.Condition("Progressing", "False", "QuotaExceeded", str(error))
         return conditions.Condition("Accepted", "False", "SpecInvalid", str(error))
     return None
+
+
+def _ensure(world: World, observed: Observed, wanted: Object) -> None:
+    seen = observed.child(wanted["kind"], wanted["metadata"]["name"])
+    apply.ensure(world.kube, wanted, seen)
 
 
 def _remember(world: World, spec: ServiceSpec, story: Story) -> None:
@@ -287,14 +292,17 @@ def _deadline_exceeded(observed: Observed, revision: str) -> bool:
 
 
 def _look_again(world: World, facts: conditions.Facts) -> float:
-    """Soon while a replica is on its way, else at resync; events wake the key in between."""
+    """Soon while a replica runs and is on its way: only its report tells how far. What does not run
+    is told by events, and looked at now and then for one that was missed; the rest at resync."""
+    if any(p.running and not (p.ready and p.validated) for p in facts.pods):
+        return world.settings.poll_seconds
     settled = (
         not facts.plan.candidate
         and len(facts.newest) == facts.spec.replicas
         and all(p.ready and p.validated for p in facts.newest)
     )
     if not settled:
-        return world.settings.poll_seconds
+        return min(world.settings.poll_seconds * 15, world.settings.resync_seconds)
     if facts.scaling is not None:
         return world.settings.load_seconds
     return world.settings.resync_seconds
