@@ -47,8 +47,8 @@ ADVICE = (
     Advice(
         "ModelAvailable",
         ("SecretMissing",),
-        "the token Secret or its key is not there",
-        "create it in the service's namespace; the pod goes on by itself",
+        "a Secret that the spec names, or the key in it, is not there",
+        "create it in the service's namespace; the pod goes on by itself within minutes",
     ),
     Advice(
         "ModelAvailable",

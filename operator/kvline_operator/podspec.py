@@ -43,6 +43,8 @@ def pod_template(base: str, spec: ServiceSpec, revision: Revision, settings: Set
         "containers": [_server(inputs, revision.image)],
         "volumes": _volumes(spec, inputs, name, names.gate_name(base, revision.name), base),
     }
+    if "access" in inputs:
+        _ask_for_key(pod, inputs["access"]["apiKeySecret"])
     if spec.source.from_hub:
         pod["initContainers"] = [_download(inputs, revision.image, settings)]
     for key in ("nodeSelector", "tolerations"):
@@ -89,6 +91,16 @@ def _server(inputs: Object, image: str) -> Object:
             {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108
         ],
     }
+
+
+def _ask_for_key(pod: Object, secret: Object) -> None:
+    """The key as a file. Optional for Kubernetes, so that the server itself can say it is missing:
+    a mount that waits would only be an event."""
+    items = [{"key": secret["key"], "path": names.ACCESS_FILE}]
+    wanted = {"secretName": secret["name"], "items": items, "optional": True}
+    pod["volumes"].append({"name": "access", "secret": wanted})
+    mount = {"name": "access", "mountPath": names.ACCESS_DIR, "readOnly": True}
+    pod["containers"][0]["volumeMounts"].append(mount)
 
 
 def _environment() -> list[Object]:

@@ -264,6 +264,7 @@ def launch_config(owner: Owner, revision: str, data: Object) -> LaunchConfig:
             engine.get("maxTopLogprobs"),
         ),
         capacity=CapacityOptions(capacity.get("kvTokens"), capacity.get("headroomMiB")),
+        require_api_key="access" in inputs,
     )
 
 

@@ -28,7 +28,7 @@ SOURCE = re.compile(
     re.ASCII,
 )
 # What changes pods, and so makes a revision; thresholds and replicas do not.
-REVISION_FIELDS = ("model", "engine", "resources", "scheduling")
+REVISION_FIELDS = ("model", "engine", "resources", "scheduling", "access")
 REVISION_CAPACITY_FIELDS = ("kvTokens", "headroomMiB")
 
 

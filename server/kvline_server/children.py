@@ -51,7 +51,8 @@ class Child:
 
 def start_http(options: Options, listener: socket.socket) -> Child:
     fd = listener.fileno()
-    return _spawn("kvline_server.http.process", options, ["--listen-fd", str(fd)], {}, (fd,))
+    extra = ["--listen-fd", str(fd), "--api-key-file", str(options.key)]
+    return _spawn("kvline_server.http.process", options, extra, {}, (fd,))
 
 
 def start_engine(options: Options) -> Child:

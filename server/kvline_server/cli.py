@@ -42,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="size a model, then serve it")
     _add_model(serve)
     serve.add_argument("--gate", type=Path, help="a gate.json to obey; without it the gate is open")
+    serve.add_argument("--api-key-file", type=Path, help="ask requests for the key in this file")
     serve.add_argument("--host", default="0.0.0.0")  # noqa: S104
     serve.add_argument("--port", type=int, default=names.API_PORT)
     serve.add_argument("--internal-port", type=int, default=names.INTERNAL_PORT)
@@ -100,6 +101,7 @@ def by_hand(arguments: argparse.Namespace) -> LaunchConfig:
             arguments.max_top_logprobs,
         ),
         capacity=CapacityOptions(arguments.kv_tokens, arguments.headroom_mib),
+        require_api_key=getattr(arguments, "api_key_file", None) is not None,
     )
     # Through the strict reader, so that flags meet the same bounds as a file.
     return LaunchConfig.parse(launch.dumps())
@@ -135,7 +137,7 @@ def _read_launch(path: Path) -> LaunchConfig:
 
 def _run(arguments: argparse.Namespace) -> int:
     # Imported late: a bad flag is answered before anything heavy is loaded.
-    from kvline_server.options import Options
+    from kvline_server.options import KEY_FILE, Options
     from kvline_server.supervisor import Supervisor
 
     serve = arguments.command == "serve"
@@ -157,6 +159,7 @@ def _run(arguments: argparse.Namespace) -> int:
             state_dir=state,
             gate=arguments.gate if serve else None,
             record=arguments.record,
+            key=(serve and arguments.api_key_file) or KEY_FILE,
             host=arguments.host if serve else "127.0.0.1",
             port=arguments.port if serve else 0,
             internal_port=arguments.internal_port if serve else 0,

@@ -57,8 +57,6 @@ def logprob_rows(memory_limit: int, vocabulary: int, block: int = LOGIT_BLOCK) -
 
 def resolve(launch: LaunchConfig, model: ModelConfig, memory_limit: int) -> EngineSettings:
     """Defaults filled in and checked against the model; raises ConfigInvalid naming the field."""
-    if launch.require_api_key:
-        raise ConfigInvalid("requireApiKey: this server image knows no API keys")
     defaults = DEFAULTS[launch.device]
     asked = launch.engine
     if asked.max_model_len is not None and asked.max_model_len > model.max_position:

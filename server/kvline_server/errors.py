@@ -3,6 +3,7 @@
 ServerError
 ├── ConfigInvalid           20  the launch file
 ├── PortTaken               21
+├── SecretMissing           22  the API key's file
 ├── ModelNotFound           30
 ├── ModelInvalid            31  a file is cut, missing or of the wrong shape
 ├── ModelUnsupported        32  an architecture or option that is not in our list
@@ -38,6 +39,10 @@ class ConfigInvalid(ServerError):
 
 class PortTaken(ServerError):
     code = ExitCode.PORT_TAKEN
+
+
+class SecretMissing(ServerError):
+    code = ExitCode.SECRET_MISSING
 
 
 class ModelNotFound(ServerError):

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvline_contract import names
+
+KEY_FILE = Path(names.ACCESS_DIR) / names.ACCESS_FILE
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -23,6 +27,7 @@ class Options:
     state_dir: Path
     gate: Path | None = None  # None: run by hand, always open
     record: Path | None = None
+    key: Path = KEY_FILE  # read where the launch asks for a key
     host: str = "0.0.0.0"  # noqa: S104 - a pod's ports are its interface
     port: int = 8000
     internal_port: int = 8001

@@ -73,7 +73,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("rollout", {"rollout": {"onFailure": "Panic"}}, "spec.rollout.onFailure"),
     ("rollout", {"rollout": {"steps": [10]}}, "steps"),
     ("unbuilt", {"autoscaling": {"minReplicas": 1}}, "autoscaling"),
-    ("unbuilt", {"access": {"apiKeySecret": {"name": "a", "key": "b"}}}, "access"),
+    ("C03", {"access": {"apiKeySecret": {"name": "a"}}}, "spec.access.apiKeySecret.key"),
+    ("C03", {"access": {"apiKeySecret": {"name": "A", "key": "b"}}}, "spec.access.apiKeySecret"),
 ]
 
 

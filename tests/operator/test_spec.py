@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from kvline_operator.errors import SpecError
+from kvline_operator.render import Owner, controller_revision, launch_config
 from kvline_operator.revisions import Revision, known, revision_hash, wanted
+from kvline_operator.settings import Settings
 from kvline_operator.spec import parse, parse_source
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -127,3 +129,29 @@ def test_stored_revisions_are_read_back_newest_first() -> None:
         for name, number in (("aaaaa", 1), ("bbbbb", 2))
     ]
     assert [(r.name, r.number) for r in known(items)] == [("bbbbb", 2), ("aaaaa", 1)]
+
+
+def test_a_key_is_a_file_that_the_server_itself_misses() -> None:
+    """Optional for Kubernetes: the server's own exit code is what the status can tell."""
+    access = {"apiKeySecret": {"name": "chat-key", "key": "token"}}
+    with_key = body({"access": access})
+    settings = Settings("image")
+    stored = {}
+    for name, given in (("with", with_key), ("without", body())):
+        spec = parse(given)
+        revision = Revision("aaaaa", "image", spec.inputs_json, 1)
+        stored[name] = controller_revision(spec, revision, settings)["data"]
+    pod = stored["with"]["podTemplate"]["spec"]
+    (volume,) = [v for v in pod["volumes"] if "secret" in v]
+    assert volume["secret"] == {
+        "secretName": "chat-key",
+        "items": [{"key": "token", "path": "key"}],
+        "optional": True,
+    }
+    mounts = [m["mountPath"] for m in pod["containers"][0]["volumeMounts"]]
+    assert "/etc/kvline/access" in mounts
+    owner = Owner("ns", "chat", "uid", "chat")
+    assert launch_config(owner, "aaaaa", stored["with"]).require_api_key
+    assert not launch_config(owner, "aaaaa", stored["without"]).require_api_key
+    assert "secret" not in str(stored["without"]["podTemplate"])
+    assert parse(with_key).inputs_json != parse(body()).inputs_json  # asking for a key moves pods

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,11 @@ from pathlib import Path
 from kvline_contract.launch import LaunchConfig
 from kvline_server.options import Limits, Options
 from kvline_server.supervisor import Supervisor
-config, state, gate, port, internal, memory, limits = sys.argv[1:8]
+config, state, gate, port, internal, memory, limits, key = sys.argv[1:9]
 options = Options(
     config=Path(config), state_dir=Path(state), gate=Path(gate) if gate else None,
     host="127.0.0.1", port=int(port), internal_port=int(internal), memory=int(memory) or None,
-    termination_log=Path(state) / "termination", threads=1,
+    termination_log=Path(state) / "termination", threads=1, key=Path(key),
     limits=Limits(**__import__("json").loads(limits)),
 )
 supervisor = Supervisor(options, LaunchConfig.parse(Path(config).read_bytes()))
@@ -70,13 +70,16 @@ class Server:
     faults: dict[str, str] = field(default_factory=dict)
     limits: dict[str, float] = field(default_factory=dict)
     memory: int = 0
+    key: Path | None = None  # a file; asked of every request
     port: int = 0
     internal_port: int = 0
 
     def start(self) -> Server:
         self.scratch.mkdir(parents=True, exist_ok=True)
         config = self.scratch / "launch.json"
-        config.write_text(launch_config(self.model, self.engine, self.capacity).dumps())
+        launch = launch_config(self.model, self.engine, self.capacity)
+        launch = replace(launch, require_api_key=self.key is not None)
+        config.write_text(launch.dumps())
         gate = ""
         if self.gate is not None:
             self.write_gate(self.gate)
@@ -92,6 +95,7 @@ class Server:
         self.log = (self.scratch / "log").open("ab")
         command = [sys.executable, "-c", LAUNCHER, str(config), str(state), gate, str(self.port)]
         command += [str(self.internal_port), str(self.memory), json.dumps(self.limits)]
+        command.append(str(self.key or "/nowhere"))
         self.process = subprocess.Popen(command, env=environment, stdout=self.log, stderr=self.log)
         return self
 

@@ -2,6 +2,7 @@
 
 ApiError
 ├── BadRequest     400  names the field
+├── Unauthorized   401
 ├── NotFound       404
 ├── NotAllowed     405
 ├── TooLarge       413
@@ -46,6 +47,14 @@ class ApiError(Exception):
 class BadRequest(ApiError):
     status = 400
     type = "invalid_request_error"
+
+
+class Unauthorized(ApiError):
+    status = 401
+    type = "invalid_request_error"
+
+    def headers(self) -> dict[str, str]:
+        return {"WWW-Authenticate": "Bearer", "Connection": "close"}
 
 
 class NotFound(ApiError):

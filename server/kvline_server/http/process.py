@@ -22,6 +22,7 @@ from kvline_contract.launch import LaunchConfig
 from kvline_server.engine import messages
 from kvline_server.engine.messages import Drain, EdgeBeat, Serve
 from kvline_server.errors import ServerError
+from kvline_server.http.access import Guard, Key
 from kvline_server.http.admission import Admission
 from kvline_server.http.app import Service, create_app, now
 from kvline_server.http.engine_client import EngineClient
@@ -55,11 +56,13 @@ class Edge:
             limits=Limits(launch.model.served_name, model.vocabulary, 0, 0),
             started=now(),
         )
+        self.key = Key(arguments.api_key_file) if launch.require_api_key else None
         self.stopping = asyncio.Event()
 
     async def run(self, listener: socket.socket) -> None:
+        app = create_app(self.service)
         config = uvicorn.Config(
-            create_app(self.service),
+            app if self.key is None else Guard(app, self.key),
             http="httptools",
             loop="uvloop",
             lifespan="off",
@@ -134,6 +137,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--socket", required=True)
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--listen-fd", type=int, required=True)
+    parser.add_argument("--api-key-file", type=Path, required=True)
     return parser.parse_args(argv)
 
 

@@ -1,0 +1,115 @@
+"""The API key: who is let in, who is not, and what follows when it changes or is missing."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from servers import Server
+
+from kvline_server.errors import SecretMissing
+from kvline_server.http.access import Key
+
+KEY = "s3cret-" + "k" * 40
+BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 2}
+
+
+def headers(*values: bytes) -> list[tuple[bytes, bytes]]:
+    return [(b"host", b"x"), *((b"authorization", value) for value in values)]
+
+
+@pytest.mark.parametrize(
+    ("given", "good"),
+    [
+        (headers(f"Bearer {KEY}".encode()), True),
+        (headers(f"bearer  {KEY} ".encode()), True),
+        (headers(), False),
+        (headers(b""), False),
+        (headers(b"Bearer"), False),
+        (headers(b"Bearer "), False),
+        (headers(KEY.encode()), False),
+        (headers(f"Basic {KEY}".encode()), False),
+        (headers(f"Bearer {KEY[:-1]}".encode()), False),
+        (headers(f"Bearer {KEY}x".encode()), False),
+        (headers(f"Bearer {KEY}".upper().encode()), False),
+        (headers(b"Bearer " + b"k" * (1 << 20)), False),
+        (headers("Bearer schl\u00fcssel".encode()), False),
+        (headers(b"Bearer \xff\xfe"), False),
+        (headers(f"Bearer {KEY}".encode(), b"Bearer other"), False),
+        (headers(f"Bearer {KEY}".encode(), f"Bearer {KEY}".encode()), False),
+    ],
+)
+def test_one_header_with_the_whole_key(
+    tmp_path: Path, given: list[tuple[bytes, bytes]], good: bool
+) -> None:
+    """H41."""
+    file = tmp_path / "key"
+    file.write_text(KEY + "\n")
+    assert Key(file).fits(given) is good
+
+
+def test_a_changed_key_counts_and_a_vanished_one_stays(tmp_path: Path) -> None:
+    file, now = tmp_path / "key", [0.0]
+    file.write_text("old")
+    key = Key(file, lambda: now[0])
+    file.write_text("new")
+    assert key.fits(headers(b"Bearer old")) and not key.fits(headers(b"Bearer new"))
+    now[0] = 1.0
+    assert key.fits(headers(b"Bearer new")) and not key.fits(headers(b"Bearer old"))
+    file.unlink()
+    now[0] = 2.0
+    assert key.fits(headers(b"Bearer new"))
+
+
+@pytest.mark.parametrize("content", [None, b"", b" \n", b"k" * 4097])
+def test_no_key_is_no_start(tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "key"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(SecretMissing, match=r"spec\.access\.apiKeySecret"):
+        Key(file)
+
+
+@pytest.fixture
+def guarded(tiny_model: Path, tmp_path: Path) -> Iterator[Server]:
+    file = tmp_path / "key"
+    file.write_text(KEY)
+    server = Server(tiny_model, tmp_path / "run", key=file).start()
+    yield server
+    server.stop()
+
+
+@pytest.mark.process
+def test_a_server_with_a_key_serves_who_knows_it(guarded: Server) -> None:
+    """H41: on every route of the public port, before a body is read; probes need none."""
+    guarded.wait()
+    good = {"Authorization": f"Bearer {KEY}"}
+    for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/else")):
+        refused = httpx.request(method, guarded.url + path)
+        assert refused.status_code == 401
+        assert refused.json()["error"]["code"] == "invalid_api_key"
+        assert refused.headers["WWW-Authenticate"] == "Bearer"
+        assert KEY not in refused.text
+    assert httpx.get(f"{guarded.url}/v1/models", headers=good).status_code == 200
+    answer = httpx.post(f"{guarded.url}/v1/completions", json=BODY, headers=good, timeout=30)
+    assert answer.json()["usage"]["completion_tokens"] == 2
+    with socket.create_connection(("127.0.0.1", guarded.port), 5) as raw:
+        # A body that is announced and never comes holds nothing up.
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 999999\r\n\r\n")
+        assert raw.recv(64).startswith(b"HTTP/1.1 401")
+    assert guarded.probe("/readyz")[0] == 200
+    assert KEY not in guarded.output()
+
+
+@pytest.mark.process
+def test_a_missing_key_ends_the_start_with_its_own_code(tiny_model: Path, tmp_path: Path) -> None:
+    server = Server(tiny_model, tmp_path, key=tmp_path / "nothing").start()
+    try:
+        assert server.end(30) == 22
+        assert server.termination()["name"] == "SecretMissing"
+        assert "spec.access.apiKeySecret" in server.termination()["message"]
+    finally:
+        server.stop()
