@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import secrets
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -22,9 +23,12 @@ USERS = {
 
 
 def make(folder: Path, server: str, addresses: list[str], node: str) -> None:
-    """Writes everything into `folder`, once; `server` is the API's address for kubeconfigs."""
-    if (folder / "done").is_file():
+    """Writes everything into `folder`, once for these addresses; `server` is the API's address for
+    kubeconfigs."""
+    mark, said = folder / "done", " ".join([server, *addresses])
+    if mark.is_file() and mark.read_text() == said:
         return
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
     _key(folder, "ca")
@@ -45,7 +49,7 @@ def make(folder: Path, server: str, addresses: list[str], node: str) -> None:
         rows.append(f"{token},{user},{user}" + (f',"{group}"' if group else ""))
         write_kubeconfig(folder / f"{name}.kubeconfig", server, token)
     (folder / "tokens.csv").write_text("\n".join(rows) + "\n")
-    (folder / "done").touch()
+    mark.write_text(said)
 
 
 def write_kubeconfig(path: Path, server: str, token: str) -> None:
