@@ -301,8 +301,9 @@ def ready(facts: Facts, others: list[Condition]) -> Condition:
     kind = "Ready"
     if facts.serving:
         tokens = sum(p.kv_tokens or 0 for p in facts.serving)
-        text = f"{len(facts.serving)} replicas serve {tokens} KV tokens"
-        return Condition(kind, "True", "Serving", text)
+        many = len(facts.serving)
+        text = f"{many} replicas serve" if many > 1 else "1 replica serves"
+        return Condition(kind, "True", "Serving", f"{text} {tokens} KV tokens")
     if facts.spec.replicas == 0:
         return Condition(kind, "False", "ScaledToZero", "no replica is asked for")
     by_type = {c.type: c for c in others}
