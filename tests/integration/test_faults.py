@@ -1,0 +1,188 @@
+"""What befalls an operator: a right taken away, a quota used up, an API server that dies, a second
+operator, things said that are none of its business."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from playground import Operator, identity, manifest, serve
+
+from kvline_contract.report import State
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+ACCOUNT = "kvline-operator"
+
+
+def rights(space: Any, without: str = "") -> str:
+    """The rights that ship, as a Role of the namespace; without those on one resource."""
+    shipped = next(d for d in identity() if d["kind"] == "ClusterRole")
+    rules = list(json.loads(json.dumps(shipped["rules"])))
+    for rule in rules:
+        if without in rule["resources"]:
+            rule["verbs"] = [v for v in rule["verbs"] if v in ("get", "list", "watch")]
+    where = {"namespace": space.name}
+    subject = {"kind": "ServiceAccount", "name": ACCOUNT, **where}
+    group = "rbac.authorization.k8s.io"
+    return yaml.safe_dump_all(
+        [
+            {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": ACCOUNT}},
+            {
+                "apiVersion": f"{group}/v1",
+                "kind": "Role",
+                "metadata": {"name": ACCOUNT},
+                "rules": rules,
+            },
+            {
+                "apiVersion": f"{group}/v1",
+                "kind": "RoleBinding",
+                "metadata": {"name": ACCOUNT},
+                "roleRef": {"apiGroup": group, "kind": "Role", "name": ACCOUNT},
+                "subjects": [subject],
+            },
+        ]
+    )
+
+
+def both_serve(space: Any, node: Any) -> bool:
+    """A look at what runs, with new pods validated."""
+    node.play(State.VALIDATED)
+    ready = space.get("kvl", "chat")["status"].get("readyReplicas")
+    return bool(ready == 2 and space.condition("UpToDate").get("status") == "True")
+
+
+@pytest.fixture
+def limited(space: Any, tmp_path: Path) -> Iterator[Operator]:
+    """An operator whose rights are the namespace's Role."""
+    space.kubectl("apply", "-f", "-", input=rights(space))
+    account = space.cluster.kubeconfig_of(space.name, ACCOUNT)
+    made = Operator(space, tmp_path / "operator.log", kubeconfig=account)
+    yield made
+    made.stop()
+    assert "Traceback" not in made.log.read_text()
+
+
+def test_a_right_that_is_missing_is_named_and_coming_back_is_enough(
+    space: Any, limited: Operator, node: Any, until: Callable[..., Any]
+) -> None:
+    """F15."""
+    space.kubectl("apply", "-f", "-", input=rights(space, without="deployments"))
+    limited.start()
+    space.apply()
+    until(lambda: space.condition("Accepted").get("reason") == "Forbidden")
+    message = space.condition("Accepted")["message"]
+    assert "Deployment" in message or "ControllerRevision" in message
+    assert "PATCH" in message and "403" in message
+    assert space.get("service", "chat") is not None  # what it may do is done
+    space.kubectl("apply", "-f", "-", input=rights(space))
+    until(lambda: node.pods(), 60)
+    until(lambda: space.condition("Accepted").get("status") == "True")
+
+
+def test_a_quota_is_told_with_its_figure_and_room_is_enough(
+    space: Any, operator: Any, until: Callable[..., Any]
+) -> None:
+    """F28."""
+    quota = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "small"},
+        "spec": {"hard": {"count/deployments.apps": "0"}},
+    }
+    space.kubectl("apply", "-f", "-", input=json.dumps(quota))
+    until(lambda: "used" in (space.get("resourcequota", "small").get("status") or {}))
+    space.apply()
+    until(lambda: space.condition("Progressing").get("reason") == "QuotaExceeded")
+    assert "count/deployments.apps=0" in space.condition("Progressing")["message"]
+    space.kubectl("delete", "resourcequota", "small")
+    until(lambda: space.list("deployments"), 60)
+    until(lambda: space.condition("Progressing").get("reason") != "QuotaExceeded", 60)
+
+
+def test_two_operators_come_to_the_same_end_and_then_rest(
+    space: Any, operator: Any, node: Any, until: Callable[..., Any], tmp_path: Path
+) -> None:
+    """F17."""
+    second = Operator(space, tmp_path / "second.log").start()
+    try:
+        serve(space, node)
+        space.apply(engine={"maxModelLen": 512}, replicas=2)
+        until(lambda: both_serve(space, node) and len(space.list("deployments")) == 1, 60)
+
+        def versions() -> list[str]:
+            kinds = ("kvl", "deployments", "configmaps", "services", "controllerrevisions")
+            return [i["metadata"]["resourceVersion"] for k in kinds for i in space.list(k)]
+
+        seen = [""]
+
+        def rests() -> bool:
+            before, seen[:] = list(seen), versions()
+            return before == seen
+
+        until(rests)
+    finally:
+        second.stop()
+    assert "Traceback" not in second.log.read_text()
+
+
+def test_annotations_of_others_have_no_effect(
+    space: Any, operator: Any, node: Any, until: Callable[..., Any], tmp_path: Path
+) -> None:
+    """C20: a quarter of a megabyte, and kopf's own."""
+    serve(space, node)
+    before = [p["metadata"]["uid"] for p in node.pods()]
+    said = {"big": "x" * 250_000, "kopf.zalando.org/last-handled-configuration": "{}"}
+    file = tmp_path / "patch.json"
+    file.write_text(json.dumps({"metadata": {"annotations": said}}))
+    space.kubectl("patch", "kvl", "chat", "--type=merge", f"--patch-file={file}")
+    space.apply(replicas=2)
+    until(lambda: both_serve(space, node))
+    assert before[0] in [p["metadata"]["uid"] for p in node.pods()]
+    assert space.get("kvl", "chat")["metadata"]["annotations"]["big"] == said["big"]
+    assert "finalizers" not in space.get("kvl", "chat")["metadata"]
+
+
+@pytest.mark.parametrize(
+    ("id", "spec", "words"),
+    [
+        ("C09", {"env": [{"name": "LD_PRELOAD", "value": "/x"}]}, 'unknown field "spec.env"'),
+        ("C09", {"podTemplate": {}}, 'unknown field "spec.podTemplate"'),
+        (
+            "C19",
+            {"scheduling": {"tolerations": [{"key": f"k{n}"} for n in range(10_000)]}},
+            "spec.scheduling.tolerations",
+        ),
+        (
+            "C19",
+            {"scheduling": {"nodeSelector": {f"k{n}": "v" for n in range(17)}}},
+            "spec.scheduling.nodeSelector",
+        ),
+        ("C19", {"scheduling": {"nodeSelector": {"-bad-": "v"}}}, "nodeSelector keys"),
+        ("C25", {"engine": {"maxModelLen": "1_000"}}, "spec.engine.maxModelLen"),
+        ("C25", {"replicas": True}, "spec.replicas"),
+        ("C25", {"model": {"source": "pvc://models/x", "servedName": 2026}}, "servedName"),
+    ],
+)
+def test_what_cannot_be_said(space: Any, id: str, spec: dict[str, Any], words: str) -> None:
+    refused = space.kubectl("apply", "-f", "-", input=manifest("chat", **spec), check=False)
+    assert refused.returncode != 0 and words in refused.stderr, refused.stderr[-600:]
+
+
+def test_an_api_server_that_dies_and_comes_back(
+    space: Any, operator: Any, node: Any, until: Callable[..., Any]
+) -> None:
+    """F14: what serves is untouched, and what is asked for afterwards is done."""
+    serve(space, node)
+    before = [p["metadata"]["uid"] for p in node.pods()]
+    space.cluster.programs.restart("kube-apiserver")
+    ready = ("get", "--raw", "/readyz")
+    until(lambda: space.cluster.kubectl(*ready, check=False).stdout == "ok", 90)
+    space.apply(replicas=2)
+    until(lambda: both_serve(space, node), 100)
+    assert before[0] in [p["metadata"]["uid"] for p in node.pods()]
+    assert operator.process.poll() is None
