@@ -1,5 +1,5 @@
-"""What befalls an operator: a right taken away, a quota used up, an API server that dies, a second
-operator, things said that are none of its business."""
+"""What befalls an operator: a right taken away, a quota used up, a second operator, things said
+that are none of its business."""
 
 from __future__ import annotations
 
@@ -171,18 +171,3 @@ def test_annotations_of_others_have_no_effect(
 def test_what_cannot_be_said(space: Any, id: str, spec: dict[str, Any], words: str) -> None:
     refused = space.kubectl("apply", "-f", "-", input=manifest("chat", **spec), check=False)
     assert refused.returncode != 0 and words in refused.stderr, refused.stderr[-600:]
-
-
-def test_an_api_server_that_dies_and_comes_back(
-    space: Any, operator: Any, node: Any, until: Callable[..., Any]
-) -> None:
-    """F14: what serves is untouched, and what is asked for afterwards is done."""
-    serve(space, node)
-    before = [p["metadata"]["uid"] for p in node.pods()]
-    space.cluster.programs.restart("kube-apiserver")
-    ready = ("get", "--raw", "/readyz")
-    until(lambda: space.cluster.kubectl(*ready, check=False).stdout == "ok", 90)
-    space.apply(replicas=2)
-    until(lambda: both_serve(space, node), 100)
-    assert before[0] in [p["metadata"]["uid"] for p in node.pods()]
-    assert operator.process.poll() is None
