@@ -12,11 +12,20 @@ from rich.table import Table
 from rich.text import Text
 
 from kvline_operator.advice import NOTHING, advise
-from kvline_operator.board import Past, changes
+from kvline_operator.board import Past
+from kvline_operator.observe import condition_of
+from kvline_operator.tell import (
+    PARTS,
+    changes,
+    elapsed,
+    measured,
+    role,
+    verdict,
+    wanted,
+)
 
 Object = dict[str, Any]
 BAR = 40
-PARTS = ("weights", "activations", "graphs", "kv", "headroom", "others")
 COLORS = {"True": "green", "False": "red", "Unknown": "yellow"}
 
 
@@ -34,15 +43,14 @@ def services(bodies: list[Object], with_namespace: bool) -> Table:
     made = table(*(["NAMESPACE"] if with_namespace else []), *head, "GATE", right=right)
     for body in bodies:
         meta, status = body["metadata"], body.get("status") or {}
-        ready, capacity = condition(status, "Ready"), status.get("capacity") or {}
+        ready, capacity = condition_of(status, "Ready"), status.get("capacity") or {}
         rollout = status.get("rollout") or {}
-        wanted = status.get("desiredReplicas", body["spec"].get("replicas", 1))
         made.add_row(
             *([meta["namespace"]] if with_namespace else []),
             meta["name"],
             Text(ready.get("status", "-"), COLORS.get(ready.get("status", ""), "")),
             ready.get("reason", "-"),
-            f"{status.get('readyReplicas', 0)}/{wanted}",
+            f"{status.get('readyReplicas', 0)}/{wanted(body['spec'], status)}",
             number(capacity.get("kvTokens")),
             number(capacity.get("kvTokensTotal")),
             number(capacity.get("fullLengthSequences")),
@@ -104,7 +112,7 @@ def explain(body: Object, events: list[Object]) -> RenderableType:
     stale = status.get("observedGeneration", 0) < meta.get("generation", 0)
     if stale:
         parts += ["The operator has not looked at the newest spec yet.", ""]
-    ready = condition(status, "Ready")
+    ready = condition_of(status, "Ready")
     head = "serves" if ready.get("status") == "True" else f"does not serve: {ready.get('reason')}"
     parts.append(Text(f"{meta['name']} {head}. {ready.get('message', '')}", "bold"))
     for item in status["conditions"]:
@@ -132,26 +140,19 @@ def history(past: tuple[Past, ...], rollout: Object) -> Table:
     """A line a revision, newest first, with what it changed."""
     columns = ("REVISION", "AGE", "NOW", "VERDICT", "MEASURED", "REQUIRED", "BASELINE", "CHANGED")
     made = table(*columns, right=("MEASURED", "REQUIRED", "BASELINE"))
-    roles = {rollout.get(f"{r}Revision"): r for r in ("stable", "candidate", "rejected")}
     for item, older in zip(past, [*past[1:], None], strict=True):
-        said = item.standing
-        verdict = said.verdict or ("First" if said.accepted == 1 else "-")
         changed = ", ".join(changes(older, item)) if older else "the first that is remembered"
         made.add_row(
             item.name,
             age(item.created),
-            roles.get(item.name, "-"),
-            verdict,
-            number(said.measured or max(said.baseline.values(), default=0)),
-            number(said.required),
-            number(said.compared),
+            role(rollout, item.name) or "-",
+            verdict(item) or "-",
+            number(measured(item)),
+            number(item.standing.required),
+            number(item.standing.compared),
             Text(changed),
         )
     return made
-
-
-def condition(status: Object, kind: str) -> Object:
-    return next((c for c in status.get("conditions") or [] if c["type"] == kind), {})
 
 
 def number(value: int | None) -> str:
@@ -161,11 +162,8 @@ def number(value: int | None) -> str:
 def age(stamp: str | None) -> str:
     if not stamp:
         return "-"
-    seconds = int((datetime.now(UTC) - datetime.fromisoformat(stamp)).total_seconds())
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
-        if seconds >= 2 * size:
-            return f"{seconds // size}{unit}"
-    return f"{max(0, seconds)}s"
+    count, unit = elapsed(stamp, datetime.now(UTC))
+    return f"{count}{unit}"
 
 
 def as_json(value: Any) -> None:

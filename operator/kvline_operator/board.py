@@ -5,7 +5,6 @@ In memory and read only: nothing is decided by it, and after a restart the first
 
 from __future__ import annotations
 
-import json
 import threading
 from dataclasses import dataclass, replace
 from typing import Any
@@ -82,23 +81,3 @@ def past(stored: dict[str, Object], standings: dict[str, Standing]) -> tuple[Pas
         for name, item in stored.items()
     ]
     return tuple(sorted(found, key=lambda p: p.number, reverse=True))
-
-
-def changes(older: Past, newer: Past) -> list[str]:
-    """Fields that differ, as `path: before -> after`."""
-    before, after = _flat(older.inputs), _flat(newer.inputs)
-    out = [
-        f"{key}: {before.get(key, 'absent')} -> {after.get(key, 'absent')}"
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key)
-    ]
-    return out + ([f"image: {newer.image}"] if older.image != newer.image else [])
-
-
-def _flat(value: Any, path: str = "") -> dict[str, str]:
-    if not isinstance(value, dict):
-        return {path: value if isinstance(value, str) else json.dumps(value)}
-    out: dict[str, str] = {}
-    for key, item in value.items():
-        out |= _flat(item, f"{path}.{key}" if path else key)
-    return out

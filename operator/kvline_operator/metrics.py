@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvline_operator.board import Board, View
+from kvline_operator.tell import ROLES, wanted
 
 Object = dict[str, Any]
 MIB = 1 << 20
@@ -102,9 +103,9 @@ def _memory(view: View) -> Figures:
 
 
 def _replicas(view: View) -> Figures:
-    wanted = view.status.get("desiredReplicas", view.spec.get("replicas", 1))
-    existing = view.status.get("replicas", 0)
-    return {"wanted": wanted, "existing": existing, "ready": view.status.get("readyReplicas", 0)}
+    status = view.status
+    existing, ready = status.get("replicas", 0), status.get("readyReplicas", 0)
+    return {"wanted": wanted(view.spec, status), "existing": existing, "ready": ready}
 
 
 def _gate(view: View) -> Figures:
@@ -155,12 +156,11 @@ def _conditions(views: list[View]) -> Metric:
 
 
 def _revisions(views: list[View]) -> Metric:
-    roles = ("stable", "candidate", "rejected")
     family = GaugeMetricFamily(
-        "kvline_service_revision_info", "1; the revisions of a service", labels=[*SERVICE, *roles]
+        "kvline_service_revision_info", "1; the revisions of a service", labels=[*SERVICE, *ROLES]
     )
     for view in views:
         rollout = view.status.get("rollout") or {}
-        names = [rollout.get(f"{role}Revision", "") for role in roles]
+        names = [rollout.get(f"{role}Revision", "") for role in ROLES]
         family.add_metric([view.key.namespace, view.key.name, *names], 1)
     return family

@@ -198,7 +198,8 @@ def _container(statuses: list[Object] | None, name: str) -> Object:
     return {}
 
 
-def _condition(status: Object, kind: str) -> Object:
+def condition_of(status: Object, kind: str) -> Object:
+    """Of a pod, or of a service of ours; empty where there is none of that type."""
     for item in status.get("conditions") or []:
         if item.get("type") == kind:
             return dict(item)
@@ -206,11 +207,11 @@ def _condition(status: Object, kind: str) -> Object:
 
 
 def _is_ready(status: Object) -> bool:
-    return _condition(status, "Ready").get("status") == "True"
+    return condition_of(status, "Ready").get("status") == "True"
 
 
 def _unschedulable(status: Object) -> str:
-    scheduled = _condition(status, "PodScheduled")
+    scheduled = condition_of(status, "PodScheduled")
     if scheduled.get("reason") != "Unschedulable":
         return ""
     return str(scheduled.get("message") or "no node fits")

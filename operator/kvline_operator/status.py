@@ -13,7 +13,7 @@ from kvline_contract.codec import encode
 from kvline_contract.names import API_PORT, LABEL_SERVICE
 from kvline_contract.report import Result, SizingReport
 from kvline_operator.conditions import Condition, Facts, Scaling, conditions
-from kvline_operator.observe import PodView
+from kvline_operator.observe import PodView, condition_of
 
 Object = dict[str, Any]
 MAX_REPLICA_SIZING = 16
@@ -87,12 +87,12 @@ def refused(spec_error: Condition, body: Object, now: str) -> tuple[Object, list
     kept = [
         c for c in previous.get("conditions") or [] if c.get("type") not in ("Accepted", "Ready")
     ]
-    was_ready = _find(previous, "Ready").get("status") == "True"
+    was_ready = condition_of(previous, "Ready").get("status") == "True"
     ready = Condition("Ready", "False", spec_error.reason, spec_error.message)
     made = [spec_error, *([] if was_ready else [ready])]
     stamped = [_stamp(c, previous, generation, now) for c in made]
     if was_ready:
-        kept.append(_find(previous, "Ready"))
+        kept.append(condition_of(previous, "Ready"))
     status = {**previous, "conditions": [*stamped, *kept], "observedGeneration": generation}
     return status, events(made, previous)
 
@@ -203,7 +203,7 @@ def replica_state(pod: PodView, minimum: int) -> str:
 def events(made: list[Condition], previous: Object) -> list[Event]:
     out = []
     for condition in made:
-        before = _find(previous, condition.type)
+        before = condition_of(previous, condition.type)
         changed = (before.get("status"), before.get("reason")) != (
             condition.status,
             condition.reason,
@@ -214,15 +214,8 @@ def events(made: list[Condition], previous: Object) -> list[Event]:
     return out
 
 
-def _find(status: Object, kind: str) -> Object:
-    for item in status.get("conditions") or []:
-        if item.get("type") == kind:
-            return dict(item)
-    return {}
-
-
 def _stamp(condition: Condition, previous: Object, generation: int, now: str) -> Object:
-    before = _find(previous, condition.type)
+    before = condition_of(previous, condition.type)
     since = before.get("lastTransitionTime") if before.get("status") == condition.status else None
     return {
         "type": condition.type,

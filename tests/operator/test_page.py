@@ -19,7 +19,8 @@ from pictures import board, rolled_back
 from kvline_contract.report import State
 from kvline_operator.board import Board
 from kvline_operator.page.app import make
-from kvline_operator.page.picture import PARTS, WIDTH, age, line, moment, waterfall
+from kvline_operator.page.picture import WIDTH, age, line, moment, waterfall
+from kvline_operator.tell import PARTS
 
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
 

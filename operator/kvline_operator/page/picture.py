@@ -8,12 +8,20 @@ from typing import Any
 
 from kvline_contract.report import SizingReport
 from kvline_operator.advice import NOTHING, advise
-from kvline_operator.board import Past, View, changes
-from kvline_operator.observe import PodView
+from kvline_operator.board import Past, View
+from kvline_operator.observe import PodView, condition_of
 from kvline_operator.status import replica_state
+from kvline_operator.tell import (
+    PARTS,
+    changes,
+    elapsed,
+    measured,
+    role,
+    verdict,
+    wanted,
+)
 
 Object = dict[str, Any]
-PARTS = ("weights", "activations", "graphs", "kv", "headroom", "others")
 # What a bar is as wide as, in the units of its picture.
 WIDTH = 1000
 
@@ -121,7 +129,7 @@ class Service:
 
 def line(view: View) -> Line:
     status = view.status
-    ready, rollout = _condition(status, "Ready"), status.get("rollout") or {}
+    ready, rollout = condition_of(status, "Ready"), status.get("rollout") or {}
     capacity = status.get("capacity") or {}
     return Line(
         namespace=view.key.namespace,
@@ -129,7 +137,7 @@ def line(view: View) -> Line:
         state=_mood(ready),
         reason=ready.get("reason", "New"),
         ready=status.get("readyReplicas", 0),
-        wanted=int(status.get("desiredReplicas") or view.spec.get("replicas", 1)),
+        wanted=wanted(view.spec, status),
         tokens=capacity.get("kvTokens", 0),
         total=capacity.get("kvTokensTotal", 0),
         memory=waterfall(capacity.get("memory")),
@@ -140,7 +148,7 @@ def line(view: View) -> Line:
 
 def _note(status: Object) -> str:
     for kind in ("UpToDate", "ScalingActive", "CapacityStable"):
-        said = _condition(status, kind)
+        said = condition_of(status, kind)
         if said.get("status") == "False" and said["reason"] != "Pending":
             return str(said["reason"])
     return ""
@@ -163,7 +171,7 @@ def service(view: View, now: datetime) -> Service:
     memory = capacity.get("memory")
     return Service(
         line=line(view),
-        message=_condition(status, "Ready").get("message", ""),
+        message=condition_of(status, "Ready").get("message", ""),
         url=status.get("url", ""),
         source=(view.spec.get("model") or {}).get("source", ""),
         capacity=capacity,
@@ -263,18 +271,16 @@ def _stages(report: SizingReport | None) -> tuple[tuple[Bar, ...], float]:
 
 
 def history(past: tuple[Past, ...], rollout: Object, now: datetime) -> tuple[Row, ...]:
-    roles = {rollout.get(f"{role}Revision"): role for role in ("stable", "candidate", "rejected")}
     out = []
     for item, older in zip(past, [*past[1:], None], strict=True):
-        said = item.standing
         out.append(
             Row(
                 name=item.name,
-                role=roles.get(item.name, ""),
+                role=role(rollout, item.name),
                 age=age(item.created, now),
-                verdict=said.verdict or ("First" if said.accepted == 1 else ""),
-                measured=said.measured or max(said.baseline.values(), default=0),
-                required=said.required,
+                verdict=verdict(item),
+                measured=measured(item),
+                required=item.standing.required,
                 changed=tuple(changes(older, item)) if older else (),
                 image=item.image,
             )
@@ -311,14 +317,10 @@ BUSY = {
 }
 
 
-def _mood(condition: Object) -> str:
-    if condition.get("status") == "True":
+def _mood(said: Object) -> str:
+    if said.get("status") == "True":
         return "good"
-    return "busy" if condition.get("reason", "Pending") in BUSY else "bad"
-
-
-def _condition(status: Object, kind: str) -> Object:
-    return next((c for c in status.get("conditions") or [] if c["type"] == kind), {})
+    return "busy" if said.get("reason", "Pending") in BUSY else "bad"
 
 
 def figure(value: int) -> str:
@@ -336,8 +338,5 @@ def moment(stamp: str) -> str:
 def age(stamp: str, now: datetime) -> str:
     if not stamp:
         return "now"
-    seconds = (now - datetime.fromisoformat(stamp).astimezone(UTC)).total_seconds()
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{int(seconds // size)} {unit}"
-    return f"{max(0, int(seconds))} s"
+    number, unit = elapsed(stamp, now)
+    return f"{number} {'min' if unit == 'm' else unit}"

@@ -1,0 +1,62 @@
+"""Tell: the words and figures of a status that the page and the terminal have in common. Pure."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Any
+
+from kvline_operator.board import Past
+
+Object = dict[str, Any]
+PARTS = ("weights", "activations", "graphs", "kv", "headroom", "others")
+ROLES = ("stable", "candidate", "rejected")
+
+
+def wanted(spec: Object, status: Object) -> int:
+    """Replicas that the load asks for, where it does, else the spec."""
+    return int(status.get("desiredReplicas") or spec.get("replicas", 1))
+
+
+def role(rollout: Object, revision: str) -> str:
+    """What a revision is just now; empty for one of the past."""
+    return next((r for r in ROLES if rollout.get(f"{r}Revision") == revision), "")
+
+
+def verdict(past: Past) -> str:
+    """Of its gate; the first revision of a service had none."""
+    return past.standing.verdict or ("First" if past.standing.accepted == 1 else "")
+
+
+def measured(past: Past) -> int:
+    """Tokens that its gate saw, else the best that it has proven; 0 where neither is known."""
+    return past.standing.measured or max(past.standing.baseline.values(), default=0)
+
+
+def elapsed(stamp: str, now: datetime) -> tuple[int, str]:
+    """The time since an RFC 3339 stamp in its largest unit that fits twice: d, h, m or s."""
+    seconds = int((now - datetime.fromisoformat(stamp)).total_seconds())
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= 2 * size:
+            return seconds // size, unit
+    return max(0, seconds), "s"
+
+
+def changes(older: Past, newer: Past) -> list[str]:
+    """Fields that differ, as `path: before -> after`."""
+    before, after = _flat(older.inputs), _flat(newer.inputs)
+    out = [
+        f"{key}: {before.get(key, 'absent')} -> {after.get(key, 'absent')}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    ]
+    return out + ([f"image: {newer.image}"] if older.image != newer.image else [])
+
+
+def _flat(value: Any, path: str = "") -> dict[str, str]:
+    if not isinstance(value, dict):
+        return {path: value if isinstance(value, str) else json.dumps(value)}
+    out: dict[str, str] = {}
+    for key, item in value.items():
+        out |= _flat(item, f"{path}.{key}" if path else key)
+    return out
