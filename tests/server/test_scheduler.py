@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvline_server.engine.request import SamplingParams, Sequence
-from kvline_server.engine.scheduler import FEW, TILE, Scheduler, Work
+from kvline_server.engine.scheduler import ROUND, Scheduler, Work
 from kvline_server.memory.pages import PAGE_SIZE, PagePool, pages_for
 
 
@@ -60,23 +60,23 @@ def test_every_sequence_ends_whatever_the_pages(
     assert scheduler.pool.used == 0
 
 
-def test_a_large_step_fills_whole_tiles_while_prompts_queue_and_holds_nobody_up() -> None:
+def test_a_large_step_fills_whole_rounds_while_prompts_queue_and_holds_nobody_up() -> None:
     rng = random.Random(3)
-    scheduler = Scheduler(PagePool(4000), 40, 8 * TILE)
-    for id in range(200):
+    scheduler = Scheduler(PagePool(8000), 60, 4 * ROUND)
+    for id in range(400):
         scheduler.add(sequence(id, rng.randint(1, 700), rng.randint(1, 30), 1000 * id))
     done: list[int] = []
     large = whole = 0
     while not scheduler.idle:
         queued = len(scheduler.waiting)
         rows = sum(w.count for w in step(scheduler, done))
-        if queued and scheduler.waiting and rows >= FEW:
+        if queued and scheduler.waiting and rows >= ROUND:
             large += 1
-            whole += rows % TILE == 0
-    assert sorted(done) == list(range(200))
+            whole += rows % ROUND == 0
+    assert sorted(done) == list(range(400))
     assert large > 20 and whole >= 0.9 * large
-    alone = Scheduler(PagePool(4000), 40, 8 * TILE)
-    alone.add(sequence(0, FEW + 1, 1))
+    alone = Scheduler(PagePool(8000), 60, 4 * ROUND)
+    alone.add(sequence(0, ROUND + 1, 1))
     assert step(alone, []) and alone.idle, "a prompt that nobody waits behind is not cut"
 
 

@@ -14,8 +14,9 @@ from kvline_server.engine.request import Sequence
 from kvline_server.memory.pages import PAGE_SIZE, PagePool, pages_for
 from kvline_server.memory.prefix import extend_chain
 
-TILE = 256  # rows of a kernel's tile or of two, computed whether they are there or not
-FEW = 4 * TILE  # with fewer rows the time is the weights', not the rows'
+# Rows with which a product's tiles fill a large GPU once: 8 tiles down by 16 across are 128 of an
+# H200's 132 multiprocessors. Rows beyond it cost nearly as much as another round of all tiles.
+ROUND = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class Scheduler:
                 break
             budget -= taken
         if self.waiting:
-            _end_at_tile(work, self.max_step_tokens - budget)
+            _end_at_round(work, self.max_step_tokens - budget)
         return work
 
     def advance(self, work: list[Work]) -> None:
@@ -136,13 +137,16 @@ class Scheduler:
         sequence.computed = sequence.published = 0
 
 
-def _end_at_tile(work: list[Work], rows: int) -> None:
-    """While prompts queue, the longest chunk of a large step ends where the rows fill whole tiles:
-    its rest costs nothing a step later, and here as much as a tile."""
-    excess = rows % TILE
-    if rows < FEW or not excess:
-        return
-    at = max(range(len(work)), key=lambda i: work[i].count)
-    chunk = work[at]
-    if chunk.count > excess:
-        work[at] = Work(chunk.sequence, chunk.start, chunk.count - excess)
+def _end_at_round(work: list[Work], rows: int) -> None:
+    """While prompts queue, the last chunks of a large step give way until it fills whole rounds:
+    what is over costs nothing a step later, and here as much as a round."""
+    over = rows % ROUND if rows > ROUND else 0
+    for at in range(len(work) - 1, -1, -1):
+        chunk = work[at]
+        if not over:
+            break
+        if chunk.count > 1:  # one row is a decode, or as good as one
+            less = min(over, chunk.count)
+            over -= less
+            left = Work(chunk.sequence, chunk.start, chunk.count - less)
+            work[at : at + 1] = [left] if left.count else []

@@ -18,7 +18,7 @@ from kvline_server.model.decoder import Decoder, State
 
 def buckets(largest: int) -> list[int]:
     """Row counts worth a capture: close together where steps are small and the host is slow, and
-    by the scheduler's tiles where a pad costs as much as a row."""
+    wider apart where a step is long."""
     ranges = (
         (4, 16, 4),
         (32, 64, 16),

@@ -14,7 +14,7 @@ Choices = dict[Shape, int]  # a kernel's number, for the shapes that have a bett
 
 FEW = (1, 2, 4, 8)
 DECODES = (64, 128, 192, 256)
-LOADED = (2048, 2304, 2560, 2816, 3072)  # many decodes and some prompts, in whole tiles
+LOADED = (1024, 2048, 3072)  # many decodes and some prompts, in whole rounds
 MAX_BYTES = 1 << 20
 
 
