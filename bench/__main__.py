@@ -22,6 +22,7 @@ GPU = (
     "offline",
     "steps",
     "unchunked",
+    "prefill",
     "serving",
     "startup",
     "soak",

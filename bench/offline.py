@@ -105,8 +105,11 @@ def models(default: str = ",".join(SHAPES)) -> list[str]:
     return os.environ.get("KVLINE_BENCH_MODELS", default).split(",")
 
 
-def start(name: str, device: Device = Device.CUDA) -> tuple[Engine, Result]:
-    """Loads random weights of a shape and sizes itself, as a pod does."""
+def start(
+    name: str, device: Device = Device.CUDA, running: int | None = None
+) -> tuple[Engine, Result]:
+    """Loads random weights of a shape and sizes itself, as a pod does; `running` requests at most,
+    or the product's default."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_config(name, Path(scratch))
         launch = LaunchConfig(
@@ -118,7 +121,7 @@ def start(name: str, device: Device = Device.CUDA) -> tuple[Engine, Result]:
             device=device,
             tensor_parallel=1,
             model=Model(str(folder), str(folder), name, LoadFormat.RANDOM),
-            engine=EngineOptions(MAX_MODEL_LEN),
+            engine=EngineOptions(MAX_MODEL_LEN, running),
             capacity=CapacityOptions(),
         )
         return engine_start.start(
@@ -130,6 +133,13 @@ def start(name: str, device: Device = Device.CUDA) -> tuple[Engine, Result]:
             memory=None,
             root=os.getpid(),
         )
+
+
+def shrink(engine: Engine, nbytes: int) -> None:
+    """Gives a part of the cache back, for what the product does not do and so has no room for."""
+    arena = engine.runner.arena
+    arena.resize(arena.pages - nbytes // (arena.nbytes // arena.pages))
+    engine.pool = engine.scheduler.pool = PagePool(arena.pages)
 
 
 def write_config(name: str, folder: Path) -> Path:

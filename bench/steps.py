@@ -18,14 +18,14 @@ from kvline_server.engine.runner import Flight
 from kvline_server.memory.pages import PagePool
 
 STEPS = 60
-BATCHES = (64, 256, 512)
+BATCHES = (64, 256, 512, 1024)
 
 
 def run() -> None:
     """KVLINE_BENCH_MODELS, comma-separated, narrows it; KVLINE_BENCH_PROFILE=1 names functions."""
     rows = []
     for name in offline.models():
-        engine, _ = offline.start(name)
+        engine, _ = offline.start(name, running=max(BATCHES))
         for batch in BATCHES:
             rows.append([name, str(batch), *measure(engine, batch)])
             print(rows[-1], flush=True)

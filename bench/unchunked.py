@@ -7,7 +7,7 @@ import offline
 import torch
 from record import record, table
 
-from kvline_server.memory.pages import PAGE_SIZE, PagePool
+from kvline_server.memory.pages import PAGE_SIZE
 
 ROUNDS = 3
 ROOM = 6 << 30  # bytes given back: a step's logits and what scoring adds
@@ -19,9 +19,7 @@ def run() -> None:
     for name in offline.models("llama8b"):
         engine, _ = offline.start(name)
         runner, workload = engine.runner, offline.WORKLOADS["r512lp-top0"]
-        page = runner.arena.nbytes // runner.arena.pages
-        runner.arena.resize(runner.arena.pages - ROOM // page)
-        engine.pool = engine.scheduler.pool = PagePool(runner.arena.pages)
+        offline.shrink(engine, ROOM)
         sizes = {"chunked": runner.logprob_rows, "whole": engine.scheduler.max_step_tokens}
         rates: dict[str, list[float]] = {kind: [] for kind in sizes}
         for kind in [*sizes] * ROUNDS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,9 @@ def prompts() -> list[list[int]]:
     return [rng.integers(0, SHAPE["vocab_size"], n).tolist() for n in LENGTHS]
 
 
-def play(made: Engine, tokens: int = 8) -> dict[int, list[Output]]:
+def play(made: Engine, asked: list[list[int]], tokens: int = 8) -> dict[int, list[Output]]:
     out: dict[int, list[Output]] = {}
-    for id, prompt in enumerate(prompts()):
+    for id, prompt in enumerate(asked):
         params = SamplingParams(tokens, 0.0, ignore_eos=True, prompt_logprobs=5)
         made.submit(id, list(prompt), params)
     while not made.idle:
@@ -86,9 +87,32 @@ def test_logprobs_and_greedy_tokens_are_the_reference_s(
     tmp_path: Path, family: str, head_dim: int
 ) -> None:
     folder, model = make(tmp_path, family, head_dim)
-    outputs = play(engine(folder))
+    outputs = play(engine(folder), prompts())
+    compare(model, prompts(), outputs)
+
+
+def test_smollm2_says_of_real_text_what_the_reference_says() -> None:
+    """Trained weights, in bfloat16 against transformers in float32."""
+    if "KVLINE_TEST_MODEL" not in os.environ:
+        pytest.skip("KVLINE_TEST_MODEL names no folder of SmolLM2")
+    import transformers
+    from tokenizers import Tokenizer
+
+    folder = Path(os.environ["KVLINE_TEST_MODEL"])
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    ids: list[int] = tokenizer.encode(text).ids
+    asked = [ids[start : start + length] for start, length in ((0, 700), (40, 333), (500, 64))]
+    outputs = play(engine(folder), asked, 24)
+    loader: Any = transformers.AutoModelForCausalLM
+    model = loader.from_pretrained(folder, dtype=torch.float32).cuda()
+    compare(model, asked, outputs)
+
+
+def compare(model: Any, asked: list[list[int]], outputs: dict[int, list[Output]]) -> None:
+    """Scores of prompts are the reference's, and so is each greedy token, up to rounding."""
     agreed, said, distances, better = 0, 0, [], 0.0
-    for id, prompt in enumerate(prompts()):
+    for id, prompt in enumerate(asked):
         whole = prompt + [o.token for o in outputs[id]]
         with torch.no_grad():
             logits = model(torch.tensor([whole], device="cuda")).logits[0].float()
@@ -105,14 +129,19 @@ def test_logprobs_and_greedy_tokens_are_the_reference_s(
     distance = np.concatenate(distances)
     assert distance.mean() < 0.03 and distance.max() < 0.3, (distance.mean(), distance.max())
     assert agreed >= 0.8 * said and better < 0.2, (agreed, said, better)
+    print(
+        f"mean distance {distance.mean():.4f}, most {distance.max():.3f}, {agreed} of {said} agree"
+    )
 
 
 def test_neither_chunks_nor_the_prefix_cache_change_what_is_said(tmp_path: Path) -> None:
     folder, _ = make(tmp_path, "Qwen3", 128)
     made = engine(folder)
-    first = play(made)
-    again = play(made, 8)  # its prompts' pages are in the cache now, scores are computed anew
-    small = play(engine(folder, rows=16, step=128))
+    first = play(made, prompts())
+    again = play(
+        made, prompts()
+    )  # its prompts' pages are in the cache now, scores are computed anew
+    small = play(engine(folder, rows=16, step=128), prompts())
     for other in (again, small):
         assert np.abs(prompt_values(first) - prompt_values(other)).max() < 0.1
         tokens = [[o.token for o in side[id]] for side in (first, other) for id in side]

@@ -1,0 +1,75 @@
+"""A prompt's time to its first token, captured pieces against none, whole or as 16 requests."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import offline
+import torch
+from record import record, table
+from shapes import SHAPES
+
+from kvline_server.engine.engine import Engine
+from kvline_server.engine.request import SamplingParams
+from kvline_server.memory.pages import PagePool
+
+TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+REQUESTS = (1, 16)
+ROUNDS = 9
+ROOM = 4 << 30  # bytes for what running without a capture allocates
+
+
+def run() -> None:
+    """KVLINE_BENCH_MODELS, comma-separated, narrows it."""
+    rows = []
+    for name in offline.models():
+        engine, _ = offline.start(name)
+        offline.shrink(engine, ROOM)
+        for requests in REQUESTS:
+            for tokens in TOKENS:
+                rows.append(
+                    [name, str(requests), str(tokens), *compare(engine, name, requests, tokens)]
+                )
+                print(rows[-1], flush=True)
+        engine.runner.arena.resize(0)
+        del engine
+        torch.cuda.empty_cache()
+    head = ["model", "requests", "tokens in all", "captured ms", "eager ms", "ratio"]
+    table("All first tokens of a prompt step, median", head, rows)
+
+
+def compare(engine: Engine, name: str, requests: int, tokens: int) -> list[str]:
+    """Both ways take turns. A prompt of the longest length leaves its last token's room."""
+    runner = engine.runner
+    assert runner.graphs is not None
+    ways = {"captured": runner.graphs.step, "eager": runner.decoder.step}
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    length = min(tokens, offline.MAX_MODEL_LEN - 1) // requests
+    for turn in [*ways] * (ROUNDS + 1):
+        runner.forward = ways[turn]
+        times[turn].append(first_tokens(engine, name, requests, length))
+    runner.forward = ways["captured"]
+    medians = []
+    for way, found in times.items():
+        kept = sorted(found[1:])  # the first of each met what was not there yet
+        medians.append(kept[ROUNDS // 2])
+        spread = (kept[0], kept[-1])
+        label = f"prefill-{way}-{tokens}x{requests}-{name}"
+        record(label, medians[-1], "ms", spread, torch.cuda.get_device_name(0))
+    return [*(f"{ms:.2f}" for ms in medians), f"{medians[0] / medians[1]:.2f}"]
+
+
+def first_tokens(engine: Engine, name: str, requests: int, length: int) -> float:
+    """Milliseconds from the first submit to the last first token, nothing of it cached."""
+    engine.pool = engine.scheduler.pool = PagePool(engine.pool.total + 1)
+    rng = random.Random(length)
+    most = SHAPES[name].vocabulary - 10
+    prompts = [[rng.randrange(10, most) for _ in range(length)] for _ in range(requests)]
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for id, prompt in enumerate(prompts):
+        engine.submit(id, prompt, SamplingParams(1, 0.0, ignore_eos=True))
+    while not engine.idle:
+        engine.step()
+    return 1e3 * (time.perf_counter() - began)
