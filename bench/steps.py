@@ -10,7 +10,7 @@ import time
 
 import offline
 import torch
-from record import table
+from record import record, table
 
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.request import SamplingParams
@@ -26,24 +26,28 @@ def run() -> None:
     rows = []
     for name in offline.models():
         engine, _ = offline.start(name, running=max(BATCHES))
-        for batch in BATCHES:
-            rows.append([name, str(batch), *measure(engine, batch)])
-            print(rows[-1], flush=True)
+        for kind, penalty in (("plain", 1.0), ("penalised", 1.1)):
+            for batch in BATCHES:
+                rows.append([name, kind, str(batch), *measure(engine, name, batch, penalty)])
+                print(rows[-1], flush=True)
         if os.environ.get("KVLINE_BENCH_PROFILE"):
             profile(engine)
         engine.runner.arena.resize(0)
         del engine
         torch.cuda.empty_cache()
-    head = ["model", "batch", "step ms", "host ms", "waiting ms"]
+    head = ["model", "requests", "batch", "step ms", "host ms", "waiting ms"]
     table("A decode step, contexts of about 600 tokens", head, rows)
 
 
-def fill(engine: Engine, batch: int) -> None:
+def fill(engine: Engine, batch: int, penalty: float = 1.0) -> None:
     """`batch` sequences, all decoding."""
     engine.pool = engine.scheduler.pool = PagePool(engine.pool.total + 1)
     for id in range(batch):
         tokens = [(id * 7 + i) % 1000 + 10 for i in range(512)]
-        engine.submit(id, tokens, SamplingParams(4 * STEPS, 0.6, seed=id, ignore_eos=True))
+        params = SamplingParams(
+            4 * STEPS, 0.6, repetition_penalty=penalty, seed=id, ignore_eos=True
+        )
+        engine.submit(id, tokens, params)
     while len(engine.scheduler.running) < batch or any(
         s.wanting > 1 for s in engine.scheduler.running
     ):
@@ -52,8 +56,8 @@ def fill(engine: Engine, batch: int) -> None:
         engine.step()
 
 
-def measure(engine: Engine, batch: int) -> list[str]:
-    fill(engine, batch)
+def measure(engine: Engine, name: str, batch: int, penalty: float) -> list[str]:
+    fill(engine, batch, penalty)
     waited = 0.0
     wait = Flight.wait
 
@@ -71,6 +75,9 @@ def measure(engine: Engine, batch: int) -> list[str]:
     wall = time.perf_counter() - began
     Flight.wait = wait  # type: ignore[method-assign]
     empty(engine)
+    host, kind = 1e6 * (wall - waited) / STEPS, "penalised-" if penalty != 1.0 else ""
+    gpu = torch.cuda.get_device_name(0)
+    record(f"host-us-{kind}{batch}-{name}", host, "us", (host, host), gpu)
     return [f"{1e3 * t / STEPS:.2f}" for t in (wall, wall - waited, waited)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from engines import engine, finish
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvline_server.engine import penalties
 from kvline_server.engine.request import SamplingParams, Sequence
 from kvline_server.engine.sampling import sample, uniform
 from kvline_server.kernels.torch import TorchKernels
@@ -91,6 +93,58 @@ def test_bias_bans_and_forces() -> None:
     assert draw(1, temperature=0.0, logit_bias={5: 100.0})[0] == 5
     everything = dict.fromkeys(range(6), -100.0)
     assert 0 <= draw(1, logit_bias=everything)[0] < 6  # H29: no NaN, no crash
+
+
+def by_definition(logits: torch.Tensor, sequence: Sequence) -> torch.Tensor:
+    p, out = sequence.params, logits.clone()
+    for token in set(sequence.tokens):
+        value = out[token]
+        up = value / p.repetition_penalty if value > 0 else value * p.repetition_penalty
+        said = sequence.tokens[sequence.prompt_length :].count(token)
+        out[token] = up - p.presence_penalty * (said > 0) - p.frequency_penalty * said
+    for token, bias in p.logit_bias.items():
+        out[token] += bias
+    return out
+
+
+requests = st.tuples(
+    st.lists(st.integers(0, 39), min_size=1, max_size=30),
+    st.lists(st.integers(0, 39), max_size=30),
+    st.sampled_from([1.0, 0.7, 1.3]),
+    st.sampled_from([0.0, 0.4, -0.2]),
+    st.sampled_from([0.0, 0.3]),
+    st.dictionaries(st.integers(0, 39), st.floats(-5, 5), max_size=3),
+)
+
+
+@given(st.lists(requests, min_size=1, max_size=5), st.randoms(use_true_random=False))
+def test_a_batch_s_penalties_are_each_row_s_by_definition(
+    asked: list[tuple[list[int], list[int], float, float, float, dict[int, float]]],
+    rng: random.Random,
+) -> None:
+    """Applied after some tokens and again after all of them: the tally only hears what is new."""
+
+    def params(rep: float, pres: float, freq: float, bias: dict[int, float]) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=99,
+            repetition_penalty=rep,
+            presence_penalty=pres,
+            frequency_penalty=freq,
+            logit_bias=bias,
+        )
+
+    made = [
+        Sequence(id, [*prompt], len(prompt), params(rep, pres, freq, bias))
+        for id, (prompt, _, rep, pres, freq, bias) in enumerate(asked)
+    ]
+    logits = torch.tensor([[rng.gauss(0, 3) for _ in range(40)] for _ in asked])
+    for part in (slice(0, 7), slice(7, None)):
+        for sequence, (_, said, *_) in zip(made, asked, strict=True):
+            sequence.tokens += said[part]
+        got = logits.clone()
+        penalties.apply(TorchKernels(), got, made)
+        want = torch.stack([by_definition(*pair) for pair in zip(logits, made, strict=True)])
+        assert torch.allclose(got, want, atol=1e-5)
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 10**6))

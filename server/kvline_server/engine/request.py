@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from kvline_server.engine.tally import Tally
+
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """Validated at the edge; neutral values mean «off»."""
@@ -65,6 +67,7 @@ class Sequence:
     cached: int = 0  # tokens found in the prefix cache at first admission
     pending: int = 0  # tokens that were sampled, and whose values have not been read yet
     slot: int = 0  # its place in the device's pool of sampled tokens, while it runs
+    tally: Tally | None = None  # where penalties are asked for
     ended: bool = False  # what still comes of it is nobody's
 
     @property

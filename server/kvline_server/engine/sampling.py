@@ -1,4 +1,4 @@
-"""The next token of each sampled row: penalties and bias here, the draw in the kernels.
+"""The next token of each sampled row: penalties and bias first, then the draw in the kernels.
 
 The draw of a sequence's n-th token depends on its seed and n alone, so neither batch mates nor
 preemption change what a seeded request says.
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvline_server.engine import penalties
 from kvline_server.engine.request import Sequence
 from kvline_server.kernels.interface import Draws, Kernels
 
@@ -35,9 +36,7 @@ def _splitmix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 def sample(kernels: Kernels, logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     """Token ids, one per row. May change `logits` in place. [rows, vocabulary] -> int64 [rows]"""
-    for row, sequence in enumerate(sequences):
-        if sequence.params.penalised:
-            _penalise(logits[row], sequence)
+    penalties.apply(kernels, logits, sequences)
     return kernels.choose(logits, draws(sequences))
 
 
@@ -53,23 +52,3 @@ def draws(sequences: list[Sequence]) -> Draws:
             np.asarray([s.output_length for s in sequences], dtype=np.uint64),
         ),
     )
-
-
-def _penalise(logits: torch.Tensor, sequence: Sequence) -> None:
-    """Penalties as OpenAI and CTRL (Keskar et al. 2019) define them. [vocabulary], in place"""
-    p, device = sequence.params, logits.device
-    if p.repetition_penalty != 1.0:
-        seen = torch.unique(torch.tensor(sequence.tokens)).to(device)
-        values = logits[seen]
-        logits[seen] = torch.where(
-            values > 0, values / p.repetition_penalty, values * p.repetition_penalty
-        )
-    if (p.presence_penalty or p.frequency_penalty) and sequence.output_length:
-        said, counts = torch.unique(
-            torch.tensor(sequence.tokens[sequence.prompt_length :]), return_counts=True
-        )
-        taken = p.presence_penalty + p.frequency_penalty * counts.to(logits.dtype)
-        logits[said.to(device)] -= taken.to(device)
-    if p.logit_bias:
-        ids = torch.tensor(list(p.logit_bias), device=device)
-        logits[ids] += torch.tensor(list(p.logit_bias.values()), dtype=logits.dtype, device=device)

@@ -88,9 +88,11 @@ class StressSet:
 
     def _run(self, shapes: list[tuple[int, int, SamplingParams]]) -> None:
         pages = self._pages()
+        longest = max(length for length, _, _ in shapes)
+        ids = [i % self.vocabulary for i in range(longest + len(shapes))]
         work = []
         for index, (length, start, params) in enumerate(shapes):
-            tokens = [(index + i) % self.vocabulary for i in range(length)]
+            tokens = ids[index : index + length]
             sequence = Sequence(
                 id=-1, tokens=tokens, prompt_length=max(1, length - 1), params=params
             )
