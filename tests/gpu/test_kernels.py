@@ -27,8 +27,9 @@ def hidden(side: tuple[Decoder, Arena], work: list[Work]) -> torch.Tensor:
     layout = batch.layout
     ids, positions, slots = decoder.kernels.upload(batch.token_ids, layout.positions, layout.slots)
     plan = decoder.kernels.plan(layout)
+    every = torch.arange(len(ids), device=ids.device)
     with torch.inference_mode():
-        out = decoder.forward(ids, Where(positions, slots), arena.layers(), plan)
+        out = decoder.forward(ids, Where(positions, slots), arena.layers(), plan, every)
         return decoder.compute_logits(out).float().cpu()
 
 

@@ -32,10 +32,11 @@ def test_replay_is_eager_for_one_request_and_for_many(
         kernels, layout = decoder.kernels, batch.layout
         ids, positions, slots = kernels.upload(batch.token_ids, layout.positions, layout.slots)
         where, layers = Where(positions, slots), arena.layers()
+        wanted = torch.randperm(number * rows, device="cuda")[: max(1, number * rows // 3)]
         pieces.attended.fill_(float("nan"))  # what an earlier, larger step left must not matter
         with torch.inference_mode():
-            replayed = pieces.step(ids, where, layers, layout).clone()
-            eager = decoder.step(ids, where, layers, layout)
+            replayed = pieces.step(ids, where, layers, layout, wanted).clone()
+            eager = decoder.step(ids, where, layers, layout, wanted)
         distance = float((replayed - eager).float().norm() / eager.float().norm())
         assert distance < 1e-2, (number, rows, distance)
     assert pieces.eager == 0
@@ -55,6 +56,6 @@ def test_graphs_survive_growth_of_the_arena(shape: Callable[..., ModelConfig]) -
             batch.token_ids, batch.layout.positions, batch.layout.slots
         )
         with torch.inference_mode():
-            where = Where(positions, slots)
-            outs.append(pieces.step(ids, where, arena.layers(), batch.layout).clone())
+            where, wanted = Where(positions, slots), torch.arange(40, device="cuda")
+            outs.append(pieces.step(ids, where, arena.layers(), batch.layout, wanted).clone())
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[1], outs[2])

@@ -37,8 +37,7 @@ class _Asked:
 class _There:
     """A batch's tensors, once the decoder ran."""
 
-    hidden: torch.Tensor  # [rows, hidden]
-    rows: torch.Tensor  # int64 [scored + sampled]
+    hidden: torch.Tensor  # [scored + sampled, hidden]
     targets: torch.Tensor  # int64 [scored]
 
 
@@ -121,8 +120,8 @@ class Runner:
         )
         if len(batch.late_rows):
             ids.index_copy_(0, late_rows, self.recent[late_slots])
-        hidden = self.forward(ids, Where(positions, slots), self.arena.layers(), layout)
-        there, asked = _There(hidden, rows, targets), _Asked()
+        hidden = self.forward(ids, Where(positions, slots), self.arena.layers(), layout, rows)
+        there, asked = _There(hidden, targets), _Asked()
         for start in range(0, len(batch.rows), self.logprob_rows):
             self._chunk(batch, there, start, asked)
         tokens = torch.cat(asked.tokens) if asked.tokens else self.recent[:0]
@@ -136,10 +135,10 @@ class Runner:
 
     def _chunk(self, batch: Batch, at: _There, start: int, asked: _Asked) -> None:
         """Some rows through the LM head: scored ones come first in a batch, then sampled ones."""
-        rows = at.rows[start : start + self.logprob_rows]
-        end, scored = start + len(rows), len(batch.targets)
-        self.rows_run += len(rows)
-        logits = self.decoder.compute_logits(at.hidden[rows])
+        hidden = at.hidden[start : start + self.logprob_rows]
+        end, scored = start + len(hidden), len(batch.targets)
+        self.rows_run += len(hidden)
+        logits = self.decoder.compute_logits(hidden)
         judged = max(0, min(scored, end) - start)
         if judged:
             targets = at.targets[start : start + judged]

@@ -90,10 +90,15 @@ class Fetch(Protocol):
 
 
 class Forward(Protocol):
-    """A step through the decoder: plans it, then runs it. -> [rows, hidden]"""
+    """A step through the decoder: plans it, then runs it. wanted int64 [n] -> [n, hidden]"""
 
     def __call__(
-        self, token_ids: torch.Tensor, where: Where, cache: list[KVLayer], layout: Layout
+        self,
+        token_ids: torch.Tensor,
+        where: Where,
+        cache: list[KVLayer],
+        layout: Layout,
+        wanted: torch.Tensor,
     ) -> torch.Tensor: ...
 
 

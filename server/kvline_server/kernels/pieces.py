@@ -56,6 +56,9 @@ class Pieces:
         self.state = State(residual, torch.zeros(fused, dtype=dtype, device=device))
         width = c.heads * c.head_dim
         self.attended = torch.zeros((max_rows, width), dtype=dtype, device=device)
+        # The last piece runs for wanted rows alone; their inputs lie where nobody needs what was
+        # there: the heads that have attended, and the hidden states to be.
+        self.picked = self.state.heads.view(-1)[: max_rows * width].view(max_rows, width)
         self.hidden = torch.zeros_like(residual)
         self.pool = torch.cuda.graph_pool_handle()
         self.sizes = buckets(max_rows)
@@ -64,24 +67,37 @@ class Pieces:
         self._capture_all(cache)
 
     def step(
-        self, token_ids: torch.Tensor, where: Where, cache: list[KVLayer], layout: Layout
+        self,
+        token_ids: torch.Tensor,
+        where: Where,
+        cache: list[KVLayer],
+        layout: Layout,
+        wanted: torch.Tensor,
     ) -> torch.Tensor:
         """Decoder.step, replayed where there is a bucket."""
         rows = len(token_ids)
         bucket = bucket_for(rows, self.sizes)
         if bucket is None:
             self.eager += 1
-            hidden: torch.Tensor = self.decoder.step(token_ids, where, cache, layout)
+            hidden: torch.Tensor = self.decoder.step(token_ids, where, cache, layout, wanted)
             return hidden
         plan = self.decoder.kernels.plan(layout)
         self._place(token_ids, where, bucket)
         graphs = self._graphs[bucket]
         queries, out = self.state.heads[:rows, : self.queries], self.attended[:rows]
-        graphs[0].replay()
-        for layer, graph in zip(cache, graphs[1:], strict=True):
-            self.decoder.kernels.attend(queries, layer, plan, out)
+        for layer, graph in zip(cache, graphs[:-1], strict=True):
             graph.replay()
-        return self.hidden[:rows]
+            self.decoder.kernels.attend(queries, layer, plan, out)
+        return self._finish(rows, wanted)
+
+    def _finish(self, rows: int, wanted: torch.Tensor) -> torch.Tensor:
+        """The last piece, of the smallest bucket that holds the wanted rows."""
+        count = len(wanted)
+        if count:
+            torch.index_select(self.attended[:rows], 0, wanted, out=self.picked[:count])
+            torch.index_select(self.state.residual[:rows], 0, wanted, out=self.hidden[:count])
+            self._graphs[self.sizes[bisect.bisect_left(self.sizes, count)]][-1].replay()
+        return self.hidden[:count]
 
     def _place(self, token_ids: torch.Tensor, where: Where, bucket: int) -> None:
         rows = len(token_ids)
@@ -126,4 +142,5 @@ class Pieces:
             attended = self.attended[:rows]
             self.decoder.between(piece - 1, attended, state, where, cache[piece], state.heads)
         else:
-            self.hidden[:rows].copy_(self.decoder.finish(self.attended[:rows], state))
+            hidden = self.hidden[:rows]
+            hidden.copy_(self.decoder.finish(self.picked[:rows], hidden))

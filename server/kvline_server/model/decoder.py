@@ -36,15 +36,26 @@ class Decoder:
         self.rope = kernels.rope_table(inverse_frequencies(config), positions)
 
     def step(
-        self, token_ids: torch.Tensor, where: Where, cache: list[KVLayer], layout: Layout
+        self,
+        token_ids: torch.Tensor,
+        where: Where,
+        cache: list[KVLayer],
+        layout: Layout,
+        wanted: torch.Tensor,
     ) -> torch.Tensor:
         """Plans and runs forward."""
-        return self.forward(token_ids, where, cache, self.kernels.plan(layout))
+        return self.forward(token_ids, where, cache, self.kernels.plan(layout), wanted)
 
     def forward(
-        self, token_ids: torch.Tensor, where: Where, cache: list[KVLayer], plan: Any
+        self,
+        token_ids: torch.Tensor,
+        where: Where,
+        cache: list[KVLayer],
+        plan: Any,
+        wanted: torch.Tensor,
     ) -> torch.Tensor:
-        """Hidden states after the last norm. token_ids [rows] -> [rows, hidden]
+        """Hidden states after the last norm, of the rows that somebody wants: behind the last
+        attention a row serves nobody else. token_ids [rows], wanted [n] -> [n, hidden]
 
         Attention alone depends on who the rows belong to; all between two of them is one piece."""
         state = self.start(token_ids, where, cache[0])
@@ -53,7 +64,7 @@ class Decoder:
             attended = self.kernels.attend(queries, kv, plan)
             if index + 1 < len(cache):
                 state = self.between(index, attended, state, where, cache[index + 1])
-        return self.finish(attended, state)
+        return self.finish(attended[wanted], state.residual[wanted])
 
     def start(
         self,
@@ -80,19 +91,19 @@ class Decoder:
     ) -> State:
         """From one layer's attention to the next layer's queries."""
         following = self.weights.layers[index + 1]
-        normed, residual = self._after(index, attended, state, following.input_norm)
+        normed, residual = self._after(index, attended, state.residual, following.input_norm)
         return State(residual, self._heads(following, normed, where, kv, into))
 
-    def finish(self, attended: torch.Tensor, state: State) -> torch.Tensor:
-        """From the last layer's attention to hidden states."""
-        return self._after(len(self.weights.layers) - 1, attended, state, self.weights.norm)[0]
+    def finish(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """From the last layer's attention to hidden states, of any rows."""
+        return self._after(len(self.weights.layers) - 1, attended, residual, self.weights.norm)[0]
 
     def _after(
-        self, index: int, attended: torch.Tensor, state: State, norm: torch.Tensor
+        self, index: int, attended: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         layer, kernels, eps = self.weights.layers[index], self.kernels, self.config.norm_eps
         out = kernels.linear(attended, layer.output, layer.output_bias)
-        normed, residual = kernels.add_norm(out, state.residual, layer.post_norm, eps)
+        normed, residual = kernels.add_norm(out, residual, layer.post_norm, eps)
         up = kernels.silu_and_mul(kernels.linear(normed, layer.gate_up, layer.gate_up_bias))
         down = kernels.linear(up, layer.down, layer.down_bias)
         return kernels.add_norm(down, residual, norm, eps)
