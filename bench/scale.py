@@ -6,6 +6,7 @@ KVLINE_SCALE=100,1000 says how many; KVLINE_BENCH_SECONDS how long nothing is ch
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -55,6 +56,7 @@ class Place:
         self.cluster = LocalCluster("bench", "control")
         self.processes: list[subprocess.Popen[bytes]] = []
         self.operator: subprocess.Popen[bytes] | None = None
+        self.environment: dict[str, str] = {}  # the operator's, as it ships
 
     def up(self) -> None:
         binaries.ensure("kwok", "sigs.k8s.io/kwok/cmd/kwok", print)
@@ -64,7 +66,11 @@ class Place:
         kubectl("apply", "--server-side", "-f", str(ROOT / "manifests" / "crd.yaml"))
         kubectl("wait", "--for=condition=Established", "crd/inferenceservices.kvline.dev")
         text = (ROOT / "manifests" / "install.yaml").read_text()
-        rights = [d for d in yaml.safe_load_all(text) if d and d["kind"] != "Deployment"]
+        shipped = [d for d in yaml.safe_load_all(text) if d]
+        rights = [d for d in shipped if d["kind"] != "Deployment"]
+        (pod,) = (d["spec"]["template"]["spec"] for d in shipped if d["kind"] == "Deployment")
+        (container,) = pod["containers"]
+        self.environment = {e["name"]: e["value"] for e in container["env"] if "value" in e}
         kubectl("apply", "-f", "-", input=yaml.safe_dump_all(rights))
         kubectl("create", "namespace", "scale")
         self.cluster.claim("scale", ROOT)  # nothing is read from it
@@ -86,12 +92,18 @@ class Place:
         )
         self.kube = Kube(api_client(settings))
 
-    def _start(self, command: list[str], name: str, kubeconfig: Path | None = None) -> Any:
+    def _start(
+        self,
+        command: list[str],
+        name: str,
+        kubeconfig: Path | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> Any:
         used = str(kubeconfig or self.cluster.kubeconfig)
         log = (self.cluster.state / "log" / f"{name}.log").open("ab")
         made = subprocess.Popen(
             self.cluster.network.command(command),
-            env={**os.environ, "KUBECONFIG": used},
+            env={**os.environ, **(environment or {}), "KUBECONFIG": used},
             stdout=log,
             stderr=log,
         )
@@ -102,7 +114,7 @@ class Place:
         account = self.cluster.kubeconfig_of("kvline-system", "kvline-operator")
         command = [sys.executable, "-m", "kvline_operator", "--allow-image-tags"]
         command += ["--default-image", "local/server:x", "--probe-port", str(PORT)]
-        self.operator = self._start(command, "operator", account)
+        self.operator = self._start(command, "operator", account, self.environment)
 
     def kill_operator(self) -> None:
         assert self.operator is not None
@@ -129,9 +141,8 @@ class Place:
 
     def count(self, path: str) -> int:
         """How many there are, without reading them."""
-        page = self.kube._send("GET", path, [("limit", "1")], None, "application/json", path, False)
-        meta = (page or {})["metadata"]
-        return len((page or {})["items"]) + int(meta.get("remainingItemCount") or 0)
+        page = json.loads(self.kube.read(path, [("limit", "1")]))
+        return len(page["items"]) + int(page["metadata"].get("remainingItemCount") or 0)
 
 
 def body(name: str) -> dict[str, Any]:

@@ -16,9 +16,11 @@ from kvline_operator.board import Board
 from kvline_operator.errors import OperatorError
 from kvline_operator.loop import Loop
 from kvline_operator.metrics import Metrics
+from kvline_operator.owners import Owners
 from kvline_operator.page import app as page
 from kvline_operator.probe import ProbeServer
 from kvline_operator.reconcile import World
+from kvline_operator.resync import Resync
 from kvline_operator.settings import Settings, parse
 from kvline_operator.sizing import Reports
 from kvline_operator.workqueue import WorkQueue
@@ -57,7 +59,7 @@ def _missing_crd(client: kube.Kube) -> str | None:
 async def operate(settings: Settings, client: kube.Kube) -> None:
     queue = WorkQueue()
     board = Board()
-    metrics = Metrics(board)
+    metrics = Metrics(board, client, queue)
     world = World(
         kube=client,
         settings=settings,
@@ -65,12 +67,13 @@ async def operate(settings: Settings, client: kube.Kube) -> None:
         pool=ThreadPoolExecutor(PARALLEL_READS, "read"),
         board=board,
     )
-    loop = Loop(world, queue, metrics)
+    owners = Owners()
+    loop = Loop(world, queue, metrics, Resync(client, settings.namespaces, owners))
     ProbeServer(settings.probe_port, loop.unwell, metrics).start()
     if settings.page_port:
         page.serve(board, settings.page_port)
     registry = kopf.OperatorRegistry()
-    handlers.register(registry, queue)
+    handlers.register(registry, queue, owners)
     options = kopf.OperatorSettings()
     handlers.configure(options)
     working = asyncio.create_task(loop.run())

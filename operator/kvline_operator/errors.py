@@ -6,7 +6,8 @@ OperatorError
 ├── Invalid          the API server refused an object of ours, or a quota did: retry slowly
 ├── Forbidden        a right is missing: a condition naming verb and kind, slow retry
 └── ApiUnavailable   the API server did not do it: retry with backoff
-    └── Conflict     409: somebody else wrote first
+    ├── Conflict     409: somebody else wrote first
+    └── Missing      404: there is no such object, or no such kind
 """
 
 from __future__ import annotations
@@ -37,4 +38,8 @@ class ApiUnavailable(OperatorError):
 
 
 class Conflict(ApiUnavailable):
+    pass
+
+
+class Missing(ApiUnavailable):
     pass

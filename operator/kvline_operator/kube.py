@@ -6,6 +6,8 @@ One ApiClient for the process. Errors carry verb, kind, name and status, never a
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kubernetes import client, config
@@ -18,10 +20,15 @@ from kvline_operator.errors import (
     Conflict,
     Forbidden,
     Invalid,
+    Missing,
     OperatorError,
 )
 
 Object = dict[str, Any]
+Query = Sequence[tuple[str, str]]
+JSON = "application/json"
+METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
+PAGE = 250  # objects of a list
 TIMEOUT = (5, 30)  # connect, read; seconds
 
 # kind -> (path prefix, plural)
@@ -40,6 +47,17 @@ KINDS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    method: str
+    path: str
+    what: str  # as errors name it
+    query: Query = ()
+    body: Any = None
+    content: str = JSON
+    accept: str = JSON
+
+
 class Kube:
     """A thin REST client over the official one's transport and credentials."""
 
@@ -56,14 +74,24 @@ class Kube:
         return list((found or {}).get("items", []))
 
     def services(self, namespaces: tuple[str, ...]) -> list[Object]:
-        """Every InferenceService that this operator looks after."""
-        prefix, plural = KINDS[KIND]
-        paths = [f"{prefix}/namespaces/{n}/{plural}" for n in namespaces] or [f"{prefix}/{plural}"]
-        found: list[Object] = []
-        for path in paths:
-            page = self._send("GET", path, [], None, "application/json", f"{KIND} list", False)
-            found += (page or {}).get("items", [])
-        return found
+        """Every InferenceService of these namespaces, or of the cluster."""
+        pages = (json.loads(self.read(path)) for path in _paths(KIND, namespaces))
+        return [item for page in pages for item in page["items"]]
+
+    def metadata(
+        self, kind: str, namespaces: tuple[str, ...], selector: str = ""
+    ) -> Iterator[Object]:
+        """The metadata alone of a kind's objects in these namespaces, or in the cluster; in pages,
+        so that thousands are never in memory at once."""
+        for path in _paths(kind, namespaces):
+            following = ""
+            while True:
+                query = [("limit", str(PAGE)), ("labelSelector", selector), ("continue", following)]
+                page = json.loads(self.read(path, [q for q in query if q[1]], METADATA))
+                yield from (item["metadata"] for item in page["items"] or ())
+                following = page["metadata"].get("continue") or ""
+                if not following:
+                    break
 
     def apply(self, body: Object) -> Object:
         """Server-side apply; takes back fields that somebody else has changed."""
@@ -107,9 +135,11 @@ class Kube:
     def log(self, namespace: str, pod: str, container: str) -> str:
         """What a container has printed so far."""
         path = f"{KINDS['Pod'][0]}/namespaces/{namespace}/pods/{pod}/log"
-        what = f"log of Pod {namespace}/{pod}"
-        query = [("container", container)]
-        return self._raw("GET", path, query, None, "application/json", what)[1].decode()
+        return self.read(path, [("container", container)]).decode()
+
+    def read(self, path: str, query: Query = (), accept: str = JSON) -> bytes:
+        """The body of any GET, as it came."""
+        return self._raw(Call("GET", path, path, query, accept=accept))
 
     def create(self, body: Object) -> bool:
         """False when an object of that name exists already."""
@@ -128,7 +158,7 @@ class Kube:
 
     def served_versions(self) -> list[str]:
         """Versions of our group that the API server serves; empty when the CRD is absent."""
-        found = self._send("GET", f"/apis/{GROUP}", [], None, "application/json", "APIGroup", True)
+        found = self._send(Call("GET", f"/apis/{GROUP}", "APIGroup"), missing_is_none=True)
         return [v["version"] for v in (found or {}).get("versions", [])]
 
     def _call(
@@ -139,51 +169,34 @@ class Kube:
         name: str | None,
         *,
         body: Any = None,
-        query: list[tuple[str, str]] | None = None,
-        content: str = "application/json",
+        query: Query = (),
+        content: str = JSON,
         missing_is_none: bool = False,
     ) -> Object | None:
-        prefix, plural = KINDS[kind]
-        path = f"{prefix}/namespaces/{namespace}/{plural}" + (f"/{name}" if name else "")
+        (path,) = _paths(kind, (namespace,))
+        path += f"/{name}" if name else ""
         what = f"{kind} {namespace}/{name or '*'}"
-        return self._send(method, path, query or [], body, content, what, missing_is_none)
+        return self._send(Call(method, path, what, query, body, content), missing_is_none)
 
-    def _send(
-        self,
-        method: str,
-        path: str,
-        query: list[tuple[str, str]],
-        body: Any,
-        content: str,
-        what: str,
-        missing_is_none: bool,
-    ) -> Object | None:
-        status, raw = self._raw(method, path, query, body, content, what)
-        if status == 404 and missing_is_none:
-            return None
-        if status == 404:
-            raise _error(method, what, status, raw)
+    def _send(self, call: Call, missing_is_none: bool = False) -> Object | None:
+        try:
+            raw = self._raw(call)
+        except Missing:
+            if missing_is_none:
+                return None
+            raise
         return dict(json.loads(raw)) if raw else {}
 
-    def _raw(
-        self,
-        method: str,
-        path: str,
-        query: list[tuple[str, str]],
-        body: Any,
-        content: str,
-        what: str,
-    ) -> tuple[int, bytes]:
-        """Status and body, of a success or of a 404; raises for all else."""
-        headers = {"Accept": "application/json", "Content-Type": content}
+    def _raw(self, call: Call) -> bytes:
+        """The body of a success; raises for all else."""
         try:
             response = self._api.call_api(
                 *self._api.param_serialize(
-                    method=method,
-                    resource_path=path,
-                    query_params=query,
-                    header_params=headers,
-                    body=body,
+                    method=call.method,
+                    resource_path=call.path,
+                    query_params=list(call.query),
+                    header_params={"Accept": call.accept, "Content-Type": call.content},
+                    body=call.body,
                     auth_settings=["BearerToken"],
                 ),
                 _request_timeout=TIMEOUT,
@@ -193,10 +206,10 @@ class Kube:
         except ApiException as error:
             status, raw = error.status or 0, (error.body or "").encode()
         except HTTPError as error:
-            raise ApiUnavailable(f"{method} {what}: {type(error).__name__}") from None
-        if 200 <= status < 300 or status == 404:
-            return status, raw
-        raise _error(method, what, status, raw)
+            raise ApiUnavailable(f"{call.method} {call.what}: {type(error).__name__}") from None
+        if 200 <= status < 300:
+            return raw
+        raise _error(call, status, raw)
 
     @staticmethod
     def _must(value: Object | None) -> Object:
@@ -204,13 +217,21 @@ class Kube:
         return value
 
 
-def _error(method: str, what: str, status: int, raw: Any) -> OperatorError:
+def _paths(kind: str, namespaces: tuple[str, ...]) -> list[str]:
+    """Of a kind's collections: in each namespace, or in the whole cluster where none is named."""
+    prefix, plural = KINDS[kind]
+    return [f"{prefix}/namespaces/{n}/{plural}" for n in namespaces] or [f"{prefix}/{plural}"]
+
+
+def _error(call: Call, status: int, raw: Any) -> OperatorError:
     """The API server's own message is kept for 403 and 422: it names the quota or the field."""
     try:
         message = str(json.loads(raw).get("message", ""))[:512]
     except (ValueError, AttributeError):
         message = ""
-    text = f"{method} {what}: HTTP {status}"
+    text = f"{call.method} {call.what}: HTTP {status}"
+    if status == 404:
+        return Missing(text)
     if status == 409:
         return Conflict(text)
     if status == 403 and "quota" not in message:

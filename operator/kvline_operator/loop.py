@@ -10,18 +10,19 @@ from concurrent.futures import ThreadPoolExecutor
 from kvline_operator.errors import ApiUnavailable, OperatorError
 from kvline_operator.metrics import Metrics
 from kvline_operator.reconcile import World, reconcile
+from kvline_operator.resync import Resync
 from kvline_operator.workqueue import Key, WorkQueue
 
 log = logging.getLogger("kvline")
 
 
 class Loop:
-    def __init__(self, world: World, queue: WorkQueue, metrics: Metrics) -> None:
+    def __init__(self, world: World, queue: WorkQueue, metrics: Metrics, resync: Resync) -> None:
         self.world = world
         self.queue = queue
         self.metrics = metrics
+        self.resync = resync
         self.listed_at = time.monotonic()
-        metrics.gather(lambda: world.kube.writes, lambda: (len(queue), queue.oldest_overdue()))
         self._threads = ThreadPoolExecutor(world.settings.workers, "reconcile")
 
     async def run(self) -> None:
@@ -62,17 +63,14 @@ class Loop:
         self.metrics.reconciled(result, time.monotonic() - started)
 
     async def _resync(self) -> None:
-        """Lists everything now and then, for what no event told."""
+        """Looks now and then at what changed without an event."""
         loop = asyncio.get_running_loop()
         while True:
             try:
-                found = await loop.run_in_executor(
-                    self._threads, self.world.kube.services, self.world.settings.namespaces
-                )
+                changed = await loop.run_in_executor(self._threads, self.resync.changed)
                 self.listed_at = time.monotonic()
-                for body in found:
-                    meta = body["metadata"]
-                    self.queue.add(Key(meta["namespace"], meta["name"]))
+                for key in changed:
+                    self.queue.add(key)
                 delay = self.world.settings.resync_seconds
             except OperatorError as error:
                 log.warning("resync failed: %s", error)

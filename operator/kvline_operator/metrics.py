@@ -13,7 +13,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvline_operator.board import Board, View
+from kvline_operator.kube import Kube
 from kvline_operator.tell import ROLES, wanted
+from kvline_operator.workqueue import WorkQueue
 
 Object = dict[str, Any]
 MIB = 1 << 20
@@ -24,7 +26,7 @@ SERVICE = ["namespace", "service"]
 class Metrics:
     """Counts reconciles, and gathers the rest when the text is asked for."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: Board, kube: Kube, queue: WorkQueue) -> None:
         self.registry = CollectorRegistry()
         self._reconciles = Counter(
             "kvline_reconciles", "Reconciles by result", ["result"], registry=self.registry
@@ -33,33 +35,28 @@ class Metrics:
             "kvline_reconcile_seconds", "Duration of a reconcile", registry=self.registry
         )
         self.registry.register(_Services(board))
+        self.registry.register(_Work(kube, queue))
 
     def reconciled(self, result: str, seconds: float) -> None:
         self._reconciles.labels(result).inc()
         self._seconds.observe(seconds)
-
-    def gather(self, writes: Callable[[], int], keys: Callable[[], tuple[int, float]]) -> None:
-        """Where the API client's count and the queue's length and delay are read."""
-        self.registry.register(_Work(writes, keys))
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
 
 class _Work(Collector):
-    def __init__(self, writes: Callable[[], int], keys: Callable[[], tuple[int, float]]) -> None:
-        self._writes = writes
-        self._keys = keys
+    def __init__(self, kube: Kube, queue: WorkQueue) -> None:
+        self._kube = kube
+        self._queue = queue
 
     def collect(self) -> Iterator[Metric]:
-        waiting, overdue = self._keys()
-        yield CounterMetricFamily(
-            "kvline_api_writes", "Writes to the API server since the start", value=self._writes()
-        )
-        yield GaugeMetricFamily("kvline_queue_keys", "Services that wait for a look", waiting)
-        yield GaugeMetricFamily(
-            "kvline_queue_overdue_seconds", "Delay of the look that is latest", overdue
-        )
+        text = "Writes to the API server since the start"
+        yield CounterMetricFamily("kvline_api_writes", text, value=self._kube.writes)
+        text = "Services that wait for a look"
+        yield GaugeMetricFamily("kvline_queue_keys", text, len(self._queue))
+        text, late = "Delay of the look that is latest", self._queue.oldest_overdue()
+        yield GaugeMetricFamily("kvline_queue_overdue_seconds", text, late)
 
 
 class _Services(Collector):

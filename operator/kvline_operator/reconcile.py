@@ -64,7 +64,8 @@ class World:
 
 
 def reconcile(world: World, key: Key) -> float:
-    """Brings one service a step closer; returns in how many seconds to look again."""
+    """Brings one service a step closer; returns in how many seconds to look again, 0 for when
+    something changes."""
     body = world.kube.get(KIND, key.namespace, key.name)
     if body is None or body["metadata"].get("deletionTimestamp"):
         world.board.drop(key)
@@ -80,7 +81,7 @@ def reconcile(world: World, key: Key) -> float:
         said, news = status.refused(wrong, body, world.stamp())
         world.board.refuse(key, body.get("spec") or {}, said)
         _report(world, body, said, news)
-        return world.settings.resync_seconds
+        return 0.0
     story = _story(spec, observed, revision.name, stored)
     kept = _records(spec, observed)
     maps = [render.records_map(spec, kept)] if kept else []
@@ -292,17 +293,17 @@ def _deadline_exceeded(observed: Observed, revision: str) -> bool:
 
 
 def _look_again(world: World, facts: conditions.Facts) -> float:
-    """Soon while a replica runs and is on its way: only its report tells how far. What does not run
-    is told by events, and looked at now and then for one that was missed; the rest at resync."""
-    if any(p.running and not (p.ready and p.validated) for p in facts.pods):
+    """Soon while a replica is being measured: only its report tells how far. What else is under way
+    is told by events, and looked at now and then for one that was missed."""
+    if any(p.running and not p.validated for p in facts.pods):
         return world.settings.poll_seconds
     settled = (
         not facts.plan.candidate
         and len(facts.newest) == facts.spec.replicas
-        and all(p.ready and p.validated for p in facts.newest)
+        and all(p.ready and p.validated and not p.report_error for p in facts.newest)
     )
     if not settled:
         return min(world.settings.poll_seconds * 15, world.settings.resync_seconds)
     if facts.scaling is not None:
         return world.settings.load_seconds
-    return world.settings.resync_seconds
+    return 0.0

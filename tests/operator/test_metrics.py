@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import yaml
+from kubernetes import client
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvline_contract.report import Memory, Result, SizingReport, Source, State
 from kvline_operator.board import Board, View
+from kvline_operator.kube import Kube
 from kvline_operator.metrics import Metrics
-from kvline_operator.workqueue import Key
+from kvline_operator.workqueue import Key, WorkQueue
 from kvline_server.engine.messages import Beat, EdgeBeat
 from kvline_server.metrics import render
 
@@ -55,8 +57,11 @@ def operator() -> str:
     board = Board()
     board.put(View(Key("team", "chat"), {"replicas": 1}, STATUS))
     board.put(View(Key("team", "new"), {"replicas": 2}, {}))
-    metrics = Metrics(board)
-    metrics.gather(lambda: 7, lambda: (2, 1.5))
+    kube, queue = Kube(client.ApiClient()), WorkQueue(iter((10.0, 10.0, 11.5, 11.5)).__next__)
+    kube.writes = 7
+    queue.add(Key("team", "chat"))
+    queue.add(Key("team", "new"))
+    metrics = Metrics(board, kube, queue)
     metrics.reconciled("ok", 0.1)
     return metrics.text().decode()
 
@@ -105,7 +110,7 @@ def test_a_service_s_figures_are_those_of_its_status() -> None:
 
 def test_a_service_that_is_gone_is_not_reported() -> None:
     board = Board()
-    metrics = Metrics(board)
+    metrics = Metrics(board, Kube(client.ApiClient()), WorkQueue())
     board.put(View(Key("team", "chat"), {}, STATUS))
     assert 'service="chat"' in metrics.text().decode()
     board.drop(Key("team", "chat"))

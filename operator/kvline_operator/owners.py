@@ -1,0 +1,42 @@
+"""Which service an object belongs to, told from its metadata alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvline_contract.names import KIND, LABEL_SERVICE, base_name
+from kvline_operator.workqueue import Key
+
+CHILDREN = (
+    "Pod",
+    "Service",
+    "ServiceAccount",
+    "ConfigMap",
+    "Deployment",
+    "ControllerRevision",
+    "PodDisruptionBudget",
+    "NetworkPolicy",
+)
+
+
+class Owners:
+    """Pods and their kin carry only the base name of their service, so the names are kept here."""
+
+    def __init__(self) -> None:
+        self._by_base: dict[tuple[str, str], str] = {}
+
+    def add(self, key: Key) -> None:
+        self._by_base[key.namespace, base_name(key.name)] = key.name
+
+    def forget(self, key: Key) -> None:
+        self._by_base.pop((key.namespace, base_name(key.name)), None)
+
+    def of(self, metadata: Mapping[str, Any]) -> Key | None:
+        """A child's service; None for a stranger."""
+        for reference in metadata.get("ownerReferences") or []:
+            if reference.get("kind") == KIND:
+                return Key(metadata["namespace"], str(reference["name"]))
+        base = (metadata.get("labels") or {}).get(LABEL_SERVICE, "")
+        name = self._by_base.get((metadata["namespace"], base))
+        return Key(metadata["namespace"], name) if name else None

@@ -1,0 +1,75 @@
+"""What no event told: services whose objects have other versions than a while ago."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvline_contract.names import KIND, LABEL_SERVICE
+from kvline_operator.kube import Kube
+from kvline_operator.owners import Owners
+from kvline_operator.resync import Resync
+from kvline_operator.workqueue import Key
+
+A, B = Key("team", "a"), Key("team", "b")
+
+
+class Cluster(Kube):
+    """Objects by kind and name, each with a version."""
+
+    def __init__(self) -> None:
+        self.objects: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def put(self, kind: str, name: str, version: int, service: str = "", owner: str = "") -> None:
+        meta: dict[str, Any] = {"namespace": "team", "name": name, "uid": f"{kind}-{name}"}
+        meta["resourceVersion"] = str(version)
+        if service:
+            meta["labels"] = {LABEL_SERVICE: service}
+        if owner:
+            meta["ownerReferences"] = [{"kind": KIND, "name": owner}]
+        self.objects[kind, name] = meta
+
+    def metadata(
+        self, kind: str, namespaces: tuple[str, ...], selector: str = ""
+    ) -> Iterator[dict[str, Any]]:
+        return iter([meta for (of, _), meta in self.objects.items() if of == kind])
+
+
+def cluster() -> tuple[Cluster, Resync]:
+    made = Cluster()
+    for name in ("a", "b"):
+        made.put(KIND, name, 1)
+        made.put("Deployment", f"{name}-1", 1, owner=name)
+        made.put("Pod", f"{name}-1-x", 1, service=name)
+    return made, Resync(made, (), Owners())
+
+
+def test_everything_is_looked_at_once_and_then_only_what_changed() -> None:
+    made, resync = cluster()
+    assert resync.changed() == {A, B}
+    assert resync.changed() == set()
+    made.put("Pod", "a-1-x", 2, service="a")
+    assert resync.changed() == {A}
+    made.put(KIND, "b", 2)
+    assert resync.changed() == {B}
+    assert resync.changed() == set()
+
+
+def test_a_child_that_came_or_went_is_a_change() -> None:
+    made, resync = cluster()
+    resync.changed()
+    del made.objects["Deployment", "a-1"]
+    assert resync.changed() == {A}
+    made.put("ConfigMap", "b-2", 1, owner="b")
+    assert resync.changed() == {B}
+    assert resync.changed() == set()
+
+
+def test_a_service_that_came_or_went_is_a_change_and_strangers_are_not() -> None:
+    made, resync = cluster()
+    resync.changed()
+    del made.objects[KIND, "a"]
+    made.put(KIND, "c", 1)
+    assert resync.changed() == {A, Key("team", "c")}
+    made.put("Pod", "someone-else", 1, service="nobody")
+    assert resync.changed() == set()
