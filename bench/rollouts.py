@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import build
-import helm
-import model
 from local import LocalCluster
 from playground import Space
-from record import ROOT, record, table
-from support import install, wait
+from record import record, table
+from support import up, wait
+from traffic import Streams, streaming
 
 MANY = int(os.environ.get("KVLINE_ROLLOUTS", "50"))
 THREADS = 2
@@ -30,28 +26,12 @@ SPEC = {
     "model": {"source": "pvc://models/smollm2", "loadFormat": "random"},
     "resources": {"cpu": "100m", "memory": "1536Mi"},
 }
-RESTRICTED = "pod-security.kubernetes.io/enforce=restricted"
 
 
 def spec(requests: int, tokens: int) -> dict[str, Any]:
     """Another number of running requests is another revision; half the tokens is a loss."""
     engine = {"maxModelLen": 512, "maxPrefillTokens": 128, "maxRunningRequests": requests}
     return {**SPEC, "engine": engine, "capacity": {"kvTokens": tokens}}
-
-
-def up(cluster: LocalCluster) -> Space:
-    model.ensure(print)
-    helm.ensure(print)
-    cluster.down()
-    cluster.up(print)
-    for image in build.build(print):
-        cluster.images.add(image.name, image.config, image.layers)
-    for name in ("kvline-system", "team"):
-        cluster.kubectl("create", "namespace", name)
-        cluster.kubectl("label", "namespace", name, RESTRICTED)
-    install(cluster)
-    cluster.claim("team", model.MODELS)
-    return Space(cluster, "team")
 
 
 def rollout(space: Space, number: int, requests: int) -> tuple[int, str]:
@@ -89,41 +69,33 @@ def run() -> None:
     started = time.monotonic()
     results: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        stop = Path(folder) / "stop"
         try:
-            space = up(cluster)
+            space = up(cluster, "team")
             space.apply(NAME, **spec(4, 4096))
             wait(space, NAME, "UpToDate", status="True")
             ip = (space.get("service", NAME) or {})["spec"]["clusterIP"]
-            script = str(ROOT / "tests" / "e2e" / "traffic.py")
-            words = [sys.executable, script, ip, NAME, str(stop), str(THREADS)]
-            traffic = subprocess.Popen(
-                cluster.network.command(words), stdout=subprocess.PIPE, text=True
-            )
             started, requests = time.monotonic(), 4
-            for number in range(MANY):
-                requests, result = rollout(space, number, requests)
-                results.append(result)
-                print(f"  {number + 1}/{MANY}: {result}, {time.monotonic() - started:.0f} s")
-            stop.touch()
-            said = json.loads(traffic.communicate(timeout=120)[0])
+            with streaming(cluster.network, ip, NAME, Path(folder), THREADS) as streams:
+                for number in range(MANY):
+                    requests, result = rollout(space, number, requests)
+                    results.append(result)
+                    print(f"  {number + 1}/{MANY}: {result}, {time.monotonic() - started:.0f} s")
         finally:
-            stop.touch()
             cluster.down()
-    tell(results, said, time.monotonic() - started)
+    tell(results, streams, time.monotonic() - started)
 
 
-def tell(results: list[str], said: dict[str, Any], seconds: float) -> None:
-    failed = len(said["failures"])
+def tell(results: list[str], streams: Streams, seconds: float) -> None:
+    failed = len(streams.failures)
     record(f"rollouts-{MANY}-failed-requests", failed, "requests", (failed, failed))
-    for text in said["failures"][:5]:
+    for text in streams.failures[:5]:
         print(f"failed: {text}")
     row = [
         str(len(results)),
         str(results.count("Pass")),
         str(results.count("Fail")),
         f"{seconds:.0f}",
-        str(len(said["ended"])),
+        str(len(streams.ended)),
         str(failed),
     ]
     head = ["rollouts", "passed", "turned down", "seconds", "streams", "failed (bar 0)"]

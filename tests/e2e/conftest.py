@@ -11,45 +11,25 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-RESTRICTED = "pod-security.kubernetes.io/enforce=restricted"
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests" / "integration")]
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Any]:
-    """The tests' own cluster, beside a demo that may be running."""
+def space() -> Iterator[Any]:
+    """A namespace of the tests' own cluster, beside a demo that may be running."""
     if os.geteuid() != 0:
         pytest.skip("the local cluster needs root")
-    import build
-    import helm
-    import model
     from local import LocalCluster
-    from support import install
+    from support import up
 
-    helm.ensure(print)
-    model.ensure(print)
-    made = LocalCluster("e2e")
-    made.down()
-    made.up(print)
-    for image in build.build(print):
-        made.images.add(image.name, image.config, image.layers)
-    made.kubectl("create", "namespace", "kvline-system")
-    made.kubectl("label", "namespace", "kvline-system", RESTRICTED)
-    install(made)
-    yield made
-    made.down()
+    cluster = LocalCluster("e2e")
+    yield up(cluster, "team")
+    cluster.down()
 
 
 @pytest.fixture(scope="session")
-def space(cluster: Any) -> Any:
-    """A namespace that refuses every pod that is not restricted, with the models in a claim."""
-    import model
-    from playground import Space
-
-    cluster.kubectl("create", "namespace", "team")
-    cluster.kubectl("label", "namespace", "team", RESTRICTED)
-    cluster.claim("team", model.MODELS)
-    return Space(cluster, "team")
+def cluster(space: Any) -> Any:
+    return space.cluster
 
 
 @pytest.fixture(autouse=True)

@@ -5,9 +5,31 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from playground import eventually
+from playground import Space, eventually
 
 HUB_PORT = 18090  # on the node
+RESTRICTED = "pod-security.kubernetes.io/enforce=restricted"
+
+
+def up(cluster: Any, namespace: str) -> Space:
+    """A fresh cluster with our images and charts, and a namespace that refuses every pod that is
+    not restricted, with the models in a claim."""
+    import build
+    import helm
+    import model
+
+    helm.ensure(print)
+    model.ensure(print)
+    cluster.down()
+    cluster.up(print)
+    for image in build.build(print):
+        cluster.images.add(image.name, image.config, image.layers)
+    for name in ("kvline-system", namespace):
+        cluster.kubectl("create", "namespace", name)
+        cluster.kubectl("label", "namespace", name, RESTRICTED)
+    install(cluster)
+    cluster.claim(namespace, model.MODELS)
+    return Space(cluster, namespace)
 
 
 def install(cluster: Any) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,7 @@ import pytest
 from playground import eventually
 from support import describe, pods, wait
 from test_main_job import RANDOM
+from traffic import streaming
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -26,20 +24,12 @@ def test_streams_that_wait_bring_a_second_replica_and_rest_takes_it(
     wait(space, "busy", "UpToDate", status="True")
     assert len(pods(space)) == 1
     ip = space.get("service", "busy")["spec"]["clusterIP"]
-    stop = tmp_path / "stop"
-    words = [str(Path(__file__).parent / "traffic.py"), ip, "busy", str(stop), "4"]
-    traffic = subprocess.Popen(
-        cluster.network.command([sys.executable, *words]), stdout=subprocess.PIPE, text=True
-    )
-    try:
+    with streaming(cluster.network, ip, "busy", tmp_path, 4) as streams:
         try:
             eventually(lambda: space.get("kvl", "busy")["status"].get("readyReplicas") == 2, 240)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{describe(space, 'busy')}") from None
-    finally:
-        stop.touch()
-        said = traffic.communicate(timeout=90)[0]
-    assert json.loads(said)["failures"] == []
+    assert streams.failures == []
     told = [e["message"] for e in space.list("events") if e["reason"] == "Scaled"]
     assert told[0].startswith("from 1 to 2: ") and "running" in told[0]
     eventually(lambda: len(pods(space)) == 1, 120)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +15,11 @@ from test_main_job import RANDOM
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
-def say(cluster: Any, *words: str) -> Any:
-    command = [sys.executable, "-m", "kvline_kubectl", *words, "-n", "team"]
-    environment = {**os.environ, "KUBECONFIG": str(cluster.kubeconfig)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-
-
 def test_a_manifest_is_sized_before_it_is_applied(space: Any, cluster: Any, tmp_path: Path) -> None:
     file = tmp_path / "plan.yaml"
     file.write_text(manifest("plan", **{**RANDOM, "capacity": {}}))
     image = build.image_name("server")
-    said = say(cluster, "size", "-f", str(file), "--image", image, "-o", "json")
-    assert said.returncode == 0, said.stderr
+    said = space.kvline("size", "-f", str(file), "--image", image, "-o", "json")
     report = json.loads(said.stdout)
     assert report["state"] == "Validated" and report["result"]["kvTokens"] > 1000
     assert report["effective"]["maxModelLen"] == 512
@@ -42,7 +32,9 @@ def test_a_manifest_is_sized_before_it_is_applied(space: Any, cluster: Any, tmp_
     eventually(lambda: not [c for c in space.list("configmaps") if "size" in c["metadata"]["name"]])
 
     # What cannot be held is said with the engine's own words.
-    refused = say(cluster, "size", "-f", str(file), "--image", image, "--memory", "512Mi")
+    refused = space.kvline(
+        "size", "-f", str(file), "--image", image, "--memory", "512Mi", check=False
+    )
     assert refused.returncode == 1
     assert "OutOfMemory" in refused.stderr or "MiB" in refused.stderr, refused.stderr
     space.kubectl("delete", "job", "--all")
@@ -51,8 +43,7 @@ def test_a_manifest_is_sized_before_it_is_applied(space: Any, cluster: Any, tmp_
 def test_what_a_service_would_measure_otherwise(space: Any, cluster: Any) -> None:
     space.apply("plan", **RANDOM)
     wait(space, "plan", "Ready", status="True")
-    said = say(cluster, "size", "plan", "--max-model-len", "256")
-    assert said.returncode == 0, said.stderr
+    said = space.kvline("size", "plan", "--max-model-len", "256")
     assert "4,096 KV tokens" in said.stdout and "16 full-length sequences of 256" in said.stdout
     assert "█" in said.stdout
     generation = space.get("kvl", "plan")["metadata"]["generation"]

@@ -3,9 +3,6 @@ serves."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +12,7 @@ import pytest
 from playground import eventually
 from support import pods, wait
 from test_main_job import RANDOM
+from traffic import streaming
 
 from kvline_contract.names import LABEL_REVISION
 
@@ -38,13 +36,8 @@ def test_a_good_rollout_and_a_bad_one_lose_no_request(
     first = rollout(space)["stableRevision"]
     budget = space.get("kvl", "roll")["status"]["capacity"]["kvTokens"]
     ip = space.get("service", "roll")["spec"]["clusterIP"]
-    stop = tmp_path / "stop"
-    words = [str(Path(__file__).parent / "traffic.py"), ip, "roll", str(stop), "2"]
-    traffic = subprocess.Popen(
-        cluster.network.command([sys.executable, *words]), stdout=subprocess.PIPE, text=True
-    )
     moments = [time.time()]
-    try:
+    with streaming(cluster.network, ip, "roll", tmp_path, 2) as streams:
         space.apply("roll", **GOOD)
         eventually(lambda: rollout(space).get("candidateRevision"), 60)
         wait(space, "roll", "UpToDate", status="True")
@@ -63,10 +56,6 @@ def test_a_good_rollout_and_a_bad_one_lose_no_request(
         assert pods(space)[0]["metadata"]["labels"][LABEL_REVISION] == second
         assert space.get("kvl", "roll")["status"]["capacity"]["kvTokens"] >= gate["required"]
         moments.append(time.time())
-    finally:
-        stop.touch()
-        said = traffic.communicate(timeout=90)[0]
-    counted = json.loads(said)
-    assert counted["failures"] == []
+    assert streams.failures == []
     for start, end in pairwise(moments):
-        assert any(start < moment < end for moment in counted["ended"])
+        assert any(start < moment < end for moment in streams.ended)

@@ -14,7 +14,6 @@ import build
 import pytest
 from playground import eventually
 from support import install, pods, uninstall, wait
-from test_kubectl import say
 from test_main_job import RANDOM
 
 from conftest import ROOT
@@ -118,8 +117,7 @@ def test_from_the_operator_before_to_this_one(
     assert living(space) == before and answers(space, cluster, "steady")
     assert space.get("kvl", "steady")["status"]["rollout"]["stableRevision"] == first
 
-    done = say(cluster, "upgrade", "steady")
-    assert done.returncode == 0, done.stderr
+    space.kvline("upgrade", "steady")
     eventually(
         lambda: space.get("kvl", "steady")["status"]["rollout"]["stableRevision"] != first, 240
     )

@@ -1,5 +1,5 @@
 """Run inside the cluster's network: streams without a pause until told to stop, and keeps
-the moments at which they ended.
+the moments at which they ended. `streaming` runs it beside whatever a test does.
 
 Each request is a connection of its own, so that every endpoint is met as soon as it is one. A
 request counts as served when its stream ended with the last token and [DONE].
@@ -7,12 +7,17 @@ request counts as served when its stream ended with the last token and [DONE].
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 TOKENS = 16
 BODY = {"prompt": "The capital of France is", "max_tokens": TOKENS, "ignore_eos": True}
@@ -34,6 +39,29 @@ def served(host: str, model: str) -> str:
         return f"{answer.status}: {lines[0][:200]}"
     ended = "data: [DONE]" in lines and any('"finish_reason":"length"' in line for line in lines)
     return "" if ended else f"a stream that broke off: {lines[-2:]}"
+
+
+@dataclass
+class Streams:
+    """Known once they have stopped."""
+
+    ended: list[float] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def streaming(network: Any, host: str, model: str, folder: Path, threads: int) -> Iterator[Streams]:
+    """Streams to a service from inside a cluster's network for as long as the body runs."""
+    stop = folder / "stop"
+    words = [sys.executable, __file__, host, model, str(stop), str(threads)]
+    running = subprocess.Popen(network.command(words), stdout=subprocess.PIPE, text=True)
+    streams = Streams()
+    try:
+        yield streams
+    finally:
+        stop.touch()
+        said = json.loads(running.communicate(timeout=120)[0])
+        streams.ended, streams.failures = said["ended"], said["failures"]
 
 
 def main(host: str, model: str, stop: str, threads: int) -> None:

@@ -60,6 +60,15 @@ class Space:
     def apply(self, name: str = "chat", check: bool = True, **spec: Any) -> Any:
         return self.kubectl("apply", "-f", "-", input=manifest(name, **spec), check=check)
 
+    def kvline(self, *words: str, check: bool = True) -> Any:
+        """`kubectl kvline`, as an administrator, on a wide terminal."""
+        command = [sys.executable, "-m", "kvline_kubectl", *words, "-n", self.name]
+        environment = {**os.environ, "KUBECONFIG": str(self.cluster.kubeconfig), "COLUMNS": "200"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert "Traceback" not in done.stderr, done.stderr
+        assert not check or done.returncode == 0, done.stderr
+        return done
+
     def condition(self, kind: str, name: str = "chat") -> dict[str, Any]:
         body = self.get("kvl", name) or {}
         for item in (body.get("status") or {}).get("conditions") or []:

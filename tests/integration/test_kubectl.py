@@ -4,9 +4,6 @@ comes of what they say."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -25,18 +22,7 @@ DIGEST = "localhost/kvline-server@sha256:" + "b" * 64
 
 @pytest.fixture
 def say(space: Any) -> Callable[..., Any]:
-    """Runs the command in the test's namespace, as an administrator."""
-
-    def run(*words: str, check: bool = True) -> Any:
-        command = [sys.executable, "-m", "kvline_kubectl", *words]
-        if "-A" not in words:
-            command += ["-n", space.name]
-        environment = {**os.environ, "KUBECONFIG": str(space.cluster.kubeconfig), "COLUMNS": "200"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-        assert "Traceback" not in done.stderr, done.stderr
-        assert not check or done.returncode == 0, done.stderr
-        return done
-
+    run: Callable[..., Any] = space.kvline
     return run
 
 
