@@ -14,6 +14,7 @@ from kvline_operator.resync import Resync
 from kvline_operator.workqueue import Key, WorkQueue
 
 log = logging.getLogger("kvline")
+WAY = 4.0  # at most so many times later, while looks are late by seconds
 
 
 class Loop:
@@ -49,8 +50,8 @@ class Loop:
             )
             again = await run
             self.queue.succeeded(key)
-            if again:
-                self.queue.add(key, again)
+            if again:  # who is only watched makes way for who is new
+                self.queue.add(key, again * (1 + min(self.queue.oldest_overdue(), WAY)))
         except OperatorError as error:
             result = type(error).__name__
             delay = self.queue.retry(key)
