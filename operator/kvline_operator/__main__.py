@@ -68,12 +68,13 @@ async def operate(settings: Settings, client: kube.Kube) -> None:
         board=board,
     )
     owners = Owners()
-    loop = Loop(world, queue, metrics, Resync(client, settings.namespaces, owners))
+    resync = Resync(client, settings.namespaces, owners)
+    loop = Loop(world, queue, metrics, resync)
     ProbeServer(settings.probe_port, loop.unwell, metrics).start()
     if settings.page_port:
         page.serve(board, settings.page_port)
     registry = kopf.OperatorRegistry()
-    handlers.register(registry, queue, owners)
+    handlers.register(registry, queue, owners, resync)
     options = kopf.OperatorSettings()
     handlers.configure(options)
     working = asyncio.create_task(loop.run())

@@ -34,7 +34,10 @@ class Forbidden(OperatorError):
 
 
 class ApiUnavailable(OperatorError):
-    pass
+    def __init__(self, text: str, after: float = 0.0) -> None:
+        """`after` so many seconds the API server wants to be asked again."""
+        super().__init__(text)
+        self.after = after
 
 
 class Conflict(ApiUnavailable):

@@ -11,8 +11,9 @@ from typing import Any
 import kopf
 
 from kvline_contract.names import API_VERSION, GROUP, LABEL_MANAGED_BY, MANAGED_BY, PLURAL
-from kvline_operator.kube import KINDS
+from kvline_operator.kube import KINDS, PAGE
 from kvline_operator.owners import CHILDREN, Owners
+from kvline_operator.resync import Resync
 from kvline_operator.workqueue import Key, WorkQueue
 
 TOGETHER = 0.3  # seconds: a service's children change in bursts, and one look sees them all
@@ -25,7 +26,9 @@ def _resource(kind: str) -> tuple[str, str, str]:
     return group, version, plural
 
 
-def register(registry: kopf.OperatorRegistry, queue: WorkQueue, owners: Owners) -> None:
+def register(
+    registry: kopf.OperatorRegistry, queue: WorkQueue, owners: Owners, resync: Resync
+) -> None:
     """Hangs the handlers on a registry of ours, so that nothing happens at import."""
 
     @kopf.on.login(registry=registry)
@@ -34,23 +37,26 @@ def register(registry: kopf.OperatorRegistry, queue: WorkQueue, owners: Owners) 
         return kopf.login_with_service_account(**given) or kopf.login_with_kubeconfig(**given)
 
     @kopf.on.event(GROUP, API_VERSION, PLURAL, registry=registry)
-    async def service(namespace: str | None, name: str, type: str | None, **_: Any) -> None:
-        if namespace is not None:
-            key = Key(namespace, name)
-            (owners.forget if type == "DELETED" else owners.add)(key)
-            queue.add(key)
+    async def service(body: Any, type: str | None, **_: Any) -> None:
+        metadata, gone = body["metadata"], type == "DELETED"
+        key = Key(metadata["namespace"], metadata["name"])
+        (owners.forget if gone else owners.add)(key)
+        resync.hear(key, metadata, gone)
+        queue.add(key)
 
     for kind in CHILDREN:
 
         @kopf.on.event(*_resource(kind), registry=registry)
-        async def child(body: Any, **_: Any) -> None:
+        async def child(body: Any, type: str | None, **_: Any) -> None:
             owner = owners.of(body["metadata"])
             if owner is not None:
+                resync.hear(owner, body["metadata"], type == "DELETED")
                 queue.add(owner, TOGETHER)
 
 
 def configure(settings: kopf.OperatorSettings) -> None:
     settings.posting.enabled = False
     settings.scanning.disabled = True
+    settings.watching.chunk_size = PAGE
     for kind in CHILDREN:
         settings.watching.label_selectors[_resource(kind)] = f"{LABEL_MANAGED_BY}={MANAGED_BY}"

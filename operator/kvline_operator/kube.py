@@ -189,6 +189,7 @@ class Kube:
 
     def _raw(self, call: Call) -> bytes:
         """The body of a success; raises for all else."""
+        after = 0.0
         try:
             response = self._api.call_api(
                 *self._api.param_serialize(
@@ -205,11 +206,12 @@ class Kube:
             status = response.status
         except ApiException as error:
             status, raw = error.status or 0, (error.body or "").encode()
+            after = _seconds((error.headers or {}).get("Retry-After"))
         except HTTPError as error:
             raise ApiUnavailable(f"{call.method} {call.what}: {type(error).__name__}") from None
         if 200 <= status < 300:
             return raw
-        raise _error(call, status, raw)
+        raise _error(call, status, raw, after)
 
     @staticmethod
     def _must(value: Object | None) -> Object:
@@ -223,7 +225,7 @@ def _paths(kind: str, namespaces: tuple[str, ...]) -> list[str]:
     return [f"{prefix}/namespaces/{n}/{plural}" for n in namespaces] or [f"{prefix}/{plural}"]
 
 
-def _error(call: Call, status: int, raw: Any) -> OperatorError:
+def _error(call: Call, status: int, raw: Any, after: float) -> OperatorError:
     """The API server's own message is kept for 403 and 422: it names the quota or the field."""
     try:
         message = str(json.loads(raw).get("message", ""))[:512]
@@ -238,7 +240,13 @@ def _error(call: Call, status: int, raw: Any) -> OperatorError:
         return Forbidden(f"{text}: {message}")
     if status in (403, 422, 400):
         return Invalid(f"{text}: {message}")
-    return ApiUnavailable(text)
+    return ApiUnavailable(text, after)
+
+
+def _seconds(retry_after: str | None) -> float:
+    """A Retry-After of seconds, a minute at most; a date is nothing an API server sends."""
+    text = retry_after or ""
+    return min(float(text), 60.0) if text.isdigit() else 0.0
 
 
 def connect() -> Kube:

@@ -54,8 +54,10 @@ class Loop:
                 self.queue.add(key, again * (1 + min(self.queue.oldest_overdue(), WAY)))
         except OperatorError as error:
             result = type(error).__name__
-            delay = self.queue.retry(key)
-            level = logging.INFO if isinstance(error, ApiUnavailable) else logging.WARNING
+            level, after = logging.WARNING, 0.0
+            if isinstance(error, ApiUnavailable):
+                level, after = logging.INFO, error.after
+            delay = self.queue.retry(key, after)
             log.log(level, "reconcile failed: %s; again in %.0f s", error, delay)
         except Exception:
             result = "Unexpected"

@@ -39,11 +39,11 @@ class WorkQueue:
         heapq.heappush(self._heap, (at, key))
         self._news.set()
 
-    def retry(self, key: Key) -> float:
-        """Runs the key again after its backoff; gives the delay."""
+    def retry(self, key: Key, least: float = 0.0) -> float:
+        """Runs the key again after its backoff, `least` seconds from now; gives the delay."""
         failures = self._failures.get(key, 0)
         self._failures[key] = failures + 1
-        delay: float = min(FIRST_DELAY * 2.0 ** min(failures, 16), LAST_DELAY)
+        delay: float = max(least, min(FIRST_DELAY * 2.0 ** min(failures, 16), LAST_DELAY))
         self.add(key, delay)
         return delay
 

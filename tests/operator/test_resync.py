@@ -1,4 +1,4 @@
-"""What no event told: services whose objects have other versions than a while ago."""
+"""What no event told: services whose objects have other versions than their events said."""
 
 from __future__ import annotations
 
@@ -73,3 +73,17 @@ def test_a_service_that_came_or_went_is_a_change_and_strangers_are_not() -> None
     assert resync.changed() == {A, Key("team", "c")}
     made.put("Pod", "someone-else", 1, service="nobody")
     assert resync.changed() == set()
+
+
+def test_what_an_event_has_told_is_no_news() -> None:
+    made, resync = cluster()
+    resync.changed()
+    made.put("Pod", "a-1-x", 2, service="a")
+    resync.hear(A, made.objects["Pod", "a-1-x"], gone=False)
+    resync.hear(A, made.objects.pop(("Deployment", "a-1")), gone=True)
+    assert resync.changed() == set()
+    for at in [at for at, meta in made.objects.items() if "b" in meta["name"]]:
+        resync.hear(B, made.objects.pop(at), gone=True)
+    assert resync.changed() == set()
+    made.put("Pod", "a-1-x", 3, service="a")
+    assert resync.changed() == {A}

@@ -64,6 +64,7 @@ def test_backoff_doubles_to_five_minutes_and_is_per_key() -> None:
     assert queue.retry(B) == 1
     queue.succeeded(A)
     assert queue.retry(A) == 1
+    assert queue.retry(A, least=7) == 7, "an API server that says when to come back is obeyed"
 
 
 def test_the_probe_sees_a_key_that_nobody_takes() -> None:
