@@ -114,11 +114,11 @@ class Operator:
         self.words: list[str] = []  # more of the command line
         from servers import free_port
 
-        self.page_port = free_port()
+        self.page_port, self.probe_port = free_port(), free_port()
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Operator:
-        from servers import FAULTS, free_port
+        from servers import FAULTS
 
         environment = {**os.environ, "KUBECONFIG": str(self.kubeconfig), **self.extra}
         if self.extra:
@@ -126,7 +126,7 @@ class Operator:
         command = [sys.executable, "-m", "kvline_operator", "--default-image", IMAGE]
         command += ["--allow-image-tags", "--namespace", self.space.name, "--poll-seconds", "0.3"]
         command += ["--load-seconds", "0.5"]
-        command += ["--resync-seconds", "20", "--probe-port", str(free_port())]
+        command += ["--resync-seconds", "20", "--probe-port", str(self.probe_port)]
         command += ["--page-port", str(self.page_port)]
         with self.log.open("ab") as log:
             command += self.words

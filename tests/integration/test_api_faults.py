@@ -1,0 +1,168 @@
+"""An API server that loses events, is slow, refuses, or cannot be reached: a proxy before the real
+one plays it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playground import Node, Operator, Space, eventually, serve
+from proxy import Proxy
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+ACCOUNT = "kvline-system-kvline-operator.kubeconfig"
+RESYNC = 20  # seconds, of the tests' operators
+
+
+@pytest.fixture
+def proxy(space: Space, tmp_path: Path) -> Iterator[Proxy]:
+    made = Proxy(space.cluster.kubeconfig.parent / ACCOUNT, tmp_path)
+    yield made
+    made.shutdown()
+    made.server_close()
+
+
+@pytest.fixture
+def behind(space: Space, proxy: Proxy, tmp_path: Path) -> Iterator[Operator]:
+    """An operator that knows the API server through the proxy alone."""
+    made = Operator(space, tmp_path / "operator.log", kubeconfig=proxy.kubeconfig).start()
+    eventually(lambda: _answers(made))
+    yield made
+    made.stop()
+    text = made.log.read_text()
+    assert "Traceback" not in text, text[-3000:]
+
+
+def _answers(operator: Operator) -> bool:
+    try:
+        healthy(operator)
+    except OSError:
+        return False
+    return True
+
+
+def healthy(operator: Operator) -> float:
+    """Seconds until the probe said that all is well."""
+    began = time.monotonic()
+    url = f"http://127.0.0.1:{operator.probe_port}/healthz"
+    assert urllib.request.urlopen(url, timeout=10).status == 200
+    return time.monotonic() - began
+
+
+def test_a_lost_event_is_made_good_by_the_next_resync(
+    space: Space, proxy: Proxy, behind: Operator, node: Node, until: Callable[..., Any]
+) -> None:
+    """F04."""
+    serve(space, node)
+    proxy.swallow = lambda event: event["type"] == "DELETED"
+    space.kubectl("delete", "serviceaccount", "chat")
+    until(lambda: space.get("serviceaccount", "chat"), RESYNC + 15)
+    kinds = [event["object"]["kind"] for event in proxy.swallowed]
+    assert "ServiceAccount" in kinds
+
+
+def test_watches_that_say_nothing_any_more_hide_no_change_for_long(
+    space: Space, proxy: Proxy, behind: Operator, node: Node, until: Callable[..., Any]
+) -> None:
+    """F08."""
+    serve(space, node)
+    proxy.swallow = lambda event: True
+    space.kubectl("delete", "pdb", "chat")
+    space.apply(replicas=2)
+    until(lambda: space.get("pdb", "chat"), RESYNC + 15)
+    until(lambda: len(node.pods()) == 2, RESYNC + 15)
+    assert proxy.swallowed
+
+
+def test_watches_that_are_gone_are_opened_anew(
+    space: Space, proxy: Proxy, behind: Operator, node: Node, until: Callable[..., Any]
+) -> None:
+    """F07."""
+    serve(space, node)
+    proxy.gone = 9
+    space.kubectl("label", "kvl,pdb,serviceaccount", "--all", "touched=yes")
+    until(lambda: proxy.gone < 9)
+    proxy.gone = 0
+    space.kubectl("delete", "serviceaccount", "chat")
+    until(lambda: space.get("serviceaccount", "chat"), RESYNC / 2)
+
+
+def test_an_api_server_that_fails_now_and_then_is_asked_again(
+    space: Space, proxy: Proxy, behind: Operator, node: Node, until: Callable[..., Any]
+) -> None:
+    """F10: of ten calls one is refused, one comes too soon and one breaks."""
+    turn = itertools.count()
+    kinds = {0: (503, {}), 3: (429, {"Retry-After": "2"}), 6: (500, {})}
+    proxy.answer = lambda method, path: None if "watch" in path else kinds.get(next(turn) % 10)
+    space.apply()
+    time.sleep(15)
+    proxy.answer = lambda method, path: None
+    serve(space, node)
+    healthy(behind)
+
+
+def test_a_slow_api_server_stops_neither_the_probe_nor_the_others(
+    space: Space, proxy: Proxy, behind: Operator, until: Callable[..., Any]
+) -> None:
+    """F11."""
+    proxy.delay = 1.0
+    for name in ("chat", "talk", "speak"):
+        space.apply(name)
+    began = time.monotonic()
+    while len(space.list("deployments")) < 3:
+        assert healthy(behind) < 1.0
+        assert time.monotonic() - began < 90
+        time.sleep(1)
+
+
+def test_writes_that_conflict_are_not_hammered(
+    space: Space, proxy: Proxy, behind: Operator, node: Node, until: Callable[..., Any]
+) -> None:
+    """F12."""
+    proxy.answer = lambda method, path: None if method == "GET" else (409, {})
+    space.apply()
+    time.sleep(12)
+    assert 1 <= len(proxy.writes) <= 10, proxy.writes
+    proxy.answer = lambda method, path: None
+    serve(space, node)
+
+
+def test_what_was_said_while_they_were_apart_is_done_afterwards(
+    space: Space, proxy: Proxy, behind: Operator, node: Node, until: Callable[..., Any]
+) -> None:
+    """F13."""
+    serve(space, node)
+    proxy.apart = True
+    before = [p["metadata"]["uid"] for p in node.pods()]
+    space.apply(replicas=2)
+    space.kubectl("delete", "pdb", "chat")
+    time.sleep(15)
+    healthy(behind)
+    assert [p["metadata"]["uid"] for p in node.pods()] == before
+    proxy.apart = False
+    until(lambda: space.get("pdb", "chat") and len(node.pods()) == 2, 60)
+
+
+def test_a_status_that_is_refused_stops_no_child(
+    space: Space, proxy: Proxy, behind: Operator, node: Node, until: Callable[..., Any]
+) -> None:
+    """F42."""
+
+    def refused(method: str, path: str) -> Any:
+        return (422, {}) if method == "PATCH" and "chat/status" in path else None
+
+    proxy.answer = refused
+    space.apply()
+    until(lambda: space.list("deployments"))
+    until(lambda: sum("chat/status" in path for path in proxy.writes) >= 2)
+    assert not (space.get("kvl", "chat") or {}).get("status")
+    assert json.loads(space.kubectl("get", "pods", "-o", "json").stdout)["items"]
+    proxy.answer = lambda method, path: None
+    serve(space, node)
