@@ -16,8 +16,6 @@ from kvline_operator.owners import CHILDREN, Owners
 from kvline_operator.resync import Resync
 from kvline_operator.workqueue import Key, WorkQueue
 
-TOGETHER = 0.3  # seconds: a service's children change in bursts, and one look sees them all
-
 
 def _resource(kind: str) -> tuple[str, str, str]:
     """Group, version and plural."""
@@ -51,7 +49,7 @@ def register(
             owner = owners.of(body["metadata"])
             if owner is not None:
                 resync.hear(owner, body["metadata"], type == "DELETED")
-                queue.add(owner, TOGETHER)
+                queue.add(owner)
 
 
 def configure(settings: kopf.OperatorSettings) -> None:

@@ -144,6 +144,9 @@ def expressions() -> Iterator[tuple[str, str]]:
     for panel in json.loads((ROOT / "monitoring" / "dashboard.json").read_text())["panels"]:
         for target in panel.get("targets", []):
             yield panel["title"], target["expr"]
+    recipe = yaml.safe_load((ROOT / "monitoring" / "recipes" / "keda.yaml").read_text())
+    for trigger in recipe["spec"]["triggers"]:
+        yield "keda.yaml", trigger["metadata"]["query"]
 
 
 def alerts() -> list[dict[str, Any]]:
