@@ -444,6 +444,7 @@ def test_killing_the_operator_at_each_of_its_writes_ends_in_the_same_state(
             while time.monotonic() < end:
                 assert operator.process is not None
                 if operator.process.poll() is not None:
+                    assert operator.process.returncode == 9, "of something else than the fault"
                     died = True
                     operator.extra = {}
                     operator.start()

@@ -235,6 +235,7 @@ def _roll(service: Service, operator: Any, tokens: int, reason: str) -> tuple[bo
     def looked() -> bool:
         nonlocal died
         if operator.process.poll() is not None:
+            assert operator.process.returncode == 9, "of something else than the fault"
             died, operator.extra = True, {}
             operator.start()
         status = service.look()

@@ -61,21 +61,21 @@ def die_at_write() -> None:
     import kvline_operator.kube as module
 
     number, when = os.environ["KVLINE_FAULT_WRITE"].split(":")
-    send = module.Kube._send
+    send = module.Kube._raw
     count = 0
 
-    def counted(self, method, *rest):  # type: ignore[no-untyped-def]
+    def counted(self, call):  # type: ignore[no-untyped-def]
         nonlocal count
-        count += method != "GET"
-        fatal = method != "GET" and count == int(number)
+        count += call.method != "GET"
+        fatal = call.method != "GET" and count == int(number)
         if fatal and when == "before":
             os._exit(9)
-        answer = send(self, method, *rest)
+        answer = send(self, call)
         if fatal:
             os._exit(9)
         return answer
 
-    module.Kube._send = counted  # type: ignore[method-assign]
+    module.Kube._raw = counted  # type: ignore[method-assign]
 
 
 if "KVLINE_FAULT_WRITE" in os.environ and "kvline_operator" in arguments:
