@@ -13,15 +13,17 @@ import shutil
 from pathlib import Path
 
 from kvline_contract.launch import LaunchConfig, LoadFormat
-from kvline_server.errors import ConfigInvalid, DownloadFailed, ModelNotFound
+from kvline_server.errors import ConfigInvalid, DownloadFailed, ModelNotFound, SecretMissing
 
+MAX_TOKEN = 4096
 SOURCE = re.compile(r"hf://([\w.-]+/[\w.-]+)@([0-9a-f]{40})")
 CONFIG_FILES = ("config.json", "generation_config.json", "tokenizer*.json", "*.jinja")
 WEIGHT_FILES = ("*.safetensors", "model.safetensors.index.json")
 
 
 def download(launch: LaunchConfig) -> None:
-    """Makes launch.model.path exist. Raises ModelNotFound or DownloadFailed with the reason."""
+    """Makes launch.model.path exist. Raises SecretMissing, ModelNotFound or DownloadFailed with the
+    reason."""
     target = Path(launch.model.path)
     match = SOURCE.fullmatch(launch.model.source)
     if match is None:
@@ -46,6 +48,7 @@ def download(launch: LaunchConfig) -> None:
 
 def _fetch(repository: str, commit: str, folder: Path, patterns: list[str]) -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    token = _token()
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -59,7 +62,7 @@ def _fetch(repository: str, commit: str, folder: Path, patterns: list[str]) -> N
             revision=commit,
             local_dir=folder,
             allow_patterns=patterns,
-            token=os.environ.get("HF_TOKEN") or False,
+            token=token or False,
             max_workers=4,
         )
     except GatedRepoError:
@@ -78,6 +81,19 @@ def _fetch(repository: str, commit: str, folder: Path, patterns: list[str]) -> N
         ) from None
     if not (folder / "config.json").is_file():
         raise ModelNotFound(f"{repository} at {commit} has no config.json")
+
+
+def _token() -> str:
+    """The Secret's value without the newline that a file ends with; empty where none is given."""
+    given = os.environ.pop("HF_TOKEN", None)
+    token = (given or "").strip()
+    sayable = token.isascii() and token.isprintable() and " " not in token
+    if given is not None and not (sayable and 0 < len(token) <= MAX_TOKEN):
+        raise SecretMissing(
+            f"what spec.model.tokenSecret names is no token: one word of 1 to {MAX_TOKEN} ASCII "
+            "characters"
+        )
+    return token
 
 
 def _settle(folder: Path) -> None:

@@ -108,18 +108,26 @@ def test_smollm2_says_of_real_text_what_the_reference_says() -> None:
     model = loader.from_pretrained(folder, dtype=torch.float32).cuda()
     rounded = loader.from_pretrained(folder, dtype=torch.bfloat16).cuda()
     theirs = np.concatenate(
-        [np.abs(prompt_logprobs(model, ids) - prompt_logprobs(rounded, ids)) for ids in asked]
+        [
+            np.abs(of_prompt(reference(model, ids), ids) - of_prompt(reference(rounded, ids), ids))
+            for ids in asked
+        ]
     )
     print(f"the reference's own in bfloat16: mean {theirs.mean():.4f}, most {theirs.max():.3f}")
     compare(model, asked, outputs, 1.3 * theirs.mean(), 2 * theirs.max())
 
 
-def prompt_logprobs(model: Any, ids: list[int]) -> np.ndarray:
+def reference(model: Any, ids: list[int]) -> np.ndarray:
+    """Logprobs of every token after each of the ids, [ids, vocabulary] float32"""
     with torch.no_grad():
         logits = model(torch.tensor([ids], device="cuda")).logits[0].float()
-    rows = torch.arange(len(ids) - 1)
-    found: np.ndarray = torch.log_softmax(logits, dim=-1).cpu()[rows, torch.tensor(ids[1:])].numpy()
-    return found
+    said: np.ndarray = torch.log_softmax(logits, dim=-1).cpu().numpy()
+    return said
+
+
+def of_prompt(said: np.ndarray, ids: list[int]) -> np.ndarray:
+    """Out of a reference's logprobs those of the ids themselves, the first left out."""
+    return said[np.arange(len(ids) - 1), ids[1:]]
 
 
 def compare(
@@ -133,13 +141,10 @@ def compare(
     agreed, said, distances, better = 0, 0, [], 0.0
     for id, prompt in enumerate(asked):
         whole = prompt + [o.token for o in outputs[id]]
-        with torch.no_grad():
-            logits = model(torch.tensor([whole], device="cuda")).logits[0].float()
-        want = torch.log_softmax(logits, dim=-1).cpu()
+        want = reference(model, whole)
         scores = outputs[id][0].prompt_scores
         assert scores is not None
-        rows = torch.arange(len(prompt) - 1)
-        distances.append(np.abs(scores.values - want[rows, torch.tensor(prompt[1:])].numpy()))
+        distances.append(np.abs(scores.values - of_prompt(want, prompt)))
         for row in range(len(prompt) - 1, len(whole) - 1):
             said += 1
             agreed += int(want[row].argmax()) == whole[row + 1]
@@ -157,9 +162,8 @@ def test_neither_chunks_nor_the_prefix_cache_change_what_is_said(tmp_path: Path)
     folder, _ = make(tmp_path, "Qwen3", 128)
     made = engine(folder)
     first = play(made, prompts())
-    again = play(
-        made, prompts()
-    )  # its prompts' pages are in the cache now, scores are computed anew
+    # Its prompts' pages are in the cache now; scores are computed anew.
+    again = play(made, prompts())
     small = play(engine(folder, rows=16, step=128), prompts())
     for other in (again, small):
         assert np.abs(prompt_values(first) - prompt_values(other)).max() < 0.1

@@ -66,6 +66,7 @@ def test_a_changed_key_counts_and_a_vanished_one_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [None, b"", b" \n", b"k" * 4097])
 def test_no_key_is_no_start(tmp_path: Path, content: bytes | None) -> None:
+    """C12: absent, empty, a newline, too long."""
     file = tmp_path / "key"
     if content is not None:
         file.write_bytes(content)

@@ -46,7 +46,7 @@ def hub() -> Iterator[Hub]:
 @pytest.fixture
 def fetch(hub: Hub, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(
-        load: LoadFormat = LoadFormat.WEIGHTS, token: str = "", commit: str = COMMIT
+        load: LoadFormat = LoadFormat.WEIGHTS, token: str | None = None, commit: str = COMMIT
     ) -> subprocess.CompletedProcess[str]:
         model = Model(f"hf://org/tiny@{commit}", str(tmp_path / "cache" / commit), "tiny", load)
         launch = LaunchConfig(
@@ -56,7 +56,7 @@ def fetch(hub: Hub, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess
         config.write_text(launch.dumps())
         environment = {**os.environ, "HF_ENDPOINT": hub.url, "HOME": str(tmp_path)}
         environment["HF_HUB_ETAG_TIMEOUT"] = environment["HF_HUB_DOWNLOAD_TIMEOUT"] = "5"
-        if token:
+        if token is not None:
             environment["HF_TOKEN"] = token
         command = [sys.executable, "-m", "kvline_server", "download", "--config", str(config)]
         return subprocess.run(
@@ -115,6 +115,25 @@ def test_the_token_opens_a_gated_model_and_is_never_shown(
     for done in (without, wrong, right):
         assert TOKEN not in done.stdout + done.stderr
         assert "hf_wrong_canary" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "token", ["", " \n", "two words", "two\nlines", "schl\u00fcssel", "k" * 4097]
+)
+def test_what_is_no_token_is_said_without_being_shown(
+    fetch: Callable[..., Any], token: str
+) -> None:
+    """C12."""
+    done = fetch(token=token)
+    assert done.returncode == 22
+    assert "spec.model.tokenSecret" in done.stderr and "Traceback" not in done.stderr
+    assert not token.strip() or token not in done.stderr
+
+
+def test_a_token_may_end_with_the_newline_of_its_file(hub: Hub, fetch: Callable[..., Any]) -> None:
+    """C12."""
+    hub.gated = True
+    assert fetch(token=TOKEN + "\n").returncode == 0
 
 
 def test_an_unknown_commit_is_not_found(fetch: Callable[..., Any]) -> None:

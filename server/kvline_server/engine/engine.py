@@ -7,6 +7,7 @@ knows nothing of sockets, text or HTTP.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Literal
@@ -80,6 +81,7 @@ class Engine:
             out += self._land(0)
         work = self.scheduler.schedule()
         if work:
+            _admit(work)
             batch = batches.build(work)
             self._flights.append(self.runner.launch(batch))
             self._advance(batch, work)
@@ -134,6 +136,15 @@ class Engine:
         if token in self.eos_token_ids and not sequence.params.ignore_eos:
             return "stop"
         return "length" if self._is_full(sequence, len(sequence.tokens)) else None
+
+
+def _admit(work: list[Work]) -> None:
+    """Notes how long those have waited that are in a step for the first time: the last of it."""
+    now = time.monotonic()
+    for item in reversed(work):
+        if item.sequence.waited is not None:
+            break
+        item.sequence.waited = now - item.sequence.submitted
 
 
 def _hand_out(batch: batches.Batch, table: Table) -> None:

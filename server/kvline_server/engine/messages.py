@@ -46,6 +46,7 @@ class Delta(msgspec.Struct, array_like=True):
     scores: PackedScores | None = None
     prompt_scores: PackedScores | None = None
     cached: int = 0
+    waited_ms: int = 0  # before its first step
 
 
 class Deltas(msgspec.Struct, tag="deltas", array_like=True):

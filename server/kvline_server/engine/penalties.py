@@ -18,7 +18,7 @@ from kvline_server.kernels.interface import Kernels
 def apply(kernels: Kernels, logits: torch.Tensor, sequences: list[Sequence]) -> None:
     """Changes the rows of sequences that asked for it. logits [rows, vocabulary], in place"""
     flat, vocabulary = logits.view(-1), logits.shape[1]
-    tallied = [(row, s, _tally(s)) for row, s in enumerate(sequences) if _counts(s)]
+    tallied = [(row, s, _tally(s)) for row, s in enumerate(sequences) if s.params.tallied]
     if tallied:
         lengths = [len(tally.ids) for _, _, tally in tallied]
         params = np.asarray(
@@ -42,11 +42,6 @@ def apply(kernels: Kernels, logits: torch.Tensor, sequences: list[Sequence]) -> 
         more = np.concatenate([np.fromiter(b.values(), np.float32) for _, b in biased])
         at, bias = kernels.upload(pairs, more)
         flat[at] = (flat[at].float() + bias).to(logits.dtype)
-
-
-def _counts(sequence: Sequence) -> bool:
-    p = sequence.params
-    return bool(p.repetition_penalty != 1.0 or p.presence_penalty or p.frequency_penalty)
 
 
 def _tally(sequence: Sequence) -> Tally:

@@ -204,6 +204,7 @@ def _delta(output: Output) -> Delta:
         pack(output.scores),
         pack(output.prompt_scores),
         output.sequence.cached,
+        int(1000 * (output.sequence.waited or 0)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import msgspec
@@ -29,13 +30,17 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     logprob_start: int = 0  # first prompt position whose logprob is wanted
 
     @property
-    def penalised(self) -> bool:
+    def tallied(self) -> bool:
+        """Penalties count what was said before."""
         return (
             self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
             or self.repetition_penalty != 1.0
-            or bool(self.logit_bias)
         )
+
+    @property
+    def penalised(self) -> bool:
+        return self.tallied or bool(self.logit_bias)
 
 
 @dataclass(slots=True)
@@ -69,6 +74,8 @@ class Sequence:
     slot: int = 0  # its place in the device's pool of sampled tokens, while it runs
     tally: Tally | None = None  # where penalties are asked for
     ended: bool = False  # what still comes of it is nobody's
+    submitted: float = field(default_factory=time.monotonic)
+    waited: float | None = None  # seconds until its first step
 
     @property
     def length(self) -> int:

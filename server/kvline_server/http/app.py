@@ -77,6 +77,9 @@ async def _generate(
     route: Callable[..., Any],
 ) -> Response:
     with ExitStack() as stack:
+        stack.enter_context(
+            service.generator.traces.request(f"POST {request.url.path}", request.headers)
+        )
         stack.enter_context(service.admission.request())
         parsed = parse(kind, await read_object(request))
         _check_model(parsed.model, service.limits)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +19,7 @@ from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.protocol import GenerationRequest
 from kvline_server.http.tokens import StopMatcher, TextStream, Tokens
+from kvline_server.http.trace import Traces
 
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf
 
@@ -75,9 +76,10 @@ class Limits:
 
 
 class Generator:
-    def __init__(self, engine: EngineClient, tokens: Tokens | None) -> None:
+    def __init__(self, engine: EngineClient, tokens: Tokens | None, traces: Traces) -> None:
         self.engine = engine
         self.tokens = tokens
+        self.traces = traces
 
     async def follow(
         self, prompt: list[int], params: SamplingParams, stops: list[str]
@@ -85,8 +87,14 @@ class Generator:
         """Pieces until the end; leaving early frees the sequence's pages."""
         stream = self.tokens.stream() if self.tokens is not None else None
         matcher = StopMatcher(stops)
-        async with aclosing(self.engine.generate(prompt, params)) as deltas:
+        async with AsyncExitStack() as stack:
+            trace = self.traces.sequence(len(prompt))
+            if trace is not None:
+                stack.callback(trace.end)
+            deltas = await stack.enter_async_context(aclosing(self.engine.generate(prompt, params)))
             async for batch in deltas:
+                if trace is not None:
+                    trace.hear(batch)
                 piece = Piece()
                 for delta in batch:
                     self._add(piece, delta, params, stream, matcher)

@@ -13,21 +13,24 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
 from kvline_contract import codec
 from kvline_contract.exits import ExitCode
 from kvline_contract.launch import LaunchConfig
+from kvline_contract.tracing import NoTracing, tracer
 from kvline_server.engine import messages
 from kvline_server.engine.messages import Drain, EdgeBeat, Serve
-from kvline_server.errors import ServerError
+from kvline_server.errors import ConfigInvalid, ServerError
 from kvline_server.http.access import Guard, Key
 from kvline_server.http.admission import Admission
 from kvline_server.http.app import Service, create_app, now
 from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.generate import Generator, Limits
 from kvline_server.http.tokens import Tokens
+from kvline_server.http.trace import Traces
 from kvline_server.model.config import read_config
 
 BEAT_SECONDS = 0.5
@@ -51,7 +54,7 @@ class Edge:
         tokens = Tokens(folder) if (folder / "tokenizer.json").is_file() else None
         self.client = EngineClient()
         self.service = Service(
-            generator=Generator(self.client, tokens),
+            generator=Generator(self.client, tokens, Traces(_tracer())),
             admission=Admission(),
             limits=Limits(launch.model.served_name, model.vocabulary, 0, 0),
             started=now(),
@@ -129,6 +132,13 @@ class Edge:
             )
             writer.write(messages.encode(beat))
             await asyncio.sleep(BEAT_SECONDS if server.started else 0.05)
+
+
+def _tracer() -> Any | None:
+    try:
+        return tracer("kvline-server")
+    except NoTracing as error:
+        raise ConfigInvalid(str(error)) from None
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

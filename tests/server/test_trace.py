@@ -1,0 +1,110 @@
+"""Traces of requests, at a real collector: what belongs to whom, and that times add up."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from collector import Collector, attributes, collecting
+from servers import Server
+
+from kvline_contract import tracing
+
+pytestmark = pytest.mark.process
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+BODY = {"model": "tiny", "prompt": [5, 6, 7, 8, 9], "max_tokens": 8, "ignore_eos": True}
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with collecting() as made:
+        yield made
+
+
+@pytest.fixture
+def traced(tiny_model: Path, tmp_path: Path, collector: Collector) -> Iterator[Server]:
+    server = Server(tiny_model, tmp_path / "run", faults=collector.environment).start()
+    yield server
+    server.stop()
+
+
+def spans(collector: Collector, count: int) -> list[Any]:
+    end = time.monotonic() + 20
+    while len(collector.spans) < count:
+        assert time.monotonic() < end, [s.name for s in collector.spans]
+        time.sleep(0.05)
+    return list(collector.spans)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_is_a_part_of_its_client_s_trace(
+    traced: Server, collector: Collector, stream: bool
+) -> None:
+    traced.wait()
+    headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+    url = f"{traced.url}/v1/completions"
+    answer = httpx.post(url, json={**BODY, "stream": stream}, headers=headers, timeout=30)
+    assert answer.status_code == 200
+    found = {span.name: span for span in spans(collector, 5)}
+    assert set(found) == {"POST /v1/completions", "sequence", "queue", "prefill", "decode"}
+    assert {span.trace_id.hex() for span in found.values()} == {TRACE}
+    assert collector.services == {"kvline-server"}
+
+    request, sequence = found["POST /v1/completions"], found["sequence"]
+    assert request.parent_span_id.hex() == PARENT
+    assert sequence.parent_span_id == request.span_id
+    parts = [found[name] for name in ("queue", "prefill", "decode")]
+    assert all(part.parent_span_id == sequence.span_id for part in parts)
+    # One after the other, from the sequence's first moment to its last.
+    edges = [(part.start_time_unix_nano, part.end_time_unix_nano) for part in parts]
+    assert edges[0][0] == sequence.start_time_unix_nano
+    assert edges[0][1] == edges[1][0] and edges[1][1] == edges[2][0]
+    assert edges[2][1] == sequence.end_time_unix_nano <= request.end_time_unix_nano
+    assert attributes(found["prefill"])["gen_ai.usage.input_tokens"] == 5
+    assert attributes(found["decode"])["gen_ai.usage.output_tokens"] == 8
+
+
+def test_a_refusal_is_an_error_and_without_a_parent_a_trace_of_its_own(
+    traced: Server, collector: Collector
+) -> None:
+    traced.wait()
+    answer = httpx.post(f"{traced.url}/v1/completions", json={**BODY, "model": "other"})
+    assert answer.status_code == 404
+    (span,) = spans(collector, 1)
+    assert (span.status.code, span.status.message) == (2, "NotFound")
+    assert not span.parent_span_id
+
+
+def test_a_collector_that_is_not_there_slows_nothing_down(tiny_model: Path, tmp_path: Path) -> None:
+    """F48: nor the end."""
+    nobody = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_BSP_SCHEDULE_DELAY": "100"}
+    server = Server(tiny_model, tmp_path / "run", faults=nobody).start()
+    try:
+        server.wait()
+        url = f"{server.url}/v1/completions"
+        assert all(httpx.post(url, json=BODY, timeout=30).status_code == 200 for _ in range(5))
+        began = time.monotonic()
+        server.process.terminate()
+        assert server.end(10) == 0
+        assert time.monotonic() - began < 4
+    finally:
+        server.stop()
+
+
+def test_without_an_address_there_is_no_tracer(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in tracing.ENDPOINTS:
+        monkeypatch.delenv(name, raising=False)
+    assert tracing.tracer("x") is None
+
+
+def test_a_missing_extra_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(tracing.ENDPOINT, "http://collector:4318")
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(tracing.NoTracing, match=r"kvline\[otel\]"):
+        tracing.tracer("x")
