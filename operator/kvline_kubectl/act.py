@@ -44,8 +44,11 @@ def rollback(body: Object, history: tuple[Past, ...], revision: str | None) -> t
     target = _known(history, revision) if revision else _before(body, history)
     after = copy.deepcopy(body)
     _say(after, target)
-    existing = [Revision(p.name, p.image, canonical(p.inputs), p.number) for p in history]
-    if wanted(parse(after), existing, target.image).name != target.name:
+    if not target.named:
+        after["spec"].pop("image", None)
+    existing = [Revision(p.name, p.image, canonical(p.inputs), p.number, p.named) for p in history]
+    stable = ((body.get("status") or {}).get("rollout") or {}).get("stableRevision", "")
+    if wanted(parse(after), existing, target.image, stable).name != target.name:
         after["spec"]["image"] = target.image
     if canonical([after["spec"], _annotations(after)]) == canonical(
         [body["spec"], _annotations(body)]

@@ -11,6 +11,7 @@ from typing import Any, cast
 import kopf
 
 from kvline_contract.names import API_VERSION, GROUP
+from kvline_contract.tracing import NoTracing, tracer
 from kvline_operator import handlers, kube
 from kvline_operator.board import Board
 from kvline_operator.errors import OperatorError
@@ -36,14 +37,14 @@ def main() -> int:
     try:
         client = kube.connect()
         missing = _missing_crd(client)
-    except OperatorError as error:
+        traces = tracer("kvline-operator")
+    except (OperatorError, NoTracing) as error:
         print(f"kvline-operator: {error}", file=sys.stderr)
         return 1
     if missing:
         print(f"kvline-operator: {missing}", file=sys.stderr)
         return 1
-    asyncio.run(operate(settings, client))
-    return 0
+    return asyncio.run(operate(settings, client, traces))
 
 
 def _missing_crd(client: kube.Kube) -> str | None:
@@ -56,7 +57,8 @@ def _missing_crd(client: kube.Kube) -> str | None:
     return f"this operator needs {GROUP}/{API_VERSION}, the cluster serves {', '.join(served)}"
 
 
-async def operate(settings: Settings, client: kube.Kube) -> None:
+async def operate(settings: Settings, client: kube.Kube, traces: Any | None) -> int:
+    """Until something of it ends; the exit code. Whoever started it starts it again."""
     queue = WorkQueue()
     board = Board()
     metrics = Metrics(board, client, queue)
@@ -69,7 +71,7 @@ async def operate(settings: Settings, client: kube.Kube) -> None:
     )
     owners = Owners()
     resync = Resync(client, settings.namespaces, owners)
-    loop = Loop(world, queue, metrics, resync)
+    loop = Loop(world, queue, metrics, resync, traces)
     ProbeServer(settings.probe_port, loop.unwell, metrics).start()
     if settings.page_port:
         page.serve(board, settings.page_port)
@@ -77,7 +79,7 @@ async def operate(settings: Settings, client: kube.Kube) -> None:
     handlers.register(registry, queue, owners, resync)
     options = kopf.OperatorSettings()
     handlers.configure(options)
-    working = asyncio.create_task(loop.run())
+    working = asyncio.create_task(loop.run(), name="the queue")
     watching = asyncio.create_task(
         kopf.operator(
             registry=registry,
@@ -87,15 +89,18 @@ async def operate(settings: Settings, client: kube.Kube) -> None:
             identity=cast(Any, "kvline-operator"),
             clusterwide=not settings.namespaces,
             namespaces=settings.namespaces,
-        )
+        ),
+        name="the watch",
     )
     # Either ending is the end: a dead watch or a dead queue must not look alive.
     done, pending = await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
     for task in pending:
         task.cancel()
     await asyncio.gather(*pending, return_exceptions=True)
-    for task in done:
-        task.result()
+    broken = {task.get_name(): task.exception() for task in done if task.exception()}
+    for name, error in broken.items():
+        log.error("%s ended: %r", name, error)
+    return int(bool(broken))
 
 
 if __name__ == "__main__":

@@ -10,22 +10,29 @@ from typing import Any
 from kubernetes.utils.quantity import parse_quantity
 
 from kvline_contract.names import FIELD_MANAGER
-from kvline_operator.errors import ApiUnavailable, NameConflict
+from kvline_operator.errors import ApiUnavailable, Conflict, Invalid, NameConflict
 from kvline_operator.kube import Kube
 
 Object = dict[str, Any]
 
 
-def ensure(kube: Kube, wanted: Object, seen: Object | None = None) -> Object:
-    """The live object, made equal to `wanted` in the fields that `wanted` has. One that a list has
-    just shown is not read again; one that it has not may have lost its labels, or be foreign."""
+def ensure(kube: Kube, wanted: Object, seen: Object | None = None, absent: bool = False) -> None:
+    """Makes the live object equal to `wanted` in the fields that `wanted` has. One that a list has
+    just shown is not read again; one that it has not may have lost its labels, or be foreign. Where
+    all says that it is absent, it is made at once, and read only when something has its name."""
+    if seen is None and absent:
+        try:
+            kube.apply(wanted, anew=True)
+            return
+        except (Conflict, Invalid):
+            pass  # a conflict is told by what is there, and what is refused is so again
     meta = wanted["metadata"]
     live = seen or kube.get(wanted["kind"], meta["namespace"], meta["name"])
     if live is not None:
         _check_ours(live, wanted)
         if covers(live, wanted):
-            return live
-    return kube.apply(wanted)
+            return
+    kube.apply(wanted)
 
 
 def _check_ours(live: Object, wanted: Object) -> None:

@@ -26,6 +26,7 @@ class Past:
     created: str  # RFC 3339; empty for one that this reconcile made
     inputs: Object
     standing: Standing
+    named: bool = False  # the spec named the image
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,7 @@ def past(stored: dict[str, Object], standings: dict[str, Standing]) -> tuple[Pas
             name=name,
             number=item.get("revision", 0),
             image=item["data"].get("image", ""),
+            named=bool(item["data"].get("imageNamed")),
             created=item["metadata"].get("creationTimestamp", ""),
             inputs=item["data"].get("inputs", {}),
             standing=standings.get(name, Standing()),

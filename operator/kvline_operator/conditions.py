@@ -272,6 +272,10 @@ def up_to_date(facts: Facts) -> Condition:
     if plan.candidate and plan.gate is not None:
         return _on_the_way(kind, facts, plan.gate)
     ready = sum(1 for p in facts.newest if p.ready)
+    others = sum(1 for p in facts.pods if p.ready) - ready
+    if others:
+        text = f"revision {plan.stable} took over; {others} of another still to go"
+        return Condition(kind, "False", "RollingOut", text)
     if ready == facts.spec.replicas == len(facts.newest):
         return Condition(kind, "True", "UpToDate", f"revision {facts.plan.stable}")
     return Condition(kind, "False", "Scaling", _counts(facts))

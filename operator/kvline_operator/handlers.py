@@ -47,12 +47,24 @@ def register(
         @kopf.on.event(*_resource(kind), registry=registry)
         async def child(body: Any, type: str | None, **_: Any) -> None:
             owner = owners.of(body["metadata"])
+            resync.hear(owner, body["metadata"], type == "DELETED")
             if owner is not None:
-                resync.hear(owner, body["metadata"], type == "DELETED")
                 queue.add(owner)
 
 
+class NoDiffs(kopf.AnnotationsDiffBaseStorage):
+    """Of what changed since a handler last ran: ours never ask, and kopf works it out for each
+    event all the same, with copies of the whole object."""
+
+    def build(self, **_: Any) -> Any:
+        return {}
+
+    def fetch(self, **_: Any) -> None:
+        return None
+
+
 def configure(settings: kopf.OperatorSettings) -> None:
+    settings.persistence.diffbase_storage = NoDiffs()
     settings.posting.enabled = False
     settings.scanning.disabled = True
     settings.watching.chunk_size = PAGE

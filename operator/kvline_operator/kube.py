@@ -6,7 +6,8 @@ One ApiClient for the process. Errors carry verb, kind, name and status, never a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ JSON = "application/json"
 METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 PAGE = 250  # objects of a list
 TIMEOUT = (5, 30)  # connect, read; seconds
+NO_VERSION = "1"  # etcd's before anything is written: no object ever has it
 
 # kind -> (path prefix, plural)
 KINDS = {
@@ -64,6 +66,7 @@ class Kube:
     def __init__(self, api: client.ApiClient) -> None:
         self._api = api
         self.writes = 0  # for the test that nothing changed means zero
+        self.timed: Callable[[float], None] = lambda seconds: None  # hears how long each call took
 
     def get(self, kind: str, namespace: str, name: str) -> Object | None:
         return self._call("GET", kind, namespace, name, missing_is_none=True)
@@ -93,22 +96,17 @@ class Kube:
                 if not following:
                     break
 
-    def apply(self, body: Object) -> Object:
-        """Server-side apply; takes back fields that somebody else has changed."""
+    def apply(self, body: Object, anew: bool = False) -> None:
+        """Server-side apply; takes back fields that somebody else has changed. `anew` raises
+        Conflict where there is an object of that name, whosever it is."""
         query = [("fieldManager", FIELD_MANAGER), ("force", "true")]
         meta = body["metadata"]
+        if anew:
+            body = {**body, "metadata": {**meta, "resourceVersion": NO_VERSION}}
         self.writes += 1
-        return self._must(
-            self._call(
-                "PATCH",
-                body["kind"],
-                meta["namespace"],
-                meta["name"],
-                body=body,
-                query=query,
-                content="application/apply-patch+yaml",
-            )
-        )
+        content = "application/apply-patch+yaml"
+        where = (body["kind"], meta["namespace"], meta["name"])
+        self._call("PATCH", *where, body=body, query=query, content=content)
 
     def replace_status(self, namespace: str, name: str, status: Object, version: str) -> None:
         """The whole status in one write, refused if the object changed since it was read."""
@@ -189,7 +187,7 @@ class Kube:
 
     def _raw(self, call: Call) -> bytes:
         """The body of a success; raises for all else."""
-        after = 0.0
+        after, began = 0.0, time.monotonic()
         try:
             response = self._api.call_api(
                 *self._api.param_serialize(
@@ -209,14 +207,11 @@ class Kube:
             after = _seconds((error.headers or {}).get("Retry-After"))
         except HTTPError as error:
             raise ApiUnavailable(f"{call.method} {call.what}: {type(error).__name__}") from None
+        finally:
+            self.timed(time.monotonic() - began)
         if 200 <= status < 300:
             return raw
         raise _error(call, status, raw, after)
-
-    @staticmethod
-    def _must(value: Object | None) -> Object:
-        assert value is not None
-        return value
 
 
 def _paths(kind: str, namespaces: tuple[str, ...]) -> list[str]:

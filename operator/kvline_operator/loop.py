@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from kvline_operator.errors import ApiUnavailable, OperatorError
 from kvline_operator.metrics import Metrics
@@ -14,15 +15,21 @@ from kvline_operator.resync import Resync
 from kvline_operator.workqueue import Key, WorkQueue
 
 log = logging.getLogger("kvline")
-WAY = 4.0  # at most so many times later, while looks are late by seconds
+# A poll is stretched by its own length for each second that looks are late, at most so many times:
+# who is only watched makes way for who is new.
+STRETCH = 4.0
+DEAF = "a watch is dead: changes that a resync found were never told by an event"
 
 
 class Loop:
-    def __init__(self, world: World, queue: WorkQueue, metrics: Metrics, resync: Resync) -> None:
+    def __init__(
+        self, world: World, queue: WorkQueue, metrics: Metrics, resync: Resync, tracer: Any | None
+    ) -> None:
         self.world = world
         self.queue = queue
         self.metrics = metrics
         self.resync = resync
+        self.tracer = tracer
         self.listed_at = time.monotonic()
         self._threads = ThreadPoolExecutor(world.settings.workers, "reconcile")
 
@@ -42,16 +49,13 @@ class Loop:
 
     async def _one(self, key: Key) -> None:
         """One reconcile; whatever goes wrong is logged, counted and tried again later."""
-        started = time.monotonic()
+        started, began = time.monotonic(), time.time_ns()
         result = "ok"
         try:
-            run = asyncio.get_running_loop().run_in_executor(
-                self._threads, reconcile, self.world, key
-            )
-            again = await run
+            again = await asyncio.get_running_loop().run_in_executor(self._threads, self._look, key)
             self.queue.succeeded(key)
-            if again:  # who is only watched makes way for who is new
-                self.queue.add(key, again * (1 + min(self.queue.oldest_overdue(), WAY)))
+            if again:
+                self.queue.add(key, again * (1 + min(self.queue.oldest_overdue(), STRETCH)))
         except OperatorError as error:
             result = type(error).__name__
             level, after = logging.WARNING, 0.0
@@ -64,6 +68,17 @@ class Loop:
             delay = self.queue.retry(key)
             log.exception("reconcile of %s/%s broke", key.namespace, key.name)
         self.metrics.reconciled(result, time.monotonic() - started)
+        if self.tracer is not None:
+            about = {"k8s.namespace.name": key.namespace, "kvline.service": key.name}
+            about["kvline.result"] = result
+            self.tracer.start_span("reconcile", start_time=began, attributes=about).end()
+
+    def _look(self, key: Key) -> float:
+        began = time.thread_time()
+        try:
+            return reconcile(self.world, key)
+        finally:
+            self.metrics.worked(time.thread_time() - began)
 
     async def _resync(self) -> None:
         """Looks now and then at what changed without an event."""
@@ -72,6 +87,8 @@ class Loop:
             try:
                 changed = await loop.run_in_executor(self._threads, self.resync.changed)
                 self.listed_at = time.monotonic()
+                if self.resync.missed:
+                    log.warning("no event told of %d changes: %s", self.resync.missed, DEAF)
                 for key in changed:
                     self.queue.add(key)
                 delay = self.world.settings.resync_seconds
@@ -81,9 +98,11 @@ class Loop:
             await asyncio.sleep(delay)
 
     def unwell(self) -> str | None:
-        """What the probe says: None while lists succeed and due keys are worked on."""
+        """What the probe says: None while lists succeed, events come and due keys are worked on."""
         if time.monotonic() - self.listed_at > 2 * self.world.settings.resync_seconds + 60:
             return "no list of services has succeeded for too long"
+        if self.resync.missed:
+            return DEAF
         if self.queue.oldest_overdue() > 120:
             return "a key has been due for more than two minutes"
         return None

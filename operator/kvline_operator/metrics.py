@@ -34,12 +34,27 @@ class Metrics:
         self._seconds = Histogram(
             "kvline_reconcile_seconds", "Duration of a reconcile", registry=self.registry
         )
+        self._cpu = Histogram(
+            "kvline_reconcile_cpu_seconds",
+            "CPU of a reconcile: its own work, without what it waits for and without the threads"
+            " that read its lists and reports",
+            registry=self.registry,
+        )
+        calls = Histogram(
+            "kvline_api_call_seconds",
+            "Duration of a call of the API server",
+            registry=self.registry,
+        )
+        kube.timed = calls.observe
         self.registry.register(_Services(board))
         self.registry.register(_Work(kube, queue))
 
     def reconciled(self, result: str, seconds: float) -> None:
         self._reconciles.labels(result).inc()
         self._seconds.observe(seconds)
+
+    def worked(self, seconds: float) -> None:
+        self._cpu.observe(seconds)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -99,13 +99,19 @@ class Observed:
 
     def child(self, kind: str, name: str) -> Object | None:
         """One that the lists have shown and that is ours."""
-        lists = {
+        found = (c for c in self._listed().get(kind, []) if c["metadata"]["name"] == name)
+        return next(found, None)
+
+    def lists(self, kind: str) -> bool:
+        """Whether a child of this kind that is not seen is most likely not there."""
+        return kind in self._listed()
+
+    def _listed(self) -> dict[str, list[Object]]:
+        return {
             "ControllerRevision": self.revisions,
             "Deployment": self.deployments,
             "ConfigMap": self.config_maps,
         }
-        found = (c for c in lists.get(kind, []) if c["metadata"]["name"] == name)
-        return next(found, None)
 
     def serving(self) -> dict[str, tuple[Measured, ...]]:
         """The sizes of the replicas that serve, by revision."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvline_contract import names
+from kvline_contract import names, tracing
 from kvline_operator.revisions import Revision
 from kvline_operator.settings import Settings
 from kvline_operator.spec import ServiceSpec
@@ -40,7 +40,7 @@ def pod_template(base: str, spec: ServiceSpec, revision: Revision, settings: Set
             "fsGroup": names.RUN_AS,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "containers": [_server(inputs, revision.image)],
+        "containers": [_server(inputs, revision.image, settings)],
         "volumes": _volumes(spec, inputs, name, names.gate_name(base, revision.name), base),
     }
     if "access" in inputs:
@@ -50,6 +50,7 @@ def pod_template(base: str, spec: ServiceSpec, revision: Revision, settings: Set
     for key in ("nodeSelector", "tolerations"):
         if scheduling.get(key):
             pod[key] = scheduling[key]
+    pod |= _platform(settings)
     labels = {
         names.LABEL_SERVICE: base,
         names.LABEL_REVISION: revision.name,
@@ -58,7 +59,18 @@ def pod_template(base: str, spec: ServiceSpec, revision: Revision, settings: Set
     return {"metadata": {"labels": labels}, "spec": pod}
 
 
-def _server(inputs: Object, image: str) -> Object:
+def _platform(settings: Settings) -> Object:
+    """What the platform wants of every pod; frozen into a revision when it is made, like the rest
+    of its template, so that another setting moves no pod."""
+    said = {
+        "runtimeClassName": settings.runtime_class,
+        "priorityClassName": settings.priority_class,
+        "imagePullSecrets": [{"name": name} for name in settings.pull_secrets],
+    }
+    return {key: value for key, value in said.items() if value}
+
+
+def _server(inputs: Object, image: str, settings: Settings) -> Object:
     return {
         "name": names.SERVER_CONTAINER,
         "image": image,
@@ -70,7 +82,7 @@ def _server(inputs: Object, image: str) -> Object:
             f"--gate={names.GATE_DIR}/{names.GATE_FILE}",
             f"--state-dir={names.STATE_DIR}",
         ],
-        "env": _environment(),
+        "env": [*_environment(), *_traces(settings)],
         "ports": [
             {"name": "api", "containerPort": names.API_PORT, "protocol": "TCP"},
             {"name": "internal", "containerPort": names.INTERNAL_PORT, "protocol": "TCP"},
@@ -115,6 +127,11 @@ def _environment() -> list[Object]:
         {"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": path}}}
         for name, path in fields
     ] + home
+
+
+def _traces(settings: Settings) -> list[Object]:
+    where = settings.traces_endpoint
+    return [{"name": tracing.ENDPOINT, "value": where}] if where else []
 
 
 def _resources(asked: Object) -> Object:

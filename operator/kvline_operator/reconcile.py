@@ -75,14 +75,14 @@ def reconcile(world: World, key: Key) -> float:
         observed = observe(world.kube, spec, world.reports, world.pool)
         scale, scaling = _scale(spec, observed, world.now())
         spec = replace(spec, replicas=scale.replicas) if scale else spec
-        revision, stored = _revision(spec, observed, world.settings)
+        revision, stored, known = _revision(spec, observed, world.settings)
     except SpecError as error:
         wrong = conditions.Condition("Accepted", "False", "SpecInvalid", str(error))
         said, news = status.refused(wrong, body, world.stamp())
         world.board.refuse(key, body.get("spec") or {}, said)
         _report(world, body, said, news)
         return 0.0
-    story = _story(spec, observed, revision.name, stored)
+    story = _story(spec, observed, revision.name, stored, known)
     kept = _records(spec, observed)
     maps = [render.records_map(spec, kept)] if kept else []
     maps += [render.scale_map(spec, scale)] if scale else []
@@ -124,18 +124,22 @@ def _scale(
 
 def _revision(
     spec: ServiceSpec, observed: Observed, settings: Settings
-) -> tuple[revisions.Revision, dict[str, Object]]:
-    """The revision the spec means, and every stored ControllerRevision by revision name."""
+) -> tuple[revisions.Revision, dict[str, Object], dict[str, Standing]]:
+    """The revision the spec means; by revision name every ControllerRevision, its own among them,
+    and what is remembered of each."""
     stored = {
         item["metadata"]["labels"][LABEL_REVISION]: item
         for item in observed.revisions
         if LABEL_REVISION in (item["metadata"].get("labels") or {})
     }
     existing = revisions.known(list(stored.values()))
-    wanted = revisions.wanted(spec, existing, settings.image_for(spec.gpus))
+    known = {name: verdicts.read(item) for name, item in stored.items()}
+    stable = verdicts.stable(known)
+    wanted = revisions.wanted(spec, existing, settings.image_for(spec.gpus), stable)
     if wanted.name not in stored:
         stored[wanted.name] = render.controller_revision(spec, wanted, settings)
-    return wanted, stored
+        known[wanted.name] = Standing()
+    return wanted, stored, known
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +161,15 @@ class Story:
         return GateFile(VERSION, is_open, spec.min_kv_tokens, required)
 
 
-def _story(spec: ServiceSpec, observed: Observed, wanted: str, stored: dict[str, Object]) -> Story:
+def _story(
+    spec: ServiceSpec,
+    observed: Observed,
+    wanted: str,
+    stored: dict[str, Object],
+    known: dict[str, Standing],
+) -> Story:
     """Pure: from what was observed and is remembered to what should be."""
     serving = observed.serving()
-    known = {name: verdicts.read(item) for name, item in stored.items()}
     standings = verdicts.first(known, serving, wanted)
     stable = verdicts.stable(standings)
     sized = observed.sized()
@@ -240,8 +249,9 @@ def _apply(
 
 
 def _ensure(world: World, observed: Observed, wanted: Object) -> None:
-    seen = observed.child(wanted["kind"], wanted["metadata"]["name"])
-    apply.ensure(world.kube, wanted, seen)
+    kind = wanted["kind"]
+    seen = observed.child(kind, wanted["metadata"]["name"])
+    apply.ensure(world.kube, wanted, seen, absent=observed.lists(kind) or not observed.revisions)
 
 
 def _remember(world: World, spec: ServiceSpec, story: Story) -> None:
@@ -249,7 +259,7 @@ def _remember(world: World, spec: ServiceSpec, story: Story) -> None:
     for name, stored in story.stored.items():
         said = verdicts.written(story.standings.get(name, Standing()))
         if "resourceVersion" not in stored["metadata"]:  # not in the cluster yet
-            apply.ensure(world.kube, render.remembered(spec, stored, said))
+            apply.ensure(world.kube, render.remembered(spec, stored, said), absent=True)
         elif said != verdicts.written(verdicts.read(stored)):
             world.kube.apply(render.remembered(spec, stored, said))
 

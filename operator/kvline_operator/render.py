@@ -129,17 +129,16 @@ def scale_map(spec: ServiceSpec, scale: Scale) -> Object:
 
 
 def network_policy(owner: Owner, spec: ServiceSpec, settings: Settings) -> Object:
-    """In: the API from this namespace, the internal port from the operator's and from those that
-    may read metrics. Out: nothing, but for a hub source DNS and the hub's port (a policy knows
-    pods, not containers)."""
-    readers = [
-        {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
-        for name in (settings.own_namespace, *settings.metrics_namespaces)
-    ]
-    egress: list[Object] = []
-    if spec.source.from_hub:
-        dns = [{"protocol": p, "port": 53} for p in ("UDP", "TCP")]
-        egress = [{"ports": dns}, {"ports": [{"protocol": "TCP", "port": settings.hub_port}]}]
+    """In: the API from this namespace and those of clients, the internal port from the operator's
+    and from those that may read metrics. Out: nothing, but for a hub source the hub's port, for
+    traces the collector's, and DNS for either (a policy knows pods, not containers)."""
+    clients = [{"podSelector": {}}, *_namespaces(settings.client_namespaces)]
+    readers = _namespaces((settings.own_namespace, *settings.metrics_namespaces))
+    ports = [settings.hub_port] if spec.source.from_hub else []
+    ports += [settings.traces_port] if settings.traces_endpoint else []
+    dns = [{"protocol": p, "port": 53} for p in ("UDP", "TCP")]
+    tcp = [{"protocol": "TCP", "port": port} for port in ports]
+    egress = [{"ports": dns}, {"ports": tcp}] if tcp else []
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -149,7 +148,7 @@ def network_policy(owner: Owner, spec: ServiceSpec, settings: Settings) -> Objec
             "policyTypes": ["Ingress", "Egress"],
             "ingress": [
                 {
-                    "from": [{"podSelector": {}}],
+                    "from": clients,
                     "ports": [{"protocol": "TCP", "port": names.API_PORT}],
                 },
                 {
@@ -162,6 +161,11 @@ def network_policy(owner: Owner, spec: ServiceSpec, settings: Settings) -> Objec
     }
 
 
+def _namespaces(names: tuple[str, ...]) -> list[Object]:
+    label = "kubernetes.io/metadata.name"
+    return [{"namespaceSelector": {"matchLabels": {label: name}}} for name in names]
+
+
 def controller_revision(spec: ServiceSpec, revision: Revision, settings: Settings) -> Object:
     """The memory of a revision: its inputs, its image and the pod template made from them."""
     owner = Owner.of(spec)
@@ -169,6 +173,7 @@ def controller_revision(spec: ServiceSpec, revision: Revision, settings: Setting
         "inputs": spec.inputs,
         "image": revision.image,
         "servedName": spec.served_name,
+        **({"imageNamed": True} if revision.named else {}),
         "podTemplate": pod_template(owner.base, spec, revision, settings),
     }
     return _controller_revision(owner, revision.name, revision.number, data, {})

@@ -25,6 +25,7 @@ class Revision:
     image: str
     inputs_json: str
     number: int  # rises with each new revision of a service
+    named: bool = False  # the spec named the image, and not the operator's default
 
 
 def revision_hash(inputs_json: str, image: str, counter: int = 0) -> str:
@@ -49,21 +50,27 @@ def known(controller_revisions: list[dict[str, Any]]) -> list[Revision]:
                 or (item["metadata"].get("annotations") or {}).get(ANNOTATION_IMAGE, ""),
                 inputs_json=canonical(data.get("inputs", {})),
                 number=item.get("revision", 0),
+                named=bool(data.get("imageNamed")),
             )
         )
     return sorted(found, key=lambda r: r.number, reverse=True)
 
 
-def wanted(spec: ServiceSpec, existing: list[Revision], default_image: str) -> Revision:
+def wanted(
+    spec: ServiceSpec, existing: list[Revision], default_image: str, stable: str = ""
+) -> Revision:
     """The revision of this spec: an existing one when inputs and image are the same.
 
-    Without spec.image the image of an existing revision with equal inputs is kept, so that a new
-    default image moves no pod. Raises SpecError when there is no image at all.
+    Without spec.image the image of the stable revision with equal inputs is kept, or that of the
+    newest which had a default one, so that a new default image moves no pod, and a spec that takes
+    a wrong image back has taken it back. Raises SpecError when there is no image at all.
     """
-    for revision in existing:
+    existing = sorted(existing, key=lambda revision: revision.name != stable)
+    unnamed = [r for r in existing if r.name == stable or not r.named]
+    for revision in existing if spec.image else unnamed:
         if revision.inputs_json == spec.inputs_json and spec.image in (None, revision.image):
             return revision
-    image = spec.image or _inherited_image(spec, existing) or default_image
+    image = spec.image or _inherited_image(spec, unnamed) or default_image
     if not image:
         raise SpecError(
             f"spec.image is missing: spec.resources.gpus is {spec.gpus}, and the operator was "
@@ -74,7 +81,7 @@ def wanted(spec: ServiceSpec, existing: list[Revision], default_image: str) -> R
     while (name := revision_hash(spec.inputs_json, image, counter)) in taken:
         counter += 1
     number = max((revision.number for revision in existing), default=0) + 1
-    return Revision(name, image, spec.inputs_json, number)
+    return Revision(name, image, spec.inputs_json, number, bool(spec.image))
 
 
 def _inherited_image(spec: ServiceSpec, existing: list[Revision]) -> str | None:

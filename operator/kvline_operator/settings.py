@@ -19,7 +19,13 @@ class Settings:
     namespaces: tuple[str, ...] = ()  # empty: the whole cluster
     own_namespace: str = "kvline-system"
     metrics_namespaces: tuple[str, ...] = ()  # whose pods may scrape ours
+    client_namespaces: tuple[str, ...] = ()  # whose pods may use the API, besides a service's own
     hub_endpoint: str = ""  # empty: the public hub
+    # Of the pods of new revisions:
+    traces_endpoint: str = ""  # an OpenTelemetry collector
+    runtime_class: str = ""
+    priority_class: str = ""
+    pull_secrets: tuple[str, ...] = ()  # of the service's own namespace
     resync_seconds: float = 300.0
     poll_seconds: float = 2.0  # pods that are not ready yet
     load_seconds: float = 15.0  # the load of services that scale by it
@@ -34,8 +40,12 @@ class Settings:
     @property
     def hub_port(self) -> int:
         """The one port that a pod which downloads may reach."""
-        hub = urlsplit(self.hub_endpoint)
-        return hub.port or (80 if hub.scheme == "http" else 443)
+        return _port(self.hub_endpoint)
+
+    @property
+    def traces_port(self) -> int:
+        """The one port that a pod which traces may reach."""
+        return _port(self.traces_endpoint)
 
 
 def _parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
@@ -64,10 +74,30 @@ def _parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
         help="a namespace whose pods may read the metrics of ours, such as Prometheus's",
     )
     parser.add_argument(
+        "--client-namespace",
+        action="append",
+        default=[],
+        help="a namespace whose pods may use the API of services, besides each service's own",
+    )
+    parser.add_argument(
+        "--traces-endpoint",
+        type=_address,
+        default="",
+        help="OpenTelemetry collector (OTLP over HTTP) for the pods of new revisions",
+    )
+    parser.add_argument(
         "--hub-endpoint",
-        type=_hub,
+        type=_address,
         default=environment.get("HF_ENDPOINT", ""),
         help="another hub, such as a mirror; empty: the public one",
+    )
+    parser.add_argument("--runtime-class", default="", help="of the pods of new revisions")
+    parser.add_argument("--priority-class", default="", help="of the pods of new revisions")
+    parser.add_argument(
+        "--pull-secret",
+        action="append",
+        default=[],
+        help="a Secret, in each service's own namespace, to pull the images of new revisions with",
     )
     parser.add_argument("--resync-seconds", type=float, default=300.0)
     parser.add_argument("--poll-seconds", type=float, default=2.0)
@@ -98,7 +128,12 @@ def parse(argv: list[str]) -> Settings:
         namespaces=tuple(a.namespace),
         own_namespace=os.environ.get("KVLINE_NAMESPACE", "kvline-system"),
         metrics_namespaces=tuple(a.metrics_namespace),
+        client_namespaces=tuple(a.client_namespace),
         hub_endpoint=a.hub_endpoint,
+        traces_endpoint=a.traces_endpoint,
+        runtime_class=a.runtime_class,
+        priority_class=a.priority_class,
+        pull_secrets=tuple(a.pull_secret),
         resync_seconds=a.resync_seconds,
         poll_seconds=a.poll_seconds,
         load_seconds=a.load_seconds,
@@ -107,10 +142,15 @@ def parse(argv: list[str]) -> Settings:
     )
 
 
-def _hub(text: str) -> str:
+def _port(address: str) -> int:
+    parts = urlsplit(address)
+    return parts.port or (80 if parts.scheme == "http" else 443)
+
+
+def _address(text: str) -> str:
     try:
-        hub = urlsplit(text)
-        good = not text or (hub.scheme in ("http", "https") and hub.hostname and hub.port != 0)
+        made = urlsplit(text)
+        good = not text or (made.scheme in ("http", "https") and made.hostname and made.port != 0)
     except ValueError:
         good = False
     if not good:

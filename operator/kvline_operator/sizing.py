@@ -1,7 +1,7 @@
 """Read: a pod's sizing report and load over HTTP. Untrusted: bounded in bytes and in time.
 
 A pod that is Ready says the same thing until it restarts, so its report is kept by pod UID and
-asked for again only at resync.
+asked for again at the first look after `keep_seconds`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from kvline_contract.codec import ContractError
 from kvline_contract.report import MAX_REPORT_BYTES, Load, SizingReport, State
 
+T = TypeVar("T")
 SECONDS = 5.0
 MAX_KEPT = 4096  # reports; the longest unread goes first, and is asked for again
 
@@ -84,6 +86,31 @@ def _left(deadline: float) -> float:
     return left
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept(Generic[T]):
+    value: T
+    at: float
+
+
+class _Cache(Generic[T]):
+    """What was read last of each pod, by its UID."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._kept: OrderedDict[str, _Kept[T]] = OrderedDict()
+
+    def put(self, uid: str, value: T) -> None:
+        self._kept[uid] = _Kept(value, self._clock())
+        self._kept.move_to_end(uid)
+        if len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
+
+    def get(self, uid: str, seconds: float = float("inf")) -> _Kept[T] | None:
+        """None where there is nothing younger than `seconds`."""
+        kept = self._kept.get(uid)
+        return kept if kept is not None and self._clock() - kept.at < seconds else None
+
+
 class Reports:
     """Reports by pod UID. Validated ones of ready pods are kept until they are asked anew."""
 
@@ -97,33 +124,24 @@ class Reports:
         self._port = port
         self._keep_seconds = keep_seconds
         self._load_seconds = load_seconds
-        self._clock = clock
-        self._loads: OrderedDict[str, tuple[float, Load | None]] = OrderedDict()
-        self._kept: OrderedDict[str, tuple[float, SizingReport]] = OrderedDict()
+        self._loads: _Cache[Load | None] = _Cache(clock)
+        self._reports: _Cache[SizingReport] = _Cache(clock)
 
     def read(self, uid: str, address: str, ready: bool) -> Reading:
-        kept = self._kept.get(uid)
-        if kept is not None and ready and self._clock() - kept[0] < self._keep_seconds:
-            return Reading(kept[1])
+        if ready and (kept := self._reports.get(uid, self._keep_seconds)):
+            return Reading(kept.value)
         reading = fetch(address, self._port, uid)
         if reading.report is not None and reading.report.state is State.VALIDATED:
-            self._kept[uid] = (self._clock(), reading.report)
-            self._kept.move_to_end(uid)
-            if len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
-        elif reading.report is None and kept is not None and ready:
+            self._reports.put(uid, reading.report)
+        elif reading.report is None and ready and (kept := self._reports.get(uid)):
             # An unreadable report never blanks a figure already read from the same pod.
-            return Reading(kept[1], reading.error, reading.invalid)
+            return Reading(kept.value, reading.error, reading.invalid)
         return reading
 
     def load(self, uid: str, address: str) -> Load | None:
         """A replica's load, at most `load_seconds` old."""
-        kept = self._loads.get(uid)
-        if kept is not None and self._clock() - kept[0] < self._load_seconds:
-            return kept[1]
+        if kept := self._loads.get(uid, self._load_seconds):
+            return kept.value
         load = fetch_load(address, self._port)
-        self._loads[uid] = (self._clock(), load)
-        self._loads.move_to_end(uid)
-        if len(self._loads) > MAX_KEPT:
-            self._loads.popitem(last=False)
+        self._loads.put(uid, load)
         return load

@@ -14,7 +14,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from playground import ROOT, Node, Operator, Space, eventually, identity
+from playground import Node, Operator, Space, eventually, identity, worker
 from rolling import Service
 
 
@@ -22,13 +22,14 @@ from rolling import Service
 def cluster() -> Iterator[Any]:
     if os.geteuid() != 0:
         pytest.skip("the local control plane needs root")
+    import crd
     from local import LocalCluster
 
-    made = LocalCluster("integration", "control")
+    number = worker() + 1
+    made = LocalCluster("integration" + (f"-{number}" if number > 1 else ""), "control")
     made.down()
     made.up(print)
-    made.kubectl("apply", "--server-side", "-f", str(ROOT / "manifests" / "crd.yaml"))
-    made.kubectl("wait", "--for=condition=Established", "crd/inferenceservices.kvline.dev")
+    crd.define(made.kubectl)
     made.kubectl("apply", "-f", "-", input=yaml.safe_dump_all(identity()))
     made.kubeconfig_of("kvline-system", "kvline-operator")
     yield made
@@ -40,7 +41,7 @@ def space(cluster: Any) -> Iterator[Space]:
     name = f"t-{uuid.uuid4().hex[:8]}"
     cluster.kubectl("create", "namespace", name)
     yield Space(cluster, name)
-    cluster.kubectl("delete", "namespace", name, "--wait=false")
+    cluster.kubectl("delete", "namespace", name, "--wait=false", "--ignore-not-found")
 
 
 @pytest.fixture

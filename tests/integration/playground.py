@@ -15,11 +15,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import yaml
+from api import Api
 
 from kvline_contract.codec import dumps
 from kvline_contract.launch import GateFile
@@ -38,6 +40,15 @@ from kvline_contract.report import (
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE = "localhost/kvline-server:test"
+CHILDREN = (
+    "serviceaccounts",
+    "services",
+    "configmaps",
+    "deployments",
+    "controllerrevisions",
+    "poddisruptionbudgets",
+    "networkpolicies",
+)
 
 
 @dataclass
@@ -50,12 +61,15 @@ class Space:
     def kubectl(self, *words: str, input: str | None = None, check: bool = True) -> Any:
         return self.cluster.kubectl("-n", self.name, *words, input=input, check=check)
 
+    @property
+    def api(self) -> Api:
+        return _api(self.cluster.kubeconfig)
+
     def get(self, kind: str, name: str) -> dict[str, Any] | None:
-        done = self.kubectl("get", kind, name, "-o", "json", check=False)
-        return dict(json.loads(done.stdout)) if done.returncode == 0 else None
+        return self.api.get(self.api.path(kind, self.name, name))
 
     def list(self, kind: str) -> list[dict[str, Any]]:
-        return list(json.loads(self.kubectl("get", kind, "-o", "json").stdout)["items"])
+        return list((self.api.get(self.api.path(kind, self.name)) or {})["items"])
 
     def apply(self, name: str = "chat", check: bool = True, **spec: Any) -> Any:
         return self.kubectl("apply", "-f", "-", input=manifest(name, **spec), check=check)
@@ -69,12 +83,22 @@ class Space:
         assert not check or done.returncode == 0, done.stderr
         return done
 
+    @property
+    def up_to_date(self) -> bool:
+        """Of the service that most tests have."""
+        return bool(self.condition("UpToDate").get("status") == "True")
+
     def condition(self, kind: str, name: str = "chat") -> dict[str, Any]:
         body = self.get("kvl", name) or {}
         for item in (body.get("status") or {}).get("conditions") or []:
             if item["type"] == kind:
                 return dict(item)
         return {}
+
+
+@cache
+def _api(kubeconfig: Path) -> Api:
+    return Api(kubeconfig)
 
 
 def manifest(name: str = "chat", **spec: Any) -> str:
@@ -160,6 +184,11 @@ def sizing_report(uid: str, state: State, tokens: int = 4096) -> SizingReport:
     return SizingReport(1, uid, "p", "r", 1, state, "t", "t", effective, (), (attempt,), result)
 
 
+def worker() -> int:
+    """Which one this is of those that share the tests, from 0."""
+    return int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+
+
 class Node:
     """Plays the kubelet: pods get addresses on loopback, where their reports are served."""
 
@@ -184,18 +213,27 @@ class Node:
             def log_message(self, *_: Any) -> None:
                 return
 
-        self.server = ThreadingHTTPServer(("0.0.0.0", 8001), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self._handler = Handler
+        self._servers: list[ThreadingHTTPServer] = []
 
     def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
+        for server in self._servers:
+            server.shutdown()
+            server.server_close()
+
+    def _address(self, uid: str) -> str:
+        """A pod's own, of this worker's range, where somebody answers from then on."""
+        if uid not in self.addresses:
+            self.addresses[uid] = f"127.0.{7 + worker()}.{len(self.addresses) + 1}"
+            server = ThreadingHTTPServer((self.addresses[uid], 8001), self._handler)
+            self._servers.append(server)
+            threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        return self.addresses[uid]
 
     def pods(self) -> list[dict[str, Any]]:
-        """Those that live; an operator's own is none of ours."""
+        """A service's that live; an operator's own is none of ours."""
         found = [p for p in self.space.list("pods") if not p["metadata"].get("deletionTimestamp")]
-        name = "app.kubernetes.io/name"
-        return [p for p in found if name not in (p["metadata"].get("labels") or {})]
+        return [p for p in found if LABEL_SERVICE in (p["metadata"].get("labels") or {})]
 
     def play(
         self,
@@ -211,7 +249,7 @@ class Node:
             if not only(pod):
                 continue
             uid = pod["metadata"]["uid"]
-            address = self.addresses.setdefault(uid, f"127.0.7.{len(self.addresses) + 1}")
+            address = self._address(uid)
             report = sizing_report(uid, state, tokens)
             self.answers[address] = report.dumps().encode() if raw is None else raw
             now = state is State.VALIDATED and self._may(pod, tokens) if ready is None else ready
@@ -266,9 +304,9 @@ class Node:
 
     def patch(self, pod: dict[str, Any], status: dict[str, Any]) -> None:
         """A pod that has gone meanwhile is nobody's any more."""
-        words = ("--subresource=status", "--type=merge", "-p", json.dumps({"status": status}))
-        done = self.space.kubectl("patch", "pod", pod["metadata"]["name"], *words, check=False)
-        assert done.returncode == 0 or "NotFound" in done.stderr, done.stderr
+        api = self.space.api
+        path = api.path("pods", self.space.name, pod["metadata"]["name"])
+        api.merge(f"{path}/status", {"status": status})
 
 
 def serve(space: Space, node: Node) -> None:
@@ -276,4 +314,17 @@ def serve(space: Space, node: Node) -> None:
     space.apply()
     eventually(node.pods)
     node.play(State.VALIDATED)
-    eventually(lambda: space.condition("UpToDate").get("status") == "True")
+    eventually(lambda: space.up_to_date)
+
+
+def children(space: Any) -> dict[str, list[dict[str, Any]]]:
+    """Everything with our label, without what every apply or tick changes."""
+    out = {}
+    for kind in CHILDREN:
+        out[kind] = [
+            item
+            for item in space.list(kind)
+            if (item["metadata"].get("labels") or {}).get("app.kubernetes.io/managed-by")
+            == "kvline"
+        ]
+    return out

@@ -39,6 +39,7 @@ class Proxy(ThreadingHTTPServer):
         self.kubeconfig = folder / "through-the-proxy.kubeconfig"
         self.kubeconfig.write_text(yaml.safe_dump(given))
         self.writes: list[str] = []  # paths, as they were asked for
+        self.reads: list[str] = []  # likewise, watches left out
         self.swallowed: list[dict[str, Any]] = []  # events that nobody was told
         self.swallow: Callable[[dict[str, Any]], bool] = lambda event: False
         self.answer: Callable[[str, str], Answer | None] = lambda method, path: None
@@ -60,6 +61,8 @@ class _Handler(BaseHTTPRequestHandler):
         watch = "watch=true" in self.path
         if self.command != "GET":
             self.server.writes.append(f"{self.command} {self.path}")
+        elif not watch:
+            self.server.reads.append(self.path)
         if self.server.apart:
             self._hang_up()
             return

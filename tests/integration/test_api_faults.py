@@ -6,7 +6,9 @@ from __future__ import annotations
 import itertools
 import json
 import time
+import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,28 @@ def healthy(operator: Operator) -> float:
     return time.monotonic() - began
 
 
+def test_nothing_is_decided_or_said_on_old_data(
+    space: Space, proxy: Proxy, behind: Operator, node: Node, until: Callable[..., Any]
+) -> None:
+    """F05: every read is a consistent one, which no cache of the API server may answer with the
+    past; and a status that is based on what has changed meanwhile is refused, and made anew."""
+    raced: list[str] = []
+
+    def meanwhile(method: str, path: str) -> None:
+        if method == "PATCH" and "chat/status" in path and not raced:
+            raced.append(path)
+            space.kubectl("annotate", "kvl", "chat", "touched=yes")
+
+    proxy.answer = meanwhile
+    serve(space, node)
+    space.apply(replicas=2)
+    until(lambda: len(node.pods()) == 2)
+    assert raced and sum("chat/status" in path for path in proxy.writes) > 1
+    ours = [path for path in proxy.reads if "chat" in path or "labelSelector" in path]
+    assert ours and not [path for path in ours if "resourceVersion" in path]
+    assert "422" in behind.log.read_text() or "409" in behind.log.read_text()
+
+
 def test_a_lost_event_is_made_good_by_the_next_resync(
     space: Space, proxy: Proxy, behind: Operator, node: Node, until: Callable[..., Any]
 ) -> None:
@@ -88,7 +112,7 @@ def test_watches_that_are_gone_are_opened_anew(
     serve(space, node)
     proxy.gone = 9
     space.kubectl("label", "kvl,pdb,serviceaccount", "--all", "touched=yes")
-    until(lambda: proxy.gone < 9)
+    until(lambda: proxy.gone < 9)  # one was told so
     proxy.gone = 0
     space.kubectl("delete", "serviceaccount", "chat")
     until(lambda: space.get("serviceaccount", "chat"), RESYNC / 2)
@@ -100,9 +124,17 @@ def test_an_api_server_that_fails_now_and_then_is_asked_again(
     """F10: of ten calls one is refused, one comes too soon and one breaks."""
     turn = itertools.count()
     kinds = {0: (503, {}), 3: (429, {"Retry-After": "2"}), 6: (500, {})}
-    proxy.answer = lambda method, path: None if "watch" in path else kinds.get(next(turn) % 10)
+    met = Counter[int]()
+
+    def now_and_then(method: str, path: str) -> Any:
+        answer = None if "watch" in path else kinds.get(next(turn) % 10)
+        met.update([answer[0]] if answer else [])
+        return answer
+
+    proxy.answer = now_and_then
     space.apply()
-    time.sleep(15)
+    until(lambda: set(met) == {503, 429, 500}, 60)
+    time.sleep(10)
     proxy.answer = lambda method, path: None
     serve(space, node)
     healthy(behind)
@@ -137,7 +169,7 @@ def test_writes_that_conflict_are_not_hammered(
 def test_what_was_said_while_they_were_apart_is_done_afterwards(
     space: Space, proxy: Proxy, behind: Operator, node: Node, until: Callable[..., Any]
 ) -> None:
-    """F13."""
+    """F13, L08."""
     serve(space, node)
     proxy.apart = True
     before = [p["metadata"]["uid"] for p in node.pods()]
@@ -166,3 +198,30 @@ def test_a_status_that_is_refused_stops_no_child(
     assert json.loads(space.kubectl("get", "pods", "-o", "json").stdout)["items"]
     proxy.answer = lambda method, path: None
     serve(space, node)
+
+
+def test_an_operator_whose_watches_are_dead_says_so(
+    space: Space, proxy: Proxy, behind: Operator, node: Node, until: Callable[..., Any]
+) -> None:
+    """F09: what changes is still found by resyncs; that no event told of it fails the probe, and
+    the operator that is started instead is well."""
+    serve(space, node)
+    proxy.swallow = lambda event: True
+    space.kubectl("delete", "pdb", "chat")
+    until(lambda: space.get("pdb", "chat"), RESYNC + 15)
+    until(lambda: "a watch is dead" in _unwell(behind), 2 * RESYNC + 15)
+    proxy.swallow = lambda event: False
+    behind.stop()
+    behind.start()
+    until(lambda: _answers(behind))
+    space.apply(replicas=2)
+    until(lambda: len(node.pods()) == 2)
+
+
+def _unwell(operator: Operator) -> str:
+    """What a probe that fails says."""
+    try:
+        healthy(operator)
+    except urllib.error.HTTPError as error:
+        return error.read().decode()
+    return ""

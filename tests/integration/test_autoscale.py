@@ -78,7 +78,7 @@ def test_scaling_while_a_rollout_is_on_its_way(
     node.load = load(100)
     space.apply(autoscaling=HOW)
     until(lambda: follow(node, space, 1))
-    until(lambda: space.condition("UpToDate").get("status") == "True")
+    until(lambda: space.up_to_date)
     first = space.get("kvl", "chat")["status"]["rollout"]["stableRevision"]
 
     space.apply(autoscaling=HOW, engine={"maxModelLen": 512})

@@ -65,6 +65,13 @@ def test_every_value_reaches_what_it_is_about(helm: Any, tmp_path: Path) -> None
         "namespaces": ["team", "research"],
         "hubEndpoint": "https://hub.example:8443",
         "metricsNamespaces": ["monitoring"],
+        "clientNamespaces": ["apps"],
+        "tracesEndpoint": "http://collector.monitoring:4318",
+        "serverPods": {
+            "runtimeClassName": "nvidia",
+            "priorityClassName": "serving",
+            "imagePullSecrets": ["reg"],
+        },
         "page": {"enabled": False},
         "aggregateRoles": False,
         "prometheusRule": {"enabled": True},
@@ -88,6 +95,11 @@ def test_every_value_reaches_what_it_is_about(helm: Any, tmp_path: Path) -> None
         "--namespace=research",
         "--hub-endpoint=https://hub.example:8443",
         "--metrics-namespace=monitoring",
+        "--client-namespace=apps",
+        "--traces-endpoint=http://collector.monitoring:4318",
+        "--runtime-class=nvidia",
+        "--priority-class=serving",
+        "--pull-secret=reg",
         "--page-port=0",
         "--resync-seconds=60",
         "--load-seconds=5",
@@ -102,6 +114,7 @@ def test_every_value_reaches_what_it_is_about(helm: Any, tmp_path: Path) -> None
 
     told = parse([*container["args"], "--default-image", DIGEST])
     assert told.namespaces == ("team", "research") and told.page_port == 0
+    assert told.pull_secrets == ("reg",) and told.traces_port == 4318
 
 
 @pytest.fixture

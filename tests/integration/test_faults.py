@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import crd
 import pytest
 import yaml
 from playground import Operator, identity, manifest, serve
@@ -53,7 +54,7 @@ def both_serve(space: Any, node: Any) -> bool:
     """A look at what runs, with new pods validated."""
     node.play(State.VALIDATED)
     ready = space.get("kvl", "chat")["status"].get("readyReplicas")
-    return bool(ready == 2 and space.condition("UpToDate").get("status") == "True")
+    return bool(ready == 2 and space.up_to_date)
 
 
 @pytest.fixture
@@ -171,3 +172,38 @@ def test_annotations_of_others_have_no_effect(
 def test_what_cannot_be_said(space: Any, id: str, spec: dict[str, Any], words: str) -> None:
     refused = space.kubectl("apply", "-f", "-", input=manifest("chat", **spec), check=False)
     assert refused.returncode != 0 and words in refused.stderr, refused.stderr[-600:]
+
+
+def test_an_api_that_is_taken_away_and_comes_back(
+    space: Any, node: Any, until: Callable[..., Any], tmp_path: Path
+) -> None:
+    """F18: the operator says what it misses and ends, and so does each that is started instead;
+    then all is as it was."""
+    operator = Operator(space, tmp_path / "operator.log").start()
+    serve(space, node)
+    space.cluster.kubectl("delete", "-f", str(crd.FILE))
+    try:
+        for said in ("the watch ended: ", "the CustomResourceDefinition of kvline.dev is not inst"):
+            assert operator.process is not None and operator.process.wait(90) == 1
+            assert said in operator.log.read_text().splitlines()[-1]
+            operator.start()
+        operator.stop()
+    finally:
+        crd.define(space.cluster.kubectl)
+    # What the old one had is Kubernetes' to collect first.
+    operator.start()
+    try:
+        space.apply()
+        until(lambda: node.play(State.VALIDATED) or space.up_to_date, 60)
+    finally:
+        operator.stop()
+
+
+def test_a_namespace_goes_with_all_that_is_ours_and_without_a_storm(
+    space: Any, operator: Operator, node: Any, until: Callable[..., Any]
+) -> None:
+    """F27, L08."""
+    serve(space, node)
+    space.cluster.kubectl("delete", "namespace", space.name, "--timeout=120s")
+    lines = operator.log.read_text().splitlines()
+    assert len([line for line in lines if " WARNING " in line or " ERROR " in line]) <= 10

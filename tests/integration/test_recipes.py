@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import modules
+import crd
+import golang
 import pytest
 
 pytestmark = pytest.mark.integration
@@ -19,11 +20,11 @@ SUM = "h1:R6z2HZvstK4RLUMxroNACzBj74xGxt3kG59b5Xc+Xps="
 @pytest.fixture
 def keda(cluster: Any) -> Iterator[None]:
     """KEDA's own definition of a ScaledObject, on the real API server."""
-    crd = modules.folder(KEDA, SUM, print) / "config/crd/bases/keda.sh_scaledobjects.yaml"
-    cluster.kubectl("apply", "--server-side", "-f", str(crd))
-    cluster.kubectl("wait", "--for=condition=Established", "crd/scaledobjects.keda.sh")
+    folder = golang.download(golang.ensure(print), KEDA, SUM)
+    file = folder / "config/crd/bases/keda.sh_scaledobjects.yaml"
+    crd.define(cluster.kubectl, file)
     yield
-    cluster.kubectl("delete", "-f", str(crd))
+    cluster.kubectl("delete", "-f", str(file))
 
 
 def test_keda_s_scaled_object_is_one_and_aims_at_a_service(keda: None, space: Any) -> None:

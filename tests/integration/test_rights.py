@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from playground import identity, serve
 
+from kvline_contract.names import LABEL_SERVICE
 from kvline_contract.report import State
 
 pytestmark = pytest.mark.integration
@@ -62,6 +63,10 @@ def test_every_right_that_is_granted_is_used_and_no_other_is_asked_for(
     until(lambda: len(space.list("controllerrevisions")) == 10)
     space.kubectl("patch", "service", "chat", "--type=merge", "-p", '{"spec":{"selector":null}}')
     until(lambda: space.get("service", "chat")["spec"].get("selector"))
+    (deployment,) = (d["metadata"]["name"] for d in space.list("deployments"))
+    for kind in ("deployment", "configmap", "controllerrevision"):  # what no list shows is read
+        space.kubectl("label", kind, deployment, f"{LABEL_SERVICE}-")
+        until(lambda kind=kind: LABEL_SERVICE in space.get(kind, deployment)["metadata"]["labels"])
 
     log = cluster.audit_log
     refused = [

@@ -100,8 +100,8 @@ def test_another_model_is_held_until_a_minimum_says_what_is_enough(
     space.apply(replicas=2, model=model)
     candidate = service.candidate()
     service.tokens[candidate] = 4096
-    status = service.until_reason("GateHeld")
-    assert "cannot be compared" in up_to_date(status)["message"]
+    service.until(lambda s: "cannot be compared" in up_to_date(s)["message"])
+    assert up_to_date(service.look())["reason"] == "GateHeld"
     assert candidate not in service.served
     space.apply(replicas=2, model=model, capacity={"minKVTokens": 4000})
     status = service.until_reason("UpToDate")
@@ -150,7 +150,9 @@ def test_a_spec_that_changes_on_the_way_and_a_pause_keep_what_serves(
     service.until(lambda s: second in service.served)
     space.kubectl("annotate", "kvl", "chat", "kvline.dev/paused=true")
     space.apply(replicas=2, engine={"maxModelLen": 2046})
-    third = service.until_reason("Paused")["rollout"]["candidateRevision"]
+    status = service.until(lambda s: s["rollout"]["candidateRevision"] not in (first, second, ""))
+    assert up_to_date(status)["reason"] == "Paused"
+    third = status["rollout"]["candidateRevision"]
     assert not service.pods_of(third)
     service.tokens[third] = 4096
     space.kubectl("annotate", "kvl", "chat", "kvline.dev/paused-")

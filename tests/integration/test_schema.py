@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from pathlib import Path
 from typing import Any
 
+import crd
 import pytest
+from errors import ClusterError
 
 pytestmark = pytest.mark.integration
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -142,6 +146,17 @@ def test_secrets_of_other_namespaces_cannot_be_said(space: Any) -> None:
     refused(space, "tokenSecret is for hf:// sources", body(model=model))
 
 
+def test_a_huge_object_is_refused_by_its_fields_bounds(space: Any) -> None:
+    """C21: near what etcd takes, so that the answer is ours and names the field."""
+    megabyte = "x" * 1_400_000
+    refused(
+        space, "spec.model.servedName", body(model={"source": "pvc://m/x", "servedName": megabyte})
+    )
+    refused(space, "nodeSelector", body(scheduling={"nodeSelector": {"key": megabyte}}))
+    tolerations = [{"key": "k" * 60, "value": "v" * 60} for _ in range(9000)]
+    refused(space, "spec.scheduling.tolerations", body(scheduling={"tolerations": tolerations}))
+
+
 def test_a_dry_run_writes_nothing(space: Any, operator: Any) -> None:
     """C26."""
     import time
@@ -153,9 +168,23 @@ def test_a_dry_run_writes_nothing(space: Any, operator: Any) -> None:
     assert space.list("events") == []
 
 
-def test_every_sample_is_accepted(space: Any) -> None:
-    from pathlib import Path
+def test_a_definition_is_waited_for_from_before_it_has_conditions() -> None:
+    """`kubectl wait` ends with an error in that moment, which is too short to be met at will; the
+    answers here are those of such a run."""
+    early = "error: .status.conditions accessor error: <nil> is of the type <nil>"
+    answers = [early, "", "False", "True"]
 
+    def kubectl(*words: str) -> subprocess.CompletedProcess[str]:
+        said = "" if words[0] == "apply" else answers.pop(0)
+        if said == early:
+            raise ClusterError(said)
+        return subprocess.CompletedProcess(words, 0, said, "")
+
+    crd.define(kubectl)
+    assert answers == []
+
+
+def test_every_sample_is_accepted(space: Any) -> None:
     root = Path(__file__).resolve().parents[2]
     for sample in sorted((root / "manifests" / "samples").glob("*.yaml")):
         space.kubectl("apply", "--dry-run=server", "-f", str(sample))

@@ -103,6 +103,13 @@ def test_a_serving_replica() -> None:
     assert got["UpToDate"].reason == "UpToDate"
 
 
+def test_up_to_date_is_the_newest_revision_alone() -> None:
+    left = replace(ready_pod(), name="old", revision="00000")
+    got = by_type(facts(ready_pod(), left))
+    assert (got["UpToDate"].status, got["UpToDate"].reason) == ("False", "RollingOut")
+    assert "1 of another" in got["UpToDate"].message
+
+
 @pytest.mark.parametrize("state", [s for s in State if s not in (State.VALIDATED, State.FAILED)])
 def test_each_stage_shows_as_the_reason(state: State) -> None:
     got = by_type(facts(replace(PLAIN, running=True, report=report(state))))

@@ -63,6 +63,7 @@ def operator() -> str:
     queue.add(Key("team", "new"))
     metrics = Metrics(board, kube, queue)
     metrics.reconciled("ok", 0.1)
+    metrics.worked(0.02)
     return metrics.text().decode()
 
 
@@ -105,7 +106,10 @@ def test_a_service_s_figures_are_those_of_its_status() -> None:
         == -1
     )
     assert found["kvline_service_replicas", "namespace=team,service=new,state=wanted"] == 2
+    assert found["kvline_reconcile_cpu_seconds_sum", ""] == 0.02
     assert found["kvline_api_writes_total", ""] == 7
+    assert found["kvline_queue_keys", ""] == 2
+    assert found["kvline_queue_overdue_seconds", ""] == 1.5
 
 
 def test_a_service_that_is_gone_is_not_reported() -> None:

@@ -87,3 +87,61 @@ def test_what_an_event_has_told_is_no_news() -> None:
     assert resync.changed() == set()
     made.put("Pod", "a-1-x", 3, service="a")
     assert resync.changed() == {A}
+
+
+def test_what_no_event_tells_until_the_next_look_was_missed() -> None:
+    """F09: a watch that is dead."""
+    made, resync = cluster()
+    resync.changed()
+    for meta in made.objects.values():
+        resync.hear(A if "a" in meta["name"] else B, meta, gone=False)
+    made.put("Pod", "a-1-x", 2, service="a")
+    made.put("Pod", "b-1-x", 2, service="b")
+    assert resync.changed() == {A, B} and resync.missed == 0
+    resync.hear(A, made.objects["Pod", "a-1-x"], gone=False)  # late, and told all the same
+    assert resync.changed() == set() and resync.missed == 1
+    assert resync.changed() == set() and resync.missed == 0
+
+
+def test_an_event_that_comes_during_a_look_knows_better() -> None:
+    made, resync = cluster()
+    resync.changed()
+    newer = {**made.objects["Pod", "a-1-x"], "resourceVersion": "3"}
+    listed = made.metadata
+
+    def meanwhile(kind: str, namespaces: tuple[str, ...], selector: str = "") -> Any:
+        yield from listed(kind, namespaces, selector)
+        if kind == "Pod":
+            resync.hear(A, newer, gone=False)
+
+    made.metadata = meanwhile  # type: ignore[method-assign]
+    assert resync.changed() == set()
+    made.metadata = listed  # type: ignore[method-assign]
+    made.objects["Pod", "a-1-x"] = newer
+    assert resync.changed() == set() and resync.missed == 0
+
+
+def test_a_child_s_event_that_comes_before_its_service_is_known_was_told() -> None:
+    made, resync = cluster()
+    for meta in made.objects.values():
+        resync.hear(None, meta, gone=False)
+    assert resync.changed() == set()
+    assert resync.changed() == set() and resync.missed == 0
+
+
+def test_what_a_deleted_service_leaves_behind_was_not_missed() -> None:
+    made, resync = cluster()
+    resync.changed()
+    resync.hear(A, made.objects.pop((KIND, "a")), gone=True)
+    assert resync.changed() == {A}
+    assert resync.changed() == set() and resync.missed == 0
+
+
+def test_strangers_in_our_clothes_are_no_news() -> None:
+    made, resync = cluster()
+    resync.changed()
+    made.put("Pod", "stranger", 1, service="nobody")
+    resync.hear(None, made.objects["Pod", "stranger"], gone=False)
+    assert resync.changed() == set()
+    resync.hear(None, made.objects.pop(("Pod", "stranger")), gone=True)
+    assert resync.changed() == set() and resync.missed == 0

@@ -110,6 +110,24 @@ def test_an_own_image_is_a_revision_of_its_own_and_going_back_finds_the_old_one(
     assert wanted(own, [b, a], "default@one") is b
 
 
+def test_a_wrong_image_that_is_taken_back_is_taken_back() -> None:
+    """With a revision that serves, and before the first has ever served."""
+    plain, wrong = parse(body()), parse(body({"image": "wrong@x"}))
+    good = wanted(plain, [], "default@one")
+    bad = wanted(wrong, [good], "default@one")
+    assert wanted(plain, [bad, good], "default@two", good.name) is good
+    assert wanted(plain, [bad, good], "default@two") is good
+    only = wanted(wrong, [], "default@one")
+    assert wanted(plain, [only], "default@one").image == "default@one"
+    restarted = parse(body(annotations={"kvline.dev/restart": "2026-11-21T10:00:00Z"}))
+    assert wanted(restarted, [bad, good], "default@two", good.name).image == "default@one"
+
+
+def test_a_named_image_that_serves_goes_on_when_it_is_named_no_more() -> None:
+    named = wanted(parse(body({"image": "mine@x"})), [], "default@one")
+    assert wanted(parse(body()), [named], "default@one", named.name) is named
+
+
 def test_a_taken_name_is_hashed_again() -> None:
     spec = parse(body())
     name = revision_hash(spec.inputs_json, "img")

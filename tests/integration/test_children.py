@@ -1,0 +1,164 @@
+"""Children that are changed, taken, foreign or gone: ours come back, no other is touched."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from playground import children
+
+from kvline_contract.names import LABEL_SERVICE
+from kvline_kubectl.cluster import connect
+from kvline_operator import owners
+from kvline_operator.errors import Conflict
+
+pytestmark = pytest.mark.integration
+
+
+def test_drift_is_repaired_and_foreign_fields_stay(
+    space: Any, operator: Any, until: Callable[..., Any]
+) -> None:
+    """F22, F25, L08."""
+    space.apply()
+    name = until(lambda: [d["metadata"]["name"] for d in space.list("deployments")])[0]
+    evil = [
+        {"op": "replace", "path": "/spec/replicas", "value": 0},
+        {"op": "replace", "path": "/spec/template/spec/containers/0/image", "value": "evil:1"},
+        {"op": "replace", "path": "/spec/template/spec/containers/0/args", "value": ["sleep"]},
+        {"op": "add", "path": "/metadata/annotations/theirs", "value": "kept"},
+    ]
+    space.kubectl("patch", "deployment", name, "--type=json", "-p", json.dumps(evil))
+
+    def repaired() -> bool:
+        d = space.get("deployment", name)
+        container = d["spec"]["template"]["spec"]["containers"][0]
+        return bool(
+            d["spec"]["replicas"] == 1
+            and container["image"] == "localhost/kvline-server:test"
+            and container["args"][0] == "serve"
+        )
+
+    until(repaired)
+    assert space.get("deployment", name)["metadata"]["annotations"]["theirs"] == "kept"
+    gate = f"{name}-gate"
+    space.kubectl("patch", "configmap", gate, "--type=merge", "-p", '{"data":{"gate.json":"{}"}}')
+    until(lambda: '"open":true' in space.get("configmap", gate)["data"]["gate.json"])
+    space.kubectl("delete", "service", "chat")
+    until(lambda: space.get("service", "chat"))
+
+
+def test_labels_and_owners_that_were_taken_come_back(
+    space: Any, operator: Any, until: Callable[..., Any]
+) -> None:
+    """F23, F24, L08."""
+    space.apply()
+    until(lambda: space.get("service", "chat"))
+    name = until(lambda: [d["metadata"]["name"] for d in space.list("deployments")])[0]
+    space.kubectl("label", "deployment", name, "kvline.dev/service-")
+    take = '[{"op":"remove","path":"/metadata/ownerReferences"}]'
+    space.kubectl("patch", "service", "chat", "--type=json", "-p", take)
+    until(lambda: "ownerReferences" in space.get("service", "chat")["metadata"])
+    until(lambda: "kvline.dev/service" in space.get("deployment", name)["metadata"]["labels"])
+    assert len(space.list("deployments")) == 1
+
+
+def test_a_foreign_object_with_a_child_s_name_is_left_alone(
+    space: Any, operator: Any, until: Callable[..., Any]
+) -> None:
+    """F24, C23."""
+    space.kubectl("create", "service", "clusterip", "chat", "--tcp=80:80")
+    before = space.get("service", "chat")
+    space.apply()
+    until(lambda: space.condition("Accepted").get("reason") == "NameConflict")
+    assert "Service chat exists" in space.condition("Ready")["message"]
+    assert space.get("service", "chat") == before
+    space.kubectl("delete", "service", "chat")
+    until(lambda: space.condition("Accepted").get("status") == "True")
+
+
+def test_what_is_made_anew_takes_nothing_over(
+    space: Any, operator: Any, until: Callable[..., Any]
+) -> None:
+    """F24 again, of an object that comes between a look and its writes: of each kind of child."""
+    space.apply()
+    until(lambda: space.list("deployments"))
+    kube = connect(None, str(space.cluster.kubeconfig), space.name).kube
+    for kind in (kind for kind in owners.CHILDREN if kind != "Pod"):
+        name = kube.select(kind, space.name, LABEL_SERVICE)[0]["metadata"]["name"]
+        there = kube.get(kind, space.name, name)
+        assert there is not None
+        taken = {"name": name, "namespace": space.name, "labels": {"taken": "over"}}
+        body = {"apiVersion": there["apiVersion"], "kind": kind, "metadata": taken}
+        with pytest.raises(Conflict):
+            kube.apply(body, anew=True)
+        now = kube.get(kind, space.name, name)
+        assert now is not None and now["metadata"]["labels"] == there["metadata"]["labels"], kind
+
+
+def test_deletion_needs_no_operator_and_leaves_nothing(
+    space: Any, operator: Any, until: Callable[..., Any]
+) -> None:
+    """F02: deletion completes while the operator is down."""
+    space.apply()
+    until(lambda: space.list("deployments"))
+    operator.stop()
+    space.kubectl("delete", "kvl", "chat", "--timeout=20s")
+    until(lambda: not any(children(space).values()))
+    space.apply("late")
+    space.apply("late", engine={"maxModelLen": 4096})
+    operator.start()
+    until(lambda: space.list("deployments"))
+    launch = space.get("configmap", space.list("deployments")[0]["metadata"]["name"])
+    assert "4096" in launch["data"]["launch.json"]
+    assert len(space.list("deployments")) == 1
+
+
+def test_a_child_deleted_while_the_operator_was_away_comes_back(
+    space: Any, operator: Any, until: Callable[..., Any]
+) -> None:
+    """F03."""
+    space.apply()
+    until(lambda: space.list("deployments"))
+    operator.stop()
+    space.kubectl("delete", "deployment,service", "--all")
+    operator.start()
+    until(lambda: space.list("deployments") and space.get("service", "chat"), 30)
+
+
+def test_a_foreign_finalizer_on_a_child_makes_no_loop_and_no_second_one(
+    space: Any, operator: Any, until: Callable[..., Any]
+) -> None:
+    """F26, C18."""
+    space.apply()
+    name = until(lambda: [d["metadata"]["name"] for d in space.list("deployments")])[0]
+    hold = '{"metadata":{"finalizers":["example.com/hold"]}}'
+    space.kubectl("patch", "deployment", name, "--type=merge", "-p", hold)
+    space.kubectl("delete", "kvl", "chat", "--wait=false")
+    until(lambda: space.get("kvl", "chat") is None)
+    time.sleep(3)
+    left = space.list("deployments")
+    assert [d["metadata"]["name"] for d in left] == [name]
+    assert left[0]["metadata"].get("deletionTimestamp")
+    free = '{"metadata":{"finalizers":null}}'
+    space.kubectl("patch", "deployment", name, "--type=merge", "-p", free)
+    until(lambda: not any(children(space).values()))
+
+
+def test_a_change_while_deleting_creates_nothing(
+    space: Any, operator: Any, until: Callable[..., Any]
+) -> None:
+    """C18."""
+    space.apply()
+    until(lambda: space.list("deployments"))
+    hold = '{"metadata":{"finalizers":["example.com/hold"]}}'
+    space.kubectl("patch", "kvl", "chat", "--type=merge", "-p", hold)
+    space.kubectl("delete", "kvl", "chat", "--wait=false")
+    until(lambda: space.get("kvl", "chat")["metadata"].get("deletionTimestamp"))
+    space.kubectl("delete", "deployment", "--all")
+    space.kubectl("patch", "kvl", "chat", "--type=merge", "-p", '{"spec":{"replicas":3}}')
+    time.sleep(3)
+    assert space.list("deployments") == []
+    space.kubectl("patch", "kvl", "chat", "--type=merge", "-p", '{"metadata":{"finalizers":null}}')
