@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import crd
 from clusters import Cluster
 from errors import ClusterError
 
@@ -49,8 +50,7 @@ class Story:
 
     def install(self, say: Callable[[str], None]) -> None:
         kubectl = self.cluster.kubectl
-        kubectl("apply", "--server-side", "-f", str(ROOT / "manifests" / "crd.yaml"))
-        kubectl("wait", "--for=condition=Established", "crd/inferenceservices.kvline.dev")
+        crd.define(kubectl)
         text = (ROOT / "manifests" / "install.yaml").read_text()
         for component, image in self.cluster.image_names().items():
             text = text.replace(f"localhost/kvline-{component}:dev", image)

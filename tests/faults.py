@@ -30,7 +30,7 @@ class Collector:
     """A pytest plug-in: id -> test -> whether it passed."""
 
     def __init__(self, stage: str) -> None:
-        self.stage = stage
+        self.file = f"{stage}{os.environ.get('PYTEST_XDIST_WORKER', '')}.json"
         self.seen: dict[str, dict[str, bool]] = {}
 
     def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
@@ -47,7 +47,7 @@ class Collector:
 
     def pytest_sessionfinish(self) -> None:
         FOLDER.mkdir(parents=True, exist_ok=True)
-        (FOLDER / f"{self.stage}.json").write_text(json.dumps(self.seen))
+        (FOLDER / self.file).write_text(json.dumps(self.seen))
 
 
 def _skipped() -> type[BaseException]:
@@ -67,7 +67,9 @@ def table() -> list[str]:
     found: dict[str, dict[str, bool]] = {}
     for file in sorted(FOLDER.glob("*.json")):
         for fault, tests in json.loads(file.read_text()).items():
-            found.setdefault(fault, {}).update(tests)
+            so_far = found.setdefault(fault, {})
+            for test, good in tests.items():
+                so_far[test] = so_far.get(test, True) and good
     day = datetime.now(UTC).strftime("%Y-%m-%d")
     lines = [f"Last whole run: {day}.", "", "| id | tests | verdict |", "|---|---|---|"]
     for fault in sorted(found):

@@ -1,5 +1,5 @@
-"""make test: check, unit, integration, end-to-end. Ends with one line of what passed, failed and
-was skipped, with the reason of each skip above it."""
+"""make test: check, unit, process, integration, end-to-end. Ends with one line of what passed,
+failed and was skipped, with the reason of each skip above it."""
 
 from __future__ import annotations
 
@@ -37,11 +37,13 @@ CHECKS = {
     "imports": [f"{BIN}/lint-imports", "--no-logo"],
 }
 ALWAYS = ("unit", "process")  # need no root, no cluster, no GPU
+NOW = {"PYTHONUNBUFFERED": "1"}  # what is printed is seen
+CLUSTERED = ("integration", "e2e")
 STAGES = {
-    "unit": ["-m", "not process and not integration and not e2e and not gpu"],
+    "unit": ["-n", "2", "-m", "not process and not integration and not e2e and not gpu"],
     "process": ["-m", "process"],
-    "integration": ["-m", "integration"],
-    "e2e": ["-m", "e2e"],
+    "integration": ["-n", "3", "-m", "integration"],  # mostly waits, each with its own cluster
+    "e2e": ["-v", "-m", "e2e"],  # a line a test: some take minutes
 }
 
 
@@ -56,9 +58,13 @@ def main(wanted: list[str]) -> int:
     tally = Tally()
     if not wanted or "check" in wanted:
         check(tally)
+    first = next((name for name in CLUSTERED if not wanted or name in wanted), None)
     for name, options in STAGES.items():
-        if not wanted or name in wanted:
-            stage(name, options, tally)
+        if wanted and name not in wanted:
+            continue
+        if name == first:
+            prepare(tally)
+        stage(name, options, tally)
     if not wanted:
         faults.write()
     print(f"\n{tally.passed} passed, {tally.failed} failed, {tally.skipped} skipped")
@@ -79,6 +85,15 @@ def check(tally: Tally) -> None:
             print(done.stdout[-6000:] + done.stderr[-2000:], flush=True)
 
 
+def prepare(tally: Tally) -> None:
+    """Programs, images and the model of the clusters, where they are not in the cache yet; without
+    root the stage itself says why it runs nothing."""
+    if os.geteuid() == 0:
+        print("== what the clusters are made of", flush=True)
+        done = subprocess.run([sys.executable, "tests/cluster", "build"], cwd=ROOT, check=False)
+        tally.failed += int(done.returncode != 0)
+
+
 def stage(name: str, options: list[str], tally: Tally) -> None:
     """One pytest run, shown as it goes; its closing line is added to the tally."""
     print(f"== {name}", flush=True)
@@ -89,7 +104,7 @@ def stage(name: str, options: list[str], tally: Tally) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "KVLINE_STAGE": name},
+        env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "KVLINE_STAGE": name, **NOW},
     )
     assert process.stdout is not None
     last = ""

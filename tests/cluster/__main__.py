@@ -1,14 +1,21 @@
-"""The local cluster by hand: python tests/cluster build | up | down | kubectl …"""
+"""The local cluster by hand: python tests/cluster build | up | down | enter …
+
+build makes all that the tests' clusters need, so that it is seen and not waited for in silence.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import binaries
+import build
+import model
+import tools
 from local import ClusterError, LocalCluster
 
 
@@ -26,18 +33,40 @@ def main() -> int:
         return 1
 
 
+def say(line: str) -> None:
+    print(f"   {line}", flush=True)
+
+
 def run(arguments: argparse.Namespace) -> int:
     cluster = LocalCluster(arguments.name, arguments.mode)
     if arguments.command == "build":
-        binaries.build(print)
+        tools.ensure_root()
+        tools.ensure_packages(say)
+        # Side by side: compiling waits for processors, the rest for disk and network.
+        with ThreadPoolExecutor() as pool:
+            halves = [pool.submit(half) for half in (_programs, _model_and_images)]
+        for half in halves:
+            half.result()
     elif arguments.command == "up":
-        cluster.up(print)
+        cluster.up(say)
         print(f"export KUBECONFIG={cluster.kubeconfig}")
     elif arguments.command == "down":
         cluster.down()
     else:
         return cluster.enter(arguments.rest).returncode
     return 0
+
+
+def _programs() -> None:
+    binaries.build(say)
+    for name in binaries.EXTRAS:
+        if name != "kwok":  # of a bench
+            binaries.ensure(name, say)
+
+
+def _model_and_images() -> None:
+    model.ensure(say)
+    build.build(say)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import golang
+import lock
+import tools
 from errors import ClusterError
-from paths import BIN, GO
+from paths import BIN, CACHE, GO
 
 KUBERNETES = (
     "kube-apiserver",
@@ -27,11 +29,18 @@ KUBERNETES = (
     "kube-proxy",
 )
 
+LOCK = CACHE / "build.lock"
 MODULES = ("coredns", "kubernetes", "pause")
 
 
 def build(say: Callable[[str], None]) -> None:
     """Nothing to do when the cache holds what go.sum asks for."""
+    with lock.held(LOCK):
+        tools.ensure_packages(say)
+        _build(say)
+
+
+def _build(say: Callable[[str], None]) -> None:
     mark = BIN / ".built"
     want = _key()
     programs = [*((p, GO / "kubernetes", f"k8s.io/kubernetes/cmd/{p}") for p in KUBERNETES)]
@@ -55,22 +64,49 @@ def build(say: Callable[[str], None]) -> None:
     mark.write_text(want)
 
 
-def ensure(name: str, package: str, say: Callable[[str], None]) -> None:
-    """A program that only some tests need; nothing to do when it is there as go.sum has it."""
-    folder, mark = GO / name, BIN / f".{name}"
+# What only some tests need -> the folder of its go.mod, its package, build tags.
+EXTRAS = {
+    "helm": ("helm", "helm.sh/helm/v3/cmd/helm", ""),
+    "kwok": ("kwok", "sigs.k8s.io/kwok/cmd/kwok", ""),
+    "kubeconform": ("kubeconform", "github.com/yannh/kubeconform/cmd/kubeconform", ""),
+    "kube-score": ("kube-score", "github.com/zegl/kube-score/cmd/kube-score", ""),
+    "promtool": ("prometheus", "github.com/prometheus/prometheus/cmd/promtool", "remove_all_sd"),
+    # Pods are all that it finds; the other ways of finding things are most of what it is made of.
+    "prometheus": (
+        "prometheus",
+        "github.com/prometheus/prometheus/cmd/prometheus",
+        "remove_all_sd,enable_kubernetes_sd",
+    ),
+    "prometheus-adapter": (
+        "prometheus-adapter",
+        "sigs.k8s.io/prometheus-adapter/cmd/adapter",
+        "",
+    ),
+}
+
+
+def ensure(name: str, say: Callable[[str], None]) -> Path:
+    """One of the extras; nothing to do when it is there as go.sum has it."""
+    module, package, tags = EXTRAS[name]
+    folder, mark = GO / module, BIN / f".{name}"
     want = hashlib.sha256((folder / "go.sum").read_bytes()).hexdigest()
-    if (BIN / name).is_file() and mark.is_file() and mark.read_text() == want:
-        return
-    say(f"building {name}")
-    go = golang.ensure(say)
-    BIN.mkdir(parents=True, exist_ok=True)
-    compile_program(go, name, folder, package, "-s -w")
-    mark.write_text(want)
+    with lock.held(LOCK):
+        if not ((BIN / name).is_file() and mark.is_file() and mark.read_text() == want):
+            started = time.monotonic()
+            say(f"building {name}")
+            go = golang.ensure(say)
+            BIN.mkdir(parents=True, exist_ok=True)
+            compile_program(go, name, folder, package, "-s -w", tags)
+            mark.write_text(want)
+            say(f"built {name} ({time.monotonic() - started:.0f} s)")
+    return BIN / name
 
 
-def compile_program(go: str, name: str, folder: Path, package: str, flags: str) -> None:
+def compile_program(
+    go: str, name: str, folder: Path, package: str, flags: str, tags: str = ""
+) -> None:
     """One static program into the cache's bin."""
-    command = [go, "build", "-trimpath", "-buildvcs=false", "-ldflags", flags]
+    command = [go, "build", "-trimpath", "-buildvcs=false", "-tags", tags, "-ldflags", flags]
     done = subprocess.run(
         [*command, "-o", str(BIN / name), package],
         cwd=folder,

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lock
 import tools
 from errors import ClusterError
 from images import Layer
@@ -77,6 +78,12 @@ def _dockerfile(component: str) -> str:
 
 def build(say: Say, components: tuple[str, ...] = COMPONENTS, *extra: Path) -> list[Built]:
     """The images, built where they are not in the store yet; `extra` files go into dist/."""
+    with lock.held(STORE / "lock"):
+        return _build_missing(say, components, extra)
+
+
+def _build_missing(say: Say, components: tuple[str, ...], extra: tuple[Path, ...]) -> list[Built]:
+    release()
     missing = [c for c in components if not _exists(image_name(c))]
     if missing:
         _ensure_base(say)
@@ -88,6 +95,13 @@ def build(say: Say, components: tuple[str, ...] = COMPONENTS, *extra: Path) -> l
         _build(component)
         say(f"built the {component} image ({time.monotonic() - started:.0f} s)")
     return [inspect(image_name(c)) for c in components]
+
+
+def release() -> None:
+    """Takes away the containers that builds have left which were killed or found their disk full.
+    With them the store stays mounted onto itself, and no link leads out of a mount: a cluster's
+    layers are links to the store's files."""
+    _buildah("rm", "--all", check=False)
 
 
 def _buildah(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:

@@ -44,23 +44,28 @@ def _version(go: str) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
-def _fetch(target: Path, say: Callable[[str], None]) -> None:
-    tools.ensure_packages(say, {"go": "golang-go"})
-    cache = target.with_name(f".{PINNED}")
-    cache.mkdir(parents=True, exist_ok=True)
+def download(go: str, module: str, checksum: str, **environment: str) -> Path:
+    """The folder of a module (path@version), checked against its sum. Raises ClusterError."""
     done = subprocess.run(
-        ["go", "mod", "download", "-modcacherw", "-json", MODULE],
-        cwd=cache,
-        env={**os.environ, "GOMODCACHE": str(cache), "GOTOOLCHAIN": "local", "GOFLAGS": ""},
+        [go, "mod", "download", "-modcacherw", "-json", module],
+        cwd="/",
+        env={**os.environ, "GOFLAGS": "", **environment},
         capture_output=True,
         text=True,
         check=False,
     )
     about = json.loads(done.stdout or "{}")
-    if done.returncode or about.get("Sum") != SUM:
+    if done.returncode or about.get("Sum") != checksum:
         why = about.get("Error") or done.stderr[-800:] or f"its sum is {about.get('Sum')}"
-        raise ClusterError(f"Go {NEEDED[0]}.{NEEDED[1]} is missing and {MODULE} not usable: {why}")
-    folder = Path(about["Dir"])
+        raise ClusterError(f"{module} is not usable: {why}")
+    return Path(about["Dir"])
+
+
+def _fetch(target: Path, say: Callable[[str], None]) -> None:
+    tools.ensure_packages(say, {"go": "golang-go"})
+    cache = target.with_name(f".{PINNED}")
+    cache.mkdir(parents=True, exist_ok=True)
+    folder = download("go", MODULE, SUM, GOMODCACHE=str(cache), GOTOOLCHAIN="local")
     for program in (*folder.glob("bin/*"), *folder.glob("pkg/tool/**/*")):
         program.chmod(0o755)  # modules carry no execute bits
     folder.rename(target)

@@ -19,7 +19,7 @@ HEAD = """\
 
 
 def ensure(say: Callable[[str], None]) -> None:
-    binaries.ensure("helm", "helm.sh/helm/v3/cmd/helm", say)
+    binaries.ensure("helm", say)
 
 
 def helm(*words: str, input: str | None = None) -> str:

@@ -7,7 +7,6 @@ start at the same moment.
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 import signal
 import subprocess
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import binaries
 import cgroups
+import lock
 import pki
 import settings
 import tools
@@ -29,7 +29,7 @@ from programs import Programs
 
 NODE = "local"
 # Default 20 and 50 requests a second hold a small cluster back for seconds.
-FAST = ["--kube-api-qps=500", "--kube-api-burst=1000", "--leader-elect=false"]
+RAISED = ("--kube-api-qps=500", "--kube-api-burst=1000")
 RUNTIME_SERVES, RUNTIME_SECONDS = b"Start streaming server", 20
 
 Say = Callable[[str], None]
@@ -39,6 +39,7 @@ Say = Callable[[str], None]
 class LocalCluster:
     name: str
     mode: str = "node"
+    limits: tuple[str, ...] = RAISED  # of the controllers; empty: as Kubernetes ships them
     network: Network = field(init=False)
     state: Path = field(init=False)
 
@@ -74,9 +75,8 @@ class LocalCluster:
     def up(self, say: Say) -> None:
         """Starts the cluster from nothing; does nothing when it is up already."""
         tools.ensure_root()
-        tools.ensure_packages(say)
         binaries.build(say)
-        with self._lock():
+        with lock.held(self.state / "lock"):
             if self.is_up():
                 return
             self._clean()
@@ -86,10 +86,6 @@ class LocalCluster:
                 self._start_node()
             self._wait()
             say(f"cluster {self.name} ({self.mode}) is up ({time.monotonic() - started:.1f} s)")
-
-    def _lock(self) -> _Locked:
-        self.state.mkdir(parents=True, exist_ok=True)
-        return _Locked(self.state / "lock")
 
     def _run(self, name: str, *arguments: str) -> None:
         program = str(BIN / name) if (BIN / name).is_file() else name
@@ -117,16 +113,19 @@ class LocalCluster:
             return
         self._run(
             "kube-controller-manager",
-            *FAST,
+            *self.limits,
+            "--leader-elect=false",
             f"--kubeconfig={pki_folder}/controller-manager.kubeconfig",
             f"--service-account-private-key-file={pki_folder}/sa.key",
             f"--root-ca-file={pki_folder}/ca.crt",
             "--use-service-account-credentials",
             "--bind-address=127.0.0.1",
+            "--horizontal-pod-autoscaler-sync-period=3s",
         )
         self._run(
             "kube-scheduler",
-            *FAST,
+            *self.limits,
+            "--leader-elect=false",
             f"--kubeconfig={pki_folder}/scheduler.kubeconfig",
             "--bind-address=127.0.0.1",
         )
@@ -152,6 +151,14 @@ class LocalCluster:
             f"--kubelet-client-certificate={folder}/apiserver-kubelet.crt",
             f"--kubelet-client-key={folder}/apiserver-kubelet.key",
             "--kubelet-preferred-address-types=InternalIP",
+            # For API servers behind this one, such as that of metrics.
+            f"--requestheader-client-ca-file={folder}/ca.crt",
+            "--requestheader-allowed-names=front-proxy",
+            "--requestheader-username-headers=X-Remote-User",
+            "--requestheader-group-headers=X-Remote-Group",
+            "--requestheader-extra-headers-prefix=X-Remote-Extra-",
+            f"--proxy-client-cert-file={folder}/front-proxy.crt",
+            f"--proxy-client-key-file={folder}/front-proxy.key",
             f"--audit-policy-file={self.state}/audit-policy.json",
             f"--audit-log-path={self.audit_log}",
         ]
@@ -273,7 +280,7 @@ class LocalCluster:
     # Down --------------------------------------------------------------------------------------
 
     def down(self) -> None:
-        with self._lock():
+        with lock.held(self.state / "lock"):
             self._clean()
 
     def _clean(self) -> None:
@@ -297,19 +304,6 @@ class LocalCluster:
         for name in ("run", "etcd", "kubelet", "log/pods", "pid"):
             shutil.rmtree(self.state / name, ignore_errors=True)
         self.audit_log.unlink(missing_ok=True)
-
-
-class _Locked:
-    """One up or down at a time for a cluster."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("w")
-
-    def __enter__(self) -> None:
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
 
 
 __all__ = ["ClusterError", "LocalCluster"]

@@ -19,7 +19,8 @@ POD_RANGE = "198.18.0.0/16"
 SERVICE_RANGE = "198.19.0.0/16"
 FIRST_SERVICE = "198.19.0.1"
 BRIDGE = "kube0"
-NAMES = ("demo", "integration", "e2e", "bench")  # of the clusters that the project itself starts
+# Of the clusters that the project itself starts.
+NAMES = ("demo", "integration", "e2e", "bench", "integration-2", "integration-3")
 LINKS = "198.51.100"  # documentation range TEST-NET-2; TEST-NET-1 was in use on a machine seen
 
 

@@ -1,4 +1,4 @@
-"""Certificates and kubeconfigs of one cluster: one CA, three certificates, a token for each user.
+"""Certificates and kubeconfigs of one cluster: one CA, four certificates, a token for each user.
 
 Users have the names that Kubernetes' own bootstrap roles bind, so no RBAC of ours is needed.
 """
@@ -23,9 +23,10 @@ USERS = {
 
 
 def make(folder: Path, server: str, addresses: list[str], node: str) -> None:
-    """Writes everything into `folder`, once for these addresses; `server` is the API's address for
-    kubeconfigs."""
-    mark, said = folder / "done", " ".join([server, *addresses])
+    """Writes everything into `folder`, once for these certificates and addresses; `server` is the
+    API's address for kubeconfigs."""
+    certificates = _certificates(addresses, node)
+    mark, said = folder / "done", " ".join([*certificates, server, *addresses])
     if mark.is_file() and mark.read_text() == said:
         return
     shutil.rmtree(folder, ignore_errors=True)
@@ -33,13 +34,8 @@ def make(folder: Path, server: str, addresses: list[str], node: str) -> None:
     folder.chmod(0o700)
     _key(folder, "ca")
     _openssl(folder, "req -x509 -new -key ca.key -subj /CN=kvline-local-ca -days 365 -out ca.crt")
-    names = ",".join(f"IP:{a}" for a in addresses)
-    names += ",DNS:localhost,DNS:kubernetes,DNS:kubernetes.default,DNS:kubernetes.default.svc"
-    _certificate(folder, "apiserver", "/CN=kube-apiserver", f"subjectAltName={names}")
-    subject = "/O=system:masters/CN=kube-apiserver-kubelet-client"
-    _certificate(folder, "apiserver-kubelet", subject, "extendedKeyUsage=clientAuth")
-    kubelet_names = f"subjectAltName=DNS:{node}," + ",".join(f"IP:{a}" for a in addresses)
-    _certificate(folder, "kubelet", f"/CN={node}", kubelet_names)
+    for name, (subject, extension) in certificates.items():
+        _certificate(folder, name, subject, extension)
     _key(folder, "sa")
     _openssl(folder, "ec -in sa.key -pubout -out sa.pub")
     rows = []
@@ -50,6 +46,19 @@ def make(folder: Path, server: str, addresses: list[str], node: str) -> None:
         write_kubeconfig(folder / f"{name}.kubeconfig", server, token)
     (folder / "tokens.csv").write_text("\n".join(rows) + "\n")
     mark.write_text(said)
+
+
+def _certificates(addresses: list[str], node: str) -> dict[str, tuple[str, str]]:
+    """By file name: subject, and the one extension that matters."""
+    here = ",".join(f"IP:{a}" for a in addresses)
+    services = "DNS:localhost,DNS:kubernetes,DNS:kubernetes.default,DNS:kubernetes.default.svc"
+    client = "extendedKeyUsage=clientAuth"
+    return {
+        "apiserver": ("/CN=kube-apiserver", f"subjectAltName={here},{services}"),
+        "apiserver-kubelet": ("/O=system:masters/CN=kube-apiserver-kubelet-client", client),
+        "front-proxy": ("/CN=front-proxy", client),
+        "kubelet": (f"/CN={node}", f"subjectAltName=DNS:{node},{here}"),
+    }
 
 
 def write_kubeconfig(path: Path, server: str, token: str) -> None:

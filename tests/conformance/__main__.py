@@ -18,13 +18,11 @@ def main() -> int:
         return 2
     if sys.argv[1] != "fake":
         return check.main(sys.argv[1])
+    sys.path.append(str(Path(__file__).parents[1] / "cluster"))
+    from api import Api
     from fake import Fake
-    from kubernetes import client, config
 
-    settings = client.Configuration()
-    config.load_kube_config(client_configuration=settings)  # type: ignore[no-untyped-call]
-    settings.connection_pool_maxsize = 16
-    Fake(client.ApiClient(settings)).run()
+    Fake(Api()).run()
     return 0
 
 

@@ -6,6 +6,7 @@ Started inside the network namespace where the pods' range is a local route.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from kubernetes import client
+from api import Api
+from errors import ClusterError
 from plays import Play
 
 from kvline_contract.codec import dumps
@@ -52,7 +54,7 @@ class Pod:
 
 
 class Fake:
-    def __init__(self, api: client.ApiClient) -> None:
+    def __init__(self, api: Api) -> None:
         self.api = api
         self.pods: dict[str, Pod] = {}  # by address
         self.asked = 0
@@ -71,15 +73,13 @@ class Fake:
 
     def _watch(self) -> None:
         """Follows every pod of ours, without end."""
-        selector = f"{LABEL_MANAGED_BY}={MANAGED_BY}"
+        ours = {"labelSelector": f"{LABEL_MANAGED_BY}={MANAGED_BY}"}
         while True:
-            listed = self._call("GET", "/api/v1/pods", [("labelSelector", selector)])
+            listed = self.api.get("/api/v1/pods", **ours) or {}
             for item in listed["items"]:
                 self._see("ADDED", item)
-            since = [("watch", "1"), ("resourceVersion", listed["metadata"]["resourceVersion"])]
-            answer = self._send("GET", "/api/v1/pods", [*since, ("labelSelector", selector)], None)
-            for line in _lines(answer):
-                event = json.loads(line)
+            since = listed["metadata"]["resourceVersion"]
+            for event in self.api.stream("/api/v1/pods", resourceVersion=since, **ours):
                 if event["type"] == "ERROR":
                     break
                 self._see(event["type"], event["object"])
@@ -107,9 +107,13 @@ class Fake:
     def _act(self) -> None:
         while True:
             waiting = [p for p in list(self.pods.values()) if not p.told]
-            for _ in self._hands.map(self._tell, waiting):
+            for _ in self._hands.map(self._try_to_tell, waiting):
                 pass
             time.sleep(0.2)
+
+    def _try_to_tell(self, pod: Pod) -> None:
+        with contextlib.suppress(ClusterError):  # again in a moment
+            self._tell(pod)
 
     def _tell(self, pod: Pod) -> None:
         """Ready as the contract has it: validated, and let through by the gate file."""
@@ -120,57 +124,17 @@ class Fake:
         else:
             return
         path = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}"
-        self._call("PATCH", path, [], {"metadata": {"annotations": said}})
+        self.api.merge(path, {"metadata": {"annotations": said}})
         pod.told = True
 
     def _let_through(self, pod: Pod) -> bool:
         name = gate_name(pod.service, pod.revision)
         path = f"/api/v1/namespaces/{pod.namespace}/configmaps/{name}"
-        found = self._call("GET", path, [])
+        found = self.api.get(path) or {}
         if not found.get("data"):
             return False
         gate = GateFile.parse(found["data"][GATE_FILE])
         return gate.open and pod.play.tokens >= gate.threshold()
-
-    def _call(
-        self, method: str, path: str, query: list[tuple[str, str]], body: Object | None = None
-    ) -> Object:
-        """The answer; an empty one for what is gone."""
-        answer = self._send(method, path, query, body)
-        found = json.loads(answer.read() or b"{}")
-        return dict(found) if answer.status < 300 else {}
-
-    def _send(
-        self, method: str, path: str, query: list[tuple[str, str]], body: Object | None
-    ) -> Any:
-        kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
-        given = self.api.param_serialize(
-            method=method,
-            resource_path=path,
-            query_params=query,
-            header_params={"Accept": "application/json", "Content-Type": kind},
-            body=body,
-            auth_settings=["BearerToken"],
-        )
-        try:
-            return self.api.call_api(*given).response
-        except client.ApiException as error:
-            return _Refused(error.status or 500)
-
-
-@dataclass
-class _Refused:
-    status: int
-
-    def read(self) -> bytes:
-        return b""
-
-
-def _lines(answer: Any) -> Any:
-    rest = b""
-    for chunk in answer.stream(65536):
-        *whole, rest = (rest + chunk).split(b"\n")
-        yield from whole
 
 
 class _Server(ThreadingHTTPServer):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -68,8 +69,10 @@ def main(host: str, model: str, stop: str, threads: int) -> None:
     failures: list[str] = []
     ended: list[float] = []
 
+    starter = os.getppid()
+
     def stream() -> None:
-        while not Path(stop).exists():
+        while not Path(stop).exists() and os.getppid() == starter:  # a test that was killed
             wrong = served(host, model)
             ended.append(time.time())
             failures.extend([wrong] if wrong else [])

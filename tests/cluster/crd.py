@@ -1,0 +1,40 @@
+"""A CustomResourceDefinition, applied and served."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+from typing import Protocol
+
+from errors import ClusterError
+from paths import ROOT
+
+FILE = ROOT / "manifests" / "crd.yaml"
+SECONDS = 30
+
+
+class Kubectl(Protocol):
+    def __call__(self, *words: str) -> subprocess.CompletedProcess[str]: ...
+
+
+def define(kubectl: Kubectl, file: Path = FILE) -> None:
+    """Raises ClusterError when the API server does not serve it in time.
+
+    A definition is made with `conditions: null`, which `kubectl wait` takes for an error when it
+    looks before the API server has: so it is asked again and again.
+    """
+    kubectl("apply", "--server-side", "-f", str(file))
+    end = time.monotonic() + SECONDS
+    while not _is_established(kubectl, file):
+        if time.monotonic() > end:
+            raise ClusterError(f"{file.name}: not Established after {SECONDS} s")
+        time.sleep(0.1)
+
+
+def _is_established(kubectl: Kubectl, file: Path) -> bool:
+    said = "jsonpath={.status.conditions[?(@.type=='Established')].status}"
+    try:
+        return kubectl("get", "-f", str(file), "-o", said).stdout == "True"
+    except ClusterError:  # there is nothing to look through yet
+        return False

@@ -1,0 +1,138 @@
+"""The recipe for those who scale by an HPA: Prometheus, its adapter and Kubernetes' own autoscaler,
+with the files of monitoring/ as they ship."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from playground import ROOT, eventually
+from support import describe, pods, wait
+from test_main_job import RANDOM
+from traffic import streaming
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+PROMETHEUS, ADAPTER = 19090, 16443  # ports on the node
+APIS = "/apis/custom.metrics.k8s.io/v1beta1"
+
+
+@pytest.fixture
+def metrics_api(cluster: Any, tmp_path: Path) -> Iterator[None]:
+    """Prometheus and its adapter beside the node's programs, the adapter behind the API server."""
+    import binaries
+
+    for name, words in (
+        ("prometheus", prometheus(cluster, tmp_path)),
+        ("prometheus-adapter", adapter(cluster, tmp_path)),
+    ):
+        program = str(binaries.ensure(name, print))
+        cluster.programs.start(name, cluster.network.command([program, *words]))
+    cluster.kubectl("apply", "-f", "-", input=yaml.safe_dump_all(api_service()))
+    ready = "--for=condition=Available"
+    cluster.kubectl("wait", ready, "apiservice/v1beta1.custom.metrics.k8s.io", "--timeout=90s")
+    yield
+    cluster.kubectl("delete", "-f", "-", input=yaml.safe_dump_all(api_service()))
+    cluster.programs.stop(["prometheus", "prometheus-adapter"], signal.SIGKILL)
+
+
+def prometheus(cluster: Any, folder: Path) -> list[str]:
+    """The scrape job that ships, faster, and through a kubeconfig as we are no pod."""
+    (job,) = yaml.safe_load((ROOT / "monitoring" / "scrape.yaml").read_text())
+    job["scrape_interval"] = "1s"
+    job["kubernetes_sd_configs"][0]["kubeconfig_file"] = str(cluster.kubeconfig)
+    file = folder / "prometheus.json"
+    file.write_text(json.dumps({"scrape_configs": [job]}))
+    return [
+        f"--config.file={file}",
+        f"--storage.tsdb.path={folder}/tsdb",
+        f"--web.listen-address=127.0.0.1:{PROMETHEUS}",
+    ]
+
+
+def adapter(cluster: Any, folder: Path) -> list[str]:
+    """The rules that ship; who asks it is known and allowed by the API server before it."""
+    asks = ("lister", "authentication", "authorization")
+    return [
+        *(f"--{what}-kubeconfig={cluster.kubeconfig}" for what in asks),
+        f"--prometheus-url=http://127.0.0.1:{PROMETHEUS}",
+        f"--config={ROOT}/monitoring/recipes/prometheus-adapter.yaml",
+        "--metrics-relist-interval=2s",
+        f"--secure-port={ADAPTER}",
+        f"--cert-dir={folder}/adapter",
+    ]
+
+
+def api_service() -> list[dict[str, Any]]:
+    """A Service without a selector: the adapter is on the node itself."""
+    from network import NODE_ADDRESS
+
+    where = {"name": "prometheus-adapter", "namespace": "default"}
+    port = {"name": "https", "port": 443}
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": where,
+            "spec": {"ports": [{**port, "targetPort": ADAPTER}]},
+        },
+        {
+            "apiVersion": "discovery.k8s.io/v1",
+            "kind": "EndpointSlice",
+            "metadata": {**where, "labels": {"kubernetes.io/service-name": where["name"]}},
+            "addressType": "IPv4",
+            "ports": [{"name": "https", "port": ADAPTER, "protocol": "TCP"}],
+            "endpoints": [{"addresses": [NODE_ADDRESS], "conditions": {"ready": True}}],
+        },
+        {
+            "apiVersion": "apiregistration.k8s.io/v1",
+            "kind": "APIService",
+            "metadata": {"name": "v1beta1.custom.metrics.k8s.io"},
+            "spec": {
+                "group": "custom.metrics.k8s.io",
+                "version": "v1beta1",
+                "service": where,
+                "insecureSkipTLSVerify": True,
+                "groupPriorityMinimum": 100,
+                "versionPriority": 100,
+            },
+        },
+    ]
+
+
+def recipe() -> str:
+    """As it ships, for a small service and without the patience of a real one."""
+    text = (ROOT / "monitoring" / "recipes" / "hpa.yaml").read_text()
+    body = yaml.safe_load(text.replace("smollm2", "busy"))
+    body["spec"]["behavior"]["scaleDown"]["stabilizationWindowSeconds"] = 5
+    body["spec"]["maxReplicas"] = 2
+    body["spec"]["metrics"][1]["pods"]["target"]["averageValue"] = "2"
+    return yaml.safe_dump(body)
+
+
+def test_an_hpa_follows_the_load_through_the_scale_subresource(
+    space: Any, cluster: Any, metrics_api: None, tmp_path: Path
+) -> None:
+    space.apply("busy", **{**RANDOM, "engine": {"maxModelLen": 512, "maxRunningRequests": 4}})
+    wait(space, "busy", "UpToDate", status="True")
+    space.kubectl("apply", "-f", "-", input=recipe())
+    ip = space.get("service", "busy")["spec"]["clusterIP"]
+    with streaming(cluster.network, ip, "busy", tmp_path, 6) as streams:
+        try:
+            eventually(lambda: space.get("kvl", "busy")["status"].get("readyReplicas") == 2, 240)
+        except AssertionError as error:
+            told = space.kubectl("describe", "hpa", "busy").stdout
+            raise AssertionError(f"{error}\n{told}\n{describe(space, 'busy')}") from None
+    assert streams.failures == []
+    assert space.get("kvl", "busy")["spec"]["replicas"] == 2
+    names = json.loads(cluster.kubectl("get", "--raw", APIS).stdout)["resources"]
+    assert {"pods/kvline_kv_cache_usage_ratio", "pods/kvline_requests_in_flight"} <= {
+        name["name"] for name in names
+    }
+    eventually(lambda: len(pods(space)) == 1, 120)
+    wait(space, "busy", "UpToDate", status="True")
