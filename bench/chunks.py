@@ -7,11 +7,11 @@ import random
 import time
 
 import engines
+import pool
 from record import record, table
 
 from kvline_server.engine.engine import Engine
 from kvline_server.memory.device import MIB, cpu_device
-from kvline_server.memory.pages import PagePool
 
 ROUNDS = 5
 PROMPT = 4096
@@ -20,7 +20,7 @@ UNCHUNKED = 1 << 20
 
 def score(engine: Engine, prompt: list[int], rows: int) -> float:
     engine.runner.logprob_rows = rows
-    engine.pool = engine.scheduler.pool = PagePool(engine.pool.total + 1)
+    pool.renew(engine)
     started = time.perf_counter()
     engine.submit(0, list(prompt), engines.greedy(1, prompt_logprobs=20))
     engines.drain(engine)

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import floor
+import pool
 import torch
 from record import record, table
 from shapes import SHAPES
@@ -34,7 +35,6 @@ from kvline_server.engine import start as engine_start
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.request import SamplingParams
 from kvline_server.memory.device import MIB
-from kvline_server.memory.pages import PagePool
 
 MAX_MODEL_LEN = 8192
 
@@ -139,7 +139,7 @@ def shrink(engine: Engine, nbytes: int) -> None:
     """Gives a part of the cache back, for what the product does not do and so has no room for."""
     arena = engine.runner.arena
     arena.resize(arena.pages - nbytes // (arena.nbytes // arena.pages))
-    engine.pool = engine.scheduler.pool = PagePool(arena.pages)
+    pool.renew(engine, arena.pages)
 
 
 def write_config(name: str, folder: Path) -> Path:
@@ -169,7 +169,7 @@ def write_config(name: str, folder: Path) -> Path:
 
 def play(engine: Engine, workload: Workload, requests: list[tuple[list[int], int]]) -> float:
     """Seconds from the first submit to the last token, nothing of it in the prefix cache."""
-    engine.pool = engine.scheduler.pool = PagePool(engine.pool.total + 1)
+    pool.renew(engine)
     began = time.perf_counter()
     for id, (prompt, output) in enumerate(requests):
         params = SamplingParams(

@@ -6,13 +6,13 @@ import random
 import time
 
 import offline
+import pool
 import torch
 from record import record, table
 from shapes import SHAPES
 
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.request import SamplingParams
-from kvline_server.memory.pages import PagePool
 
 TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 REQUESTS = (1, 16)
@@ -62,7 +62,7 @@ def compare(engine: Engine, name: str, requests: int, tokens: int) -> list[str]:
 
 def first_tokens(engine: Engine, name: str, requests: int, length: int) -> float:
     """Milliseconds from the first submit to the last first token, nothing of it cached."""
-    engine.pool = engine.scheduler.pool = PagePool(engine.pool.total + 1)
+    pool.renew(engine)
     rng = random.Random(length)
     most = SHAPES[name].vocabulary - 10
     prompts = [[rng.randrange(10, most) for _ in range(length)] for _ in range(requests)]

@@ -9,13 +9,13 @@ import pstats
 import time
 
 import offline
+import pool
 import torch
 from record import record, table
 
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.request import SamplingParams
 from kvline_server.engine.runner import Flight
-from kvline_server.memory.pages import PagePool
 
 STEPS = 60
 BATCHES = (64, 256, 512, 1024)
@@ -41,7 +41,7 @@ def run() -> None:
 
 def fill(engine: Engine, batch: int, penalty: float = 1.0) -> None:
     """`batch` sequences, all decoding."""
-    engine.pool = engine.scheduler.pool = PagePool(engine.pool.total + 1)
+    pool.renew(engine)
     for id in range(batch):
         tokens = [(id * 7 + i) % 1000 + 10 for i in range(512)]
         params = SamplingParams(

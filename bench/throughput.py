@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import engines
+import pool
 import torch
 from record import record, table
 
@@ -30,9 +31,7 @@ def mixed() -> list[Request]:
 
 
 def ours(engine: Engine, requests: list[Request]) -> float:
-    from kvline_server.memory.pages import PagePool
-
-    engine.pool = engine.scheduler.pool = PagePool(engine.pool.total + 1)  # no prefix hits
+    pool.renew(engine)
     started = time.perf_counter()
     for id, (prompt, output) in enumerate(requests):
         engine.submit(id, list(prompt), engines.greedy(output))

@@ -8,6 +8,7 @@ import sys
 import time
 import urllib.request
 
+import crd
 from local import LocalCluster
 from record import ROOT, record, table
 
@@ -30,8 +31,7 @@ def run() -> None:
     command += ["--default-image", "local/server:x", "--probe-port", str(PORT)]
     operator = None
     try:
-        cluster.kubectl("apply", "--server-side", "-f", str(ROOT / "manifests" / "crd.yaml"))
-        cluster.kubectl("wait", "--for=condition=Established", "crd/inferenceservices.kvline.dev")
+        crd.define(cluster.kubectl)
         operator = subprocess.Popen(
             command, env={**os.environ, "KUBECONFIG": str(cluster.kubeconfig)}
         )
