@@ -41,7 +41,7 @@ NOW = {"PYTHONUNBUFFERED": "1"}  # what is printed is seen
 CLUSTERED = ("integration", "e2e")
 STAGES = {
     "unit": ["-n", "2", "-m", "not process and not integration and not e2e and not gpu"],
-    "process": ["-m", "process"],
+    "process": ["-n", "2", "--dist", "loadfile", "-m", "process"],
     "integration": ["-n", "3", "-m", "integration"],  # mostly waits, each with its own cluster
     "e2e": ["-v", "-m", "e2e"],  # a line a test: some take minutes
 }

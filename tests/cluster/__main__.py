@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import binaries
 import build
+import earlier
 import model
 import tools
 from local import ClusterError, LocalCluster
@@ -67,6 +68,7 @@ def _programs() -> None:
 def _model_and_images() -> None:
     model.ensure(say)
     build.build(say)
+    earlier.build(say)
 
 
 if __name__ == "__main__":

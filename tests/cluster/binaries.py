@@ -105,8 +105,9 @@ def ensure(name: str, say: Callable[[str], None]) -> Path:
 def compile_program(
     go: str, name: str, folder: Path, package: str, flags: str, tags: str = ""
 ) -> None:
-    """One static program into the cache's bin."""
-    command = [go, "build", "-trimpath", "-buildvcs=false", "-tags", tags, "-ldflags", flags]
+    """One static program into the cache's bin, without what debuggers read: a tenth of the work."""
+    command = [go, "build", "-trimpath", "-buildvcs=false", "-gcflags=all=-dwarf=false"]
+    command += ["-tags", tags, "-ldflags", flags]
     done = subprocess.run(
         [*command, "-o", str(BIN / name), package],
         cwd=folder,

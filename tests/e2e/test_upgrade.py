@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
-import subprocess
-import sys
-import tarfile
 from pathlib import Path
 from typing import Any
 
 import build
+import earlier
 import pytest
 from playground import eventually
 from support import install, pods, uninstall, wait
@@ -19,10 +16,6 @@ from test_main_job import RANDOM
 from conftest import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
-
-# The last commit whose operator knew no gate: manifests without a chart, no verdicts, no records of
-# what was accepted.
-BEFORE = "a7a536e77beb"
 
 
 def living(space: Any) -> dict[str, int]:
@@ -60,25 +53,11 @@ def test_uninstalled_and_installed_again_beside_a_service(space: Any, cluster: A
 
 
 @pytest.fixture
-def earlier(cluster: Any, tmp_path: Path) -> tuple[Path, dict[str, str]]:
+def predecessor(cluster: Any, tmp_path: Path) -> tuple[Path, dict[str, str]]:
     """The tree of the operator before, and its images, which the cluster has now."""
-    packed = subprocess.run(["git", "archive", BEFORE], cwd=ROOT, capture_output=True)
-    if packed.returncode:
-        pytest.skip(f"this clone's history does not reach back to {BEFORE}")
-    with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as tar:
-        tar.extractall(tmp_path, filter="data")
-    script = (
-        "import build, json; made = build.build(lambda _: None); "
-        "print(json.dumps({i.component: i.name for i in made}))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path / "tests" / "cluster",
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    images = dict(json.loads(done.stdout.splitlines()[-1]))
+    if not earlier.unpack(tmp_path):
+        pytest.skip(f"this clone's history does not reach back to {earlier.COMMIT}")
+    images = earlier.images(tmp_path)
     for name in images.values():
         image = build.inspect(name)
         cluster.images.add(image.name, image.config, image.layers)
@@ -98,11 +77,11 @@ def apply_tree(cluster: Any, tree: Path, manifest: str, images: dict[str, str]) 
 
 
 def test_from_the_operator_before_to_this_one(
-    space: Any, cluster: Any, earlier: tuple[Path, dict[str, str]]
+    space: Any, cluster: Any, predecessor: tuple[Path, dict[str, str]]
 ) -> None:
     """F41: no pod moves; the new image comes when it is asked for, through the gate."""
     now = {c: build.image_name(c) for c in build.COMPONENTS}
-    tree, old = earlier
+    tree, old = predecessor
     assert old["server"] != now["server"]
     uninstall(cluster)
     apply_tree(cluster, tree, "operator.yaml", old)

@@ -90,6 +90,19 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         made.stop()
 
 
+@pytest.fixture
+def start(tiny_model: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    made: list[Server] = []
+
+    def begin(**options: Any) -> Server:
+        made.append(Server(tiny_model, tmp_path, **options).start())
+        return made[-1]
+
+    yield begin
+    for server in made:
+        server.stop()
+
+
 def write_tokenizer(folder: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 

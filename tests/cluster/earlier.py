@@ -1,0 +1,56 @@
+"""The operator and server of the version before, from this clone's own history."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from errors import ClusterError
+from paths import ROOT
+
+# The last commit whose operator knew no gate: manifests without a chart, no verdicts, no records of
+# what was accepted.
+COMMIT = "a7a536e77beb"
+SCRIPT = (
+    "import build, json; made = build.build(lambda _: None); "
+    "print(json.dumps({i.component: i.name for i in made}))"
+)
+
+
+def unpack(folder: Path) -> bool:
+    """Its tree, in `folder`; false where this clone's history does not reach back to it."""
+    packed = subprocess.run(
+        ["git", "archive", COMMIT], cwd=ROOT, capture_output=True, check=False
+    ).stdout
+    if packed:
+        with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
+            tar.extractall(folder, filter="data")
+    return bool(packed)
+
+
+def images(tree: Path) -> dict[str, str]:
+    """The name of each component's image, built by the tree's own code where the store has none."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        cwd=tree / "tests" / "cluster",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise ClusterError(f"the images of {COMMIT} failed:\n{done.stderr[-2000:]}")
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def build(say: Callable[[str], None]) -> None:
+    """Its images, so that no test has to wait for them."""
+    with tempfile.TemporaryDirectory() as folder:
+        if unpack(Path(folder)):
+            images(Path(folder))
+            say(f"the images of {COMMIT} are there")
