@@ -36,7 +36,7 @@ QUIET = int(os.environ.get("KVLINE_BENCH_SECONDS", "600"))
 PORT = 18099
 PODS = "198.18.128.0/17"
 RATE = 100  # creations a second
-SAMPLES = 30
+SAMPLES = 100
 PLAYS = ("shrunk", "small", "outofmemory", "modelinvalid")  # a few among many good ones
 BARS = {
     "children": 120,
@@ -275,7 +275,7 @@ def one(many: int) -> list[list[str]]:
         found["api"] = p99(place, "kvline_api_call_seconds")
         quiet(place, 0)
         late = latencies(place)
-        found["latency"] = late[-1]
+        found["latency"], found["slowest"] = late[SAMPLES * 99 // 100 - 1], late[-1]
         found["memory"] = memory(place)
     finally:
         place.down()
@@ -284,7 +284,8 @@ def one(many: int) -> list[list[str]]:
 
 UNITS = {
     "children": ("created at 100/s to the last child", "s"),
-    "latency": ("creation to Deployment, idle operator, slowest of 30", "s"),
+    "latency": (f"creation to Deployment, idle operator, p99 of {SAMPLES}", "s"),
+    "slowest": ("the same, the slowest", "s"),
     "memory": ("operator, resident at most", "MiB"),
     "writes": (f"writes in {QUIET} s without a change", "writes"),
     "cpu": ("share of a core meanwhile", "%"),
