@@ -124,7 +124,9 @@ def remember(
         return out
     for name, standing in standings.items():
         if name != wanted and standing.verdict == FAILED:
-            out[name] = _forgotten(standing)  # turned down until the spec says something else
+            # Turned down until the spec says something else: then it may be judged anew, and what
+            # was measured stays its history.
+            out[name] = replace(standing, against=0)
         if name not in (wanted, promote) and standing.verdict == PROMOTED:
             out[name] = replace(standing, verdict=PASSED)  # the annotation may be used again
     if plan.gate is not None and plan.gate.outcome is not Outcome.HOLD:
@@ -134,10 +136,6 @@ def remember(
     if serving:
         out[plan.stable] = _raised(out[plan.stable], serving)
     return out
-
-
-def _forgotten(standing: Standing) -> Standing:
-    return replace(standing, verdict="", against=0, measured=0, required=0, compared=0, message="")
 
 
 def _judged(standing: Standing, verdict: Verdict, beside: Standing) -> Standing:

@@ -68,9 +68,11 @@ def test_half_the_budget_is_rolled_back_and_stays_so_until_somebody_says_otherwi
     service.until_reason("RolledBack")
     assert not service.pods_of(rejected)
 
-    space.apply(replicas=2)  # the old spec again: nothing moves, the rejection is forgotten
+    space.apply(replicas=2)  # the old spec again: nothing moves, the rejection is history
     service.until_reason("UpToDate")
     assert {p["metadata"]["uid"] for p in service.node.pods()} == before
+    stored = space.get("controllerrevisions", f"chat-{rejected}")["metadata"]["annotations"]
+    assert stored["kvline.dev/verdict"] == "Failed" and "kvline.dev/against" not in stored
     space.apply(replicas=2, engine=SMALLER)
     service.until_reason("RolledBack")
     assert len(service.events("GateFailed")) == 2

@@ -57,9 +57,12 @@ def test_a_verdict_counts_beside_the_revision_it_was_given_beside() -> None:
     assert after["b"].verdict_now(replace(A, accepted=4)) is None
 
 
-def test_a_rejection_is_forgotten_once_the_spec_says_something_else() -> None:
+def test_a_rejection_is_history_once_the_spec_says_something_else() -> None:
     failed = Standing(verdict="Failed", against=3, message="30 short", measured=920)
-    assert remember({"a": A, "b": failed}, plan(None), "a", ())["b"] == Standing()
+    assert failed.verdict_now(A) is not None
+    after = remember({"a": A, "b": failed}, plan(None), "a", ())["b"]
+    assert after.verdict_now(A) is None
+    assert after == replace(failed, against=0)
 
 
 def test_an_acceptance_keeps_the_best_and_a_promotion_begins_anew() -> None:
