@@ -38,6 +38,8 @@ CHECKS = {
 }
 ALWAYS = ("unit", "process")  # need no root, no cluster, no GPU
 NOW = {"PYTHONUNBUFFERED": "1"}  # what is printed is seen
+# A worker has one processor: two threads of torch in each would wait for each other by spinning.
+ONE = {"OMP_NUM_THREADS": "1"}
 CLUSTERED = ("integration", "e2e")
 STAGES = {
     "unit": ["-n", "2", "-m", "not process and not integration and not e2e and not gpu"],
@@ -98,13 +100,20 @@ def stage(name: str, options: list[str], tally: Tally) -> None:
     """One pytest run, shown as it goes; its closing line is added to the tally."""
     print(f"== {name}", flush=True)
     started = time.monotonic()
+    threads = ONE if name == "unit" else {}
     process = subprocess.Popen(
         [*PYTEST, *options],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "KVLINE_STAGE": name, **NOW},
+        env={
+            **os.environ,
+            **NOW,
+            **threads,
+            "TOKENIZERS_PARALLELISM": "false",
+            "KVLINE_STAGE": name,
+        },
     )
     assert process.stdout is not None
     last = ""
