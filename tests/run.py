@@ -38,8 +38,6 @@ CHECKS = {
 }
 ALWAYS = ("unit", "process")  # need no root, no cluster, no GPU
 NOW = {"PYTHONUNBUFFERED": "1"}  # what is printed is seen
-# A worker has one processor: two threads of torch in each would wait for each other by spinning.
-ONE = {"OMP_NUM_THREADS": "1"}
 CLUSTERED = ("integration", "e2e")
 STAGES = {
     "unit": ["-n", "2", "-m", "not process and not integration and not e2e and not gpu"],
@@ -47,6 +45,8 @@ STAGES = {
     "integration": ["-n", "3", "-m", "integration"],  # mostly waits, each with its own cluster
     "e2e": ["-v", "-m", "e2e"],  # a line a test: some take minutes
 }
+# Two threads of torch in each of two workers wait for each other by spinning.
+ENVIRONMENT = {"unit": {"OMP_NUM_THREADS": "1"}}
 
 
 @dataclass
@@ -100,7 +100,6 @@ def stage(name: str, options: list[str], tally: Tally) -> None:
     """One pytest run, shown as it goes; its closing line is added to the tally."""
     print(f"== {name}", flush=True)
     started = time.monotonic()
-    threads = ONE if name == "unit" else {}
     process = subprocess.Popen(
         [*PYTEST, *options],
         cwd=ROOT,
@@ -110,7 +109,7 @@ def stage(name: str, options: list[str], tally: Tally) -> None:
         env={
             **os.environ,
             **NOW,
-            **threads,
+            **ENVIRONMENT.get(name, {}),
             "TOKENIZERS_PARALLELISM": "false",
             "KVLINE_STAGE": name,
         },

@@ -105,7 +105,7 @@ def ensure(name: str, say: Callable[[str], None]) -> Path:
 def compile_program(
     go: str, name: str, folder: Path, package: str, flags: str, tags: str = ""
 ) -> None:
-    """One static program into the cache's bin, without what debuggers read: a tenth of the work."""
+    """One static program into the cache's bin, without what only debuggers read."""
     command = [go, "build", "-trimpath", "-buildvcs=false", "-gcflags=all=-dwarf=false"]
     command += ["-tags", tags, "-ldflags", flags]
     done = subprocess.run(

@@ -26,6 +26,8 @@ from kvline_contract.launch import (
 )
 
 FAULTS = Path(__file__).parent / "faults"
+# Options of a Server whose size is searched for, and not pinned, in so much memory.
+SEARCHED: dict[str, Any] = {"capacity": CapacityOptions(headroom_mib=8), "memory": 900 << 20}
 LAUNCHER = """
 import signal, sys
 from pathlib import Path

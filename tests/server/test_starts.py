@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from servers import Server
+from servers import SEARCHED, Server
 
 from kvline_contract.launch import CapacityOptions, EngineOptions
 
@@ -22,11 +22,7 @@ def test_an_engine_killed_while_validating_goes_on_with_the_next_attempt(
     start: Callable[..., Server],
 ) -> None:
     """cgroup v1: only the engine dies. The probe runs six batches; the eighth is a validation's."""
-    server = start(
-        capacity=CapacityOptions(headroom_mib=8),
-        memory=900 << 20,
-        faults={"KVLINE_FAULT_STEP": "8:kill"},
-    )
+    server = start(**SEARCHED, faults={"KVLINE_FAULT_STEP": "8:kill"})
     server.wait()
     report = server.sizing()
     first, second = [a for a in report["attempts"] if a["number"]]
@@ -41,8 +37,7 @@ def test_a_container_killed_whole_goes_on_with_the_next_attempt(
     start: Callable[..., Server],
 ) -> None:
     """cgroup v2: every process dies at once; only the file on the emptyDir tells."""
-    options = {"capacity": CapacityOptions(headroom_mib=8), "memory": 900 << 20}
-    server = start(**options)
+    server = start(**SEARCHED)
     while not [a for a in server_attempts(server) if a["number"] == 1]:
         time.sleep(0.01)
     target = server_attempts(server)[-1]["targetTokens"]
@@ -50,7 +45,7 @@ def test_a_container_killed_whole_goes_on_with_the_next_attempt(
     for pid in (server.process.pid, *children.values()):
         os.kill(pid, signal.SIGKILL)
     server.process.wait()
-    again = start(**options)
+    again = start(**SEARCHED)
     again.wait()
     report = again.sizing()
     assert [(a["number"], a["outcome"]) for a in report["attempts"]] == [
@@ -71,11 +66,7 @@ def server_attempts(server: Server) -> list[dict[str, Any]]:
 def test_four_killed_attempts_are_a_diagnosed_failure_not_a_crash_loop(
     start: Callable[..., Server],
 ) -> None:
-    server = start(
-        capacity=CapacityOptions(headroom_mib=8),
-        memory=900 << 20,
-        faults={"KVLINE_FAULT_STEP": "1:kill", "KVLINE_FAULT_ALWAYS": "1"},
-    )
+    server = start(**SEARCHED, faults={"KVLINE_FAULT_STEP": "1:kill", "KVLINE_FAULT_ALWAYS": "1"})
     assert server.end(60) == 40
     ended = server.termination()
     assert ended["name"] == "OutOfMemory"
@@ -86,11 +77,7 @@ def test_four_killed_attempts_are_a_diagnosed_failure_not_a_crash_loop(
 def test_memory_refused_by_the_device_shrinks_in_the_same_process(
     start: Callable[..., Server],
 ) -> None:
-    server = start(
-        capacity=CapacityOptions(headroom_mib=8),
-        memory=900 << 20,
-        faults={"KVLINE_FAULT_STEP": "7:oom"},
-    )
+    server = start(**SEARCHED, faults={"KVLINE_FAULT_STEP": "7:oom"})
     server.wait()
     outcomes = [(a["number"], a["outcome"]) for a in server.sizing()["attempts"]]
     assert outcomes == [(0, "Survived"), (1, "OutOfMemory"), (2, "Survived")]

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import httpx
 import pytest
-from servers import Server
+from servers import SEARCHED, Server
 
-from kvline_contract.launch import CapacityOptions, GateFile
+from kvline_contract.launch import GateFile
 from kvline_server.memory.pages import PAGE_SIZE
 
 pytestmark = pytest.mark.process
@@ -22,7 +22,7 @@ LONG = {"model": "tiny", "prompt": "hello", "max_tokens": 240, "ignore_eos": Tru
 def test_it_answers_probes_before_it_is_validated_and_sizes_itself(
     start: Callable[..., Server],
 ) -> None:
-    server = start(capacity=CapacityOptions(headroom_mib=8), memory=900 << 20)
+    server = start(**SEARCHED)
     server.wait("/livez", 200, 5)
     assert server.probe("/startupz")[0] == 503
     assert server.probe("/load")[0] == 503
