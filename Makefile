@@ -2,13 +2,16 @@
 PYTHON ?= python3
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: demo demo-down test test-gpu image-check kernels cubins check unit process integration e2e env bench scale soak-rollout plot api manifests lock clean
+.PHONY: demo demo-down images test test-gpu image-check kernels cubins check unit process integration e2e env bench scale soak-rollout plot api manifests lock clean
 
 demo: python ## a model served with a proven KV budget, on this machine
 	@$(PYTHON) demo
 
 demo-down: python
 	@$(PYTHON) demo down
+
+images: python ## build and push the images: REGISTRY=host/path; KERNELS=FILE: CUDA's too
+	@$(PYTHON) demo/publish.py
 
 test: env ## everything that this machine can run, and what it could not
 	@$(VENV_PYTHON) tests/run.py

@@ -18,9 +18,10 @@ sys.path += [str(ROOT / "tests" / name) for name in ("e2e", "integration", "serv
 CPU = {"throughput": "throughput", "chunks": "chunks", "sizing": "search", "writes": "writes"}
 GPU = (
     "attention",
-    "products",
+    "gemm",
     "offline",
     "steps",
+    "gaps",
     "unchunked",
     "prefill",
     "serving",
@@ -30,7 +31,7 @@ GPU = (
 
 
 def main(names: list[str]) -> int:
-    known = CPU | {name: name for name in (*GPU, "reads", "plot", "rollouts", "scale")}
+    known = CPU | {name: name for name in (*GPU, "reads", "lengths", "plot", "rollouts", "scale")}
     unknown = [n for n in names if n not in known]
     if unknown:
         print(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """The workloads of docs/performance.md through the engine alone, after its own profile loop.
 
-One process, one start, the product's defaults with maxModelLen 8192. Requests are those that the
+One process, one start, kvline's defaults with maxModelLen 8192. Requests are those that the
 anchors were measured with: one random.Random(0), all prompts, then all output lengths.
 """
 
@@ -15,7 +15,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import floor
+import busy
 import pool
 import torch
 from record import record, table
@@ -67,7 +67,7 @@ WORKLOADS = {
     "long": Workload(128, (4000, 7000), (64, 256)),
     "nano": Workload(256, (100, 1024), (100, 1024), counts_input=False),
 }
-FLOORS = ("r512", "nano")
+PROFILED = ("r512", "nano")
 
 
 class Printed:
@@ -84,6 +84,9 @@ class Printed:
 
     def stage(self, name: str, ms: int, nbytes: int, detail: str | None = None) -> None:
         self._say(f"{name}: {ms} ms, {nbytes / 2**20:.0f} MiB {detail or ''}")
+
+    def loading(self, ms: int, done: int, total: int) -> None:
+        self._say(f"loading: {done / 2**20:,.0f} of {total / 2**20:,.0f} MiB")
 
     def effective(self, effective: Effective) -> None:
         self._say(str(effective))
@@ -109,7 +112,7 @@ def start(
     name: str, device: Device = Device.CUDA, running: int | None = None
 ) -> tuple[Engine, Result]:
     """Loads random weights of a shape and sizes itself, as a pod does; `running` requests at most,
-    or the product's default."""
+    or kvline's default."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_config(name, Path(scratch))
         launch = LaunchConfig(
@@ -136,7 +139,7 @@ def start(
 
 
 def shrink(engine: Engine, nbytes: int) -> None:
-    """Gives a part of the cache back, for what the product does not do and so has no room for."""
+    """Gives a part of the cache back, for what kvline does not do and so has no room for."""
     arena = engine.runner.arena
     arena.resize(arena.pages - nbytes // (arena.nbytes // arena.pages))
     pool.renew(engine, arena.pages)
@@ -187,7 +190,8 @@ def play(engine: Engine, workload: Workload, requests: list[tuple[list[int], int
 
 def run() -> None:
     """KVLINE_BENCH_MODELS and KVLINE_BENCH_WORKLOADS, comma-separated, narrow it; rounds of each
-    workload by KVLINE_BENCH_ROUNDS. The floor of r512 and nano is from a pass more, profiled."""
+    workload by KVLINE_BENCH_ROUNDS. The GPU-busy share of r512 and nano is
+    from a pass more, profiled."""
     only = os.environ.get("KVLINE_BENCH_WORKLOADS", ",".join(WORKLOADS)).split(",")
     rounds = int(os.environ.get("KVLINE_BENCH_ROUNDS", "2"))
     rows: list[list[str]] = []
@@ -198,8 +202,8 @@ def run() -> None:
         rows += sizes(name, result)
         rates = speeds(engine, name, only, rounds)
         rows += kept(name, rates)
-        for kind in (k for k in FLOORS if k in rates):
-            made, shares = of_floor(engine, name, kind, max(rates[kind]))
+        for kind in (k for k in PROFILED if k in rates):
+            made, shares = busy_share(engine, name, kind, max(rates[kind]))
             rows += made
             kernels += shares
         engine.runner.arena.resize(0)
@@ -242,15 +246,15 @@ def kept(name: str, rates: dict[str, list[float]]) -> list[list[str]]:
     return rows
 
 
-def of_floor(
+def busy_share(
     engine: Engine, name: str, kind: str, best: float
 ) -> tuple[list[list[str]], list[list[str]]]:
     """Rows of the kernels' own pace and our share of it, and of where their time goes."""
     alone, shares = kernels_alone(engine, name, WORKLOADS[kind])
     gpu, ratio = torch.cuda.get_device_name(0), best / alone
-    record(f"floor-{kind}-{name}", ratio, "ratio", (ratio, ratio), gpu)
+    record(f"gpu-busy-share-{kind}-{name}", ratio, "ratio", (ratio, ratio), gpu)
     rows = [[name, f"{kind}: kernels alone", f"{alone:.0f}", "", ""]]
-    rows.append([name, f"{kind}: of its floor", f"{ratio:.3f}", "", ""])
+    rows.append([name, f"{kind}: GPU-busy share", f"{ratio:.3f}", "", ""])
     return rows, [[name, kind, *share] for share in shares]
 
 
@@ -263,7 +267,7 @@ def rate(engine: Engine, name: str, workload: Workload) -> float:
 def kernels_alone(engine: Engine, name: str, workload: Workload) -> tuple[float, list[list[str]]]:
     """Tokens per second of the workload's kernels without a gap, and the largest of them."""
     requests = workload.make(SHAPES[name].vocabulary)
-    took, shares = floor.busy(lambda: play(engine, workload, requests))
+    took, shares = busy.busy(lambda: play(engine, workload, requests))
     return workload.counted(requests) / took, shares
 
 

@@ -1,4 +1,4 @@
-"""A prompt's time to its first token, captured pieces against none, whole or as 16 requests."""
+"""A prompt's time to first token, captured graph segments against eager, whole or as 16."""
 
 from __future__ import annotations
 

@@ -98,5 +98,5 @@ def tell(results: list[str], streams: Streams, seconds: float) -> None:
         str(len(streams.ended)),
         str(failed),
     ]
-    head = ["rollouts", "passed", "turned down", "seconds", "streams", "failed (bar 0)"]
+    head = ["rollouts", "passed", "rejected", "seconds", "streams", "failed (bar 0)"]
     table("Rollouts under streaming traffic", head, [row])

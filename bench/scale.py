@@ -112,7 +112,8 @@ class Place:
         account = self.cluster.kubeconfig_of("kvline-system", "kvline-operator")
         command = [sys.executable, "-m", "kvline_operator", "--allow-image-tags"]
         command += ["--default-image", "local/server:x", "--probe-port", str(PORT)]
-        self.operator = self._start(command, "operator", account, self.environment)
+        environment = {**self.environment, "KVLINE_POD_NAME": "operator"}  # as after a restart
+        self.operator = self._start(command, "operator", account, environment)
 
     def kill_operator(self) -> None:
         assert self.operator is not None
@@ -292,7 +293,7 @@ UNITS = {
     "first": ("restart to the first reconcile", "s"),
     "all": ("restart to the last of the first reconciles", "s"),
     "again": ("writes of a restart", "writes"),
-    "reconcile": ("a look without a change, its CPU, p99 of a restart's, below", "ms"),
+    "reconcile": ("a reconcile without a change, its CPU, p99 of a restart's, below", "ms"),
     "waited": ("the same, with all that it waits for, below", "ms"),
     "api": ("an API call, p99 of a restart's, below", "ms"),
 }

@@ -72,20 +72,20 @@ def served(name: str) -> Iterator[int]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = offline.write_config(name, Path(scratch))
         write_tokenizer(folder, SHAPES[name].vocabulary)
-        port, internal = _free_port(), _free_port()
+        port, internal = free_port(), free_port()
         command = [sys.executable, "-m", "kvline_server", "serve", "--model", str(folder)]
         command += ["--load", "random", "--served-name", "m", "--port", str(port)]
         command += ["--internal-port", str(internal), "--max-model-len", "8192"]
         process = subprocess.Popen(command)
         try:
-            _wait_ready(process, internal)
+            wait_ready(process, internal)
             yield port
         finally:
             process.kill()
             process.wait()
 
 
-def _wait_ready(process: subprocess.Popen[bytes], port: int) -> None:
+def wait_ready(process: subprocess.Popen[bytes], port: int) -> None:
     while True:
         if process.poll() is not None:
             raise RuntimeError(f"the server ended with {process.returncode}")
@@ -95,7 +95,7 @@ def _wait_ready(process: subprocess.Popen[bytes], port: int) -> None:
         time.sleep(0.1)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,7 +1,9 @@
 """The worst allowed mix at the validated budget, for minutes: does it ever run out of memory?
 
-Long prompts scored with top-20 logprobs, full batches of decodes with filters, with logprobs, some
-with penalties, and clients that leave. Free memory and the allocator's reserve are read all along.
+Half of the requests ask for all there is at once: top-20 logprobs of output and prompt, top-k,
+top-p, min-p, every penalty and 300 biases. The others vary: long scored prompts, full batches of
+decodes with and without filters, and clients that leave. Free memory and the allocator's reserve
+are read all along.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import os
 import random
 import time
 
+import msgspec
 import offline
 import torch
 from record import record, table
@@ -19,7 +22,9 @@ from kvline_server.engine.engine import Engine
 from kvline_server.engine.request import SamplingParams
 from kvline_server.errors import DeviceOutOfMemory
 from kvline_server.memory.device import MIB
+from kvline_server.memory.stress import worst
 
+WORST = 0.5  # share of requests that ask for everything
 WAITING = 200  # requests kept behind those that run
 
 
@@ -27,6 +32,9 @@ def request(rng: random.Random, vocabulary: int) -> tuple[list[int], SamplingPar
     kind = rng.random()
     longest = 8000 if kind < 0.2 else 700
     prompt = [rng.randrange(10, vocabulary - 10) for _ in range(rng.randint(1, longest))]
+    if rng.random() < WORST:
+        asked = {"max_tokens": rng.randint(1, 190), "seed": rng.randrange(1 << 30)}
+        return prompt, msgspec.structs.replace(worst(vocabulary, 20), **asked)
     return prompt, SamplingParams(
         max_tokens=rng.randint(1, 190),
         temperature=rng.choice([0.0, 0.7, 1.0]),

@@ -1,4 +1,4 @@
-"""Input logprobs in the product's chunks against one chunk a step, where both fit: r512, chosen
+"""Input logprobs in kvline's chunks against one chunk a step, where both fit: r512, chosen
 token. The cache is made smaller for it, so that a whole step's logits have room."""
 
 from __future__ import annotations

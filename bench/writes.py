@@ -33,7 +33,12 @@ def run() -> None:
     try:
         crd.define(cluster.kubectl)
         operator = subprocess.Popen(
-            command, env={**os.environ, "KUBECONFIG": str(cluster.kubeconfig)}
+            command,
+            env={
+                **os.environ,
+                "KUBECONFIG": str(cluster.kubeconfig),
+                "KVLINE_NAMESPACE": "default",
+            },
         )
         sample = (ROOT / "manifests" / "samples" / "smollm2.yaml").read_text()
         for number in range(SERVICES):

@@ -1,9 +1,8 @@
-"""make demo: from a bare machine to a model served with a proven KV budget.
+"""make demo: from a bare machine to a model served with a validated KV budget.
 
 CLUSTER=local    a one-node Kubernetes of our own, in a network namespace (the default; root)
 CLUSTER=current  the cluster of your kubeconfig's context; needs REGISTRY= to push images to
-CLUSTER=kind     a kind cluster named kvline; needs docker, kind and kubectl
-BASE=            for those two: the image to build on, where the usual one cannot be pulled
+BASE=, BUILDER=  for that one: how images are built, as in publish.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the demo runs: our own local cluster, the user's current one, or kind.
+"""Where the demo runs: our own local cluster, or the user's current one.
 
 Every step after «a cluster is there» is shared; these classes hold what differs: how images get
 in, how the model gets into a claim, and how a Service is reached.
@@ -18,6 +18,7 @@ from typing import Protocol
 
 import build
 import model
+import publish
 import tools
 from errors import ClusterError
 from local import LocalCluster
@@ -50,9 +51,9 @@ class Cluster(Protocol):
 def choose(name: str) -> LocalDemo | OwnCluster:
     if name == "local":
         return LocalDemo()
-    if name in ("current", "kind"):
-        return OwnCluster(name)
-    raise ClusterError(f"CLUSTER={name}: expected local, current or kind")
+    if name == "current":
+        return OwnCluster()
+    raise ClusterError(f"CLUSTER={name}: expected local or current")
 
 
 class LocalDemo:
@@ -119,18 +120,17 @@ class LocalDemo:
 
 
 class OwnCluster:
-    """The cluster of the current kubeconfig context, or kind; images through a registry or kind."""
+    """The cluster of the current kubeconfig context; images go through a registry."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self) -> None:
         self.registry = os.environ.get("REGISTRY", "").rstrip("/")
+        self.pushed: dict[str, str] = {}
 
     def check(self, say: Say) -> None:
-        needed = ["kubectl", "docker"] + (["kind"] if self.kind == "kind" else [])
-        missing = [tool for tool in needed if shutil.which(tool) is None]
-        if missing:
-            raise ClusterError(f"CLUSTER={self.kind} needs {', '.join(missing)} on the PATH")
-        if self.kind == "current" and not self.registry:
+        publish.builder()
+        if shutil.which("kubectl") is None:
+            raise ClusterError("CLUSTER=current needs kubectl on the PATH")
+        if not self.registry:
             raise ClusterError(
                 "CLUSTER=current needs REGISTRY=host/path, a registry that you may "
                 "push to and the cluster can pull from"
@@ -140,28 +140,13 @@ class OwnCluster:
         model.ensure(say)
 
     def up(self, say: Say) -> None:
-        if self.kind == "kind":
-            clusters = _run(["kind", "get", "clusters"]).stdout.split()
-            if "kvline" not in clusters:
-                _run(["kind", "create", "cluster", "--name", "kvline"])
         self.kubectl("version")
 
     def image_names(self) -> dict[str, str]:
-        host = self.registry if self.kind == "current" else "localhost"
-        names = {c: build.image_name(c) for c in build.COMPONENTS}
-        return {c: name.replace("localhost", host, 1) for c, name in names.items()}
+        return self.pushed or publish.names(self.registry)
 
     def images(self, say: Say) -> None:
-        shutil.rmtree(ROOT / "dist", ignore_errors=True)
-        tools.run_uv("build", "--quiet", "--wheel", "--out-dir", "dist", ".")
-        base = ["--build-arg", f"BASE={os.environ['BASE']}"] if os.environ.get("BASE") else []
-        for component, name in self.image_names().items():
-            say(f"docker build {component}")
-            _run(["docker", "build", *base, "-f", f"{component}/Dockerfile", "-t", name, "."])
-            if self.kind == "kind":
-                _run(["kind", "load", "docker-image", "--name", "kvline", name])
-            else:
-                _run(["docker", "push", name])
+        self.pushed = publish.publish(self.registry, None, say)
 
     def claim(self, say: Say) -> None:
         """A claim of the default storage class, filled once through a short-lived pod."""
@@ -187,8 +172,7 @@ class OwnCluster:
         return dict(json.loads(text)["metadata"].get("labels") or {}) if text else None
 
     def kubectl_command(self, *arguments: str) -> list[str]:
-        context = ["--context", "kind-kvline"] if self.kind == "kind" else []
-        return ["kubectl", *context, *arguments]
+        return ["kubectl", *arguments]
 
     def kubectl(
         self, *arguments: str, input: str | None = None
@@ -203,10 +187,10 @@ class OwnCluster:
         forward = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         assert forward.stdout is not None
         try:
-            said = forward.stdout.readline().decode()
-            found = re.search(r"127\.0\.0\.1:(\d+) ->", said)
+            line = forward.stdout.readline().decode()
+            found = re.search(r"127\.0\.0\.1:(\d+) ->", line)
             if found is None:
-                raise ClusterError(f"kubectl {' '.join(words)}: {said.strip()}")
+                raise ClusterError(f"kubectl {' '.join(words)}: {line.strip()}")
             yield f"http://127.0.0.1:{found[1]}"
         finally:
             forward.terminate()
@@ -221,9 +205,6 @@ class OwnCluster:
 
     def down(self) -> None:
         """What the demo made; the CRD and the operator only when nobody else's service is left."""
-        if self.kind == "kind":
-            _run(["kind", "delete", "cluster", "--name", "kvline"])
-            return
         self.kubectl("delete", "kvl", "smollm2", "too-much", "--ignore-not-found")
         self.kubectl("delete", "pod,pvc", "-l", f"{PART_OF}=kvline-demo")
         others = self.kubectl("get", "kvl", "-A", "-o", "name").stdout.split()
@@ -238,7 +219,7 @@ class OwnCluster:
             f"kubectl describe kvl {name}",
             "kubectl explain kvl.spec.capacity",
             f"kubectl port-forward service/{name} 8000",
-            f"make demo-down CLUSTER={self.kind}",
+            "make demo-down CLUSTER=current",
         ]
 
 

@@ -54,7 +54,9 @@ class Story:
         text = (ROOT / "manifests" / "install.yaml").read_text()
         for component, image in self.cluster.image_names().items():
             text = text.replace(f"localhost/kvline-{component}:dev", image)
+        text = text.replace("            - --page-port=0\n", "")  # off by default, shown here
         kubectl("apply", "-f", "-", input=text)
+        kubectl("apply", "-f", str(ROOT / "demo" / "page.yaml"))
         kubectl(
             "-n",
             "kvline-system",
@@ -93,7 +95,7 @@ class Story:
         return dict(json.loads(text).get("status") or {})
 
     def show_budget(self) -> None:
-        self.title("the budget that was measured and proven")
+        self.title("the budget that was measured and validated")
         print(self.cluster.kubectl("get", "kvl", "-o", "wide").stdout.rstrip())
         capacity = self.status(NAME)["capacity"]
         memory = dict(capacity["memory"])
@@ -180,8 +182,8 @@ class Story:
         gate = self.status(NAME)["rollout"]["gate"]
         self.say(f"gate of revision {gate['revision']}: {gate['result']}; {gate['message']}")
         print(f"      $ kubectl describe kvl {NAME} | grep {event}")
-        told = self.cluster.kubectl("describe", "kvl", NAME).stdout.splitlines()
-        print("\n".join(line for line in told if event in line))
+        described = self.cluster.kubectl("describe", "kvl", NAME).stdout.splitlines()
+        print("\n".join(line for line in described if event in line))
 
     def refuse(self) -> None:
         self.title("a spec that asks for more than the memory holds")

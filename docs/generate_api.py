@@ -68,6 +68,8 @@ def rows(schema: dict[str, Any], path: str) -> list[str]:
         star = " (required)" if name in required else ""
         meaning = field.get("description", "").replace("|", "\\|")
         out.append(f"| `{where}`{star} | {field['type']} | {bounds(field)} | {meaning} |")
+        if meaning.startswith("As a pod's"):
+            continue  # Kubernetes documents its fields
         out += rows(field, where)
         if field["type"] == "array":
             out += rows(field["items"], f"{where}[]")

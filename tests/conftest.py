@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent / name) for name in ("cluster", "server", ".")]
+sys.path[:0] = [
+    str(Path(__file__).parent / name) for name in ("cluster", "server", "operator", ".")
+]
 
-import faults  # noqa: E402
+import catalogue  # noqa: E402
 
 
 def pytest_configure(config: Any) -> None:
-    faults.configure(config)
+    catalogue.configure(config)

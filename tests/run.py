@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import faults
+import catalogue
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
@@ -58,6 +58,8 @@ class Tally:
 
 def main(wanted: list[str]) -> int:
     tally = Tally()
+    if not wanted:
+        catalogue.clear()
     if not wanted or "check" in wanted:
         check(tally)
     first = next((name for name in CLUSTERED if not wanted or name in wanted), None)
@@ -68,7 +70,7 @@ def main(wanted: list[str]) -> int:
             prepare(tally)
         stage(name, options, tally)
     if not wanted:
-        faults.write()
+        catalogue.write()
     print(f"\n{tally.passed} passed, {tally.failed} failed, {tally.skipped} skipped")
     return 1 if tally.failed else 0
 

@@ -12,10 +12,13 @@ from typing import Any
 from kvline_contract.names import ANNOTATION_PROMOTE, ANNOTATION_RESTART, ANNOTATION_UPGRADE
 from kvline_kubectl.cluster import Problem
 from kvline_operator.board import Past
+from kvline_operator.observe import condition_of
 from kvline_operator.revisions import Revision, wanted
 from kvline_operator.spec import REVISION_CAPACITY_FIELDS, REVISION_FIELDS, canonical, parse
+from kvline_operator.verdicts import PROMOTED
 
 Object = dict[str, Any]
+LESS = "BelowBaseline"
 Patch = list[Object]
 
 
@@ -23,9 +26,15 @@ def promote(body: Object, history: tuple[Past, ...], revision: str | None) -> tu
     """The revision, and the patch that lets it pass its gate."""
     rollout = (body.get("status") or {}).get("rollout") or {}
     named = revision or rollout.get("candidateRevision") or rollout.get("rejectedRevision") or ""
+    if not named and condition_of(body.get("status") or {}, "CapacityStable").get("reason") == LESS:
+        named = rollout.get("stableRevision", "")
     if not named:
-        raise Problem("nothing to promote: no revision is on its way or was turned down")
-    _known(history, named)
+        raise Problem("nothing to promote: no revision is on its way, rejected, or below baseline")
+    past = _known(history, named)
+    annotated = (body["metadata"].get("annotations") or {}).get(ANNOTATION_PROMOTE)
+    if annotated == named and past.standing.verdict == PROMOTED:
+        away = f"kubectl annotate kvl {body['metadata']['name']} {ANNOTATION_PROMOTE}-"
+        raise Problem(f"revision {named} has been promoted already; to do so again, first {away}")
     return named, _annotated(body, {ANNOTATION_PROMOTE: named})
 
 

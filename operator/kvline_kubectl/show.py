@@ -13,6 +13,7 @@ from rich.text import Text
 
 from kvline_operator.advice import NOTHING, advise
 from kvline_operator.board import Past
+from kvline_operator.kstatus import plain
 from kvline_operator.observe import condition_of
 from kvline_operator.tell import (
     PARTS,
@@ -71,8 +72,10 @@ def service(body: Object) -> RenderableType:
             f"{capacity['bytesPerToken']} bytes a token, {capacity['source']} at "
             f"{capacity['measuredAt']}, validated in attempt {capacity['attempts']}"
         )
+        if not capacity.get("serving", True):
+            parts.append(Text(f"no replica serves it now; the last one did until {_as_of(status)}"))
     made = table("CONDITION", "STATUS", "REASON", "MESSAGE")
-    for item in status.get("conditions") or []:
+    for item in plain(status):
         state = Text(item["status"], COLORS[item["status"]])
         made.add_row(item["type"], state, item["reason"], Text(item.get("message", "")))
     parts += ["", made]
@@ -128,12 +131,35 @@ def explain(body: Object, events: list[Object]) -> RenderableType:
             parts += [Text(f"  do:   {known.do}")] if known.do != NOTHING else []
     if len(parts) == 1:
         parts.append("Nothing stands in its way.")
+    parts += _diagnosis(status.get("diagnosis") or {})
+    if not (status.get("capacity") or {}).get("serving", True):
+        tokens = number(status["capacity"]["kvTokens"])
+        parts += ["", f"No replica serves; the last one had {tokens} KV tokens ({_as_of(status)})."]
+    for text in status.get("warnings") or []:
+        parts += ["", Text(f"Warning: {text}", "yellow")]
     if events:
         made = table("AGE", "EVENT", "MESSAGE")
         for item in events[-8:]:
             made.add_row(age(item.get("lastTimestamp")), item["reason"], Text(item["message"]))
         parts += ["", made]
     return Group(*parts)
+
+
+def _diagnosis(said: Object) -> list[RenderableType]:
+    """What of the spec would help, as the engine that failed found."""
+    parts: list[RenderableType] = []
+    if said.get("binding"):
+        parts.append(f"  short of room for: {said['binding']}")
+    if said.get("largestMaxModelLen"):
+        parts.append(f"  largest spec.engine.maxModelLen that fits: {said['largestMaxModelLen']}")
+    for knob in said.get("knobs") or []:
+        to = f" to {knob['value']}" if knob.get("value") is not None else ""
+        parts.append(f"  would help: {knob['direction']} {knob['field']}{to}")
+    return ["", f"Revision {said['revision']}:", *parts] if parts else []
+
+
+def _as_of(status: Object) -> str:
+    return str(status["capacity"].get("asOf", "a moment ago"))
 
 
 def history(past: tuple[Past, ...], rollout: Object) -> Table:

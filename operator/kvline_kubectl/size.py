@@ -72,7 +72,8 @@ def objects(spec: ServiceSpec, image: str, hub: str = "") -> tuple[Object, Objec
     """The Job and the ConfigMap with its launch file; the second is to be owned by the first."""
     name = f"{spec.base}-size-{uuid.uuid4().hex[:5]}"
     revision = Revision("size", image, spec.inputs_json, 0)
-    pod = pod_template(spec.base, spec, revision, Settings(image, hub_endpoint=hub))["spec"]
+    settings = Settings(image, hub_endpoint=hub)
+    pod = pod_template(spec.base, spec, revision, settings, alone=True)["spec"]
     pod = {**pod, "restartPolicy": "Never", "serviceAccountName": "default"}
     server = {k: v for k, v in pod["containers"][0].items() if k not in SERVING}
     server["args"] = [

@@ -1,10 +1,12 @@
-"""The operator's start: settings, client, queue, then kopf's watches until told to stop."""
+"""The operator's start: settings, client, lease, queue, then kopf's watches until told to stop."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import sys
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -14,7 +16,9 @@ from kvline_contract.names import API_VERSION, GROUP
 from kvline_contract.tracing import NoTracing, tracer
 from kvline_operator import handlers, kube
 from kvline_operator.board import Board
-from kvline_operator.errors import OperatorError
+from kvline_operator.errors import Forbidden, OperatorError
+from kvline_operator.lease import Lease
+from kvline_operator.lineage import Lineage
 from kvline_operator.loop import Loop
 from kvline_operator.metrics import Metrics
 from kvline_operator.owners import Owners
@@ -44,7 +48,11 @@ def main() -> int:
     if missing:
         print(f"kvline-operator: {missing}", file=sys.stderr)
         return 1
-    return asyncio.run(operate(settings, client, traces))
+    try:
+        return asyncio.run(operate(settings, client, traces))
+    except Forbidden as error:
+        print(f"kvline-operator: {error}", file=sys.stderr)
+        return 1
 
 
 def _missing_crd(client: kube.Kube) -> str | None:
@@ -58,9 +66,9 @@ def _missing_crd(client: kube.Kube) -> str | None:
 
 
 async def operate(settings: Settings, client: kube.Kube, traces: Any | None) -> int:
-    """Until something of it ends; the exit code. Whoever started it starts it again."""
-    queue = WorkQueue()
-    board = Board()
+    """Stands by until the lease is ours, then until something of it ends; the exit code. Whoever
+    started it starts it again."""
+    queue, board, owners = WorkQueue(), Board(), Owners()
     metrics = Metrics(board, client, queue)
     world = World(
         kube=client,
@@ -68,32 +76,63 @@ async def operate(settings: Settings, client: kube.Kube, traces: Any | None) -> 
         reports=Reports(settings.report_port, settings.resync_seconds, settings.load_seconds),
         pool=ThreadPoolExecutor(PARALLEL_READS, "read"),
         board=board,
+        lineage=Lineage(client),
     )
-    owners = Owners()
     resync = Resync(client, settings.namespaces, owners)
     loop = Loop(world, queue, metrics, resync, traces)
-    ProbeServer(settings.probe_port, loop.unwell, metrics).start()
+    lease = Lease(client, (settings.own_namespace, settings.lease_name), settings.identity)
+    client.may_write = lease.held
+    ProbeServer(settings.probe_port, lambda: lease.unwell() or loop.unwell(), metrics).start()
+    stop = _stop_on_signals()
+    if not await _until(lease, stop):
+        return 0
     if settings.page_port:
         page.serve(board, settings.page_port)
-    registry = kopf.OperatorRegistry()
+    registry, options = kopf.OperatorRegistry(), kopf.OperatorSettings()
     handlers.register(registry, queue, owners, resync)
-    options = kopf.OperatorSettings()
     handlers.configure(options)
-    working = asyncio.create_task(loop.run(), name="the queue")
-    watching = asyncio.create_task(
-        kopf.operator(
-            registry=registry,
-            settings=options,
-            standalone=True,
-            # Else kopf asks the password file for our user, and a random uid is not in it.
-            identity=cast(Any, "kvline-operator"),
-            clusterwide=not settings.namespaces,
-            namespaces=settings.namespaces,
-        ),
-        name="the watch",
+    watching = kopf.operator(
+        registry=registry,
+        settings=options,
+        standalone=True,
+        # Else kopf asks the password file for our user, and a random uid is not in it.
+        identity=cast(Any, "kvline-operator"),
+        clusterwide=not settings.namespaces,
+        namespaces=settings.namespaces,
+        stop_flag=stop,
     )
-    # Either ending is the end: a dead watch or a dead queue must not look alive.
-    done, pending = await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+    try:
+        return await _all(
+            {"the queue": loop.run(), "the watch": watching, "the lease": lease.keep()}
+        )
+    finally:
+        await _leave(lease)
+
+
+def _stop_on_signals() -> asyncio.Event:
+    """A standby has no kopf to hear them, and the first process of a container no default."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
+
+
+async def _until(lease: Lease, stop: asyncio.Event) -> bool:
+    """Whether the lease became ours before we were told to stop."""
+    acquiring, stopping = asyncio.create_task(lease.acquire()), asyncio.create_task(stop.wait())
+    await asyncio.wait({acquiring, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if acquiring.done():
+        acquiring.result()
+        return True
+    acquiring.cancel()
+    return False
+
+
+async def _all(parts: dict[str, Coroutine[Any, Any, None]]) -> int:
+    """Either ending is the end: a dead watch or a dead queue must not look alive."""
+    tasks = {asyncio.create_task(part, name=name) for name, part in parts.items()}
+    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in pending:
         task.cancel()
     await asyncio.gather(*pending, return_exceptions=True)
@@ -101,6 +140,13 @@ async def operate(settings: Settings, client: kube.Kube, traces: Any | None) -> 
     for name, error in broken.items():
         log.error("%s ended: %r", name, error)
     return int(bool(broken))
+
+
+async def _leave(lease: Lease) -> None:
+    try:
+        await asyncio.to_thread(lease.release)
+    except OperatorError as error:
+        log.warning("the lease was not given back: %s", error)
 
 
 if __name__ == "__main__":

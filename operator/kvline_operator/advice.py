@@ -66,7 +66,7 @@ ADVICE = (
         "CapacityMeasured",
         ("Pending", "Loading", "Autotuning", "Probing", "Stressing", "Validating"),
         "the sizing loop is under way",
-        "wait; a stage without progress for 300 s ends the container",
+        "wait; Loading says how far it is; a stage without progress for 300 s ends the container",
     ),
     Advice(
         "CapacityMeasured",
@@ -94,21 +94,53 @@ ADVICE = (
     ),
     Advice(
         "CapacityMeasured",
+        ("Killed",),
+        "the kubelet or the node killed the container; that rejects no revision",
+        "events of the pod say why: a probe that failed, a node that shut down or ran short",
+    ),
+    Advice(
+        "CapacityMeasured",
         ("ReportInvalid", "ReportMissing"),
         "the pod's report cannot be read, or had",
         "compare the versions of operator and server image; check that a NetworkPolicy of yours "
         "lets the operator reach port 8001",
     ),
     Advice("CapacityMeasured", ("ScaledToZero",), "no replica is asked for", NOTHING),
-    Advice("CapacitySufficient", ("Sufficient",), "the budget is at least minKVTokens", NOTHING),
+    Advice(
+        "CapacitySufficient",
+        ("Sufficient",),
+        "each replica has what it must have; the message names the threshold and its source",
+        NOTHING,
+    ),
     Advice(
         "CapacitySufficient",
         ("BelowMinimum",),
         "a replica measured less than spec.capacity.minKVTokens",
         "lower it, or give more memory; the message has both figures",
     ),
+    Advice(
+        "CapacitySufficient",
+        ("BelowBaseline",),
+        "a replica of a new revision measured less than its share of the baseline of its GPU model",
+        "change the spec, lower spec.rollout.minCapacityPercent, or promote the revision",
+    ),
+    Advice(
+        "CapacitySufficient",
+        ("NotComparable",),
+        "a replica is measured, and there is no figure to compare it with: another model, token "
+        "shape, or GPU model",
+        "set spec.capacity.minKVTokens, or promote the revision",
+    ),
     Advice("CapacitySufficient", ("Unknown",), "nothing is measured yet", "see CapacityMeasured"),
     Advice("CapacityStable", ("Stable",), "identical replicas measure the same", NOTHING),
+    Advice(
+        "CapacityStable",
+        ("BelowBaseline",),
+        "a replica of the accepted revision measured less than its share of the baseline; it "
+        "serves all the same",
+        "look for what changed on its node (driver, GPU, neighbours); if it is meant, promote the "
+        "revision: that begins a new baseline",
+    ),
     Advice(
         "CapacityStable",
         ("Drifted",),
@@ -143,6 +175,12 @@ ADVICE = (
     ),
     Advice(
         "Progressing",
+        ("PodsRefused",),
+        "the API server makes no pod of the newest revision",
+        "the message says why, such as a priority or runtime class that is not there; correct it",
+    ),
+    Advice(
+        "Progressing",
         ("DeadlineExceeded",),
         "no progress within spec.rollout.progressDeadlineSeconds",
         "the other conditions say what it waits for",
@@ -150,7 +188,7 @@ ADVICE = (
     Advice(
         "Progressing",
         ("DeviceFailure",),
-        "the GPU is missing, too old, or was lost",
+        "the GPU is missing, too old, or was lost, or the node could not give it to the pod",
         "check the node's driver and device plug-in; the pod is tried again",
     ),
     Advice("UpToDate", ("UpToDate",), "the spec's revision alone serves", NOTHING),
@@ -164,15 +202,16 @@ ADVICE = (
         "UpToDate",
         ("GateHeld",),
         "a new revision cannot be measured (no node, no image, no model), or its tokens cannot be "
-        "compared; what serves goes on",
+        "compared; with Surge what serves goes on, else the message says so and it comes back at "
+        "spec.rollout.progressDeadlineSeconds",
         "the message says which; for another model set spec.capacity.minKVTokens, or promote",
     ),
     Advice(
         "UpToDate",
         ("RolledBack",),
-        "a new revision measured too little, or its engine ended twice; it is gone, the one "
-        "before serves",
-        "change the spec, or promote; the message has the figures",
+        "a new revision measured too little, its engine ended twice, or (Replace, Recreate) none "
+        "of its replicas was ready in time; it is gone, the one before serves or is coming back",
+        "change the spec, or promote; the message has figures and reason",
     ),
     Advice(
         "UpToDate",
@@ -185,6 +224,14 @@ ADVICE = (
         ("Paused",),
         'annotation kvline.dev/paused is "true"',
         "take it away: kubectl annotate kvl NAME kvline.dev/paused-",
+    ),
+    Advice(
+        "UpToDate",
+        ("ForeignChange",),
+        "somebody changes an object of ours again each time that it is put back; after five times "
+        "within an hour it is left as it is",
+        "the message names path and field manager: stop it there, and change the InferenceService; "
+        "for a restart annotate kvline.dev/restart",
     ),
     Advice("ScalingActive", ("Stable", "Scaling"), "replicas follow the load", NOTHING),
     Advice(

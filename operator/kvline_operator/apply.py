@@ -5,34 +5,102 @@ An object that has a child's name but is not ours is never touched.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from kubernetes.utils.quantity import parse_quantity
 
 from kvline_contract.names import FIELD_MANAGER
+from kvline_operator import drift
+from kvline_operator.drift import Corrections
 from kvline_operator.errors import ApiUnavailable, Conflict, Invalid, NameConflict
 from kvline_operator.kube import Kube
 
 Object = dict[str, Any]
+QUANTITIES = ("cpu", "memory", "ephemeral-storage", "sizeLimit")
 
 
-def ensure(kube: Kube, wanted: Object, seen: Object | None = None, absent: bool = False) -> None:
+@dataclass(frozen=True, slots=True)
+class Dispute:
+    """Somebody else changes an object of ours."""
+
+    text: str
+    settled: bool  # we have given in for now, and write nothing
+    version: str  # of the object
+
+
+def ensure(
+    kube: Kube,
+    wanted: Object,
+    seen: Object | None = None,
+    absent: bool = False,
+    memory: bool = False,
+    corrections: Corrections | None = None,
+) -> Dispute | None:
     """Makes the live object equal to `wanted` in the fields that `wanted` has. One that a list has
     just shown is not read again; one that it has not may have lost its labels, or be foreign. Where
-    all says that it is absent, it is made at once, and read only when something has its name."""
+    all says that it is absent, it is made at once, and read only when something has its name. What
+    is `memory` was made from what was read, and is written over nothing else. The dispute, where
+    somebody else has put something into it: that is taken away again, a few times."""
     if seen is None and absent:
         try:
             kube.apply(wanted, anew=True)
-            return
+            return None
         except (Conflict, Invalid):
             pass  # a conflict is told by what is there, and what is refused is so again
     meta = wanted["metadata"]
     live = seen or kube.get(wanted["kind"], meta["namespace"], meta["name"])
-    if live is not None:
-        _check_ours(live, wanted)
-        if covers(live, wanted):
-            return
-    kube.apply(wanted)
+    if live is None:
+        kube.apply(wanted)
+        return None
+    _check_ours(live, wanted)
+    return _correct(kube, live, wanted, memory, corrections or Corrections())
+
+
+def _correct(
+    kube: Kube, live: Object, wanted: Object, memory: bool, corrections: Corrections
+) -> Dispute | None:
+    found = drift.foreign(live, wanted)
+    path = difference(drift.without(live, found), wanted)
+    if not found and path is None:
+        return None
+    meta = live["metadata"]
+    settled = corrections.spent(meta["uid"], wanted)
+    if not settled:
+        _write(kube, live, wanted, memory, found, path)
+        corrections.add(meta["uid"], wanted)
+    if not found and not settled:
+        return None  # a field of ours, given back
+    return Dispute(_told(live, wanted, found, path), settled, meta["resourceVersion"])
+
+
+def _write(
+    kube: Kube,
+    live: Object,
+    wanted: Object,
+    memory: bool,
+    found: tuple[drift.Foreign, ...],
+    path: str | None,
+) -> None:
+    if found:
+        meta = live["metadata"]
+        kube.amend(wanted["kind"], meta["namespace"], meta["name"], drift.removal(live, found))
+    if path is None:
+        return
+    if live.get("immutable") and live.get("data") != wanted.get("data"):
+        prune(kube, live, wanted["kind"])  # nothing else can change it back
+        kube.apply(wanted)
+        return
+    kube.apply(wanted, over=live, exact=memory)
+
+
+def _told(live: Object, wanted: Object, found: tuple[drift.Foreign, ...], path: str | None) -> str:
+    what = f"{wanted['kind']} {wanted['metadata']['name']}"
+    if found:
+        return f"{what}: " + ", ".join(f"{f.path} (set by {f.manager})" for f in found[:5])
+    others = {m.get("manager", "") for m in live["metadata"].get("managedFields") or []}
+    named = ", ".join(sorted(others - {FIELD_MANAGER, ""})) or "a mutating admission webhook"
+    return f"{what}: {path} (which may be set by {named})"
 
 
 def _check_ours(live: Object, wanted: Object) -> None:
@@ -60,26 +128,42 @@ def prune(kube: Kube, live: Object, kind: str) -> None:
     kube.delete(kind, meta["namespace"], meta["name"], meta["uid"])
 
 
-def covers(live: Any, wanted: Any, key: str = "") -> bool:
+def covers(live: Any, wanted: Any) -> bool:
     """Whether everything in `wanted` is so in `live`; what only `live` has is others' business."""
+    return difference(live, wanted) is None
+
+
+def difference(live: Any, wanted: Any, key: str = "", path: str = "") -> str | None:
+    """Where something of `wanted` is not so in `live`; None when all is."""
     if isinstance(wanted, dict):
-        if key in ("apiVersion", "kind"):
-            return True
-        return isinstance(live, dict) and all(
-            name in ("apiVersion", "kind")
-            or (_is_empty(value) and _is_empty(live.get(name)))
-            or covers(live.get(name), value, name)
-            for name, value in wanted.items()
-        )
+        if not isinstance(live, dict):
+            return path
+        for name, value in wanted.items():
+            have = live.get(name)
+            if name in ("apiVersion", "kind") or (_is_empty(value) and _is_empty(have)):
+                continue
+            found = difference(have, value, name, f"{path}.{name}" if path else name)
+            if found is not None:
+                return found
+        return None
     if isinstance(wanted, list):
-        if not isinstance(live, list):
-            return False
-        if key == "ownerReferences":  # others may own it too
-            return all(any(covers(item, w) for item in live) for w in wanted)
-        return len(live) == len(wanted) and all(
-            covers(have, want) for have, want in zip(live, wanted, strict=True)
-        )
-    return bool(live == wanted) or (key in ("cpu", "memory", "sizeLimit") and _same(live, wanted))
+        return _list_difference(live, wanted, key, path)
+    same = bool(live == wanted) or (key in QUANTITIES and _same(live, wanted))
+    return None if same else path
+
+
+def _list_difference(live: Any, wanted: list[Any], key: str, path: str) -> str | None:
+    if not isinstance(live, list):
+        return path
+    if key == "ownerReferences":  # others may own it too
+        return None if all(any(covers(item, w) for item in live) for w in wanted) else path
+    if len(live) != len(wanted):
+        return path
+    for index, (have, want) in enumerate(zip(live, wanted, strict=True)):
+        found = difference(have, want, key, f"{path}[{index}]")
+        if found is not None:
+            return found
+    return None
 
 
 def _is_empty(value: Any) -> bool:

@@ -6,8 +6,11 @@ measured holds it, and no report is never a pass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+
+from kvline_contract.report import Termination
+from kvline_operator.threshold import Thresholds, device
 
 
 class Outcome(StrEnum):
@@ -20,11 +23,13 @@ class Outcome(StrEnum):
 class Verdict:
     outcome: Outcome
     message: str
-    measured: int = 0  # tokens of the candidate's smallest replica; 0: none yet
-    required: int = 0  # tokens that each of its replicas must have; 0: no threshold
+    measured: int = 0  # tokens of the replica furthest from what it must have; 0: none yet
+    required: int = 0  # tokens that this replica must have; 0: no threshold
     baseline: int = 0  # tokens that the requirement is a share of; 0: none to compare with
     stuck: bool = False  # held by something that waiting alone may not end
     promoted: bool = False
+    diagnosis: Termination | None = None  # what the engine that failed said of it
+    expired: bool = False  # not ready by its deadline: what was taken away for it is brought back
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,30 +63,31 @@ class Candidate:
     kind: Kind
     replicas: tuple[Measured, ...]
     failure: str = ""  # why its engine failed, when that rejects
+    diagnosis: Termination | None = None  # its own words on that
     hindrance: str = ""  # what else keeps it from being measured
     stage: str = ""  # what it is doing, when nothing does
     promoted: bool = False
 
 
-def judge(candidate: Candidate, proven: Proven, minimum: int, percent: int) -> Verdict:
-    """`minimum` is spec.capacity.minKVTokens, `percent` spec.rollout.minCapacityPercent."""
+def judge(candidate: Candidate, proven: Proven, policy: Thresholds) -> Verdict:
+    """`policy` is what the spec asks for now."""
     measured = min((r.tokens for r in candidate.replicas), default=0)
     if candidate.promoted:
         text = "promoted by hand: measured against spec.capacity.minKVTokens alone"
         return Verdict(Outcome.PASS, text, measured, promoted=True)
     if candidate.failure:
-        return Verdict(Outcome.FAIL, candidate.failure, measured)
+        return Verdict(Outcome.FAIL, candidate.failure, measured, diagnosis=candidate.diagnosis)
     if not candidate.replicas:
         text = candidate.hindrance or candidate.stage or "no replica has been measured yet"
         return Verdict(Outcome.HOLD, text, stuck=bool(candidate.hindrance))
-    why = incomparable(candidate, proven)
-    if why:
-        return _alone(measured, minimum, why)
-    baseline = max(proven.tokens[r.gpu] for r in candidate.replicas)
-    share = -(-percent * baseline // 100)
-    required = max(minimum, share)
-    source = f"{percent} % of {baseline}" if share >= minimum else "spec.capacity.minKVTokens"
-    return _compare(measured, required, baseline, f"{required} are required ({source})")
+    return _compare(candidate, proven, thresholds(candidate, proven, policy))
+
+
+def thresholds(candidate: Candidate, proven: Proven, policy: Thresholds) -> Thresholds:
+    """What each replica of a candidate must have."""
+    if candidate.promoted or incomparable(candidate, proven):
+        return Thresholds(policy.minimum)
+    return replace(policy, baseline=proven.tokens)
 
 
 def incomparable(candidate: Candidate, proven: Proven) -> str:
@@ -91,8 +97,6 @@ def incomparable(candidate: Candidate, proven: Proven) -> str:
     if candidate.kind.gpus != proven.kind.gpus:
         return f"{candidate.kind.gpus} GPUs a replica are not {proven.kind.gpus}"
     for replica in candidate.replicas:
-        if replica.gpu not in proven.tokens:
-            return f"nothing has been proven on {replica.gpu or 'a CPU'} before"
         if replica.bytes_per_token != proven.bytes_per_token:
             return (
                 f"a token takes {replica.bytes_per_token} bytes, not {proven.bytes_per_token}: "
@@ -101,22 +105,35 @@ def incomparable(candidate: Candidate, proven: Proven) -> str:
     return ""
 
 
-def _alone(measured: int, minimum: int, why: str) -> Verdict:
-    """Tokens that cannot be compared: the service's own minimum decides, or a person."""
-    if not minimum:
+def _compare(candidate: Candidate, proven: Proven, limits: Thresholds) -> Verdict:
+    """Each replica against the threshold of its own GPU model. The one furthest from it speaks; of
+    those that have enough, one that could be compared."""
+    worst = min(candidate.replicas, key=limits.distance)
+    why = incomparable(candidate, proven)
+    unknown = None if why else next((r for r in candidate.replicas if limits.unknown(r.gpu)), None)
+    if worst.tokens < limits.of(worst.gpu).tokens:
+        return _enough(Outcome.FAIL, worst, limits, why)
+    if unknown is not None:
+        why = f"nothing has been validated on {device(unknown.gpu)} before"
+        known = [r for r in candidate.replicas if not limits.unknown(r.gpu)]
+        worst = min(known, key=limits.distance) if known and limits.minimum else unknown
+    if why and not limits.minimum:
         text = (
-            f"measured {measured} KV tokens, which cannot be compared ({why}): set "
+            f"measured {worst.tokens} KV tokens, which cannot be compared ({why}): set "
             "spec.capacity.minKVTokens, or annotate kvline.dev/promote with this revision"
         )
-        return Verdict(Outcome.HOLD, text, measured, stuck=True)
-    return _compare(
-        measured, minimum, 0, f"spec.capacity.minKVTokens asks for {minimum}; not compared: {why}"
-    )
+        return Verdict(Outcome.HOLD, text, worst.tokens, stuck=True)
+    return _enough(Outcome.PASS, worst, limits, why)
 
 
-def _compare(measured: int, required: int, baseline: int, against: str) -> Verdict:
-    if measured >= required:
-        text = f"measured {measured} KV tokens, {against}"
-        return Verdict(Outcome.PASS, text, measured, required, baseline)
-    text = f"measured {measured} KV tokens, {against}: {required - measured} short"
-    return Verdict(Outcome.FAIL, text, measured, required, baseline)
+def _enough(outcome: Outcome, replica: Measured, limits: Thresholds, why: str) -> Verdict:
+    """Whether a replica's tokens are, in words; `why` they are not compared, where that is so."""
+    limit = limits.of(replica.gpu)
+    text = f"measured {replica.tokens} KV tokens, {limit.tokens} are required ({limit.source})"
+    if not limit.tokens:
+        text = f"measured {replica.tokens} KV tokens, none are required"
+    if outcome is Outcome.FAIL:
+        text += f": {limit.tokens - replica.tokens} short"
+    if why:
+        text += f"; not compared: {why}"
+    return Verdict(outcome, text, replica.tokens, limit.tokens, limit.baseline)

@@ -31,6 +31,7 @@ JSON = "application/json"
 METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 PAGE = 250  # objects of a list
 TIMEOUT = (5, 30)  # connect, read; seconds
+LEASE_TIMEOUT = (3, 6)  # an answer that is later is no renewal
 NO_VERSION = "1"  # etcd's before anything is written: no object ever has it
 
 # kind -> (path prefix, plural)
@@ -41,10 +42,12 @@ KINDS = {
     "Pod": ("/api/v1", "pods"),
     "Event": ("/api/v1", "events"),
     "Deployment": ("/apis/apps/v1", "deployments"),
+    "ReplicaSet": ("/apis/apps/v1", "replicasets"),
     "ControllerRevision": ("/apis/apps/v1", "controllerrevisions"),
     "PodDisruptionBudget": ("/apis/policy/v1", "poddisruptionbudgets"),
     "NetworkPolicy": ("/apis/networking.k8s.io/v1", "networkpolicies"),
-    "Job": ("/apis/batch/v1", "jobs"),  # of the command line's, never the operator's
+    "Lease": ("/apis/coordination.k8s.io/v1", "leases"),
+    "Job": ("/apis/batch/v1", "jobs"),
     KIND: (f"/apis/{GROUP}/{API_VERSION}", PLURAL),
 }
 
@@ -66,6 +69,7 @@ class Kube:
     def __init__(self, api: client.ApiClient) -> None:
         self._api = api
         self.writes = 0  # for the test that nothing changed means zero
+        self.may_write: Callable[[], bool] = lambda: True  # whether this is the operator that acts
         self.timed: Callable[[float], None] = lambda seconds: None  # hears how long each call took
 
     def get(self, kind: str, namespace: str, name: str) -> Object | None:
@@ -96,14 +100,21 @@ class Kube:
                 if not following:
                     break
 
-    def apply(self, body: Object, anew: bool = False) -> None:
-        """Server-side apply; takes back fields that somebody else has changed. `anew` raises
-        Conflict where there is an object of that name, whosever it is."""
+    def apply(
+        self, body: Object, anew: bool = False, over: Object | None = None, exact: bool = False
+    ) -> None:
+        """Server-side apply; takes back fields that somebody else has changed. Raises Conflict with
+        `anew` where there is an object of that name, whosever it is; with `over` where that object
+        has been replaced by another; with `exact` where it has changed since it was read."""
         query = [("fieldManager", FIELD_MANAGER), ("force", "true")]
-        meta = body["metadata"]
+        meta = dict(body["metadata"])
+        if over is not None:
+            kept = ("uid", "resourceVersion") if exact else ("uid",)
+            meta |= {key: over["metadata"][key] for key in kept}
         if anew:
-            body = {**body, "metadata": {**meta, "resourceVersion": NO_VERSION}}
-        self.writes += 1
+            meta["resourceVersion"] = NO_VERSION
+        body = {**body, "metadata": meta}
+        self._count_write()
         content = "application/apply-patch+yaml"
         where = (body["kind"], meta["namespace"], meta["name"])
         self._call("PATCH", *where, body=body, query=query, content=content)
@@ -114,7 +125,7 @@ class Kube:
             {"op": "test", "path": "/metadata/resourceVersion", "value": version},
             {"op": "add", "path": "/status", "value": status},
         ]
-        self.writes += 1
+        self._count_write()
         self._call(
             "PATCH",
             KIND,
@@ -124,6 +135,13 @@ class Kube:
             query=[("fieldManager", FIELD_MANAGER)],
             content="application/json-patch+json",
         )
+
+    def amend(self, kind: str, namespace: str, name: str, patch: list[Object]) -> None:
+        """A JSON patch of an object of ours, as the operator."""
+        self._count_write()
+        query = [("fieldManager", FIELD_MANAGER)]
+        content = "application/json-patch+json"
+        self._call("PATCH", kind, namespace, name, body=patch, query=query, content=content)
 
     def patch(self, kind: str, namespace: str, name: str, patch: list[Object]) -> None:
         """A JSON patch; raises Invalid where one of its tests does not hold."""
@@ -139,9 +157,21 @@ class Kube:
         """The body of any GET, as it came."""
         return self._raw(Call("GET", path, path, query, accept=accept))
 
+    def record(self, body: Object) -> bool:
+        """Makes a Lease, or replaces the version of it that `body` names; False where another was
+        faster. No write like the others: it says whose those are."""
+        meta = body["metadata"]
+        known = "resourceVersion" in meta
+        name = meta["name"] if known else None
+        try:
+            self._call("PUT" if known else "POST", "Lease", meta["namespace"], name, body=body)
+        except Conflict:
+            return False
+        return True
+
     def create(self, body: Object) -> bool:
         """False when an object of that name exists already."""
-        self.writes += 1
+        self._count_write()
         try:
             self._call("POST", body["kind"], body["metadata"]["namespace"], None, body=body)
         except Conflict:
@@ -150,9 +180,14 @@ class Kube:
 
     def delete(self, kind: str, namespace: str, name: str, uid: str) -> None:
         """Deletes exactly that object, in the background; gone already is fine."""
-        self.writes += 1
+        self._count_write()
         body = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
         self._call("DELETE", kind, namespace, name, body=body, missing_is_none=True)
+
+    def _count_write(self) -> None:
+        if not self.may_write():
+            raise ApiUnavailable("not written: this operator has not renewed its lease")
+        self.writes += 1
 
     def served_versions(self) -> list[str]:
         """Versions of our group that the API server serves; empty when the CRD is absent."""
@@ -198,7 +233,7 @@ class Kube:
                     body=call.body,
                     auth_settings=["BearerToken"],
                 ),
-                _request_timeout=TIMEOUT,
+                _request_timeout=LEASE_TIMEOUT if "/leases" in call.path else TIMEOUT,
             )
             raw: bytes = response.read()  # type: ignore[no-untyped-call]
             status = response.status

@@ -18,6 +18,7 @@ log = logging.getLogger("kvline")
 # A poll is stretched by its own length for each second that looks are late, at most so many times:
 # who is only watched makes way for who is new.
 STRETCH = 4.0
+STALL = 300.0  # seconds without a reconcile that ends, where there is something to reconcile
 DEAF = "a watch is dead: changes that a resync found were never told by an event"
 
 
@@ -30,10 +31,11 @@ class Loop:
         self.metrics = metrics
         self.resync = resync
         self.tracer = tracer
-        self.listed_at = time.monotonic()
+        self.listed_at: float | None = None  # before it runs, which a standby never does
         self._threads = ThreadPoolExecutor(world.settings.workers, "reconcile")
 
     async def run(self) -> None:
+        self.listed_at = time.monotonic()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._resync())
             for _ in range(self.world.settings.workers):
@@ -98,11 +100,15 @@ class Loop:
             await asyncio.sleep(delay)
 
     def unwell(self) -> str | None:
-        """What the probe says: None while lists succeed, events come and due keys are worked on."""
+        """What the probe says: None while lists succeed, events come and reconciles end. That keys
+        are late is no reason to start from nothing, which would make all of them due: it is a
+        metric."""
+        if self.listed_at is None:
+            return None
         if time.monotonic() - self.listed_at > 2 * self.world.settings.resync_seconds + 60:
             return "no list of services has succeeded for too long"
         if self.resync.missed:
             return DEAF
-        if self.queue.oldest_overdue() > 120:
-            return "a key has been due for more than two minutes"
+        if (stalled := self.queue.stalled()) > STALL:
+            return f"keys are due and no reconcile has ended for {stalled:.0f} s"
         return None

@@ -66,12 +66,16 @@ class _Work(Collector):
         self._queue = queue
 
     def collect(self) -> Iterator[Metric]:
-        text = "Writes to the API server since the start"
+        text = "1 where this operator holds the lease and reconciles, 0 where it stands by"
+        yield GaugeMetricFamily("kvline_operator_active", text, int(self._kube.may_write()))
+        text = "Writes to the API server since the start, but for renewals of the lease"
         yield CounterMetricFamily("kvline_api_writes", text, value=self._kube.writes)
-        text = "Services that wait for a look"
+        text = "Services that wait for a reconcile"
         yield GaugeMetricFamily("kvline_queue_keys", text, len(self._queue))
-        text, late = "Delay of the look that is latest", self._queue.oldest_overdue()
+        text, late = "Delay of the reconcile that is latest", self._queue.oldest_overdue()
         yield GaugeMetricFamily("kvline_queue_overdue_seconds", text, late)
+        text = "Time without a reconcile that ended while some were due; liveness fails above 300"
+        yield GaugeMetricFamily("kvline_queue_stalled_seconds", text, self._queue.stalled())
 
 
 class _Services(Collector):
@@ -117,7 +121,8 @@ def _memory(view: View) -> Figures:
 def _replicas(view: View) -> Figures:
     status = view.status
     existing, ready = status.get("replicas", 0), status.get("readyReplicas", 0)
-    return {"wanted": wanted(view.spec, status), "existing": existing, "ready": ready}
+    counts = {"wanted": wanted(view.spec, status), "existing": existing, "ready": ready}
+    return {**counts, "ended": status.get("endedPods", 0)}
 
 
 def _gate(view: View) -> Figures:
@@ -130,11 +135,22 @@ def _outdated(view: View) -> Figures:
 
 
 def _of_capacity(name: str) -> Callable[[View], Figures]:
-    return lambda view: {"": _capacity(view)[name]} if name in _capacity(view) else {}
+    return lambda view: {"": int(_capacity(view)[name])} if name in _capacity(view) else {}
 
 
 FAMILIES: tuple[tuple[str, str, str, Callable[[View], Figures]], ...] = (
-    ("budget_tokens", "Validated KV tokens of the ready replicas", "figure", _budget),
+    (
+        "budget_tokens",
+        "Validated KV tokens of the ready replicas; while none is ready, of the last that was",
+        "figure",
+        _budget,
+    ),
+    (
+        "budget_serving",
+        "1 where ready replicas serve the budget, 0 where it is what the last one had",
+        "",
+        _of_capacity("serving"),
+    ),
     ("memory_bytes", "Where the memory of the smallest replica went", "part", _memory),
     ("replicas", "Replicas by state", "state", _replicas),
     ("gate_tokens", "Figures of the latest gate, KV tokens", "figure", _gate),

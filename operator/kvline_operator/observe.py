@@ -11,18 +11,22 @@ from typing import Any
 from kvline_contract.codec import ContractError
 from kvline_contract.names import (
     DOWNLOAD_CONTAINER,
+    LABEL_PREPARES,
     LABEL_REVISION,
     LABEL_SERVICE,
     SERVER_CONTAINER,
 )
 from kvline_contract.report import Load, Result, SizingReport, State, Termination
+from kvline_operator.ends import EndedPod, ended, has_ended
 from kvline_operator.gate import Measured
 from kvline_operator.kube import Kube
+from kvline_operator.lineage import Lineage
 from kvline_operator.rollout import Sized
 from kvline_operator.sizing import Reading, Reports
 from kvline_operator.spec import ServiceSpec
 
 Object = dict[str, Any]
+KILLS = (137, 143)  # by SIGKILL and SIGTERM; the server answers the latter with 0 once it can
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +42,22 @@ class Ended:
     def oom_killed(self) -> bool:
         return self.code == 137 and self.reason == "OOMKilled"
 
+    @property
+    def from_outside(self) -> bool:
+        """Killed by the kubelet (a probe, a node that shuts down) and not by what it did itself."""
+        return self.code in KILLS and not self.oom_killed
+
+    @property
+    def killed_text(self) -> str:
+        return (
+            f"the container was killed (code {self.code}) by the kubelet or its node, which counts "
+            "for nothing against its revision; events of the pod say why"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PodView:
-    """A pod, as far as conditions are made of it."""
+    """A pod that has not ended for good, as far as conditions are made of it."""
 
     name: str
     uid: str
@@ -59,6 +75,7 @@ class PodView:
     report: SizingReport | None
     report_error: str
     report_invalid: bool
+    created: str = ""  # RFC 3339
     load: Load | None = None  # read of ready pods, where the load moves replicas
 
     @property
@@ -66,9 +83,20 @@ class PodView:
         return self.report is not None and self.report.state is State.VALIDATED
 
     @property
+    def ends(self) -> int:
+        """How often its server has ended, whatever the reason."""
+        return self.restarts + (0 if self.running else 1)
+
+    @property
     def failed(self) -> Ended | None:
         """Its last failed end, unless it was validated since."""
         return self.ended if self.ended and self.ended.code and not self.validated else None
+
+    @property
+    def killed(self) -> Ended | None:
+        """Its last end, where that came from outside and it does not run again yet."""
+        failed = self.failed
+        return failed if failed and failed.from_outside and not self.running else None
 
     @property
     def measured(self) -> Measured | None:
@@ -93,6 +121,9 @@ class Observed:
     deployments: list[Object]
     config_maps: list[Object]
     pods: tuple[PodView, ...]
+    ended: tuple[EndedPod, ...] = ()  # no replicas any more, newest first
+    jobs: tuple[Object, ...] = ()  # that fetch what pods need; those on their way out too
+    preparing: tuple[PodView, ...] = ()  # their pods, oldest first
 
     def config_map(self, name: str) -> Object | None:
         return self.child("ConfigMap", name)
@@ -121,6 +152,15 @@ class Observed:
                 out[pod.revision] = (*out.get(pod.revision, ()), pod.measured)
         return out
 
+    def refused(self, revision: str) -> str:
+        """Why the API server makes no pods of a revision, such as for a class that is not there;
+        empty while it makes them."""
+        for item in self.deployments:
+            if item["metadata"]["labels"].get(LABEL_REVISION) == revision:
+                failure = condition_of(item.get("status") or {}, "ReplicaFailure")
+                return str(failure.get("message", "")) if failure.get("status") == "True" else ""
+        return ""
+
     def sized(self) -> tuple[Sized, ...]:
         return tuple(
             Sized(
@@ -132,29 +172,49 @@ class Observed:
         )
 
 
-def observe(kube: Kube, spec: ServiceSpec, reports: Reports, pool: ThreadPoolExecutor) -> Observed:
+def observe(
+    kube: Kube, spec: ServiceSpec, reports: Reports, pool: ThreadPoolExecutor, lineage: Lineage
+) -> Observed:
     """All children of a service and the reports of its pods, and their loads where they count."""
     namespace, selector = spec.namespace, f"{LABEL_SERVICE}={spec.base}"
-    kinds = ("ControllerRevision", "Deployment", "ConfigMap", "Pod")
+    kinds = ("ControllerRevision", "Deployment", "ConfigMap", "Pod", "Job")
     lists = list(pool.map(lambda kind: kube.select(kind, namespace, selector), kinds))
     revisions, deployments, config_maps = (_owned(items, spec.uid) for items in lists[:3])
-    living = [p for p in lists[3] if not p["metadata"].get("deletionTimestamp")]
+    present = [p for p in lists[3] if not p["metadata"].get("deletionTimestamp")]
+    ours = lineage.ours(present, spec.uid, {d["metadata"]["uid"] for d in deployments})
+    living = [p for p in ours if not has_ended(p)]
     readings = list(pool.map(lambda pod: _read_report(pod, reports), living))
     pods = tuple(view(pod, reading) for pod, reading in zip(living, readings, strict=True))
     if spec.autoscaling is not None:
         addresses = [(p.get("status") or {}).get("podIP") for p in living]
         pods = tuple(pool.map(partial(_with_load, reports), pods, addresses))
-    return Observed(revisions, deployments, config_maps, pods)
+    jobs = tuple(item for item in lists[4] if _is_owned(item, spec.uid))
+    preparing = _preparing(kube, spec, jobs) if jobs else ()
+    return Observed(revisions, deployments, config_maps, pods, ended(ours), jobs, preparing)
+
+
+def _preparing(kube: Kube, spec: ServiceSpec, jobs: tuple[Object, ...]) -> tuple[PodView, ...]:
+    found = kube.select("Pod", spec.namespace, f"{LABEL_PREPARES}={spec.base}")
+    uids = [job["metadata"]["uid"] for job in jobs]
+    ours = [p for p in found if any(_is_owned(p, uid) for uid in uids)]
+    views = [view(_with_download(pod), Reading(None)) for pod in ours]
+    return tuple(sorted(views, key=lambda p: (p.created, p.name)))
+
+
+def _with_download(pod: Object) -> Object:
+    """A Job's pod downloads in its one container, and not before it."""
+    status = pod.get("status") or {}
+    return {**pod, "status": {"initContainerStatuses": status.get("containerStatuses"), **status}}
 
 
 def _owned(items: list[Object], uid: str) -> list[Object]:
     """Ours alone: a stranger may wear our labels."""
-    return [
-        item
-        for item in items
-        if any(o.get("uid") == uid for o in item["metadata"].get("ownerReferences") or [])
-        and not item["metadata"].get("deletionTimestamp")
-    ]
+    living = (item for item in items if not item["metadata"].get("deletionTimestamp"))
+    return [item for item in living if _is_owned(item, uid)]
+
+
+def _is_owned(item: Object, uid: str) -> bool:
+    return any(o.get("uid") == uid for o in item["metadata"].get("ownerReferences") or [])
 
 
 def _read_report(pod: Object, reports: Reports) -> Reading:
@@ -194,6 +254,7 @@ def view(pod: Object, reading: Reading) -> PodView:
         report=reading.report,
         report_error=reading.error,
         report_invalid=reading.invalid,
+        created=pod["metadata"].get("creationTimestamp", ""),
     )
 
 

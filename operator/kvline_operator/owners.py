@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvline_contract.names import KIND, LABEL_SERVICE, base_name
+from kvline_contract.names import KIND, LABEL_PREPARES, LABEL_SERVICE, base_name
 from kvline_operator.workqueue import Key
 
 CHILDREN = (
@@ -37,6 +37,7 @@ class Owners:
         for reference in metadata.get("ownerReferences") or []:
             if reference.get("kind") == KIND:
                 return Key(metadata["namespace"], str(reference["name"]))
-        base = (metadata.get("labels") or {}).get(LABEL_SERVICE, "")
+        labels = metadata.get("labels") or {}
+        base = labels.get(LABEL_SERVICE) or labels.get(LABEL_PREPARES, "")
         name = self._by_base.get((metadata["namespace"], base))
         return Key(metadata["namespace"], name) if name else None

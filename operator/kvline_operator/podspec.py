@@ -1,21 +1,25 @@
-"""Plan: the pod of a revision. Fixed shape, Pod Security `restricted`, nothing passed through."""
+"""Plan: the pod of a revision: a fixed shape, Pod Security `restricted`, nothing passed through but
+what the schema bounds."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from kvline_contract import names, tracing
+from kvline_operator import placement
 from kvline_operator.revisions import Revision
 from kvline_operator.settings import Settings
 from kvline_operator.spec import ServiceSpec
 
 Object = dict[str, Any]
 
-GPU_RESOURCE = "nvidia.com/gpu"  # of NVIDIA's device plug-in
-GRACE_SECONDS = 70  # preStop 15 + drain 45 + exit 5, and a little
+GPU_RESOURCE = "nvidia.com/gpu"  # of NVIDIA's device plug-in, where the spec names none
 PRE_STOP_SECONDS = 15
+DRAIN_SECONDS = 120  # of requests under way, where the spec says nothing; the server's own default
+EXIT_SECONDS = 15  # the engine's end after it, and a little
 CACHE_SIZE_LIMIT = "200Gi"
 STATE_SIZE_LIMIT = "4Gi"
+SHARED_MEMORY = "64Mi"
 
 _RESTRICTED: Object = {
     "allowPrivilegeEscalation": False,
@@ -24,50 +28,48 @@ _RESTRICTED: Object = {
 }
 
 
-def pod_template(base: str, spec: ServiceSpec, revision: Revision, settings: Settings) -> Object:
+def pod_template(
+    base: str, spec: ServiceSpec, revision: Revision, settings: Settings, alone: bool = False
+) -> Object:
+    """Where a cache claim is named a Job downloads for all, unless the pod is `alone`."""
     inputs = spec.inputs
     name = names.revision_name(base, revision.name)
-    scheduling = inputs.get("scheduling", {})
     pod: Object = {
         "serviceAccountName": base,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": GRACE_SECONDS,
+        "terminationGracePeriodSeconds": _grace(inputs),
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": names.RUN_AS,
             "runAsGroup": names.RUN_AS,
             "fsGroup": names.RUN_AS,
+            # A cache of hundreds of gigabytes is walked once, and not at each start.
+            "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "containers": [_server(inputs, revision.image, settings)],
         "volumes": _volumes(spec, inputs, name, names.gate_name(base, revision.name), base),
     }
-    if "access" in inputs:
-        _ask_for_key(pod, inputs["access"]["apiKeySecret"])
-    if spec.source.from_hub:
-        pod["initContainers"] = [_download(inputs, revision.image, settings)]
-    for key in ("nodeSelector", "tolerations"):
-        if scheduling.get(key):
-            pod[key] = scheduling[key]
-    pod |= _platform(settings)
-    labels = {
-        names.LABEL_SERVICE: base,
-        names.LABEL_REVISION: revision.name,
-        names.LABEL_MANAGED_BY: names.MANAGED_BY,
+    access = inputs.get("access", {})
+    if "apiKeySecret" in access:
+        secret = access["apiKeySecret"]
+        items = [{"key": secret["key"], "path": names.ACCESS_FILE}]
+        _mount_secret(pod, "access", secret["name"], names.ACCESS_DIR, items)
+    if "tlsSecret" in access:
+        items = [{"key": name, "path": name} for name in (names.TLS_CERTIFICATE, names.TLS_KEY)]
+        _mount_secret(pod, "tls", access["tlsSecret"]["name"], names.TLS_DIR, items)
+    if spec.source.from_hub and (alone or "cache" not in inputs["model"]):
+        pod["initContainers"] = [download_container(inputs, revision.image, settings)]
+    pod |= placement.fields(inputs, base, revision.name, settings)
+    return {
+        "metadata": placement.metadata(inputs, placement.labels(base, revision.name)),
+        "spec": pod,
     }
-    return {"metadata": {"labels": labels}, "spec": pod}
 
 
-def _platform(settings: Settings) -> Object:
-    """What the platform wants of every pod; frozen into a revision when it is made, like the rest
-    of its template, so that another setting moves no pod."""
-    said = {
-        "runtimeClassName": settings.runtime_class,
-        "priorityClassName": settings.priority_class,
-        "imagePullSecrets": [{"name": name} for name in settings.pull_secrets],
-    }
-    return {key: value for key, value in said.items() if value}
+def _grace(inputs: Object) -> int:
+    return PRE_STOP_SECONDS + int(inputs.get("drainSeconds", DRAIN_SECONDS)) + EXIT_SECONDS
 
 
 def _server(inputs: Object, image: str, settings: Settings) -> Object:
@@ -105,13 +107,12 @@ def _server(inputs: Object, image: str, settings: Settings) -> Object:
     }
 
 
-def _ask_for_key(pod: Object, secret: Object) -> None:
-    """The key as a file. Optional for Kubernetes, so that the server itself can say it is missing:
-    a mount that waits would only be an event."""
-    items = [{"key": secret["key"], "path": names.ACCESS_FILE}]
-    wanted = {"secretName": secret["name"], "items": items, "optional": True}
-    pod["volumes"].append({"name": "access", "secret": wanted})
-    mount = {"name": "access", "mountPath": names.ACCESS_DIR, "readOnly": True}
+def _mount_secret(pod: Object, name: str, secret: str, path: str, items: list[Object]) -> None:
+    """Optional for Kubernetes, so that the server itself can say that it is missing: a mount that
+    waits would only be an event."""
+    wanted = {"secretName": secret, "items": items, "optional": True}
+    pod["volumes"].append({"name": name, "secret": wanted})
+    mount = {"name": name, "mountPath": path, "readOnly": True}
     pod["containers"][0]["volumeMounts"].append(mount)
 
 
@@ -139,8 +140,11 @@ def _resources(asked: Object) -> Object:
     The CPU is only requested: a limit would throttle a step in its middle."""
     amounts: Object = {key: asked[key] for key in ("cpu", "memory") if key in asked}
     limits: Object = {"memory": asked["memory"]}
+    if "ephemeralStorage" in asked:
+        amounts["ephemeral-storage"] = asked["ephemeralStorage"]
     if asked.get("gpus"):
-        amounts[GPU_RESOURCE] = limits[GPU_RESOURCE] = str(asked["gpus"])
+        name = asked.get("gpuResource", GPU_RESOURCE)
+        amounts[name] = limits[name] = str(asked["gpus"])
     return {"requests": amounts, "limits": limits}
 
 
@@ -154,7 +158,24 @@ def _probe(path: str, period: int, failures: int) -> Object:
     }
 
 
-def _download(inputs: Object, image: str, settings: Settings) -> Object:
+def pull_container(image: str) -> Object:
+    """Starts the server's program for a moment, whatever its version: then its image is there."""
+    return {
+        "name": names.SERVER_CONTAINER,
+        "image": image,
+        "imagePullPolicy": "IfNotPresent",
+        "args": ["--help"],
+        "resources": {
+            "requests": {"cpu": "10m", "memory": "64Mi"},
+            "limits": {"memory": "256Mi"},
+        },
+        "securityContext": _RESTRICTED,
+        "terminationMessagePath": names.TERMINATION_LOG,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+
+
+def download_container(inputs: Object, image: str, settings: Settings) -> Object:
     """Fetches the model; the only container that sees the token."""
     environment: list[Object] = [{"name": n, "value": names.STATE_DIR} for n in ("HOME", "TMPDIR")]
     if settings.hub_endpoint:
@@ -185,13 +206,14 @@ def _download(inputs: Object, image: str, settings: Settings) -> Object:
 
 def _volumes(spec: ServiceSpec, inputs: Object, launch: str, gate: str, base: str) -> list[Object]:
     records = {"name": names.records_name(base), "optional": True}
+    shared = inputs["resources"].get("sharedMemory", SHARED_MEMORY)
     return [
         {"name": "launch", "configMap": {"name": launch}},
         {"name": "gate", "configMap": {"name": gate}},
         {"name": "records", "configMap": records},
         {"name": "models", **_models(spec, inputs)},
         {"name": "state", "emptyDir": {"sizeLimit": STATE_SIZE_LIMIT}},
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "64Mi"}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shared}},
     ]
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from kvline_contract.launch import VERSION, GateFile, Record
+from kvline_contract.launch import Record
 from kvline_contract.names import (
     KIND,
     LABEL_REVISION,
@@ -24,8 +24,8 @@ from kvline_contract.names import (
 from kvline_operator import (
     apply,
     autoscale,
-    candidate,
-    conditions,
+    jobs,
+    prepare,
     records,
     render,
     revisions,
@@ -34,13 +34,17 @@ from kvline_operator import (
     verdicts,
 )
 from kvline_operator.board import Board, View, past
+from kvline_operator.drift import Corrections
+from kvline_operator.ends import surplus
 from kvline_operator.errors import Forbidden, Invalid, NameConflict, SpecError
-from kvline_operator.gate import Outcome, Verdict, judge
+from kvline_operator.facts import Condition, Facts, Scaling
 from kvline_operator.kube import Kube
+from kvline_operator.lineage import Lineage
 from kvline_operator.observe import Observed, observe
 from kvline_operator.settings import Settings
 from kvline_operator.sizing import Reports
 from kvline_operator.spec import ServiceSpec, parse
+from kvline_operator.story import Story
 from kvline_operator.verdicts import Standing
 from kvline_operator.workqueue import Key
 
@@ -57,6 +61,8 @@ class World:
     reports: Reports
     pool: ThreadPoolExecutor
     board: Board
+    lineage: Lineage
+    corrections: Corrections = field(default_factory=Corrections)
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
 
     def stamp(self) -> str:
@@ -72,32 +78,36 @@ def reconcile(world: World, key: Key) -> float:
         return 0.0  # owner references clean up; nothing is ours to do
     try:
         spec = parse(body)
-        observed = observe(world.kube, spec, world.reports, world.pool)
+        observed = observe(world.kube, spec, world.reports, world.pool, world.lineage)
         scale, scaling = _scale(spec, observed, world.now())
         spec = replace(spec, replicas=scale.replicas) if scale else spec
         revision, stored, known = _revision(spec, observed, world.settings)
     except SpecError as error:
-        wrong = conditions.Condition("Accepted", "False", "SpecInvalid", str(error))
+        wrong = Condition("Accepted", "False", "SpecInvalid", str(error))
         said, news = status.refused(wrong, body, world.stamp())
         world.board.refuse(key, body.get("spec") or {}, said)
         _report(world, body, said, news)
         return 0.0
-    story = _story(spec, observed, revision.name, stored, known)
+    story = Story.of(spec, observed, revision.name, stored, known, world.now())
     kept = _records(spec, observed)
     maps = [render.records_map(spec, kept)] if kept else []
     maps += [render.scale_map(spec, scale)] if scale else []
     refusal = _apply(world, spec, observed, story, maps)
     # What was observed before the writes is told: the events of the writes wake this key again.
-    facts = conditions.Facts(
+    facts = Facts(
         spec=spec,
         plan=story.plan,
         pods=observed.pods,
+        ended=observed.ended,
         standing=story.standings.get(story.plan.stable, Standing()),
+        limits=story.thresholds(story.plan.candidate or story.plan.stable, spec),
         image_outdated=_image_outdated(spec, story, world.settings),
         records=kept,
         apply_error=refusal,
         deadline_exceeded=_deadline_exceeded(observed, revision.name),
+        refused=observed.refused(revision.name),
         scaling=scaling,
+        preparing=story.preparing,
     )
     said, news = status.build(facts, body.get("status") or {}, world.stamp())
     history = past(story.stored, story.standings)
@@ -108,7 +118,7 @@ def reconcile(world: World, key: Key) -> float:
 
 def _scale(
     spec: ServiceSpec, observed: Observed, now: datetime
-) -> tuple[autoscale.Scale | None, conditions.Scaling | None]:
+) -> tuple[autoscale.Scale | None, Scaling | None]:
     """The replicas that the load asks for, to be remembered, and what is said of it."""
     how, ready = spec.autoscaling, [p.load for p in observed.pods if p.ready]
     if how is None:
@@ -119,7 +129,7 @@ def _scale(
     existing = sum(s.replicas for s in observed.sized())
     after = autoscale.decide(before, existing, asked, how, now)
     reason, text = autoscale.activity(after, asked, how, len(ready))
-    return after, conditions.Scaling(reason, text, after.replicas, after.why)
+    return after, Scaling(reason, text, after.replicas, after.why)
 
 
 def _revision(
@@ -142,68 +152,6 @@ def _revision(
     return wanted, stored, known
 
 
-@dataclass(frozen=True, slots=True)
-class Story:
-    """Where a service's revisions stand, and what follows."""
-
-    stored: dict[str, Object]  # ControllerRevisions by revision
-    standings: dict[str, Standing]  # after this reconcile
-    plan: rollout.RolloutPlan
-    ready: dict[str, int]
-
-    def gate(self, name: str, spec: ServiceSpec) -> GateFile:
-        """A revision that serves stays open: closing takes ready pods away too."""
-        verdict, required = self.plan.gate, self.standings.get(name, Standing()).required
-        is_open = True
-        if verdict is not None and name in (self.plan.candidate, self.plan.rejected):
-            is_open = verdict.outcome is Outcome.PASS or self.ready.get(name, 0) > 0
-            required = verdict.required
-        return GateFile(VERSION, is_open, spec.min_kv_tokens, required)
-
-
-def _story(
-    spec: ServiceSpec,
-    observed: Observed,
-    wanted: str,
-    stored: dict[str, Object],
-    known: dict[str, Standing],
-) -> Story:
-    """Pure: from what was observed and is remembered to what should be."""
-    serving = observed.serving()
-    standings = verdicts.first(known, serving, wanted)
-    stable = verdicts.stable(standings)
-    sized = observed.sized()
-    verdict = None
-    if stable and stable != wanted:
-        verdict = _verdict(spec, observed, wanted, stored, standings)
-    situation = rollout.Situation(wanted, stable, spec.replicas, sized, verdict)
-    plan = rollout.plan(situation, spec.rollout)
-    ready = serving.get(plan.stable, ())
-    after = verdicts.remember(standings, plan, wanted, ready, spec.rollout.promote)
-    return Story(stored, after, plan, {s.revision: s.ready for s in sized})
-
-
-def _verdict(
-    spec: ServiceSpec,
-    observed: Observed,
-    wanted: str,
-    stored: dict[str, Object],
-    standings: dict[str, Standing],
-) -> Verdict:
-    """Of the candidate: what was said of it stands, but for a promotion or a later failure."""
-    stable = verdicts.stable(standings)
-    past = standings[wanted].verdict_now(standings[stable])
-    asked = spec.rollout.promote == wanted
-    promoted = verdicts.promoted(standings[wanted], standings[stable], asked)
-    if past is not None and (past.promoted or (past.outcome is Outcome.FAIL and not promoted)):
-        return past
-    pods = tuple(p for p in observed.pods if p.revision == wanted)
-    seen = candidate.view(verdicts.kind(stored[wanted]["data"]["inputs"]), pods, promoted)
-    proven = verdicts.proven(standings[stable], stored[stable]["data"]["inputs"])
-    now = judge(seen, proven, spec.min_kv_tokens, spec.rollout.min_capacity_percent)
-    return past if past is not None and now.outcome is Outcome.HOLD else now
-
-
 def _image_outdated(spec: ServiceSpec, story: Story, settings: Settings) -> bool:
     stored = story.stored.get(story.plan.stable)
     default = settings.image_for(spec.gpus)
@@ -222,55 +170,108 @@ def _apply(
     observed: Observed,
     story: Story,
     maps: list[Object],
-) -> conditions.Condition | None:
+) -> Condition | None:
     """Writes what differs, then prunes. A refusal that a person must see becomes a condition."""
     try:
-        for wanted in [*render.service_objects(spec, world.settings), *maps]:
-            _ensure(world, observed, wanted)
+        budget = render.disruption_budget(spec, story.plan)
+        objects = [*render.service_objects(spec, world.settings, story.download), budget]
+        disputes = [_ensure(world, observed, wanted) for wanted in objects]
+        disputes += [_ensure(world, observed, wanted, memory=True) for wanted in maps]
         _remember(world, spec, story)
         for name, replicas in story.plan.replicas.items():
             if name not in story.stored:
                 continue  # its memory is gone; the Deployment is left as it is until replaced
             gate = story.gate(name, spec)
-            for wanted in render.revision_objects(spec, story.stored[name], replicas, gate):
-                _ensure(world, observed, wanted)
-        _prune(world, observed, story.plan)
+            launch = _launch(world, spec, observed, story.stored[name])
+            objects = render.revision_objects(spec, story.stored[name], replicas, gate, launch)
+            disputes += [_ensure(world, observed, wanted) for wanted in objects]
+        _prepare(world, spec, observed, story.preparing)
+        _prune(world, spec, observed, story.plan)
         if spec.autoscaling is None and (old := observed.config_map(scale_name(spec.base))):
             apply.prune(world.kube, old, "ConfigMap")
     except NameConflict as error:
-        return conditions.Condition("Accepted", "False", "NameConflict", str(error))
+        return Condition("Accepted", "False", "NameConflict", str(error))
     except Forbidden as error:
-        return conditions.Condition("Accepted", "False", "Forbidden", str(error))
+        return Condition("Accepted", "False", "Forbidden", str(error))
     except Invalid as error:
         if "quota" in str(error):
-            return conditions.Condition("Progressing", "False", "QuotaExceeded", str(error))
-        return conditions.Condition("Accepted", "False", "SpecInvalid", str(error))
-    return None
+            return Condition("Progressing", "False", "QuotaExceeded", str(error))
+        return Condition("Accepted", "False", "SpecInvalid", str(error))
+    return _disputed([text for text in disputes if text])
 
 
-def _ensure(world: World, observed: Observed, wanted: Object) -> None:
-    kind = wanted["kind"]
-    seen = observed.child(kind, wanted["metadata"]["name"])
-    apply.ensure(world.kube, wanted, seen, absent=observed.lists(kind) or not observed.revisions)
+def _disputed(lasting: list[str]) -> Condition | None:
+    """What somebody puts back each time that it is taken away."""
+    if not lasting:
+        return None
+    text = "; ".join(lasting) + ": comes back each time that it is taken away, so it is left for an"
+    text += " hour; pods may run with it. Stop whoever sets it, and change the InferenceService"
+    return Condition("UpToDate", "False", "ForeignChange", text)
+
+
+def _prepare(
+    world: World, spec: ServiceSpec, observed: Observed, wanted: prepare.Preparation | None
+) -> None:
+    """Makes the Job that pods wait for, once its files are there, and takes others away that still
+    run; one that has ended goes by itself. A Job cannot be changed, and none is."""
+    name = wanted.name if wanted is not None else ""
+    for job in prepare.unfinished(observed):
+        if job["metadata"]["name"] != name:
+            apply.prune(world.kube, job, "Job")
+    if wanted is None or wanted.exists:
+        return
+    _ensure(world, observed, jobs.policy(spec, world.settings))
+    if not world.kube.create(wanted.job):
+        raise NameConflict(f"Job {name} exists and is not this service's; rename one of the two")
+
+
+def _launch(world: World, spec: ServiceSpec, observed: Observed, stored: Object) -> str:
+    """A revision's launch file; what is live is read where its ControllerRevision has none."""
+    if "launch" in stored["data"]:
+        return render.launch_text(spec, stored, None)
+    name = stored["metadata"]["name"]
+    live = observed.config_map(name) or world.kube.get("ConfigMap", spec.namespace, name)
+    return render.launch_text(spec, stored, live)
+
+
+def _ensure(world: World, observed: Observed, wanted: Object, memory: bool = False) -> str:
+    """What is left as somebody else has it; empty, and an event, where it was taken away again."""
+    kind, meta = wanted["kind"], wanted["metadata"]
+    seen = observed.child(kind, meta["name"])
+    absent = observed.lists(kind) or not observed.revisions
+    dispute = apply.ensure(world.kube, wanted, seen, absent, memory, world.corrections)
+    if dispute is None or dispute.settled:
+        return dispute.text if dispute is not None else ""
+    # At once: what follows may be refused, and then nobody would know who did it.
+    of = meta["ownerReferences"][0]
+    owner = render.Owner(meta["namespace"], of["name"], of["uid"], base_name(of["name"]))
+    text = f"{dispute.text}: taken away again; change the InferenceService instead"
+    said = ("ForeignChangeRemoved", "Warning", text)
+    world.kube.create(render.event(owner, said, dispute.version, world.stamp()))
+    return ""
 
 
 def _remember(world: World, spec: ServiceSpec, story: Story) -> None:
-    """Before anything is done about it: what a crash in between must not forget."""
+    """Before anything is done about it: what a crash in between must not forget. Written over what
+    was read alone: another operator's verdict stands, and this reconcile begins anew."""
     for name, stored in story.stored.items():
         said = verdicts.written(story.standings.get(name, Standing()))
         if "resourceVersion" not in stored["metadata"]:  # not in the cluster yet
             apply.ensure(world.kube, render.remembered(spec, stored, said), absent=True)
         elif said != verdicts.written(verdicts.read(stored)):
-            world.kube.apply(render.remembered(spec, stored, said))
+            world.kube.apply(render.remembered(spec, stored, said), over=stored, exact=True)
 
 
-def _prune(world: World, observed: Observed, plan: rollout.RolloutPlan) -> None:
-    """Old Deployments first, their ConfigMaps with them; of the revisions the newest ten stay."""
+def _prune(world: World, spec: ServiceSpec, observed: Observed, plan: rollout.RolloutPlan) -> None:
+    """Old Deployments first, their ConfigMaps with them; of the revisions the newest ten stay, and
+    of the pods that ended for good."""
     for kind, items in (("Deployment", observed.deployments), ("ConfigMap", observed.config_maps)):
         for item in items:
             revision = (item["metadata"].get("labels") or {}).get(LABEL_REVISION)
             if revision and revision not in plan.replicas:
                 apply.prune(world.kube, item, kind)
+    for pod in surplus(observed.ended):
+        world.kube.delete("Pod", spec.namespace, pod.name, pod.uid)
     newest = sorted(observed.revisions, key=lambda r: r.get("revision", 0), reverse=True)
     for item in newest[revisions.KEPT :]:
         if (item["metadata"].get("labels") or {}).get(LABEL_REVISION) not in plan.replicas:
@@ -302,7 +303,7 @@ def _deadline_exceeded(observed: Observed, revision: str) -> bool:
     )
 
 
-def _look_again(world: World, facts: conditions.Facts) -> float:
+def _look_again(world: World, facts: Facts) -> float:
     """Soon while a replica is being measured: only its report tells how far. What else is under way
     is told by events, and looked at now and then for one that was missed."""
     if any(p.running and not p.validated for p in facts.pods):

@@ -1,7 +1,8 @@
 """Plan: the objects a service should have, as plain dicts. Pure; the same input, the same bytes.
 
-A revision's pod template is rendered once, kept in its ControllerRevision and never rendered
-again, so that an operator upgrade moves no pod and drift is repaired to what was first written.
+A revision's pod template and launch file are rendered once, kept in its ControllerRevision and
+never rendered again, so that an operator upgrade moves no pod, whatever its contract, and drift is
+repaired to what was first written.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from kvline_contract.launch import (
     Record,
 )
 from kvline_operator.autoscale import Scale
-from kvline_operator.podspec import pod_template
+from kvline_operator.podspec import download_container, pod_template
 from kvline_operator.records import text
 from kvline_operator.revisions import Revision
+from kvline_operator.rollout import RolloutPlan
 from kvline_operator.settings import Settings
 from kvline_operator.spec import ServiceSpec, parse_source
 
@@ -67,8 +69,8 @@ def metadata(owner: Owner, name: str, revision: str | None = None) -> Object:
     }
 
 
-def service_objects(spec: ServiceSpec, settings: Settings) -> list[Object]:
-    """What exists once a service, whatever its revisions."""
+def service_objects(spec: ServiceSpec, settings: Settings, download: bool) -> list[Object]:
+    """What exists once a service; `download` says whether its pods do so themselves."""
     owner = Owner.of(spec)
     return [
         {
@@ -93,17 +95,27 @@ def service_objects(spec: ServiceSpec, settings: Settings) -> list[Object]:
                 ],
             },
         },
-        {
-            "apiVersion": "policy/v1",
-            "kind": "PodDisruptionBudget",
-            "metadata": metadata(owner, owner.base),
-            "spec": {
-                "maxUnavailable": 1,
-                "selector": {"matchLabels": {names.LABEL_SERVICE: owner.base}},
-            },
-        },
-        network_policy(owner, spec, settings),
+        network_policy(owner, settings, download),
     ]
+
+
+def disruption_budget(spec: ServiceSpec, plan: RolloutPlan) -> Object:
+    """One replica of those that serve may be evicted at a time; one that does not serve always.
+
+    A count of what must stay, and not of what may go: the second is measured against the replicas
+    that all selected Deployments ask for, so that a candidate which waits at its gate, or a
+    replica that has no node, would block every drain for as long as it waits."""
+    owner = Owner.of(spec)
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": metadata(owner, owner.base),
+        "spec": {
+            "minAvailable": max(0, min(spec.replicas, plan.serving) - 1),
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+            "selector": {"matchLabels": {names.LABEL_SERVICE: owner.base}},
+        },
+    }
 
 
 def records_map(spec: ServiceSpec, records: dict[str, Record]) -> Object:
@@ -128,17 +140,14 @@ def scale_map(spec: ServiceSpec, scale: Scale) -> Object:
     }
 
 
-def network_policy(owner: Owner, spec: ServiceSpec, settings: Settings) -> Object:
+def network_policy(owner: Owner, settings: Settings, download: bool) -> Object:
     """In: the API from this namespace and those of clients, the internal port from the operator's
-    and from those that may read metrics. Out: nothing, but for a hub source the hub's port, for
+    and from those that may read metrics. Out: nothing, but where pods download the hub's port, for
     traces the collector's, and DNS for either (a policy knows pods, not containers)."""
     clients = [{"podSelector": {}}, *_namespaces(settings.client_namespaces)]
     readers = _namespaces((settings.own_namespace, *settings.metrics_namespaces))
-    ports = [settings.hub_port] if spec.source.from_hub else []
+    ports = [settings.hub_port] if download else []
     ports += [settings.traces_port] if settings.traces_endpoint else []
-    dns = [{"protocol": p, "port": 53} for p in ("UDP", "TCP")]
-    tcp = [{"protocol": "TCP", "port": port} for port in ports]
-    egress = [{"ports": dns}, {"ports": tcp}] if tcp else []
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -156,9 +165,16 @@ def network_policy(owner: Owner, spec: ServiceSpec, settings: Settings) -> Objec
                     "ports": [{"protocol": "TCP", "port": names.INTERNAL_PORT}],
                 },
             ],
-            "egress": egress,
+            "egress": egress(ports),
         },
     }
+
+
+def egress(ports: list[int]) -> list[Object]:
+    """To these ports anywhere, and to DNS for them; nothing where there are none."""
+    dns = [{"protocol": p, "port": 53} for p in ("UDP", "TCP")]
+    tcp = [{"protocol": "TCP", "port": port} for port in ports]
+    return [{"ports": dns}, {"ports": tcp}] if tcp else []
 
 
 def _namespaces(names: tuple[str, ...]) -> list[Object]:
@@ -167,15 +183,19 @@ def _namespaces(names: tuple[str, ...]) -> list[Object]:
 
 
 def controller_revision(spec: ServiceSpec, revision: Revision, settings: Settings) -> Object:
-    """The memory of a revision: its inputs, its image and the pod template made from them."""
+    """The memory of a revision: its inputs, its image, and the pod template and launch file made
+    from them."""
     owner = Owner.of(spec)
-    data = {
+    data: Object = {
         "inputs": spec.inputs,
         "image": revision.image,
         "servedName": spec.served_name,
         **({"imageNamed": True} if revision.named else {}),
         "podTemplate": pod_template(owner.base, spec, revision, settings),
     }
+    if spec.source.from_hub and "cache" in spec.inputs["model"]:
+        data["download"] = download_container(spec.inputs, revision.image, settings)
+    data["launch"] = launch_config(owner, revision.name, data).dumps()
     return _controller_revision(owner, revision.name, revision.number, data, {})
 
 
@@ -201,9 +221,10 @@ def _controller_revision(
 
 
 def revision_objects(
-    spec: ServiceSpec, stored: Object, replicas: int, gate: GateFile
+    spec: ServiceSpec, stored: Object, replicas: int, gate: GateFile, launch: str
 ) -> list[Object]:
-    """A revision's ConfigMaps and Deployment, from its stored ControllerRevision alone."""
+    """A revision's ConfigMaps and Deployment, from its stored ControllerRevision; `launch` is what
+    `launch_text` gives."""
     owner = Owner.of(spec)
     revision = stored["metadata"]["labels"][names.LABEL_REVISION]
     name = names.revision_name(owner.base, revision)
@@ -213,7 +234,7 @@ def revision_objects(
             "kind": "ConfigMap",
             "metadata": metadata(owner, name, revision),
             "immutable": True,
-            "data": {names.LAUNCH_FILE: launch_config(owner, revision, stored["data"]).dumps()},
+            "data": {names.LAUNCH_FILE: launch},
         },
         {
             "apiVersion": "v1",
@@ -239,6 +260,17 @@ def revision_objects(
             },
         },
     ]
+
+
+def launch_text(spec: ServiceSpec, stored: Object, live: Object | None) -> str:
+    """The launch file that a revision was made with. A ControllerRevision of an operator that kept
+    none cannot be given one (its data is immutable): there the live ConfigMap has it, which is
+    immutable too, so that to write anything else would be refused for ever."""
+    kept = stored["data"].get("launch") or ((live or {}).get("data") or {}).get(names.LAUNCH_FILE)
+    if kept:
+        return str(kept)
+    name = stored["metadata"]["labels"][names.LABEL_REVISION]
+    return launch_config(Owner.of(spec), name, stored["data"]).dumps()
 
 
 def launch_config(owner: Owner, revision: str, data: Object) -> LaunchConfig:
@@ -269,7 +301,9 @@ def launch_config(owner: Owner, revision: str, data: Object) -> LaunchConfig:
             engine.get("maxTopLogprobs"),
         ),
         capacity=CapacityOptions(capacity.get("kvTokens"), capacity.get("headroomMiB")),
-        require_api_key="access" in inputs,
+        require_api_key="apiKeySecret" in inputs.get("access", {}),
+        require_tls="tlsSecret" in inputs.get("access", {}) or None,
+        drain_seconds=inputs.get("drainSeconds"),
     )
 
 

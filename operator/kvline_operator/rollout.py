@@ -1,7 +1,10 @@
 """Plan: how many replicas each revision's Deployment gets right now. Pure arithmetic on counts.
 
 Surge: a candidate's first replica starts beside the ones that serve and is measured; once its gate
-has passed, each of its ready replicas lets one of the others go. Recreate: the others go first.
+has passed, each of its ready replicas lets one of the others go. Replace: one of the others goes
+first and the candidate is measured in its place, so that no more replicas run than are asked for.
+Recreate: all the others go first. Nothing goes before the candidate is prepared (its image and its
+model are there), and what went for one that does not get ready is brought back; deadline.py.
 Whatever is neither, left from a spec that changed on the way, goes as the stable ones are back.
 """
 
@@ -31,6 +34,14 @@ class RolloutPlan:
     rejected: str = ""  # turned down, and not run any more
     paused: bool = False
 
+    @property
+    def serving(self) -> int:
+        """Replicas that take traffic once they are ready: a candidate's before it has passed its
+        gate do not."""
+        passed = self.gate is not None and self.gate.outcome is Outcome.PASS
+        closed = "" if passed else self.candidate
+        return sum(count for name, count in self.replicas.items() if name != closed)
+
 
 @dataclass(frozen=True, slots=True)
 class Situation:
@@ -39,6 +50,7 @@ class Situation:
     replicas: int
     existing: tuple[Sized, ...]  # the Deployments there are
     verdict: Verdict | None  # of `wanted`, where it is not stable
+    prepared: bool = True  # the image and the model of `wanted` are where it will run
 
     def ready(self, revision: str) -> int:
         return sum(s.ready for s in self.existing if s.revision == revision)
@@ -49,17 +61,21 @@ class Situation:
 
 def plan(now: Situation, how: Rollout) -> RolloutPlan:
     verdict, wanted, stable = now.verdict, now.wanted, now.stable
+    least = now.replicas - (0 if how.strategy is Strategy.SURGE else 1)
     if verdict is None or not stable or stable == wanted:
-        return RolloutPlan(_drained({wanted: now.replicas}, now), wanted)
+        sizes = {wanted: now.replicas if now.prepared else 0}
+        return RolloutPlan(_drained(sizes, now, least), wanted)
     if how.paused:
         sizes = {stable: now.size(stable), wanted: now.size(wanted)}
-        return RolloutPlan(_drained(sizes, now), stable, wanted, verdict, paused=True)
-    if verdict.outcome is Outcome.FAIL and how.on_failure is OnFailure.ROLLBACK:
-        sizes = _drained({stable: now.replicas}, now)
+        return RolloutPlan(_drained(sizes, now, least), stable, wanted, verdict, paused=True)
+    failed = verdict.outcome is Outcome.FAIL and how.on_failure is OnFailure.ROLLBACK
+    if failed or verdict.expired:
+        sizes = _drained({stable: now.replicas}, now, least)
         return RolloutPlan(sizes, stable, "", verdict, rejected=wanted)
     if verdict.outcome is Outcome.PASS and now.ready(wanted) >= now.replicas > 0:
-        return RolloutPlan(_drained({wanted: now.replicas}, now), wanted, "", verdict)
-    return RolloutPlan(_drained(_sizes(now, how, verdict), now), stable, wanted, verdict)
+        return RolloutPlan(_drained({wanted: now.replicas}, now, least), wanted, "", verdict)
+    sizes = _sizes(now, how, verdict) if now.prepared else {wanted: 0, stable: now.replicas}
+    return RolloutPlan(_drained(sizes, now, least), stable, wanted, verdict)
 
 
 def _sizes(now: Situation, how: Rollout, verdict: Verdict) -> dict[str, int]:
@@ -67,16 +83,18 @@ def _sizes(now: Situation, how: Rollout, verdict: Verdict) -> dict[str, int]:
     ready = min(now.ready(now.wanted), now.replicas)
     if how.strategy is Strategy.RECREATE:
         return {now.wanted: now.replicas, now.stable: 0}
-    if verdict.outcome is Outcome.PASS:
-        return {now.wanted: min(now.replicas, ready + 1), now.stable: now.replicas - ready}
-    first = min(1, now.replicas)
-    return {now.wanted: max(first, ready), now.stable: now.replicas - ready}
+    following = ready + 1 if verdict.outcome is Outcome.PASS else max(1, ready)
+    size = min(now.replicas, following)
+    gone = size if how.strategy is Strategy.REPLACE else ready
+    return {now.wanted: size, now.stable: now.replicas - gone}
 
 
-def _drained(sizes: dict[str, int], now: Situation) -> dict[str, int]:
+def _drained(sizes: dict[str, int], now: Situation, least: int) -> dict[str, int]:
     """With revisions that nobody wants any more but that still serve: as many of their replicas as
-    the wanted ones lack. Kubernetes takes replicas that are not ready first."""
-    lacking = now.replicas - sum(min(n, now.ready(r)) for r, n in sizes.items())
+    the wanted ones lack of the `least` that are to be ready. Where nothing is spare that is one
+    fewer than is asked for, or the two would wait for each other's room. Kubernetes takes replicas
+    that are not ready first."""
+    lacking = least - sum(min(n, now.ready(r)) for r, n in sizes.items())
     for item in sorted(now.existing, key=lambda s: s.ready, reverse=True):
         if item.revision in sizes or not item.ready or lacking <= 0:
             continue

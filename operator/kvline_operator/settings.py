@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
+
+from kvline_contract.names import ENV_POD_NAME
 
 DIGEST_IMAGE = re.compile(r"[a-z0-9][a-z0-9._:/-]*@sha256:[0-9a-f]{64}")
 
@@ -18,6 +21,8 @@ class Settings:
     default_cuda_image: str = ""  # of services with a GPU; empty: they name one
     namespaces: tuple[str, ...] = ()  # empty: the whole cluster
     own_namespace: str = "kvline-system"
+    lease_name: str = "kvline-operator"  # in its own namespace; who holds it acts
+    identity: str = "kvline-operator"  # among operators
     metrics_namespaces: tuple[str, ...] = ()  # whose pods may scrape ours
     client_namespaces: tuple[str, ...] = ()  # whose pods may use the API, besides a service's own
     hub_endpoint: str = ""  # empty: the public hub
@@ -91,7 +96,9 @@ def _parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
         default=environment.get("HF_ENDPOINT", ""),
         help="another hub, such as a mirror; empty: the public one",
     )
-    parser.add_argument("--runtime-class", default="", help="of the pods of new revisions")
+    parser.add_argument(
+        "--runtime-class", default="", help="of the pods of new revisions with a GPU"
+    )
     parser.add_argument("--priority-class", default="", help="of the pods of new revisions")
     parser.add_argument(
         "--pull-secret",
@@ -99,12 +106,22 @@ def _parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
         default=[],
         help="a Secret, in each service's own namespace, to pull the images of new revisions with",
     )
+    _own(parser)
+    return parser
+
+
+def _own(parser: argparse.ArgumentParser) -> None:
+    """What no service notices: the operator's own intervals, lease and ports."""
     parser.add_argument("--resync-seconds", type=float, default=300.0)
     parser.add_argument("--poll-seconds", type=float, default=2.0)
     parser.add_argument("--load-seconds", type=float, default=15.0)
+    parser.add_argument(
+        "--lease-name",
+        default="kvline-operator",
+        help="Lease in the operator's own namespace; of operators with the same one, one acts",
+    )
     parser.add_argument("--probe-port", type=int, default=8081)
     parser.add_argument("--page-port", type=int, default=8082, help="the web page's; 0: none")
-    return parser
 
 
 def parse(argv: list[str]) -> Settings:
@@ -127,6 +144,8 @@ def parse(argv: list[str]) -> Settings:
         default_cuda_image=a.default_cuda_image,
         namespaces=tuple(a.namespace),
         own_namespace=os.environ.get("KVLINE_NAMESPACE", "kvline-system"),
+        lease_name=a.lease_name,
+        identity=os.environ.get(ENV_POD_NAME) or f"{socket.gethostname()}-{os.getpid()}",
         metrics_namespaces=tuple(a.metrics_namespace),
         client_namespaces=tuple(a.client_namespace),
         hub_endpoint=a.hub_endpoint,

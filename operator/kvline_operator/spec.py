@@ -28,7 +28,15 @@ SOURCE = re.compile(
     re.ASCII,
 )
 # What changes pods, and so makes a revision; thresholds and replicas do not.
-REVISION_FIELDS = ("model", "engine", "resources", "scheduling", "access")
+REVISION_FIELDS = (
+    "model",
+    "engine",
+    "resources",
+    "scheduling",
+    "access",
+    "drainSeconds",
+    "podMetadata",
+)
 REVISION_CAPACITY_FIELDS = ("kvTokens", "headroomMiB")
 
 
@@ -46,6 +54,7 @@ class ModelSource:
 
 class Strategy(StrEnum):
     SURGE = "Surge"
+    REPLACE = "Replace"
     RECREATE = "Recreate"
 
 
@@ -74,6 +83,7 @@ class Autoscaling:
     min_replicas: int = 1
     target_percent: int = 70
     scale_down_delay_seconds: int = 300
+    scale_up_percent: int = 100  # of the replicas, within a minute
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +107,10 @@ class ServiceSpec:
     def inputs(self) -> dict[str, Any]:
         """A fresh copy of the revision's inputs."""
         return dict(json.loads(self.inputs_json))
+
+    @property
+    def scheme(self) -> str:
+        return "https" if "tlsSecret" in self.inputs.get("access", {}) else "http"
 
     @property
     def gpus(self) -> int:
@@ -160,6 +174,7 @@ def _autoscaling(spec: dict[str, Any]) -> Autoscaling | None:
         scale_down_delay_seconds=said.get(
             "scaleDownDelaySeconds", default.scale_down_delay_seconds
         ),
+        scale_up_percent=said.get("scaleUpPercent", default.scale_up_percent),
     )
 
 

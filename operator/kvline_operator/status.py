@@ -11,12 +11,17 @@ from typing import Any
 
 from kvline_contract.codec import encode
 from kvline_contract.names import API_PORT, LABEL_SERVICE
-from kvline_contract.report import Result, SizingReport
-from kvline_operator.conditions import Condition, Facts, Scaling, conditions
+from kvline_contract.report import MAX_WARNINGS, Termination
+from kvline_operator.conditions import conditions
+from kvline_operator.ends import EndedPod
+from kvline_operator.facts import Condition, Facts, Scaling
+from kvline_operator.figures import Figures, capacity
+from kvline_operator.kstatus import TYPES, abnormal
 from kvline_operator.observe import PodView, condition_of
 
 Object = dict[str, Any]
 MAX_REPLICA_SIZING = 16
+MAX_ENDED_EVENTS = 3  # a reconcile
 
 # Conditions whose news is worth an event, and what the event is called.
 EVENTS = {
@@ -25,9 +30,11 @@ EVENTS = {
     ("CapacityMeasured", "OutOfMemory"): ("OutOfMemory", "Warning"),
     ("CapacityMeasured", "ContextDoesNotFit"): ("ContextDoesNotFit", "Warning"),
     ("CapacityMeasured", "EngineExited"): ("EngineExited", "Warning"),
+    ("CapacityMeasured", "Killed"): ("Killed", "Warning"),
     ("CapacityMeasured", "ReportInvalid"): ("ReportInvalid", "Warning"),
     ("CapacitySufficient", "BelowMinimum"): ("BelowMinimum", "Warning"),
     ("CapacityStable", "Drifted"): ("Drifted", "Warning"),
+    ("CapacityStable", "BelowBaseline"): ("BelowBaseline", "Warning"),
     ("Accepted", "SpecInvalid"): ("SpecInvalid", "Warning"),
     ("Accepted", "NameConflict"): ("NameConflict", "Warning"),
     ("Accepted", "Forbidden"): ("Forbidden", "Warning"),
@@ -39,9 +46,11 @@ EVENTS = {
     ("Progressing", "Unschedulable"): ("Unschedulable", "Warning"),
     ("Progressing", "ImagePullFailed"): ("ImagePullFailed", "Warning"),
     ("Progressing", "QuotaExceeded"): ("QuotaExceeded", "Warning"),
+    ("Progressing", "PodsRefused"): ("PodsRefused", "Warning"),
     ("Progressing", "DeadlineExceeded"): ("DeadlineExceeded", "Warning"),
     ("Progressing", "DeviceFailure"): ("DeviceFailure", "Warning"),
     ("UpToDate", "GateHeld"): ("GateHeld", "Warning"),
+    ("UpToDate", "ForeignChange"): ("ForeignChange", "Warning"),
     ("UpToDate", "RolledBack"): ("RolledBack", "Warning"),
     ("Ready", "Serving"): ("Serving", "Normal"),
 }
@@ -57,21 +66,27 @@ class Event:
 def build(facts: Facts, previous: Object, now: str) -> tuple[Object, list[Event]]:
     """The new status, and one event for each condition that changed its mind."""
     made = conditions(facts)
+    made += abnormal(made)
+    ready = sum(1 for p in facts.pods if p.ready)
     out: Object = {
         "conditions": [_stamp(c, previous, facts.spec.generation, now) for c in made],
         "observedGeneration": facts.spec.generation,
         "model": facts.spec.served_name,
         "replicas": len(facts.pods),
-        "readyReplicas": sum(1 for p in facts.pods if p.ready),
+        "readyReplicas": ready,
+        "ready": f"{ready}/{facts.spec.replicas}",
+        "endedPods": len(facts.ended),
         "selector": f"{LABEL_SERVICE}={facts.spec.base}",
-        "url": f"http://{facts.spec.base}.{facts.spec.namespace}.svc:{API_PORT}/v1",
+        "url": f"{facts.spec.scheme}://{facts.spec.base}.{facts.spec.namespace}.svc:{API_PORT}/v1",
         "rollout": _rollout(facts, previous.get("rollout") or {}, now),
         "replicaSizing": replica_sizing(facts),
     }
-    figures = capacity(facts.serving)
-    if figures:
-        out["capacity"] = figures
-    news = []
+    figures = capacity(Figures.of(p.report for p in facts.serving), facts.standing.figures)
+    warned = warnings(facts)
+    more = {"capacity": figures, "warnings": warned, "diagnosis": diagnosis(facts)}
+    out |= {key: value for key, value in more.items() if value}
+    news = _warning_events(warned, previous.get("warnings") or [])
+    news += _ended_events(facts.ended, previous.get("endedPods") or 0)
     if facts.plan.gate is not None:
         news += _gate_events(out["rollout"], previous.get("rollout") or {})
     if facts.scaling is not None:
@@ -84,12 +99,11 @@ def refused(spec_error: Condition, body: Object, now: str) -> tuple[Object, list
     """The status of a spec that cannot be parsed: what serves goes on, the rest stays as it was."""
     previous = body.get("status") or {}
     generation = body["metadata"].get("generation", 0)
-    kept = [
-        c for c in previous.get("conditions") or [] if c.get("type") not in ("Accepted", "Ready")
-    ]
+    made_anew = ("Accepted", "Ready", *TYPES)
+    kept = [c for c in previous.get("conditions") or [] if c.get("type") not in made_anew]
     was_ready = condition_of(previous, "Ready").get("status") == "True"
     ready = Condition("Ready", "False", spec_error.reason, spec_error.message)
-    made = [spec_error, *([] if was_ready else [ready])]
+    made = [spec_error, *([] if was_ready else [ready]), *abnormal([spec_error])]
     stamped = [_stamp(c, previous, generation, now) for c in made]
     if was_ready:
         kept.append(condition_of(previous, "Ready"))
@@ -137,42 +151,49 @@ def _gate_events(rollout: Object, previous: Object) -> list[Event]:
     return [Event(kind[0], kind[1], f"revision {gate['revision']}: {gate['message']}")]
 
 
+def _ended_events(pods: tuple[EndedPod, ...], before: int) -> list[Event]:
+    """Of pods that Kubernetes ended for good since: a healthy service has no condition for them.
+    The newest alone, because a broken node ends them by the dozen."""
+    new = min(MAX_ENDED_EVENTS, max(0, len(pods) - before))
+    return [
+        Event("PodEnded", "Warning", f"{p.text}; it is no replica any more") for p in pods[:new]
+    ]
+
+
 def _scale_events(scaling: Scaling, before: int | None) -> list[Event]:
     if before in (None, scaling.replicas):
         return []
     return [Event("Scaled", "Normal", f"from {before} to {scaling.replicas}: {scaling.why}")]
 
 
-def capacity(serving: tuple[PodView, ...]) -> Object:
-    """The figures to plan with: of the ready replica with the fewest tokens."""
-    sized = [(p.report, p.report.result) for p in serving if p.report and p.report.result]
-    if not sized:
+def warnings(facts: Facts) -> list[str]:
+    """What replicas warn of in their reports, such as slower kernels; each once."""
+    found = {text for p in facts.pods if p.report is not None for text in p.report.warnings}
+    return sorted(found)[:MAX_WARNINGS]
+
+
+def _warning_events(now: list[str], before: list[str]) -> list[Event]:
+    return [Event("ReplicaWarning", "Warning", text) for text in now if text not in before]
+
+
+def diagnosis(facts: Facts) -> Object:
+    """What the engine that failed said: of the newest revision's replicas, else of the rejected
+    one's, which are gone."""
+    said = next((d for p in facts.newest if (d := _said(p)) is not None), None)
+    revision = facts.plan.candidate or facts.plan.stable
+    if said is None and facts.plan.rejected and facts.plan.gate is not None:
+        said, revision = facts.plan.gate.diagnosis, facts.plan.rejected
+    if said is None:
         return {}
-    report, result = min(sized, key=lambda pair: pair[1].kv_tokens)
-    tokens = [r.kv_tokens for _, r in sized]
-    out = {
-        "kvTokens": min(tokens),
-        "kvTokensTotal": sum(tokens),
-        "spread": {"min": min(tokens), "max": max(tokens)},
-        **_figures(report, result),
-    }
-    if report.effective is not None:
-        out["fullLengthSequences"] = min(tokens) // max(1, report.effective.max_model_len)
-    return out
+    found = encode(said)
+    kept = ("code", "name", "message", "binding", "largestMaxModelLen", "knobs")
+    return {"revision": revision, **{key: found[key] for key in kept if key in found}}
 
 
-def _figures(report: SizingReport, result: Result) -> Object:
-    out = {
-        "bytesPerToken": result.bytes_per_token,
-        "memory": encode(result.memory),
-        "attempts": max([1, *(a.number for a in report.attempts)]),
-        "measuredAt": result.measured_at,
-        "source": str(result.source),
-        "fingerprint": result.fingerprint,
-    }
-    if report.provenance is not None:
-        out["provenance"] = encode(report.provenance)
-    return out
+def _said(pod: PodView) -> Termination | None:
+    if pod.failed is not None:
+        return pod.failed.termination
+    return pod.report.failure if pod.report is not None else None
 
 
 def replica_sizing(facts: Facts) -> list[Object]:

@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import Any
 
 from kvline_contract import names
+from kvline_contract.codec import ContractError
+from kvline_contract.report import Termination
+from kvline_operator import kills
+from kvline_operator.figures import STAMP, Figures, keep
 from kvline_operator.gate import Kind, Measured, Outcome, Proven, Verdict
+from kvline_operator.kills import Kills
 from kvline_operator.rollout import RolloutPlan
 from kvline_operator.spec import parse_source
+from kvline_operator.threshold import Thresholds
 
 PASSED, FAILED, PROMOTED = "Passed", "Failed", "Promoted"
 NUMBERS = {
@@ -23,6 +30,12 @@ NUMBERS = {
     "required": names.ANNOTATION_REQUIRED,
     "compared": names.ANNOTATION_COMPARED,
     "bytes_per_token": names.ANNOTATION_BYTES,
+    "expired": names.ANNOTATION_EXPIRED,
+}
+TEXTS = {
+    "message": names.ANNOTATION_MESSAGE,
+    "since": names.ANNOTATION_SINCE,
+    "overdue": names.ANNOTATION_OVERDUE,
 }
 Object = dict[str, Any]
 
@@ -40,10 +53,22 @@ class Standing:
     message: str = ""
     bytes_per_token: int = 0
     baseline: dict[str, int] = field(default_factory=dict)  # tokens by GPU model
+    # Of a candidate that replicas were taken away for; deadline.py.
+    since: str = ""  # RFC 3339: since when none of its own is ready in their place
+    expired: int = 0  # `accepted` of the revision that was brought back instead
+    overdue: str = ""  # what kept it until then
+    figures: Figures | None = None  # that it served last
+    kills: Kills = field(default_factory=dict)  # of a candidate's containers, from outside
+    diagnosis: Termination | None = None  # what its engine said that failed
 
-    def verdict_now(self, stable: Standing) -> Verdict | None:
-        """The verdict that was given beside this stable revision, if there is one."""
-        return self.last_verdict() if self.against == stable.accepted else None
+    def verdict_now(self, stable: Standing, policy: Thresholds) -> Verdict | None:
+        """The verdict that was given beside this stable revision, if there is one. What measured
+        too little then and has enough by today's policy is judged anew."""
+        verdict = self.last_verdict() if self.against == stable.accepted else None
+        if verdict is None or verdict.outcome is Outcome.PASS or not verdict.required:
+            return verdict
+        limit = replace(policy, baseline={"": verdict.baseline}).of("")
+        return verdict if verdict.measured < limit.tokens else None
 
     def last_verdict(self) -> Verdict | None:
         """Whatever it was given beside."""
@@ -51,26 +76,35 @@ class Standing:
             return None
         outcome = Outcome.FAIL if self.verdict == FAILED else Outcome.PASS
         figures = (self.measured, self.required, self.compared)
-        return Verdict(outcome, self.message, *figures, promoted=self.verdict == PROMOTED)
+        promoted = self.verdict == PROMOTED
+        return Verdict(outcome, self.message, *figures, promoted=promoted, diagnosis=self.diagnosis)
 
 
 def read(controller_revision: Object) -> Standing:
     said = controller_revision["metadata"].get("annotations") or {}
     verdict = said.get(names.ANNOTATION_VERDICT, "")
+    fields: dict[str, Any] = {name: said.get(key, "") for name, key in TEXTS.items()}
+    fields |= {name: _number(said.get(key, "")) for name, key in NUMBERS.items()}
     return Standing(
         verdict=verdict if verdict in (PASSED, FAILED, PROMOTED) else "",
-        message=said.get(names.ANNOTATION_MESSAGE, ""),
         baseline=_baseline(said.get(names.ANNOTATION_BASELINE, "")),
-        **{name: _number(said.get(key, "")) for name, key in NUMBERS.items()},
+        figures=Figures.parse(said.get(names.ANNOTATION_CAPACITY, "")),
+        kills=kills.parse(said.get(names.ANNOTATION_KILLS, "")),
+        diagnosis=_diagnosis(said.get(names.ANNOTATION_DIAGNOSIS, "")),
+        **fields,
     )
 
 
 def written(standing: Standing) -> dict[str, str]:
-    said: dict[str, Any] = {key: getattr(standing, name) for name, key in NUMBERS.items()}
+    said: dict[str, Any] = {key: getattr(standing, name) for name, key in (NUMBERS | TEXTS).items()}
     said[names.ANNOTATION_VERDICT] = standing.verdict
-    said[names.ANNOTATION_MESSAGE] = standing.message
     if standing.baseline:
         said[names.ANNOTATION_BASELINE] = json.dumps(standing.baseline, sort_keys=True)
+    if standing.figures is not None:
+        said[names.ANNOTATION_CAPACITY] = standing.figures.dumps()
+    said[names.ANNOTATION_KILLS] = kills.dumps(standing.kills)
+    if standing.diagnosis is not None:
+        said[names.ANNOTATION_DIAGNOSIS] = standing.diagnosis.dumps()
     return {key: str(value) for key, value in said.items() if value}
 
 
@@ -127,15 +161,29 @@ def remember(
             # Turned down until the spec says something else: then it may be judged anew, and what
             # was measured stays its history.
             out[name] = replace(standing, against=0)
-        if name not in (wanted, promote) and standing.verdict == PROMOTED:
+        waits = name == wanted and name != plan.stable
+        if name != promote and not waits and standing.verdict == PROMOTED:
             out[name] = replace(standing, verdict=PASSED)  # the annotation may be used again
     if plan.gate is not None and plan.gate.outcome is not Outcome.HOLD:
         out[wanted] = _judged(out[wanted], plan.gate, standings[before])
     if plan.stable != before and serving:
         out[plan.stable] = _accepted(out[plan.stable], plan, standings[before])
+    elif serving and promote == plan.stable and out[promote].verdict != PROMOTED:
+        out[promote] = _begun_anew(out[promote], serving)
     if serving:
         out[plan.stable] = _raised(out[plan.stable], serving)
     return out
+
+
+def kept(
+    standings: dict[str, Standing], stable: str, now: Figures | None, time: datetime
+) -> dict[str, Standing]:
+    """With the figures that the stable revision serves, or served last."""
+    standing = standings.get(stable)
+    if standing is None or not standing.accepted:
+        return standings
+    figures = keep(standing.figures, now, time.strftime(STAMP))
+    return {**standings, stable: replace(standing, figures=figures)}
 
 
 def _judged(standing: Standing, verdict: Verdict, beside: Standing) -> Standing:
@@ -148,6 +196,7 @@ def _judged(standing: Standing, verdict: Verdict, beside: Standing) -> Standing:
         required=verdict.required,
         compared=verdict.baseline,
         message=verdict.message,
+        diagnosis=verdict.diagnosis,
     )
 
 
@@ -156,6 +205,14 @@ def _accepted(standing: Standing, plan: RolloutPlan, before: Standing) -> Standi
     compared = plan.gate is not None and plan.gate.baseline > 0
     baseline = dict(before.baseline) if compared else {}
     return replace(standing, accepted=before.accepted + 1, baseline=baseline)
+
+
+def _begun_anew(standing: Standing, serving: tuple[Measured, ...]) -> Standing:
+    """A person takes what an accepted revision measures now as its baseline."""
+    least = min(m.tokens for m in serving)
+    text = f"promoted by hand: {least} KV tokens begin a new baseline"
+    verdict = Verdict(Outcome.PASS, text, least, promoted=True)
+    return replace(_judged(standing, verdict, standing), baseline={})
 
 
 def _raised(standing: Standing, serving: tuple[Measured, ...]) -> Standing:
@@ -169,6 +226,13 @@ def _raised(standing: Standing, serving: tuple[Measured, ...]) -> Standing:
 
 def _number(text: str) -> int:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else 0
+
+
+def _diagnosis(text: str) -> Termination | None:
+    try:
+        return Termination.parse(text)
+    except ContractError:
+        return None
 
 
 def _baseline(text: str) -> dict[str, int]:

@@ -26,7 +26,8 @@ class WorkQueue:
         self._clock = clock
         self._due: dict[Key, float] = {}  # when each waiting key may run, the earliest wish
         self._heap: list[tuple[float, Key]] = []
-        self._active: set[Key] = set()
+        self._active: dict[Key, float] = {}  # since when somebody works on it
+        self._finished = clock()  # when a key was last done
         self._failures: dict[Key, int] = {}
         self._news = asyncio.Event()
 
@@ -62,7 +63,7 @@ class WorkQueue:
                 held.append((at, key))
                 continue
             del self._due[key]
-            self._active.add(key)
+            self._active[key] = self._clock()
             found = key
             break
         for item in held:
@@ -70,7 +71,8 @@ class WorkQueue:
         return found
 
     def done(self, key: Key) -> None:
-        self._active.discard(key)
+        self._active.pop(key, None)
+        self._finished = self._clock()
         self._news.set()
 
     async def get(self) -> Key:
@@ -93,6 +95,14 @@ class WorkQueue:
         waiting = list(self._due.items())  # at once: other threads ask too
         late = [self._clock() - at for key, at in waiting if key not in self._active]
         return max([0.0, *late])
+
+    def stalled(self) -> float:
+        """Seconds without any key done while there were keys to work on; 0 when there are none.
+        However many are late, each one that is done is progress."""
+        now = self._clock()
+        waits = [*list(self._active.values()), *list(self._due.values())]
+        since = min((at for at in waits if at <= now), default=now)
+        return now - max(since, min(self._finished, now))
 
     def __len__(self) -> int:
         return len(self._due)

@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 MAX_INTEGER = 2**53 - 1  # what every JSON reader keeps exactly
 MAX_TEXT = 1024
+MAX_KEY = 64  # characters of a map's key
 
 
 class ContractError(ValueError):
@@ -201,8 +202,8 @@ def _read_map(kind: Any, value: Any, bounds: Any, strict: bool, where: str) -> d
         raise ContractError(f"{where}: {len(value)} entries, at most {bounds['items']}")
     out = {}
     for key, item in value.items():
-        if len(key) > 64:
-            raise ContractError(f"{where}: a key of {len(key)} characters, at most 64")
+        if len(key) > MAX_KEY:
+            raise ContractError(f"{where}: a key of {len(key)} characters, at most {MAX_KEY}")
         out[key] = _read(kind, item, bounds, strict, f"{where}.{key}")
     return out
 

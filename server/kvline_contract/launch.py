@@ -13,6 +13,7 @@ from kvline_contract.report import Memory, Result
 
 VERSION = 1
 MAX_RECORDS = 16  # fingerprints a service
+MAX_GATE_GPUS = 16  # GPU models of a gate file
 MAX_LAUNCH_BYTES = 64 * 1024
 MAX_TOKENS = 2**31 - 1
 
@@ -73,6 +74,10 @@ class LaunchConfig:
     engine: EngineOptions
     capacity: CapacityOptions
     require_api_key: bool = field(default=False)
+    # What streams may still take after SIGTERM; None means the server's own default.
+    drain_seconds: int | None = field(low=1, high=3600, omit_none=True, default=None)
+    # Whether the API's port speaks TLS; absent where it does not, so that older servers read it.
+    require_tls: bool | None = field(omit_none=True, default=None)
 
     @classmethod
     def parse(cls, text: str | bytes) -> LaunchConfig:
@@ -95,7 +100,11 @@ class GateFile:
     version: int
     open: bool
     min_kv_tokens: int = field("minKVTokens", default=0)
+    # The smallest of the map's, for servers that know no map.
     required_kv_tokens: int = field("requiredKVTokens", default=0)
+    required_by_gpu: dict[str, int] | None = field(
+        "requiredByGPU", items=MAX_GATE_GPUS, omit_none=True, default=None
+    )
 
     @classmethod
     def parse(cls, text: str | bytes) -> GateFile:
@@ -104,8 +113,12 @@ class GateFile:
             raise ContractError(f"version: gate version {VERSION} wanted")
         return decode(cls, value, strict=False)
 
-    def threshold(self) -> int:
-        return max(self.min_kv_tokens, self.required_kv_tokens)
+    def threshold(self, gpu: str = "") -> int:
+        """Of a replica on this device, as the provenance of its report names it. For one that the
+        map lacks the service's own minimum decides, else the smallest of the map."""
+        unknown = 0 if self.required_by_gpu and self.min_kv_tokens else self.required_kv_tokens
+        required = (self.required_by_gpu or {}).get(gpu, unknown)
+        return max(self.min_kv_tokens, required)
 
 
 @document

@@ -17,6 +17,7 @@ LABEL_SERVICE = "kvline.dev/service"  # base name of the service that owns the o
 LABEL_REVISION = "kvline.dev/revision"  # five characters, see revisions.py of the operator
 LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
 MANAGED_BY = "kvline"
+LABEL_PREPARES = "kvline.dev/prepares"  # base name; of pods of Jobs, which are no replicas
 FIELD_MANAGER = "kvline-operator"  # server-side apply's owner of our fields
 
 ANNOTATION_RESTART = "kvline.dev/restart"  # a timestamp: a new revision of the same spec
@@ -33,7 +34,13 @@ ANNOTATION_COMPARED = "kvline.dev/compared"
 ANNOTATION_BASELINE = "kvline.dev/baseline"
 ANNOTATION_BYTES = "kvline.dev/bytes-per-token"
 ANNOTATION_MESSAGE = "kvline.dev/message"
+ANNOTATION_CAPACITY = "kvline.dev/capacity"  # the figures that it served last, as JSON
+ANNOTATION_DIAGNOSIS = "kvline.dev/diagnosis"  # what the engine that failed said, as JSON
+ANNOTATION_KILLS = "kvline.dev/kills"  # ends of its containers that came from outside, as JSON
 ANNOTATION_IMAGE = "kvline.dev/image"
+ANNOTATION_SINCE = "kvline.dev/missing-since"
+ANNOTATION_EXPIRED = "kvline.dev/expired"
+ANNOTATION_OVERDUE = "kvline.dev/expired-message"
 
 API_PORT = 8000  # /v1, in the Service
 INTERNAL_PORT = 8001  # probes, sizing, load, metrics; pod address only
@@ -50,6 +57,8 @@ RECORDS_FILE = "records.json"
 SCALE_FILE = "scale.json"  # the operator's own; no pod reads it
 ACCESS_DIR = "/etc/kvline/access"
 ACCESS_FILE = "key"
+TLS_DIR = "/etc/kvline/tls"
+TLS_CERTIFICATE, TLS_KEY = "tls.crt", "tls.key"  # of a Secret of type kubernetes.io/tls
 MODELS_DIR = "/models"
 STATE_DIR = "/var/lib/kvline"
 ATTEMPTS_FILE = "attempts.json"
@@ -82,6 +91,15 @@ def revision_name(base: str, revision: str) -> str:
 
 def gate_name(base: str, revision: str) -> str:
     return f"{base}-{revision}-gate"
+
+
+def prepare_name(base: str, revision: str) -> str:
+    """The Job that fetches what a revision's pods need."""
+    return f"{base}-{revision}-prepare"
+
+
+def prepare_policy(base: str) -> str:
+    return f"{base}-prepare"
 
 
 def records_name(base: str) -> str:

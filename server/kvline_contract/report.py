@@ -106,6 +106,8 @@ class Stage:
     ms: int
     bytes: int = field(low=-(2**53))
     detail: str | None = field(limit=256, omit_none=True, default=None)
+    # While it runs, where that is known: `bytes` of so many are done.
+    total_bytes: int | None = field(omit_none=True, default=None)
 
 
 @document
@@ -227,9 +229,13 @@ class Load:
     waiting_prompt_tokens: int
     running: int
     waiting: int
-    refused_last60s: int
+    refused_last60s: int  # sequences answered 429; of servers without `retrying`, any 4xx
     max_running_requests: int
     draining: bool
+    retrying: int | None = field(omit_none=True, default=None)  # distinct ones, answered 429
+    # Places in the batch that the arriving load takes in the long run, in thousandths; less than
+    # none while a queue is worked off, absent while nothing has ended.
+    arriving_milli: int | None = field(low=-(2**53), omit_none=True, default=None)
 
     @classmethod
     def parse(cls, text: str | bytes) -> Load:

@@ -15,11 +15,12 @@ import torch
 
 from kvline_contract.launch import Device as Kind
 from kvline_contract.launch import LaunchConfig
+from kvline_server import device_errors
 from kvline_server.errors import DeviceFailure
 from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import Arena, HostArena
-from kvline_server.memory.device import Device, cpu_device
+from kvline_server.memory.device import MIB, Device, cpu_device
 from kvline_server.model.config import ModelConfig
 
 LEAST_CAPABILITY = (8, 0)  # bfloat16 on tensor cores
@@ -42,6 +43,9 @@ def open_backend(
     `warn` is told what makes the kernels slower than they could be. Raises DeviceFailure."""
     if launch.device is Kind.CPU:
         device = cpu_device(memory, root)
+        if not device.bounded:
+            mib = device.limit // MIB
+            warn(f"no container limits memory: sized for {mib} MiB, half of it free; see --memory")
         libraries = ("kvline", "torch")
         return Backend(device, torch.float32, lambda _: TorchKernels(), HostArena, libraries)
     return _cuda(launch, warn)
@@ -83,9 +87,8 @@ def _cuda_kernels(warn: Callable[[str], None], model: ModelConfig) -> Kernels:
         try:
             from kvline_server.kernels.flashinfer import FlashInferKernels
 
-            return FlashInferKernels(model)
-        except torch.OutOfMemoryError:  # which is a RuntimeError too, and no lack of kernels
-            raise
+            with device_errors.named("kernels"):  # whose errors are no lack of kernels
+                return FlashInferKernels(model)
         except (ImportError, RuntimeError) as error:
             why = str(error).splitlines()[0]
     warn(f"no prebuilt kernels for this GPU and model, torch's slower ones serve: {why}")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from kvline_server.engine.messages import Channel, Message
 from kvline_server.options import Options
@@ -23,10 +24,15 @@ ENGINE_MALLOC = {
 }
 
 
+# The HTTP process gives back at once what a large body took.
+HTTP_MALLOC = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
+
+
 @dataclass(frozen=True, slots=True)
 class Child:
     process: subprocess.Popen[bytes]
     channel: Channel
+    other: socket.socket  # HTTP: takes the engine's line; engine: that line's other end
 
     def tell(self, message: Message) -> None:
         """Sends, unless it has ended, which the parent sees for itself."""
@@ -48,11 +54,18 @@ class Child:
             self.process.kill()
             self.process.wait()
 
+    def hand(self, line: socket.socket) -> None:
+        """Gives the HTTP process its line to the engine; this process keeps none of it."""
+        with contextlib.suppress(OSError), line:
+            socket.send_fds(self.other, [b"e"], [line.fileno()])
+
 
 def start_http(options: Options, listener: socket.socket) -> Child:
     fd = listener.fileno()
     extra = ["--listen-fd", str(fd), "--api-key-file", str(options.key)]
-    return _spawn("kvline_server.http.process", options, extra, {}, (fd,))
+    extra += ["--tls-dir", str(options.tls)]
+    extra += ["--limits", json.dumps(asdict(options.edge))]
+    return _spawn("kvline_server.http.process", options, "--handover-fd", extra, HTTP_MALLOC, (fd,))
 
 
 def start_engine(options: Options) -> Child:
@@ -64,24 +77,29 @@ def start_engine(options: Options) -> Child:
     ):
         if value is not None:
             extra += [flag, str(value)]
-    return _spawn("kvline_server.engine.process", options, extra, ENGINE_MALLOC, ())
+    return _spawn("kvline_server.engine.process", options, "--line-fd", extra, ENGINE_MALLOC, ())
 
 
 def _spawn(
     module: str,
     options: Options,
+    other_flag: str,
     extra: list[str],
     environment: dict[str, str],
     fds: tuple[int, ...],
 ) -> Child:
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", module, "--config", str(options.config)]
-    command += ["--socket", str(options.socket), "--control-fd", str(theirs.fileno()), *extra]
-    process = subprocess.Popen(
-        command,
-        pass_fds=(theirs.fileno(), *fds),
-        env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL,
-    )
-    theirs.close()
-    return Child(process, Channel(ours))
+    other, their_other = socket.socketpair()
+    with theirs, their_other:
+        command = [sys.executable, "-m", module, "--config", str(options.config)]
+        command += ["--control-fd", str(theirs.fileno())]
+        command += [other_flag, str(their_other.fileno()), *extra]
+        process = subprocess.Popen(
+            command,
+            pass_fds=(theirs.fileno(), their_other.fileno(), *fds),
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            # A terminal's Ctrl-C is the parent's to act on: it drains.
+            process_group=0,
+        )
+    return Child(process, Channel(ours), other)

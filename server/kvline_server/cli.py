@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import signal
-import sys
 import tempfile
+from contextlib import ExitStack
+from importlib.metadata import version
 from pathlib import Path
 
 from kvline_contract import names
@@ -21,31 +21,31 @@ from kvline_contract.launch import (
     Model,
 )
 from kvline_server.errors import ConfigInvalid, ServerError
-
-UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "k": 10**3, "M": 10**6, "G": 10**9}
-
-
-def quantity(text: str) -> int:
-    """A Kubernetes memory quantity in bytes."""
-    match = re.fullmatch(r"(\d{1,12})(Ki|Mi|Gi|k|M|G)?", text)
-    if not match or not int(match[1]):
-        raise argparse.ArgumentTypeError(f"expected a quantity such as 2Gi, got {text!r}")
-    return int(match[1]) * UNITS[match[2] or ""]
+from kvline_server.flags import Parser, by_flags, number, quantity
+from kvline_server.options import KEY_FILE, TLS_FOLDER, Options
+from kvline_server.scratch import scratch
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="kvline-server",
         description="An LLM inference server that proves its KV-cache budget before it says Ready.",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('kvline')}")
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="size a model, then serve it")
     _add_model(serve)
     serve.add_argument("--gate", type=Path, help="a gate.json to obey; without it the gate is open")
+    serve.add_argument("--tls-dir", type=Path, help="speak TLS with its tls.crt and tls.key")
     serve.add_argument("--api-key-file", type=Path, help="ask requests for the key in this file")
     serve.add_argument("--host", default="0.0.0.0")  # noqa: S104
-    serve.add_argument("--port", type=int, default=names.API_PORT)
-    serve.add_argument("--internal-port", type=int, default=names.INTERNAL_PORT)
+    serve.add_argument("--port", type=number(0, 65535), default=names.API_PORT)
+    serve.add_argument("--internal-port", type=number(0, 65535), default=names.INTERNAL_PORT)
+    serve.add_argument(
+        "--drain-seconds",
+        type=number(1, 3600),
+        help="what requests may still take after SIGTERM or Ctrl-C; 120 by default",
+    )
     size = commands.add_parser("size", help="run the profile loop and print the budget")
     _add_model(size)
     size.add_argument("--write-record", type=Path, help="keep the proven size in this file")
@@ -63,8 +63,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=[str(d) for d in Device], help="default: the GPU where there is one"
     )
-    parser.add_argument("--memory", type=quantity, help="CPU: limit to size for, such as 2Gi")
-    parser.add_argument("--threads", type=int, help="CPU threads of the engine")
+    parser.add_argument(
+        "--memory",
+        type=quantity,
+        help="CPU: limit to size for, such as 2Gi; default: the container's, or half of the free",
+    )
+    parser.add_argument("--threads", type=number(1, 4096), help="CPU threads of the engine")
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--max-running-requests", type=int)
     parser.add_argument("--max-prefill-tokens", type=int)
@@ -74,7 +78,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--record", type=Path, help="records of identical replicas: no search, only the validation"
     )
-    parser.add_argument("--state-dir", type=Path, help="where attempts and sockets live")
+    parser.add_argument("--state-dir", type=Path, help="where attempts are kept for the next start")
 
 
 def by_hand(arguments: argparse.Namespace) -> LaunchConfig:
@@ -102,6 +106,7 @@ def by_hand(arguments: argparse.Namespace) -> LaunchConfig:
         ),
         capacity=CapacityOptions(arguments.kv_tokens, arguments.headroom_mib),
         require_api_key=getattr(arguments, "api_key_file", None) is not None,
+        require_tls=getattr(arguments, "tls_dir", None) is not None or None,
     )
     # Through the strict reader, so that flags meet the same bounds as a file.
     return LaunchConfig.parse(launch.dumps())
@@ -122,67 +127,93 @@ def main(argv: list[str]) -> int:
             return 0
         return _run(arguments)
     except ServerError as error:
-        _report_failure(error)
+        _report_failure(error, by_hand=arguments.config is None)
         return int(error.code)
 
 
 def _read_launch(path: Path) -> LaunchConfig:
     try:
         return LaunchConfig.parse(path.read_bytes())
-    except FileNotFoundError:
-        raise ConfigInvalid(f"{path}: no such file") from None
+    except OSError as error:
+        raise ConfigInvalid(f"{path}: {error.strerror}") from None
     except ContractError as error:
         raise ConfigInvalid(f"{path}: {error}") from None
 
 
+def _write_launch(arguments: argparse.Namespace, folder: Path) -> Path:
+    """The flags as the file that the processes read."""
+    try:
+        text = by_hand(arguments).dumps()
+    except ContractError as error:
+        raise ConfigInvalid(str(error)) from None
+    path = folder / "launch.json"
+    path.write_text(text)
+    return path
+
+
+def _state_dir(folder: Path) -> Path:
+    """Writable, or the attempts of a start that is killed would be lost on the next."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        shown = f"...{str(folder)[-80:]}" if len(str(folder)) > 80 else folder
+        raise ConfigInvalid(f"--state-dir {shown}: {error.strerror}") from None
+
+
 def _run(arguments: argparse.Namespace) -> int:
     # Imported late: a bad flag is answered before anything heavy is loaded.
-    from kvline_server.options import KEY_FILE, Options
     from kvline_server.supervisor import Supervisor
 
-    serve = arguments.command == "serve"
-    config = arguments.config
-    if (config is None) == (arguments.model is None):
+    if (arguments.config is None) == (arguments.model is None):
         raise ConfigInvalid("give one of --model DIR and --config FILE")
-    with tempfile.TemporaryDirectory(prefix="kvline-") as scratch:
-        state = arguments.state_dir or Path(scratch)
-        state.mkdir(parents=True, exist_ok=True)
-        if config is None:
-            config = Path(scratch) / "launch.json"
-            try:
-                config.write_text(by_hand(arguments).dumps())
-            except ContractError as error:
-                raise ConfigInvalid(str(error)) from None
-        log = Path(names.TERMINATION_LOG)
-        options = Options(
-            config=config,
-            state_dir=state,
-            gate=arguments.gate if serve else None,
-            record=arguments.record,
-            key=(serve and arguments.api_key_file) or KEY_FILE,
-            host=arguments.host if serve else "127.0.0.1",
-            port=arguments.port if serve else 0,
-            internal_port=arguments.internal_port if serve else 0,
-            memory=arguments.memory,
-            threads=arguments.threads,
-            termination_log=log if log.exists() else None,
-        )
-        supervisor = Supervisor(options, _read_launch(config))
-        signal.signal(signal.SIGTERM, lambda *_: supervisor.stop())
-        signal.signal(signal.SIGINT, lambda *_: supervisor.stop())
-        if serve:
+    with ExitStack() as stack:
+        if arguments.config is None or arguments.state_dir is None:
+            own = stack.enter_context(scratch())
+        state = _state_dir(arguments.state_dir or own)
+        config = arguments.config or _write_launch(arguments, own)
+        launch = _read_launch(config)
+        supervisor = Supervisor(_options(arguments, config, state), launch)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: supervisor.stop())
+        if arguments.command == "serve":
             return supervisor.run()
-        from kvline_server.size import known_records, show
+        from kvline_server.size import can_keep, show
 
-        if arguments.write_record:  # an unreadable one is told before the work, not after
-            known_records(arguments.write_record)
+        if arguments.write_record:  # what hinders is told before the work, not after
+            can_keep(arguments.write_record)
         return show(supervisor, arguments.json, arguments.write_record)
 
 
-def _report_failure(error: ServerError) -> None:
-    print(f"kvline-server: {error}", file=sys.stderr)
+def _options(arguments: argparse.Namespace, config: Path, state: Path) -> Options:
+    serve = arguments.command == "serve"
+    log = Path(names.TERMINATION_LOG)
+    return Options(
+        config=config,
+        state_dir=state,
+        gate=arguments.gate if serve else None,
+        record=arguments.record,
+        key=(serve and arguments.api_key_file) or KEY_FILE,
+        tls=(serve and arguments.tls_dir) or TLS_FOLDER,
+        host=arguments.host if serve else "127.0.0.1",
+        port=arguments.port if serve else 0,
+        internal_port=arguments.internal_port if serve else 0,
+        memory=arguments.memory,
+        threads=arguments.threads,
+        termination_log=log if log.exists() else None,
+        by_hand=arguments.config is None,
+        drain=arguments.drain_seconds if serve else None,
+    )
+
+
+def _report_failure(error: ServerError, by_hand: bool) -> None:
+    from kvline_server.supervisor import say
+
+    ended = error.termination()
+    say(f"{ended.name}: {by_flags(ended.message) if by_hand else ended.message}")
     if os.path.exists(names.TERMINATION_LOG):
         try:
-            Path(names.TERMINATION_LOG).write_text(error.termination().dumps())
+            Path(names.TERMINATION_LOG).write_text(ended.dumps())
         except OSError as failed:
-            print(f"kvline-server: termination message not written: {failed}", file=sys.stderr)
+            say(f"termination message not written: {failed}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvline_contract.launch import Device, LaunchConfig
 from kvline_contract.report import Effective
@@ -12,9 +12,21 @@ from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.model.config import ModelConfig
 
 DEFAULTS = {
-    Device.CPU: {"prefill": 512, "running": 16, "headroom": 128, "block": LOGIT_BLOCK},
-    # 128: the tile of a product on the GPU; rows past a whole one cost as much as a full one.
-    Device.CUDA: {"prefill": 8192, "running": 512, "headroom": 256, "block": 128},
+    Device.CPU: {
+        "prefill": 512,
+        "mixed": 128,
+        "running": 16,
+        "headroom": 128,
+        "block": LOGIT_BLOCK,
+    },
+    # 128: the tile of a GEMM on the GPU; rows past a whole one cost as much as a full one.
+    Device.CUDA: {
+        "prefill": 8192,
+        "mixed": 1024,
+        "running": 512,
+        "headroom": 256,
+        "block": 128,
+    },
 }
 DEFAULT_TOP_LOGPROBS = 20
 MAX_LOGPROB_BYTES = 1 << 30
@@ -31,6 +43,9 @@ class EngineSettings:
     headroom_mib: int
     logprob_rows: int
     pinned_kv_tokens: int | None
+    # Prompt rows that a mixed step may always have; its decodes wait for them. Less than a full
+    # step: no size depends on it, and no fingerprint, which is made of the others' repr.
+    mixed_prefill_tokens: int | None = field(default=None, repr=False)
 
     @property
     def wanted_len(self) -> int:
@@ -87,4 +102,5 @@ def resolve(launch: LaunchConfig, model: ModelConfig, memory_limit: int) -> Engi
         headroom_mib=defaults["headroom"] if headroom is None else headroom,
         logprob_rows=logprob_rows(memory_limit, model.vocabulary, defaults["block"]),
         pinned_kv_tokens=launch.capacity.kv_tokens,
+        mixed_prefill_tokens=min(defaults["mixed"], prefill),
     )

@@ -1,7 +1,7 @@
 """The download step: a pinned hub revision into the cache volume, once, whole or not at all.
 
-Runs as an init container, the only one that sees the token. Files go to a folder of their own and
-get the final name by one rename, after fsync; a lock keeps two pods on one volume apart.
+Runs in a Job or an init container, the only one that sees the token. Files go to a folder of their
+own and get the final name by one rename, after fsync; a lock keeps two pods on one volume apart.
 """
 
 from __future__ import annotations

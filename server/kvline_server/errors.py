@@ -10,7 +10,9 @@ ServerError
 ├── DownloadFailed          33
 ├── OutOfMemory             40  carries the diagnosis (Termination parts)
 ├── ContextDoesNotFit       41  carries the largest length that fits
-└── DeviceFailure           43
+├── DeviceFailure           43
+├── EngineLineBroken        50
+└── OutOfMemoryServing      51  after it was validated
 """
 
 from __future__ import annotations
@@ -65,6 +67,12 @@ class DeviceFailure(ServerError):
     code = ExitCode.DEVICE_FAILURE
 
 
+class EngineLineBroken(ServerError):
+    """The HTTP process and the engine do not understand each other."""
+
+    code = ExitCode.ENGINE_DIED
+
+
 class SizingError(ServerError):
     """A budget that cannot be proven: names the parts, the binding constraint and every knob."""
 
@@ -107,5 +115,9 @@ class ContextDoesNotFit(SizingError):
     code = ExitCode.CONTEXT_DOES_NOT_FIT
 
 
+class OutOfMemoryServing(ServerError):
+    code = ExitCode.OUT_OF_MEMORY_SERVING
+
+
 class DeviceOutOfMemory(Exception):
-    """The device refused memory during a step. The profile loop shrinks on it."""
+    """The device refused memory. The profile loop shrinks on it."""

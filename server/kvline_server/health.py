@@ -15,7 +15,7 @@ from kvline_contract.report import VERSION, Load, SizingReport, State
 from kvline_server import metrics
 from kvline_server.engine.messages import Beat, EdgeBeat
 from kvline_server.options import Options
-from kvline_server.refusals import RecentRefusals
+from kvline_server.recent import Recent
 from kvline_server.report_keeper import ReportKeeper
 
 
@@ -29,7 +29,7 @@ class Health:
         self.edge = EdgeBeat(ready=False, active=0)
         self._beat = Beat(busy=False, steps=0)
         self._engine_alive_at = self._http_alive_at = time.monotonic()
-        self._refusals = RecentRefusals()
+        self._recent = Recent()
         self._was_ready = False
         self._gate: GateFile | None = None
         self._gate_read_at = float("-inf")
@@ -37,9 +37,10 @@ class Health:
     # What the children say -----------------------------------------------------------------
 
     def heard_http(self, beat: EdgeBeat) -> None:
-        self._refusals.add(beat.refused - self.edge.refused, time.monotonic())
+        now = time.monotonic()
+        self._recent.add(now, beat.rejected, beat.ended, self._beat.running, self._beat.waiting)
         self.edge = beat
-        self._http_alive_at = time.monotonic()
+        self._http_alive_at = now
 
     def heard_engine(self, beat: Beat | None = None) -> None:
         """A beat counts as life only when the engine idles or has run a step since the last."""
@@ -80,18 +81,32 @@ class Health:
             return "Draining"
         if self.engine_gone:
             return "EngineExited"
+        if not self.edge.connected:
+            return "HttpNotConnected"
+        # Out of the endpoints well before the kubelet kills it: until then requests would wait.
+        stalled = self._stalled(self.options.limits.liveness / 2)
+        if stalled is not None:
+            return stalled
         if self.options.gate is None:
             return None
         if self._gate is None or not self._gate.open:
             return "GateClosed"
         # Raising a threshold must not take a serving pod away.
-        if not self._was_ready and result.kv_tokens < self._gate.threshold():
+        if not self._was_ready and result.kv_tokens < self._gate.threshold(self._gpu()):
             return "BelowMinimum"
         return None
 
+    def _gpu(self) -> str:
+        """The device as the report names it, which is the operator's name for it too."""
+        provenance = self.keeper.report.provenance
+        return provenance.gpu if provenance is not None else ""
+
     def not_alive(self) -> str | None:
         """Never enters the request queue: a beat of each process is all it asks for."""
-        now, limit = time.monotonic(), self.options.limits.liveness
+        return self._stalled(self.options.limits.liveness)
+
+    def _stalled(self, limit: float) -> str | None:
+        now = time.monotonic()
         if now - self._http_alive_at > limit:
             return "HttpStalled"
         if self.keeper.report.state is State.VALIDATED and now - self._engine_alive_at > limit:
@@ -103,6 +118,7 @@ class Health:
         result, effective = report.result, report.effective
         if result is None or effective is None:
             return None
+        now, recent = time.monotonic(), self._recent
         return Load(
             version=VERSION,
             kv_tokens=result.kv_tokens,  # the first beat after Validated may be yet to come
@@ -111,9 +127,11 @@ class Health:
             waiting_prompt_tokens=beat.waiting_prompt_tokens,
             running=beat.running,
             waiting=beat.waiting,
-            refused_last60s=self._refusals.count(time.monotonic()),
+            refused_last60s=recent.rejected(now),
             max_running_requests=effective.max_running_requests,
             draining=self.draining,
+            retrying=recent.retrying(now),
+            arriving_milli=recent.arriving_milli(now),
         )
 
     def metrics(self) -> bytes:

@@ -61,8 +61,8 @@ class ReportKeeper:
             return
         value = loads(progress.body, MAX_REPORT_BYTES)
         if progress.kind == "stage":
-            stages = (*self._report.stages, decode(Stage, value, strict=True))
-            self._change(stages=stages[-MAX_STAGES:])
+            known = tuple(s for s in self._report.stages if s.total_bytes is None)
+            self._change(stages=(*known, decode(Stage, value, strict=True))[-MAX_STAGES:])
         elif progress.kind == "effective":
             self._change(effective=decode(Effective, value, strict=True))
         elif progress.kind == "attempt":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ from kvline_server.errors import ConfigInvalid
 from kvline_server.supervisor import Supervisor
 
 BAR_WIDTH = 40
+MIB = 1 << 20
 
 
 def show(supervisor: Supervisor, as_json: bool, record: Path | None = None) -> int:
@@ -48,13 +50,18 @@ def _follow(supervisor: Supervisor, console: Console, done: threading.Event) -> 
     with console.status("starting") as status:
         while True:
             report = supervisor.report()
-            for stage in report.stages[shown:]:
+            running = [s for s in report.stages if s.total_bytes is not None]
+            passed = [s for s in report.stages if s.total_bytes is None]
+            for stage in passed[shown:]:
                 console.print(
                     f"  {stage.name:<26} {stage.ms / 1000:7.2f} s {stage.bytes / 2**20:9.1f} MiB"
                     f"  {stage.detail or ''}"
                 )
-            shown = len(report.stages)
-            status.update(f"{report.state} ({time.monotonic() - started:.0f} s)")
+            shown = len(passed)
+            far = "".join(
+                f", {s.bytes // MIB:,} of {(s.total_bytes or 0) // MIB:,} MiB" for s in running
+            )
+            status.update(f"{report.state}{far} ({time.monotonic() - started:.0f} s)")
             if done.wait(0.1):
                 return
 
@@ -90,6 +97,13 @@ def known_records(path: Path) -> dict[str, Record]:
         return Records.parse(path.read_bytes()).records if path.is_file() else {}
     except ContractError as error:
         raise ConfigInvalid(f"{path}: {error}") from None
+
+
+def can_keep(path: Path) -> None:
+    """Raises ConfigInvalid where a size could not be written, or would replace another file."""
+    known_records(path)
+    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ConfigInvalid(f"--write-record {path}: not a file in a folder that can be written")
 
 
 def keep(path: Path, result: Result) -> None:

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 
 from kvline_contract.exits import ExitCode, meaning
 from kvline_contract.launch import LaunchConfig
-from kvline_contract.names import ENV_POD_NAME, ENV_POD_UID
+from kvline_contract.names import ATTEMPTS_FILE, ENV_POD_NAME, ENV_POD_UID
 from kvline_contract.report import VERSION, Outcome, SizingReport, State, Termination
 from kvline_server.children import Child, start_engine, start_http
 from kvline_server.engine.messages import (
@@ -31,12 +31,15 @@ from kvline_server.engine.messages import (
     Serve,
 )
 from kvline_server.errors import PortTaken, ServerError
+from kvline_server.flags import by_flags
 from kvline_server.health import Health
 from kvline_server.internal import InternalServer
+from kvline_server.memory.record import AttemptStore
 from kvline_server.options import Options
 from kvline_server.report_keeper import ReportKeeper
 
 LAST_WORDS_SECONDS = 0.2  # a child's last message may arrive after its end
+END_SECONDS = 3.0  # after a drain: what was cut is told so
 CRAWL_SECONDS, CRAWL_FACTOR = 30.0, 5.0
 
 
@@ -54,6 +57,8 @@ class Supervisor:
         self.http: Child | None = None
         self.internal: InternalServer | None = None
         self.stop_now = False
+        self.drain_seconds = options.drain or launch.drain_seconds or options.limits.drain
+        self.served, self.device = launch.model.served_name, launch.device
 
     def report(self) -> SizingReport:
         return self.keeper.report
@@ -63,31 +68,37 @@ class Supervisor:
     def run(self, until: Callable[[], bool] | None = None) -> int:
         """Serves until told to stop, or until `until` says so; returns the exit code."""
         try:
-            listener = self._open_ports()
-            self.http = start_http(self.options, listener)
+            with self._open_ports() as listener:  # HTTP's alone, so that it can close it
+                self.http = start_http(self.options, listener)
             self.http.follow(self._from_http)
             self._start_engine()
-            return self._watch(until or (lambda: False))
+            if until is None:
+                return self._watch(lambda: False, self._announce)
+            return self._watch(until, lambda: True)
         except ServerError as error:
             return self._end(error.termination())
         finally:
+            working = self.engine is not None and self.engine.process.poll() is None
             for child in (self.http, self.engine):
                 if child is not None:
                     child.kill()
-            self.options.socket.unlink(missing_ok=True)
+            if working and self.health.draining:
+                AttemptStore(self.options.state_dir / ATTEMPTS_FILE).interrupt()
 
     def stop(self) -> None:
-        """SIGTERM: drain; a second one ends at once."""
+        """SIGTERM, Ctrl-C: drain; a second one ends at once."""
         self.stop_now = self.health.draining
         self.health.draining = True
 
-    def _watch(self, until: Callable[[], bool]) -> int:
-        drain_by = None
+    def _watch(self, until: Callable[[], bool], announce: Callable[[], bool]) -> int:
+        drain, announced = None, False
         while not until():
-            if self.health.draining and drain_by is None:
-                drain_by = time.monotonic() + self.options.limits.drain + 1
-                self._tell_http(Drain(self.options.limits.drain))
-            if drain_by is not None and self._is_drained(drain_by):
+            announced = announced or announce()
+            if self.health.draining and drain is None:
+                drain = Drained(self.drain_seconds, self.health.edge)
+                self._tell_http(Drain(self.drain_seconds))
+            if drain is not None and self._is_drained(drain):
+                say(drain.words(self.health.edge, self.stop_now))
                 return int(ExitCode.DRAINED)
             failure = self._failure()
             if failure is not None:
@@ -96,14 +107,29 @@ class Supervisor:
             time.sleep(self.options.limits.poll)
         return int(ExitCode.DRAINED)
 
-    def _is_drained(self, deadline: float) -> bool:
-        gone = self.http is None or self.http.process.poll() is not None
-        return gone or self.stop_now or time.monotonic() > deadline
+    def _is_drained(self, drain: Drained) -> bool:
+        if self.http is not None and self.http.process.poll() is not None:
+            time.sleep(LAST_WORDS_SECONDS)
+            return True
+        return self.stop_now or drain.is_over()
+
+    def _announce(self) -> bool:
+        """One line for who started it by hand, or reads its log."""
+        report, o = self.keeper.report, self.options
+        if report.result is None or report.effective is None or not self.health.edge.connected:
+            return False
+        say(
+            f"ready: {self.served} on {self.device}, {report.result.kv_tokens} KV tokens, "
+            f"{report.effective.max_model_len} a request at most; "
+            f"API on {o.host}:{o.port}, probes and metrics on {o.host}:{o.internal_port}"
+        )
+        return True
 
     def _end(self, failure: Termination) -> int:
         """Leaves the reason in the report, the log and the termination message."""
         self.keeper.fail(failure)
-        print(f"kvline-server: {failure.name}: {failure.message}", file=sys.stderr, flush=True)
+        words = by_flags(failure.message) if self.options.by_hand else failure.message
+        say(f"{failure.name}: {words}")
         if self.options.termination_log is not None:
             with contextlib.suppress(OSError):
                 self.options.termination_log.write_text(failure.dumps())
@@ -117,12 +143,13 @@ class Supervisor:
         try:
             self.internal = InternalServer((o.host, o.internal_port), self.health)
         except OSError as error:
-            raise PortTaken(f"internal port {o.internal_port}: {error.strerror}") from None
+            where = f"{o.host}:{o.internal_port}"
+            raise PortTaken(f"internal port {where}: {error.strerror}") from None
         self.internal.start()
         try:
             return socket.create_server((o.host, o.port), backlog=1024)
         except OSError as error:
-            raise PortTaken(f"API port {o.port}: {error.strerror}") from None
+            raise PortTaken(f"API port {o.host}:{o.port}: {error.strerror}") from None
 
     def _start_engine(self) -> None:
         self.health.engine_starts += 1
@@ -146,18 +173,23 @@ class Supervisor:
             self.health.heard_engine(message)
         elif isinstance(message, Progress):
             self.health.heard_engine()
+            self.keeper.apply(message)
             if message.kind == "result":
                 self._serve()
-            self.keeper.apply(message)
+            if message.kind == "warning":
+                say(f"warning: {message.body.decode()}")
 
     def _serve(self) -> None:
-        effective = self.keeper.report.effective
-        assert effective is not None, "a result without effective settings"
+        effective, result = self.keeper.report.effective, self.keeper.report.result
+        assert effective is not None and result is not None, "a result without its settings"
+        if self.http is not None and self.engine is not None:
+            self.http.hand(self.engine.other)
         self._tell_http(
             Serve(
                 effective.max_model_len,
                 effective.max_running_requests,
                 effective.max_top_logprobs,
+                result.kv_tokens,
             )
         )
 
@@ -217,6 +249,34 @@ class Supervisor:
         if not probed:
             return self.options.limits.stage
         return CRAWL_SECONDS + CRAWL_FACTOR * max(probed) / 1000
+
+
+class Drained:
+    """A drain: when it must be over, and what became of the requests under way."""
+
+    def __init__(self, seconds: float, before: EdgeBeat) -> None:
+        self._seconds = seconds
+        self._before = before
+        self._began = time.monotonic()
+
+    def is_over(self) -> bool:
+        return time.monotonic() - self._began > self._seconds + END_SECONDS
+
+    def words(self, after: EdgeBeat, at_once: bool) -> str:
+        took = time.monotonic() - self._began
+        finished = after.finished - self._before.finished
+        cut = after.active + after.failed - self._before.failed
+        if at_once:
+            why = "ended at once by a second signal"
+        elif cut:
+            why = f"ended when its drain of {self._seconds:g} s was over"
+        else:
+            why = f"drained in {took:.1f} s"
+        return f"{why}: {finished} requests finished, {cut} cut off"
+
+
+def say(text: str) -> None:
+    print(f"kvline-server: {text}", file=sys.stderr, flush=True)
 
 
 def _died(what: str, code: int) -> Termination:

@@ -68,11 +68,11 @@ def _sources(component: str) -> Iterator[Path]:
     yield from sorted((ROOT / "operator").rglob("*.py"))
     yield from sorted((ROOT / "server").rglob("*.py"))
     yield ROOT / "pyproject.toml"
-    yield ROOT / _dockerfile(component)
+    yield ROOT / dockerfile(component)
     yield ROOT / "requirements" / f"{component}.txt"
 
 
-def _dockerfile(component: str) -> str:
+def dockerfile(component: str) -> str:
     return DOCKERFILES.get(component, f"{component}/Dockerfile")
 
 
@@ -176,7 +176,7 @@ def _build(component: str) -> None:
             f"id=registry,src={secret}",
             *mounts,
             "--file",
-            _dockerfile(component),
+            dockerfile(component),
             "--tag",
             image_name(component),
             ".",

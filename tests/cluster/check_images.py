@@ -1,4 +1,4 @@
-"""make image-check [KERNELS=FILE]: what can be proven of the images without a cluster or a GPU.
+"""make image-check [KERNELS=FILE]: what can be checked of the images without a cluster or a GPU.
 
 No compiler, no package tool, no file that changes who runs it, a user that is not root, imports
 that work as that user without a network, and how large it is. The CUDA image takes FlashInfer's

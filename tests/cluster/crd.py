@@ -33,8 +33,8 @@ def define(kubectl: Kubectl, file: Path = FILE) -> None:
 
 
 def _is_established(kubectl: Kubectl, file: Path) -> bool:
-    said = "jsonpath={.status.conditions[?(@.type=='Established')].status}"
+    established = "jsonpath={.status.conditions[?(@.type=='Established')].status}"
     try:
-        return kubectl("get", "-f", str(file), "-o", said).stdout == "True"
-    except ClusterError:  # there is nothing to look through yet
+        return kubectl("get", "-f", str(file), "-o", established).stdout == "True"
+    except ClusterError:  # no conditions yet
         return False

@@ -190,11 +190,11 @@ class LocalCluster:
         that comes in between ends. Its log alone tells; another version that says
         it otherwise has served long before the time is up."""
         log = self.state / "log" / "containerd.log"
-        said = log.stat().st_size if log.is_file() else 0
+        seen = log.stat().st_size if log.is_file() else 0
         self._run("containerd", f"--config={conf}/containerd.toml")
         self.programs.wait_for("containerd", 30, self.images.answers)
         end = time.monotonic() + RUNTIME_SECONDS
-        while RUNTIME_SERVES not in log.read_bytes()[said:] and time.monotonic() < end:
+        while RUNTIME_SERVES not in log.read_bytes()[seen:] and time.monotonic() < end:
             time.sleep(0.1)
 
     def _wait(self) -> None:
@@ -265,7 +265,7 @@ class LocalCluster:
         volume = f"kvline-{name}-{namespace}"
         documents = settings.claim(namespace, name, volume, str(folder), NODE)
         self.kubectl("apply", "-f", "-", input=documents)
-        # A pod that comes first would wait for the scheduler's next look at the claim.
+        # A pod that comes first would wait until the scheduler considers the claim again.
         bound = ("wait", "--for=jsonpath={.status.phase}=Bound", f"pvc/{name}", "--timeout=30s")
         self.kubectl("-n", namespace, *bound)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Waits for whoever holds the file's lock; the kernel takes it from a process that dies."""
+    """Waits for the holder of the file's lock; the kernel takes it from a process that dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -26,8 +26,8 @@ def make(folder: Path, server: str, addresses: list[str], node: str) -> None:
     """Writes everything into `folder`, once for these certificates and addresses; `server` is the
     API's address for kubeconfigs."""
     certificates = _certificates(addresses, node)
-    mark, said = folder / "done", " ".join([*certificates, server, *addresses])
-    if mark.is_file() and mark.read_text() == said:
+    mark, inputs = folder / "done", " ".join([*certificates, server, *addresses])
+    if mark.is_file() and mark.read_text() == inputs:
         return
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ def make(folder: Path, server: str, addresses: list[str], node: str) -> None:
         rows.append(f"{token},{user},{user}" + (f',"{group}"' if group else ""))
         write_kubeconfig(folder / f"{name}.kubeconfig", server, token)
     (folder / "tokens.csv").write_text("\n".join(rows) + "\n")
-    mark.write_text(said)
+    mark.write_text(inputs)
 
 
 def _certificates(addresses: list[str], node: str) -> dict[str, tuple[str, str]]:

@@ -33,7 +33,7 @@ AFTER = {
 
 @dataclass
 class Seen:
-    """What an engine said, in order, and what was wrong with it."""
+    """What an engine reported, in order, and what was wrong with it."""
 
     reports: list[SizingReport] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -64,7 +64,7 @@ def check(base: str, seconds: float = 600, say: Callable[[str], None] = print) -
 
 
 def judge(seen: Seen) -> None:
-    """What a list of reports must be, whoever made it. Pure."""
+    """What any engine's list of reports must be. Pure."""
     seen.blame(bool(seen.reports), "/sizing never gave a report")
     for before, after in pairwise(seen.reports):
         seen.blame(after.sequence > before.sequence, "sequence does not rise with each change")
@@ -84,7 +84,7 @@ def judge(seen: Seen) -> None:
 
 
 def _reach(before: SizingReport) -> set[State]:
-    """States that may be seen next: a look may miss short ones in between."""
+    """States that may be seen next: a poll may miss short ones in between."""
     found: set[State] = set()
     edge = {before.state}
     while edge:

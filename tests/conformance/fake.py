@@ -46,7 +46,7 @@ class Pod:
     revision: str
     play: Play
     started: float
-    told: bool = False  # what kwok needs to know
+    published: bool = False  # what kwok needs to know
 
     @property
     def seconds(self) -> float:
@@ -106,7 +106,7 @@ class Fake:
 
     def _act(self) -> None:
         while True:
-            waiting = [p for p in list(self.pods.values()) if not p.told]
+            waiting = [p for p in list(self.pods.values()) if not p.published]
             for _ in self._hands.map(self._try_to_tell, waiting):
                 pass
             time.sleep(0.2)
@@ -118,14 +118,14 @@ class Fake:
     def _tell(self, pod: Pod) -> None:
         """Ready as the contract has it: validated, and let through by the gate file."""
         if pod.play.ended(pod.seconds):
-            said = {EXIT: str(pod.play.exit_code), MESSAGE: pod.play.termination().dumps()}
+            annotations = {EXIT: str(pod.play.exit_code), MESSAGE: pod.play.termination().dumps()}
         elif pod.play.validated(pod.seconds) and self._let_through(pod):
-            said = {READY: "true"}
+            annotations = {READY: "true"}
         else:
             return
         path = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}"
-        self.api.merge(path, {"metadata": {"annotations": said}})
-        pod.told = True
+        self.api.merge(path, {"metadata": {"annotations": annotations}})
+        pod.published = True
 
     def _let_through(self, pod: Pod) -> bool:
         name = gate_name(pod.service, pod.revision)

@@ -25,7 +25,7 @@ from kvline_contract.report import (
 )
 
 TOKENS = 100_000
-WHEN = "2026-11-22T00:00:00Z"  # the same at each look, as a real one's is
+WHEN = "2026-11-22T00:00:00Z"  # the same at each poll, as a real one's is
 MEMORY = Memory(81920, 15000, 3000, 500, 62820, 400, 200)
 EFFECTIVE = Effective(8192, 256, 8192, 20, 256, 16, 256)
 ORDER = (State.LOADING, State.AUTOTUNING, State.PROBING, State.STRESSING, State.VALIDATING)

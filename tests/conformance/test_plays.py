@@ -16,7 +16,7 @@ from plays import FAILURES, ORDER, Play
 from kvline_contract.report import SizingReport, State, Termination
 
 
-def told(name: str, until: float = 6) -> list[SizingReport]:
+def reports(name: str, until: float = 6) -> list[SizingReport]:
     """Every different report of a play, through the wire and back."""
     out: list[SizingReport] = []
     for tenth in range(int(until * 10)):
@@ -29,7 +29,7 @@ def told(name: str, until: float = 6) -> list[SizingReport]:
 
 @pytest.mark.parametrize("name", ["good", "shrunk", "small", *FAILURES])
 def test_every_play_keeps_the_contract(name: str) -> None:
-    seen = Seen(told(name))
+    seen = Seen(reports(name))
     judge(seen)
     assert seen.wrong == []
     states = [r.state for r in seen.reports]
@@ -50,7 +50,7 @@ def test_the_play_is_the_service_s_name() -> None:
 
 
 def broken(change: str) -> list[SizingReport]:
-    good = told("good")
+    good = reports("good")
     last = good[-1]
     assert last.result is not None and last.effective is not None
     return {
@@ -69,7 +69,7 @@ def broken(change: str) -> list[SizingReport]:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "expected"),
     [
         ("nothing", "never gave a report"),
         ("sequence", "sequence does not rise"),
@@ -81,7 +81,7 @@ def broken(change: str) -> list[SizingReport]:
         ("history", "a stage that had passed changed"),
     ],
 )
-def test_what_breaks_the_contract_is_found(change: str, said: str) -> None:
+def test_what_breaks_the_contract_is_found(change: str, expected: str) -> None:
     seen = Seen(broken(change))
     judge(seen)
-    assert any(said in text for text in seen.wrong), seen.wrong
+    assert any(expected in text for text in seen.wrong), seen.wrong

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -208,10 +209,35 @@ def test_a_relative_model_path_is_refused() -> None:
         Model("s", "models/x", "x")
 
 
+@pytest.mark.parametrize("seconds", [0, -1, 3601, "120", True])
+def test_a_drain_has_bounds(seconds: object) -> None:
+    value = {**json.loads(example_launch().dumps()), "drainSeconds": seconds}
+    with pytest.raises(ContractError, match="drainSeconds"):
+        LaunchConfig.parse(json.dumps(value))
+
+
+def test_a_launch_without_a_drain_stays_as_it_was_written() -> None:
+    """Launch files are stored in immutable objects: a new optional field must not change them."""
+    text = example_launch().dumps()
+    assert "drainSeconds" not in text
+    assert LaunchConfig.parse(text).drain_seconds is None
+    value = {**json.loads(text), "drainSeconds": 3600}
+    assert LaunchConfig.parse(json.dumps(value)).drain_seconds == 3600
+
+
 def test_the_gate_ignores_what_it_does_not_know() -> None:
     gate = GateFile.parse('{"version":1,"open":true,"minKVTokens":5,"requiredKVTokens":9,"x":1}')
     assert gate.open
     assert gate.threshold() == 9
+
+
+def test_a_gate_s_threshold_is_that_of_the_replica_s_own_gpu_model() -> None:
+    text = '{"version":1,"open":true,"requiredKVTokens":7,"requiredByGPU":{"A100":7,"H200":9}}'
+    gate = GateFile.parse(text)
+    assert [gate.threshold(gpu) for gpu in ("H200", "A100", "L4", "")] == [9, 7, 7, 7]
+    own = replace(gate, min_kv_tokens=8)
+    assert [own.threshold(gpu) for gpu in ("H200", "A100", "L4")] == [9, 8, 8]
+    assert GateFile(1, True, 5, 9).threshold("H200") == 9, "an operator that writes no map"
 
 
 def test_records_and_load_are_read_by_key() -> None:
@@ -224,8 +250,12 @@ def test_records_and_load_are_read_by_key() -> None:
     }
     text = json.dumps({"version": 1, "reuse": "Auto", "records": {"ab": record}})
     assert Records.parse(text).records["ab"].kv_tokens == 10
-    load = Load(1, 2, 3, 4, 5, 6, 7, 8, 9, False)
-    assert decode(Load, encode(load), strict=True) == load
+    for load in (
+        Load(1, 2, 3, 4, 5, 6, 7, 8, 9, False),
+        Load(1, 2, 3, 4, 5, 6, 7, 8, 9, False, retrying=3, arriving_milli=-500),
+    ):
+        assert decode(Load, encode(load), strict=True) == load
+    assert "arrivingMilli" not in encode(Load(1, 2, 3, 4, 5, 6, 7, 8, 9, False))
 
 
 def example_launch() -> LaunchConfig:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from kvline_contract.names import LABEL_SERVICE
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests" / "integration")]
 
@@ -34,6 +36,14 @@ def cluster(space: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def nothing_left(space: Any) -> Iterator[None]:
-    """Each test's resources go at its end; what a failure left is shown."""
+    """Each test's resources go at its end, and their pods before the next counts its own."""
+    from playground import eventually
+    from support import pods
+
     yield
     space.kubectl("delete", "kvl", "--all", "--timeout=60s")
+    eventually(lambda: not [p for p in pods(space) if LABEL_SERVICE in _labels(p)], 120)
+
+
+def _labels(pod: dict[str, Any]) -> dict[str, str]:
+    return dict(pod["metadata"].get("labels") or {})

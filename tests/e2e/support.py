@@ -7,6 +7,8 @@ from typing import Any
 
 from playground import Space, eventually
 
+from kvline_contract.names import LABEL_PREPARES
+
 HUB_PORT = 18090  # on the node
 RESTRICTED = "pod-security.kubernetes.io/enforce=restricted"
 
@@ -43,6 +45,7 @@ def install(cluster: Any) -> None:
         "image.operator": build.image_name("operator"),
         "image.server": build.image_name("server"),
         "image.allowTags": "true",
+        "page.enabled": "true",
         "hubEndpoint": f"http://{NODE_ADDRESS}:{HUB_PORT}",
     }
     said = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
@@ -71,7 +74,9 @@ def wait(space: Any, name: str, kind: str, seconds: float = 240, **wanted: str) 
 
 
 def pods(space: Any) -> list[dict[str, Any]]:
-    return [p for p in space.list("pods") if not p["metadata"].get("deletionTimestamp")]
+    """Without those of Jobs that fetch what the others need."""
+    found = [p for p in space.list("pods") if not p["metadata"].get("deletionTimestamp")]
+    return [p for p in found if LABEL_PREPARES not in (p["metadata"].get("labels") or {})]
 
 
 def describe(space: Any, name: str) -> str:

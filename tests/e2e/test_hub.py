@@ -71,6 +71,11 @@ def fetches(requests: Path) -> int:
     return requests.read_text().count("GET /org/tiny/resolve")
 
 
+@pytest.mark.fault(
+    "F29",
+    shows="Secret absent, without the key, wrong, then right: ModelAvailable names each, the "
+    "pod needs no hand, the token is in no object, event, log or environment",
+)
 def test_a_gated_model_is_explained_then_fetched_once_and_the_token_is_nowhere(
     space: Any, cluster: Any, requests: Path, cache: Path
 ) -> None:

@@ -24,9 +24,9 @@ PAGES = 400
 class SameOnBoth(RandomSource):
     """Drawn on the CPU in float32, whatever they are copied to."""
 
-    def copy(self, name: str, into: torch.Tensor) -> None:
+    def copy(self, name: str, into: torch.Tensor, row: int = 0) -> None:
         drawn = torch.empty(into.shape)
-        super().copy(name, drawn)
+        super().copy(name, drawn, row)
         into.copy_(drawn)
 
 

@@ -97,9 +97,9 @@ def test_kernels_are_tried_without_the_lm_head_and_without_its_memory(
     monkeypatch.setattr(runner.decoder, "compute_logits", forbidden)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    said = runner.tune(2048, tmp_path / "tuning.json", "key")
+    done = runner.tune(2048, tmp_path / "tuning.json", "key")
     grown = torch.cuda.max_memory_allocated() - before
-    assert said is not None and said.endswith("tried now")
+    assert done is not None and done.endswith("tried now")
     assert grown < 2048 * 128_000 * 2 / 4
     again = runner.tune(2048, tmp_path / "tuning.json", "key")
     assert again is not None and again.endswith("earlier start found")
@@ -109,14 +109,14 @@ def test_a_kernel_by_trial_gives_the_product_that_torch_gives(
     shape: Callable[..., ModelConfig],
 ) -> None:
     runner = engine(shape()).runner
-    products = runner.kernels._products  # type: ignore[attr-defined]
+    gemms = runner.kernels._gemms  # type: ignore[attr-defined]
     for rows in trial_rows(1024):
-        for layers in runner.decoder.products():
+        for layers in runner.decoder.gemm_weights():
             x = torch.randn((rows, layers[0].shape[1]), device="cuda", dtype=torch.bfloat16)
             out = x.new_empty((rows, len(layers[0])))
             want = x.float() @ layers[0].float().t()
-            for choice in products.candidates(x, layers[0], out):
+            for choice in gemms.candidates(x, layers[0], out):
                 out.fill_(float("nan"))
-                products._run(x, layers[0], out, choice)
+                gemms._run(x, layers[0], out, choice)
                 distance = float((out.float() - want).norm() / want.norm())
                 assert distance < 1e-2, (rows, tuple(layers[0].shape), choice, distance)

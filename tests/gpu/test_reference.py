@@ -121,13 +121,13 @@ def reference(model: Any, ids: list[int]) -> np.ndarray:
     """Logprobs of every token after each of the ids, [ids, vocabulary] float32"""
     with torch.no_grad():
         logits = model(torch.tensor([ids], device="cuda")).logits[0].float()
-    said: np.ndarray = torch.log_softmax(logits, dim=-1).cpu().numpy()
-    return said
+    scores: np.ndarray = torch.log_softmax(logits, dim=-1).cpu().numpy()
+    return scores
 
 
-def of_prompt(said: np.ndarray, ids: list[int]) -> np.ndarray:
+def of_prompt(scores: np.ndarray, ids: list[int]) -> np.ndarray:
     """Out of a reference's logprobs those of the ids themselves, the first left out."""
-    return said[np.arange(len(ids) - 1), ids[1:]]
+    return scores[np.arange(len(ids) - 1), ids[1:]]
 
 
 def compare(
@@ -138,7 +138,7 @@ def compare(
     most: float = 0.3,
 ) -> None:
     """Scores of prompts are the reference's, and so is each greedy token, up to rounding."""
-    agreed, said, distances, better = 0, 0, [], 0.0
+    agreed, generated, distances, better = 0, 0, [], 0.0
     for id, prompt in enumerate(asked):
         whole = prompt + [o.token for o in outputs[id]]
         want = reference(model, whole)
@@ -146,15 +146,15 @@ def compare(
         assert scores is not None
         distances.append(np.abs(scores.values - of_prompt(want, prompt)))
         for row in range(len(prompt) - 1, len(whole) - 1):
-            said += 1
+            generated += 1
             agreed += int(want[row].argmax()) == whole[row + 1]
-            # Where it differs, what was said is as good as the best, up to rounding.
+            # Where it differs, the token chosen is as good as the best, up to rounding.
             better = max(better, float(want[row].max() - want[row, whole[row + 1]]))
     distance = np.concatenate(distances)
     assert distance.mean() < mean and distance.max() < most, (distance.mean(), distance.max())
-    assert agreed >= 0.8 * said and better < 0.2, (agreed, said, better)
+    assert agreed >= 0.8 * generated and better < 0.2, (agreed, generated, better)
     print(
-        f"mean distance {distance.mean():.4f}, most {distance.max():.3f}, {agreed} of {said} agree"
+        f"mean distance {distance.mean():.4f}, most {distance.max():.3f}, {agreed} of {generated}"
     )
 
 

@@ -113,7 +113,7 @@ def test_the_readme_stays_short() -> None:
                 "kernels/flashinfer.py",
                 "kernels/flashinfer_attention.py",
                 "kernels/library.py",
-                "kernels/products.py",
+                "kernels/gemm.py",
             ),
         ),
         ("triton", ("kernels/cubins.py", "kernels/triton_kernels.py")),

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -25,7 +26,13 @@ from api import Api
 
 from kvline_contract.codec import dumps
 from kvline_contract.launch import GateFile
-from kvline_contract.names import GATE_FILE, LABEL_REVISION, LABEL_SERVICE, gate_name
+from kvline_contract.names import (
+    GATE_FILE,
+    LABEL_PREPARES,
+    LABEL_REVISION,
+    LABEL_SERVICE,
+    gate_name,
+)
 from kvline_contract.report import (
     Attempt,
     Effective,
@@ -140,11 +147,13 @@ class Operator:
 
         self.page_port, self.probe_port = free_port(), free_port()
         self.process: subprocess.Popen[bytes] | None = None
+        self.identity = f"{space.name}-{uuid.uuid4().hex[:5]}"  # as of a pod: outlives a restart
 
     def start(self) -> Operator:
         from servers import FAULTS
 
         environment = {**os.environ, "KUBECONFIG": str(self.kubeconfig), **self.extra}
+        environment["KVLINE_POD_NAME"] = self.identity
         if self.extra:
             environment["PYTHONPATH"] = str(FAULTS)
         command = [sys.executable, "-m", "kvline_operator", "--default-image", IMAGE]
@@ -152,6 +161,7 @@ class Operator:
         command += ["--load-seconds", "0.5"]
         command += ["--resync-seconds", "20", "--probe-port", str(self.probe_port)]
         command += ["--page-port", str(self.page_port)]
+        command += ["--lease-name", f"kvline-operator-{self.space.name}"]  # of each test, its own
         with self.log.open("ab") as log:
             command += self.words
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
@@ -198,6 +208,7 @@ class Node:
         self.addresses: dict[str, str] = {}  # pod uid -> address
         self.was_ready: set[str] = set()  # pod uids
         self.load: Load | None = None  # what every replica says of its load
+        self.fetches = True  # Jobs that fetch what pods need end well at once
         node = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -233,6 +244,7 @@ class Node:
     def pods(self) -> list[dict[str, Any]]:
         """A service's that live; an operator's own is none of ours."""
         found = [p for p in self.space.list("pods") if not p["metadata"].get("deletionTimestamp")]
+        found = [p for p in found if (p.get("status") or {}).get("phase") != "Failed"]
         return [p for p in found if LABEL_SERVICE in (p["metadata"].get("labels") or {})]
 
     def play(
@@ -245,6 +257,7 @@ class Node:
     ) -> None:
         """Every pod runs and reports `state`; it is ready when validated and its gate lets it,
         unless said."""
+        self.fetch()
         for pod in self.pods():
             if not only(pod):
                 continue
@@ -254,6 +267,30 @@ class Node:
             self.answers[address] = report.dumps().encode() if raw is None else raw
             now = state is State.VALIDATED and self._may(pod, tokens) if ready is None else ready
             self.status(pod, address, now)
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """Pods of Jobs that have not ended."""
+        found = (p for p in self.space.list("pods") if not p["metadata"].get("deletionTimestamp"))
+        ours = (p for p in found if LABEL_PREPARES in (p["metadata"].get("labels") or {}))
+        return [p for p in ours if p["status"].get("phase") not in ("Succeeded", "Failed")]
+
+    def fetch(self) -> None:
+        for pod in self.jobs() if self.fetches else ():
+            self.end_job(pod, 0, "")
+
+    def end_job(self, pod: dict[str, Any], code: int, message: str) -> None:
+        """A Job's pod ends."""
+        terminated = {"exitCode": code, "reason": "Error" if code else "Completed"}
+        container = {
+            "name": pod["spec"]["containers"][0]["name"],
+            "ready": False,
+            "restartCount": 0,
+            "image": IMAGE,
+            "imageID": "x",
+            "state": {"terminated": {**terminated, "message": message}},
+        }
+        phase = "Failed" if code else "Succeeded"
+        self.patch(pod, {"phase": phase, "conditions": [], "containerStatuses": [container]})
 
     def _may(self, pod: dict[str, Any], tokens: int) -> bool:
         """What a pod makes of its gate file."""
@@ -301,6 +338,29 @@ class Node:
             "lastState": {"terminated": {"exitCode": code, "reason": "Error", "message": message}},
         }
         self.patch(pod, {"phase": "Running", "conditions": [], "containerStatuses": [container]})
+
+    def end(self, pod: dict[str, Any], reason: str, message: str) -> None:
+        """Ended for good, by the kubelet: evicted, refused, or whatever the reason says."""
+        container = {
+            "name": "server",
+            "ready": False,
+            "restartCount": 1,
+            "image": IMAGE,
+            "imageID": "x",
+            "state": {"terminated": {"exitCode": 137, "reason": "Error"}},
+        }
+        status = {"phase": "Failed", "reason": reason, "message": message, "conditions": []}
+        self.patch(pod, {**status, "containerStatuses": [container]})
+
+    def bind(self, pod: dict[str, Any], name: str = "gpu-1") -> None:
+        """Gives it a node, which need not exist."""
+        meta = {"name": pod["metadata"]["name"], "namespace": self.space.name}
+        target = {"apiVersion": "v1", "kind": "Node", "name": name}
+        binding = {"apiVersion": "v1", "kind": "Binding", "metadata": meta, "target": target}
+        path = self.space.api.path("pods", self.space.name, meta["name"])
+        self.space.kubectl(
+            "create", "--raw", f"{path}/binding", "-f", "-", input=json.dumps(binding)
+        )
 
     def patch(self, pod: dict[str, Any], status: dict[str, Any]) -> None:
         """A pod that has gone meanwhile is nobody's any more."""

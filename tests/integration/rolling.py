@@ -21,6 +21,7 @@ class Service:
         self.fewest_ready = 1 << 30
 
     def look(self) -> dict[str, Any]:
+        self.node.fetch()
         for pod in self.node.pods():
             revision = self.revision(pod)
             tokens = self.tokens.get(revision)
@@ -55,6 +56,10 @@ class Service:
 
     def pods_of(self, revision: str) -> list[dict[str, Any]]:
         return [p for p in self.node.pods() if self.revision(p) == revision]
+
+    def until_pods(self, revision: str, count: int) -> list[dict[str, Any]]:
+        self.until(lambda s: len(self.pods_of(revision)) == count)
+        return self.pods_of(revision)
 
     def generation(self) -> int:
         return int(self.space.get("kvl", "chat")["metadata"]["generation"])

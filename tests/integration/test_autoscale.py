@@ -13,7 +13,12 @@ from kvline_contract.report import Load, State
 
 pytestmark = pytest.mark.integration
 
-HOW = {"maxReplicas": 4, "targetPercent": 50, "scaleDownDelaySeconds": 3}
+HOW = {
+    "maxReplicas": 4,
+    "targetPercent": 50,
+    "scaleDownDelaySeconds": 3,
+    "scaleUpPercent": 1000,
+}
 
 
 def load(used: int) -> Load:
@@ -97,6 +102,7 @@ def test_scaling_while_a_rollout_is_on_its_way(
         ({"maxReplicas": 0}, "greater than or equal to 1"),
         ({"maxReplicas": 2, "targetPercent": 101}, "less than or equal to 100"),
         ({"maxReplicas": 2, "metric": "qps"}, "unknown field"),
+        ({"maxReplicas": 2, "scaleUpPercent": 0}, "greater than or equal to 1"),
     ],
 )
 def test_what_the_schema_refuses(space: Any, how: dict[str, Any], words: str) -> None:

@@ -43,7 +43,8 @@ def test_the_plain_manifests_are_the_charts(helm: Any) -> None:
         ((), "'/image/operator': minLength"),
         (("--set", "image.operator=kvline:latest", "--set", f"image.server={DIGEST}"), "sha256"),
         ((*IMAGES, "--set", "image.cuda=kvline:latest"), "image.cuda must be name@sha256"),
-        ((*IMAGES, "--set", "replicas=2"), "additional properties 'replicas' not allowed"),
+        ((*IMAGES, "--set", "replcas=2"), "additional properties 'replcas' not allowed"),
+        ((*IMAGES, "--set", "replicas=0"), "replicas': minimum"),
         ((*IMAGES, "--set", "resources.limits.gpu=1"), "additional properties 'gpu' not allowed"),
         ((*IMAGES, "--set", "namespaces={Team}"), "does not match pattern"),
         ((*IMAGES, "--set", "hubEndpoint=ftp://hub"), "does not match pattern"),
@@ -59,6 +60,18 @@ def test_a_wrong_value_is_refused_by_name(helm: Any, words: tuple[str, ...], sai
     assert said in str(refused.value)
 
 
+def test_the_page_is_off_and_each_port_is_for_somebody(helm: Any) -> None:
+    """It asks for no password and shows the services of all tenants."""
+    made = objects(helm.template("kvline", *IMAGES))
+    assert not [d for d in made if d["kind"] == "Service"]
+    deployment = next(d for d in made if d["kind"] == "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert "--page-port=0" in container["args"]
+    assert [p["name"] for p in container["ports"]] == ["probe"]
+    policy = next(d for d in made if d["kind"] == "NetworkPolicy")
+    assert policy["spec"]["ingress"] and all(r.get("from") for r in policy["spec"]["ingress"])
+
+
 def test_every_value_reaches_what_it_is_about(helm: Any, tmp_path: Path) -> None:
     values = {
         "image": {"operator": DIGEST, "server": DIGEST, "cuda": DIGEST, "pullSecrets": ["reg"]},
@@ -72,7 +85,8 @@ def test_every_value_reaches_what_it_is_about(helm: Any, tmp_path: Path) -> None
             "priorityClassName": "serving",
             "imagePullSecrets": ["reg"],
         },
-        "page": {"enabled": False},
+        "page": {"enabled": True, "namespaces": ["desk"]},
+        "replicas": 2,
         "aggregateRoles": False,
         "prometheusRule": {"enabled": True},
         "intervals": {"resyncSeconds": 60, "pollSeconds": 1, "loadSeconds": 5},
@@ -85,10 +99,12 @@ def test_every_value_reaches_what_it_is_about(helm: Any, tmp_path: Path) -> None
     made = objects(helm.template("kvline", "--values", str(file)))
     kinds = [(d["kind"], d["metadata"].get("namespace")) for d in made]
     assert ("Role", "team") in kinds and ("RoleBinding", "research") in kinds
-    assert not [kind for kind, _ in kinds if kind in ("ClusterRole", "Service", "Namespace")]
+    assert not [kind for kind, _ in kinds if kind in ("ClusterRole", "Namespace")]
     rule = next(d for d in made if d["kind"] == "PrometheusRule")
     assert rule["spec"] == yaml.safe_load((ROOT / "monitoring" / "alerts.yaml").read_text())
-    pod = next(d for d in made if d["kind"] == "Deployment")["spec"]["template"]["spec"]
+    deployment = next(d for d in made if d["kind"] == "Deployment")["spec"]
+    assert deployment["replicas"] == 2
+    pod = deployment["template"]["spec"]
     (container,) = pod["containers"]
     for word in (
         "--namespace=team",
@@ -100,7 +116,6 @@ def test_every_value_reaches_what_it_is_about(helm: Any, tmp_path: Path) -> None
         "--runtime-class=nvidia",
         "--priority-class=serving",
         "--pull-secret=reg",
-        "--page-port=0",
         "--resync-seconds=60",
         "--load-seconds=5",
     ):
@@ -113,7 +128,17 @@ def test_every_value_reaches_what_it_is_about(helm: Any, tmp_path: Path) -> None
     from kvline_operator.settings import parse
 
     told = parse([*container["args"], "--default-image", DIGEST])
-    assert told.namespaces == ("team", "research") and told.page_port == 0
+    assert told.namespaces == ("team", "research") and told.page_port == 8082
+    policy = next(d for d in made if d["kind"] == "NetworkPolicy")["spec"]["ingress"]
+    let_in = {
+        rule["ports"][0]["port"]: [
+            s["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
+            for s in rule["from"]
+            if "namespaceSelector" in s
+        ]
+        for rule in policy
+    }
+    assert let_in == {"probe": ["monitoring"], "page": ["desk"]}
     assert told.pull_secrets == ("reg",) and told.traces_port == 4318
 
 
@@ -135,7 +160,9 @@ def test_a_role_in_one_namespace_is_enough(
     words = ("--set", f"namespaces={{{space.name}}}", "--set", "aggregateRoles=false", *IMAGES)
     release("install", "kvline", "charts/kvline", *words)
     account = cluster.kubeconfig_of(space.name, "kvline-operator")
-    operator = Operator(space, tmp_path / "operator.log", kubeconfig=account).start()
+    operator = Operator(space, tmp_path / "operator.log", kubeconfig=account)
+    operator.extra = {"KVLINE_NAMESPACE": space.name}
+    operator.start()
     try:
         serve(space, node)
         elsewhere = ("auth", "can-i", "list", "pods", "-n", "default")

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from playground import children
+from playground import children, serve
 
 from kvline_contract.names import LABEL_SERVICE
+from kvline_contract.report import State
 from kvline_kubectl.cluster import connect
 from kvline_operator import owners
+from kvline_operator.drift import LIMIT
 from kvline_operator.errors import Conflict
 
 pytestmark = pytest.mark.integration
@@ -162,3 +164,99 @@ def test_a_change_while_deleting_creates_nothing(
     time.sleep(3)
     assert space.list("deployments") == []
     space.kubectl("patch", "kvl", "chat", "--type=merge", "-p", '{"metadata":{"finalizers":null}}')
+
+
+def versions(space: Any) -> list[str]:
+    kinds = ("kvl", "deployments", "configmaps", "services", "controllerrevisions")
+    return [i["metadata"]["resourceVersion"] for k in kinds for i in space.list(k)]
+
+
+def rests(space: Any, until: Callable[..., Any], seconds: float = 3) -> None:
+    """Until nothing has been written for so long."""
+    seen: list[str] = []
+    since = time.monotonic()
+
+    def quiet() -> bool:
+        nonlocal seen, since
+        now = versions(space)
+        if now != seen:
+            seen, since = now, time.monotonic()
+        return time.monotonic() - since >= seconds
+
+    until(quiet, 60)
+
+
+def foreign_events(space: Any, reason: str) -> list[str]:
+    return [e["message"] for e in space.list("events") if e["reason"] == reason]
+
+
+def test_what_others_put_into_pods_is_taken_away_and_named(
+    space: Any, operator: Any, node: Any, until: Callable[..., Any]
+) -> None:
+    """F22: it would move pods past the gate, and apply alone cannot take it away: lists merge."""
+    serve(space, node)
+    name = space.list("deployments")[0]["metadata"]["name"]
+    before = space.get("deployment", name)["spec"]["template"]
+    space.kubectl("set", "env", f"deployment/{name}", "SPY=1")
+    space.kubectl("rollout", "restart", f"deployment/{name}")
+    spy = {"spec": {"template": {"spec": {"initContainers": [{"name": "spy", "image": "spy:1"}]}}}}
+    space.kubectl("patch", "deployment", name, "-p", json.dumps(spy))
+    ports: list[dict[str, Any]] = [{"op": "add", "path": "/spec/type", "value": "NodePort"}]
+    port = {"name": "more", "port": 9, "protocol": "TCP"}
+    ports += [{"op": "add", "path": "/spec/ports/-", "value": port}]
+    space.kubectl("patch", "service", "chat", "--type=json", "-p", json.dumps(ports))
+
+    def clean() -> bool:
+        service = space.get("service", "chat")["spec"]
+        return (
+            space.get("deployment", name)["spec"]["template"] == before
+            and [p["name"] for p in service["ports"]] == ["api"]
+            and service["type"] == "NodePort"
+        )
+
+    until(clean)
+    until(lambda: "initContainers" in " ".join(foreign_events(space, "ForeignChangeRemoved")))
+    told = " ".join(foreign_events(space, "ForeignChangeRemoved"))
+    assert "spec.template.spec.containers[server].env[SPY] (set by kubectl-set)" in told
+    assert "annotations" in told and "initContainers" in told and "(set by kubectl-patch)" in told
+    until(lambda: node.play(State.VALIDATED) or space.up_to_date, 60)
+    rests(space, until)
+
+
+def test_one_who_puts_it_back_each_time_wins_after_a_while_and_is_named(
+    space: Any, operator: Any, node: Any, until: Callable[..., Any]
+) -> None:
+    """F22: pods that roll for ever are worse than a variable too many."""
+    serve(space, node)
+    name = space.list("deployments")[0]["metadata"]["name"]
+    env = [{"name": "SPY", "value": "1"}]
+    pod = {"containers": [{"name": "server", "env": env}]}
+    body: dict[str, Any] = {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": name},
+        "spec": {"template": {"spec": pod}},
+    }
+    added = 0
+
+    def meddle() -> bool:
+        nonlocal added
+        (server,) = space.get("deployment", name)["spec"]["template"]["spec"]["containers"]
+        if "SPY" not in [e["name"] for e in server["env"]]:
+            words = ("apply", "--server-side", "--field-manager=meddler", "-f", "-")
+            space.kubectl(*words, input=json.dumps(body))
+            added += 1
+        node.play(State.VALIDATED)
+        return bool(space.condition("UpToDate").get("reason") == "ForeignChange")
+
+    until(meddle, 60)
+    assert LIMIT <= added <= LIMIT + 1
+    assert "(set by meddler)" in space.condition("UpToDate")["message"]
+    assert space.condition("Ready")["status"] == "True"
+    assert len(foreign_events(space, "ForeignChange")) == 1
+    until(lambda: node.play(State.VALIDATED) or len(node.pods()) == 1)
+    rests(space, until)
+    assert space.condition("UpToDate")["reason"] == "ForeignChange"
+    # What is asked for is another thing now, and so it is taken away with it.
+    space.apply(replicas=2)
+    until(lambda: node.play(State.VALIDATED) or space.up_to_date, 60)

@@ -19,9 +19,12 @@ Right = tuple[str, str, str]  # API group, resource or resource/subresource, ver
 
 
 def granted() -> set[Right]:
-    role = next(d for d in identity() if d["kind"] == "ClusterRole")
+    named = ("kvline-operator", "kvline-operator-lease")
+    roles = [d for d in identity() if d["kind"] in ("ClusterRole", "Role")]
     return {
         (group, resource, verb)
+        for role in roles
+        if role["metadata"]["name"] in named
         for rule in role["rules"]
         for group in rule["apiGroups"]
         for resource in rule["resources"]
@@ -67,6 +70,19 @@ def test_every_right_that_is_granted_is_used_and_no_other_is_asked_for(
     for kind in ("deployment", "configmap", "controllerrevision"):  # what no list shows is read
         space.kubectl("label", kind, deployment, f"{LABEL_SERVICE}-")
         until(lambda kind=kind: LABEL_SERVICE in space.get(kind, deployment)["metadata"]["labels"])
+
+    space.kubectl("scale", "kvl", "chat", "--replicas=12")
+    until(lambda: len(node.pods()) == 12)
+    for pod in node.pods():
+        node.end(pod, "Evicted", "the node was low on memory")
+    until(lambda: [p["status"].get("reason") for p in space.list("pods")].count("Evicted") == 10)
+
+    # A Job that fetches what pods need first, and one that nobody needs any more.
+    spec = (space.get("kvl", "chat") or {})["spec"]
+    space.apply(engine={"maxModelLen": 700}, rollout={"strategy": "Recreate"})
+    until(lambda: space.list("jobs"))
+    space.apply(engine=spec["engine"])
+    until(lambda: not space.list("jobs"))
 
     log = cluster.audit_log
     refused = [

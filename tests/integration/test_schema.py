@@ -14,6 +14,8 @@ from errors import ClusterError
 pytestmark = pytest.mark.integration
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 DIGEST = "a" * 64
+GPU = {"memory": "2Gi", "gpus": 1}
+APPARMOR = "container.apparmor.security.beta.kubernetes.io/server"
 
 
 def refused(space: Any, named: str, manifest: str) -> None:
@@ -51,6 +53,13 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("C10", {"resources": {"memory": "2Gi", "gpus": 0.5}}, "spec.resources.gpus"),
     ("C10", {"resources": {"memory": "2Gi", "gpus": "two"}}, "spec.resources.gpus"),
     ("C10", {"resources": {"memory": "2Gi", "gpus": 9}}, "spec.resources.gpus"),
+    ("C10", {"resources": {**GPU, "gpuResource": "gpu"}}, "spec.resources.gpuResource"),
+    ("C10", {"resources": {**GPU, "gpuResource": "kubernetes.io/gpu"}}, "a device plug-in's"),
+    ("C10", {"resources": {"memory": "2Gi", "sharedMemory": "1GB"}}, "sharedMemory"),
+    ("C11", {"podMetadata": {"labels": {"a b": "c"}}}, "must be label keys"),
+    ("C11", {"podMetadata": {"labels": {"pod-template-hash": "c"}}}, "a Deployment's"),
+    ("C22", {"podMetadata": {"annotations": {APPARMOR: "unconfined"}}}, "security profile"),
+    ("C22", {"scheduling": {"priorityClassName": "system-node-critical"}}, "the system's"),
     ("C14", {"engine": {"maxModelLen": 0}}, "spec.engine.maxModelLen"),
     ("C14", {"engine": {"maxModelLen": -1}}, "spec.engine.maxModelLen"),
     ("C14", {"engine": {"maxModelLen": 2**31}}, "spec.engine.maxModelLen"),
@@ -77,6 +86,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("rollout", {"rollout": {"onFailure": "Panic"}}, "spec.rollout.onFailure"),
     ("rollout", {"rollout": {"steps": [10]}}, "steps"),
     ("unbuilt", {"autoscaling": {"minReplicas": 1}}, "autoscaling"),
+    ("C03", {"access": {}}, "access must have apiKeySecret or tlsSecret"),
     ("C03", {"access": {"apiKeySecret": {"name": "a"}}}, "spec.access.apiKeySecret.key"),
     ("C03", {"access": {"apiKeySecret": {"name": "A", "key": "b"}}}, "spec.access.apiKeySecret"),
 ]

@@ -77,7 +77,7 @@ CASES = [
         7 * 24 * 60,
         SERVICE,
     ),
-    Case("KvlineOperatorDown", {"something_else": "1"}, 10, {}),
+    Case("KvlineOperatorDown", {"kvline_operator_active": "0"}, 10, {}),
     Case("KvlineOperatorBehind", {"kvline_queue_overdue_seconds": "90"}, 5, {}, "1m 30s"),
     Case(
         "KvlineReconcilesFail",
@@ -103,6 +103,7 @@ QUIET = {
     series("kvline_requests_waiting", POD): "0",
     ended("finished"): "0+7",
     series("kvline_service_image_outdated", SERVICE): "0",
+    "kvline_operator_active": "1",
     "kvline_queue_keys": "5",
     "kvline_queue_overdue_seconds": "2",
     series("kvline_reconciles_total", {"result": "ok"}): "0+9",

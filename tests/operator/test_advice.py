@@ -7,11 +7,11 @@ import re
 
 from kvline_contract.exits import MEANINGS
 from kvline_contract.report import State
-from kvline_operator import autoscale, conditions, reconcile
+from kvline_operator import autoscale, capacity, conditions, reconcile
 from kvline_operator.advice import ADVICE, advise
 
 WRITTEN = re.compile(r'Condition\(\s*(kind|"\w+"), "\w+", "(\w+)"')
-KIND = re.compile(r'kind = "(\w+)"|kind, minimum = "(\w+)"')
+KIND = re.compile(r'kind = "(\w+)"')
 
 
 def said() -> set[tuple[str, str]]:
@@ -20,12 +20,12 @@ def said() -> set[tuple[str, str]]:
     sizing = set(State) - {State.FAILED}
     found |= {("CapacityMeasured", str(state)) for state in sizing}
     found |= {("ScalingActive", str(activity)) for activity in autoscale.Activity}
-    for module in (conditions, reconcile):
+    for module in (conditions, capacity, reconcile):
         kind = ""
         for part in re.split(r"\ndef ", inspect.getsource(module)):
             named = KIND.search(part)
             # A helper stands right after the function that it helps, and is given its kind.
-            kind = (named[1] or named[2]) if named else kind
+            kind = named[1] if named else kind
             for literal, reason in WRITTEN.findall(part):
                 found.add((kind if literal == "kind" else literal.strip('"'), reason))
     return found

@@ -5,21 +5,40 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from arrivals import Fleet, Traffic
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvline_contract.report import Load
-from kvline_operator.autoscale import VERSION, Activity, Lower, Scale, activity, decide, demand
+from kvline_operator.autoscale import (
+    VERSION,
+    Activity,
+    Lower,
+    Rise,
+    Scale,
+    activity,
+    decide,
+    demand,
+)
 from kvline_operator.spec import Autoscaling
 
-HOW = Autoscaling(max_replicas=8, target_percent=50, scale_down_delay_seconds=60)
+HOW = Autoscaling(
+    max_replicas=8, target_percent=50, scale_down_delay_seconds=60, scale_up_percent=1000
+)
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
 
 
 def load(
-    used: int = 0, waiting: int = 0, running: int = 0, queued: int = 0, refused: int = 0
+    used: int = 0,
+    waiting: int = 0,
+    running: int = 0,
+    queued: int = 0,
+    retrying: int = 0,
+    arriving: int | None = None,
 ) -> Load:
-    return Load(1, 1000, used, 0, waiting, running, queued, refused, 10, False)
+    rejected = 60 * retrying  # each once a second
+    milli = None if arriving is None else 1000 * arriving
+    return Load(1, 1000, used, 0, waiting, running, queued, rejected, 10, False, retrying, milli)
 
 
 def scale(replicas: int) -> Scale:
@@ -35,13 +54,100 @@ def scale(replicas: int) -> Scale:
         ([load(used=400, waiting=600)], 2),  # prompts that wait count as they will be
         ([load(running=5)], 1),
         ([load(running=4, queued=2)], 2),
-        ([load(running=5, refused=20)], 5),  # who was refused would have run
+        ([load(running=5, retrying=20)], 5),  # who is rejected and retries would run
+        ([load(used=500, running=5, retrying=5)], 2),  # and take as many tokens as who runs
         ([load(used=600), load(used=600)], 3),
         ([load(used=100, running=9), load(running=2)], 3),  # the larger of the two
     ],
 )
 def test_demand_in_replicas(replies: list[Load], replicas: int) -> None:
     assert demand(replies, HOW.target_percent).replicas == replicas
+
+
+@pytest.mark.parametrize(
+    ("replies", "replicas"),
+    [
+        ([load(running=10, queued=40, retrying=200)], 50),  # nothing has ended yet: all of them
+        ([load(running=10, queued=40, retrying=200, arriving=30)], 6),
+        ([load(running=10, queued=40, arriving=-5)], 0),  # a queue that is worked off
+        ([load(running=5, arriving=50)], 1),  # never more than there are
+        ([load(running=10, arriving=15), load(running=10, arriving=-5)], 2),  # it moved over
+        ([load(used=900, waiting=300, running=6, queued=6, arriving=6)], 2),  # 600 of the tokens
+    ],
+)
+def test_replicas_are_added_for_what_arrives(replies: list[Load], replicas: int) -> None:
+    """A queue says how much came; how much comes is its growth, and what runs."""
+    assert demand(replies, HOW.target_percent).arriving == replicas
+
+
+def test_rejections_of_an_older_server_count_for_nothing() -> None:
+    """They hold every 4xx: of a client's mistakes no number asks for a replica."""
+    old = Load(1, 1000, 100, 0, 0, 4, 0, 12000, 10, False)
+    asked = demand([old], HOW.target_percent)
+    assert (asked.replicas, asked.arriving) == (1, 1)
+
+
+def test_a_full_replica_and_200_retrying_clients_ask_for_a_step() -> None:
+    """Each is rejected once a second and is still one client: never 12,000 requests a minute."""
+    how = Autoscaling(max_replicas=100)
+    storm = load(used=900, running=10, queued=40, retrying=200, arriving=10)
+    first = decide(scale(1), 1, demand([storm], 70), how, NOON)
+    assert first.replicas == 2
+    assert decide(first, 2, demand([storm], 70), how, NOON + timedelta(seconds=45)) == first
+
+
+def test_replicas_rise_by_at_most_the_percentage_within_any_minute() -> None:
+    how = Autoscaling(max_replicas=100, scale_up_percent=50)
+    much = demand([load(running=10, queued=1000)], 70)
+    seen, now = [scale(4)], 0
+    while now <= 180:
+        seen.append(decide(seen[-1], 4, much, how, NOON + timedelta(seconds=now)))
+        now += 15
+    counts = [s.replicas for s in seen]
+    assert counts[1] == 6 and max(counts) == counts[-1]
+    assert all(
+        late <= max(early + 1, early * 1.5) for early, late in zip(counts, counts[4:], strict=False)
+    )
+    assert Scale.parse(seen[-1].dumps()) == seen[-1]
+    one = Autoscaling(max_replicas=100, scale_up_percent=1)
+    assert decide(scale(1), 1, much, one, NOON).replicas == 2  # always by one
+
+
+def test_a_clock_that_was_put_back_stops_no_rise() -> None:
+    ahead = Scale(VERSION, 2, "", None, (Rise("2026-11-22T13:00:00Z", 1),))
+    how = Autoscaling(max_replicas=100)
+    assert decide(ahead, 2, demand([load(running=100)], 70), how, NOON).replicas == 4
+
+
+TRAFFIC = {
+    "clients that retry each second": Traffic(4, 5),
+    "clients that retry twice": Traffic(4, 5, retries=2),
+    "clients that never retry": Traffic(4, 5, retries=0),
+    "clients that retry sooner than they are told": Traffic(4, 5, retry_after=0.25, until=600),
+    "long answers": Traffic(0.5, 40),
+    "short answers": Traffic(20, 1, until=600),
+}
+
+
+@pytest.mark.parametrize("name", TRAFFIC)
+def test_replicas_reach_what_the_load_needs_and_no_more_than_a_step_beyond(name: str) -> None:
+    """Poisson arrivals, exponential service, replicas that start in 45 s. The load needs 15; one
+    step beyond, by the default of 100 %, are 30."""
+    traffic = TRAFFIC[name]
+    how = Autoscaling(max_replicas=1000, scale_down_delay_seconds=120)
+    fleet = Fleet(traffic, how)
+    counts = dict(fleet.run(traffic.until + 420))
+    needed = traffic.needed(fleet.places, how)
+    shown = f"{needed} needed: {list(counts.values())[3::4]} at each minute"
+    assert needed == 15
+    assert all(n <= 2 ** (1 + now // 60) for now, n in counts.items()), shown
+    steady = [n for now, n in counts.items() if 480 < now <= traffic.until]
+    capacity = traffic.rate * traffic.service / fleet.places
+    assert min(steady) > capacity, shown  # enough to serve all that comes
+    assert max(steady) >= needed, shown
+    assert max(counts.values()) <= 2 * needed, shown
+    assert fleet.served + fleet.lost == fleet.arrived, shown
+    assert list(counts.values())[-1] <= 2, shown  # and gone again
 
 
 def test_the_smallest_replica_is_the_unit() -> None:
@@ -52,7 +158,7 @@ def test_the_smallest_replica_is_the_unit() -> None:
 def test_more_comes_at_once_and_fewer_only_after_the_whole_delay() -> None:
     up = decide(scale(1), 1, demand([load(used=1400)], 50), HOW, NOON)
     assert (up.replicas, up.lower) == (3, None)
-    assert "1400 KV tokens used" in up.why and "ask for 3" in up.why
+    assert "1400 KV tokens used" in up.why and "asks for 3 by tokens" in up.why
 
     began = decide(up, 3, demand([load()] * 3, 50), HOW, NOON)
     assert began.replicas == 3
@@ -99,6 +205,7 @@ def test_bounds_hold_for_what_is_remembered_too() -> None:
         ([load(running=50)], 8, 1, Activity.AT_MAXIMUM),
         ([load(), None], 2, 2, Activity.UNKNOWN),
         ([], 1, 0, Activity.UNKNOWN),
+        ([load(running=50)], 2, 2, Activity.SCALING),  # the step limit holds it
     ],
 )
 def test_what_is_said(asked: list[Load | None], kept: int, ready: int, reason: Activity) -> None:
@@ -117,6 +224,7 @@ def test_what_is_said(asked: list[Load | None], kept: int, ready: int, reason: A
         '{"version":1,"replicas":0,"why":""}',
         '{"version":1,"replicas":3,"why":"","lower":{"since":"noon","most":1}}',
         '{"version":1,"replicas":3,"why":"","lower":{"since":"2026-11-22T12:00:00","most":1}}',
+        '{"version":1,"replicas":3,"why":"","rises":[{"at":"noon","before":1}]}',
     ],
 )
 def test_an_unreadable_memory_counts_as_none(text: str | None) -> None:
@@ -124,8 +232,11 @@ def test_an_unreadable_memory_counts_as_none(text: str | None) -> None:
 
 
 loads = st.builds(
-    load, *[st.integers(0, 5000)] * 2, *[st.integers(0, 50)] * 3
-)  # used, waiting, running, queued, refused
+    load,
+    *[st.integers(0, 5000)] * 2,
+    *[st.integers(0, 50)] * 3,
+    st.none() | st.integers(-50, 50),
+)  # used, waiting, running, queued, retrying, arriving
 
 
 @given(st.lists(st.none() | loads, max_size=5), st.integers(1, 8), st.integers(0, 200))
@@ -135,9 +246,10 @@ def test_replicas_stay_in_bounds_and_never_sink_before_the_delay(
     before = Scale(VERSION, replicas, "", Lower("2026-11-22T12:00:00Z", 1))
     asked = demand(replies, HOW.target_percent)
     after = decide(before, replicas, asked, HOW, NOON + timedelta(seconds=seconds))
+    assert asked.arriving <= asked.replicas
     assert HOW.min_replicas <= after.replicas <= HOW.max_replicas
     if after.replicas < replicas:
         assert seconds >= HOW.scale_down_delay_seconds and None not in replies and replies
         assert after.replicas >= min(asked.replicas, HOW.max_replicas)
-    assert after.replicas >= min(asked.replicas, HOW.max_replicas)
+    assert after.replicas >= min(asked.arriving, HOW.max_replicas)
     assert Scale.parse(after.dumps()) == after

@@ -11,23 +11,32 @@ from kvline_contract.exits import MEANINGS
 from kvline_contract.launch import Record
 from kvline_contract.report import (
     Attempt,
+    Binding,
+    Direction,
     Effective,
+    Knob,
     Memory,
     Outcome,
     Result,
     SizingReport,
     Source,
+    Stage,
     State,
     Termination,
 )
-from kvline_operator import status
-from kvline_operator.conditions import Condition, Facts, conditions
+from kvline_operator import status, verdicts
+from kvline_operator.conditions import conditions
+from kvline_operator.ends import EndedPod
+from kvline_operator.facts import Condition, Facts
+from kvline_operator.figures import Figures, keep
 from kvline_operator.gate import Outcome as GateOutcome
 from kvline_operator.gate import Verdict
 from kvline_operator.observe import Ended, PodView
+from kvline_operator.prepare import Preparation
 from kvline_operator.records import merge
 from kvline_operator.rollout import RolloutPlan
 from kvline_operator.spec import parse
+from kvline_operator.threshold import Thresholds
 from kvline_operator.verdicts import Standing
 
 BODY = {
@@ -84,7 +93,9 @@ def recorded() -> dict[str, Record]:
 def facts(*pods: PodView, spec: dict[str, Any] | None = None, **more: Any) -> Facts:
     body = {**BODY, "spec": {**BODY["spec"], **(spec or {})}}
     more.setdefault("plan", RolloutPlan({"aaaaa": 1}, "aaaaa"))
-    return Facts(parse(body), pods=pods, **more)
+    spec_ = parse(body)
+    more.setdefault("limits", Thresholds(spec_.min_kv_tokens))
+    return Facts(spec_, pods=pods, **more)
 
 
 def by_type(made: Facts) -> dict[str, Condition]:
@@ -117,6 +128,19 @@ def test_each_stage_shows_as_the_reason(state: State) -> None:
     assert got["Ready"] == Condition("Ready", "False", str(state), got["Ready"].message)
 
 
+def test_a_load_says_how_far_it_is_in_steps_that_bound_its_writes() -> None:
+    texts = []
+    for done in range(0, 140_001, 10):
+        stage = Stage("load", 1, done << 20, total_bytes=140_000 << 20)
+        loading = replace(report(State.LOADING), stages=(stage,))
+        got = by_type(facts(replace(PLAIN, running=True, report=loading)))
+        texts.append(got["CapacityMeasured"].message)
+    assert texts[0] == "loading 0 of 140,000 MiB"
+    assert texts[1234] == "loading 11,200 of 140,000 MiB"
+    assert texts[-1] == "loading 140,000 of 140,000 MiB"
+    assert len(set(texts)) == 51
+
+
 def test_the_replica_furthest_along_speaks() -> None:
     loading = replace(PLAIN, running=True, report=report(State.LOADING))
     further = replace(PLAIN, name="b", running=True, report=report(State.VALIDATING))
@@ -131,6 +155,44 @@ def test_too_little_names_both_figures_and_the_knobs() -> None:
     text = got["Ready"].message
     assert "900" in text and "1000" in text and "100 short" in text and "memory" in text
     assert status.replica_state(small, 1000) == "BelowMinimum"
+
+
+def test_an_accepted_revision_that_measures_less_serves_and_warns_with_both_figures() -> None:
+    """A smaller GPU or another driver must not lock out what was accepted: the figure shows, with
+    where it comes from, and the only threshold left is the service's own."""
+    standing = Standing(accepted=2, baseline={"": 4096}, required=3892, bytes_per_token=512)
+    made = facts(ready_pod(2000), standing=standing, records={})
+    got = by_type(made)
+    assert got["Ready"].reason == "Serving"
+    assert (got["CapacitySufficient"].status, got["CapacityStable"].status) == ("True", "False")
+    stable = got["CapacityStable"]
+    assert stable.reason == "BelowBaseline"
+    assert "measured 2000 KV tokens, 3892 are expected (95 % of the baseline 4096" in stable.message
+    assert "1892 short" in stable.message and "promote=aaaaa" in stable.message
+    assert "1000 are required (spec.capacity.minKVTokens)" in got["CapacitySufficient"].message
+    _, news = status.build(made, {}, "now")
+    assert [n.message for n in news if n.reason == "BelowBaseline"] == [stable.message]
+    lenient = facts(
+        ready_pod(2000), standing=standing, spec={"rollout": {"minCapacityPercent": 40}}
+    )
+    assert by_type(lenient)["CapacityStable"].reason == "NoRecord", "the policy of today counts"
+
+
+def test_a_candidate_s_replica_that_the_gate_holds_back_names_what_binds_it() -> None:
+    plan = RolloutPlan({"aaaaa": 1, "bbbbb": 1}, "aaaaa", "bbbbb", FAILED)
+    limits = Thresholds(0, 95, {"": 4096})
+    short = replace(ready_pod(3000, "b"), ready=False, revision="bbbbb")
+    got = by_type(facts(ready_pod(), short, plan=plan, limits=limits))["CapacitySufficient"]
+    assert (got.status, got.reason) == ("False", "BelowBaseline")
+    assert "b measured 3000 KV tokens, 3892 are required (95 % of the baseline 4096" in got.message
+    assert "892 short, it takes no traffic" in got.message
+    held = replace(plan, gate=Verdict(GateOutcome.HOLD, "cannot be compared", 3000, stuck=True))
+    got = by_type(facts(ready_pod(), short, plan=held, limits=Thresholds()))["CapacitySufficient"]
+    assert (got.status, got.reason, got.message) == (
+        "False",
+        "NotComparable",
+        "cannot be compared",
+    )
 
 
 @pytest.mark.parametrize("code", [c for c in MEANINGS if c])
@@ -212,7 +274,7 @@ PASSED = Verdict(GateOutcome.PASS, "measured 990 KV tokens, 950 are required", 9
         (PASSED, False, False, "RollingOut", "takes over: 0 of 1 replicas are ready"),
         (PASSED, False, True, "Paused", "kvline.dev/paused is true"),
         (FAILED, False, False, "GateFailed", "is kept out of traffic, aaaaa serves"),
-        (FAILED, True, False, "RolledBack", "was turned down, aaaaa serves: measured 9 KV tokens"),
+        (FAILED, True, False, "RolledBack", "was rejected, aaaaa serves: measured 9 KV tokens"),
     ],
 )
 def test_a_candidate_leaves_ready_true_and_says_why_it_does_not_serve(
@@ -227,6 +289,111 @@ def test_a_candidate_leaves_ready_true_and_says_why_it_does_not_serve(
     assert got["Ready"].status == "True"
     assert (got["UpToDate"].status, got["UpToDate"].reason) == ("False", reason)
     assert said in got["UpToDate"].message
+
+
+@pytest.mark.parametrize("gate", [HELD, STUCK, FAILED])
+@pytest.mark.parametrize("word", ["candidate", "rejected"])
+def test_nothing_is_said_to_serve_where_nothing_does(gate: Verdict, word: str) -> None:
+    """With Recreate the old replicas are gone while the new one is measured, held or rejected."""
+    named: dict[str, Any] = {word: "bbbbb"}
+    plan = RolloutPlan({"bbbbb": 1}, "aaaaa", gate=gate, **named)
+    for pods in ((), (replace(ready_pod(), ready=False),)):
+        got = by_type(facts(*pods, plan=plan))
+        assert "nothing serves" in got["UpToDate"].message
+        assert "aaaaa serves" not in " ".join(c.message for c in got.values())
+        assert got["Ready"].status == "False"
+
+
+GPU = {"resources": {"memory": "16Gi", "gpus": 1}}
+LOST = EndedPod("p1", "u", "aaaaa", "n1", "t2", "UnexpectedAdmissionError", "no healthy devices")
+
+
+def test_pods_that_ended_for_good_are_counted_apart_and_named_while_replicas_are_missing() -> None:
+    evicted = replace(LOST, reason="Evicted", message="low on memory")
+    made, _ = status.build(facts(ready_pod(), ended=(evicted, LOST)), {}, "now")
+    assert (made["replicas"], made["readyReplicas"], made["endedPods"]) == (1, 1, 2)
+    got = by_type(facts(ready_pod(), ended=(evicted,)))
+    assert (got["UpToDate"].status, got["Progressing"].reason) == ("True", "Complete")
+    got = by_type(facts(PLAIN, ended=(evicted, LOST)))
+    assert "replaced: 2, the last one p1 on n1: Evicted: low on memory" in (
+        got["Progressing"].message
+    )
+
+
+def test_a_gpu_that_a_node_cannot_give_is_a_device_failure_until_a_container_runs() -> None:
+    """F34."""
+    waiting = replace(PLAIN, created="t3")
+    got = by_type(facts(waiting, ended=(LOST,), spec=GPU))["Progressing"]
+    assert (got.status, got.reason) == ("False", "DeviceFailure")
+    assert "no healthy devices" in got.message
+    assert by_type(facts(waiting, ended=(LOST,)))["Progressing"].reason == "RollingOut", "no GPU"
+    runs = replace(waiting, running=True)
+    assert by_type(facts(runs, ended=(LOST,), spec=GPU))["Progressing"].reason == "RollingOut"
+    old = replace(runs, created="t1")
+    assert by_type(facts(old, ended=(LOST,), spec=GPU))["Progressing"].reason == "DeviceFailure"
+    other = replace(LOST, revision="00000")
+    assert by_type(facts(waiting, ended=(other,), spec=GPU))["Progressing"].reason == "RollingOut"
+
+
+def test_a_kill_by_the_kubelet_is_told_from_the_engine_s_own_end() -> None:
+    for code in (137, 143):
+        got = by_type(facts(replace(PLAIN, ended=ended(code))))["CapacityMeasured"]
+        assert (got.status, got.reason) == ("False", "Killed")
+        assert f"code {code}" in got.message
+    again = replace(PLAIN, ended=ended(137), running=True, report=report(State.LOADING))
+    assert by_type(facts(again))["CapacityMeasured"].reason == "Loading"
+
+
+def test_the_last_figures_stay_while_nothing_serves_marked_with_their_time() -> None:
+    served = Figures.of([report(State.VALIDATED, 4096), report(State.VALIDATED, 4000)])
+    kept = keep(None, served, "2026-11-22T10:00:00Z")
+    assert kept is not None and kept.as_of is None
+    assert keep(kept, Figures.of([report(State.VALIDATED, 4000)]), "later") == kept
+    gone = keep(kept, None, "2026-11-22T11:00:00Z")
+    assert gone is not None and gone.as_of == "2026-11-22T11:00:00Z"
+    assert keep(gone, None, "2026-11-22T12:00:00Z") == gone, "written once"
+    assert keep(gone, served, "2026-11-22T12:00:00Z") == kept
+    made, _ = status.build(facts(PLAIN, standing=Standing(accepted=1, figures=gone)), {}, "now")
+    assert made["capacity"]["kvTokens"] == 4000 and made["capacity"]["serving"] is False
+    assert (made["capacity"]["kvTokensTotal"], made["capacity"]["asOf"]) == (0, gone.as_of)
+    made, _ = status.build(facts(ready_pod(), standing=Standing(figures=gone)), {}, "now")
+    assert made["capacity"]["kvTokensTotal"] == 4096 and made["capacity"]["serving"] is True
+    assert "asOf" not in made["capacity"]
+    for text in ("", "{}", gone.dumps().replace("2026-11-22T11:00:00Z", "yesterday")):
+        assert Figures.parse(text) is None
+
+
+def test_warnings_of_reports_reach_the_status_and_are_told_once() -> None:
+    slow = replace(report(State.VALIDATED), warnings=("slower kernels", "no host memory limit"))
+    pods = (replace(ready_pod(), report=slow), replace(ready_pod(), name="b", report=slow))
+    made, news = status.build(facts(*pods), {}, "now")
+    assert made["warnings"] == ["no host memory limit", "slower kernels"]
+    assert [n.message for n in news if n.reason == "ReplicaWarning"] == made["warnings"]
+    _, quiet = status.build(facts(*pods), made, "later")
+    assert not [n for n in quiet if n.reason == "ReplicaWarning"]
+    assert "warnings" not in status.build(facts(ready_pod()), made, "later")[0]
+
+
+def test_what_would_help_is_a_field_and_outlives_the_rejected_pod() -> None:
+    knobs = (Knob("spec.engine.maxModelLen", Direction.LOWER, 512),)
+    said = Termination(1, 41, "ContextDoesNotFit", "512 fit", None, Binding.CONTEXT, 512, knobs)
+    crashed = replace(PLAIN, ended=Ended(41, "Error", said, "512 fit"), restarts=1)
+    expected = {
+        "revision": "aaaaa",
+        "code": 41,
+        "name": "ContextDoesNotFit",
+        "message": "512 fit",
+        "binding": "Context",
+        "largestMaxModelLen": 512,
+        "knobs": [{"field": "spec.engine.maxModelLen", "direction": "lower", "value": 512}],
+    }
+    assert status.build(facts(crashed), {}, "now")[0]["diagnosis"] == expected
+    assert "diagnosis" not in status.build(facts(ready_pod()), {}, "now")[0]
+    stored = verdicts.written(Standing(verdict="Failed", against=3, diagnosis=said))
+    kept = verdicts.read({"metadata": {"annotations": stored}}).last_verdict()
+    plan = RolloutPlan({"aaaaa": 1}, "aaaaa", gate=kept, rejected="bbbbb")
+    made, _ = status.build(facts(ready_pod(), plan=plan), {}, "now")
+    assert made["diagnosis"] == {**expected, "revision": "bbbbb"}
 
 
 def test_a_gate_s_verdict_is_told_once_with_its_figures() -> None:
@@ -260,6 +427,48 @@ def test_the_deadline_and_quota_show() -> None:
     assert by_type(facts(PLAIN, deadline_exceeded=True))["Progressing"].reason == "DeadlineExceeded"
     quota = Condition("Progressing", "False", "QuotaExceeded", "pods: 5 of 5")
     assert by_type(facts(PLAIN, apply_error=quota))["Progressing"] == quota
+
+
+def test_a_download_is_the_reason_and_not_that_its_time_is_over() -> None:
+    """A hundred gigabytes take longer than a Deployment's deadline."""
+    pod = replace(PLAIN, downloading=True)
+    got = by_type(facts(pod, deadline_exceeded=True))
+    assert got["Progressing"].reason == "DeadlineExceeded"
+    assert got["Ready"].reason == "Downloading"
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ('pods "chat-1" is forbidden: no PriorityClass with name urgent', "PodsRefused"),
+        ('pods "chat-1" is forbidden: exceeded quota: small', "QuotaExceeded"),
+    ],
+)
+def test_pods_that_are_never_made_are_told_with_the_api_servers_words(
+    message: str, reason: str
+) -> None:
+    condition = by_type(facts(refused=message))["Progressing"]
+    assert (condition.status, condition.reason, condition.message) == ("False", reason, message)
+
+
+def test_what_pods_wait_for_is_told() -> None:
+    waits = Preparation({}, condition="ModelAvailable", reason="Downloading", message="Job x")
+    got = by_type(facts(preparing=waits))
+    assert got["ModelAvailable"] == Condition("ModelAvailable", "False", "Downloading", "Job x")
+    assert got["Ready"].reason == "Downloading"
+    pull = Preparation({}, condition="Progressing", reason="ImagePullFailed", message="Job x")
+    assert by_type(facts(preparing=pull))["Progressing"].reason == "ImagePullFailed"
+
+
+@pytest.mark.parametrize(("rejected", "back"), [(True, False), (True, True), (False, False)])
+def test_nobody_is_told_that_a_revision_serves_which_does_not(rejected: bool, back: bool) -> None:
+    """Recreate took it away; the candidate is held, or was rejected and it is on its way back."""
+    candidate, gone = ("", "bbbbb") if rejected else ("bbbbb", "")
+    plan = RolloutPlan({"aaaaa": 1}, "aaaaa", candidate, FAILED, gone)
+    pods = (ready_pod(),) if back else ()
+    message = by_type(facts(*pods, plan=plan))["UpToDate"].message
+    assert ("aaaaa serves" in message) == back
+    assert ("nothing serves" in message) == (not back)
 
 
 def test_a_size_away_from_its_record_is_told() -> None:
@@ -322,6 +531,7 @@ def test_a_forged_status_is_rewritten() -> None:
         "Progressing",
         "UpToDate",
         "Ready",
+        "Reconciling",
     }
 
 
@@ -334,3 +544,36 @@ def test_a_refused_spec_leaves_a_serving_one_ready() -> None:
     assert (found["Accepted"], found["Ready"]) == ("False", "True")
     assert out["capacity"] == serving["capacity"]
     assert [e.reason for e in news] == ["SpecInvalid"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status"), [(GateOutcome.PASS, "True"), (GateOutcome.HOLD, "False")]
+)
+def test_the_last_of_the_old_ones_is_gone_and_the_new_ones_serve(
+    outcome: GateOutcome, status: str
+) -> None:
+    """Near the end of Replace and Recreate the stable revision has no replica left."""
+    plan = RolloutPlan({"bbbbb": 2, "aaaaa": 0}, "aaaaa", "bbbbb", Verdict(outcome, "why"))
+    new = replace(ready_pod(), name="b", revision="bbbbb")
+    assert by_type(facts(new, plan=plan))["Ready"].status == status
+
+
+def test_replicas_that_cannot_be_read_serve_on_where_their_revision_was_accepted() -> None:
+    unread = replace(
+        PLAIN, ready=True, running=True, report_error="ConnectionRefusedError at x:8001"
+    )
+    accepted = Standing(accepted=1)
+    told = by_type(facts(unread, standing=accepted))
+    assert (told["Ready"].status, told["Ready"].reason) == ("True", "Serving")
+    assert "cannot be read" in told["Ready"].message
+    assert told["CapacityMeasured"].reason == "ReportMissing"
+    assert by_type(facts(unread))["Ready"].status == "False"  # nothing was ever validated
+
+
+def test_a_pod_that_kubernetes_ended_is_an_event_of_a_healthy_service() -> None:
+    evicted = EndedPod("chat-aaaaa-9", "u9", "aaaaa", "n1", "t3", "Evicted", "its disk is full")
+    made, news = status.build(facts(ready_pod(), ended=(evicted, LOST)), {"endedPods": 1}, "now")
+    (one,) = [event for event in news if event.reason == "PodEnded"]
+    assert one.kind == "Warning" and "chat-aaaaa-9 on n1: Evicted: its disk is full" in one.message
+    _, again = status.build(facts(ready_pod(), ended=(evicted, LOST)), made, "now")
+    assert "PodEnded" not in [event.reason for event in again]

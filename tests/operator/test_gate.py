@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvline_operator.gate import Candidate, Kind, Measured, Outcome, Proven, judge
+from kvline_contract.codec import dumps
+from kvline_contract.launch import GateFile
+from kvline_operator.gate import Candidate, Kind, Measured, Outcome, Proven, judge, thresholds
+from kvline_operator.threshold import Thresholds
 
 KIND = Kind("hf://org/model", 1)
 PROVEN = Proven(KIND, 100, {"H200": 1000, "": 500})
@@ -18,14 +21,21 @@ PLAIN = Candidate(KIND, (Measured("H200", 960, 100),))
 @pytest.mark.parametrize(
     ("what", "candidate", "minimum", "outcome", "required", "said"),
     [
-        ("95 % and more", PLAIN, 0, Outcome.PASS, 950, "950 are required (95 % of 1000)"),
+        (
+            "95 % and more",
+            PLAIN,
+            0,
+            Outcome.PASS,
+            950,
+            "950 are required (95 % of the baseline 1000 on H200)",
+        ),
         (
             "a token less than required",
             replace(PLAIN, replicas=(Measured("H200", 949, 100),)),
             0,
             Outcome.FAIL,
             950,
-            "measured 949 KV tokens, 950 are required (95 % of 1000): 1 short",
+            "measured 949 KV tokens, 950 are required (95 % of the baseline 1000 on H200): 1 short",
         ),
         ("the minimum asks for more", PLAIN, 961, Outcome.FAIL, 961, "1 short"),
         (
@@ -83,7 +93,7 @@ PLAIN = Candidate(KIND, (Measured("H200", 960, 100),))
             0,
             Outcome.HOLD,
             0,
-            "nothing has been proven on A100",
+            "nothing has been validated on A100",
         ),
         (
             "smaller tokens",
@@ -107,16 +117,83 @@ PLAIN = Candidate(KIND, (Measured("H200", 960, 100),))
             0,
             Outcome.PASS,
             475,
-            "95 % of 500",
+            "95 % of the baseline 500 on a CPU",
         ),
     ],
 )
 def test_the_table(
     what: str, candidate: Candidate, minimum: int, outcome: Outcome, required: int, said: str
 ) -> None:
-    verdict = judge(candidate, PROVEN, minimum, 95)
+    verdict = judge(candidate, PROVEN, Thresholds(minimum, 95))
     assert (verdict.outcome, verdict.required) == (outcome, required), what
     assert said in verdict.message
+
+
+TWO = Proven(KIND, 100, {"H200": 1000, "A100": 500})
+
+
+@pytest.mark.parametrize(
+    ("what", "sizes", "minimum", "outcome", "figures", "said"),
+    [
+        ("each has its own share", {"H200": 960, "A100": 490}, 0, "Pass", (960, 950, 1000), ""),
+        ("the short one speaks", {"H200": 999, "A100": 470}, 0, "Fail", (470, 475, 500), "on A100"),
+        ("so does the large one", {"H200": 940, "A100": 499}, 0, "Fail", (940, 950, 1000), "H200"),
+        ("a minimum for both", {"H200": 999, "A100": 499}, 600, "Fail", (499, 600, 500), "minKV"),
+        ("a new model is held", {"H200": 999, "L4": 900}, 0, "Hold", (900, 0, 0), "on L4 before"),
+        (
+            "or has the minimum",
+            {"H200": 999, "L4": 900},
+            90,
+            "Pass",
+            (999, 950, 1000),
+            "on L4 before",
+        ),
+        ("after what is short", {"H200": 900, "L4": 900}, 0, "Fail", (900, 950, 1000), "50 short"),
+    ],
+)
+def test_replicas_on_several_gpu_models_are_each_compared_with_their_own(
+    what: str,
+    sizes: dict[str, int],
+    minimum: int,
+    outcome: str,
+    figures: tuple[int, int, int],
+    said: str,
+) -> None:
+    """The best of one model says nothing of the smallest of another."""
+    replicas = tuple(Measured(gpu, tokens, 100) for gpu, tokens in sizes.items())
+    verdict = judge(Candidate(KIND, replicas), TWO, Thresholds(minimum, 95))
+    assert verdict.outcome == outcome, what
+    assert (verdict.measured, verdict.required, verdict.baseline) == figures
+    assert said in verdict.message
+
+
+@given(
+    st.dictionaries(st.sampled_from(["H200", "A100", "L4", ""]), st.integers(1, 2000), min_size=1),
+    st.dictionaries(st.sampled_from(["H200", "A100", "L4", ""]), st.integers(1, 2000)),
+    st.integers(0, 2000),
+    st.integers(0, 100),
+)
+def test_the_gate_file_says_of_each_replica_what_the_verdict_says(
+    sizes: dict[str, int], baseline: dict[str, int], minimum: int, percent: int
+) -> None:
+    """What passes is let in by its own gate file, and of what fails a replica is kept out."""
+    replicas = tuple(Measured(gpu, tokens, 100) for gpu, tokens in sizes.items())
+    candidate, policy = Candidate(KIND, replicas), Thresholds(minimum, percent)
+    proven = Proven(KIND, 100, baseline)
+    verdict = judge(candidate, proven, policy)
+    gate = thresholds(candidate, proven, policy).gate(verdict.outcome is Outcome.PASS)
+    let_in = all(r.tokens >= gate.threshold(r.gpu) for r in replicas)
+    if verdict.outcome is Outcome.PASS:
+        assert gate.open and let_in
+    if verdict.outcome is Outcome.FAIL:
+        assert not let_in
+    assert GateFile.parse(dumps(gate)) == gate
+
+
+def test_servers_that_know_no_map_take_the_smallest_and_a_long_name_is_left_out() -> None:
+    gate = Thresholds(0, 95, {"H200": 1000, "A100": 500, "x" * 70: 100}).gate(True)
+    assert (gate.required_kv_tokens, gate.required_by_gpu) == (95, {"H200": 950, "A100": 475})
+    assert GateFile.parse(dumps(gate)) == gate
 
 
 @given(st.lists(st.integers(1, 2000), max_size=4), st.integers(0, 2000), st.integers(0, 100))
@@ -124,7 +201,7 @@ def test_what_passes_unpromoted_is_measured_and_enough(
     tokens: list[int], minimum: int, percent: int
 ) -> None:
     replicas = tuple(Measured("H200", n, 100) for n in tokens)
-    verdict = judge(replace(PLAIN, replicas=replicas), PROVEN, minimum, percent)
+    verdict = judge(replace(PLAIN, replicas=replicas), PROVEN, Thresholds(minimum, percent))
     enough = bool(tokens) and all(100 * n >= percent * 1000 and n >= minimum for n in tokens)
     assert (verdict.outcome is Outcome.PASS) == enough
 
@@ -135,7 +212,9 @@ def test_many_small_losses_do_not_add_up(sizes: list[int]) -> None:
     best = 1000
     for tokens in sizes:
         proven = Proven(KIND, 100, {"H200": best})
-        verdict = judge(replace(PLAIN, replicas=(Measured("H200", tokens, 100),)), proven, 0, 95)
+        verdict = judge(
+            replace(PLAIN, replicas=(Measured("H200", tokens, 100),)), proven, Thresholds(0, 95)
+        )
         assert verdict.outcome is Outcome.PASS and verdict.baseline == best
         best = max(best, tokens)
     assert best == 1000

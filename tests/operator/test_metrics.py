@@ -3,6 +3,7 @@ the dashboard."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -49,7 +50,7 @@ STATUS = {
 UNITS = ("tokens", "bytes", "seconds", "ratio", "info")
 COUNTED = (  # gauges that count things; the thing is the unit
     "keys|replicas|requests_waiting|requests_running|kv_blocks|sequences|attempts"
-    "|condition|image_outdated"
+    "|condition|image_outdated|active|budget_serving"
 )
 
 
@@ -57,7 +58,8 @@ def operator() -> str:
     board = Board()
     board.put(View(Key("team", "chat"), {"replicas": 1}, STATUS))
     board.put(View(Key("team", "new"), {"replicas": 2}, {}))
-    kube, queue = Kube(client.ApiClient()), WorkQueue(iter((10.0, 10.0, 11.5, 11.5)).__next__)
+    times = itertools.chain((10.0, 10.0, 10.0), itertools.repeat(11.5))
+    kube, queue = Kube(client.ApiClient()), WorkQueue(times.__next__)
     kube.writes = 7
     queue.add(Key("team", "chat"))
     queue.add(Key("team", "new"))
@@ -110,6 +112,7 @@ def test_a_service_s_figures_are_those_of_its_status() -> None:
     assert found["kvline_api_writes_total", ""] == 7
     assert found["kvline_queue_keys", ""] == 2
     assert found["kvline_queue_overdue_seconds", ""] == 1.5
+    assert found["kvline_queue_stalled_seconds", ""] == 1.5
 
 
 def test_a_service_that_is_gone_is_not_reported() -> None:

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from kvline_contract.launch import VERSION, GateFile, LaunchConfig
+from kvline_operator.gate import Outcome, Verdict
 from kvline_operator.podspec import pod_template
-from kvline_operator.render import Owner, event, network_policy
-from kvline_operator.revisions import Revision
+from kvline_operator.render import (
+    Owner,
+    controller_revision,
+    disruption_budget,
+    event,
+    launch_config,
+    launch_text,
+    network_policy,
+    revision_objects,
+)
+from kvline_operator.revisions import Revision, known, wanted
+from kvline_operator.rollout import RolloutPlan
 from kvline_operator.settings import Settings
 from kvline_operator.spec import ServiceSpec, parse
 
@@ -26,18 +42,18 @@ def test_an_event_repeated_after_a_crash_has_the_same_name() -> None:
     assert name(("Serving", "Normal", "x"), "7", "2026-11-21T10:00:00Z") != first
 
 
-def spec(source: str = "pvc://models/tiny") -> ServiceSpec:
+def spec(source: str = "pvc://models/tiny", /, **more: Any) -> ServiceSpec:
     return parse(
         {
             "metadata": {"name": "chat", "namespace": "ns", "uid": "u"},
-            "spec": {"model": {"source": source}, "resources": {"memory": "2Gi"}},
+            "spec": {"model": {"source": source}, "resources": {"memory": "2Gi"}, **more},
         }
     )
 
 
 def let_in(settings: Settings, port: int) -> list[str]:
     """Names of namespaces; empty for the service's own."""
-    rules = network_policy(OWNER, spec(), settings)["spec"]["ingress"]
+    rules = network_policy(OWNER, settings, False)["spec"]["ingress"]
     (rule,) = [rule for rule in rules if rule["ports"][0]["port"] == port]
     labels = [s.get("namespaceSelector", {}).get("matchLabels", {}) for s in rule["from"]]
     return [label.get("kubernetes.io/metadata.name", "") for label in labels]
@@ -56,19 +72,19 @@ def test_who_may_reach_which_port() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "traces", "ports"),
+    ("download", "traces", "ports"),
     [
-        ("pvc://models/tiny", "", []),
-        ("hf://a/b@" + "0" * 40, "", [443]),
-        ("pvc://models/tiny", "http://collector:4318", [4318]),
-        ("hf://a/b@" + "0" * 40, "http://collector", [443, 80]),
+        (False, "", []),
+        (True, "", [443]),
+        (False, "http://collector:4318", [4318]),
+        (True, "http://collector", [443, 80]),
     ],
 )
 def test_a_pod_may_reach_what_it_needs_and_nothing_else(
-    source: str, traces: str, ports: list[int]
+    download: bool, traces: str, ports: list[int]
 ) -> None:
     settings = Settings("image", traces_endpoint=traces)
-    egress = network_policy(OWNER, spec(source), settings)["spec"]["egress"]
+    egress = network_policy(OWNER, settings, download)["spec"]["egress"]
     assert [p["port"] for rule in egress for p in rule["ports"] if p["port"] != 53] == ports
     assert bool(egress) == bool(ports)
 
@@ -81,12 +97,171 @@ def test_what_the_platform_wants_is_in_the_pods() -> None:
         priority_class="serving",
         pull_secrets=("registry",),
     )
-    plain, wanted = (
-        pod_template("chat", spec(), Revision("aaaaa", "image", "{}", 1), s)["spec"]
-        for s in (Settings("image"), settings)
+    gpu = spec(resources={"memory": "2Gi", "gpus": 1})
+    plain, wanted, on_cpu = (
+        pod_template("chat", of, Revision("aaaaa", "image", "{}", 1), s)["spec"]
+        for of, s in ((gpu, Settings("image")), (gpu, settings), (spec(), settings))
     )
+    assert on_cpu["priorityClassName"] == "serving" and "runtimeClassName" not in on_cpu
     assert wanted["runtimeClassName"] == "nvidia" and wanted["priorityClassName"] == "serving"
     assert wanted["imagePullSecrets"] == [{"name": "registry"}]
     where = {"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": "http://collector:4318"}
     assert where in wanted["containers"][0]["env"]
     assert not {"runtimeClassName", "priorityClassName", "imagePullSecrets"} & set(plain)
+
+
+def test_a_launch_file_is_what_was_stored_then_what_is_live_then_rendered() -> None:
+    """It is immutable in the cluster, so that a reconcile which renders another is refused."""
+    revision = Revision("aaaaa", "image", spec().inputs_json, 1)
+    stored = controller_revision(spec(), revision, Settings("image"))
+    live = {"data": {"launch.json": '{"live":1}'}}
+    kept = stored["data"]["launch"]
+    assert LaunchConfig.parse(kept).revision == "aaaaa"
+    assert launch_text(spec(), stored, live) == kept
+    before = {**stored, "data": {k: v for k, v in stored["data"].items() if k != "launch"}}
+    assert launch_text(spec(), before, live) == '{"live":1}'
+    assert launch_text(spec(), before, None) == kept
+
+
+EARLIER = json.loads((Path(__file__).parent / "earlier" / "revisions.json").read_text())
+
+
+@pytest.mark.parametrize("case", EARLIER, ids=["cpu", "gpu"])
+def test_a_revision_that_an_earlier_operator_stored_is_left_as_it_is(case: dict[str, Any]) -> None:
+    """Its name, its pods: a new operator moves none, whatever its settings are now."""
+    made, stored = parse(case["body"]), case["stored"]
+    found = wanted(made, known([stored]), "registry.example/new@sha256:" + "c" * 64)
+    assert found.name == stored["metadata"]["labels"]["kvline.dev/revision"]
+    gate = GateFile(VERSION, True)
+    objects = {o["kind"]: o for o in revision_objects(made, stored, 1, gate, "{}")}
+    assert objects["Deployment"]["spec"]["template"] == stored["data"]["podTemplate"]
+
+
+@pytest.mark.fault(
+    "L14",
+    shows="the grace period is the preStop sleep of 15 s, spec.drainSeconds (120 where none is "
+    "given) and 15 s to end, in the pod template; the drain itself is timed by F49's tests",
+)
+@pytest.mark.parametrize(("seconds", "grace"), [(None, 150), (1, 31), (3600, 3630)])
+def test_a_pod_has_as_long_as_its_drain_takes(seconds: int | None, grace: int) -> None:
+    """An absent field stays absent in the launch file: an older image reads it strictly."""
+    given: dict[str, Any] = {"drainSeconds": seconds} if seconds else {}
+    made = spec(**given)
+    revision = Revision("aaaaa", "image", made.inputs_json, 1)
+    stored = controller_revision(made, revision, Settings("image"))
+    assert stored["data"]["podTemplate"]["spec"]["terminationGracePeriodSeconds"] == grace
+    launch = launch_config(OWNER, "aaaaa", stored["data"])
+    assert launch.drain_seconds == seconds
+    assert ("drainSeconds" in launch.dumps()) == (seconds is not None)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "outcome", "least"),
+    [
+        ({"a": 2}, None, 1),
+        ({"a": 2, "b": 1}, Outcome.HOLD, 1),  # b waits at its gate, or has no node
+        ({"a": 1, "b": 2}, Outcome.PASS, 1),
+        ({"a": 1, "b": 1}, Outcome.HOLD, 0),  # one fewer serves than is asked for
+        ({"a": 0, "b": 2}, Outcome.HOLD, 0),
+        ({}, None, 0),
+    ],
+)
+def test_a_drain_may_take_one_replica_of_those_that_serve(
+    replicas: dict[str, int], outcome: Outcome | None, least: int
+) -> None:
+    verdict = Verdict(outcome, "why") if outcome else None
+    plan = RolloutPlan(replicas, "a", "b" if verdict else "", verdict)
+    budget = disruption_budget(spec(replicas=2), plan)["spec"]
+    assert budget["minAvailable"] == least
+    assert budget["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+
+
+OWN = {"matchLabels": {"kvline.dev/service": "chat", "kvline.dev/revision": "aaaaa"}}
+OTHERS = {"matchLabels": {"app": "other"}}
+PLACED = {
+    "podMetadata": {
+        "labels": {"team": "search"},
+        "annotations": {"sidecar.istio.io/inject": "false"},
+    },
+    "resources": {
+        "memory": "16Gi",
+        "gpus": 1,
+        "gpuResource": "nvidia.com/mig-3g.71gb",
+        "ephemeralStorage": "50Gi",
+        "sharedMemory": "1Gi",
+    },
+    "scheduling": {
+        "nodeSelector": {"disk": "fast"},
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        "priorityClassName": "urgent",
+        "runtimeClassName": "gvisor",
+        "topologySpreadConstraints": [
+            {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"},
+            {
+                "maxSkew": 1,
+                "topologyKey": "zone",
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": OTHERS,
+            },
+        ],
+        "affinity": {
+            "nodeAffinity": {
+                "requiredDuringSchedulingIgnoredDuringExecution": {
+                    "nodeSelectorTerms": [
+                        {"matchExpressions": [{"key": "gpu", "operator": "In", "values": ["h200"]}]}
+                    ]
+                }
+            },
+            "podAntiAffinity": {
+                "requiredDuringSchedulingIgnoredDuringExecution": [{"topologyKey": "host"}],
+                "preferredDuringSchedulingIgnoredDuringExecution": [
+                    {
+                        "weight": 1,
+                        "podAffinityTerm": {"topologyKey": "zone", "labelSelector": OTHERS},
+                    }
+                ],
+            },
+        },
+    },
+}
+
+
+def test_what_a_spec_says_of_placement_is_in_the_pods() -> None:
+    settings = Settings("image", runtime_class="nvidia", priority_class="serving")
+    template = pod_template("chat", spec(**PLACED), Revision("aaaaa", "i", "{}", 1), settings)
+    labels, pod = template["metadata"]["labels"], template["spec"]
+    assert labels == {**OWN["matchLabels"], "app.kubernetes.io/managed-by": "kvline"} | {
+        "team": "search"
+    }
+    assert template["metadata"]["annotations"] == {"sidecar.istio.io/inject": "false"}
+    assert (pod["priorityClassName"], pod["runtimeClassName"]) == ("urgent", "gvisor")
+    assert (pod["nodeSelector"], len(pod["tolerations"])) == ({"disk": "fast"}, 1)
+    assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
+    (server,) = pod["containers"]
+    assert server["resources"] == {
+        "requests": {"memory": "16Gi", "ephemeral-storage": "50Gi", "nvidia.com/mig-3g.71gb": "1"},
+        "limits": {"memory": "16Gi", "nvidia.com/mig-3g.71gb": "1"},
+    }
+    (shm,) = (v["emptyDir"] for v in pod["volumes"] if v["name"] == "shm")
+    assert shm["sizeLimit"] == "1Gi"
+
+
+def test_a_term_without_a_selector_means_the_pods_of_its_revision() -> None:
+    """To Kubernetes it means no pod at all, and spreads nothing."""
+    revision = Revision("aaaaa", "i", "{}", 1)
+    pod = pod_template("chat", spec(**PLACED), revision, Settings("image"))["spec"]
+    selectors = [c["labelSelector"] for c in pod["topologySpreadConstraints"]]
+    assert selectors == [OWN, OTHERS]
+    against = pod["affinity"]["podAntiAffinity"]
+    (required,) = against["requiredDuringSchedulingIgnoredDuringExecution"]
+    (preferred,) = against["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert required["labelSelector"] == OWN
+    assert preferred["podAffinityTerm"]["labelSelector"] == OTHERS
+
+
+def test_nobody_says_the_operators_own_labels() -> None:
+    """The schema refuses them; a stored spec of another definition is no way around it."""
+    forged = {"podMetadata": {"labels": {"kvline.dev/service": "other"}}}
+    revision = Revision("aaaaa", "i", "{}", 1)
+    template = pod_template("chat", spec(**forged), revision, Settings("image"))
+    assert template["metadata"]["labels"]["kvline.dev/service"] == "chat"

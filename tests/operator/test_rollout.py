@@ -32,14 +32,90 @@ def ready_after(now: Situation, made: RolloutPlan) -> int:
     return sum(min(n, now.ready(r)) for r, n in made.replicas.items())
 
 
-@given(situations(), st.booleans())
-def test_ready_capacity_never_sinks_below_what_is_asked_for(now: Situation, hold: bool) -> None:
-    """Surge, whatever the verdict and whatever is left of earlier specs."""
-    how = replace(HOW, on_failure=OnFailure.HOLD if hold else OnFailure.ROLLBACK)
-    made = plan(now, how)
+@given(situations(), st.booleans(), st.sampled_from([(Strategy.SURGE, 0), (Strategy.REPLACE, 1)]))
+def test_ready_capacity_never_sinks_below_what_is_asked_for(
+    now: Situation, hold: bool, how: tuple[Strategy, int]
+) -> None:
+    """Whatever the verdict and whatever is left of earlier specs: Surge keeps all that are asked
+    for, Replace all but one."""
+    strategy, missing = how
+    on_failure = OnFailure.HOLD if hold else OnFailure.ROLLBACK
+    made = plan(now, replace(HOW, on_failure=on_failure, strategy=strategy))
     have = sum(s.ready for s in now.existing)
-    assert ready_after(now, made) >= min(now.replicas, have)
+    assert ready_after(now, made) >= min(now.replicas - missing, have)
     assert sum(made.replicas.values()) <= 2 * now.replicas + 1
+
+
+@given(situations(), st.booleans())
+def test_replace_never_asks_for_more_replicas_than_the_spec_beside_what_drains(
+    now: Situation, prepared: bool
+) -> None:
+    """No node has room for one more; what drains keeps at most what is lacking."""
+    now = replace(now, prepared=prepared)
+    made = plan(now, replace(HOW, strategy=Strategy.REPLACE))
+    wanted = {made.candidate, made.stable}
+    assert sum(n for r, n in made.replicas.items() if r in wanted) <= now.replicas
+    kept = sum(min(n, now.ready(r)) for r, n in made.replicas.items() if r in wanted)
+    drained = sum(n for r, n in made.replicas.items() if r not in wanted)
+    assert drained <= max(0, now.replicas - 1 - kept)
+
+
+class World:
+    """Nodes with room for so many replicas; each that has room gets ready, unless it cannot."""
+
+    def __init__(self, room: int, **revisions: int) -> None:
+        self.room, self.running = room, dict(revisions)
+        self.asked = dict(revisions)
+        self.broken: set[str] = set()
+
+    def existing(self) -> tuple[Sized, ...]:
+        return tuple(
+            Sized(r, n, 0 if r in self.broken else min(n, self.running.get(r, 0)))
+            for r, n in self.asked.items()
+        )
+
+    def apply(self, asked: dict[str, int]) -> None:
+        self.asked = asked
+        self.running = {r: min(n, self.running.get(r, 0)) for r, n in asked.items()}
+        for revision, count in asked.items():
+            free = self.room - sum(self.running.values())
+            self.running[revision] += max(0, min(free, count - self.running[revision]))
+
+    def ready(self) -> int:
+        return sum(s.ready for s in self.existing())
+
+
+@given(
+    st.integers(1, 6),
+    st.sampled_from([Strategy.REPLACE, Strategy.RECREATE]),
+    st.sampled_from(["passes", "fails", "expires", "is taken back"]),
+    st.integers(0, 8),
+)
+def test_without_room_to_spare_every_change_comes_to_its_end(
+    replicas: int, strategy: Strategy, ending: str, when: int
+) -> None:
+    """With room for exactly the replicas asked for, from any moment of a rollout on: no two
+    revisions wait for each other's room, and Replace lets one replica be missing at most."""
+    world, how = World(replicas, a=replicas), replace(HOW, strategy=strategy)
+    wanted, verdict = "b", VERDICTS[Outcome.HOLD]
+    for step in range(40):
+        if step == 2 and not verdict.expired:
+            verdict = VERDICTS[Outcome.PASS]
+        if step == when and ending == "is taken back":
+            wanted = "a"
+        if step >= when and ending == "expires":
+            verdict = replace(verdict, expired=True)
+        if step >= when and ending == "fails":
+            world.broken, verdict = {"b"}, VERDICTS[Outcome.FAIL]
+        made = plan(Situation(wanted, "a", replicas, world.existing(), verdict), how)
+        world.apply(made.replicas)
+        if strategy is Strategy.REPLACE and not world.broken:
+            assert world.ready() >= replicas - 1
+        if made.stable == "b":
+            break
+    expected = "b" if made.stable == "b" else "a"
+    assert (ending != "passes") or expected == "b"
+    assert world.running == {expected: replicas} and world.ready() == replicas
 
 
 @given(situations())
@@ -93,6 +169,36 @@ def test_recreate_takes_the_old_ones_away_first() -> None:
     assert story(Sized("a", 2, 2), verdict=Outcome.HOLD, how=how).replicas["a"] == 0
     assert story(Sized("b", 2, 1), verdict=Outcome.PASS, how=how).replicas["b"] == 2
     assert story(Sized("b", 2, 0), verdict=Outcome.FAIL, how=how).replicas == {"a": 2}
+
+
+def test_replace_measures_the_candidate_in_the_place_of_one() -> None:
+    how = replace(HOW, strategy=Strategy.REPLACE)
+    waits = plan(Situation("b", "a", 3, (Sized("a", 3, 3),), VERDICTS[Outcome.HOLD], False), how)
+    assert waits.replicas == {"b": 0, "a": 3}
+    first = story(Sized("a", 3, 3), verdict=Outcome.HOLD, how=how, replicas=3)
+    assert (first.replicas, first.candidate) == ({"b": 1, "a": 2}, "b")
+    passed = story(Sized("a", 2, 2), Sized("b", 1, 0), verdict=Outcome.PASS, how=how, replicas=3)
+    assert passed.replicas == {"b": 1, "a": 2}
+    on = story(Sized("a", 2, 2), Sized("b", 1, 1), verdict=Outcome.PASS, how=how, replicas=3)
+    assert on.replicas == {"b": 2, "a": 1}
+    back = story(Sized("a", 2, 2), Sized("b", 1, 0), verdict=Outcome.FAIL, how=how, replicas=3)
+    assert (back.replicas, back.rejected) == ({"a": 3}, "b")
+
+
+def test_nothing_goes_and_nothing_starts_before_the_candidate_is_prepared() -> None:
+    for strategy in Strategy:
+        how = replace(HOW, strategy=strategy)
+        now = Situation("b", "a", 2, (Sized("a", 2, 2),), VERDICTS[Outcome.HOLD], False)
+        assert plan(now, how).replicas == {"b": 0, "a": 2}
+        assert plan(Situation("a", "", 2, (), None, False), how).replicas == {"a": 0}
+
+
+def test_one_that_is_not_ready_by_its_deadline_goes_and_the_others_come_back() -> None:
+    how = replace(HOW, strategy=Strategy.RECREATE, on_failure=OnFailure.HOLD)
+    for outcome in Outcome:
+        verdict = Verdict(outcome, "why", expired=True)
+        made = plan(Situation("b", "a", 2, (Sized("b", 2, 0),), verdict), how)
+        assert (made.replicas, made.stable, made.rejected) == ({"a": 2}, "a", "b")
 
 
 def test_a_spec_that_changed_on_the_way_brings_the_stable_ones_back_first() -> None:

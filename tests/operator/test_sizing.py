@@ -87,6 +87,10 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
+@pytest.mark.fault(
+    "F38",
+    shows="each bad answer from a real socket is ReportInvalid with its reason",
+)
 def test_a_bad_answer_is_invalid_and_says_why(name: str) -> None:
     with answering(BAD[name]) as port:
         started = time.monotonic()
@@ -97,6 +101,7 @@ def test_a_bad_answer_is_invalid_and_says_why(name: str) -> None:
         assert 0 < len(reading.error) < 300
 
 
+@pytest.mark.fault("F38", shows="an answer that drips ends within its time")
 def test_a_slow_answer_ends_in_time() -> None:
     with answering(drip) as port:
         started = time.monotonic()
@@ -105,6 +110,7 @@ def test_a_slow_answer_ends_in_time() -> None:
         assert (reading.report, reading.invalid) == (None, False)
 
 
+@pytest.mark.fault("F38", shows="nobody there is Unreachable")
 def test_nobody_there_is_unreachable() -> None:
     reading = fetch("127.0.0.1", 1, "uid")
     assert not reading.invalid

@@ -172,4 +172,24 @@ def test_a_key_is_a_file_that_the_server_itself_misses() -> None:
     assert launch_config(owner, "aaaaa", stored["with"]).require_api_key
     assert not launch_config(owner, "aaaaa", stored["without"]).require_api_key
     assert "secret" not in str(stored["without"]["podTemplate"])
+    assert not launch_config(owner, "aaaaa", stored["with"]).require_tls
     assert parse(with_key).inputs_json != parse(body()).inputs_json  # asking for a key moves pods
+
+
+def test_a_certificate_is_mounted_and_the_address_says_so() -> None:
+    """Alone, or beside a key; nothing of it is in the launch file of a service without."""
+    spec = parse(body({"access": {"tlsSecret": {"name": "chat-tls"}}}))
+    revision = Revision("aaaaa", "image", spec.inputs_json, 1)
+    stored = controller_revision(spec, revision, Settings("image"))["data"]
+    pod = stored["podTemplate"]["spec"]
+    (volume,) = [v for v in pod["volumes"] if "secret" in v]
+    assert volume["secret"] == {
+        "secretName": "chat-tls",
+        "items": [{"key": n, "path": n} for n in ("tls.crt", "tls.key")],
+        "optional": True,
+    }
+    (mount,) = [m for m in pod["containers"][0]["volumeMounts"] if m["name"] == "tls"]
+    assert mount == {"name": "tls", "mountPath": "/etc/kvline/tls", "readOnly": True}
+    launch = launch_config(Owner("ns", "chat", "uid", "chat"), "aaaaa", stored)
+    assert launch.require_tls and not launch.require_api_key
+    assert (spec.scheme, parse(body()).scheme) == ("https", "http")

@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from kvline_operator import verdicts
 from kvline_operator.gate import Measured, Outcome, Verdict
 from kvline_operator.rollout import RolloutPlan
+from kvline_operator.threshold import Thresholds
 from kvline_operator.verdicts import Standing, first, remember, stable
 
 A = Standing(accepted=3, baseline={"H200": 1000}, bytes_per_token=100)
 PASS = Verdict(Outcome.PASS, "enough", 980, 950, 1000)
 FAIL = Verdict(Outcome.FAIL, "30 short", 920, 950, 1000)
+POLICY = Thresholds(0, 95)
 numbers = st.integers(0, 10**12)
 
 
@@ -29,6 +31,7 @@ numbers = st.integers(0, 10**12)
         compared=numbers,
         message=st.text(max_size=40),
         bytes_per_token=numbers,
+        kills=st.dictionaries(st.text(max_size=9), st.tuples(st.integers(1, 99)), max_size=3),
         baseline=st.dictionaries(st.text(max_size=9), st.integers(1, 10**12), max_size=3),
     )
 )
@@ -52,16 +55,41 @@ def plan(gate: Verdict | None, stable: str = "a", rejected: str = "") -> Rollout
 def test_a_verdict_counts_beside_the_revision_it_was_given_beside() -> None:
     after = remember({"a": A, "b": Standing()}, plan(FAIL, rejected="b"), "b", ())
     assert (after["b"].verdict, after["b"].against, after["b"].measured) == ("Failed", 3, 920)
-    said = after["b"].verdict_now(after["a"])
+    said = after["b"].verdict_now(after["a"], POLICY)
     assert said == FAIL
-    assert after["b"].verdict_now(replace(A, accepted=4)) is None
+    assert after["b"].verdict_now(replace(A, accepted=4), POLICY) is None
+
+
+def test_a_shortfall_counts_by_the_policy_of_today() -> None:
+    """A person who lowers minCapacityPercent or minKVTokens is heard; an engine that failed is
+    another thing."""
+    short = Standing(verdict="Failed", against=3, measured=920, required=950, compared=1000)
+    assert short.verdict_now(A, POLICY) is not None
+    assert short.verdict_now(A, Thresholds(0, 92)) is None
+    assert short.verdict_now(A, Thresholds(930, 92)) is not None
+    ended = Standing(verdict="Failed", against=3, message="ended 2 times")
+    assert ended.verdict_now(A, Thresholds(0, 1)) is not None
+
+
+def test_a_promotion_of_what_serves_begins_a_new_baseline_once() -> None:
+    """The way out for an accepted revision that measures less for good."""
+    less = (Measured("H200", 400, 100), Measured("H200", 500, 100))
+    once = remember({"a": A}, plan(None), "a", less, promote="a")
+    assert (once["a"].baseline, once["a"].verdict) == ({"H200": 400}, "Promoted")
+    again = remember(once, plan(None), "a", (Measured("H200", 300, 100),), promote="a")
+    assert again == once, "the annotation is spent until it is taken away"
+    taken_away = remember(again, plan(None), "a", less)
+    assert taken_away["a"].verdict == "Passed"
+    anew = remember(taken_away, plan(None), "a", (Measured("H200", 300, 100),), promote="a")
+    assert anew["a"].baseline == {"H200": 300}
+    assert remember({"a": A}, plan(None), "a", (), promote="a") == {"a": A}, "nothing serves"
 
 
 def test_a_rejection_is_history_once_the_spec_says_something_else() -> None:
     failed = Standing(verdict="Failed", against=3, message="30 short", measured=920)
-    assert failed.verdict_now(A) is not None
+    assert failed.verdict_now(A, POLICY) is not None
     after = remember({"a": A, "b": failed}, plan(None), "a", ())["b"]
-    assert after.verdict_now(A) is None
+    assert after.verdict_now(A, POLICY) is None
     assert after == replace(failed, against=0)
 
 

@@ -67,12 +67,28 @@ def test_backoff_doubles_to_five_minutes_and_is_per_key() -> None:
     assert queue.retry(A, least=7) == 7, "an API server that says when to come back is obeyed"
 
 
-def test_the_probe_sees_a_key_that_nobody_takes() -> None:
+def test_a_key_that_nobody_takes_is_late_and_a_stall() -> None:
+    clock = Clock()
+    queue = WorkQueue(clock)
+    clock.now += 5000  # idle: no stall
+    assert queue.stalled() == 0
+    queue.add(A)
+    clock.now += 130
+    assert queue.oldest_overdue() == queue.stalled() == 130
+
+
+def test_a_key_that_nobody_finishes_is_a_stall_and_a_later_one_is_none() -> None:
     clock = Clock()
     queue = WorkQueue(clock)
     queue.add(A)
-    clock.now += 130
-    assert queue.oldest_overdue() == 130
+    queue.add(B, 500)
+    assert queue.pop() == A
+    clock.now += 400
+    assert queue.stalled() == 400
+    queue.done(A)
+    assert queue.stalled() == 0
+    clock.now += 150
+    assert queue.stalled() == 50, "since it is due"
 
 
 @given(st.lists(st.tuples(st.sampled_from([A, B]), st.integers(0, 20)), max_size=30))

@@ -37,6 +37,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
     "llama3-rope": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    # Wide enough for the GEMMs of real models: oneDNN has another for less than 512 columns.
+    "wide": ("Llama", {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {"use_sliding_window": False}),
     "qwen3": ("Qwen3", {"use_sliding_window": False}),
@@ -62,7 +64,7 @@ def _make(folder: Path, family: str, sharded: bool) -> Path:
 
     name, extra = FAMILIES[family]
     torch.manual_seed(7)
-    config = getattr(transformers, f"{name}Config")(**SMALL, **extra)
+    config = getattr(transformers, f"{name}Config")(**(SMALL | extra))
     model = getattr(transformers, f"{name}ForCausalLM")(config).to(torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -32,17 +32,20 @@ LAUNCHER = """
 import signal, sys
 from pathlib import Path
 from kvline_contract.launch import LaunchConfig
-from kvline_server.options import Limits, Options
+from kvline_server.options import EdgeLimits, Limits, Options
 from kvline_server.supervisor import Supervisor
-config, state, gate, port, internal, memory, limits, key = sys.argv[1:9]
+config, state, gate, port, internal, memory, limits, key, edge, tls = sys.argv[1:11]
 options = Options(
     config=Path(config), state_dir=Path(state), gate=Path(gate) if gate else None,
     host="127.0.0.1", port=int(port), internal_port=int(internal), memory=int(memory) or None,
     termination_log=Path(state) / "termination", threads=1, key=Path(key),
+    tls=Path(tls),
     limits=Limits(**__import__("json").loads(limits)),
+    edge=EdgeLimits(**__import__("json").loads(edge)),
 )
 supervisor = Supervisor(options, LaunchConfig.parse(Path(config).read_bytes()))
-signal.signal(signal.SIGTERM, lambda *_: supervisor.stop())
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda *_: supervisor.stop())
 sys.exit(supervisor.run())
 """
 
@@ -71,16 +74,25 @@ class Server:
     gate: GateFile | None = None
     faults: dict[str, str] = field(default_factory=dict)
     limits: dict[str, float] = field(default_factory=dict)
+    edge: dict[str, float] = field(default_factory=dict)  # of options.EdgeLimits
+    drain_seconds: int | None = None
     memory: int = 0
     key: Path | None = None  # a file; asked of every request
+    tls: Path | None = None  # a folder with a certificate and its key
     port: int = 0
     internal_port: int = 0
+    client: httpx.Client = field(default_factory=httpx.Client)
 
     def start(self) -> Server:
         self.scratch.mkdir(parents=True, exist_ok=True)
         config = self.scratch / "launch.json"
         launch = launch_config(self.model, self.engine, self.capacity)
-        launch = replace(launch, require_api_key=self.key is not None)
+        launch = replace(
+            launch,
+            require_api_key=self.key is not None,
+            require_tls=self.tls is not None or None,
+            drain_seconds=self.drain_seconds,
+        )
         config.write_text(launch.dumps())
         gate = ""
         if self.gate is not None:
@@ -97,7 +109,7 @@ class Server:
         self.log = (self.scratch / "log").open("ab")
         command = [sys.executable, "-c", LAUNCHER, str(config), str(state), gate, str(self.port)]
         command += [str(self.internal_port), str(self.memory), json.dumps(self.limits)]
-        command.append(str(self.key or "/nowhere"))
+        command += [str(self.key or "/nowhere"), json.dumps(self.edge), str(self.tls or "/nowhere")]
         self.process = subprocess.Popen(command, env=environment, stdout=self.log, stderr=self.log)
         return self
 
@@ -106,7 +118,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http{'s' if self.tls else ''}://127.0.0.1:{self.port}"
 
     def probe(self, path: str, timeout: float = 5.0) -> tuple[int, Any]:
         answer = httpx.get(f"http://127.0.0.1:{self.internal_port}{path}", timeout=timeout)
@@ -144,6 +156,22 @@ class Server:
                         out[name] = int(entry.name)
         return out
 
+    def complete(self, **fields: Any) -> dict[str, Any]:
+        """A completion's body; fails at any status but 200."""
+        body = {"model": "tiny", **fields}
+        answer = self.client.post(f"{self.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def resident(self) -> dict[str, float]:
+        """Anonymous MiB of the HTTP and engine processes."""
+        out = {}
+        for name, pid in self.children().items():
+            status = Path(f"/proc/{pid}/status").read_text()
+            line = next(line for line in status.splitlines() if line.startswith("RssAnon"))
+            out[name] = int(line.split()[1]) / 1024
+        return out
+
     def end(self, seconds: float = 20) -> int:
         return self.process.wait(seconds)
 
@@ -161,4 +189,5 @@ class Server:
             self.process.wait()
         for pid in self.children().values():
             os.kill(pid, signal.SIGKILL)
+        self.client.close()
         self.log.close()

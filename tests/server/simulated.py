@@ -37,6 +37,7 @@ class Machine:
     slack: int = 0
     surprise: int = 0  # what a batch takes more while the canary is held, at the final size
     trial: int | None = None  # bytes that the trial of kernels takes; None: nothing to try
+    scratch: int = 0  # bytes that meeting row counts leaves until memory is settled
     kills: bool = False
     gpu: bool = False
     name: str = "simulated"
@@ -45,11 +46,12 @@ class Machine:
     taken: int = 0  # by the canary
     highest: int = 0
     batches: int = 0
+    left: int = 0
 
     # The device
 
     def used(self) -> int:
-        return self.weights + self.nbytes + self.taken
+        return self.weights + self.nbytes + self.taken + self.left
 
     now = used
 
@@ -63,7 +65,7 @@ class Machine:
         return 3 * MIB
 
     def settle(self) -> None:
-        return
+        self.left = 0
 
     @contextmanager
     def held(self, nbytes: int) -> Iterator[None]:
@@ -108,6 +110,10 @@ class Machine:
         assert not self.pages, "a trial must find no cache mapped"
         self._take(self.trial)
         return "tried"
+
+    def meet(self, max_rows: int) -> int:
+        self.left = self.scratch
+        return int(bool(self.scratch))
 
     def capture(self, max_rows: int) -> bool:
         return False

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -56,3 +59,51 @@ def test_a_model_with_more_heads_than_kernels_hold_is_told_so() -> None:
     cuda_write.check(128, 8)
     with pytest.raises(RuntimeError, match="144 heads of queries"):
         cuda_write.check(144, 8)
+
+
+DRAW = """
+import numpy as np, torch, triton.language as tl
+from kvline_server.engine.seeds import keys
+from kvline_server.kernels import triton_kernels
+from kvline_server.kernels.interface import Draws
+from kvline_server.kernels.noise import race
+from kvline_server.kernels.torch_rows import choose_rows
+
+rows, vocabulary = 24, 5003
+rng = np.random.default_rng(1)
+logits = torch.from_numpy(rng.normal(0, 2.5, (rows, vocabulary)).astype(np.float32))
+logits[3, 7], logits[4, 9], logits[5] = float("nan"), float("inf"), float("-inf")
+temperatures = rng.choice([0.6, 1.0, 1.5], rows).astype(np.float32)
+made = keys(np.arange(rows, dtype=np.uint64), np.zeros(rows, np.uint64))
+ones = np.ones(rows, np.float32)
+off = (0 * ones).astype(np.int32)
+want = choose_rows(logits.clone(), Draws(temperatures, off, ones, 0 * ones, made))
+
+def draw(weights, temperatures, logits):
+    chosen = torch.empty(rows, dtype=torch.int64)
+    key = torch.from_numpy(made.view(np.int64))
+    at = key if temperatures is None else torch.from_numpy(temperatures)
+    triton_kernels.draw[(rows,)](
+        weights, vocabulary, at, key, chosen, tl.constexpr(vocabulary), LOGITS=logits, BLOCK=1024
+    )
+    return chosen
+
+got = draw(logits, temperatures, 1)
+assert (got == want).all(), (got, want)
+assert (got[3:6] == -1).all() and (got >= 0).sum() == rows - 3
+weights = torch.softmax(logits, dim=-1)
+weights[5] = 0
+got = draw(weights, None, 0)
+assert (got[3:6] == -1).all()
+whole = torch.arange(rows) != 5
+whole[3:5] = False
+assert (got == race(weights, made))[whole].all()
+"""
+
+
+def test_the_gpu_s_draw_is_the_reference_s_token_for_token() -> None:
+    """In Triton's interpreter: the same noise from the same keys, and no token where a row has a
+    NaN, an infinity or nothing at all."""
+    subprocess.run(
+        [sys.executable, "-c", DRAW], env={**os.environ, "TRITON_INTERPRET": "1"}, check=True
+    )

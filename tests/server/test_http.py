@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -208,9 +209,34 @@ def test_a_large_body_is_413(server: Server) -> None:
     refused(post(server, {**COMPLETION, "prompt": "x" * (2 << 20)}), 413)
 
 
+@pytest.mark.parametrize(
+    "prompt",
+    ["word" * (500 << 10), "x" * (1 << 20), " " * (1 << 20), "\U0001f600" * (480 << 10)],
+    ids=["one-word", "one-letter", "blanks", "emoji"],
+)
+def test_a_huge_prompt_is_400_and_holds_nobody_up(server: Server, prompt: str) -> None:
+    """H25: whatever it takes to see that it is too long, others and the probes go on meanwhile."""
+    raw = json.dumps({**COMPLETION, "prompt": prompt}, ensure_ascii=False).encode()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(post, server, raw)
+        asked = 0
+        while asked < 3 or not answer.done():
+            began = time.monotonic()
+            assert server.probe("/readyz")[0] == 200
+            assert time.monotonic() - began < 1
+            assert httpx.get(f"{server.url}/v1/models", timeout=5).status_code == 200
+            asked += 1
+        refused(answer.result(), 400, "prompt")
+
+
 BAD_COMPLETIONS: list[tuple[str, dict[str, Any], str]] = [
     ("H13", {"foo": 1}, "foo"),
     ("H13", {"suffix": "x"}, "suffix"),
+    ("H13", {"store": True}, "store"),
+    ("H13", {"service_tier": "flex"}, "service_tier"),
+    ("H13", {"min_tokens": 2}, "min_tokens"),
+    ("H13", {"min_tokens": 4, "ignore_eos": True}, "min_tokens"),
+    ("H13", {"length_penalty": True}, "length_penalty"),
     ("H15", {"n": True}, "n"),
     ("H15", {"n": "8"}, "n"),
     ("H15", {"n": 3.0}, "n"),
@@ -218,7 +244,7 @@ BAD_COMPLETIONS: list[tuple[str, dict[str, Any], str]] = [
     ("H16", {"n": -1}, "n"),
     ("H16", {"n": 9}, "n"),
     ("H16", {"n": 10**30}, "n"),
-    ("H16", {"best_of": 1}, "best_of"),
+    ("H16", {"best_of": 2}, "best_of"),
     ("H17", {"logprobs": -1}, "logprobs"),
     ("H17", {"logprobs": 21}, "logprobs"),
     ("H18", {"prompt_logprobs": -1}, "prompt_logprobs"),
@@ -232,7 +258,6 @@ BAD_COMPLETIONS: list[tuple[str, dict[str, Any], str]] = [
     ("H20", {"max_tokens": 2**63}, "max_tokens"),
     ("H20", {"max_tokens": 257}, "context"),
     ("H21", {"prompt": ""}, "prompt"),
-    ("H21", {"prompt": "   "}, "prompt"),
     ("H21", {"prompt": []}, "prompt"),
     ("H21", {"prompt": [[]]}, "prompt"),
     ("H21", {"prompt": None}, "prompt"),
@@ -267,6 +292,9 @@ BAD_COMPLETIONS: list[tuple[str, dict[str, Any], str]] = [
     ("H48", {"user": "x" * 1_000_000}, "user"),
     ("H49", {"stream_options": {"include_usage": True}}, "stream_options"),
     ("H49", {"stream": True, "stream_options": 5}, "stream_options"),
+    ("H49", {"stream_options": {"continuous_usage_stats": True}}, "stream_options"),
+    ("H49", {"stream": True, "stream_options": {"include_obfuscation": True}}, "include_obfusc"),
+    ("H24", {"prompt": ["x"] * 128, "n": 2}, "prompts times n"),
 ]
 
 
@@ -285,7 +313,19 @@ BAD_CHATS: list[tuple[str, dict[str, Any], str]] = [
     ("H18", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ("H20", {"max_tokens": 0}, "max_tokens"),
     ("H21", {"messages": []}, "messages"),
+    ("H33", {"response_format": {"type": "json_object"}}, "response_format"),
     ("H35", {"tools": [{"type": "function"}]}, "tools"),
+    ("H35", {"tool_choice": "required"}, "tool_choice"),
+    ("H35", {"modalities": ["text", "audio"]}, "modalities"),
+    ("H20", {"max_completion_tokens": 4}, "max_tokens"),
+    ("H48", {"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+    ("H48", {"messages": [{"role": "user"}]}, "messages.0.content"),
+    (
+        "H35",
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]},
+        "messages.0.tool_calls",
+    ),
+    ("H48", {"messages": [{"role": "assistant", "refusal": "no"}]}, "messages.0.refusal"),
     ("H36", {"chat_template": "{{ 1 }}"}, "chat_template"),
     ("H36", {"chat_template_kwargs": {}}, "chat_template_kwargs"),
     ("H48", {"messages": [{"role": "tool", "content": "x"}]}, "role"),
@@ -359,9 +399,11 @@ def test_an_unknown_model_is_404(server: Server, model: str) -> None:
         "/V1/models",
         "//v1/models",
         "/v1/completions/",
+        "/v1/models/",
+        "/health/x",
     ],
 )
-def test_only_three_routes_exist_on_the_api_port(server: Server, path: str) -> None:
+def test_only_five_routes_exist_on_the_api_port(server: Server, path: str) -> None:
     """H40, H42."""
     refused(httpx.get(f"{server.url}{path}"), 404)
 
@@ -409,13 +451,25 @@ def test_leaving_before_the_answer_frees_its_pages(server: Server) -> None:
 
 
 def test_too_many_get_429_with_retry_after_and_readiness_stays(server: Server) -> None:
+    """And 429s alone count as load that was rejected, never a client's mistakes."""
     wait_for_pages(server, 20)
-    body = {**LONG, "prompt": ["x"] * 128}
-    answer = post(server, body)
+    before = server.probe("/load")[1]["refusedLast60s"]
+    for _ in range(3):
+        refused(post(server, {**LONG, "n": 0}), 400, "n")
+    body = {**LONG, "prompt": ["x"] * 100}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json={**body, "stream": True}) as s:
+        lines = s.iter_lines()  # held: the response closes with it
+        next(lines)
+        answer = post(server, body)
     refused(answer, 429, "try again")
     assert answer.headers["retry-after"] == "1"
     assert server.probe("/readyz")[0] == 200
-    assert server.probe("/load")[1]["refusedLast60s"] >= 1
+    end = time.monotonic() + 10
+    while (load := server.probe("/load")[1])["refusedLast60s"] == before:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert load["refusedLast60s"] == before + 100  # sequences
+    assert 0 < load["retrying"] <= 100
 
 
 def test_every_request_is_counted_once(server: Server) -> None:

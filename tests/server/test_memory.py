@@ -6,10 +6,11 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from engines import decoder
+from engines import decoder, engine
 from hypothesis import given
 from hypothesis import strategies as st
 from servers import launch_config
@@ -19,6 +20,8 @@ from kvline_contract.launch import CapacityOptions, Device, EngineOptions
 from kvline_contract.report import Memory, Outcome
 from kvline_server.backend import open_backend
 from kvline_server.config import logprob_rows, resolve
+from kvline_server.engine.batch import Batch
+from kvline_server.engine.request import SamplingParams
 from kvline_server.errors import ConfigInvalid, DeviceFailure
 from kvline_server.memory import device as devices
 from kvline_server.memory.arena import HostArena
@@ -31,6 +34,7 @@ from kvline_server.memory.device import (
 )
 from kvline_server.memory.profile import Measured, shrink, whole_pages
 from kvline_server.memory.record import FREE_NOISE, AttemptStore, find_record, fingerprint
+from kvline_server.memory.stress import MAX_BIASES, StressSet, worst
 from kvline_server.model.config import read_config
 
 amount = st.integers(0, 2**40)
@@ -100,10 +104,10 @@ def test_the_arena_keeps_addresses_and_contents_through_growth_and_shrinking(
     grown = arena.layers()[1]
     assert grown.keys.data_ptr() == address
     assert float(grown.keys[50].min()) == 7
-    before = devices.cpu_device(None, 1).now()
+    before = cpu_device(None, 1).now()
     held = arena.nbytes
     arena.resize(60)
-    assert before - devices.cpu_device(None, 1).now() > 0.9 * (held - arena.nbytes)
+    assert before - cpu_device(None, 1).now() > 0.9 * (held - arena.nbytes)
     assert float(arena.layers()[1].keys[50].min()) == 7
     arena.resize(100)
     assert float(arena.layers()[1].keys[60:].abs().max()) == 0
@@ -112,9 +116,9 @@ def test_the_arena_keeps_addresses_and_contents_through_growth_and_shrinking(
 def test_the_arena_is_resident_when_it_is_mapped(make_model: Callable[..., Path]) -> None:
     config = decoder(make_model("llama")).config
     arena = HostArena(config, 40_000, torch.float32)
-    before = devices.cpu_device(None, 1).now()
+    before = cpu_device(None, 1).now()
     arena.resize(20_000)
-    assert devices.cpu_device(None, 1).now() - before > 0.95 * arena.nbytes
+    assert cpu_device(None, 1).now() - before > 0.95 * arena.nbytes
 
 
 def test_the_peak_is_remembered_until_it_is_reset() -> None:
@@ -190,6 +194,68 @@ def test_attempts_survive_a_kill_and_belong_to_a_fingerprint(tmp_path: Path) -> 
     again.clear()
     again.clear()
     assert not (tmp_path / "attempts.json").exists()
+
+
+def test_an_attempt_that_was_ended_by_order_is_no_failed_one(tmp_path: Path) -> None:
+    store = AttemptStore(tmp_path / "attempts.json")
+    store.interrupt()  # nothing was begun
+    store.open("one")
+    store.begin(1, 5000)
+    store.end(Outcome.OUT_OF_MEMORY, None)
+    store.begin(2, 4750)
+    AttemptStore(tmp_path / "attempts.json").interrupt()
+    again = AttemptStore(tmp_path / "attempts.json")
+    again.open("one")
+    assert [(a.number, a.outcome) for a in again.attempts] == [(1, Outcome.OUT_OF_MEMORY)]
+
+
+def test_without_a_limit_a_server_takes_half_of_what_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took 11 of 13 GiB of a machine that was somebody's."""
+    monkeypatch.setattr(devices, "CGROUP", tmp_path)
+    monkeypatch.setattr(devices, "_available", lambda: 12 << 30)
+    made = cpu_device(None, 1 << 30)  # a tree of nothing
+    assert (made.limit, made.bounded) == (6 << 30, False)
+    assert cpu_device(2 << 30, 1 << 30).bounded
+
+
+def test_the_stress_set_plays_every_option_at_once() -> None:
+    """In decodes, in prefills and in steps of both: an option that is added must be played."""
+    neutral, asked = SamplingParams(max_tokens=1), worst(50_000, 20)
+    not_played = {"temperature", "seed", "logprob_start"}  # cost nothing, or save
+    for name in set(SamplingParams.__struct_fields__) - not_played:
+        assert getattr(asked, name) != getattr(neutral, name), name
+    assert len(asked.logit_bias) == MAX_BIASES and max(asked.logit_bias) < 50_000
+    assert (asked.logprobs, asked.prompt_logprobs) == (20, 20)
+
+
+@pytest.mark.parametrize("aliased", [True, False])
+def test_the_stress_set_s_steps_are_as_large_as_the_scheduler_s(
+    aliased: bool, make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = engine(make_model("llama"), pages=100, running=8)
+    folder = make_model("llama")
+    options = launch_config(folder, EngineOptions(512, 8, 64), CapacityOptions())
+    settings = resolve(options, made.runner.decoder.config, 2 << 30)
+    batches: dict[str, Batch] = {}
+    stress = StressSet(made.runner, settings, 512, 307, aliased)
+    launch = made.runner.launch
+    for name, action in stress.items():
+
+        def noted(batch: Batch, name: str = name) -> Any:
+            batches[name] = batch
+            return launch(batch)
+
+        monkeypatch.setattr(made.runner, "launch", noted)
+        action()
+    everything = {n: b for n, b in batches.items() if n != "unfiltered"}
+    for batch in everything.values():
+        assert all(s.params == worst(307, 20) for s in batch.sampled)
+    assert len(batches["prefill-one"].token_ids) == len(batches["mixed"].token_ids) == 64
+    assert len(batches["mixed"].sampled) == len(batches["decode"].sampled) == 8
+    assert len(batches["mixed"].targets) == 64 - 7 - 2  # all of the prompt but its ends
+    assert len(batches["last-chunk"].targets) == 62 and batches["unfiltered"].targets.size
 
 
 def test_a_record_is_used_only_where_as_much_is_free(tmp_path: Path) -> None:

@@ -44,6 +44,11 @@ def changed(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Pa
         ({"rms_norm_eps": -1}, ModelInvalid, "rms_norm_eps"),
     ],
 )
+@pytest.mark.fault(
+    "F56",
+    shows="a config.json that changes the mathematics is refused by the key's name, auto_map "
+    "among them",
+)
 def test_what_we_cannot_run_is_refused_by_name(
     changed: Callable[..., Path], change: dict[str, Any], error: type[ServerError], named: str
 ) -> None:
@@ -68,6 +73,7 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
+@pytest.mark.fault("F56", shows="a folder without safetensors says so")
 def test_a_folder_of_other_formats_says_so(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(ModelInvalid, match=r"pytorch_model\.bin is of a format that is never read"):

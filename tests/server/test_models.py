@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from kvline_server.engine.engine import Engine, Output
 from kvline_server.kernels.torch import TorchKernels
+from kvline_server.model import loader
 from kvline_server.model.config import read_config
-from kvline_server.model.loader import RandomSource, load_weights
+from kvline_server.model.loader import RandomSource, SafetensorsSource, load_weights
 
 PROMPTS = [[5, 9, 260, 17], list(range(20, 95)), [300], list(range(150, 185))]
 FAMILY_NAMES = ["llama", "llama-tied", "llama3-rope", "mistral", "qwen2", "qwen3"]
@@ -83,6 +84,27 @@ def test_random_weights_need_only_the_config(
     weights = load_weights(RandomSource(), config, TorchKernels())
     assert weights.embedding.shape == (config.vocabulary, config.hidden)
     assert float(weights.norm.min()) == 1.0
+
+
+def test_a_copy_tells_how_far_it_is_and_large_tensors_come_in_parts(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the last byte, never backwards; and the parts make the same tensors."""
+    folder = make_model("qwen2", sharded=True)
+    config = read_config(folder)
+    kernels = TorchKernels()
+    monkeypatch.setattr(kernels, "pack", lambda weight: weight)
+    heard: list[tuple[int, int]] = []
+    plain = load_weights(SafetensorsSource(folder), config, kernels)
+    monkeypatch.setattr(loader, "COPY_BYTES", 1000)
+    parts = load_weights(
+        SafetensorsSource(folder), config, kernels, lambda done, total: heard.append((done, total))
+    )
+    assert all(torch.equal(a, b) for a, b in zip(plain.tensors(), parts.tensors(), strict=True))
+    done = [at for at, _ in heard]
+    assert done == sorted(done) and {total for _, total in heard} == {done[-1]}
+    assert done[-1] == parts.nbytes()
+    assert max(b - a for a, b in zip([0, *done], done, strict=False)) <= 1000
 
 
 @pytest.mark.parametrize("kind", ["shape", "missing", "cut", "index"])

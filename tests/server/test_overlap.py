@@ -30,6 +30,7 @@ def requests(seed: int, count: int) -> list[tuple[list[int], SamplingParams]]:
             seed=id,
             ignore_eos=rng.random() < 0.4,
             frequency_penalty=rng.choice([0.0, 0.0, 0.0, 0.7]),
+            logit_bias=rng.choice([{}, {}, {11: 3.0}]),
             logprobs=rng.choice([None, None, 2]),
             prompt_logprobs=rng.choice([None, None, None, 1]),
         )
@@ -74,7 +75,7 @@ def said(outputs: list[Output]) -> list[tuple[int, str | None, Any, Any]]:
     return rows
 
 
-@pytest.mark.parametrize("pages", [12, 200])
+@pytest.mark.parametrize("pages", [11, 200])
 def test_a_step_ahead_changes_no_answer(make_model: Callable[..., Path], pages: int) -> None:
     """With few pages sequences are preempted while a token of theirs is unread."""
     wanted = requests(pages, 80)
@@ -84,7 +85,7 @@ def test_a_step_ahead_changes_no_answer(make_model: Callable[..., Path], pages: 
         made.eos_token_ids = frozenset(EOS)
         sides.append((made, play(made, depth, wanted)))
     (waiting, want), (ahead, got) = sides
-    if pages == 12:
+    if pages == 11:
         assert waiting.scheduler.preemptions and ahead.scheduler.preemptions
     for id in want:
         if id % ABORTED == 0:  # how much was said before the client left is chance
@@ -93,3 +94,53 @@ def test_a_step_ahead_changes_no_answer(make_model: Callable[..., Path], pages: 
             assert said(got[id]) == said(want[id]), id
     finishes = {o.finish for outputs in want.values() for o in outputs}
     assert finishes == {None, "stop", "length"}
+
+
+PLAIN = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+PENALISED = SamplingParams(max_tokens=12, temperature=0.0, frequency_penalty=0.5, ignore_eos=True)
+BIASED = SamplingParams(max_tokens=12, temperature=0.0, logit_bias={3: 1.0}, ignore_eos=True)
+
+
+def in_flight(made: Engine, steps: int) -> list[int]:
+    """How many steps run on the device when the host has prepared the next, step by step."""
+    made.runner.kernels.depth = 1  # type: ignore[misc]
+    seen = []
+    for _ in range(steps):
+        made.step()
+        seen.append(len(made._flights))
+    return seen
+
+
+@pytest.mark.parametrize("queued", [PENALISED, BIASED])
+def test_a_queued_request_with_penalties_or_a_bias_serialises_nobody(
+    make_model: Callable[..., Path], queued: SamplingParams
+) -> None:
+    made = engine(make_model("llama"), running=2)
+    for id in range(2):
+        made.submit(id, [1, 2, 3 + id], PLAIN)
+    made.submit(9, [5, 6, 7], queued)
+    assert in_flight(made, 8) == [1] * 8
+    assert 9 in {s.id for s in made.scheduler.waiting}
+
+
+def test_a_bias_needs_nothing_that_was_said_before(make_model: Callable[..., Path]) -> None:
+    made = engine(make_model("llama"))
+    for id, params in enumerate((PLAIN, BIASED)):
+        made.submit(id, [1, 2, 3 + id], params)
+    assert in_flight(made, 8) == [1] * 8
+    assert all(len(s.tokens) == 3 + 7 for s in made.sequences.values())
+
+
+def test_a_penalised_request_waits_for_its_own_tokens_alone(
+    make_model: Callable[..., Path],
+) -> None:
+    """Beside others it takes every other step, alone every step; they take every step."""
+    made = engine(make_model("llama"))
+    for id, params in enumerate((PLAIN, PLAIN, PENALISED)):
+        made.submit(id, [1, 2, 3 + id], params)
+    assert in_flight(made, 9) == [1] * 9
+    assert [len(made.sequences[id].tokens) - 3 for id in range(3)] == [8, 8, 4]
+    alone = engine(make_model("llama"))
+    alone.submit(0, [1, 2, 5], PENALISED)
+    in_flight(alone, 8)
+    assert len(alone.sequences[0].tokens) - 3 == 4

@@ -105,6 +105,85 @@ def test_an_allocator_s_slack_saves_a_shrink(tmp_path: Path) -> None:
     assert roomy.run().kv_tokens > tight.tried[-1] and len(roomy.tried) == 1
 
 
+class Overdrawn(Machine):
+    """Lets the stress through, and is seen over its limit by `over` at the final size."""
+
+    over = 9 * MIB
+
+    def used(self) -> int:
+        return super().used() + (self.over if self.taken and self.pages > 3000 else 0)
+
+    def _take(self, nbytes: int) -> None:
+        self.highest = max(self.highest, super().used() + nbytes)
+
+
+def test_an_attempt_that_needed_part_of_the_headroom_has_failed(tmp_path: Path) -> None:
+    """Nine MiB below nothing was published as a size that survived."""
+    start = Start(Overdrawn(limit=256 * MIB, weights=32 * MIB, price=64 << 10), tmp_path)
+    start.run()
+    attempts = [a for n, a in sorted(start.notes.attempts.items()) if n]
+    assert [a.outcome for a in attempts] == [Outcome.OUT_OF_MEMORY, Outcome.SURVIVED]
+    assert (attempts[-1].lowest_free_mib or 0) >= 0
+
+
+class Shared(Machine):
+    """A GPU of which another server holds a part, for a while."""
+
+    others = 120 * MIB
+    began = False
+
+    def used(self) -> int:
+        return super().used() + (self.others if self.began else 0)
+
+    def now(self) -> int:
+        return super().used() - self.nbytes
+
+    def peak(self) -> int:
+        return max(self.highest - self.nbytes, self.now())
+
+    def reset_peak(self) -> None:
+        self.began = True
+        self.highest = super().used()
+
+    def _take(self, nbytes: int) -> None:
+        self.highest = max(self.highest, super().used() + nbytes)
+
+
+def shared(folder: Path, leaves: bool) -> tuple[ProfileLoop, list[float], Notes]:
+    made = Shared(limit=256 * MIB, weights=32 * MIB, price=1024, gpu=True)
+    waits: list[float] = []
+    notes = Notes()
+
+    def pause(seconds: float) -> None:
+        waits.append(seconds)
+        made.others = 0 if leaves else made.others
+
+    loop = ProfileLoop(
+        device=made,
+        settings=replace(SETTINGS, max_model_len=40_000, model_max_len=40_000),
+        loaded=Loaded(made, made, BYTES_PER_TOKEN, made.weights, FINGERPRINT),  # type: ignore[arg-type]
+        reporter=notes,
+        store=AttemptStore(folder / "attempts.json"),
+        record_file=None,
+        wait_for_neighbours=lambda: None,
+        free_before_weights=made.limit,
+        pause=pause,
+    )
+    return loop, waits, notes
+
+
+def test_a_start_waits_for_one_beside_it_and_names_it_when_it_stays(tmp_path: Path) -> None:
+    """Two starts at once on one GPU: one ended without a word of the other."""
+    loop, waits, _ = shared(tmp_path, leaves=True)
+    assert loop.run(0.0).kv_tokens >= 40_000
+    assert len(waits) == 1
+    loop, waits, _ = shared(tmp_path, leaves=False)
+    with pytest.raises(ContextDoesNotFit, match="120 MiB of it taken since this start") as caught:
+        loop.run(0.0)
+    assert caught.value.termination().binding is Binding.NEIGHBOURS
+    assert len(waits) == 4
+
+
 def test_after_four_sizes_the_failure_names_parts_and_knobs(tmp_path: Path) -> None:
     start = Start(machine(surprise=100 * MIB), tmp_path)
     with pytest.raises(OutOfMemory) as caught:
@@ -132,8 +211,13 @@ def test_a_pin_is_validated_and_never_changed(tmp_path: Path) -> None:
     assert too_much.tried == [60_000]
 
 
-def test_a_record_of_a_twin_skips_the_search_not_the_validation(tmp_path: Path) -> None:
-    found = Start(machine(), tmp_path).run()
+@pytest.mark.parametrize("scratch", [0, 40 * MIB])
+def test_a_record_of_a_twin_skips_the_search_not_the_validation(
+    tmp_path: Path, scratch: int
+) -> None:
+    """What the kernels leave behind from meeting each row count is given back first: a search
+    settles its memory, and a start from its record must not begin with more in use."""
+    found = Start(machine(scratch=scratch), tmp_path).run()
     record = {
         "kvTokens": found.kv_tokens,
         "freeMiB": 256,
@@ -146,7 +230,7 @@ def test_a_record_of_a_twin_skips_the_search_not_the_validation(tmp_path: Path) 
     }
     file = tmp_path / "records.json"
     file.write_text(json.dumps({"version": 1, "reuse": "Auto", "records": {FINGERPRINT: record}}))
-    start = Start(machine(), tmp_path)
+    start = Start(machine(scratch=scratch), tmp_path)
     start.record = file
     again = start.run()
     assert (again.kv_tokens, again.source) == (found.kv_tokens, Source.RECORDED)

@@ -63,6 +63,21 @@ def server_attempts(server: Server) -> list[dict[str, Any]]:
         return []
 
 
+def test_a_start_ended_by_order_while_probing_is_no_killed_one(
+    start: Callable[..., Server],
+) -> None:
+    """The next start on the same folder ended as killed for memory, for ever."""
+    server = start(**SEARCHED)
+    while not server_attempts(server):
+        time.sleep(0.005)
+    assert not server.sizing()["result"]
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end(60) == 0
+    again = start(**SEARCHED)
+    again.wait()
+    assert [a["outcome"] for a in again.sizing()["attempts"]] == ["Survived"] * 2
+
+
 def test_four_killed_attempts_are_a_diagnosed_failure_not_a_crash_loop(
     start: Callable[..., Server],
 ) -> None:
@@ -118,6 +133,12 @@ def test_weights_that_do_not_fit_are_diagnosed_before_the_kernel_kills(
     assert "spec.resources.memory" in ended["message"]
     memory = ended["memory"]
     assert sum(v for k, v in memory.items() if k != "totalMiB") == memory["totalMiB"] == 64
+
+
+def test_a_volume_that_hangs_is_stalled(start: Callable[..., Server]) -> None:
+    server = start(faults={"KVLINE_FAULT_COPY": "60"}, limits={"stage": 4.0})
+    assert server.end(40) == 52
+    assert server.termination()["message"] == "no progress in state Loading for 4 s"
 
 
 def test_settings_the_model_cannot_have_end_with_the_field(start: Callable[..., Server]) -> None:

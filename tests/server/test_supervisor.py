@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -13,9 +16,14 @@ from servers import SEARCHED, Server
 
 from kvline_contract.launch import GateFile
 from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.options import Limits
 
 pytestmark = pytest.mark.process
 
+HALF = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    b"Content-Length: 9999\r\n\r\n{"
+)
 LONG = {"model": "tiny", "prompt": "hello", "max_tokens": 240, "ignore_eos": True}
 
 
@@ -30,8 +38,8 @@ def test_it_answers_probes_before_it_is_validated_and_sizes_itself(
     report = server.sizing()
     assert report["state"] == "Validated"
     names = [s["name"] for s in report["stages"]]
-    assert names[:3] == ["load", "autotune", "probe"]
-    assert "validate output-logprobs" in names
+    assert names[:4] == ["load", "autotune", "row counts", "probe"]
+    assert "validate unfiltered" in names
     autotune = report["stages"][1]
     assert autotune["ms"] <= 1
     assert "nothing is tunable" in autotune["detail"]
@@ -64,26 +72,39 @@ def test_sigterm_while_idle_ends_at_once_with_zero(start: Callable[..., Server])
     assert time.monotonic() - started < 2
 
 
-def test_sigterm_lets_streams_finish_and_refuses_new_ones(start: Callable[..., Server]) -> None:
-    """F49."""
-    server = start()
+def test_sigterm_lets_streams_finish_and_takes_what_comes_on_open_connections(
+    start: Callable[..., Server],
+) -> None:
+    """F49: a client with a pool may have sent its request before it could know; it is answered, and
+    told that the connection closes. Then the port closes, and what is under way goes on."""
+    server = start(edge={"late": 2.0})
     server.wait()
-    with httpx.stream(
-        "POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}, timeout=30
-    ) as stream:
+    with (
+        httpx.Client(base_url=server.url, timeout=30) as pool,
+        httpx.stream(
+            "POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}, timeout=30
+        ) as stream,
+    ):
+        assert pool.get("/v1/models").headers.get("connection") != "close"
         lines = stream.iter_lines()
         next(lines)
         engine = server.children()["engine"]
         os.kill(engine, signal.SIGSTOP)  # so that the stream is still there when we look
         server.process.send_signal(signal.SIGTERM)
         server.wait("/readyz", 503, 3)
-        time.sleep(0.5)  # the HTTP process hears of it a moment later
-        late = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=5)
-        assert late.status_code == 503
+        time.sleep(0.3)  # the HTTP process hears of it a moment later
+        late = pool.get("/v1/models")
+        assert late.status_code == 200
         assert late.headers["connection"] == "close"
+        with pytest.raises(httpx.ConnectError):  # the port closes while the stream goes on
+            while True:
+                httpx.get(f"{server.url}/v1/models")
+                time.sleep(0.1)
         os.kill(engine, signal.SIGCONT)
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert server.end(5) == 0
+    assert "drained in" in server.output()
+    assert "1 requests finished, 0 cut off" in server.output()
 
 
 def test_a_second_sigterm_ends_at_once(start: Callable[..., Server]) -> None:
@@ -102,16 +123,37 @@ def test_a_second_sigterm_ends_at_once(start: Callable[..., Server]) -> None:
         assert server.end(2) == 0
 
 
-def test_streams_that_outlive_the_drain_are_cut(start: Callable[..., Server]) -> None:
-    server = start(limits={"drain": 0.5})
+def test_a_drain_is_as_long_as_its_launch_says(start: Callable[..., Server]) -> None:
+    """A stream that outlives a drain is told so in OpenAI's form and ends whole; another request
+    gets a status. A body that never comes whole holds nothing up. The default is two minutes."""
+    assert Limits().drain == 120
+    server = start(drain_seconds=2, limits={"drain": 0.1})
     server.wait()
     with httpx.stream(
         "POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}, timeout=30
     ) as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()
+        next(lines)
         os.kill(server.children()["engine"], signal.SIGSTOP)
-        server.process.send_signal(signal.SIGTERM)
-        assert server.end(5) == 0
+        with (
+            ThreadPoolExecutor(1) as pool,
+            socket.create_connection(("127.0.0.1", server.port)) as half,
+        ):
+            half.sendall(HALF)
+            whole = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG, timeout=30)
+            time.sleep(0.5)
+            began = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            last = [line for line in lines if line][-1]
+            assert 1.5 < time.monotonic() - began < 10
+            assert whole.result().status_code == 503
+            assert whole.result().json()["error"]["type"] == "server_error"
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert error["type"] == "server_error"
+    assert "shut down" in error["message"]
+    assert server.end(5) == 0
+    assert "drain of 2 s was over: 0 requests finished, 2 cut off" in server.output()
+    assert "Traceback" not in server.output()
 
 
 def test_an_engine_exception_answers_everybody_and_ends_the_pod(
@@ -129,7 +171,38 @@ def test_an_engine_exception_answers_everybody_and_ends_the_pod(
     assert server.termination()["name"] == "EngineDied"
 
 
+def test_a_device_that_fails_while_serving_holds_and_says_what_it_said(
+    start: Callable[..., Server],
+) -> None:
+    server = start(faults={"KVLINE_FAULT_STEP": "7:device"})
+    server.wait()
+    assert httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=30).status_code == 500
+    assert server.end(30) == 43
+    ended = server.termination()
+    assert ended["name"] == "DeviceFailure"
+    assert "launch: CUDA error: an illegal memory access" in ended["message"]
+
+
+def test_an_engine_that_cannot_be_understood_answers_everybody_and_ends_the_pod(
+    start: Callable[..., Server],
+) -> None:
+    """F51: both processes live, and what passes between them cannot be read."""
+    server = start(faults={"KVLINE_FAULT_FRAMES": "1"})
+    server.wait()
+    answer = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=10)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["type"] == "server_error"
+    server.wait("/readyz", 503, 5)
+    assert server.end(30) == 50
+    assert "cannot be read" in server.termination()["message"]
+
+
 @pytest.mark.parametrize("fault", ["7:oom", "7:kill"])
+@pytest.mark.fault(
+    "F50",
+    shows="an out-of-memory error raised in step 7, and a kill there: the client gets 500, exit "
+    "code 51 within 5 s; on the CPU",
+)
 def test_death_for_memory_while_serving_has_its_own_code(
     start: Callable[..., Server], fault: str
 ) -> None:
@@ -141,6 +214,12 @@ def test_death_for_memory_while_serving_has_its_own_code(
     assert server.termination()["name"] == "OutOfMemoryServing"
 
 
+@pytest.mark.fault(
+    "F52",
+    "L15",
+    shows="with the limit of 60 s set to 2 s: an engine stopped by a signal fails liveness "
+    "within 5 s, one that idles for 3 s does not",
+)
 def test_a_hung_engine_fails_liveness_and_an_idle_one_does_not(
     start: Callable[..., Server],
 ) -> None:
@@ -150,14 +229,21 @@ def test_a_hung_engine_fails_liveness_and_an_idle_one_does_not(
     time.sleep(3)
     assert server.probe("/livez")[0] == 200
     os.kill(server.children()["engine"], signal.SIGSTOP)
+    server.wait("/readyz", 503, 5)
+    assert server.probe("/readyz")[1]["reason"] == "EngineStalled"
+    assert server.probe("/livez")[0] == 200  # out of the endpoints before it is killed
     server.wait("/livez", 503, 5)
     assert server.probe("/livez")[1]["reason"] == "EngineStalled"
-    assert server.probe("/readyz")[0] == 200
 
 
+@pytest.mark.fault(
+    "F53",
+    shows="a C call holds the interpreter lock of the HTTP process for 5 s: each of five probe "
+    "paths answers within 1 s",
+)
 def test_a_blocked_event_loop_fails_no_probe(start: Callable[..., Server]) -> None:
-    """F53: a C call that holds the interpreter lock of the HTTP process for three seconds."""
-    server = start(faults={"KVLINE_FAULT_HTTP_BLOCK": "3"})
+    """F53: a C call that holds the interpreter lock of the HTTP process for five seconds."""
+    server = start(faults={"KVLINE_FAULT_HTTP_BLOCK": "5"})
     server.wait()
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=0.2)
@@ -174,7 +260,11 @@ def test_the_gate_keeps_a_validated_pod_out_until_it_opens(start: Callable[..., 
     server.write_gate(GateFile(1, True, min_kv_tokens=4096))
     time.sleep(0.5)
     assert server.probe("/readyz") == (503, {"reason": "BelowMinimum"})
-    server.write_gate(GateFile(1, True, min_kv_tokens=2048))
+    device = server.sizing()["provenance"]["gpu"]
+    server.write_gate(GateFile(1, True, 0, 1, {device: 4096, "NVIDIA H200": 1}))
+    time.sleep(0.5)
+    assert server.probe("/readyz") == (503, {"reason": "BelowMinimum"}), "its own entry counts"
+    server.write_gate(GateFile(1, True, 2048, 4096, {device: 2048, "NVIDIA H200": 4096}))
     server.wait("/readyz", 200, 3)
     server.write_gate(GateFile(1, True, min_kv_tokens=4096))
     time.sleep(0.5)

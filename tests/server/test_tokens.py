@@ -67,6 +67,39 @@ def test_bytes_of_tokens_join_to_the_text(tokens: Tokens) -> None:
     assert b"".join(tokens.token_bytes(t) for t in tokens.encode(text)).decode() == text
 
 
+def sentencepiece(folder: Path) -> Tokens:
+    """As Llama 2 and Mistral have them: blanks are letters, and bytes stand in for the rest."""
+    from tokenizers import Tokenizer, decoders, models
+
+    ids = {"<unk>": 0, "\u2581Hello": 1, "\u2581world": 2, "!": 3}
+    ids |= {f"<0x{value:02X}>": 4 + value for value in range(256)}
+    made = Tokenizer(models.BPE(ids, [], byte_fallback=True, unk_token="<unk>"))
+    rules = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*rules, decoders.Strip(" ", 1, 0)])
+    made.save(str(folder / "tokenizer.json"))
+    return Tokens(folder)
+
+
+def test_an_answer_keeps_the_blank_it_begins_with(tmp_path: Path) -> None:
+    """It goes on with the prompt's text; a decoder that takes it for a text of its own cuts it."""
+    stream = sentencepiece(tmp_path).stream()
+    said = [stream.push(t) for t in (2, 3, *(4 + b for b in "é".encode()), 1)]
+    assert said == [" world", "!", "", "é", " Hello"]
+
+
+@pytest.mark.parametrize("family", ["byte-level", "sentencepiece"])
+def test_halves_of_characters_cost_no_more_the_more_there_are(
+    tokens: Tokens, tmp_path: Path, family: str
+) -> None:
+    """Each was decoded again with every one after it: 8,000 of them held the server for seconds."""
+    made = tokens if family == "byte-level" else sentencepiece(tmp_path)
+    half = next(t for t in range(256) if made.token_bytes(t) == b"\x80")
+    stream = made.stream()
+    texts = [stream.push(half) for _ in range(2000)]
+    assert "".join(texts[:10]) != "" and "".join(texts) + stream.flush() == "\ufffd" * 2000
+    assert stream.sent == 2000
+
+
 def test_half_a_character_at_the_end_is_flushed_not_lost(tokens: Tokens) -> None:
     stream = tokens.stream()
     ids = tokens.encode("😀")

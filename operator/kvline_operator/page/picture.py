@@ -9,6 +9,7 @@ from typing import Any
 from kvline_contract.report import SizingReport
 from kvline_operator.advice import NOTHING, advise
 from kvline_operator.board import Past, View
+from kvline_operator.kstatus import plain
 from kvline_operator.observe import PodView, condition_of
 from kvline_operator.status import replica_state
 from kvline_operator.tell import (
@@ -177,7 +178,7 @@ def service(view: View, now: datetime) -> Service:
         capacity=capacity,
         memory=waterfall(memory),
         total_mib=memory["totalMiB"] if memory else 0,
-        conditions=tuple(_said(c) for c in status.get("conditions") or []),
+        conditions=tuple(_said(c) for c in plain(status)),
         replicas=replicas(view),
         gate=gate((status.get("rollout") or {}).get("gate")),
         history=history(view.history, status.get("rollout") or {}, now),

@@ -12,6 +12,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from kvline_server.engine import batch as batches
 from kvline_server.engine.logprobs import Table, join
 from kvline_server.engine.request import SamplingParams, Scores, Sequence
@@ -19,7 +21,8 @@ from kvline_server.engine.runner import Flight, Runner
 from kvline_server.engine.scheduler import Scheduler, Work
 from kvline_server.memory.pages import PagePool
 
-FinishReason = Literal["stop", "length"]
+# error: the model's numbers for this sequence are not finite, so there is no next token.
+FinishReason = Literal["stop", "length", "error"]
 
 
 @dataclass(slots=True)
@@ -42,16 +45,16 @@ class Engine:
         max_step_tokens: int,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
+        mixed_prefill_tokens: int | None = None,  # the least that a mixed step allows; None: all
     ) -> None:
         self.runner = runner
         self.pool = PagePool(pages)
-        self.scheduler = Scheduler(self.pool, max_running, max_step_tokens)
+        self.scheduler = Scheduler(self.pool, max_running, max_step_tokens, mixed_prefill_tokens)
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
         self.sequences: dict[int, Sequence] = {}
         self.steps = 0
         self._flights: deque[Flight] = deque()
-        self._penalised: set[int] = set()
 
     @property
     def idle(self) -> bool:
@@ -61,8 +64,6 @@ class Engine:
         sequence = Sequence(id=id, tokens=tokens, prompt_length=len(tokens), params=params)
         self.sequences[id] = sequence
         self.scheduler.add(sequence)
-        if params.penalised:
-            self._penalised.add(id)
 
     def abort(self, id: int) -> None:
         """Forgets a sequence and frees its pages; unknown ids ended already. What is in flight for
@@ -70,15 +71,11 @@ class Engine:
         sequence = self.sequences.pop(id, None)
         if sequence is not None:
             sequence.ended = True
-            self._penalised.discard(id)
             self.scheduler.remove(sequence)
 
     def step(self) -> list[Output]:
         """Launches what is schedulable, and reads the step before, or this one where the device
         is the host. Empty when nothing came to be known."""
-        out: list[Output] = []
-        if self._penalised:  # penalties are of tokens that must have been read
-            out += self._land(0)
         work = self.scheduler.schedule()
         if work:
             _admit(work)
@@ -86,7 +83,7 @@ class Engine:
             self._flights.append(self.runner.launch(batch))
             self._advance(batch, work)
             self.steps += 1
-        return out + self._land(self.runner.kernels.depth if work else 0)
+        return self._land(self.runner.kernels.depth if work else 0)
 
     def _advance(self, batch: batches.Batch, work: list[Work]) -> None:
         """All that is known of a step before its tokens are."""
@@ -118,6 +115,9 @@ class Engine:
         return out
 
     def _publish(self, sequence: Sequence, token: int, scores: Scores | None) -> Output:
+        if token < 0 or sequence.broken:
+            self.abort(sequence.id)
+            return Output(sequence, 0, None, "error")
         first = len(sequence.tokens) == sequence.prompt_length
         finish: FinishReason | None = "length"
         if sequence.params.max_tokens:  # 0: only the prompt's own logprobs were wanted
@@ -153,5 +153,6 @@ def _hand_out(batch: batches.Batch, table: Table) -> None:
     for run in batch.scored:
         end = at + run.count
         top = run.sequence.params.prompt_logprobs or 0
+        run.sequence.broken |= bool(np.isnan(table.values[at:end]).any())
         run.sequence.scores.append(table.cut(at, end, top, batch.targets[at:end]))
         at = end

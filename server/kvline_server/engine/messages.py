@@ -78,11 +78,14 @@ class EdgeBeat(msgspec.Struct, tag="edge", array_like=True):
 
     ready: bool
     active: int
+    connected: bool = False  # to the engine
     received: int = 0
     finished: int = 0
     refused: int = 0
     aborted: int = 0
     failed: int = 0
+    rejected: int = 0  # sequences answered 429
+    ended: int = 0  # admitted sequences that have ended
 
 
 class Progress(msgspec.Struct, tag="progress", array_like=True):
@@ -93,17 +96,18 @@ class Progress(msgspec.Struct, tag="progress", array_like=True):
 
 
 class Drain(msgspec.Struct, tag="drain", array_like=True):
-    """Parent to HTTP: refuse new requests, finish the old ones within `seconds`, then end."""
+    """Parent to HTTP: finish what is asked within `seconds`, then end."""
 
     seconds: float
 
 
 class Serve(msgspec.Struct, tag="serve", array_like=True):
-    """Parent to HTTP: the engine is validated; connect to it."""
+    """Parent to HTTP: the engine is validated, and its line is handed over."""
 
     max_model_len: int
     max_running: int
     max_top_logprobs: int
+    kv_tokens: int
 
 
 class NeighboursReady(msgspec.Struct, tag="neighbours", array_like=True):

@@ -23,12 +23,19 @@ from kvline_contract import codec, names
 from kvline_contract.exits import ExitCode
 from kvline_contract.launch import LaunchConfig
 from kvline_contract.report import Attempt, Effective, Provenance, Stage, State
+from kvline_server import device_errors
 from kvline_server.engine import messages
 from kvline_server.engine.engine import Engine, Output
 from kvline_server.engine.messages import Beat, Channel, Delta, Deltas, PackedScores, Progress
+from kvline_server.engine.outbox import Outbox
 from kvline_server.engine.request import Scores
 from kvline_server.engine.start import start
-from kvline_server.errors import DeviceOutOfMemory, ServerError
+from kvline_server.errors import (
+    DeviceOutOfMemory,
+    OutOfMemory,
+    OutOfMemoryServing,
+    ServerError,
+)
 from kvline_server.memory.pages import PAGE_SIZE
 
 BEAT_SECONDS = 0.5
@@ -50,6 +57,9 @@ class ParentReporter:
     def stage(self, name: str, ms: int, nbytes: int, detail: str | None = None) -> None:
         self.tell("stage", Stage(name, ms, nbytes, detail))
 
+    def loading(self, ms: int, done: int, total: int) -> None:
+        self.tell("stage", Stage("load", ms, done, total_bytes=total))
+
     def effective(self, effective: Effective) -> None:
         self.tell("effective", effective)
 
@@ -70,6 +80,7 @@ class EngineProcess:
     def __init__(self, arguments: argparse.Namespace, parent: Channel) -> None:
         self.arguments = arguments
         self.parent = parent
+        self.http = Outbox(socket.socket(fileno=arguments.line_fd))
         self.reporter = ParentReporter(parent)
         self.inbox: queue.SimpleQueue[tuple[Channel | None, messages.Message]] = queue.SimpleQueue()
         self.neighbours = threading.Event()
@@ -90,7 +101,6 @@ class EngineProcess:
             memory=arguments.memory,
             root=arguments.root,
         )
-        self._listen()
         self.reporter.tell("result", result)
         return engine
 
@@ -171,24 +181,11 @@ class EngineProcess:
                     self.neighbours.set()
         os._exit(int(ExitCode.ENGINE_DIED))
 
-    def _listen(self) -> None:
-        path = Path(self.arguments.socket)
-        path.unlink(missing_ok=True)
-        server = socket.socket(socket.AF_UNIX)
-        server.bind(str(path))
-        server.listen(4)
-        threading.Thread(target=self._accept, args=(server,), daemon=True).start()
-
-    def _accept(self, server: socket.socket) -> None:
-        while True:
-            connection, _ = server.accept()
-            channel = Channel(connection)
-            threading.Thread(target=self._read, args=(channel,), daemon=True).start()
-
-    def _read(self, channel: Channel) -> None:
+    def listen_to_http(self) -> None:
+        """Requests; the answers leave by the same line and never make a step wait."""
         with contextlib.suppress(OSError):
-            for message in channel.receive():
-                self.inbox.put((channel, message))
+            for message in self.http.receive():
+                self.inbox.put((self.http, message))
 
 
 def _send(client: Channel, deltas: list[Delta]) -> None:
@@ -227,8 +224,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--config", required=True)
     parser.add_argument("--record")
     parser.add_argument("--state-dir", required=True)
-    parser.add_argument("--socket", required=True)
     parser.add_argument("--control-fd", type=int, required=True)
+    parser.add_argument("--line-fd", type=int, required=True, help="to the HTTP process")
     parser.add_argument("--root", type=int, required=True, help="pid of the tree to account for")
     parser.add_argument("--memory", type=int)
     parser.add_argument("--threads", type=int)
@@ -241,17 +238,33 @@ def main(argv: list[str]) -> int:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     process = EngineProcess(arguments, parent)
-    threading.Thread(target=process.listen_to_parent, daemon=True).start()
+    for listen in (process.listen_to_parent, process.listen_to_http):
+        threading.Thread(target=listen, daemon=True).start()
+    return run(process)
+
+
+def run(process: EngineProcess) -> int:
+    """Sizes and serves; returns the exit code of what ended it."""
     try:
-        engine = process.size()
+        with device_errors.named("start"):
+            engine = process.size()
+    except DeviceOutOfMemory as error:  # outside the loop, which diagnoses its own
+        return _fail(process, OutOfMemory(f"the device refused memory: {error}"))
     except ServerError as error:
-        process.reporter.tell("failure", error.termination())
-        return int(error.code)
+        return _fail(process, error)
     try:
-        process.serve(engine)
-    except DeviceOutOfMemory:
-        return int(ExitCode.OUT_OF_MEMORY_SERVING)
+        with device_errors.named("serve"):
+            process.serve(engine)
+    except DeviceOutOfMemory as error:
+        return _fail(process, OutOfMemoryServing(f"the device refused memory: {error}"))
+    except ServerError as error:
+        return _fail(process, error)
     return 0
+
+
+def _fail(process: EngineProcess, error: ServerError) -> int:
+    process.reporter.tell("failure", error.termination())
+    return int(error.code)
 
 
 if __name__ == "__main__":

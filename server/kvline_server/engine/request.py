@@ -38,10 +38,6 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
             or self.repetition_penalty != 1.0
         )
 
-    @property
-    def penalised(self) -> bool:
-        return self.tallied or bool(self.logit_bias)
-
 
 @dataclass(slots=True)
 class Scores:
@@ -74,8 +70,13 @@ class Sequence:
     slot: int = 0  # its place in the device's pool of sampled tokens, while it runs
     tally: Tally | None = None  # where penalties are asked for
     ended: bool = False  # what still comes of it is nobody's
+    tallied: bool = field(init=False)  # its params' own, which is asked at each step
+    broken: bool = False  # a prompt position's logits were not finite
     submitted: float = field(default_factory=time.monotonic)
     waited: float | None = None  # seconds until its first step
+
+    def __post_init__(self) -> None:
+        self.tallied = self.params.tallied
 
     @property
     def length(self) -> int:

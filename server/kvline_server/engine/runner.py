@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from kvline_server import device_errors
 from kvline_server.engine.batch import Batch
 from kvline_server.engine.logprobs import Table
 from kvline_server.engine.request import Scores
 from kvline_server.engine.sampling import sample
-from kvline_server.errors import DeviceOutOfMemory
 from kvline_server.kernels import tuning
 from kvline_server.kernels.interface import Fetch, Forward, Graphs, RowScores, Where
 from kvline_server.memory.arena import Arena
@@ -52,7 +52,8 @@ class Flight:
 
     def wait(self) -> tuple[np.ndarray, list[Scores | None], Table | None]:
         """Sampled token ids [sampled], their scores, and the scores of all scored rows."""
-        tokens, *arrays = self._fetch.wait()
+        with device_errors.named("wait"):  # where what went wrong on the device comes to light
+            tokens, *arrays = self._fetch.wait()
         tables = [Table(*arrays[i : i + 4]) for i in range(0, len(arrays), 4)]
         prompts = tables[0] if self._prompts else None
         scores: list[Scores | None] = [None] * len(self.batch.sampled)
@@ -76,33 +77,40 @@ class Runner:
 
     def tune(self, max_rows: int, file: Path, key: str) -> str | None:
         """Picks kernels by trial, or as an earlier start did that left `file`. The LM head is not
-        among them. Says what was done; None when nothing is tunable. Raises DeviceOutOfMemory."""
+        among them. Says what was done; None when nothing is tunable. Raises as launch does."""
         known = tuning.read(file, key)
         rows = tuning.trial_rows(max_rows)
-        try:
-            choices = self.kernels.tune(self.decoder.products(), rows, known)
-        except torch.OutOfMemoryError as error:
-            raise DeviceOutOfMemory(str(error).splitlines()[0]) from error
+        with device_errors.named("tune"):
+            choices = self.kernels.tune(self.decoder.gemm_weights(), rows, known)
         if choices is None:
             return None
         if known is None:
             tuning.write(file, key, choices)
         how = "tried now" if known is None else "as an earlier start found"
-        return f"{len(choices)} products not by torch's kernel, {how}"
+        return f"{len(choices)} GEMM shapes not by torch's kernel, {how}"
+
+    @torch.inference_mode()
+    def meet(self, max_rows: int) -> int:
+        """Lets the kernels take what each row count of a step costs them once; the arena must have
+        a page. -> how many row counts there are"""
+        counts = self.kernels.row_counts(max_rows)
+        for rows in counts:
+            self.decoder.meet(rows, self.arena.layers())
+        return len(counts)
 
     def capture(self, max_rows: int) -> bool:
-        """Captures what the device can replay; the arena must have a page, its addresses stay."""
-        self.graphs = self.kernels.graphs(self.decoder, self.arena.layers(), max_rows)
+        """Captures what the device can replay; the arena must have a page, its addresses stay.
+        Raises as launch does."""
+        with device_errors.named("capture"):
+            self.graphs = self.kernels.graphs(self.decoder, self.arena.layers(), max_rows)
         if self.graphs is not None:
             self.forward = self.graphs.step
         return self.graphs is not None
 
     def launch(self, batch: Batch) -> Flight:
-        """Raises DeviceOutOfMemory when the device refuses memory."""
-        try:
+        """Raises DeviceOutOfMemory when the device refuses memory, DeviceFailure when it fails."""
+        with device_errors.named("launch"):
             return self._launch(batch)
-        except torch.OutOfMemoryError as error:
-            raise DeviceOutOfMemory(str(error).splitlines()[0]) from error
 
     @torch.inference_mode()
     def _launch(self, batch: Batch) -> Flight:
@@ -126,7 +134,8 @@ class Runner:
             self._chunk(batch, there, start, asked)
         tokens = torch.cat(asked.tokens) if asked.tokens else self.recent[:0]
         if len(tokens):
-            self.recent.index_copy_(0, sampled, tokens)
+            # The next step may read one before the host: what is no token must not be looked up.
+            self.recent.index_copy_(0, sampled, tokens.clamp(min=0))
         # One table of all chunks: each tensor is a copy to the host of its own.
         prompts = [RowScores.stack(asked.prompts)] if asked.prompts else []
         tables = [*prompts, *(table for _, table in asked.outputs)]
@@ -161,5 +170,5 @@ class Runner:
         chosen = sample(self.kernels, logits, sequences)
         asked.tokens.append(chosen)
         top = max(sequences[i].params.logprobs or 0 for i in wanting)
-        table = self.kernels.score(raw, chosen[at], top)
+        table = self.kernels.score(raw, chosen[at].clamp_(min=0), top)
         asked.outputs.append(([first + i for i in wanting], table))

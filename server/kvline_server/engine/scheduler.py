@@ -1,5 +1,9 @@
 """Which sequences compute how many tokens next: decodes first, then prompt chunks, then arrivals.
 
+A step lasts as long as its rows take, and each decoding sequence waits for it: in a mixed step
+prompts get a bounded number of rows. A penalised sequence sits a step out while its last token is
+still on its way from the device, and holds nobody up.
+
 Pure bookkeeping: takes sequences, gives a list of Work, holds pages through the pool. Never
 deadlocks: the oldest running sequence can always take pages from the youngest, and one sequence
 alone always fits because the budget was validated to hold a full-length one.
@@ -14,9 +18,12 @@ from kvline_server.engine.request import Sequence
 from kvline_server.memory.pages import PAGE_SIZE, PagePool, pages_for
 from kvline_server.memory.prefix import extend_chain
 
-# Rows with which a product's tiles fill a large GPU once: 8 tiles down by 16 across are 128 of an
-# H200's 132 multiprocessors. Rows beyond it cost nearly as much as another round of all tiles.
-ROUND = 1024
+# Rows with which a GEMM's tiles fill a large GPU once: 8 tiles down by 16 across are 128 of an
+# H200's 132 multiprocessors. Rows beyond it cost nearly as much as another wave of tiles.
+WAVE = 1024
+# Prompt rows of a mixed step for each request that runs or waits: few chats are not held up by a
+# long prompt, and many requests are not kept from filling the batch (docs/decisions/022).
+PREFILL_PER_REQUEST = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +40,20 @@ class Work:
 
 
 class Scheduler:
-    def __init__(self, pool: PagePool, max_running: int, max_step_tokens: int) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        max_running: int,
+        max_step_tokens: int,
+        mixed_prefill_tokens: int | None = None,
+    ) -> None:
         self.pool = pool
         self.max_running = max_running
         self.max_step_tokens = max_step_tokens
+        self.mixed_prefill_tokens = mixed_prefill_tokens or max_step_tokens
+        self.prefill_per_request = PREFILL_PER_REQUEST
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # by admission, oldest first
+        self.running: dict[Sequence, None] = {}  # a set by admission, oldest first
         self.preemptions = 0
         self._slots = list(range(max_running))
 
@@ -48,7 +63,7 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out, wherever it is; its pages come back at once."""
         if sequence in self.running:
-            self.running.remove(sequence)
+            del self.running[sequence]
             self._give_back(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
@@ -60,9 +75,15 @@ class Scheduler:
     def schedule(self) -> list[Work]:
         budget = self.max_step_tokens
         work: list[Work] = []
-        ready = [s for s in self.running if s.wanting == 1]
+        ready = [s for s in self.running if s.wanting == 1 and not (s.tallied and s.pending)]
         filling = [s for s in self.running if s.wanting > 1]
-        for sequence in ready + filling:
+        for sequence in ready:
+            if budget and sequence in self.running:
+                budget -= self._continue(sequence, budget, work)
+        if work:
+            wanted = self.prefill_per_request * (len(self.running) + len(self.waiting))
+            budget = min(budget, max(self.mixed_prefill_tokens, wanted))
+        for sequence in filling:
             if budget and sequence in self.running:
                 budget -= self._continue(sequence, budget, work)
         while budget and self.waiting and len(self.running) < self.max_running:
@@ -73,7 +94,7 @@ class Scheduler:
                 break
             budget -= taken
         if self.waiting:
-            _end_at_round(work, self.max_step_tokens - budget)
+            _end_at_wave(work)
         return work
 
     def advance(self, work: list[Work]) -> None:
@@ -113,7 +134,7 @@ class Scheduler:
             self.pool.release(matched)
             return 0
         self.waiting.popleft()
-        self.running.append(sequence)
+        self.running[sequence] = None
         sequence.slot = self._slots.pop()
         sequence.pages = matched
         sequence.computed = len(matched) * PAGE_SIZE
@@ -124,7 +145,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the head of the queue; what it has said and scored stays said and scored."""
-        self.running.remove(sequence)
+        del self.running[sequence]
         self._give_back(sequence)
         self.waiting.appendleft(sequence)
         sequence.preemptions += 1
@@ -137,10 +158,15 @@ class Scheduler:
         sequence.computed = sequence.published = 0
 
 
-def _end_at_round(work: list[Work], rows: int) -> None:
-    """While prompts queue, the last chunks of a large step give way until it fills whole rounds:
-    what is over costs nothing a step later, and here as much as a round."""
-    over = rows % ROUND if rows > ROUND else 0
+def _end_at_wave(work: list[Work]) -> None:
+    """While prompts queue, the last chunks of a large step give way until it fills whole waves:
+    what is over costs nothing a step later, and here as much as a wave. Where nothing of the
+    prompts would be left they stay: decodes alone may be more than the last whole wave."""
+    rows = sum(chunk.count for chunk in work)
+    prompts = sum(chunk.count for chunk in work if chunk.count > 1)
+    over = rows % WAVE if rows > WAVE else 0
+    if over >= prompts:
+        return
     for at in range(len(work) - 1, -1, -1):
         chunk = work[at]
         if not over:

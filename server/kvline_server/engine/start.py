@@ -58,5 +58,6 @@ def start(
         max_step_tokens=settings.max_prefill_tokens,
         max_model_len=min(settings.wanted_len, result.kv_tokens),
         eos_token_ids=model.eos_token_ids,
+        mixed_prefill_tokens=settings.mixed_prefill_tokens,
     )
     return engine, result

@@ -11,7 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvline_server.http.errors import ApiError, TooMany, Unavailable
+from starlette.requests import ClientDisconnect
+
+from kvline_server.http.errors import ApiError, BadRequest, NotRead, TooMany, Unavailable
+from kvline_server.http.protocol import MAX_PROMPTS
 
 QUEUE_FACTOR = 4  # sequences waiting for each one that may run
 
@@ -20,31 +23,47 @@ QUEUE_FACTOR = 4  # sequences waiting for each one that may run
 class Admission:
     max_sequences: int = 0
     max_tokens: int = 0
+    max_held: int = 64 << 20  # bytes of scores that wait to be sent; half of a CPU's headroom
     sequences: int = 0
     tokens: int = 0
+    nbytes: int = 0
     requests: int = 0
     received: int = 0
     finished: int = 0
     refused: int = 0
     aborted: int = 0
     failed: int = 0
+    rejected: int = 0  # sequences answered 429
+    ended: int = 0  # sequences that were admitted and have ended
     draining: bool = False
 
-    def open(self, max_running: int, max_model_len: int) -> None:
-        self.max_sequences = max_running * (1 + QUEUE_FACTOR)
-        self.max_tokens = max_model_len * self.max_sequences
+    def open(self, max_running: int, kv_tokens: int) -> None:
+        """Prompt tokens by what the cache was validated to hold."""
+        self.max_sequences = max(max_running * (1 + QUEUE_FACTOR), MAX_PROMPTS)
+        self.max_tokens = kv_tokens * (1 + QUEUE_FACTOR)
+
+    def check_open(self) -> None:
+        """Raises Unavailable while clients should go elsewhere. Those that come nevertheless are
+        served during a drain: they could not know."""
+        if self.draining:
+            raise Unavailable("this server is shutting down")
+        self._check_sized()
+
+    def _check_sized(self) -> None:
+        if not self.max_sequences:
+            raise Unavailable("this server is not ready yet")
 
     @contextmanager
     def request(self) -> Iterator[None]:
         """Counts one request to its end, whatever that is."""
-        if self.draining:
-            raise Unavailable("this server is shutting down")
-        if not self.max_sequences:
-            raise Unavailable("this server is not ready yet")
+        self._check_sized()
         self.received += 1
         self.requests += 1
         try:
             yield
+        except (ClientDisconnect, NotRead):  # the client left, or might as well have
+            self.aborted += 1
+            raise
         except ApiError as error:
             if error.status < 500:
                 self.refused += 1
@@ -63,17 +82,40 @@ class Admission:
             self.requests -= 1
 
     @contextmanager
-    def room(self, sequences: int, tokens: int) -> Iterator[None]:
-        """Holds room for sequences of so many prompt tokens in all. Raises TooMany."""
+    def room(self, sequences: int, tokens: int, nbytes: int = 0) -> Iterator[None]:
+        """Holds room for sequences of so many prompt tokens in all, and so many bytes of scores.
+        Raises TooMany, and BadRequest where no wait would help."""
+        if sequences > self.max_sequences:
+            raise BadRequest(
+                f"prompt: {sequences} choices (prompts times n) in one request; this server takes "
+                f"{self.max_sequences}",
+                "prompt",
+            )
+        if tokens > self.max_tokens:
+            raise BadRequest(
+                f"prompt: {tokens} tokens in one request; this server takes {self.max_tokens}",
+                "prompt",
+            )
+        if nbytes > self.max_held:
+            raise BadRequest(
+                f"logprobs: {nbytes} bytes in one answer; this server holds {self.max_held}: ask "
+                "for fewer tokens, alternatives or choices, or for a stream",
+                "logprobs",
+            )
         if (
-            self.sequences + sequences > self.max_sequences
+            self.nbytes + nbytes > self.max_held
+            or self.sequences + sequences > self.max_sequences
             or self.tokens + tokens > self.max_tokens
         ):
+            self.rejected += sequences
             raise TooMany("too many requests are waiting; try again later")
         self.sequences += sequences
         self.tokens += tokens
+        self.nbytes += nbytes
         try:
             yield
         finally:
             self.sequences -= sequences
             self.tokens -= tokens
+            self.ended += sequences
+            self.nbytes -= nbytes

@@ -1,25 +1,27 @@
-"""The public port: three routes, everything else 404. Validates, admits, hands on, words errors."""
+"""The public port: five routes, everything else 404. Validates, admits, hands on, words errors."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from kvline_server.http.admission import Admission
-from kvline_server.http.body import read_object
+from kvline_server.http.body import Bodies, read_object
 from kvline_server.http.chat import Chat
 from kvline_server.http.completions import Completion
 from kvline_server.http.errors import ApiError, EngineFailed, NotAllowed, NotFound
 from kvline_server.http.generate import Generator, Limits
+from kvline_server.http.later import encode
 from kvline_server.http.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -27,8 +29,10 @@ from kvline_server.http.protocol import (
     parse,
 )
 from kvline_server.http.request_id import request_id
-from kvline_server.http.stream import api_error, events
+from kvline_server.http.scores import held
+from kvline_server.http.stream import Jobs, api_error, events
 
+ENTRY = 400  # bytes that an output token's arrays take beside their numbers
 T = TypeVar("T")
 
 
@@ -38,6 +42,7 @@ class Service:
 
     generator: Generator
     admission: Admission
+    bodies: Bodies
     limits: Limits
     started: int
 
@@ -46,18 +51,22 @@ def create_app(service: Service) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _unexpected)
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        service.admission.check_open()
+        return JSONResponse({"status": "ok"})
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:
-        model = {
-            "id": service.limits.served_name,
-            "object": "model",
-            "created": service.started,
-            "owned_by": "kvline",
-            "max_model_len": service.limits.max_model_len,
-        }
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [_model(service)]})
+
+    @app.get("/v1/models/{name:path}")  # names may hold slashes
+    async def model(name: str) -> JSONResponse:
+        _check_model(name, service.limits)
+        return JSONResponse(_model(service))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -81,22 +90,51 @@ async def _generate(
             service.generator.traces.request(f"POST {request.url.path}", request.headers)
         )
         stack.enter_context(service.admission.request())
-        parsed = parse(kind, await read_object(request))
+        parsed = parse(kind, await read_object(request, service.bodies))
         _check_model(parsed.model, service.limits)
         id = request_id(request.headers.get("x-request-id"))
         work = route(id, parsed, service.generator, service.limits)
         jobs = await asyncio.to_thread(work.plan)
-        stack.enter_context(
-            service.admission.room(len(jobs), sum(len(prompt) for prompt, _ in jobs))
-        )
+        stack.enter_context(service.admission.room(len(jobs), *_wanted(jobs, parsed.stream)))
         headers = {"x-request-id": id}
         if parsed.stream:
-            wanted = parsed.stream_options is not None and parsed.stream_options.include_usage
-            stream = events(work, jobs, wanted, stack.pop_all())
+            stream = events(work, jobs, stack.pop_all())
             return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
         answers = await _unless_gone(request, service.generator.answers(jobs, parsed.stops()))
-        body = await asyncio.to_thread(lambda: msgspec.json.encode(work.response(answers)))
-        return Response(body, media_type="application/json", headers=headers)
+        pieces = encode(work.response(answers))
+        whole = next(pieces)
+        if (more := next(pieces, None)) is None:
+            return Response(whole, media_type="application/json", headers=headers)
+        body = _sent(itertools.chain((whole, more), pieces), stack.pop_all())
+        return StreamingResponse(body, media_type="application/json", headers=headers)
+
+
+def _wanted(jobs: Jobs, streamed: bool) -> tuple[int, int]:
+    """Prompt tokens, and bytes of scores that are held until the answer is sent."""
+    nbytes = 0
+    for prompt, params in jobs:
+        if params.prompt_logprobs is not None:
+            nbytes += held(len(prompt), params.prompt_logprobs)
+        if params.logprobs is not None and not streamed:
+            nbytes += held(params.max_tokens, params.logprobs) + params.max_tokens * ENTRY
+    return sum(len(prompt) for prompt, _ in jobs), nbytes
+
+
+async def _sent(pieces: Iterator[bytes], holding: ExitStack) -> AsyncGenerator[bytes, None]:
+    """An answer worded while it is sent, each piece off the event loop."""
+    with holding:
+        while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+            yield piece
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.limits.served_name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "kvline",
+        "max_model_len": service.limits.max_model_len,
+    }
 
 
 def _check_model(name: str, limits: Limits) -> None:
@@ -113,7 +151,7 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise asyncio.CancelledError
+            raise ClientDisconnect
         return await task
     except ExceptionGroup as group:
         raise api_error(group) from group
@@ -139,8 +177,14 @@ async def _http_error(request: Request, error: Exception) -> Response:
         response.headers.update(error.headers or {})
         return response
     return NotFound(
-        "no such route; this port serves /v1/completions, /v1/chat/completions and /v1/models"
+        "no such route; this port serves /v1/completions, /v1/chat/completions, /v1/models, "
+        "/v1/models/NAME and /health"
     ).response()
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    """Nobody reads it; a client that leaves is no error of ours."""
+    return Response(status_code=499)
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
 
-import msgspec
-
+from kvline_server.engine.messages import PackedScores
 from kvline_server.engine.request import SamplingParams
-from kvline_server.http.completions import envelope, prompt_logprobs, seeded, usage
+from kvline_server.http.completions import prompt_logprobs, seeded
+from kvline_server.http.envelope import chunk, whole
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.generate import (
     Answer,
     Generator,
     Limits,
     Piece,
-    TokenScore,
     check_prompt,
     sampling,
 )
+from kvline_server.http.later import Later
 from kvline_server.http.protocol import ChatRequest
+from kvline_server.http.scores import unpack
 
 
 class Chat:
     """One chat request, planned; the same shape as Completion."""
+
+    chunk_kind = "chat.completion.chunk"
 
     def __init__(self, id: str, request: ChatRequest, generator: Generator, limits: Limits) -> None:
         self.id = id
@@ -40,8 +43,8 @@ class Chat:
         if self.generator.tokens is None:
             raise BadRequest("no tokenizer is loaded; use /v1/completions with token ids")
         request = self.request
-        messages = [{"role": m.role, "content": m.text()} for m in request.messages]
-        ids = self.generator.tokens.encode_chat(messages)
+        messages = [m.rendered() for m in request.messages]
+        ids = self.generator.tokens.encode_chat(messages, self.limits.max_model_len)
         check_prompt(ids, self.limits, "messages")
         self.prompts = [ids]
         asked = request.max_tokens or request.max_completion_tokens
@@ -58,7 +61,7 @@ class Chat:
 
     def response(self, answers: list[Answer]) -> dict[str, Any]:
         choices = [self._choice(i, answer) for i, answer in enumerate(answers)]
-        value = envelope(self, "chat.completion", choices, usage(self.prompts, answers))
+        value = whole(self, "chat.completion", choices, answers)
         if self.request.prompt_logprobs is not None:
             value["prompt_logprobs"] = prompt_logprobs(self.generator, self.request, answers[0])
         return value
@@ -71,19 +74,17 @@ class Chat:
             "logprobs": self._logprobs(answer.scores),
         }
 
-    def _logprobs(self, scores: list[TokenScore]) -> dict[str, Any] | None:
+    def _logprobs(self, scores: list[PackedScores]) -> dict[str, Any] | None:
         if not self.request.logprobs:
             return None
         top = self.request.top_logprobs or 0
-        return {
-            "content": [
-                {
-                    **self._entry(s.token, s.logprob),
-                    "top_logprobs": [self._entry(t, v) for t, v in s.top[:top]],
-                }
-                for s in scores
-            ]
-        }
+
+        def entries() -> Iterator[dict[str, Any]]:
+            for s in unpack(scores):
+                best = [self._entry(t, v) for t, v in s.top[:top]]
+                yield {**self._entry(s.token, s.logprob), "top_logprobs": best}
+
+        return {"content": Later(entries)}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         raw = self.generator.token_bytes(token)
@@ -98,31 +99,20 @@ class Chat:
     ) -> AsyncGenerator[bytes, None]:
         async with aclosing(self.generator.follow(prompt, params, self.request.stops())) as pieces:
             async for piece in pieces:
-                totals[index].add(piece)
+                totals[index].count(piece)
                 if piece.text or piece.scores or piece.finish:
-                    yield self._chunk(index, piece)
+                    yield chunk(self, [self._part(index, piece)], totals)
 
-    def _chunk(self, index: int, piece: Piece) -> bytes:
-        delta = {"content": piece.text} if piece.text else {}
-        return self.frame(
-            [
-                {
-                    "index": index,
-                    "delta": delta,
-                    "finish_reason": piece.finish,
-                    "logprobs": self._logprobs(piece.scores) if piece.scores else None,
-                }
-            ]
-        )
+    def _part(self, index: int, piece: Piece) -> dict[str, Any]:
+        return {
+            "index": index,
+            "delta": {"content": piece.text} if piece.text else {},
+            "finish_reason": piece.finish,
+            "logprobs": self._logprobs(piece.scores) if piece.scores else None,
+        }
 
-    def frame(self, choices: list[dict[str, Any]], used: dict[str, Any] | None = None) -> bytes:
-        return msgspec.json.encode(envelope(self, "chat.completion.chunk", choices, used))
-
-    def opening(self, choices: int) -> list[bytes]:
+    def opening(self, totals: list[Answer]) -> list[bytes]:
         """OpenAI's first chunk of each choice names the role."""
-        return [
-            self.frame(
-                [{"index": i, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]
-            )
-            for i in range(choices)
-        ]
+        delta = {"role": "assistant", "content": ""}
+        first = {"delta": delta, "finish_reason": None, "logprobs": None}
+        return [chunk(self, [{"index": i, **first}], totals) for i in range(len(totals))]

@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
+from kvline_server.engine import seeds
+from kvline_server.engine.messages import PackedScores
 from kvline_server.engine.request import SamplingParams
+from kvline_server.http.envelope import chunk, whole
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.generate import (
     Answer,
     Generator,
     Limits,
-    Piece,
-    TokenScore,
     check_prompt,
     sampling,
-    unpack,
 )
+from kvline_server.http.later import Later
 from kvline_server.http.packed import base64_arrays
 from kvline_server.http.protocol import CompletionRequest, GenerationRequest
+from kvline_server.http.scores import TokenScore, chosen, cut, unpack
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
+ECHO_TOKENS = 64  # of a streamed prompt in one event, where they are listed
 
 
 class Completion:
     """One request, planned: its prompts, one job a choice, and how answers are worded."""
+
+    chunk_kind = "text_completion"
 
     def __init__(
         self, id: str, request: CompletionRequest, generator: Generator, limits: Limits
@@ -54,11 +60,11 @@ class Completion:
     def _encode(self, prompt: str | list[int]) -> list[int]:
         if not isinstance(prompt, str):
             return prompt
-        if not prompt.strip():
+        if not prompt:
             raise BadRequest("prompt: must not be empty", "prompt")
         if self.generator.tokens is None:
             raise BadRequest("prompt: no tokenizer is loaded; send token ids", "prompt")
-        return self.generator.tokens.encode(prompt)
+        return self.generator.tokens.encode(prompt, self.limits.max_model_len)
 
     def _params(self, length: int) -> SamplingParams:
         request = self.request
@@ -74,153 +80,168 @@ class Completion:
     def response(self, answers: list[Answer]) -> dict[str, Any]:
         n = self.request.n
         choices = [self._choice(i, i // n, answer) for i, answer in enumerate(answers)]
-        return envelope(self, "text_completion", choices, usage(self.prompts, answers))
+        return whole(self, "text_completion", choices, answers)
 
     def _choice(self, index: int, prompt: int, answer: Answer) -> dict[str, Any]:
         request = self.request
-        text, scores, missing = answer.text, answer.scores, False
-        ids = self.prompts[prompt]
+        text, scores, offsets, head = answer.text, answer.scores, answer.offsets, None
         if request.echo:
-            given = request.prompt[prompt]
-            text = (given if isinstance(given, str) else self._decode(given)) + text
-            scores, missing = unpack(answer.prompt_scores) + scores, True
-        choice: dict[str, Any] = {
-            "index": index,
-            "text": text,
-            "finish_reason": answer.finish,
-            "logprobs": None,
-        }
-        if request.logprobs is not None:
-            head = ids[0] if missing else None
-            choice["logprobs"] = legacy_logprobs(self.generator, scores, request.logprobs, head, 0)
+            echoed = self._echoed(prompt)
+            text, head = echoed.text + text, self.prompts[prompt][0]
+            scores = _some(answer.prompt_scores) + scores
+            offsets = echoed.offsets + [len(echoed.text) + at for at in offsets]
+        choice = self._worded(index, text, answer.finish, scores, offsets, head)
         if request.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(self.generator, request, answer)
         return choice
 
-    def _decode(self, ids: list[int]) -> str:
-        return self.generator.tokens.decode(ids) if self.generator.tokens is not None else ""
+    def _worded(
+        self,
+        index: int,
+        text: str,
+        finish: str | None,
+        scores: list[PackedScores],
+        offsets: list[int],
+        head: int | None = None,
+    ) -> dict[str, Any]:
+        """A choice, whole or a chunk of it."""
+        top, logprobs = self.request.logprobs, None
+        if top is not None and offsets:
+            logprobs = legacy_logprobs(self.generator, scores, top, head, offsets)
+        return {"index": index, "text": text, "finish_reason": finish, "logprobs": logprobs}
+
+    def _echoed(self, prompt: int) -> Echoed:
+        given, tokens = self.request.prompt[prompt], self.generator.tokens
+        if tokens is None:
+            return Echoed("", [0] * len(self.prompts[prompt]))
+        ids = self.prompts[prompt]
+        text = given if isinstance(given, str) else tokens.decode(ids)
+        return Echoed(text, tokens.offsets(ids, text) if self.request.logprobs is not None else [])
 
     async def events(
         self, index: int, prompt: list[int], params: SamplingParams, totals: list[Answer]
     ) -> AsyncGenerator[bytes, None]:
-        """Server-sent chunks of one choice; adds what it saw to `totals[index]`."""
-        offset = 0
+        """Server-sent chunks of one choice; counts what it saw in `totals[index]`."""
+        echoed = self._echoed(index // self.request.n) if self.request.echo else None
+        shift = 0
         async with aclosing(self.generator.follow(prompt, params, self.request.stops())) as pieces:
             async for piece in pieces:
-                totals[index].add(piece)
+                totals[index].count(piece)
+                if echoed is not None:
+                    for choice in self._echo(index, prompt, echoed, piece.prompt_scores):
+                        yield chunk(self, [choice], totals)
+                    shift, echoed = len(echoed.text), None
                 if piece.text or piece.scores or piece.finish:
-                    yield self._chunk(index, piece, offset)
-                    offset += len(piece.text)
+                    offsets = [shift + at for at in piece.offsets]
+                    yield chunk(
+                        self,
+                        [self._worded(index, piece.text, piece.finish, piece.scores, offsets)],
+                        totals,
+                    )
 
-    def _chunk(self, index: int, piece: Piece, offset: int) -> bytes:
-        logprobs = None
-        if self.request.logprobs is not None and piece.scores:
-            logprobs = legacy_logprobs(
-                self.generator, piece.scores, self.request.logprobs, None, offset
+    def _echo(
+        self, index: int, prompt: list[int], echoed: Echoed, scores: PackedScores | None
+    ) -> Iterator[dict[str, Any]]:
+        """The prompt as chunks of a stream, in pieces where its tokens are listed."""
+        text, offsets = echoed.text, echoed.offsets
+        if not offsets:
+            yield self._worded(index, text, None, [], [])
+        for start in range(0, len(offsets), ECHO_TOKENS):
+            end = start + ECHO_TOKENS
+            until = offsets[end] if end < len(offsets) else len(text)
+            yield self._worded(
+                index,
+                text[offsets[start] if start else 0 : until],
+                None,
+                [cut(scores, max(0, start - 1), end - 1)] if scores else [],
+                offsets[start:end],
+                prompt[0] if start == 0 else None,
             )
-        return self.frame(
-            [
-                {
-                    "index": index,
-                    "text": piece.text,
-                    "finish_reason": piece.finish,
-                    "logprobs": logprobs,
-                }
-            ]
-        )
 
-    def frame(self, choices: list[dict[str, Any]], used: dict[str, Any] | None = None) -> bytes:
-        return msgspec.json.encode(envelope(self, "text_completion", choices, used))
-
-    def opening(self, choices: int) -> list[bytes]:
+    def opening(self, totals: list[Answer]) -> list[bytes]:
         return []
 
 
+@dataclass(frozen=True, slots=True)
+class Echoed:
+    """A prompt as it is repeated in an answer; offsets of its tokens where they are listed."""
+
+    text: str
+    offsets: list[int]
+
+
 def legacy_logprobs(
-    generator: Generator, scores: list[TokenScore], top: int, head: int | None, offset: int
+    generator: Generator,
+    scores: list[PackedScores],
+    top: int,
+    head: int | None,
+    offsets: list[int],
 ) -> dict[str, Any]:
     """OpenAI's completion logprobs. `head` is an echoed first token, which has no logprob."""
-    texts = [generator.token_text(s.token) for s in scores]
-    values: list[float | None] = [s.logprob for s in scores]
-    tops: list[dict[str, float] | None] = [
-        {generator.token_text(t): v for t, v in s.top[:top]} for s in scores
-    ]
+    tokens, logprobs = chosen(scores)
+    texts = [generator.token_text(token) for token in tokens]
+    values: list[float | None] = [*logprobs]
     if head is not None:
         texts.insert(0, generator.token_text(head))
         values.insert(0, None)
-        tops.insert(0, None)
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
+
+    def tops() -> Iterator[dict[str, float] | None]:
+        if head is not None:
+            yield None
+        for score in unpack(scores):
+            yield _top(generator, score, top)
+
     return {
         "tokens": texts,
         "token_logprobs": values,
-        "top_logprobs": tops if top else None,
+        "top_logprobs": Later(tops) if top else None,
         "text_offset": offsets,
     }
 
 
+def _some(scores: PackedScores | None) -> list[PackedScores]:
+    return [scores] if scores else []
+
+
+def _top(generator: Generator, score: TokenScore, top: int) -> dict[str, float]:
+    """By text, and the token itself in any case. Of two tokens with one text (half characters) the
+    likelier stays: clients take the largest for the greedy choice."""
+    out: dict[str, float] = {}
+    for token, value in [*score.top[:top], (score.token, score.logprob)]:
+        out.setdefault(generator.token_text(token), value)
+    return out
+
+
 def prompt_logprobs(
     generator: Generator, request: GenerationRequest, answer: Answer
-) -> list[dict[str, Any] | None] | dict[str, Any]:
+) -> Later | dict[str, Any]:
     """One entry a prompt token, the first null: token id -> logprob, rank, text. Or the arrays, of
     every token but the first."""
     top = request.prompt_logprobs or 0
     if request.prompt_logprobs_format == "base64":
         return base64_arrays(answer.prompt_scores, top)
-    out: list[dict[str, Any] | None] = [None]
-    for s in unpack(answer.prompt_scores):
-        entries = {token: (value, rank + 1) for rank, (token, value) in enumerate(s.top[:top])}
-        entries.setdefault(s.token, (s.logprob, s.rank))
-        out.append(
-            {
-                str(token): {
-                    "logprob": value,
-                    "rank": rank,
-                    "decoded_token": generator.token_text(token),
-                }
-                for token, (value, rank) in entries.items()
-            }
-        )
-    return out
+
+    def entries() -> Iterator[dict[str, Any] | None]:
+        yield None
+        for score in unpack(_some(answer.prompt_scores)):
+            yield _entry(generator, score, top)
+
+    return Later(entries)
 
 
-class Worded(Protocol):
-    """What every answer's envelope is made of."""
-
-    id: str
-    created: int
-    limits: Limits
-
-
-def envelope(
-    work: Worded, kind: str, choices: list[dict[str, Any]], used: dict[str, Any] | None
-) -> dict[str, Any]:
-    """The fields that whole answers and chunks of both routes share, in OpenAI's order."""
-    value: dict[str, Any] = {
-        "id": work.id,
-        "object": kind,
-        "created": work.created,
-        "model": work.limits.served_name,
-        "choices": choices,
-    }
-    if used is not None:
-        value["usage"] = used
-    return value
-
-
-def usage(prompts: list[list[int]], answers: list[Answer]) -> dict[str, Any]:
-    prompt = sum(len(p) for p in prompts)
-    output = sum(a.tokens for a in answers)
+def _entry(generator: Generator, s: TokenScore, top: int) -> dict[str, Any]:
+    entries = {token: (value, rank + 1) for rank, (token, value) in enumerate(s.top[:top])}
+    entries.setdefault(s.token, (s.logprob, s.rank))
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": output,
-        "total_tokens": prompt + output,
-        "prompt_tokens_details": {"cached_tokens": sum(a.cached for a in answers)},
+        str(token): {
+            "logprob": value,
+            "rank": rank,
+            "decoded_token": generator.token_text(token),
+        }
+        for token, (value, rank) in entries.items()
     }
 
 
 def seeded(params: SamplingParams, choice: int) -> SamplingParams:
-    """Each of a prompt's choices draws its own numbers."""
-    return msgspec.structs.replace(params, seed=(params.seed + choice) & (2**63 - 1))
+    """Each of a prompt's choices has noise of its own."""
+    return msgspec.structs.replace(params, seed=seeds.of_choice(params.seed, choice))

@@ -3,67 +3,142 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
+import socket
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from kvline_server.engine import messages
-from kvline_server.engine.messages import Abort, Delta, Deltas, Submit
+from kvline_server.engine.messages import MAX_FRAME, Abort, Delta, Deltas, Submit
 from kvline_server.engine.request import SamplingParams
-from kvline_server.http.errors import EngineFailed
+from kvline_server.http.errors import ApiError, EngineFailed, NotRead
+from kvline_server.http.shared_prompts import SharedPrompts
+
+ENDED = "the engine ended while it worked on this request"
+
+
+class Line:
+    """What has come for one sequence and is not taken yet."""
+
+    def __init__(self) -> None:
+        self.items: asyncio.Queue[Delta | ApiError] = asyncio.Queue()
+        self.taken = False  # the last was taken, and the next is waited for
+
+    async def take(self) -> list[Delta | ApiError]:
+        """All that has come since the last time: who falls behind catches up at once."""
+        self.taken = True
+        items = [await self.items.get()]
+        self.taken = False
+        while not self.items.empty():
+            items.append(self.items.get_nowait())
+        return items
+
+    def overflows(self, limit: int) -> bool:
+        """Nobody wants it: a client reads too slowly, or not at all."""
+        return not self.taken and self.items.qsize() >= limit
+
+
+NOT_FINITE = "the model computed no finite numbers for this request, so there is no next token"
 
 
 class EngineClient:
-    def __init__(self) -> None:
+    def __init__(self, unread_tokens: int) -> None:
+        self.lost = asyncio.Event()
+        self.why_lost = ""
+        self._unread_tokens = unread_tokens
         self._ids = itertools.count(1)
-        self._queues: dict[int, asyncio.Queue[Delta | None]] = {}
+        self._prompts = SharedPrompts()
+        self._lines: dict[int, Line] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._ended: ApiError | None = None
 
-    async def connect(self, path: str) -> None:
-        reader, self._writer = await asyncio.open_unix_connection(path)
+    @property
+    def connected(self) -> bool:
+        return self._writer is not None
+
+    async def connect(self, connection: socket.socket) -> None:
+        reader, self._writer = await asyncio.open_connection(sock=connection)
         self._reading = asyncio.create_task(self._read(reader))
 
     async def generate(
         self, tokens: list[int], params: SamplingParams
     ) -> AsyncGenerator[list[Delta], None]:
-        """Deltas until the sequence finishes, at each turn all that have come since the last: a
-        process that falls behind catches up by saying more at once. Leaving early aborts the
-        sequence in the engine."""
-        writer = self._writer
-        if writer is None:
-            raise EngineFailed("the engine has ended")
+        """Deltas until the sequence finishes. Leaving early aborts it in the engine."""
+        with self._prompts.turn(tokens) as turn:
+            params = await turn.params(params)
+            async with aclosing(self._follow(tokens, params)) as batches:
+                async for deltas in batches:
+                    turn.hear(deltas)
+                    yield deltas
+
+    async def _follow(
+        self, tokens: list[int], params: SamplingParams
+    ) -> AsyncGenerator[list[Delta], None]:
+        if self._writer is None or self._ended is not None:
+            raise self._ended or EngineFailed("the engine has ended")
         id = next(self._ids)
-        queue: asyncio.Queue[Delta | None] = asyncio.Queue()
-        self._queues[id] = queue
+        line = self._lines[id] = Line()
         finished = False
         try:
-            writer.write(messages.encode(Submit(id, tokens, params)))
+            self._writer.write(messages.encode(Submit(id, tokens, params)))
             while not finished:
-                deltas = [await queue.get()]
-                while not queue.empty():
-                    deltas.append(queue.get_nowait())
-                known = [delta for delta in deltas if delta is not None]
+                items = await line.take()
+                known = [item for item in items if isinstance(item, Delta)]
                 finished = bool(known) and known[-1].finish is not None
+                if finished and known[-1].finish == "error":
+                    raise EngineFailed(NOT_FINITE, code="not_finite")
                 if known:
                     yield known
-                if len(known) < len(deltas) and not finished:
-                    raise EngineFailed("the engine ended while it worked on this request")
+                for item in items:
+                    if isinstance(item, ApiError) and not finished:
+                        raise item
         finally:
-            del self._queues[id]
-            if not finished and self._writer is not None:
-                self._writer.write(messages.encode(Abort(id)))
+            self._lines.pop(id, None)
+            if not finished:
+                self._abort(id)
+
+    def end(self, error: ApiError) -> None:
+        """Every sequence ends with this, and so does each that is asked for from now on."""
+        self._ended = self._ended or error
+        for id, line in self._lines.items():
+            line.items.put_nowait(error)
+            self._abort(id)
+        self._lines.clear()
+
+    def _abort(self, id: int) -> None:
+        if self._writer is not None:
+            self._writer.write(messages.encode(Abort(id)))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+        """Whatever ends it ends every request too: none waits for what cannot come."""
+        try:
             while True:
                 length = int.from_bytes(await reader.readexactly(4), "little")
+                if length > MAX_FRAME:
+                    raise ValueError(f"a frame of {length} bytes")
                 message = messages.decode(await reader.readexactly(length))
                 if isinstance(message, Deltas):
-                    for delta in message.items:
-                        queue = self._queues.get(delta.id)
-                        if queue is not None:
-                            queue.put_nowait(delta)
-        self._writer = None
-        for queue in self._queues.values():
-            queue.put_nowait(None)
+                    self._hand_out(message)
+        except (asyncio.IncompleteReadError, OSError):
+            self.why_lost = "the engine has closed its line to the HTTP process"
+        except Exception as error:
+            self.why_lost = f"what the engine sent cannot be read: {error}"
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+            self._writer = None
+            self.end(EngineFailed(ENDED))
+            self.lost.set()
+
+    def _hand_out(self, message: Deltas) -> None:
+        for delta in message.items:
+            line = self._lines.get(delta.id)
+            if line is None:
+                continue
+            if line.overflows(self._unread_tokens):
+                line.items.put_nowait(NotRead("the answer was not read as fast as it came"))
+                del self._lines[delta.id]
+                self._abort(delta.id)
+            else:
+                line.items.put_nowait(delta)

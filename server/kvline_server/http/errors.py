@@ -5,9 +5,12 @@ ApiError
 ├── Unauthorized   401
 ├── NotFound       404
 ├── NotAllowed     405
+├── TimedOut       408
+│   └── NotRead    told in a stream alone
 ├── TooLarge       413
 ├── UnsupportedType 415
 ├── TooMany        429  with Retry-After
+├── HeadTooLarge   431
 ├── EngineFailed   500
 └── Unavailable    503
 """
@@ -67,8 +70,30 @@ class NotAllowed(ApiError):
     type = "invalid_request_error"
 
 
+class TimedOut(ApiError):
+    """The client did not send its request in time."""
+
+    status = 408
+    type = "invalid_request_error"
+
+    def headers(self) -> dict[str, str]:
+        return {"Connection": "close"}
+
+
+class NotRead(TimedOut):
+    """The client did not read its answer in time."""
+
+
 class TooLarge(ApiError):
     status = 413
+    type = "invalid_request_error"
+
+    def headers(self) -> dict[str, str]:
+        return {"Connection": "close"}
+
+
+class HeadTooLarge(ApiError):
+    status = 431
     type = "invalid_request_error"
 
 

@@ -11,8 +11,6 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from kvline_server.engine.messages import Delta, PackedScores
 from kvline_server.engine.request import SamplingParams
 from kvline_server.http.engine_client import EngineClient
@@ -21,16 +19,6 @@ from kvline_server.http.protocol import GenerationRequest
 from kvline_server.http.tokens import StopMatcher, TextStream, Tokens
 from kvline_server.http.trace import Traces
 
-LOWEST_LOGPROB = -9999.0  # JSON has no -inf
-
-
-@dataclass(frozen=True, slots=True)
-class TokenScore:
-    token: int
-    logprob: float
-    rank: int
-    top: list[tuple[int, float]]
-
 
 @dataclass(slots=True)
 class Piece:
@@ -38,7 +26,8 @@ class Piece:
 
     text: str = ""
     tokens: int = 0
-    scores: list[TokenScore] = field(default_factory=list)
+    scores: list[PackedScores] = field(default_factory=list)  # arrays until they are worded
+    offsets: list[int] = field(default_factory=list)  # in the answer's text, of each counted token
     finish: str | None = None
     prompt_scores: PackedScores | None = None
     cached: int = 0
@@ -50,17 +39,23 @@ class Answer:
 
     text: str = ""
     tokens: int = 0
-    scores: list[TokenScore] = field(default_factory=list)
+    scores: list[PackedScores] = field(default_factory=list)  # arrays until they are worded
+    offsets: list[int] = field(default_factory=list)
     finish: str = "length"
-    prompt_scores: PackedScores | None = None  # arrays until they are worded
+    prompt_scores: PackedScores | None = None
     cached: int = 0
 
-    def add(self, piece: Piece) -> None:
-        self.text += piece.text
+    def count(self, piece: Piece) -> None:
+        """All that `usage` asks for, which is all that a stream keeps."""
         self.tokens += piece.tokens
         self.cached = max(self.cached, piece.cached)
+
+    def add(self, piece: Piece) -> None:
+        self.count(piece)
+        self.text += piece.text
         self.prompt_scores = piece.prompt_scores or self.prompt_scores
         self.scores += piece.scores
+        self.offsets += piece.offsets
         if piece.finish is not None:
             self.finish = piece.finish
 
@@ -113,13 +108,15 @@ class Generator:
         matcher: StopMatcher,
     ) -> None:
         """One token's share of a piece."""
-        ended = delta.finish == "stop"  # an end-of-sequence token, which is not said
-        said = params.max_tokens > 0
-        text = stream.push(delta.token) if stream and said and not ended else ""
+        counted = params.max_tokens > 0
+        shown = counted and delta.finish != "stop"  # not an end-of-sequence token
+        offset = stream.sent if stream else 0
+        text = stream.push(delta.token) if stream and shown else ""
         piece.text += matcher.push(text)
-        piece.tokens += int(said)
-        if said and not ended:
-            piece.scores += unpack(delta.scores)
+        if counted:  # each counted token has its entry: evaluation harnesses count them
+            piece.tokens += 1
+            piece.scores += [delta.scores] if delta.scores else []
+            piece.offsets.append(offset)
         piece.prompt_scores = delta.prompt_scores or piece.prompt_scores
         piece.finish, piece.cached = delta.finish, delta.cached
         if delta.finish is not None and stream is not None:
@@ -169,6 +166,8 @@ def sampling(
             "max_tokens",
             "context_length_exceeded",
         )
+    if request.min_tokens > max_tokens:
+        raise BadRequest(f"min_tokens: more than the {max_tokens} asked for", "min_tokens")
     bias = {int(key): value for key, value in (request.logit_bias or {}).items()}
     if any(token >= limits.vocabulary for token in bias):
         raise BadRequest(f"logit_bias: token ids are below {limits.vocabulary}", "logit_bias")
@@ -200,20 +199,3 @@ def check_prompt(prompt: list[int], limits: Limits, name: str) -> None:
         )
     if max(prompt) >= limits.vocabulary:
         raise BadRequest(f"{name}: token ids are below {limits.vocabulary}", name)
-
-
-def unpack(packed: PackedScores | None) -> list[TokenScore]:
-    if packed is None:
-        return []
-    values = np.maximum(np.frombuffer(packed.values, np.float32), LOWEST_LOGPROB).tolist()
-    tokens = np.frombuffer(packed.tokens, np.int32).tolist()
-    ranks = np.frombuffer(packed.ranks, np.int32).tolist()
-    shape = (packed.count, packed.top)
-    ids = np.frombuffer(packed.top_ids, np.int32).reshape(shape).tolist()
-    tops = np.maximum(np.frombuffer(packed.top_values, np.float32), LOWEST_LOGPROB)
-    return [
-        TokenScore(token, value, rank, list(zip(row, row_values, strict=True)))
-        for token, value, rank, row, row_values in zip(
-            tokens, values, ranks, ids, tops.reshape(shape).tolist(), strict=True
-        )
-    ]

@@ -9,9 +9,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
+import logging
+import math
+import resource
 import signal
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +24,33 @@ import uvicorn
 
 from kvline_contract import codec
 from kvline_contract.exits import ExitCode
-from kvline_contract.launch import LaunchConfig
+from kvline_contract.launch import Device, LaunchConfig
 from kvline_contract.tracing import NoTracing, tracer
 from kvline_server.engine import messages
 from kvline_server.engine.messages import Drain, EdgeBeat, Serve
-from kvline_server.errors import ConfigInvalid, ServerError
+from kvline_server.errors import ConfigInvalid, EngineLineBroken, ServerError
 from kvline_server.http.access import Guard, Key
 from kvline_server.http.admission import Admission
 from kvline_server.http.app import Service, create_app, now
+from kvline_server.http.body import Bodies
+from kvline_server.http.connections import Connections
 from kvline_server.http.engine_client import EngineClient
+from kvline_server.http.errors import Unavailable
 from kvline_server.http.generate import Generator, Limits
-from kvline_server.http.tokens import Tokens
+from kvline_server.http.tls import Certificate
+from kvline_server.http.tokenizer_files import open_tokens
 from kvline_server.http.trace import Traces
 from kvline_server.model.config import read_config
+from kvline_server.options import EdgeLimits
 
 BEAT_SECONDS = 0.5
+# Bytes of scores that wait to be sent: half of a container's headroom; a GPU's host has more.
+HELD = {Device.CPU: 64 << 20, Device.CUDA: 512 << 20}
+PARENT_SECONDS = 2.0
+LAST_WORDS_SECONDS = 1.0  # for errors at the end of a drain
+UNSENT_BYTES = 64 << 10
+TCP_NOTSENT_LOWAT = 25  # Linux; socket has the name from Python 3.12
+MOST_FILES, OTHER_FILES = 1 << 16, 128
 
 
 class Server(uvicorn.Server):
@@ -46,48 +63,65 @@ class Server(uvicorn.Server):
 
 class Edge:
     def __init__(self, arguments: argparse.Namespace, control: socket.socket) -> None:
-        self.arguments = arguments
         self.control = control
+        self.parent: asyncio.StreamWriter | None = None
+        self.handover = socket.socket(fileno=arguments.handover_fd)
+        edge = EdgeLimits(**json.loads(arguments.limits))
+        edge = replace(edge, connections=min(edge.connections, _allow_files() - OTHER_FILES))
         launch = LaunchConfig.parse(Path(arguments.config).read_bytes())
         folder = Path(launch.model.path)
         model = read_config(folder)
-        tokens = Tokens(folder) if (folder / "tokenizer.json").is_file() else None
-        self.client = EngineClient()
+        tokens = open_tokens(folder)
+        self.client = EngineClient(edge.unread_tokens)
+        self.connections = Connections(edge)
         self.service = Service(
             generator=Generator(self.client, tokens, Traces(_tracer())),
-            admission=Admission(),
+            admission=Admission(max_held=HELD[launch.device]),
+            bodies=Bodies(edge),
             limits=Limits(launch.model.served_name, model.vocabulary, 0, 0),
             started=now(),
         )
         self.key = Key(arguments.api_key_file) if launch.require_api_key else None
-        self.stopping = asyncio.Event()
-
-    async def run(self, listener: socket.socket) -> None:
+        tls = Certificate(arguments.tls_dir) if launch.require_tls else None
+        self.certificate = tls
         app = create_app(self.service)
-        config = uvicorn.Config(
-            app if self.key is None else Guard(app, self.key),
-            http="httptools",
-            loop="uvloop",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=1,
-            backlog=1024,
+        self.server = Server(
+            uvicorn.Config(
+                app if self.key is None else Guard(app, self.key),
+                ssl_context_factory=(lambda *_: tls.context) if tls else None,
+                http=self.connections.make,  # type: ignore[arg-type]
+                loop="uvloop",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=math.ceil(edge.idle),
+                timeout_graceful_shutdown=1,
+                backlog=1024,
+            )
         )
-        server = Server(config)
-        reader, writer = await asyncio.open_connection(sock=self.control)
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        beating = asyncio.create_task(self._beat(writer, server))
+
+    async def run(self, listener: socket.socket) -> int:
+        reader, self.parent = await asyncio.open_connection(sock=self.control)
+        serving = asyncio.create_task(self.server.serve(sockets=[listener]))
+        works = [self._beat(), self.connections.sweep(), self._end_with_engine()]
+        works += [self.certificate.watch()] if self.certificate else []
+        others = [asyncio.create_task(work) for work in works]
         listening = asyncio.create_task(self._listen(reader))
-        await asyncio.wait(
-            {serving, listening, asyncio.create_task(self.stopping.wait())},
-            return_when=asyncio.FIRST_COMPLETED,
-        )
-        server.should_exit = True
+        await asyncio.wait({serving, listening}, return_when=asyncio.FIRST_COMPLETED)
+        self.server.should_exit = True
         await serving
-        beating.cancel()
+        for task in others:
+            task.cancel()
+        self._tell_parent()
+        if not self.client.lost.is_set():
+            return int(ExitCode.DRAINED)
+        ended = EngineLineBroken(self.client.why_lost).termination()
+        body = codec.dumps(ended).encode()
+        self.parent.write(messages.encode(messages.Progress("failure", body)))
+        await self.parent.drain()
+        return ended.code
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         """The parent's orders; its end is ours."""
@@ -101,7 +135,8 @@ class Edge:
                     asyncio.get_running_loop().create_task(self._drain(message.seconds))
 
     async def _open(self, message: Serve) -> None:
-        await self.client.connect(self.arguments.socket)
+        _, (line,), *_ = socket.recv_fds(self.handover, 1, 1)
+        await self.client.connect(socket.socket(fileno=line))
         limits = self.service.limits
         self.service.limits = Limits(
             limits.served_name,
@@ -109,29 +144,58 @@ class Edge:
             message.max_model_len,
             message.max_top_logprobs,
         )
-        self.service.admission.open(message.max_running, message.max_model_len)
+        self.service.admission.open(message.max_running, message.kv_tokens)
+        self._tell_parent()
 
     async def _drain(self, seconds: float) -> None:
-        self.service.admission.draining = True
-        deadline = asyncio.get_running_loop().time() + seconds
-        while self.service.admission.requests and asyncio.get_running_loop().time() < deadline:
+        """Each answer says that its connection closes. For a moment every request is still taken:
+        a client may have sent it before it could know. Then the port and idle connections close,
+        and what is under way has until the end, where it gets an error."""
+        clock = asyncio.get_running_loop().time
+        end = clock() + seconds
+        self.connections.drain()
+        self.service.admission.draining = True  # for /health
+        late = min(clock() + self.connections.limits.late, end)
+        while self.connections.open and clock() < late:
             await asyncio.sleep(0.05)
-        self.stopping.set()
+        self.server.config.timeout_graceful_shutdown = math.ceil(end - clock()) + 2
+        self.server.should_exit = True
+        while self.service.admission.requests and clock() < end:
+            await asyncio.sleep(0.05)
+        self.client.end(Unavailable("this server shut down before the answer was complete"))
+        end += LAST_WORDS_SECONDS
+        while self.service.admission.requests and clock() < end:
+            await asyncio.sleep(0.05)
+        self.connections.drop()  # whoever has not even read that, or never sent its request whole
 
-    async def _beat(self, writer: asyncio.StreamWriter, server: Server) -> None:
+    async def _end_with_engine(self) -> None:
+        """The parent sees an engine that ends, and then ends this process too; where it does not,
+        the engine is there but cannot be heard any more, which is ours to tell."""
+        await self.client.lost.wait()
+        await asyncio.sleep(PARENT_SECONDS)
+        self.server.should_exit = True
+
+    async def _beat(self) -> None:
         while True:
-            a = self.service.admission
-            beat = EdgeBeat(
-                ready=server.started,
-                active=a.requests,
-                received=a.received,
-                finished=a.finished,
-                refused=a.refused,
-                aborted=a.aborted,
-                failed=a.failed,
-            )
-            writer.write(messages.encode(beat))
-            await asyncio.sleep(BEAT_SECONDS if server.started else 0.05)
+            self._tell_parent()
+            await asyncio.sleep(BEAT_SECONDS if self.server.started else 0.05)
+
+    def _tell_parent(self) -> None:
+        a = self.service.admission
+        beat = EdgeBeat(
+            ready=self.server.started,
+            active=a.requests,
+            connected=self.client.connected,
+            received=a.received,
+            finished=a.finished,
+            refused=a.refused,
+            aborted=a.aborted,
+            failed=a.failed,
+            rejected=a.rejected,
+            ended=a.ended,
+        )
+        assert self.parent is not None
+        self.parent.write(messages.encode(beat))
 
 
 def _tracer() -> Any | None:
@@ -144,10 +208,12 @@ def _tracer() -> Any | None:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="kvline-http")
     parser.add_argument("--config", required=True)
-    parser.add_argument("--socket", required=True)
     parser.add_argument("--control-fd", type=int, required=True)
+    parser.add_argument("--handover-fd", type=int, required=True, help="brings the engine's line")
     parser.add_argument("--listen-fd", type=int, required=True)
     parser.add_argument("--api-key-file", type=Path, required=True)
+    parser.add_argument("--tls-dir", type=Path, required=True)
+    parser.add_argument("--limits", required=True, help="EdgeLimits as JSON")
     return parser.parse_args(argv)
 
 
@@ -158,6 +224,7 @@ def main(argv: list[str]) -> int:
     control = socket.socket(fileno=arguments.control_fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent tells us
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # what clients do wrong is no news
     try:
         edge = Edge(arguments, control)
     except ServerError as error:
@@ -165,8 +232,17 @@ def main(argv: list[str]) -> int:
         messages.Channel(control).send(messages.Progress("failure", body))
         return int(error.code)
     listener = socket.socket(fileno=arguments.listen_fd)
-    uvloop.run(edge.run(listener))
-    return int(ExitCode.DRAINED)
+    # What the kernel takes beyond a client's window; else it hides megabytes that nobody reads.
+    listener.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+    return uvloop.run(edge.run(listener))
+
+
+def _allow_files() -> int:
+    """As many open files as may be: each connection is one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return allowed
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
 """The requests we understand. Strict types, both bounds on every number, unknown fields refused.
 
-Accepted fields work; there is no field that is read and ignored but `user`, which by OpenAI's
-definition is only a label.
+Accepted fields work. Read and ignored are only labels (`user` and its like, which by OpenAI's
+definition change no answer), nulls, and what neutral.py lists.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from kvline_server.http import neutral
 from kvline_server.http.errors import BadRequest
 
 MAX_CHOICES = 8
@@ -22,14 +24,28 @@ MAX_PROMPT_IDS = 1 << 20
 
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Label = Annotated[str, Field(max_length=512)]
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Label],
+    Field(max_length=16),
+]
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    ignored: ClassVar[neutral.Neutral] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, value: Any) -> Any:
+        return neutral.without(value, cls.ignored) if isinstance(value, dict) else value
 
 
 class StreamOptions(Strict):
+    ignored = neutral.STREAM_OPTIONS
+
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class GenerationRequest(Strict):
@@ -43,14 +59,18 @@ class GenerationRequest(Strict):
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] = 1.0
     logit_bias: Annotated[dict[str, Bias], Field(max_length=300)] | None = None
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: Annotated[str, Field(max_length=512)] | None = None
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    metadata: Metadata | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     prompt_logprobs_format: Literal["json", "base64"] = "json"
 
@@ -64,12 +84,18 @@ class GenerationRequest(Strict):
 
     @model_validator(mode="after")
     def _streaming(self) -> GenerationRequest:
-        if self.stream_options is not None and not self.stream:
+        if self.stream_options not in (None, StreamOptions()) and not self.stream:
             raise ValueError("stream_options: only with stream")
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError("prompt_logprobs: not with stream")
         if self.prompt_logprobs is None and self.prompt_logprobs_format != "json":
             raise ValueError("prompt_logprobs_format: only with prompt_logprobs")
+        return self
+
+    @model_validator(mode="after")
+    def _no_early_end(self) -> GenerationRequest:
+        if self.min_tokens and (not self.ignore_eos or self.stop):
+            raise ValueError("min_tokens: only 0, or with ignore_eos and without stop")
         return self
 
     def stops(self) -> list[str]:
@@ -79,8 +105,11 @@ class GenerationRequest(Strict):
 
 
 class CompletionRequest(GenerationRequest):
+    ignored = neutral.COMPLETION
+
     prompt: Any  # text, token ids, or a list of either; see _prompt
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
@@ -112,8 +141,8 @@ class CompletionRequest(GenerationRequest):
     def _nothing_to_do(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise ValueError("max_tokens: 0 only with echo or prompt_logprobs")
-        if self.echo and self.stream:
-            raise ValueError("echo: not with stream")
+        if self.best_of is not None and self.best_of != self.n:
+            raise ValueError("best_of: only the number that n asks for")
         return self
 
 
@@ -123,17 +152,32 @@ class TextPart(Strict):
 
 
 class ChatMessage(Strict):
+    ignored = neutral.MESSAGE
+
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=64)]
+    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=64)] | None = None
     name: Annotated[str, Field(max_length=64)] | None = None
 
+    @model_validator(mode="after")
+    def _says_something(self) -> ChatMessage:
+        if self.content is None and self.role != "assistant":
+            raise ValueError("content: only an assistant's may be null")
+        return self
+
     def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
         return "".join(part.text for part in self.content)
+
+    def rendered(self) -> dict[str, str]:
+        """What the model's chat template sees."""
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": self.role, "content": self.text(), **named}
 
 
 class ChatRequest(GenerationRequest):
+    ignored = neutral.CHAT
+
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
@@ -142,10 +186,11 @@ class ChatRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs")
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError("max_tokens: not together with max_completion_tokens")
+        given = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(given) > 1:
+            raise ValueError("max_tokens: not together with another max_completion_tokens")
         return self
 
 
@@ -160,15 +205,32 @@ def parse(kind: type[R], value: dict[str, Any]) -> R:
         first = error.errors(include_url=False, include_input=False)[0]
         path = [str(part) for part in first["loc"] if not _is_union_arm(part)]
         message = str(first["msg"]).removeprefix("Value error, ")
-        if not path and ": " in message:  # a rule over several fields names its field itself
+        if first["type"] == "value_error" and ": " in message:  # the rule names its field itself
             name, _, message = message.partition(": ")
-            path = [name]
+            path.append(name)
         if first["type"] == "extra_forbidden":
             message = "is not a field that this server knows"
+        if first["type"] in _OUT_OF_RANGE and len(path) == 1:
+            message = f"must be {_ranges(kind)[path[0]]}"
         name = ".".join(path)[:100]
         raise BadRequest(
             f"{name}: {message}" if name else message, path[0] if path else None
         ) from None
+
+
+_OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
+
+
+@cache
+def _ranges(kind: type[GenerationRequest]) -> dict[str, str]:
+    """What each of a request's numbers must be."""
+    out = {}
+    for name, schema in kind.model_json_schema()["properties"].items():
+        for arm in (schema, *schema.get("anyOf", ())):
+            if "maximum" in arm:
+                low = arm.get("minimum", arm.get("exclusiveMinimum"))
+                out[name] = f"{'from' if 'minimum' in arm else 'above'} {low} to {arm['maximum']}"
+    return out
 
 
 def _is_union_arm(part: int | str) -> bool:

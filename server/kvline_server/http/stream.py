@@ -7,49 +7,46 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import ExitStack, aclosing
-from typing import Any, Protocol
+from contextlib import ExitStack, aclosing, suppress
+from typing import Protocol
 
 import msgspec
 
 from kvline_server.engine.request import SamplingParams
-from kvline_server.http.completions import usage
+from kvline_server.http.envelope import Work, chunk
 from kvline_server.http.errors import ApiError, EngineFailed
 from kvline_server.http.generate import Answer
 
+UNREAD_CHUNKS = 16  # more wait where they come from, and are counted there
+LINE_BREAKS = [(c.encode(), b"\\u%04x" % ord(c)) for c in "\x85\u2028\u2029"]
 Jobs = list[tuple[list[int], SamplingParams]]
 
 
-class Streamed(Protocol):
-    prompts: list[list[int]]
-
+class Streamed(Work, Protocol):
     def events(
         self, index: int, prompt: list[int], params: SamplingParams, totals: list[Answer]
     ) -> AsyncGenerator[bytes, None]: ...
 
-    def frame(self, choices: list[dict[str, Any]], used: dict[str, Any] | None = None) -> bytes: ...
-
-    def opening(self, choices: int) -> list[bytes]: ...
+    def opening(self, totals: list[Answer]) -> list[bytes]: ...
 
 
-async def events(
-    work: Streamed, jobs: Jobs, include_usage: bool, holding: ExitStack
-) -> AsyncGenerator[bytes, None]:
-    """The whole event stream of a request. `holding` is closed at its end, whatever that is."""
-    with holding:
+async def events(work: Streamed, jobs: Jobs, holding: ExitStack) -> AsyncGenerator[bytes, None]:
+    """The whole event stream of a request. `holding` is closed at its end, whatever that is, and
+    sees a failure; the client sees it as an event, since the status line is long gone."""
+    with suppress(ApiError), holding:
         totals = [Answer() for _ in jobs]
-        for chunk in work.opening(len(jobs)):
-            yield _event(chunk)
+        for opening in work.opening(totals):
+            yield _event(opening)
         try:
-            async for chunk in _merge(work, jobs, totals):
-                yield _event(chunk)
+            async for part in _merge(work, jobs, totals):
+                yield _event(part)
         except ExceptionGroup as group:
             error = api_error(group)
             yield _event(msgspec.json.encode(error.body()))
-            # The status line is long gone; raising lets the counters see a failure.
             raise error from group
-        if include_usage:
-            yield _event(work.frame([], usage(work.prompts, totals)))
+        options = work.request.stream_options
+        if options is not None and options.include_usage:
+            yield _event(chunk(work, [], totals, last=True))
         yield b"data: [DONE]\n\n"
 
 
@@ -61,17 +58,28 @@ def api_error(group: BaseExceptionGroup[BaseException]) -> ApiError:
     return EngineFailed("the request failed inside the server")
 
 
+def _heard(task: asyncio.Task[None]) -> None:
+    """What failed after its client had left is told to nobody."""
+    if not task.cancelled():
+        task.exception()
+
+
 def _event(data: bytes) -> bytes:
+    """Readers that split at every line break of Unicode would cut JSON at those in its texts."""
+    for raw, escaped in LINE_BREAKS:
+        data = data.replace(raw, escaped)
     return b"data: " + data + b"\n\n"
 
 
 async def _merge(work: Streamed, jobs: Jobs, totals: list[Answer]) -> AsyncGenerator[bytes, None]:
     queue: asyncio.Queue[bytes | None] = asyncio.Queue()
+    room = asyncio.Semaphore(UNREAD_CHUNKS)
 
     async def drain(index: int, prompt: list[int], params: SamplingParams) -> None:
-        async with aclosing(work.events(index, prompt, params, totals)) as chunks:
-            async for chunk in chunks:
-                queue.put_nowait(chunk)
+        async with aclosing(work.events(index, prompt, params, totals)) as parts:
+            async for part in parts:
+                await room.acquire()
+                queue.put_nowait(part)
 
     async def all_choices() -> None:
         try:
@@ -82,9 +90,11 @@ async def _merge(work: Streamed, jobs: Jobs, totals: list[Answer]) -> AsyncGener
             queue.put_nowait(None)
 
     task = asyncio.create_task(all_choices())
+    task.add_done_callback(_heard)
     try:
-        while (chunk := await queue.get()) is not None:
-            yield chunk
+        while (part := await queue.get()) is not None:
+            yield part
+            room.release()
         await task
     finally:
         task.cancel()

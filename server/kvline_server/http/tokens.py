@@ -6,10 +6,11 @@ token is encoded as plain text, never as the token.
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from jinja2 import TemplateError
 from jinja2.exceptions import SecurityError
@@ -20,6 +21,8 @@ from tokenizers.decoders import DecodeStream
 from kvline_server.http.errors import BadRequest
 
 MAX_RENDERED = 8 << 20
+PART = 8192  # characters tokenised at once while a text may be too long
+SENTENCEPIECE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "Sequence"}
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -37,22 +40,41 @@ class Tokens:
             key: _token_text(settings.get(key)) for key in ("bos_token", "eos_token")
         }
         self._template = _template(folder, settings)
-        self._byte_level = "ByteLevel" in json.dumps(
-            json.loads(self.tokenizer.to_str()).get("decoder")
-        )
+        decoder = json.loads(self.tokenizer.to_str()).get("decoder")
+        kinds = set(re.findall(r'"type": "(\w+)"', json.dumps(decoder)))
+        self._byte_level = "ByteLevel" in kinds
+        self._bytes_alone = kinds == {"ByteLevel"} or (bool(kinds) and kinds <= SENTENCEPIECE)
         self._unicode_to_byte = _unicode_to_byte()
+        self._longest = max(map(len, self.tokenizer.get_vocab()), default=0)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, most: int = 1 << 30) -> list[int]:
         """A completion prompt: control tokens written out in it count as such, as users of base
-        models expect."""
+        models expect. Raises BadRequest where it is far beyond `most` tokens."""
+        self._check_length(text, most, "prompt")
         return list(self.tokenizer.encode(text).ids)
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """The rendered template's tokens. Raises BadRequest when the template refuses."""
+    def _check_length(self, text: str, most: int, name: str) -> None:
+        """Refuses what cannot fit without tokenising it whole, which takes hundreds of bytes a
+        token. Parts may have more tokens than the whole has, at their ends: each counts as less by
+        the longest token, and the sum may be twice what fits."""
+        room = 2 * most
+        for start in range(0, len(text), PART) if len(text) > PART else ():
+            part = self.tokenizer.encode(text[start : start + PART], add_special_tokens=False)
+            room -= max(0, len(part.ids) - self._longest)
+            if room < 0:
+                raise BadRequest(
+                    f"{name}: more than {most} tokens, which is the context",
+                    name,
+                    "context_length_exceeded",
+                )
+
+    def encode_chat(self, messages: list[dict[str, str]], most: int = 1 << 30) -> list[int]:
+        """The rendered template's tokens. Raises BadRequest when the template refuses, or where
+        they are far beyond `most`."""
         if self._template is None:
             raise BadRequest("this model has no chat template; use /v1/completions", "messages")
         mark = _unused_mark(messages)
-        marked = [{**m, "content": self._defuse(m["content"], mark)} for m in messages]
+        marked = [{k: self._defuse(v, mark) for k, v in m.items()} for m in messages]
         try:
             text = self._template.render(
                 messages=marked, add_generation_prompt=True, **self._variables
@@ -63,6 +85,7 @@ class Tokens:
             raise BadRequest(f"the chat template refused: {str(error)[:200]}", "messages") from None
         if len(text) > MAX_RENDERED:
             raise BadRequest("the rendered messages are too long", "messages")
+        self._check_length(text, most, "messages")
         ids: list[int] = []
         for piece in text.split(mark):
             ids += self.tokenizer.encode(piece, add_special_tokens=False).ids
@@ -79,7 +102,7 @@ class Tokens:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
     def stream(self) -> TextStream:
-        return TextStream(self)
+        return ByteStream(self) if self._bytes_alone else RuleStream(self)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes a token stands for; not always whole characters."""
@@ -95,32 +118,76 @@ class Tokens:
             return bytes([int(single[1], 16)])
         return text.replace("\u2581", " ").encode()
 
+    def offsets(self, ids: list[int], text: str) -> list[int]:
+        """Where in `text`, which `ids` stand for, each token begins: a token that begins inside a
+        character has that character's place, one that the text does not show begins with it."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        starts, at = [], 0
+        for token in ids:
+            starts.append(at)
+            at += len(decoder.decode(self.token_bytes(token)))
+        at += len(decoder.decode(b"", final=True))
+        hidden = at - len(text)  # such as a beginning-of-text token
+        return [min(max(0, start - hidden), len(text)) for start in starts]
+
     def token_text(self, token: int) -> str:
         return self.token_bytes(token).decode("utf-8", "replace")
 
 
-class TextStream:
+class TextStream(Protocol):
     """Incremental text of output tokens: never half a character, never a control token."""
+
+    sent: int  # characters so far
+
+    def push(self, token: int) -> str: ...
+
+    def flush(self) -> str:
+        """What an unfinished character at the very end decodes to."""
+
+
+class ByteStream:
+    """Where a text is its tokens' bytes and no more: each token costs the same, however many
+    before it were halves of characters, and an answer keeps the blank that it begins with."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.sent = 0
+
+    def push(self, token: int) -> str:
+        if token in self._tokens.special_ids:
+            return ""
+        return self._count(self._decoder.decode(self._tokens.token_bytes(token)))
+
+    def flush(self) -> str:
+        return self._count(self._decoder.decode(b"", final=True))
+
+    def _count(self, text: str) -> str:
+        self.sent += len(text)
+        return text
+
+
+class RuleStream:
+    """By the tokenizer's own rules, which may look at the tokens beside one."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokenizer = tokens.tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
         self._ids: list[int] = []
-        self._sent = 0
+        self.sent = 0
 
     def push(self, token: int) -> str:
         self._ids.append(token)
         text = self._stream.step(self._tokenizer, token)
         if text is None:
             return ""
-        self._sent += len(text)
+        self.sent += len(text)
         return str(text)
 
     def flush(self) -> str:
-        """What an unfinished character at the very end decodes to."""
         whole = str(self._tokenizer.decode(self._ids, skip_special_tokens=True))
-        rest = whole[self._sent :]
-        self._sent = len(whole)
+        rest = whole[self.sent :]
+        self.sent = len(whole)
         return rest
 
 
@@ -188,7 +255,7 @@ def _raise(message: str) -> None:
 def _unused_mark(messages: list[dict[str, str]]) -> str:
     """A noncharacter that no message contains; Unicode keeps 32 of them for such a use."""
     for code in range(0xFDD0, 0xFDF0):
-        if not any(chr(code) in m["content"] for m in messages):
+        if not any(chr(code) in text for m in messages for text in m.values()):
             return chr(code)
     raise BadRequest("the messages hold every Unicode noncharacter", "messages")
 

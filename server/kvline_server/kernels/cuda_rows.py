@@ -30,15 +30,17 @@ def score(
 
 
 def draw(
-    weights: torch.Tensor, uniforms: torch.Tensor, temperatures: torch.Tensor | None = None
+    weights: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """A token a row: of logits at their temperatures, or of probabilities when there are none.
-    weights [rows, vocabulary]; uniforms, temperatures float32 [rows] -> int64 [rows]"""
+    """A token a row: of logits at their temperatures, or of probabilities when there are none;
+    NO_TOKEN where they are not finite or all 0.
+    weights [rows, vocabulary]; keys int64, temperatures float32 [rows] -> int64 [rows]"""
     rows, vocabulary = weights.shape
     chosen = torch.empty(rows, dtype=torch.int64, device=weights.device)
     variant = _draw_variant(weights.dtype, temperatures is not None, _aligned(weights))
-    at = uniforms if temperatures is None else temperatures
-    launch(variant, rows, weights, weights.stride(0), at, uniforms, chosen, vocabulary)
+    # Probabilities have no temperatures, and their kernel reads none.
+    at = keys if temperatures is None else temperatures
+    launch(variant, rows, weights, weights.stride(0), at, keys, chosen, vocabulary)
     return chosen
 
 
@@ -64,6 +66,7 @@ def _score_variant(dtype: torch.dtype, aligned: bool) -> Variant:
 
 
 def _draw_variant(dtype: torch.dtype, logits: bool, aligned: bool) -> Variant:
-    arguments = (f"*{TRITON_TYPES[dtype]}", "i32", "*fp32", "*fp32", "*i64", "i32")
+    temperatures = "*fp32" if logits else "*i64"
+    arguments = (f"*{TRITON_TYPES[dtype]}", "i32", temperatures, "*i64", "*i64", "i32")
     constants = (("LOGITS", int(logits)), ("BLOCK", DRAW_BLOCK))
     return Variant("draw", arguments, (0, 1, 5) if aligned else (), constants, warps=DRAW_WARPS)

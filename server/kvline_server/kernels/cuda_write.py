@@ -1,6 +1,6 @@
-"""Between QKV product and attention on a GPU: norms, rotary turn, keys and values to the cache.
+"""Between QKV GEMM and attention on a GPU: norms, rotary turn, keys and values to the cache.
 
-Pads go to slot 0, the dummy page, so a captured piece runs for more rows than a step has.
+Pads go to slot 0, the dummy page, so a captured segment runs for more rows than a step has.
 """
 
 from __future__ import annotations

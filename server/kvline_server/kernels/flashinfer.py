@@ -1,6 +1,6 @@
-"""A step's operations on a CUDA GPU: FlashInfer's attention, norms and rope, torch's products.
+"""A step's operations on a CUDA GPU: FlashInfer's attention, norms and rope, torch's GEMMs.
 
-With flashinfer_attention.py and products.py the only importer of flashinfer. Decoding runs its fa2
+With flashinfer_attention.py and gemm.py the only importer of flashinfer. Decoding runs its fa2
 kernels on tensor cores, prompts its fa3 kernels: on Hopper fa3 is several times slower on one-token
 queries, and the faster one on chunks.
 """
@@ -18,8 +18,10 @@ from torch.nn import functional
 
 from kvline_server.kernels import cuda_rows, cuda_write
 from kvline_server.kernels.flashinfer_attention import FLOAT_BYTES, PagedAttention, Planned, Table
+from kvline_server.kernels.gemm import Gemms
 from kvline_server.kernels.interface import (
     GREEDY,
+    NO_TOKEN,
     Draws,
     Fetch,
     Graphs,
@@ -29,12 +31,9 @@ from kvline_server.kernels.interface import (
     Where,
 )
 from kvline_server.kernels.layout import Layout
-from kvline_server.kernels.products import Products
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.model.config import ModelConfig
-
-BELOW_ONE = 1.0 - 2.0**-24  # the largest float32 under 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ class FlashInferKernels:
         floats = torch.empty(FLOAT_BYTES, dtype=torch.uint8, device=self.device)
         self._decode = PagedAttention(config, self.dtype, "fa2", floats)
         self._prefill = PagedAttention(config, self.dtype, "fa3", floats)
-        self._products = Products(self.device)
+        self._gemms = Gemms(self.device)
 
     def upload(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         starts, size = [], 0
@@ -101,7 +100,7 @@ class FlashInferKernels:
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._products.linear(x, weight, bias, out)
+        return self._gemms.linear(x, weight, bias, out)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out: torch.Tensor = norm.rmsnorm(x, weight, eps=eps)
@@ -124,6 +123,12 @@ class FlashInferKernels:
             torch.arange(positions, dtype=torch.float32, device=self.device), frequencies
         )
         return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+    def padded(self, rows: int) -> int:
+        return rows
+
+    def row_counts(self, largest: int) -> list[int]:
+        return []
 
     def plan(self, layout: Layout) -> Plan:
         count = layout.decodes
@@ -188,15 +193,17 @@ class FlashInferKernels:
         if known is None:
             for count in rows:
                 for layers in weights:
-                    self._products.try_shape(layers, count)
+                    self._gemms.try_shape(layers, count)
         else:
-            self._products.choices = known
-        return self._products.choices
+            self._gemms.choices = known
+        return self._gemms.choices
 
     def graphs(self, decoder: Any, cache: list[KVLayer], max_rows: int) -> Graphs:
-        from kvline_server.kernels.pieces import Pieces  # which knows the decoder, which knows us
+        from kvline_server.kernels.segments import (
+            GraphSegments,
+        )  # which knows the decoder, which knows us
 
-        return Pieces(decoder, cache, max_rows)
+        return GraphSegments(decoder, cache, max_rows)
 
     def logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         return functional.linear(hidden, head)
@@ -214,27 +221,32 @@ class FlashInferKernels:
     def choose(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
         greedy = draws.temperatures < GREEDY
         if greedy.all():
-            return logits.argmax(dim=-1)
-        temperatures, uniforms, best = self.upload(
+            return _best(logits)
+        temperatures, keys, best = self.upload(
             np.where(greedy, np.float32(1.0), draws.temperatures),
-            np.minimum(draws.uniforms, BELOW_ONE).astype(np.float32),
+            draws.keys.view(np.int64),
             greedy,
         )
         filtered = (draws.top_k > 0) | (draws.top_p < 1.0) | (draws.min_p > 0.0)
         if filtered.any():
-            chosen = cuda_rows.draw(self._filtered(logits, temperatures, draws), uniforms)
+            weights, broken = self._filtered(logits, temperatures, draws)
+            chosen = cuda_rows.draw(weights, keys).masked_fill_(broken, NO_TOKEN)
         else:
-            chosen = cuda_rows.draw(logits, uniforms, temperatures)
+            chosen = cuda_rows.draw(logits, keys, temperatures)
         if greedy.any():
-            chosen = torch.where(best, logits.argmax(dim=-1), chosen)
+            chosen = torch.where(best, _best(logits), chosen)
         return chosen
 
     def _filtered(
         self, logits: torch.Tensor, temperatures: torch.Tensor, draws: Draws
-    ) -> torch.Tensor:
-        """Probabilities after top-k, then top-p of the rest, then min-p."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Probabilities after top-k, then top-p of the rest, then min-p; and the rows that have
+        none, because their logits are not finite."""
         weights: torch.Tensor = sampling.softmax(logits.float(), temperature=temperatures)
+        # One NaN makes a whole row NaN. The filters search by comparing, which need not end then.
+        broken = weights[:, 0].isnan()
         vocabulary = logits.shape[1]
+        weights.masked_fill_(broken.unsqueeze(1), 1.0 / vocabulary)
         if (draws.top_k > 0).any():
             count = np.where(draws.top_k > 0, np.minimum(draws.top_k, vocabulary), vocabulary)
             weights = sampling.top_k_renorm_probs(weights, self.upload(count.astype(np.int32))[0])
@@ -243,4 +255,11 @@ class FlashInferKernels:
         if (draws.min_p > 0.0).any():
             least = self.upload(draws.min_p)[0] * weights.amax(dim=-1)
             weights = weights.masked_fill_(weights < least.unsqueeze(1), 0.0)
-        return weights
+        return weights, broken
+
+
+def _best(logits: torch.Tensor) -> torch.Tensor:
+    """The highest logit's token, which is a NaN's where there is one."""
+    chosen = logits.argmax(dim=-1)
+    highest = logits.gather(1, chosen.unsqueeze(1)).squeeze(1)
+    return torch.where(highest.isfinite(), chosen, NO_TOKEN)

@@ -16,7 +16,8 @@ from kvline_server.kernels.layout import Layout
 from kvline_server.kernels.tuning import Choices
 
 GREEDY = 1e-5  # temperatures below mean argmax: dividing by them would overflow
-LOGIT_BLOCK = 16  # rows of one LM-head product on the CPU; its bits depend on the row count
+NO_TOKEN = -1  # chosen where a row's logits are not finite
+LOGIT_BLOCK = 16  # rows of one LM-head GEMM on the CPU; its bits depend on the row count
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Draws:
     top_k: np.ndarray  # int32 [rows], 0: all
     top_p: np.ndarray  # float32 [rows]
     min_p: np.ndarray  # float32 [rows]
-    uniforms: np.ndarray  # float64 [rows], in [0, 1): what picks among the tokens left
+    keys: np.ndarray  # uint64 [rows]: what the noise of each row's draw is made from
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Where:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """One layer's queries, keys and values as they leave their product."""
+    """One layer's queries, keys and values as they leave their GEMM."""
 
     fused: torch.Tensor  # [rows, heads + 2 * kv_heads, dim]
     queries: int
@@ -131,7 +132,14 @@ class Kernels(Protocol):
         """Starts copies to the host, after all work that was asked for before."""
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """A product's weight in the layout that `linear` likes best."""
+        """A GEMM's weight in the layout that `linear` likes best."""
+
+    def padded(self, rows: int) -> int:
+        """The row count that a step of so many rows runs at, where each count has its price."""
+
+    def row_counts(self, largest: int) -> list[int]:
+        """All that `padded` gives for up to `largest` rows, to be met before memory is measured;
+        empty where a row count costs nothing."""
 
     def plan(self, layout: Layout) -> Any:
         """What `attend` needs for a step, the same for every layer."""
@@ -172,19 +180,20 @@ class Kernels(Protocol):
         self, weights: list[list[torch.Tensor]], rows: list[int], known: Choices | None
     ) -> Choices | None:
         """Picks by trial what multiplies so many rows by weights of each shape, given as one list
-        of layers a product; `known` are the picks of an earlier start. -> the picks, None where
+        of layers a GEMM; `known` are the picks of an earlier start. -> the picks, None where
         there is nothing to pick from"""
 
     def graphs(self, decoder: Any, cache: list[KVLayer], max_rows: int) -> Graphs | None:
         """The decoder's forward as captured graphs, where the device has such a thing."""
 
     def logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-        """The LM head's product. [rows, hidden] -> [rows, vocabulary]"""
+        """The LM head's GEMM. [rows, hidden] -> [rows, vocabulary]"""
 
     def score(self, logits: torch.Tensor, targets: torch.Tensor, top: int) -> RowScores:
         """Each row's log-probability of its target, the target's rank, and its `top` best tokens;
         raw, that is before temperature, penalties and filters. targets int64 [rows]"""
 
     def choose(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-        """A token a row: temperature, top-k, top-p, min-p, then one draw from what is left. May
-        change `logits`. -> int64 [rows], on the device"""
+        """A token a row: temperature, top-k, top-p, min-p, then a race among what is left
+        (kernels/noise.py). May change `logits`. -> int64 [rows], on the device; NO_TOKEN for a row
+        whose highest logit is infinite or that holds a NaN, never what is no token."""

@@ -21,7 +21,7 @@ DIMS = (64, 128)
 
 
 def specs() -> list[Any]:
-    """What kernels/flashinfer.py, flashinfer_attention.py and products.py import modules of."""
+    """What kernels/flashinfer.py, flashinfer_attention.py and gemm.py import modules of."""
     import torch
     from flashinfer.jit import activation, attention, norm, sampling, topk
     from flashinfer.jit.gemm.core import gen_mm_bf16_cublaslt_module

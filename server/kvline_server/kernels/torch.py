@@ -24,6 +24,7 @@ from kvline_server.kernels.interface import (
     RowScores,
     Where,
 )
+from kvline_server.kernels.ladder import rung, rungs
 from kvline_server.kernels.layout import Layout
 from kvline_server.kernels.torch_rows import choose_rows, score_rows
 from kvline_server.kernels.tuning import Choices
@@ -88,7 +89,7 @@ class TorchKernels:
         return _Here(tensors)
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """oneDNN's blocked layout, in place of the plain one: faster than the default product at
+        """oneDNN's blocked layout, in place of the plain one: faster than the default GEMM at
         the few rows of decoding (docs/performance.md)."""
         if not _use_onednn(weight):
             return weight
@@ -126,6 +127,17 @@ class TorchKernels:
         angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse_frequencies)
         return torch.stack((angles.cos(), angles.sin()), dim=1).to(self.device, self.dtype)
 
+    def padded(self, rows: int) -> int:
+        return rung(rows) if self._compiles else rows
+
+    def row_counts(self, largest: int) -> list[int]:
+        return rungs(largest) if self._compiles else []
+
+    @property
+    def _compiles(self) -> bool:
+        """Whether GEMMs are oneDNN's, which keeps code for each row count."""
+        return _onednn_takes(self.device.type, self.dtype)
+
     def plan(self, layout: Layout) -> TorchPlan:
         chunks = range(layout.decodes, layout.sequences)
         return TorchPlan(
@@ -162,6 +174,8 @@ class TorchKernels:
             made[group.start : group.end] = _decode(q[group.start : group.end], cache, group)
         for part in plan.prefills:
             made[part.start : part.end] = _prefill(q[part.start : part.end], cache, part)
+        # Pads go on through the layers into the dummy page, which must stay finite.
+        made[max([g.end for g in plan.decodes] + [p.end for p in plan.prefills]) :] = 0
         return flat
 
     def tune(
@@ -195,11 +209,12 @@ class TorchKernels:
 
 
 def _use_onednn(weight: torch.Tensor) -> bool:
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.float32
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    )
+    return _onednn_takes(weight.device.type, weight.dtype)
+
+
+def _onednn_takes(device: str, dtype: torch.dtype) -> bool:
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return device == "cpu" and dtype == torch.float32 and available
 
 
 def _apply_rope(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kvline_server.kernels.interface import GREEDY, LOGIT_BLOCK, Draws, RowScores
+from kvline_server.kernels.interface import GREEDY, LOGIT_BLOCK, NO_TOKEN, Draws, RowScores
+from kvline_server.kernels.noise import race
 
 
 def score_rows(logits: torch.Tensor, targets: torch.Tensor, top: int) -> RowScores:
@@ -48,27 +49,24 @@ def _score_block(
 
 def choose_rows(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
     chosen = logits.argmax(dim=-1)
+    highest = logits.gather(1, chosen.unsqueeze(1))  # NaN where a row has one
     drawn = np.flatnonzero(draws.temperatures >= GREEDY)
     if drawn.size:
         at = torch.from_numpy(drawn).to(logits.device)
         rows = logits if drawn.size == len(logits) else logits[at]
-        chosen[at] = _draw(rows, draws, drawn)
-    return chosen
+        chosen[at] = _draw(rows.sub_(highest[at]), draws, drawn)
+    return torch.where(highest.squeeze(1).isfinite(), chosen, NO_TOKEN)
 
 
 def _draw(logits: torch.Tensor, draws: Draws, drawn: np.ndarray) -> torch.Tensor:
+    """logits [drawn, vocabulary], 0 the highest of each row, so that no temperature overflows"""
     scale = torch.from_numpy(draws.temperatures[drawn]).to(logits).unsqueeze(1)
     probabilities = torch.softmax(logits.div_(scale), dim=-1)
     for row, i in enumerate(drawn):
         if draws.top_k[i] or draws.top_p[i] < 1.0 or draws.min_p[i] > 0.0:
             limits = (int(draws.top_k[i]), float(draws.top_p[i]), float(draws.min_p[i]))
             _filter(probabilities[row], *limits)
-    cumulated = torch.cumsum(probabilities, dim=-1, out=logits)
-    total = cumulated[:, -1:]
-    wanted = torch.from_numpy(draws.uniforms[drawn]).to(logits).unsqueeze(1) * total
-    # Strictly below the total, or rounding could point past the last token with any probability.
-    wanted = torch.minimum(wanted, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulated, wanted, right=True).squeeze(1)
+    return race(probabilities, draws.keys[drawn])
 
 
 def _filter(probabilities: torch.Tensor, top_k: int, top_p: float, min_p: float) -> None:

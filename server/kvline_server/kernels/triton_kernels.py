@@ -1,10 +1,11 @@
 """What no library has, as Triton kernels; kernels/cubins.py makes them runnable.
 
 `score` and `draw` take a row of logits a program. Scoring reads each logit once and needs no fp32
-copy of the chunk. Drawing takes a number a row from outside, so that a seeded request says the same
-whoever sits beside it (a library's generator is shared by the batch). `write` takes a row of a step
-from the QKV product to attention: norms of queries and keys where the model has them, rotary turn,
-keys and values into the cache. Reference: kernels/torch_rows.py; the tests compare the two.
+copy of the chunk. Drawing makes its noise from a key a row and the token's id (kernels/noise.py),
+so that a seeded request has noise of its own (a library's generator is shared by the batch).
+`write` takes a row of a step from the QKV GEMM to attention: norms of queries and keys where the
+model has them, rotary turn, keys and values into the cache. Reference: kernels/torch_rows.py; the
+tests compare the two.
 """
 
 import triton
@@ -34,11 +35,20 @@ def score(logits, stride, targets, values, ranks, normalisers, vocabulary, BLOCK
 
 
 @triton.jit
+def _mixed(x):
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
 def draw(
     weights,
     stride,
     temperatures,
-    uniforms,
+    keys,
     chosen,
     vocabulary,
     LOGITS: tl.constexpr,
@@ -46,42 +56,32 @@ def draw(
 ):
     row = tl.program_id(0)
     start_of_row = weights + row.to(tl.int64) * stride
+    key = tl.load(keys + row)
+    low = key.to(tl.uint32)
+    high = (key >> 32).to(tl.uint32)
+    least = float("-inf") if LOGITS else 0.0
     scale = 1.0
-    most = 0.0
     if LOGITS:
         scale = 1.0 / tl.load(temperatures + row)
-        highest = tl.full((BLOCK,), -1.0e30, tl.float32)
-        for start in range(0, vocabulary, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            x = tl.load(start_of_row + at, mask=at < vocabulary, other=-1.0e30).to(tl.float32)
-            highest = tl.maximum(highest, x)
-        most = tl.max(highest, axis=0)
-    # Sums block by block, in the same order twice, so that the last sum is the total to the bit.
-    total = 0.0
+    best = tl.full((BLOCK,), least, tl.float32)
+    index = tl.zeros((BLOCK,), tl.int32)
+    broken = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, vocabulary, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        x = tl.load(start_of_row + at, mask=at < vocabulary, other=-1.0e30).to(tl.float32)
-        w = tl.exp((x - most) * scale) if LOGITS else tl.maximum(x, 0.0)
-        total += tl.sum(w, axis=0)
-    wanted = tl.load(uniforms + row) * total
-    below = 0.0
-    start = 0
-    last = 0
-    found = -1
-    while (found < 0) & (start < vocabulary):
-        at = start + tl.arange(0, BLOCK)
-        x = tl.load(start_of_row + at, mask=at < vocabulary, other=-1.0e30).to(tl.float32)
-        w = tl.exp((x - most) * scale) if LOGITS else tl.maximum(x, 0.0)
-        after = below + tl.sum(w, axis=0)
-        # The last token with any weight: where rounding would point past the end.
-        last = tl.maximum(last, tl.max(tl.where(w > 0.0, at, 0), axis=0))
-        if after > wanted:
-            sums = below + tl.cumsum(w, axis=0)
-            index = start + tl.sum((sums <= wanted).to(tl.int32), axis=0)
-            found = tl.minimum(index, last)
-        below = after
-        start += BLOCK
-    tl.store(chosen + row, tl.where(found >= 0, found, last).to(tl.int64))
+        x = tl.load(start_of_row + at, mask=at < vocabulary, other=least).to(tl.float32)
+        hashed = _mixed(_mixed(at.to(tl.uint32) * 0x9E3779B1 + low) ^ high)
+        u = tl.minimum(((hashed >> 1).to(tl.float32) + 0.5) * (1.0 / 2147483648.0), 1.0 - 2.0**-24)
+        # -log1p(-u), which Triton has only from a library: a series where 1 - u loses digits.
+        noise = tl.where(u < 0.015625, u * (1.0 + u * (0.5 + u * (1.0 / 3.0))), -tl.log(1.0 - u))
+        score = x * scale - tl.log(noise) if LOGITS else x / noise
+        broken |= (x != x).to(tl.int32)
+        better = score > best
+        best = tl.where(better, score, best)
+        index = tl.where(better, at, index)
+    top = tl.max(best, axis=0)
+    found = tl.min(tl.where(best == top, index, vocabulary), axis=0)
+    good = (tl.max(broken, axis=0) == 0) & (top > least) & (top < float("inf"))
+    tl.store(chosen + row, tl.where(good, found, -1).to(tl.int64))
 
 
 @triton.jit

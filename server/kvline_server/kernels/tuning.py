@@ -1,6 +1,6 @@
-"""Which kernel each product takes, kept from one start to the next of the same pod.
+"""Which kernel each GEMM takes, kept from one start to the next of the same pod.
 
-Pure values and one small file; the trials themselves are kernels/products.py's.
+Pure values and one small file; the trials themselves are kernels/gemm.py's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Choices = dict[Shape, int]  # a kernel's number, for the shapes that have a bett
 
 FEW = (1, 2, 4, 8)
 DECODES = (64, 128, 192, 256)
-LOADED = (1024, 2048, 3072)  # many decodes and some prompts, in whole rounds
+LOADED = (1024, 2048, 3072)  # many decodes and some prompts, in whole waves
 MAX_BYTES = 1 << 20
 
 
@@ -25,7 +25,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 def trial_rows(max_rows: int) -> list[int]:
     """Row counts worth a trial at every start: small batches, decoding, a server under load, full
-    prompt chunks. More gained nothing that was worth its time (docs/performance.md, products)."""
+    prompt chunks. More gained nothing that was worth its time (docs/performance.md, GEMMs)."""
     return sorted(n for n in {*FEW, *DECODES, *LOADED, max_rows} if n <= max_rows)
 
 

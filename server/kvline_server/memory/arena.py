@@ -68,7 +68,7 @@ class HostArena:
 
     def resize(self, pages: int) -> None:
         if not 0 <= pages <= self._max_pages:
-            raise ValueError(f"{pages} pages, the arena reserves addresses for {self._max_pages}")
+            raise DeviceOutOfMemory(f"{pages} pages, the whole device has {self._max_pages}")
         regions = [self._flat[i].view(-1, *self._shape) for i in range(self._regions)]
         for index, region in enumerate(regions):
             if pages > self._pages:

@@ -111,7 +111,7 @@ class CudaArena:
 
     def resize(self, pages: int) -> None:
         if not 0 <= pages <= self._max_pages:
-            raise ValueError(f"{pages} pages, the arena reserves addresses for {self._max_pages}")
+            raise DeviceOutOfMemory(f"{pages} pages, the whole device has {self._max_pages}")
         torch.cuda.synchronize()  # nothing in flight may touch what is unmapped
         wanted = self._rounded(pages * self._page_bytes)
         while self._mapped and self._end() > wanted:

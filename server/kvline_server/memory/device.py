@@ -22,6 +22,7 @@ from typing import Protocol
 MIB = 1 << 20
 LEAST_FILES = 64 * MIB  # with less, first attempts crawled (docs/decisions/005)
 UNLIMITED = 1 << 60  # cgroup v1 writes a huge number, v2 the word max
+FREE_PART = 2  # of a machine's free memory, what a server without a limit takes
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -69,7 +70,8 @@ class CpuDevice:
     driver: str
     limit: int
     read_used: Callable[[], int]
-    slack: int = 0  # the heap keeps what it once took
+    slack: int = 24 * MIB  # other processes' heaps; 6 to 10 MiB more were seen at the final size
+    bounded: bool = True  # by a container or by hand
     gpu: bool = False
 
     def used(self) -> int:
@@ -117,14 +119,17 @@ class CpuDevice:
 def cpu_device(memory: int | None, root: int) -> CpuDevice:
     """The CPU as seen from here: the container's cgroup, or `memory` bytes for the tree of `root`.
 
-    A given `memory` below the container's limit wins, so that a size can be tried anywhere.
+    A given `memory` below the container's limit wins, so that a size can be tried anywhere. With
+    neither, half of what is free: the machine is somebody's.
     """
     tree = partial(tree_used, root)
     limit, used = _cgroup() or (UNLIMITED, tree)
+    bounded = limit < UNLIMITED or memory is not None
     if limit >= UNLIMITED:  # no container to stand for the device
-        limit, used = memory or _available() + tree(), tree
+        limit, used = memory or _available() // FREE_PART + tree(), tree
     limit = min(limit, memory or limit)
-    return CpuDevice(f"CPU {platform.machine()}", platform.release(), limit, used)
+    name = f"CPU {platform.machine()}"
+    return CpuDevice(name, platform.release(), limit, used, bounded=bounded)
 
 
 def _cgroup() -> tuple[int, Callable[[], int]] | None:

@@ -24,6 +24,7 @@ class Diagnosis:
     settings: EngineSettings
     weights_bytes: int
     neighbours: int = 0  # bytes in use before the weights
+    arrived: int = 0  # bytes that others took since
     growth: int = 0  # bytes the stress added, once measured
     graphs: int = 0  # bytes that captured graphs took
     measured_tokens: int | None = None
@@ -72,9 +73,9 @@ class Diagnosis:
         largest = tokens // PAGE_SIZE * PAGE_SIZE
         return ContextDoesNotFit(
             f"spec.engine.maxModelLen is {asked}, the budget holds {tokens} tokens; "
-            f"the largest length that fits is {largest}",
+            f"{self._others()}the largest length that fits is {largest}",
             memory=self.memory(0, max(0, self.device.limit - self.device.used())),
-            binding=Binding.CONTEXT,
+            binding=self._binding(Binding.CONTEXT),
             largest_max_model_len=largest,
             knobs=(
                 Knob("spec.engine.maxModelLen", Direction.LOWER, largest),
@@ -135,10 +136,24 @@ class Diagnosis:
     def _others(self) -> str:
         if not self._crowded():
             return ""
-        return f"other processes hold {self.neighbours // MIB} MiB of this GPU; "
+        held = (self.neighbours + self.arrived) // MIB
+        if not self.displaced:
+            return f"other processes hold {held} MiB of this GPU; "
+        return (
+            f"other processes hold {held} MiB of this GPU, {self.arrived // MIB} MiB of it taken "
+            "since this start began; "
+        )
 
     def _crowded(self) -> bool:
-        return self.device.gpu and self.neighbours > self.device.limit // CROWDED
+        return self._much(self.neighbours + self.arrived)
+
+    @property
+    def displaced(self) -> bool:
+        """Whether others took much of the device while it was measured."""
+        return self._much(self.arrived)
+
+    def _much(self, nbytes: int) -> bool:
+        return self.device.gpu and nbytes > self.device.limit // CROWDED
 
     def _binding(self, otherwise: Binding) -> Binding:
         if self._crowded():

@@ -26,7 +26,7 @@ from kvline_contract.report import (
 )
 from kvline_server.config import EngineSettings
 from kvline_server.engine.runner import Runner
-from kvline_server.errors import DeviceOutOfMemory
+from kvline_server.errors import DeviceFailure, DeviceOutOfMemory
 from kvline_server.memory.arena import Arena
 from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.diagnosis import Diagnosis
@@ -37,6 +37,7 @@ from kvline_server.memory.stress import StressSet
 PROBE_PAGES = 64
 SHRINK_PERCENT = 95
 MAX_TRIES = 4
+NEIGHBOUR_PAUSE = 15.0  # seconds
 
 
 class Reporter(Protocol):
@@ -90,6 +91,7 @@ class ProfileLoop:
         record_file: Path | None,
         wait_for_neighbours: Callable[[], None],
         free_before_weights: int,
+        pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self.device = device
         self.settings = settings
@@ -99,6 +101,7 @@ class ProfileLoop:
         self.record_file = record_file
         self.wait_for_neighbours = wait_for_neighbours
         self.free_before_weights = free_before_weights
+        self.pause = pause
         self.lowest_free = 0
         self.resting = 0
         neighbours = device.limit - free_before_weights
@@ -136,6 +139,7 @@ class ProfileLoop:
         try:
             self.loaded.arena.resize(PROBE_PAGES)
             arena = self.device.used() - before
+            self._meet_row_counts()
             captured = self.loaded.runner.capture(self.settings.max_prefill_tokens)
         except DeviceOutOfMemory as error:
             raise self.diagnosis.out_of_memory((), pinned=False) from error
@@ -143,6 +147,15 @@ class ProfileLoop:
             self.diagnosis.graphs = max(0, self.device.used() - before - arena)
             ms = round((time.monotonic() - started) * 1000)
             self.reporter.stage("graphs", ms, self.diagnosis.graphs)
+
+    def _meet_row_counts(self) -> None:
+        """What the kernels keep for each row count is taken now, so that no request after the
+        measurement brings the first step of its size."""
+        started, before = time.monotonic(), self.device.used()
+        if counts := self.loaded.runner.meet(self.settings.max_prefill_tokens):
+            self.device.settle()
+            ms, taken = round((time.monotonic() - started) * 1000), self.device.used() - before
+            self.reporter.stage("row counts", ms, max(0, taken), f"{counts} row counts")
 
     # Steps 4 to 6 ------------------------------------------------------------------------------
 
@@ -176,6 +189,9 @@ class ProfileLoop:
         except DeviceOutOfMemory as error:
             done = self.store.end(Outcome.OUT_OF_MEMORY, None)
             raise self.diagnosis.out_of_memory((done,), pinned=False) from error
+        except DeviceFailure:
+            self.store.forget()
+            raise
         self.reporter.attempt(self.store.end(Outcome.SURVIVED, self._lowest_free()))
 
     def _probe(self) -> None:
@@ -192,24 +208,37 @@ class ProfileLoop:
         self._run_stress(self.settings.wanted_len, aliased=True)
 
     def _measure(self) -> int:
-        """Step 6: tokens of the budget, clipped to whole pages."""
+        """Step 6: tokens of the budget, clipped to whole pages. Where others took the device
+        meanwhile, such as a second server that started beside this one, it waits for them."""
+        enough = self.settings.max_model_len or PAGE_SIZE * 2
+        for _ in range(MAX_TRIES):
+            tokens = self._left()
+            if tokens >= enough or not self.diagnosis.displaced:
+                break
+            self.pause(NEIGHBOUR_PAUSE)
+        self.diagnosis.measured_tokens = tokens
+        if tokens < PAGE_SIZE * 2:
+            raise self.diagnosis.nothing_left(tokens)
+        return self._check_context(tokens)
+
+    def _left(self) -> int:
+        """Tokens that the device has room for now."""
         with self._stage("measure", None):
+            used, now = self.device.used(), self.device.now()
             measured = Measured(
-                free=self.device.limit - self.device.used(),
+                free=self.device.limit - used,
                 probe_kv=self.loaded.arena.nbytes,
                 growth=self._above_now(),
                 files=self.device.working_files(),
             )
             # What the steps took, given back since or kept by the allocator.
             self.diagnosis.growth = max(0, self.device.peak() - self.resting)
+            ours = now + self.loaded.arena.nbytes + self.diagnosis.graphs
+            self.diagnosis.arrived = max(0, used - ours - self.diagnosis.neighbours)
             reserved = self.settings.headroom_mib * MIB + self.device.slack
             budget = measured.budget(reserved)
             # One page more is the dummy's, which holds no token of anybody.
-            tokens = (budget // self.loaded.bytes_per_token // PAGE_SIZE - 1) * PAGE_SIZE
-        self.diagnosis.measured_tokens = tokens
-        if tokens < PAGE_SIZE * 2:
-            raise self.diagnosis.nothing_left(tokens)
-        return self._check_context(tokens)
+            return (budget // self.loaded.bytes_per_token // PAGE_SIZE - 1) * PAGE_SIZE
 
     def _check_context(self, tokens: int) -> int:
         asked = self.settings.max_model_len
@@ -234,6 +263,9 @@ class ProfileLoop:
                 self.reporter.state(State.SHRUNK_RETRY)
                 target = self._check_context(shrink(target))
                 number += 1
+            except DeviceFailure:
+                self.store.forget()
+                raise
             else:
                 self.reporter.attempt(self.store.end(Outcome.SURVIVED, self._lowest_free()))
                 return
@@ -249,6 +281,8 @@ class ProfileLoop:
             self._run_stress(self._model_len(tokens), aliased=False)
             # Read while the canary is held: what is free now is free beyond the headroom.
             self.lowest_free = self._free_at_peak()
+        if self.lowest_free < 0 and not self.device.gpu:  # a GPU refuses by itself
+            raise DeviceOutOfMemory(f"{-self.lowest_free // MIB} MiB of the headroom were needed")
 
     # Parts -------------------------------------------------------------------------------------
 

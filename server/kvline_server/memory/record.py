@@ -63,6 +63,21 @@ class AttemptStore:
         self._write()
         return done
 
+    def forget(self) -> None:
+        """The attempt under way says nothing of its size: the device failed."""
+        self.attempts = self.attempts[:-1]
+        self._write()
+
+    def interrupt(self) -> None:
+        """Takes out the attempt under way: its engine was ended by order, not by its size."""
+        try:
+            found = decode(_AttemptsFile, loads(self.path.read_bytes(), 16384), strict=False)
+        except (FileNotFoundError, ContractError):
+            return
+        self.fingerprint = found.fingerprint
+        self.attempts = tuple(a for a in found.attempts if a.outcome is not Outcome.RUNNING)
+        self._write()
+
     def clear(self) -> None:
         """At Validated: a later kill is not a failed attempt."""
         self.path.unlink(missing_ok=True)

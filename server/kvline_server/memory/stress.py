@@ -18,17 +18,25 @@ from kvline_server.engine.runner import Runner
 from kvline_server.engine.scheduler import Work
 from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
 
-WORST_SAMPLING = SamplingParams(
-    max_tokens=1 << 30,
-    temperature=0.8,
-    top_p=0.9,
-    top_k=0,
-    min_p=0.01,
-    presence_penalty=0.1,
-    frequency_penalty=0.1,
-    repetition_penalty=1.1,
-    ignore_eos=True,
-)
+MAX_BIASES = 300  # of a request; the API's bound
+
+
+def worst(vocabulary: int, top: int) -> SamplingParams:
+    """All that a request may ask for at once. top_k as large as may be: it sorts most."""
+    return SamplingParams(
+        max_tokens=1 << 30,
+        temperature=0.8,
+        top_p=0.9,
+        top_k=vocabulary,
+        min_p=0.01,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        repetition_penalty=1.1,
+        logit_bias={i * vocabulary // MAX_BIASES: -1.0 for i in range(MAX_BIASES)},
+        ignore_eos=True,
+        logprobs=top,
+        prompt_logprobs=top,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +50,15 @@ class StressSet:
     def items(self) -> list[tuple[str, Callable[[], None]]]:
         """Name and action of each item, the cheapest to fail first."""
         top = self.settings.max_top_logprobs
+        params = worst(self.vocabulary, top)
+        plain = SamplingParams(1 << 30, ignore_eos=True, logprobs=top, prompt_logprobs=top)
         return [
-            ("prefill-one", lambda: self._prefill(1, WORST_SAMPLING)),
-            ("prefill-many", lambda: self._prefill(self._running, WORST_SAMPLING)),
-            ("last-chunk", self._last_chunk),
-            ("decode", lambda: self._decode(WORST_SAMPLING)),
-            ("input-logprobs", lambda: self._prefill(1, _with(prompt_logprobs=top))),
-            ("output-logprobs", lambda: self._decode(_with(logprobs=top))),
+            ("prefill-one", lambda: self._prefill(1, params)),
+            ("prefill-many", lambda: self._prefill(self._running, params)),
+            ("last-chunk", lambda: self._last_chunk(params)),
+            ("decode", lambda: self._decode(params)),
+            ("mixed", lambda: self._mixed(params)),
+            ("unfiltered", lambda: self._mixed(plain)),  # other kernels draw where nothing filters
         ]
 
     @property
@@ -70,10 +80,10 @@ class StressSet:
         lengths = [longest] * (chunk // longest)
         self._run([(length, 0, params) for length in lengths or [chunk]])
 
-    def _last_chunk(self) -> None:
+    def _last_chunk(self, params: SamplingParams) -> None:
         length = min(self.max_model_len, self._capacity)
         start = max(0, length - self.settings.max_prefill_tokens)
-        self._run([(length, start, WORST_SAMPLING)])
+        self._run([(length, start, params)])
 
     def _decode(self, params: SamplingParams) -> None:
         """One token each: the first as long as may be, the rest share what is left."""
@@ -85,6 +95,18 @@ class StressSet:
             rest = min(self.max_model_len, share // PAGE_SIZE * PAGE_SIZE)
         lengths = [first] + [rest] * (running - 1)
         self._run([(length, length - 1, params) for length in lengths])
+
+    def _mixed(self, params: SamplingParams) -> None:
+        """All but one decode, and the rest of the step is a prompt's."""
+        decodes = self._running - 1
+        prompt = min(
+            self.max_model_len,
+            self.settings.max_prefill_tokens - decodes,
+            self._capacity - decodes * PAGE_SIZE,
+        )
+        share = (self._capacity - pages_for(prompt) * PAGE_SIZE) // max(1, decodes)
+        rest = min(self.max_model_len, share // PAGE_SIZE * PAGE_SIZE)
+        self._run([(rest, rest - 1, params)] * decodes + [(prompt, 0, params)])
 
     def _run(self, shapes: list[tuple[int, int, SamplingParams]]) -> None:
         pages = self._pages()
@@ -104,13 +126,3 @@ class StressSet:
     def _pages(self) -> Iterator[int]:
         real = range(DUMMY_PAGE + 1, self.runner.arena.pages)
         return itertools.cycle(real) if self.aliased else iter(real)
-
-
-def _with(prompt_logprobs: int | None = None, logprobs: int | None = None) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=1 << 30,
-        temperature=1.0,
-        ignore_eos=True,
-        prompt_logprobs=prompt_logprobs,
-        logprobs=logprobs,
-    )

@@ -43,8 +43,12 @@ class Decoder:
         layout: Layout,
         wanted: torch.Tensor,
     ) -> torch.Tensor:
-        """Plans and runs forward."""
-        return self.forward(token_ids, where, cache, self.kernels.plan(layout), wanted)
+        """Plans and runs forward, padded to a row count that the kernels like. Pads write to the
+        dummy page."""
+        rows = self.kernels.padded(len(token_ids))
+        padded = Where(_pad(where.positions, rows), _pad(where.slots, rows))
+        plan = self.kernels.plan(layout)
+        return self.forward(_pad(token_ids, rows), padded, cache, plan, wanted)
 
     def forward(
         self,
@@ -57,14 +61,26 @@ class Decoder:
         """Hidden states after the last norm, of the rows that somebody wants: behind the last
         attention a row serves nobody else. token_ids [rows], wanted [n] -> [n, hidden]
 
-        Attention alone depends on who the rows belong to; all between two of them is one piece."""
+        Attention alone depends on whose the rows are; between two of them is one graph segment."""
         state = self.start(token_ids, where, cache[0])
         for index, kv in enumerate(cache):
             queries = state.heads[:, : self.config.heads]
             attended = self.kernels.attend(queries, kv, plan)
             if index + 1 < len(cache):
                 state = self.between(index, attended, state, where, cache[index + 1])
-        return self.finish(attended[wanted], state.residual[wanted])
+        few = _pad(wanted, self.kernels.padded(len(wanted)))
+        return self.finish(attended[few], state.residual[few])[: len(wanted)]
+
+    def meet(self, rows: int, cache: list[KVLayer]) -> None:
+        """Every GEMM of a step at one row count, in the first layers alone."""
+        device = self.kernels.device
+        nothing = torch.zeros(rows, dtype=torch.int64, device=device)
+        where = Where(nothing, nothing)
+        state = self.start(nothing, where, cache[0])
+        attended = state.residual.new_zeros((rows, self.config.heads * self.config.head_dim))
+        if len(cache) > 1:
+            state = self.between(0, attended, state, where, cache[1])
+        self.finish(attended, state.residual)
 
     def start(
         self,
@@ -124,8 +140,8 @@ class Decoder:
         self.kernels.write(made, self.rope, where, kv)
         return heads
 
-    def products(self) -> list[list[torch.Tensor]]:
-        """The weights of each kind of product, layer by layer."""
+    def gemm_weights(self) -> list[list[torch.Tensor]]:
+        """The weights of each kind of GEMM, layer by layer."""
         layers = self.weights.layers
         kinds = ("qkv", "output", "gate_up", "down")
         return [[getattr(layer, kind) for layer in layers] for kind in kinds]
@@ -133,6 +149,12 @@ class Decoder:
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the rows given. [rows, hidden] -> [rows, vocabulary]"""
         return self.kernels.logits(hidden, self.weights.head)
+
+
+def _pad(values: torch.Tensor, rows: int) -> torch.Tensor:
+    """Zeros at the end, up to so many rows. [n] -> [rows]"""
+    missing = rows - len(values)
+    return torch.cat((values, values.new_zeros(missing))) if missing else values
 
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:

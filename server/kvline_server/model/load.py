@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
 from kvline_contract.launch import LaunchConfig, LoadFormat
 from kvline_contract.report import Provenance
+from kvline_server import device_errors
 from kvline_server.backend import Backend
 from kvline_server.config import EngineSettings
 from kvline_server.engine.runner import Runner
@@ -30,9 +30,14 @@ from kvline_server.model.loader import (
     load_weights,
 )
 
+TELL_SECONDS = 1.0
+
 
 class Progress(Protocol):
     def stage(self, name: str, ms: int, nbytes: int, detail: str | None = None) -> None: ...
+
+    def loading(self, ms: int, done: int, total: int) -> None:
+        """So many bytes of the weights are on the device."""
 
     def provenance(self, provenance: Provenance) -> None: ...
 
@@ -64,15 +69,12 @@ def load_model(
     if expected > device.limit - used:
         raise too_large
     try:
-        kernels = backend.kernels(model)
-        weights = load_weights(source, model, kernels)
-    except (MemoryError, DeviceOutOfMemory, torch.OutOfMemoryError) as error:
+        with device_errors.named("load"):
+            runner = _build(source, model, settings, backend, _Pace(progress, started))
+            del source
+            device.settle()
+    except DeviceOutOfMemory as error:
         raise too_large from error
-    del source
-    device.settle()
-    bytes_per_token = model.kv_bytes_per_token(kernels.dtype.itemsize)
-    arena = backend.arena(model, device.limit // (bytes_per_token * PAGE_SIZE) + 2, kernels.dtype)
-    decoder = Decoder(model, weights, settings.wanted_len, kernels)
     ms = round((time.monotonic() - started) * 1000)
     progress.stage("load", ms, device.now() - before, "random" if random else None)
     libraries = {name: version(name) for name in backend.libraries}
@@ -86,17 +88,17 @@ def load_model(
         )
     )
     return Loaded(
-        runner=Runner(decoder, arena, settings.logprob_rows, settings.max_running_requests),
-        arena=arena,
-        bytes_per_token=bytes_per_token,
-        weights_bytes=weights.nbytes(),
+        runner=runner,
+        arena=runner.arena,
+        bytes_per_token=model.kv_bytes_per_token(backend.dtype.itemsize),
+        weights_bytes=runner.decoder.weights.nbytes(),
         fingerprint=fingerprint(
             {
                 "model": model_revision(launch) or identity(folder, with_weights=not random),
                 "loadFormat": str(launch.model.load_format),
                 "settings": repr(settings),
                 "device": device.name,
-                "kernels": type(kernels).__name__,
+                "kernels": type(runner.kernels).__name__,
                 "totalMiB": device.limit // MIB,
                 "tensorParallel": launch.tensor_parallel,
                 "driver": device.driver,
@@ -104,6 +106,36 @@ def load_model(
             }
         ),
     )
+
+
+class _Pace:
+    """Passes on how far the copy is, at most once a second: a slow volume is slow, not stalled."""
+
+    def __init__(self, progress: Progress, started: float) -> None:
+        self.progress = progress
+        self.started = self.told = started
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self.told >= TELL_SECONDS:
+            self.told = now
+            self.progress.loading(round((now - self.started) * 1000), done, total)
+
+
+def _build(
+    source: TensorSource,
+    model: ModelConfig,
+    settings: EngineSettings,
+    backend: Backend,
+    copied: Callable[[int, int], None],
+) -> Runner:
+    """All that a model is made of on its device, and addresses for its cache."""
+    kernels = backend.kernels(model)
+    weights = load_weights(source, model, kernels, copied)
+    page = model.kv_bytes_per_token(backend.dtype.itemsize) * PAGE_SIZE
+    arena = backend.arena(model, backend.device.limit // page + 2, backend.dtype)
+    decoder = Decoder(model, weights, settings.wanted_len, kernels)
+    return Runner(decoder, arena, settings.logprob_rows, settings.max_running_requests)
 
 
 def model_revision(launch: LaunchConfig) -> str:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,11 +25,12 @@ from kvline_server.model.config import ModelConfig, read_json
 
 INDEX = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 32 << 20
+COPY_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer. Products that share an input are fused along the output axis."""
+    """One decoder layer. GEMMs that share an input are fused along the output axis."""
 
     input_norm: torch.Tensor  # [hidden]
     qkv: torch.Tensor  # [(heads + 2 * kv_heads) * dim, hidden]
@@ -67,11 +69,12 @@ class Weights:
 
 
 class TensorSource(Protocol):
-    """Where tensors come from by name. `check` is asked for all before the first `copy`."""
+    """Where tensors come from by name. `check` is asked for all before the first `copy`, which
+    copies as many rows as `into` has, from `row` on."""
 
     def check(self, name: str, shape: tuple[int, ...]) -> None: ...
 
-    def copy(self, name: str, into: torch.Tensor) -> None: ...
+    def copy(self, name: str, into: torch.Tensor, row: int = 0) -> None: ...
 
 
 class SafetensorsSource:
@@ -101,8 +104,10 @@ class SafetensorsSource:
                 f"{path}: tensor {name} has shape {list(got)}, config.json asks for {list(shape)}"
             )
 
-    def copy(self, name: str, into: torch.Tensor) -> None:
-        into.copy_(self.files[self.where[name]].get_tensor(name))
+    def copy(self, name: str, into: torch.Tensor, row: int = 0) -> None:
+        # A view of the mapped file: what is read from the disk is what is copied here.
+        whole = self.files[self.where[name]].get_tensor(name)
+        into.copy_(whole[row : row + len(into)])
 
 
 class RandomSource:
@@ -114,7 +119,7 @@ class RandomSource:
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         return
 
-    def copy(self, name: str, into: torch.Tensor) -> None:
+    def copy(self, name: str, into: torch.Tensor, row: int = 0) -> None:
         if self.generator is None:  # a device draws with a generator of its own
             self.generator = torch.Generator(into.device).manual_seed(0)
         if name.endswith("norm.weight"):
@@ -149,9 +154,15 @@ def weight_files(folder: Path) -> list[Path]:
     raise ModelInvalid(f"{folder}: no .safetensors file{hint}")
 
 
-def load_weights(source: TensorSource, config: ModelConfig, kernels: Kernels) -> Weights:
-    """All weights, fused, on the kernels' device. Checks every name and shape before any copy."""
-    plan = _Plan(source, config, kernels)
+def load_weights(
+    source: TensorSource,
+    config: ModelConfig,
+    kernels: Kernels,
+    copied: Callable[[int, int], None] = lambda done, total: None,
+) -> Weights:
+    """All weights, fused, on the kernels' device. Checks every name and shape before any copy;
+    `copied` hears how many bytes of how many there are, every COPY_BYTES at least."""
+    plan = _Plan(source, config, kernels, copied)
     plan.checking = True
     plan.build()
     plan.checking = False
@@ -161,11 +172,19 @@ def load_weights(source: TensorSource, config: ModelConfig, kernels: Kernels) ->
 class _Plan:
     """Walks the model once to check and once to copy, so that both see the same list."""
 
-    def __init__(self, source: TensorSource, config: ModelConfig, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        source: TensorSource,
+        config: ModelConfig,
+        kernels: Kernels,
+        copied: Callable[[int, int], None],
+    ) -> None:
         self.source = source
         self.config = config
         self.kernels = kernels
+        self.copied = copied
         self.checking = False
+        self.done = self.total = 0  # bytes
 
     def build(self) -> Weights:
         c = self.config
@@ -199,7 +218,7 @@ class _Plan:
         )
 
     def matrix(self, parts: list[tuple[str, int]], columns: int) -> torch.Tensor:
-        """A product's weight, in the layout that its kernel likes best."""
+        """A GEMM's weight, in the layout that its kernel likes best."""
         plain = self.fused(parts, columns)
         return plain if self.checking else self.kernels.pack(plain)
 
@@ -209,17 +228,27 @@ class _Plan:
     def fused(self, parts: list[tuple[str, int]], columns: int | None = None) -> torch.Tensor:
         """One tensor whose rows are the named tensors' rows one after another."""
         width = () if columns is None else (columns,)
+        shape = (sum(rows for _, rows in parts), *width)
         if self.checking:
             for name, rows in parts:
                 self.source.check(name, (rows, *width))
+            self.total += math.prod(shape) * self.kernels.dtype.itemsize
             return torch.empty(0)
-        shape = (sum(rows for _, rows in parts), *width)
         out = torch.empty(shape, dtype=self.kernels.dtype, device=self.kernels.device)
         start = 0
         for name, rows in parts:
-            self.source.copy(name, out[start : start + rows])
+            self.copy(name, out[start : start + rows])
             start += rows
         return out
+
+    def copy(self, name: str, into: torch.Tensor) -> None:
+        """In parts: one tensor of a slow volume may take minutes."""
+        step = max(1, COPY_BYTES // max(1, into[:1].nbytes))
+        for row in range(0, len(into), step):
+            part = into[row : row + step]
+            self.source.copy(name, part, row)
+            self.done += part.nbytes
+            self.copied(self.done, self.total)
 
 
 def identity(folder: Path, with_weights: bool) -> str:

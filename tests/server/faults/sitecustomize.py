@@ -1,7 +1,8 @@
 """Faults put into a server under test from outside: Python imports this at start, before us.
 
-KVLINE_FAULT_STEP=n:raise|oom|kill breaks the engine's n-th batch; KVLINE_FAULT_HTTP_BLOCK=s blocks
-the HTTP process once for s seconds in a C call that holds the interpreter lock.
+KVLINE_FAULT_STEP=n:raise|oom|kill|nan|device breaks the engine's n-th batch;
+KVLINE_FAULT_HTTP_BLOCK=s blocks the HTTP process once for s seconds in a C call that holds the
+interpreter lock; KVLINE_FAULT_FRAMES makes what the engine answers unreadable.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ ALWAYS = os.environ.get("KVLINE_FAULT_ALWAYS", "")
 
 
 def break_step() -> None:
+    import torch
+
     import kvline_server.engine.runner as module
-    from kvline_server.errors import DeviceOutOfMemory
 
     number, kind = STEP.split(":")
-    launch = module.Runner.launch
+    launch = module.Runner._launch
     count = 0
 
     def broken(self, batch):  # type: ignore[no-untyped-def]
@@ -30,10 +32,41 @@ def break_step() -> None:
         if count == int(number) or (ALWAYS and count > int(number)):
             if kind == "kill":
                 os.kill(os.getpid(), 9)
-            raise {"raise": RuntimeError, "oom": DeviceOutOfMemory}[kind]("injected")
+            if kind == "nan":
+                return launch_nan(self, batch)
+            if kind == "oom":
+                raise torch.OutOfMemoryError(
+                    "CUDA out of memory. Tried to allocate 1 GiB: injected"
+                )
+            if kind == "device":
+                raise torch.AcceleratorError("CUDA error: an illegal memory access: injected")
+            raise RuntimeError("injected")
         return launch(self, batch)
 
-    module.Runner.launch = broken  # type: ignore[method-assign]
+    def launch_nan(self: Any, batch: Any) -> Any:
+        compute = self.decoder.compute_logits
+        self.decoder.compute_logits = lambda hidden: compute(hidden).fill_(float("nan"))
+        try:
+            return launch(self, batch)
+        finally:
+            self.decoder.compute_logits = compute
+
+    module.Runner._launch = broken  # type: ignore[method-assign]
+
+
+def slow_copies() -> None:
+    """A volume that gives each part of a tensor after so many seconds."""
+    import time
+
+    import kvline_server.model.loader as module
+
+    copy = module.SafetensorsSource.copy
+
+    def slow(self: Any, name: str, into: Any, row: int = 0) -> None:
+        time.sleep(float(os.environ["KVLINE_FAULT_COPY"]))
+        copy(self, name, into, row)
+
+    module.SafetensorsSource.copy = slow  # type: ignore[method-assign]
 
 
 def block_http() -> None:
@@ -42,16 +75,26 @@ def block_http() -> None:
     module: Any = importlib.import_module("kvline_server.http.app")
     original = module.read_object
 
-    async def blocking(request):  # type: ignore[no-untyped-def]
+    async def blocking(request, bodies):  # type: ignore[no-untyped-def]
         ctypes.PyDLL(None).usleep(int(float(BLOCK) * 1e6))
-        return await original(request)
+        return await original(request, bodies)
 
     module.read_object = blocking
+
+
+def garble_frames() -> None:
+    """The engine's answers cannot be understood."""
+    module: Any = importlib.import_module("kvline_server.engine.outbox")
+    module.encode = lambda message: b"\x03\0\0\0abc"
 
 
 arguments = " ".join(sys.orig_argv)
 if STEP and "kvline_server.engine.process" in arguments:
     break_step()
+if "KVLINE_FAULT_COPY" in os.environ and "kvline_server.engine.process" in arguments:
+    slow_copies()
+if "KVLINE_FAULT_FRAMES" in os.environ and "kvline_server.engine.process" in arguments:
+    garble_frames()
 if BLOCK and "kvline_server.http.process" in arguments:
     block_http()
 
@@ -66,8 +109,9 @@ def die_at_write() -> None:
 
     def counted(self, call):  # type: ignore[no-untyped-def]
         nonlocal count
-        count += call.method != "GET"
-        fatal = call.method != "GET" and count == int(number)
+        write = call.method != "GET" and "/leases" not in call.path  # which is renewed, any time
+        count += write
+        fatal = write and count == int(number)
         if fatal and when == "before":
             os._exit(9)
         answer = send(self, call)

@@ -1,4 +1,4 @@
-"""The decoder's pieces between two attentions as CUDA graphs, one set for each bucket of rows.
+"""The decoder's segments between two attentions as CUDA graphs, one set for each bucket of rows.
 
 Attention is the break: it alone depends on who the rows belong to, so one set serves one request
 or five hundred. The LM head, scores and draws are not in them. Pads write to the dummy page.
@@ -40,7 +40,7 @@ def bucket_for(rows: int, known: list[int]) -> int | None:
     return known[index]
 
 
-class Pieces:
+class GraphSegments:
     def __init__(self, decoder: Decoder, cache: list[KVLayer], max_rows: int) -> None:
         c, kernels = decoder.config, decoder.kernels
         self.decoder = decoder
@@ -56,7 +56,7 @@ class Pieces:
         self.state = State(residual, torch.zeros(fused, dtype=dtype, device=device))
         width = c.heads * c.head_dim
         self.attended = torch.zeros((max_rows, width), dtype=dtype, device=device)
-        # The last piece runs for wanted rows alone; their inputs lie where nobody needs what was
+        # The last segment runs for wanted rows alone; their inputs lie where nobody needs what was
         # there: the heads that have attended, and the hidden states to be.
         self.picked = self.state.heads.view(-1)[: max_rows * width].view(max_rows, width)
         self.hidden = torch.zeros_like(residual)
@@ -91,7 +91,7 @@ class Pieces:
         return self._finish(rows, wanted)
 
     def _finish(self, rows: int, wanted: torch.Tensor) -> torch.Tensor:
-        """The last piece, of the smallest bucket that holds the wanted rows."""
+        """The last segment, of the smallest bucket that holds the wanted rows."""
         count = len(wanted)
         if count:
             torch.index_select(self.attended[:rows], 0, wanted, out=self.picked[:count])
@@ -114,33 +114,33 @@ class Pieces:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), torch.inference_mode():
             for rows in reversed(self.sizes):
-                for piece in (0, 1, len(cache)):  # what is lazy must not be met in a capture
-                    self._run(piece, rows, cache)
+                for segment in (0, 1, len(cache)):  # what is lazy must not be met in a capture
+                    self._run(segment, rows, cache)
                 torch.cuda.synchronize()
                 self._graphs[rows] = [
-                    self._capture(piece, rows, cache) for piece in range(len(cache) + 1)
+                    self._capture(segment, rows, cache) for segment in range(len(cache) + 1)
                 ]
         torch.cuda.current_stream().wait_stream(stream)
 
-    def _capture(self, piece: int, rows: int, cache: list[KVLayer]) -> Any:
+    def _capture(self, segment: int, rows: int, cache: list[KVLayer]) -> Any:
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         try:
-            self._run(piece, rows, cache)
+            self._run(segment, rows, cache)
         finally:
             graph.capture_end()
         return graph
 
-    def _run(self, piece: int, rows: int, cache: list[KVLayer]) -> None:
-        """Piece 0 leads to the first attention, piece i from attention i - 1 to the next."""
+    def _run(self, segment: int, rows: int, cache: list[KVLayer]) -> None:
+        """Segment 0 leads to the first attention, segment i from attention i - 1 to the next."""
         where = Where(self.where.positions[:rows], self.where.slots[:rows])
         state = State(self.state.residual[:rows], self.state.heads[:rows])
-        if piece == 0:
+        if segment == 0:
             made = self.decoder.start(self.ids[:rows], where, cache[0], state.heads)
             state.residual.copy_(made.residual)
-        elif piece < len(cache):
+        elif segment < len(cache):
             attended = self.attended[:rows]
-            self.decoder.between(piece - 1, attended, state, where, cache[piece], state.heads)
+            self.decoder.between(segment - 1, attended, state, where, cache[segment], state.heads)
         else:
             hidden = self.hidden[:rows]
             hidden.copy_(self.decoder.finish(self.picked[:rows], hidden))

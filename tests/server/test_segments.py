@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvline_server.engine.scheduler import ROUND
-from kvline_server.kernels.pieces import bucket_for, buckets
+from kvline_server.engine.scheduler import WAVE
+from kvline_server.kernels.segments import bucket_for, buckets
 
 
 def test_which_bucket_is_a_matter_of_numbers_alone() -> None:
@@ -12,7 +12,7 @@ def test_which_bucket_is_a_matter_of_numbers_alone() -> None:
     assert bucket_for(3, sizes) == 4
     assert bucket_for(8192, sizes) == 8192
     assert bucket_for(8193, sizes) is None
-    assert all(bucket_for(rows, sizes) == rows for rows in range(ROUND, 8193, ROUND)), "no pads"
+    assert all(bucket_for(rows, sizes) == rows for rows in range(WAVE, 8193, WAVE)), "no pads"
     for rows in range(1, 8193):
         bucket = bucket_for(rows, sizes)
         assert bucket is not None and rows <= bucket <= 2 * rows

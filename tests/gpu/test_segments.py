@@ -1,4 +1,4 @@
-"""Captured pieces: one set for any number of requests, pads that hurt nobody, eager's answers."""
+"""Captured segments: one set for any number of requests, pads that hurt nobody, eager's answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvline_server.engine.batch import build
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.scheduler import Work
 from kvline_server.kernels.interface import Where
-from kvline_server.kernels.pieces import Pieces
+from kvline_server.kernels.segments import GraphSegments
 from kvline_server.model.config import ModelConfig
 
 pytestmark = pytest.mark.gpu
@@ -23,7 +23,7 @@ def test_replay_is_eager_for_one_request_and_for_many(
     shape: Callable[..., ModelConfig],
 ) -> None:
     decoder, arena = sides(shape(128, True))[1]
-    pieces = Pieces(decoder, arena.layers(), 512)
+    segments = GraphSegments(decoder, arena.layers(), 512)
     rng = np.random.default_rng(5)
     for number, rows in ((1, 500), (17, 28), (2, 100), (60, 1), (7, 9)):
         free = rng.permutation(np.arange(1, 400)).tolist()
@@ -33,18 +33,18 @@ def test_replay_is_eager_for_one_request_and_for_many(
         ids, positions, slots = kernels.upload(batch.token_ids, layout.positions, layout.slots)
         where, layers = Where(positions, slots), arena.layers()
         wanted = torch.randperm(number * rows, device="cuda")[: max(1, number * rows // 3)]
-        pieces.attended.fill_(float("nan"))  # what an earlier, larger step left must not matter
+        segments.attended.fill_(float("nan"))  # what an earlier, larger step left must not matter
         with torch.inference_mode():
-            replayed = pieces.step(ids, where, layers, layout, wanted).clone()
+            replayed = segments.step(ids, where, layers, layout, wanted).clone()
             eager = decoder.step(ids, where, layers, layout, wanted)
         distance = float((replayed - eager).float().norm() / eager.float().norm())
         assert distance < 1e-2, (number, rows, distance)
-    assert pieces.eager == 0
+    assert segments.eager == 0
 
 
 def test_graphs_survive_growth_of_the_arena(shape: Callable[..., ModelConfig]) -> None:
     decoder, arena = sides(shape(), most=50_000)[1]
-    pieces = Pieces(decoder, arena.layers(), 64)
+    segments = GraphSegments(decoder, arena.layers(), 64)
     rng = np.random.default_rng(6)
     work = [Work(sequence(rng, 40, list(range(1, 400))), 0, 40)]
     batch = build(work)
@@ -57,5 +57,5 @@ def test_graphs_survive_growth_of_the_arena(shape: Callable[..., ModelConfig]) -
         )
         with torch.inference_mode():
             where, wanted = Where(positions, slots), torch.arange(40, device="cuda")
-            outs.append(pieces.step(ids, where, arena.layers(), batch.layout, wanted).clone())
+            outs.append(segments.step(ids, where, arena.layers(), batch.layout, wanted).clone())
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[1], outs[2])

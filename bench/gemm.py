@@ -1,4 +1,4 @@
-"""Products by a weight: torch's against FlashInfer's cuBLASLt algorithms and tinygemm, by shape."""
+"""GEMMs by a weight: torch's against FlashInfer's cuBLASLt algorithms and tinygemm, by shape."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from record import table
 from shapes import SHAPES
 
-from kvline_server.kernels.products import TINY, TORCH, Products
+from kvline_server.kernels.gemm import TINY, TORCH, Gemms
 from kvline_server.model.config import ModelConfig
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
@@ -28,23 +28,23 @@ def weights(shape: ModelConfig) -> dict[str, tuple[int, int]]:
 
 def run() -> None:
     rows = []
-    products = Products(torch.device("cuda", 0))
+    gemms = Gemms(torch.device("cuda", 0))
     for name, shape in SHAPES.items():
         total = 0.0
-        for product, (out, inner) in weights(shape).items():
+        for gemm, (out, inner) in weights(shape).items():
             held = [
                 torch.randn((out, inner), device="cuda", dtype=torch.bfloat16)
                 for _ in range(LAYERS)
             ]
             for count in ROWS:
                 began = time.perf_counter()
-                tried = products.try_shape(held, count)
+                tried = gemms.try_shape(held, count)
                 total += (took := time.perf_counter() - began)
                 which = {TORCH: "torch", TINY: "tinygemm"}.get(tried.choice, str(tried.choice))
                 figures = [f"{tried.torch:.1f}", f"{tried.best:.1f}"]
                 ratio = f"{tried.best / tried.torch:.3f}"
-                rows.append([name, product, str(count), *figures, ratio, which, f"{took:.2f}"])
+                rows.append([name, gemm, str(count), *figures, ratio, which, f"{took:.2f}"])
             del held
         print(f"{name}: tried in {total:.1f} s", flush=True)
-    head = ["model", "product", "rows", "torch us", "best us", "ratio", "which", "seconds"]
-    table("Products, one layer's, in a captured graph", head, rows)
+    head = ["model", "GEMM", "rows", "torch us", "best us", "ratio", "which", "seconds"]
+    table("GEMMs, one layer's, in a captured graph", head, rows)

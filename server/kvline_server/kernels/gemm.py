@@ -1,6 +1,6 @@
 """Which kernel multiplies by a weight: torch's, or one that was faster here when it was tried.
 
-Tried at the start, for some of the row counts that captured pieces have: cuBLASLt's algorithms
+Tried at the start, for some of the row counts that captured segments have: cuBLASLt's algorithms
 through FlashInfer, and its tinygemm for a few rows. Any other row count is torch's. Each candidate
 is timed as it will run, in a captured graph and over the weights of several layers, so that a
 weight comes from memory and not from the cache that the try before it filled.
@@ -23,7 +23,11 @@ from kvline_server.kernels.tuning import Choices, Shape
 WORKSPACE = 32 << 20  # bytes; what cuBLAS itself takes on Hopper
 TINY_ROWS = 8  # tinygemm's tile
 ALGORITHMS = 8  # of those that cuBLASLt offers, in its order: none behind them ever won
-LAYERS, LARGE_LAYERS, LARGE_ROWS = 6, 2, 512  # weights to go round; large inputs empty the cache
+LAYERS, LARGE_LAYERS, LARGE_ROWS = (
+    6,
+    2,
+    512,
+)  # weights to cycle through; large inputs empty the cache
 REPLAYS = 2
 HOPELESS = 1.1  # times the best so far: not tried again
 GAIN = 0.98  # of torch's time: less is within what two runs differ by
@@ -41,7 +45,7 @@ class Tried:
     choice: int
 
 
-class Products:
+class Gemms:
     def __init__(self, device: torch.device) -> None:
         self.choices: Choices = {}
         self._workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
@@ -86,7 +90,7 @@ class Products:
 
     @torch.inference_mode()
     def try_shape(self, weights: list[torch.Tensor], rows: int) -> Tried:
-        """Times all candidates for products of `rows` rows with weights of one shape, and keeps
+        """Times all candidates for GEMMs of `rows` rows with weights of one shape, and keeps
         the best. Raises torch.OutOfMemoryError."""
         weights = weights[: LARGE_LAYERS if rows >= LARGE_ROWS else LAYERS]
         x = torch.randn((rows, weights[0].shape[1]), device=weights[0].device).to(weights[0].dtype)
@@ -110,7 +114,7 @@ class Products:
 
 
 def replay_time(work: Callable[[int], None], count: int, best_yet: float) -> float:
-    """Microseconds of one of `count` products, from a captured graph of them all; the best of a few
+    """Microseconds of one of `count` GEMMs, from a captured graph of them all; the best of a few
     replays, or of one where that is far from `best_yet`."""
     work(1)  # what is lazy must not be met in a capture
     torch.cuda.synchronize()

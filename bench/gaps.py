@@ -1,0 +1,134 @@
+"""What a long prompt costs the chats beside it, by how many rows of it a mixed step may hold.
+
+Prints the gaps between the tokens of running chats while a prompt arrives each second, and r512's
+throughput."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import engines
+import numpy as np
+import offline
+import pool
+import torch
+from record import record, table
+
+from kvline_contract.launch import Device
+from kvline_server.config import DEFAULTS
+from kvline_server.engine.engine import Engine
+from kvline_server.engine.request import SamplingParams
+
+PROMPTS = 1_000_000  # ids of prompts begin here, those of chats at 0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    chats: int
+    context: int  # tokens of each chat when it is measured
+    prompt: int  # tokens of what arrives
+    every: float  # seconds
+    seconds: float
+    caps: tuple[int, ...]  # tried instead of the default
+
+
+GPU = Load(64, 600, 8000, 1.0, 20.0, (1024, 2048, 4096, 8192))
+CPU = Load(4, 100, 1000, 4.0, 24.0, (64, 128, 256, 512))
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    gaps: np.ndarray  # milliseconds
+    tokens: int  # of chats, a second
+    first: float  # median seconds from a prompt's arrival to its token
+    unanswered: int  # prompts still waiting at the end: more than one means it falls behind
+
+
+def run() -> None:
+    """KVLINE_BENCH_DEVICE=cpu plays a small load on the demo model; KVLINE_BENCH_MODELS narrows the
+    GPU's; KVLINE_BENCH_CAPS, comma-separated, replaces the caps."""
+    if os.environ.get("KVLINE_BENCH_DEVICE") == "cpu":
+        engine = engines.make(running=16)
+        engine.scheduler.mixed_prefill_tokens = DEFAULTS[Device.CPU]["mixed"]
+        show("smollm2", engine, CPU, prefill_rate)
+        return
+    for name in offline.models():
+        engine, _ = offline.start(name)
+        workload = offline.WORKLOADS["r512"]
+        show(name, engine, GPU, partial(offline.rate, name=name, workload=workload))
+        engine.runner.arena.resize(0)
+        del engine
+        torch.cuda.empty_cache()
+
+
+def show(name: str, engine: Engine, load: Load, throughput: Callable[[Engine], float]) -> None:
+    caps = os.environ.get("KVLINE_BENCH_CAPS")
+    rows = []
+    for cap in (None, *(map(int, caps.split(",")) if caps else load.caps)):
+        if cap is not None:
+            engine.scheduler.mixed_prefill_tokens, engine.scheduler.prefill_per_request = cap, 0
+        label = str(cap or "default")
+        found = play(engine, load)
+        rate = throughput(engine)
+        cuts = [float(np.percentile(found.gaps, q)) for q in (50, 99, 99.9, 100)]
+        rows.append([label, *(f"{cut:.1f}" for cut in cuts), str(found.tokens)])
+        rows[-1] += [f"{found.first:.2f}", str(found.unanswered), f"{rate:.0f}"]
+        print(name, rows[-1], flush=True)
+        where = "CPU" if load is CPU else torch.cuda.get_device_name(0)
+        record(f"gap-p99-ms-{label}-{name}", cuts[1], "ms", (cuts[0], cuts[3]), where)
+        record(f"throughput-{label}-{name}", rate, "tokens/s", (rate, rate), where)
+    head = ["prompt rows in a mixed step", "gap p50 ms", "p99", "p99.9", "longest", "chat tokens/s"]
+    head += ["prompt's first token s", "unanswered", "offline tokens/s"]
+    title = f"{name}: {load.chats} chats, a prompt of {load.prompt:,} tokens every {load.every:g} s"
+    table(title, head, rows)
+
+
+def play(engine: Engine, load: Load) -> Found:
+    pool.renew(engine)
+    for id in range(load.chats):
+        tokens = [(id * 7 + i) % 1000 + 10 for i in range(load.context)]
+        engine.submit(id, tokens, SamplingParams(1 << 20, 0.6, seed=id, ignore_eos=True))
+    while any(len(s.tokens) < load.context + 8 for s in list(engine.sequences.values())):
+        engine.step()
+    began = time.perf_counter()
+    last = dict.fromkeys(range(load.chats), began)
+    arrived: dict[int, float] = {}
+    gaps, waits = [], []
+    while (now := time.perf_counter()) - began < load.seconds:
+        due = PROMPTS + len(arrived)
+        if now - began >= len(arrived) * load.every:
+            prompt = [(due * 31 + i * 17) % 1000 + 10 for i in range(load.prompt)]
+            engine.submit(due, prompt, SamplingParams(1, 0.6, seed=due, ignore_eos=True))
+            arrived[due] = now
+        outputs = engine.step()
+        now = time.perf_counter()
+        for id in (output.sequence.id for output in outputs):
+            if id in last:
+                gaps.append(1e3 * (now - last[id]))
+                last[id] = now
+            else:
+                waits.append(now - arrived[id])
+    for id in [*last, *arrived]:
+        engine.abort(id)
+    while not engine.idle:
+        engine.step()
+    left = len(arrived) - len(waits)
+    return Found(
+        np.asarray(gaps), round(len(gaps) / load.seconds), float(np.median(waits or [0.0])), left
+    )
+
+
+def prefill_rate(engine: Engine) -> float:
+    """Tokens a second of 24 short requests, with prompts beside decodes most of the time."""
+    pool.renew(engine)
+    began, tokens = time.perf_counter(), 0
+    for id in range(24):
+        prompt = [(id * 13 + i * 29) % 1000 + 10 for i in range(20 + 12 * id)]
+        engine.submit(id, prompt, engines.greedy(8 + id % 9))
+        tokens += len(prompt) + 8 + id % 9
+    engines.drain(engine)
+    return tokens / (time.perf_counter() - began)

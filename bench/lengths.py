@@ -1,0 +1,140 @@
+"""Traffic on a container's validated budget that grew it once: ever different prompt lengths, long
+scored prompts, a text far beyond the context.
+
+`kvline-server serve` in a memory cgroup of 2 GiB. What the container uses is printed every so many
+requests and at its peak: a line that rises ends in a kill.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import engines
+import serving
+from record import record, table
+
+LIMIT = 2 << 30
+MEMORY = Path("/sys/fs/cgroup/memory")
+MIB = 1 << 20
+SHOWN = 8  # rows of the table
+
+
+@contextmanager
+def container(name: str) -> Iterator[Path]:
+    """A memory cgroup of LIMIT bytes."""
+    folder = MEMORY / name
+    folder.mkdir(exist_ok=True)
+    (folder / "memory.limit_in_bytes").write_text(str(LIMIT))
+    try:
+        yield folder
+    finally:
+        folder.rmdir()
+
+
+@contextmanager
+def served(group: Path) -> Iterator[int]:
+    """A server inside it, ready. -> its port"""
+    port, internal = serving.free_port(), serving.free_port()
+    threads = os.environ.get("KVLINE_BENCH_THREADS", str(engines.THREADS))
+    command = [sys.executable, "-m", "kvline_server", "serve", "--served-name", "m"]
+    command += ["--model", str(engines.folder()), "--port", str(port)]
+    command += ["--internal-port", str(internal), "--threads", threads]
+    with tempfile.TemporaryDirectory() as state:
+        process = subprocess.Popen(
+            [*command, "--state-dir", state],
+            preexec_fn=lambda: (group / "cgroup.procs").write_text(str(os.getpid())),
+        )
+        try:
+            serving.wait_ready(process, internal)
+            yield port
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def used(group: Path) -> float:
+    """MiB that cannot be dropped."""
+    lines = (group / "memory.stat").read_text().splitlines()
+    stat = {key: int(value) for key, value in (line.split() for line in lines)}
+    return (stat["total_rss"] + stat["total_shmem"]) / MIB
+
+
+def status(port: int, body: dict[str, Any]) -> int:
+    """Of a completion, read whole. Raises OSError when the server is gone."""
+    line = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+    raw = json.dumps({"model": "m", "ignore_eos": True, **body}, ensure_ascii=False).encode()
+    line.request("POST", "/v1/completions", raw, {"Content-Type": "application/json"})
+    answer = line.getresponse()
+    answer.read()
+    line.close()
+    return answer.status
+
+
+def ask(port: int, prompt: list[int]) -> None:
+    code = status(port, {"prompt": prompt, "max_tokens": 4, "temperature": 0})
+    if code != 200:
+        raise RuntimeError(f"a prompt of {len(prompt)} tokens was answered {code}")
+
+
+def play(port: int, group: Path, count: int) -> list[list[float]]:
+    """Requests so far, and MiB used."""
+    rng = random.Random(0)
+    lengths = rng.sample(range(1, count + 1), count)
+    seen = [[0.0, used(group)]]
+    for number, length in enumerate(lengths, 1):
+        ask(port, [rng.randrange(10, 49_000) for _ in range(length)])
+        if number % max(1, count // SHOWN) == 0:
+            seen.append([float(number), used(group)])
+            print(f"  {number}: {seen[-1][1]:.1f} MiB", flush=True)
+    return seen
+
+
+def heavy(port: int, group: Path) -> list[list[str]]:
+    """Four prompts of 8,000 ids scored with top-20 at once, then 2 MB of emoji: status and peak."""
+    rng = random.Random(1)
+    scored = {"max_tokens": 1, "prompt_logprobs": 20}
+    prompts = [[rng.randrange(10, 49_000) for _ in range(8000)] for _ in range(4)]
+    rows = []
+    for what, bodies in (
+        ("four prompts of 8,000 ids, top-20", [{"prompt": p, **scored} for p in prompts]),
+        ("480,000 emoji", [{"prompt": "\U0001f600" * 480_000, "max_tokens": 1}]),
+    ):
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            asked = [pool.submit(status, port, body) for body in bodies]
+            peak = 0.0
+            while not all(one.done() for one in asked):
+                peak = max(peak, used(group))
+                time.sleep(0.05)
+        codes = " ".join(str(one.result()) for one in asked)
+        rows.append([what, codes, f"{peak:.1f}", f"{used(group):.1f}"])
+    return rows
+
+
+def run() -> None:
+    """KVLINE_BENCH_LENGTHS says how many (2,000), KVLINE_BENCH_THREADS on how many threads."""
+    if not MEMORY.is_dir() or os.geteuid() != 0:
+        print("lengths needs root and cgroup v1")
+        return
+    count = int(os.environ.get("KVLINE_BENCH_LENGTHS", "2000"))
+    with container(f"kvline-lengths-{os.getpid()}") as group, served(group) as port:
+        seen = play(port, group, count)
+        large = heavy(port, group)
+        kills = (group / "memory.oom_control").read_text().split()[-1]
+    grew = seen[-1][1] - seen[0][1]
+    record(f"lengths-{count}-grew", grew, "MiB", (0, max(mib for _, mib in seen) - seen[0][1]))
+    rows = [[f"{number:.0f}", f"{mib:.1f}"] for number, mib in seen]
+    table(f"{count} prompts of different lengths in 2 GiB", ["requests", "MiB used"], rows)
+    head = ["requests", "status", "MiB at most", "MiB after"]
+    table(f"Large requests in 2 GiB; killed for memory: {kills}", head, large)

@@ -1,0 +1,176 @@
+"""Report: the three conditions of the KV budget: measured, sufficient, stable. Pure."""
+
+from __future__ import annotations
+
+from kvline_contract.exits import MEANINGS, meaning
+from kvline_contract.names import records_name
+from kvline_contract.report import SizingReport, State
+from kvline_operator.candidate import OOM_RESTARTS
+from kvline_operator.facts import Condition, Facts, failed_end
+from kvline_operator.gate import Measured, Outcome
+from kvline_operator.observe import Ended, PodView
+from kvline_operator.records import DRIFT_PERCENT, drifted
+from kvline_operator.threshold import Threshold, Thresholds, device
+
+# How far along a replica is; the furthest one speaks for the revision.
+PROGRESS = [
+    State.FAILED,
+    State.LOADING,
+    State.AUTOTUNING,
+    State.PROBING,
+    State.STRESSING,
+    State.SHRUNK_RETRY,
+    State.VALIDATING,
+    State.VALIDATED,
+]
+
+
+def measured(facts: Facts) -> Condition:
+    kind = "CapacityMeasured"
+    if facts.spec.replicas == 0:
+        return Condition(kind, "Unknown", "ScaledToZero", "no replica is asked for")
+    pods = facts.stable or facts.newest
+    measured = [p for p in pods if p.kv_tokens is not None]
+    if measured:
+        fewest = min(p.kv_tokens or 0 for p in measured)
+        text = f"{fewest} KV tokens survived the stress at their final size on {measured[0].node}"
+        return Condition(kind, "True", "Validated", text)
+    failed = failed_end(pods)
+    if failed is not None and failed.from_outside:
+        return Condition(kind, "False", "Killed", failed.killed_text)
+    if failed is not None and failed.oom_killed:
+        return Condition(kind, "False", _reason(failed, pods), _killed_message(failed, pods))
+    if failed is not None and meaning(failed.code).condition == kind:
+        return Condition(kind, "False", _reason(failed, pods), failed.message)
+    return _measuring(kind, pods)
+
+
+def _measuring(kind: str, pods: tuple[PodView, ...]) -> Condition:
+    """No result and no failure: the stage of the replica furthest along."""
+    reports = [p.report for p in pods if p.report is not None]
+    if reports:
+        report = max(reports, key=lambda r: PROGRESS.index(r.state))
+        if report.failure is not None:
+            reason = meaning(report.failure.code).reason or "EngineExited"
+            return Condition(kind, "False", reason, report.failure.message)
+        tried = [a.target_tokens for a in report.attempts if a.number]
+        text = f"attempt {len(tried)} at {tried[-1]} tokens" if tried else "sizing"
+        if report.state is State.LOADING:
+            text = _loading(report)
+        return Condition(kind, "False", str(report.state), text)
+    running = [p for p in pods if p.running]
+    if not running:
+        return Condition(kind, "Unknown", "Pending", "no container runs yet")
+    bad = next((p for p in running if p.report_invalid), None)
+    if bad is not None:
+        return Condition(kind, "Unknown", "ReportInvalid", f"{bad.name}: {bad.report_error}")
+    text = running[0].report_error or "the sizing report has not been read yet"
+    return Condition(kind, "Unknown", "ReportMissing", f"{running[0].name}: {text}")
+
+
+def _loading(report: SizingReport) -> str:
+    """How far the weights are: a slow volume and a hung one look alike without it. In steps of two
+    percent, so that a load costs the API server at most so many writes."""
+    for stage in report.stages:
+        if stage.total_bytes:
+            done = stage.bytes - stage.bytes % max(1, stage.total_bytes // 50)
+            return f"loading {done >> 20:,} of {stage.total_bytes >> 20:,} MiB"
+    return "loading"
+
+
+def _reason(ended: Ended, pods: tuple[PodView, ...]) -> str:
+    if ended.oom_killed:
+        restarts = max(p.restarts for p in pods)
+        return "ShrunkRetry" if restarts <= OOM_RESTARTS else "OutOfMemory"
+    return (meaning(ended.code) if ended.code in MEANINGS else meaning(1)).reason
+
+
+def _killed_message(ended: Ended, pods: tuple[PodView, ...]) -> str:
+    restarts = max(p.restarts for p in pods)
+    return (
+        f"the container was killed at its memory limit while sizing, restart {restarts}; "
+        "each start goes on from 95 % of the size that was killed"
+    )
+
+
+def sufficient(facts: Facts) -> Condition:
+    """Whether each replica of the spec's revision has what it must have: the one furthest from it,
+    with the threshold that binds it and where that comes from."""
+    kind = "CapacitySufficient"
+    sized = [(p, m) for p in facts.newest if (m := p.measured) is not None]
+    if not sized:
+        return Condition(kind, "Unknown", "Unknown", "no replica of this spec has a size yet")
+    gate = facts.plan.gate if facts.plan.candidate else None
+    pod, size = min(sized, key=lambda pair: facts.limits.distance(pair[1]))
+    limit = facts.limits.of(size.gpu)
+    if size.tokens < limit.tokens and limit.by_minimum:
+        return Condition(kind, "False", "BelowMinimum", _too_little(pod, size, limit))
+    if size.tokens < limit.tokens:
+        return Condition(kind, "False", "BelowBaseline", _too_little(pod, size, limit))
+    if gate is not None and gate.outcome is Outcome.HOLD and gate.stuck:
+        return Condition(kind, "False", "NotComparable", gate.message)
+    for other, new in sized:
+        if facts.limits.unknown(new.gpu) and not facts.limits.minimum and not other.ready:
+            text = (
+                f"{other.name} measured {new.tokens} KV tokens on {device(new.gpu)}, where nothing "
+                "has been validated before: set spec.capacity.minKVTokens, or promote"
+            )
+            return Condition(kind, "False", "NotComparable", text)
+    text = f"measured {size.tokens} KV tokens, "
+    text += f"{limit.tokens} are required ({limit.source})" if limit.tokens else "none are required"
+    return Condition(kind, "True", "Sufficient", text)
+
+
+def _too_little(pod: PodView, size: Measured, limit: Threshold) -> str:
+    traffic = "it was ready before and serves on" if pod.ready else "it takes no traffic"
+    ask = "lower it" if limit.by_minimum else "lower spec.rollout.minCapacityPercent, promote"
+    return (
+        f"{pod.name} measured {size.tokens} KV tokens, {limit.tokens} are required "
+        f"({limit.source}): {limit.tokens - size.tokens} short, {traffic}; {ask}, raise "
+        "spec.resources.memory, or lower spec.engine.maxPrefillTokens or maxRunningRequests"
+    )
+
+
+def _below_baseline(facts: Facts) -> str:
+    """The stable revision's replica that lost most, where it is more than the policy lets a
+    candidate lose. It serves all the same."""
+    percent = facts.spec.rollout.min_capacity_percent
+    expected = Thresholds(0, percent, facts.standing.baseline)
+    sized = [(p, m) for p in facts.stable if (m := p.measured) is not None]
+    short = [(p, m) for p, m in sized if m.tokens < expected.of(m.gpu).tokens]
+    if not short:
+        return ""
+    pod, size = min(short, key=lambda pair: expected.distance(pair[1]))
+    limit = expected.of(size.gpu)
+    return (
+        f"{pod.name} measured {size.tokens} KV tokens, {limit.tokens} are expected "
+        f"({limit.source}): {limit.tokens - size.tokens} short; its revision was accepted, so that "
+        "keeps it from no traffic; look for what changed on its node, or annotate "
+        f"kvline.dev/promote={facts.plan.stable} to begin a new baseline"
+    )
+
+
+def stable(facts: Facts) -> Condition:
+    """Whether replicas measure what their accepted revision, or identical ones, measured before."""
+    kind = "CapacityStable"
+    short = _below_baseline(facts)
+    if short:
+        return Condition(kind, "False", "BelowBaseline", short)
+    known = 0
+    for pod in facts.pods:
+        result = pod.result
+        record = facts.records.get(result.fingerprint) if result is not None else None
+        if result is None or record is None:
+            continue
+        known += 1
+        if drifted(record, result.kv_tokens):
+            change = 100 * (result.kv_tokens - record.kv_tokens) / record.kv_tokens
+            text = (
+                f"{pod.name} measured {result.kv_tokens} KV tokens where an identical replica had "
+                f"{record.kv_tokens} ({change:+.1f} %): something beside it takes memory, or gave "
+                f"it back; delete ConfigMap {records_name(facts.spec.base)} to begin anew"
+            )
+            return Condition(kind, "False", "Drifted", text)
+    if not known:
+        return Condition(kind, "Unknown", "NoRecord", "no size of these replicas is on record")
+    return Condition(kind, "True", "Stable", f"within {DRIFT_PERCENT} % of what is on record")

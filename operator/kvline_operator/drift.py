@@ -1,0 +1,142 @@
+"""Plan: what somebody else has put into an object of ours, told from its managedFields. Pure.
+
+Server-side apply gives our fields back, but it merges lists by key and leaves what only others set.
+In a pod template that moves pods past the gate, and an item in a list of ours looks like a
+difference for ever. What lies elsewhere (a Service's type, annotations) is others' business.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from kvline_contract.names import FIELD_MANAGER
+
+Object = dict[str, Any]
+Step = str | int
+LIMIT, WINDOW = 5, 3600.0  # the same correction of one object at most so often in so many seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """Something that is only there because `manager` set it."""
+
+    steps: tuple[Step, ...]  # of the live object
+    path: str  # as people read it
+    manager: str
+
+
+def foreign(live: Object, wanted: Object) -> tuple[Foreign, ...]:
+    """What is to be taken away again: later items of a list first, or indices would shift."""
+    found: dict[tuple[Step, ...], Foreign] = {}
+    for entry in live["metadata"].get("managedFields") or []:
+        applied = entry.get("operation") == "Apply" and entry.get("manager") == FIELD_MANAGER
+        fields = (entry.get("fieldsV1") or {}).get("f:spec")
+        if applied or entry.get("subresource") or not fields:
+            continue
+        begin = Foreign(("spec",), "spec", _name(entry))
+        for item in _walk(fields, live.get("spec"), wanted.get("spec") or {}, begin):
+            found.setdefault(item.steps, item)
+    order = [[(isinstance(s, int), s) for s in steps] for steps in found]
+    return tuple(f for _, f in sorted(zip(order, found.values(), strict=True), reverse=True))
+
+
+def _name(entry: Object) -> str:
+    """Of who set it. Ours as an update is what was added to our own write on its way."""
+    name = str(entry.get("manager") or "unknown")
+    return "a mutating admission webhook" if name == FIELD_MANAGER else name
+
+
+def _walk(fields: Object, live: Any, wanted: Any, at: Foreign) -> Iterator[Foreign]:
+    for key, below in fields.items():
+        step = _find(key, live)
+        if key == "." or step is None:
+            continue
+        shown = f".{step}" if isinstance(step, str) else f"[{_label(key, step)}]"
+        here = Foreign((*at.steps, step), at.path + shown, at.manager)
+        there = _find(key, wanted)
+        if there is not None:
+            yield from _walk(below, live[step], wanted[there], here)
+        elif isinstance(step, int) or here.steps[:2] == ("spec", "template"):
+            yield here
+
+
+def _find(key: str, value: Any) -> Step | None:
+    """Where a key of fieldsV1 leads in a value; None where that has nothing there."""
+    kind, _, rest = key.partition(":")
+    if kind == "f":
+        return rest if isinstance(value, dict) and value.get(rest) is not None else None
+    if kind not in ("k", "v") or not isinstance(value, list):
+        return None
+    asked = json.loads(rest)
+    for index, item in enumerate(value):
+        if kind == "v" and item == asked:
+            return index
+        if kind == "k" and isinstance(item, dict) and asked.items() <= item.items():
+            return index
+    return None
+
+
+def _label(key: str, index: int) -> str:
+    value = json.loads(key[2:])
+    return ",".join(str(v) for v in value.values()) if isinstance(value, dict) else str(index)
+
+
+def without(live: Object, found: tuple[Foreign, ...]) -> Object:
+    """The live object as it is once they are gone."""
+    if not found:
+        return live
+    out = copy.deepcopy(live)
+    for item in found:
+        place: Any = out
+        for step in item.steps[:-1]:
+            place = place[step]
+        del place[item.steps[-1]]
+    return out
+
+
+def removal(live: Object, found: tuple[Foreign, ...]) -> list[Object]:
+    """The same as a JSON patch; refused with a conflict where the object has changed since."""
+    version = live["metadata"]["resourceVersion"]
+    held = {"op": "replace", "path": "/metadata/resourceVersion", "value": version}
+    return [held, *({"op": "remove", "path": _pointer(f.steps)} for f in found)]
+
+
+def _pointer(steps: tuple[Step, ...]) -> str:
+    return "".join("/" + str(s).replace("~", "~0").replace("/", "~1") for s in steps)
+
+
+class Corrections:
+    """How often an object was made the same again; whoever changes it back each time wins after
+    LIMIT of them, and is named, because pods that roll for ever are worse than what they carry."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._done: dict[str, tuple[bytes, list[float]]] = {}  # by uid
+
+    def spent(self, uid: str, wanted: Object) -> bool:
+        return len(self._recent(uid, wanted)) >= LIMIT
+
+    def add(self, uid: str, wanted: Object) -> None:
+        recent = self._recent(uid, wanted)
+        now = self._clock()
+        stale = [u for u, (_, times) in list(self._done.items()) if times[-1] < now - WINDOW]
+        for other in stale:
+            self._done.pop(other, None)
+        self._done[uid] = _digest(wanted), [*recent, now]
+
+    def _recent(self, uid: str, wanted: Object) -> list[float]:
+        """When; nothing where it was last made into something else, which is no dispute."""
+        digest, times = self._done.get(uid, (b"", []))
+        if digest != _digest(wanted):
+            return []
+        return [at for at in times if at > self._clock() - WINDOW]
+
+
+def _digest(wanted: Object) -> bytes:
+    return hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).digest()

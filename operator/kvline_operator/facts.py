@@ -1,0 +1,82 @@
+"""Report: everything that the conditions of a service are made of, as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvline_contract.launch import Record
+from kvline_operator.autoscale import Activity
+from kvline_operator.ends import EndedPod
+from kvline_operator.gate import Outcome
+from kvline_operator.observe import Ended, PodView
+from kvline_operator.prepare import Preparation
+from kvline_operator.rollout import RolloutPlan
+from kvline_operator.spec import ServiceSpec
+from kvline_operator.threshold import Thresholds
+from kvline_operator.verdicts import Standing
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    type: str
+    status: str  # True, False, Unknown
+    reason: str
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """What the autoscaler says of itself, where there is one."""
+
+    reason: Activity
+    message: str
+    replicas: int
+    why: str  # of the last change
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Everything conditions are made of."""
+
+    spec: ServiceSpec
+    plan: RolloutPlan
+    pods: tuple[PodView, ...]
+    ended: tuple[EndedPod, ...] = ()  # of all revisions, newest first
+    records: dict[str, Record] = field(default_factory=dict)  # by fingerprint
+    apply_error: Condition | None = None  # an object of ours was refused
+    deadline_exceeded: bool = False
+    refused: str = ""  # why no pods of the newest revision are made
+    standing: Standing = field(default_factory=Standing)  # of the stable revision
+    limits: Thresholds = field(default_factory=Thresholds)  # of the newest revision's replicas
+    image_outdated: bool = False
+    scaling: Scaling | None = None
+    preparing: Preparation | None = None  # what the newest revision's pods wait for
+
+    @property
+    def newest(self) -> tuple[PodView, ...]:
+        """Pods of the revision that the spec asks for."""
+        wanted = self.plan.candidate or self.plan.stable
+        return tuple(p for p in self.pods if p.revision == wanted)
+
+    @property
+    def stable(self) -> tuple[PodView, ...]:
+        return tuple(p for p in self.pods if p.revision == self.plan.stable)
+
+    @property
+    def serving(self) -> tuple[PodView, ...]:
+        """Ready replicas with a validated size, of the stable revision; of one that has passed its
+        gate where none of those is left, as near the end of Replace and Recreate."""
+        passed = self.plan.gate is not None and self.plan.gate.outcome is Outcome.PASS
+        ready = tuple(p for p in self.pods if p.ready and p.validated)
+        stable = tuple(p for p in ready if p.revision == self.plan.stable)
+        new = tuple(p for p in ready if passed and p.revision == self.plan.candidate)
+        return stable or new
+
+
+def failed_end(pods: tuple[PodView, ...]) -> Ended | None:
+    """The last failed end of a replica that has not been validated since; it stands through
+    restarts, so that a crash loop does not flap between Loading and its reason."""
+    for pod in pods:
+        if pod.failed is not None and not (pod.failed.from_outside and pod.running):
+            return pod.failed
+    return None

@@ -1,0 +1,101 @@
+"""Report: the figures to plan with, of the replicas that serve; kept for while none does. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+from kvline_contract.codec import ContractError, decode, document, dumps, encode, field, loads
+from kvline_contract.report import Memory, Provenance, SizingReport, Source
+
+MAX_BYTES = 8192
+STAMP = "%Y-%m-%dT%H:%M:%SZ"
+
+
+@document
+class Spread:
+    min: int
+    max: int
+
+
+@document
+class Figures:
+    """Of the ready replica with the fewest tokens."""
+
+    kv_tokens: int = field("kvTokens", low=1)
+    kv_tokens_total: int = field("kvTokensTotal")
+    spread: Spread
+    bytes_per_token: int
+    memory: Memory
+    attempts: int
+    measured_at: str = field(limit=32)
+    source: Source
+    fingerprint: str = field(limit=64)
+    provenance: Provenance | None = field(omit_none=True, default=None)
+    full_length_sequences: int | None = field(omit_none=True, default=None)
+    as_of: str | None = field(limit=32, omit_none=True, default=None)  # when it was last served
+
+    def __post_init__(self) -> None:
+        """The API takes no other time, and it may come from an annotation that anybody edits."""
+        try:
+            if self.as_of is not None:
+                datetime.strptime(self.as_of, STAMP)
+        except ValueError:
+            raise ContractError("asOf: expected a time such as 2026-01-31T12:00:00Z") from None
+
+    @classmethod
+    def of(cls, reports: Iterable[SizingReport | None]) -> Figures | None:
+        """None where no replica has a size."""
+        sized = [(r, r.result) for r in reports if r is not None and r.result is not None]
+        if not sized:
+            return None
+        report, result = min(sized, key=lambda pair: pair[1].kv_tokens)
+        tokens = [r.kv_tokens for _, r in sized]
+        effective = report.effective
+        return cls(
+            kv_tokens=result.kv_tokens,
+            kv_tokens_total=sum(tokens),
+            spread=Spread(min(tokens), max(tokens)),
+            bytes_per_token=result.bytes_per_token,
+            memory=result.memory,
+            attempts=max([1, *(a.number for a in report.attempts)]),
+            measured_at=result.measured_at,
+            source=result.source,
+            fingerprint=result.fingerprint,
+            provenance=report.provenance,
+            full_length_sequences=(
+                result.kv_tokens // max(1, effective.max_model_len) if effective else None
+            ),
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> Figures | None:
+        """What was kept; None where somebody made it unreadable."""
+        try:
+            return decode(cls, loads(text, MAX_BYTES), strict=False)
+        except ContractError:
+            return None
+
+    def dumps(self) -> str:
+        return dumps(self)
+
+
+def keep(kept: Figures | None, now: Figures | None, stamp: str) -> Figures | None:
+    """What is remembered of a revision. Replicas that come and go with the same size change
+    nothing; when the last one goes, the time is noted."""
+    if now is None:
+        return replace(kept, as_of=stamp) if kept is not None and kept.as_of is None else kept
+    if kept is not None and (kept.kv_tokens, kept.fingerprint) == (now.kv_tokens, now.fingerprint):
+        return replace(kept, as_of=None)
+    alone = Spread(now.kv_tokens, now.kv_tokens)
+    return replace(now, kv_tokens_total=0, spread=alone)
+
+
+def capacity(now: Figures | None, kept: Figures | None) -> dict[str, Any]:
+    """As a status has it; empty before anything has served."""
+    shown = now or kept
+    if shown is None:
+        return {}
+    return {**encode(shown), "serving": now is not None}

@@ -1,0 +1,40 @@
+"""Report: the two conditions that tools of the kstatus convention read, such as Flux. Pure.
+
+Abnormal-true, unlike all others: each is there only while it is True, and never both. Stalled means
+that waiting does not help: somebody must change something.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvline_operator.facts import Condition
+
+TYPES = ("Reconciling", "Stalled")
+STALLED = {
+    "Accepted": ("SpecInvalid", "NameConflict", "Forbidden"),
+    "ModelAvailable": ("NotFound", "Invalid", "Unsupported"),
+    "CapacityMeasured": ("OutOfMemory", "ContextDoesNotFit"),
+    "CapacitySufficient": ("BelowMinimum",),
+    "Progressing": ("DeadlineExceeded",),
+    "UpToDate": ("RolledBack", "GateFailed", "ForeignChange"),
+}
+
+
+def abnormal(made: list[Condition]) -> list[Condition]:
+    """What to add to the conditions of a service."""
+    for condition in made:
+        stalls = condition.reason in STALLED.get(condition.type, ())
+        if condition.status == "False" and stalls:
+            return [Condition("Stalled", "True", condition.reason, condition.message)]
+    for name in ("UpToDate", "Ready"):
+        for condition in made:
+            moves = condition.status != "True" and condition.reason != "ScaledToZero"
+            if condition.type == name and moves:
+                return [Condition("Reconciling", "True", condition.reason, condition.message)]
+    return []
+
+
+def plain(status: dict[str, Any]) -> list[dict[str, Any]]:
+    """The conditions of a status but for those two, whose True is bad and another's news."""
+    return [c for c in status.get("conditions") or [] if c.get("type") not in TYPES]

@@ -1,0 +1,110 @@
+"""Read: how far the Job is that a revision's pods wait for, and what keeps it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from kvline_contract.exits import ExitCode, meaning
+from kvline_contract.names import LABEL_REVISION
+from kvline_operator import jobs
+from kvline_operator.candidate import IMAGE_REASONS
+from kvline_operator.observe import Ended, Observed, PodView, condition_of
+from kvline_operator.spec import ServiceSpec, Strategy
+
+Object = dict[str, Any]
+MAX_NODES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    job: Object  # as it should be
+    exists: bool = False
+    done: bool = False
+    condition: str = ""  # that it speaks for; empty: none, it is on its way
+    reason: str = ""
+    message: str = ""
+    stuck: bool = False  # by something that waiting alone may not end
+
+    @property
+    def name(self) -> str:
+        return str(self.job["metadata"]["name"])
+
+
+def of(
+    spec: ServiceSpec, observed: Observed, wanted: str, stable: str, stored: dict[str, Object]
+) -> Preparation | None:
+    """What the pods of `wanted` need first, and how far that is; None where they need nothing: they
+    are there, or serve already, or nothing goes for them and they fetch the model themselves."""
+    revision = stored[wanted]
+    loads = jobs.downloads(revision)
+    pods = [p for p in observed.pods if p.revision == wanted]
+    lost = any(p.failed and p.failed.code == ExitCode.MODEL_NOT_FOUND for p in pods)
+    fresh = wanted != stable and not any(
+        s.replicas for s in observed.sized() if s.revision == wanted
+    )
+    if loads and (fresh or lost):
+        made = jobs.job(spec, revision)
+    elif fresh and stable and spec.rollout.strategy is not Strategy.SURGE:
+        nodes = sorted({p.node for p in observed.pods if p.revision == stable and p.node})
+        made = jobs.job(spec, revision, tuple(nodes[:MAX_NODES]))
+    else:
+        return None
+    name = made["metadata"]["name"]
+    live = next((j for j in observed.jobs if j["metadata"]["name"] == name), None)
+    what = f"downloads {spec.source.text}" if loads else "pulls the image"
+    if live is None or live["metadata"].get("deletionTimestamp"):
+        return Preparation(made, live is not None, message=f"Job {name} {what}")
+    mine = [p for p in observed.preparing if p.revision == wanted]
+    done = _has(live, "Complete") or any(e.code == 0 for e in _ends(mine))
+    condition, reason, message = ("", "", "") if done else _state(live, mine, loads)
+    if not message:
+        condition, reason = ("ModelAvailable", "Downloading") if loads and not done else ("", "")
+        return Preparation(made, True, done, condition, reason, f"Job {name} {what}")
+    return Preparation(made, True, done, condition, reason, f"Job {name}: {message}", stuck=True)
+
+
+def _state(live: Object, pods: list[PodView], loads: bool) -> tuple[str, str, str]:
+    """Condition, reason and message of what keeps it; empty while nothing does. How its last pod
+    failed stands while the next one tries."""
+    failed = next((e for e in _ends(pods) if e.code), None)
+    if failed is not None and meaning(failed.code).condition == "ModelAvailable":
+        return "ModelAvailable", meaning(failed.code).reason, failed.message
+    for pod in reversed(pods):
+        if pod.waiting_reason == "CreateContainerConfigError":
+            return "ModelAvailable", "SecretMissing", pod.waiting_message
+        if pod.waiting_reason in IMAGE_REASONS:
+            text = f"{pod.waiting_reason}: {pod.waiting_message}"
+            return "Progressing", "ImagePullFailed", text
+        if pod.unschedulable:
+            return "Progressing", "Unschedulable", pod.unschedulable
+    which = ("ModelAvailable", "DownloadFailed") if loads else ("Progressing", "ImagePullFailed")
+    if failed is not None:
+        return *which, f"ended with code {failed.code} ({failed.reason}): {failed.message}"
+    if _has(live, "Failed"):
+        text = condition_of(live.get("status") or {}, "Failed").get("message", "")
+        return *which, f"failed, and is made anew: {text}"
+    return "", "", ""
+
+
+def _ends(pods: list[PodView]) -> Iterator[Ended]:
+    """The newest first."""
+    for pod in reversed(pods):
+        yield from (e for e in (pod.ended, pod.download_ended) if e is not None)
+
+
+def unfinished(observed: Observed) -> list[Object]:
+    """Jobs that still run or wait; one whose pod has ended well is as good as ended."""
+    well = {p.revision for p in observed.preparing if any(e.code == 0 for e in _ends([p]))}
+    return [
+        job
+        for job in observed.jobs
+        if not job["metadata"].get("deletionTimestamp")
+        and not (_has(job, "Complete") or _has(job, "Failed"))
+        and job["metadata"]["labels"].get(LABEL_REVISION) not in well
+    ]
+
+
+def _has(live: Object, kind: str) -> bool:
+    return condition_of(live.get("status") or {}, kind).get("status") == "True"

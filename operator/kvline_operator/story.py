@@ -1,0 +1,129 @@
+"""Plan: where a service's revisions stand, and what follows. Pure: from what was observed and is
+remembered to what should be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from kvline_contract.launch import GateFile
+from kvline_operator import candidate, deadline, prepare, rollout, verdicts
+from kvline_operator.figures import Figures
+from kvline_operator.gate import Outcome, Verdict, judge, thresholds
+from kvline_operator.observe import Observed
+from kvline_operator.spec import ServiceSpec
+from kvline_operator.threshold import Thresholds
+from kvline_operator.verdicts import Standing
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """Where a service's revisions stand, and what follows."""
+
+    stored: dict[str, Object]  # ControllerRevisions by revision
+    standings: dict[str, Standing]  # after this reconcile
+    plan: rollout.RolloutPlan
+    ready: dict[str, int]
+    judged: Thresholds | None  # of the wanted revision, where it is not the stable one
+    preparing: prepare.Preparation | None
+
+    @property
+    def download(self) -> bool:
+        """Whether pods of a revision that runs fetch their model themselves."""
+        running = (self.stored[name]["data"] for name in self.plan.replicas if name in self.stored)
+        return any("initContainers" in data["podTemplate"]["spec"] for data in running)
+
+    def thresholds(self, name: str, spec: ServiceSpec) -> Thresholds:
+        """A revision that was accepted must have the service's own minimum alone: whatever share of
+        it is left serves better than nothing."""
+        if self.judged is not None and name in (self.plan.candidate, self.plan.rejected):
+            return self.judged
+        return Thresholds(spec.min_kv_tokens)
+
+    def gate(self, name: str, spec: ServiceSpec) -> GateFile:
+        """A revision that serves stays open: closing takes ready pods away too."""
+        verdict, is_open = self.plan.gate, True
+        if verdict is not None and name in (self.plan.candidate, self.plan.rejected):
+            is_open = verdict.outcome is Outcome.PASS or self.ready.get(name, 0) > 0
+        return self.thresholds(name, spec).gate(is_open)
+
+    @classmethod
+    def of(
+        cls,
+        spec: ServiceSpec,
+        observed: Observed,
+        wanted: str,
+        stored: dict[str, Object],
+        known: dict[str, Standing],
+        time: datetime,
+    ) -> Story:
+        """Pure: from what was observed and is remembered to what should be."""
+        serving = observed.serving()
+        standings = verdicts.first(known, serving, wanted)
+        stable = verdicts.stable(standings)
+        sized = observed.sized()
+        verdict = judged = None
+        if stable and stable != wanted:
+            verdict, judged = _verdict(spec, observed, wanted, stored, standings)
+        situation = rollout.Situation(wanted, stable, spec.replicas, sized, verdict)
+        situation = deadline.applied(situation, spec.rollout, standings, time)
+        plan = rollout.plan(situation, spec.rollout)
+        preparing = None
+        if plan.replicas.get(wanted):
+            preparing = prepare.of(spec, observed, wanted, stable, stored)
+        if preparing is not None and not preparing.done:
+            situation = _unprepared(situation, preparing)
+            plan = rollout.plan(situation, spec.rollout)
+        ready = serving.get(plan.stable, ())
+        after = verdicts.remember(standings, plan, wanted, ready, spec.rollout.promote)
+        after = deadline.remember(after, plan, situation, time)
+        under_way = tuple(p for p in observed.pods if p.revision == wanted == plan.candidate)
+        killed = candidate.kills(after[wanted].kills, under_way)
+        after = {**after, wanted: replace(after[wanted], kills=killed)}
+        figures = Figures.of(
+            p.report for p in observed.pods if p.ready and p.revision == plan.stable
+        )
+        after = verdicts.kept(after, plan.stable, figures, time)
+        return cls(stored, after, plan, {s.revision: s.ready for s in sized}, judged, preparing)
+
+
+def _unprepared(now: rollout.Situation, by: prepare.Preparation) -> rollout.Situation:
+    """Its pods wait for the Job, unless there are some; and its verdict says so."""
+    verdict = now.verdict
+    if verdict is not None and verdict.outcome is Outcome.HOLD and not verdict.stuck:
+        verdict = replace(verdict, message=by.message, stuck=by.stuck)
+    return replace(now, verdict=verdict, prepared=now.size(now.wanted) > 0)
+
+
+def _verdict(
+    spec: ServiceSpec,
+    observed: Observed,
+    wanted: str,
+    stored: dict[str, Object],
+    standings: dict[str, Standing],
+) -> tuple[Verdict, Thresholds]:
+    """Of the candidate, with what its replicas must have: a verdict stands, but for a promotion, a
+    later failure, or a policy that asks for less."""
+    stable = verdicts.stable(standings)
+    policy = Thresholds(spec.min_kv_tokens, spec.rollout.min_capacity_percent)
+    past = standings[wanted].verdict_now(standings[stable], policy)
+    asked = spec.rollout.promote == wanted
+    promoted = verdicts.promoted(standings[wanted], standings[stable], asked)
+    promoted = promoted or (past is not None and past.promoted)
+    pods = tuple(p for p in observed.pods if p.revision == wanted)
+    kind, killed = verdicts.kind(stored[wanted]["data"]["inputs"]), standings[wanted].kills
+    seen = candidate.view(kind, pods, promoted, killed)
+    proven = verdicts.proven(standings[stable], stored[stable]["data"]["inputs"])
+    limits = thresholds(seen, proven, policy)
+    now = judge(seen, proven, policy)
+    if past is None or (now.outcome is not Outcome.HOLD and _overrules(now, past)):
+        return now, limits
+    return past, limits
+
+
+def _overrules(now: Verdict, past: Verdict) -> bool:
+    """What was promoted stays so, and what failed fails until it is promoted."""
+    return not past.promoted and (past.outcome is Outcome.PASS or now.promoted)

@@ -1,0 +1,73 @@
+"""Plan: how many KV tokens a replica must have, and where that figure comes from. Pure.
+
+Tokens are compared within a GPU model alone. A candidate must reach its share of the baseline; of
+an accepted revision only spec.capacity.minKVTokens keeps a replica out of traffic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvline_contract.codec import MAX_KEY
+from kvline_contract.launch import MAX_GATE_GPUS, VERSION, GateFile
+
+
+@dataclass(frozen=True, slots=True)
+class Threshold:
+    tokens: int  # 0: none
+    source: str
+    baseline: int = 0  # what `tokens` is a share of; 0: nothing
+    by_minimum: bool = False
+
+
+class Sized(Protocol):
+    @property
+    def gpu(self) -> str: ...
+    @property
+    def tokens(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    minimum: int = 0  # spec.capacity.minKVTokens
+    percent: int = 0  # spec.rollout.minCapacityPercent
+    baseline: dict[str, int] = field(default_factory=dict)  # tokens by GPU model
+
+    def of(self, gpu: str) -> Threshold:
+        """Of a replica on this GPU model; the empty one is a CPU."""
+        base = self.baseline.get(gpu, 0)
+        share = -(-self.percent * base // 100)
+        if share and share >= self.minimum:
+            text = f"{self.percent} % of the baseline {base} on {device(gpu)}"
+            return Threshold(share, text, base)
+        if self.minimum:
+            return Threshold(self.minimum, "spec.capacity.minKVTokens", base, by_minimum=True)
+        return Threshold(0, "", base)
+
+    def unknown(self, gpu: str) -> bool:
+        """Whether others have a baseline, and this GPU model has none."""
+        return bool(self.baseline) and gpu not in self.baseline
+
+    def distance(self, replica: Sized) -> tuple[float, int]:
+        """How near a replica is to what it must have; less than 1: short of it."""
+        return replica.tokens / max(1, self.of(replica.gpu).tokens), replica.tokens
+
+    def gate(self, is_open: bool) -> GateFile:
+        """What pods read; servers that know no map take the smallest of its entries."""
+        shares = {gpu: self._share(gpu) for gpu in self.baseline if self._share(gpu)}
+        listed = sorted(gpu for gpu in shares if len(gpu) <= MAX_KEY)[:MAX_GATE_GPUS]
+        return GateFile(
+            VERSION,
+            is_open,
+            self.minimum,
+            min(shares.values(), default=0),
+            {gpu: shares[gpu] for gpu in listed} or None,
+        )
+
+    def _share(self, gpu: str) -> int:
+        return -(-self.percent * self.baseline[gpu] // 100)
+
+
+def device(gpu: str) -> str:
+    return gpu or "a CPU"

@@ -1,0 +1,57 @@
+"""What the command line's flags may say, and messages in their words instead of a spec's."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from typing import NoReturn
+
+UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "k": 10**3, "M": 10**6, "G": 10**9}
+FLAGS = {
+    "maxModelLen": "--max-model-len",
+    "maxRunningRequests": "--max-running-requests",
+    "maxPrefillTokens": "--max-prefill-tokens",
+    "maxTopLogprobs": "--max-top-logprobs",
+    "kvTokens": "--kv-tokens",
+    "headroomMiB": "--headroom-mib",
+    "drainSeconds": "--drain-seconds",
+    "servedName": "--served-name",
+    "memory": "--memory",
+    "source": "--model",
+}
+_FIELD = re.compile(
+    r"\b(?:spec\.)?(?:engine|capacity|resources|model)\.(\w+)\b"
+    rf"|\b({'|'.join(name for name in FLAGS if not name.islower())})\b"
+)
+_KEY = re.compile(r"spec\.access\.apiKeySecret names .*")
+
+
+class Parser(argparse.ArgumentParser):
+    """A mistake is one line and not the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog.partition(' ')[0]}: {message}; {self.prog} --help says more\n")
+
+
+def quantity(text: str) -> int:
+    """A Kubernetes memory quantity in bytes."""
+    match = re.fullmatch(r"(\d{1,12})(Ki|Mi|Gi|k|M|G)?", text)
+    if not match or not int(match[1]):
+        raise argparse.ArgumentTypeError(f"expected a quantity such as 2Gi, got {text!r}")
+    return int(match[1]) * UNITS[match[2] or ""]
+
+
+def number(low: int, high: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not re.fullmatch(r"-?\d{1,12}", text) or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"expected {low} to {high}, got {text[:40]!r}")
+        return int(text)
+
+    return read
+
+
+def by_flags(text: str) -> str:
+    """A message about a spec's fields, for somebody who has typed flags."""
+    known = _FIELD.sub(lambda m: FLAGS.get(m[1] or m[2], m[0]), text)
+    return _KEY.sub("--api-key-file names it", known)

@@ -1,0 +1,261 @@
+"""What one client may hold of the public port: uvicorn's connections with bounds.
+
+uvicorn bounds neither a head, nor the time that one may take, nor how many connections are open.
+Each connection here has at most one deadline, of the phase it is in; one sweep a second ends those
+that are past theirs, so that a request costs no timer. A closed connection whose request has not
+been read to its end first reads on a little and throws that away: else the kernel answers what
+is still coming with a reset, and the client never sees why it was refused (decisions/019).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from kvline_server.http.errors import ApiError, BadRequest, HeadTooLarge, TimedOut
+from kvline_server.options import EdgeLimits
+
+NEVER = float("inf")
+HEAD = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+HEAD_TOO_LARGE = "the head of the request is too large"
+
+
+class Connections:
+    """All of the port's; who waits for its next request stands in order of how long."""
+
+    def __init__(self, limits: EdgeLimits) -> None:
+        self.limits = limits
+        self.open: set[Connection] = set()
+        self.waiting: dict[Connection, None] = {}
+        self.draining = False
+
+    def make(self, **options: Any) -> Connection:
+        """uvicorn calls it for each connection."""
+        return Connection(self, **options)
+
+    def room(self) -> bool:
+        """Whether there is room for one more; the one that has waited longest makes some."""
+        if len(self.open) < self.limits.connections:
+            return True
+        oldest = next(iter(self.waiting), None)
+        if oldest is None:
+            return False
+        oldest.drop()
+        return True
+
+    def wait(self, connection: Connection) -> None:
+        self.waiting.pop(connection, None)
+        self.waiting[connection] = None
+
+    def forget(self, connection: Connection) -> None:
+        self.open.discard(connection)
+        self.waiting.pop(connection, None)
+
+    def drain(self) -> None:
+        """From now on each answer ends its connection."""
+        self.draining = True
+        for connection in self.open:
+            connection.last_answer()
+
+    def drop(self) -> None:
+        for connection in list(self.open):
+            connection.drop()
+
+    async def sweep(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self.limits.sweep)
+            now = loop.time()
+            for connection in [c for c in self.open if min(c.deadline, c.stalled_until) < now]:
+                connection.expire(now)
+
+
+class Connection(HttpToolsProtocol):
+    def __init__(self, connections: Connections, **options: Any) -> None:
+        super().__init__(**options)
+        self.all = connections
+        self.limits = connections.limits
+        self.deadline = NEVER  # of what the client sends next
+        self.stalled_until = NEVER  # of what it does not read
+        self._in_head = False
+        self._in_request = False  # head or body
+        self._head = self._raw = 0  # bytes of a head: parsed, and received
+        self._extra = 0  # bytes of a body that is thrown away
+        self._lingering = False
+        self._why: ApiError | None = None
+
+    # Open and closed --------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(_Gentle(transport, self))  # type: ignore[arg-type]
+        if not self.all.room():
+            transport.abort()
+        self.all.open.add(self)
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lingering = True
+        self.all.forget(self)
+        super().connection_lost(exc)
+
+    def drop(self) -> None:
+        """At once; what is being worked on for it is aborted."""
+        self.all.forget(self)
+        self.transport.abort()
+
+    def last_answer(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.keep_alive = False
+
+    def expire(self, now: float) -> None:
+        """A head that is late is told so; who is idle, or does not read, is not."""
+        if self._in_head and self.stalled_until > now and not self._lingering:
+            self._refuse(TimedOut("the head of the request did not come in time"))
+        else:
+            self.drop()
+
+    # What comes in ------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        if self._lingering:
+            self._throw_away(data)
+            return
+        super().data_received(data)
+        if self._in_head and not self.transport.is_closing():
+            # What the parser keeps to itself until a header is whole.
+            self._raw += len(data)
+            if self._raw > self.limits.head_bytes:
+                self._refuse(HeadTooLarge(HEAD_TOO_LARGE))
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = self._in_request = True
+        self._head = self._raw = self._extra = 0
+        self._until(self.limits.head)
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._count(len(name) + len(value) + 4)
+        if len(self.headers) > self.limits.headers:
+            self._stop(HeadTooLarge("the request has too many headers"))
+
+    def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= self.limits.pipeline:
+            self._stop(BadRequest("too many requests at once on one connection"))
+        self._in_head = False
+        self.deadline = NEVER  # the body's times are the application's
+        self.all.waiting.pop(self, None)
+        super().on_headers_complete()
+        if self.all.draining:
+            self.cycle.keep_alive = False
+
+    def on_body(self, body: bytes) -> None:
+        if self.cycle.response_complete:
+            self._throw_away(body)
+        else:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_request = False
+        super().on_message_complete()
+        if self.cycle.response_complete:
+            self._wait()
+
+    def _count(self, size: int) -> None:
+        self._head += size
+        if self._head > self.limits.head_bytes:
+            self._stop(HeadTooLarge(HEAD_TOO_LARGE))
+
+    def _stop(self, why: ApiError) -> None:
+        """Ends the parser's work; `send_400_response` says why."""
+        self._why = why
+        raise why
+
+    def _throw_away(self, data: bytes) -> None:
+        self._extra += len(data)
+        if self._extra > self.limits.linger_bytes:
+            self.drop()
+
+    # What goes out ------------------------------------------------------------------------------
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing() or not self.cycle.response_complete:
+            return
+        if self._in_request:  # refused before its end: it may still end, soon
+            self._until(self.limits.linger)
+        else:
+            self._wait()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.stalled_until = self.loop.time() + self.limits.stall
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.stalled_until = NEVER
+
+    def send_400_response(self, msg: str) -> None:
+        """The parser stopped: at a bound of ours, or at what is not HTTP."""
+        self._refuse(self._why or BadRequest("the request is not valid HTTP/1.1"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """An answer that no application gives; never into the middle of another."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.drop()
+            return
+        body = json.dumps(error.body()).encode()
+        self._in_request, self._in_head = True, False
+        self.transport.write(STATUS_LINE[error.status] + HEAD % len(body) + body)
+        self.transport.close()
+
+    # Ends ---------------------------------------------------------------------------------------
+
+    def _until(self, seconds: float) -> None:
+        self.deadline = self.loop.time() + seconds
+        self.all.wait(self)
+
+    def _wait(self) -> None:
+        self._until(self.limits.idle)
+
+    @property
+    def lingering(self) -> bool:
+        return self._lingering
+
+    def linger(self, transport: asyncio.Transport) -> None:
+        """Closes, once what the client still sends cannot hide the answer from it."""
+        if self._lingering:
+            return
+        self._lingering = True
+        if not self._in_request or transport.is_closing() or not transport.can_write_eof():
+            transport.close()
+            return
+        self._extra = 0
+        self._until(self.limits.linger)
+        self.flow.resume_reading()
+        transport.write_eof()
+
+
+class _Gentle:
+    """A transport whose `close` is its connection's `linger`."""
+
+    def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
+        self._transport = transport
+        self._connection = connection
+        self.write = transport.write  # for each token of each stream
+
+    def close(self) -> None:
+        self._connection.linger(self._transport)
+
+    def is_closing(self) -> bool:
+        return self._connection.lingering or self._transport.is_closing()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)

@@ -1,0 +1,70 @@
+"""Fields that we do not build, and their values that ask for nothing.
+
+Client libraries send many fields at their defaults. A null, or a value from these tables, changes
+no answer, so it is taken away before validation; any other value is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+Neutral = Mapping[str, tuple[Any, ...]]
+
+EVERY: Neutral = {
+    "add_generation_prompt": (True,),
+    "bad_words": ([],),
+    "early_stopping": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "priority": (0,),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "store": (False,),
+    "use_beam_search": (False,),
+}
+COMPLETION: Neutral = {**EVERY, "add_special_tokens": (True,), "suffix": ("",)}
+CHAT: Neutral = {
+    **EVERY,
+    "add_special_tokens": (False,),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+}
+MESSAGE: Neutral = {
+    "annotations": ([],),
+    "provider_specific_fields": ({}, {"refusal": None}),  # LiteLLM's
+    "tool_calls": ([],),
+}
+STREAM_OPTIONS: Neutral = {"include_obfuscation": (False,)}
+
+
+def without(value: dict[str, Any], neutral: Neutral) -> dict[str, Any]:
+    """`value` less all that asks for nothing. Raises ValueError for a field of `neutral` that asks
+    for something."""
+    kept = {}
+    for name, item in value.items():
+        if item is None:
+            continue
+        if name not in neutral:
+            kept[name] = item
+        elif not any(_same(item, taken) for taken in neutral[name]):
+            taken = " or ".join(json.dumps(v) for v in neutral[name])
+            raise ValueError(f"{name}: is not supported here; leave it out, or send {taken}")
+    return kept
+
+
+def _same(one: Any, other: Any) -> bool:
+    """As JSON sees it: true is not 1."""
+    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)

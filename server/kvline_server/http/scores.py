@@ -1,0 +1,81 @@
+"""Logprobs between the engine's arrays and an answer's JSON: few tokens as objects at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvline_server.engine.messages import PackedScores
+
+LOWEST_LOGPROB = -9999.0  # JSON has no -inf
+TOKENS = 32  # unpacked at once
+NUMBER = 4  # bytes of each
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    token: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+def held(tokens: int, top: int) -> int:
+    """Bytes that the scores of so many tokens are held in until they are sent."""
+    return tokens * NUMBER * (3 + 2 * top)
+
+
+def unpack(parts: list[PackedScores]) -> Iterator[TokenScore]:
+    for part in parts:
+        for start in range(0, part.count, TOKENS):
+            yield from _unpack(cut(part, start, start + TOKENS))
+
+
+def chosen(parts: list[PackedScores]) -> tuple[list[int], list[float]]:
+    """The tokens themselves and their logprobs, without alternatives."""
+    tokens: list[int] = []
+    values: list[float] = []
+    for part in parts:
+        tokens += np.frombuffer(part.tokens, np.int32).tolist()
+        values += _finite(part.values).tolist()
+    return tokens, values
+
+
+def cut(part: PackedScores, start: int, end: int) -> PackedScores:
+    """Some of its tokens, in order."""
+    one, row = slice(start * NUMBER, end * NUMBER), NUMBER * part.top
+    table = slice(start * row, end * row)
+    count = max(0, min(end, part.count) - start)
+    return PackedScores(
+        count,
+        part.top,
+        part.tokens[one],
+        part.values[one],
+        part.ranks[one],
+        part.top_ids[table],
+        part.top_values[table],
+    )
+
+
+def _unpack(packed: PackedScores) -> list[TokenScore]:
+    shape = (packed.count, packed.top)
+    ids = np.frombuffer(packed.top_ids, np.int32).reshape(shape).tolist()
+    tops = _finite(packed.top_values).reshape(shape).tolist()
+    columns = zip(
+        np.frombuffer(packed.tokens, np.int32).tolist(),
+        _finite(packed.values).tolist(),
+        np.frombuffer(packed.ranks, np.int32).tolist(),
+        ids,
+        tops,
+        strict=True,
+    )
+    return [
+        TokenScore(token, value, rank, list(zip(row, row_values, strict=True)))
+        for token, value, rank, row, row_values in columns
+    ]
+
+
+def _finite(values: bytes) -> np.ndarray:
+    return np.maximum(np.frombuffer(values, np.float32), LOWEST_LOGPROB)

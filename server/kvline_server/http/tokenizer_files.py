@@ -1,0 +1,41 @@
+"""Opens a model's tokenizer and chat template; what is broken ends the start and is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from jinja2 import TemplateSyntaxError
+
+from kvline_server.errors import ModelInvalid
+from kvline_server.http.tokens import Tokens
+
+FILES = ("tokenizer_config.json", "tokenizer.json")
+
+
+def open_tokens(folder: Path) -> Tokens | None:
+    """None where the model has no tokenizer: token ids alone are served. Raises ModelInvalid."""
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    try:
+        return Tokens(folder)
+    except TemplateSyntaxError as error:
+        raise ModelInvalid(
+            f"{folder}: the chat template is broken in line {error.lineno}: {error.message}"
+        ) from None
+    except Exception as error:  # tokenizers raises no class of its own
+        raise ModelInvalid(_culprit(folder, error)) from None
+
+
+def _culprit(folder: Path, error: Exception) -> str:
+    """Parsing costs memory, so files are only looked into when something is wrong."""
+    for name in FILES:
+        path = folder / name
+        try:
+            if path.is_file() and not isinstance(json.loads(path.read_text("utf-8")), dict):
+                return f"{path}: expected a JSON object"
+        except OSError as failed:
+            return f"{path}: {failed.strerror}"
+        except ValueError as failed:
+            return f"{path}: not whole, or not JSON: {str(failed)[:200]}"
+    return f"{folder / 'tokenizer.json'}: {str(error)[:200]}"

@@ -1,0 +1,77 @@
+"""How much load arrives at a replica: by Little's law, from what it did within the last minutes.
+
+A place is a sequence's in the running batch. The load that arrives takes, in the long run, the
+places held now plus what the queue's growth adds each second for as long as a sequence holds its
+place. The queue is the one inside and the one outside: a client that was answered 429 and comes
+again after the second that the answer tells is one sequence, however often it comes.
+
+The HTTP process and the engine count from their starts; a beat of either adds a sample.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+RETRY_SECONDS = 1.0  # a 429's Retry-After
+REJECTED_SECONDS = 60.0
+WINDOW = 60.0  # in which the queue's growth is measured
+SERVICE_SECONDS = 300.0  # a long answer ends rarely
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    at: float
+    rejected: int = 0  # sequences answered 429 since the start
+    ended: int = 0  # admitted sequences that have ended
+    held: float = 0.0  # seconds in the batch, summed over sequences
+    waiting: int = 0
+
+
+class Recent:
+    def __init__(self) -> None:
+        self._samples: deque[Sample] = deque()
+        self._running = 0
+
+    def add(self, now: float, rejected: int, ended: int, running: int, waiting: int) -> None:
+        """At most one sample a second is kept, whatever the beats."""
+        last = self._samples[-1] if self._samples else Sample(now, rejected, ended)
+        held = last.held + self._running * (now - last.at)
+        self._running = running
+        if len(self._samples) > 1 and last.at - self._samples[-2].at < 1.0:
+            self._samples.pop()
+        self._samples.append(Sample(now, rejected, ended, held, waiting))
+        while len(self._samples) > 1 and now - self._samples[1].at >= SERVICE_SECONDS:
+            self._samples.popleft()
+
+    def rejected(self, now: float) -> int:
+        """Sequences answered 429 within the last minute."""
+        return self._last().rejected - self._at(now - REJECTED_SECONDS).rejected
+
+    def retrying(self, now: float) -> int:
+        """Distinct sequences that are rejected again and again."""
+        half = WINDOW / 2
+        last = self._last().rejected - self._at(now - half).rejected
+        return round(last / half * RETRY_SECONDS)
+
+    def arriving_milli(self, now: float) -> int | None:
+        """Thousandths of places that the arriving load takes; less than none while a queue is
+        worked off. None while no sequence has ended."""
+        first, last = self._at(now - SERVICE_SECONDS), self._last()
+        if last.ended == first.ended:
+            return None
+        service = (last.held - first.held) / (last.ended - first.ended)
+        begin, middle = self._at(now - WINDOW), self._at(now - WINDOW / 2)
+        held = (last.held - begin.held) / WINDOW
+        outside = (last.rejected - 2 * middle.rejected + begin.rejected) * RETRY_SECONDS
+        growth = (last.waiting - begin.waiting) / WINDOW + outside / (WINDOW / 2) ** 2
+        return round(1000 * (held + growth * service))
+
+    def _last(self) -> Sample:
+        return self._samples[-1] if self._samples else Sample(0.0)
+
+    def _at(self, moment: float) -> Sample:
+        """The last sample that is not younger."""
+        samples = list(self._samples)  # a copy: another thread adds
+        found = next((s for s in reversed(samples) if s.at <= moment), None)
+        return found or (samples[0] if samples else Sample(0.0))

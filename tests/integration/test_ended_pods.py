@@ -1,0 +1,116 @@
+"""Pods that are no replicas: those that Kubernetes ended for good, and those of strangers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from playground import serve
+from rolling import Service, up_to_date
+
+from kvline_contract.names import ANNOTATION_KILLS
+from kvline_contract.report import State, Termination
+
+pytestmark = pytest.mark.integration
+
+LOW = "The node was low on resource: memory."
+REFUSED = (
+    "Allocate failed due to requested number of devices unavailable for nvidia.com/gpu. "
+    "Requested: 1, Available: 0, which is unexpected"
+)
+
+
+def ended(space: Any) -> list[dict[str, Any]]:
+    return [p for p in space.list("pods") if p["status"]["phase"] == "Failed"]
+
+
+def remembered(space: Any, revision: str) -> bool:
+    """Whether the kill of its container is."""
+    found = space.get("controllerrevisions", revision) or {"metadata": {}}
+    return ANNOTATION_KILLS in (found["metadata"].get("annotations") or {})
+
+
+def test_an_evicted_pod_is_no_replica_and_ends_no_candidate(service: Service, space: Any) -> None:
+    """Its replacement serves and all is up to date; a candidate that was evicted, or killed by the
+    kubelet again and again, is measured once it gets that far."""
+    service.node.end(service.node.pods()[0], "Evicted", LOW)
+    status = service.until(lambda s: s["endedPods"] == 1 and space.up_to_date)
+    assert (status["replicas"], status["readyReplicas"]) == (2, 2)
+
+    space.apply(replicas=2, engine={"maxModelLen": 2048})
+    candidate = service.candidate()
+    stored = f"chat-{candidate}"
+    (pod,) = service.until_pods(candidate, 1)
+    service.node.end(pod, "Evicted", LOW)
+    service.until(lambda s: s["endedPods"] == 2)
+    (pod,) = service.until_pods(candidate, 1)
+    service.node.crash(pod, 137, "", restarts=0)
+    service.until(lambda s: remembered(space, stored))
+    own = Termination(1, 40, "OutOfMemory", "40 MiB short")
+    service.node.crash(pod, 40, own.dumps(), restarts=1)  # its first one
+    status = service.until(lambda s: s.get("diagnosis", {}).get("code") == 40)
+    assert status["rollout"].get("candidateRevision") == candidate, up_to_date(status)
+    service.tokens[candidate] = 4096
+    status = service.until_reason("UpToDate")
+    assert status["rollout"]["stableRevision"] == candidate
+    assert service.fewest_ready >= 1
+
+
+def test_a_node_that_refuses_pods_leaves_ten_of_them_and_is_named(
+    space: Any, operator: Any, node: Any, until: Callable[..., Any]
+) -> None:
+    """F34: a GPU that the kubelet cannot hand out makes failed pods without end; in the cluster at
+    most ten of them stay, and the condition is DeviceFailure."""
+    gpu = {"memory": "2Gi", "gpus": 1}
+    image = "registry.example/server@sha256:" + "0" * 64
+    space.apply(resources=gpu, image=image, replicas=4)
+    for _ in range(3):
+        for pod in until(lambda: len(found := node.pods()) == 4 and found):
+            node.end(pod, "UnexpectedAdmissionError", REFUSED)
+    until(lambda: len(node.pods()) == 4)
+    until(lambda: len(ended(space)) == 10)
+    for pod in node.pods():
+        node.bind(pod)
+    until(lambda: space.condition("Progressing").get("reason") == "DeviceFailure")
+    assert REFUSED in space.condition("Progressing")["message"]
+    node.play(State.VALIDATED)
+    until(lambda: space.condition("Progressing").get("reason") == "Complete")
+    status = space.get("kvl", "chat")["status"]
+    assert (status["replicas"], status["endedPods"]) == (4, 10)
+
+
+def test_pods_of_strangers_that_wear_our_labels_do_not_count(
+    space: Any, operator: Any, node: Any, until: Callable[..., Any]
+) -> None:
+    """A pod of nobody, and one of a ReplicaSet that is called like ours; both ready, both with a
+    report of few tokens."""
+    serve(space, node)
+    (own,) = node.pods()
+    (deployment,) = space.list("deployments")
+    labels = {**deployment["spec"]["template"]["metadata"]["labels"], "stranger": "yes"}
+    template = {
+        "metadata": {"labels": labels},
+        "spec": {"containers": [{"name": "server", "image": "x"}]},
+    }
+    bare = {"apiVersion": "v1", "kind": "Pod", **template}
+    bare["metadata"] = {"name": "bare", "labels": {**labels, "stranger": "alone"}}
+    name = f"{deployment['metadata']['name']}-5d4f8"
+    copied = {
+        "apiVersion": "apps/v1",
+        "kind": "ReplicaSet",
+        "metadata": {"name": name},
+        "spec": {"replicas": 1, "selector": {"matchLabels": labels}, "template": template},
+    }
+    for item in (bare, copied):
+        space.kubectl("create", "-f", "-", input=json.dumps(item))
+    until(lambda: len(node.pods()) == 3)
+    node.play(State.VALIDATED, 64, ready=True, only=lambda pod: pod != own)
+    space.apply(rollout={"minCapacityPercent": 90})
+    seen = space.get("kvl", "chat")["metadata"]["generation"]
+    until(lambda: space.get("kvl", "chat")["status"]["observedGeneration"] == seen)
+    status = space.get("kvl", "chat")["status"]
+    assert (status["replicas"], status["readyReplicas"]) == (1, 1)
+    assert status["capacity"]["kvTokens"] == 4096 and space.up_to_date
+    assert [r["pod"] for r in status["replicaSizing"]] == [own["metadata"]["name"]]

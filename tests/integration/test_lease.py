@@ -1,0 +1,159 @@
+"""Two operators: one acts, the other stands by, and what one knew too late is not written."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playground import Node, Operator, Space, serve
+
+from kvline_contract.names import ANNOTATION_VERDICT, KIND, LABEL_SERVICE, records_name
+from kvline_contract.report import State
+from kvline_kubectl.cluster import connect
+from kvline_operator import apply, render
+from kvline_operator.errors import Conflict
+from kvline_operator.spec import parse
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+HAND_OVER = 15.0  # seconds from a holder's death
+
+
+@pytest.fixture
+def pair(space: Space, tmp_path: Path, until: Callable[..., Any]) -> Iterator[list[Operator]]:
+    """The one that acts, and the one that stands by."""
+    first = Operator(space, tmp_path / "first.log").start()
+    until(lambda: holder(space) == first.identity)
+    second = Operator(space, tmp_path / "second.log").start()
+    until(lambda: f"standing by: {first.identity} holds" in second.log.read_text())
+    yield [first, second]
+    for made in (first, second):
+        if made.process is not None and made.process.poll() is None:
+            made.stop()
+        assert "Traceback" not in made.log.read_text()
+
+
+def lease(space: Space) -> dict[str, Any]:
+    found = ("-n", "kvline-system", "get", "lease", f"kvline-operator-{space.name}", "-o", "json")
+    done = space.cluster.kubectl(*found, check=False)
+    return dict(json.loads(done.stdout)["spec"]) if done.returncode == 0 else {}
+
+
+def holder(space: Space) -> str:
+    return str(lease(space).get("holderIdentity", ""))
+
+
+def metric(operator: Operator, name: str) -> float:
+    url = f"http://127.0.0.1:{operator.probe_port}/metrics"
+    text = urllib.request.urlopen(url, timeout=10).read().decode()
+    return float(re.findall(rf"^{name} (\S+)$", text, re.M)[0])
+
+
+def reaches(space: Space, node: Node, replicas: int) -> bool:
+    node.play(State.VALIDATED)
+    status = (space.get("kvl", "chat") or {}).get("status") or {}
+    return status.get("readyReplicas") == replicas and space.up_to_date
+
+
+def doubles(space: Space) -> list[tuple[str, str]]:
+    """Events of the service that were told twice; but each new pod has no node here at first."""
+    ours = [e for e in space.list("events") if e["involvedObject"]["kind"] == KIND]
+    told = [(e["reason"], e["message"]) for e in ours]
+    return [t for t in told if told.count(t) > 1 and t[0] != "Unschedulable"]
+
+
+def test_one_acts_and_the_other_takes_over_when_it_dies_or_leaves(
+    space: Space, node: Node, pair: list[Operator], until: Callable[..., Any]
+) -> None:
+    """F17."""
+    first, second = pair
+    serve(space, node)
+    well = f"http://127.0.0.1:{second.probe_port}/healthz"
+    assert urllib.request.urlopen(well, timeout=10).status == 200  # ready, and nothing more
+    assert metric(first, "kvline_operator_active") == 1
+    assert (
+        metric(second, "kvline_operator_active") == metric(second, "kvline_api_writes_total") == 0
+    )
+
+    first.stop(signal.SIGKILL)
+    died = time.monotonic()
+    space.apply(replicas=2)
+    until(lambda: holder(space) == second.identity)
+    taken = time.monotonic() - died
+    until(lambda: reaches(space, node, 2))
+    print(f"killed: taken over after {taken:.1f} s, done after {time.monotonic() - died:.1f} s")
+    assert taken <= HAND_OVER
+
+    first.identity += "-anew"  # as another pod's
+    first.start()
+    until(lambda: f"standing by: {second.identity}" in first.log.read_text())
+    second.stop(signal.SIGTERM)
+    left = time.monotonic()
+    assert holder(space) != second.identity, "it gave the lease back"
+    until(lambda: holder(space) == first.identity)
+    print(f"left: taken over after {time.monotonic() - left:.1f} s")
+    assert time.monotonic() - left < HAND_OVER / 3
+    space.apply(replicas=1)
+    until(lambda: reaches(space, node, 1))
+    assert lease(space)["leaseTransitions"] == 2
+    assert doubles(space) == []
+
+
+def test_one_that_was_stopped_for_a_while_writes_nothing_and_ends(
+    space: Space, node: Node, pair: list[Operator], until: Callable[..., Any]
+) -> None:
+    """F17: it believes for a moment that nothing has happened."""
+    first, second = pair
+    serve(space, node)
+    assert first.process is not None
+    first.process.send_signal(signal.SIGSTOP)
+    space.apply(replicas=2)
+    until(lambda: holder(space) == second.identity)
+    until(lambda: reaches(space, node, 2))
+    first.process.send_signal(signal.SIGCONT)
+    assert first.process.wait(30) == 1
+    assert f"{second.identity} holds the lease now" in first.log.read_text()
+    assert holder(space) == second.identity and doubles(space) == []
+    assert len(node.pods()) == 2
+
+
+def test_memory_is_written_over_nothing_but_what_was_read(
+    space: Space, node: Node, operator: Operator, until: Callable[..., Any]
+) -> None:
+    """F05, F17: of an operator that read before another one wrote."""
+    serve(space, node)
+    operator.stop()
+    kube = connect(None, str(space.cluster.kubeconfig), space.name).kube
+    body = kube.get(KIND, space.name, "chat")
+    assert body is not None
+    spec = parse(body)
+    (stored,) = kube.select("ControllerRevision", space.name, f"{LABEL_SERVICE}=chat")
+    name = stored["metadata"]["name"]
+    space.kubectl("annotate", "controllerrevision", name, f"{ANNOTATION_VERDICT}=Failed")
+    mine = render.remembered(spec, stored, {ANNOTATION_VERDICT: "Passed"})
+    with pytest.raises(Conflict):
+        kube.apply(mine, over=stored, exact=True)
+    now = space.get("controllerrevision", name)
+    assert now is not None and now["metadata"]["annotations"][ANNOTATION_VERDICT] == "Failed"
+
+    records = space.get("configmap", records_name("chat"))
+    assert records is not None
+    records |= {"apiVersion": "v1", "kind": "ConfigMap"}
+    space.kubectl("annotate", "configmap", records_name("chat"), "touched=yes")
+    with pytest.raises(Conflict):
+        apply.ensure(kube, render.records_map(spec, {}), records, memory=True)
+    later = space.get("configmap", records_name("chat"))
+    assert later is not None and later["data"] == records["data"]
+
+    # One that has gone and come back is another object.
+    space.kubectl("delete", "controllerrevision", name)
+    with pytest.raises(Conflict):
+        kube.apply(mine, over=stored)
+    assert space.get("controllerrevision", name) is None

@@ -1,0 +1,121 @@
+"""What others put into an object of ours: found by its owner, and by nothing that defaults did."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from kvline_contract.names import FIELD_MANAGER
+from kvline_operator.drift import LIMIT, WINDOW, Corrections, Foreign, foreign, removal, without
+
+WANTED: dict[str, Any] = {
+    "kind": "Deployment",
+    "metadata": {"name": "chat-aaaaa"},
+    "spec": {
+        "replicas": 1,
+        "template": {
+            "metadata": {"labels": {"a": "b"}},
+            "spec": {"containers": [{"name": "server", "env": [{"name": "HOME", "value": "/x"}]}]},
+        },
+    },
+}
+OURS = {
+    "manager": FIELD_MANAGER,
+    "operation": "Apply",
+    "fieldsV1": {"f:spec": {"f:replicas": {}}},
+}
+
+
+def live(manager: str, fields: dict[str, Any], **entry: str) -> dict[str, Any]:
+    body = copy.deepcopy(WANTED)
+    pod = body["spec"]["template"]
+    pod["metadata"]["annotations"] = {"kubectl.kubernetes.io/restartedAt": "now"}
+    pod["spec"]["dnsPolicy"] = "ClusterFirst"  # a default, which nobody owns
+    (server,) = pod["spec"]["containers"]
+    server["env"] = [{"name": "X", "value": "1"}, *server["env"], {"name": "Y", "value": "2"}]
+    pod["spec"]["containers"].insert(0, {"name": "spy", "image": "spy"})
+    body["spec"]["minReadySeconds"] = 5
+    theirs = {"manager": manager, "operation": "Update", "fieldsV1": {"f:spec": fields}, **entry}
+    body["metadata"] |= {"uid": "u", "resourceVersion": "7", "managedFields": [OURS, theirs]}
+    return body
+
+
+FIELDS = {
+    "f:minReadySeconds": {},
+    "f:replicas": {},
+    "f:template": {
+        "f:metadata": {"f:annotations": {".": {}, "f:kubectl.kubernetes.io/restartedAt": {}}},
+        "f:spec": {
+            "f:containers": {
+                'k:{"name":"spy"}': {".": {}, "f:image": {}, "f:name": {}},
+                'k:{"name":"server"}': {
+                    "f:env": {
+                        'k:{"name":"X"}': {".": {}, "f:name": {}, "f:value": {}},
+                        'k:{"name":"Y"}': {".": {}, "f:name": {}, "f:value": {}},
+                        'k:{"name":"gone"}': {".": {}},
+                    },
+                    "f:image": {},
+                },
+            }
+        },
+    },
+}
+
+
+def test_what_only_others_set_in_a_pod_template_is_foreign() -> None:
+    """F22."""
+    body = live("meddler", FIELDS)
+    found = foreign(body, WANTED)
+    assert {(f.path, f.manager) for f in found} == {
+        ("spec.template.metadata.annotations", "meddler"),
+        ("spec.template.spec.containers[server].env[X]", "meddler"),
+        ("spec.template.spec.containers[server].env[Y]", "meddler"),
+        ("spec.template.spec.containers[spy]", "meddler"),
+    }
+    cleaned = without(body, found)
+    assert cleaned["spec"]["template"]["spec"].pop("dnsPolicy") == "ClusterFirst"
+    assert cleaned["spec"].pop("minReadySeconds") == 5  # moves no pod: others' business
+    assert cleaned["spec"] == WANTED["spec"]
+
+
+def test_the_patch_takes_later_items_first_and_only_of_the_version_that_was_read() -> None:
+    steps = [op["path"] for op in removal(live("m", FIELDS), foreign(live("m", FIELDS), WANTED))]
+    env = "/spec/template/spec/containers/1/env"
+    assert steps[0] == "/metadata/resourceVersion"
+    assert steps.index(f"{env}/2") < steps.index(f"{env}/0")
+    assert steps.index(f"{env}/0") < steps.index("/spec/template/spec/containers/0")
+
+
+def test_a_pointer_escapes_what_has_a_meaning_in_it() -> None:
+    one = Foreign(("spec", "a/b~c"), "", "")
+    assert removal(live("m", {}), (one,))[1]["path"] == "/spec/a~1b~0c"
+
+
+def test_our_own_fields_the_status_and_the_scale_are_not_foreign() -> None:
+    assert foreign(live(FIELD_MANAGER, FIELDS, operation="Apply"), WANTED) == ()
+    assert foreign(live("m", FIELDS, subresource="status"), WANTED) == ()
+
+
+def test_what_is_added_to_our_own_writes_is_a_webhook_s() -> None:
+    (first, *_) = foreign(live(FIELD_MANAGER, FIELDS), WANTED)
+    assert first.manager == "a mutating admission webhook"
+
+
+def test_a_correction_is_made_so_often_and_after_an_hour_again() -> None:
+    now = [0.0]
+    corrections = Corrections(lambda: now[0])
+    for _ in range(LIMIT):
+        assert not corrections.spent("u", WANTED)
+        corrections.add("u", WANTED)
+    assert corrections.spent("u", WANTED) and not corrections.spent("other", WANTED)
+    assert not corrections.spent("u", {**WANTED, "spec": {}}), "another wish is no dispute"
+    now[0] += WINDOW + 1
+    assert not corrections.spent("u", WANTED)
+
+
+def test_what_goes_to_and_fro_by_our_own_wish_is_no_dispute() -> None:
+    corrections = Corrections()
+    for _ in range(3 * LIMIT):
+        for wanted in (WANTED, {**WANTED, "spec": {"replicas": 2}}):
+            assert not corrections.spent("u", wanted)
+            corrections.add("u", wanted)

@@ -1,0 +1,171 @@
+"""The lease with fake time: one holder, and nothing written by one that might not be it."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from typing import Any
+
+import pytest
+from kubernetes import client
+
+from kvline_operator.errors import ApiUnavailable, Forbidden
+from kvline_operator.kube import Kube
+from kvline_operator.lease import DEADLINE, DURATION, RENEW, Lease
+
+NAME = ("ns", "kvline-operator")
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Cluster(Kube):
+    """Keeps one Lease, by version."""
+
+    def __init__(self) -> None:
+        self.lease: dict[str, Any] | None = None
+        self.apart = False
+        self.writes = 0
+
+    def get(self, kind: str, namespace: str, name: str) -> dict[str, Any] | None:
+        if self.apart:
+            raise ApiUnavailable("apart")
+        return copy.deepcopy(self.lease)
+
+    def record(self, body: dict[str, Any]) -> bool:
+        known = self.lease["metadata"]["resourceVersion"] if self.lease else None
+        if self.apart or body["metadata"].get("resourceVersion") != known:
+            return False
+        self.lease = copy.deepcopy(body)
+        self.lease["metadata"]["resourceVersion"] = str(int(known or 0) + 1)
+        return True
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def two(clock: Clock) -> tuple[Cluster, Lease, Lease]:
+    cluster = Cluster()
+    one, other = (Lease(cluster, NAME, name, clock) for name in ("one", "other"))
+    assert one.attempt() and not other.attempt()
+    return cluster, one, other
+
+
+def test_a_holder_that_renews_stays_it(clock: Clock) -> None:
+    _, one, other = two(clock)
+    for _ in range(20):
+        clock.now += RENEW
+        assert one.held() and one.attempt()
+        assert not other.attempt() and other.holder == "one" and not other.held()
+
+
+def test_a_dead_holder_is_followed_and_has_stopped_writing_before(clock: Clock) -> None:
+    """F17. DEADLINE lies before DURATION: at no time do two of them write."""
+    cluster, one, other = two(clock)
+    cluster.apart = True  # for the holder
+    clock.now += DEADLINE
+    assert not one.held()
+    cluster.apart = False
+    clock.now += DURATION - DEADLINE - 0.1
+    assert not other.attempt()
+    clock.now += 0.1
+    assert other.attempt() and other.held()
+    assert not one.attempt() and one.holder == "other" and not one.held()
+    assert cluster.lease is not None and cluster.lease["spec"]["leaseTransitions"] == 1
+
+
+def test_one_that_was_apart_goes_on_where_nobody_took_it(clock: Clock) -> None:
+    """F13: no restart because the API server was away."""
+    cluster, one, _ = two(clock)
+    cluster.apart = True
+    clock.now += 1000
+    assert not one.held()
+    cluster.apart = False
+    assert one.attempt() and one.held()
+
+
+def test_what_is_given_back_is_free_at_once_and_writes_end(clock: Clock) -> None:
+    _, one, other = two(clock)
+    one.release()
+    assert not one.held()
+    assert other.attempt() and other.held()
+
+
+def test_the_same_container_goes_on_at_once_after_its_restart(clock: Clock) -> None:
+    cluster, _, _ = two(clock)
+    assert Lease(cluster, NAME, "one", clock).attempt()
+
+
+def test_of_two_that_take_it_at_once_one_does(clock: Clock) -> None:
+    cluster, _, other = two(clock)
+    third = Lease(cluster, NAME, "third", clock)
+    assert not third.attempt()
+    clock.now += DURATION
+    read = cluster.get
+
+    def slow(kind: str, namespace: str, name: str) -> dict[str, Any] | None:
+        found = read(kind, namespace, name)
+        cluster.get = read  # type: ignore[method-assign]
+        assert other.attempt()  # between third's read and its write
+        return found
+
+    cluster.get = slow  # type: ignore[method-assign]
+    assert not third.attempt() and not third.held()
+
+
+def test_a_lease_that_somebody_deleted_is_made_anew(clock: Clock) -> None:
+    cluster, one, _ = two(clock)
+    cluster.lease = None
+    assert one.attempt() and one.held()
+
+
+def test_a_wall_clock_that_jumps_changes_nothing(clock: Clock) -> None:
+    """F43: the times in the Lease are for people; nobody reads them."""
+    cluster, one, other = two(clock)
+    assert cluster.lease is not None
+    cluster.lease["spec"]["renewTime"] = "1970-01-01T00:00:00.000000Z"
+    assert not other.attempt() and one.held()
+
+
+def test_a_right_that_is_missing_ends_the_start_and_not_a_holder(clock: Clock) -> None:
+    """F15: whoever installed it hears of it at once; a role that is replaced ends nobody."""
+
+    class Refused(Cluster):
+        def get(self, kind: str, namespace: str, name: str) -> dict[str, Any] | None:
+            raise Forbidden("GET Lease ns/kvline-operator: HTTP 403")
+
+    with pytest.raises(Forbidden):
+        asyncio.run(Lease(Refused(), NAME, "one", clock).acquire())
+    cluster, one, _ = two(clock)
+    cluster.get = Refused().get  # type: ignore[method-assign]
+
+    async def keeps() -> bool:
+        try:
+            await asyncio.wait_for(one.keep(), 0.2)
+        except TimeoutError:
+            return True
+        return False
+
+    assert asyncio.run(keeps())
+
+
+def test_nothing_is_written_by_one_that_does_not_hold_it() -> None:
+    kube = Kube(client.ApiClient())
+    kube.may_write = lambda: False
+    body = {"kind": "ConfigMap", "metadata": {"name": "a", "namespace": "ns"}}
+    for write in (
+        lambda: kube.apply(body),
+        lambda: kube.create(body),
+        lambda: kube.replace_status("ns", "chat", {}, "1"),
+        lambda: kube.amend("ConfigMap", "ns", "a", []),
+        lambda: kube.delete("ConfigMap", "ns", "a", "uid"),
+    ):
+        with pytest.raises(ApiUnavailable, match="has not renewed its lease"):
+            write()
+    assert kube.writes == 0

@@ -1,0 +1,65 @@
+"""What the probe calls unwell: no progress. A backlog is none."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from kubernetes import client
+
+from kvline_operator.board import Board
+from kvline_operator.kube import Kube, api_client
+from kvline_operator.lineage import Lineage
+from kvline_operator.loop import STALL, Loop
+from kvline_operator.metrics import Metrics
+from kvline_operator.owners import Owners
+from kvline_operator.reconcile import World
+from kvline_operator.resync import Resync
+from kvline_operator.settings import Settings
+from kvline_operator.sizing import Reports
+from kvline_operator.workqueue import Key, WorkQueue
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def loop(queue: WorkQueue) -> Loop:
+    settings, board = Settings("image"), Board()
+    kube = Kube(api_client(client.Configuration()))
+    reports, pool = Reports(1, 1.0, 1.0), ThreadPoolExecutor(1)
+    world = World(kube, settings, reports, pool, board, Lineage(kube))
+    made = Loop(world, queue, Metrics(board, kube, queue), Resync(kube, (), Owners()), None)
+    made.listed_at = time.monotonic()
+    return made
+
+
+def test_a_backlog_of_hours_that_is_worked_off_is_well() -> None:
+    """Killing a late operator makes every service due at once: it would be late again for ever."""
+    clock = Clock()
+    queue = WorkQueue(clock)
+    working = loop(queue)
+    for number in range(4000):
+        queue.add(Key("ns", f"s{number}"))
+    for _ in range(100):
+        key = queue.pop()
+        assert key is not None
+        clock.now += 60
+        assert working.unwell() is None
+        queue.done(key)
+    assert queue.oldest_overdue() == 6000
+
+
+def test_due_keys_without_a_reconcile_that_ends_are_unwell() -> None:
+    clock = Clock()
+    queue = WorkQueue(clock)
+    stuck = loop(queue)
+    queue.add(Key("ns", "a"))
+    assert queue.pop() is not None
+    clock.now += STALL
+    assert stuck.unwell() is None
+    clock.now += 1
+    assert stuck.unwell() == "keys are due and no reconcile has ended for 301 s"

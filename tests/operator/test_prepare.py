@@ -1,0 +1,246 @@
+"""The Job that fetches what pods need: what it is, when there is one, and what is said of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvline_operator import jobs, prepare
+from kvline_operator.observe import Observed, view
+from kvline_operator.podspec import pod_template
+from kvline_operator.render import controller_revision
+from kvline_operator.revisions import Revision
+from kvline_operator.settings import Settings
+from kvline_operator.sizing import Reading
+from kvline_operator.spec import ServiceSpec, parse
+
+HUB = "hf://org/name@" + "0" * 40
+MODEL = {
+    "source": HUB,
+    "cache": {"claim": "cache"},
+    "tokenSecret": {"name": "hub", "key": "token"},
+}
+SCHEDULING = {
+    "nodeSelector": {"disk": "fast"},
+    "tolerations": [{"key": "gpu", "operator": "Exists"}],
+    "runtimeClassName": "nvidia",
+    "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": []}},
+}
+RESOURCES = {"memory": "16Gi", "gpus": 1}
+SETTINGS = Settings("image", pull_secrets=("registry",))
+Object = dict[str, Any]
+
+
+def made(strategy: str = "Surge", **more: Any) -> ServiceSpec:
+    spec = {
+        "model": {"source": "pvc://models/tiny"},
+        "resources": RESOURCES,
+        "scheduling": SCHEDULING,
+        "rollout": {"strategy": strategy},
+        **more,
+    }
+    metadata = {"name": "chat", "namespace": "ns", "uid": "u"}
+    return parse({"metadata": metadata, "spec": spec})
+
+
+def stored(spec: ServiceSpec, name: str = "bbbbb") -> Object:
+    return controller_revision(spec, Revision(name, "image", spec.inputs_json, 2), SETTINGS)
+
+
+def secrets(template: Object) -> list[Object]:
+    pod = template["spec"]
+    containers = [*pod["containers"], *pod.get("initContainers", [])]
+    env = [e for c in containers for e in c.get("env", [])]
+    return [e["valueFrom"]["secretKeyRef"] for e in env if "secretKeyRef" in e.get("valueFrom", {})]
+
+
+def test_with_a_cache_the_job_alone_downloads_and_sees_the_token() -> None:
+    spec = made(model=MODEL)
+    revision = stored(spec)
+    assert secrets(revision["data"]["podTemplate"]) == []
+    assert "initContainers" not in revision["data"]["podTemplate"]["spec"]
+    job = jobs.job(spec, revision)
+    assert secrets(job["spec"]["template"]) == [{"name": "hub", "key": "token"}]
+    pod = job["spec"]["template"]["spec"]
+    assert pod["containers"][0]["args"][0] == "download"
+    assert {v["name"] for v in pod["volumes"]} == {"launch", "models", "state"}
+    assert job["metadata"]["name"] == "chat-bbbbb-prepare"
+    assert job["metadata"]["ownerReferences"][0]["uid"] == "u"
+
+
+def test_without_a_cache_each_pod_downloads_for_itself() -> None:
+    spec = made(model={"source": HUB, "tokenSecret": MODEL["tokenSecret"]})
+    revision = stored(spec)
+    assert not jobs.downloads(revision)
+    assert len(secrets(revision["data"]["podTemplate"])) == 1
+
+
+def test_a_pod_alone_downloads_for_itself() -> None:
+    """`kubectl kvline size`: no operator makes a Job for it."""
+    spec = made(model=MODEL)
+    revision = Revision("size", "image", spec.inputs_json, 0)
+    assert len(secrets(pod_template("chat", spec, revision, SETTINGS, alone=True))) == 1
+
+
+@pytest.mark.parametrize("model", [MODEL, {"source": "pvc://models/tiny"}], ids=["load", "pull"])
+def test_its_pod_runs_where_a_replica_would_and_is_none(model: Object) -> None:
+    """Restricted as they are; no GPU, no runtime class for one, and out of the Service."""
+    spec = made(model=model)
+    template = jobs.job(spec, stored(spec), ("n1",))["spec"]["template"]
+    labels, pod = template["metadata"]["labels"], template["spec"]
+    assert "kvline.dev/service" not in labels and labels["kvline.dev/prepares"] == "chat"
+    assert pod["nodeSelector"] == {"disk": "fast"} and len(pod["tolerations"]) == 1
+    assert pod["imagePullSecrets"] == [{"name": "registry"}]
+    assert "runtimeClassName" not in pod and list(pod["affinity"]) == ["nodeAffinity"]
+    (near,) = pod["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert near["preference"]["matchFields"][0]["values"] == ["n1"]
+    (container,) = pod["containers"]
+    assert container["image"] == "image"
+    assert "nvidia.com/gpu" not in container["resources"].get("limits", {})
+    assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert jobs.policy(spec, SETTINGS)["spec"]["podSelector"]["matchLabels"] == {
+        "kvline.dev/prepares": "chat"
+    }
+
+
+def deployment(revision: str, replicas: int) -> Object:
+    labels = {"kvline.dev/revision": revision}
+    return {"metadata": {"labels": labels}, "spec": {"replicas": replicas}}
+
+
+def job_of(spec: ServiceSpec, conditions: tuple[str, ...] = (), **metadata: Any) -> Object:
+    job = jobs.job(spec, stored(spec))
+    status = {"conditions": [{"type": c, "status": "True"} for c in conditions]}
+    return {**job, "metadata": {**job["metadata"], **metadata}, "status": status}
+
+
+def pod_of(state: Object, name: str = "download", conditions: tuple[Object, ...] = ()) -> Object:
+    containers = [{"name": name, "state": state, "restartCount": 0}]
+    return {
+        "metadata": {"name": "p", "uid": "p", "labels": {"kvline.dev/revision": "bbbbb"}},
+        "status": {
+            "containerStatuses": containers,
+            "initContainerStatuses": containers,
+            "conditions": list(conditions),
+        },
+    }
+
+
+def ended(code: int, message: str = "why") -> Object:
+    return {"terminated": {"exitCode": code, "reason": "Error", "message": message}}
+
+
+def found(
+    spec: ServiceSpec,
+    stable: str = "aaaaa",
+    live: tuple[Object, ...] = (),
+    pods: tuple[Object, ...] = (),
+    replicas: int = 0,
+    lost: bool = False,
+) -> prepare.Preparation | None:
+    views = tuple(view(pod, Reading(None)) for pod in pods)
+    serving = (view(pod_of(ended(30), "server"), Reading(None)),) if lost else ()
+    made = [deployment("aaaaa", 2), deployment("bbbbb", replicas)]
+    observed = Observed([], made, [], serving, (), live, views)
+    return prepare.of(spec, observed, "bbbbb", stable, {"bbbbb": stored(spec)})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "model", "stable", "wanted"),
+    [
+        ("Surge", {"source": "pvc://m/x"}, "aaaaa", False),  # nothing goes for it
+        ("Replace", {"source": "pvc://m/x"}, "aaaaa", True),
+        ("Recreate", {"source": "pvc://m/x"}, "aaaaa", True),
+        ("Recreate", {"source": "pvc://m/x"}, "", False),  # nothing serves that could go
+        ("Recreate", {"source": "pvc://m/x"}, "bbbbb", False),  # its own replicas come back
+        ("Surge", MODEL, "aaaaa", True),
+        ("Surge", MODEL, "", True),
+        ("Surge", MODEL, "bbbbb", False),
+        ("Surge", {"source": HUB}, "", False),
+    ],
+)
+def test_who_has_a_job(strategy: str, model: Object, stable: str, wanted: bool) -> None:
+    spec = made(strategy, model=model)
+    assert (found(spec, stable) is not None) == wanted
+    assert found(spec, stable, replicas=1) is None  # its pods are there already
+
+
+def test_a_cache_that_was_emptied_is_filled_again() -> None:
+    """For pods that find no model, of the revision that serves too."""
+    spec = made(model=MODEL)
+    assert found(spec, "bbbbb", replicas=1, lost=True) is not None
+    assert found(made(), "bbbbb", replicas=1, lost=True) is None
+
+
+HOLDS = {"reason": "CreateContainerConfigError", "message": 'secret "hub" not found'}
+NO_IMAGE = {"reason": "ImagePullBackOff", "message": "no such image"}
+NO_NODE = {
+    "type": "PodScheduled",
+    "status": "False",
+    "reason": "Unschedulable",
+    "message": "0/1 nodes",
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "pods", "conditions", "expected"),
+    [
+        (MODEL, (), (), ("ModelAvailable", "Downloading", "downloads hf://")),
+        (MODEL, (pod_of({"running": {}}),), (), ("ModelAvailable", "Downloading", "downloads")),
+        (MODEL, (pod_of({"waiting": HOLDS}),), (), ("ModelAvailable", "SecretMissing", '"hub"')),
+        (MODEL, (pod_of(ended(30)),), (), ("ModelAvailable", "NotFound", "why")),
+        (MODEL, (pod_of(ended(33)),), (), ("ModelAvailable", "DownloadFailed", "why")),
+        (MODEL, (pod_of(ended(137)),), (), ("ModelAvailable", "DownloadFailed", "code 137")),
+        (MODEL, (), ("Failed",), ("ModelAvailable", "DownloadFailed", "made anew")),
+        # How the last one failed stands while the next one tries: no condition flaps.
+        (
+            MODEL,
+            (pod_of(ended(30)), pod_of({"running": {}})),
+            (),
+            ("ModelAvailable", "NotFound", "why"),
+        ),
+        (None, (pod_of({"waiting": NO_IMAGE}, "server"),), (), ("Progressing", "ImagePullFailed")),
+        (None, (pod_of({}, "server", (NO_NODE,)),), (), ("Progressing", "Unschedulable", "0/1")),
+        (None, (pod_of(ended(1), "server"),), (), ("Progressing", "ImagePullFailed", "code 1")),
+        (None, (), (), ("", "", "pulls the image")),
+    ],
+)
+def test_what_keeps_it_is_said(
+    model: Object | None, pods: tuple[Object, ...], conditions: tuple[str, ...], expected: Any
+) -> None:
+    spec = made("Recreate", model=model or {"source": "pvc://m/x"})
+    got = found(spec, live=(job_of(spec, conditions),), pods=pods)
+    assert got is not None and not got.done
+    condition, reason, *text = expected
+    assert (got.condition, got.reason) == (condition, reason)
+    assert all(part in got.message for part in text)
+    assert got.stuck == (reason not in ("", "Downloading"))
+
+
+@pytest.mark.parametrize("by_pod", [True, False])
+def test_it_is_done_when_its_pod_or_its_status_says_so(by_pod: bool) -> None:
+    spec = made(model=MODEL)
+    pods = (pod_of(ended(0)),) if by_pod else ()
+    got = found(spec, live=(job_of(spec, () if by_pod else ("Complete",)),), pods=pods)
+    assert got is not None and got.done
+
+
+def test_one_that_is_on_its_way_out_is_waited_for() -> None:
+    spec = made(model=MODEL)
+    got = found(spec, live=(job_of(spec, ("Failed",), deletionTimestamp="t"),))
+    assert got is not None and got.exists and not got.done
+
+
+def test_only_jobs_that_have_not_ended_are_taken_away() -> None:
+    """What one said that ended, Kubernetes keeps for a while and then takes away itself."""
+    spec = made(model=MODEL)
+    views = (view(pod_of(ended(0)), Reading(None)),)
+
+    def left(job: Object, pods: tuple[Any, ...] = ()) -> int:
+        return len(prepare.unfinished(Observed([], [], [], (), (), (job,), pods)))
+
+    assert left(job_of(spec)) == 1
+    assert left(job_of(spec, ("Complete",))) == left(job_of(spec, ("Failed",))) == 0
+    assert left(job_of(spec), views) == left(job_of(spec, (), deletionTimestamp="t")) == 0

@@ -1,0 +1,139 @@
+"""Several choices of one prompt: computed and scored once, each with noise of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from engines import engine, finish
+
+from kvline_server.engine.engine import Engine
+from kvline_server.engine.messages import Channel, Delta
+from kvline_server.engine.process import EngineProcess
+from kvline_server.engine.request import SamplingParams
+from kvline_server.http.completions import seeded
+from kvline_server.http.engine_client import EngineClient
+
+PROMPT = [(7 * i) % 300 for i in range(60)]
+CHOICES = 4
+ASKED = SamplingParams(6, temperature=1.0, seed=11, ignore_eos=True, prompt_logprobs=3)
+
+
+def test_choices_of_neighbouring_seeds_share_no_seed() -> None:
+    seeds = {
+        seeded(SamplingParams(1, seed=seed), choice).seed
+        for seed in [*range(500), 2**63 - 2, 2**63 - 1]
+        for choice in range(8)
+    }
+    assert len(seeds) == 502 * 8
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert seeded(ASKED, 0) == ASKED, "one choice is what a request without n gives"
+
+
+class Served:
+    """An engine that serves on a thread, and what it computed."""
+
+    def __init__(self, made: Engine) -> None:
+        self.rows = 0
+        self.engine = made
+        self.here, line = socket.socketpair()
+        self.parent, control = socket.socketpair()
+        self.process = EngineProcess(Namespace(line_fd=line.detach()), Channel(control))
+        launch, self.stopped = made.runner.launch, False
+
+        def counted(batch: Any) -> Any:
+            self.rows += len(batch.token_ids)
+            return launch(batch)
+
+        made.runner.launch = counted  # type: ignore[method-assign]
+        self.threads = [
+            threading.Thread(target=self.process.listen_to_http),
+            threading.Thread(target=self.serve),
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def serve(self) -> None:
+        while not self.stopped:
+            self.process._take(self.engine)
+            self.process._publish(self.engine.step())
+
+    def close(self) -> None:
+        self.stopped = True
+        self.here.close()
+        for thread in self.threads:
+            thread.join()
+        for connection in (self.parent, self.process.parent.connection):
+            connection.close()
+        self.process.http.connection.close()
+
+
+async def follow(client: EngineClient, params: SamplingParams, leave: bool) -> list[Delta]:
+    out: list[Delta] = []
+    async with aclosing(client.generate(PROMPT, params)) as batches:
+        async for deltas in batches:
+            out += deltas
+            if leave:
+                break
+    return out
+
+
+async def choices(served: Served, leave: bool = False) -> list[list[Delta]]:
+    """All choices at once, of which the first leaves before its first token when asked to."""
+    client = EngineClient(1000)
+    await client.connect(served.here)
+    jobs = [asyncio.create_task(follow(client, seeded(ASKED, i), False)) for i in range(CHOICES)]
+    if leave:
+        await asyncio.sleep(0)
+        jobs[0].cancel()
+    found = await asyncio.gather(*jobs, return_exceptions=True)
+    client.end(RuntimeError("done"))  # type: ignore[arg-type]
+    assert client._writer is not None
+    client._writer.close()
+    return [f for f in found if not isinstance(f, BaseException)]
+
+
+@pytest.fixture
+def folder(make_model: Callable[..., Path]) -> Path:
+    return make_model("llama")
+
+
+def test_a_prompt_of_several_choices_is_computed_and_scored_once(folder: Path) -> None:
+    served = Served(engine(folder))
+    try:
+        found = asyncio.run(choices(served))
+    finally:
+        served.close()
+    tail = len(PROMPT) % 16 or 16  # no full page: each choice computes it
+    decodes = CHOICES * (ASKED.max_tokens - 1)
+    assert served.rows == len(PROMPT) + (CHOICES - 1) * tail + decodes
+    assert served.engine.runner.rows_run == len(PROMPT) - 1 + CHOICES * ASKED.max_tokens
+    scores = [deltas[0].prompt_scores for deltas in found]
+    assert scores[0] is not None and scores[0].count == len(PROMPT) - 1
+    assert all(score == scores[0] for score in scores)
+    for choice, deltas in enumerate(found):
+        alone = engine(folder)
+        params = msgspec.structs.replace(seeded(ASKED, choice), prompt_logprobs=None)
+        alone.submit(0, list(PROMPT), params)
+        assert [d.token for d in deltas] == [o.token for o in finish(alone)[0]]
+
+
+def test_choices_whose_first_one_left_compute_for_themselves(folder: Path) -> None:
+    served = Served(engine(folder))
+    try:
+        found = asyncio.run(choices(served, leave=True))
+    finally:
+        served.close()
+    assert len(found) == CHOICES - 1
+    for deltas in found:
+        assert len(deltas) == ASKED.max_tokens
+        assert deltas[0].prompt_scores is not None
+        assert deltas[0].prompt_scores.count == len(PROMPT) - 1

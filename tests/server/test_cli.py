@@ -1,0 +1,243 @@
+"""The command line by hand: a mistake is one line with its code, and a run leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from servers import free_port
+
+from kvline_server.flags import by_flags
+from kvline_server.scratch import LOCK, PREFIX, scratch
+
+LONG = {"model": "tiny", "prompt": "hello", "max_tokens": 240, "ignore_eos": True, "stream": True}
+
+
+def command(*words: object) -> list[str]:
+    return [sys.executable, "-m", "kvline_server", *map(str, words)]
+
+
+def mistake(*words: object, **options: Any) -> tuple[int, str]:
+    """The code and the one line."""
+    ended = subprocess.run(command(*words), capture_output=True, text=True, timeout=100, **options)
+    lines = ended.stderr.strip().splitlines()
+    assert len(lines) == 1, ended.stderr
+    assert lines[0].startswith("kvline-server: ")
+    return ended.returncode, lines[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "named"),
+    [
+        (["--model", "M", "--port", "99999"], 2, "--port: expected 0 to 65535"),
+        (["--model", "M", "--port", "x"], 2, "--port"),
+        (["--model", "M", "--internal-port", "-1"], 2, "--internal-port"),
+        (["--model", "M", "--threads", "-1"], 2, "--threads: expected 1 to"),
+        (["--model", "M", "--threads", "0"], 2, "--threads"),
+        (["--model", "M", "--drain-seconds", "3601"], 2, "--drain-seconds: expected 1 to 3600"),
+        (["--model", "M", "--memory", "lots"], 2, "--memory: expected a quantity"),
+        (["--model", "M", "--no-such-flag"], 2, "--no-such-flag"),
+        (["--model", "M", "--max-model-len", "1"], 20, "--max-model-len: expected 16 to"),
+        (["--model", "M", "--headroom-mib", "-1"], 20, "--headroom-mib: expected"),
+        ([], 20, "--model DIR and --config FILE"),
+        (["--config", "/tmp"], 20, "/tmp: Is a directory"),
+        (["--config", "/nowhere/launch.json"], 20, "No such file"),
+        (["--model", "M", "--state-dir", "/proc/x"], 20, "--state-dir /proc/x: "),
+        (["--model", "M", "--state-dir", "/dev/null/x"], 20, "Not a directory"),
+        (["--model", "M", "--state-dir", "/tmp/" + "x" * 300], 20, "File name too long"),
+    ],
+    ids=lambda value: "-".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line_with_its_code(words: list[str], code: int, named: str) -> None:
+    ended, line = mistake("serve", *words)
+    assert ended == code
+    assert named in line
+
+
+def test_what_could_not_be_kept_is_said_before_the_work(tmp_path: Path) -> None:
+    code, line = mistake("size", "--model", "M", "--write-record", tmp_path / "none" / "file")
+    assert code == 20
+    assert "--write-record" in line
+
+
+def test_the_version_is_shown() -> None:
+    shown = subprocess.run(command("--version"), capture_output=True, text=True, check=True).stdout
+    assert shown.startswith("kvline-server 0.")
+
+
+@pytest.mark.parametrize(
+    ("spec", "flags"),
+    [
+        (
+            "spec.engine.maxModelLen is 513, the model's own limit is 512",
+            "--max-model-len is 513, the model's own limit is 512",
+        ),
+        ("engine.maxModelLen: expected 16", "--max-model-len: expected 16"),
+        ("kvTokens pins 2048 tokens", "--kv-tokens pins 2048 tokens"),
+        ("raise spec.resources.memory by 3 MiB", "raise --memory by 3 MiB"),
+        ("/m/model.safetensors: memory of a model", "/m/model.safetensors: memory of a model"),
+        (
+            "spec.access.apiKeySecret names a Secret of this namespace and a key in it",
+            "--api-key-file names it",
+        ),
+    ],
+)
+def test_messages_name_flags(spec: str, flags: str) -> None:
+    assert by_flags(spec) == flags
+
+
+def test_a_killed_run_leaves_nothing_for_longer_than_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder whose owner lives stays, one whose owner is gone goes, a stranger's is let be."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    dead, fresh, other = (tmp_path / name for name in (f"{PREFIX}a", f"{PREFIX}b", "kvline-x"))
+    for folder in (dead, fresh, other):
+        folder.mkdir()
+    for folder in (dead, other):
+        (folder / LOCK).touch()
+    with scratch() as mine:
+        assert not dead.exists()
+        assert fresh.exists() and other.exists()
+        with scratch() as second:
+            assert mine.exists() and second.exists()
+    assert sorted(tmp_path.iterdir()) == [fresh, other]
+
+
+# With a model -----------------------------------------------------------------------------------
+
+Serve = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def serve(tiny_model: Path, tmp_path: Path) -> Iterator[Serve]:
+    """`kvline-server serve` in a process group of its own, as a shell starts it."""
+    made: list[subprocess.Popen[str]] = []
+    (tmp_path / "tmp").mkdir()
+
+    def begin(*words: object, model: Path = tiny_model) -> subprocess.Popen[str]:
+        all_words = ["serve", "--model", model, "--served-name", "tiny", "--host", "127.0.0.1"]
+        all_words += ["--device", "cpu", "--max-model-len", 256, "--max-running-requests", 4]
+        all_words += ["--kv-tokens", 2048, "--headroom-mib", 8, "--memory", "900Mi"]
+        all_words += ["--threads", 1, *words]
+        made.append(
+            subprocess.Popen(
+                command(*all_words),
+                stderr=subprocess.PIPE,
+                text=True,
+                process_group=0,
+                env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+            )
+        )
+        return made[-1]
+
+    yield begin
+    for process in made:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        if process.stderr is not None:
+            process.stderr.close()
+
+
+def ends_with(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """The code and the one line."""
+    _, text = process.communicate(timeout=100)
+    assert len(text.strip().splitlines()) == 1, text
+    return process.returncode, text.strip()
+
+
+@pytest.mark.process
+def test_ctrl_c_drains_and_a_second_one_ends_at_once(serve: Serve, tmp_path: Path) -> None:
+    """A terminal sends SIGINT to the whole foreground group: the engine works on until the stream
+    is over. What the server says of itself is one line when it is ready and one at its end."""
+    port = free_port()
+    process = serve("--port", port, "--internal-port", free_port())
+    assert process.stderr is not None
+    ready = process.stderr.readline()
+    assert "ready: tiny on cpu, 2048 KV tokens, 256 a request at most" in ready
+    assert f"API on 127.0.0.1:{port}" in ready
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    with httpx.stream("POST", url, json=LONG, timeout=60) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        os.killpg(process.pid, signal.SIGINT)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    code, line = ends_with(process)
+    assert code == 0
+    assert "drained in" in line and "1 requests finished, 0 cut off" in line
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+@pytest.mark.process
+def test_a_run_killed_leaves_a_folder_that_the_next_removes(serve: Serve, tmp_path: Path) -> None:
+    ports = ["--port", free_port(), "--internal-port", free_port()]
+    process = serve(*ports)
+    assert process.stderr is not None and process.stderr.readline()
+    (left,) = (tmp_path / "tmp").iterdir()
+    assert not [file for file in left.iterdir() if file.is_socket()]
+    process.kill()
+    process.wait()
+    again = serve(*ports)
+    end = time.monotonic() + 30
+    while left.exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert again.poll() is None
+
+
+@pytest.mark.process
+def test_a_budget_beyond_the_memory_is_one_line(serve: Serve) -> None:
+    code, line = ends_with(
+        serve("--kv-tokens", 10**9, "--port", free_port(), "--internal-port", free_port())
+    )
+    assert code == 40
+    assert "--kv-tokens pins 1000000000 tokens" in line
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def break_template(path: Path) -> None:
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps({**settings, "chat_template": "{% for m in messages %}"}))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("file", "harm", "named"),
+    [
+        ("tokenizer.json", cut, "tokenizer.json: not whole"),
+        ("tokenizer_config.json", cut, "tokenizer_config.json: not whole"),
+        ("tokenizer_config.json", break_template, "chat template is broken in line 1"),
+        ("config.json", cut, "config.json"),
+    ],
+    ids=["tokenizer", "settings", "template", "config"],
+)
+def test_a_broken_model_file_ends_the_start_and_is_named(
+    serve: Serve,
+    tiny_model: Path,
+    tmp_path: Path,
+    file: str,
+    harm: Callable[[Path], None],
+    named: str,
+) -> None:
+    """F56: with the code for a model that is broken, in one line."""
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    harm(model / file)
+    code, line = ends_with(
+        serve("--port", free_port(), "--internal-port", free_port(), model=model)
+    )
+    assert code == 31
+    assert named in line

@@ -1,0 +1,93 @@
+"""A slow volume is slow and not stalled: the engine tells bytes of bytes, the parent counts it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from servers import launch_config
+
+from kvline_contract.launch import CapacityOptions, EngineOptions, LaunchConfig
+from kvline_contract.report import SizingReport, State
+from kvline_server.backend import open_backend
+from kvline_server.children import Child
+from kvline_server.config import resolve
+from kvline_server.engine.messages import Progress
+from kvline_server.engine.process import ParentReporter
+from kvline_server.model import load
+from kvline_server.model.loader import SafetensorsSource
+from kvline_server.options import Limits, Options
+from kvline_server.supervisor import Supervisor
+
+LIMIT = 1.5
+
+
+class Parent(Supervisor):
+    """The parent's account of one engine, without processes: hears what the engine would send."""
+
+    def __init__(self, config: Path) -> None:
+        options = Options(config=config, state_dir=config.parent, limits=Limits(stage=LIMIT))
+        super().__init__(options, LaunchConfig.parse(config.read_bytes()))
+        self.engine = cast(Child, object())
+        self.seen: list[SizingReport] = []
+
+    def send(self, message: Progress) -> None:
+        self._from_engine(message)
+        self.seen.append(self.keeper.report)
+
+
+@pytest.fixture
+def parent(make_model: Callable[..., Path], tmp_path: Path) -> Parent:
+    engine, capacity = EngineOptions(256, 2, 64), CapacityOptions(kv_tokens=1024)
+    launch = launch_config(make_model("llama", sharded=True), engine, capacity)
+    (tmp_path / "launch.json").write_text(launch.dumps())
+    return Parent(tmp_path / "launch.json")
+
+
+def test_a_load_longer_than_the_limit_goes_on_while_bytes_arrive(
+    parent: Parent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = LaunchConfig.parse(parent.options.config.read_bytes())
+    copy = SafetensorsSource.copy
+
+    def throttled(self: SafetensorsSource, name: str, into: torch.Tensor, row: int = 0) -> None:
+        time.sleep(0.15)
+        copy(self, name, into, row)
+
+    monkeypatch.setattr(SafetensorsSource, "copy", throttled)
+    monkeypatch.setattr(load, "TELL_SECONDS", 0.1)
+    reporter = ParentReporter(cast(Any, parent))
+    model = load.read_model(launch)
+    backend = open_backend(launch, 8 << 30, 1, reporter.warn)
+    settings = resolve(launch, model, backend.device.limit)
+    started = time.monotonic()
+    loading = threading.Thread(
+        target=load.load_model, args=(launch, model, settings, backend, reporter)
+    )
+    loading.start()
+    while loading.is_alive():
+        assert parent._stalled() is None
+        loading.join(0.05)
+    assert time.monotonic() - started > LIMIT
+    news = [r.stages for r in parent.seen if r.stages]
+    assert all(len(stages) == 1 for stages in news), "each news of a stage replaces the one before"
+    running = [s for (s,) in news if s.total_bytes is not None]
+    done = [s.bytes for s in running]
+    assert len(done) > 5 and done == sorted(set(done))
+    assert all(s.bytes <= (s.total_bytes or 0) for s in running)
+    assert news[-1][0].total_bytes is None and news[-1][0].ms > 1000 * LIMIT
+
+
+def test_a_load_that_hangs_is_stalled_and_named(parent: Parent) -> None:
+    ParentReporter(cast(Any, parent)).loading(1, 10, 100)
+    assert parent._stalled() is None
+    parent.keeper.changed_at -= LIMIT
+    ended = parent._stalled()
+    assert ended is not None and ended.code == 52
+    assert parent.keeper.report.state is State.LOADING
+    assert ended.message == "no progress in state Loading for 2 s"

@@ -1,0 +1,100 @@
+"""Row counts of the CPU's steps: a short ladder, all met before the budget is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import decoder, engine, finish, greedy
+from servers import Server
+
+from kvline_server.kernels.ladder import rung, rungs
+
+MIB = 1 << 20
+
+
+def test_a_step_is_padded_to_the_next_rung_and_by_little() -> None:
+    assert [rung(n) for n in (0, 1, 2, 3, 17, 33, 65, 129, 512, 513)] == [
+        *(0, 2, 2, 4, 20, 40, 80, 160, 512, 576)
+    ]
+    for rows in range(1, 9000):
+        assert rows <= rung(rows) == rung(rung(rows))
+        assert rows < 8 or rung(rows) < rows * 5 / 4
+        assert rows < 256 or rung(rows) <= rows * 9 / 8
+    assert len(rungs(512)) == 32
+    assert len(rungs(8192)) == 64
+
+
+def test_pads_change_no_answer(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GEMM's bits may depend on its row count; the tokens said must not, nor may a pad's rows
+    reach a real one through the dummy page."""
+    sides = []
+    for padded in (True, False):
+        made = engine(make_model("qwen2"))
+        if not padded:
+            monkeypatch.setattr(made.runner.kernels, "padded", lambda rows: rows)
+        for id, length in enumerate((1, 17, 33, 61, 100, 131)):
+            made.submit(id, [(7 * id + i) % 300 for i in range(length)], greedy(6, logprobs=2))
+        sides.append(finish(made))
+    (with_pads, without) = sides
+    for id, outputs in without.items():
+        assert [o.token for o in with_pads[id]] == [o.token for o in outputs]
+        for one, other in zip(with_pads[id], outputs, strict=True):
+            assert one.scores is not None and other.scores is not None
+            assert abs(one.scores.values - other.scores.values).max() < 1e-4
+
+
+def test_steps_run_at_row_counts_that_were_met(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the last layer's GEMMs, which see wanted rows alone."""
+    made = engine(make_model("qwen2"), step=128)
+    shapes: set[tuple[int, int, int]] = set()
+    linear = made.runner.kernels.linear
+
+    def noted(x: torch.Tensor, weight: torch.Tensor, *more: Any) -> torch.Tensor:
+        shapes.add((len(x), *weight.shape))
+        return linear(x, weight, *more)
+
+    monkeypatch.setattr(made.runner.kernels, "linear", noted)
+    assert made.runner.meet(128) == len(rungs(128))
+    met = {*shapes, (16, 307, 48)}  # the LM head's blocks have one row count
+    for id, length in enumerate(range(1, 300, 7)):
+        more = {"prompt_logprobs": 1} if id % 3 == 0 else {}
+        made.submit(id, [(id + i) % 300 for i in range(length)], greedy(3, **more))
+    finish(made)
+    assert shapes <= met
+
+
+def test_a_device_without_compiled_row_counts_runs_as_it_is_asked(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = decoder(make_model("llama"))
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert made.kernels.padded(17) == 17
+    assert made.kernels.row_counts(512) == []
+
+
+@pytest.mark.process
+def test_prompts_of_ever_different_lengths_take_no_memory(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Each new length took 2.4 MiB for good, until the container was killed."""
+    server = Server(make_model("wide"), tmp_path).start()
+    try:
+        server.wait()
+        for length in (1, 240):
+            server.complete(prompt=[7] * length, max_tokens=2)
+        before = server.resident()
+        for length in range(3, 240, 5):
+            server.complete(prompt=[length % 300] * length, max_tokens=2)
+        after = server.resident()
+    finally:
+        server.stop()
+    for name, mib in after.items():
+        assert mib - before[name] < 12, (name, before, after)
