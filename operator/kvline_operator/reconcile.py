@@ -178,7 +178,7 @@ def _apply(
         disputes = [_ensure(world, observed, wanted) for wanted in objects]
         disputes += [_ensure(world, observed, wanted, memory=True) for wanted in maps]
         _remember(world, spec, story)
-        for name, replicas in story.plan.replicas.items():
+        for name, replicas in rollout.in_order(story.plan.replicas, observed.sized()):
             if name not in story.stored:
                 continue  # its memory is gone; the Deployment is left as it is until replaced
             gate = story.gate(name, spec)

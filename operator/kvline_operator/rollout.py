@@ -78,6 +78,18 @@ def plan(now: Situation, how: Rollout) -> RolloutPlan:
     return RolloutPlan(_drained(sizes, now, least), stable, wanted, verdict)
 
 
+def in_order(replicas: dict[str, int], existing: tuple[Sized, ...]) -> list[tuple[str, int]]:
+    """In which order the Deployments are written. A new one first: nothing goes before the API
+    server has accepted it. Then those that shrink, so that those that grow find their room."""
+    before = {s.revision: s.replicas for s in existing}
+
+    def turn(item: tuple[str, int]) -> int:
+        name, count = item
+        return 0 if name not in before else 1 if count < before[name] else 2
+
+    return sorted(replicas.items(), key=turn)
+
+
 def _sizes(now: Situation, how: Rollout, verdict: Verdict) -> dict[str, int]:
     """The candidate's and the stable one's, on the way."""
     ready = min(now.ready(now.wanted), now.replicas)

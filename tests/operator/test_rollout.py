@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvline_operator.gate import Outcome, Verdict
-from kvline_operator.rollout import RolloutPlan, Situation, Sized, plan
+from kvline_operator.rollout import RolloutPlan, Situation, Sized, in_order, plan
 from kvline_operator.spec import OnFailure, Rollout, Strategy
 
 HOW = Rollout()
@@ -183,6 +183,14 @@ def test_replace_measures_the_candidate_in_the_place_of_one() -> None:
     assert on.replicas == {"b": 2, "a": 1}
     back = story(Sized("a", 2, 2), Sized("b", 1, 0), verdict=Outcome.FAIL, how=how, replicas=3)
     assert (back.replicas, back.rejected) == ({"a": 3}, "b")
+
+
+def test_room_is_given_back_before_another_asks_for_it() -> None:
+    """Between two writes there are no more replicas than asked for; a new Deployment comes first,
+    as what refuses it must cost nothing."""
+    existing = (Sized("a", 2, 2), Sized("b", 1, 1), Sized("c", 1, 1))
+    assert [n for n, _ in in_order({"b": 2, "a": 1}, existing)] == ["a", "b"]
+    assert [n for n, _ in in_order({"a": 1, "c": 0, "b": 2, "d": 1}, existing)] == list("dacb")
 
 
 def test_nothing_goes_and_nothing_starts_before_the_candidate_is_prepared() -> None:
