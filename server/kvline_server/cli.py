@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import tempfile
+from collections.abc import Iterable
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
@@ -24,6 +25,19 @@ from kvline_server.errors import ConfigInvalid, ServerError
 from kvline_server.flags import Parser, by_flags, number, quantity
 from kvline_server.options import KEY_FILE, TLS_FOLDER, Options
 from kvline_server.scratch import scratch
+
+# What a launch.json says itself; the flag would be overruled in silence.
+OF_THE_FILE = (
+    "served_name",
+    "load",
+    "device",
+    "max_model_len",
+    "max_running_requests",
+    "max_prefill_tokens",
+    "max_top_logprobs",
+    "kv_tokens",
+    "headroom_mib",
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -59,7 +73,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, help="a model folder")
     parser.add_argument("--config", type=Path, help="a launch.json; instead of --model")
     parser.add_argument("--served-name", help="the name requests use; the folder's by default")
-    parser.add_argument("--load", choices=[str(f) for f in LoadFormat], default="weights")
+    parser.add_argument("--load", choices=[str(f) for f in LoadFormat])
     parser.add_argument(
         "--device", choices=[str(d) for d in Device], help="default: the GPU where there is one"
     )
@@ -96,7 +110,7 @@ def by_hand(arguments: argparse.Namespace) -> LaunchConfig:
             source=str(folder),
             path=str(folder),
             served_name=arguments.served_name or folder.name,
-            load_format=LoadFormat(arguments.load),
+            load_format=LoadFormat(arguments.load or LoadFormat.WEIGHTS),
         ),
         engine=EngineOptions(
             arguments.max_model_len,
@@ -151,6 +165,16 @@ def _write_launch(arguments: argparse.Namespace, folder: Path) -> Path:
     return path
 
 
+def _refuse(arguments: argparse.Namespace, flags: Iterable[str], why: str) -> None:
+    given = [
+        f"--{flag.replace('_', '-')}"
+        for flag in flags
+        if getattr(arguments, flag, None) is not None
+    ]
+    if given:
+        raise ConfigInvalid(f"--config {arguments.config} takes no {', '.join(given)}: {why}")
+
+
 def _state_dir(folder: Path) -> Path:
     """Writable, or the attempts of a start that is killed would be lost on the next."""
     try:
@@ -168,12 +192,18 @@ def _run(arguments: argparse.Namespace) -> int:
 
     if (arguments.config is None) == (arguments.model is None):
         raise ConfigInvalid("give one of --model DIR and --config FILE")
+    if arguments.config is not None:
+        _refuse(arguments, OF_THE_FILE, "the file says it")
     with ExitStack() as stack:
         if arguments.config is None or arguments.state_dir is None:
             own = stack.enter_context(scratch())
         state = _state_dir(arguments.state_dir or own)
         config = arguments.config or _write_launch(arguments, own)
         launch = _read_launch(config)
+        if not launch.require_api_key:
+            _refuse(arguments, ["api_key_file"], "the file asks for no key")
+        if not launch.require_tls:
+            _refuse(arguments, ["tls_dir"], "the file asks for no TLS")
         supervisor = Supervisor(_options(arguments, config, state), launch)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: supervisor.stop())

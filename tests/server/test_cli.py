@@ -15,8 +15,9 @@ from typing import Any
 
 import httpx
 import pytest
-from servers import free_port
+from servers import free_port, launch_config
 
+from kvline_contract.launch import CapacityOptions, EngineOptions
 from kvline_server.flags import by_flags
 from kvline_server.scratch import LOCK, PREFIX, scratch
 
@@ -52,6 +53,13 @@ def mistake(*words: object, **options: Any) -> tuple[int, str]:
         ([], 20, "--model DIR and --config FILE"),
         (["--config", "/tmp"], 20, "/tmp: Is a directory"),
         (["--config", "/nowhere/launch.json"], 20, "No such file"),
+        (["--config", "F", "--kv-tokens", "2048"], 20, "--config F takes no --kv-tokens"),
+        (["--config", "F", "--load", "random"], 20, "--config F takes no --load"),
+        (
+            ["--config", "F", "--served-name", "x", "--device", "cpu", "--max-model-len", "64"],
+            20,
+            "--config F takes no --served-name, --device, --max-model-len",
+        ),
         (["--model", "M", "--state-dir", "/proc/x"], 20, "--state-dir /proc/x: "),
         (["--model", "M", "--state-dir", "/dev/null/x"], 20, "Not a directory"),
         (["--model", "M", "--state-dir", "/tmp/" + "x" * 300], 20, "File name too long"),
@@ -62,6 +70,16 @@ def test_a_mistake_is_one_line_with_its_code(words: list[str], code: int, named:
     ended, line = mistake("serve", *words)
     assert ended == code
     assert named in line
+
+
+@pytest.mark.parametrize("flag", ["api-key-file", "tls-dir"])
+def test_a_key_or_tls_that_the_file_leaves_off_is_refused(tmp_path: Path, flag: str) -> None:
+    """Or somebody who names a key would serve everybody without one."""
+    config = tmp_path / "launch.json"
+    config.write_text(launch_config(tmp_path, EngineOptions(), CapacityOptions()).dumps())
+    code, line = mistake("serve", "--config", config, f"--{flag}", tmp_path)
+    assert code == 20
+    assert f"--config {config} takes no --{flag}" in line
 
 
 def test_what_could_not_be_kept_is_said_before_the_work(tmp_path: Path) -> None:
