@@ -4,7 +4,7 @@ VENV_PYTHON := .venv/bin/python
 
 .PHONY: demo demo-down images test test-gpu image-check kernels cubins check unit process integration e2e env bench scale soak-rollout plot api manifests lock clean
 
-demo: python ## a model served with a proven KV budget, on this machine
+demo: python ## a model served with a validated KV budget, on this machine
 	@$(PYTHON) demo
 
 demo-down: python

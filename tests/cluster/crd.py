@@ -21,8 +21,8 @@ class Kubectl(Protocol):
 def define(kubectl: Kubectl, file: Path = FILE) -> None:
     """Raises ClusterError when the API server does not serve it in time.
 
-    A definition is made with `conditions: null`, which `kubectl wait` takes for an error when it
-    looks before the API server has: so it is asked again and again.
+    A new definition has `conditions: null` until the API server has filled them in, and
+    `kubectl wait` takes that for an error: so the condition is polled instead.
     """
     kubectl("apply", "--server-side", "-f", str(file))
     end = time.monotonic() + SECONDS
