@@ -41,7 +41,7 @@ def rollout(space: Space, number: int, requests: int) -> tuple[int, str]:
     before = _status(space)["rollout"]["stableRevision"]
     space.apply(NAME, **spec(wanted, 2048 if bad else 4096))
     if bad:
-        wait(space, NAME, "UpToDate", 300, reason="RolledBack")
+        wait(space, NAME, "UpToDate", 300, reason="RevisionRejected")
     else:
         _until_other(space, before)
         wait(space, NAME, "UpToDate", 300, status="True")
@@ -92,8 +92,8 @@ def tell(results: list[str], streams: Streams, seconds: float) -> None:
         print(f"failed: {text}")
     row = [
         str(len(results)),
-        str(results.count("Pass")),
-        str(results.count("Fail")),
+        str(results.count("Passed")),
+        str(results.count("Rejected")),
         f"{seconds:.0f}",
         str(len(streams.ended)),
         str(failed),

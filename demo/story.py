@@ -163,8 +163,10 @@ class Story:
         self.title("a changed spec that would halve the budget: resources.memory 1536Mi")
         before = self.status(NAME)["rollout"]["stableRevision"]
         self.change({"resources": {"memory": "1536Mi"}})
-        self.watch(NAME, lambda s: condition(s, "UpToDate").get("reason") == "RolledBack", 600)
-        self.show_gate("RolledBack")
+        self.watch(
+            NAME, lambda s: condition(s, "UpToDate").get("reason") == "RevisionRejected", 600
+        )
+        self.show_gate("RevisionRejected")
         if self.status(NAME)["rollout"]["stableRevision"] != before:
             raise ClusterError("the smaller revision took over; that must not happen")
         self.change({"resources": {"memory": "2Gi"}})

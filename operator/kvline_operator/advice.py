@@ -208,16 +208,12 @@ ADVICE = (
     ),
     Advice(
         "UpToDate",
-        ("RolledBack",),
+        ("RevisionRejected",),
         "a new revision measured too little, its engine ended twice, or (Replace, Recreate) none "
-        "of its replicas was ready in time; it is gone, the one before serves or is coming back",
-        "change the spec, or promote; the message has figures and reason",
-    ),
-    Advice(
-        "UpToDate",
-        ("GateFailed",),
-        "the same with spec.rollout.onFailure Hold: its replicas stay, out of traffic",
-        "look at them, then change the spec or promote",
+        "of its replicas was ready in time; the one before serves or is coming back, and the "
+        "rejected one's replicas are deleted (with spec.rollout.onFailure Hold: kept, without "
+        "traffic)",
+        "change the spec, or promote the revision; the message has figures and reason",
     ),
     Advice(
         "UpToDate",

@@ -7,7 +7,7 @@ from kvline_contract.names import records_name
 from kvline_contract.report import SizingReport, State
 from kvline_operator.candidate import OOM_RESTARTS
 from kvline_operator.facts import Condition, Facts, failed_end
-from kvline_operator.gate import Measured, Outcome
+from kvline_operator.gate import GateResult, Measured
 from kvline_operator.observe import Ended, PodView
 from kvline_operator.records import DRIFT_PERCENT, drifted
 from kvline_operator.threshold import Threshold, Thresholds, device
@@ -107,7 +107,7 @@ def sufficient(facts: Facts) -> Condition:
         return Condition(kind, "False", "BelowMinimum", _too_little(pod, size, limit))
     if size.tokens < limit.tokens:
         return Condition(kind, "False", "BelowBaseline", _too_little(pod, size, limit))
-    if gate is not None and gate.outcome is Outcome.HOLD and gate.stuck:
+    if gate is not None and gate.result is GateResult.HELD and gate.stuck:
         return Condition(kind, "False", "NotComparable", gate.message)
     for other, new in sized:
         if facts.limits.unknown(new.gpu) and not facts.limits.minimum and not other.ready:

@@ -11,7 +11,7 @@ from kvline_operator.autoscale import Activity
 from kvline_operator.candidate import IMAGE_REASONS
 from kvline_operator.ends import REFUSED, EndedPod
 from kvline_operator.facts import Condition, Facts, Scaling, failed_end
-from kvline_operator.gate import Outcome, Verdict
+from kvline_operator.gate import GateResult, Verdict
 from kvline_operator.observe import PodView
 
 READY_ORDER = (
@@ -132,7 +132,7 @@ def up_to_date(facts: Facts) -> Condition:
     plan = facts.plan
     if plan.rejected and plan.gate is not None:
         text = f"revision {plan.rejected} was rejected, {_who_serves(facts)}: {plan.gate.message}"
-        return Condition(kind, "False", "RolledBack", text)
+        return Condition(kind, "False", "RevisionRejected", text)
     if plan.candidate and plan.gate is not None:
         return _on_the_way(kind, facts, plan.gate)
     if facts.apply_error is not None and facts.apply_error.type == kind:
@@ -162,13 +162,13 @@ def _on_the_way(kind: str, facts: Facts, gate: Verdict) -> Condition:
     if facts.plan.paused:
         text = f"{name} waits: kvline.dev/paused is true{nothing}"
         return Condition(kind, "False", "Paused", text)
-    if gate.outcome is Outcome.PASS:
+    if gate.result is GateResult.PASSED:
         text = f"{name} takes over: {_counts(facts)}{nothing}"
         return Condition(kind, "False", "RollingOut", text)
-    if gate.outcome is Outcome.FAIL:
+    if gate.result is GateResult.REJECTED:
         serves = "nothing serves" if nothing else _who_serves(facts)
         text = f"{name} is kept out of traffic, {serves}: {gate.message}"
-        return Condition(kind, "False", "GateFailed", text)
+        return Condition(kind, "False", "RevisionRejected", text)
     if gate.stuck:
         return Condition(kind, "False", "GateHeld", f"{name}: {gate.message}{nothing}")
     text = f"{name} is measured before it takes traffic: {gate.message}{nothing}"

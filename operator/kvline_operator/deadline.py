@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
-from kvline_operator.gate import Outcome, Verdict
+from kvline_operator.gate import GateResult, Verdict
 from kvline_operator.rollout import RolloutPlan, Situation
 from kvline_operator.spec import Rollout
 from kvline_operator.verdicts import PROMOTED, Standing
@@ -40,7 +40,7 @@ def applied(
 def _overdue(
     verdict: Verdict, now: Situation, how: Rollout, mine: Standing, time: datetime
 ) -> bool:
-    if verdict.outcome is Outcome.PASS and now.ready(now.wanted):
+    if verdict.result is GateResult.PASSED and now.ready(now.wanted):
         return False  # it serves, and goes on where there is room
     since = _moment(mine.since)
     return since is not None and time - since >= timedelta(seconds=how.progress_deadline_seconds)
@@ -64,7 +64,7 @@ def remember(
 
 def _is_missing(now: Situation, plan: RolloutPlan) -> bool:
     ready = now.ready(now.wanted)
-    goes_on = ready > 0 and plan.gate is not None and plan.gate.outcome is Outcome.PASS
+    goes_on = ready > 0 and plan.gate is not None and plan.gate.result is GateResult.PASSED
     return not goes_on and plan.replicas.get(now.stable, 0) < now.replicas - ready
 
 

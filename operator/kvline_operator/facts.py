@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from kvline_contract.launch import Record
 from kvline_operator.autoscale import Activity
 from kvline_operator.ends import EndedPod
-from kvline_operator.gate import Outcome
+from kvline_operator.gate import GateResult
 from kvline_operator.observe import Ended, PodView
 from kvline_operator.prepare import Preparation
 from kvline_operator.rollout import RolloutPlan
@@ -66,7 +66,7 @@ class Facts:
     def serving(self) -> tuple[PodView, ...]:
         """Ready replicas with a validated size, of the stable revision; of one that has passed its
         gate where none of those is left, as near the end of Replace and Recreate."""
-        passed = self.plan.gate is not None and self.plan.gate.outcome is Outcome.PASS
+        passed = self.plan.gate is not None and self.plan.gate.result is GateResult.PASSED
         ready = tuple(p for p in self.pods if p.ready and p.validated)
         stable = tuple(p for p in ready if p.revision == self.plan.stable)
         new = tuple(p for p in ready if passed and p.revision == self.plan.candidate)

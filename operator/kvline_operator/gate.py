@@ -13,15 +13,15 @@ from kvline_contract.report import Termination
 from kvline_operator.threshold import Thresholds, device
 
 
-class Outcome(StrEnum):
-    PASS = "Pass"  # noqa: S105
-    HOLD = "Hold"
-    FAIL = "Fail"
+class GateResult(StrEnum):
+    PASSED = "Passed"
+    HELD = "Held"
+    REJECTED = "Rejected"
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    outcome: Outcome
+    result: GateResult
     message: str
     measured: int = 0  # tokens of the replica furthest from what it must have; 0: none yet
     required: int = 0  # tokens that this replica must have; 0: no threshold
@@ -74,12 +74,14 @@ def judge(candidate: Candidate, proven: Proven, policy: Thresholds) -> Verdict:
     measured = min((r.tokens for r in candidate.replicas), default=0)
     if candidate.promoted:
         text = "promoted by hand: measured against spec.capacity.minKVTokens alone"
-        return Verdict(Outcome.PASS, text, measured, promoted=True)
+        return Verdict(GateResult.PASSED, text, measured, promoted=True)
     if candidate.failure:
-        return Verdict(Outcome.FAIL, candidate.failure, measured, diagnosis=candidate.diagnosis)
+        return Verdict(
+            GateResult.REJECTED, candidate.failure, measured, diagnosis=candidate.diagnosis
+        )
     if not candidate.replicas:
         text = candidate.hindrance or candidate.stage or "no replica has been measured yet"
-        return Verdict(Outcome.HOLD, text, stuck=bool(candidate.hindrance))
+        return Verdict(GateResult.HELD, text, stuck=bool(candidate.hindrance))
     return _compare(candidate, proven, thresholds(candidate, proven, policy))
 
 
@@ -112,7 +114,7 @@ def _compare(candidate: Candidate, proven: Proven, limits: Thresholds) -> Verdic
     why = incomparable(candidate, proven)
     unknown = None if why else next((r for r in candidate.replicas if limits.unknown(r.gpu)), None)
     if worst.tokens < limits.of(worst.gpu).tokens:
-        return _enough(Outcome.FAIL, worst, limits, why)
+        return _enough(GateResult.REJECTED, worst, limits, why)
     if unknown is not None:
         why = f"nothing has been validated on {device(unknown.gpu)} before"
         known = [r for r in candidate.replicas if not limits.unknown(r.gpu)]
@@ -122,18 +124,18 @@ def _compare(candidate: Candidate, proven: Proven, limits: Thresholds) -> Verdic
             f"measured {worst.tokens} KV tokens, which cannot be compared ({why}): set "
             "spec.capacity.minKVTokens, or annotate kvline.dev/promote with this revision"
         )
-        return Verdict(Outcome.HOLD, text, worst.tokens, stuck=True)
-    return _enough(Outcome.PASS, worst, limits, why)
+        return Verdict(GateResult.HELD, text, worst.tokens, stuck=True)
+    return _enough(GateResult.PASSED, worst, limits, why)
 
 
-def _enough(outcome: Outcome, replica: Measured, limits: Thresholds, why: str) -> Verdict:
+def _enough(result: GateResult, replica: Measured, limits: Thresholds, why: str) -> Verdict:
     """Whether a replica's tokens are, in words; `why` they are not compared, where that is so."""
     limit = limits.of(replica.gpu)
     text = f"measured {replica.tokens} KV tokens, {limit.tokens} are required ({limit.source})"
     if not limit.tokens:
         text = f"measured {replica.tokens} KV tokens, none are required"
-    if outcome is Outcome.FAIL:
+    if result is GateResult.REJECTED:
         text += f": {limit.tokens - replica.tokens} short"
     if why:
         text += f"; not compared: {why}"
-    return Verdict(outcome, text, replica.tokens, limit.tokens, limit.baseline)
+    return Verdict(result, text, replica.tokens, limit.tokens, limit.baseline)

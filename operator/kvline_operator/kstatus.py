@@ -17,7 +17,7 @@ STALLED = {
     "CapacityMeasured": ("OutOfMemory", "ContextDoesNotFit"),
     "CapacitySufficient": ("BelowMinimum",),
     "Progressing": ("DeadlineExceeded",),
-    "UpToDate": ("RolledBack", "GateFailed", "ForeignChange"),
+    "UpToDate": ("RevisionRejected", "ForeignChange"),
 }
 
 

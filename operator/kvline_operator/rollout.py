@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvline_operator.gate import Outcome, Verdict
+from kvline_operator.gate import GateResult, Verdict
 from kvline_operator.spec import OnFailure, Rollout, Strategy
 
 
@@ -38,7 +38,7 @@ class RolloutPlan:
     def serving(self) -> int:
         """Replicas that take traffic once they are ready: a candidate's before it has passed its
         gate do not."""
-        passed = self.gate is not None and self.gate.outcome is Outcome.PASS
+        passed = self.gate is not None and self.gate.result is GateResult.PASSED
         closed = "" if passed else self.candidate
         return sum(count for name, count in self.replicas.items() if name != closed)
 
@@ -68,11 +68,11 @@ def plan(now: Situation, how: Rollout) -> RolloutPlan:
     if how.paused:
         sizes = {stable: now.size(stable), wanted: now.size(wanted)}
         return RolloutPlan(_drained(sizes, now, least), stable, wanted, verdict, paused=True)
-    failed = verdict.outcome is Outcome.FAIL and how.on_failure is OnFailure.ROLLBACK
+    failed = verdict.result is GateResult.REJECTED and how.on_failure is OnFailure.ROLLBACK
     if failed or verdict.expired:
         sizes = _drained({stable: now.replicas}, now, least)
         return RolloutPlan(sizes, stable, "", verdict, rejected=wanted)
-    if verdict.outcome is Outcome.PASS and now.ready(wanted) >= now.replicas > 0:
+    if verdict.result is GateResult.PASSED and now.ready(wanted) >= now.replicas > 0:
         return RolloutPlan(_drained({wanted: now.replicas}, now, least), wanted, "", verdict)
     sizes = _sizes(now, how, verdict) if now.prepared else {wanted: 0, stable: now.replicas}
     return RolloutPlan(_drained(sizes, now, least), stable, wanted, verdict)
@@ -95,7 +95,7 @@ def _sizes(now: Situation, how: Rollout, verdict: Verdict) -> dict[str, int]:
     ready = min(now.ready(now.wanted), now.replicas)
     if how.strategy is Strategy.RECREATE:
         return {now.wanted: now.replicas, now.stable: 0}
-    following = ready + 1 if verdict.outcome is Outcome.PASS else max(1, ready)
+    following = ready + 1 if verdict.result is GateResult.PASSED else max(1, ready)
     size = min(now.replicas, following)
     gone = size if how.strategy is Strategy.REPLACE else ready
     return {now.wanted: size, now.stable: now.replicas - gone}

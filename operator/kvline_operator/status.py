@@ -16,6 +16,7 @@ from kvline_operator.conditions import conditions
 from kvline_operator.ends import EndedPod
 from kvline_operator.facts import Condition, Facts, Scaling
 from kvline_operator.figures import Figures, capacity
+from kvline_operator.gate import GateResult
 from kvline_operator.kstatus import TYPES, abnormal
 from kvline_operator.observe import PodView, condition_of
 
@@ -23,6 +24,7 @@ Object = dict[str, Any]
 MAX_REPLICA_SIZING = 16
 MAX_ENDED_EVENTS = 3  # a reconcile
 
+REJECTED = "RevisionRejected"  # reason of UpToDate, and of its event
 # Conditions whose news is worth an event, and what the event is called.
 EVENTS = {
     ("CapacityMeasured", "Validated"): ("CapacityValidated", "Normal"),
@@ -51,7 +53,6 @@ EVENTS = {
     ("Progressing", "DeviceFailure"): ("DeviceFailure", "Warning"),
     ("UpToDate", "GateHeld"): ("GateHeld", "Warning"),
     ("UpToDate", "ForeignChange"): ("ForeignChange", "Warning"),
-    ("UpToDate", "RolledBack"): ("RolledBack", "Warning"),
     ("Ready", "Serving"): ("Serving", "Normal"),
 }
 
@@ -88,7 +89,7 @@ def build(facts: Facts, previous: Object, now: str) -> tuple[Object, list[Event]
     news = _warning_events(warned, previous.get("warnings") or [])
     news += _ended_events(facts.ended, previous.get("endedPods") or 0)
     if facts.plan.gate is not None:
-        news += _gate_events(out["rollout"], previous.get("rollout") or {})
+        news += _gate_events(made, out["rollout"], previous)
     if facts.scaling is not None:
         out["desiredReplicas"] = facts.scaling.replicas
         news += _scale_events(facts.scaling, previous.get("desiredReplicas"))
@@ -127,28 +128,37 @@ def _rollout(facts: Facts, previous: Object, now: str) -> Object:
 
 
 def _gate(facts: Facts) -> Object:
-    """The verdict of what is on its way or was turned down, else of the revision that serves."""
+    """The verdict of what is on its way or was rejected, else of the revision that serves."""
     plan = facts.plan
     verdict = plan.gate or facts.standing.last_verdict()
     if verdict is None:
         return {}
     revision = plan.candidate or plan.rejected or plan.stable
-    out: Object = {"revision": revision, "result": str(verdict.outcome)}
+    out: Object = {"revision": revision, "result": str(verdict.result)}
     for name in ("measured", "required", "baseline"):
         if getattr(verdict, name):
             out[name] = getattr(verdict, name)
     return {**out, "message": verdict.message[:1024]}
 
 
-def _gate_events(rollout: Object, previous: Object) -> list[Event]:
-    """Passed or failed is told once a revision, with the figures."""
-    gate, before = rollout.get("gate") or {}, previous.get("gate") or {}
-    named = {"Pass": ("GatePassed", "Normal"), "Fail": ("GateFailed", "Warning")}
-    kind = named.get(gate.get("result", ""))
-    same = [gate.get(k) == before.get(k) for k in ("revision", "result")]
-    if kind is None or all(same):
-        return []
-    return [Event(kind[0], kind[1], f"revision {gate['revision']}: {gate['message']}")]
+def _gate_events(made: list[Condition], rollout: Object, previous: Object) -> list[Event]:
+    """GatePassed or RevisionRejected, once for each revision, with the figures."""
+    gate, before = rollout["gate"], previous.get("rollout") or {}
+    old = before.get("gate") or {}
+    same = all(gate[key] == old.get(key) for key in ("revision", "result"))
+    out = []
+    if gate["result"] == GateResult.PASSED and not same:
+        out += [Event("GatePassed", "Normal", f"revision {gate['revision']}: {gate['message']}")]
+    known = condition_of(previous, "UpToDate").get("reason") == REJECTED
+    if not known or _newest(rollout) != _newest(before):
+        rejected = [c for c in made if (c.type, c.reason) == ("UpToDate", REJECTED)]
+        out += [Event(REJECTED, "Warning", c.message) for c in rejected]
+    return out
+
+
+def _newest(rollout: Object) -> str:
+    """The revision that the gate has judged, while it is not the stable one."""
+    return str(rollout.get("rejectedRevision") or rollout.get("candidateRevision") or "")
 
 
 def _ended_events(pods: tuple[EndedPod, ...], before: int) -> list[Event]:

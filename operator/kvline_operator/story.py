@@ -10,7 +10,7 @@ from typing import Any
 from kvline_contract.launch import GateFile
 from kvline_operator import candidate, deadline, prepare, rollout, verdicts
 from kvline_operator.figures import Figures
-from kvline_operator.gate import Outcome, Verdict, judge, thresholds
+from kvline_operator.gate import GateResult, Verdict, judge, thresholds
 from kvline_operator.observe import Observed
 from kvline_operator.spec import ServiceSpec
 from kvline_operator.threshold import Thresholds
@@ -47,7 +47,7 @@ class Story:
         """A revision that serves stays open: closing takes ready pods away too."""
         verdict, is_open = self.plan.gate, True
         if verdict is not None and name in (self.plan.candidate, self.plan.rejected):
-            is_open = verdict.outcome is Outcome.PASS or self.ready.get(name, 0) > 0
+            is_open = verdict.result is GateResult.PASSED or self.ready.get(name, 0) > 0
         return self.thresholds(name, spec).gate(is_open)
 
     @classmethod
@@ -93,7 +93,7 @@ class Story:
 def _unprepared(now: rollout.Situation, by: prepare.Preparation) -> rollout.Situation:
     """Its pods wait for the Job, unless there are some; and its verdict says so."""
     verdict = now.verdict
-    if verdict is not None and verdict.outcome is Outcome.HOLD and not verdict.stuck:
+    if verdict is not None and verdict.result is GateResult.HELD and not verdict.stuck:
         verdict = replace(verdict, message=by.message, stuck=by.stuck)
     return replace(now, verdict=verdict, prepared=now.size(now.wanted) > 0)
 
@@ -119,11 +119,11 @@ def _verdict(
     proven = verdicts.proven(standings[stable], stored[stable]["data"]["inputs"])
     limits = thresholds(seen, proven, policy)
     now = judge(seen, proven, policy)
-    if past is None or (now.outcome is not Outcome.HOLD and _overrules(now, past)):
+    if past is None or (now.result is not GateResult.HELD and _overrules(now, past)):
         return now, limits
     return past, limits
 
 
 def _overrules(now: Verdict, past: Verdict) -> bool:
     """What was promoted stays so, and what failed fails until it is promoted."""
-    return not past.promoted and (past.outcome is Outcome.PASS or now.promoted)
+    return not past.promoted and (past.result is GateResult.PASSED or now.promoted)

@@ -16,13 +16,14 @@ from kvline_contract.codec import ContractError
 from kvline_contract.report import Termination
 from kvline_operator import kills
 from kvline_operator.figures import STAMP, Figures, keep
-from kvline_operator.gate import Kind, Measured, Outcome, Proven, Verdict
+from kvline_operator.gate import GateResult, Kind, Measured, Proven, Verdict
 from kvline_operator.kills import Kills
 from kvline_operator.rollout import RolloutPlan
 from kvline_operator.spec import parse_source
 from kvline_operator.threshold import Thresholds
 
-PASSED, FAILED, PROMOTED = "Passed", "Failed", "Promoted"
+PASSED, REJECTED, PROMOTED = "Passed", "Rejected", "Promoted"
+EARLIER = {"Failed": REJECTED}  # as earlier operators wrote it
 NUMBERS = {
     "accepted": names.ANNOTATION_ACCEPTED,
     "against": names.ANNOTATION_AGAINST,
@@ -65,7 +66,7 @@ class Standing:
         """The verdict that was given beside this stable revision, if there is one. What measured
         too little then and has enough by today's policy is judged anew."""
         verdict = self.last_verdict() if self.against == stable.accepted else None
-        if verdict is None or verdict.outcome is Outcome.PASS or not verdict.required:
+        if verdict is None or verdict.result is GateResult.PASSED or not verdict.required:
             return verdict
         limit = replace(policy, baseline={"": verdict.baseline}).of("")
         return verdict if verdict.measured < limit.tokens else None
@@ -74,10 +75,10 @@ class Standing:
         """Whatever it was given beside."""
         if not self.verdict:
             return None
-        outcome = Outcome.FAIL if self.verdict == FAILED else Outcome.PASS
+        result = GateResult.REJECTED if self.verdict == REJECTED else GateResult.PASSED
         figures = (self.measured, self.required, self.compared)
         promoted = self.verdict == PROMOTED
-        return Verdict(outcome, self.message, *figures, promoted=promoted, diagnosis=self.diagnosis)
+        return Verdict(result, self.message, *figures, promoted=promoted, diagnosis=self.diagnosis)
 
 
 def read(controller_revision: Object) -> Standing:
@@ -86,7 +87,7 @@ def read(controller_revision: Object) -> Standing:
     fields: dict[str, Any] = {name: said.get(key, "") for name, key in TEXTS.items()}
     fields |= {name: _number(said.get(key, "")) for name, key in NUMBERS.items()}
     return Standing(
-        verdict=verdict if verdict in (PASSED, FAILED, PROMOTED) else "",
+        verdict=verdict if verdict in (PASSED, REJECTED, PROMOTED) else EARLIER.get(verdict, ""),
         baseline=_baseline(said.get(names.ANNOTATION_BASELINE, "")),
         figures=Figures.parse(said.get(names.ANNOTATION_CAPACITY, "")),
         kills=kills.parse(said.get(names.ANNOTATION_KILLS, "")),
@@ -157,14 +158,14 @@ def remember(
     if not before:
         return out
     for name, standing in standings.items():
-        if name != wanted and standing.verdict == FAILED:
+        if name != wanted and standing.verdict == REJECTED:
             # Turned down until the spec says something else: then it may be judged anew, and what
             # was measured stays its history.
             out[name] = replace(standing, against=0)
         waits = name == wanted and name != plan.stable
         if name != promote and not waits and standing.verdict == PROMOTED:
             out[name] = replace(standing, verdict=PASSED)  # the annotation may be used again
-    if plan.gate is not None and plan.gate.outcome is not Outcome.HOLD:
+    if plan.gate is not None and plan.gate.result is not GateResult.HELD:
         out[wanted] = _judged(out[wanted], plan.gate, standings[before])
     if plan.stable != before and serving:
         out[plan.stable] = _accepted(out[plan.stable], plan, standings[before])
@@ -187,7 +188,13 @@ def kept(
 
 
 def _judged(standing: Standing, verdict: Verdict, beside: Standing) -> Standing:
-    word = FAILED if verdict.outcome is Outcome.FAIL else PROMOTED if verdict.promoted else PASSED
+    word = (
+        REJECTED
+        if verdict.result is GateResult.REJECTED
+        else PROMOTED
+        if verdict.promoted
+        else PASSED
+    )
     return replace(
         standing,
         verdict=word,
@@ -211,7 +218,7 @@ def _begun_anew(standing: Standing, serving: tuple[Measured, ...]) -> Standing:
     """A person takes what an accepted revision measures now as its baseline."""
     least = min(m.tokens for m in serving)
     text = f"promoted by hand: {least} KV tokens begin a new baseline"
-    verdict = Verdict(Outcome.PASS, text, least, promoted=True)
+    verdict = Verdict(GateResult.PASSED, text, least, promoted=True)
     return replace(_judged(standing, verdict, standing), baseline={})
 
 

@@ -43,13 +43,13 @@ def test_a_good_rollout_and_a_bad_one_lose_no_request(
         wait(space, "roll", "UpToDate", status="True")
         second = rollout(space)["stableRevision"]
         assert second != first
-        assert rollout(space)["gate"]["result"] == "Pass"
+        assert rollout(space)["gate"]["result"] == "Passed"
         moments.append(time.time())
 
         space.apply("roll", **BAD)
-        wait(space, "roll", "UpToDate", reason="RolledBack")
+        wait(space, "roll", "UpToDate", reason="RevisionRejected")
         gate = rollout(space)["gate"]
-        assert (gate["result"], rollout(space)["stableRevision"]) == ("Fail", second)
+        assert (gate["result"], rollout(space)["stableRevision"]) == ("Rejected", second)
         assert gate["measured"] < gate["required"] <= gate["baseline"]
         assert gate["baseline"] >= budget
         eventually(lambda: len(pods(space)) == 1, 60)

@@ -71,7 +71,7 @@ def wanted(name: str) -> str:
     """Only a measured shortfall or the engine's own failure rejects; all else holds."""
     code = next((c for c in MEANINGS if name == f"ends with {MEANINGS[c].name}"), None)
     rejects = name.startswith("measures") or (code is not None and meaning(code).rejects)
-    return "RolledBack" if rejects else "GateHeld"
+    return "RevisionRejected" if rejects else "GateHeld"
 
 
 def test_no_bad_spec_takes_traffic_or_capacity(service: Service) -> None:

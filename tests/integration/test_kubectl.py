@@ -33,23 +33,23 @@ def test_a_turned_down_spec_is_explained_and_taken_back(
     service.space.apply(replicas=2, engine={"maxModelLen": 512})
     second = service.candidate()
     service.tokens[second] = 1000
-    service.until_reason("RolledBack")
+    service.until_reason("RevisionRejected")
 
     listed = say("status").stdout
     assert "chat" in listed and "2/2" in listed and "4,096" in listed and "8,192" in listed
     one = say("status", "chat").stdout
-    assert "weights" in one and "█" in one and f"gate of revision {second}: Fail" in one
+    assert "weights" in one and "█" in one and f"gate of revision {second}: Rejected" in one
     assert "UpToDate" in one and "CapacityValidated" not in one
 
     told = say("explain", "chat").stdout
     assert told.startswith("chat serves.")
-    assert "UpToDate: RolledBack" in told and "2892 short" in told
+    assert told.count("RevisionRejected") == 2  # condition and event
+    assert "UpToDate: RevisionRejected" in told and "2892 short" in told
     assert "do:   change the spec, or promote" in told
-    assert "GateFailed" in told  # an event
 
     past = say("history", "chat").stdout.splitlines()
     newest = next(line for line in past if second in line)
-    assert "rejected" in newest and "Failed" in newest and "1,000" in newest and "3,892" in newest
+    assert "rejected" in newest and "Rejected" in newest and "1,000" in newest and "3,892" in newest
     assert "engine.maxModelLen: absent -> 512" in newest
     assert "stable" in next(line for line in past if first in line)
     plain = json.loads(say("history", "chat", "-o", "json").stdout)
@@ -64,13 +64,13 @@ def test_a_turned_down_spec_is_explained_and_taken_back(
     assert again.returncode == 1 and f"says what revision {first} said" in again.stderr
 
 
-def test_promote_takes_what_was_turned_down(service: Service, say: Callable[..., Any]) -> None:
+def test_promote_takes_what_was_rejected(service: Service, say: Callable[..., Any]) -> None:
     nothing = say("promote", "chat", check=False)
     assert nothing.returncode == 1 and "nothing to promote" in nothing.stderr
     service.space.apply(replicas=2, engine={"maxModelLen": 512})
     second = service.candidate()
     service.tokens[second] = 1000
-    service.until_reason("RolledBack")
+    service.until_reason("RevisionRejected")
     assert f"revision {second}" in say("promote", "chat").stdout
     service.until(lambda s: up_to_date(s).get("status") == "True")
     assert service.stable() == second

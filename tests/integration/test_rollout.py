@@ -32,7 +32,7 @@ def test_a_candidate_is_measured_alone_and_then_takes_over_replica_by_replica(
     gate = status["rollout"]["gate"]
     assert {k: gate[k] for k in ("revision", "result", "measured", "required")} == {
         "revision": candidate,
-        "result": "Pass",
+        "result": "Passed",
         "measured": 3900,
         "required": 3892,
     }
@@ -53,14 +53,14 @@ def test_half_the_budget_is_rolled_back_and_stays_so_until_somebody_says_otherwi
     space.apply(replicas=2, engine=SMALLER)
     rejected = service.candidate()
     service.tokens[rejected] = 2048
-    status = service.until_reason("RolledBack")
+    status = service.until_reason("RevisionRejected")
     assert status["rollout"]["rejectedRevision"] == rejected
     assert status["rollout"]["stableRevision"] == first
     assert (
         "2048 KV tokens, 3892 are required (95 % of the baseline 4096 on a CPU): 1844 short"
         in (up_to_date(status)["message"])
     )
-    assert len(service.events("GateFailed")) == len(service.events("RolledBack")) == 1
+    assert len(service.events("RevisionRejected")) == 1
     assert rejected not in service.served and service.fewest_ready == 2
     assert {p["metadata"]["uid"] for p in service.node.pods() if is_ready(p)} == before
 
@@ -68,17 +68,17 @@ def test_half_the_budget_is_rolled_back_and_stays_so_until_somebody_says_otherwi
     operator.start()  # and it remembers
     service.until(lambda s: len(service.node.pods()) == 2)
     space.kubectl("annotate", "kvl", "chat", "touched=yes")
-    service.until_reason("RolledBack")
+    service.until_reason("RevisionRejected")
     assert not service.pods_of(rejected)
 
     space.apply(replicas=2)  # the old spec again: nothing moves, the rejection is history
     service.until_reason("UpToDate")
     assert {p["metadata"]["uid"] for p in service.node.pods()} == before
     stored = space.get("controllerrevisions", f"chat-{rejected}")["metadata"]["annotations"]
-    assert stored["kvline.dev/verdict"] == "Failed" and "kvline.dev/against" not in stored
+    assert stored["kvline.dev/verdict"] == "Rejected" and "kvline.dev/against" not in stored
     space.apply(replicas=2, engine=SMALLER)
-    service.until_reason("RolledBack")
-    assert len(service.events("GateFailed")) == 2
+    service.until_reason("RevisionRejected")
+    assert len(service.events("RevisionRejected")) == 2
 
     space.kubectl("annotate", "kvl", "chat", f"kvline.dev/promote={rejected}")
     status = service.until_reason("UpToDate")
@@ -92,7 +92,7 @@ def test_half_the_budget_is_rolled_back_and_stays_so_until_somebody_says_otherwi
 def test_small_losses_do_not_add_up(service: Service, space: Any) -> None:
     """3,950 of 4,096 passes; 3,800 is 96 % of that, and 93 % of the best. It takes over once the
     policy asks for no more."""
-    for length, tokens, reason in ((2048, 3950, "UpToDate"), (2047, 3800, "RolledBack")):
+    for length, tokens, reason in ((2048, 3950, "UpToDate"), (2047, 3800, "RevisionRejected")):
         space.apply(replicas=2, engine={"maxModelLen": length})
         service.tokens[service.candidate()] = tokens
         status = service.until_reason(reason)
@@ -164,7 +164,7 @@ def test_recreate_frees_the_old_ones_first_and_comes_back_after_a_failure(
     candidate = service.candidate()
     service.until(lambda s: not service.pods_of(first) and len(service.pods_of(candidate)) == 2)
     service.tokens[candidate] = 2000
-    service.until_reason("RolledBack")
+    service.until_reason("RevisionRejected")
     service.until(lambda s: s["readyReplicas"] == 2 and len(service.pods_of(first)) == 2)
     assert candidate not in service.served
 
@@ -185,7 +185,7 @@ def test_recreate_brings_back_what_served_when_the_candidate_gets_no_further(
     status = service.until(lambda s: s["readyReplicas"] == 0)
     assert up_to_date(status)["message"].endswith("; nothing serves meanwhile")
     age(space, candidate)
-    status = service.until_reason("RolledBack")
+    status = service.until_reason("RevisionRejected")
     assert (
         "spec.rollout.progressDeadlineSeconds (30): measured 4096"
         in (up_to_date(status)["message"])
@@ -193,7 +193,7 @@ def test_recreate_brings_back_what_served_when_the_candidate_gets_no_further(
     status = service.until(lambda s: s["readyReplicas"] == 2 and not service.pods_of(candidate))
     assert f"{first} serves" in up_to_date(status)["message"]
     assert candidate not in service.served and service.served == {first}
-    assert len(service.events("RolledBack")) == 1
+    assert len(service.events("RevisionRejected")) == 1
 
 
 def age(space: Any, revision: str) -> None:
@@ -239,7 +239,7 @@ def test_an_engine_that_ends_twice_is_turned_down_and_one_that_waits_is_held(
     knobs = (Knob("spec.resources.memory", Direction.RAISE, 3072),)
     said = Termination(1, 40, "OutOfMemory", "40 MiB short", None, Binding.WEIGHTS, None, knobs)
     service.node.crash(pod, 40, said.dumps(), restarts=1)
-    status = service.until_reason("RolledBack")
+    status = service.until_reason("RevisionRejected")
     assert (
         "ended 2 times, with code 40 (OutOfMemory): 40 MiB short" in (up_to_date(status)["message"])
     )
@@ -351,7 +351,7 @@ def _lose_one(service: Service, space: Any, revision: str, tokens: int, ready: i
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("first", "tokens", "reason"), [(1, 4096, "UpToDate"), (2, 2048, "RolledBack")]
+    ("first", "tokens", "reason"), [(1, 4096, "UpToDate"), (2, 2048, "RevisionRejected")]
 )
 def test_killing_the_operator_at_each_write_of_a_rollout_ends_in_the_same_state(
     service: Service, space: Any, operator: Any, first: int, tokens: int, reason: str

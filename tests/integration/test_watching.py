@@ -54,8 +54,8 @@ def ended(how: str) -> str:
 
 CASES = [
     condition("KvlineServiceNotReady", "Ready", "Stressing", 15),
-    condition("KvlineRolloutTurnedDown", "UpToDate", "RolledBack", 1),
-    condition("KvlineRolloutHeld", "UpToDate", "GateHeld", 15),
+    condition("KvlineRevisionRejected", "UpToDate", "RevisionRejected", 1),
+    condition("KvlineGateHeld", "UpToDate", "GateHeld", 15),
     condition("KvlineCapacityBelowMinimum", "CapacitySufficient", "BelowMinimum", 5),
     condition("KvlineCapacityDrifted", "CapacityStable", "Drifted", 5),
     condition("KvlineDemandUnknown", "ScalingActive", "DemandUnknown", 10),

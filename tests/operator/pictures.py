@@ -63,8 +63,8 @@ def pod(name: str, revision: str, state: State, tokens: int) -> Any:
 
 
 def rolled_back(name: str = "smollm2", message: str = LOSS) -> View:
-    """It serves; its newest spec was turned down."""
-    gate = {"revision": "dt8h5", "result": "Fail", "message": message}
+    """It serves; its newest spec was rejected."""
+    gate = {"revision": "dt8h5", "result": "Rejected", "message": message}
     status = {
         "replicas": 3,
         "readyReplicas": 2,
@@ -95,7 +95,7 @@ def rolled_back(name: str = "smollm2", message: str = LOSS) -> View:
         },
         "conditions": [
             condition("Accepted", "True", "Valid", "the spec can be acted on"),
-            condition("UpToDate", "False", "RolledBack", f"9xqtt serves: {message}"),
+            condition("UpToDate", "False", "RevisionRejected", f"9xqtt serves: {message}"),
             condition("Ready", "True", "Serving", "2 replicas serve 38960 KV tokens"),
         ],
     }
@@ -105,7 +105,7 @@ def rolled_back(name: str = "smollm2", message: str = LOSS) -> View:
         pod(f"{name}-dt8h5-c", "dt8h5", State.VALIDATING, 8528),
     )
     less = {**INPUTS, "resources": {"memory": "1536Mi"}}
-    failed = Standing(verdict="Failed", measured=8528, required=18408)
+    failed = Standing(verdict="Rejected", measured=8528, required=18408)
     first = Standing(accepted=1, baseline={"": 19376})
     history = (
         Past("dt8h5", 2, "image:1", "2026-11-22T00:40:00Z", less, failed),

@@ -29,8 +29,7 @@ from kvline_operator.conditions import conditions
 from kvline_operator.ends import EndedPod
 from kvline_operator.facts import Condition, Facts
 from kvline_operator.figures import Figures, keep
-from kvline_operator.gate import Outcome as GateOutcome
-from kvline_operator.gate import Verdict
+from kvline_operator.gate import GateResult, Verdict
 from kvline_operator.observe import Ended, PodView
 from kvline_operator.prepare import Preparation
 from kvline_operator.records import merge
@@ -186,7 +185,7 @@ def test_a_candidate_s_replica_that_the_gate_holds_back_names_what_binds_it() ->
     assert (got.status, got.reason) == ("False", "BelowBaseline")
     assert "b measured 3000 KV tokens, 3892 are required (95 % of the baseline 4096" in got.message
     assert "892 short, it takes no traffic" in got.message
-    held = replace(plan, gate=Verdict(GateOutcome.HOLD, "cannot be compared", 3000, stuck=True))
+    held = replace(plan, gate=Verdict(GateResult.HELD, "cannot be compared", 3000, stuck=True))
     got = by_type(facts(ready_pod(), short, plan=held, limits=Thresholds()))["CapacitySufficient"]
     assert (got.status, got.reason, got.message) == (
         "False",
@@ -258,12 +257,12 @@ def test_scaled_to_zero_is_a_state_of_its_own() -> None:
     assert got["CapacityMeasured"].reason == "ScaledToZero"
 
 
-HELD = Verdict(GateOutcome.HOLD, "b: Probing")
-STUCK = Verdict(GateOutcome.HOLD, "b has no node", stuck=True)
+HELD = Verdict(GateResult.HELD, "b: Probing")
+STUCK = Verdict(GateResult.HELD, "b has no node", stuck=True)
 FAILED = Verdict(
-    GateOutcome.FAIL, "measured 9 KV tokens, 950 are required: 941 short", 9, 950, 1000
+    GateResult.REJECTED, "measured 9 KV tokens, 950 are required: 941 short", 9, 950, 1000
 )
-PASSED = Verdict(GateOutcome.PASS, "measured 990 KV tokens, 950 are required", 990, 950, 1000)
+PASSED = Verdict(GateResult.PASSED, "measured 990 KV tokens, 950 are required", 990, 950, 1000)
 
 
 @pytest.mark.parametrize(
@@ -273,8 +272,14 @@ PASSED = Verdict(GateOutcome.PASS, "measured 990 KV tokens, 950 are required", 9
         (STUCK, False, False, "GateHeld", "b has no node"),
         (PASSED, False, False, "RollingOut", "takes over: 0 of 1 replicas are ready"),
         (PASSED, False, True, "Paused", "kvline.dev/paused is true"),
-        (FAILED, False, False, "GateFailed", "is kept out of traffic, aaaaa serves"),
-        (FAILED, True, False, "RolledBack", "was rejected, aaaaa serves: measured 9 KV tokens"),
+        (FAILED, False, False, "RevisionRejected", "is kept out of traffic, aaaaa serves"),
+        (
+            FAILED,
+            True,
+            False,
+            "RevisionRejected",
+            "was rejected, aaaaa serves: measured 9 KV tokens",
+        ),
     ],
 )
 def test_a_candidate_leaves_ready_true_and_says_why_it_does_not_serve(
@@ -389,7 +394,7 @@ def test_what_would_help_is_a_field_and_outlives_the_rejected_pod() -> None:
     }
     assert status.build(facts(crashed), {}, "now")[0]["diagnosis"] == expected
     assert "diagnosis" not in status.build(facts(ready_pod()), {}, "now")[0]
-    stored = verdicts.written(Standing(verdict="Failed", against=3, diagnosis=said))
+    stored = verdicts.written(Standing(verdict="Rejected", against=3, diagnosis=said))
     kept = verdicts.read({"metadata": {"annotations": stored}}).last_verdict()
     plan = RolloutPlan({"aaaaa": 1}, "aaaaa", gate=kept, rejected="bbbbb")
     made, _ = status.build(facts(ready_pod(), plan=plan), {}, "now")
@@ -399,13 +404,12 @@ def test_what_would_help_is_a_field_and_outlives_the_rejected_pod() -> None:
 def test_a_gate_s_verdict_is_told_once_with_its_figures() -> None:
     plan = RolloutPlan({"aaaaa": 1}, "aaaaa", gate=FAILED, rejected="bbbbb")
     made, news = status.build(facts(ready_pod(), plan=plan), {}, "now")
-    assert [n.reason for n in news if "Gate" in n.reason or "Rolled" in n.reason] == [
-        "GateFailed",
-        "RolledBack",
+    assert [n.reason for n in news if "Gate" in n.reason or "Rejected" in n.reason] == [
+        "RevisionRejected"
     ]
     assert made["rollout"]["gate"] == {
         "revision": "bbbbb",
-        "result": "Fail",
+        "result": "Rejected",
         "measured": 9,
         "required": 950,
         "baseline": 1000,
@@ -419,8 +423,25 @@ def test_a_gate_s_verdict_is_told_once_with_its_figures() -> None:
         made,
         "later",
     )
-    assert taken_back["rollout"]["gate"]["result"] == "Pass"
+    assert taken_back["rollout"]["gate"]["result"] == "Passed"
     assert not [n for n in quiet if n.reason == "GatePassed"], "that was told when it passed"
+
+
+def test_each_rejected_revision_has_one_event() -> None:
+    plan = RolloutPlan({"aaaaa": 1}, "aaaaa", gate=FAILED, rejected="bbbbb")
+    made, _ = status.build(facts(ready_pod(), plan=plan), {}, "now")
+    another = replace(plan, rejected="ccccc")
+    _, news = status.build(facts(ready_pod(), plan=another), made, "later")
+    assert [n.message for n in news if n.reason == "RevisionRejected"] == [
+        f"revision ccccc was rejected, aaaaa serves: {FAILED.message}"
+    ]
+    late = replace(plan, gate=replace(STUCK, expired=True))
+    _, news = status.build(facts(ready_pod(), plan=late), {}, "now")
+    assert [n.reason for n in news if "Rejected" in n.reason] == ["RevisionRejected"]
+    kept = RolloutPlan({"aaaaa": 1, "bbbbb": 1}, "aaaaa", "bbbbb", FAILED)  # onFailure: Hold
+    made, news = status.build(facts(ready_pod(), plan=kept), {}, "now")
+    assert [n.reason for n in news if "Rejected" in n.reason] == ["RevisionRejected"]
+    assert not status.build(facts(ready_pod(), plan=kept), made, "later")[1]
 
 
 def test_the_deadline_and_quota_show() -> None:
@@ -547,13 +568,13 @@ def test_a_refused_spec_leaves_a_serving_one_ready() -> None:
 
 
 @pytest.mark.parametrize(
-    ("outcome", "status"), [(GateOutcome.PASS, "True"), (GateOutcome.HOLD, "False")]
+    ("result", "status"), [(GateResult.PASSED, "True"), (GateResult.HELD, "False")]
 )
 def test_the_last_of_the_old_ones_is_gone_and_the_new_ones_serve(
-    outcome: GateOutcome, status: str
+    result: GateResult, status: str
 ) -> None:
     """Near the end of Replace and Recreate the stable revision has no replica left."""
-    plan = RolloutPlan({"bbbbb": 2, "aaaaa": 0}, "aaaaa", "bbbbb", Verdict(outcome, "why"))
+    plan = RolloutPlan({"bbbbb": 2, "aaaaa": 0}, "aaaaa", "bbbbb", Verdict(result, "why"))
     new = replace(ready_pod(), name="b", revision="bbbbb")
     assert by_type(facts(new, plan=plan))["Ready"].status == status
 

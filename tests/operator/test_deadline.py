@@ -6,16 +6,16 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from kvline_operator import deadline, verdicts
-from kvline_operator.gate import Outcome, Verdict
+from kvline_operator.gate import GateResult, Verdict
 from kvline_operator.rollout import RolloutPlan, Situation, Sized, plan
 from kvline_operator.spec import OnFailure, Rollout, Strategy
 from kvline_operator.verdicts import PROMOTED, Standing
 
 START = datetime(2026, 11, 22, 10, 0, tzinfo=UTC)
 HOW = Rollout(strategy=Strategy.RECREATE, progress_deadline_seconds=60)
-HELD = Verdict(Outcome.HOLD, "b-1 has no node")
-PASSED = Verdict(Outcome.PASS, "enough")
-FAILED = Verdict(Outcome.FAIL, "too little")
+HELD = Verdict(GateResult.HELD, "b-1 has no node")
+PASSED = Verdict(GateResult.PASSED, "enough")
+FAILED = Verdict(GateResult.REJECTED, "too little")
 
 
 class Story:
@@ -66,7 +66,7 @@ def test_another_spec_or_a_promotion_tries_again_and_a_promotion_once() -> None:
     assert story.step(HELD, 61).rejected == "b"
 
     story.how = replace(HOW, promote="b")
-    promoted = Verdict(Outcome.PASS, "promoted by hand", promoted=True)
+    promoted = Verdict(GateResult.PASSED, "promoted by hand", promoted=True)
     assert story.step(promoted).replicas == {"b": 1, "a": 0}
     story.standings["b"] = replace(story.standings["b"], verdict=PROMOTED)
     assert story.step(promoted, 61).replicas == {"a": 1}

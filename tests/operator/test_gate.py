@@ -1,4 +1,4 @@
-"""The gate's verdicts as a table: what passes, what is held, what is turned down, with figures."""
+"""The gate's verdicts as a table: what passes, what is held, what is rejected, with figures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvline_contract.codec import dumps
 from kvline_contract.launch import GateFile
-from kvline_operator.gate import Candidate, Kind, Measured, Outcome, Proven, judge, thresholds
+from kvline_operator.gate import Candidate, GateResult, Kind, Measured, Proven, judge, thresholds
 from kvline_operator.threshold import Thresholds
 
 KIND = Kind("hf://org/model", 1)
@@ -19,13 +19,13 @@ PLAIN = Candidate(KIND, (Measured("H200", 960, 100),))
 
 
 @pytest.mark.parametrize(
-    ("what", "candidate", "minimum", "outcome", "required", "said"),
+    ("what", "candidate", "minimum", "result", "required", "said"),
     [
         (
             "95 % and more",
             PLAIN,
             0,
-            Outcome.PASS,
+            GateResult.PASSED,
             950,
             "950 are required (95 % of the baseline 1000 on H200)",
         ),
@@ -33,16 +33,16 @@ PLAIN = Candidate(KIND, (Measured("H200", 960, 100),))
             "a token less than required",
             replace(PLAIN, replicas=(Measured("H200", 949, 100),)),
             0,
-            Outcome.FAIL,
+            GateResult.REJECTED,
             950,
             "measured 949 KV tokens, 950 are required (95 % of the baseline 1000 on H200): 1 short",
         ),
-        ("the minimum asks for more", PLAIN, 961, Outcome.FAIL, 961, "1 short"),
+        ("the minimum asks for more", PLAIN, 961, GateResult.REJECTED, 961, "1 short"),
         (
             "the smallest replica counts",
             replace(PLAIN, replicas=(Measured("H200", 999, 100), Measured("H200", 900, 100))),
             0,
-            Outcome.FAIL,
+            GateResult.REJECTED,
             950,
             "measured 900",
         ),
@@ -50,7 +50,7 @@ PLAIN = Candidate(KIND, (Measured("H200", 960, 100),))
             "no report is no pass",
             replace(PLAIN, replicas=(), stage="p: Stressing"),
             0,
-            Outcome.HOLD,
+            GateResult.HELD,
             0,
             "p: Stressing",
         ),
@@ -58,7 +58,7 @@ PLAIN = Candidate(KIND, (Measured("H200", 960, 100),))
             "no node",
             replace(PLAIN, replicas=(), hindrance="p has no node"),
             0,
-            Outcome.HOLD,
+            GateResult.HELD,
             0,
             "p has no node",
         ),
@@ -66,7 +66,7 @@ PLAIN = Candidate(KIND, (Measured("H200", 960, 100),))
             "an engine that failed",
             replace(PLAIN, replicas=(), failure="p ended 2 times"),
             0,
-            Outcome.FAIL,
+            GateResult.REJECTED,
             0,
             "p ended 2 times",
         ),
@@ -74,7 +74,7 @@ PLAIN = Candidate(KIND, (Measured("H200", 960, 100),))
             "another model without a minimum",
             replace(PLAIN, kind=Kind("hf://org/other", 1)),
             0,
-            Outcome.HOLD,
+            GateResult.HELD,
             0,
             "cannot be compared (hf://org/other is another model than hf://org/model)",
         ),
@@ -82,16 +82,16 @@ PLAIN = Candidate(KIND, (Measured("H200", 960, 100),))
             "another model with one",
             replace(PLAIN, kind=Kind("hf://org/other", 1)),
             900,
-            Outcome.PASS,
+            GateResult.PASSED,
             900,
             "not compared",
         ),
-        ("more GPUs", replace(PLAIN, kind=Kind(KIND.model, 2)), 0, Outcome.HOLD, 0, "2 GPUs"),
+        ("more GPUs", replace(PLAIN, kind=Kind(KIND.model, 2)), 0, GateResult.HELD, 0, "2 GPUs"),
         (
             "a GPU model never seen",
             replace(PLAIN, replicas=(Measured("A100", 9999, 100),)),
             0,
-            Outcome.HOLD,
+            GateResult.HELD,
             0,
             "nothing has been validated on A100",
         ),
@@ -99,7 +99,7 @@ PLAIN = Candidate(KIND, (Measured("H200", 960, 100),))
             "smaller tokens",
             replace(PLAIN, replicas=(Measured("H200", 2000, 50),)),
             0,
-            Outcome.HOLD,
+            GateResult.HELD,
             0,
             "a token takes 50 bytes, not 100",
         ),
@@ -107,7 +107,7 @@ PLAIN = Candidate(KIND, (Measured("H200", 960, 100),))
             "promoted, though too small",
             replace(PLAIN, replicas=(Measured("H200", 5, 100),), promoted=True),
             0,
-            Outcome.PASS,
+            GateResult.PASSED,
             0,
             "promoted by hand",
         ),
@@ -115,54 +115,85 @@ PLAIN = Candidate(KIND, (Measured("H200", 960, 100),))
             "on a CPU by the CPU's baseline",
             replace(PLAIN, replicas=(Measured("", 480, 100),)),
             0,
-            Outcome.PASS,
+            GateResult.PASSED,
             475,
             "95 % of the baseline 500 on a CPU",
         ),
     ],
 )
 def test_the_table(
-    what: str, candidate: Candidate, minimum: int, outcome: Outcome, required: int, said: str
+    what: str, candidate: Candidate, minimum: int, result: GateResult, required: int, said: str
 ) -> None:
     verdict = judge(candidate, PROVEN, Thresholds(minimum, 95))
-    assert (verdict.outcome, verdict.required) == (outcome, required), what
+    assert (verdict.result, verdict.required) == (result, required), what
     assert said in verdict.message
 
 
 TWO = Proven(KIND, 100, {"H200": 1000, "A100": 500})
 
 
+REJECTED = "Rejected"
+
+
 @pytest.mark.parametrize(
-    ("what", "sizes", "minimum", "outcome", "figures", "said"),
+    ("what", "sizes", "minimum", "result", "figures", "said"),
     [
-        ("each has its own share", {"H200": 960, "A100": 490}, 0, "Pass", (960, 950, 1000), ""),
-        ("the short one speaks", {"H200": 999, "A100": 470}, 0, "Fail", (470, 475, 500), "on A100"),
-        ("so does the large one", {"H200": 940, "A100": 499}, 0, "Fail", (940, 950, 1000), "H200"),
-        ("a minimum for both", {"H200": 999, "A100": 499}, 600, "Fail", (499, 600, 500), "minKV"),
-        ("a new model is held", {"H200": 999, "L4": 900}, 0, "Hold", (900, 0, 0), "on L4 before"),
+        ("each has its own share", {"H200": 960, "A100": 490}, 0, "Passed", (960, 950, 1000), ""),
+        (
+            "the short one speaks",
+            {"H200": 999, "A100": 470},
+            0,
+            "Rejected",
+            (470, 475, 500),
+            "on A100",
+        ),
+        (
+            "so does the large one",
+            {"H200": 940, "A100": 499},
+            0,
+            "Rejected",
+            (940, 950, 1000),
+            "H200",
+        ),
+        (
+            "a minimum for both",
+            {"H200": 999, "A100": 499},
+            600,
+            "Rejected",
+            (499, 600, 500),
+            "minKV",
+        ),
+        ("a new model is held", {"H200": 999, "L4": 900}, 0, "Held", (900, 0, 0), "on L4 before"),
         (
             "or has the minimum",
             {"H200": 999, "L4": 900},
             90,
-            "Pass",
+            "Passed",
             (999, 950, 1000),
             "on L4 before",
         ),
-        ("after what is short", {"H200": 900, "L4": 900}, 0, "Fail", (900, 950, 1000), "50 short"),
+        (
+            "after what is short",
+            {"H200": 900, "L4": 900},
+            0,
+            "Rejected",
+            (900, 950, 1000),
+            "50 short",
+        ),
     ],
 )
 def test_replicas_on_several_gpu_models_are_each_compared_with_their_own(
     what: str,
     sizes: dict[str, int],
     minimum: int,
-    outcome: str,
+    result: str,
     figures: tuple[int, int, int],
     said: str,
 ) -> None:
     """The best of one model says nothing of the smallest of another."""
     replicas = tuple(Measured(gpu, tokens, 100) for gpu, tokens in sizes.items())
     verdict = judge(Candidate(KIND, replicas), TWO, Thresholds(minimum, 95))
-    assert verdict.outcome == outcome, what
+    assert verdict.result == result, what
     assert (verdict.measured, verdict.required, verdict.baseline) == figures
     assert said in verdict.message
 
@@ -181,11 +212,11 @@ def test_the_gate_file_says_of_each_replica_what_the_verdict_says(
     candidate, policy = Candidate(KIND, replicas), Thresholds(minimum, percent)
     proven = Proven(KIND, 100, baseline)
     verdict = judge(candidate, proven, policy)
-    gate = thresholds(candidate, proven, policy).gate(verdict.outcome is Outcome.PASS)
+    gate = thresholds(candidate, proven, policy).gate(verdict.result is GateResult.PASSED)
     let_in = all(r.tokens >= gate.threshold(r.gpu) for r in replicas)
-    if verdict.outcome is Outcome.PASS:
+    if verdict.result is GateResult.PASSED:
         assert gate.open and let_in
-    if verdict.outcome is Outcome.FAIL:
+    if verdict.result is GateResult.REJECTED:
         assert not let_in
     assert GateFile.parse(dumps(gate)) == gate
 
@@ -203,7 +234,7 @@ def test_what_passes_unpromoted_is_measured_and_enough(
     replicas = tuple(Measured("H200", n, 100) for n in tokens)
     verdict = judge(replace(PLAIN, replicas=replicas), PROVEN, Thresholds(minimum, percent))
     enough = bool(tokens) and all(100 * n >= percent * 1000 and n >= minimum for n in tokens)
-    assert (verdict.outcome is Outcome.PASS) == enough
+    assert (verdict.result is GateResult.PASSED) == enough
 
 
 @given(st.lists(st.integers(950, 1000), min_size=1, max_size=6))
@@ -215,6 +246,6 @@ def test_many_small_losses_do_not_add_up(sizes: list[int]) -> None:
         verdict = judge(
             replace(PLAIN, replicas=(Measured("H200", tokens, 100),)), proven, Thresholds(0, 95)
         )
-        assert verdict.outcome is Outcome.PASS and verdict.baseline == best
+        assert verdict.result is GateResult.PASSED and verdict.baseline == best
         best = max(best, tokens)
     assert best == 1000

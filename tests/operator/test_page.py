@@ -33,7 +33,7 @@ def page(path: str, shown: Board | None = None) -> str:
 
 def test_the_list_has_every_service_and_its_figures() -> None:
     text = page("/")
-    for word in ("smollm2", "new", "too-much", "unseen", "19,376", "38,960", "RolledBack"):
+    for word in ("smollm2", "new", "too-much", "unseen", "19,376", "38,960", "RevisionRejected"):
         assert word in text
     assert 'href="/services/team/smollm2"' in text
     assert re.search(r'pill bad"><i></i>BelowMinimum', text)
@@ -101,4 +101,4 @@ def test_words_for_times_and_states() -> None:
     assert age("2026-11-22T08:00:00Z", NOON) == "4 h"
     assert age("", NOON) == "now"
     assert moment("t") == "t"
-    assert line(rolled_back()).note == "RolledBack"
+    assert line(rolled_back()).note == "RevisionRejected"

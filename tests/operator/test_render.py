@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvline_contract.launch import VERSION, GateFile, LaunchConfig
-from kvline_operator.gate import Outcome, Verdict
+from kvline_operator.gate import GateResult, Verdict
 from kvline_operator.podspec import pod_template
 from kvline_operator.render import (
     Owner,
@@ -156,20 +156,20 @@ def test_a_pod_has_as_long_as_its_drain_takes(seconds: int | None, grace: int) -
 
 
 @pytest.mark.parametrize(
-    ("replicas", "outcome", "least"),
+    ("replicas", "result", "least"),
     [
         ({"a": 2}, None, 1),
-        ({"a": 2, "b": 1}, Outcome.HOLD, 1),  # b waits at its gate, or has no node
-        ({"a": 1, "b": 2}, Outcome.PASS, 1),
-        ({"a": 1, "b": 1}, Outcome.HOLD, 0),  # one fewer serves than is asked for
-        ({"a": 0, "b": 2}, Outcome.HOLD, 0),
+        ({"a": 2, "b": 1}, GateResult.HELD, 1),  # b waits at its gate, or has no node
+        ({"a": 1, "b": 2}, GateResult.PASSED, 1),
+        ({"a": 1, "b": 1}, GateResult.HELD, 0),  # one fewer serves than is asked for
+        ({"a": 0, "b": 2}, GateResult.HELD, 0),
         ({}, None, 0),
     ],
 )
 def test_a_drain_may_take_one_replica_of_those_that_serve(
-    replicas: dict[str, int], outcome: Outcome | None, least: int
+    replicas: dict[str, int], result: GateResult | None, least: int
 ) -> None:
-    verdict = Verdict(outcome, "why") if outcome else None
+    verdict = Verdict(result, "why") if result else None
     plan = RolloutPlan(replicas, "a", "b" if verdict else "", verdict)
     budget = disruption_budget(spec(replicas=2), plan)["spec"]
     assert budget["minAvailable"] == least

@@ -7,12 +7,13 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvline_operator.gate import Outcome, Verdict
+from kvline_operator.gate import GateResult, Verdict
 from kvline_operator.rollout import RolloutPlan, Situation, Sized, in_order, plan
 from kvline_operator.spec import OnFailure, Rollout, Strategy
 
 HOW = Rollout()
-VERDICTS = {outcome: Verdict(outcome, "why") for outcome in Outcome}
+PASSED, REJECTED = GateResult.PASSED, GateResult.REJECTED
+VERDICTS = {result: Verdict(result, "why") for result in GateResult}
 counts = st.integers(0, 6)
 
 
@@ -23,7 +24,7 @@ def situations(draw: st.DrawFn) -> Situation:
         replicas = draw(counts)
         made.append(Sized(name, replicas, draw(st.integers(0, replicas))))
     stable = draw(st.sampled_from(["", "a", "b"]))
-    verdict = VERDICTS[draw(st.sampled_from(list(Outcome)))] if stable == "b" else None
+    verdict = VERDICTS[draw(st.sampled_from(list(GateResult)))] if stable == "b" else None
     return Situation("a", stable, draw(counts), tuple(made), verdict)
 
 
@@ -97,16 +98,16 @@ def test_without_room_to_spare_every_change_comes_to_its_end(
     """With room for exactly the replicas asked for, from any moment of a rollout on: no two
     revisions wait for each other's room, and Replace lets one replica be missing at most."""
     world, how = World(replicas, a=replicas), replace(HOW, strategy=strategy)
-    wanted, verdict = "b", VERDICTS[Outcome.HOLD]
+    wanted, verdict = "b", VERDICTS[GateResult.HELD]
     for step in range(40):
         if step == 2 and not verdict.expired:
-            verdict = VERDICTS[Outcome.PASS]
+            verdict = VERDICTS[GateResult.PASSED]
         if step == when and ending == "is taken back":
             wanted = "a"
         if step >= when and ending == "expires":
             verdict = replace(verdict, expired=True)
         if step >= when and ending == "fails":
-            world.broken, verdict = {"b"}, VERDICTS[Outcome.FAIL]
+            world.broken, verdict = {"b"}, VERDICTS[GateResult.REJECTED]
         made = plan(Situation(wanted, "a", replicas, world.existing(), verdict), how)
         world.apply(made.replicas)
         if strategy is Strategy.REPLACE and not world.broken:
@@ -125,40 +126,42 @@ def test_an_unmeasured_candidate_gets_one_replica_and_a_rejected_one_no_new_ones
     made = plan(now, HOW)
     if now.verdict is None or made.stable == now.wanted:
         return
-    if now.verdict.outcome is Outcome.HOLD:
+    if now.verdict.result is GateResult.HELD:
         assert made.replicas[now.wanted] == max(
             min(1, now.replicas), min(now.ready(now.wanted), now.replicas)
         )
-    if now.verdict.outcome is Outcome.FAIL:
+    if now.verdict.result is GateResult.REJECTED:
         assert made.rejected == now.wanted and not made.candidate
         assert made.replicas.get(now.wanted, 0) <= now.size(now.wanted)
 
 
-def story(*existing: Sized, verdict: Outcome, how: Rollout = HOW, replicas: int = 2) -> RolloutPlan:
+def story(
+    *existing: Sized, verdict: GateResult, how: Rollout = HOW, replicas: int = 2
+) -> RolloutPlan:
     return plan(Situation("b", "a", replicas, existing, VERDICTS[verdict]), how)
 
 
 def test_the_story_of_a_change_that_passes() -> None:
     assert plan(Situation("a", "", 2, (), None), HOW).replicas == {"a": 2}
-    first = story(Sized("a", 2, 2), verdict=Outcome.HOLD)
+    first = story(Sized("a", 2, 2), verdict=GateResult.HELD)
     assert (first.replicas, first.stable, first.candidate) == ({"b": 1, "a": 2}, "a", "b")
-    passed = story(Sized("a", 2, 2), Sized("b", 1, 0), verdict=Outcome.PASS)
+    passed = story(Sized("a", 2, 2), Sized("b", 1, 0), verdict=GateResult.PASSED)
     assert passed.replicas == {"b": 1, "a": 2}
-    half = story(Sized("a", 2, 2), Sized("b", 1, 1), verdict=Outcome.PASS)
+    half = story(Sized("a", 2, 2), Sized("b", 1, 1), verdict=GateResult.PASSED)
     assert (half.replicas, half.stable) == ({"b": 2, "a": 1}, "a")
-    done = story(Sized("a", 1, 1), Sized("b", 2, 2), verdict=Outcome.PASS)
+    done = story(Sized("a", 1, 1), Sized("b", 2, 2), verdict=GateResult.PASSED)
     assert (done.replicas, done.stable, done.candidate) == ({"b": 2}, "b", "")
 
 
 def test_one_that_fails_goes_and_one_that_fails_late_goes_as_the_others_are_back() -> None:
-    early = story(Sized("a", 2, 2), Sized("b", 1, 0), verdict=Outcome.FAIL)
+    early = story(Sized("a", 2, 2), Sized("b", 1, 0), verdict=GateResult.REJECTED)
     assert (early.replicas, early.rejected, early.stable) == ({"a": 2}, "b", "a")
-    late = story(Sized("a", 1, 1), Sized("b", 2, 1), verdict=Outcome.FAIL)
+    late = story(Sized("a", 1, 1), Sized("b", 2, 1), verdict=GateResult.REJECTED)
     assert late.replicas == {"a": 2, "b": 1}
     held = story(
         Sized("a", 2, 2),
         Sized("b", 1, 0),
-        verdict=Outcome.FAIL,
+        verdict=GateResult.REJECTED,
         how=replace(HOW, on_failure=OnFailure.HOLD),
     )
     assert (held.replicas, held.candidate, held.rejected) == ({"b": 1, "a": 2}, "b", "")
@@ -166,22 +169,26 @@ def test_one_that_fails_goes_and_one_that_fails_late_goes_as_the_others_are_back
 
 def test_recreate_takes_the_old_ones_away_first() -> None:
     how = replace(HOW, strategy=Strategy.RECREATE)
-    assert story(Sized("a", 2, 2), verdict=Outcome.HOLD, how=how).replicas["a"] == 0
-    assert story(Sized("b", 2, 1), verdict=Outcome.PASS, how=how).replicas["b"] == 2
-    assert story(Sized("b", 2, 0), verdict=Outcome.FAIL, how=how).replicas == {"a": 2}
+    assert story(Sized("a", 2, 2), verdict=GateResult.HELD, how=how).replicas["a"] == 0
+    assert story(Sized("b", 2, 1), verdict=GateResult.PASSED, how=how).replicas["b"] == 2
+    assert story(Sized("b", 2, 0), verdict=GateResult.REJECTED, how=how).replicas == {"a": 2}
 
 
 def test_replace_measures_the_candidate_in_the_place_of_one() -> None:
     how = replace(HOW, strategy=Strategy.REPLACE)
-    waits = plan(Situation("b", "a", 3, (Sized("a", 3, 3),), VERDICTS[Outcome.HOLD], False), how)
+    waits = plan(Situation("b", "a", 3, (Sized("a", 3, 3),), VERDICTS[GateResult.HELD], False), how)
     assert waits.replicas == {"b": 0, "a": 3}
-    first = story(Sized("a", 3, 3), verdict=Outcome.HOLD, how=how, replicas=3)
+    first = story(Sized("a", 3, 3), verdict=GateResult.HELD, how=how, replicas=3)
     assert (first.replicas, first.candidate) == ({"b": 1, "a": 2}, "b")
-    passed = story(Sized("a", 2, 2), Sized("b", 1, 0), verdict=Outcome.PASS, how=how, replicas=3)
+    passed = story(
+        Sized("a", 2, 2), Sized("b", 1, 0), verdict=GateResult.PASSED, how=how, replicas=3
+    )
     assert passed.replicas == {"b": 1, "a": 2}
-    on = story(Sized("a", 2, 2), Sized("b", 1, 1), verdict=Outcome.PASS, how=how, replicas=3)
+    on = story(Sized("a", 2, 2), Sized("b", 1, 1), verdict=PASSED, how=how, replicas=3)
     assert on.replicas == {"b": 2, "a": 1}
-    back = story(Sized("a", 2, 2), Sized("b", 1, 0), verdict=Outcome.FAIL, how=how, replicas=3)
+    back = story(
+        Sized("a", 2, 2), Sized("b", 1, 0), verdict=GateResult.REJECTED, how=how, replicas=3
+    )
     assert (back.replicas, back.rejected) == ({"a": 3}, "b")
 
 
@@ -196,15 +203,15 @@ def test_room_is_given_back_before_another_asks_for_it() -> None:
 def test_nothing_goes_and_nothing_starts_before_the_candidate_is_prepared() -> None:
     for strategy in Strategy:
         how = replace(HOW, strategy=strategy)
-        now = Situation("b", "a", 2, (Sized("a", 2, 2),), VERDICTS[Outcome.HOLD], False)
+        now = Situation("b", "a", 2, (Sized("a", 2, 2),), VERDICTS[GateResult.HELD], False)
         assert plan(now, how).replicas == {"b": 0, "a": 2}
         assert plan(Situation("a", "", 2, (), None, False), how).replicas == {"a": 0}
 
 
 def test_one_that_is_not_ready_by_its_deadline_goes_and_the_others_come_back() -> None:
     how = replace(HOW, strategy=Strategy.RECREATE, on_failure=OnFailure.HOLD)
-    for outcome in Outcome:
-        verdict = Verdict(outcome, "why", expired=True)
+    for result in GateResult:
+        verdict = Verdict(result, "why", expired=True)
         made = plan(Situation("b", "a", 2, (Sized("b", 2, 0),), verdict), how)
         assert (made.replicas, made.stable, made.rejected) == ({"a": 2}, "a", "b")
 
@@ -212,7 +219,7 @@ def test_one_that_is_not_ready_by_its_deadline_goes_and_the_others_come_back() -
 def test_a_spec_that_changed_on_the_way_brings_the_stable_ones_back_first() -> None:
     """b had taken over one of two when c was applied."""
     existing = (Sized("a", 1, 1), Sized("b", 2, 1))
-    made = plan(Situation("c", "a", 2, existing, VERDICTS[Outcome.HOLD]), HOW)
+    made = plan(Situation("c", "a", 2, existing, VERDICTS[GateResult.HELD]), HOW)
     assert made.replicas == {"c": 1, "a": 2, "b": 1}
     back = plan(Situation("a", "a", 2, existing, None), HOW)
     assert (back.replicas, back.candidate) == ({"a": 2, "b": 1}, "")
@@ -222,10 +229,10 @@ def test_a_spec_that_changed_on_the_way_brings_the_stable_ones_back_first() -> N
 
 def test_a_pause_moves_nothing() -> None:
     how = replace(HOW, paused=True)
-    made = story(Sized("a", 1, 1), Sized("b", 2, 1), verdict=Outcome.PASS, how=how)
+    made = story(Sized("a", 1, 1), Sized("b", 2, 1), verdict=GateResult.PASSED, how=how)
     assert (made.replicas, made.paused) == ({"a": 1, "b": 2}, True)
 
 
 def test_scaled_to_zero_measures_nothing_and_keeps_the_stable_one() -> None:
-    made = story(Sized("a", 0, 0), verdict=Outcome.HOLD, replicas=0)
+    made = story(Sized("a", 0, 0), verdict=GateResult.HELD, replicas=0)
     assert (made.replicas, made.stable, made.candidate) == ({"b": 0, "a": 0}, "a", "b")

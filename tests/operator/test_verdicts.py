@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvline_operator import verdicts
-from kvline_operator.gate import Measured, Outcome, Verdict
+from kvline_operator.gate import GateResult, Measured, Verdict
 from kvline_operator.rollout import RolloutPlan
 from kvline_operator.threshold import Thresholds
 from kvline_operator.verdicts import Standing, first, remember, stable
 
 A = Standing(accepted=3, baseline={"H200": 1000}, bytes_per_token=100)
-PASS = Verdict(Outcome.PASS, "enough", 980, 950, 1000)
-FAIL = Verdict(Outcome.FAIL, "30 short", 920, 950, 1000)
+PASS = Verdict(GateResult.PASSED, "enough", 980, 950, 1000)
+FAIL = Verdict(GateResult.REJECTED, "30 short", 920, 950, 1000)
 POLICY = Thresholds(0, 95)
 numbers = st.integers(0, 10**12)
 
@@ -24,7 +24,7 @@ numbers = st.integers(0, 10**12)
     st.builds(
         Standing,
         accepted=numbers,
-        verdict=st.sampled_from(["", "Passed", "Failed", "Promoted"]),
+        verdict=st.sampled_from(["", "Passed", "Rejected", "Promoted"]),
         against=numbers,
         measured=numbers,
         required=numbers,
@@ -48,13 +48,21 @@ def test_what_somebody_made_unreadable_counts_as_not_said() -> None:
     assert verdicts.read({"metadata": {}}) == Standing()
 
 
+def test_a_rejection_that_an_earlier_operator_wrote_stands() -> None:
+    said = {"kvline.dev/verdict": "Failed", "kvline.dev/against": "3", "kvline.dev/measured": "9"}
+    read = verdicts.read({"metadata": {"annotations": said}})
+    assert read == Standing(verdict="Rejected", against=3, measured=9)
+    past = read.verdict_now(A, POLICY)
+    assert past is not None and past.result is GateResult.REJECTED
+
+
 def plan(gate: Verdict | None, stable: str = "a", rejected: str = "") -> RolloutPlan:
     return RolloutPlan({"a": 1}, stable, gate=gate, rejected=rejected)
 
 
 def test_a_verdict_counts_beside_the_revision_it_was_given_beside() -> None:
     after = remember({"a": A, "b": Standing()}, plan(FAIL, rejected="b"), "b", ())
-    assert (after["b"].verdict, after["b"].against, after["b"].measured) == ("Failed", 3, 920)
+    assert (after["b"].verdict, after["b"].against, after["b"].measured) == ("Rejected", 3, 920)
     said = after["b"].verdict_now(after["a"], POLICY)
     assert said == FAIL
     assert after["b"].verdict_now(replace(A, accepted=4), POLICY) is None
@@ -63,11 +71,11 @@ def test_a_verdict_counts_beside_the_revision_it_was_given_beside() -> None:
 def test_a_shortfall_counts_by_the_policy_of_today() -> None:
     """A person who lowers minCapacityPercent or minKVTokens is heard; an engine that failed is
     another thing."""
-    short = Standing(verdict="Failed", against=3, measured=920, required=950, compared=1000)
+    short = Standing(verdict="Rejected", against=3, measured=920, required=950, compared=1000)
     assert short.verdict_now(A, POLICY) is not None
     assert short.verdict_now(A, Thresholds(0, 92)) is None
     assert short.verdict_now(A, Thresholds(930, 92)) is not None
-    ended = Standing(verdict="Failed", against=3, message="ended 2 times")
+    ended = Standing(verdict="Rejected", against=3, message="ended 2 times")
     assert ended.verdict_now(A, Thresholds(0, 1)) is not None
 
 
@@ -86,7 +94,7 @@ def test_a_promotion_of_what_serves_begins_a_new_baseline_once() -> None:
 
 
 def test_a_rejection_is_history_once_the_spec_says_something_else() -> None:
-    failed = Standing(verdict="Failed", against=3, message="30 short", measured=920)
+    failed = Standing(verdict="Rejected", against=3, message="30 short", measured=920)
     assert failed.verdict_now(A, POLICY) is not None
     after = remember({"a": A, "b": failed}, plan(None), "a", ())["b"]
     assert after.verdict_now(A, POLICY) is None
@@ -102,7 +110,7 @@ def test_an_acceptance_keeps_the_best_and_a_promotion_begins_anew() -> None:
         {"H200": 1000},
         950,
     )
-    promoted = Verdict(Outcome.PASS, "by hand", 980, promoted=True)
+    promoted = Verdict(GateResult.PASSED, "by hand", 980, promoted=True)
     anew = remember({"a": A, "b": Standing()}, plan(promoted, "b"), "b", serving)
     assert (anew["b"].verdict, anew["b"].baseline) == ("Promoted", {"H200": 980})
 

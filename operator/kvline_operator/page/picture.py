@@ -211,7 +211,7 @@ def gate(said: Object | None) -> Gate | None:
             return None
         return Bar(name, 0, round(tokens * WIDTH / scale), f"{tokens:,}")
 
-    moods = {"Pass": "good", "Fail": "bad"}
+    moods = {"Passed": "good", "Rejected": "bad"}
     return Gate(
         revision=said.get("revision", ""),
         result=said["result"],
