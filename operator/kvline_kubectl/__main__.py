@@ -122,10 +122,10 @@ def history(cluster: Cluster, a: argparse.Namespace) -> int:
             "number": p.number,
             "created": p.created,
             "image": p.image,
-            "verdict": p.standing.verdict,
-            "measured": p.standing.measured,
-            "required": p.standing.required,
-            "baseline": p.standing.baseline,
+            "verdict": p.state.verdict,
+            "measured": p.state.measured,
+            "required": p.state.required,
+            "baseline": p.state.baseline,
             "inputs": p.inputs,
         }
         for p in past

@@ -9,20 +9,23 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from kvline_operator.revision_state import PROMOTED
+
 from kvline_contract.names import ANNOTATION_PROMOTE, ANNOTATION_RESTART, ANNOTATION_UPGRADE
 from kvline_kubectl.cluster import Problem
-from kvline_operator.board import Past
 from kvline_operator.observe import condition_of
 from kvline_operator.revisions import Revision, wanted
 from kvline_operator.spec import REVISION_CAPACITY_FIELDS, REVISION_FIELDS, canonical, parse
-from kvline_operator.verdicts import PROMOTED
+from kvline_operator.status_cache import RevisionEntry
 
 Object = dict[str, Any]
 LESS = "BelowBaseline"
 Patch = list[Object]
 
 
-def promote(body: Object, history: tuple[Past, ...], revision: str | None) -> tuple[str, Patch]:
+def promote(
+    body: Object, history: tuple[RevisionEntry, ...], revision: str | None
+) -> tuple[str, Patch]:
     """The revision, and the patch that lets it pass its gate."""
     rollout = (body.get("status") or {}).get("rollout") or {}
     named = revision or rollout.get("candidateRevision") or rollout.get("rejectedRevision") or ""
@@ -32,7 +35,7 @@ def promote(body: Object, history: tuple[Past, ...], revision: str | None) -> tu
         raise Problem("nothing to promote: no revision is on its way, rejected, or below baseline")
     past = _known(history, named)
     annotated = (body["metadata"].get("annotations") or {}).get(ANNOTATION_PROMOTE)
-    if annotated == named and past.standing.verdict == PROMOTED:
+    if annotated == named and past.state.verdict == PROMOTED:
         away = f"kubectl annotate kvl {body['metadata']['name']} {ANNOTATION_PROMOTE}-"
         raise Problem(f"revision {named} has been promoted already; to do so again, first {away}")
     return named, _annotated(body, {ANNOTATION_PROMOTE: named})
@@ -48,7 +51,9 @@ def upgrade(body: Object, now: str) -> Patch:
     return _annotated(body, {ANNOTATION_UPGRADE: now})
 
 
-def rollback(body: Object, history: tuple[Past, ...], revision: str | None) -> tuple[str, Patch]:
+def rollback(
+    body: Object, history: tuple[RevisionEntry, ...], revision: str | None
+) -> tuple[str, Patch]:
     """The revision, and the patch that makes the spec say what it said then."""
     target = _known(history, revision) if revision else _before(body, history)
     after = copy.deepcopy(body)
@@ -66,12 +71,12 @@ def rollback(body: Object, history: tuple[Past, ...], revision: str | None) -> t
     return target.name, _replaced(body, after)
 
 
-def _before(body: Object, history: tuple[Past, ...]) -> Past:
+def _before(body: Object, history: tuple[RevisionEntry, ...]) -> RevisionEntry:
     """Of a rollout on its way or turned down, what serves; else the one accepted before."""
     rollout = (body.get("status") or {}).get("rollout") or {}
     accepted = sorted(
-        (p for p in history if p.standing.accepted),
-        key=lambda p: p.standing.accepted,
+        (p for p in history if p.state.accepted),
+        key=lambda p: p.state.accepted,
         reverse=True,
     )
     unsettled = rollout.get("candidateRevision") or rollout.get("rejectedRevision")
@@ -81,7 +86,7 @@ def _before(body: Object, history: tuple[Past, ...]) -> Past:
     return accepted[at]
 
 
-def _say(body: Object, target: Past) -> None:
+def _say(body: Object, target: RevisionEntry) -> None:
     """Puts a revision's inputs into a resource; what makes no revision stays."""
     spec, inputs = body["spec"], target.inputs
     for key in REVISION_FIELDS:
@@ -103,7 +108,7 @@ def _set(where: Object, key: str, value: Any) -> None:
         where[key] = value
 
 
-def _known(history: tuple[Past, ...], revision: str) -> Past:
+def _known(history: tuple[RevisionEntry, ...], revision: str) -> RevisionEntry:
     for item in history:
         if item.name == revision:
             return item

@@ -8,10 +8,10 @@ from typing import Any
 from kubernetes import client, config
 
 from kvline_contract.names import KIND, LABEL_REVISION, LABEL_SERVICE, base_name
-from kvline_operator.board import Past, past
 from kvline_operator.errors import Invalid
 from kvline_operator.kube import Kube, api_client
-from kvline_operator.verdicts import read
+from kvline_operator.revision_state import read
+from kvline_operator.status_cache import RevisionEntry, past
 
 Object = dict[str, Any]
 
@@ -42,7 +42,7 @@ class Cluster:
                 raise Problem(f"{name} was changed meanwhile; look again and repeat") from None
             raise
 
-    def history(self, name: str) -> tuple[Past, ...]:
+    def history(self, name: str) -> tuple[RevisionEntry, ...]:
         """The service's revisions and what became of them, newest first."""
         selector = f"{LABEL_SERVICE}={base_name(name)}"
         found = self.kube.select("ControllerRevision", self.namespace, selector)

@@ -12,10 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvline_operator.advice import NOTHING, advise
-from kvline_operator.board import Past
-from kvline_operator.kstatus import plain
-from kvline_operator.observe import condition_of
-from kvline_operator.tell import (
+from kvline_operator.display import (
     PARTS,
     changes,
     elapsed,
@@ -24,6 +21,9 @@ from kvline_operator.tell import (
     verdict,
     wanted,
 )
+from kvline_operator.kstatus import plain
+from kvline_operator.observe import condition_of
+from kvline_operator.status_cache import RevisionEntry
 
 Object = dict[str, Any]
 BAR = 40
@@ -162,7 +162,7 @@ def _as_of(status: Object) -> str:
     return str(status["capacity"].get("asOf", "a moment ago"))
 
 
-def history(past: tuple[Past, ...], rollout: Object) -> Table:
+def history(past: tuple[RevisionEntry, ...], rollout: Object) -> Table:
     """A line a revision, newest first, with what it changed."""
     columns = ("REVISION", "AGE", "NOW", "VERDICT", "MEASURED", "REQUIRED", "BASELINE", "CHANGED")
     made = table(*columns, right=("MEASURED", "REQUIRED", "BASELINE"))
@@ -174,8 +174,8 @@ def history(past: tuple[Past, ...], rollout: Object) -> Table:
             role(rollout, item.name) or "-",
             verdict(item) or "-",
             number(measured(item)),
-            number(item.standing.required),
-            number(item.standing.compared),
+            number(item.state.required),
+            number(item.state.compared),
             Text(changed),
         )
     return made

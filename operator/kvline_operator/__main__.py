@@ -15,19 +15,19 @@ import kopf
 from kvline_contract.names import API_VERSION, GROUP
 from kvline_contract.tracing import NoTracing, tracer
 from kvline_operator import handlers, kube
-from kvline_operator.board import Board
 from kvline_operator.errors import Forbidden, OperatorError
 from kvline_operator.lease import Lease
-from kvline_operator.lineage import Lineage
 from kvline_operator.loop import Loop
 from kvline_operator.metrics import Metrics
 from kvline_operator.owners import Owners
 from kvline_operator.page import app as page
+from kvline_operator.pod_ownership import PodOwnership
 from kvline_operator.probe import ProbeServer
-from kvline_operator.reconcile import World
+from kvline_operator.reconcile import Context
 from kvline_operator.resync import Resync
 from kvline_operator.settings import Settings, parse
 from kvline_operator.sizing import Reports
+from kvline_operator.status_cache import StatusCache
 from kvline_operator.workqueue import WorkQueue
 
 log = logging.getLogger("kvline")
@@ -68,21 +68,21 @@ def _missing_crd(client: kube.Kube) -> str | None:
 async def operate(settings: Settings, client: kube.Kube, traces: Any | None) -> int:
     """Stands by until the lease is ours, then until something of it ends; the exit code. Whoever
     started it starts it again."""
-    queue, board, owners = WorkQueue(), Board(), Owners()
+    queue, board, owners = WorkQueue(), StatusCache(), Owners()
     metrics = Metrics(board, client, queue)
-    world = World(
+    context = Context(
         kube=client,
         settings=settings,
         reports=Reports(settings.report_port, settings.resync_seconds, settings.load_seconds),
         pool=ThreadPoolExecutor(PARALLEL_READS, "read"),
         board=board,
-        lineage=Lineage(client),
+        lineage=PodOwnership(client),
     )
     resync = Resync(client, settings.namespaces, owners)
-    loop = Loop(world, queue, metrics, resync, traces)
+    loop = Loop(context, queue, metrics, resync, traces)
     lease = Lease(client, (settings.own_namespace, settings.lease_name), settings.identity)
     client.may_write = lease.held
-    ProbeServer(settings.probe_port, lambda: lease.unwell() or loop.unwell(), metrics).start()
+    ProbeServer(settings.probe_port, lambda: lease.unhealthy() or loop.unhealthy(), metrics).start()
     stop = _stop_on_signals()
     if not await _until(lease, stop):
         return 0

@@ -6,10 +6,10 @@ from kvline_contract.exits import MEANINGS, meaning
 from kvline_contract.names import records_name
 from kvline_contract.report import SizingReport, State
 from kvline_operator.candidate import OOM_RESTARTS
-from kvline_operator.facts import Condition, Facts, failed_end
 from kvline_operator.gate import GateResult, Measured
 from kvline_operator.observe import Ended, PodView
 from kvline_operator.records import DRIFT_PERCENT, drifted
+from kvline_operator.service_state import Condition, ServiceState, failed_end
 from kvline_operator.threshold import Threshold, Thresholds, device
 
 # How far along a replica is; the furthest one speaks for the revision.
@@ -25,11 +25,11 @@ PROGRESS = [
 ]
 
 
-def measured(facts: Facts) -> Condition:
+def measured(state: ServiceState) -> Condition:
     kind = "CapacityMeasured"
-    if facts.spec.replicas == 0:
+    if state.spec.replicas == 0:
         return Condition(kind, "Unknown", "ScaledToZero", "no replica is asked for")
-    pods = facts.stable or facts.newest
+    pods = state.stable or state.newest
     measured = [p for p in pods if p.kv_tokens is not None]
     if measured:
         fewest = min(p.kv_tokens or 0 for p in measured)
@@ -93,16 +93,16 @@ def _killed_message(ended: Ended, pods: tuple[PodView, ...]) -> str:
     )
 
 
-def sufficient(facts: Facts) -> Condition:
+def sufficient(state: ServiceState) -> Condition:
     """Whether each replica of the spec's revision has what it must have: the one furthest from it,
     with the threshold that binds it and where that comes from."""
     kind = "CapacitySufficient"
-    sized = [(p, m) for p in facts.newest if (m := p.measured) is not None]
+    sized = [(p, m) for p in state.newest if (m := p.measured) is not None]
     if not sized:
         return Condition(kind, "Unknown", "Unknown", "no replica of this spec has a size yet")
-    gate = facts.plan.gate if facts.plan.candidate else None
-    pod, size = min(sized, key=lambda pair: facts.limits.distance(pair[1]))
-    limit = facts.limits.of(size.gpu)
+    gate = state.plan.gate if state.plan.candidate else None
+    pod, size = min(sized, key=lambda pair: state.limits.distance(pair[1]))
+    limit = state.limits.of(size.gpu)
     if size.tokens < limit.tokens and limit.by_minimum:
         return Condition(kind, "False", "BelowMinimum", _too_little(pod, size, limit))
     if size.tokens < limit.tokens:
@@ -110,7 +110,7 @@ def sufficient(facts: Facts) -> Condition:
     if gate is not None and gate.result is GateResult.HELD and gate.stuck:
         return Condition(kind, "False", "NotComparable", gate.message)
     for other, new in sized:
-        if facts.limits.unknown(new.gpu) and not facts.limits.minimum and not other.ready:
+        if state.limits.unknown(new.gpu) and not state.limits.minimum and not other.ready:
             text = (
                 f"{other.name} measured {new.tokens} KV tokens on {device(new.gpu)}, where nothing "
                 "has been validated before: set spec.capacity.minKVTokens, or promote"
@@ -131,12 +131,12 @@ def _too_little(pod: PodView, size: Measured, limit: Threshold) -> str:
     )
 
 
-def _below_baseline(facts: Facts) -> str:
+def _below_baseline(state: ServiceState) -> str:
     """The stable revision's replica that lost most, where it is more than the policy lets a
     candidate lose. It serves all the same."""
-    percent = facts.spec.rollout.min_capacity_percent
-    expected = Thresholds(0, percent, facts.standing.baseline)
-    sized = [(p, m) for p in facts.stable if (m := p.measured) is not None]
+    percent = state.spec.rollout.min_capacity_percent
+    expected = Thresholds(0, percent, state.stable_state.baseline)
+    sized = [(p, m) for p in state.stable if (m := p.measured) is not None]
     short = [(p, m) for p, m in sized if m.tokens < expected.of(m.gpu).tokens]
     if not short:
         return ""
@@ -146,20 +146,20 @@ def _below_baseline(facts: Facts) -> str:
         f"{pod.name} measured {size.tokens} KV tokens, {limit.tokens} are expected "
         f"({limit.source}): {limit.tokens - size.tokens} short; its revision was accepted, so that "
         "keeps it from no traffic; look for what changed on its node, or annotate "
-        f"kvline.dev/promote={facts.plan.stable} to begin a new baseline"
+        f"kvline.dev/promote={state.plan.stable} to begin a new baseline"
     )
 
 
-def stable(facts: Facts) -> Condition:
+def stable(state: ServiceState) -> Condition:
     """Whether replicas measure what their accepted revision, or identical ones, measured before."""
     kind = "CapacityStable"
-    short = _below_baseline(facts)
+    short = _below_baseline(state)
     if short:
         return Condition(kind, "False", "BelowBaseline", short)
     known = 0
-    for pod in facts.pods:
+    for pod in state.pods:
         result = pod.result
-        record = facts.records.get(result.fingerprint) if result is not None else None
+        record = state.records.get(result.fingerprint) if result is not None else None
         if result is None or record is None:
             continue
         known += 1
@@ -168,7 +168,7 @@ def stable(facts: Facts) -> Condition:
             text = (
                 f"{pod.name} measured {result.kv_tokens} KV tokens where an identical replica had "
                 f"{record.kv_tokens} ({change:+.1f} %): something beside it takes memory, or gave "
-                f"it back; delete ConfigMap {records_name(facts.spec.base)} to begin anew"
+                f"it back; delete ConfigMap {records_name(state.spec.base)} to begin anew"
             )
             return Condition(kind, "False", "Drifted", text)
     if not known:

@@ -13,20 +13,20 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from kvline_operator.gate import GateResult, Verdict
+from kvline_operator.revision_state import PROMOTED, RevisionState
 from kvline_operator.rollout import RolloutPlan, Situation
 from kvline_operator.spec import Rollout
-from kvline_operator.verdicts import PROMOTED, Standing
 
 
 def applied(
-    now: Situation, how: Rollout, standings: dict[str, Standing], time: datetime
+    now: Situation, how: Rollout, states: dict[str, RevisionState], time: datetime
 ) -> Situation:
     """With the candidate's verdict expired where its time is over."""
     verdict = now.verdict
     if verdict is None:
         return now
-    mine = standings[now.wanted]
-    if 0 < mine.expired == standings[now.stable].accepted:
+    mine = states[now.wanted]
+    if 0 < mine.expired == states[now.stable].accepted:
         if how.promote == now.wanted and mine.verdict != PROMOTED:
             return now  # a promotion is tried once
         return replace(now, verdict=replace(verdict, expired=True, message=mine.overdue))
@@ -38,7 +38,7 @@ def applied(
 
 
 def _overdue(
-    verdict: Verdict, now: Situation, how: Rollout, mine: Standing, time: datetime
+    verdict: Verdict, now: Situation, how: Rollout, mine: RevisionState, time: datetime
 ) -> bool:
     if verdict.result is GateResult.PASSED and now.ready(now.wanted):
         return False  # it serves, and goes on where there is room
@@ -47,14 +47,14 @@ def _overdue(
 
 
 def remember(
-    standings: dict[str, Standing], plan: RolloutPlan, now: Situation, time: datetime
-) -> dict[str, Standing]:
-    """All standings after this reconcile: since when replicas are missing for the candidate without
+    states: dict[str, RevisionState], plan: RolloutPlan, now: Situation, time: datetime
+) -> dict[str, RevisionState]:
+    """All states after this reconcile: since when replicas are missing for the candidate without
     one of its own in their place, and which one had its time."""
-    out = {name: replace(s, since="", expired=0, overdue="") for name, s in standings.items()}
-    verdict, mine = plan.gate, standings[now.wanted]
+    out = {name: replace(s, since="", expired=0, overdue="") for name, s in states.items()}
+    verdict, mine = plan.gate, states[now.wanted]
     if verdict is not None and verdict.expired:
-        accepted = standings[now.stable].accepted
+        accepted = states[now.stable].accepted
         out[now.wanted] = replace(mine, since="", expired=accepted, overdue=verdict.message)
     elif plan.candidate and not plan.paused and _is_missing(now, plan):
         since = mine.since if _moment(mine.since) else time.strftime("%Y-%m-%dT%H:%M:%SZ")

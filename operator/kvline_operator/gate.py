@@ -50,7 +50,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Proven:
+class Baseline:
     """What the revision that serves has proven since the last explicit acceptance."""
 
     kind: Kind
@@ -69,7 +69,7 @@ class Candidate:
     promoted: bool = False
 
 
-def judge(candidate: Candidate, proven: Proven, policy: Thresholds) -> Verdict:
+def judge(candidate: Candidate, proven: Baseline, policy: Thresholds) -> Verdict:
     """`policy` is what the spec asks for now."""
     measured = min((r.tokens for r in candidate.replicas), default=0)
     if candidate.promoted:
@@ -85,14 +85,14 @@ def judge(candidate: Candidate, proven: Proven, policy: Thresholds) -> Verdict:
     return _compare(candidate, proven, thresholds(candidate, proven, policy))
 
 
-def thresholds(candidate: Candidate, proven: Proven, policy: Thresholds) -> Thresholds:
+def thresholds(candidate: Candidate, proven: Baseline, policy: Thresholds) -> Thresholds:
     """What each replica of a candidate must have."""
     if candidate.promoted or incomparable(candidate, proven):
         return Thresholds(policy.minimum)
     return replace(policy, baseline=proven.tokens)
 
 
-def incomparable(candidate: Candidate, proven: Proven) -> str:
+def incomparable(candidate: Candidate, proven: Baseline) -> str:
     """Why tokens of the two say nothing about each other; empty when they do."""
     if candidate.kind.model != proven.kind.model:
         return f"{candidate.kind.model} is another model than {proven.kind.model}"
@@ -107,7 +107,7 @@ def incomparable(candidate: Candidate, proven: Proven) -> str:
     return ""
 
 
-def _compare(candidate: Candidate, proven: Proven, limits: Thresholds) -> Verdict:
+def _compare(candidate: Candidate, proven: Baseline, limits: Thresholds) -> Verdict:
     """Each replica against the threshold of its own GPU model. The one furthest from it speaks; of
     those that have enough, one that could be compared."""
     worst = min(candidate.replicas, key=limits.distance)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvline_operator.facts import Condition
+from kvline_operator.service_state import Condition
 
 TYPES = ("Reconciling", "Stalled")
 STALLED = {

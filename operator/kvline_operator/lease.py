@@ -57,7 +57,7 @@ class Lease:
         """Whether this process may write."""
         return self._renewed is not None and self._clock() - self._renewed < DEADLINE
 
-    def unwell(self) -> str | None:
+    def unhealthy(self) -> str | None:
         idle = self._clock() - self._tried
         return f"the lease has not been tried for {idle:.0f} s" if idle > STALL else None
 
@@ -66,7 +66,7 @@ class Lease:
         while not await self._try():
             if self._said != self.holder:
                 self._said = self.holder
-                log.info("standing by: %s holds the lease", self.holder or "nobody yet")
+                log.info("revision_state by: %s holds the lease", self.holder or "nobody yet")
             await asyncio.sleep(POLL)
         log.info("this operator, %s, holds the lease and reconciles", self._identity)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvline_operator.errors import ApiUnavailable, OperatorError
 from kvline_operator.metrics import Metrics
-from kvline_operator.reconcile import World, reconcile
+from kvline_operator.reconcile import Context, reconcile
 from kvline_operator.resync import Resync
 from kvline_operator.workqueue import Key, WorkQueue
 
@@ -24,21 +24,26 @@ DEAF = "a watch is dead: changes that a resync found were never told by an event
 
 class Loop:
     def __init__(
-        self, world: World, queue: WorkQueue, metrics: Metrics, resync: Resync, tracer: Any | None
+        self,
+        context: Context,
+        queue: WorkQueue,
+        metrics: Metrics,
+        resync: Resync,
+        tracer: Any | None,
     ) -> None:
-        self.world = world
+        self.context = context
         self.queue = queue
         self.metrics = metrics
         self.resync = resync
         self.tracer = tracer
         self.listed_at: float | None = None  # before it runs, which a standby never does
-        self._threads = ThreadPoolExecutor(world.settings.workers, "reconcile")
+        self._threads = ThreadPoolExecutor(context.settings.workers, "reconcile")
 
     async def run(self) -> None:
         self.listed_at = time.monotonic()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._resync())
-            for _ in range(self.world.settings.workers):
+            for _ in range(self.context.settings.workers):
                 group.create_task(self._work())
 
     async def _work(self) -> None:
@@ -78,7 +83,7 @@ class Loop:
     def _look(self, key: Key) -> float:
         began = time.thread_time()
         try:
-            return reconcile(self.world, key)
+            return reconcile(self.context, key)
         finally:
             self.metrics.worked(time.thread_time() - began)
 
@@ -93,19 +98,19 @@ class Loop:
                     log.warning("no event told of %d changes: %s", self.resync.missed, DEAF)
                 for key in changed:
                     self.queue.add(key)
-                delay = self.world.settings.resync_seconds
+                delay = self.context.settings.resync_seconds
             except OperatorError as error:
                 log.warning("resync failed: %s", error)
                 delay = 5.0
             await asyncio.sleep(delay)
 
-    def unwell(self) -> str | None:
+    def unhealthy(self) -> str | None:
         """What the probe says: None while lists succeed, events come and reconciles end. That keys
         are late is no reason to start from nothing, which would make all of them due: it is a
         metric."""
         if self.listed_at is None:
             return None
-        if time.monotonic() - self.listed_at > 2 * self.world.settings.resync_seconds + 60:
+        if time.monotonic() - self.listed_at > 2 * self.context.settings.resync_seconds + 60:
             return "no list of services has succeeded for too long"
         if self.resync.missed:
             return DEAF

@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvline_operator.board import Board, View
+from kvline_operator.display import ROLES, wanted
 from kvline_operator.kube import Kube
-from kvline_operator.tell import ROLES, wanted
+from kvline_operator.status_cache import StatusCache, View
 from kvline_operator.workqueue import WorkQueue
 
 Object = dict[str, Any]
@@ -26,7 +26,7 @@ SERVICE = ["namespace", "service"]
 class Metrics:
     """Counts reconciles, and gathers the rest when the text is asked for."""
 
-    def __init__(self, board: Board, kube: Kube, queue: WorkQueue) -> None:
+    def __init__(self, board: StatusCache, kube: Kube, queue: WorkQueue) -> None:
         self.registry = CollectorRegistry()
         self._reconciles = Counter(
             "kvline_reconciles", "Reconciles by result", ["result"], registry=self.registry
@@ -81,7 +81,7 @@ class _Work(Collector):
 class _Services(Collector):
     """Of each service, the figures of its status."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: StatusCache) -> None:
         self._board = board
 
     def collect(self) -> Iterator[Metric]:
@@ -98,14 +98,14 @@ class _Services(Collector):
         yield _revisions(views)
 
 
-Figures = dict[str, int]  # by the family's own label
+Values = dict[str, int]  # by the family's own label
 
 
 def _capacity(view: View) -> Object:
     return dict(view.status.get("capacity") or {})
 
 
-def _budget(view: View) -> Figures:
+def _budget(view: View) -> Values:
     figures = _capacity(view)
     if not figures:
         return {}
@@ -113,32 +113,32 @@ def _budget(view: View) -> Figures:
     return {"min": spread["min"], "max": spread["max"], "sum": figures["kvTokensTotal"]}
 
 
-def _memory(view: View) -> Figures:
+def _memory(view: View) -> Values:
     parts = _capacity(view).get("memory") or {}
     return {key.removesuffix("MiB"): mib * MIB for key, mib in parts.items()}
 
 
-def _replicas(view: View) -> Figures:
+def _replicas(view: View) -> Values:
     status = view.status
     existing, ready = status.get("replicas", 0), status.get("readyReplicas", 0)
     counts = {"wanted": wanted(view.spec, status), "existing": existing, "ready": ready}
     return {**counts, "ended": status.get("endedPods", 0)}
 
 
-def _gate(view: View) -> Figures:
+def _gate(view: View) -> Values:
     gate = (view.status.get("rollout") or {}).get("gate") or {}
     return {name: gate[name] for name in ("measured", "required", "baseline") if name in gate}
 
 
-def _outdated(view: View) -> Figures:
+def _outdated(view: View) -> Values:
     return {"": int((view.status.get("rollout") or {}).get("imageOutdated", False))}
 
 
-def _of_capacity(name: str) -> Callable[[View], Figures]:
+def _of_capacity(name: str) -> Callable[[View], Values]:
     return lambda view: {"": int(_capacity(view)[name])} if name in _capacity(view) else {}
 
 
-FAMILIES: tuple[tuple[str, str, str, Callable[[View], Figures]], ...] = (
+FAMILIES: tuple[tuple[str, str, str, Callable[[View], Values]], ...] = (
     (
         "budget_tokens",
         "Validated KV tokens of the ready replicas; while none is ready, of the last that was",
@@ -153,7 +153,7 @@ FAMILIES: tuple[tuple[str, str, str, Callable[[View], Figures]], ...] = (
     ),
     ("memory_bytes", "Where the memory of the smallest replica went", "part", _memory),
     ("replicas", "Replicas by state", "state", _replicas),
-    ("gate_tokens", "Figures of the latest gate, KV tokens", "figure", _gate),
+    ("gate_tokens", "Values of the latest gate, KV tokens", "figure", _gate),
     ("image_outdated", "1 where the operator has a newer default image", "", _outdated),
     (
         "full_length_sequences",

@@ -17,11 +17,11 @@ from kvline_contract.names import (
     SERVER_CONTAINER,
 )
 from kvline_contract.report import Load, Result, SizingReport, State, Termination
-from kvline_operator.ends import EndedPod, ended, has_ended
+from kvline_operator.ended_pods import EndedPod, ended, has_ended
 from kvline_operator.gate import Measured
 from kvline_operator.kube import Kube
-from kvline_operator.lineage import Lineage
-from kvline_operator.rollout import Sized
+from kvline_operator.pod_ownership import PodOwnership
+from kvline_operator.rollout import DeploymentState
 from kvline_operator.sizing import Reading, Reports
 from kvline_operator.spec import ServiceSpec
 
@@ -161,9 +161,9 @@ class Observed:
                 return str(failure.get("message", "")) if failure.get("status") == "True" else ""
         return ""
 
-    def sized(self) -> tuple[Sized, ...]:
+    def deployment_states(self) -> tuple[DeploymentState, ...]:
         return tuple(
-            Sized(
+            DeploymentState(
                 revision=d["metadata"]["labels"].get(LABEL_REVISION, ""),
                 replicas=d["spec"].get("replicas", 1),
                 ready=(d.get("status") or {}).get("readyReplicas", 0),
@@ -173,7 +173,7 @@ class Observed:
 
 
 def observe(
-    kube: Kube, spec: ServiceSpec, reports: Reports, pool: ThreadPoolExecutor, lineage: Lineage
+    kube: Kube, spec: ServiceSpec, reports: Reports, pool: ThreadPoolExecutor, lineage: PodOwnership
 ) -> Observed:
     """All children of a service and the reports of its pods, and their loads where they count."""
     namespace, selector = spec.namespace, f"{LABEL_SERVICE}={spec.base}"

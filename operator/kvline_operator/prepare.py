@@ -42,7 +42,7 @@ def of(
     pods = [p for p in observed.pods if p.revision == wanted]
     lost = any(p.failed and p.failed.code == ExitCode.MODEL_NOT_FOUND for p in pods)
     fresh = wanted != stable and not any(
-        s.replicas for s in observed.sized() if s.revision == wanted
+        s.replicas for s in observed.deployment_states() if s.revision == wanted
     )
     if loads and (fresh or lost):
         made = jobs.job(spec, revision)

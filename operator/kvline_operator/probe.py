@@ -12,8 +12,8 @@ from kvline_operator.metrics import Metrics
 class ProbeServer(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, port: int, unwell: Callable[[], str | None], metrics: Metrics) -> None:
-        self.unwell = unwell
+    def __init__(self, port: int, unhealthy: Callable[[], str | None], metrics: Metrics) -> None:
+        self.unhealthy = unhealthy
         self.metrics = metrics
         super().__init__(("0.0.0.0", port), _Handler)  # noqa: S104
 
@@ -29,7 +29,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/metrics":
             self._send(200, self.server.metrics.text())
         elif self.path == "/healthz":
-            reason = self.server.unwell()
+            reason = self.server.unhealthy()
             self._send(200 if reason is None else 500, (reason or "ok").encode())
         else:
             self._send(404, b"not found")

@@ -1,4 +1,4 @@
-"""The story of one reconcile: read, parse, observe, plan, apply, report.
+"""The rollout_state of one reconcile: read, parse, observe, plan, apply, report.
 
 Can run twice, half-way, late or on stale data, and never needs to know which event woke it.
 """
@@ -28,24 +28,24 @@ from kvline_operator import (
     prepare,
     records,
     render,
+    revision_state,
     revisions,
     rollout,
     status,
-    verdicts,
 )
-from kvline_operator.board import Board, View, past
 from kvline_operator.drift import Corrections
-from kvline_operator.ends import surplus
+from kvline_operator.ended_pods import surplus
 from kvline_operator.errors import Forbidden, Invalid, NameConflict, SpecError
-from kvline_operator.facts import Condition, Facts, Scaling
 from kvline_operator.kube import Kube
-from kvline_operator.lineage import Lineage
 from kvline_operator.observe import Observed, observe
+from kvline_operator.pod_ownership import PodOwnership
+from kvline_operator.revision_state import RevisionState
+from kvline_operator.rollout_state import RolloutState
+from kvline_operator.service_state import Condition, Scaling, ServiceState
 from kvline_operator.settings import Settings
 from kvline_operator.sizing import Reports
 from kvline_operator.spec import ServiceSpec, parse
-from kvline_operator.story import Story
-from kvline_operator.verdicts import Standing
+from kvline_operator.status_cache import StatusCache, View, past
 from kvline_operator.workqueue import Key
 
 log = logging.getLogger("kvline")
@@ -53,15 +53,15 @@ Object = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class Context:
     """What a reconcile works with; one for the process."""
 
     kube: Kube
     settings: Settings
     reports: Reports
     pool: ThreadPoolExecutor
-    board: Board
-    lineage: Lineage
+    board: StatusCache
+    lineage: PodOwnership
     corrections: Corrections = field(default_factory=Corrections)
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
 
@@ -69,51 +69,53 @@ class World:
         return self.now().strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def reconcile(world: World, key: Key) -> float:
+def reconcile(context: Context, key: Key) -> float:
     """Brings one service a step closer; returns in how many seconds to look again, 0 for when
     something changes."""
-    body = world.kube.get(KIND, key.namespace, key.name)
+    body = context.kube.get(KIND, key.namespace, key.name)
     if body is None or body["metadata"].get("deletionTimestamp"):
-        world.board.drop(key)
+        context.board.drop(key)
         return 0.0  # owner references clean up; nothing is ours to do
     try:
         spec = parse(body)
-        observed = observe(world.kube, spec, world.reports, world.pool, world.lineage)
-        scale, scaling = _scale(spec, observed, world.now())
+        observed = observe(context.kube, spec, context.reports, context.pool, context.lineage)
+        scale, scaling = _scale(spec, observed, context.now())
         spec = replace(spec, replicas=scale.replicas) if scale else spec
-        revision, stored, known = _revision(spec, observed, world.settings)
+        revision, stored, known = _revision(spec, observed, context.settings)
     except SpecError as error:
         wrong = Condition("Accepted", "False", "SpecInvalid", str(error))
-        said, news = status.refused(wrong, body, world.stamp())
-        world.board.refuse(key, body.get("spec") or {}, said)
-        _report(world, body, said, news)
+        said, news = status.refused(wrong, body, context.stamp())
+        context.board.refuse(key, body.get("spec") or {}, said)
+        _report(context, body, said, news)
         return 0.0
-    story = Story.of(spec, observed, revision.name, stored, known, world.now())
+    rollout_state = RolloutState.of(spec, observed, revision.name, stored, known, context.now())
     kept = _records(spec, observed)
     maps = [render.records_map(spec, kept)] if kept else []
     maps += [render.scale_map(spec, scale)] if scale else []
-    refusal = _apply(world, spec, observed, story, maps)
+    refusal = _apply(context, spec, observed, rollout_state, maps)
     # What was observed before the writes is told: the events of the writes wake this key again.
-    facts = Facts(
+    state = ServiceState(
         spec=spec,
-        plan=story.plan,
+        plan=rollout_state.plan,
         pods=observed.pods,
         ended=observed.ended,
-        standing=story.standings.get(story.plan.stable, Standing()),
-        limits=story.thresholds(story.plan.candidate or story.plan.stable, spec),
-        image_outdated=_image_outdated(spec, story, world.settings),
+        stable_state=rollout_state.states.get(rollout_state.plan.stable, RevisionState()),
+        limits=rollout_state.thresholds(
+            rollout_state.plan.candidate or rollout_state.plan.stable, spec
+        ),
+        image_outdated=_image_outdated(spec, rollout_state, context.settings),
         records=kept,
         apply_error=refusal,
         deadline_exceeded=_deadline_exceeded(observed, revision.name),
         refused=observed.refused(revision.name),
         scaling=scaling,
-        preparing=story.preparing,
+        preparing=rollout_state.preparing,
     )
-    said, news = status.build(facts, body.get("status") or {}, world.stamp())
-    history = past(story.stored, story.standings)
-    world.board.put(View(key, body["spec"], said, observed.pods, history))
-    _report(world, body, said, news)
-    return _look_again(world, facts)
+    said, news = status.build(state, body.get("status") or {}, context.stamp())
+    history = past(rollout_state.stored, rollout_state.states)
+    context.board.put(View(key, body["spec"], said, observed.pods, history))
+    _report(context, body, said, news)
+    return _look_again(context, state)
 
 
 def _scale(
@@ -126,7 +128,7 @@ def _scale(
     kept = observed.config_map(scale_name(spec.base)) or {}
     before = autoscale.Scale.parse((kept.get("data") or {}).get(SCALE_FILE))
     asked = autoscale.demand(ready, how.target_percent)
-    existing = sum(s.replicas for s in observed.sized())
+    existing = sum(s.replicas for s in observed.deployment_states())
     after = autoscale.decide(before, existing, asked, how, now)
     reason, text = autoscale.activity(after, asked, how, len(ready))
     return after, Scaling(reason, text, after.replicas, after.why)
@@ -134,7 +136,7 @@ def _scale(
 
 def _revision(
     spec: ServiceSpec, observed: Observed, settings: Settings
-) -> tuple[revisions.Revision, dict[str, Object], dict[str, Standing]]:
+) -> tuple[revisions.Revision, dict[str, Object], dict[str, RevisionState]]:
     """The revision the spec means; by revision name every ControllerRevision, its own among them,
     and what is remembered of each."""
     stored = {
@@ -143,17 +145,17 @@ def _revision(
         if LABEL_REVISION in (item["metadata"].get("labels") or {})
     }
     existing = revisions.known(list(stored.values()))
-    known = {name: verdicts.read(item) for name, item in stored.items()}
-    stable = verdicts.stable(known)
+    known = {name: revision_state.read(item) for name, item in stored.items()}
+    stable = revision_state.stable(known)
     wanted = revisions.wanted(spec, existing, settings.image_for(spec.gpus), stable)
     if wanted.name not in stored:
         stored[wanted.name] = render.controller_revision(spec, wanted, settings)
-        known[wanted.name] = Standing()
+        known[wanted.name] = RevisionState()
     return wanted, stored, known
 
 
-def _image_outdated(spec: ServiceSpec, story: Story, settings: Settings) -> bool:
-    stored = story.stored.get(story.plan.stable)
+def _image_outdated(spec: ServiceSpec, rollout_state: RolloutState, settings: Settings) -> bool:
+    stored = rollout_state.stored.get(rollout_state.plan.stable)
     default = settings.image_for(spec.gpus)
     return bool(stored and default and not spec.image and stored["data"]["image"] != default)
 
@@ -165,30 +167,34 @@ def _records(spec: ServiceSpec, observed: Observed) -> dict[str, Record]:
 
 
 def _apply(
-    world: World,
+    context: Context,
     spec: ServiceSpec,
     observed: Observed,
-    story: Story,
+    rollout_state: RolloutState,
     maps: list[Object],
 ) -> Condition | None:
     """Writes what differs, then prunes. A refusal that a person must see becomes a condition."""
     try:
-        budget = render.disruption_budget(spec, story.plan)
-        objects = [*render.service_objects(spec, world.settings, story.download), budget]
-        disputes = [_ensure(world, observed, wanted) for wanted in objects]
-        disputes += [_ensure(world, observed, wanted, memory=True) for wanted in maps]
-        _remember(world, spec, story)
-        for name, replicas in rollout.in_order(story.plan.replicas, observed.sized()):
-            if name not in story.stored:
+        budget = render.disruption_budget(spec, rollout_state.plan)
+        objects = [*render.service_objects(spec, context.settings, rollout_state.download), budget]
+        disputes = [_ensure(context, observed, wanted) for wanted in objects]
+        disputes += [_ensure(context, observed, wanted, memory=True) for wanted in maps]
+        _remember(context, spec, rollout_state)
+        for name, replicas in rollout.in_order(
+            rollout_state.plan.replicas, observed.deployment_states()
+        ):
+            if name not in rollout_state.stored:
                 continue  # its memory is gone; the Deployment is left as it is until replaced
-            gate = story.gate(name, spec)
-            launch = _launch(world, spec, observed, story.stored[name])
-            objects = render.revision_objects(spec, story.stored[name], replicas, gate, launch)
-            disputes += [_ensure(world, observed, wanted) for wanted in objects]
-        _prepare(world, spec, observed, story.preparing)
-        _prune(world, spec, observed, story.plan)
+            gate = rollout_state.gate(name, spec)
+            launch = _launch(context, spec, observed, rollout_state.stored[name])
+            objects = render.revision_objects(
+                spec, rollout_state.stored[name], replicas, gate, launch
+            )
+            disputes += [_ensure(context, observed, wanted) for wanted in objects]
+        _prepare(context, spec, observed, rollout_state.preparing)
+        _prune(context, spec, observed, rollout_state.plan)
         if spec.autoscaling is None and (old := observed.config_map(scale_name(spec.base))):
-            apply.prune(world.kube, old, "ConfigMap")
+            apply.prune(context.kube, old, "ConfigMap")
     except NameConflict as error:
         return Condition("Accepted", "False", "NameConflict", str(error))
     except Forbidden as error:
@@ -210,36 +216,36 @@ def _disputed(lasting: list[str]) -> Condition | None:
 
 
 def _prepare(
-    world: World, spec: ServiceSpec, observed: Observed, wanted: prepare.Preparation | None
+    context: Context, spec: ServiceSpec, observed: Observed, wanted: prepare.Preparation | None
 ) -> None:
     """Makes the Job that pods wait for, once its files are there, and takes others away that still
     run; one that has ended goes by itself. A Job cannot be changed, and none is."""
     name = wanted.name if wanted is not None else ""
     for job in prepare.unfinished(observed):
         if job["metadata"]["name"] != name:
-            apply.prune(world.kube, job, "Job")
+            apply.prune(context.kube, job, "Job")
     if wanted is None or wanted.exists:
         return
-    _ensure(world, observed, jobs.policy(spec, world.settings))
-    if not world.kube.create(wanted.job):
+    _ensure(context, observed, jobs.policy(spec, context.settings))
+    if not context.kube.create(wanted.job):
         raise NameConflict(f"Job {name} exists and is not this service's; rename one of the two")
 
 
-def _launch(world: World, spec: ServiceSpec, observed: Observed, stored: Object) -> str:
+def _launch(context: Context, spec: ServiceSpec, observed: Observed, stored: Object) -> str:
     """A revision's launch file; what is live is read where its ControllerRevision has none."""
     if "launch" in stored["data"]:
         return render.launch_text(spec, stored, None)
     name = stored["metadata"]["name"]
-    live = observed.config_map(name) or world.kube.get("ConfigMap", spec.namespace, name)
+    live = observed.config_map(name) or context.kube.get("ConfigMap", spec.namespace, name)
     return render.launch_text(spec, stored, live)
 
 
-def _ensure(world: World, observed: Observed, wanted: Object, memory: bool = False) -> str:
+def _ensure(context: Context, observed: Observed, wanted: Object, memory: bool = False) -> str:
     """What is left as somebody else has it; empty, and an event, where it was taken away again."""
     kind, meta = wanted["kind"], wanted["metadata"]
     seen = observed.child(kind, meta["name"])
     absent = observed.lists(kind) or not observed.revisions
-    dispute = apply.ensure(world.kube, wanted, seen, absent, memory, world.corrections)
+    dispute = apply.ensure(context.kube, wanted, seen, absent, memory, context.corrections)
     if dispute is None or dispute.settled:
         return dispute.text if dispute is not None else ""
     # At once: what follows may be refused, and then nobody would know who did it.
@@ -247,38 +253,40 @@ def _ensure(world: World, observed: Observed, wanted: Object, memory: bool = Fal
     owner = render.Owner(meta["namespace"], of["name"], of["uid"], base_name(of["name"]))
     text = f"{dispute.text}: taken away again; change the InferenceService instead"
     said = ("ForeignChangeRemoved", "Warning", text)
-    world.kube.create(render.event(owner, said, dispute.version, world.stamp()))
+    context.kube.create(render.event(owner, said, dispute.version, context.stamp()))
     return ""
 
 
-def _remember(world: World, spec: ServiceSpec, story: Story) -> None:
+def _remember(context: Context, spec: ServiceSpec, rollout_state: RolloutState) -> None:
     """Before anything is done about it: what a crash in between must not forget. Written over what
     was read alone: another operator's verdict stands, and this reconcile begins anew."""
-    for name, stored in story.stored.items():
-        said = verdicts.written(story.standings.get(name, Standing()))
+    for name, stored in rollout_state.stored.items():
+        said = revision_state.written(rollout_state.states.get(name, RevisionState()))
         if "resourceVersion" not in stored["metadata"]:  # not in the cluster yet
-            apply.ensure(world.kube, render.remembered(spec, stored, said), absent=True)
-        elif said != verdicts.written(verdicts.read(stored)):
-            world.kube.apply(render.remembered(spec, stored, said), over=stored, exact=True)
+            apply.ensure(context.kube, render.remembered(spec, stored, said), absent=True)
+        elif said != revision_state.written(revision_state.read(stored)):
+            context.kube.apply(render.remembered(spec, stored, said), over=stored, exact=True)
 
 
-def _prune(world: World, spec: ServiceSpec, observed: Observed, plan: rollout.RolloutPlan) -> None:
+def _prune(
+    context: Context, spec: ServiceSpec, observed: Observed, plan: rollout.RolloutPlan
+) -> None:
     """Old Deployments first, their ConfigMaps with them; of the revisions the newest ten stay, and
     of the pods that ended for good."""
     for kind, items in (("Deployment", observed.deployments), ("ConfigMap", observed.config_maps)):
         for item in items:
             revision = (item["metadata"].get("labels") or {}).get(LABEL_REVISION)
             if revision and revision not in plan.replicas:
-                apply.prune(world.kube, item, kind)
+                apply.prune(context.kube, item, kind)
     for pod in surplus(observed.ended):
-        world.kube.delete("Pod", spec.namespace, pod.name, pod.uid)
+        context.kube.delete("Pod", spec.namespace, pod.name, pod.uid)
     newest = sorted(observed.revisions, key=lambda r: r.get("revision", 0), reverse=True)
     for item in newest[revisions.KEPT :]:
         if (item["metadata"].get("labels") or {}).get(LABEL_REVISION) not in plan.replicas:
-            apply.prune(world.kube, item, "ControllerRevision")
+            apply.prune(context.kube, item, "ControllerRevision")
 
 
-def _report(world: World, body: Object, new: Object, news: list[status.Event]) -> None:
+def _report(context: Context, body: Object, new: Object, news: list[status.Event]) -> None:
     """Events first, then one status write, skipped when nothing changed. An event is named after
     what it says of which version, so a repeat after a crash in between makes no second one."""
     meta = body["metadata"]
@@ -287,9 +295,9 @@ def _report(world: World, body: Object, new: Object, news: list[status.Event]) -
     owner = render.Owner(meta["namespace"], meta["name"], meta["uid"], base_name(meta["name"]))
     for item in news:
         said = (item.reason, item.kind, item.message)
-        world.kube.create(render.event(owner, said, meta["resourceVersion"], world.stamp()))
+        context.kube.create(render.event(owner, said, meta["resourceVersion"], context.stamp()))
         log.info("%s/%s: %s: %s", meta["namespace"], meta["name"], item.reason, item.message)
-    world.kube.replace_status(meta["namespace"], meta["name"], new, meta["resourceVersion"])
+    context.kube.replace_status(meta["namespace"], meta["name"], new, meta["resourceVersion"])
 
 
 def _deadline_exceeded(observed: Observed, revision: str) -> bool:
@@ -303,18 +311,18 @@ def _deadline_exceeded(observed: Observed, revision: str) -> bool:
     )
 
 
-def _look_again(world: World, facts: Facts) -> float:
+def _look_again(context: Context, state: ServiceState) -> float:
     """Soon while a replica is being measured: only its report tells how far. What else is under way
     is told by events, and looked at now and then for one that was missed."""
-    if any(p.running and not p.validated for p in facts.pods):
-        return world.settings.poll_seconds
+    if any(p.running and not p.validated for p in state.pods):
+        return context.settings.poll_seconds
     settled = (
-        not facts.plan.candidate
-        and len(facts.newest) == facts.spec.replicas
-        and all(p.ready and p.validated and not p.report_error for p in facts.newest)
+        not state.plan.candidate
+        and len(state.newest) == state.spec.replicas
+        and all(p.ready and p.validated and not p.report_error for p in state.newest)
     )
     if not settled:
-        return min(world.settings.poll_seconds * 15, world.settings.resync_seconds)
-    if facts.scaling is not None:
-        return world.settings.load_seconds
+        return min(context.settings.poll_seconds * 15, context.settings.resync_seconds)
+    if state.scaling is not None:
+        return context.settings.load_seconds
     return 0.0

@@ -17,7 +17,7 @@ from kvline_operator.spec import OnFailure, Rollout, Strategy
 
 
 @dataclass(frozen=True, slots=True)
-class Sized:
+class DeploymentState:
     """A revision's Deployment as it is."""
 
     revision: str
@@ -48,7 +48,7 @@ class Situation:
     wanted: str  # the revision that the spec means
     stable: str  # the one accepted last; empty before the first
     replicas: int
-    existing: tuple[Sized, ...]  # the Deployments there are
+    existing: tuple[DeploymentState, ...]  # the Deployments there are
     verdict: Verdict | None  # of `wanted`, where it is not stable
     prepared: bool = True  # the image and the model of `wanted` are where it will run
 
@@ -78,7 +78,9 @@ def plan(now: Situation, how: Rollout) -> RolloutPlan:
     return RolloutPlan(_drained(sizes, now, least), stable, wanted, verdict)
 
 
-def in_order(replicas: dict[str, int], existing: tuple[Sized, ...]) -> list[tuple[str, int]]:
+def in_order(
+    replicas: dict[str, int], existing: tuple[DeploymentState, ...]
+) -> list[tuple[str, int]]:
     """In which order the Deployments are written. A new one first: nothing goes before the API
     server has accepted it. Then those that shrink, so that those that grow find their room."""
     before = {s.revision: s.replicas for s in existing}

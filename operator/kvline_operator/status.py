@@ -12,13 +12,13 @@ from typing import Any
 from kvline_contract.codec import encode
 from kvline_contract.names import API_PORT, LABEL_SERVICE
 from kvline_contract.report import MAX_WARNINGS, Termination
+from kvline_operator.capacity_status import CapacityStatus, capacity
 from kvline_operator.conditions import conditions
-from kvline_operator.ends import EndedPod
-from kvline_operator.facts import Condition, Facts, Scaling
-from kvline_operator.figures import Figures, capacity
+from kvline_operator.ended_pods import EndedPod
 from kvline_operator.gate import GateResult
 from kvline_operator.kstatus import TYPES, abnormal
 from kvline_operator.observe import PodView, condition_of
+from kvline_operator.service_state import Condition, Scaling, ServiceState
 
 Object = dict[str, Any]
 MAX_REPLICA_SIZING = 16
@@ -64,35 +64,37 @@ class Event:
     message: str
 
 
-def build(facts: Facts, previous: Object, now: str) -> tuple[Object, list[Event]]:
+def build(state: ServiceState, previous: Object, now: str) -> tuple[Object, list[Event]]:
     """The new status, and one event for each condition that changed its mind."""
-    made = conditions(facts)
+    made = conditions(state)
     made += abnormal(made)
-    ready = sum(1 for p in facts.pods if p.ready)
+    ready = sum(1 for p in state.pods if p.ready)
     out: Object = {
-        "conditions": [_stamp(c, previous, facts.spec.generation, now) for c in made],
-        "observedGeneration": facts.spec.generation,
-        "model": facts.spec.served_name,
-        "replicas": len(facts.pods),
+        "conditions": [_stamp(c, previous, state.spec.generation, now) for c in made],
+        "observedGeneration": state.spec.generation,
+        "model": state.spec.served_name,
+        "replicas": len(state.pods),
         "readyReplicas": ready,
-        "ready": f"{ready}/{facts.spec.replicas}",
-        "endedPods": len(facts.ended),
-        "selector": f"{LABEL_SERVICE}={facts.spec.base}",
-        "url": f"{facts.spec.scheme}://{facts.spec.base}.{facts.spec.namespace}.svc:{API_PORT}/v1",
-        "rollout": _rollout(facts, previous.get("rollout") or {}, now),
-        "replicaSizing": replica_sizing(facts),
+        "ready": f"{ready}/{state.spec.replicas}",
+        "endedPods": len(state.ended),
+        "selector": f"{LABEL_SERVICE}={state.spec.base}",
+        "url": f"{state.spec.scheme}://{state.spec.base}.{state.spec.namespace}.svc:{API_PORT}/v1",
+        "rollout": _rollout(state, previous.get("rollout") or {}, now),
+        "replicaSizing": replica_sizing(state),
     }
-    figures = capacity(Figures.of(p.report for p in facts.serving), facts.standing.figures)
-    warned = warnings(facts)
-    more = {"capacity": figures, "warnings": warned, "diagnosis": diagnosis(facts)}
+    figures = capacity(
+        CapacityStatus.of(p.report for p in state.serving), state.stable_state.figures
+    )
+    warned = warnings(state)
+    more = {"capacity": figures, "warnings": warned, "diagnosis": diagnosis(state)}
     out |= {key: value for key, value in more.items() if value}
     news = _warning_events(warned, previous.get("warnings") or [])
-    news += _ended_events(facts.ended, previous.get("endedPods") or 0)
-    if facts.plan.gate is not None:
+    news += _ended_events(state.ended, previous.get("endedPods") or 0)
+    if state.plan.gate is not None:
         news += _gate_events(made, out["rollout"], previous)
-    if facts.scaling is not None:
-        out["desiredReplicas"] = facts.scaling.replicas
-        news += _scale_events(facts.scaling, previous.get("desiredReplicas"))
+    if state.scaling is not None:
+        out["desiredReplicas"] = state.scaling.replicas
+        news += _scale_events(state.scaling, previous.get("desiredReplicas"))
     return out, [*news, *events(made, previous)]
 
 
@@ -112,14 +114,14 @@ def refused(spec_error: Condition, body: Object, now: str) -> tuple[Object, list
     return status, events(made, previous)
 
 
-def _rollout(facts: Facts, previous: Object, now: str) -> Object:
-    plan = facts.plan
-    out: Object = {"stableRevision": plan.stable, "imageOutdated": facts.image_outdated}
+def _rollout(state: ServiceState, previous: Object, now: str) -> Object:
+    plan = state.plan
+    out: Object = {"stableRevision": plan.stable, "imageOutdated": state.image_outdated}
     if plan.candidate:
         out["candidateRevision"] = plan.candidate
     if plan.rejected:
         out["rejectedRevision"] = plan.rejected
-    gate = _gate(facts)
+    gate = _gate(state)
     if gate:
         before = dict(previous.get("gate") or {})
         since = before.pop("time", now)
@@ -127,10 +129,10 @@ def _rollout(facts: Facts, previous: Object, now: str) -> Object:
     return out
 
 
-def _gate(facts: Facts) -> Object:
+def _gate(state: ServiceState) -> Object:
     """The verdict of what is on its way or was rejected, else of the revision that serves."""
-    plan = facts.plan
-    verdict = plan.gate or facts.standing.last_verdict()
+    plan = state.plan
+    verdict = plan.gate or state.stable_state.last_verdict()
     if verdict is None:
         return {}
     revision = plan.candidate or plan.rejected or plan.stable
@@ -176,9 +178,9 @@ def _scale_events(scaling: Scaling, before: int | None) -> list[Event]:
     return [Event("Scaled", "Normal", f"from {before} to {scaling.replicas}: {scaling.why}")]
 
 
-def warnings(facts: Facts) -> list[str]:
+def warnings(state: ServiceState) -> list[str]:
     """What replicas warn of in their reports, such as slower kernels; each once."""
-    found = {text for p in facts.pods if p.report is not None for text in p.report.warnings}
+    found = {text for p in state.pods if p.report is not None for text in p.report.warnings}
     return sorted(found)[:MAX_WARNINGS]
 
 
@@ -186,13 +188,13 @@ def _warning_events(now: list[str], before: list[str]) -> list[Event]:
     return [Event("ReplicaWarning", "Warning", text) for text in now if text not in before]
 
 
-def diagnosis(facts: Facts) -> Object:
+def diagnosis(state: ServiceState) -> Object:
     """What the engine that failed said: of the newest revision's replicas, else of the rejected
     one's, which are gone."""
-    said = next((d for p in facts.newest if (d := _said(p)) is not None), None)
-    revision = facts.plan.candidate or facts.plan.stable
-    if said is None and facts.plan.rejected and facts.plan.gate is not None:
-        said, revision = facts.plan.gate.diagnosis, facts.plan.rejected
+    said = next((d for p in state.newest if (d := _said(p)) is not None), None)
+    revision = state.plan.candidate or state.plan.stable
+    if said is None and state.plan.rejected and state.plan.gate is not None:
+        said, revision = state.plan.gate.diagnosis, state.plan.rejected
     if said is None:
         return {}
     found = encode(said)
@@ -206,12 +208,12 @@ def _said(pod: PodView) -> Termination | None:
     return pod.report.failure if pod.report is not None else None
 
 
-def replica_sizing(facts: Facts) -> list[Object]:
+def replica_sizing(state: ServiceState) -> list[Object]:
     """At most 16 replicas, worst first: those without a size, then by tokens."""
-    ordered = sorted(facts.pods, key=lambda p: (p.ready, p.kv_tokens or 0, p.name))
+    ordered = sorted(state.pods, key=lambda p: (p.ready, p.kv_tokens or 0, p.name))
     out = []
     for pod in ordered[:MAX_REPLICA_SIZING]:
-        item: Object = {"pod": pod.name, "state": replica_state(pod, facts.spec.min_kv_tokens)}
+        item: Object = {"pod": pod.name, "state": replica_state(pod, state.spec.min_kv_tokens)}
         if pod.node:
             item["node"] = pod.node
         if pod.kv_tokens is not None and pod.report is not None:

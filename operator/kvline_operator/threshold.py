@@ -21,7 +21,7 @@ class Threshold:
     by_minimum: bool = False
 
 
-class Sized(Protocol):
+class HasTokens(Protocol):
     @property
     def gpu(self) -> str: ...
     @property
@@ -49,7 +49,7 @@ class Thresholds:
         """Whether others have a baseline, and this GPU model has none."""
         return bool(self.baseline) and gpu not in self.baseline
 
-    def distance(self, replica: Sized) -> tuple[float, int]:
+    def distance(self, replica: HasTokens) -> tuple[float, int]:
         """How near a replica is to what it must have; less than 1: short of it."""
         return replica.tokens / max(1, self.of(replica.gpu).tokens), replica.tokens
 

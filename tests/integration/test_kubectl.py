@@ -12,8 +12,8 @@ from rolling import Service, up_to_date
 
 from kvline_kubectl import act
 from kvline_kubectl.cluster import Problem, connect
-from kvline_operator.board import Past
-from kvline_operator.verdicts import Standing
+from kvline_operator.revision_state import RevisionState
+from kvline_operator.status_cache import RevisionEntry
 
 pytestmark = pytest.mark.integration
 
@@ -125,7 +125,7 @@ def test_a_change_in_between_is_not_undone(space: Any) -> None:
     space.apply()
     mine = connect(None, str(space.cluster.kubeconfig), space.name)
     read = mine.service("chat")
-    patch = act.promote(read, (Past("aaaaa", 1, "", "", {}, Standing()),), "aaaaa")[1]
+    patch = act.promote(read, (RevisionEntry("aaaaa", 1, "", "", {}, RevisionState()),), "aaaaa")[1]
     space.apply(replicas=2)
     with pytest.raises(Problem, match="was changed meanwhile"):
         mine.patch(read, patch)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.integration
 SHIPPED = ("manifests/install.yaml", "manifests/crd.yaml")
 SAMPLES = "manifests/samples"
 EXCEPTIONS = {
-    "pod-probes-identical": "what makes it unwell makes it of no use, and nothing else does",
+    "pod-probes-identical": "what makes it unhealthy makes it of no use, and nothing else does",
     "container-image-pull-policy": "images are named by digest, and are what they were",
     "deployment-replicas": "there is one operator; what serves does not need it",
     "deployment-strategy": "of two at a time each would undo the other's writes for a moment",

@@ -17,8 +17,8 @@ sys.path.insert(0, str(ROOT / "tests" / "operator"))
 
 from pictures import rolled_back, simple
 
-from kvline_operator.board import Board, View
 from kvline_operator.page.app import serve as serve_page
+from kvline_operator.status_cache import StatusCache, View
 
 pytestmark = pytest.mark.integration
 
@@ -66,7 +66,7 @@ def test_the_operator_s_page_has_what_the_status_has(
 
 
 def test_an_open_page_follows_what_happens(browse: Callable[..., str]) -> None:
-    class Changing(Board):
+    class Changing(StatusCache):
         looks = 0
 
         def all(self) -> list[View]:

@@ -1,4 +1,4 @@
-"""The real operator against a real API server: the state of the world, whatever happens."""
+"""The real operator against a real API server: the state of the context, whatever happens."""
 
 from __future__ import annotations
 

@@ -16,10 +16,10 @@ from kvline_contract.report import (
     Stage,
     State,
 )
-from kvline_operator.board import Board, Past, View
 from kvline_operator.observe import view
+from kvline_operator.revision_state import RevisionState
 from kvline_operator.sizing import Reading
-from kvline_operator.verdicts import Standing
+from kvline_operator.status_cache import RevisionEntry, StatusCache, View
 from kvline_operator.workqueue import Key
 
 MEMORY = Memory(2048, 513, 104, 0, 861, 128, 442)
@@ -105,11 +105,11 @@ def rolled_back(name: str = "smollm2", message: str = LOSS) -> View:
         pod(f"{name}-dt8h5-c", "dt8h5", State.VALIDATING, 8528),
     )
     less = {**INPUTS, "resources": {"memory": "1536Mi"}}
-    failed = Standing(verdict="Rejected", measured=8528, required=18408)
-    first = Standing(accepted=1, baseline={"": 19376})
+    failed = RevisionState(verdict="Rejected", measured=8528, required=18408)
+    first = RevisionState(accepted=1, baseline={"": 19376})
     history = (
-        Past("dt8h5", 2, "image:1", "2026-11-22T00:40:00Z", less, failed),
-        Past("9xqtt", 1, "image:1", "2026-11-21T10:00:00Z", INPUTS, first),
+        RevisionEntry("dt8h5", 2, "image:1", "2026-11-22T00:40:00Z", less, failed),
+        RevisionEntry("9xqtt", 1, "image:1", "2026-11-21T10:00:00Z", INPUTS, first),
     )
     spec = {"model": {"source": "pvc://models/smollm2"}, "replicas": 2}
     return View(Key("team", name), spec, status, pods, history)
@@ -120,8 +120,8 @@ def simple(name: str, state: str, reason: str) -> View:
     return View(Key("research", name), {"replicas": 1}, {"conditions": [ready]})
 
 
-def board() -> Board:
-    made = Board()
+def board() -> StatusCache:
+    made = StatusCache()
     made.put(rolled_back())
     made.put(simple("new", "False", "Stressing"))
     made.put(simple("too-much", "False", "BelowMinimum"))

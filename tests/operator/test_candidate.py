@@ -8,7 +8,7 @@ import pytest
 
 from kvline_operator.candidate import failure, hindrance, kills
 from kvline_operator.candidate import view as view_candidate
-from kvline_operator.ends import ended, has_ended, surplus
+from kvline_operator.ended_pods import ended, has_ended, surplus
 from kvline_operator.gate import Kind
 from kvline_operator.kills import dumps, parse
 from kvline_operator.observe import PodView, view

@@ -24,19 +24,19 @@ from kvline_contract.report import (
     State,
     Termination,
 )
-from kvline_operator import status, verdicts
+from kvline_operator import revision_state, status
+from kvline_operator.capacity_status import CapacityStatus, keep
 from kvline_operator.conditions import conditions
-from kvline_operator.ends import EndedPod
-from kvline_operator.facts import Condition, Facts
-from kvline_operator.figures import Figures, keep
+from kvline_operator.ended_pods import EndedPod
 from kvline_operator.gate import GateResult, Verdict
 from kvline_operator.observe import Ended, PodView
 from kvline_operator.prepare import Preparation
 from kvline_operator.records import merge
+from kvline_operator.revision_state import RevisionState
 from kvline_operator.rollout import RolloutPlan
+from kvline_operator.service_state import Condition, ServiceState
 from kvline_operator.spec import parse
 from kvline_operator.threshold import Thresholds
-from kvline_operator.verdicts import Standing
 
 BODY = {
     "metadata": {"name": "chat", "namespace": "ns", "uid": "u", "generation": 3},
@@ -89,15 +89,15 @@ def recorded() -> dict[str, Record]:
     return merge({}, [made])
 
 
-def facts(*pods: PodView, spec: dict[str, Any] | None = None, **more: Any) -> Facts:
+def service_state(*pods: PodView, spec: dict[str, Any] | None = None, **more: Any) -> ServiceState:
     body = {**BODY, "spec": {**BODY["spec"], **(spec or {})}}
     more.setdefault("plan", RolloutPlan({"aaaaa": 1}, "aaaaa"))
     spec_ = parse(body)
     more.setdefault("limits", Thresholds(spec_.min_kv_tokens))
-    return Facts(spec_, pods=pods, **more)
+    return ServiceState(spec_, pods=pods, **more)
 
 
-def by_type(made: Facts) -> dict[str, Condition]:
+def by_type(made: ServiceState) -> dict[str, Condition]:
     return {c.type: c for c in conditions(made)}
 
 
@@ -107,7 +107,7 @@ def ended(code: int, reason: str = "Error", message: str = "why") -> Ended:
 
 
 def test_a_serving_replica() -> None:
-    got = by_type(facts(ready_pod(), records=recorded()))
+    got = by_type(service_state(ready_pod(), records=recorded()))
     assert {k: c.status for k, c in got.items()} == dict.fromkeys(got, "True")
     assert got["Ready"].reason == "Serving"
     assert got["UpToDate"].reason == "UpToDate"
@@ -115,14 +115,14 @@ def test_a_serving_replica() -> None:
 
 def test_up_to_date_is_the_newest_revision_alone() -> None:
     left = replace(ready_pod(), name="old", revision="00000")
-    got = by_type(facts(ready_pod(), left))
+    got = by_type(service_state(ready_pod(), left))
     assert (got["UpToDate"].status, got["UpToDate"].reason) == ("False", "RollingOut")
     assert "1 of another" in got["UpToDate"].message
 
 
 @pytest.mark.parametrize("state", [s for s in State if s not in (State.VALIDATED, State.FAILED)])
 def test_each_stage_shows_as_the_reason(state: State) -> None:
-    got = by_type(facts(replace(PLAIN, running=True, report=report(state))))
+    got = by_type(service_state(replace(PLAIN, running=True, report=report(state))))
     assert got["CapacityMeasured"].reason == str(state)
     assert got["Ready"] == Condition("Ready", "False", str(state), got["Ready"].message)
 
@@ -132,7 +132,7 @@ def test_a_load_says_how_far_it_is_in_steps_that_bound_its_writes() -> None:
     for done in range(0, 140_001, 10):
         stage = Stage("load", 1, done << 20, total_bytes=140_000 << 20)
         loading = replace(report(State.LOADING), stages=(stage,))
-        got = by_type(facts(replace(PLAIN, running=True, report=loading)))
+        got = by_type(service_state(replace(PLAIN, running=True, report=loading)))
         texts.append(got["CapacityMeasured"].message)
     assert texts[0] == "loading 0 of 140,000 MiB"
     assert texts[1234] == "loading 11,200 of 140,000 MiB"
@@ -143,12 +143,12 @@ def test_a_load_says_how_far_it_is_in_steps_that_bound_its_writes() -> None:
 def test_the_replica_furthest_along_speaks() -> None:
     loading = replace(PLAIN, running=True, report=report(State.LOADING))
     further = replace(PLAIN, name="b", running=True, report=report(State.VALIDATING))
-    assert by_type(facts(loading, further))["CapacityMeasured"].reason == "Validating"
+    assert by_type(service_state(loading, further))["CapacityMeasured"].reason == "Validating"
 
 
 def test_too_little_names_both_figures_and_the_knobs() -> None:
     small = replace(ready_pod(900), ready=False)
-    got = by_type(facts(small))
+    got = by_type(service_state(small))
     assert got["CapacityMeasured"].status == "True"
     assert got["CapacitySufficient"].reason == "BelowMinimum"
     text = got["Ready"].message
@@ -159,8 +159,10 @@ def test_too_little_names_both_figures_and_the_knobs() -> None:
 def test_an_accepted_revision_that_measures_less_serves_and_warns_with_both_figures() -> None:
     """A smaller GPU or another driver must not lock out what was accepted: the figure shows, with
     where it comes from, and the only threshold left is the service's own."""
-    standing = Standing(accepted=2, baseline={"": 4096}, required=3892, bytes_per_token=512)
-    made = facts(ready_pod(2000), standing=standing, records={})
+    stable_state = RevisionState(
+        accepted=2, baseline={"": 4096}, required=3892, bytes_per_token=512
+    )
+    made = service_state(ready_pod(2000), stable_state=stable_state, records={})
     got = by_type(made)
     assert got["Ready"].reason == "Serving"
     assert (got["CapacitySufficient"].status, got["CapacityStable"].status) == ("True", "False")
@@ -171,8 +173,8 @@ def test_an_accepted_revision_that_measures_less_serves_and_warns_with_both_figu
     assert "1000 are required (spec.capacity.minKVTokens)" in got["CapacitySufficient"].message
     _, news = status.build(made, {}, "now")
     assert [n.message for n in news if n.reason == "BelowBaseline"] == [stable.message]
-    lenient = facts(
-        ready_pod(2000), standing=standing, spec={"rollout": {"minCapacityPercent": 40}}
+    lenient = service_state(
+        ready_pod(2000), stable_state=stable_state, spec={"rollout": {"minCapacityPercent": 40}}
     )
     assert by_type(lenient)["CapacityStable"].reason == "NoRecord", "the policy of today counts"
 
@@ -181,12 +183,14 @@ def test_a_candidate_s_replica_that_the_gate_holds_back_names_what_binds_it() ->
     plan = RolloutPlan({"aaaaa": 1, "bbbbb": 1}, "aaaaa", "bbbbb", FAILED)
     limits = Thresholds(0, 95, {"": 4096})
     short = replace(ready_pod(3000, "b"), ready=False, revision="bbbbb")
-    got = by_type(facts(ready_pod(), short, plan=plan, limits=limits))["CapacitySufficient"]
+    got = by_type(service_state(ready_pod(), short, plan=plan, limits=limits))["CapacitySufficient"]
     assert (got.status, got.reason) == ("False", "BelowBaseline")
     assert "b measured 3000 KV tokens, 3892 are required (95 % of the baseline 4096" in got.message
     assert "892 short, it takes no traffic" in got.message
     held = replace(plan, gate=Verdict(GateResult.HELD, "cannot be compared", 3000, stuck=True))
-    got = by_type(facts(ready_pod(), short, plan=held, limits=Thresholds()))["CapacitySufficient"]
+    got = by_type(service_state(ready_pod(), short, plan=held, limits=Thresholds()))[
+        "CapacitySufficient"
+    ]
     assert (got.status, got.reason, got.message) == (
         "False",
         "NotComparable",
@@ -201,11 +205,11 @@ def test_every_exit_code_becomes_its_condition(code: int) -> None:
     crashed = replace(PLAIN, ended=ended(code), restarts=3)
     again = replace(crashed, running=True, report=report(State.LOADING))
     for pod in (crashed, again):
-        condition = by_type(facts(pod))[meaning.condition]
+        condition = by_type(service_state(pod))[meaning.condition]
         assert (condition.status, condition.reason) == ("False", meaning.reason)
         assert condition.message == "why"
     recovered = replace(ready_pod(), ended=ended(code))
-    assert by_type(facts(recovered))["Ready"].reason == "Serving"
+    assert by_type(service_state(recovered))["Ready"].reason == "Serving"
 
 
 @pytest.mark.parametrize(
@@ -215,7 +219,7 @@ def test_kills_for_memory_while_sizing_are_retries_then_a_failure(
     restarts: int, reason: str
 ) -> None:
     killed = Ended(137, "OOMKilled", None, "")
-    got = by_type(facts(replace(PLAIN, ended=killed, restarts=restarts)))
+    got = by_type(service_state(replace(PLAIN, ended=killed, restarts=restarts)))
     assert got["CapacityMeasured"].reason == reason
     assert "memory limit" in got["CapacityMeasured"].message
 
@@ -244,14 +248,14 @@ def test_kills_for_memory_while_sizing_are_retries_then_a_failure(
     ],
 )
 def test_what_stands_in_the_way_is_the_reason(pod: PodView, kind: str, reason: str) -> None:
-    got = by_type(facts(pod))
+    got = by_type(service_state(pod))
     assert got[kind].reason == reason
     assert got[kind].status != "True"
     assert got["Ready"].status == "False"
 
 
 def test_scaled_to_zero_is_a_state_of_its_own() -> None:
-    got = by_type(facts(spec={"replicas": 0}))
+    got = by_type(service_state(spec={"replicas": 0}))
     assert got["Ready"] == Condition("Ready", "False", "ScaledToZero", "no replica is asked for")
     assert got["UpToDate"].status == "True"
     assert got["CapacityMeasured"].reason == "ScaledToZero"
@@ -290,7 +294,7 @@ def test_a_candidate_leaves_ready_true_and_says_why_it_does_not_serve(
     )
     name = {"rejected" if rejected else "candidate": "bbbbb"}
     plan = RolloutPlan({"aaaaa": 1}, "aaaaa", gate=gate, paused=paused, **name)
-    got = by_type(facts(ready_pod(), candidate, plan=plan))
+    got = by_type(service_state(ready_pod(), candidate, plan=plan))
     assert got["Ready"].status == "True"
     assert (got["UpToDate"].status, got["UpToDate"].reason) == ("False", reason)
     assert said in got["UpToDate"].message
@@ -303,7 +307,7 @@ def test_nothing_is_said_to_serve_where_nothing_does(gate: Verdict, word: str) -
     named: dict[str, Any] = {word: "bbbbb"}
     plan = RolloutPlan({"bbbbb": 1}, "aaaaa", gate=gate, **named)
     for pods in ((), (replace(ready_pod(), ready=False),)):
-        got = by_type(facts(*pods, plan=plan))
+        got = by_type(service_state(*pods, plan=plan))
         assert "nothing serves" in got["UpToDate"].message
         assert "aaaaa serves" not in " ".join(c.message for c in got.values())
         assert got["Ready"].status == "False"
@@ -315,11 +319,11 @@ LOST = EndedPod("p1", "u", "aaaaa", "n1", "t2", "UnexpectedAdmissionError", "no 
 
 def test_pods_that_ended_for_good_are_counted_apart_and_named_while_replicas_are_missing() -> None:
     evicted = replace(LOST, reason="Evicted", message="low on memory")
-    made, _ = status.build(facts(ready_pod(), ended=(evicted, LOST)), {}, "now")
+    made, _ = status.build(service_state(ready_pod(), ended=(evicted, LOST)), {}, "now")
     assert (made["replicas"], made["readyReplicas"], made["endedPods"]) == (1, 1, 2)
-    got = by_type(facts(ready_pod(), ended=(evicted,)))
+    got = by_type(service_state(ready_pod(), ended=(evicted,)))
     assert (got["UpToDate"].status, got["Progressing"].reason) == ("True", "Complete")
-    got = by_type(facts(PLAIN, ended=(evicted, LOST)))
+    got = by_type(service_state(PLAIN, ended=(evicted, LOST)))
     assert "replaced: 2, the last one p1 on n1: Evicted: low on memory" in (
         got["Progressing"].message
     )
@@ -328,55 +332,69 @@ def test_pods_that_ended_for_good_are_counted_apart_and_named_while_replicas_are
 def test_a_gpu_that_a_node_cannot_give_is_a_device_failure_until_a_container_runs() -> None:
     """F34."""
     waiting = replace(PLAIN, created="t3")
-    got = by_type(facts(waiting, ended=(LOST,), spec=GPU))["Progressing"]
+    got = by_type(service_state(waiting, ended=(LOST,), spec=GPU))["Progressing"]
     assert (got.status, got.reason) == ("False", "DeviceFailure")
     assert "no healthy devices" in got.message
-    assert by_type(facts(waiting, ended=(LOST,)))["Progressing"].reason == "RollingOut", "no GPU"
+    assert by_type(service_state(waiting, ended=(LOST,)))["Progressing"].reason == "RollingOut", (
+        "no GPU"
+    )
     runs = replace(waiting, running=True)
-    assert by_type(facts(runs, ended=(LOST,), spec=GPU))["Progressing"].reason == "RollingOut"
+    assert (
+        by_type(service_state(runs, ended=(LOST,), spec=GPU))["Progressing"].reason == "RollingOut"
+    )
     old = replace(runs, created="t1")
-    assert by_type(facts(old, ended=(LOST,), spec=GPU))["Progressing"].reason == "DeviceFailure"
+    assert (
+        by_type(service_state(old, ended=(LOST,), spec=GPU))["Progressing"].reason
+        == "DeviceFailure"
+    )
     other = replace(LOST, revision="00000")
-    assert by_type(facts(waiting, ended=(other,), spec=GPU))["Progressing"].reason == "RollingOut"
+    assert (
+        by_type(service_state(waiting, ended=(other,), spec=GPU))["Progressing"].reason
+        == "RollingOut"
+    )
 
 
 def test_a_kill_by_the_kubelet_is_told_from_the_engine_s_own_end() -> None:
     for code in (137, 143):
-        got = by_type(facts(replace(PLAIN, ended=ended(code))))["CapacityMeasured"]
+        got = by_type(service_state(replace(PLAIN, ended=ended(code))))["CapacityMeasured"]
         assert (got.status, got.reason) == ("False", "Killed")
         assert f"code {code}" in got.message
     again = replace(PLAIN, ended=ended(137), running=True, report=report(State.LOADING))
-    assert by_type(facts(again))["CapacityMeasured"].reason == "Loading"
+    assert by_type(service_state(again))["CapacityMeasured"].reason == "Loading"
 
 
 def test_the_last_figures_stay_while_nothing_serves_marked_with_their_time() -> None:
-    served = Figures.of([report(State.VALIDATED, 4096), report(State.VALIDATED, 4000)])
+    served = CapacityStatus.of([report(State.VALIDATED, 4096), report(State.VALIDATED, 4000)])
     kept = keep(None, served, "2026-11-22T10:00:00Z")
     assert kept is not None and kept.as_of is None
-    assert keep(kept, Figures.of([report(State.VALIDATED, 4000)]), "later") == kept
+    assert keep(kept, CapacityStatus.of([report(State.VALIDATED, 4000)]), "later") == kept
     gone = keep(kept, None, "2026-11-22T11:00:00Z")
     assert gone is not None and gone.as_of == "2026-11-22T11:00:00Z"
     assert keep(gone, None, "2026-11-22T12:00:00Z") == gone, "written once"
     assert keep(gone, served, "2026-11-22T12:00:00Z") == kept
-    made, _ = status.build(facts(PLAIN, standing=Standing(accepted=1, figures=gone)), {}, "now")
+    made, _ = status.build(
+        service_state(PLAIN, stable_state=RevisionState(accepted=1, figures=gone)), {}, "now"
+    )
     assert made["capacity"]["kvTokens"] == 4000 and made["capacity"]["serving"] is False
     assert (made["capacity"]["kvTokensTotal"], made["capacity"]["asOf"]) == (0, gone.as_of)
-    made, _ = status.build(facts(ready_pod(), standing=Standing(figures=gone)), {}, "now")
+    made, _ = status.build(
+        service_state(ready_pod(), stable_state=RevisionState(figures=gone)), {}, "now"
+    )
     assert made["capacity"]["kvTokensTotal"] == 4096 and made["capacity"]["serving"] is True
     assert "asOf" not in made["capacity"]
     for text in ("", "{}", gone.dumps().replace("2026-11-22T11:00:00Z", "yesterday")):
-        assert Figures.parse(text) is None
+        assert CapacityStatus.parse(text) is None
 
 
 def test_warnings_of_reports_reach_the_status_and_are_told_once() -> None:
     slow = replace(report(State.VALIDATED), warnings=("slower kernels", "no host memory limit"))
     pods = (replace(ready_pod(), report=slow), replace(ready_pod(), name="b", report=slow))
-    made, news = status.build(facts(*pods), {}, "now")
+    made, news = status.build(service_state(*pods), {}, "now")
     assert made["warnings"] == ["no host memory limit", "slower kernels"]
     assert [n.message for n in news if n.reason == "ReplicaWarning"] == made["warnings"]
-    _, quiet = status.build(facts(*pods), made, "later")
+    _, quiet = status.build(service_state(*pods), made, "later")
     assert not [n for n in quiet if n.reason == "ReplicaWarning"]
-    assert "warnings" not in status.build(facts(ready_pod()), made, "later")[0]
+    assert "warnings" not in status.build(service_state(ready_pod()), made, "later")[0]
 
 
 def test_what_would_help_is_a_field_and_outlives_the_rejected_pod() -> None:
@@ -392,18 +410,18 @@ def test_what_would_help_is_a_field_and_outlives_the_rejected_pod() -> None:
         "largestMaxModelLen": 512,
         "knobs": [{"field": "spec.engine.maxModelLen", "direction": "lower", "value": 512}],
     }
-    assert status.build(facts(crashed), {}, "now")[0]["diagnosis"] == expected
-    assert "diagnosis" not in status.build(facts(ready_pod()), {}, "now")[0]
-    stored = verdicts.written(Standing(verdict="Rejected", against=3, diagnosis=said))
-    kept = verdicts.read({"metadata": {"annotations": stored}}).last_verdict()
+    assert status.build(service_state(crashed), {}, "now")[0]["diagnosis"] == expected
+    assert "diagnosis" not in status.build(service_state(ready_pod()), {}, "now")[0]
+    stored = revision_state.written(RevisionState(verdict="Rejected", against=3, diagnosis=said))
+    kept = revision_state.read({"metadata": {"annotations": stored}}).last_verdict()
     plan = RolloutPlan({"aaaaa": 1}, "aaaaa", gate=kept, rejected="bbbbb")
-    made, _ = status.build(facts(ready_pod(), plan=plan), {}, "now")
+    made, _ = status.build(service_state(ready_pod(), plan=plan), {}, "now")
     assert made["diagnosis"] == {**expected, "revision": "bbbbb"}
 
 
 def test_a_gate_s_verdict_is_told_once_with_its_figures() -> None:
     plan = RolloutPlan({"aaaaa": 1}, "aaaaa", gate=FAILED, rejected="bbbbb")
-    made, news = status.build(facts(ready_pod(), plan=plan), {}, "now")
+    made, news = status.build(service_state(ready_pod(), plan=plan), {}, "now")
     assert [n.reason for n in news if "Gate" in n.reason or "Rejected" in n.reason] == [
         "RevisionRejected"
     ]
@@ -416,10 +434,12 @@ def test_a_gate_s_verdict_is_told_once_with_its_figures() -> None:
         "message": FAILED.message,
         "time": "now",
     }
-    again, silent = status.build(facts(ready_pod(), plan=plan), made, "later")
+    again, silent = status.build(service_state(ready_pod(), plan=plan), made, "later")
     assert again == made and not silent
     taken_back, quiet = status.build(
-        facts(ready_pod(), standing=Standing(accepted=2, verdict="Passed", message="enough")),
+        service_state(
+            ready_pod(), stable_state=RevisionState(accepted=2, verdict="Passed", message="enough")
+        ),
         made,
         "later",
     )
@@ -429,31 +449,34 @@ def test_a_gate_s_verdict_is_told_once_with_its_figures() -> None:
 
 def test_each_rejected_revision_has_one_event() -> None:
     plan = RolloutPlan({"aaaaa": 1}, "aaaaa", gate=FAILED, rejected="bbbbb")
-    made, _ = status.build(facts(ready_pod(), plan=plan), {}, "now")
+    made, _ = status.build(service_state(ready_pod(), plan=plan), {}, "now")
     another = replace(plan, rejected="ccccc")
-    _, news = status.build(facts(ready_pod(), plan=another), made, "later")
+    _, news = status.build(service_state(ready_pod(), plan=another), made, "later")
     assert [n.message for n in news if n.reason == "RevisionRejected"] == [
         f"revision ccccc was rejected, aaaaa serves: {FAILED.message}"
     ]
     late = replace(plan, gate=replace(STUCK, expired=True))
-    _, news = status.build(facts(ready_pod(), plan=late), {}, "now")
+    _, news = status.build(service_state(ready_pod(), plan=late), {}, "now")
     assert [n.reason for n in news if "Rejected" in n.reason] == ["RevisionRejected"]
     kept = RolloutPlan({"aaaaa": 1, "bbbbb": 1}, "aaaaa", "bbbbb", FAILED)  # onFailure: Hold
-    made, news = status.build(facts(ready_pod(), plan=kept), {}, "now")
+    made, news = status.build(service_state(ready_pod(), plan=kept), {}, "now")
     assert [n.reason for n in news if "Rejected" in n.reason] == ["RevisionRejected"]
-    assert not status.build(facts(ready_pod(), plan=kept), made, "later")[1]
+    assert not status.build(service_state(ready_pod(), plan=kept), made, "later")[1]
 
 
 def test_the_deadline_and_quota_show() -> None:
-    assert by_type(facts(PLAIN, deadline_exceeded=True))["Progressing"].reason == "DeadlineExceeded"
+    assert (
+        by_type(service_state(PLAIN, deadline_exceeded=True))["Progressing"].reason
+        == "DeadlineExceeded"
+    )
     quota = Condition("Progressing", "False", "QuotaExceeded", "pods: 5 of 5")
-    assert by_type(facts(PLAIN, apply_error=quota))["Progressing"] == quota
+    assert by_type(service_state(PLAIN, apply_error=quota))["Progressing"] == quota
 
 
 def test_a_download_is_the_reason_and_not_that_its_time_is_over() -> None:
     """A hundred gigabytes take longer than a Deployment's deadline."""
     pod = replace(PLAIN, downloading=True)
-    got = by_type(facts(pod, deadline_exceeded=True))
+    got = by_type(service_state(pod, deadline_exceeded=True))
     assert got["Progressing"].reason == "DeadlineExceeded"
     assert got["Ready"].reason == "Downloading"
 
@@ -468,17 +491,17 @@ def test_a_download_is_the_reason_and_not_that_its_time_is_over() -> None:
 def test_pods_that_are_never_made_are_told_with_the_api_servers_words(
     message: str, reason: str
 ) -> None:
-    condition = by_type(facts(refused=message))["Progressing"]
+    condition = by_type(service_state(refused=message))["Progressing"]
     assert (condition.status, condition.reason, condition.message) == ("False", reason, message)
 
 
 def test_what_pods_wait_for_is_told() -> None:
     waits = Preparation({}, condition="ModelAvailable", reason="Downloading", message="Job x")
-    got = by_type(facts(preparing=waits))
+    got = by_type(service_state(preparing=waits))
     assert got["ModelAvailable"] == Condition("ModelAvailable", "False", "Downloading", "Job x")
     assert got["Ready"].reason == "Downloading"
     pull = Preparation({}, condition="Progressing", reason="ImagePullFailed", message="Job x")
-    assert by_type(facts(preparing=pull))["Progressing"].reason == "ImagePullFailed"
+    assert by_type(service_state(preparing=pull))["Progressing"].reason == "ImagePullFailed"
 
 
 @pytest.mark.parametrize(("rejected", "back"), [(True, False), (True, True), (False, False)])
@@ -487,23 +510,25 @@ def test_nobody_is_told_that_a_revision_serves_which_does_not(rejected: bool, ba
     candidate, gone = ("", "bbbbb") if rejected else ("bbbbb", "")
     plan = RolloutPlan({"aaaaa": 1}, "aaaaa", candidate, FAILED, gone)
     pods = (ready_pod(),) if back else ()
-    message = by_type(facts(*pods, plan=plan))["UpToDate"].message
+    message = by_type(service_state(*pods, plan=plan))["UpToDate"].message
     assert ("aaaaa serves" in message) == back
     assert ("nothing serves" in message) == (not back)
 
 
 def test_a_size_away_from_its_record_is_told() -> None:
     kept = recorded()
-    assert by_type(facts(ready_pod()))["CapacityStable"].reason == "NoRecord"
-    assert by_type(facts(ready_pod(4000), records=kept))["CapacityStable"].reason == "Stable"
-    other = by_type(facts(ready_pod(), ready_pod(3900, "chat-aaaaa-2"), records=kept))
+    assert by_type(service_state(ready_pod()))["CapacityStable"].reason == "NoRecord"
+    assert (
+        by_type(service_state(ready_pod(4000), records=kept))["CapacityStable"].reason == "Stable"
+    )
+    other = by_type(service_state(ready_pod(), ready_pod(3900, "chat-aaaaa-2"), records=kept))
     assert other["CapacityStable"].reason == "Drifted"
     assert "chat-aaaaa-2 measured 3900" in other["CapacityStable"].message
     assert other["Ready"].status == "True"
 
 
 def test_capacity_is_that_of_the_smallest_replica() -> None:
-    made = facts(ready_pod(4096), ready_pod(4000, name="b"), spec={"replicas": 2})
+    made = service_state(ready_pod(4096), ready_pod(4000, name="b"), spec={"replicas": 2})
     out, _ = status.build(made, {}, "now")
     assert out["capacity"]["kvTokens"] == 4000
     assert out["capacity"]["kvTokensTotal"] == 8096
@@ -513,20 +538,20 @@ def test_capacity_is_that_of_the_smallest_replica() -> None:
 
 
 def test_an_unready_replica_gives_no_capacity() -> None:
-    out, _ = status.build(facts(replace(ready_pod(), ready=False)), {}, "now")
+    out, _ = status.build(service_state(replace(ready_pod(), ready=False)), {}, "now")
     assert "capacity" not in out
     assert out["replicaSizing"][0]["state"] == "GateClosed"
 
 
 def test_at_most_sixteen_replicas_are_listed_worst_first() -> None:
     pods = [ready_pod(5000 + i, name=f"p{i}") for i in range(20)]
-    out, _ = status.build(facts(*pods, replace(PLAIN, name="bad")), {}, "now")
+    out, _ = status.build(service_state(*pods, replace(PLAIN, name="bad")), {}, "now")
     assert len(out["replicaSizing"]) == 16
     assert out["replicaSizing"][0]["pod"] == "bad"
 
 
 def test_one_event_a_transition_with_its_figures() -> None:
-    made = facts(ready_pod())
+    made = service_state(ready_pod())
     first, news = status.build(made, {}, "t1")
     assert {e.reason for e in news} == {"CapacityValidated", "Serving"}
     assert "4096" in news[0].message
@@ -541,7 +566,7 @@ def test_a_forged_status_is_rewritten() -> None:
         "capacity": {"kvTokens": 10**9},
         "conditions": [{"type": "Ready", "status": "True"}, {"type": "Evil"}],
     }
-    out, _ = status.build(facts(PLAIN), forged, "now")
+    out, _ = status.build(service_state(PLAIN), forged, "now")
     assert "capacity" not in out
     assert {c["type"] for c in out["conditions"]} == {
         "Accepted",
@@ -557,7 +582,7 @@ def test_a_forged_status_is_rewritten() -> None:
 
 
 def test_a_refused_spec_leaves_a_serving_one_ready() -> None:
-    serving, _ = status.build(facts(ready_pod()), {}, "t1")
+    serving, _ = status.build(service_state(ready_pod()), {}, "t1")
     wrong = Condition("Accepted", "False", "SpecInvalid", "spec.model.source …")
     body = {"metadata": {"generation": 4}, "status": serving}
     out, news = status.refused(wrong, body, "t2")
@@ -576,25 +601,27 @@ def test_the_last_of_the_old_ones_is_gone_and_the_new_ones_serve(
     """Near the end of Replace and Recreate the stable revision has no replica left."""
     plan = RolloutPlan({"bbbbb": 2, "aaaaa": 0}, "aaaaa", "bbbbb", Verdict(result, "why"))
     new = replace(ready_pod(), name="b", revision="bbbbb")
-    assert by_type(facts(new, plan=plan))["Ready"].status == status
+    assert by_type(service_state(new, plan=plan))["Ready"].status == status
 
 
 def test_replicas_that_cannot_be_read_serve_on_where_their_revision_was_accepted() -> None:
     unread = replace(
         PLAIN, ready=True, running=True, report_error="ConnectionRefusedError at x:8001"
     )
-    accepted = Standing(accepted=1)
-    told = by_type(facts(unread, standing=accepted))
+    accepted = RevisionState(accepted=1)
+    told = by_type(service_state(unread, stable_state=accepted))
     assert (told["Ready"].status, told["Ready"].reason) == ("True", "Serving")
     assert "cannot be read" in told["Ready"].message
     assert told["CapacityMeasured"].reason == "ReportMissing"
-    assert by_type(facts(unread))["Ready"].status == "False"  # nothing was ever validated
+    assert by_type(service_state(unread))["Ready"].status == "False"  # nothing was ever validated
 
 
 def test_a_pod_that_kubernetes_ended_is_an_event_of_a_healthy_service() -> None:
     evicted = EndedPod("chat-aaaaa-9", "u9", "aaaaa", "n1", "t3", "Evicted", "its disk is full")
-    made, news = status.build(facts(ready_pod(), ended=(evicted, LOST)), {"endedPods": 1}, "now")
+    made, news = status.build(
+        service_state(ready_pod(), ended=(evicted, LOST)), {"endedPods": 1}, "now"
+    )
     (one,) = [event for event in news if event.reason == "PodEnded"]
     assert one.kind == "Warning" and "chat-aaaaa-9 on n1: Evicted: its disk is full" in one.message
-    _, again = status.build(facts(ready_pod(), ended=(evicted, LOST)), made, "now")
+    _, again = status.build(service_state(ready_pod(), ended=(evicted, LOST)), made, "now")
     assert "PodEnded" not in [event.reason for event in again]

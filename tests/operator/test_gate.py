@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from kvline_contract.codec import dumps
 from kvline_contract.launch import GateFile
-from kvline_operator.gate import Candidate, GateResult, Kind, Measured, Proven, judge, thresholds
+from kvline_operator.gate import Baseline, Candidate, GateResult, Kind, Measured, judge, thresholds
 from kvline_operator.threshold import Thresholds
 
 KIND = Kind("hf://org/model", 1)
-PROVEN = Proven(KIND, 100, {"H200": 1000, "": 500})
+PROVEN = Baseline(KIND, 100, {"H200": 1000, "": 500})
 PLAIN = Candidate(KIND, (Measured("H200", 960, 100),))
 
 
@@ -129,7 +129,7 @@ def test_the_table(
     assert said in verdict.message
 
 
-TWO = Proven(KIND, 100, {"H200": 1000, "A100": 500})
+TWO = Baseline(KIND, 100, {"H200": 1000, "A100": 500})
 
 
 REJECTED = "Rejected"
@@ -210,7 +210,7 @@ def test_the_gate_file_says_of_each_replica_what_the_verdict_says(
     """What passes is let in by its own gate file, and of what fails a replica is kept out."""
     replicas = tuple(Measured(gpu, tokens, 100) for gpu, tokens in sizes.items())
     candidate, policy = Candidate(KIND, replicas), Thresholds(minimum, percent)
-    proven = Proven(KIND, 100, baseline)
+    proven = Baseline(KIND, 100, baseline)
     verdict = judge(candidate, proven, policy)
     gate = thresholds(candidate, proven, policy).gate(verdict.result is GateResult.PASSED)
     let_in = all(r.tokens >= gate.threshold(r.gpu) for r in replicas)
@@ -242,7 +242,7 @@ def test_many_small_losses_do_not_add_up(sizes: list[int]) -> None:
     """Each is within 5 % of the best, whatever the one before had."""
     best = 1000
     for tokens in sizes:
-        proven = Proven(KIND, 100, {"H200": best})
+        proven = Baseline(KIND, 100, {"H200": best})
         verdict = judge(
             replace(PLAIN, replicas=(Measured("H200", tokens, 100),)), proven, Thresholds(0, 95)
         )

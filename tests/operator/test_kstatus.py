@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvline_operator.advice import ADVICE
-from kvline_operator.facts import Condition
 from kvline_operator.kstatus import STALLED, abnormal, plain
+from kvline_operator.service_state import Condition
 from kvline_operator.status import refused
 
 # The version of the language that Argo CD's own interpreter has.

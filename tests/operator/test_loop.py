@@ -1,4 +1,4 @@
-"""What the probe calls unwell: no progress. A backlog is none."""
+"""What the probe calls unhealthy: no progress. A backlog is none."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kubernetes import client
 
-from kvline_operator.board import Board
 from kvline_operator.kube import Kube, api_client
-from kvline_operator.lineage import Lineage
 from kvline_operator.loop import STALL, Loop
 from kvline_operator.metrics import Metrics
 from kvline_operator.owners import Owners
-from kvline_operator.reconcile import World
+from kvline_operator.pod_ownership import PodOwnership
+from kvline_operator.reconcile import Context
 from kvline_operator.resync import Resync
 from kvline_operator.settings import Settings
 from kvline_operator.sizing import Reports
+from kvline_operator.status_cache import StatusCache
 from kvline_operator.workqueue import Key, WorkQueue
 
 
@@ -28,11 +28,11 @@ class Clock:
 
 
 def loop(queue: WorkQueue) -> Loop:
-    settings, board = Settings("image"), Board()
+    settings, board = Settings("image"), StatusCache()
     kube = Kube(api_client(client.Configuration()))
     reports, pool = Reports(1, 1.0, 1.0), ThreadPoolExecutor(1)
-    world = World(kube, settings, reports, pool, board, Lineage(kube))
-    made = Loop(world, queue, Metrics(board, kube, queue), Resync(kube, (), Owners()), None)
+    context = Context(kube, settings, reports, pool, board, PodOwnership(kube))
+    made = Loop(context, queue, Metrics(board, kube, queue), Resync(kube, (), Owners()), None)
     made.listed_at = time.monotonic()
     return made
 
@@ -48,7 +48,7 @@ def test_a_backlog_of_hours_that_is_worked_off_is_well() -> None:
         key = queue.pop()
         assert key is not None
         clock.now += 60
-        assert working.unwell() is None
+        assert working.unhealthy() is None
         queue.done(key)
     assert queue.oldest_overdue() == 6000
 
@@ -60,6 +60,6 @@ def test_due_keys_without_a_reconcile_that_ends_are_unwell() -> None:
     queue.add(Key("ns", "a"))
     assert queue.pop() is not None
     clock.now += STALL
-    assert stuck.unwell() is None
+    assert stuck.unhealthy() is None
     clock.now += 1
-    assert stuck.unwell() == "keys are due and no reconcile has ended for 301 s"
+    assert stuck.unhealthy() == "keys are due and no reconcile has ended for 301 s"

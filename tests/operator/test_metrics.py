@@ -16,9 +16,9 @@ from kubernetes import client
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvline_contract.report import Memory, Result, SizingReport, Source, State
-from kvline_operator.board import Board, View
 from kvline_operator.kube import Kube
 from kvline_operator.metrics import Metrics
+from kvline_operator.status_cache import StatusCache, View
 from kvline_operator.workqueue import Key, WorkQueue
 from kvline_server.engine.messages import Beat, EdgeBeat
 from kvline_server.metrics import render
@@ -55,7 +55,7 @@ COUNTED = (  # gauges that count things; the thing is the unit
 
 
 def operator() -> str:
-    board = Board()
+    board = StatusCache()
     board.put(View(Key("team", "chat"), {"replicas": 1}, STATUS))
     board.put(View(Key("team", "new"), {"replicas": 2}, {}))
     times = itertools.chain((10.0, 10.0, 10.0), itertools.repeat(11.5))
@@ -116,7 +116,7 @@ def test_a_service_s_figures_are_those_of_its_status() -> None:
 
 
 def test_a_service_that_is_gone_is_not_reported() -> None:
-    board = Board()
+    board = StatusCache()
     metrics = Metrics(board, Kube(client.ApiClient()), WorkQueue())
     board.put(View(Key("team", "chat"), {}, STATUS))
     assert 'service="chat"' in metrics.text().decode()

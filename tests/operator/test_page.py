@@ -17,15 +17,15 @@ import itertools
 from pictures import board, rolled_back
 
 from kvline_contract.report import State
-from kvline_operator.board import Board
+from kvline_operator.display import PARTS
 from kvline_operator.page.app import make
-from kvline_operator.page.picture import WIDTH, age, line, moment, waterfall
-from kvline_operator.tell import PARTS
+from kvline_operator.page.view_model import WIDTH, age, line, moment, waterfall
+from kvline_operator.status_cache import StatusCache
 
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
 
 
-def page(path: str, shown: Board | None = None) -> str:
+def page(path: str, shown: StatusCache | None = None) -> str:
     answer = TestClient(make(shown or board(), lambda: NOON)).get(path)
     assert answer.status_code == 200
     return answer.text
@@ -59,7 +59,7 @@ def test_a_service_s_page_tells_its_story() -> None:
 
 
 def test_an_empty_board_and_unknown_pages_say_so() -> None:
-    client = TestClient(make(Board()))
+    client = TestClient(make(StatusCache()))
     assert "No service yet" in client.get("/").text
     for path in ("/services/team/nobody", "/static/none.js", "/static/../app.py", "/elsewhere"):
         answer = client.get(path)
@@ -79,7 +79,7 @@ def test_every_answer_forbids_what_is_not_ours(path: str) -> None:
 
 def test_what_a_message_holds_is_text() -> None:
     """A model's or an engine's words may be anything."""
-    shown = Board()
+    shown = StatusCache()
     shown.put(rolled_back(message="<script>alert(1)</script> & {{ 7 * 7 }}"))
     text = page("/services/team/smollm2", shown)
     assert "<script>alert" not in text and "49" not in text.split("conditions")[1][:2000]

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvline_operator.gate import GateResult, Verdict
-from kvline_operator.rollout import RolloutPlan, Situation, Sized, in_order, plan
+from kvline_operator.rollout import DeploymentState as Deployed
+from kvline_operator.rollout import RolloutPlan, Situation, in_order, plan
 from kvline_operator.spec import OnFailure, Rollout, Strategy
 
 HOW = Rollout()
@@ -22,7 +23,7 @@ def situations(draw: st.DrawFn) -> Situation:
     made = []
     for name in draw(st.lists(st.sampled_from("abcd"), unique=True)):
         replicas = draw(counts)
-        made.append(Sized(name, replicas, draw(st.integers(0, replicas))))
+        made.append(Deployed(name, replicas, draw(st.integers(0, replicas))))
     stable = draw(st.sampled_from(["", "a", "b"]))
     verdict = VERDICTS[draw(st.sampled_from(list(GateResult)))] if stable == "b" else None
     return Situation("a", stable, draw(counts), tuple(made), verdict)
@@ -69,9 +70,9 @@ class World:
         self.asked = dict(revisions)
         self.broken: set[str] = set()
 
-    def existing(self) -> tuple[Sized, ...]:
+    def existing(self) -> tuple[Deployed, ...]:
         return tuple(
-            Sized(r, n, 0 if r in self.broken else min(n, self.running.get(r, 0)))
+            Deployed(r, n, 0 if r in self.broken else min(n, self.running.get(r, 0)))
             for r, n in self.asked.items()
         )
 
@@ -136,31 +137,31 @@ def test_an_unmeasured_candidate_gets_one_replica_and_a_rejected_one_no_new_ones
 
 
 def story(
-    *existing: Sized, verdict: GateResult, how: Rollout = HOW, replicas: int = 2
+    *existing: Deployed, verdict: GateResult, how: Rollout = HOW, replicas: int = 2
 ) -> RolloutPlan:
     return plan(Situation("b", "a", replicas, existing, VERDICTS[verdict]), how)
 
 
 def test_the_story_of_a_change_that_passes() -> None:
     assert plan(Situation("a", "", 2, (), None), HOW).replicas == {"a": 2}
-    first = story(Sized("a", 2, 2), verdict=GateResult.HELD)
+    first = story(Deployed("a", 2, 2), verdict=GateResult.HELD)
     assert (first.replicas, first.stable, first.candidate) == ({"b": 1, "a": 2}, "a", "b")
-    passed = story(Sized("a", 2, 2), Sized("b", 1, 0), verdict=GateResult.PASSED)
+    passed = story(Deployed("a", 2, 2), Deployed("b", 1, 0), verdict=GateResult.PASSED)
     assert passed.replicas == {"b": 1, "a": 2}
-    half = story(Sized("a", 2, 2), Sized("b", 1, 1), verdict=GateResult.PASSED)
+    half = story(Deployed("a", 2, 2), Deployed("b", 1, 1), verdict=GateResult.PASSED)
     assert (half.replicas, half.stable) == ({"b": 2, "a": 1}, "a")
-    done = story(Sized("a", 1, 1), Sized("b", 2, 2), verdict=GateResult.PASSED)
+    done = story(Deployed("a", 1, 1), Deployed("b", 2, 2), verdict=GateResult.PASSED)
     assert (done.replicas, done.stable, done.candidate) == ({"b": 2}, "b", "")
 
 
 def test_one_that_fails_goes_and_one_that_fails_late_goes_as_the_others_are_back() -> None:
-    early = story(Sized("a", 2, 2), Sized("b", 1, 0), verdict=GateResult.REJECTED)
+    early = story(Deployed("a", 2, 2), Deployed("b", 1, 0), verdict=GateResult.REJECTED)
     assert (early.replicas, early.rejected, early.stable) == ({"a": 2}, "b", "a")
-    late = story(Sized("a", 1, 1), Sized("b", 2, 1), verdict=GateResult.REJECTED)
+    late = story(Deployed("a", 1, 1), Deployed("b", 2, 1), verdict=GateResult.REJECTED)
     assert late.replicas == {"a": 2, "b": 1}
     held = story(
-        Sized("a", 2, 2),
-        Sized("b", 1, 0),
+        Deployed("a", 2, 2),
+        Deployed("b", 1, 0),
         verdict=GateResult.REJECTED,
         how=replace(HOW, on_failure=OnFailure.HOLD),
     )
@@ -169,25 +170,27 @@ def test_one_that_fails_goes_and_one_that_fails_late_goes_as_the_others_are_back
 
 def test_recreate_takes_the_old_ones_away_first() -> None:
     how = replace(HOW, strategy=Strategy.RECREATE)
-    assert story(Sized("a", 2, 2), verdict=GateResult.HELD, how=how).replicas["a"] == 0
-    assert story(Sized("b", 2, 1), verdict=GateResult.PASSED, how=how).replicas["b"] == 2
-    assert story(Sized("b", 2, 0), verdict=GateResult.REJECTED, how=how).replicas == {"a": 2}
+    assert story(Deployed("a", 2, 2), verdict=GateResult.HELD, how=how).replicas["a"] == 0
+    assert story(Deployed("b", 2, 1), verdict=GateResult.PASSED, how=how).replicas["b"] == 2
+    assert story(Deployed("b", 2, 0), verdict=GateResult.REJECTED, how=how).replicas == {"a": 2}
 
 
 def test_replace_measures_the_candidate_in_the_place_of_one() -> None:
     how = replace(HOW, strategy=Strategy.REPLACE)
-    waits = plan(Situation("b", "a", 3, (Sized("a", 3, 3),), VERDICTS[GateResult.HELD], False), how)
+    waits = plan(
+        Situation("b", "a", 3, (Deployed("a", 3, 3),), VERDICTS[GateResult.HELD], False), how
+    )
     assert waits.replicas == {"b": 0, "a": 3}
-    first = story(Sized("a", 3, 3), verdict=GateResult.HELD, how=how, replicas=3)
+    first = story(Deployed("a", 3, 3), verdict=GateResult.HELD, how=how, replicas=3)
     assert (first.replicas, first.candidate) == ({"b": 1, "a": 2}, "b")
     passed = story(
-        Sized("a", 2, 2), Sized("b", 1, 0), verdict=GateResult.PASSED, how=how, replicas=3
+        Deployed("a", 2, 2), Deployed("b", 1, 0), verdict=GateResult.PASSED, how=how, replicas=3
     )
     assert passed.replicas == {"b": 1, "a": 2}
-    on = story(Sized("a", 2, 2), Sized("b", 1, 1), verdict=PASSED, how=how, replicas=3)
+    on = story(Deployed("a", 2, 2), Deployed("b", 1, 1), verdict=PASSED, how=how, replicas=3)
     assert on.replicas == {"b": 2, "a": 1}
     back = story(
-        Sized("a", 2, 2), Sized("b", 1, 0), verdict=GateResult.REJECTED, how=how, replicas=3
+        Deployed("a", 2, 2), Deployed("b", 1, 0), verdict=GateResult.REJECTED, how=how, replicas=3
     )
     assert (back.replicas, back.rejected) == ({"a": 3}, "b")
 
@@ -195,7 +198,7 @@ def test_replace_measures_the_candidate_in_the_place_of_one() -> None:
 def test_room_is_given_back_before_another_asks_for_it() -> None:
     """Between two writes there are no more replicas than asked for; a new Deployment comes first,
     as what refuses it must cost nothing."""
-    existing = (Sized("a", 2, 2), Sized("b", 1, 1), Sized("c", 1, 1))
+    existing = (Deployed("a", 2, 2), Deployed("b", 1, 1), Deployed("c", 1, 1))
     assert [n for n, _ in in_order({"b": 2, "a": 1}, existing)] == ["a", "b"]
     assert [n for n, _ in in_order({"a": 1, "c": 0, "b": 2, "d": 1}, existing)] == list("dacb")
 
@@ -203,7 +206,7 @@ def test_room_is_given_back_before_another_asks_for_it() -> None:
 def test_nothing_goes_and_nothing_starts_before_the_candidate_is_prepared() -> None:
     for strategy in Strategy:
         how = replace(HOW, strategy=strategy)
-        now = Situation("b", "a", 2, (Sized("a", 2, 2),), VERDICTS[GateResult.HELD], False)
+        now = Situation("b", "a", 2, (Deployed("a", 2, 2),), VERDICTS[GateResult.HELD], False)
         assert plan(now, how).replicas == {"b": 0, "a": 2}
         assert plan(Situation("a", "", 2, (), None, False), how).replicas == {"a": 0}
 
@@ -212,27 +215,27 @@ def test_one_that_is_not_ready_by_its_deadline_goes_and_the_others_come_back() -
     how = replace(HOW, strategy=Strategy.RECREATE, on_failure=OnFailure.HOLD)
     for result in GateResult:
         verdict = Verdict(result, "why", expired=True)
-        made = plan(Situation("b", "a", 2, (Sized("b", 2, 0),), verdict), how)
+        made = plan(Situation("b", "a", 2, (Deployed("b", 2, 0),), verdict), how)
         assert (made.replicas, made.stable, made.rejected) == ({"a": 2}, "a", "b")
 
 
 def test_a_spec_that_changed_on_the_way_brings_the_stable_ones_back_first() -> None:
     """b had taken over one of two when c was applied."""
-    existing = (Sized("a", 1, 1), Sized("b", 2, 1))
+    existing = (Deployed("a", 1, 1), Deployed("b", 2, 1))
     made = plan(Situation("c", "a", 2, existing, VERDICTS[GateResult.HELD]), HOW)
     assert made.replicas == {"c": 1, "a": 2, "b": 1}
     back = plan(Situation("a", "a", 2, existing, None), HOW)
     assert (back.replicas, back.candidate) == ({"a": 2, "b": 1}, "")
-    whole = plan(Situation("a", "a", 2, (Sized("a", 2, 2), Sized("b", 1, 1)), None), HOW)
+    whole = plan(Situation("a", "a", 2, (Deployed("a", 2, 2), Deployed("b", 1, 1)), None), HOW)
     assert whole.replicas == {"a": 2}
 
 
 def test_a_pause_moves_nothing() -> None:
     how = replace(HOW, paused=True)
-    made = story(Sized("a", 1, 1), Sized("b", 2, 1), verdict=GateResult.PASSED, how=how)
+    made = story(Deployed("a", 1, 1), Deployed("b", 2, 1), verdict=GateResult.PASSED, how=how)
     assert (made.replicas, made.paused) == ({"a": 1, "b": 2}, True)
 
 
 def test_scaled_to_zero_measures_nothing_and_keeps_the_stable_one() -> None:
-    made = story(Sized("a", 0, 0), verdict=GateResult.HELD, replicas=0)
+    made = story(Deployed("a", 0, 0), verdict=GateResult.HELD, replicas=0)
     assert (made.replicas, made.stable, made.candidate) == ({"b": 0, "a": 0}, "a", "b")

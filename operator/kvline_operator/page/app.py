@@ -12,8 +12,8 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from kvline_operator.board import Board
-from kvline_operator.page import picture
+from kvline_operator.page import view_model
+from kvline_operator.status_cache import StatusCache
 from kvline_operator.workqueue import Key
 
 # Nothing but our own style sheet and script is loaded or run, whatever a message holds.
@@ -33,7 +33,7 @@ STATIC = {
 }
 
 
-def make(board: Board, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> FastAPI:
+def make(board: StatusCache, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> FastAPI:
     app = FastAPI(title="kvline", docs_url=None, redoc_url=None, openapi_url=None)
     templates = Environment(
         loader=PackageLoader("kvline_operator.page"),
@@ -42,8 +42,8 @@ def make(board: Board, now: Callable[[], datetime] = lambda: datetime.now(UTC)) 
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    templates.filters["figure"] = picture.figure
-    templates.filters["moment"] = picture.moment
+    templates.filters["figure"] = view_model.figure
+    templates.filters["moment"] = view_model.moment
 
     def page(template: str, status: int = 200, **values: object) -> HTMLResponse:
         text = templates.get_template(template).render(now=now(), **values)
@@ -58,15 +58,15 @@ def make(board: Board, now: Callable[[], datetime] = lambda: datetime.now(UTC)) 
     @app.get("/")
     def services() -> HTMLResponse:
         views = board.all()
-        lines = [picture.line(view) for view in views]
-        return page("services.html", lines=lines, total=picture.totals(views))
+        lines = [view_model.line(view) for view in views]
+        return page("services.html", lines=lines, total=view_model.totals(views))
 
     @app.get("/services/{namespace}/{name}")
     def service(namespace: str, name: str) -> HTMLResponse:
         view = board.get(Key(namespace, name))
         if view is None:
             return page("missing.html", 404, namespace=namespace, name=name)
-        return page("service.html", s=picture.service(view, now()))
+        return page("service.html", s=view_model.service(view, now()))
 
     @app.get("/static/{name}")
     def static(name: str) -> Response:
@@ -82,7 +82,7 @@ def make(board: Board, now: Callable[[], datetime] = lambda: datetime.now(UTC)) 
     return app
 
 
-def serve(board: Board, port: int) -> None:
+def serve(board: StatusCache, port: int) -> None:
     """On a thread of its own: a slow reader of the page holds up no reconcile."""
     config = uvicorn.Config(
         make(board),

@@ -8,11 +8,7 @@ from typing import Any
 
 from kvline_contract.report import SizingReport
 from kvline_operator.advice import NOTHING, advise
-from kvline_operator.board import Past, View
-from kvline_operator.kstatus import plain
-from kvline_operator.observe import PodView, condition_of
-from kvline_operator.status import replica_state
-from kvline_operator.tell import (
+from kvline_operator.display import (
     PARTS,
     changes,
     elapsed,
@@ -21,6 +17,10 @@ from kvline_operator.tell import (
     verdict,
     wanted,
 )
+from kvline_operator.kstatus import plain
+from kvline_operator.observe import PodView, condition_of
+from kvline_operator.status import replica_state
+from kvline_operator.status_cache import RevisionEntry, View
 
 Object = dict[str, Any]
 # What a bar is as wide as, in the units of its picture.
@@ -63,7 +63,7 @@ class Totals:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ConditionRow:
     """A condition, with what to do about it."""
 
     type: str
@@ -122,7 +122,7 @@ class Service:
     capacity: Object
     memory: tuple[Bar, ...]
     total_mib: int
-    conditions: tuple[Said, ...]
+    conditions: tuple[ConditionRow, ...]
     replicas: tuple[Replica, ...]
     gate: Gate | None
     history: tuple[Row, ...]
@@ -271,7 +271,7 @@ def _stages(report: SizingReport | None) -> tuple[tuple[Bar, ...], float]:
     return tuple(out), total / 1000
 
 
-def history(past: tuple[Past, ...], rollout: Object, now: datetime) -> tuple[Row, ...]:
+def history(past: tuple[RevisionEntry, ...], rollout: Object, now: datetime) -> tuple[Row, ...]:
     out = []
     for item, older in zip(past, [*past[1:], None], strict=True):
         out.append(
@@ -281,7 +281,7 @@ def history(past: tuple[Past, ...], rollout: Object, now: datetime) -> tuple[Row
                 age=age(item.created, now),
                 verdict=verdict(item),
                 measured=measured(item),
-                required=item.standing.required,
+                required=item.state.required,
                 changed=tuple(changes(older, item)) if older else (),
                 image=item.image,
             )
@@ -289,10 +289,10 @@ def history(past: tuple[Past, ...], rollout: Object, now: datetime) -> tuple[Row
     return tuple(out)
 
 
-def _said(item: Object) -> Said:
+def _said(item: Object) -> ConditionRow:
     known = advise(item["type"], item["reason"])
     act = known is not None and known.do != NOTHING and item["status"] != "True"
-    return Said(
+    return ConditionRow(
         type=item["type"],
         state=_mood(item),
         reason=item["reason"],

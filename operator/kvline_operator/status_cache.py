@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvline_operator.observe import PodView
-from kvline_operator.verdicts import Standing
+from kvline_operator.revision_state import RevisionState
 from kvline_operator.workqueue import Key
 
 Object = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class RevisionEntry:
     """A revision and what became of it."""
 
     name: str
@@ -25,7 +25,7 @@ class Past:
     image: str
     created: str  # RFC 3339; empty for one that this reconcile made
     inputs: Object
-    standing: Standing
+    state: RevisionState
     named: bool = False  # the spec named the image
 
 
@@ -35,10 +35,10 @@ class View:
     spec: Object  # as it was applied
     status: Object
     pods: tuple[PodView, ...] = ()
-    history: tuple[Past, ...] = ()  # newest first
+    history: tuple[RevisionEntry, ...] = ()  # newest first
 
 
-class Board:
+class StatusCache:
     """Threads write, threads read; a view is never changed once it is here."""
 
     def __init__(self) -> None:
@@ -68,17 +68,17 @@ class Board:
             return [self._views[key] for key in sorted(self._views)]
 
 
-def past(stored: dict[str, Object], standings: dict[str, Standing]) -> tuple[Past, ...]:
+def past(stored: dict[str, Object], states: dict[str, RevisionState]) -> tuple[RevisionEntry, ...]:
     """ControllerRevisions by revision as history, newest first."""
     found = [
-        Past(
+        RevisionEntry(
             name=name,
             number=item.get("revision", 0),
             image=item["data"].get("image", ""),
             named=bool(item["data"].get("imageNamed")),
             created=item["metadata"].get("creationTimestamp", ""),
             inputs=item["data"].get("inputs", {}),
-            standing=standings.get(name, Standing()),
+            state=states.get(name, RevisionState()),
         )
         for name, item in stored.items()
     ]

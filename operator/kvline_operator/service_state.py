@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 
 from kvline_contract.launch import Record
 from kvline_operator.autoscale import Activity
-from kvline_operator.ends import EndedPod
+from kvline_operator.ended_pods import EndedPod
 from kvline_operator.gate import GateResult
 from kvline_operator.observe import Ended, PodView
 from kvline_operator.prepare import Preparation
+from kvline_operator.revision_state import RevisionState
 from kvline_operator.rollout import RolloutPlan
 from kvline_operator.spec import ServiceSpec
 from kvline_operator.threshold import Thresholds
-from kvline_operator.verdicts import Standing
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Scaling:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ServiceState:
     """Everything conditions are made of."""
 
     spec: ServiceSpec
@@ -46,7 +46,7 @@ class Facts:
     apply_error: Condition | None = None  # an object of ours was refused
     deadline_exceeded: bool = False
     refused: str = ""  # why no pods of the newest revision are made
-    standing: Standing = field(default_factory=Standing)  # of the stable revision
+    stable_state: RevisionState = field(default_factory=RevisionState)  # of the stable revision
     limits: Thresholds = field(default_factory=Thresholds)  # of the newest revision's replicas
     image_outdated: bool = False
     scaling: Scaling | None = None

@@ -15,8 +15,8 @@ from kvline_contract import names
 from kvline_contract.codec import ContractError
 from kvline_contract.report import Termination
 from kvline_operator import kills
-from kvline_operator.figures import STAMP, Figures, keep
-from kvline_operator.gate import GateResult, Kind, Measured, Proven, Verdict
+from kvline_operator.capacity_status import STAMP, CapacityStatus, keep
+from kvline_operator.gate import Baseline, GateResult, Kind, Measured, Verdict
 from kvline_operator.kills import Kills
 from kvline_operator.rollout import RolloutPlan
 from kvline_operator.spec import parse_source
@@ -42,7 +42,7 @@ Object = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RevisionState:
     """A revision's past."""
 
     accepted: int = 0  # counts acceptances of the service; the highest is the stable one
@@ -58,11 +58,11 @@ class Standing:
     since: str = ""  # RFC 3339: since when none of its own is ready in their place
     expired: int = 0  # `accepted` of the revision that was brought back instead
     overdue: str = ""  # what kept it until then
-    figures: Figures | None = None  # that it served last
+    figures: CapacityStatus | None = None  # that it served last
     kills: Kills = field(default_factory=dict)  # of a candidate's containers, from outside
     diagnosis: Termination | None = None  # what its engine said that failed
 
-    def verdict_now(self, stable: Standing, policy: Thresholds) -> Verdict | None:
+    def verdict_now(self, stable: RevisionState, policy: Thresholds) -> Verdict | None:
         """The verdict that was given beside this stable revision, if there is one. What measured
         too little then and has enough by today's policy is judged anew."""
         verdict = self.last_verdict() if self.against == stable.accepted else None
@@ -81,44 +81,44 @@ class Standing:
         return Verdict(result, self.message, *figures, promoted=promoted, diagnosis=self.diagnosis)
 
 
-def read(controller_revision: Object) -> Standing:
+def read(controller_revision: Object) -> RevisionState:
     said = controller_revision["metadata"].get("annotations") or {}
     verdict = said.get(names.ANNOTATION_VERDICT, "")
     fields: dict[str, Any] = {name: said.get(key, "") for name, key in TEXTS.items()}
     fields |= {name: _number(said.get(key, "")) for name, key in NUMBERS.items()}
-    return Standing(
+    return RevisionState(
         verdict=verdict if verdict in (PASSED, REJECTED, PROMOTED) else EARLIER.get(verdict, ""),
         baseline=_baseline(said.get(names.ANNOTATION_BASELINE, "")),
-        figures=Figures.parse(said.get(names.ANNOTATION_CAPACITY, "")),
+        figures=CapacityStatus.parse(said.get(names.ANNOTATION_CAPACITY, "")),
         kills=kills.parse(said.get(names.ANNOTATION_KILLS, "")),
         diagnosis=_diagnosis(said.get(names.ANNOTATION_DIAGNOSIS, "")),
         **fields,
     )
 
 
-def written(standing: Standing) -> dict[str, str]:
-    said: dict[str, Any] = {key: getattr(standing, name) for name, key in (NUMBERS | TEXTS).items()}
-    said[names.ANNOTATION_VERDICT] = standing.verdict
-    if standing.baseline:
-        said[names.ANNOTATION_BASELINE] = json.dumps(standing.baseline, sort_keys=True)
-    if standing.figures is not None:
-        said[names.ANNOTATION_CAPACITY] = standing.figures.dumps()
-    said[names.ANNOTATION_KILLS] = kills.dumps(standing.kills)
-    if standing.diagnosis is not None:
-        said[names.ANNOTATION_DIAGNOSIS] = standing.diagnosis.dumps()
+def written(state: RevisionState) -> dict[str, str]:
+    said: dict[str, Any] = {key: getattr(state, name) for name, key in (NUMBERS | TEXTS).items()}
+    said[names.ANNOTATION_VERDICT] = state.verdict
+    if state.baseline:
+        said[names.ANNOTATION_BASELINE] = json.dumps(state.baseline, sort_keys=True)
+    if state.figures is not None:
+        said[names.ANNOTATION_CAPACITY] = state.figures.dumps()
+    said[names.ANNOTATION_KILLS] = kills.dumps(state.kills)
+    if state.diagnosis is not None:
+        said[names.ANNOTATION_DIAGNOSIS] = state.diagnosis.dumps()
     return {key: str(value) for key, value in said.items() if value}
 
 
-def stable(standings: dict[str, Standing]) -> str:
+def stable(states: dict[str, RevisionState]) -> str:
     """The revision that was accepted last; empty before the first."""
-    accepted = {name: s.accepted for name, s in standings.items() if s.accepted}
+    accepted = {name: s.accepted for name, s in states.items() if s.accepted}
     return max(accepted, key=lambda name: accepted[name]) if accepted else ""
 
 
-def promoted(standing: Standing, stable: Standing, asked: bool) -> bool:
+def promoted(state: RevisionState, stable: RevisionState, asked: bool) -> bool:
     """Whether a person lets it pass now. An annotation that already did, before something else was
     accepted, is spent until it is taken away."""
-    spent = standing.verdict == PROMOTED and standing.against != stable.accepted
+    spent = state.verdict == PROMOTED and state.against != stable.accepted
     return asked and not spent
 
 
@@ -127,48 +127,48 @@ def kind(inputs: Object) -> Kind:
     return Kind(source.text.partition("@")[0], int(inputs["resources"].get("gpus", 0)))
 
 
-def proven(standing: Standing, inputs: Object) -> Proven:
-    return Proven(kind(inputs), standing.bytes_per_token, standing.baseline)
+def proven(state: RevisionState, inputs: Object) -> Baseline:
+    return Baseline(kind(inputs), state.bytes_per_token, state.baseline)
 
 
 def first(
-    standings: dict[str, Standing], measured: dict[str, tuple[Measured, ...]], wanted: str
-) -> dict[str, Standing]:
+    states: dict[str, RevisionState], measured: dict[str, tuple[Measured, ...]], wanted: str
+) -> dict[str, RevisionState]:
     """With an accepted revision where none was yet and one serves: what serves first is the
     beginning, and so is what an operator without gates left behind."""
-    serving = [name for name in measured if name in standings]
-    if stable(standings) or not serving:
-        return standings
+    serving = [name for name in measured if name in states]
+    if stable(states) or not serving:
+        return states
     name = wanted if wanted in serving else max(serving, key=lambda n: len(measured[n]))
-    begun = _raised(replace(standings[name], accepted=1), measured[name])
-    return {**standings, name: begun}
+    begun = _raised(replace(states[name], accepted=1), measured[name])
+    return {**states, name: begun}
 
 
 def remember(
-    standings: dict[str, Standing],
+    states: dict[str, RevisionState],
     plan: RolloutPlan,
     wanted: str,
     serving: tuple[Measured, ...],
     promote: str = "",
-) -> dict[str, Standing]:
-    """All standings after this reconcile. `serving` are the ready replicas of plan.stable,
+) -> dict[str, RevisionState]:
+    """All states after this reconcile. `serving` are the ready replicas of plan.stable,
     `promote` the revision that the annotation names."""
-    out = dict(standings)
-    before = stable(standings)
+    out = dict(states)
+    before = stable(states)
     if not before:
         return out
-    for name, standing in standings.items():
-        if name != wanted and standing.verdict == REJECTED:
+    for name, state in states.items():
+        if name != wanted and state.verdict == REJECTED:
             # Turned down until the spec says something else: then it may be judged anew, and what
             # was measured stays its history.
-            out[name] = replace(standing, against=0)
+            out[name] = replace(state, against=0)
         waits = name == wanted and name != plan.stable
-        if name != promote and not waits and standing.verdict == PROMOTED:
-            out[name] = replace(standing, verdict=PASSED)  # the annotation may be used again
+        if name != promote and not waits and state.verdict == PROMOTED:
+            out[name] = replace(state, verdict=PASSED)  # the annotation may be used again
     if plan.gate is not None and plan.gate.result is not GateResult.HELD:
-        out[wanted] = _judged(out[wanted], plan.gate, standings[before])
+        out[wanted] = _judged(out[wanted], plan.gate, states[before])
     if plan.stable != before and serving:
-        out[plan.stable] = _accepted(out[plan.stable], plan, standings[before])
+        out[plan.stable] = _accepted(out[plan.stable], plan, states[before])
     elif serving and promote == plan.stable and out[promote].verdict != PROMOTED:
         out[promote] = _begun_anew(out[promote], serving)
     if serving:
@@ -177,17 +177,17 @@ def remember(
 
 
 def kept(
-    standings: dict[str, Standing], stable: str, now: Figures | None, time: datetime
-) -> dict[str, Standing]:
+    states: dict[str, RevisionState], stable: str, now: CapacityStatus | None, time: datetime
+) -> dict[str, RevisionState]:
     """With the figures that the stable revision serves, or served last."""
-    standing = standings.get(stable)
-    if standing is None or not standing.accepted:
-        return standings
-    figures = keep(standing.figures, now, time.strftime(STAMP))
-    return {**standings, stable: replace(standing, figures=figures)}
+    state = states.get(stable)
+    if state is None or not state.accepted:
+        return states
+    figures = keep(state.figures, now, time.strftime(STAMP))
+    return {**states, stable: replace(state, figures=figures)}
 
 
-def _judged(standing: Standing, verdict: Verdict, beside: Standing) -> Standing:
+def _judged(state: RevisionState, verdict: Verdict, beside: RevisionState) -> RevisionState:
     word = (
         REJECTED
         if verdict.result is GateResult.REJECTED
@@ -196,7 +196,7 @@ def _judged(standing: Standing, verdict: Verdict, beside: Standing) -> Standing:
         else PASSED
     )
     return replace(
-        standing,
+        state,
         verdict=word,
         against=beside.accepted,
         measured=verdict.measured,
@@ -207,28 +207,28 @@ def _judged(standing: Standing, verdict: Verdict, beside: Standing) -> Standing:
     )
 
 
-def _accepted(standing: Standing, plan: RolloutPlan, before: Standing) -> Standing:
+def _accepted(state: RevisionState, plan: RolloutPlan, before: RevisionState) -> RevisionState:
     """A promotion and a revision that was not comparable begin the baseline anew."""
     compared = plan.gate is not None and plan.gate.baseline > 0
     baseline = dict(before.baseline) if compared else {}
-    return replace(standing, accepted=before.accepted + 1, baseline=baseline)
+    return replace(state, accepted=before.accepted + 1, baseline=baseline)
 
 
-def _begun_anew(standing: Standing, serving: tuple[Measured, ...]) -> Standing:
+def _begun_anew(state: RevisionState, serving: tuple[Measured, ...]) -> RevisionState:
     """A person takes what an accepted revision measures now as its baseline."""
     least = min(m.tokens for m in serving)
     text = f"promoted by hand: {least} KV tokens begin a new baseline"
     verdict = Verdict(GateResult.PASSED, text, least, promoted=True)
-    return replace(_judged(standing, verdict, standing), baseline={})
+    return replace(_judged(state, verdict, state), baseline={})
 
 
-def _raised(standing: Standing, serving: tuple[Measured, ...]) -> Standing:
+def _raised(state: RevisionState, serving: tuple[Measured, ...]) -> RevisionState:
     """The best that all ready replicas of one GPU model had at a time."""
-    baseline = dict(standing.baseline)
+    baseline = dict(state.baseline)
     for gpu in {m.gpu for m in serving}:
         least = min(m.tokens for m in serving if m.gpu == gpu)
         baseline[gpu] = max(least, baseline.get(gpu, 0))
-    return replace(standing, baseline=baseline, bytes_per_token=serving[0].bytes_per_token)
+    return replace(state, baseline=baseline, bytes_per_token=serving[0].bytes_per_token)
 
 
 def _number(text: str) -> int:

@@ -18,7 +18,7 @@ Object = dict[str, Any]
 MAX_KEPT = 8192  # ReplicaSets; the longest unasked goes first, and is read again
 
 
-class Lineage:
+class PodOwnership:
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
         self._lock = threading.Lock()

@@ -6,7 +6,7 @@ import json
 from datetime import datetime
 from typing import Any
 
-from kvline_operator.board import Past
+from kvline_operator.status_cache import RevisionEntry
 
 Object = dict[str, Any]
 PARTS = ("weights", "activations", "graphs", "kv", "headroom", "others")
@@ -23,14 +23,14 @@ def role(rollout: Object, revision: str) -> str:
     return next((r for r in ROLES if rollout.get(f"{r}Revision") == revision), "")
 
 
-def verdict(past: Past) -> str:
+def verdict(past: RevisionEntry) -> str:
     """Of its gate; the first revision of a service had none."""
-    return past.standing.verdict or ("First" if past.standing.accepted == 1 else "")
+    return past.state.verdict or ("First" if past.state.accepted == 1 else "")
 
 
-def measured(past: Past) -> int:
+def measured(past: RevisionEntry) -> int:
     """Tokens that its gate saw, else the best that it has proven; 0 where neither is known."""
-    return past.standing.measured or max(past.standing.baseline.values(), default=0)
+    return past.state.measured or max(past.state.baseline.values(), default=0)
 
 
 def elapsed(stamp: str, now: datetime) -> tuple[int, str]:
@@ -42,7 +42,7 @@ def elapsed(stamp: str, now: datetime) -> tuple[int, str]:
     return max(0, seconds), "s"
 
 
-def changes(older: Past, newer: Past) -> list[str]:
+def changes(older: RevisionEntry, newer: RevisionEntry) -> list[str]:
     """Fields that differ, as `path: before -> after`."""
     before, after = _flat(older.inputs), _flat(newer.inputs)
     out = [

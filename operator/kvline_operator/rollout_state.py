@@ -8,23 +8,23 @@ from datetime import datetime
 from typing import Any
 
 from kvline_contract.launch import GateFile
-from kvline_operator import candidate, deadline, prepare, rollout, verdicts
-from kvline_operator.figures import Figures
+from kvline_operator import candidate, deadline, prepare, revision_state, rollout
+from kvline_operator.capacity_status import CapacityStatus
 from kvline_operator.gate import GateResult, Verdict, judge, thresholds
 from kvline_operator.observe import Observed
+from kvline_operator.revision_state import RevisionState
 from kvline_operator.spec import ServiceSpec
 from kvline_operator.threshold import Thresholds
-from kvline_operator.verdicts import Standing
 
 Object = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Story:
+class RolloutState:
     """Where a service's revisions stand, and what follows."""
 
     stored: dict[str, Object]  # ControllerRevisions by revision
-    standings: dict[str, Standing]  # after this reconcile
+    states: dict[str, RevisionState]  # after this reconcile
     plan: rollout.RolloutPlan
     ready: dict[str, int]
     judged: Thresholds | None  # of the wanted revision, where it is not the stable one
@@ -57,19 +57,19 @@ class Story:
         observed: Observed,
         wanted: str,
         stored: dict[str, Object],
-        known: dict[str, Standing],
+        known: dict[str, RevisionState],
         time: datetime,
-    ) -> Story:
+    ) -> RolloutState:
         """Pure: from what was observed and is remembered to what should be."""
         serving = observed.serving()
-        standings = verdicts.first(known, serving, wanted)
-        stable = verdicts.stable(standings)
-        sized = observed.sized()
+        states = revision_state.first(known, serving, wanted)
+        stable = revision_state.stable(states)
+        sized = observed.deployment_states()
         verdict = judged = None
         if stable and stable != wanted:
-            verdict, judged = _verdict(spec, observed, wanted, stored, standings)
+            verdict, judged = _verdict(spec, observed, wanted, stored, states)
         situation = rollout.Situation(wanted, stable, spec.replicas, sized, verdict)
-        situation = deadline.applied(situation, spec.rollout, standings, time)
+        situation = deadline.applied(situation, spec.rollout, states, time)
         plan = rollout.plan(situation, spec.rollout)
         preparing = None
         if plan.replicas.get(wanted):
@@ -78,15 +78,15 @@ class Story:
             situation = _unprepared(situation, preparing)
             plan = rollout.plan(situation, spec.rollout)
         ready = serving.get(plan.stable, ())
-        after = verdicts.remember(standings, plan, wanted, ready, spec.rollout.promote)
+        after = revision_state.remember(states, plan, wanted, ready, spec.rollout.promote)
         after = deadline.remember(after, plan, situation, time)
         under_way = tuple(p for p in observed.pods if p.revision == wanted == plan.candidate)
         killed = candidate.kills(after[wanted].kills, under_way)
         after = {**after, wanted: replace(after[wanted], kills=killed)}
-        figures = Figures.of(
+        figures = CapacityStatus.of(
             p.report for p in observed.pods if p.ready and p.revision == plan.stable
         )
-        after = verdicts.kept(after, plan.stable, figures, time)
+        after = revision_state.kept(after, plan.stable, figures, time)
         return cls(stored, after, plan, {s.revision: s.ready for s in sized}, judged, preparing)
 
 
@@ -103,20 +103,20 @@ def _verdict(
     observed: Observed,
     wanted: str,
     stored: dict[str, Object],
-    standings: dict[str, Standing],
+    states: dict[str, RevisionState],
 ) -> tuple[Verdict, Thresholds]:
     """Of the candidate, with what its replicas must have: a verdict stands, but for a promotion, a
     later failure, or a policy that asks for less."""
-    stable = verdicts.stable(standings)
+    stable = revision_state.stable(states)
     policy = Thresholds(spec.min_kv_tokens, spec.rollout.min_capacity_percent)
-    past = standings[wanted].verdict_now(standings[stable], policy)
+    past = states[wanted].verdict_now(states[stable], policy)
     asked = spec.rollout.promote == wanted
-    promoted = verdicts.promoted(standings[wanted], standings[stable], asked)
+    promoted = revision_state.promoted(states[wanted], states[stable], asked)
     promoted = promoted or (past is not None and past.promoted)
     pods = tuple(p for p in observed.pods if p.revision == wanted)
-    kind, killed = verdicts.kind(stored[wanted]["data"]["inputs"]), standings[wanted].kills
+    kind, killed = revision_state.kind(stored[wanted]["data"]["inputs"]), states[wanted].kills
     seen = candidate.view(kind, pods, promoted, killed)
-    proven = verdicts.proven(standings[stable], stored[stable]["data"]["inputs"])
+    proven = revision_state.proven(states[stable], stored[stable]["data"]["inputs"])
     limits = thresholds(seen, proven, policy)
     now = judge(seen, proven, policy)
     if past is None or (now.result is not GateResult.HELD and _overrules(now, past)):

@@ -21,7 +21,7 @@ class Spread:
 
 
 @document
-class Figures:
+class CapacityStatus:
     """Of the ready replica with the fewest tokens."""
 
     kv_tokens: int = field("kvTokens", low=1)
@@ -46,7 +46,7 @@ class Figures:
             raise ContractError("asOf: expected a time such as 2026-01-31T12:00:00Z") from None
 
     @classmethod
-    def of(cls, reports: Iterable[SizingReport | None]) -> Figures | None:
+    def of(cls, reports: Iterable[SizingReport | None]) -> CapacityStatus | None:
         """None where no replica has a size."""
         sized = [(r, r.result) for r in reports if r is not None and r.result is not None]
         if not sized:
@@ -71,7 +71,7 @@ class Figures:
         )
 
     @classmethod
-    def parse(cls, text: str) -> Figures | None:
+    def parse(cls, text: str) -> CapacityStatus | None:
         """What was kept; None where somebody made it unreadable."""
         try:
             return decode(cls, loads(text, MAX_BYTES), strict=False)
@@ -82,7 +82,9 @@ class Figures:
         return dumps(self)
 
 
-def keep(kept: Figures | None, now: Figures | None, stamp: str) -> Figures | None:
+def keep(
+    kept: CapacityStatus | None, now: CapacityStatus | None, stamp: str
+) -> CapacityStatus | None:
     """What is remembered of a revision. Replicas that come and go with the same size change
     nothing; when the last one goes, the time is noted."""
     if now is None:
@@ -93,7 +95,7 @@ def keep(kept: Figures | None, now: Figures | None, stamp: str) -> Figures | Non
     return replace(now, kv_tokens_total=0, spread=alone)
 
 
-def capacity(now: Figures | None, kept: Figures | None) -> dict[str, Any]:
+def capacity(now: CapacityStatus | None, kept: CapacityStatus | None) -> dict[str, Any]:
     """As a status has it; empty before anything has served."""
     shown = now or kept
     if shown is None:

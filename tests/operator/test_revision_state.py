@@ -7,13 +7,13 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvline_operator import verdicts
+from kvline_operator import revision_state
 from kvline_operator.gate import GateResult, Measured, Verdict
+from kvline_operator.revision_state import RevisionState, first, remember, stable
 from kvline_operator.rollout import RolloutPlan
 from kvline_operator.threshold import Thresholds
-from kvline_operator.verdicts import Standing, first, remember, stable
 
-A = Standing(accepted=3, baseline={"H200": 1000}, bytes_per_token=100)
+A = RevisionState(accepted=3, baseline={"H200": 1000}, bytes_per_token=100)
 PASS = Verdict(GateResult.PASSED, "enough", 980, 950, 1000)
 FAIL = Verdict(GateResult.REJECTED, "30 short", 920, 950, 1000)
 POLICY = Thresholds(0, 95)
@@ -22,7 +22,7 @@ numbers = st.integers(0, 10**12)
 
 @given(
     st.builds(
-        Standing,
+        RevisionState,
         accepted=numbers,
         verdict=st.sampled_from(["", "Passed", "Rejected", "Promoted"]),
         against=numbers,
@@ -35,23 +35,23 @@ numbers = st.integers(0, 10**12)
         baseline=st.dictionaries(st.text(max_size=9), st.integers(1, 10**12), max_size=3),
     )
 )
-def test_what_was_written_is_read(standing: Standing) -> None:
-    said = verdicts.written(standing)
-    assert verdicts.read({"metadata": {"annotations": said}}) == standing
+def test_what_was_written_is_read(state: RevisionState) -> None:
+    said = revision_state.written(state)
+    assert revision_state.read({"metadata": {"annotations": said}}) == state
 
 
 def test_what_somebody_made_unreadable_counts_as_not_said() -> None:
     said = {f"kvline.dev/{k}": v for k, v in (("accepted", "-1"), ("verdict", "Great"))}
     said |= {"kvline.dev/baseline": '{"H200": "many", "A100": 7}', "kvline.dev/measured": "9" * 40}
-    read = verdicts.read({"metadata": {"annotations": said}})
-    assert read == Standing(baseline={"A100": 7})
-    assert verdicts.read({"metadata": {}}) == Standing()
+    read = revision_state.read({"metadata": {"annotations": said}})
+    assert read == RevisionState(baseline={"A100": 7})
+    assert revision_state.read({"metadata": {}}) == RevisionState()
 
 
 def test_a_rejection_that_an_earlier_operator_wrote_stands() -> None:
     said = {"kvline.dev/verdict": "Failed", "kvline.dev/against": "3", "kvline.dev/measured": "9"}
-    read = verdicts.read({"metadata": {"annotations": said}})
-    assert read == Standing(verdict="Rejected", against=3, measured=9)
+    read = revision_state.read({"metadata": {"annotations": said}})
+    assert read == RevisionState(verdict="Rejected", against=3, measured=9)
     past = read.verdict_now(A, POLICY)
     assert past is not None and past.result is GateResult.REJECTED
 
@@ -61,7 +61,7 @@ def plan(gate: Verdict | None, stable: str = "a", rejected: str = "") -> Rollout
 
 
 def test_a_verdict_counts_beside_the_revision_it_was_given_beside() -> None:
-    after = remember({"a": A, "b": Standing()}, plan(FAIL, rejected="b"), "b", ())
+    after = remember({"a": A, "b": RevisionState()}, plan(FAIL, rejected="b"), "b", ())
     assert (after["b"].verdict, after["b"].against, after["b"].measured) == ("Rejected", 3, 920)
     said = after["b"].verdict_now(after["a"], POLICY)
     assert said == FAIL
@@ -71,11 +71,11 @@ def test_a_verdict_counts_beside_the_revision_it_was_given_beside() -> None:
 def test_a_shortfall_counts_by_the_policy_of_today() -> None:
     """A person who lowers minCapacityPercent or minKVTokens is heard; an engine that failed is
     another thing."""
-    short = Standing(verdict="Rejected", against=3, measured=920, required=950, compared=1000)
+    short = RevisionState(verdict="Rejected", against=3, measured=920, required=950, compared=1000)
     assert short.verdict_now(A, POLICY) is not None
     assert short.verdict_now(A, Thresholds(0, 92)) is None
     assert short.verdict_now(A, Thresholds(930, 92)) is not None
-    ended = Standing(verdict="Rejected", against=3, message="ended 2 times")
+    ended = RevisionState(verdict="Rejected", against=3, message="ended 2 times")
     assert ended.verdict_now(A, Thresholds(0, 1)) is not None
 
 
@@ -94,7 +94,7 @@ def test_a_promotion_of_what_serves_begins_a_new_baseline_once() -> None:
 
 
 def test_a_rejection_is_history_once_the_spec_says_something_else() -> None:
-    failed = Standing(verdict="Rejected", against=3, message="30 short", measured=920)
+    failed = RevisionState(verdict="Rejected", against=3, message="30 short", measured=920)
     assert failed.verdict_now(A, POLICY) is not None
     after = remember({"a": A, "b": failed}, plan(None), "a", ())["b"]
     assert after.verdict_now(A, POLICY) is None
@@ -103,7 +103,7 @@ def test_a_rejection_is_history_once_the_spec_says_something_else() -> None:
 
 def test_an_acceptance_keeps_the_best_and_a_promotion_begins_anew() -> None:
     serving = (Measured("H200", 980, 100), Measured("H200", 990, 100))
-    after = remember({"a": A, "b": Standing()}, plan(PASS, "b"), "b", serving)
+    after = remember({"a": A, "b": RevisionState()}, plan(PASS, "b"), "b", serving)
     assert stable(after) == "b"
     assert (after["b"].accepted, after["b"].baseline, after["b"].required) == (
         4,
@@ -111,7 +111,7 @@ def test_an_acceptance_keeps_the_best_and_a_promotion_begins_anew() -> None:
         950,
     )
     promoted = Verdict(GateResult.PASSED, "by hand", 980, promoted=True)
-    anew = remember({"a": A, "b": Standing()}, plan(promoted, "b"), "b", serving)
+    anew = remember({"a": A, "b": RevisionState()}, plan(promoted, "b"), "b", serving)
     assert (anew["b"].verdict, anew["b"].baseline) == ("Promoted", {"H200": 980})
 
 
@@ -129,20 +129,22 @@ def test_the_baseline_is_the_best_of_the_smallest_and_never_sinks() -> None:
 def test_what_serves_first_is_the_beginning() -> None:
     measured = {"a": (Measured("", 400, 100), Measured("", 500, 100)), "b": (Measured("", 9, 100),)}
     assert first({"a": A}, measured, "b") == {"a": A}
-    begun = first({"a": Standing(), "b": Standing()}, measured, "c")
+    begun = first({"a": RevisionState(), "b": RevisionState()}, measured, "c")
     assert stable(begun) == "a" and begun["a"].baseline == {"": 400}
-    assert stable(first({"a": Standing(), "b": Standing()}, measured, "b")) == "b"
-    assert stable(first({"a": Standing()}, {}, "a")) == ""
-    assert first({"a": Standing()}, {"gone": (Measured("", 9, 100),)}, "a") == {"a": Standing()}
+    assert stable(first({"a": RevisionState(), "b": RevisionState()}, measured, "b")) == "b"
+    assert stable(first({"a": RevisionState()}, {}, "a")) == ""
+    assert first({"a": RevisionState()}, {"gone": (Measured("", 9, 100),)}, "a") == {
+        "a": RevisionState()
+    }
 
 
 def test_a_promotion_is_spent_once_something_else_was_accepted() -> None:
-    b = Standing(accepted=4, verdict="Promoted", against=3)
-    assert verdicts.promoted(Standing(), A, asked=True)
-    assert verdicts.promoted(b, A, asked=True), "while it takes over"
+    b = RevisionState(accepted=4, verdict="Promoted", against=3)
+    assert revision_state.promoted(RevisionState(), A, asked=True)
+    assert revision_state.promoted(b, A, asked=True), "while it takes over"
     c = replace(A, accepted=5)
-    assert not verdicts.promoted(b, c, asked=True)
+    assert not revision_state.promoted(b, c, asked=True)
     kept = remember({"b": b, "c": c}, plan(None, "c"), "c", (), promote="b")["b"]
     assert kept.verdict == "Promoted"
     taken_away = remember({"b": b, "c": c}, plan(None, "c"), "c", ())["b"]
-    assert verdicts.promoted(taken_away, c, asked=True)
+    assert revision_state.promoted(taken_away, c, asked=True)
