@@ -9,11 +9,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from kvline_operator.revision_state import PROMOTED
-
 from kvline_contract.names import ANNOTATION_PROMOTE, ANNOTATION_RESTART, ANNOTATION_UPGRADE
 from kvline_kubectl.cluster import Problem
 from kvline_operator.observe import condition_of
+from kvline_operator.revision_state import PROMOTED
 from kvline_operator.revisions import Revision, wanted
 from kvline_operator.spec import REVISION_CAPACITY_FIELDS, REVISION_FIELDS, canonical, parse
 from kvline_operator.status_cache import RevisionEntry
