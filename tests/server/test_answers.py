@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import tracemalloc
 from pathlib import Path
@@ -17,6 +18,7 @@ from kvline_server.http.admission import Admission
 from kvline_server.http.completions import prompt_logprobs
 from kvline_server.http.errors import BadRequest, TooMany
 from kvline_server.http.later import Later, encode
+from kvline_server.http.packed import ROWS, base64_arrays
 from kvline_server.http.scores import chosen, cut, held, unpack
 from kvline_server.http.tokens import PART, Tokens
 
@@ -73,6 +75,28 @@ def test_the_best_tokens_of_a_long_prompt_never_are_python_objects_at_once() -> 
     assert entries == count * top and size > 8 * MIB
     assert peak < 2 * MIB
     assert held(count, top) < 2 * MIB
+
+
+def test_arrays_as_base64_are_encoded_in_bounded_pieces() -> None:
+    """The same bytes as at once, also where echo asked the engine for more columns."""
+    for count, have, want in ((8191, 20, 20), (8191, 20, 7), (385, 3, 0), (1, 1, 1), (9, 2, 0)):
+        packed = scores(count, have)
+        pieces = list(encode(base64_arrays(packed, want)))
+        value = json.loads(b"".join(pieces))
+        ids = np.frombuffer(packed.top_ids, np.int32).reshape(count, have)[:, :want]
+        assert value["top_ids"] == base64.b64encode(ids.tobytes()).decode()
+        assert value["ranks"] == base64.b64encode(packed.ranks).decode()
+        assert max(map(len, pieces)) <= ROWS * 4 * max(want, 1) * 4 / 3 + 64
+    tracemalloc.start()
+    for _ in encode(base64_arrays(packed := scores(8191, 20), 20)):
+        pass
+    tracemalloc.reset_peak()
+    before = tracemalloc.get_traced_memory()[0]
+    for _ in encode(base64_arrays(packed, 20)):
+        pass
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak - before < MIB / 4
 
 
 def test_admission_counts_scores_that_wait_and_what_the_cache_holds() -> None:

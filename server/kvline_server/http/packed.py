@@ -1,16 +1,21 @@
 """Prompt logprobs as base64 of little-endian arrays: this server's extension of the OpenAI API.
 
-The usual form makes a Python object of every number; these are copied as they are.
+The usual form makes a Python object of every number; these are copied as they are, some rows at a
+time.
 """
 
 from __future__ import annotations
 
-import base64
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from kvline_server.engine.messages import PackedScores
+from kvline_server.http.later import LaterBase64
+from kvline_server.http.scores import NUMBER
+
+ROWS = 384  # encoded at once: a multiple of three, as LaterBase64 asks for
 
 
 def base64_arrays(scores: PackedScores | None, top: int) -> dict[str, Any]:
@@ -20,20 +25,23 @@ def base64_arrays(scores: PackedScores | None, top: int) -> dict[str, Any]:
     return {
         "count": made.count,
         "top": top,
-        "tokens": _text(made.tokens),
-        "logprobs": _text(made.values),
-        "ranks": _text(made.ranks),
-        "top_ids": _text(_narrow(made.top_ids, made.top, top)),
-        "top_logprobs": _text(_narrow(made.top_values, made.top, top)),
+        "tokens": _array(made.tokens),
+        "logprobs": _array(made.values),
+        "ranks": _array(made.ranks),
+        "top_ids": _array(made.top_ids, made.top, top),
+        "top_logprobs": _array(made.top_values, made.top, top),
     }
 
 
-def _narrow(data: bytes, have: int, want: int) -> bytes:
-    """The first `want` of `have` columns of four bytes; echo may have asked the engine for more."""
-    if have == want:
-        return data
-    return np.frombuffer(data, np.int32).reshape(-1, have)[:, :want].tobytes()
+def _array(data: bytes, have: int = 1, want: int = 1) -> LaterBase64:
+    """The first `want` of `have` columns; echo may have asked the engine for more."""
 
+    def parts() -> Iterator[bytes]:
+        step = ROWS * NUMBER * have
+        for start in range(0, len(data), step) if have else ():
+            some = data[start : start + step]
+            if have != want:
+                some = np.frombuffer(some, np.int32).reshape(-1, have)[:, :want].tobytes()
+            yield some
 
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
+    return LaterBase64(parts)
