@@ -37,6 +37,17 @@ def keep(operator: Operator) -> None:
         operator.start()
 
 
+def is_served(space: Space, kept: Operator, node: Node, replicas: int) -> None:
+    """Within 60 s, by an operator that may have to be started again."""
+
+    def done() -> bool:
+        keep(kept)
+        node.play(State.VALIDATED)
+        return len(node.pods()) == replicas and space.up_to_date
+
+    eventually(done, 60)
+
+
 @pytest.mark.fault(
     "F14",
     shows="etcd and the API server killed and away for 5 s: no pod is touched, and what is asked "
@@ -63,12 +74,7 @@ def test_an_api_server_and_its_store_that_were_killed(
     eventually(back, 60)
     eventually(lambda: space.apply(replicas=2, check=False).returncode == 0, 30)
 
-    def done() -> bool:
-        keep(kept)
-        node.play(State.VALIDATED)
-        return len(node.pods()) == 2 and space.up_to_date
-
-    eventually(done, 60)
+    is_served(space, kept, node, replicas=2)
     assert before[0] in {p["metadata"]["uid"] for p in node.pods()}
 
 
@@ -121,14 +127,7 @@ def test_an_operator_that_was_killed_for_memory(
     finally:
         cgroups.kill_all(group)
         cgroups.remove(group)
-    kept.start()
-
-    def done() -> bool:
-        node.play(State.VALIDATED)
-        return space.up_to_date
-
-    eventually(done, 60)
-    assert len(node.pods()) == 1
+    is_served(space, kept, node, replicas=1)
 
 
 def limit(group: str, size: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from servers import Server
+from servers import Server, serving
 
 VOCABULARY = 307  # no power of two, larger than the bytes
 SMALL: dict[str, Any] = {
@@ -84,12 +84,8 @@ def tiny_model(make_model: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A real server over the tiny model, ready; one a module."""
-    made = Server(tiny_model, tmp_path_factory.mktemp("server")).start()
-    try:
-        made.wait()
+    with serving(Server(tiny_model, tmp_path_factory.mktemp("server"))) as made:
         yield made
-    finally:
-        made.stop()
 
 
 @pytest.fixture
@@ -97,7 +93,7 @@ def start(tiny_model: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
     made: list[Server] = []
 
     def begin(**options: Any) -> Server:
-        made.append(Server(tiny_model, tmp_path, **options).start())
+        made.append(Server(**{"model": tiny_model, "scratch": tmp_path, **options}).start())
         return made[-1]
 
     yield begin

@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -191,3 +193,14 @@ class Server:
             os.kill(pid, signal.SIGKILL)
         self.client.close()
         self.log.close()
+
+
+@contextmanager
+def serving(server: Server) -> Iterator[Server]:
+    """It, started and ready; stopped at the end."""
+    server.start()
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.stop()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from servers import Server
+from servers import Server, serving
 
 from kvline_server.errors import SecretMissing
 from kvline_server.http.access import Key
@@ -78,15 +78,13 @@ def test_no_key_is_no_start(tmp_path: Path, content: bytes | None) -> None:
 def guarded(tiny_model: Path, tmp_path: Path) -> Iterator[Server]:
     file = tmp_path / "key"
     file.write_text(KEY)
-    server = Server(tiny_model, tmp_path / "run", key=file).start()
-    yield server
-    server.stop()
+    with serving(Server(tiny_model, tmp_path / "run", key=file)) as made:
+        yield made
 
 
 @pytest.mark.process
 def test_a_server_with_a_key_serves_who_knows_it(guarded: Server) -> None:
     """H41: on every route of the public port, before a body is read; probes need none."""
-    guarded.wait()
     good = {"Authorization": f"Bearer {KEY}"}
     for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/else")):
         refused = httpx.request(method, guarded.url + path)
@@ -106,11 +104,10 @@ def test_a_server_with_a_key_serves_who_knows_it(guarded: Server) -> None:
 
 
 @pytest.mark.process
-def test_a_missing_key_ends_the_start_with_its_own_code(tiny_model: Path, tmp_path: Path) -> None:
-    server = Server(tiny_model, tmp_path, key=tmp_path / "nothing").start()
-    try:
-        assert server.end(30) == 22
-        assert server.termination()["name"] == "SecretMissing"
-        assert "spec.access.apiKeySecret" in server.termination()["message"]
-    finally:
-        server.stop()
+def test_a_missing_key_ends_the_start_with_its_own_code(
+    start: Callable[..., Server], tmp_path: Path
+) -> None:
+    server = start(key=tmp_path / "nothing")
+    assert server.end(30) == 22
+    assert server.termination()["name"] == "SecretMissing"
+    assert "spec.access.apiKeySecret" in server.termination()["message"]

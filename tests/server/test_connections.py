@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-from servers import Server
+from servers import Server, serving
 
 from kvline_contract.launch import CapacityOptions, EngineOptions
 from kvline_server.options import EdgeLimits
@@ -48,12 +48,9 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         engine=EngineOptions(max_model_len=512, max_running_requests=4),
         capacity=CapacityOptions(kv_tokens=4096, headroom_mib=8),
         edge=EDGE,
-    ).start()
-    try:
-        made.wait()
+    )
+    with serving(made):
         yield made
-    finally:
-        made.stop()
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from servers import Server
+from servers import Server, serving
 
 from kvline_contract.launch import CapacityOptions, EngineOptions
 
@@ -48,12 +48,9 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         tmp_path_factory.mktemp("overload"),
         engine=EngineOptions(max_model_len=256, max_running_requests=64),
         capacity=CapacityOptions(kv_tokens=16384, headroom_mib=8),
-    ).start()
-    try:
-        made.wait()
+    )
+    with serving(made):
         yield made
-    finally:
-        made.stop()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engines import decoder, engine, finish, greedy
-from servers import Server
+from servers import Server, serving
 
 from kvline_server.kernels.ladder import rung, rungs
 
@@ -85,16 +85,12 @@ def test_prompts_of_ever_different_lengths_take_no_memory(
     make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Each new length took 2.4 MiB for good, until the container was killed."""
-    server = Server(make_model("wide"), tmp_path).start()
-    try:
-        server.wait()
+    with serving(Server(make_model("wide"), tmp_path)) as server:
         for length in (1, 240):
             server.complete(prompt=[7] * length, max_tokens=2)
         before = server.resident()
         for length in range(3, 240, 5):
             server.complete(prompt=[length % 300] * length, max_tokens=2)
         after = server.resident()
-    finally:
-        server.stop()
     for name, mib in after.items():
         assert mib - before[name] < 12, (name, before, after)

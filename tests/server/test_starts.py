@@ -158,12 +158,9 @@ def test_a_model_that_cannot_run_ends_within_ten_seconds(
     (broken / "config.json").write_text(
         text.replace('"architectures"', '"auto_map": {}, "architectures"')
     )
-    server = Server(broken, tmp_path / "scratch").start()
-    try:
-        assert server.end(10) == 32
-        assert "auto_map" in server.termination()["message"]
-    finally:
-        server.stop()
+    server = start(model=broken)
+    assert server.end(10) == 32
+    assert "auto_map" in server.termination()["message"]
 
 
 @pytest.mark.parametrize("which", ["port", "internal_port"])

@@ -6,12 +6,12 @@ import shutil
 import ssl
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from servers import Server
+from servers import Server, serving
 
 from kvline_contract.launch import CapacityOptions, EngineOptions, LaunchConfig
 from kvline_server.errors import ConfigInvalid, SecretMissing
@@ -73,16 +73,14 @@ def test_a_key_of_another_certificate_is_no_start_and_no_renewal(tmp_path: Path)
 @pytest.fixture
 def secured(tiny_model: Path, tmp_path: Path) -> Iterator[Server]:
     issue(tmp_path / "tls", "first")
-    server = Server(tiny_model, tmp_path / "run", tls=tmp_path / "tls").start()
-    yield server
-    server.stop()
+    with serving(Server(tiny_model, tmp_path / "run", tls=tmp_path / "tls")) as made:
+        yield made  # the probes' port is the pod's own, and plain
 
 
 @pytest.mark.process
 def test_a_server_speaks_tls_alone_and_takes_a_renewed_certificate(
     secured: Server, tmp_path: Path
 ) -> None:
-    secured.wait()  # the probes' port is the pod's own, and plain
     first = tmp_path / "tls" / "tls.crt"
     trust = ssl.create_default_context(cafile=first)
     kept = httpx.Limits(keepalive_expiry=120)
@@ -109,11 +107,8 @@ def test_a_server_speaks_tls_alone_and_takes_a_renewed_certificate(
 
 @pytest.mark.process
 def test_a_missing_certificate_ends_the_start_with_its_own_code(
-    tiny_model: Path, tmp_path: Path
+    start: Callable[..., Server], tmp_path: Path
 ) -> None:
-    server = Server(tiny_model, tmp_path, tls=tmp_path / "nothing").start()
-    try:
-        assert server.end(30) == 22
-        assert "spec.access.tlsSecret" in server.termination()["message"]
-    finally:
-        server.stop()
+    server = start(tls=tmp_path / "nothing")
+    assert server.end(30) == 22
+    assert "spec.access.tlsSecret" in server.termination()["message"]
