@@ -39,14 +39,8 @@ def shape() -> Callable[..., ModelConfig]:
             head_dim=head_dim,
             norm_eps=1e-5,
             rope_theta=500_000.0,
-            rope_scaling=None,
             tied_embeddings=qk_norm,
-            qkv_bias=False,
-            output_bias=False,
-            mlp_bias=False,
             qk_norm=qk_norm,
-            eos_token_ids=(),
-            bos_token_id=None,
             **(numbers | more),
         )
 

@@ -17,12 +17,16 @@ ApiError
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from starlette.responses import JSONResponse
 
 
 class ApiError(Exception):
     status = 500
     type = "server_error"
+    headers: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -40,11 +44,8 @@ class ApiError(Exception):
             }
         }
 
-    def headers(self) -> dict[str, str]:
-        return {}
-
     def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), self.status, self.headers())
+        return JSONResponse(self.body(), self.status, self.headers)
 
 
 class BadRequest(ApiError):
@@ -55,9 +56,7 @@ class BadRequest(ApiError):
 class Unauthorized(ApiError):
     status = 401
     type = "invalid_request_error"
-
-    def headers(self) -> dict[str, str]:
-        return {"WWW-Authenticate": "Bearer", "Connection": "close"}
+    headers: ClassVar[Mapping[str, str]] = {"WWW-Authenticate": "Bearer", "Connection": "close"}
 
 
 class NotFound(ApiError):
@@ -75,9 +74,7 @@ class TimedOut(ApiError):
 
     status = 408
     type = "invalid_request_error"
-
-    def headers(self) -> dict[str, str]:
-        return {"Connection": "close"}
+    headers: ClassVar[Mapping[str, str]] = {"Connection": "close"}
 
 
 class NotRead(TimedOut):
@@ -87,9 +84,7 @@ class NotRead(TimedOut):
 class TooLarge(ApiError):
     status = 413
     type = "invalid_request_error"
-
-    def headers(self) -> dict[str, str]:
-        return {"Connection": "close"}
+    headers: ClassVar[Mapping[str, str]] = {"Connection": "close"}
 
 
 class HeadTooLarge(ApiError):
@@ -105,9 +100,7 @@ class UnsupportedType(ApiError):
 class TooMany(ApiError):
     status = 429
     type = "rate_limit_error"
-
-    def headers(self) -> dict[str, str]:
-        return {"Retry-After": "1"}
+    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
 
 
 class EngineFailed(ApiError):
@@ -116,6 +109,4 @@ class EngineFailed(ApiError):
 
 class Unavailable(ApiError):
     status = 503
-
-    def headers(self) -> dict[str, str]:
-        return {"Retry-After": "5", "Connection": "close"}
+    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "5", "Connection": "close"}

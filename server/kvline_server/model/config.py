@@ -45,14 +45,14 @@ class ModelConfig:
     max_position: int
     norm_eps: float
     rope_theta: float
-    rope_scaling: RopeScaling | None
-    tied_embeddings: bool
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
+    rope_scaling: RopeScaling | None = None
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
 
     @property
     def group(self) -> int:
