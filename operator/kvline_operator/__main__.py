@@ -6,13 +6,14 @@ import asyncio
 import logging
 import signal
 import sys
+import time
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import kopf
 
-from kvline_contract.names import API_VERSION, GROUP
+from kvline_contract.names import API_VERSION, CRD_SCHEMA, GROUP
 from kvline_contract.tracing import NoTracing, tracer
 from kvline_operator import handlers, kube
 from kvline_operator.errors import Forbidden, OperatorError
@@ -32,6 +33,7 @@ from kvline_operator.workqueue import WorkQueue
 
 log = logging.getLogger("kvline")
 PARALLEL_READS = 32
+PUBLISHED = 10  # seconds in which an API server publishes the schema of a CRD that has just changed
 
 
 def main() -> int:
@@ -40,7 +42,7 @@ def main() -> int:
     logging.getLogger("kopf").setLevel(logging.WARNING)
     try:
         client = kube.connect()
-        missing = _missing_crd(client)
+        missing = _missing_crd(client) or _older_crd(client)
         traces = tracer("kvline-operator")
     except (OperatorError, NoTracing) as error:
         print(f"kvline-operator: {error}", file=sys.stderr)
@@ -63,6 +65,20 @@ def _missing_crd(client: kube.Kube) -> str | None:
     if not served:
         return f"the CustomResourceDefinition of {GROUP} is not installed"
     return f"this operator needs {GROUP}/{API_VERSION}, the cluster serves {', '.join(served)}"
+
+
+def _older_crd(client: kube.Kube) -> str | None:
+    """Fields that an older definition does not know would be dropped without a word."""
+    end = time.monotonic() + PUBLISHED
+    while True:
+        found = client.crd_schema()
+        if found is not None and found >= CRD_SCHEMA:
+            return None
+        if time.monotonic() > end:
+            has = "one without a number" if found is None else str(found)
+            needs = f"this operator needs schema {CRD_SCHEMA} of {GROUP}/{API_VERSION}"
+            return f"{needs}, the cluster has {has}: apply this version's CRD first"
+        time.sleep(1)
 
 
 async def operate(settings: Settings, client: kube.Kube, traces: Any | None) -> int:

@@ -15,7 +15,14 @@ from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 from urllib3.exceptions import HTTPError
 
-from kvline_contract.names import API_VERSION, FIELD_MANAGER, GROUP, KIND, PLURAL
+from kvline_contract.names import (
+    API_VERSION,
+    CRD_TITLE,
+    FIELD_MANAGER,
+    GROUP,
+    KIND,
+    PLURAL,
+)
 from kvline_operator.errors import (
     ApiUnavailable,
     Conflict,
@@ -193,6 +200,18 @@ class Kube:
         """Versions of our group that the API server serves; empty when the CRD is absent."""
         found = self._send(Call("GET", f"/apis/{GROUP}", "APIGroup"), missing_is_none=True)
         return [v["version"] for v in (found or {}).get("versions", [])]
+
+    def crd_schema(self) -> int | None:
+        """The number in the schema's title, as the API server publishes it, which needs no right on
+        CustomResourceDefinitions; None where it has none or is not published (yet)."""
+        path = f"/openapi/v3/apis/{GROUP}/{API_VERSION}"
+        found = self._send(Call("GET", path, "OpenAPI"), missing_is_none=True) or {}
+        bodies = (found.get("components") or {}).get("schemas") or {}
+        for name, body in bodies.items():
+            number = str(body.get("title", "")).removeprefix(CRD_TITLE)
+            if name.endswith(f".{KIND}") and number.isdigit():
+                return int(number)
+        return None
 
     def _call(
         self,

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from playground import Operator, identity, manifest, serve
 
+from kvline_contract.names import CRD_SCHEMA, CRD_TITLE
 from kvline_contract.report import State
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
@@ -171,6 +172,32 @@ def test_an_api_that_is_taken_away_and_comes_back(
     try:
         space.apply()
         until(lambda: node.play(State.VALIDATED) or space.up_to_date, 60)
+    finally:
+        operator.stop()
+
+
+@pytest.mark.parametrize("number", ["", "kvline.dev schema 0"])
+def test_an_older_definition_is_refused_with_both_numbers(
+    space: Any, node: Any, until: Callable[..., Any], tmp_path: Path, number: str
+) -> None:
+    """F19: the start ends in 30 s; with today's definition the same operator serves."""
+    raw = ("get", "--raw", "/openapi/v3/apis/kvline.dev/v1alpha1")
+    now = f'"{CRD_TITLE}{CRD_SCHEMA}"'
+    older = tmp_path / "crd.yaml"
+    older.write_text(crd.FILE.read_text().replace(f"title: {now[1:-1]}", f'title: "{number}"'))
+    operator = Operator(space, tmp_path / "operator.log")
+    space.cluster.kubectl("apply", "--server-side", "-f", str(older))
+    try:
+        until(lambda: now not in space.cluster.kubectl(*raw).stdout)
+        assert operator.start().process.wait(30) == 1
+        last = operator.log.read_text().splitlines()[-1]
+        assert f"needs schema {CRD_SCHEMA} of kvline.dev/v1alpha1" in last
+        assert ("the cluster has 0" if number else "one without a number") in last
+    finally:
+        space.cluster.kubectl("apply", "--server-side", "-f", str(crd.FILE))
+    operator.start()
+    try:
+        serve(space, node)
     finally:
         operator.stop()
 
