@@ -100,6 +100,23 @@ def test_the_api_page_is_what_the_crd_says() -> None:
     assert subprocess.run(command, check=False).returncode == 0, "make api"
 
 
+def test_the_exit_codes_of_the_page_are_those_of_the_contract() -> None:
+    from kvline_contract.exits import MEANINGS
+
+    page = (ROOT / "docs" / "operations.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| (\w+) \| .+ \| (.+) \| (yes|no) \|$", page, re.M)
+    expected = [
+        (
+            str(code),
+            meaning.name,
+            f"{meaning.condition} / {meaning.reason}" if meaning.condition else "-",
+            "yes" if meaning.rejects else "no",
+        )
+        for code, meaning in MEANINGS.items()
+    ]
+    assert rows == expected
+
+
 def test_the_readme_stays_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
