@@ -1,4 +1,4 @@
-"""What a decode step costs on the host and on the device: wall time, waiting, and who spends it."""
+"""Time of a decode step: wall time, host time, and the host's wait for the device."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from record import record, table
 
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.request import SamplingParams
-from kvline_server.engine.runner import Flight
+from kvline_server.engine.runner import InFlightStep
 
 STEPS = 60
 BATCHES = (64, 256, 512, 1024)
 
 
 def run() -> None:
-    """KVLINE_BENCH_MODELS, comma-separated, narrows it; KVLINE_BENCH_PROFILE=1 names functions."""
+    """KVLINE_BENCH_MODELS, comma-separated, selects models; KVLINE_BENCH_PROFILE=1 prints a profile
+    by function."""
     rows = []
     for name in offline.models():
         engine, _ = offline.start(name, running=max(BATCHES))
@@ -49,7 +50,7 @@ def fill(engine: Engine, batch: int, penalty: float = 1.0) -> None:
         )
         engine.submit(id, tokens, params)
     while len(engine.scheduler.running) < batch or any(
-        s.wanting > 1 for s in engine.scheduler.running
+        s.uncomputed > 1 for s in engine.scheduler.running
     ):
         engine.step()
     for _ in range(5):
@@ -59,21 +60,21 @@ def fill(engine: Engine, batch: int, penalty: float = 1.0) -> None:
 def measure(engine: Engine, name: str, batch: int, penalty: float) -> list[str]:
     fill(engine, batch, penalty)
     waited = 0.0
-    wait = Flight.wait
+    wait = InFlightStep.wait
 
-    def timed(flight: Flight):  # type: ignore[no-untyped-def]
+    def timed(step: InFlightStep):  # type: ignore[no-untyped-def]
         nonlocal waited
         began = time.perf_counter()
-        out = wait(flight)
+        out = wait(step)
         waited += time.perf_counter() - began
         return out
 
-    Flight.wait = timed  # type: ignore[method-assign, assignment]
+    InFlightStep.wait = timed  # type: ignore[method-assign, assignment]
     began = time.perf_counter()
     for _ in range(STEPS):
         engine.step()
     wall = time.perf_counter() - began
-    Flight.wait = wait  # type: ignore[method-assign]
+    InFlightStep.wait = wait  # type: ignore[method-assign]
     empty(engine)
     host, kind = 1e6 * (wall - waited) / STEPS, "penalised-" if penalty != 1.0 else ""
     gpu = torch.cuda.get_device_name(0)

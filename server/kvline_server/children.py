@@ -77,7 +77,7 @@ def start_engine(options: Options) -> Child:
     ):
         if value is not None:
             extra += [flag, str(value)]
-    return _spawn("kvline_server.engine.process", options, "--line-fd", extra, ENGINE_MALLOC, ())
+    return _spawn("kvline_server.engine.process", options, "--http-fd", extra, ENGINE_MALLOC, ())
 
 
 def _spawn(

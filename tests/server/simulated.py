@@ -111,7 +111,7 @@ class Machine:
         self._take(self.trial)
         return "tried"
 
-    def meet(self, max_rows: int) -> int:
+    def warm_up(self, max_rows: int) -> int:
         self.left = self.scratch
         return int(bool(self.scratch))
 

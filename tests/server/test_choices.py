@@ -46,7 +46,7 @@ class Served:
         self.engine = made
         self.here, line = socket.socketpair()
         self.parent, control = socket.socketpair()
-        self.process = EngineProcess(Namespace(line_fd=line.detach()), Channel(control))
+        self.process = EngineProcess(Namespace(http_fd=line.detach()), Channel(control))
         launch, self.stopped = made.runner.launch, False
 
         def counted(batch: Any) -> Any:

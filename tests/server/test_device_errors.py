@@ -72,7 +72,7 @@ class Engine:
             config=str(config),
             record=None,
             state_dir=str(scratch),
-            line_fd=line.detach(),
+            http_fd=line.detach(),
             root=os.getpid(),
             memory=4 << 30,
             threads=None,

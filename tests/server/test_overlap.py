@@ -1,5 +1,5 @@
-"""A step prepared while the one before runs: whatever ends, leaves or is preempted in between, the
-answers are those of an engine that waits for each step."""
+"""Asynchronous scheduling: with a step in flight while the next is prepared, outputs equal those of
+an engine that waits for each step, whatever finishes, is aborted or is preempted."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvline_server.engine.engine import Engine, Output
 from kvline_server.engine.request import SamplingParams
 
 EOS = (11, 40, 77, 130, 200)
-ABORTED = 5  # every so-manieth request is given up by its client
+ABORTED = 5  # every fifth request is aborted by its client
 
 
 def requests(seed: int, count: int) -> list[tuple[list[int], SamplingParams]]:
     rng = random.Random(seed)
     made = []
     for id in range(count):
-        shared = [7] * 32 if rng.random() < 0.3 else []  # a prefix that the cache holds
+        shared = [7] * 32 if rng.random() < 0.3 else []  # a shared prefix
         prompt = shared + [rng.randrange(300) for _ in range(rng.randint(1, 60))]
         params = SamplingParams(
             max_tokens=rng.choice([0, 1, 2, 5, 17, 40]),
@@ -66,7 +66,7 @@ def play(made: Engine, depth: int, wanted: list[tuple[list[int], SamplingParams]
     return out
 
 
-def said(outputs: list[Output]) -> list[tuple[int, str | None, Any, Any]]:
+def results(outputs: list[Output]) -> list[tuple[int, str | None, Any, Any]]:
     rows: list[tuple[int, str | None, Any, Any]] = []
     for o in outputs:
         prompt = None if o.prompt_scores is None else o.prompt_scores.tokens.tolist()
@@ -76,8 +76,8 @@ def said(outputs: list[Output]) -> list[tuple[int, str | None, Any, Any]]:
 
 
 @pytest.mark.parametrize("pages", [11, 200])
-def test_a_step_ahead_changes_no_answer(make_model: Callable[..., Path], pages: int) -> None:
-    """With few pages sequences are preempted while a token of theirs is unread."""
+def test_a_step_in_flight_changes_no_output(make_model: Callable[..., Path], pages: int) -> None:
+    """With few pages, sequences are preempted while one of their tokens is not read yet."""
     wanted = requests(pages, 80)
     sides = []
     for depth in (0, 1):
@@ -88,10 +88,10 @@ def test_a_step_ahead_changes_no_answer(make_model: Callable[..., Path], pages: 
     if pages == 11:
         assert waiting.scheduler.preemptions and ahead.scheduler.preemptions
     for id in want:
-        if id % ABORTED == 0:  # how much was said before the client left is chance
-            assert said(got[id])[:2] == said(want[id])[:2]
+        if id % ABORTED == 0:  # the number of tokens before an abort varies
+            assert results(got[id])[:2] == results(want[id])[:2]
         else:
-            assert said(got[id]) == said(want[id]), id
+            assert results(got[id]) == results(want[id]), id
     finishes = {o.finish for outputs in want.values() for o in outputs}
     assert finishes == {None, "stop", "length"}
 
@@ -102,17 +102,17 @@ BIASED = SamplingParams(max_tokens=12, temperature=0.0, logit_bias={3: 1.0}, ign
 
 
 def in_flight(made: Engine, steps: int) -> list[int]:
-    """How many steps run on the device when the host has prepared the next, step by step."""
+    """Steps in flight after each of `steps` engine steps."""
     made.runner.kernels.depth = 1  # type: ignore[misc]
     seen = []
     for _ in range(steps):
         made.step()
-        seen.append(len(made._flights))
+        seen.append(len(made._in_flight))
     return seen
 
 
 @pytest.mark.parametrize("queued", [PENALISED, BIASED])
-def test_a_queued_request_with_penalties_or_a_bias_serialises_nobody(
+def test_a_queued_request_with_penalties_or_a_bias_serialises_no_others(
     make_model: Callable[..., Path], queued: SamplingParams
 ) -> None:
     made = engine(make_model("llama"), running=2)
@@ -123,7 +123,7 @@ def test_a_queued_request_with_penalties_or_a_bias_serialises_nobody(
     assert 9 in {s.id for s in made.scheduler.waiting}
 
 
-def test_a_bias_needs_nothing_that_was_said_before(make_model: Callable[..., Path]) -> None:
+def test_a_logit_bias_does_not_wait_for_the_last_token(make_model: Callable[..., Path]) -> None:
     made = engine(make_model("llama"))
     for id, params in enumerate((PLAIN, BIASED)):
         made.submit(id, [1, 2, 3 + id], params)
@@ -131,10 +131,10 @@ def test_a_bias_needs_nothing_that_was_said_before(make_model: Callable[..., Pat
     assert all(len(s.tokens) == 3 + 7 for s in made.sequences.values())
 
 
-def test_a_penalised_request_waits_for_its_own_tokens_alone(
+def test_a_penalised_request_waits_only_for_its_own_tokens(
     make_model: Callable[..., Path],
 ) -> None:
-    """Beside others it takes every other step, alone every step; they take every step."""
+    """It runs in every other step beside others, which run in every step."""
     made = engine(make_model("llama"))
     for id, params in enumerate((PLAIN, PLAIN, PENALISED)):
         made.submit(id, [1, 2, 3 + id], params)

@@ -62,7 +62,7 @@ def test_steps_run_at_row_counts_that_were_met(
         return linear(x, weight, *more)
 
     monkeypatch.setattr(made.runner.kernels, "linear", noted)
-    assert made.runner.meet(128) == len(rungs(128))
+    assert made.runner.warm_up(128) == len(rungs(128))
     met = {*shapes, (16, 307, 48)}  # the LM head's blocks have one row count
     for id, length in enumerate(range(1, 300, 7)):
         more = {"prompt_logprobs": 1} if id % 3 == 0 else {}

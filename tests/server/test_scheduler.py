@@ -160,7 +160,7 @@ def test_prompts_get_more_rows_where_more_requests_run_or_wait() -> None:
 def test_a_penalised_sequence_sits_out_while_its_token_is_on_its_way() -> None:
     scheduler = Scheduler(PagePool(600), 4, 64)
     plain, counted = sequence(0, 4, 9), sequence(1, 4, 9, 100)
-    counted.tallied = True
+    counted.has_penalties = True
     for one in (plain, counted):
         scheduler.add(one)
     scheduler.advance(scheduler.schedule())

@@ -1,7 +1,7 @@
-"""One step's inputs: the work list as flat arrays, and which rows see the LM head.
+"""One step's inputs as flat arrays, and which rows of hidden states go to the LM head.
 
-Rows of hidden states are laid out decodes first, then prompt chunks. The LM head sees the scored
-rows, then the sampled ones, and nothing else.
+Rows are ordered decodes first, then prompt chunks. The LM head gets the scored rows, then the
+sampled ones, and no others.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ class Batch:
     token_ids: np.ndarray  # int64 [rows]
     layout: Layout
     rows: np.ndarray  # int64 [scored + sampled], rows of hidden states for the LM head
-    targets: np.ndarray  # int64 [scored], the token each scored row is judged by
+    targets: np.ndarray  # int64 [scored], the prompt token that each scored row predicts
     scored: tuple[ScoredRun, ...]
     sampled: tuple[Sequence, ...]  # one per sampled row, in order
-    sampled_slots: np.ndarray  # int64 [sampled], where the device keeps each one's new token
-    late_rows: np.ndarray  # int64 [late], rows whose token has been sampled and not read
-    late_slots: np.ndarray  # int64 [late], where the device keeps it
+    sampled_slots: np.ndarray  # int64 [sampled], index into Runner.last_tokens for each new token
+    pending_rows: np.ndarray  # int64 [pending], rows whose input token the host has not read yet
+    pending_slots: np.ndarray  # int64 [pending], index of that token in Runner.last_tokens
 
 
 def build(work: list[Work]) -> Batch:
     """The arrays of one step, from work whose sequences already hold their pages."""
     ordered = [w for w in work if w.count == 1] + [w for w in work if w.count > 1]
     rows, targets, scored, sampled = _select_rows(ordered)
-    # Only a decoding row can be ahead of what was read, and those come first, one row each.
-    late = [row for row, w in enumerate(ordered) if w.start >= len(w.sequence.tokens)]
+    # Only a decode can have an unread input token, and decodes come first, one row each.
+    pending = [row for row, w in enumerate(ordered) if w.start >= len(w.sequence.tokens)]
     return Batch(
         token_ids=_token_ids(ordered),
         layout=_layout(ordered),
@@ -53,8 +53,8 @@ def build(work: list[Work]) -> Batch:
         scored=tuple(scored),
         sampled=tuple(sampled),
         sampled_slots=np.asarray([s.slot for s in sampled], dtype=np.int64),
-        late_rows=np.asarray(late, dtype=np.int64),
-        late_slots=np.asarray([ordered[row].sequence.slot for row in late], dtype=np.int64),
+        pending_rows=np.asarray(pending, dtype=np.int64),
+        pending_slots=np.asarray([ordered[row].sequence.slot for row in pending], dtype=np.int64),
     )
 
 
@@ -63,7 +63,7 @@ def _token_ids(work: list[Work]) -> np.ndarray:
     at = 0
     for w in work:
         known = w.sequence.tokens[w.start : w.start + w.count]
-        out[at : at + w.count] = known or 0  # a late token is put in on the device
+        out[at : at + w.count] = known or 0  # a pending token is filled in on the device
         at += w.count
     return out
 
@@ -112,7 +112,7 @@ def _select_rows(
     sampled: list[Sequence] = []
     at = 0
     for w in work:
-        # The row of position p judges the token at p + 1.
+        # The row of position p predicts the token at p + 1.
         first = max(w.start + 1, w.sequence.first_scored)
         last = min(w.start + w.count, w.sequence.prompt_length - 1)
         if first <= last:

@@ -1,8 +1,8 @@
-"""The engine: one step is schedule, launch, read what flew before, publish.
+"""The engine: a step schedules, launches a batch, reads the results of the step before, publishes.
 
-Where the device works beside the host, a step is prepared while the one before runs: a sequence's
-last token may not have been read yet when its next one is asked for. Knows sequences and tensors;
-knows nothing of sockets, text or HTTP.
+On a GPU the host prepares a step while the one before runs (asynchronous scheduling): a sequence's
+next token may be scheduled before the host has read its last one. The engine works on sequences
+and tensors; sockets, text and HTTP are left to other modules.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from kvline_server.engine import batch as batches
 from kvline_server.engine.logprobs import Table, join
 from kvline_server.engine.request import SamplingParams, Scores, Sequence
-from kvline_server.engine.runner import Flight, Runner
+from kvline_server.engine.runner import InFlightStep, Runner
 from kvline_server.engine.scheduler import Scheduler, Work
 from kvline_server.memory.pages import PagePool
 
@@ -45,7 +45,8 @@ class Engine:
         max_step_tokens: int,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
-        mixed_prefill_tokens: int | None = None,  # the least that a mixed step allows; None: all
+        mixed_prefill_tokens: int
+        | None = None,  # prompt rows that a mixed step always allows; None: no limit
     ) -> None:
         self.runner = runner
         self.pool = PagePool(pages)
@@ -54,11 +55,11 @@ class Engine:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.sequences: dict[int, Sequence] = {}
         self.steps = 0
-        self._flights: deque[Flight] = deque()
+        self._in_flight: deque[InFlightStep] = deque()
 
     @property
     def idle(self) -> bool:
-        return self.scheduler.idle and not self._flights
+        return self.scheduler.idle and not self._in_flight
 
     def submit(self, id: int, tokens: list[int], params: SamplingParams) -> None:
         sequence = Sequence(id=id, tokens=tokens, prompt_length=len(tokens), params=params)
@@ -66,27 +67,27 @@ class Engine:
         self.scheduler.add(sequence)
 
     def abort(self, id: int) -> None:
-        """Forgets a sequence and frees its pages; unknown ids ended already. What is in flight for
-        it runs before whatever takes its pages next."""
+        """Drops a sequence and frees its pages; an unknown id has already ended. Work in flight for
+        it finishes on the device before any later step can write to its pages."""
         sequence = self.sequences.pop(id, None)
         if sequence is not None:
             sequence.ended = True
             self.scheduler.remove(sequence)
 
     def step(self) -> list[Output]:
-        """Launches what is schedulable, and reads the step before, or this one where the device
-        is the host. Empty when nothing came to be known."""
+        """Launches a batch and reads the results of the step before; on the CPU, those of this
+        step. Empty when there are no results yet."""
         work = self.scheduler.schedule()
         if work:
             _admit(work)
             batch = batches.build(work)
-            self._flights.append(self.runner.launch(batch))
+            self._in_flight.append(self.runner.launch(batch))
             self._advance(batch, work)
             self.steps += 1
-        return self._land(self.runner.kernels.depth if work else 0)
+        return self._collect(self.runner.kernels.depth if work else 0)
 
     def _advance(self, batch: batches.Batch, work: list[Work]) -> None:
-        """All that is known of a step before its tokens are."""
+        """Updates the sequences with what is known of a step before its tokens are read."""
         self.scheduler.advance(work)
         for run in batch.scored:
             run.sequence.scored = run.first + run.count
@@ -97,30 +98,30 @@ class Engine:
                 self.scheduler.remove(sequence)
 
     def _is_full(self, sequence: Sequence, length: int) -> bool:
-        """Whether it ends by length once it has so many tokens."""
-        said = length - sequence.prompt_length
-        return said >= sequence.params.max_tokens or length >= self.max_model_len
+        """Whether `length` tokens end it by max_tokens or max_model_len."""
+        generated = length - sequence.prompt_length
+        return generated >= sequence.params.max_tokens or length >= self.max_model_len
 
-    def _land(self, depth: int) -> list[Output]:
-        """Reads all flights but the last `depth`."""
+    def _collect(self, depth: int) -> list[Output]:
+        """Waits for all steps in flight but the last `depth` and publishes their tokens."""
         out: list[Output] = []
-        while len(self._flights) > depth:
-            flight = self._flights.popleft()
-            tokens, scores, prompts = flight.wait()
+        while len(self._in_flight) > depth:
+            step = self._in_flight.popleft()
+            tokens, scores, prompts = step.wait()
             if prompts is not None:
-                _hand_out(flight.batch, prompts)
-            for sequence, token, score in zip(flight.batch.sampled, tokens, scores, strict=True):
+                _distribute(step.batch, prompts)
+            for sequence, token, score in zip(step.batch.sampled, tokens, scores, strict=True):
                 if not sequence.ended:
                     out.append(self._publish(sequence, int(token), score))
         return out
 
     def _publish(self, sequence: Sequence, token: int, scores: Scores | None) -> Output:
-        if token < 0 or sequence.broken:
+        if token < 0 or sequence.not_finite:
             self.abort(sequence.id)
             return Output(sequence, 0, None, "error")
         first = len(sequence.tokens) == sequence.prompt_length
         finish: FinishReason | None = "length"
-        if sequence.params.max_tokens:  # 0: only the prompt's own logprobs were wanted
+        if sequence.params.max_tokens:  # 0: only prompt logprobs were requested
             sequence.tokens.append(token)
             sequence.pending -= 1
             finish = self._finish_reason(sequence, token)
@@ -139,7 +140,7 @@ class Engine:
 
 
 def _admit(work: list[Work]) -> None:
-    """Notes how long those have waited that are in a step for the first time: the last of it."""
+    """Records the queueing time of sequences in their first step; these are the last of `work`."""
     now = time.monotonic()
     for item in reversed(work):
         if item.sequence.waited is not None:
@@ -147,12 +148,12 @@ def _admit(work: list[Work]) -> None:
         item.sequence.waited = now - item.sequence.submitted
 
 
-def _hand_out(batch: batches.Batch, table: Table) -> None:
+def _distribute(batch: batches.Batch, table: Table) -> None:
     """Gives each sequence the scores of its own prompt positions."""
     at = 0
     for run in batch.scored:
         end = at + run.count
         top = run.sequence.params.prompt_logprobs or 0
-        run.sequence.broken |= bool(np.isnan(table.values[at:end]).any())
+        run.sequence.not_finite |= bool(np.isnan(table.values[at:end]).any())
         run.sequence.scores.append(table.cut(at, end, top, batch.targets[at:end]))
         at = end

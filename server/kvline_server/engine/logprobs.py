@@ -1,4 +1,4 @@
-"""From the kernels' tables of log-probabilities to each sequence's own."""
+"""Splits the kernels' tables of logprobs by sequence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvline_server.engine.request import Scores
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """kernels.interface.RowScores on the host."""
+    """kernels.interface.RowScores, copied to the host."""
 
     values: np.ndarray  # float32 [rows]
     ranks: np.ndarray  # int32 [rows]
@@ -19,7 +19,7 @@ class Table:
     top_values: np.ndarray  # float32 [rows, top]
 
     def cut(self, start: int, end: int, top: int, tokens: np.ndarray) -> Scores:
-        """Rows start..end, which judge `tokens`, with `top` alternatives each."""
+        """Rows start..end as the scores of `tokens`, with `top` alternatives each."""
         return Scores(
             tokens=tokens.astype(np.int32),
             values=self.values[start:end],
@@ -30,7 +30,7 @@ class Table:
 
 
 def join(parts: list[Scores]) -> Scores:
-    """Consecutive pieces of one sequence as one."""
+    """Concatenates the scores of consecutive positions."""
     return Scores(
         tokens=np.concatenate([p.tokens for p in parts]),
         values=np.concatenate([p.values for p in parts]),

@@ -1,7 +1,7 @@
-"""What passes between the processes: tagged msgpack structs, length-prefixed, never pickle.
+"""Messages between the server's processes: tagged msgpack structs, length-prefixed, never pickle.
 
-HTTP sends Submit and Abort to the engine and gets Deltas back; engine and HTTP tell the parent how
-they are. Arrays travel as bytes.
+HTTP sends Submit and Abort to the engine and gets Deltas back; both report to the parent. Arrays
+are sent as bytes.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Delta(msgspec.Struct, array_like=True):
     scores: PackedScores | None = None
     prompt_scores: PackedScores | None = None
     cached: int = 0
-    waited_ms: int = 0  # before its first step
+    waited_ms: int = 0  # in the queue, before its first step
 
 
 class Deltas(msgspec.Struct, tag="deltas", array_like=True):
-    """What a step gave one client: one frame for many requests."""
+    """New tokens of one or more sequences, in one frame."""
 
     items: list[Delta]
 
@@ -89,20 +89,20 @@ class EdgeBeat(msgspec.Struct, tag="edge", array_like=True):
 
 
 class Progress(msgspec.Struct, tag="progress", array_like=True):
-    """A piece of the sizing report, as the contract's JSON."""
+    """One update of the sizing report, as the contract's JSON."""
 
     kind: str  # state, stage, effective, attempt, provenance, result, failure, warning
     body: bytes
 
 
 class Drain(msgspec.Struct, tag="drain", array_like=True):
-    """Parent to HTTP: finish what is asked within `seconds`, then end."""
+    """Parent to HTTP: finish the requests under way within `seconds`, then exit."""
 
     seconds: float
 
 
 class Serve(msgspec.Struct, tag="serve", array_like=True):
-    """Parent to HTTP: the engine is validated, and its line is handed over."""
+    """Parent to HTTP: the engine is validated; its socket follows on the handover socket."""
 
     max_model_len: int
     max_running: int

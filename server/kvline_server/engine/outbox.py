@@ -1,5 +1,5 @@
-"""The engine's line to the HTTP process. Sending never waits: a step must not stand still because
-somebody who reads answers does. What the kernel does not take at once a thread sends later."""
+"""The engine's connection to the HTTP process. `send` never blocks, so a slow reader cannot delay
+an engine step: what the socket buffer does not take at once, a thread sends later."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ class Outbox(Channel):
         super().__init__(connection)
         self._limit = limit
         self._backlog: deque[bytes] = deque()
-        self._held = 0
-        self._given_up = False
+        self._backlog_bytes = 0
+        self._overflowed = False
         self._changed = threading.Condition(self._lock)
-        threading.Thread(target=self._work_off, daemon=True, name="outbox").start()
+        threading.Thread(target=self._send_backlog, daemon=True, name="outbox").start()
 
     def send(self, message: Message) -> None:
-        """Raises OSError when the other side is gone, or so far behind that it is given up."""
+        """Raises OSError when the other side is gone, or more than `limit` bytes behind."""
         data = encode(message)
         with self._changed:
             if not self._backlog:
                 data = data[self._send_now(data) :]
             if not data:
                 return
-            if self._given_up or self._held + len(data) > self._limit:
-                self._given_up = True
+            if self._overflowed or self._backlog_bytes + len(data) > self._limit:
+                self._overflowed = True
                 self.connection.shutdown(socket.SHUT_RDWR)
                 raise OSError("the HTTP process does not read")
             self._backlog.append(data)
-            self._held += len(data)
+            self._backlog_bytes += len(data)
             self._changed.notify()
 
     def _send_now(self, data: bytes) -> int:
@@ -45,15 +45,15 @@ class Outbox(Channel):
         except BlockingIOError:
             return 0
 
-    def _work_off(self) -> None:
+    def _send_backlog(self) -> None:
         with contextlib.suppress(OSError):
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._backlog or self._given_up)
-                    if self._given_up:
+                    self._changed.wait_for(lambda: self._backlog or self._overflowed)
+                    if self._overflowed:
                         return
                     data = self._backlog[0]
                 self.connection.sendall(data)
                 with self._changed:
                     self._backlog.popleft()
-                    self._held -= len(data)
+                    self._backlog_bytes -= len(data)

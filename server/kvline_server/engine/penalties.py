@@ -1,8 +1,8 @@
-"""Penalties and biases of a batch, as pairs of row and token on the device.
+"""Penalties and logit biases of a batch, applied on the device at (row, token) pairs.
 
-Penalties are OpenAI's (presence, frequency) and CTRL's (Keskar et al. 2019: repetition, of the
-prompt too). Each sequence keeps a tally, so a step costs the host a few array operations a request,
-whatever its length.
+Presence and frequency penalties are OpenAI's and count output tokens; the repetition penalty is
+CTRL's (Keskar et al. 2019) and counts the prompt too. Each sequence keeps its token counts, so a
+step costs the host a few array operations per request, whatever its length.
 """
 
 from __future__ import annotations
@@ -11,42 +11,42 @@ import numpy as np
 import torch
 
 from kvline_server.engine.request import Sequence
-from kvline_server.engine.tally import Tally
+from kvline_server.engine.token_counts import TokenCounts
 from kvline_server.kernels.interface import Kernels
 
 
 def apply(kernels: Kernels, logits: torch.Tensor, sequences: list[Sequence]) -> None:
-    """Changes the rows of sequences that asked for it. logits [rows, vocabulary], in place"""
+    """Applies penalties and biases in place. logits [rows, vocabulary], one row per sequence"""
     flat, vocabulary = logits.view(-1), logits.shape[1]
-    tallied = [(row, s, _tally(s)) for row, s in enumerate(sequences) if s.params.tallied]
-    if tallied:
-        lengths = [len(tally.ids) for _, _, tally in tallied]
+    penalised = [(row, s, _counts(s)) for row, s in enumerate(sequences) if s.params.has_penalties]
+    if penalised:
+        lengths = [len(counts.ids) for _, _, counts in penalised]
         params = np.asarray(
             [
                 (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
-                for p in (s.params for _, s, _ in tallied)
+                for p in (s.params for _, s, _ in penalised)
             ],
             dtype=np.float32,
         )
         repetition, presence, frequency = np.repeat(params, lengths, axis=0).T
-        said = np.concatenate([tally.said for _, _, tally in tallied])
-        taken = np.where(said > 0, presence + frequency * said, np.float32(0))
-        pairs = np.concatenate([row * vocabulary + tally.ids for row, _, tally in tallied])
-        at, factor, less = kernels.upload(pairs, np.ascontiguousarray(repetition), taken)
+        output = np.concatenate([counts.output for _, _, counts in penalised])
+        less = np.where(output > 0, presence + frequency * output, np.float32(0))
+        pairs = np.concatenate([row * vocabulary + counts.ids for row, _, counts in penalised])
+        at, factor, subtracted = kernels.upload(pairs, np.ascontiguousarray(repetition), less)
         values = flat[at].float()
-        values = torch.where(values > 0, values / factor, values * factor) - less
+        values = torch.where(values > 0, values / factor, values * factor) - subtracted
         flat[at] = values.to(logits.dtype)
     biased = [(row, s.params.logit_bias) for row, s in enumerate(sequences) if s.params.logit_bias]
     if biased:
         pairs = np.concatenate([row * vocabulary + np.fromiter(b, np.int64) for row, b in biased])
-        more = np.concatenate([np.fromiter(b.values(), np.float32) for _, b in biased])
-        at, bias = kernels.upload(pairs, more)
+        added = np.concatenate([np.fromiter(b.values(), np.float32) for _, b in biased])
+        at, bias = kernels.upload(pairs, added)
         flat[at] = (flat[at].float() + bias).to(logits.dtype)
 
 
-def _tally(sequence: Sequence) -> Tally:
-    if sequence.tally is None:
-        asked = sequence.prompt_length if sequence.params.repetition_penalty != 1.0 else 0
-        sequence.tally = Tally(sequence.tokens[:asked], sequence.prompt_length)
-    sequence.tally.hear(sequence.tokens)
-    return sequence.tally
+def _counts(sequence: Sequence) -> TokenCounts:
+    if sequence.counts is None:
+        prompt = sequence.prompt_length if sequence.params.repetition_penalty != 1.0 else 0
+        sequence.counts = TokenCounts(sequence.tokens[:prompt], sequence.prompt_length)
+    sequence.counts.update(sequence.tokens)
+    return sequence.counts

@@ -1,7 +1,7 @@
-"""The engine process: sizes itself, then steps for ever.
+"""The engine process: loads and sizes the model, then runs the engine loop.
 
-Started by the parent with a socket for control; listens on a unix socket for the HTTP process.
-The main thread owns the engine, other threads only put messages into its inbox.
+Started by the parent with two sockets: one to the parent, one to the HTTP process. The main thread
+owns the engine; other threads only put messages into its inbox.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ NEIGHBOUR_SECONDS = 120.0
 
 
 class ParentReporter:
-    """Tells the parent, which keeps the report."""
+    """Sends progress to the parent, which keeps the report."""
 
     def __init__(self, parent: Channel) -> None:
         self.parent = parent
 
-    def tell(self, kind: str, value: object) -> None:
+    def send(self, kind: str, value: object) -> None:
         self.parent.send(Progress(kind, codec.dumps(value).encode()))
 
     def state(self, state: State) -> None:
         self.parent.send(Progress("state", str(state).encode()))
 
     def stage(self, name: str, ms: int, nbytes: int, detail: str | None = None) -> None:
-        self.tell("stage", Stage(name, ms, nbytes, detail))
+        self.send("stage", Stage(name, ms, nbytes, detail))
 
     def loading(self, ms: int, done: int, total: int) -> None:
-        self.tell("stage", Stage("load", ms, done, total_bytes=total))
+        self.send("stage", Stage("load", ms, done, total_bytes=total))
 
     def effective(self, effective: Effective) -> None:
-        self.tell("effective", effective)
+        self.send("effective", effective)
 
     def attempt(self, attempt: Attempt) -> None:
-        self.tell("attempt", attempt)
+        self.send("attempt", attempt)
 
     def provenance(self, provenance: Provenance) -> None:
-        self.tell("provenance", provenance)
+        self.send("provenance", provenance)
 
     def warn(self, text: str) -> None:
         self.parent.send(Progress("warning", text.encode()))
@@ -80,17 +80,17 @@ class EngineProcess:
     def __init__(self, arguments: argparse.Namespace, parent: Channel) -> None:
         self.arguments = arguments
         self.parent = parent
-        self.http = Outbox(socket.socket(fileno=arguments.line_fd))
+        self.http = Outbox(socket.socket(fileno=arguments.http_fd))
         self.reporter = ParentReporter(parent)
         self.inbox: queue.SimpleQueue[tuple[Channel | None, messages.Message]] = queue.SimpleQueue()
         self.neighbours = threading.Event()
-        self.clients: dict[int, Channel] = {}  # sequence id -> who asked
+        self.clients: dict[int, Channel] = {}  # by sequence id
         self.beat_at = 0.0
         self.prompt_tokens = 0
         self.output_tokens = 0
 
     def size(self) -> Engine:
-        """Load and profile; returns an engine whose budget survived its stress."""
+        """Loads and profiles; returns an engine with a validated KV budget."""
         arguments = self.arguments
         engine, result = start(
             launch=LaunchConfig.parse(Path(arguments.config).read_bytes()),
@@ -101,11 +101,11 @@ class EngineProcess:
             memory=arguments.memory,
             root=arguments.root,
         )
-        self.reporter.tell("result", result)
+        self.reporter.send("result", result)
         return engine
 
     def serve(self, engine: Engine) -> None:
-        """Steps while there is work, sleeps in the inbox while there is none."""
+        """The engine loop: steps while there is work, else waits for messages."""
         while True:
             self._take(engine)
             self._publish(engine.step())
@@ -128,8 +128,8 @@ class EngineProcess:
                 engine.abort(message.id)
 
     def _publish(self, outputs: list[Output]) -> None:
-        """A frame a client for all its requests; scores of a whole prompt have one of their own,
-        so that no frame outgrows its bound."""
+        """One frame per client for all its requests; prompt logprobs get a frame of their own, so
+        that no frame exceeds MAX_FRAME."""
         frames: dict[Channel, list[Delta]] = {}
         for output in outputs:
             self.output_tokens += 1
@@ -174,7 +174,7 @@ class EngineProcess:
             raise ServerError("the HTTP process did not start within two minutes")
 
     def listen_to_parent(self) -> None:
-        """The parent's messages; its end is ours."""
+        """Reads the parent's messages; exits when the parent does."""
         with contextlib.suppress(OSError):
             for message in self.parent.receive():
                 if isinstance(message, messages.NeighboursReady):
@@ -182,7 +182,7 @@ class EngineProcess:
         os._exit(int(ExitCode.ENGINE_DIED))
 
     def listen_to_http(self) -> None:
-        """Requests; the answers leave by the same line and never make a step wait."""
+        """Reads requests; answers go back on the same socket, without blocking a step."""
         with contextlib.suppress(OSError):
             for message in self.http.receive():
                 self.inbox.put((self.http, message))
@@ -225,8 +225,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--record")
     parser.add_argument("--state-dir", required=True)
     parser.add_argument("--control-fd", type=int, required=True)
-    parser.add_argument("--line-fd", type=int, required=True, help="to the HTTP process")
-    parser.add_argument("--root", type=int, required=True, help="pid of the tree to account for")
+    parser.add_argument("--http-fd", type=int, required=True, help="socket to the HTTP process")
+    parser.add_argument(
+        "--root", type=int, required=True, help="pid of the process tree whose memory counts"
+    )
     parser.add_argument("--memory", type=int)
     parser.add_argument("--threads", type=int)
     return parser.parse_args(argv)
@@ -244,11 +246,11 @@ def main(argv: list[str]) -> int:
 
 
 def run(process: EngineProcess) -> int:
-    """Sizes and serves; returns the exit code of what ended it."""
+    """Sizes and serves; returns the exit code."""
     try:
         with device_errors.named("start"):
             engine = process.size()
-    except DeviceOutOfMemory as error:  # outside the loop, which diagnoses its own
+    except DeviceOutOfMemory as error:  # outside the profile loop, which has its own diagnosis
         return _fail(process, OutOfMemory(f"the device refused memory: {error}"))
     except ServerError as error:
         return _fail(process, error)
@@ -263,7 +265,7 @@ def run(process: EngineProcess) -> int:
 
 
 def _fail(process: EngineProcess, error: ServerError) -> int:
-    process.reporter.tell("failure", error.termination())
+    process.reporter.send("failure", error.termination())
     return int(error.code)
 
 

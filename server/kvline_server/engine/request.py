@@ -1,4 +1,4 @@
-"""A sequence on its way through the engine, and the sampling it asked for."""
+"""A sequence in the engine, and its sampling parameters."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from kvline_server.engine.tally import Tally
+from kvline_server.engine.token_counts import TokenCounts
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
-    """Validated at the edge; neutral values mean «off»."""
+    """Validated by the HTTP process; the defaults turn a feature off."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -25,13 +25,13 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     logit_bias: dict[int, float] = {}
     seed: int = 0
     ignore_eos: bool = False
-    logprobs: int | None = None  # alternatives reported with every output token; None: nothing
-    prompt_logprobs: int | None = None  # the same for prompt tokens
-    logprob_start: int = 0  # first prompt position whose logprob is wanted
+    logprobs: int | None = None  # alternatives per output token; None: no logprobs
+    prompt_logprobs: int | None = None  # alternatives per prompt token; None: no logprobs
+    logprob_start: int = 0  # first prompt position whose logprob is returned
 
     @property
-    def tallied(self) -> bool:
-        """Penalties count what was said before."""
+    def has_penalties(self) -> bool:
+        """Whether sampling depends on the tokens so far."""
         return (
             self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
@@ -52,7 +52,7 @@ class Scores:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Prompt, then output; `computed` of its tokens have their keys and values in the cache."""
+    """Prompt and output tokens; the first `computed` have their keys and values in the cache."""
 
     id: int
     tokens: list[int]
@@ -60,27 +60,27 @@ class Sequence:
     params: SamplingParams
     computed: int = 0
     pages: list[int] = field(default_factory=list)
-    chain: list[bytes] = field(default_factory=list)  # names of its full pages
-    published: int = 0
+    chain: list[bytes] = field(default_factory=list)  # hashes of its full pages
+    published: int = 0  # full pages that the prefix cache knows
     scored: int = 0  # prompt positions whose logprob has left the engine; survives preemption
     scores: list[Scores] = field(default_factory=list)
     preemptions: int = 0
     cached: int = 0  # tokens found in the prefix cache at first admission
-    pending: int = 0  # tokens that were sampled, and whose values have not been read yet
-    slot: int = 0  # its place in the device's pool of sampled tokens, while it runs
-    tally: Tally | None = None  # where penalties are asked for
-    ended: bool = False  # what still comes of it is nobody's
-    tallied: bool = field(init=False)  # its params' own, which is asked at each step
-    broken: bool = False  # a prompt position's logits were not finite
+    pending: int = 0  # tokens sampled on the device that the host has not read yet
+    slot: int = 0  # its index in Runner.last_tokens, while it runs
+    counts: TokenCounts | None = None  # with penalties
+    ended: bool = False  # results still in flight are discarded
+    has_penalties: bool = field(init=False)  # of its params, cached because each step reads it
+    not_finite: bool = False  # a prompt position's logits were not finite
     submitted: float = field(default_factory=time.monotonic)
     waited: float | None = None  # seconds until its first step
 
     def __post_init__(self) -> None:
-        self.tallied = self.params.tallied
+        self.has_penalties = self.params.has_penalties
 
     @property
     def length(self) -> int:
-        """Tokens it has, read or not."""
+        """Tokens it has, read by the host or not."""
         return len(self.tokens) + self.pending
 
     @property
@@ -88,20 +88,20 @@ class Sequence:
         return self.length - self.prompt_length
 
     @property
-    def wanting(self) -> int:
+    def uncomputed(self) -> int:
         """Tokens still to be computed before the next one can be sampled."""
         return self.length - self.computed
 
     @property
     def first_scored(self) -> int:
-        """First prompt position that still needs its logprob; past the prompt when none does."""
+        """First prompt position that still needs its logprob; prompt_length when none does."""
         if self.params.prompt_logprobs is None:
             return self.prompt_length
         # Position 0 has nothing before it and never has a logprob.
         return max(1, self.params.logprob_start, self.scored)
 
     @property
-    def matchable(self) -> int:
-        """Tokens that may come from the prefix cache: one must remain to be computed, and so must
-        the token before each position whose logprob is asked."""
+    def cacheable(self) -> int:
+        """Tokens that may come from the prefix cache: the last one must be computed, and so must
+        the token before each position whose logprob is returned."""
         return min(len(self.tokens) - 1, self.first_scored - 1)

@@ -1,8 +1,7 @@
-"""Runs a batch on the device: decoder over the arena, then LM head, scores and draws by chunks.
+"""Runs a batch on the device: the decoder, then LM head, logprobs and sampling in chunks of rows.
 
-`launch` only asks for the work; what comes of it is read from the flight, a step later where the
-device works beside the host. A token that has been sampled but not read is known by its slot in
-`recent`, on the device.
+`launch` only enqueues the work; `InFlightStep.wait` reads the results, a step later on a GPU. A
+token that was sampled and not read yet is taken from `last_tokens`, on the device.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from kvline_server.model.decoder import Decoder
 
 
 @dataclass(slots=True)
-class _Asked:
-    """What a batch's chunks gave, still on the device."""
+class _DeviceOutputs:
+    """Results of a batch's chunks, on the device."""
 
     tokens: list[torch.Tensor] = field(default_factory=list)
     prompts: list[RowScores] = field(default_factory=list)
@@ -34,25 +33,25 @@ class _Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class _There:
-    """A batch's tensors, once the decoder ran."""
+class _DeviceInputs:
+    """What the LM head's chunks read."""
 
     hidden: torch.Tensor  # [scored + sampled, hidden]
     targets: torch.Tensor  # int64 [scored]
 
 
-class Flight:
-    """A batch on its way."""
+class InFlightStep:
+    """A launched batch whose results have not been read yet."""
 
-    def __init__(self, batch: Batch, asked: _Asked, fetch: Fetch) -> None:
+    def __init__(self, batch: Batch, outputs: _DeviceOutputs, fetch: Fetch) -> None:
         self.batch = batch
-        self._outputs = [rows for rows, _ in asked.outputs]
-        self._prompts = min(1, len(asked.prompts))
+        self._outputs = [rows for rows, _ in outputs.outputs]
+        self._prompts = min(1, len(outputs.prompts))
         self._fetch = fetch
 
     def wait(self) -> tuple[np.ndarray, list[Scores | None], Table | None]:
         """Sampled token ids [sampled], their scores, and the scores of all scored rows."""
-        with device_errors.named("wait"):  # where what went wrong on the device comes to light
+        with device_errors.named("wait"):  # asynchronous device errors surface here
             tokens, *arrays = self._fetch.wait()
         tables = [Table(*arrays[i : i + 4]) for i in range(0, len(arrays), 4)]
         prompts = tables[0] if self._prompts else None
@@ -73,11 +72,13 @@ class Runner:
         self.rows_run = 0  # rows given to the LM head, for the invariant rows == sampled + scored
         self.forward: Forward = decoder.step
         self.graphs: Graphs | None = None
-        self.recent = torch.zeros(slots, dtype=torch.int64, device=self.kernels.device)
+        # The last sampled token of each running sequence, by its slot. int64 [slots]
+        self.last_tokens = torch.zeros(slots, dtype=torch.int64, device=self.kernels.device)
 
     def tune(self, max_rows: int, file: Path, key: str) -> str | None:
-        """Picks kernels by trial, or as an earlier start did that left `file`. The LM head is not
-        among them. Says what was done; None when nothing is tunable. Raises as launch does."""
+        """Autotunes the GEMMs, or takes the choices that an earlier start cached in `file`. The LM
+        head is left out. Returns a summary, None when there is nothing to tune. Raises as launch
+        does."""
         known = tuning.read(file, key)
         rows = tuning.trial_rows(max_rows)
         with device_errors.named("tune"):
@@ -86,89 +87,91 @@ class Runner:
             return None
         if known is None:
             tuning.write(file, key, choices)
-        how = "tried now" if known is None else "as an earlier start found"
-        return f"{len(choices)} GEMM shapes not by torch's kernel, {how}"
+        how = "measured now" if known is None else "cached by an earlier start"
+        return f"{len(choices)} GEMM shapes with another kernel than torch's, {how}"
 
     @torch.inference_mode()
-    def meet(self, max_rows: int) -> int:
-        """Lets the kernels take what each row count of a step costs them once; the arena must have
-        a page. -> how many row counts there are"""
+    def warm_up(self, max_rows: int) -> int:
+        """Runs each row count once, so that the kernels allocate what they keep for it; the arena
+        must have a page. Returns the number of row counts."""
         counts = self.kernels.row_counts(max_rows)
         for rows in counts:
-            self.decoder.meet(rows, self.arena.layers())
+            self.decoder.warm_up(rows, self.arena.layers())
         return len(counts)
 
     def capture(self, max_rows: int) -> bool:
-        """Captures what the device can replay; the arena must have a page, its addresses stay.
-        Raises as launch does."""
+        """Captures CUDA graphs where the device has them; the arena must have a page. Its addresses
+        never change, so the graphs stay valid. Raises as launch does."""
         with device_errors.named("capture"):
             self.graphs = self.kernels.graphs(self.decoder, self.arena.layers(), max_rows)
         if self.graphs is not None:
             self.forward = self.graphs.step
         return self.graphs is not None
 
-    def launch(self, batch: Batch) -> Flight:
+    def launch(self, batch: Batch) -> InFlightStep:
         """Raises DeviceOutOfMemory when the device refuses memory, DeviceFailure when it fails."""
         with device_errors.named("launch"):
             return self._launch(batch)
 
     @torch.inference_mode()
-    def _launch(self, batch: Batch) -> Flight:
+    def _launch(self, batch: Batch) -> InFlightStep:
         kernels = self.kernels
         layout = batch.layout
-        ids, positions, slots, late_rows, late_slots, rows, targets, sampled = kernels.upload(
+        ids, positions, slots, pending_rows, pending_slots, rows, targets, sampled = kernels.upload(
             batch.token_ids,
             layout.positions,
             layout.slots,
-            batch.late_rows,
-            batch.late_slots,
+            batch.pending_rows,
+            batch.pending_slots,
             batch.rows,
             batch.targets,
             batch.sampled_slots,
         )
-        if len(batch.late_rows):
-            ids.index_copy_(0, late_rows, self.recent[late_slots])
+        if len(batch.pending_rows):
+            ids.index_copy_(0, pending_rows, self.last_tokens[pending_slots])
         hidden = self.forward(ids, Where(positions, slots), self.arena.layers(), layout, rows)
-        there, asked = _There(hidden, targets), _Asked()
+        inputs, outputs = _DeviceInputs(hidden, targets), _DeviceOutputs()
         for start in range(0, len(batch.rows), self.logprob_rows):
-            self._chunk(batch, there, start, asked)
-        tokens = torch.cat(asked.tokens) if asked.tokens else self.recent[:0]
+            self._chunk(batch, inputs, start, outputs)
+        tokens = torch.cat(outputs.tokens) if outputs.tokens else self.last_tokens[:0]
         if len(tokens):
-            # The next step may read one before the host: what is no token must not be looked up.
-            self.recent.index_copy_(0, sampled, tokens.clamp(min=0))
-        # One table of all chunks: each tensor is a copy to the host of its own.
-        prompts = [RowScores.stack(asked.prompts)] if asked.prompts else []
-        tables = [*prompts, *(table for _, table in asked.outputs)]
+            # The next step may embed these before the host reads them, so NO_TOKEN becomes 0.
+            self.last_tokens.index_copy_(0, sampled, tokens.clamp(min=0))
+        # One table for all chunks, because each tensor is a copy of its own.
+        prompts = [RowScores.stack(outputs.prompts)] if outputs.prompts else []
+        tables = [*prompts, *(table for _, table in outputs.outputs)]
         wanted = [tokens, *(tensor for table in tables for tensor in table.tensors())]
-        return Flight(batch, asked, kernels.fetch(wanted))
+        return InFlightStep(batch, outputs, kernels.fetch(wanted))
 
-    def _chunk(self, batch: Batch, at: _There, start: int, asked: _Asked) -> None:
-        """Some rows through the LM head: scored ones come first in a batch, then sampled ones."""
-        hidden = at.hidden[start : start + self.logprob_rows]
+    def _chunk(
+        self, batch: Batch, inputs: _DeviceInputs, start: int, outputs: _DeviceOutputs
+    ) -> None:
+        """One chunk of rows through the LM head; scored rows come first, then sampled ones."""
+        hidden = inputs.hidden[start : start + self.logprob_rows]
         end, scored = start + len(hidden), len(batch.targets)
         self.rows_run += len(hidden)
         logits = self.decoder.compute_logits(hidden)
-        judged = max(0, min(scored, end) - start)
-        if judged:
-            targets = at.targets[start : start + judged]
+        count = max(0, min(scored, end) - start)
+        if count:
+            targets = inputs.targets[start : start + count]
             top = max(run.sequence.params.prompt_logprobs or 0 for run in batch.scored)
-            asked.prompts.append(self.kernels.score(logits[:judged], targets, top))
+            outputs.prompts.append(self.kernels.score(logits[:count], targets, top))
         if end > scored:
             first = max(start, scored) - scored
-            self._sample(logits[judged:], batch, first, end - scored, asked)
+            self._sample(logits[count:], batch, first, end - scored, outputs)
 
     def _sample(
-        self, logits: torch.Tensor, batch: Batch, first: int, last: int, asked: _Asked
+        self, logits: torch.Tensor, batch: Batch, first: int, last: int, outputs: _DeviceOutputs
     ) -> None:
         sequences = list(batch.sampled[first:last])
-        wanting = [i for i, s in enumerate(sequences) if s.params.logprobs is not None]
-        if not wanting:
-            asked.tokens.append(sample(self.kernels, logits, sequences))
+        with_logprobs = [i for i, s in enumerate(sequences) if s.params.logprobs is not None]
+        if not with_logprobs:
+            outputs.tokens.append(sample(self.kernels, logits, sequences))
             return
-        (at,) = self.kernels.upload(np.asarray(wanting))
+        (at,) = self.kernels.upload(np.asarray(with_logprobs))
         raw = logits[at]  # before penalties and temperature, which may be written in place
         chosen = sample(self.kernels, logits, sequences)
-        asked.tokens.append(chosen)
-        top = max(sequences[i].params.logprobs or 0 for i in wanting)
+        outputs.tokens.append(chosen)
+        top = max(sequences[i].params.logprobs or 0 for i in with_logprobs)
         table = self.kernels.score(raw, chosen[at].clamp_(min=0), top)
-        asked.outputs.append(([first + i for i in wanting], table))
+        outputs.outputs.append(([first + i for i in with_logprobs], table))

@@ -1,8 +1,8 @@
-"""The next token of each sampled row: penalties and bias first, then the draw in the kernels.
+"""The next token of each sampled row: penalties and biases, then sampling in the kernels.
 
-The noise of a sequence's n-th draw depends on its seed and n alone, so batch mates and preemption
-change what a seeded request says only where they change its logits by more than two tokens differ
-in the draw (docs/decisions/009).
+The noise of a sequence's n-th token depends on its seed and n alone. Other requests of the batch
+and preemption change a seeded output only where they change its logits by more than the margin
+between the two best tokens of the draw (docs/decisions/009).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvline_server.engine.seeds import keys
 from kvline_server.kernels.interface import Draws, Kernels
 
 _MASK = 0xFFFFFFFFFFFFFFFF
-LEAST_TOP_P = np.float32(1e-6)  # less keeps the best token alike, and may be 0 as a float32
+MIN_TOP_P = np.float32(1e-6)  # a smaller value keeps the same one token, and may be 0 as a float32
 
 
 def sample(kernels: Kernels, logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
@@ -30,7 +30,7 @@ def draws(sequences: list[Sequence]) -> Draws:
     return Draws(
         temperatures=np.asarray([p.temperature for p in params], dtype=np.float32),
         top_k=np.asarray([p.top_k for p in params], dtype=np.int32),
-        top_p=np.maximum(np.asarray([p.top_p for p in params], dtype=np.float32), LEAST_TOP_P),
+        top_p=np.maximum(np.asarray([p.top_p for p in params], dtype=np.float32), MIN_TOP_P),
         min_p=np.asarray([p.min_p for p in params], dtype=np.float32),
         keys=keys(
             np.asarray([p.seed & _MASK for p in params], dtype=np.uint64),

@@ -1,12 +1,11 @@
-"""Which sequences compute how many tokens next: decodes first, then prompt chunks, then arrivals.
+"""Continuous batching with chunked prefill: decodes first, then running prompts, then new ones.
 
-A step lasts as long as its rows take, and each decoding sequence waits for it: in a mixed step
-prompts get a bounded number of rows. A penalised sequence sits a step out while its last token is
-still on its way from the device, and holds nobody up.
+Every decode waits for the whole step, so prompts get a bounded number of rows in a mixed step. A
+sequence with penalties skips a step while the host has not read its last token; the others run.
 
-Pure bookkeeping: takes sequences, gives a list of Work, holds pages through the pool. Never
-deadlocks: the oldest running sequence can always take pages from the youngest, and one sequence
-alone always fits because the budget was validated to hold a full-length one.
+Pure bookkeeping: sequences in, a list of Work out, pages through the pool. It cannot deadlock: the
+oldest running sequence can always preempt the youngest, and one sequence alone always fits because
+the budget was validated with a full-length one.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ PREFILL_PER_REQUEST = 8
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """`count` tokens of a sequence from position `start`; it samples when none is left over."""
+    """`count` tokens of a sequence from position `start`; it samples when these are its last."""
 
     sequence: Sequence
     start: int
@@ -53,7 +52,7 @@ class Scheduler:
         self.mixed_prefill_tokens = mixed_prefill_tokens or max_step_tokens
         self.prefill_per_request = PREFILL_PER_REQUEST
         self.waiting: deque[Sequence] = deque()
-        self.running: dict[Sequence, None] = {}  # a set by admission, oldest first
+        self.running: dict[Sequence, None] = {}  # an ordered set, oldest admission first
         self.preemptions = 0
         self._slots = list(range(max_running))
 
@@ -61,10 +60,10 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out, wherever it is; its pages come back at once."""
+        """Removes a running or waiting sequence and frees its pages."""
         if sequence in self.running:
             del self.running[sequence]
-            self._give_back(sequence)
+            self._release(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
@@ -75,30 +74,32 @@ class Scheduler:
     def schedule(self) -> list[Work]:
         budget = self.max_step_tokens
         work: list[Work] = []
-        ready = [s for s in self.running if s.wanting == 1 and not (s.tallied and s.pending)]
-        filling = [s for s in self.running if s.wanting > 1]
+        ready = [
+            s for s in self.running if s.uncomputed == 1 and not (s.has_penalties and s.pending)
+        ]
+        prefilling = [s for s in self.running if s.uncomputed > 1]
         for sequence in ready:
             if budget and sequence in self.running:
                 budget -= self._continue(sequence, budget, work)
         if work:
             wanted = self.prefill_per_request * (len(self.running) + len(self.waiting))
             budget = min(budget, max(self.mixed_prefill_tokens, wanted))
-        for sequence in filling:
+        for sequence in prefilling:
             if budget and sequence in self.running:
                 budget -= self._continue(sequence, budget, work)
         while budget and self.waiting and len(self.running) < self.max_running:
-            if self.waiting[0].pending:  # preempted a moment ago: its last token is on its way
+            if self.waiting[0].pending:  # preempted a moment ago; its last token is not read yet
                 break
             taken = self._admit(self.waiting[0], budget, work)
             if not taken:
                 break
             budget -= taken
         if self.waiting:
-            _end_at_wave(work)
+            _trim_to_wave(work)
         return work
 
     def advance(self, work: list[Work]) -> None:
-        """After the step ran: its tokens are in the cache, and full pages can be shared."""
+        """After a step's launch: its tokens count as computed, and full pages can be shared."""
         for item in work:
             sequence = item.sequence
             sequence.computed = item.start + item.count
@@ -110,7 +111,7 @@ class Scheduler:
             sequence.published = max(sequence.published, full)
 
     def _continue(self, sequence: Sequence, budget: int, work: list[Work]) -> int:
-        count = min(sequence.wanting, budget)
+        count = min(sequence.uncomputed, budget)
         missing = pages_for(sequence.computed + count) - len(sequence.pages)
         busy: set[int] = set()
         while missing > 0 and not self.pool.can_take(missing):
@@ -125,9 +126,10 @@ class Scheduler:
         return count
 
     def _admit(self, sequence: Sequence, budget: int, work: list[Work]) -> int:
-        """Starts a waiting sequence if its whole prompt and a page for each runner would fit."""
+        """Starts a waiting sequence if its whole prompt fits, and a page for each running sequence
+        beside it. Returns the rows it takes in this step, 0 if it does not fit."""
         extend_chain(sequence.chain, sequence.tokens, len(sequence.tokens))
-        matched = self.pool.match(sequence.chain[: max(0, sequence.matchable) // PAGE_SIZE])
+        matched = self.pool.match(sequence.chain[: max(0, sequence.cacheable) // PAGE_SIZE])
         missing = pages_for(len(sequence.tokens)) - len(matched)
         reserve = len(self.running)
         if not self.pool.can_take(missing + reserve if self.running else missing):
@@ -144,24 +146,25 @@ class Scheduler:
         return self._continue(sequence, budget, work)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the head of the queue; what it has said and scored stays said and scored."""
+        """Back to the head of the queue; its output tokens and prompt logprobs are kept."""
         del self.running[sequence]
-        self._give_back(sequence)
+        self._release(sequence)
         self.waiting.appendleft(sequence)
         sequence.preemptions += 1
         self.preemptions += 1
 
-    def _give_back(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence) -> None:
         self._slots.append(sequence.slot)
         self.pool.release(sequence.pages)
         sequence.pages = []
         sequence.computed = sequence.published = 0
 
 
-def _end_at_wave(work: list[Work]) -> None:
-    """While prompts queue, the last chunks of a large step give way until it fills whole waves:
-    what is over costs nothing a step later, and here as much as a wave. Where nothing of the
-    prompts would be left they stay: decodes alone may be more than the last whole wave."""
+def _trim_to_wave(work: list[Work]) -> None:
+    """Shortens the last prompt chunks of a large step until its rows fill whole waves of GEMM
+    tiles; called while prompts queue. The rows cut off cost a whole wave here, and almost nothing
+    in the next step, which is full anyway. Prompts are never cut to nothing: decodes alone may
+    exceed the last whole wave."""
     rows = sum(chunk.count for chunk in work)
     prompts = sum(chunk.count for chunk in work if chunk.count > 1)
     over = rows % WAVE if rows > WAVE else 0
@@ -171,7 +174,7 @@ def _end_at_wave(work: list[Work]) -> None:
         chunk = work[at]
         if not over:
             break
-        if chunk.count > 1:  # one row is a decode, or as good as one
+        if chunk.count > 1:  # a single row is treated as a decode
             less = min(over, chunk.count)
             over -= less
             left = Work(chunk.sequence, chunk.start, chunk.count - less)

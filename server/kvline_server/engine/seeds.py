@@ -1,5 +1,8 @@
-"""From a request's seed to its choices' seeds and to each draw's key: splitmix64 (Steele, Lea,
-Flood 2014), twice, so that neither neighbouring seeds nor counters share anything."""
+"""Derives the seeds of a request's choices and the key of each sampled token from its seed.
+
+splitmix64 (Steele, Lea, Flood 2014), applied twice, so that adjacent seeds or counters give
+unrelated keys.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ MAX_SEED = 2**63 - 1
 
 
 def keys(seeds: npt.NDArray[np.uint64], counters: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """A key from each (seed, counter)."""
+    """One key per (seed, counter). uint64 [n], uint64 [n] -> uint64 [n]"""
     with np.errstate(over="ignore"):
         return _splitmix(_splitmix(seeds) + counters)
 
 
 def of_choice(seed: int, choice: int) -> int:
-    """The first choice has the request's own seed, as a request of one choice has."""
+    """The seed of a choice; the first choice keeps the request's own."""
     if not choice:
         return seed
     return int(keys(np.asarray([seed], np.uint64), np.asarray([choice], np.uint64))[0]) & MAX_SEED

@@ -1,4 +1,4 @@
-"""From a launch to an engine whose budget survived its stress: load, profile, build."""
+"""From a launch configuration to an engine with a validated KV budget: load, profile, build."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvline_server.model import load
 
 
 class Reporter(profile.Reporter, load.Progress, Protocol):
-    """Where loading and sizing tell what they do."""
+    """Receives the progress of loading and sizing."""
 
 
 def start(
@@ -30,8 +30,8 @@ def start(
     memory: int | None,
     root: int,
 ) -> tuple[Engine, Result]:
-    """`memory` and `root` are the CPU's: a limit, and the process tree to account for. Raises
-    ServerError with what stands in the way."""
+    """`memory` (bytes) and `root` (a process id) are for the CPU: the limit, and the process tree
+    whose memory counts. Raises ServerError with the reason when no budget can be validated."""
     started = time.monotonic()
     reporter.state(State.LOADING)
     backend = open_backend(launch, memory, root, reporter.warn)

@@ -139,7 +139,7 @@ class ProfileLoop:
         try:
             self.loaded.arena.resize(PROBE_PAGES)
             arena = self.device.used() - before
-            self._meet_row_counts()
+            self._warm_up_row_counts()
             captured = self.loaded.runner.capture(self.settings.max_prefill_tokens)
         except DeviceOutOfMemory as error:
             raise self.diagnosis.out_of_memory((), pinned=False) from error
@@ -148,11 +148,11 @@ class ProfileLoop:
             ms = round((time.monotonic() - started) * 1000)
             self.reporter.stage("graphs", ms, self.diagnosis.graphs)
 
-    def _meet_row_counts(self) -> None:
+    def _warm_up_row_counts(self) -> None:
         """What the kernels keep for each row count is taken now, so that no request after the
         measurement brings the first step of its size."""
         started, before = time.monotonic(), self.device.used()
-        if counts := self.loaded.runner.meet(self.settings.max_prefill_tokens):
+        if counts := self.loaded.runner.warm_up(self.settings.max_prefill_tokens):
             self.device.settle()
             ms, taken = round((time.monotonic() - started) * 1000), self.device.used() - before
             self.reporter.stage("row counts", ms, max(0, taken), f"{counts} row counts")

@@ -71,7 +71,7 @@ class Decoder:
         few = _pad(wanted, self.kernels.padded(len(wanted)))
         return self.finish(attended[few], state.residual[few])[: len(wanted)]
 
-    def meet(self, rows: int, cache: list[KVLayer]) -> None:
+    def warm_up(self, rows: int, cache: list[KVLayer]) -> None:
         """Every GEMM of a step at one row count, in the first layers alone."""
         device = self.kernels.device
         nothing = torch.zeros(rows, dtype=torch.int64, device=device)
