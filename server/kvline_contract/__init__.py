@@ -1,1 +1,1 @@
-"""What the operator and the server say to each other. Standard library only."""
+"""The documents exchanged between operator and server. Standard library only."""

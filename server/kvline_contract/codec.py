@@ -1,8 +1,8 @@
 """JSON to frozen dataclasses and back: camelCase keys, integers only, bounds on everything.
 
-Every document of the contract is a dataclass whose fields carry their bounds; this module walks
-them. It is strict (unknown keys fail) or tolerant (unknown keys are ignored), never silent about a
-wrong type, a number out of range or a text too long.
+Every document of the contract is a dataclass whose fields carry their bounds. Reading is strict
+(unknown keys fail) or tolerant (unknown keys are ignored); a wrong type, a number out of range or a
+text that is too long always fails.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-MAX_INTEGER = 2**53 - 1  # what every JSON reader keeps exactly
+MAX_INTEGER = 2**53 - 1  # the largest that every JSON reader keeps exact
 MAX_TEXT = 1024
 MAX_KEY = 64  # characters of a map's key
 
 
 class ContractError(ValueError):
-    """A document that breaks the contract: says which field, what was expected, what was there."""
+    """An invalid document; the message names the field, what was expected and what was found."""
 
 
 def field(
@@ -131,7 +131,7 @@ def loads(text: str | bytes, limit: int) -> dict[str, Any]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) != len(pairs):
-        raise ContractError("a key stands twice in one object")
+        raise ContractError("duplicate key in an object")
     return out
 
 

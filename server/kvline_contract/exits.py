@@ -1,6 +1,6 @@
-"""The one table: exit code → name → condition → reason, and what it means for a candidate.
+"""The one table of exit codes: name, condition, reason, and what it means for a candidate.
 
-Product section 5.5. The server ends with these codes, the operator reads them.
+The server exits with these codes and the operator reads them (docs/operations.md).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Meaning:
     name: str
     condition: str
     reason: str
-    rejects: bool  # at the container's second end with this code; else the rollout holds
+    rejects: bool  # when the container exits with this code a second time; else the rollout holds
 
 
 MEANINGS: dict[int, Meaning] = {
@@ -57,5 +57,5 @@ MEANINGS: dict[int, Meaning] = {
 
 
 def meaning(code: int) -> Meaning:
-    """Any code: those we never end with read as Unexpected."""
+    """The meaning of any code; an unknown one counts as Unexpected."""
     return MEANINGS.get(code, MEANINGS[1])

@@ -1,7 +1,7 @@
-"""What the operator tells a pod at its start (LaunchConfig) and while it runs (GateFile, Records).
+"""Files that the operator writes for a pod: LaunchConfig at its start, GateFile and Records later.
 
-launch.json never changes for the life of a revision and is read strictly; gate.json and
-records.json are re-read and tolerate unknown keys. Product section 5.3.
+launch.json never changes within a revision and is read strictly; gate.json and records.json are
+re-read while the pod runs and tolerate unknown keys.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from kvline_contract.codec import ContractError, decode, document, dumps, field,
 from kvline_contract.report import Memory, Result
 
 VERSION = 1
-MAX_RECORDS = 16  # fingerprints a service
-MAX_GATE_GPUS = 16  # GPU models of a gate file
+MAX_RECORDS = 16  # fingerprints per service
+MAX_GATE_GPUS = 16  # GPU models in a gate file
 MAX_LAUNCH_BYTES = 64 * 1024
 MAX_TOKENS = 2**31 - 1
 
@@ -25,7 +25,7 @@ class Device(StrEnum):
 
 class LoadFormat(StrEnum):
     WEIGHTS = "weights"
-    RANDOM = "random"  # from config.json alone: sizes a model before it is downloaded
+    RANDOM = "random"  # random weights from config.json alone: sizes a model before its download
 
 
 class Reuse(StrEnum):
@@ -47,7 +47,7 @@ class Model:
 
 @document
 class EngineOptions:
-    """What the user set; None means that the server resolves its own default."""
+    """Settings of the spec; None: the server's default."""
 
     max_model_len: int | None = field(low=16, high=MAX_TOKENS, omit_none=True, default=None)
     max_running_requests: int | None = field(low=1, high=4096, omit_none=True, default=None)
@@ -74,14 +74,14 @@ class LaunchConfig:
     engine: EngineOptions
     capacity: CapacityOptions
     require_api_key: bool = field(default=False)
-    # What streams may still take after SIGTERM; None means the server's own default.
+    # Seconds that requests may still take after SIGTERM; None: the server's default.
     drain_seconds: int | None = field(low=1, high=3600, omit_none=True, default=None)
     # Whether the API's port speaks TLS; absent where it does not, so that older servers read it.
     require_tls: bool | None = field(omit_none=True, default=None)
 
     @classmethod
     def parse(cls, text: str | bytes) -> LaunchConfig:
-        """Read strictly: an unknown key is an operator newer than this image, and says so."""
+        """Reads strictly: an unknown key means that the operator is newer than this image."""
         value = loads(text, MAX_LAUNCH_BYTES)
         if value.get("version") != VERSION:
             raise ContractError(
@@ -95,12 +95,12 @@ class LaunchConfig:
 
 @document
 class GateFile:
-    """Whether a validated pod may take traffic. Thresholds count until it was Ready once."""
+    """Whether a validated pod may take traffic. Thresholds apply until it has been Ready once."""
 
     version: int
     open: bool
     min_kv_tokens: int = field("minKVTokens", default=0)
-    # The smallest of the map's, for servers that know no map.
+    # The smallest value of the map, for servers that do not read the map.
     required_kv_tokens: int = field("requiredKVTokens", default=0)
     required_by_gpu: dict[str, int] | None = field(
         "requiredByGPU", items=MAX_GATE_GPUS, omit_none=True, default=None
@@ -114,8 +114,8 @@ class GateFile:
         return decode(cls, value, strict=False)
 
     def threshold(self, gpu: str = "") -> int:
-        """Of a replica on this device, as the provenance of its report names it. For one that the
-        map lacks the service's own minimum decides, else the smallest of the map."""
+        """KV tokens that a replica on this GPU must have; `gpu` is its name in the report. For one
+        that the map lacks: minKVTokens where it is set, else the smallest value of the map."""
         unknown = 0 if self.required_by_gpu and self.min_kv_tokens else self.required_kv_tokens
         required = (self.required_by_gpu or {}).get(gpu, unknown)
         return max(self.min_kv_tokens, required)
@@ -123,7 +123,7 @@ class GateFile:
 
 @document
 class Record:
-    """A size that survived on an identical replica: searched for once, then only validated."""
+    """A budget that an identical replica validated; it replaces the search, not the validation."""
 
     kv_tokens: int = field("kvTokens", low=1)
     free_mib: int = field("freeMiB")

@@ -1,7 +1,4 @@
-"""Names both halves use: the API group, labels, ports, paths, environment keys.
-
-Every literal that crosses the border stands here once; product section 5.1 and 5.2.
-"""
+"""Names that operator and server share: API group, labels, ports, paths, environment variables."""
 
 from __future__ import annotations
 
@@ -21,14 +18,14 @@ LABEL_SERVICE = "kvline.dev/service"  # base name of the service that owns the o
 LABEL_REVISION = "kvline.dev/revision"  # five characters, see revisions.py of the operator
 LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
 MANAGED_BY = "kvline"
-LABEL_PREPARES = "kvline.dev/prepares"  # base name; of pods of Jobs, which are no replicas
+LABEL_PREPARES = "kvline.dev/prepares"  # base name; on pods of prepare Jobs, which are no replicas
 FIELD_MANAGER = "kvline-operator"  # server-side apply's owner of our fields
 
 ANNOTATION_RESTART = "kvline.dev/restart"  # a timestamp: a new revision of the same spec
 ANNOTATION_UPGRADE = "kvline.dev/upgrade"  # a timestamp: take the operator's default image
-ANNOTATION_PROMOTE = "kvline.dev/promote"  # a revision: let it pass its gate
-ANNOTATION_PAUSED = "kvline.dev/paused"  # "true": a rollout stays where it is
-# Of ControllerRevisions, the operator's memory; see verdicts.py there.
+ANNOTATION_PROMOTE = "kvline.dev/promote"  # a revision: accept it whatever it measured
+ANNOTATION_PAUSED = "kvline.dev/paused"  # "true": a rollout makes no progress
+# Of ControllerRevisions, where the operator keeps results; see its verdicts.py.
 ANNOTATION_ACCEPTED = "kvline.dev/accepted"
 ANNOTATION_VERDICT = "kvline.dev/verdict"
 ANNOTATION_AGAINST = "kvline.dev/against"
@@ -38,9 +35,9 @@ ANNOTATION_COMPARED = "kvline.dev/compared"
 ANNOTATION_BASELINE = "kvline.dev/baseline"
 ANNOTATION_BYTES = "kvline.dev/bytes-per-token"
 ANNOTATION_MESSAGE = "kvline.dev/message"
-ANNOTATION_CAPACITY = "kvline.dev/capacity"  # the figures that it served last, as JSON
-ANNOTATION_DIAGNOSIS = "kvline.dev/diagnosis"  # what the engine that failed said, as JSON
-ANNOTATION_KILLS = "kvline.dev/kills"  # ends of its containers that came from outside, as JSON
+ANNOTATION_CAPACITY = "kvline.dev/capacity"  # its last figures while it served, as JSON
+ANNOTATION_DIAGNOSIS = "kvline.dev/diagnosis"  # the failed engine's diagnosis, as JSON
+ANNOTATION_KILLS = "kvline.dev/kills"  # container kills from outside (kubelet, node), as JSON
 ANNOTATION_IMAGE = "kvline.dev/image"
 ANNOTATION_SINCE = "kvline.dev/missing-since"
 ANNOTATION_EXPIRED = "kvline.dev/expired"
@@ -58,7 +55,7 @@ GATE_DIR = "/etc/kvline/gate"
 GATE_FILE = "gate.json"
 RECORDS_DIR = "/etc/kvline/records"
 RECORDS_FILE = "records.json"
-SCALE_FILE = "scale.json"  # the operator's own; no pod reads it
+SCALE_FILE = "scale.json"  # for the operator alone; no pod reads it
 ACCESS_DIR = "/etc/kvline/access"
 ACCESS_FILE = "key"
 TLS_DIR = "/etc/kvline/tls"

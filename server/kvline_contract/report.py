@@ -1,7 +1,7 @@
-"""What a pod says of its size: SizingReport, Termination, Load. Untrusted input to the operator.
+"""What a pod reports: SizingReport, Termination, Load. Untrusted input to the operator.
 
-Reports of this version and of the one before are read, unknown keys of a known version are
-ignored, any other version is refused with both named. Product section 5.4.
+Reports of this version and of the one before are read, and their unknown keys ignored; for any
+other version the error names both.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Source(StrEnum):
 
 
 class Binding(StrEnum):
-    """The constraint that a failed sizing ran into."""
+    """The binding constraint: what the memory was too small for."""
 
     WEIGHTS = "Weights"
     ACTIVATIONS = "Activations"
@@ -64,7 +64,7 @@ class Direction(StrEnum):
 
 @document
 class Memory:
-    """Where the device's memory went, MiB. The parts add up exactly to the total."""
+    """Use of the device's memory in MiB. The parts add up exactly to the total."""
 
     total_mib: int = field("totalMiB")
     weights_mib: int = field("weightsMiB")
@@ -106,13 +106,13 @@ class Stage:
     ms: int
     bytes: int = field(low=-(2**53))
     detail: str | None = field(limit=256, omit_none=True, default=None)
-    # While it runs, where that is known: `bytes` of so many are done.
+    # Only while it runs, where it is known: `bytes` of these are done.
     total_bytes: int | None = field(omit_none=True, default=None)
 
 
 @document
 class Knob:
-    """A field of the spec that would help, and which way to turn it."""
+    """A field of the spec that would help if it were raised or lowered."""
 
     spec_field: str = field("field", limit=64)
     direction: Direction
@@ -140,7 +140,7 @@ class Termination:
         return decode(cls, value, strict=False)
 
     def dumps(self) -> str:
-        """Bounded by construction but for the message, which is cut until the whole fits."""
+        """At most MAX_TERMINATION_BYTES; the message is cut until the whole fits."""
         message = self.message[:1024]
         while True:
             text = dumps(dataclasses.replace(self, message=message))
@@ -151,7 +151,7 @@ class Termination:
 
 @document
 class Effective:
-    """The engine settings in force once defaults are resolved."""
+    """The engine settings with defaults filled in."""
 
     max_model_len: int
     max_running_requests: int
@@ -164,7 +164,7 @@ class Effective:
 
 @document
 class Result:
-    """A budget that survived the stress at its final size. Present only in state Validated."""
+    """The validated KV budget. Present only in state Validated."""
 
     kv_tokens: int = field("kvTokens", low=1)
     bytes_per_token: int = field(low=1)
@@ -220,7 +220,7 @@ class SizingReport:
 
 @document
 class Load:
-    """A replica's demand right now, for autoscaling; 503 before Validated."""
+    """A replica's current load, for autoscaling; 503 before Validated."""
 
     version: int
     kv_tokens: int = field("kvTokens")
@@ -229,12 +229,14 @@ class Load:
     waiting_prompt_tokens: int
     running: int
     waiting: int
-    refused_last60s: int  # sequences answered 429; of servers without `retrying`, any 4xx
+    refused_last60s: int  # sequences answered 429; older servers, without `retrying`: any 4xx
     max_running_requests: int
     draining: bool
-    retrying: int | None = field(omit_none=True, default=None)  # distinct ones, answered 429
-    # Places in the batch that the arriving load takes in the long run, in thousandths; less than
-    # none while a queue is worked off, absent while nothing has ended.
+    retrying: int | None = field(
+        omit_none=True, default=None
+    )  # distinct sequences that keep being answered 429
+    # Running requests that the arrival rate needs in the long run (Little's law), in thousandths;
+    # negative while a queue shrinks, absent while no sequence has ended.
     arriving_milli: int | None = field(low=-(2**53), omit_none=True, default=None)
 
     @classmethod

@@ -1,7 +1,7 @@
-"""OpenTelemetry traces, for both halves, where the environment names a collector.
+"""OpenTelemetry traces of operator and server, where the environment names a collector.
 
-Off without OTEL_EXPORTER_OTLP_ENDPOINT (or …_TRACES_ENDPOINT); the other OTEL_ variables count as
-the specification has them. Needs the `otel` extra, which the images have.
+Off without OTEL_EXPORTER_OTLP_ENDPOINT (or …_TRACES_ENDPOINT); the other OTEL_ variables work as
+specified. Needs the `otel` extra, which the images have.
 Source: opentelemetry.io/docs/specs/otel/protocol/exporter.
 """
 
@@ -13,16 +13,16 @@ from typing import Any
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 ENDPOINTS = (ENDPOINT, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-SECONDS = 2  # for a collector to take a batch; later ones are not kept waiting by it
+SECONDS = 2  # time limit of one export, so that a slow collector delays no later batch
 
 
 class NoTracing(Exception):
-    """Traces are asked for and cannot be had."""
+    """Tracing is configured, but its packages are not installed."""
 
 
 def tracer(service: str) -> Any | None:
-    """A tracer that sends on a thread of its own and drops what a collector does not take; None
-    where nobody asks for traces. Raises NoTracing where the extra is missing."""
+    """A tracer that exports on a thread of its own and drops what the collector does not accept;
+    None where tracing is off. Raises NoTracing where the extra is missing."""
     if not any(os.environ.get(name) for name in ENDPOINTS):
         return None
     try:

@@ -1,1 +1,1 @@
-"""The inference server that sizes itself."""
+"""An inference server that measures and validates its own KV-cache budget."""

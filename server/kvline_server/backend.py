@@ -1,7 +1,6 @@
-"""What a launch runs on: a device's accounts, its kernels and its arena, chosen once at the start.
+"""Selects the backend of a launch: memory accounting, kernels and KV arena of the CPU or the GPU.
 
-The GPU's modules are imported only here and only when they are asked for: the CPU's image has none
-of their libraries.
+GPU modules are imported only here and only for a GPU: the CPU image has none of their libraries.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from kvline_server.memory.arena import Arena, HostArena
 from kvline_server.memory.device import MIB, Device, cpu_device
 from kvline_server.model.config import ModelConfig
 
-LEAST_CAPABILITY = (8, 0)  # bfloat16 on tensor cores
+MIN_CAPABILITY = (8, 0)  # bfloat16 on tensor cores
 HOPPER = 9  # the compute capability that kernels are built for
 
 
@@ -33,14 +32,15 @@ class Backend:
     dtype: torch.dtype  # of weights and cache
     kernels: Callable[[ModelConfig], Kernels]
     arena: Callable[[ModelConfig, int, torch.dtype], Arena]
-    libraries: tuple[str, ...]  # whose versions change a size
+    libraries: tuple[str, ...]  # their versions are part of the fingerprint
 
 
 def open_backend(
     launch: LaunchConfig, memory: int | None, root: int, warn: Callable[[str], None]
 ) -> Backend:
-    """`memory` and `root` are the CPU's: a limit in bytes, and the process tree to account for.
-    `warn` is told what makes the kernels slower than they could be. Raises DeviceFailure."""
+    """`memory` (bytes) and `root` (a process id) are for the CPU: the limit, and the process tree
+    whose memory counts. `warn` gets a text for each fallback that costs speed or memory. Raises
+    DeviceFailure."""
     if launch.device is Kind.CPU:
         device = cpu_device(memory, root)
         if not device.bounded:
@@ -53,16 +53,18 @@ def open_backend(
 
 def _cuda(launch: LaunchConfig, warn: Callable[[str], None]) -> Backend:
     if not torch.cuda.is_available():
-        raise DeviceFailure("spec.resources.gpus asks for a GPU, and CUDA finds none here")
+        raise DeviceFailure(
+            "spec.resources.gpus asks for a GPU, and CUDA finds none on this machine"
+        )
     if launch.tensor_parallel != 1:
         raise DeviceFailure(
             f"spec.resources.gpus is {launch.tensor_parallel}; this version runs on one GPU"
         )
     capability = torch.cuda.get_device_capability(0)
-    if capability < LEAST_CAPABILITY:
+    if capability < MIN_CAPABILITY:
         raise DeviceFailure(
             f"{torch.cuda.get_device_name(0)} has compute capability {capability[0]}."
-            f"{capability[1]}, at least {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} is needed"
+            f"{capability[1]}, at least {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} is needed"
         )
     from kvline_server.memory.cuda import CudaArena, CudaDevice
 
@@ -70,15 +72,14 @@ def _cuda(launch: LaunchConfig, warn: Callable[[str], None]) -> Backend:
     kernels = partial(_cuda_kernels, warn)
     try:
         device = CudaDevice()
-    except RuntimeError as error:  # a GPU without room for one more context, or a broken one
+    except RuntimeError as error:  # no memory for another CUDA context, or a broken GPU
         raise DeviceFailure(f"the GPU cannot be used: {str(error).splitlines()[0]}") from error
     return Backend(device, torch.bfloat16, kernels, CudaArena, libraries)
 
 
 def _cuda_kernels(warn: Callable[[str], None], model: ModelConfig) -> Kernels:
-    """FlashInfer's where they were built for this GPU and model, else torch's own, and a warning:
-    a server that is slower than it could be must say so."""
-    # Its other norms are compiled at the first call, which a pod without a compiler cannot.
+    """FlashInfer's where they were built for this GPU and model, else torch's with a warning."""
+    # FlashInfer's other norm kernels are compiled at first use, and a pod has no compiler.
     os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
     capability = torch.cuda.get_device_capability(0)
     if capability[0] != HOPPER:
@@ -87,9 +88,9 @@ def _cuda_kernels(warn: Callable[[str], None], model: ModelConfig) -> Kernels:
         try:
             from kvline_server.kernels.flashinfer import FlashInferKernels
 
-            with device_errors.named("kernels"):  # whose errors are no lack of kernels
+            with device_errors.translated("kernels"):  # a device error is no missing kernel
                 return FlashInferKernels(model)
         except (ImportError, RuntimeError) as error:
             why = str(error).splitlines()[0]
-    warn(f"no prebuilt kernels for this GPU and model, torch's slower ones serve: {why}")
+    warn(f"no prebuilt kernels for this GPU and model, using torch's slower ones: {why}")
     return TorchKernels(torch.bfloat16, device="cuda")

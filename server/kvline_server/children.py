@@ -64,7 +64,7 @@ def start_http(options: Options, listener: socket.socket) -> Child:
     fd = listener.fileno()
     extra = ["--listen-fd", str(fd), "--api-key-file", str(options.key)]
     extra += ["--tls-dir", str(options.tls)]
-    extra += ["--limits", json.dumps(asdict(options.edge))]
+    extra += ["--limits", json.dumps(asdict(options.clients))]
     return _spawn("kvline_server.http.process", options, "--handover-fd", extra, HTTP_MALLOC, (fd,))
 
 

@@ -22,7 +22,7 @@ from kvline_contract.launch import (
     Model,
 )
 from kvline_server.errors import ConfigInvalid, ServerError
-from kvline_server.flags import Parser, by_flags, number, quantity
+from kvline_server.flags import Parser, number, quantity, with_flag_names
 from kvline_server.options import KEY_FILE, TLS_FOLDER, Options
 from kvline_server.scratch import scratch
 
@@ -43,27 +43,35 @@ OF_THE_FILE = (
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="kvline-server",
-        description="An LLM inference server that proves its KV-cache budget before it says Ready.",
+        description="LLM inference server that validates its KV-cache budget before it is ready.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('kvline')}")
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="size a model, then serve it")
     _add_model(serve)
-    serve.add_argument("--gate", type=Path, help="a gate.json to obey; without it the gate is open")
-    serve.add_argument("--tls-dir", type=Path, help="speak TLS with its tls.crt and tls.key")
-    serve.add_argument("--api-key-file", type=Path, help="ask requests for the key in this file")
+    serve.add_argument(
+        "--gate", type=Path, help="a gate.json that decides readiness; without it the gate is open"
+    )
+    serve.add_argument(
+        "--tls-dir", type=Path, help="serve TLS with tls.crt and tls.key of this folder"
+    )
+    serve.add_argument(
+        "--api-key-file", type=Path, help="require the key in this file of every request"
+    )
     serve.add_argument("--host", default="0.0.0.0")  # noqa: S104
     serve.add_argument("--port", type=number(0, 65535), default=names.API_PORT)
     serve.add_argument("--internal-port", type=number(0, 65535), default=names.INTERNAL_PORT)
     serve.add_argument(
         "--drain-seconds",
         type=number(1, 3600),
-        help="what requests may still take after SIGTERM or Ctrl-C; 120 by default",
+        help="time for requests to finish after SIGTERM or Ctrl-C; default: 120",
     )
-    size = commands.add_parser("size", help="run the profile loop and print the budget")
+    size = commands.add_parser("size", help="run the profile loop and print the KV budget")
     _add_model(size)
-    size.add_argument("--write-record", type=Path, help="keep the proven size in this file")
-    size.add_argument("--json", action="store_true", help="print the sizing report")
+    size.add_argument(
+        "--write-record", type=Path, help="add the validated budget to this file of records"
+    )
+    size.add_argument("--json", action="store_true", help="print the sizing report as JSON")
     download = commands.add_parser("download", help="fetch the model of a launch.json")
     download.add_argument("--config", type=Path, required=True)
     return parser
@@ -72,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, help="a model folder")
     parser.add_argument("--config", type=Path, help="a launch.json; instead of --model")
-    parser.add_argument("--served-name", help="the name requests use; the folder's by default")
+    parser.add_argument("--served-name", help="model name in requests; default: the folder's name")
     parser.add_argument("--load", choices=[str(f) for f in LoadFormat])
     parser.add_argument(
         "--device", choices=[str(d) for d in Device], help="default: the GPU where there is one"
@@ -80,23 +88,25 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory",
         type=quantity,
-        help="CPU: limit to size for, such as 2Gi; default: the container's, or half of the free",
+        help="CPU: memory limit, such as 2Gi; default: the container's, or half of the free",
     )
     parser.add_argument("--threads", type=number(1, 4096), help="CPU threads of the engine")
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--max-running-requests", type=int)
     parser.add_argument("--max-prefill-tokens", type=int)
     parser.add_argument("--max-top-logprobs", type=int)
-    parser.add_argument("--kv-tokens", type=int, help="pin the budget; it is still validated")
+    parser.add_argument("--kv-tokens", type=int, help="pin the KV budget; it is still validated")
     parser.add_argument("--headroom-mib", type=int)
     parser.add_argument(
-        "--record", type=Path, help="records of identical replicas: no search, only the validation"
+        "--record", type=Path, help="records of identical replicas: skip the search, only validate"
     )
-    parser.add_argument("--state-dir", type=Path, help="where attempts are kept for the next start")
+    parser.add_argument(
+        "--state-dir", type=Path, help="where attempts are kept for the next start after a kill"
+    )
 
 
-def by_hand(arguments: argparse.Namespace) -> LaunchConfig:
-    """The launch file that the operator would have written."""
+def launch_from_flags(arguments: argparse.Namespace) -> LaunchConfig:
+    """The launch configuration that the operator would have written."""
     folder = arguments.model.resolve()
     launch = LaunchConfig(
         version=1,
@@ -122,12 +132,12 @@ def by_hand(arguments: argparse.Namespace) -> LaunchConfig:
         require_api_key=getattr(arguments, "api_key_file", None) is not None,
         require_tls=getattr(arguments, "tls_dir", None) is not None or None,
     )
-    # Through the strict reader, so that flags meet the same bounds as a file.
+    # Through the strict reader, so that flags have the same bounds as a file.
     return LaunchConfig.parse(launch.dumps())
 
 
 def _found_device() -> Device:
-    """The driver's control file says whether there is a GPU, without loading a library."""
+    """The NVIDIA driver's control file shows whether there is a GPU; no library is loaded."""
     return Device.CUDA if Path("/dev/nvidiactl").exists() else Device.CPU
 
 
@@ -141,7 +151,7 @@ def main(argv: list[str]) -> int:
             return 0
         return _run(arguments)
     except ServerError as error:
-        _report_failure(error, by_hand=arguments.config is None)
+        _report_failure(error, from_flags=arguments.config is None)
         return int(error.code)
 
 
@@ -155,9 +165,9 @@ def _read_launch(path: Path) -> LaunchConfig:
 
 
 def _write_launch(arguments: argparse.Namespace, folder: Path) -> Path:
-    """The flags as the file that the processes read."""
+    """Writes the flags as the launch file that the processes read."""
     try:
-        text = by_hand(arguments).dumps()
+        text = launch_from_flags(arguments).dumps()
     except ContractError as error:
         raise ConfigInvalid(str(error)) from None
     path = folder / "launch.json"
@@ -176,7 +186,7 @@ def _refuse(arguments: argparse.Namespace, flags: Iterable[str], why: str) -> No
 
 
 def _state_dir(folder: Path) -> Path:
-    """Writable, or the attempts of a start that is killed would be lost on the next."""
+    """Creates the folder. It must be writable: a start after a kill reads the attempts in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -187,13 +197,13 @@ def _state_dir(folder: Path) -> Path:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    # Imported late: a bad flag is answered before anything heavy is loaded.
+    # Imported here, so that a bad flag is reported before anything large is loaded.
     from kvline_server.supervisor import Supervisor
 
     if (arguments.config is None) == (arguments.model is None):
         raise ConfigInvalid("give one of --model DIR and --config FILE")
     if arguments.config is not None:
-        _refuse(arguments, OF_THE_FILE, "the file says it")
+        _refuse(arguments, OF_THE_FILE, "the file sets it")
     with ExitStack() as stack:
         if arguments.config is None or arguments.state_dir is None:
             own = stack.enter_context(scratch())
@@ -201,18 +211,18 @@ def _run(arguments: argparse.Namespace) -> int:
         config = arguments.config or _write_launch(arguments, own)
         launch = _read_launch(config)
         if not launch.require_api_key:
-            _refuse(arguments, ["api_key_file"], "the file asks for no key")
+            _refuse(arguments, ["api_key_file"], "the file does not require a key")
         if not launch.require_tls:
-            _refuse(arguments, ["tls_dir"], "the file asks for no TLS")
+            _refuse(arguments, ["tls_dir"], "the file does not require TLS")
         supervisor = Supervisor(_options(arguments, config, state), launch)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: supervisor.stop())
         if arguments.command == "serve":
             return supervisor.run()
-        from kvline_server.size import can_keep, show
+        from kvline_server.size import check_writable, show
 
-        if arguments.write_record:  # what hinders is told before the work, not after
-            can_keep(arguments.write_record)
+        if arguments.write_record:  # reported before the work, not after it
+            check_writable(arguments.write_record)
         return show(supervisor, arguments.json, arguments.write_record)
 
 
@@ -232,18 +242,18 @@ def _options(arguments: argparse.Namespace, config: Path, state: Path) -> Option
         memory=arguments.memory,
         threads=arguments.threads,
         termination_log=log if log.exists() else None,
-        by_hand=arguments.config is None,
+        from_flags=arguments.config is None,
         drain=arguments.drain_seconds if serve else None,
     )
 
 
-def _report_failure(error: ServerError, by_hand: bool) -> None:
-    from kvline_server.supervisor import say
+def _report_failure(error: ServerError, from_flags: bool) -> None:
+    from kvline_server.supervisor import log
 
     ended = error.termination()
-    say(f"{ended.name}: {by_flags(ended.message) if by_hand else ended.message}")
+    log(f"{ended.name}: {with_flag_names(ended.message) if from_flags else ended.message}")
     if os.path.exists(names.TERMINATION_LOG):
         try:
             Path(names.TERMINATION_LOG).write_text(ended.dumps())
         except OSError as failed:
-            say(f"termination message not written: {failed}")
+            log(f"termination message not written: {failed}")

@@ -1,4 +1,4 @@
-"""The engine's settings with every default resolved: frozen, built once, passed down."""
+"""The engine's settings with every default resolved; built once per process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFAULTS = {
         "headroom": 128,
         "block": LOGIT_BLOCK,
     },
-    # 128: the tile of a GEMM on the GPU; rows past a whole one cost as much as a full one.
+    # block 128: the rows of a GEMM tile on the GPU; a partial tile costs as much as a full one.
     Device.CUDA: {
         "prefill": 8192,
         "mixed": 1024,
@@ -35,7 +35,7 @@ LIVE_MATRICES = 3  # fp32 [rows, vocabulary] matrices alive at once while rows a
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    max_model_len: int | None  # as asked for; None: the model's own, clipped to the budget
+    max_model_len: int | None  # of the spec; None: the model's own, clipped to the budget
     model_max_len: int
     max_running_requests: int
     max_prefill_tokens: int
@@ -43,8 +43,8 @@ class EngineSettings:
     headroom_mib: int
     logprob_rows: int
     pinned_kv_tokens: int | None
-    # Prompt rows that a mixed step may always have; its decodes wait for them. Less than a full
-    # step: no size depends on it, and no fingerprint, which is made of the others' repr.
+    # Prompt rows that a mixed step may always have, although its decodes wait for them. Left out
+    # of repr, and so of the fingerprint: it is below a full step, so no size depends on it.
     mixed_prefill_tokens: int | None = field(default=None, repr=False)
 
     @property
@@ -64,19 +64,20 @@ class EngineSettings:
 
 
 def logprob_rows(memory_limit: int, vocabulary: int, block: int = LOGIT_BLOCK) -> int:
-    """Rows of one LM-head chunk, in whole blocks: fixed for the process, whatever the load."""
+    """Rows of one LM-head chunk, a multiple of `block`; fixed for the life of the process."""
     budget = min(memory_limit // 16, MAX_LOGPROB_BYTES)
     rows = max(64, min(budget // (LIVE_MATRICES * vocabulary * 4), 2048))
     return max(1, rows // block) * block
 
 
 def resolve(launch: LaunchConfig, model: ModelConfig, memory_limit: int) -> EngineSettings:
-    """Defaults filled in and checked against the model; raises ConfigInvalid naming the field."""
+    """Fills in defaults and checks the settings against the model. Raises ConfigInvalid or
+    ModelUnsupported, which name the field."""
     defaults = DEFAULTS[launch.device]
-    asked = launch.engine
-    if asked.max_model_len is not None and asked.max_model_len > model.max_position:
+    requested = launch.engine
+    if requested.max_model_len is not None and requested.max_model_len > model.max_position:
         raise ConfigInvalid(
-            f"spec.engine.maxModelLen is {asked.max_model_len}, "
+            f"spec.engine.maxModelLen is {requested.max_model_len}, "
             f"the model's own limit is {model.max_position}"
         )
     if launch.tensor_parallel > 1 and model.kv_heads % launch.tensor_parallel:
@@ -84,17 +85,17 @@ def resolve(launch: LaunchConfig, model: ModelConfig, memory_limit: int) -> Engi
             f"spec.resources.gpus is {launch.tensor_parallel}, "
             f"which does not divide the model's {model.kv_heads} key-value heads"
         )
-    running = asked.max_running_requests or defaults["running"]
-    prefill = asked.max_prefill_tokens or max(defaults["prefill"], running)
+    running = requested.max_running_requests or defaults["running"]
+    prefill = requested.max_prefill_tokens or max(defaults["prefill"], running)
     if prefill < running:
         raise ConfigInvalid(
             f"spec.engine.maxPrefillTokens is {prefill}, below maxRunningRequests {running}: "
             "a step must hold one token of each running request"
         )
-    top = asked.max_top_logprobs
+    top = requested.max_top_logprobs
     headroom = launch.capacity.headroom_mib
     return EngineSettings(
-        max_model_len=asked.max_model_len,
+        max_model_len=requested.max_model_len,
         model_max_len=model.max_position,
         max_running_requests=running,
         max_prefill_tokens=prefill,

@@ -1,7 +1,7 @@
-"""The download step: a pinned hub revision into the cache volume, once, whole or not at all.
+"""The download step: fetches a pinned Hugging Face revision into the cache volume, atomically.
 
-Runs in a Job or an init container, the only one that sees the token. Files go to a folder of their
-own and get the final name by one rename, after fsync; a lock keeps two pods on one volume apart.
+Runs in a Job or an init container, the only container with the token. Files go to a temporary
+folder that is renamed after fsync; a lock serialises pods that share the volume.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ WEIGHT_FILES = ("*.safetensors", "model.safetensors.index.json")
 
 
 def download(launch: LaunchConfig) -> None:
-    """Makes launch.model.path exist. Raises SecretMissing, ModelNotFound or DownloadFailed with the
-    reason."""
+    """Creates launch.model.path. Raises ConfigInvalid, SecretMissing, ModelNotFound or
+    DownloadFailed."""
     target = Path(launch.model.path)
     match = SOURCE.fullmatch(launch.model.source)
     if match is None:
@@ -41,7 +41,7 @@ def download(launch: LaunchConfig) -> None:
         patterns = [*CONFIG_FILES, *(() if random else WEIGHT_FILES)]
         _fetch(match[1], match[2], part, patterns)
         shutil.rmtree(part / ".cache", ignore_errors=True)
-        _settle(part)
+        _fsync_tree(part)
         part.rename(target)
         _sync(target.parent)
 
@@ -73,8 +73,8 @@ def _fetch(repository: str, commit: str, folder: Path, patterns: list[str]) -> N
     except (RepositoryNotFoundError, RevisionNotFoundError):
         raise ModelNotFound(f"the hub has no {repository} at {commit}, or hides it") from None
     except Exception as error:
-        # The outermost frame of a one-shot step, and the transport's errors share no base. Their
-        # text can hold request headers; type and status are enough.
+        # A one-shot step, and the transport's errors share no base class. Their text can contain
+        # request headers, so only type and status are reported.
         status = getattr(getattr(error, "response", None), "status_code", "")
         raise DownloadFailed(
             f"downloading {repository}: {type(error).__name__} {status}".rstrip()
@@ -84,20 +84,20 @@ def _fetch(repository: str, commit: str, folder: Path, patterns: list[str]) -> N
 
 
 def _token() -> str:
-    """The Secret's value without the newline that a file ends with; empty where none is given."""
+    """The token without surrounding whitespace; empty where none is configured."""
     given = os.environ.pop("HF_TOKEN", None)
     token = (given or "").strip()
-    sayable = token.isascii() and token.isprintable() and " " not in token
-    if given is not None and not (sayable and 0 < len(token) <= MAX_TOKEN):
+    valid = token.isascii() and token.isprintable() and " " not in token
+    if given is not None and not (valid and 0 < len(token) <= MAX_TOKEN):
         raise SecretMissing(
-            f"what spec.model.tokenSecret names is no token: one word of 1 to {MAX_TOKEN} ASCII "
-            "characters"
+            f"the value that spec.model.tokenSecret names is no token: expected one word of 1 to "
+            f"{MAX_TOKEN} ASCII characters"
         )
     return token
 
 
-def _settle(folder: Path) -> None:
-    """Everything on disk before the rename says that it is whole."""
+def _fsync_tree(folder: Path) -> None:
+    """All files on disk before the rename marks the download as complete."""
     for path in folder.rglob("*"):
         _sync(path)
     _sync(folder)

@@ -1,18 +1,18 @@
-"""What can end the server, each with the exit code the operator understands.
+"""Errors that end the server, each with the exit code that the operator reads.
 
 ServerError
 ├── ConfigInvalid           20  the launch file
 ├── PortTaken               21
 ├── SecretMissing           22  the API key's file
 ├── ModelNotFound           30
-├── ModelInvalid            31  a file is cut, missing or of the wrong shape
-├── ModelUnsupported        32  an architecture or option that is not in our list
+├── ModelInvalid            31  a file is truncated, missing or of the wrong shape
+├── ModelUnsupported        32  an architecture or option that is not supported
 ├── DownloadFailed          33
-├── OutOfMemory             40  carries the diagnosis (Termination parts)
-├── ContextDoesNotFit       41  carries the largest length that fits
+├── OutOfMemory             40  with the diagnosis (see Termination)
+├── ContextDoesNotFit       41  with the largest length that fits
 ├── DeviceFailure           43
-├── EngineLineBroken        50
-└── OutOfMemoryServing      51  after it was validated
+├── EngineConnectionLost    50
+└── OutOfMemoryServing      51  after validation
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvline_contract.report import VERSION, Attempt, Binding, Knob, Memory, Term
 
 
 class ServerError(Exception):
-    """Ends the process with `code`; the message is for the person who reads the status."""
+    """Ends the process with `code`; the message is shown in the resource's status."""
 
     code = ExitCode.UNEXPECTED
 
@@ -67,14 +67,14 @@ class DeviceFailure(ServerError):
     code = ExitCode.DEVICE_FAILURE
 
 
-class EngineLineBroken(ServerError):
-    """The HTTP process and the engine do not understand each other."""
+class EngineConnectionLost(ServerError):
+    """The connection between HTTP process and engine broke, or carried an invalid message."""
 
     code = ExitCode.ENGINE_DIED
 
 
 class SizingError(ServerError):
-    """A budget that cannot be proven: names the parts, the binding constraint and every knob."""
+    """No budget could be validated: memory by part, binding constraint, settings to change."""
 
     def __init__(
         self,
@@ -120,4 +120,4 @@ class OutOfMemoryServing(ServerError):
 
 
 class DeviceOutOfMemory(Exception):
-    """The device refused memory. The profile loop shrinks on it."""
+    """The device is out of memory; the profile loop retries with a smaller budget."""

@@ -1,4 +1,4 @@
-"""What the command line's flags may say, and messages in their words instead of a spec's."""
+"""Types of command-line flags, and messages that name flags instead of fields of the spec."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ _KEY = re.compile(r"spec\.access\.apiKeySecret names .*")
 
 
 class Parser(argparse.ArgumentParser):
-    """A mistake is one line and not the whole usage."""
+    """Reports a wrong flag in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog.partition(' ')[0]}: {message}; {self.prog} --help says more\n")
+        self.exit(
+            2, f"{self.prog.partition(' ')[0]}: {message}; {self.prog} --help shows the usage\n"
+        )
 
 
 def quantity(text: str) -> int:
@@ -51,7 +53,7 @@ def number(low: int, high: int) -> Callable[[str], int]:
     return read
 
 
-def by_flags(text: str) -> str:
-    """A message about a spec's fields, for somebody who has typed flags."""
+def with_flag_names(text: str) -> str:
+    """Replaces the names of spec fields in a message by the flags that set them."""
     known = _FIELD.sub(lambda m: FLAGS.get(m[1] or m[2], m[0]), text)
-    return _KEY.sub("--api-key-file names it", known)
+    return _KEY.sub("--api-key-file sets it", known)

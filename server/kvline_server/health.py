@@ -1,7 +1,7 @@
-"""What the internal port answers, from what the two children last said.
+"""Answers of the internal port, computed from the last heartbeats of the two child processes.
 
-Written by the threads that read the children, read by the threads that answer probes: single
-attributes are replaced whole, so no lock is needed beyond the report keeper's own.
+Threads that read the children write here, threads that answer probes read. Attributes are replaced
+as a whole, so no lock is needed beyond the report keeper's own.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ class Health:
         self._gate: GateFile | None = None
         self._gate_read_at = float("-inf")
 
-    # What the children say -----------------------------------------------------------------
+    # Heartbeats of the children -------------------------------------------------------------
 
-    def heard_http(self, beat: EdgeBeat) -> None:
+    def on_http_heartbeat(self, beat: EdgeBeat) -> None:
         now = time.monotonic()
         self._recent.add(now, beat.rejected, beat.ended, self._beat.running, self._beat.waiting)
         self.edge = beat
         self._http_alive_at = now
 
-    def heard_engine(self, beat: Beat | None = None) -> None:
-        """A beat counts as life only when the engine idles or has run a step since the last."""
+    def on_engine_heartbeat(self, beat: Beat | None = None) -> None:
+        """A busy engine counts as alive only if it has run a step since its last heartbeat."""
         if beat is None or not beat.busy or beat.steps != self._beat.steps:
             self._engine_alive_at = time.monotonic()
         self._beat = beat or self._beat
 
     def read_gate(self) -> None:
-        """Every second; a file that cannot be read leaves the last good one in force."""
+        """Re-reads the gate file every second; the last valid one stays in force."""
         now = time.monotonic()
         if self.options.gate is None or now - self._gate_read_at < self.options.limits.gate:
             return
@@ -57,18 +57,19 @@ class Health:
         with contextlib.suppress(OSError, ContractError):
             self._gate = GateFile.parse(self.options.gate.read_bytes())
 
-    # What the probes ask --------------------------------------------------------------------
+    # Answers to probes ----------------------------------------------------------------------
 
     def report(self) -> SizingReport:
         return self.keeper.report
 
     def not_started(self) -> str | None:
-        """Validated, whatever the gate says."""
+        """The state while the budget is not validated; the gate does not matter here."""
         state = self.keeper.report.state
         return None if state is State.VALIDATED else str(state)
 
     def not_ready(self) -> str | None:
-        """Never depends on load: a full queue answers 429, or all replicas would leave at once."""
+        """Does not depend on load: a full queue answers 429. Else overload would take every replica
+        out of the endpoints."""
         reason = self._why_not_ready()
         self._was_ready = self._was_ready or reason is None
         return reason
@@ -83,7 +84,7 @@ class Health:
             return "EngineExited"
         if not self.edge.connected:
             return "HttpNotConnected"
-        # Out of the endpoints well before the kubelet kills it: until then requests would wait.
+        # Leave the endpoints well before the liveness probe fails, so that no new requests wait.
         stalled = self._stalled(self.options.limits.liveness / 2)
         if stalled is not None:
             return stalled
@@ -91,18 +92,18 @@ class Health:
             return None
         if self._gate is None or not self._gate.open:
             return "GateClosed"
-        # Raising a threshold must not take a serving pod away.
+        # A raised threshold must not take a serving pod out of the endpoints.
         if not self._was_ready and result.kv_tokens < self._gate.threshold(self._gpu()):
             return "BelowMinimum"
         return None
 
     def _gpu(self) -> str:
-        """The device as the report names it, which is the operator's name for it too."""
+        """The device's name in the report, which the gate file uses too."""
         provenance = self.keeper.report.provenance
         return provenance.gpu if provenance is not None else ""
 
     def not_alive(self) -> str | None:
-        """Never enters the request queue: a beat of each process is all it asks for."""
+        """Checks only the age of each process's last heartbeat; no request is involved."""
         return self._stalled(self.options.limits.liveness)
 
     def _stalled(self, limit: float) -> str | None:
@@ -121,7 +122,7 @@ class Health:
         now, recent = time.monotonic(), self._recent
         return Load(
             version=VERSION,
-            kv_tokens=result.kv_tokens,  # the first beat after Validated may be yet to come
+            kv_tokens=result.kv_tokens,  # the first heartbeat after Validated may be missing yet
             used_tokens=beat.used_tokens,
             evictable_tokens=beat.evictable_tokens,
             waiting_prompt_tokens=beat.waiting_prompt_tokens,

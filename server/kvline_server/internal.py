@@ -1,6 +1,6 @@
 """The internal port: probes, sizing report, load and metrics, from the first second.
 
-Runs on threads of the parent, so neither a long tokenisation nor a long step can fail a probe.
+Served by threads of the parent, so neither a long tokenisation nor a long step can fail a probe.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvline_contract.report import Load, SizingReport
 
 
 class Health(Protocol):
-    """What the port asks of the supervisor. The texts are reasons, None means well."""
+    """What the port serves. Probes return the reason of a failure, None for success."""
 
     def not_started(self) -> str | None: ...
 
@@ -42,7 +42,7 @@ class InternalServer(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, daemon=True, name="internal").start()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A prober that hangs up early is no news."""
+        """A client that disconnects early is not logged."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -85,4 +85,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Probes every second are not worth a line each."""
+        """Probes are not logged."""

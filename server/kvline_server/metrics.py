@@ -1,7 +1,7 @@
-"""Prometheus text of a replica, from the beats of its processes.
+"""Prometheus metrics of a replica, from the heartbeats of its processes.
 
-Names the Gateway API Inference Extension's model-server protocol asks about come first; its
-endpoint picker is told them by configuration. Units are in the names.
+Those that the Gateway API Inference Extension's model-server protocol requires come first; its
+endpoint picker is configured with their names. Names contain units.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 def render(report: SizingReport, beat: Beat, edge: EdgeBeat, starts: int) -> bytes:
-    """The exposition of one moment."""
+    """The metrics in Prometheus' text format."""
     registry = CollectorRegistry()
     registry.register(_Snapshot(report, beat, edge, starts))
     return generate_latest(registry)
@@ -39,13 +39,15 @@ class _Snapshot(Collector):
         yield _gauge("requests_waiting", "Sequences waiting for their first step", b.waiting)
         yield _gauge("requests_running", "Sequences in the running batch", b.running)
         yield _gauge("kv_cache_usage_ratio", "Share of the KV budget in use, 0 to 1", share)
-        yield _gauge("kv_block_size_tokens", "Tokens of one KV page", PAGE_SIZE)
-        yield _gauge("kv_blocks", "KV pages of the budget", b.kv_tokens // PAGE_SIZE)
+        yield _gauge("kv_block_size_tokens", "Tokens per KV page", PAGE_SIZE)
+        yield _gauge("kv_blocks", "KV pages in the budget", b.kv_tokens // PAGE_SIZE)
         yield _gauge("kv_used_tokens", "Tokens held by running sequences", b.used_tokens)
-        yield _gauge("kv_evictable_tokens", "Tokens kept for prefixes", b.evictable_tokens)
+        yield _gauge(
+            "kv_evictable_tokens", "Tokens cached for prefixes, not in use", b.evictable_tokens
+        )
         yield _counter("prompt_tokens", "Prompt tokens received", b.prompt_tokens)
         yield _counter("output_tokens", "Tokens generated", b.output_tokens)
-        yield _counter("preemptions", "Sequences sent back to wait for pages", b.preemptions)
+        yield _counter("preemptions", "Sequences preempted for lack of KV pages", b.preemptions)
         yield _counter("engine_steps", "Steps run since the start", b.steps)
         yield self._paths()
         yield _counter("engine_starts", "Starts of the engine process", self.starts)
@@ -54,7 +56,7 @@ class _Snapshot(Collector):
             yield from _sizes(self.report.result)
 
     def _paths(self) -> Metric:
-        """Decoder steps by how they ran: as graphs, or why not."""
+        """Decoder steps by path: as CUDA graphs, or eager and why."""
         b = self.beat
         family = CounterMetricFamily("kvline_decoder_steps", "Steps by path", labels=["path"])
         family.add_metric(["graph"], b.steps - b.eager_steps if b.graphs else 0)
@@ -63,9 +65,7 @@ class _Snapshot(Collector):
         return family
 
     def _requests(self) -> Metric:
-        family = CounterMetricFamily(
-            "kvline_requests", "Requests by how they ended", labels=["end"]
-        )
+        family = CounterMetricFamily("kvline_requests", "Requests by outcome", labels=["end"])
         for end in ("finished", "refused", "aborted", "failed"):
             family.add_metric([end], getattr(self.edge, end))
         return family
@@ -73,12 +73,16 @@ class _Snapshot(Collector):
 
 def _sizes(result: Result) -> Iterator[Metric]:
     yield _gauge("kv_budget_tokens", "Validated KV budget", result.kv_tokens)
-    memory = GaugeMetricFamily("kvline_memory_bytes", "Where memory went", labels=["part"])
+    memory = GaugeMetricFamily("kvline_memory_bytes", "Memory by part", labels=["part"])
     for name, mib in result.memory.parts():
         memory.add_metric([name.replace(" ", "_")], mib * MIB)
     yield memory
     yield _gauge("profile_loop_seconds", "Time from load to Validated", result.loop_ms / 1000)
-    yield _gauge("start_saved_seconds", "Less than a search by a record", result.saved_ms / 1000)
+    yield _gauge(
+        "start_saved_seconds",
+        "Start time saved by a record, against a search",
+        result.saved_ms / 1000,
+    )
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

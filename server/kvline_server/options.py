@@ -1,4 +1,4 @@
-"""What a server's parent is told: paths, ports, time limits. Frozen; tests shorten the limits."""
+"""Options of the parent process: paths, ports, time limits. Tests shorten the limits."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ class Limits:
     """Seconds."""
 
     stage: float = 300.0  # a stage without progress ends the start
-    liveness: float = 60.0  # without a step while busy, or without an event-loop beat
-    drain: float = 120.0  # where the launch names none; preStop + drain + exit 5 < grace
+    liveness: float = 60.0  # without a step while busy, or without a heartbeat of the event loop
+    drain: float = (
+        120.0  # where the launch sets none; preStop + drain + 5 s to exit < the grace period
+    )
     poll: float = 0.1
     gate: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class EdgeLimits:
-    """What clients of the API port may take; seconds, bytes and counts."""
+class ClientLimits:
+    """Limits for clients of the API port, in seconds, bytes and counts."""
 
     connections: int = 4096
     idle: float = 75.0  # between requests, and before the first
@@ -32,14 +34,14 @@ class EdgeLimits:
     head_bytes: int = 32 << 10
     headers: int = 100
     body: float = 30.0
-    body_pause: float = 10.0  # between two parts of a body
-    body_bytes: int = 32 << 20  # of all bodies that are being read
-    pipeline: int = 8  # requests that wait behind one on their connection
-    stall: float = 30.0  # a client that does not read its answer
-    unread_tokens: int = 1000  # of an answer that its client does not read
-    linger: float = 2.0  # for the rest of a request that was refused
+    body_pause: float = 10.0  # between two reads of a body
+    body_bytes: int = 32 << 20  # total of all bodies being read
+    pipeline: int = 8  # requests that wait on one connection
+    stall: float = 30.0  # how long a client may not read its answer
+    unread_tokens: int = 1000  # buffered for a client that does not read
+    linger: float = 2.0  # how long the rest of a refused request is read
     linger_bytes: int = 1 << 20
-    late: float = 5.0  # of a drain: for what idle connections may still ask
+    late: float = 5.0  # at the start of a drain, while idle connections may still send requests
     sweep: float = 1.0
 
 
@@ -47,17 +49,17 @@ class EdgeLimits:
 class Options:
     config: Path
     state_dir: Path
-    gate: Path | None = None  # None: run by hand, always open
+    gate: Path | None = None  # None: no gate, always open
     record: Path | None = None
-    key: Path = KEY_FILE  # read where the launch asks for a key
-    tls: Path = TLS_FOLDER  # likewise, with tls.crt and tls.key
+    key: Path = KEY_FILE  # read if the launch requires a key
+    tls: Path = TLS_FOLDER  # tls.crt and tls.key; read if the launch requires TLS
     host: str = "0.0.0.0"  # noqa: S104 - a pod's ports are its interface
     port: int = 8000
     internal_port: int = 8001
     memory: int | None = None
     threads: int | None = None
     termination_log: Path | None = None
-    drain: int | None = None  # seconds, before what the launch and the limits say
-    by_hand: bool = False  # from flags: messages name those
+    drain: int | None = None  # seconds; overrides the launch and the limits
+    from_flags: bool = False  # started with flags, not a launch file: messages name flags
     limits: Limits = field(default_factory=Limits)
-    edge: EdgeLimits = field(default_factory=EdgeLimits)
+    clients: ClientLimits = field(default_factory=ClientLimits)

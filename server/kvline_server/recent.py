@@ -1,11 +1,10 @@
-"""How much load arrives at a replica: by Little's law, from what it did within the last minutes.
+"""Estimates the load that arrives at a replica, by Little's law over the last minutes.
 
-A place is a sequence's in the running batch. The load that arrives takes, in the long run, the
-places held now plus what the queue's growth adds each second for as long as a sequence holds its
-place. The queue is the one inside and the one outside: a client that was answered 429 and comes
-again after the second that the answer tells is one sequence, however often it comes.
+The result is a number of running requests: those that run now, plus the queue's growth per second
+times the mean service time. The queue includes rejected clients: one that was answered 429 and
+retries after the answer's Retry-After counts as one sequence, however often it retries.
 
-The HTTP process and the engine count from their starts; a beat of either adds a sample.
+The counters of HTTP process and engine start at 0 with the process; each heartbeat adds a sample.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from dataclasses import dataclass
 
 RETRY_SECONDS = 1.0  # a 429's Retry-After
 REJECTED_SECONDS = 60.0
-WINDOW = 60.0  # in which the queue's growth is measured
-SERVICE_SECONDS = 300.0  # a long answer ends rarely
+WINDOW = 60.0  # over which the queue's growth is measured
+SERVICE_SECONDS = 300.0  # over which service times are averaged; long answers end rarely
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +23,7 @@ class Sample:
     at: float
     rejected: int = 0  # sequences answered 429 since the start
     ended: int = 0  # admitted sequences that have ended
-    held: float = 0.0  # seconds in the batch, summed over sequences
+    held: float = 0.0  # seconds of running, summed over sequences
     waiting: int = 0
 
 
@@ -34,7 +33,7 @@ class Recent:
         self._running = 0
 
     def add(self, now: float, rejected: int, ended: int, running: int, waiting: int) -> None:
-        """At most one sample a second is kept, whatever the beats."""
+        """Keeps at most one sample per second."""
         last = self._samples[-1] if self._samples else Sample(now, rejected, ended)
         held = last.held + self._running * (now - last.at)
         self._running = running
@@ -49,14 +48,14 @@ class Recent:
         return self._last().rejected - self._at(now - REJECTED_SECONDS).rejected
 
     def retrying(self, now: float) -> int:
-        """Distinct sequences that are rejected again and again."""
+        """Distinct sequences that are rejected and retry."""
         half = WINDOW / 2
         last = self._last().rejected - self._at(now - half).rejected
         return round(last / half * RETRY_SECONDS)
 
     def arriving_milli(self, now: float) -> int | None:
-        """Thousandths of places that the arriving load takes; less than none while a queue is
-        worked off. None while no sequence has ended."""
+        """Running requests that the arriving load needs, in thousandths; negative while the queue
+        shrinks, None while no sequence has ended."""
         first, last = self._at(now - SERVICE_SECONDS), self._last()
         if last.ended == first.ended:
             return None
@@ -71,7 +70,7 @@ class Recent:
         return self._samples[-1] if self._samples else Sample(0.0)
 
     def _at(self, moment: float) -> Sample:
-        """The last sample that is not younger."""
+        """The last sample at or before `moment`, else the first one."""
         samples = list(self._samples)  # a copy: another thread adds
         found = next((s for s in reversed(samples) if s.at <= moment), None)
         return found or (samples[0] if samples else Sample(0.0))

@@ -1,4 +1,4 @@
-"""The sizing report as the parent keeps it: built from the engine's progress, read by probes.
+"""The sizing report in the parent process: built from progress messages, served to the operator.
 
 Thread-safe; every change raises the sequence number. Never imports torch.
 """
@@ -52,7 +52,7 @@ class ReportKeeper:
         return self._report
 
     def apply(self, progress: Progress) -> None:
-        """One piece of news from the engine."""
+        """Applies one progress message."""
         if progress.kind == "state":
             self._change(state=State(progress.body.decode()))
             return
@@ -83,7 +83,7 @@ class ReportKeeper:
         self._change(warnings=(*self._report.warnings, text[:512])[-MAX_WARNINGS:])
 
     def restart(self, warning: str) -> None:
-        """The engine was killed and starts again: its stages begin anew, its attempts stay."""
+        """The engine was killed and restarts: stages are reset, attempts are kept."""
         attempts = tuple(
             replace(a, outcome=Outcome.KILLED) if a.outcome is Outcome.RUNNING else a
             for a in self._report.attempts
@@ -102,6 +102,6 @@ class ReportKeeper:
             self.changed_at = time.monotonic()
 
 
-def _merge(attempts: tuple[Attempt, ...], news: Attempt) -> tuple[Attempt, ...]:
-    kept = tuple(a for a in attempts if a.number != news.number)
-    return (*kept, news)[-5:]
+def _merge(attempts: tuple[Attempt, ...], update: Attempt) -> tuple[Attempt, ...]:
+    kept = tuple(a for a in attempts if a.number != update.number)
+    return (*kept, update)[-5:]

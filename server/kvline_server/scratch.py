@@ -1,6 +1,6 @@
-"""A folder of one run by hand: gone at its end, and if that was a kill, at the next start.
+"""A temporary folder for one run of the command line, removed at its end.
 
-A lock says that a run still lives; the kernel takes it away with the process, however that ends.
+After a kill the next run removes it: a run holds a lock, which the kernel releases at its end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def scratch() -> Iterator[Path]:
 
 
 def _remove_dead(folder: Path) -> None:
-    """One without a lock has only just been made."""
+    """Removes the folder of a run that has ended; one without a lock file is being created."""
     try:
         about = folder.lstat()
         if folder.is_symlink() or about.st_uid != os.getuid():
@@ -40,4 +40,4 @@ def _remove_dead(folder: Path) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
     except OSError:
-        return  # it lives, or somebody else removes it
+        return  # its run is alive, or another process removes it

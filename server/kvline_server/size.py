@@ -1,4 +1,4 @@
-"""`kvline-server size`: the loop without a cluster, stages as they pass, a waterfall at the end."""
+"""`kvline-server size`: runs the profile loop, prints its stages and a memory waterfall."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 
 def show(supervisor: Supervisor, as_json: bool, record: Path | None = None) -> int:
-    """Runs the loop to its end and prints what came of it; the exit code says how it went."""
+    """Runs the profile loop, prints its result and returns the exit code."""
     console = Console(stderr=True)
     done = threading.Event()
     watcher = threading.Thread(target=_follow, args=(supervisor, console, done), daemon=True)
@@ -32,7 +32,7 @@ def show(supervisor: Supervisor, as_json: bool, record: Path | None = None) -> i
     watcher.join(2)
     report = supervisor.report()
     if record is not None and report.result is not None:
-        keep(record, report.result)
+        add_record(record, report.result)
     for warning in report.warnings:
         console.print(f"warning: {warning}", markup=False, style="yellow")
     if as_json:
@@ -44,7 +44,7 @@ def show(supervisor: Supervisor, as_json: bool, record: Path | None = None) -> i
 
 
 def _follow(supervisor: Supervisor, console: Console, done: threading.Event) -> None:
-    """Prints each stage once it has passed, and what runs now while it runs."""
+    """Prints each stage when it ends, and the progress of the current one."""
     shown = 0
     started = time.monotonic()
     with console.status("starting") as status:
@@ -67,7 +67,7 @@ def _follow(supervisor: Supervisor, console: Console, done: threading.Event) -> 
 
 
 def waterfall(memory: Memory) -> Table:
-    """Each part of the memory as a bar that begins where the one before ended."""
+    """A waterfall chart: each part's bar begins where the one before ended."""
     table = Table("part", "MiB", "", box=None, pad_edge=False)
     table.columns[1].justify = "right"
     at = 0
@@ -91,25 +91,25 @@ def summary(report: SizingReport, result: Result) -> str:
     )
 
 
-def known_records(path: Path) -> dict[str, Record]:
-    """What the file holds; raises ConfigInvalid when it is no file of records."""
+def read_records(path: Path) -> dict[str, Record]:
+    """The records by fingerprint, empty without a file. Raises ConfigInvalid for any other file."""
     try:
         return Records.parse(path.read_bytes()).records if path.is_file() else {}
     except ContractError as error:
         raise ConfigInvalid(f"{path}: {error}") from None
 
 
-def can_keep(path: Path) -> None:
-    """Raises ConfigInvalid where a size could not be written, or would replace another file."""
-    known_records(path)
+def check_writable(path: Path) -> None:
+    """Raises ConfigInvalid where a record could not be written, or would replace another file."""
+    read_records(path)
     if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
         raise ConfigInvalid(f"--write-record {path}: not a file in a folder that can be written")
 
 
-def keep(path: Path, result: Result) -> None:
-    """Adds a size to a file of records, which `--record` and pods read. The file is replaced whole,
-    and of sixteen sizes the oldest goes."""
-    known = {k: v for k, v in known_records(path).items() if k != result.fingerprint}
+def add_record(path: Path, result: Result) -> None:
+    """Adds a budget to a file of records, which `--record` and pods read. The file is replaced
+    atomically; beyond MAX_RECORDS the oldest record is dropped."""
+    known = {k: v for k, v in read_records(path).items() if k != result.fingerprint}
     newest = [*known.items(), (result.fingerprint, Record.of(result))][-MAX_RECORDS:]
     records = Records(VERSION, Reuse.AUTO, dict(newest))
     part = path.with_name(f".{path.name}.part")

@@ -31,7 +31,7 @@ from kvline_server.engine.messages import (
     Serve,
 )
 from kvline_server.errors import PortTaken, ServerError
-from kvline_server.flags import by_flags
+from kvline_server.flags import with_flag_names
 from kvline_server.health import Health
 from kvline_server.internal import InternalServer
 from kvline_server.memory.record import AttemptStore
@@ -98,7 +98,7 @@ class Supervisor:
                 drain = Drained(self.drain_seconds, self.health.edge)
                 self._tell_http(Drain(self.drain_seconds))
             if drain is not None and self._is_drained(drain):
-                say(drain.words(self.health.edge, self.stop_now))
+                log(drain.words(self.health.edge, self.stop_now))
                 return int(ExitCode.DRAINED)
             failure = self._failure()
             if failure is not None:
@@ -118,7 +118,7 @@ class Supervisor:
         report, o = self.keeper.report, self.options
         if report.result is None or report.effective is None or not self.health.edge.connected:
             return False
-        say(
+        log(
             f"ready: {self.served} on {self.device}, {report.result.kv_tokens} KV tokens, "
             f"{report.effective.max_model_len} a request at most; "
             f"API on {o.host}:{o.port}, probes and metrics on {o.host}:{o.internal_port}"
@@ -128,8 +128,8 @@ class Supervisor:
     def _end(self, failure: Termination) -> int:
         """Leaves the reason in the report, the log and the termination message."""
         self.keeper.fail(failure)
-        words = by_flags(failure.message) if self.options.by_hand else failure.message
-        say(f"{failure.name}: {words}")
+        words = with_flag_names(failure.message) if self.options.from_flags else failure.message
+        log(f"{failure.name}: {words}")
         if self.options.termination_log is not None:
             with contextlib.suppress(OSError):
                 self.options.termination_log.write_text(failure.dumps())
@@ -153,7 +153,7 @@ class Supervisor:
 
     def _start_engine(self) -> None:
         self.health.engine_starts += 1
-        self.health.heard_engine()
+        self.health.on_engine_heartbeat()
         self.engine = start_engine(self.options)
         self.engine.follow(self._from_engine)
         if self.health.edge.ready:
@@ -162,7 +162,7 @@ class Supervisor:
     def _from_http(self, message: Message) -> None:
         if isinstance(message, EdgeBeat):
             first = message.ready and not self.health.edge.ready
-            self.health.heard_http(message)
+            self.health.on_http_heartbeat(message)
             if first and self.engine is not None:
                 self.engine.tell(NeighboursReady())
         elif isinstance(message, Progress):
@@ -170,14 +170,14 @@ class Supervisor:
 
     def _from_engine(self, message: Message) -> None:
         if isinstance(message, Beat):
-            self.health.heard_engine(message)
+            self.health.on_engine_heartbeat(message)
         elif isinstance(message, Progress):
-            self.health.heard_engine()
+            self.health.on_engine_heartbeat()
             self.keeper.apply(message)
             if message.kind == "result":
                 self._serve()
             if message.kind == "warning":
-                say(f"warning: {message.body.decode()}")
+                log(f"warning: {message.body.decode()}")
 
     def _serve(self) -> None:
         effective, result = self.keeper.report.effective, self.keeper.report.result
@@ -275,7 +275,7 @@ class Drained:
         return f"{why}: {finished} requests finished, {cut} cut off"
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(f"kvline-server: {text}", file=sys.stderr, flush=True)
 
 

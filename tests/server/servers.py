@@ -34,7 +34,7 @@ LAUNCHER = """
 import signal, sys
 from pathlib import Path
 from kvline_contract.launch import LaunchConfig
-from kvline_server.options import EdgeLimits, Limits, Options
+from kvline_server.options import ClientLimits, Limits, Options
 from kvline_server.supervisor import Supervisor
 config, state, gate, port, internal, memory, limits, key, edge, tls = sys.argv[1:11]
 options = Options(
@@ -43,7 +43,7 @@ options = Options(
     termination_log=Path(state) / "termination", threads=1, key=Path(key),
     tls=Path(tls),
     limits=Limits(**__import__("json").loads(limits)),
-    edge=EdgeLimits(**__import__("json").loads(edge)),
+    edge=ClientLimits(**__import__("json").loads(edge)),
 )
 supervisor = Supervisor(options, LaunchConfig.parse(Path(config).read_bytes()))
 for number in (signal.SIGTERM, signal.SIGINT):
@@ -76,7 +76,7 @@ class Server:
     gate: GateFile | None = None
     faults: dict[str, str] = field(default_factory=dict)
     limits: dict[str, float] = field(default_factory=dict)
-    edge: dict[str, float] = field(default_factory=dict)  # of options.EdgeLimits
+    edge: dict[str, float] = field(default_factory=dict)  # of options.ClientLimits
     drain_seconds: int | None = None
     memory: int = 0
     key: Path | None = None  # a file; asked of every request

@@ -18,7 +18,7 @@ import pytest
 from servers import free_port, launch_config
 
 from kvline_contract.launch import CapacityOptions, EngineOptions
-from kvline_server.flags import by_flags
+from kvline_server.flags import with_flag_names
 from kvline_server.scratch import LOCK, PREFIX, scratch
 
 LONG = {"model": "tiny", "prompt": "hello", "max_tokens": 240, "ignore_eos": True, "stream": True}
@@ -111,7 +111,7 @@ def test_the_version_is_shown() -> None:
     ],
 )
 def test_messages_name_flags(spec: str, flags: str) -> None:
-    assert by_flags(spec) == flags
+    assert with_flag_names(spec) == flags
 
 
 def test_a_killed_run_leaves_nothing_for_longer_than_to_the_next(

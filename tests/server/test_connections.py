@@ -19,7 +19,7 @@ import pytest
 from servers import Server, serving
 
 from kvline_contract.launch import CapacityOptions, EngineOptions
-from kvline_server.options import EdgeLimits
+from kvline_server.options import ClientLimits
 
 pytestmark = pytest.mark.process
 
@@ -122,7 +122,7 @@ def resident(server: Server) -> int:
 
 
 def test_the_defaults_are_those_that_are_promised() -> None:
-    limits = EdgeLimits()
+    limits = ClientLimits()
     assert (limits.head, limits.body_pause, limits.stall) == (10, 10, 30)
     assert limits.idle <= 75 and limits.unread_tokens <= 1000
 

@@ -195,7 +195,7 @@ def test_errors_after_validation(
 
 
 def test_memory_refused_in_a_capture_is_not_what_ending_the_capture_says() -> None:
-    with pytest.raises(DeviceOutOfMemory), device_errors.named("capture"):
+    with pytest.raises(DeviceOutOfMemory), device_errors.translated("capture"):
         try:
             raise OUT_OF_MEMORY["allocator"]
         finally:
@@ -204,8 +204,8 @@ def test_memory_refused_in_a_capture_is_not_what_ending_the_capture_says() -> No
 
 def test_each_error_has_one_meaning() -> None:
     for error in OUT_OF_MEMORY.values():
-        assert isinstance(device_errors.meaning("x", error), DeviceOutOfMemory)
+        assert isinstance(device_errors.translate("x", error), DeviceOutOfMemory)
     for error in FAILED.values():
-        assert isinstance(device_errors.meaning("x", error), DeviceFailure)
+        assert isinstance(device_errors.translate("x", error), DeviceFailure)
     for error in OURS.values():
-        assert device_errors.meaning("x", error) is None
+        assert device_errors.translate("x", error) is None

@@ -248,14 +248,14 @@ def main(argv: list[str]) -> int:
 def run(process: EngineProcess) -> int:
     """Sizes and serves; returns the exit code."""
     try:
-        with device_errors.named("start"):
+        with device_errors.translated("start"):
             engine = process.size()
     except DeviceOutOfMemory as error:  # outside the profile loop, which has its own diagnosis
         return _fail(process, OutOfMemory(f"the device refused memory: {error}"))
     except ServerError as error:
         return _fail(process, error)
     try:
-        with device_errors.named("serve"):
+        with device_errors.translated("serve"):
             process.serve(engine)
     except DeviceOutOfMemory as error:
         return _fail(process, OutOfMemoryServing(f"the device refused memory: {error}"))

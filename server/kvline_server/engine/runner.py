@@ -51,7 +51,7 @@ class InFlightStep:
 
     def wait(self) -> tuple[np.ndarray, list[Scores | None], Table | None]:
         """Sampled token ids [sampled], their scores, and the scores of all scored rows."""
-        with device_errors.named("wait"):  # asynchronous device errors surface here
+        with device_errors.translated("wait"):  # asynchronous device errors surface here
             tokens, *arrays = self._fetch.wait()
         tables = [Table(*arrays[i : i + 4]) for i in range(0, len(arrays), 4)]
         prompts = tables[0] if self._prompts else None
@@ -81,7 +81,7 @@ class Runner:
         does."""
         known = tuning.read(file, key)
         rows = tuning.trial_rows(max_rows)
-        with device_errors.named("tune"):
+        with device_errors.translated("tune"):
             choices = self.kernels.tune(self.decoder.gemm_weights(), rows, known)
         if choices is None:
             return None
@@ -102,7 +102,7 @@ class Runner:
     def capture(self, max_rows: int) -> bool:
         """Captures CUDA graphs where the device has them; the arena must have a page. Its addresses
         never change, so the graphs stay valid. Raises as launch does."""
-        with device_errors.named("capture"):
+        with device_errors.translated("capture"):
             self.graphs = self.kernels.graphs(self.decoder, self.arena.layers(), max_rows)
         if self.graphs is not None:
             self.forward = self.graphs.step
@@ -110,7 +110,7 @@ class Runner:
 
     def launch(self, batch: Batch) -> InFlightStep:
         """Raises DeviceOutOfMemory when the device refuses memory, DeviceFailure when it fails."""
-        with device_errors.named("launch"):
+        with device_errors.translated("launch"):
             return self._launch(batch)
 
     @torch.inference_mode()

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 
 from kvline_server.http.errors import BadRequest, TimedOut, TooLarge, TooMany, UnsupportedType
-from kvline_server.options import EdgeLimits
+from kvline_server.options import ClientLimits
 
 MAX_BODY_BYTES = 2 << 20
 FREE_BYTES = 16 << 10  # of each body: a small one is never refused for what large ones hold
@@ -19,7 +19,7 @@ FREE_BYTES = 16 << 10  # of each body: a small one is never refused for what lar
 class Bodies:
     """Bodies on their way in: bounded in time, each in size, and all together."""
 
-    def __init__(self, limits: EdgeLimits) -> None:
+    def __init__(self, limits: ClientLimits) -> None:
         self.limits = limits
         self.held = 0
 

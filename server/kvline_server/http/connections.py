@@ -16,7 +16,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from kvline_server.http.errors import ApiError, BadRequest, HeadTooLarge, TimedOut
-from kvline_server.options import EdgeLimits
+from kvline_server.options import ClientLimits
 
 NEVER = float("inf")
 HEAD = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
@@ -26,7 +26,7 @@ HEAD_TOO_LARGE = "the head of the request is too large"
 class Connections:
     """All of the port's; who waits for its next request stands in order of how long."""
 
-    def __init__(self, limits: EdgeLimits) -> None:
+    def __init__(self, limits: ClientLimits) -> None:
         self.limits = limits
         self.open: set[Connection] = set()
         self.waiting: dict[Connection, None] = {}

@@ -28,7 +28,7 @@ from kvline_contract.launch import Device, LaunchConfig
 from kvline_contract.tracing import NoTracing, tracer
 from kvline_server.engine import messages
 from kvline_server.engine.messages import Drain, EdgeBeat, Serve
-from kvline_server.errors import ConfigInvalid, EngineLineBroken, ServerError
+from kvline_server.errors import ConfigInvalid, EngineConnectionLost, ServerError
 from kvline_server.http.access import Guard, Key
 from kvline_server.http.admission import Admission
 from kvline_server.http.app import Service, create_app, now
@@ -41,7 +41,7 @@ from kvline_server.http.tls import Certificate
 from kvline_server.http.tokenizer_files import open_tokens
 from kvline_server.http.trace import Traces
 from kvline_server.model.config import read_config
-from kvline_server.options import EdgeLimits
+from kvline_server.options import ClientLimits
 
 BEAT_SECONDS = 0.5
 # Bytes of scores that wait to be sent: half of a container's headroom; a GPU's host has more.
@@ -66,7 +66,7 @@ class Edge:
         self.control = control
         self.parent: asyncio.StreamWriter | None = None
         self.handover = socket.socket(fileno=arguments.handover_fd)
-        edge = EdgeLimits(**json.loads(arguments.limits))
+        edge = ClientLimits(**json.loads(arguments.limits))
         edge = replace(edge, connections=min(edge.connections, _allow_files() - OTHER_FILES))
         launch = LaunchConfig.parse(Path(arguments.config).read_bytes())
         folder = Path(launch.model.path)
@@ -117,7 +117,7 @@ class Edge:
         self._tell_parent()
         if not self.client.lost.is_set():
             return int(ExitCode.DRAINED)
-        ended = EngineLineBroken(self.client.why_lost).termination()
+        ended = EngineConnectionLost(self.client.why_lost).termination()
         body = codec.dumps(ended).encode()
         self.parent.write(messages.encode(messages.Progress("failure", body)))
         await self.parent.drain()
@@ -213,7 +213,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--listen-fd", type=int, required=True)
     parser.add_argument("--api-key-file", type=Path, required=True)
     parser.add_argument("--tls-dir", type=Path, required=True)
-    parser.add_argument("--limits", required=True, help="EdgeLimits as JSON")
+    parser.add_argument("--limits", required=True, help="ClientLimits as JSON")
     return parser.parse_args(argv)
 
 

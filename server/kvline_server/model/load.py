@@ -69,7 +69,7 @@ def load_model(
     if expected > device.limit - used:
         raise too_large
     try:
-        with device_errors.named("load"):
+        with device_errors.translated("load"):
             runner = _build(source, model, settings, backend, _Pace(progress, started))
             del source
             device.settle()
