@@ -17,7 +17,7 @@ import torch
 from record import table
 from shapes import LLAMA8B
 
-from kvline_server.kernels.interface import Heads, Kernels, KVLayer, Where
+from kvline_server.kernels.interface import Heads, Kernels, KVLayer, SlotMapping
 from kvline_server.kernels.layout import Layout
 from kvline_server.memory.pages import PAGE_SIZE
 
@@ -97,7 +97,7 @@ def measure(kernels: Kernels, held: dict[str, list[KVLayer]], name: str, made: L
     count = LLAMA8B.heads + 2 * LLAMA8B.kv_heads
     heads = torch.randn(made.rows, count, 128, device="cuda", dtype=torch.bfloat16)
     rope = kernels.rope_table(torch.ones(64), 8192)
-    where = Where(*kernels.upload(made.positions, made.slots))
+    where = SlotMapping(*kernels.upload(made.positions, made.slots))
     fused = Heads(heads, LLAMA8B.heads, LLAMA8B.kv_heads, None, None, 1e-5)
 
     def all_layers(layers: list[KVLayer]) -> None:

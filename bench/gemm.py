@@ -38,7 +38,7 @@ def run() -> None:
             ]
             for count in ROWS:
                 began = time.perf_counter()
-                tried = gemms.try_shape(held, count)
+                tried = gemms.time_shape(held, count)
                 total += (took := time.perf_counter() - began)
                 which = {TORCH: "torch", TINY: "tinygemm"}.get(tried.choice, str(tried.choice))
                 figures = [f"{tried.torch:.1f}", f"{tried.best:.1f}"]

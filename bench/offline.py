@@ -212,7 +212,11 @@ def run() -> None:
     table(
         "Offline, best of the rounds", ["model", "workload", "tokens/s", "worst", "of r512"], rows
     )
-    table("Where the kernels' time goes", ["model", "workload", "kernel", "seconds", "%"], kernels)
+    table(
+        "Where the kernels' time goes",
+        ["model", "workload", "kernel", "seconds", "%"],
+        kernels,
+    )
 
 
 def sizes(name: str, result: Result) -> list[list[str]]:

@@ -12,7 +12,7 @@ from pairs import PAGES, sequence, sides
 from kvline_server.engine.batch import build
 from kvline_server.engine.logprobs import Table
 from kvline_server.engine.scheduler import Work
-from kvline_server.kernels.interface import NO_TOKEN, Draws, Kernels, Where
+from kvline_server.kernels.interface import NO_TOKEN, Draws, Kernels, SlotMapping
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import Arena
 from kvline_server.model.config import ModelConfig
@@ -29,7 +29,7 @@ def hidden(side: tuple[Decoder, Arena], work: list[Work]) -> torch.Tensor:
     plan = decoder.kernels.plan(layout)
     every = torch.arange(len(ids), device=ids.device)
     with torch.inference_mode():
-        out = decoder.forward(ids, Where(positions, slots), arena.layers(), plan, every)
+        out = decoder.forward(ids, SlotMapping(positions, slots), arena.layers(), plan, every)
         return decoder.compute_logits(out).float().cpu()
 
 

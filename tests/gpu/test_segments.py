@@ -12,7 +12,7 @@ from pairs import sequence, sides
 from kvline_server.engine.batch import build
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.scheduler import Work
-from kvline_server.kernels.interface import Where
+from kvline_server.kernels.interface import SlotMapping
 from kvline_server.kernels.segments import GraphSegments
 from kvline_server.model.config import ModelConfig
 
@@ -31,7 +31,7 @@ def test_replay_is_eager_for_one_request_and_for_many(
         batch = build([Work(s, 0, rows) for s in members])
         kernels, layout = decoder.kernels, batch.layout
         ids, positions, slots = kernels.upload(batch.token_ids, layout.positions, layout.slots)
-        where, layers = Where(positions, slots), arena.layers()
+        where, layers = SlotMapping(positions, slots), arena.layers()
         wanted = torch.randperm(number * rows, device="cuda")[: max(1, number * rows // 3)]
         segments.attended.fill_(float("nan"))  # what an earlier, larger step left must not matter
         with torch.inference_mode():
@@ -56,6 +56,6 @@ def test_graphs_survive_growth_of_the_arena(shape: Callable[..., ModelConfig]) -
             batch.token_ids, batch.layout.positions, batch.layout.slots
         )
         with torch.inference_mode():
-            where, wanted = Where(positions, slots), torch.arange(40, device="cuda")
+            where, wanted = SlotMapping(positions, slots), torch.arange(40, device="cuda")
             outs.append(segments.step(ids, where, arena.layers(), batch.layout, wanted).clone())
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[1], outs[2])

@@ -36,14 +36,14 @@ from pathlib import Path
 from kvline_contract.launch import LaunchConfig
 from kvline_server.options import ClientLimits, Limits, Options
 from kvline_server.supervisor import Supervisor
-config, state, gate, port, internal, memory, limits, key, edge, tls = sys.argv[1:11]
+config, state, gate, port, internal, memory, limits, key, clients, tls = sys.argv[1:11]
 options = Options(
     config=Path(config), state_dir=Path(state), gate=Path(gate) if gate else None,
     host="127.0.0.1", port=int(port), internal_port=int(internal), memory=int(memory) or None,
     termination_log=Path(state) / "termination", threads=1, key=Path(key),
     tls=Path(tls),
     limits=Limits(**__import__("json").loads(limits)),
-    edge=ClientLimits(**__import__("json").loads(edge)),
+    clients=ClientLimits(**__import__("json").loads(clients)),
 )
 supervisor = Supervisor(options, LaunchConfig.parse(Path(config).read_bytes()))
 for number in (signal.SIGTERM, signal.SIGINT):
@@ -76,7 +76,7 @@ class Server:
     gate: GateFile | None = None
     faults: dict[str, str] = field(default_factory=dict)
     limits: dict[str, float] = field(default_factory=dict)
-    edge: dict[str, float] = field(default_factory=dict)  # of options.ClientLimits
+    clients: dict[str, float] = field(default_factory=dict)  # of options.ClientLimits
     drain_seconds: int | None = None
     memory: int = 0
     key: Path | None = None  # a file; asked of every request
@@ -111,7 +111,11 @@ class Server:
         self.log = (self.scratch / "log").open("ab")
         command = [sys.executable, "-c", LAUNCHER, str(config), str(state), gate, str(self.port)]
         command += [str(self.internal_port), str(self.memory), json.dumps(self.limits)]
-        command += [str(self.key or "/nowhere"), json.dumps(self.edge), str(self.tls or "/nowhere")]
+        command += [
+            str(self.key or "/nowhere"),
+            json.dumps(self.clients),
+            str(self.tls or "/nowhere"),
+        ]
         self.process = subprocess.Popen(command, env=environment, stdout=self.log, stderr=self.log)
         return self
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.process
 COMPLETION = {"model": "tiny", "prompt": "hello", "max_tokens": 3}
 JSON = b"Host: x\r\nContent-Type: application/json\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\n" + JSON
-EDGE = {
+CLIENTS = {
     "connections": 60,
     "idle": 3.0,
     "head": 1.0,
@@ -47,7 +47,7 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         tmp_path_factory.mktemp("edges"),
         engine=EngineOptions(max_model_len=512, max_running_requests=4),
         capacity=CapacityOptions(kv_tokens=4096, headroom_mib=8),
-        edge=EDGE,
+        clients=CLIENTS,
     )
     with serving(made):
         yield made

@@ -66,7 +66,7 @@ import numpy as np, torch, triton.language as tl
 from kvline_server.engine.seeds import keys
 from kvline_server.kernels import triton_kernels
 from kvline_server.kernels.interface import Draws
-from kvline_server.kernels.noise import race
+from kvline_server.kernels.noise import gumbel_max
 from kvline_server.kernels.torch_rows import choose_rows
 
 rows, vocabulary = 24, 5003
@@ -97,7 +97,7 @@ got = draw(weights, None, 0)
 assert (got[3:6] == -1).all()
 whole = torch.arange(rows) != 5
 whole[3:5] = False
-assert (got == race(weights, made))[whole].all()
+assert (got == gumbel_max(weights, made))[whole].all()
 """
 
 

@@ -60,7 +60,7 @@ def test_a_load_longer_than_the_limit_goes_on_while_bytes_arrive(
         copy(self, name, into, row)
 
     monkeypatch.setattr(SafetensorsSource, "copy", throttled)
-    monkeypatch.setattr(load, "TELL_SECONDS", 0.1)
+    monkeypatch.setattr(load, "REPORT_SECONDS", 0.1)
     reporter = ParentReporter(cast(Any, parent))
     model = load.read_model(launch)
     backend = open_backend(launch, 8 << 30, 1, reporter.warn)

@@ -76,7 +76,7 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.fault("F56", shows="a folder without safetensors says so")
 def test_a_folder_of_other_formats_says_so(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-    with pytest.raises(ModelInvalid, match=r"pytorch_model\.bin is of a format that is never read"):
+    with pytest.raises(ModelInvalid, match=r"pytorch_model\.bin is of an unsupported format"):
         weight_files(tmp_path)
 
 

@@ -131,7 +131,7 @@ def test_broken_weights_are_named(
     named = {
         "shape": r"model\.norm\.weight has shape \[3\], config.json asks for \[48\]",
         "missing": r"model\.layers\.1\.mlp\.up_proj\.weight is in no safetensors file",
-        "cut": r"model\.safetensors: not a whole safetensors file",
+        "cut": r"model\.safetensors: not a valid safetensors file",
         "index": "leaves the model folder",
     }[kind]
     with pytest.raises(ModelInvalid, match=named):

@@ -11,21 +11,21 @@ import torch
 from engines import decoder, engine, finish, greedy
 from servers import Server, serving
 
-from kvline_server.kernels.ladder import rung, rungs
+from kvline_server.kernels.row_counts import padded_rows, row_counts
 
 MIB = 1 << 20
 
 
 def test_a_step_is_padded_to_the_next_rung_and_by_little() -> None:
-    assert [rung(n) for n in (0, 1, 2, 3, 17, 33, 65, 129, 512, 513)] == [
+    assert [padded_rows(n) for n in (0, 1, 2, 3, 17, 33, 65, 129, 512, 513)] == [
         *(0, 2, 2, 4, 20, 40, 80, 160, 512, 576)
     ]
     for rows in range(1, 9000):
-        assert rows <= rung(rows) == rung(rung(rows))
-        assert rows < 8 or rung(rows) < rows * 5 / 4
-        assert rows < 256 or rung(rows) <= rows * 9 / 8
-    assert len(rungs(512)) == 32
-    assert len(rungs(8192)) == 64
+        assert rows <= padded_rows(rows) == padded_rows(padded_rows(rows))
+        assert rows < 8 or padded_rows(rows) < rows * 5 / 4
+        assert rows < 256 or padded_rows(rows) <= rows * 9 / 8
+    assert len(row_counts(512)) == 32
+    assert len(row_counts(8192)) == 64
 
 
 def test_pads_change_no_answer(
@@ -62,7 +62,7 @@ def test_steps_run_at_row_counts_that_were_met(
         return linear(x, weight, *more)
 
     monkeypatch.setattr(made.runner.kernels, "linear", noted)
-    assert made.runner.warm_up(128) == len(rungs(128))
+    assert made.runner.warm_up(128) == len(row_counts(128))
     met = {*shapes, (16, 307, 48)}  # the LM head's blocks have one row count
     for id, length in enumerate(range(1, 300, 7)):
         more = {"prompt_logprobs": 1} if id % 3 == 0 else {}

@@ -18,7 +18,7 @@ from kvline_server.engine import penalties
 from kvline_server.engine.request import SamplingParams, Sequence
 from kvline_server.engine.sampling import sample
 from kvline_server.engine.seeds import keys
-from kvline_server.kernels.noise import race
+from kvline_server.kernels.noise import gumbel_max
 from kvline_server.kernels.torch import TorchKernels
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
@@ -173,7 +173,7 @@ def test_a_race_gives_each_token_its_share_whatever_changes(of: str) -> None:
     steps = np.arange(count, dtype=np.uint64)
     drawn = keys(steps * (of != "counters"), steps * (of == "counters"))
     won = np.concatenate(
-        [race(row.expand(len(part), -1).clone(), part) for part in np.array_split(drawn, 40)]
+        [gumbel_max(row.expand(len(part), -1).clone(), part) for part in np.array_split(drawn, 40)]
     )
     seen = np.bincount(won // 1000 if wide else won, minlength=50)
     expected = count * weights / weights.sum()
@@ -190,7 +190,7 @@ def test_two_rows_noise_is_unrelated() -> None:
         np.array([5, 5 + (1 << 32)], np.uint64),
     ):
         noise = torch.from_numpy(one.copy())
-        race(noise, pair)
+        gumbel_max(noise, pair)
         a, b = np.log(noise.numpy())
         assert abs(np.corrcoef(a, b)[0, 1]) < 0.015
         assert abs(np.corrcoef(a[1:], a[:-1])[0, 1]) < 0.015

@@ -77,7 +77,7 @@ def test_sigterm_lets_streams_finish_and_takes_what_comes_on_open_connections(
 ) -> None:
     """F49: a client with a pool may have sent its request before it could know; it is answered, and
     told that the connection closes. Then the port closes, and what is under way goes on."""
-    server = start(edge={"late": 2.0})
+    server = start(clients={"late": 2.0})
     server.wait()
     with (
         httpx.Client(base_url=server.url, timeout=30) as pool,

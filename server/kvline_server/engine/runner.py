@@ -18,7 +18,7 @@ from kvline_server.engine.logprobs import Table
 from kvline_server.engine.request import Scores
 from kvline_server.engine.sampling import sample
 from kvline_server.kernels import tuning
-from kvline_server.kernels.interface import Fetch, Forward, Graphs, RowScores, Where
+from kvline_server.kernels.interface import Fetch, Forward, Graphs, RowScores, SlotMapping
 from kvline_server.memory.arena import Arena
 from kvline_server.model.decoder import Decoder
 
@@ -129,7 +129,7 @@ class Runner:
         )
         if len(batch.pending_rows):
             ids.index_copy_(0, pending_rows, self.last_tokens[pending_slots])
-        hidden = self.forward(ids, Where(positions, slots), self.arena.layers(), layout, rows)
+        hidden = self.forward(ids, SlotMapping(positions, slots), self.arena.layers(), layout, rows)
         inputs, outputs = _DeviceInputs(hidden, targets), _DeviceOutputs()
         for start in range(0, len(batch.rows), self.logprob_rows):
             self._chunk(batch, inputs, start, outputs)

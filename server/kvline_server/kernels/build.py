@@ -1,7 +1,7 @@
-"""All of our own GPU kernels, made ahead: python -m kvline_server.kernels.build [FILE]
+"""Compiles our Triton kernels ahead of time: python -m kvline_server.kernels.build [FILE]
 
-An image is built with the file beside the modules, so that a pod compiles nothing. Needs Triton,
-no GPU and no C compiler.
+An image has the file beside these modules, so a pod compiles nothing. Needs Triton, but no GPU and
+no C compiler.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import torch
 
 from kvline_server.kernels import cubins, cuda_rows, cuda_write
 
-CAPABILITY = 90  # where the library's kernels are prebuilt too (docs/decisions/011)
+CAPABILITY = 90  # FlashInfer's kernels are prebuilt for it too (docs/decisions/011)
 
 
 def build(file: Path) -> int:
-    """Writes the file whole or not at all; says how many kernels it holds."""
+    """Writes the file atomically; returns the number of kernels."""
     variants = [*cuda_rows.variants(), *cuda_write.variants(torch.bfloat16)]
     made = {}
-    said = time.monotonic()
+    printed = time.monotonic()
     for done, variant in enumerate(variants):
-        if time.monotonic() > said + 5:
-            said = time.monotonic()
+        if time.monotonic() > printed + 5:
+            printed = time.monotonic()
             print(f"{done} of {len(variants)} kernels", flush=True)
         made[variant.name] = cubins.compile(variant, CAPABILITY)
     part = file.with_suffix(".part")

@@ -1,8 +1,8 @@
-"""Triton's kernels as cubins: compiled ahead for an architecture, launched through the driver.
+"""Triton kernels as cubins: compiled ahead of time, launched through the CUDA driver.
 
-Triton itself builds a small C launcher when a kernel first runs, so it would want a C compiler in
-the pod. Compiling to a cubin wants neither that nor a GPU: an image is built with all variants
-beside this file (kernels/build.py), and a machine without them compiles what it meets.
+Triton itself builds a small C launcher when a kernel first runs, which needs a C compiler in the
+pod. Compiling to a cubin needs neither that nor a GPU: an image has all variants beside this file
+(kernels/build.py); a machine without them compiles a variant at its first launch.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ TRITON_TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
-SHARED_BY_DEFAULT = 48 << 10  # bytes; more must be asked for
+SHARED_BY_DEFAULT = 48 << 10  # bytes; a larger kernel needs a function attribute
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A kernel of triton_kernels.py with its argument types and constants: what a cubin is of."""
+    """A kernel of triton_kernels.py with its argument types and constants; one cubin each."""
 
     kernel: str
     arguments: tuple[str, ...]  # Triton's type of each, in order
-    aligned: tuple[int, ...]  # which of them are divisible by 16
+    aligned: tuple[int, ...]  # indices of arguments that are divisible by 16
     constants: tuple[tuple[str, int], ...]
     warps: int = 4
 
@@ -58,7 +58,7 @@ class Cubin(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Built(msgspec.Struct, forbid_unknown_fields=True):
-    """All variants for one compute capability, and what they were made from."""
+    """All variants for one compute capability, and the hash of their source."""
 
     source: str
     capability: int
@@ -74,13 +74,13 @@ class _Loaded:
 
 
 def launch(variant: Variant, programs: int, *arguments: torch.Tensor | int | float) -> None:
-    """One program a row, on torch's current stream. Raises DeviceFailure."""
+    """Launches `programs` programs on torch's current stream. Raises DeviceFailure."""
     if not programs:
         return
     loaded = _load(variant, torch.cuda.current_device())
     values = tuple(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments)
     stream = torch.cuda.current_stream().cuda_stream
-    # Behind its own arguments a Triton kernel takes two scratch pointers, which ours do not use.
+    # After its own arguments a Triton kernel takes two scratch pointers, unused by these kernels.
     call(
         driver.cuLaunchKernel,
         loaded.function,
@@ -110,7 +110,7 @@ def _load(variant: Variant, device: int) -> _Loaded:
 
 @functools.cache
 def _built(capability: int) -> dict[str, Cubin]:
-    """What was made ahead of this source for this architecture; nothing when there is none."""
+    """The prebuilt cubins for this source and architecture; empty without any."""
     if not BUILT.is_file():
         return {}
     found = msgspec.msgpack.decode(BUILT.read_bytes(), type=Built)
@@ -123,7 +123,7 @@ def source_hash() -> str:
 
 
 def compile(variant: Variant, capability: int) -> Cubin:
-    """Needs no GPU and no C compiler. Source: triton.compile, version 3.6.0."""
+    """Compiles a variant; needs no GPU and no C compiler. Source: triton.compile, version 3.6.0."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -142,5 +142,5 @@ def compile(variant: Variant, capability: int) -> Cubin:
         options={"num_warps": variant.warps},
     )
     needs = made.metadata.global_scratch_size + made.metadata.profile_scratch_size
-    assert not needs, f"{variant.name} wants scratch memory, which launch() does not give"
+    assert not needs, f"{variant.name} needs scratch memory, which launch() does not pass"
     return Cubin(made.asm["cubin"], made.metadata.name, variant.warps, made.metadata.shared)

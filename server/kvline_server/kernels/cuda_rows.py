@@ -1,4 +1,4 @@
-"""Rows of logits on a GPU: their scores and their next tokens, one program of a kernel a row."""
+"""Logprobs and sampling on a GPU: Triton kernels with one program per row of logits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from kvline_server.kernels.cubins import TRITON_TYPES, Variant, launch
 
 BLOCK, WARPS = 4096, 8
-DRAW_BLOCK, DRAW_WARPS = 16384, 16  # few rows: each program must keep its processor busy alone
+DRAW_BLOCK, DRAW_WARPS = 16384, 16  # few rows: one program must keep its multiprocessor busy
 ALIGN = 16
 LOGITS = (torch.bfloat16, torch.float32)
 
@@ -32,20 +32,20 @@ def score(
 def draw(
     weights: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """A token a row: of logits at their temperatures, or of probabilities when there are none;
-    NO_TOKEN where they are not finite or all 0.
+    """Samples a token per row, from logits with temperatures or from probabilities without;
+    NO_TOKEN where a row is not finite or all 0.
     weights [rows, vocabulary]; keys int64, temperatures float32 [rows] -> int64 [rows]"""
     rows, vocabulary = weights.shape
     chosen = torch.empty(rows, dtype=torch.int64, device=weights.device)
     variant = _draw_variant(weights.dtype, temperatures is not None, _aligned(weights))
-    # Probabilities have no temperatures, and their kernel reads none.
+    # The kernel for probabilities does not read this argument; any pointer will do.
     at = keys if temperatures is None else temperatures
     launch(variant, rows, weights, weights.stride(0), at, keys, chosen, vocabulary)
     return chosen
 
 
 def variants() -> Iterator[Variant]:
-    """All that `score` and `draw` may ask for."""
+    """All variants that `score` and `draw` launch."""
     for dtype in LOGITS:
         for aligned in (False, True):
             yield _score_variant(dtype, aligned)
@@ -54,7 +54,7 @@ def variants() -> Iterator[Variant]:
 
 
 def _aligned(rows: torch.Tensor) -> bool:
-    """Whether blocks of each row can be read in whole vectors."""
+    """Whether each row is aligned for vector loads."""
     return not any(n % ALIGN for n in (rows.data_ptr(), rows.stride(0), rows.shape[1]))
 
 

@@ -1,6 +1,7 @@
-"""Between QKV GEMM and attention on a GPU: norms, rotary turn, keys and values to the cache.
+"""Between the QKV GEMM and attention on a GPU: QK norm, rotary embedding, write to the KV cache.
 
-Pads go to slot 0, the dummy page, so a captured segment runs for more rows than a step has.
+Padding rows write to slot 0, in the dummy page, so a captured graph may run with more rows than
+the step has.
 """
 
 from __future__ import annotations
@@ -11,25 +12,26 @@ from collections.abc import Iterator
 import torch
 
 from kvline_server.kernels.cubins import TRITON_TYPES, Variant, launch
-from kvline_server.kernels.interface import Heads, KVLayer, Where
+from kvline_server.kernels.interface import Heads, KVLayer, SlotMapping
 from kvline_server.memory.pages import PAGE_SIZE
 
 DIMS = (64, 128)
-QUERIES = (8, 16, 32, 64, 128)  # heads that a program holds, of which a model has so many or fewer
+QUERIES = (8, 16, 32, 64, 128)  # padded head counts of the variants; a model uses the next larger
 KEYS = (1, 2, 4, 8, 16, 32, 64)
-POINTERS = (0, 5, 8, 9)  # heads, rope, keys, values: torch's own allocations or whole pages
-STRIDES = (1, 10, 11)  # multiples of the head size
+POINTERS = (0, 5, 8, 9)  # indices of heads, rope, keys, values: torch allocations or whole pages
+STRIDES = (1, 10, 11)  # indices of strides, which are multiples of the head size
 
 
 def check(queries: int, keys: int) -> None:
-    """Raises RuntimeError for more heads than any program holds."""
+    """Raises RuntimeError for more heads than any variant supports."""
     if queries > QUERIES[-1] or keys > KEYS[-1]:
         most = f"at most {QUERIES[-1]} and {KEYS[-1]}"
-        raise RuntimeError(f"{queries} heads of queries and {keys} of keys, kernels are for {most}")
+        raise RuntimeError(f"{queries} heads of queries and {keys} of keys, kernels support {most}")
 
 
-def write(heads: Heads, rope: torch.Tensor, where: Where, cache: KVLayer) -> None:
-    """rope float32 [positions, dim]: all cosines, then all sines"""
+def write(heads: Heads, rope: torch.Tensor, mapping: SlotMapping, cache: KVLayer) -> None:
+    """Norms and rotates queries and keys, writes keys and values.
+    rope float32 [positions, dim]: all cosines, then all sines"""
     rows, _, dim = heads.fused.shape
     normed = heads.q_norm is not None and heads.k_norm is not None
     variant = _variant(
@@ -44,8 +46,8 @@ def write(heads: Heads, rope: torch.Tensor, where: Where, cache: KVLayer) -> Non
         heads.k_norm if heads.k_norm is not None else heads.fused,
         heads.eps,
         rope,
-        where.positions,
-        where.slots,
+        mapping.positions,
+        mapping.slots,
         cache.keys,
         cache.values,
         cache.keys.stride(0),
@@ -56,7 +58,7 @@ def write(heads: Heads, rope: torch.Tensor, where: Where, cache: KVLayer) -> Non
 
 
 def variants(dtype: torch.dtype) -> Iterator[Variant]:
-    """All that `write` may ask for."""
+    """All variants that `write` launches."""
     for queries, keys, dim in itertools.product(QUERIES, KEYS, DIMS):
         for normed in (False, True):
             if keys <= queries:

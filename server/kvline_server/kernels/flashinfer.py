@@ -1,8 +1,8 @@
-"""A step's operations on a CUDA GPU: FlashInfer's attention, norms and rope, torch's GEMMs.
+"""A step's operations on a CUDA GPU: FlashInfer's attention and norms, our Triton kernels, GEMMs.
 
-With flashinfer_attention.py and gemm.py the only importer of flashinfer. Decoding runs its fa2
-kernels on tensor cores, prompts its fa3 kernels: on Hopper fa3 is several times slower on one-token
-queries, and the faster one on chunks.
+Only this module, flashinfer_attention.py and gemm.py import flashinfer. Decodes run its fa2 kernels
+on tensor cores, prompt chunks its fa3 kernels: on Hopper fa3 is several times slower for one-token
+queries, and faster for chunks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvline_server.kernels.interface import (
     Heads,
     KVLayer,
     RowScores,
-    Where,
+    SlotMapping,
 )
 from kvline_server.kernels.layout import Layout
 from kvline_server.kernels.tuning import Choices
@@ -38,14 +38,14 @@ from kvline_server.model.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    decodes: int  # rows, and sequences, that decode
+    decodes: int  # decoding sequences, one row each
     rows: int
     decode: Planned | None
     prefill: Planned | None
 
 
-class _Copies:
-    """Copies into pinned memory, in order behind the step; the event says when they are there."""
+class _PinnedCopies:
+    """Copies to pinned host memory, queued on the stream behind the step; an event ends them."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
@@ -63,7 +63,7 @@ class FlashInferKernels:
     depth = 1
 
     def __init__(self, config: ModelConfig) -> None:
-        """Raises RuntimeError, or what the library raises, where no kernels were built for it."""
+        """Raises RuntimeError or ImportError where no kernels were built for the model."""
         cuda_write.check(config.heads, config.kv_heads)
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.dtype = torch.bfloat16
@@ -81,14 +81,14 @@ class FlashInferKernels:
         packed = host.numpy()
         for start, array in zip(starts, arrays, strict=True):
             packed[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-        there = host.to(self.device, non_blocking=True)
+        uploaded = host.to(self.device, non_blocking=True)
         return [
-            there[start : start + array.nbytes].view(torch.from_numpy(array).dtype)
+            uploaded[start : start + array.nbytes].view(torch.from_numpy(array).dtype)
             for start, array in zip(starts, arrays, strict=True)
         ]
 
     def fetch(self, tensors: list[torch.Tensor]) -> Fetch:
-        return _Copies(tensors)
+        return _PinnedCopies(tensors)
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
         return weight
@@ -171,8 +171,8 @@ class FlashInferKernels:
             )
         return Plan(count, layout.rows, decode, prefill)
 
-    def write(self, heads: Heads, rope: torch.Tensor, where: Where, cache: KVLayer) -> None:
-        cuda_write.write(heads, rope, where, cache)
+    def write(self, heads: Heads, rope: torch.Tensor, mapping: SlotMapping, cache: KVLayer) -> None:
+        cuda_write.write(heads, rope, mapping, cache)
 
     def attend(
         self, q: torch.Tensor, cache: KVLayer, plan: Plan, out: torch.Tensor | None = None
@@ -193,7 +193,7 @@ class FlashInferKernels:
         if known is None:
             for count in rows:
                 for layers in weights:
-                    self._gemms.try_shape(layers, count)
+                    self._gemms.time_shape(layers, count)
         else:
             self._gemms.choices = known
         return self._gemms.choices
@@ -201,7 +201,7 @@ class FlashInferKernels:
     def graphs(self, decoder: Any, cache: list[KVLayer], max_rows: int) -> Graphs:
         from kvline_server.kernels.segments import (
             GraphSegments,
-        )  # which knows the decoder, which knows us
+        )
 
         return GraphSegments(decoder, cache, max_rows)
 
@@ -229,8 +229,8 @@ class FlashInferKernels:
         )
         filtered = (draws.top_k > 0) | (draws.top_p < 1.0) | (draws.min_p > 0.0)
         if filtered.any():
-            weights, broken = self._filtered(logits, temperatures, draws)
-            chosen = cuda_rows.draw(weights, keys).masked_fill_(broken, NO_TOKEN)
+            weights, not_finite = self._filtered(logits, temperatures, draws)
+            chosen = cuda_rows.draw(weights, keys).masked_fill_(not_finite, NO_TOKEN)
         else:
             chosen = cuda_rows.draw(logits, keys, temperatures)
         if greedy.any():
@@ -240,26 +240,26 @@ class FlashInferKernels:
     def _filtered(
         self, logits: torch.Tensor, temperatures: torch.Tensor, draws: Draws
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Probabilities after top-k, then top-p of the rest, then min-p; and the rows that have
-        none, because their logits are not finite."""
+        """Probabilities after top-k, then top-p of the rest, then min-p, and a mask of rows whose
+        logits are not finite. -> float32 [rows, vocabulary], bool [rows]"""
         weights: torch.Tensor = sampling.softmax(logits.float(), temperature=temperatures)
-        # One NaN makes a whole row NaN. The filters search by comparing, which need not end then.
-        broken = weights[:, 0].isnan()
+        # One NaN makes a whole row NaN, and the filters' searches may not end on NaN.
+        not_finite = weights[:, 0].isnan()
         vocabulary = logits.shape[1]
-        weights.masked_fill_(broken.unsqueeze(1), 1.0 / vocabulary)
+        weights.masked_fill_(not_finite.unsqueeze(1), 1.0 / vocabulary)
         if (draws.top_k > 0).any():
             count = np.where(draws.top_k > 0, np.minimum(draws.top_k, vocabulary), vocabulary)
             weights = sampling.top_k_renorm_probs(weights, self.upload(count.astype(np.int32))[0])
         if (draws.top_p < 1.0).any():
             weights = sampling.top_p_renorm_probs(weights, self.upload(draws.top_p)[0])
         if (draws.min_p > 0.0).any():
-            least = self.upload(draws.min_p)[0] * weights.amax(dim=-1)
-            weights = weights.masked_fill_(weights < least.unsqueeze(1), 0.0)
-        return weights, broken
+            threshold = self.upload(draws.min_p)[0] * weights.amax(dim=-1)
+            weights = weights.masked_fill_(weights < threshold.unsqueeze(1), 0.0)
+        return weights, not_finite
 
 
 def _best(logits: torch.Tensor) -> torch.Tensor:
-    """The highest logit's token, which is a NaN's where there is one."""
+    """The token with the highest logit; NO_TOKEN for a row with NaN or an infinite maximum."""
     chosen = logits.argmax(dim=-1)
     highest = logits.gather(1, chosen.unsqueeze(1)).squeeze(1)
     return torch.where(highest.isfinite(), chosen, NO_TOKEN)

@@ -1,9 +1,9 @@
-"""FlashInfer's paged attention, planned without its wrappers' cost on the host.
+"""FlashInfer's paged attention, planned without the host cost of its Python wrappers.
 
-The wrappers look at every sequence in Python for each plan; the modules under them do not. Two
-stagings take turns: a plan's numbers are copied from pinned memory behind the step before, so its
-pages must not be written again until that step has been read (a race that others met as illegal
-memory accesses). Source: flashinfer.prefill, version 0.6.18.
+The wrappers visit every sequence in Python for each plan; the modules below them do not. Two sets
+of staging buffers alternate: a plan is copied from pinned memory asynchronously, behind the step
+before, so its buffer must not be rewritten until that step is complete (otherwise: illegal memory
+accesses). Source: flashinfer.prefill, version 0.6.18.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kvline_server.model.config import ModelConfig
 
 FLOAT_BYTES = 128 << 20
 INT_BYTES = 8 << 20
-STAGINGS = 2  # one more than steps may be in flight
+STAGINGS = 2  # the number of steps in flight, plus one
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Some sequences' rows and pages, on the host and on the device."""
+    """Rows and pages of the sequences of one attention call, on host and device."""
 
     row_starts: np.ndarray  # int32 [sequences + 1], from 0
     page_starts: np.ndarray  # int32 [sequences + 1], from 0
@@ -47,7 +47,7 @@ class Planned:
 
 
 class PagedAttention:
-    """One kind of kernel: fa2 for single rows, fa3 for chunks."""
+    """One FlashInfer backend: fa2 for decodes, fa3 for prompt chunks."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class PagedAttention:
         backend: str,
         floats: torch.Tensor,
     ) -> None:
-        """`floats` is scratch that attentions of one stream may share."""
+        """`floats` is workspace that all attention calls of one stream share."""
         dim = config.head_dim
         none = PosEncodingMode["NONE"].value
         kinds = (dtype, dtype, dtype, torch.int32)
@@ -64,7 +64,7 @@ class PagedAttention:
             backend, *kinds, dim, dim, none, False, False, False
         )
         self._config = config
-        self._causal = backend == "fa3"  # a single row sees all there is
+        self._causal = backend == "fa3"  # a decode attends to all of its tokens
         self._scale = 1.0 / math.sqrt(dim)
         self._floats = floats
         self._stagings = [

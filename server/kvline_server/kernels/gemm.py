@@ -1,9 +1,9 @@
-"""Which kernel multiplies by a weight: torch's, or one that was faster here when it was tried.
+"""GEMM autotuning: torch's kernel, or a faster one that was measured on this GPU at the start.
 
-Tried at the start, for some of the row counts that captured segments have: cuBLASLt's algorithms
-through FlashInfer, and its tinygemm for a few rows. Any other row count is torch's. Each candidate
-is timed as it will run, in a captured graph and over the weights of several layers, so that a
-weight comes from memory and not from the cache that the try before it filled.
+Candidates are cuBLASLt's algorithms through FlashInfer, and its tinygemm for up to 8 rows; they are
+timed for some of the row counts of captured graphs, any other row count uses torch. Each candidate
+is timed as it will run: in a captured graph, over the weights of several layers, so that weights
+come from memory and not from the L2 cache that the run before filled.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from torch.nn import functional
 
 from kvline_server.kernels.tuning import Choices, Shape
 
-WORKSPACE = 32 << 20  # bytes; what cuBLAS itself takes on Hopper
+WORKSPACE = 32 << 20  # bytes; cuBLAS's own default on Hopper
 TINY_ROWS = 8  # tinygemm's tile
-ALGORITHMS = 8  # of those that cuBLASLt offers, in its order: none behind them ever won
+ALGORITHMS = 8  # first ones that cuBLASLt proposes; no later one was ever faster
 LAYERS, LARGE_LAYERS, LARGE_ROWS = (
     6,
     2,
     512,
-)  # weights to cycle through; large inputs empty the cache
+)  # weights to cycle through; large inputs evict the cache anyway
 REPLAYS = 2
-HOPELESS = 1.1  # times the best so far: not tried again
-GAIN = 0.98  # of torch's time: less is within what two runs differ by
+GIVE_UP = 1.1  # times the best so far: no further replay
+GAIN = 0.98  # of torch's time; a smaller gain is within run-to-run noise
 
-TORCH, TINY = -1, -2  # choices that are no algorithm of cuBLASLt's
+TORCH, TINY = -1, -2  # other choices are indices of cuBLASLt algorithms
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
-    """What one shape's trial gave, in microseconds."""
+class Timing:
+    """The result for one shape; times in microseconds."""
 
     shape: Shape
     torch: float
@@ -89,9 +89,9 @@ class Gemms:
         return [TORCH, *known[:ALGORITHMS]]
 
     @torch.inference_mode()
-    def try_shape(self, weights: list[torch.Tensor], rows: int) -> Tried:
-        """Times all candidates for GEMMs of `rows` rows with weights of one shape, and keeps
-        the best. Raises torch.OutOfMemoryError."""
+    def time_shape(self, weights: list[torch.Tensor], rows: int) -> Timing:
+        """Times all candidates for GEMMs of `rows` rows with weights of one shape, one per layer,
+        and keeps the best. Raises torch.OutOfMemoryError."""
         weights = weights[: LARGE_LAYERS if rows >= LARGE_ROWS else LAYERS]
         x = torch.randn((rows, weights[0].shape[1]), device=weights[0].device).to(weights[0].dtype)
         out = x.new_empty((rows, len(weights[0])))
@@ -110,13 +110,13 @@ class Gemms:
         shape = (rows, *weights[0].shape)
         if best != TORCH:
             self.choices[shape] = best
-        return Tried(shape, times[TORCH], times[best], best)
+        return Timing(shape, times[TORCH], times[best], best)
 
 
 def replay_time(work: Callable[[int], None], count: int, best_yet: float) -> float:
-    """Microseconds of one of `count` GEMMs, from a captured graph of them all; the best of a few
-    replays, or of one where that is far from `best_yet`."""
-    work(1)  # what is lazy must not be met in a capture
+    """Microseconds per GEMM of a captured graph of `count` GEMMs: the best of REPLAYS replays, or
+    the first where that is far above `best_yet`."""
+    work(1)  # lazy initialisation is not allowed in a capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -129,6 +129,6 @@ def replay_time(work: Callable[[int], None], count: int, best_yet: float) -> flo
         end.record()
         end.synchronize()
         best = min(best, 1e3 * start.elapsed_time(end) / count)
-        if best > HOPELESS * best_yet:
+        if best > GIVE_UP * best_yet:
             break
     return best

@@ -1,7 +1,7 @@
-"""What a backend of kernels must do. One object an engine; it knows device and number format.
+"""The interface of a kernel backend. One object per engine; it knows the device and the dtype.
 
-The decoder is written against this alone. Tensors are the backend's own; the layout is host
-numbers, planned once a step and then used by every layer.
+The decoder uses nothing else. Tensors are on the backend's device; the layout is in host memory,
+planned once per step and used by every layer.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from kvline_server.kernels.layout import Layout
 from kvline_server.kernels.tuning import Choices
 
-GREEDY = 1e-5  # temperatures below mean argmax: dividing by them would overflow
-NO_TOKEN = -1  # chosen where a row's logits are not finite
-LOGIT_BLOCK = 16  # rows of one LM-head GEMM on the CPU; its bits depend on the row count
+GREEDY = 1e-5  # lower temperatures mean argmax; dividing by them would overflow
+NO_TOKEN = -1  # the result for a row whose logits are not finite
+LOGIT_BLOCK = 16  # rows of one LM-head GEMM on the CPU, fixed because results depend on it
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayer:
-    """One layer's slice of the arena."""
+    """One layer's KV cache: a view of the arena."""
 
     keys: torch.Tensor  # [pages, page, kv_heads, dim]
     values: torch.Tensor  # [pages, page, kv_heads, dim]
@@ -30,18 +30,18 @@ class KVLayer:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How each row's next token is chosen; neutral values mean «off»."""
+    """Sampling parameters of each row."""
 
-    temperatures: np.ndarray  # float32 [rows]; below GREEDY the best token is taken
-    top_k: np.ndarray  # int32 [rows], 0: all
-    top_p: np.ndarray  # float32 [rows]
-    min_p: np.ndarray  # float32 [rows]
-    keys: np.ndarray  # uint64 [rows]: what the noise of each row's draw is made from
+    temperatures: np.ndarray  # float32 [rows]; argmax below GREEDY
+    top_k: np.ndarray  # int32 [rows], 0: off
+    top_p: np.ndarray  # float32 [rows], 1: off
+    min_p: np.ndarray  # float32 [rows], 0: off
+    keys: np.ndarray  # uint64 [rows], seeds of the noise
 
 
 @dataclass(frozen=True, slots=True)
 class RowScores:
-    """Log-probabilities of some rows, on the device."""
+    """Logprobs of some rows, on the device."""
 
     values: torch.Tensor  # float32 [rows]
     ranks: torch.Tensor  # int32 [rows], 1 = most likely
@@ -53,7 +53,7 @@ class RowScores:
 
     @classmethod
     def stack(cls, parts: list[RowScores]) -> RowScores:
-        """Consecutive rows of equal `top` as one."""
+        """Concatenates tables of equal `top`."""
         if len(parts) == 1:
             return parts[0]
         columns = zip(*(part.tensors() for part in parts), strict=True)
@@ -61,8 +61,8 @@ class RowScores:
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
-    """Each row's position in its sequence, and the slot its key and value go to."""
+class SlotMapping:
+    """Each row's position in its sequence, and the KV-cache slot of its key and value."""
 
     positions: torch.Tensor  # int32 or int64 [rows]
     slots: torch.Tensor  # int64 [rows]
@@ -70,11 +70,11 @@ class Where:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """One layer's queries, keys and values as they leave their GEMM."""
+    """One layer's queries, keys and values: the output of the QKV GEMM."""
 
     fused: torch.Tensor  # [rows, heads + 2 * kv_heads, dim]
-    queries: int
-    keys: int  # and as many values
+    queries: int  # heads
+    keys: int  # key heads, and as many value heads
     q_norm: torch.Tensor | None  # [dim]
     k_norm: torch.Tensor | None
     eps: float
@@ -85,18 +85,19 @@ class Heads:
 
 
 class Fetch(Protocol):
-    """Tensors on their way to the host."""
+    """Copies to the host under way."""
 
     def wait(self) -> list[np.ndarray]: ...
 
 
 class Forward(Protocol):
-    """A step through the decoder: plans it, then runs it. wanted int64 [n] -> [n, hidden]"""
+    """Plans and runs a step of the decoder. token_ids [rows], wanted int64 [n]: rows whose hidden
+    states are returned -> [n, hidden]"""
 
     def __call__(
         self,
         token_ids: torch.Tensor,
-        where: Where,
+        mapping: SlotMapping,
         cache: list[KVLayer],
         layout: Layout,
         wanted: torch.Tensor,
@@ -104,7 +105,7 @@ class Forward(Protocol):
 
 
 class Graphs(Protocol):
-    """A decoder's forward as captured graphs."""
+    """The decoder's forward pass as captured CUDA graphs."""
 
     eager: int  # steps that no graph fits
 
@@ -122,27 +123,26 @@ class Kernels(Protocol):
 
     @property
     def depth(self) -> int:
-        """How many steps may be in flight while the host prepares the next: 1 where the device
-        works beside the host, 0 where it is the host."""
+        """Steps in flight while the host prepares the next one: 1 on a GPU, 0 on the CPU."""
 
     def upload(self, *arrays: np.ndarray) -> list[torch.Tensor]:
-        """The arrays on the device, in one copy where that pays."""
+        """Copies the arrays to the device, as one transfer on a GPU."""
 
     def fetch(self, tensors: list[torch.Tensor]) -> Fetch:
-        """Starts copies to the host, after all work that was asked for before."""
+        """Starts copies to the host, behind all work enqueued before."""
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """A GEMM's weight in the layout that `linear` likes best."""
+        """A weight in the layout that is fastest for `linear`."""
 
     def padded(self, rows: int) -> int:
-        """The row count that a step of so many rows runs at, where each count has its price."""
+        """The row count that a step of `rows` rows is padded to."""
 
     def row_counts(self, largest: int) -> list[int]:
-        """All that `padded` gives for up to `largest` rows, to be met before memory is measured;
-        empty where a row count costs nothing."""
+        """All results of `padded` for up to `largest` rows, to run once before memory is measured;
+        empty where a new row count allocates nothing."""
 
     def plan(self, layout: Layout) -> Any:
-        """What `attend` needs for a step, the same for every layer."""
+        """Prepares attention for a step; the result is used by every layer."""
 
     def linear(
         self,
@@ -151,7 +151,7 @@ class Kernels(Protocol):
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x [rows, in] times weight [out, in]. -> [rows, out], in `out` where it is given"""
+        """x [rows, in] times weight [out, in] transposed. -> [rows, out], in `out` if given"""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Over the last dimension."""
@@ -159,17 +159,17 @@ class Kernels(Protocol):
     def add_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of x and residual, normed, and the sum itself. Both inputs are used up."""
+        """RMS norm of x + residual, and x + residual itself. Overwrites both inputs."""
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         """silu of the first half times the second. [rows, 2 * d] -> [rows, d]"""
 
     def rope_table(self, inverse_frequencies: torch.Tensor, positions: int) -> torch.Tensor:
-        """cos and sin of every position, in the form that `write` wants."""
+        """cos and sin of every position, in the layout that `write` reads."""
 
-    def write(self, heads: Heads, rope: torch.Tensor, where: Where, cache: KVLayer) -> None:
-        """Norms queries and keys if the model does, turns them by their positions, puts keys and
-        values into the cache. Queries change in place, keys may."""
+    def write(self, heads: Heads, rope: torch.Tensor, mapping: SlotMapping, cache: KVLayer) -> None:
+        """Applies QK norm (if the model has it) and rotary embedding, writes keys and values to the
+        cache. Changes queries in place, and possibly keys."""
 
     def attend(
         self, q: torch.Tensor, cache: KVLayer, plan: Any, out: torch.Tensor | None = None
@@ -179,21 +179,21 @@ class Kernels(Protocol):
     def tune(
         self, weights: list[list[torch.Tensor]], rows: list[int], known: Choices | None
     ) -> Choices | None:
-        """Picks by trial what multiplies so many rows by weights of each shape, given as one list
-        of layers a GEMM; `known` are the picks of an earlier start. -> the picks, None where
-        there is nothing to pick from"""
+        """Autotunes GEMMs at these row counts. `weights` has one list per GEMM of a layer: that
+        weight of each layer; `known` are the choices of an earlier start, which are taken over.
+        -> the choices, None where there is nothing to tune"""
 
     def graphs(self, decoder: Any, cache: list[KVLayer], max_rows: int) -> Graphs | None:
-        """The decoder's forward as captured graphs, where the device has such a thing."""
+        """Captures the decoder's forward pass; None where the device has no graphs."""
 
     def logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         """The LM head's GEMM. [rows, hidden] -> [rows, vocabulary]"""
 
     def score(self, logits: torch.Tensor, targets: torch.Tensor, top: int) -> RowScores:
-        """Each row's log-probability of its target, the target's rank, and its `top` best tokens;
-        raw, that is before temperature, penalties and filters. targets int64 [rows]"""
+        """Each row's logprob of its target, the target's rank, and the `top` best tokens, from raw
+        logits: before temperature, penalties and filters. targets int64 [rows]"""
 
     def choose(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-        """A token a row: temperature, top-k, top-p, min-p, then a race among what is left
-        (kernels/noise.py). May change `logits`. -> int64 [rows], on the device; NO_TOKEN for a row
-        whose highest logit is infinite or that holds a NaN, never what is no token."""
+        """Samples a token per row: temperature, top-k, top-p, min-p, then Gumbel-max
+        (kernels/noise.py). May change `logits`. -> int64 [rows] on the device; NO_TOKEN for a row
+        with a NaN or an infinite maximum, otherwise always below the vocabulary's size"""

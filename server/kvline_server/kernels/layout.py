@@ -1,6 +1,6 @@
-"""A step's rows by sequence, and where their keys and values lie: what attention needs to know.
+"""The metadata of attention: a step's rows by sequence, and the pages of each sequence.
 
-Numbers on the host; each backend turns them into what its kernels take.
+Arrays in host memory; each backend converts them for its kernels.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ class Layout:
 
     decodes: int
     row_starts: np.ndarray  # int32 [sequences + 1]
-    lengths: np.ndarray  # int32 [sequences], tokens in the cache once this step's are there
-    page_starts: np.ndarray  # int32 [sequences + 1], into pages
+    lengths: np.ndarray  # int32 [sequences], tokens in the cache after this step
+    page_starts: np.ndarray  # int32 [sequences + 1], indices into pages
     pages: np.ndarray  # int32 [pages of all sequences]
     positions: np.ndarray  # int32 [rows]
-    slots: np.ndarray  # int64 [rows], where each row's key and value go
+    slots: np.ndarray  # int64 [rows], cache slots of their keys and values
 
     @property
     def sequences(self) -> int:

@@ -1,9 +1,9 @@
-"""FlashInfer's kernels that we use, built ahead: python -m kvline_server.kernels.library FILE
+"""Builds the FlashInfer kernels that we use: python -m kvline_server.kernels.library FILE [NAMES]
 
 Needs nvcc (CUDA_HOME), a C++ compiler, ninja and the packages of requirements/cuda.txt; no GPU.
-FILE becomes an archive laid out as the library looks for built kernels, which
-server/cuda.Dockerfile unpacks and `make test-gpu KIT=` uses on a bare machine. Further words name
-some of the modules. Minutes on 16 cores, an hour on two.
+FILE becomes an archive with the layout of FlashInfer's cache of built kernels, which
+server/cuda.Dockerfile unpacks and `make test-gpu KIT=` uses on a bare machine. Names select some of
+the modules. Takes minutes on 16 cores, an hour on two.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DIMS = (64, 128)
 
 
 def specs() -> list[Any]:
-    """What kernels/flashinfer.py, flashinfer_attention.py and gemm.py import modules of."""
+    """The modules that flashinfer.py, flashinfer_attention.py and gemm.py load."""
     import torch
     from flashinfer.jit import activation, attention, norm, sampling, topk
     from flashinfer.jit.gemm.core import gen_mm_bf16_cublaslt_module
@@ -44,22 +44,22 @@ def specs() -> list[Any]:
     ]
 
 
-def main(words: list[str]) -> int:
-    if not words:
+def main(argv: list[str]) -> int:
+    if not argv:
         print(__doc__, file=sys.stderr)
         return 2
     from flashinfer.aot import copy_built_kernels
     from flashinfer.jit.core import build_jit_specs
 
-    wanted = set(words[1:])
+    wanted = set(argv[1:])
     chosen = [spec for spec in specs() if not wanted or spec.name in wanted]
     print(f"building {', '.join(spec.name for spec in chosen)}", flush=True)
     build_jit_specs(chosen, verbose=False, skip_prebuilt=False)
-    with tempfile.TemporaryDirectory() as scratch, tarfile.open(words[0], "w:xz") as archive:
+    with tempfile.TemporaryDirectory() as scratch, tarfile.open(argv[0], "w:xz") as archive:
         copy_built_kernels(chosen, Path(scratch))
         for folder in sorted(Path(scratch).iterdir()):
             archive.add(folder, folder.name)
-    print(f"{words[0]}: {len(chosen)} modules")
+    print(f"{argv[0]}: {len(chosen)} modules")
     return 0
 
 

@@ -1,9 +1,9 @@
-"""A draw as a race: each token's weight over exponential noise of its own, and the largest wins.
+"""Gumbel-max sampling in its exponential form: the largest probability / noise wins.
 
-That picks each token with its share of the weights (Gumbel-max in other words: Maddison, Tarlow,
-Minka 2014), and a small change of the weights moves the outcome only where the two best are as
-close as the change, where a walk along cumulated weights would move with every token before it.
-The noise is a hash of (key, token id), so there is no generator's state and no order.
+Each token has exponential noise of its own, so that it wins with its probability (Maddison,
+Tarlow, Minka 2014). A small change of the probabilities changes the result only where the two best
+tokens are that close; inverse-CDF sampling would shift with every token before the one sampled.
+The noise is a hash of (key, token id): no generator state, no dependence on order or batch.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-# Mixing constants: "lowbias32" of Wellons' hash prospector; the kernel `draw` has the same ones.
+# Mixing constants: "lowbias32" of Wellons' hash prospector; the Triton kernel `draw` uses the same.
 SPREAD, FIRST, SECOND = 0x9E3779B1, 0x7FEB352D, 0x846CA68B
 LARGEST = 1.0 - 2.0**-24  # the largest float32 under 1
-CUDA_ROWS = 32  # a CPU takes one row at a time, which then stays in its cache
+CUDA_ROWS = 32  # rows at a time on a GPU; on a CPU one, which stays in its cache
 
 
-def race(weights: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
-    """The winner of each row. weights float32 [rows, vocabulary], none below 0, changed in place;
+def gumbel_max(weights: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
+    """Samples one token per row. weights float32 [rows, vocabulary], not negative, overwritten;
     keys uint64 [rows] -> int64 [rows]"""
     rows, vocabulary = weights.shape
     device = weights.device
@@ -35,13 +35,13 @@ def race(weights: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
 
 
 def _exponential(hashed: torch.Tensor) -> torch.Tensor:
-    """31 bits of each hash as an exponential number, never 0 and never infinite."""
+    """An exponential random number from 31 bits of each hash; never 0, never infinite."""
     uniform = _shifted(hashed, 1).float().add_(0.5).mul_(2.0**-31).clamp_(max=LARGEST)
     return uniform.neg_().log1p_().neg_()
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """In place; int32 stands for uint32, whose products wrap alike."""
+    """In place. int32 stands for uint32: multiplication wraps the same way."""
     x ^= _shifted(x, 16)
     x *= FIRST
     x ^= _shifted(x, 15)
@@ -51,7 +51,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """To the right, with zeros from the left."""
+    """Logical shift to the right."""
     return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
 
 

@@ -1,7 +1,8 @@
-"""The decoder's segments between two attentions as CUDA graphs, one set for each bucket of rows.
+"""Piecewise CUDA graphs: the decoder's segments between attention calls, one set per row bucket.
 
-Attention is the break: it alone depends on who the rows belong to, so one set serves one request
-or five hundred. The LM head, scores and draws are not in them. Pads write to the dummy page.
+Only attention depends on which sequence a row belongs to, so it runs between the graphs, and one
+set serves one request or five hundred. LM head, logprobs and sampling are not captured. Padding
+rows write to the dummy page.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from typing import Any
 
 import torch
 
-from kvline_server.kernels.interface import KVLayer, Where
+from kvline_server.kernels.interface import KVLayer, SlotMapping
 from kvline_server.kernels.layout import Layout
 from kvline_server.model.decoder import Decoder, State
 
 
 def buckets(largest: int) -> list[int]:
-    """Row counts worth a capture: close together where steps are small and the host is slow, and
-    wider apart where a step is long."""
+    """Row counts to capture: close together for small steps, where the host is the bottleneck, and
+    wider apart for long ones."""
     ranges = (
         (4, 16, 4),
         (32, 64, 16),
@@ -33,7 +34,7 @@ def buckets(largest: int) -> list[int]:
 
 
 def bucket_for(rows: int, known: list[int]) -> int | None:
-    """The smallest bucket that holds so many rows, unless more than half of it would be pads."""
+    """The smallest bucket for `rows` rows; None if more than half of it would be padding."""
     index = bisect.bisect_left(known, rows)
     if index == len(known) or known[index] > 2 * rows:
         return None
@@ -48,7 +49,7 @@ class GraphSegments:
         fused = (max_rows, c.heads + 2 * c.kv_heads, c.head_dim)
         device, dtype = kernels.device, kernels.dtype
         self.ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.where = Where(
+        self.mapping = SlotMapping(
             torch.zeros(max_rows, dtype=torch.int32, device=device),
             torch.zeros(max_rows, dtype=torch.int64, device=device),
         )
@@ -56,8 +57,8 @@ class GraphSegments:
         self.state = State(residual, torch.zeros(fused, dtype=dtype, device=device))
         width = c.heads * c.head_dim
         self.attended = torch.zeros((max_rows, width), dtype=dtype, device=device)
-        # The last segment runs for wanted rows alone; their inputs lie where nobody needs what was
-        # there: the heads that have attended, and the hidden states to be.
+        # The last segment runs for the wanted rows alone. Its inputs reuse buffers that are free by
+        # then: the heads, and the hidden states that it overwrites.
         self.picked = self.state.heads.view(-1)[: max_rows * width].view(max_rows, width)
         self.hidden = torch.zeros_like(residual)
         self.pool = torch.cuda.graph_pool_handle()
@@ -69,20 +70,20 @@ class GraphSegments:
     def step(
         self,
         token_ids: torch.Tensor,
-        where: Where,
+        mapping: SlotMapping,
         cache: list[KVLayer],
         layout: Layout,
         wanted: torch.Tensor,
     ) -> torch.Tensor:
-        """Decoder.step, replayed where there is a bucket."""
+        """Decoder.step by graph replay; eager where no bucket fits."""
         rows = len(token_ids)
         bucket = bucket_for(rows, self.sizes)
         if bucket is None:
             self.eager += 1
-            hidden: torch.Tensor = self.decoder.step(token_ids, where, cache, layout, wanted)
+            hidden: torch.Tensor = self.decoder.step(token_ids, mapping, cache, layout, wanted)
             return hidden
         plan = self.decoder.kernels.plan(layout)
-        self._place(token_ids, where, bucket)
+        self._place(token_ids, mapping, bucket)
         graphs = self._graphs[bucket]
         queries, out = self.state.heads[:rows, : self.queries], self.attended[:rows]
         for layer, graph in zip(cache, graphs[:-1], strict=True):
@@ -91,7 +92,7 @@ class GraphSegments:
         return self._finish(rows, wanted)
 
     def _finish(self, rows: int, wanted: torch.Tensor) -> torch.Tensor:
-        """The last segment, of the smallest bucket that holds the wanted rows."""
+        """Runs the last segment with the smallest bucket for the wanted rows."""
         count = len(wanted)
         if count:
             torch.index_select(self.attended[:rows], 0, wanted, out=self.picked[:count])
@@ -99,22 +100,26 @@ class GraphSegments:
             self._graphs[self.sizes[bisect.bisect_left(self.sizes, count)]][-1].replay()
         return self.hidden[:count]
 
-    def _place(self, token_ids: torch.Tensor, where: Where, bucket: int) -> None:
+    def _place(self, token_ids: torch.Tensor, mapping: SlotMapping, bucket: int) -> None:
         rows = len(token_ids)
         self.ids[:rows].copy_(token_ids)
-        self.where.positions[:rows].copy_(where.positions)
-        self.where.slots[:rows].copy_(where.slots)
+        self.mapping.positions[:rows].copy_(mapping.positions)
+        self.mapping.slots[:rows].copy_(mapping.slots)
         if rows < bucket:
-            self.where.slots[rows:bucket].zero_()
-            self.where.positions[rows:bucket].zero_()
+            self.mapping.slots[rows:bucket].zero_()
+            self.mapping.positions[rows:bucket].zero_()
 
     def _capture_all(self, cache: list[KVLayer]) -> None:
-        """The largest first, so that the smaller ones fit into its memory."""
+        """Captures the largest bucket first, so that the smaller ones reuse its memory pool."""
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), torch.inference_mode():
             for rows in reversed(self.sizes):
-                for segment in (0, 1, len(cache)):  # what is lazy must not be met in a capture
+                for segment in (
+                    0,
+                    1,
+                    len(cache),
+                ):  # lazy initialisation is not allowed in a capture
                     self._run(segment, rows, cache)
                 torch.cuda.synchronize()
                 self._graphs[rows] = [
@@ -132,15 +137,15 @@ class GraphSegments:
         return graph
 
     def _run(self, segment: int, rows: int, cache: list[KVLayer]) -> None:
-        """Segment 0 leads to the first attention, segment i from attention i - 1 to the next."""
-        where = Where(self.where.positions[:rows], self.where.slots[:rows])
+        """Segment 0 ends at the first attention; segment i is between attentions i - 1 and i."""
+        mapping = SlotMapping(self.mapping.positions[:rows], self.mapping.slots[:rows])
         state = State(self.state.residual[:rows], self.state.heads[:rows])
         if segment == 0:
-            made = self.decoder.start(self.ids[:rows], where, cache[0], state.heads)
+            made = self.decoder.start(self.ids[:rows], mapping, cache[0], state.heads)
             state.residual.copy_(made.residual)
         elif segment < len(cache):
             attended = self.attended[:rows]
-            self.decoder.between(segment - 1, attended, state, where, cache[segment], state.heads)
+            self.decoder.between(segment - 1, attended, state, mapping, cache[segment], state.heads)
         else:
             hidden = self.hidden[:rows]
             hidden.copy_(self.decoder.finish(self.picked[:rows], hidden))

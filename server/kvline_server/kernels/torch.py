@@ -1,8 +1,8 @@
-"""Every operation of a step in plain torch: the CPU's backend, the reference for any other, and
-what a GPU runs that no kernels were built for.
+"""Every operation of a step in plain torch: the CPU backend, the reference for the tests, and the
+fallback on GPUs without prebuilt kernels.
 
-Attention reads the paged cache by gathering pages; the workspace of one gather is bounded, so a
-batch of many sequences never needs more than the longest one alone or GATHER_TOKENS.
+Attention gathers the pages of the KV cache; the workspace of one gather is bounded by GATHER_TOKENS
+or by the longest sequence, whichever is larger.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from kvline_server.kernels.interface import (
     Heads,
     KVLayer,
     RowScores,
-    Where,
+    SlotMapping,
 )
-from kvline_server.kernels.ladder import rung, rungs
 from kvline_server.kernels.layout import Layout
+from kvline_server.kernels.row_counts import padded_rows, row_counts
 from kvline_server.kernels.torch_rows import choose_rows, score_rows
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
@@ -36,7 +36,7 @@ MASKED = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Decoding sequences gathered together: rows start..end of the step, one token each."""
+    """Decodes that share a gather: rows start..end of the step, one token each."""
 
     start: int
     end: int
@@ -64,8 +64,8 @@ class TorchPlan:
     prefills: tuple[PrefillPart, ...]
 
 
-class _Here:
-    """Nothing left to wait for: the host's memory is the device's, or it was copied at once."""
+class _HostArrays:
+    """A Fetch that is complete at once: a view on the CPU, a blocking copy on a GPU."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.arrays = [tensor.cpu().numpy() for tensor in tensors]
@@ -80,17 +80,17 @@ class TorchKernels:
     ) -> None:
         self.device = torch.device(device)
         self.dtype = dtype
-        self.depth = depth  # tests set 1, to see the order of a GPU's steps
+        self.depth = depth  # tests set 1 for the order of steps that a GPU has
 
     def upload(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         return [torch.from_numpy(array).to(self.device) for array in arrays]
 
     def fetch(self, tensors: list[torch.Tensor]) -> Fetch:
-        return _Here(tensors)
+        return _HostArrays(tensors)
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """oneDNN's blocked layout, in place of the plain one: faster than the default GEMM at
-        the few rows of decoding (docs/performance.md)."""
+        """Reorders to oneDNN's blocked layout, which is faster than the default GEMM at the few
+        rows of decoding (docs/performance.md)."""
         if not _use_onednn(weight):
             return weight
         packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
@@ -128,31 +128,31 @@ class TorchKernels:
         return torch.stack((angles.cos(), angles.sin()), dim=1).to(self.device, self.dtype)
 
     def padded(self, rows: int) -> int:
-        return rung(rows) if self._compiles else rows
+        return padded_rows(rows) if self._compiles else rows
 
     def row_counts(self, largest: int) -> list[int]:
-        return rungs(largest) if self._compiles else []
+        return row_counts(largest) if self._compiles else []
 
     @property
     def _compiles(self) -> bool:
-        """Whether GEMMs are oneDNN's, which keeps code for each row count."""
+        """Whether oneDNN runs the GEMMs, which compiles code for each row count."""
         return _onednn_takes(self.device.type, self.dtype)
 
     def plan(self, layout: Layout) -> TorchPlan:
         chunks = range(layout.decodes, layout.sequences)
         return TorchPlan(
-            decodes=tuple(self._there(group) for group in _decode_groups(layout)),
-            prefills=tuple(self._there(_prefill_part(layout, i)) for i in chunks),
+            decodes=tuple(self._on_device(group) for group in _decode_groups(layout)),
+            prefills=tuple(self._on_device(_prefill_part(layout, i)) for i in chunks),
         )
 
-    def _there(self, part: Part) -> Part:
-        """A plan's part on the device."""
+    def _on_device(self, part: Part) -> Part:
+        """Copies a part of the plan to the device."""
         mask = None if part.mask is None else part.mask.to(self.device, self.dtype)
         return replace(part, pages=part.pages.to(self.device), mask=mask)
 
-    def write(self, heads: Heads, rope: torch.Tensor, where: Where, cache: KVLayer) -> None:
+    def write(self, heads: Heads, rope: torch.Tensor, mapping: SlotMapping, cache: KVLayer) -> None:
         q, k, v = heads.split()
-        turned = rope[where.positions]
+        turned = rope[mapping.positions]
         if heads.q_norm is not None and heads.k_norm is not None:
             q, k = (
                 self.rms_norm(x, norm, heads.eps)
@@ -160,7 +160,7 @@ class TorchKernels:
             )
         heads.fused[:, : heads.queries] = _apply_rope(q, turned)
         k = _apply_rope(k, turned)
-        page, token = where.slots // PAGE_SIZE, where.slots % PAGE_SIZE
+        page, token = mapping.slots // PAGE_SIZE, mapping.slots % PAGE_SIZE
         cache.keys[page, token] = k
         cache.values[page, token] = v
 
@@ -231,7 +231,7 @@ def _gather(pages: torch.Tensor, indices: torch.Tensor, sequences: int) -> torch
 
 
 def _decode(q: torch.Tensor, cache: KVLayer, group: DecodeGroup) -> torch.Tensor:
-    """q [sequences, heads, dim] -> the same shape. Grouped heads ride as query positions."""
+    """q [sequences, heads, dim] -> the same shape. Heads of a GQA group act as query positions."""
     sequences, heads, dim = q.shape
     keys = _gather(cache.keys, group.pages, sequences)
     values = _gather(cache.values, group.pages, sequences)
@@ -256,7 +256,7 @@ def _prefill(q: torch.Tensor, cache: KVLayer, part: PrefillPart) -> torch.Tensor
 
 
 def _decode_groups(layout: Layout) -> list[DecodeGroup]:
-    """Neighbours share a gather while padding to the longest stays within the workspace."""
+    """Consecutive decodes share a gather while padding to the longest stays in GATHER_TOKENS."""
     groups: list[DecodeGroup] = []
     start = 0
     while start < layout.decodes:

@@ -1,7 +1,7 @@
-"""What happens to a row of logits in plain torch: its log-probabilities and its next token.
+"""Logprobs and sampling in plain torch.
 
-Works on blocks of a fixed row count, like the LM head: a reduction's bits may depend on how many
-rows it runs over.
+Scores in blocks of a fixed row count, like the LM head, because the result of a reduction may
+depend on its row count.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from kvline_server.kernels.interface import GREEDY, LOGIT_BLOCK, NO_TOKEN, Draws, RowScores
-from kvline_server.kernels.noise import race
+from kvline_server.kernels.noise import gumbel_max
 
 
 def score_rows(logits: torch.Tensor, targets: torch.Tensor, top: int) -> RowScores:
-    """logits float32 [rows, vocabulary], targets int64 [rows]"""
+    """Kernels.score. logits float32 [rows, vocabulary], targets int64 [rows]"""
     rows, vocabulary = logits.shape
     top = min(top, vocabulary)
     out = RowScores(
@@ -32,19 +32,19 @@ def score_rows(logits: torch.Tensor, targets: torch.Tensor, top: int) -> RowScor
 def _score_block(
     logits: torch.Tensor, targets: torch.Tensor, top: int, out: RowScores, start: int
 ) -> None:
-    have = logits.shape[0]
-    if have < LOGIT_BLOCK:
-        logits = torch.cat((logits, logits[-1:].expand(LOGIT_BLOCK - have, -1)))
-        targets = torch.cat((targets, targets[-1:].expand(LOGIT_BLOCK - have)))
+    count = logits.shape[0]
+    if count < LOGIT_BLOCK:
+        logits = torch.cat((logits, logits[-1:].expand(LOGIT_BLOCK - count, -1)))
+        targets = torch.cat((targets, targets[-1:].expand(LOGIT_BLOCK - count)))
     normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)  # [block, 1]
     chosen = logits.gather(1, targets.unsqueeze(1))
-    end = start + have
-    out.values[start:end] = (chosen - normaliser)[:have, 0]
-    out.ranks[start:end] = ((logits > chosen).sum(dim=-1) + 1)[:have]
+    end = start + count
+    out.values[start:end] = (chosen - normaliser)[:count, 0]
+    out.ranks[start:end] = ((logits > chosen).sum(dim=-1) + 1)[:count]
     if top:
         values, ids = logits.topk(top, dim=-1)
-        out.top_ids[start:end] = ids[:have]
-        out.top_values[start:end] = (values - normaliser)[:have]
+        out.top_ids[start:end] = ids[:count]
+        out.top_values[start:end] = (values - normaliser)[:count]
 
 
 def choose_rows(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
@@ -59,18 +59,18 @@ def choose_rows(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
 
 
 def _draw(logits: torch.Tensor, draws: Draws, drawn: np.ndarray) -> torch.Tensor:
-    """logits [drawn, vocabulary], 0 the highest of each row, so that no temperature overflows"""
+    """logits [drawn, vocabulary], shifted to a maximum of 0 so that no temperature overflows"""
     scale = torch.from_numpy(draws.temperatures[drawn]).to(logits).unsqueeze(1)
     probabilities = torch.softmax(logits.div_(scale), dim=-1)
     for row, i in enumerate(drawn):
         if draws.top_k[i] or draws.top_p[i] < 1.0 or draws.min_p[i] > 0.0:
             limits = (int(draws.top_k[i]), float(draws.top_p[i]), float(draws.min_p[i]))
             _filter(probabilities[row], *limits)
-    return race(probabilities, draws.keys[drawn])
+    return gumbel_max(probabilities, draws.keys[drawn])
 
 
 def _filter(probabilities: torch.Tensor, top_k: int, top_p: float, min_p: float) -> None:
-    """Zeroes what top-k, then top-p of the rest, then min-p leave out. [vocabulary], in place"""
+    """Applies top-k, then top-p of the rest, then min-p, in place. [vocabulary]"""
     vocabulary = probabilities.shape[0]
     count = min(top_k, vocabulary) if top_k else vocabulary
     values, ids = probabilities.topk(count)

@@ -1,11 +1,11 @@
-"""What no library has, as Triton kernels; kernels/cubins.py makes them runnable.
+"""Our own Triton kernels; kernels/cubins.py compiles and launches them.
 
-`score` and `draw` take a row of logits a program. Scoring reads each logit once and needs no fp32
-copy of the chunk. Drawing makes its noise from a key a row and the token's id (kernels/noise.py),
-so that a seeded request has noise of its own (a library's generator is shared by the batch).
-`write` takes a row of a step from the QKV GEMM to attention: norms of queries and keys where the
-model has them, rotary turn, keys and values into the cache. Reference: kernels/torch_rows.py; the
-tests compare the two.
+`score` and `draw` run one program per row of logits. `score` reads each logit once and needs no
+fp32 copy of the chunk. `draw` derives its noise from the row's key and the token id
+(kernels/noise.py), so each seeded request has noise of its own; library generators are shared by
+the batch. `write` runs one program per row of a step, between the QKV GEMM and attention: QK norm
+where the model has it, rotary embedding, keys and values into the cache. Reference:
+kernels/torch_rows.py and kernels/torch.py; the tests compare the two.
 """
 
 import triton
@@ -20,7 +20,7 @@ def score(logits, stride, targets, values, ranks, normalisers, vocabulary, BLOCK
     most = -1.0e30
     total = tl.zeros((BLOCK,), tl.float32)
     above = tl.zeros((BLOCK,), tl.int32)
-    # One maximum a block and not a lane: an exponential a logit, which is what the time goes to.
+    # One maximum per block, not per lane: then each logit costs one exponential, the main cost.
     for start in range(0, vocabulary, BLOCK):
         at = start + tl.arange(0, BLOCK)
         x = tl.load(start_of_row + at, mask=at < vocabulary, other=-1.0e30).to(tl.float32)
@@ -96,7 +96,7 @@ def _turned(
     DIM: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Both halves of `count` heads at base, normed and turned, in float32."""
+    """Both halves of `count` heads at base, normed and rotated, in float32."""
     half = tl.arange(0, DIM // 2)
     at = tl.arange(0, PADDED)[:, None] * DIM + half[None, :]
     there = (tl.arange(0, PADDED) < count)[:, None]

@@ -1,6 +1,6 @@
-"""Which kernel each GEMM takes, kept from one start to the next of the same pod.
+"""The autotuner's choices per GEMM shape, cached in a file for later starts of the same pod.
 
-Pure values and one small file; the trials themselves are kernels/gemm.py's.
+kernels/gemm.py measures them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 Shape = tuple[int, int, int]  # rows, out, in
-Choices = dict[Shape, int]  # a kernel's number, for the shapes that have a better one than torch's
+Choices = dict[Shape, int]  # kernel by shape, where one is faster than torch's
 
 FEW = (1, 2, 4, 8)
 DECODES = (64, 128, 192, 256)
@@ -24,13 +24,13 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def trial_rows(max_rows: int) -> list[int]:
-    """Row counts worth a trial at every start: small batches, decoding, a server under load, full
-    prompt chunks. More gained nothing that was worth its time (docs/performance.md, GEMMs)."""
+    """Row counts to autotune at every start: small batches, decodes, mixed steps under load, full
+    prompt chunks. More of them gained too little for their time (docs/performance.md, GEMMs)."""
     return sorted(n for n in {*FEW, *DECODES, *LOADED, max_rows} if n <= max_rows)
 
 
 def read(path: Path, key: str) -> Choices | None:
-    """The choices of an earlier start with this key; None when there are none to be trusted."""
+    """The choices of an earlier start with this key; None if there are none, or no valid file."""
     try:
         found = msgspec.json.decode(path.read_bytes()[:MAX_BYTES], type=_File)
     except (FileNotFoundError, msgspec.DecodeError):
@@ -41,7 +41,7 @@ def read(path: Path, key: str) -> Choices | None:
 
 
 def write(path: Path, key: str, choices: Choices) -> None:
-    """Whole or not at all."""
+    """Writes the file atomically."""
     part = path.with_suffix(".part")
     rows = [(*shape, choice) for shape, choice in sorted(choices.items())]
     part.write_bytes(msgspec.json.encode(_File(key, rows)))

@@ -1,7 +1,7 @@
-"""A model's config.json as values: the architectures we run and the options we know.
+"""Reads a model's config.json: supported architectures and options.
 
-Anything that would change the mathematics and is not implemented is refused by name here, before
-a byte of weights is read.
+An option that would change the computation and is not implemented is rejected by name, before any
+weights are read.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def read_config(folder: Path) -> ModelConfig:
     kv_heads = reader.integer("num_key_value_heads", heads)
     hidden = reader.integer("hidden_size")
     if heads % kv_heads:
-        raise ModelInvalid(f"{path}: num_attention_heads {heads} is no multiple of {kv_heads}")
+        raise ModelInvalid(f"{path}: num_attention_heads {heads} is not a multiple of {kv_heads}")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     qwen2 = architecture == "Qwen2ForCausalLM"
     bias = bool(raw.get("attention_bias", False))
@@ -127,7 +127,9 @@ def _architecture(raw: dict[str, Any], path: Path) -> str:
 
 def refuse_unsupported(raw: dict[str, Any], path: Path) -> None:
     if "auto_map" in raw:
-        raise ModelUnsupported(f"{path}: auto_map asks for the repository's own code; never run")
+        raise ModelUnsupported(
+            f"{path}: auto_map asks for code of the repository, which is never run"
+        )
     if raw.get("quantization_config"):
         raise ModelUnsupported(f"{path}: quantization_config is not supported; use plain weights")
     window = raw.get("sliding_window")
@@ -164,7 +166,8 @@ def _rope_scaling(rope: dict[str, Any], path: Path) -> RopeScaling | None:
 
 
 def _eos_ids(raw: dict[str, Any], folder: Path) -> tuple[int, ...]:
-    """generation_config.json wins: chat models end a turn by tokens config.json does not name."""
+    """The union of both files: chat models end a turn with tokens that only generation_config.json
+    lists."""
     found: list[int] = []
     generation = folder / "generation_config.json"
     sources = [raw]
@@ -179,7 +182,7 @@ def _eos_ids(raw: dict[str, Any], folder: Path) -> tuple[int, ...]:
 
 
 class _Reader:
-    """Positive numbers out of a JSON object, with the file and field in every complaint."""
+    """Reads positive numbers from a JSON object; errors name the file and the field."""
 
     def __init__(self, raw: dict[str, Any], path: Path) -> None:
         self.raw = raw

@@ -1,4 +1,4 @@
-"""From a LaunchConfig to a model on the device: read, check, copy, fingerprint."""
+"""Loads a model onto the device: config, checks, weights, fingerprint."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from kvline_server.model.loader import (
     load_weights,
 )
 
-TELL_SECONDS = 1.0
+REPORT_SECONDS = 1.0
 
 
 class Progress(Protocol):
     def stage(self, name: str, ms: int, nbytes: int, detail: str | None = None) -> None: ...
 
     def loading(self, ms: int, done: int, total: int) -> None:
-        """So many bytes of the weights are on the device."""
+        """`done` of `total` bytes of the weights are on the device, after `ms`."""
 
     def provenance(self, provenance: Provenance) -> None: ...
 
@@ -58,7 +58,8 @@ def load_model(
     backend: Backend,
     progress: Progress,
 ) -> Loaded:
-    """Step 1 of the profile loop. Raises ModelInvalid, or OutOfMemory before the kernel kills."""
+    """Step 1 of the profile loop. Raises ModelInvalid, or OutOfMemory where the weights do not fit,
+    before the kernel's OOM killer acts."""
     device = backend.device
     started, before, used = time.monotonic(), device.now(), device.used()
     folder = Path(launch.model.path)
@@ -70,7 +71,7 @@ def load_model(
         raise too_large
     try:
         with device_errors.translated("load"):
-            runner = _build(source, model, settings, backend, _Pace(progress, started))
+            runner = _build(source, model, settings, backend, _LoadProgress(progress, started))
             del source
             device.settle()
     except DeviceOutOfMemory as error:
@@ -108,17 +109,17 @@ def load_model(
     )
 
 
-class _Pace:
-    """Passes on how far the copy is, at most once a second: a slow volume is slow, not stalled."""
+class _LoadProgress:
+    """Reports progress at most once a second, so that a slow volume does not count as stalled."""
 
     def __init__(self, progress: Progress, started: float) -> None:
         self.progress = progress
-        self.started = self.told = started
+        self.started = self.reported = started
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
-        if now - self.told >= TELL_SECONDS:
-            self.told = now
+        if now - self.reported >= REPORT_SECONDS:
+            self.reported = now
             self.progress.loading(round((now - self.started) * 1000), done, total)
 
 
@@ -129,7 +130,7 @@ def _build(
     backend: Backend,
     copied: Callable[[int, int], None],
 ) -> Runner:
-    """All that a model is made of on its device, and addresses for its cache."""
+    """Kernels, weights, KV arena (addresses only) and decoder on the device."""
     kernels = backend.kernels(model)
     weights = load_weights(source, model, kernels, copied)
     page = model.kv_bytes_per_token(backend.dtype.itemsize) * PAGE_SIZE
@@ -139,7 +140,7 @@ def _build(
 
 
 def model_revision(launch: LaunchConfig) -> str:
-    """The hub commit of an hf:// source; empty for a folder, which is known by its contents."""
+    """The commit of an hf:// source; empty for a folder, which is identified by its contents."""
     source = launch.model.source
     return source.rpartition("@")[2] if source.startswith("hf://") else ""
 

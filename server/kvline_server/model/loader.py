@@ -1,8 +1,8 @@
-"""Weights from safetensors into fused, private tensors; or random ones from the shapes alone.
+"""Loads weights from safetensors into fused tensors, or makes random ones from the shapes alone.
 
-Every tensor the model needs is looked up in the files' headers first, so a missing or misshapen
-one ends the start in seconds and by name. Data is copied to anonymous memory: file-backed pages
-could be dropped by the kernel and would not count against the container's limit.
+Every tensor is first looked up in the files' headers, so a missing one or a wrong shape ends the
+start within seconds, by name. Data is copied to anonymous memory: file-backed pages could be
+evicted by the kernel and would not count against the container's limit.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Weights:
 
 
 class TensorSource(Protocol):
-    """Where tensors come from by name. `check` is asked for all before the first `copy`, which
-    copies as many rows as `into` has, from `row` on."""
+    """Tensors by name. `check` is called for all of them before the first `copy`, which copies
+    len(into) rows from `row` on."""
 
     def check(self, name: str, shape: tuple[int, ...]) -> None: ...
 
@@ -92,7 +92,7 @@ class SafetensorsSource:
         try:
             return safe_open(path, framework="pt", device="cpu")
         except (SafetensorError, OSError) as error:
-            raise ModelInvalid(f"{path}: not a whole safetensors file: {error}") from None
+            raise ModelInvalid(f"{path}: not a valid safetensors file: {error}") from None
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         path = self.where.get(name)
@@ -101,17 +101,17 @@ class SafetensorsSource:
         got = tuple(self.files[path].get_slice(name).get_shape())
         if got != shape:
             raise ModelInvalid(
-                f"{path}: tensor {name} has shape {list(got)}, config.json asks for {list(shape)}"
+                f"{path}: tensor {name} has shape {list(got)}, config.json requires {list(shape)}"
             )
 
     def copy(self, name: str, into: torch.Tensor, row: int = 0) -> None:
-        # A view of the mapped file: what is read from the disk is what is copied here.
+        # A view of the mapped file: only the rows copied here are read from the disk.
         whole = self.files[self.where[name]].get_tensor(name)
         into.copy_(whole[row : row + len(into)])
 
 
 class RandomSource:
-    """Small normal weights from a fixed seed: right shapes and speeds, no meaning."""
+    """Small normal weights from a fixed seed: the model's shapes and speed, meaningless output."""
 
     def __init__(self) -> None:
         self.generator: torch.Generator | None = None
@@ -120,7 +120,7 @@ class RandomSource:
         return
 
     def copy(self, name: str, into: torch.Tensor, row: int = 0) -> None:
-        if self.generator is None:  # a device draws with a generator of its own
+        if self.generator is None:  # each device needs a generator of its own
             self.generator = torch.Generator(into.device).manual_seed(0)
         if name.endswith("norm.weight"):
             into.fill_(1.0)
@@ -150,7 +150,7 @@ def weight_files(folder: Path) -> list[Path]:
     others = sorted(
         p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".gguf")
     )
-    hint = f"; {others[0]} is of a format that is never read" if others else ""
+    hint = f"; {others[0]} is of an unsupported format" if others else ""
     raise ModelInvalid(f"{folder}: no .safetensors file{hint}")
 
 
@@ -161,7 +161,7 @@ def load_weights(
     copied: Callable[[int, int], None] = lambda done, total: None,
 ) -> Weights:
     """All weights, fused, on the kernels' device. Checks every name and shape before any copy;
-    `copied` hears how many bytes of how many there are, every COPY_BYTES at least."""
+    `copied(done, total)` is called at least every COPY_BYTES. Raises ModelInvalid."""
     plan = _Plan(source, config, kernels, copied)
     plan.checking = True
     plan.build()
@@ -170,7 +170,7 @@ def load_weights(
 
 
 class _Plan:
-    """Walks the model once to check and once to copy, so that both see the same list."""
+    """Visits the model's tensors once to check and once to copy them, with the same code."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class _Plan:
         )
 
     def matrix(self, parts: list[tuple[str, int]], columns: int) -> torch.Tensor:
-        """A GEMM's weight, in the layout that its kernel likes best."""
+        """A GEMM's weight, in the layout that is fastest for its kernel."""
         plain = self.fused(parts, columns)
         return plain if self.checking else self.kernels.pack(plain)
 
@@ -226,7 +226,7 @@ class _Plan:
         return self.fused(parts) if wanted else None
 
     def fused(self, parts: list[tuple[str, int]], columns: int | None = None) -> torch.Tensor:
-        """One tensor whose rows are the named tensors' rows one after another."""
+        """One tensor: the rows of the named tensors, concatenated."""
         width = () if columns is None else (columns,)
         shape = (sum(rows for _, rows in parts), *width)
         if self.checking:
@@ -242,7 +242,7 @@ class _Plan:
         return out
 
     def copy(self, name: str, into: torch.Tensor) -> None:
-        """In parts: one tensor of a slow volume may take minutes."""
+        """Copies in parts, because one tensor may take minutes on a slow volume."""
         step = max(1, COPY_BYTES // max(1, into[:1].nbytes))
         for row in range(0, len(into), step):
             part = into[row : row + step]
@@ -252,8 +252,8 @@ class _Plan:
 
 
 def identity(folder: Path, with_weights: bool) -> str:
-    """sha256 over config.json and every safetensors header: what a local model is, without a read
-    of its data."""
+    """sha256 of config.json and every safetensors header: identifies a local model without reading
+    its data."""
     digest = hashlib.sha256()
     with contextlib.suppress(FileNotFoundError):
         digest.update((folder / "config.json").read_bytes())
