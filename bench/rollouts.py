@@ -1,7 +1,7 @@
-"""Gated rollouts under streaming traffic, one after another, on a real node: requests that fail.
+"""Counts failed requests during gated rollouts under streaming traffic, on a real node.
 
-KVLINE_ROLLOUTS says how many; every second one would lose half of the budget and must be turned
-down.
+KVLINE_ROLLOUTS is the number of rollouts; every second one would halve the budget and must be
+rejected.
 """
 
 from __future__ import annotations

@@ -85,14 +85,14 @@ def test_a_real_out_of_memory_keeps_its_type_and_the_engine_can_go_on(
     assert [o.finish for o in outputs] == ["length"]
 
 
-def test_kernels_are_tried_without_the_lm_head_and_without_its_memory(
+def test_autotuning_leaves_out_the_lm_head_and_its_memory(
     shape: Callable[..., ModelConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = engine(shape(vocabulary=128_000), step=2048)
     runner = made.runner
 
     def forbidden(hidden: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("the LM head ran while kernels were tried")
+        raise AssertionError("the LM head ran while kernels were tuned")
 
     monkeypatch.setattr(runner.decoder, "compute_logits", forbidden)
     torch.cuda.reset_peak_memory_stats()
@@ -105,7 +105,7 @@ def test_kernels_are_tried_without_the_lm_head_and_without_its_memory(
     assert again is not None and again.endswith("cached by an earlier start")
 
 
-def test_a_kernel_by_trial_gives_the_product_that_torch_gives(
+def test_an_autotuned_kernel_gives_the_result_that_torch_gives(
     shape: Callable[..., ModelConfig],
 ) -> None:
     runner = engine(shape()).runner

@@ -158,7 +158,7 @@ def compare(
     )
 
 
-def test_neither_chunks_nor_the_prefix_cache_change_what_is_said(tmp_path: Path) -> None:
+def test_neither_chunks_nor_the_prefix_cache_change_outputs(tmp_path: Path) -> None:
     folder, _ = make(tmp_path, "Qwen3", 128)
     made = engine(folder)
     first = play(made, prompts())

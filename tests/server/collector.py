@@ -33,8 +33,8 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         given = ExportTraceServiceRequest.FromString(body)
         for resource in given.resource_spans:
-            said = {a.key: a.value.string_value for a in resource.resource.attributes}
-            self.server.services.add(said["service.name"])
+            attributes = {a.key: a.value.string_value for a in resource.resource.attributes}
+            self.server.services.add(attributes["service.name"])
             for scope in resource.scope_spans:
                 self.server.spans += scope.spans
         self.send_response(200)

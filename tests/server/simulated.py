@@ -1,7 +1,7 @@
-"""A device whose memory is arithmetic: the profile loop plays against it in milliseconds.
+"""A simulated device: the profile loop runs against it in milliseconds.
 
-What a batch takes is its tokens times a price; whoever asks for more than the limit gets the error
-that a real device gives, or, where the kernel would kill, an exception that nothing catches.
+A batch takes its tokens times a price; beyond the limit an allocation raises the error of a real
+device or, where the kernel would kill the process, an exception that nothing catches.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Machine:
 
 @dataclass
 class Notes:
-    """The reporter: what the loop told."""
+    """A reporter that keeps what the loop reports."""
 
     states: list[State] = field(default_factory=list)
     attempts: dict[int, Attempt] = field(default_factory=dict)

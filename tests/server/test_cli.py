@@ -82,7 +82,7 @@ def test_a_key_or_tls_that_the_file_leaves_off_is_refused(tmp_path: Path, flag: 
     assert f"--config {config} takes no --{flag}" in line
 
 
-def test_what_could_not_be_kept_is_said_before_the_work(tmp_path: Path) -> None:
+def test_a_record_that_cannot_be_written_is_reported_before_the_work(tmp_path: Path) -> None:
     code, line = mistake("size", "--model", "M", "--write-record", tmp_path / "none" / "file")
     assert code == 20
     assert "--write-record" in line

@@ -297,8 +297,8 @@ CHAT_PATH = "/v1/chat/completions"
 @pytest.mark.parametrize("n", [1, 2])
 def test_usage_comes_once_and_is_null_before(server: Server, path: str, n: int) -> None:
     """stream_options.include_usage as OpenAI has it."""
-    said = {"messages": MESSAGES} if path == CHAT_PATH else {"prompt": "hello"}
-    body = {**said, "max_tokens": 3, "n": n, "ignore_eos": True}
+    prompt = {"messages": MESSAGES} if path == CHAT_PATH else {"prompt": "hello"}
+    body = {**prompt, "max_tokens": 3, "n": n, "ignore_eos": True}
     events = stream(server, {**body, "stream_options": {"include_usage": True}}, path)
     assert [e["usage"] for e in events[:-1]] == [None] * (len(events) - 1)
     assert events[-1]["choices"] == []

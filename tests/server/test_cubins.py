@@ -55,7 +55,7 @@ def test_kernels_are_made_without_a_compiler_and_found_again(
     cubins._built.cache_clear()
 
 
-def test_a_model_with_more_heads_than_kernels_hold_is_told_so() -> None:
+def test_a_model_with_more_heads_than_any_variant_is_rejected() -> None:
     cuda_write.check(128, 8)
     with pytest.raises(RuntimeError, match="144 heads of queries"):
         cuda_write.check(144, 8)

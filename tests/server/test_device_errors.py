@@ -62,7 +62,7 @@ class Engine:
 
     def __init__(self, model: Path, scratch: Path) -> None:
         ours, theirs = socket.socketpair()
-        self.http, line = socket.socketpair()
+        self.http, connection = socket.socketpair()
         self.parent = Channel(ours)
         capacity = CapacityOptions(kv_tokens=1024, headroom_mib=8)
         config = scratch / "launch.json"
@@ -72,14 +72,14 @@ class Engine:
             config=str(config),
             record=None,
             state_dir=str(scratch),
-            http_fd=line.detach(),
+            http_fd=connection.detach(),
             root=os.getpid(),
             memory=4 << 30,
             threads=None,
         )
         self.process = EngineProcess(arguments, Channel(theirs))
         self.process.neighbours.set()
-        self.told: list[Progress] = []
+        self.received: list[Progress] = []
         self.ready = threading.Event()
         self.listener = threading.Thread(target=self._listen)
         self.listener.start()
@@ -87,13 +87,13 @@ class Engine:
     def _listen(self) -> None:
         for message in self.parent.receive():
             if isinstance(message, Progress):
-                self.told.append(message)
+                self.received.append(message)
                 if message.kind == "result":
                     self.ready.set()
 
     def failure(self) -> dict[str, Any]:
         self.close()
-        (body,) = [m.body for m in self.told if m.kind == "failure"]
+        (body,) = [m.body for m in self.received if m.kind == "failure"]
         return loads(body, 1 << 16)
 
     def close(self) -> None:

@@ -120,7 +120,7 @@ def test_the_token_opens_a_gated_model_and_is_never_shown(
 @pytest.mark.parametrize(
     "token", ["", " \n", "two words", "two\nlines", "schl\u00fcssel", "k" * 4097]
 )
-def test_what_is_no_token_is_said_without_being_shown(
+def test_an_invalid_token_is_rejected_without_being_shown(
     fetch: Callable[..., Any], token: str
 ) -> None:
     """C12."""

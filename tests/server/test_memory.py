@@ -61,7 +61,7 @@ def test_shrinking_takes_five_percent_in_whole_pages(tokens: int) -> None:
 
 
 def test_rows_of_a_chunk_follow_the_rule() -> None:
-    """Product 2.5: an example by hand, and both ends of the clamp."""
+    """An example computed by hand, and both ends of the clamp."""
     assert (2 << 30) // 16 // (3 * 49152 * 4) == 227
     assert logprob_rows(2 << 30, 49152) == 224  # in whole blocks of 16
     assert logprob_rows(1 << 30, 200_000) == 64

@@ -56,7 +56,9 @@ def test_what_we_cannot_run_is_refused_by_name(
         read_config(changed(**change))
 
 
-def test_an_unknown_architecture_is_told_the_whole_list(changed: Callable[..., Path]) -> None:
+def test_an_unknown_architecture_gets_an_error_with_the_whole_list(
+    changed: Callable[..., Path],
+) -> None:
     with pytest.raises(ModelUnsupported) as error:
         read_config(changed(architectures=["Other"]))
     assert all(name in str(error.value) for name in ARCHITECTURES)

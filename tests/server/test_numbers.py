@@ -1,5 +1,5 @@
-"""Numbers at their edges: what the protocol accepts never ends the engine, and what a model
-computes is never a token that it does not have."""
+"""Extreme numbers: no accepted request ends the engine, and no output is outside the vocabulary,
+even where a model computes NaN or infinity."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LIMITS = Limits("tiny", VOCABULARY, 512, 20)
 
 
 def bounds(field: FieldInfo) -> dict[str, float]:
-    """ge, gt and le of a number's field, wherever its annotation keeps them."""
+    """ge, gt and le of a numeric field, from any part of its annotation."""
     parts = [*field.metadata, *(m for arm in get_args(field.annotation) for m in _metadata(arm))]
     return {n: getattr(p, n) for p in parts for n in ("ge", "gt", "le") if hasattr(p, n)}
 
@@ -115,8 +115,8 @@ def served(make_model: Callable[..., Path]) -> Engine:
 @settings(max_examples=60, deadline=None)
 @given(asked=st.lists(bodies, min_size=1, max_size=6))
 def test_no_accepted_body_ends_the_engine(served: Engine, asked: list[dict[str, Any]]) -> None:
-    """Bodies of numbers at the edges of what is accepted, together on one engine: each ends with
-    tokens of the vocabulary, or is refused before it gets there."""
+    """Requests with numbers at their bounds, batched on one engine: each is rejected by validation
+    or ends with tokens of the vocabulary."""
     before = 0
     for body in asked:
         try:
@@ -158,10 +158,10 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_a_row_that_is_not_finite_fails_its_request_alone(
     make_model: Callable[..., Path], kind: str, value: float, depth: int
 ) -> None:
-    """The third step's logits of one sequence of three: that one ends typed, with the tokens it
-    had, and the other two say what they say without it."""
+    """The third step's logits of one sequence of three: that one ends with an error after
+    its two tokens, and the others' outputs do not change."""
     params = SamplingParams(max_tokens=8, ignore_eos=True, **KINDS[kind])
-    said: list[dict[int, list[int]]] = []
+    generated: list[dict[int, list[int]]] = []
     for breaks in (False, True):
         made = engine(make_model("llama"))
         made.runner.kernels.depth = depth  # type: ignore[misc]
@@ -181,7 +181,7 @@ def test_a_row_that_is_not_finite_fails_its_request_alone(
 
         made.runner.decoder.compute_logits = broken  # type: ignore[method-assign]
         outputs = finish(made)
-        said.append({id: [o.token for o in items] for id, items in outputs.items()})
+        generated.append({id: [o.token for o in items] for id, items in outputs.items()})
         if breaks:
             assert [items[-1].finish for _, items in sorted(outputs.items())] == [
                 "length",
@@ -189,8 +189,8 @@ def test_a_row_that_is_not_finite_fails_its_request_alone(
                 "length",
             ]
             assert made.pool.used == 0
-    assert said[1][0] == said[0][0] and said[1][2] == said[0][2]
-    assert said[1][1][:2] == said[0][1][:2] and len(said[1][1]) == 3
+    assert generated[1][0] == generated[0][0] and generated[1][2] == generated[0][2]
+    assert generated[1][1][:2] == generated[0][1][:2] and len(generated[1][1]) == 3
 
 
 def test_prompt_logprobs_that_are_not_numbers_fail_their_request(
@@ -213,7 +213,7 @@ def test_prompt_logprobs_that_are_not_numbers_fail_their_request(
     assert outputs[0][-1].prompt_scores is None
 
 
-def test_the_engine_lives_on_behind_a_request_that_failed(start: Callable[..., Server]) -> None:
+def test_the_engine_survives_a_request_that_failed(start: Callable[..., Server]) -> None:
     """The pinned start runs six batches; the seventh is the first request's, and gives NaN."""
     server = start(faults={"KVLINE_FAULT_STEP": "7:nan"})
     server.wait()

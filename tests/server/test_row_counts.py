@@ -1,4 +1,4 @@
-"""Row counts of the CPU's steps: a short ladder, all met before the budget is measured."""
+"""Steps on the CPU are padded to a few row counts, all run once before the budget is measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvline_server.kernels.row_counts import padded_rows, row_counts
 MIB = 1 << 20
 
 
-def test_a_step_is_padded_to_the_next_rung_and_by_little() -> None:
+def test_a_step_is_padded_to_the_next_row_count_and_by_little() -> None:
     assert [padded_rows(n) for n in (0, 1, 2, 3, 17, 33, 65, 129, 512, 513)] == [
         *(0, 2, 2, 4, 20, 40, 80, 160, 512, 576)
     ]
@@ -28,11 +28,11 @@ def test_a_step_is_padded_to_the_next_rung_and_by_little() -> None:
     assert len(row_counts(8192)) == 64
 
 
-def test_pads_change_no_answer(
+def test_padding_changes_no_output(
     make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GEMM's bits may depend on its row count; the tokens said must not, nor may a pad's rows
-    reach a real one through the dummy page."""
+    """A GEMM's result may depend on its row count in the last bits; output tokens must not, and
+    padding rows must not reach real ones through the dummy page."""
     sides = []
     for padded in (True, False):
         made = engine(make_model("qwen2"))
@@ -49,10 +49,10 @@ def test_pads_change_no_answer(
             assert abs(one.scores.values - other.scores.values).max() < 1e-4
 
 
-def test_steps_run_at_row_counts_that_were_met(
+def test_steps_run_only_at_row_counts_of_the_warm_up(
     make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also the last layer's GEMMs, which see wanted rows alone."""
+    """Also the last layer's GEMMs, which run for the wanted rows alone."""
     made = engine(make_model("qwen2"), step=128)
     shapes: set[tuple[int, int, int]] = set()
     linear = made.runner.kernels.linear

@@ -1,4 +1,4 @@
-"""The draw: right distribution, right filters, the same for the same seed whoever sits beside."""
+"""Sampling: the right distribution and filters, and seeded output that no batch changes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ def sequences(count: int, tokens: list[int] | None = None, **params: Any) -> lis
     out = []
     for seed in range(count):
         made = SamplingParams(max_tokens=10, seed=seed, **params)
-        said = tokens or []
-        out.append(Sequence(seed, [5, *said], 1, made))
+        out.append(Sequence(seed, [5, *(tokens or [])], 1, made))
     return out
 
 
@@ -76,7 +75,7 @@ def test_filters_larger_than_the_vocabulary_change_nothing() -> None:
     assert (draw(200, top_k=1_000_000) == draw(200)).all()
 
 
-def test_frequency_and_presence_push_down_what_was_said() -> None:
+def test_frequency_and_presence_penalise_output_tokens() -> None:
     greedy: dict[str, Any] = {"temperature": 0.0}
     assert draw(1, tokens=[0], frequency_penalty=2.0, **greedy)[0] == 1
     assert draw(1, tokens=[0], presence_penalty=1.5, **greedy)[0] == 1
@@ -103,8 +102,8 @@ def by_definition(logits: torch.Tensor, sequence: Sequence) -> torch.Tensor:
     for token in set(sequence.tokens):
         value = out[token]
         up = value / p.repetition_penalty if value > 0 else value * p.repetition_penalty
-        said = sequence.tokens[sequence.prompt_length :].count(token)
-        out[token] = up - p.presence_penalty * (said > 0) - p.frequency_penalty * said
+        count = sequence.tokens[sequence.prompt_length :].count(token)
+        out[token] = up - p.presence_penalty * (count > 0) - p.frequency_penalty * count
     for token, bias in p.logit_bias.items():
         out[token] += bias
     return out
@@ -126,7 +125,7 @@ def test_a_batch_s_penalties_are_each_row_s_by_definition(
     asked: list[tuple[list[int], list[int], float, float, float, dict[int, float]]],
     rng: random.Random,
 ) -> None:
-    """Applied after some tokens and again after all of them: the tally only hears what is new."""
+    """Applied after some tokens and again after all: counts are updated with the new ones only."""
 
     def params(rep: float, pres: float, freq: float, bias: dict[int, float]) -> SamplingParams:
         return SamplingParams(
@@ -143,8 +142,8 @@ def test_a_batch_s_penalties_are_each_row_s_by_definition(
     ]
     logits = torch.tensor([[rng.gauss(0, 3) for _ in range(40)] for _ in asked])
     for part in (slice(0, 7), slice(7, None)):
-        for sequence, (_, said, *_) in zip(made, asked, strict=True):
-            sequence.tokens += said[part]
+        for sequence, (_, output, *_) in zip(made, asked, strict=True):
+            sequence.tokens += output[part]
         got = logits.clone()
         penalties.apply(TorchKernels(), got, made)
         want = torch.stack([by_definition(*pair) for pair in zip(logits, made, strict=True)])
@@ -161,7 +160,7 @@ def test_keys_repeat_and_neighbours_differ(seed: int, counter: int) -> None:
 
 
 @pytest.mark.parametrize("of", ["seeds", "counters", "tokens"])
-def test_a_race_gives_each_token_its_share_whatever_changes(of: str) -> None:
+def test_gumbel_max_gives_each_token_its_probability(of: str) -> None:
     """Chi-squared over 40,000 draws: over seeds, over a sequence's steps, and (tokens) over 50
     ids far apart in a vocabulary of 50,000, between which all weights are 0."""
     many, ids = 40_000, np.arange(0, 50_000, 1000)
@@ -204,25 +203,25 @@ def test_a_tiny_chance_is_never_taken_from_rounding() -> None:
     assert (sample(TorchKernels(), logits, sequences(4000)) == 2).all()
 
 
-def test_a_seeded_request_says_the_same_alone_in_company_and_after_preemption(
+def test_a_seeded_output_is_the_same_alone_in_a_batch_and_after_preemption(
     make_model: Callable[..., Path],
 ) -> None:
     folder = make_model("llama")
     mine = SamplingParams(max_tokens=30, temperature=0.9, seed=42, ignore_eos=True)
     other = SamplingParams(max_tokens=30, temperature=1.0, seed=7, ignore_eos=True)
-    said = []
+    outputs = []
     for pages, company in ((60, 0), (60, 3), (9, 2)):
         made = engine(folder, pages=pages)
         for id in range(company):
             made.submit(id + 1, [(9 * id + i) % 200 for i in range(30)], other)
         made.submit(0, list(range(40, 70)), mine)
-        said.append([o.token for o in finish(made)[0]])
-    assert said[0] == said[1] == said[2]
+        outputs.append([o.token for o in finish(made)[0]])
+    assert outputs[0] == outputs[1] == outputs[2]
 
 
 def test_a_dense_tail_does_not_turn_rounding_into_another_token() -> None:
-    """Seeded rows over 49,152 tokens, and the same with their logits moved by 2e-5, as company in a
-    batch moves them. An inverse of the cumulated distribution turns that into other tokens."""
+    """Seeded rows over 49,152 tokens, and the same with logits moved by 2e-5, as other requests
+    of a batch do. An inverse of the cumulated distribution turns that into other tokens."""
     torch.manual_seed(8)
     logits = torch.randn(200, 49_152)
     moved = logits + 2e-5 * torch.randn_like(logits)

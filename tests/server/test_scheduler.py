@@ -1,4 +1,4 @@
-"""The scheduler without a model: nothing starves, nothing deadlocks, nothing is done twice. F55."""
+"""The scheduler without a model: no starvation, no deadlock, nothing computed twice. F55."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sequence(id: int, length: int, output: int, base: int = 0, scored: bool = Fa
 
 
 def step(scheduler: Scheduler, done: list[int], check: bool = True) -> list[Work]:
-    """One step of a model that always says 7; sequences end at max_tokens."""
+    """One step of a model that always outputs 7; sequences end at max_tokens."""
     work = scheduler.schedule()
     assert sum(w.count for w in work) <= scheduler.max_step_tokens
     assert len(scheduler.running) <= scheduler.max_running
@@ -65,7 +65,7 @@ def test_every_sequence_ends_whatever_the_pages(
     assert scheduler.pool.used == 0
 
 
-def test_a_large_step_fills_whole_waves_while_prompts_queue_and_holds_nobody_up() -> None:
+def test_a_large_step_fills_whole_waves_while_prompts_queue_and_delays_none() -> None:
     rng = random.Random(3)
     scheduler = Scheduler(PagePool(8000), 60, 4 * WAVE)
     for id in range(400):
@@ -86,7 +86,7 @@ def test_a_large_step_fills_whole_waves_while_prompts_queue_and_holds_nobody_up(
 
 
 @pytest.mark.parametrize("running", [1, 2, 512, 1024, 1025, 1500, 4096])
-def test_a_filling_prompt_starves_at_no_number_of_running_sequences(running: int) -> None:
+def test_no_number_of_running_sequences_starves_a_prompt(running: int) -> None:
     """All but one of them decode without end, others queue, and a step fills whole waves: the one
     prompt still gets rows in each step, and comes to its first token."""
     most = max(running, 2048)
@@ -157,7 +157,7 @@ def test_prompts_get_more_rows_where_more_requests_run_or_wait() -> None:
         assert sum(w.count for w in scheduler.schedule() if w.count > 1) == rows
 
 
-def test_a_penalised_sequence_sits_out_while_its_token_is_on_its_way() -> None:
+def test_a_penalised_sequence_skips_a_step_while_its_token_is_pending() -> None:
     scheduler = Scheduler(PagePool(600), 4, 64)
     plain, counted = sequence(0, 4, 9), sequence(1, 4, 9, 100)
     counted.has_penalties = True
@@ -173,20 +173,20 @@ def test_a_penalised_sequence_sits_out_while_its_token_is_on_its_way() -> None:
 
 
 def test_a_step_s_cost_grows_with_its_sequences_and_not_with_their_square() -> None:
-    """Counted, not timed: how often sequences are compared or looked up in a step of 4,096."""
-    looks = 0
+    """Counts hashes and comparisons of sequences in a step of 4,096; no time is measured."""
+    lookups = 0
 
     class Counted(Sequence):
         __slots__ = ()
 
         def __hash__(self) -> int:
-            nonlocal looks
-            looks += 1
+            nonlocal lookups
+            lookups += 1
             return id(self)
 
         def __eq__(self, other: object) -> bool:
-            nonlocal looks
-            looks += 1
+            nonlocal lookups
+            lookups += 1
             return self is other
 
     count = 4096
@@ -197,11 +197,11 @@ def test_a_step_s_cost_grows_with_its_sequences_and_not_with_their_square() -> N
     scheduler.advance(scheduler.schedule())
     for one in made:
         one.tokens.append(7)
-    looks = 0
+    lookups = 0
     assert len(scheduler.schedule()) == count
     for one in reversed(made):
         scheduler.remove(one)
-    assert looks <= 10 * count
+    assert lookups <= 10 * count
 
 
 def test_ten_thousand_random_aborts_leave_every_page_free_or_cached() -> None:
@@ -273,11 +273,11 @@ def test_pages_come_from_the_youngest_and_it_starts_again() -> None:
     while not scheduler.preemptions:
         step(scheduler, done)
     assert scheduler.waiting[0] is young
-    said = list(young.tokens)
+    before = list(young.tokens)
     while not scheduler.idle:
         step(scheduler, done)
     assert done == [0, 1]
-    assert young.tokens[: len(said)] == said
+    assert young.tokens[: len(before)] == before
     assert young.output_length == 60
 
 

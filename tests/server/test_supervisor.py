@@ -75,8 +75,8 @@ def test_sigterm_while_idle_ends_at_once_with_zero(start: Callable[..., Server])
 def test_sigterm_lets_streams_finish_and_takes_what_comes_on_open_connections(
     start: Callable[..., Server],
 ) -> None:
-    """F49: a client with a pool may have sent its request before it could know; it is answered, and
-    told that the connection closes. Then the port closes, and what is under way goes on."""
+    """F49: a client with a connection pool may send a request before it notices the drain; it gets
+    its answer with `Connection: close`. Then the port closes, and requests under way go on."""
     server = start(clients={"late": 2.0})
     server.wait()
     with (
@@ -89,7 +89,7 @@ def test_sigterm_lets_streams_finish_and_takes_what_comes_on_open_connections(
         lines = stream.iter_lines()
         next(lines)
         engine = server.children()["engine"]
-        os.kill(engine, signal.SIGSTOP)  # so that the stream is still there when we look
+        os.kill(engine, signal.SIGSTOP)  # so that the stream is still open below
         server.process.send_signal(signal.SIGTERM)
         server.wait("/readyz", 503, 3)
         time.sleep(0.3)  # the HTTP process hears of it a moment later
@@ -124,8 +124,8 @@ def test_a_second_sigterm_ends_at_once(start: Callable[..., Server]) -> None:
 
 
 def test_a_drain_is_as_long_as_its_launch_says(start: Callable[..., Server]) -> None:
-    """A stream that outlives a drain is told so in OpenAI's form and ends whole; another request
-    gets a status. A body that never comes whole holds nothing up. The default is two minutes."""
+    """A stream that outlives the drain ends with an error event in OpenAI's form, another request
+    with a status. An incomplete body does not delay the drain. The default is two minutes."""
     assert Limits().drain == 120
     server = start(drain_seconds=2, limits={"drain": 0.1})
     server.wait()
@@ -171,7 +171,7 @@ def test_an_engine_exception_answers_everybody_and_ends_the_pod(
     assert server.termination()["name"] == "EngineDied"
 
 
-def test_a_device_that_fails_while_serving_holds_and_says_what_it_said(
+def test_a_device_failure_while_serving_holds_and_shows_the_device_error(
     start: Callable[..., Server],
 ) -> None:
     server = start(faults={"KVLINE_FAULT_STEP": "7:device"})

@@ -83,8 +83,8 @@ def sentencepiece(folder: Path) -> Tokens:
 def test_an_answer_keeps_the_blank_it_begins_with(tmp_path: Path) -> None:
     """It goes on with the prompt's text; a decoder that takes it for a text of its own cuts it."""
     stream = sentencepiece(tmp_path).stream()
-    said = [stream.push(t) for t in (2, 3, *(4 + b for b in "é".encode()), 1)]
-    assert said == [" world", "!", "", "é", " Hello"]
+    texts = [stream.push(t) for t in (2, 3, *(4 + b for b in "é".encode()), 1)]
+    assert texts == [" world", "!", "", "é", " Hello"]
 
 
 @pytest.mark.parametrize("family", ["byte-level", "sentencepiece"])

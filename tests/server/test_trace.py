@@ -95,7 +95,7 @@ def test_without_an_address_there_is_no_tracer(monkeypatch: pytest.MonkeyPatch) 
     assert tracing.tracer("x") is None
 
 
-def test_a_missing_extra_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(tracing.ENDPOINT, "http://collector:4318")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(tracing.NoTracing, match=r"kvline\[otel\]"):
