@@ -53,7 +53,7 @@ STAGES: dict[str, tuple[Any, str, str]] = {
     "tune": (kernels.TorchKernels, "tune", "tune"),
     "capture": (kernels.TorchKernels, "graphs", "capture"),
     "launch": (kernels.TorchKernels, "logits", "launch"),
-    "wait": (kernels._Here, "wait", "wait"),
+    "wait": (kernels._HostArrays, "wait", "wait"),
 }
 
 

@@ -1,7 +1,8 @@
-"""A slow volume is slow and not stalled: the engine tells bytes of bytes, the parent counts it."""
+"""A slow volume does not count as stalled: the engine reports loaded bytes as progress."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -63,7 +64,7 @@ def test_a_load_longer_than_the_limit_goes_on_while_bytes_arrive(
     monkeypatch.setattr(load, "REPORT_SECONDS", 0.1)
     reporter = ParentReporter(cast(Any, parent))
     model = load.read_model(launch)
-    backend = open_backend(launch, 8 << 30, 1, reporter.warn)
+    backend = open_backend(launch, 8 << 30, os.getpid(), reporter.warn)
     settings = resolve(launch, model, backend.device.limit)
     started = time.monotonic()
     loading = threading.Thread(
@@ -74,13 +75,15 @@ def test_a_load_longer_than_the_limit_goes_on_while_bytes_arrive(
         assert parent._stalled() is None
         loading.join(0.05)
     assert time.monotonic() - started > LIMIT
-    news = [r.stages for r in parent.seen if r.stages]
-    assert all(len(stages) == 1 for stages in news), "each news of a stage replaces the one before"
-    running = [s for (s,) in news if s.total_bytes is not None]
+    updates = [r.stages for r in parent.seen if r.stages]
+    assert all(len(stages) == 1 for stages in updates), (
+        "each update of a stage replaces the one before"
+    )
+    running = [s for (s,) in updates if s.total_bytes is not None]
     done = [s.bytes for s in running]
     assert len(done) > 5 and done == sorted(set(done))
     assert all(s.bytes <= (s.total_bytes or 0) for s in running)
-    assert news[-1][0].total_bytes is None and news[-1][0].ms > 1000 * LIMIT
+    assert updates[-1][0].total_bytes is None and updates[-1][0].ms > 1000 * LIMIT
 
 
 def test_a_load_that_hangs_is_stalled_and_named(parent: Parent) -> None:

@@ -87,7 +87,7 @@ def test_settings_resolve_their_defaults(make_model: Callable[..., Path]) -> Non
 def test_what_this_image_cannot_do_is_refused_not_ignored(make_model: Callable[..., Path]) -> None:
     folder = make_model("llama")
     launch = launch_config(folder, EngineOptions(), CapacityOptions())
-    with pytest.raises(DeviceFailure, match="CUDA finds none here"):
+    with pytest.raises(DeviceFailure, match="CUDA finds none on this machine"):
         open_backend(replace(launch, device=Device.CUDA), None, 1, warn=print)
 
 
