@@ -1,5 +1,5 @@
 """Writes docs/api.md from manifests/crd.yaml, and the reasons in docs/operations.md from the
-operator's own words, so that no page says what the product does not."""
+operator's own words, so that no page says what the software does not."""
 
 from __future__ import annotations
 

@@ -48,9 +48,9 @@ def install(cluster: Any) -> None:
         "page.enabled": "true",
         "hubEndpoint": f"http://{NODE_ADDRESS}:{HUB_PORT}",
     }
-    said = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+    values_set = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
     helm.helm("upgrade", "--install", "kvline-crds", "charts/kvline-crds", *where)
-    helm.helm("upgrade", "--install", "kvline", "charts/kvline", *said, *where)
+    helm.helm("upgrade", "--install", "kvline", "charts/kvline", *values_set, *where)
 
 
 def uninstall(cluster: Any) -> None:

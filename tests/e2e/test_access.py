@@ -17,8 +17,8 @@ KEY = "e2e-canary-key-7d1f"
 
 def test_who_knows_the_key_is_served(space: Any, cluster: Any) -> None:
     space.apply("guarded", **RANDOM, access=ACCESS)
-    said = wait(space, "guarded", "ModelAvailable", reason="SecretMissing")
-    assert "spec.access.apiKeySecret" in said["message"]
+    condition = wait(space, "guarded", "ModelAvailable", reason="SecretMissing")
+    assert "spec.access.apiKeySecret" in condition["message"]
     space.kubectl("create", "secret", "generic", "chat-key", f"--from-literal=token={KEY}")
     wait(space, "guarded", "Ready", 400, status="True")
 

@@ -30,7 +30,7 @@ def test_streams_that_wait_bring_a_second_replica_and_rest_takes_it(
         except AssertionError as error:
             raise AssertionError(f"{error}\n{describe(space, 'busy')}") from None
     assert streams.failures == []
-    told = [e["message"] for e in space.list("events") if e["reason"] == "Scaled"]
-    assert told[0].startswith("from 1 to 2: ") and "running" in told[0]
+    messages = [e["message"] for e in space.list("events") if e["reason"] == "Scaled"]
+    assert messages[0].startswith("from 1 to 2: ") and "running" in messages[0]
     eventually(lambda: len(pods(space)) == 1, 120)
     wait(space, "busy", "UpToDate", status="True")

@@ -126,8 +126,8 @@ def test_an_hpa_follows_the_load_through_the_scale_subresource(
         try:
             eventually(lambda: space.get("kvl", "busy")["status"].get("readyReplicas") == 2, 240)
         except AssertionError as error:
-            told = space.kubectl("describe", "hpa", "busy").stdout
-            raise AssertionError(f"{error}\n{told}\n{describe(space, 'busy')}") from None
+            described = space.kubectl("describe", "hpa", "busy").stdout
+            raise AssertionError(f"{error}\n{described}\n{describe(space, 'busy')}") from None
     assert streams.failures == []
     assert space.get("kvl", "busy")["spec"]["replicas"] == 2
     names = json.loads(cluster.kubectl("get", "--raw", APIS).stdout)["resources"]

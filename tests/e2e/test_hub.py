@@ -121,10 +121,12 @@ def everything(space: Any, cluster: Any) -> Iterator[tuple[str, str]]:
     assert any("download" in str(p) for p in logs)
     for path in logs:
         yield str(path), path.read_text(errors="replace")
-    look = "import glob; print([open(p, 'rb').read() for p in glob.glob('/proc/[0-9]*/environ')])"
+    program = (
+        "import glob; print([open(p, 'rb').read() for p in glob.glob('/proc/[0-9]*/environ')])"
+    )
     for pod in pods(space):
         name = pod["metadata"]["name"]
-        python = ("--", "/opt/kvline/bin/python", "-c", look)
+        python = ("--", "/opt/kvline/bin/python", "-c", program)
         seen = space.kubectl("exec", name, "-c", "server", *python).stdout
         assert "HOME=" in seen
         yield f"environment of {name}", seen

@@ -19,11 +19,11 @@ def test_a_manifest_is_sized_before_it_is_applied(space: Any, cluster: Any, tmp_
     file = tmp_path / "plan.yaml"
     file.write_text(manifest("plan", **{**RANDOM, "capacity": {}}))
     image = build.image_name("server")
-    said = space.kvline("size", "-f", str(file), "--image", image, "-o", "json")
-    report = json.loads(said.stdout)
+    done = space.kvline("size", "-f", str(file), "--image", image, "-o", "json")
+    report = json.loads(done.stdout)
     assert report["state"] == "Validated" and report["result"]["kvTokens"] > 1000
     assert report["effective"]["maxModelLen"] == 512
-    assert "validate" in said.stderr  # stages, as they passed
+    assert "validate" in done.stderr  # stages, as they passed
     assert space.get("kvl", "plan") is None
     (job,) = space.list("jobs")
     assert job["spec"]["ttlSecondsAfterFinished"] <= 600
@@ -31,7 +31,7 @@ def test_a_manifest_is_sized_before_it_is_applied(space: Any, cluster: Any, tmp_
     space.kubectl("delete", "job", "--all")
     eventually(lambda: not [c for c in space.list("configmaps") if "size" in c["metadata"]["name"]])
 
-    # What cannot be held is said with the engine's own words.
+    # What cannot be held is reported in the engine's own words.
     refused = space.kvline(
         "size", "-f", str(file), "--image", image, "--memory", "512Mi", check=False
     )
@@ -43,9 +43,9 @@ def test_a_manifest_is_sized_before_it_is_applied(space: Any, cluster: Any, tmp_
 def test_what_a_service_would_measure_otherwise(space: Any, cluster: Any) -> None:
     space.apply("plan", **RANDOM)
     wait(space, "plan", "Ready", status="True")
-    said = space.kvline("size", "plan", "--max-model-len", "256")
-    assert "4,096 KV tokens" in said.stdout and "16 full-length sequences of 256" in said.stdout
-    assert "█" in said.stdout
+    done = space.kvline("size", "plan", "--max-model-len", "256")
+    assert "4,096 KV tokens" in done.stdout and "16 full-length sequences of 256" in done.stdout
+    assert "█" in done.stdout
     generation = space.get("kvl", "plan")["metadata"]["generation"]
     assert generation == 1  # what serves was not touched
     space.kubectl("delete", "job", "--all")

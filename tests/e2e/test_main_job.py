@@ -1,4 +1,4 @@
-"""The main job on a real node: apply, proven budget, serve, scale, refuse, kill, delete."""
+"""The main job on a real node: apply, validated budget, serve, scale, refuse, kill, delete."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RANDOM = {
 }
 
 
-def test_apply_becomes_a_proven_budget_that_serves_and_scales(space: Any, cluster: Any) -> None:
+def test_apply_becomes_a_validated_budget_that_serves_and_scales(space: Any, cluster: Any) -> None:
     model = {"source": "pvc://models/smollm2"}
     space.apply("smollm2", model=model, resources={"cpu": "250m", "memory": "2Gi"})
     seen = set()
@@ -49,13 +49,13 @@ def test_apply_becomes_a_proven_budget_that_serves_and_scales(space: Any, cluste
     command = [sys.executable, client, f"http://{ip}:8000", "smollm2"]
     done = cluster.network.run(command, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    said = json.loads(done.stdout)
-    assert said["models"] == ["smollm2"]
-    assert said["chat"] == said["streamed"] == "The capital of France is Paris."
-    assert said["completions"][0].startswith(" Paris")
-    assert said["echo"] == "The capital of France is"
-    assert said["scored"][0] is None and all(v < 0 for v in said["scored"][1:])
-    assert "max_tokens" in said["refused"]
+    answers = json.loads(done.stdout)
+    assert answers["models"] == ["smollm2"]
+    assert answers["chat"] == answers["streamed"] == "The capital of France is Paris."
+    assert answers["completions"][0].startswith(" Paris")
+    assert answers["echo"] == "The capital of France is"
+    assert answers["scored"][0] is None and all(v < 0 for v in answers["scored"][1:])
+    assert "max_tokens" in answers["refused"]
 
     words = ("-n", "kvline-system", "get", "service", "kvline-page")
     page = cluster.kubectl(*words, "-o", "jsonpath={.spec.clusterIP}").stdout

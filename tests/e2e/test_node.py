@@ -39,14 +39,14 @@ def test_an_image_that_is_nowhere_and_a_gpu_that_is_not_free_change_nothing(
     """F30, F33."""
     before = {p["metadata"]["uid"] for p in pods(space)}
     space.apply("steady", **RANDOM, replicas=2, image=NOWHERE)
-    told = wait(space, "steady", "Progressing", reason="ImagePullFailed")
-    assert NOWHERE in told["message"]
+    progressing = wait(space, "steady", "Progressing", reason="ImagePullFailed")
+    assert NOWHERE in progressing["message"]
     assert serving(space) == 2
 
     needy = {**RANDOM, "resources": {"cpu": "100m", "memory": "1536Mi", "gpus": 1}}
     space.apply("steady", **needy, replicas=2, image=NOWHERE)
-    told = wait(space, "steady", "Progressing", reason="Unschedulable")
-    assert "Insufficient nvidia.com/gpu" in told["message"]
+    progressing = wait(space, "steady", "Progressing", reason="Unschedulable")
+    assert "Insufficient nvidia.com/gpu" in progressing["message"]
     assert serving(space) == 2
 
     space.apply("steady", **RANDOM, replicas=2)

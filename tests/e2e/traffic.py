@@ -1,4 +1,4 @@
-"""Run inside the cluster's network: streams without a pause until told to stop, and keeps
+"""Run inside the cluster's network: streams without a pause until asked to stop, and keeps
 the moments at which they ended. `streaming` runs it beside whatever a test does.
 
 Each request is a connection of its own, so that every endpoint is met as soon as it is one. A
@@ -61,8 +61,8 @@ def streaming(network: Any, host: str, model: str, folder: Path, threads: int) -
         yield streams
     finally:
         stop.touch()
-        said = json.loads(running.communicate(timeout=120)[0])
-        streams.ended, streams.failures = said["ended"], said["failures"]
+        result = json.loads(running.communicate(timeout=120)[0])
+        streams.ended, streams.failures = result["ended"], result["failures"]
 
 
 def main(host: str, model: str, stop: str, threads: int) -> None:

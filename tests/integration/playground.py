@@ -256,7 +256,7 @@ class Node:
         only: Callable[[dict[str, Any]], bool] = lambda pod: True,
     ) -> None:
         """Every pod runs and reports `state`; it is ready when validated and its gate lets it,
-        unless said."""
+        unless given."""
         self.fetch()
         for pod in self.pods():
             if not only(pod):

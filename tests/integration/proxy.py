@@ -22,7 +22,7 @@ Answer = tuple[int, dict[str, str]]
 
 
 class Proxy(ThreadingHTTPServer):
-    """Plain HTTP in, the API server's TLS out; who asks is told by their own token."""
+    """Plain HTTP in, the API server's TLS out; a client is known by its token."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -40,7 +40,7 @@ class Proxy(ThreadingHTTPServer):
         self.kubeconfig.write_text(yaml.safe_dump(given))
         self.writes: list[str] = []  # paths, as they were asked for
         self.reads: list[str] = []  # likewise, watches left out
-        self.swallowed: list[dict[str, Any]] = []  # events that nobody was told
+        self.swallowed: list[dict[str, Any]] = []  # events that no watch received
         self.swallow: Callable[[dict[str, Any]], bool] = lambda event: False
         self.answer: Callable[[str, str], Answer | None] = lambda method, path: None
         self.delay = 0.0  # seconds before each call but a watch

@@ -1,4 +1,4 @@
-"""A service on its way from one revision to another: the node acts at each look."""
+"""A service in a rollout from one revision to another; the played node acts at each poll."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvline_contract.report import State
 
 
 class Service:
-    """A service whose pods live as long as the test looks: each look lets the node act."""
+    """A service whose pods make progress only when the test polls."""
 
     def __init__(self, space: Any, node: Any) -> None:
         self.space, self.node = space, node
@@ -20,7 +20,7 @@ class Service:
         self.served: set[str] = set()  # revisions that ever had a ready pod
         self.fewest_ready = 1 << 30
 
-    def look(self) -> dict[str, Any]:
+    def poll(self) -> dict[str, Any]:
         self.node.fetch()
         for pod in self.node.pods():
             revision = self.revision(pod)
@@ -34,7 +34,7 @@ class Service:
 
     def until(self, check: Callable[[dict[str, Any]], Any], seconds: float = 60) -> dict[str, Any]:
         def looked() -> dict[str, Any]:
-            status = self.look()
+            status = self.poll()
             return status if check(status) else {}
 
         return dict(eventually(looked, seconds))

@@ -51,14 +51,14 @@ def _answers(operator: Operator) -> bool:
 
 
 def healthy(operator: Operator) -> float:
-    """Seconds until the probe said that all is well."""
+    """Seconds until the probe reported that all is well."""
     began = time.monotonic()
     url = f"http://127.0.0.1:{operator.probe_port}/healthz"
     assert urllib.request.urlopen(url, timeout=10).status == 200
     return time.monotonic() - began
 
 
-def test_nothing_is_decided_or_said_on_old_data(
+def test_nothing_is_decided_or_reported_on_old_data(
     space: Space, proxy: Proxy, behind: Operator, node: Node, until: Callable[..., Any]
 ) -> None:
     """F05: every read is a consistent one, which no cache of the API server may answer with the
@@ -120,7 +120,7 @@ def test_watches_that_are_gone_are_opened_anew(
     serve(space, node)
     proxy.gone = 9
     space.kubectl("label", "kvl,pdb,serviceaccount", "--all", "touched=yes")
-    until(lambda: proxy.gone < 9)  # one was told so
+    until(lambda: proxy.gone < 9)  # one watch was answered 410
     proxy.gone = 0
     space.kubectl("delete", "serviceaccount", "chat")
     until(lambda: space.get("serviceaccount", "chat"), RESYNC / 2)
@@ -196,7 +196,7 @@ def test_writes_that_conflict_are_not_hammered(
     shows="15 s apart (not 120 s) at a proxy: no pod is touched, the probe is well, and 60 s "
     "after a changed count and a deleted budget are done",
 )
-def test_what_was_said_while_they_were_apart_is_done_afterwards(
+def test_changes_during_a_partition_are_applied_afterwards(
     space: Space, proxy: Proxy, behind: Operator, node: Node, until: Callable[..., Any]
 ) -> None:
     """F13, L08."""
@@ -233,7 +233,7 @@ def test_a_status_that_is_refused_stops_no_child(
 def test_an_operator_whose_watches_are_dead_says_so(
     space: Space, proxy: Proxy, behind: Operator, node: Node, until: Callable[..., Any]
 ) -> None:
-    """F09: what changes is still found by resyncs; that no event told of it fails the probe, and
+    """F09: what changes is still found by resyncs; that no event reported it fails the probe, and
     the operator that is started instead is well."""
     serve(space, node)
     proxy.swallow = lambda event: True

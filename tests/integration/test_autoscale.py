@@ -22,7 +22,7 @@ HOW = {
 
 
 def load(used: int) -> Load:
-    """Of a replica with 4,096 proven tokens."""
+    """Of a replica with 4,096 validated tokens."""
     return Load(1, 4096, used, 0, 0, 1, 0, 0, 64, False)
 
 
@@ -34,8 +34,8 @@ def wanted(space: Any) -> int:
 def follow(node: Node, space: Any, replicas: int) -> bool:
     """A look at what runs, with new pods validated."""
     node.play(State.VALIDATED)
-    said = space.get("kvl", "chat").get("status", {})
-    return bool(wanted(space) == len(node.pods()) == said.get("readyReplicas") == replicas)
+    status = space.get("kvl", "chat").get("status", {})
+    return bool(wanted(space) == len(node.pods()) == status.get("readyReplicas") == replicas)
 
 
 def events(space: Any, reason: str) -> list[str]:

@@ -1,5 +1,5 @@
 """The charts, rendered and installed by the real Helm: what they refuse, what they write, and that
-a Role in one namespace is enough for the operator that was told to look nowhere else."""
+a Role in one namespace is enough for an operator that watches only that namespace."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_plain_manifests_are_the_charts(helm: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ((), "'/image/operator': minLength"),
         (("--set", "image.operator=kvline:latest", "--set", f"image.server={DIGEST}"), "sha256"),
@@ -52,12 +52,12 @@ def test_the_plain_manifests_are_the_charts(helm: Any) -> None:
         ((*IMAGES, "--set", "image.allowTags=yes please"), "want boolean"),
     ],
 )
-def test_a_wrong_value_is_refused_by_name(helm: Any, words: tuple[str, ...], said: str) -> None:
+def test_a_wrong_value_is_refused_by_name(helm: Any, words: tuple[str, ...], message: str) -> None:
     from errors import ClusterError
 
     with pytest.raises(ClusterError) as refused:
         helm.template("kvline", *words)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_the_page_is_off_and_each_port_is_for_somebody(helm: Any) -> None:
@@ -127,8 +127,8 @@ def test_every_value_reaches_what_it_is_about(helm: Any, tmp_path: Path) -> None
     # Its own flags are read by the operator itself.
     from kvline_operator.settings import parse
 
-    told = parse([*container["args"], "--default-image", DIGEST])
-    assert told.namespaces == ("team", "research") and told.page_port == 8082
+    options = parse([*container["args"], "--default-image", DIGEST])
+    assert options.namespaces == ("team", "research") and options.page_port == 8082
     policy = next(d for d in made if d["kind"] == "NetworkPolicy")["spec"]["ingress"]
     let_in = {
         rule["ports"][0]["port"]: [
@@ -139,7 +139,7 @@ def test_every_value_reaches_what_it_is_about(helm: Any, tmp_path: Path) -> None
         for rule in policy
     }
     assert let_in == {"probe": ["monitoring"], "page": ["desk"]}
-    assert told.pull_secrets == ("reg",) and told.traces_port == 4318
+    assert options.pull_secrets == ("reg",) and options.traces_port == 4318
 
 
 @pytest.fixture
@@ -170,10 +170,10 @@ def test_a_role_in_one_namespace_is_enough(
         assert cluster.kubectl(*elsewhere, me, check=False).stdout.strip() == "no"
     finally:
         operator.stop()
-    said = operator.log.read_text()
-    assert "Traceback" not in said and "403" not in said and "orbidden" not in said
+    log = operator.log.read_text()
+    assert "Traceback" not in log and "403" not in log and "orbidden" not in log
 
-    # An upgrade changes what it was told to; going away leaves services and their pods.
+    # An upgrade changes its options; an uninstall leaves services and their pods.
     release("upgrade", "kvline", "charts/kvline", *words, "--set", "intervals.pollSeconds=3")
     deployment = space.get("deployment", "kvline-operator")
     assert "--poll-seconds=3" in deployment["spec"]["template"]["spec"]["containers"][0]["args"]

@@ -84,7 +84,7 @@ def test_a_foreign_object_with_a_child_s_name_is_left_alone(
 def test_what_is_made_anew_takes_nothing_over(
     space: Any, operator: Any, until: Callable[..., Any]
 ) -> None:
-    """F24 again, of an object that comes between a look and its writes: of each kind of child."""
+    """F24 again, for each kind of child: an object that appears between reads and writes."""
     space.apply()
     until(lambda: space.list("deployments"))
     kube = connect(None, str(space.cluster.kubeconfig), space.name).kube
@@ -216,9 +216,9 @@ def test_what_others_put_into_pods_is_taken_away_and_named(
 
     until(clean)
     until(lambda: "initContainers" in " ".join(foreign_events(space, "ForeignChangeRemoved")))
-    told = " ".join(foreign_events(space, "ForeignChangeRemoved"))
-    assert "spec.template.spec.containers[server].env[SPY] (set by kubectl-set)" in told
-    assert "annotations" in told and "initContainers" in told and "(set by kubectl-patch)" in told
+    messages = " ".join(foreign_events(space, "ForeignChangeRemoved"))
+    assert "spec.template.spec.containers[server].env[SPY] (set by kubectl-set)" in messages
+    assert all(w in messages for w in ("annotations", "initContainers", "(set by kubectl-patch)"))
     until(lambda: node.play(State.VALIDATED) or space.up_to_date, 60)
     rests(space, until)
 

@@ -81,7 +81,7 @@ def test_a_node_that_refuses_pods_leaves_ten_of_them_and_is_named(
     assert (status["replicas"], status["endedPods"]) == (4, 10)
 
 
-def test_pods_of_strangers_that_wear_our_labels_do_not_count(
+def test_foreign_pods_with_our_labels_do_not_count(
     space: Any, operator: Any, node: Any, until: Callable[..., Any]
 ) -> None:
     """A pod of nobody, and one of a ReplicaSet that is called like ours; both ready, both with a

@@ -1,4 +1,4 @@
-"""What befalls an operator: a right taken away, a quota used up, a second operator, things said
+"""Faults around an operator: a right taken away, a quota used up, a second operator, things written
 that are none of its business."""
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def test_a_right_that_is_missing_is_named_and_coming_back_is_enough(
     until(lambda: space.condition("Accepted").get("status") == "True")
 
 
-def test_a_quota_is_told_with_its_figure_and_room_is_enough(
+def test_a_used_up_quota_is_reported_and_room_is_enough(
     space: Any, operator: Any, until: Callable[..., Any]
 ) -> None:
     """F28."""
@@ -114,14 +114,14 @@ def test_annotations_of_others_have_no_effect(
     """C20: a quarter of a megabyte, and kopf's own."""
     serve(space, node)
     before = [p["metadata"]["uid"] for p in node.pods()]
-    said = {"big": "x" * 250_000, "kopf.zalando.org/last-handled-configuration": "{}"}
+    foreign = {"big": "x" * 250_000, "kopf.zalando.org/last-handled-configuration": "{}"}
     file = tmp_path / "patch.json"
-    file.write_text(json.dumps({"metadata": {"annotations": said}}))
+    file.write_text(json.dumps({"metadata": {"annotations": foreign}}))
     space.kubectl("patch", "kvl", "chat", "--type=merge", f"--patch-file={file}")
     space.apply(replicas=2)
     until(lambda: both_serve(space, node))
     assert before[0] in [p["metadata"]["uid"] for p in node.pods()]
-    assert space.get("kvl", "chat")["metadata"]["annotations"]["big"] == said["big"]
+    assert space.get("kvl", "chat")["metadata"]["annotations"]["big"] == foreign["big"]
     assert "finalizers" not in space.get("kvl", "chat")["metadata"]
 
 
@@ -146,7 +146,7 @@ def test_annotations_of_others_have_no_effect(
         ("C25", {"model": {"source": "pvc://models/x", "servedName": 2026}}, "servedName"),
     ],
 )
-def test_what_cannot_be_said(space: Any, id: str, spec: dict[str, Any], words: str) -> None:
+def test_what_a_spec_cannot_contain(space: Any, id: str, spec: dict[str, Any], words: str) -> None:
     refused = space.kubectl("apply", "-f", "-", input=manifest("chat", **spec), check=False)
     assert refused.returncode != 0 and words in refused.stderr, refused.stderr[-600:]
 
@@ -160,9 +160,9 @@ def test_an_api_that_is_taken_away_and_comes_back(
     serve(space, node)
     space.cluster.kubectl("delete", "-f", str(crd.FILE))
     try:
-        for said in ("the watch ended: ", "the CustomResourceDefinition of kvline.dev is not inst"):
+        for line in ("the watch ended: ", "the CustomResourceDefinition of kvline.dev is not inst"):
             assert operator.process is not None and operator.process.wait(90) == 1
-            assert said in operator.log.read_text().splitlines()[-1]
+            assert line in operator.log.read_text().splitlines()[-1]
             operator.start()
         operator.stop()
     finally:

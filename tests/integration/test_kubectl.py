@@ -26,7 +26,7 @@ def say(space: Any) -> Callable[..., Any]:
     return run
 
 
-def test_a_turned_down_spec_is_explained_and_taken_back(
+def test_a_rejected_spec_is_explained_and_rolled_back(
     service: Service, say: Callable[..., Any]
 ) -> None:
     first = service.stable()
@@ -41,11 +41,11 @@ def test_a_turned_down_spec_is_explained_and_taken_back(
     assert "weights" in one and "█" in one and f"gate of revision {second}: Rejected" in one
     assert "UpToDate" in one and "CapacityValidated" not in one
 
-    told = say("explain", "chat").stdout
-    assert told.startswith("chat serves.")
-    assert told.count("RevisionRejected") == 2  # condition and event
-    assert "UpToDate: RevisionRejected" in told and "2892 short" in told
-    assert "do:   change the spec, or promote" in told
+    explained = say("explain", "chat").stdout
+    assert explained.startswith("chat serves.")
+    assert explained.count("RevisionRejected") == 2  # condition and event
+    assert "UpToDate: RevisionRejected" in explained and "2892 short" in explained
+    assert "do:   change the spec, or promote" in explained
 
     past = say("history", "chat").stdout.splitlines()
     newest = next(line for line in past if second in line)
@@ -97,13 +97,13 @@ def test_upgrade_takes_the_new_default_image_through_the_gate(
     service.tokens[second] = 4096
     service.until(lambda s: s["rollout"]["stableRevision"] == second)
     service.until_reason("UpToDate")
-    assert not service.look()["rollout"]["imageOutdated"]
+    assert not service.poll()["rollout"]["imageOutdated"]
     # And back again: the annotation went with the revision.
     say("rollback", "chat")
     service.until(lambda s: s["rollout"]["stableRevision"] == first)
 
 
-def test_what_cannot_be_done_is_said_in_a_line(space: Any, say: Callable[..., Any]) -> None:
+def test_what_cannot_be_done_is_reported_in_a_line(space: Any, say: Callable[..., Any]) -> None:
     for words, text in (
         (["explain", "nobody"], "no InferenceService nobody in namespace"),
         (["size"], "give one of NAME and -f FILE"),

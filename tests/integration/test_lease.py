@@ -63,10 +63,10 @@ def reaches(space: Space, node: Node, replicas: int) -> bool:
 
 
 def doubles(space: Space) -> list[tuple[str, str]]:
-    """Events of the service that were told twice; but each new pod has no node here at first."""
+    """Events of the service that were sent twice; but each new pod has no node here at first."""
     ours = [e for e in space.list("events") if e["involvedObject"]["kind"] == KIND]
-    told = [(e["reason"], e["message"]) for e in ours]
-    return [t for t in told if told.count(t) > 1 and t[0] != "Unschedulable"]
+    sent = [(e["reason"], e["message"]) for e in ours]
+    return [t for t in sent if sent.count(t) > 1 and t[0] != "Unschedulable"]
 
 
 def test_one_acts_and_the_other_takes_over_when_it_dies_or_leaves(

@@ -33,7 +33,7 @@ def browse(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     tools.ensure_packages(print, {"chromium": "chromium"})
     folder = tmp_path_factory.mktemp("browser")
 
-    def look(url: str, *words: str, seconds: float = 1) -> str:
+    def fetch(url: str, *words: str, seconds: float = 1) -> str:
         command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu"]
         command += [f"--user-data-dir={folder}", "--enable-logging=stderr", "--hide-scrollbars"]
         command += [f"--virtual-time-budget={int(seconds * 1000)}", *(words or ["--dump-dom"])]
@@ -41,7 +41,7 @@ def browse(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
         assert "CONSOLE" not in done.stderr, done.stderr[-2000:]  # no error, no refused script
         return done.stdout
 
-    return look
+    return fetch
 
 
 def test_the_operator_s_page_has_what_the_status_has(
@@ -67,18 +67,18 @@ def test_the_operator_s_page_has_what_the_status_has(
 
 def test_an_open_page_follows_what_happens(browse: Callable[..., str]) -> None:
     class Changing(StatusCache):
-        looks = 0
+        reads = 0
 
         def all(self) -> list[View]:
-            self.looks += 1
-            return [simple("first", "False", "Probing") if self.looks == 1 else rolled_back()]
+            self.reads += 1
+            return [simple("first", "False", "Probing") if self.reads == 1 else rolled_back()]
 
     shown, port = Changing(), free_port()
     serve_page(shown, port)
     eventually(lambda: _answers(port))
     text = browse(f"http://127.0.0.1:{port}", seconds=5)
     assert "Probing" not in text and "19,376" in text
-    assert shown.looks >= 2
+    assert shown.reads >= 2
 
 
 def _answers(port: int) -> bool:

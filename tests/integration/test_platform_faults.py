@@ -93,8 +93,8 @@ def test_pods_that_the_operator_cannot_reach_serve_on(
     operator.stop()
     operator.start()  # which has read no report yet
     until(lambda: space.condition("CapacityMeasured").get("reason") == "ReportMissing")
-    told = space.condition("CapacityMeasured")
-    assert told["status"] == "Unknown" and ":8001" in told["message"]
+    measured = space.condition("CapacityMeasured")
+    assert measured["status"] == "Unknown" and ":8001" in measured["message"]
     time.sleep(3)  # ten polls
     pods = node.pods()
     assert [p["metadata"]["uid"] for p in pods] == before

@@ -82,8 +82,8 @@ def test_a_revision_of_another_contract_is_neither_rendered_anew_nor_stuck(
     service.tokens[candidate] = 4096
     service.until(lambda s: s["rollout"]["stableRevision"] == candidate)
     service.until_reason("UpToDate")
-    said = [e["reason"] for e in space.list("events")]
-    assert "SpecInvalid" not in said and "GatePassed" in said
+    reasons = [e["reason"] for e in space.list("events")]
+    assert "SpecInvalid" not in reasons and "GatePassed" in reasons
     assert "422" not in operator.log.read_text()
 
 

@@ -21,7 +21,7 @@ MODEL = {
 POLICIES = ("chat", "chat-prepare")
 
 
-def test_a_model_is_downloaded_once_for_all_and_its_failure_is_told(
+def test_a_model_is_downloaded_once_for_all_and_its_failure_is_reported(
     space: Any, operator: Any, node: Node
 ) -> None:
     """Two replicas, one Job, which alone is given the token."""

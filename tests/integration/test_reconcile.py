@@ -35,7 +35,7 @@ def revision(space: Any, name: str = "chat") -> str:
     return str((status.get("rollout") or {}).get("stableRevision", ""))
 
 
-def test_an_apply_becomes_children_pods_and_a_proven_budget(
+def test_an_apply_becomes_children_pods_and_a_validated_budget(
     space: Any, operator: Any, node: Any, until: Callable[..., Any]
 ) -> None:
     space.apply(capacity={"minKVTokens": 1000})
@@ -84,9 +84,9 @@ def test_a_gpu_is_asked_of_the_node_and_its_image_must_be_named(
     asked = {"memory": "2Gi", "gpus": 1}
     space.apply(resources=asked)
     refused = until(lambda: space.condition("Accepted").get("status") == "False" and space)
-    said = refused.condition("Accepted")
-    assert said["reason"] == "SpecInvalid"
-    assert "spec.image is missing" in said["message"]
+    accepted = refused.condition("Accepted")
+    assert accepted["reason"] == "SpecInvalid"
+    assert "spec.image is missing" in accepted["message"]
     assert not space.list("deployments")
     space.apply(resources=asked, image="registry.example/kvline-cuda@sha256:" + "a" * 64)
     (deployment,) = until(lambda: space.list("deployments"))
@@ -132,7 +132,7 @@ def test_a_change_replaces_the_revision_replica_by_replica(
     old = revision(space)
     space.apply(engine={"maxModelLen": 2048})
     until(lambda: len(node.pods()) == 2)
-    # Held as soon as the scheduler has said that this control plane has no node.
+    # Held as soon as the scheduler has reported that this control plane has no node.
     until(lambda: space.condition("UpToDate").get("reason") in ("RollingOut", "GateHeld"))
     assert space.condition("Ready")["status"] == "True"
     until(

@@ -1,4 +1,4 @@
-"""Sizes on record in the cluster: written once, moved by nobody else, told when they drift."""
+"""Recorded sizes in the cluster: written once, changed by nobody else, reported when they drift."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def kept(space: Any) -> dict[str, Any]:
     return dict(json.loads((found.get("data") or {}).get("records.json", "{}")))
 
 
-def test_a_proven_size_is_kept_for_the_next_replica_and_moves_no_pod(
+def test_a_validated_size_is_kept_for_the_next_replica_and_moves_no_pod(
     space: Any, operator: Any, node: Any, until: Callable[..., Any]
 ) -> None:
     serve(space, node)
@@ -31,7 +31,7 @@ def test_a_proven_size_is_kept_for_the_next_replica_and_moves_no_pod(
     assert [p["metadata"]["uid"] for p in node.pods()] == pods
 
 
-def test_a_replica_that_measures_less_is_told_with_both_figures(
+def test_a_replica_that_measures_less_is_reported_with_both_figures(
     space: Any, operator: Any, node: Any, until: Callable[..., Any]
 ) -> None:
     serve(space, node)

@@ -61,7 +61,7 @@ def test_every_right_that_is_granted_is_used_and_no_other_is_asked_for(
         space.apply(engine={"maxModelLen": length})
         generation = space.get("kvl", "chat")["metadata"]["generation"]
         until(lambda g=generation: space.get("kvl", "chat")["status"]["observedGeneration"] == g)
-    # Measured, let through its gate, ready: a look each.
+    # Measured, let through its gate, ready: a reconcile each.
     until(lambda: node.play(State.VALIDATED) or len(space.list("deployments")) == 1)
     until(lambda: len(space.list("controllerrevisions")) == 10)
     space.kubectl("patch", "service", "chat", "--type=merge", "-p", '{"spec":{"selector":null}}')

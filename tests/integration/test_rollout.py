@@ -1,5 +1,5 @@
-"""The rollout gate against a real API server: no candidate takes traffic before it has proven its
-budget, and what was decided outlives the operator."""
+"""The rollout gate against a real API server: no candidate takes traffic before its budget is
+validated, and what was decided outlives the operator."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_candidate_is_measured_alone_and_then_takes_over_replica_by_replica(
     space.apply(replicas=2, engine=BIGGER)
     candidate = service.candidate()
     eventually(lambda: len(service.pods_of(candidate)) == 1)
-    service.look()
+    service.poll()
     assert len(service.pods_of(stable)) == 2 and candidate not in service.served
     service.tokens[candidate] = 3900
     status = service.until_reason("UpToDate")
@@ -45,7 +45,7 @@ def test_a_candidate_is_measured_alone_and_then_takes_over_replica_by_replica(
     eventually(lambda: len(service.node.pods()) == 2)
 
 
-def test_half_the_budget_is_rolled_back_and_stays_so_until_somebody_says_otherwise(
+def test_half_the_budget_is_rejected_until_the_spec_or_a_promotion_says_otherwise(
     service: Service, space: Any, operator: Any
 ) -> None:
     first = service.stable()
@@ -111,7 +111,7 @@ def test_another_model_is_held_until_a_minimum_says_what_is_enough(
     candidate = service.candidate()
     service.tokens[candidate] = 4096
     service.until(lambda s: "cannot be compared" in up_to_date(s)["message"])
-    assert up_to_date(service.look())["reason"] == "GateHeld"
+    assert up_to_date(service.poll())["reason"] == "GateHeld"
     assert candidate not in service.served
     space.apply(replicas=2, model=model, capacity={"minKVTokens": 4000})
     status = service.until_reason("UpToDate")
@@ -228,7 +228,7 @@ def test_replace_measures_in_the_place_of_one_and_never_lacks_two(
     assert service.fewest_ready == 1 and most == 2
 
 
-def test_an_engine_that_ends_twice_is_turned_down_and_one_that_waits_is_held(
+def test_an_engine_that_ends_twice_is_rejected_and_one_that_waits_is_held(
     service: Service, space: Any
 ) -> None:
     space.apply(replicas=2, engine=SMALLER)
@@ -237,20 +237,20 @@ def test_an_engine_that_ends_twice_is_turned_down_and_one_that_waits_is_held(
     status = service.until_reason("GateHeld")  # the scheduler finds no node here
     assert f"{pod['metadata']['name']} has no node" in up_to_date(status)["message"]
     knobs = (Knob("spec.resources.memory", Direction.RAISE, 3072),)
-    said = Termination(1, 40, "OutOfMemory", "40 MiB short", None, Binding.WEIGHTS, None, knobs)
-    service.node.crash(pod, 40, said.dumps(), restarts=1)
+    ended = Termination(1, 40, "OutOfMemory", "40 MiB short", None, Binding.WEIGHTS, None, knobs)
+    service.node.crash(pod, 40, ended.dumps(), restarts=1)
     status = service.until_reason("RevisionRejected")
     assert (
         "ended 2 times, with code 40 (OutOfMemory): 40 MiB short" in (up_to_date(status)["message"])
     )
     service.until(lambda s: not service.pods_of(candidate))
-    diagnosis = service.look()["diagnosis"]
+    diagnosis = service.poll()["diagnosis"]
     assert (diagnosis["revision"], diagnosis["binding"]) == (candidate, "Weights")
     assert diagnosis["knobs"] == [
         {"field": "spec.resources.memory", "direction": "raise", "value": 3072}
     ]
-    told = space.kvline("explain", "chat").stdout
-    assert "would help: raise spec.resources.memory to 3072" in told
+    explained = space.kvline("explain", "chat").stdout
+    assert "would help: raise spec.resources.memory to 3072" in explained
     assert service.fewest_ready == 2
 
 
@@ -293,7 +293,7 @@ def test_an_accepted_revision_that_measures_less_serves_warns_and_can_be_promote
     service: Service, space: Any, operator: Any
 ) -> None:
     """Pods are replaced while the operator is away, and a container starts again under another
-    driver: only minKVTokens keeps them out, the loss is said with its figures, and a person can
+    driver: only minKVTokens keeps them out, the loss is reported with its figures, and a person can
     take it for the new baseline."""
     space.apply(replicas=2, engine=BIGGER)
     revision = service.candidate()
@@ -303,14 +303,14 @@ def test_an_accepted_revision_that_measures_less_serves_warns_and_can_be_promote
     _lose_one(service, space, revision, 3891, ready=2)
     service.node.was_ready.clear()
     service.tokens[revision] = 2000
-    service.look()
+    service.poll()
     assert sum(map(is_ready, service.node.pods())) == 2
     operator.start()
     service.until(lambda s: space.condition("CapacityStable").get("reason") == "BelowBaseline")
     stable, sufficient = (space.condition(f"Capacity{t}") for t in ("Stable", "Sufficient"))
     figures = "2000 KV tokens, 3892 are expected (95 % of the baseline 4096 on a CPU): 1892 short"
     assert figures in stable["message"] and service.events("BelowBaseline") == [stable["message"]]
-    assert (sufficient["status"], service.look()["readyReplicas"]) == ("True", 2)
+    assert (sufficient["status"], service.poll()["readyReplicas"]) == ("True", 2)
 
     assert f"revision {revision}" in space.kvline("promote", "chat").stdout
     service.until(lambda s: space.condition("CapacityStable")["reason"] != "BelowBaseline")
@@ -330,8 +330,10 @@ def test_an_accepted_revision_that_measures_less_serves_warns_and_can_be_promote
     assert kept["asOf"] and "No replica serves; the last one had 2,000 KV tokens" in (
         space.kvline("explain", "chat").stdout
     )
-    said = space.condition("CapacitySufficient")["message"]
-    assert "2500 are required (spec.capacity.minKVTokens): 500 short, it takes no traffic" in said
+    message = space.condition("CapacitySufficient")["message"]
+    assert (
+        "2500 are required (spec.capacity.minKVTokens): 500 short, it takes no traffic" in message
+    )
 
 
 def _lose_one(service: Service, space: Any, revision: str, tokens: int, ready: int) -> None:
@@ -341,7 +343,7 @@ def _lose_one(service: Service, space: Any, revision: str, tokens: int, ready: i
     space.kubectl("delete", "pod", gone["name"], "--grace-period=0", "--force")
 
     def replaced() -> bool:
-        service.look()
+        service.poll()
         pods = service.node.pods()
         known = {p["metadata"]["uid"] for p in pods}
         return len(pods) == 2 and gone["uid"] not in known and sum(map(is_ready, pods)) == ready
@@ -360,7 +362,7 @@ def test_killing_the_operator_at_each_write_of_a_rollout_ends_in_the_same_state(
     The two stories share their writes, and take every second one each."""
     reached = 0
     for write in range(first, 40, 2):
-        stable = service.look()["rollout"]["stableRevision"]
+        stable = service.poll()["rollout"]["stableRevision"]
         operator.stop(signal.SIGKILL)
         operator.extra = {"KVLINE_FAULT_WRITE": f"{write}:after"}
         space.apply(replicas=2, engine={"maxModelLen": 1000 + write})
@@ -368,7 +370,7 @@ def test_killing_the_operator_at_each_write_of_a_rollout_ends_in_the_same_state(
         died, candidate = _roll(service, operator, tokens, reason)
         assert service.fewest_ready == 2, write
         expected = candidate if reason == "UpToDate" else stable
-        assert service.look()["rollout"]["stableRevision"] == expected, write
+        assert service.poll()["rollout"]["stableRevision"] == expected, write
         assert {service.revision(p) for p in service.node.pods()} == {expected}, write
         if not died:
             break
@@ -387,7 +389,7 @@ def _roll(service: Service, operator: Any, tokens: int, reason: str) -> tuple[bo
             assert operator.process.returncode == 9, "of something else than the fault"
             died, operator.extra = True, {}
             operator.start()
-        status = service.look()
+        status = service.poll()
         for pod in service.node.pods():
             service.tokens.setdefault(service.revision(pod), tokens)
         new = set(service.tokens) - before

@@ -147,7 +147,7 @@ def test_an_empty_spec_is_refused(space: Any, spec: Any) -> None:
     refused(space, "spec", json.dumps(made))
 
 
-def test_secrets_of_other_namespaces_cannot_be_said(space: Any) -> None:
+def test_secrets_of_other_namespaces_cannot_be_named(space: Any) -> None:
     """C11."""
     for name in ("other/name", "with.dots"):
         model = {"source": f"hf://o/n@{COMMIT}", "tokenSecret": {"name": name, "key": "k"}}
@@ -185,10 +185,10 @@ def test_a_definition_is_waited_for_from_before_it_has_conditions() -> None:
     answers = [early, "", "False", "True"]
 
     def kubectl(*words: str) -> subprocess.CompletedProcess[str]:
-        said = "" if words[0] == "apply" else answers.pop(0)
-        if said == early:
-            raise ClusterError(said)
-        return subprocess.CompletedProcess(words, 0, said, "")
+        answer = "" if words[0] == "apply" else answers.pop(0)
+        if answer == early:
+            raise ClusterError(answer)
+        return subprocess.CompletedProcess(words, 0, answer, "")
 
     crd.define(kubectl)
     assert answers == []

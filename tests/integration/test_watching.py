@@ -172,11 +172,11 @@ def test_the_rules_have_nothing_to_be_linted() -> None:
 def test_what_is_scraped_has_nothing_to_be_linted(space: Any, operator: Any, node: Any) -> None:
     serve(space, node)
     url = f"http://127.0.0.1:{operator.probe_port}/metrics"
-    told = eventually(lambda: urllib.request.urlopen(url, timeout=5).read().decode())
-    assert 'service="chat"' in told
+    metrics = eventually(lambda: urllib.request.urlopen(url, timeout=5).read().decode())
+    assert 'service="chat"' in metrics
     report = sizing_report("u", State.VALIDATED)
     pod = render(report, Beat(False, 1), EdgeBeat(True, 0), 1).decode()
-    for text in (told, pod):
+    for text in (metrics, pod):
         done = promtool("check", "metrics", "--extended", input=text)
         assert done.returncode == 0, done.stdout + done.stderr
     refused = promtool("check", "metrics", input="# TYPE kvline_things counter\nkvline_things 1\n")
