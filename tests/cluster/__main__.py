@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.command == "build":
         tools.ensure_root()
         tools.ensure_packages(say)
-        # Side by side: compiling waits for processors, the rest for disk and network.
+        # In parallel: compiling needs processors, the rest disk and network.
         with ThreadPoolExecutor() as pool:
             halves = [pool.submit(half) for half in (_programs, _model_and_images)]
         for half in halves:

@@ -1,5 +1,5 @@
-"""The API server asked directly, for what is looked at many times a second: a kubectl each time
-would take more of a small machine than everything that is looked at."""
+"""Direct calls to the API server, for what is polled many times a second: a kubectl process for
+each would take most of a small machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ JSON, MERGE = "application/json", "application/merge-patch+json"
 
 
 class Api:
-    """With the rights of a kubeconfig; the one that the environment names when none is given."""
+    """With a kubeconfig; by default the one that the environment names."""
 
     def __init__(self, kubeconfig: Path | None = None) -> None:
         settings = client.Configuration()
@@ -29,11 +29,11 @@ class Api:
         self._paths: dict[str, tuple[str, str]] = {}
 
     def get(self, path: str, **query: str) -> Object | None:
-        """None for what is not there. Raises ClusterError where there is no answer."""
+        """None for an object that does not exist. Raises ClusterError without an answer."""
         return self._call("GET", path, query, None)
 
     def merge(self, path: str, patch: Object) -> bool:
-        """A merge patch; False for what is not there."""
+        """A merge patch; False for an object that does not exist."""
         return self._call("PATCH", path, {}, patch) is not None
 
     def stream(self, path: str, **query: str) -> Iterator[Object]:
@@ -45,15 +45,15 @@ class Api:
             yield from (json.loads(line) for line in whole)
 
     def path(self, kind: str, namespace: str, name: str = "") -> str:
-        """Where a kind's objects of a namespace are; kinds are named as kubectl lets one."""
+        """The path of a kind's objects in a namespace; kinds are named as for kubectl."""
         if kind not in self._paths:
             self._paths = dict(self._discover())
         prefix, plural = self._paths[kind]
         return f"{prefix}/namespaces/{namespace}/{plural}" + (f"/{name}" if name else "")
 
     def _discover(self) -> Iterator[tuple[str, tuple[str, str]]]:
-        """Every word for a kind -> path of its version, plural. The core's words come last and so
-        win, as kubectl has it."""
+        """Every name of a kind -> path of its version, plural. Core kinds come last and take
+        precedence, as in kubectl."""
         groups = (self.get("/apis") or {}).get("groups", [])
         prefixes = [f"/apis/{group['preferredVersion']['groupVersion']}" for group in groups]
         for prefix in [*prefixes, "/api/v1"]:

@@ -34,7 +34,7 @@ MODULES = ("coredns", "kubernetes", "pause")
 
 
 def build(say: Callable[[str], None]) -> None:
-    """Nothing to do when the cache holds what go.sum asks for."""
+    """Does nothing if the cache has the programs of this go.sum."""
     with lock.held(LOCK):
         tools.ensure_packages(say)
         _build(say)
@@ -64,14 +64,14 @@ def _build(say: Callable[[str], None]) -> None:
     mark.write_text(want)
 
 
-# What only some tests need -> the folder of its go.mod, its package, build tags.
+# Programs that only some tests need -> the folder of go.mod, the package, build tags.
 EXTRAS = {
     "helm": ("helm", "helm.sh/helm/v3/cmd/helm", ""),
     "kwok": ("kwok", "sigs.k8s.io/kwok/cmd/kwok", ""),
     "kubeconform": ("kubeconform", "github.com/yannh/kubeconform/cmd/kubeconform", ""),
     "kube-score": ("kube-score", "github.com/zegl/kube-score/cmd/kube-score", ""),
     "promtool": ("prometheus", "github.com/prometheus/prometheus/cmd/promtool", "remove_all_sd"),
-    # Pods are all that it finds; the other ways of finding things are most of what it is made of.
+    # Kubernetes service discovery alone: the other kinds are most of its build.
     "prometheus": (
         "prometheus",
         "github.com/prometheus/prometheus/cmd/prometheus",
@@ -86,7 +86,7 @@ EXTRAS = {
 
 
 def ensure(name: str, say: Callable[[str], None]) -> Path:
-    """One of the extras; nothing to do when it is there as go.sum has it."""
+    """Builds one of the extras, unless it is there for this go.sum."""
     module, package, tags = EXTRAS[name]
     folder, mark = GO / module, BIN / f".{name}"
     want = hashlib.sha256((folder / "go.sum").read_bytes()).hexdigest()
@@ -105,7 +105,7 @@ def ensure(name: str, say: Callable[[str], None]) -> Path:
 def compile_program(
     go: str, name: str, folder: Path, package: str, flags: str, tags: str = ""
 ) -> None:
-    """One static program into the cache's bin, without what only debuggers read."""
+    """Builds one static program into the cache, without debug information."""
     command = [go, "build", "-trimpath", "-buildvcs=false", "-gcflags=all=-dwarf=false"]
     command += ["-tags", tags, "-ldflags", flags]
     done = subprocess.run(

@@ -38,14 +38,14 @@ BUILDAH = [
     "overlay",
 ]
 COMPONENTS = ("operator", "server")
-CUDA = "cuda"  # built only where it is asked for: five gigabytes, and kernels made with nvcc
+CUDA = "cuda"  # built only on request: five gigabytes, and kernels compiled with nvcc
 DOCKERFILES = {CUDA: "server/cuda.Dockerfile"}
 REGISTRY_KEYS = ("PIP_", "UV_", "SSL_CERT", "REQUESTS_CA", "CURL_CA")
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """An image in buildah's store: what a cluster needs to make it its own."""
+    """An image in buildah's store, as a cluster needs it for its import."""
 
     name: str  # as pods name it
     config: dict[str, Any]
@@ -57,7 +57,7 @@ class Built:
 
 
 def image_name(component: str) -> str:
-    """Tagged by content, so that a changed tree is another image and an equal one is found."""
+    """A name tagged by content: a changed tree is another image, an equal one is found again."""
     digest = hashlib.sha256()
     for path in _sources(component):
         digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
@@ -98,9 +98,8 @@ def _build_missing(say: Say, components: tuple[str, ...], extra: tuple[Path, ...
 
 
 def release() -> None:
-    """Takes away the containers that builds have left which were killed or found their disk full.
-    With them the store stays mounted onto itself, and no link leads out of a mount: a cluster's
-    layers are links to the store's files."""
+    """Removes containers of builds that were killed or found the disk full. They keep the store
+    mounted onto itself, and hard links, which a cluster's layers are, cannot leave a mount."""
     _buildah("rm", "--all", check=False)
 
 

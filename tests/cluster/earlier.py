@@ -1,4 +1,4 @@
-"""The operator and server of the version before, from this clone's own history."""
+"""The previous version's operator and server, from this clone's history."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def images(tree: Path) -> dict[str, str]:
 
 
 def build(say: Callable[[str], None]) -> None:
-    """Its images, so that no test has to wait for them."""
+    """Builds its images ahead, so that no test waits for them."""
     with tempfile.TemporaryDirectory() as folder:
         if unpack(Path(folder)):
             images(Path(folder))

@@ -1,4 +1,4 @@
-"""What the local cluster says when it cannot go on: one clear line."""
+"""The local cluster's error: one line for the user."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from errors import ClusterError
 from paths import BIN, ROOT
 
 HELM = BIN / "helm"
-KUBERNETES = "1.34.0"  # whose features templates are rendered for
+KUBERNETES = "1.34.0"  # the Kubernetes version that templates are rendered for
 HEAD = """\
 # charts/kvline with manifests/install-values.yaml: `make manifests`. No image is pinned here:
 # name both by digest, or use the chart.
@@ -23,7 +23,7 @@ def ensure(say: Callable[[str], None]) -> None:
 
 
 def helm(*words: str, input: str | None = None) -> str:
-    """Its output; raises ClusterError with what it complained about."""
+    """Helm's output; raises ClusterError with its error."""
     done = subprocess.run([HELM, *words], cwd=ROOT, input=input, capture_output=True, text=True)
     if done.returncode:
         raise ClusterError(f"helm {words[0]}: {done.stderr.strip()[-2000:]}")
@@ -31,7 +31,7 @@ def helm(*words: str, input: str | None = None) -> str:
 
 
 def template(chart: str, *words: str) -> str:
-    """A chart as it would be applied."""
+    """A chart's rendered objects."""
     where = ("--namespace", "kvline-system", "--kube-version", KUBERNETES)
     return helm("template", "kvline", f"charts/{chart}", *where, *words)
 

@@ -106,7 +106,7 @@ class Images:
                 self._ctr(kind, *words, *names, check=False)
 
     def kill_shims(self) -> None:
-        """Shims outlive containerd; those of this socket go."""
+        """Ends shims of this socket, which outlive containerd."""
         subprocess.run(
             ["pkill", "-KILL", "-f", f"containerd-shim-runc-v2.*-address {self._socket}"],
             check=False,

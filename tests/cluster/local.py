@@ -28,7 +28,7 @@ from paths import BIN, CLUSTERS
 from programs import Programs
 
 NODE = "local"
-# Default 20 and 50 requests a second hold a small cluster back for seconds.
+# The defaults of 20 and 50 requests a second slow a small cluster down by seconds.
 RAISED = ("--kube-api-qps=500", "--kube-api-burst=1000")
 RUNTIME_SERVES, RUNTIME_SECONDS = b"Start streaming server", 20
 
@@ -39,7 +39,7 @@ Say = Callable[[str], None]
 class LocalCluster:
     name: str
     mode: str = "node"
-    limits: tuple[str, ...] = RAISED  # of the controllers; empty: as Kubernetes ships them
+    limits: tuple[str, ...] = RAISED  # of the controllers; empty: Kubernetes' defaults
     network: Network = field(init=False)
     state: Path = field(init=False)
 
@@ -186,9 +186,9 @@ class LocalCluster:
         self._run("coredns", "-conf", str(conf / "Corefile"))
 
     def _start_containerd(self, conf: Path) -> None:
-        """It answers before its runtime service does, which first recovers what it knows; a kubelet
-        that comes in between ends. Its log alone tells; another version that says
-        it otherwise has served long before the time is up."""
+        """Waits for containerd's runtime service, which recovers its state first; a kubelet that
+        connects before that exits. Only the log shows it; a version with another log line is ready
+        long before the time is up."""
         log = self.state / "log" / "containerd.log"
         seen = log.stat().st_size if log.is_file() else 0
         self._run("containerd", f"--config={conf}/containerd.toml")
@@ -284,8 +284,8 @@ class LocalCluster:
             self._clean()
 
     def _clean(self) -> None:
-        """Ends everything this cluster or a crash of it left; keeps binaries, images, keys."""
-        # The kubelet first: it would start again what is ended below.
+        """Ends all processes of this cluster, after a crash too; keeps binaries, images, keys."""
+        # The kubelet first: it would restart what is ended below.
         self.programs.stop(["kubelet", "kube-proxy", "coredns"], signal.SIGTERM)
         cgroups.kill_all(self.cgroup)
         self.images.remove_containers()

@@ -1,4 +1,4 @@
-"""One at a time, among all processes of this machine."""
+"""A lock among all processes of this machine."""
 
 from __future__ import annotations
 

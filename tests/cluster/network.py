@@ -19,7 +19,7 @@ POD_RANGE = "198.18.0.0/16"
 SERVICE_RANGE = "198.19.0.0/16"
 FIRST_SERVICE = "198.19.0.1"
 BRIDGE = "kube0"
-# Of the clusters that the project itself starts.
+# Networks of the clusters that the project starts.
 NAMES = ("demo", "integration", "e2e", "bench", "integration-2", "integration-3")
 LINKS = "198.51.100"  # documentation range TEST-NET-2; TEST-NET-1 was in use on a machine seen
 
@@ -38,7 +38,8 @@ class Network:
 
     @property
     def _block(self) -> int:
-        """Which /30 of the link range the pair uses: ours are fixed, for they run side by side."""
+        """The /30 of the link range that the veth pair uses; fixed for our clusters, which run side
+        by side."""
         if self.name in NAMES:
             return NAMES.index(self.name)
         return len(NAMES) + zlib.crc32(self.name.encode()) % (64 - len(NAMES))
@@ -90,7 +91,7 @@ class Network:
         self.run(["sysctl", "-qw", "net.bridge.bridge-nf-call-iptables=1"], check=False)
 
     def _check_free(self) -> None:
-        """Another network on these addresses must be left alone."""
+        """Raises ClusterError if another network has these addresses."""
         shown = subprocess.run(["ip", "-br", "addr"], capture_output=True, text=True, check=True)
         for line in shown.stdout.splitlines():
             if f" {LINKS}." in line and not line.startswith("kvl"):

@@ -37,7 +37,7 @@ class Programs:
                 cwd=self.state,
             )
         (self.state / "pid" / name).write_text(str(process.pid))
-        process.returncode = 0  # it outlives this program on purpose; nobody here waits for it
+        process.returncode = 0  # it outlives this program on purpose
 
     def running(self) -> dict[str, int]:
         folder = self.state / "pid"
@@ -45,7 +45,7 @@ class Programs:
         return {p.name: int(p.read_text()) for p in files if alive(int(p.read_text()))}
 
     def wait_for(self, what: str, seconds: float, ready: Callable[[], bool]) -> None:
-        """Waits, and stops waiting when one of the programs has died."""
+        """Polls a condition, and fails at once when one of the programs has ended."""
         wanted = {p.name for p in (self.state / "pid").glob("*") if p.suffix != ".cmd"}
         end = time.monotonic() + seconds
         while not ready():
@@ -57,7 +57,7 @@ class Programs:
             time.sleep(0.1)
 
     def stop(self, names: list[str], how: signal.Signals, seconds: float = 5.0) -> None:
-        """All at once, then wait, then kill what is left."""
+        """Terminates all, waits, and kills what is left."""
         pids = {name: pid for name, pid in self.running().items() if name in names}
         for pid in pids.values():
             _signal(pid, how)
@@ -69,7 +69,7 @@ class Programs:
             (self.state / "pid" / name).unlink(missing_ok=True)
 
     def restart(self, name: str) -> None:
-        """Kills and starts again as it was; for failure tests."""
+        """Kills a program and starts it again; for failure tests."""
         command = json.loads((self.state / "pid" / f"{name}.cmd").read_text())
         self.stop([name], signal.SIGKILL)
         self.start(name, command)

@@ -1,4 +1,4 @@
-"""What the scripts need on the machine, installed where that is possible, named where it is not."""
+"""Programs that the scripts need on the machine: installed by apt-get, or named in an error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PACKAGES = {  # a command that shows it is there -> the Debian package
 
 
 def ensure_packages(say: Say, packages: dict[str, str] = PACKAGES) -> None:
-    """Installs what is missing of them; on a machine without apt-get it says what that is."""
+    """Installs the missing ones; without apt-get the error names them."""
     missing = [p for command, p in packages.items() if shutil.which(command) is None]
     if missing:
         _install(missing, say)
@@ -60,7 +60,7 @@ def ensure_root() -> None:
 
 
 def ensure_space(gigabytes: int) -> None:
-    """Before the long steps, not in their middle."""
+    """Checks before the long steps."""
     CACHE.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(CACHE).free / 1e9
     if free < gigabytes:

@@ -33,7 +33,7 @@ AFTER = {
 
 @dataclass
 class Seen:
-    """What an engine reported, in order, and what was wrong with it."""
+    """An engine's reports, in order, and the problems found in them."""
 
     reports: list[SizingReport] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Seen:
 
 
 def check(base: str, seconds: float = 600, say: Callable[[str], None] = print) -> Seen:
-    """Everything that the contract lets one see from outside."""
+    """Everything that the contract makes visible from outside."""
     seen, end = Seen(), time.monotonic() + seconds
     while time.monotonic() < end:
         report = _sizing(base, seen)
@@ -64,7 +64,7 @@ def check(base: str, seconds: float = 600, say: Callable[[str], None] = print) -
 
 
 def judge(seen: Seen) -> None:
-    """What any engine's list of reports must be. Pure."""
+    """Rules for any engine's list of reports. Pure."""
     seen.blame(bool(seen.reports), "/sizing never gave a report")
     for before, after in pairwise(seen.reports):
         seen.blame(after.sequence > before.sequence, "sequence does not rise with each change")

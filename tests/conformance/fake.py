@@ -1,8 +1,6 @@
-"""Fake engines for every pod of a cluster: one server that tells pods apart by the address they are
-called at, and a hand that tells kwok, by annotation, when a pod is ready or has ended.
-
-Started inside the network namespace where the pods' range is a local route.
-"""
+"""Fake engines for every pod of a cluster: one server that distinguishes pods by the address of the
+request, and a thread that sets annotations by which kwok makes a pod ready or ended. Runs in the
+network namespace in which the pods' range is a local route."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ class Pod:
     revision: str
     play: Play
     started: float
-    published: bool = False  # what kwok needs to know
+    published: bool = False  # annotations that kwok reads
 
     @property
     def seconds(self) -> float:
@@ -72,7 +70,7 @@ class Fake:
         self._watch()
 
     def _watch(self) -> None:
-        """Follows every pod of ours, without end."""
+        """Watches every pod of ours, without end."""
         ours = {"labelSelector": f"{LABEL_MANAGED_BY}={MANAGED_BY}"}
         while True:
             listed = self.api.get("/api/v1/pods", **ours) or {}
@@ -142,7 +140,7 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 512
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Who hangs up early is no news."""
+        """A client that disconnects early is not logged."""
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Documents as they were written once: what a version could say must stay readable."""
+"""Documents of earlier versions must stay readable."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests" / "integration")]
 
 @pytest.fixture(scope="session")
 def space() -> Iterator[Any]:
-    """A namespace of the tests' own cluster, beside a demo that may be running."""
+    """A namespace in the tests' own cluster, which can run beside a demo."""
     if os.geteuid() != 0:
         pytest.skip("the local cluster needs root")
     from local import LocalCluster
@@ -36,7 +36,7 @@ def cluster(space: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def nothing_left(space: Any) -> Iterator[None]:
-    """Each test's resources go at its end, and their pods before the next counts its own."""
+    """Deletes each test's resources, and waits for their pods before the next test starts."""
     from playground import eventually
     from support import pods
 

@@ -14,8 +14,8 @@ RESTRICTED = "pod-security.kubernetes.io/enforce=restricted"
 
 
 def up(cluster: Any, namespace: str) -> Space:
-    """A fresh cluster with our images and charts, and a namespace that refuses every pod that is
-    not restricted, with the models in a claim."""
+    """A new cluster with our images and charts, and a namespace that enforces Pod Security
+    restricted and has the models in a claim."""
     import build
     import helm
     import model
@@ -35,7 +35,7 @@ def up(cluster: Any, namespace: str) -> Space:
 
 
 def install(cluster: Any) -> None:
-    """Both charts, as a platform team would, with the images of this tree."""
+    """Installs both charts with the images of this tree."""
     import build
     import helm
     from network import NODE_ADDRESS
@@ -54,7 +54,7 @@ def install(cluster: Any) -> None:
 
 
 def uninstall(cluster: Any) -> None:
-    """Both again, the API's first: it is to stay all the same."""
+    """Uninstalls both charts, kvline-crds first; its CRD must stay."""
     import helm
 
     for release in ("kvline-crds", "kvline"):
@@ -74,7 +74,7 @@ def wait(space: Any, name: str, kind: str, seconds: float = 240, **wanted: str) 
 
 
 def pods(space: Any) -> list[dict[str, Any]]:
-    """Without those of Jobs that fetch what the others need."""
+    """Pods of services, without those of prepare Jobs."""
     found = [p for p in space.list("pods") if not p["metadata"].get("deletionTimestamp")]
     return [p for p in found if LABEL_PREPARES not in (p["metadata"].get("labels") or {})]
 

@@ -1,4 +1,4 @@
-"""An API key on a real node: missing, then there, then asked for."""
+"""An API key on a real node: the Secret is missing, then created, then requests need it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real replicas that follow a real load: more while streams wait, fewer when they have gone."""
+"""Real replicas follow a real load: more while streams wait, fewer when they have ended."""
 
 from __future__ import annotations
 

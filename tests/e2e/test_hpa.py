@@ -1,5 +1,5 @@
-"""The recipe for those who scale by an HPA: Prometheus, its adapter and Kubernetes' own autoscaler,
-with the files of monitoring/ as they ship."""
+"""The recipe for an HPA: Prometheus, prometheus-adapter and a HorizontalPodAutoscaler, with the
+files of monitoring/."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def metrics_api(cluster: Any, tmp_path: Path) -> Iterator[None]:
 
 
 def prometheus(cluster: Any, folder: Path) -> list[str]:
-    """The scrape job that ships, faster, and through a kubeconfig as we are no pod."""
+    """The scrape job of monitoring/, with a shorter interval, and with a kubeconfig because
+    Prometheus is not in a pod here."""
     (job,) = yaml.safe_load((ROOT / "monitoring" / "scrape.yaml").read_text())
     job["scrape_interval"] = "1s"
     job["kubernetes_sd_configs"][0]["kubeconfig_file"] = str(cluster.kubeconfig)
@@ -56,7 +57,8 @@ def prometheus(cluster: Any, folder: Path) -> list[str]:
 
 
 def adapter(cluster: Any, folder: Path) -> list[str]:
-    """The rules that ship; who asks it is known and allowed by the API server before it."""
+    """The adapter with the rules of monitoring/; the API server authenticates and authorizes its
+    clients."""
     asks = ("lister", "authentication", "authorization")
     return [
         *(f"--{what}-kubeconfig={cluster.kubeconfig}" for what in asks),
@@ -69,7 +71,7 @@ def adapter(cluster: Any, folder: Path) -> list[str]:
 
 
 def api_service() -> list[dict[str, Any]]:
-    """A Service without a selector: the adapter is on the node itself."""
+    """A Service without a selector, because the adapter runs on the node itself."""
     from network import NODE_ADDRESS
 
     where = {"name": "prometheus-adapter", "namespace": "default"}
@@ -106,7 +108,7 @@ def api_service() -> list[dict[str, Any]]:
 
 
 def recipe() -> str:
-    """As it ships, for a small service and without the patience of a real one."""
+    """The HPA of the recipe, for a small service and without stabilisation."""
     text = (ROOT / "monitoring" / "recipes" / "hpa.yaml").read_text()
     body = yaml.safe_load(text.replace("smollm2", "busy"))
     body["spec"]["behavior"]["scaleDown"]["stabilizationWindowSeconds"] = 5

@@ -1,4 +1,5 @@
-"""A gated model of the hub in a pod: refused, explained, opened, fetched once; no token shown."""
+"""A gated model of the hub in a pod: refused, explained, allowed, downloaded once; the token is
+shown nowhere."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ SPEC = {
 
 @pytest.fixture
 def requests(cluster: Any, tmp_path: Path) -> Iterator[Path]:
-    """The hub, on the node; what it was asked stands in the file."""
+    """A hub on the node, which writes its requests to the file."""
     log = tmp_path / "requests"
     command = [sys.executable, hub.__file__, NODE_ADDRESS, str(HUB_PORT), str(model.MODEL), TOKEN]
     with log.open("wb") as out:
@@ -46,7 +47,7 @@ def requests(cluster: Any, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def cache(space: Any, cluster: Any, tmp_path: Path) -> Path:
-    """A claim that pods may write."""
+    """A claim that pods may write to."""
     folder = tmp_path / "cache"
     folder.mkdir()
     for path in (*reversed(folder.parents[:3]), folder):
@@ -91,7 +92,7 @@ def test_a_gated_model_is_explained_then_fetched_once_and_the_token_is_nowhere(
     assert "spec.model.tokenSecret" in refused["message"]
     assert not (cache / hub.COMMIT).exists()
 
-    set_token(space, "token", TOKEN)  # the pod needs no hand
+    set_token(space, "token", TOKEN)  # the pod recovers by itself
     wait(space, "gated", "Ready", status="True")
     whole = {p.name: p.stat().st_size for p in model.MODEL.iterdir() if p.suffix == ".safetensors"}
     got = {p.name: p.stat().st_size for p in cache.rglob("*.safetensors")}

@@ -1,4 +1,4 @@
-"""`kubectl kvline size` on a real node: the loop as a Job, and nothing of it left in the way."""
+"""`kubectl kvline size` on a real node: measures in a Job and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_manifest_is_sized_before_it_is_applied(space: Any, cluster: Any, tmp_
     report = json.loads(done.stdout)
     assert report["state"] == "Validated" and report["result"]["kvTokens"] > 1000
     assert report["effective"]["maxModelLen"] == 512
-    assert "validate" in done.stderr  # stages, as they passed
+    assert "validate" in done.stderr  # the stages
     assert space.get("kvl", "plan") is None
     (job,) = space.list("jobs")
     assert job["spec"]["ttlSecondsAfterFinished"] <= 600
@@ -47,5 +47,5 @@ def test_what_a_service_would_measure_otherwise(space: Any, cluster: Any) -> Non
     assert "4,096 KV tokens" in done.stdout and "16 full-length sequences of 256" in done.stdout
     assert "█" in done.stdout
     generation = space.get("kvl", "plan")["metadata"]["generation"]
-    assert generation == 1  # what serves was not touched
+    assert generation == 1  # the serving pods were not touched
     space.kubectl("delete", "job", "--all")

@@ -67,7 +67,7 @@ def test_apply_becomes_a_validated_budget_that_serves_and_scales(space: Any, clu
     wait(space, "smollm2", "UpToDate", status="True")
     capacity = space.get("kvl", "smollm2")["status"]["capacity"]
     assert capacity["kvTokensTotal"] >= 2 * capacity["kvTokens"] > 20_000
-    # The second replica started from what the first one proved.
+    # The second replica started from the first one's record.
     assert capacity["spread"]["min"] == capacity["spread"]["max"]
     assert space.condition("CapacityStable", "smollm2")["reason"] == "Stable"
     space.kubectl("scale", "kvl", "smollm2", "--replicas=0")
@@ -75,7 +75,8 @@ def test_apply_becomes_a_validated_budget_that_serves_and_scales(space: Any, clu
 
 
 def test_a_pinned_random_model_is_validated_and_delete_leaves_nothing(space: Any) -> None:
-    """F57 is in it: read-only root, a uid that no password file knows, restricted."""
+    """F57 is part of it: read-only root file system, a uid without an entry in the password file,
+    Pod Security restricted."""
     space.apply("plan", **RANDOM)
     wait(space, "plan", "Ready", status="True")
     status = space.get("kvl", "plan")["status"]
@@ -95,7 +96,7 @@ def test_a_pinned_random_model_is_validated_and_delete_leaves_nothing(space: Any
 def test_the_operator_restarted_while_a_pod_sizes_itself_changes_nothing(
     space: Any, cluster: Any
 ) -> None:
-    """C3 of the main job: the pod goes on, the new operator takes over what it finds."""
+    """The pod continues, and the restarted operator takes over what it finds."""
     space.apply("plan", **{**RANDOM, "capacity": {}})
     wait(space, "plan", "ModelAvailable", status="True")
     before = pods(space)[0]["metadata"]["uid"]
@@ -116,7 +117,7 @@ def test_too_little_memory_is_explained_in_the_status(space: Any) -> None:
 
 
 def test_an_engine_killed_for_memory_while_serving_is_named_and_comes_back(space: Any) -> None:
-    """A SIGKILL of the engine, which is what the kernel does on cgroup v1."""
+    """A SIGKILL of the engine, as the kernel kills on cgroup v1."""
     space.apply("plan", **RANDOM)
     wait(space, "plan", "Ready", status="True")
     name = pods(space)[0]["metadata"]["name"]
@@ -142,12 +143,13 @@ def test_an_engine_killed_for_memory_while_serving_is_named_and_comes_back(space
 
 
 def test_a_container_over_its_limit_is_retried_smaller_not_crash_looped(space: Any) -> None:
-    """A pin that cannot fit fills the container: the kernel kills, the status says so."""
+    """A pinned budget that does not fit fills the container: the kernel kills it, and the status
+    explains that."""
     huge = {**RANDOM, "capacity": {"kvTokens": 40_000}}
     space.apply("huge", **huge)
     condition = wait(space, "huge", "CapacityMeasured", reason="OutOfMemory")
     assert "kvTokens pins" in condition["message"]
-    space.apply("huge", **RANDOM)  # F37: the good spec serves without hand work
+    space.apply("huge", **RANDOM)  # F37: the good spec serves without further action
     wait(space, "huge", "Ready", status="True")
 
 

@@ -1,4 +1,4 @@
-"""What only a node can do to a service: find no image, have no GPU, be drained."""
+"""Faults that need a node: an image that does not exist, no GPU, a drain."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NODE = "local"
 
 @pytest.fixture
 def streams(space: Any, cluster: Any, tmp_path: Path) -> Iterator[Streams]:
-    """Two replicas that serve, under traffic of which nothing may fail."""
+    """Two ready replicas under traffic, of which no request may fail."""
     space.apply("steady", **RANDOM, replicas=2)
     wait(space, "steady", "UpToDate", status="True")
     ip = space.get("service", "steady")["spec"]["clusterIP"]
@@ -57,7 +57,8 @@ def test_an_image_that_is_nowhere_and_a_gpu_that_is_not_free_change_nothing(
 def test_a_drain_takes_no_more_than_the_budget_allows(
     space: Any, cluster: Any, streams: Streams
 ) -> None:
-    """F35: on the only node, so that the first replica's place stays empty until it is back."""
+    """F35: a drain of the only node, so that the first evicted replica stays missing until the node
+    is back."""
     words = ("--pod-selector=kvline.dev/service=steady", "--delete-emptydir-data", "--timeout=25s")
     done = cluster.kubectl("drain", NODE, *words, check=False)
     try:

@@ -1,4 +1,4 @@
-"""The gate on a real node, under streaming traffic: a good spec takes over, a bad one never
+"""The gate on a real node, under streaming traffic: a good revision takes over, a bad one never
 serves."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The operator goes, comes back and is upgraded while services serve: no pod of theirs notices."""
+"""The operator is uninstalled, installed and upgraded while services serve: no pod of theirs
+restarts."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def test_uninstalled_and_installed_again_beside_a_service(space: Any, cluster: A
 
 @pytest.fixture
 def predecessor(cluster: Any, tmp_path: Path) -> tuple[Path, dict[str, str]]:
-    """The tree of the operator before, and its images, which the cluster has now."""
+    """The tree of the previous operator, whose images it loads into the cluster."""
     if not earlier.unpack(tmp_path):
         pytest.skip(f"this clone's history does not reach back to {earlier.COMMIT}")
     images = earlier.images(tmp_path)
@@ -65,7 +66,7 @@ def predecessor(cluster: Any, tmp_path: Path) -> tuple[Path, dict[str, str]]:
 
 
 def apply_tree(cluster: Any, tree: Path, manifest: str, images: dict[str, str]) -> None:
-    """CRD and operator of a tree, with kubectl alone."""
+    """Applies the CRD and operator of a tree by kubectl."""
     crd = str(tree / "manifests" / "crd.yaml")
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", crd)
     text = (tree / "manifests" / manifest).read_text()
@@ -79,7 +80,8 @@ def apply_tree(cluster: Any, tree: Path, manifest: str, images: dict[str, str]) 
 def test_from_the_operator_before_to_this_one(
     space: Any, cluster: Any, predecessor: tuple[Path, dict[str, str]]
 ) -> None:
-    """F41: no pod moves; the new image comes when it is asked for, through the gate."""
+    """F41: an operator upgrade restarts no pod; the new image comes with `upgrade`, through the
+    gate."""
     now = {c: build.image_name(c) for c in build.COMPONENTS}
     tree, old = predecessor
     assert old["server"] != now["server"]

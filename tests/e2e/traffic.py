@@ -44,7 +44,7 @@ def served(host: str, model: str) -> str:
 
 @dataclass
 class Streams:
-    """Known once they have stopped."""
+    """Results of the streams, filled when they have stopped."""
 
     ended: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Streams:
 
 @contextlib.contextmanager
 def streaming(network: Any, host: str, model: str, folder: Path, threads: int) -> Iterator[Streams]:
-    """Streams to a service from inside a cluster's network for as long as the body runs."""
+    """Streams from a service, inside the cluster's network, while the body of `with` runs."""
     stop = folder / "stop"
     words = [sys.executable, __file__, host, model, str(stop), str(threads)]
     running = subprocess.Popen(network.command(words), stdout=subprocess.PIPE, text=True)

@@ -67,7 +67,7 @@ def node(space: Space) -> Iterator[Node]:
 
 @pytest.fixture
 def service(space: Any, operator: Any, node: Any) -> Service:
-    """Two replicas of 4,096 tokens that serve."""
+    """A service with two ready replicas of 4,096 tokens."""
     made = Service(space, node)
     space.apply(replicas=2)
     (first,) = eventually(lambda: {made.revision(p) for p in node.pods()})

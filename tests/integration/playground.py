@@ -121,13 +121,13 @@ def manifest(name: str = "chat", **spec: Any) -> str:
 
 
 def identity() -> list[dict[str, Any]]:
-    """The operator's namespace, account and rights as they ship; all but its Deployment."""
+    """The operator's namespace, ServiceAccount and RBAC of install.yaml, without its Deployment."""
     text = (ROOT / "manifests" / "install.yaml").read_text()
     return [d for d in yaml.safe_load_all(text) if d["kind"] != "Deployment"]
 
 
 class Operator:
-    """The real operator as a process on this host, with the rights that ship, watching one
+    """The real operator as a process on this host, with the RBAC of install.yaml, for one
     namespace."""
 
     def __init__(
@@ -147,7 +147,7 @@ class Operator:
 
         self.page_port, self.probe_port = free_port(), free_port()
         self.process: subprocess.Popen[bytes] | None = None
-        self.identity = f"{space.name}-{uuid.uuid4().hex[:5]}"  # as of a pod: outlives a restart
+        self.identity = f"{space.name}-{uuid.uuid4().hex[:5]}"  # kept over restarts
 
     def start(self) -> Operator:
         from servers import FAULTS
@@ -161,7 +161,7 @@ class Operator:
         command += ["--load-seconds", "0.5"]
         command += ["--resync-seconds", "20", "--probe-port", str(self.probe_port)]
         command += ["--page-port", str(self.page_port)]
-        command += ["--lease-name", f"kvline-operator-{self.space.name}"]  # of each test, its own
+        command += ["--lease-name", f"kvline-operator-{self.space.name}"]  # one per test
         with self.log.open("ab") as log:
             command += self.words
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
@@ -174,7 +174,7 @@ class Operator:
 
 
 def eventually(check: Callable[[], Any], seconds: float = 30) -> Any:
-    """The first true value of `check`; its last value is in the failure."""
+    """Polls `check` until it is true, and returns that; a failure shows its last value."""
     end = time.monotonic() + seconds
     while True:
         value = check()
@@ -195,7 +195,7 @@ def sizing_report(uid: str, state: State, tokens: int = 4096) -> SizingReport:
 
 
 def worker() -> int:
-    """Which one this is of those that share the tests, from 0."""
+    """The number of this pytest-xdist worker, from 0."""
     return int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 
 
@@ -207,8 +207,8 @@ class Node:
         self.answers: dict[str, bytes] = {}  # address -> body of /sizing
         self.addresses: dict[str, str] = {}  # pod uid -> address
         self.was_ready: set[str] = set()  # pod uids
-        self.load: Load | None = None  # what every replica says of its load
-        self.fetches = True  # Jobs that fetch what pods need end well at once
+        self.load: Load | None = None  # the load that every replica reports
+        self.fetches = True  # prepare Jobs succeed at once
         node = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -233,7 +233,7 @@ class Node:
             server.server_close()
 
     def _address(self, uid: str) -> str:
-        """A pod's own, of this worker's range, where somebody answers from then on."""
+        """A loopback address for one pod, of this worker's range, with a server on it."""
         if uid not in self.addresses:
             self.addresses[uid] = f"127.0.{7 + worker()}.{len(self.addresses) + 1}"
             server = ThreadingHTTPServer((self.addresses[uid], 8001), self._handler)
@@ -242,7 +242,7 @@ class Node:
         return self.addresses[uid]
 
     def pods(self) -> list[dict[str, Any]]:
-        """A service's that live; an operator's own is none of ours."""
+        """Running pods of services, without the operator's."""
         found = [p for p in self.space.list("pods") if not p["metadata"].get("deletionTimestamp")]
         found = [p for p in found if (p.get("status") or {}).get("phase") != "Failed"]
         return [p for p in found if LABEL_SERVICE in (p["metadata"].get("labels") or {})]
@@ -279,7 +279,7 @@ class Node:
             self.end_job(pod, 0, "")
 
     def end_job(self, pod: dict[str, Any], code: int, message: str) -> None:
-        """A Job's pod ends."""
+        """Ends a Job's pod."""
         terminated = {"exitCode": code, "reason": "Error" if code else "Completed"}
         container = {
             "name": pod["spec"]["containers"][0]["name"],
@@ -293,7 +293,7 @@ class Node:
         self.patch(pod, {"phase": phase, "conditions": [], "containerStatuses": [container]})
 
     def _may(self, pod: dict[str, Any], tokens: int) -> bool:
-        """What a pod makes of its gate file."""
+        """Readiness as a pod computes it from its gate file."""
         labels = pod["metadata"]["labels"]
         found = self.space.get(
             "configmap", gate_name(labels[LABEL_SERVICE], labels[LABEL_REVISION])
@@ -302,7 +302,7 @@ class Node:
             return False
         gate = GateFile.parse(found["data"][GATE_FILE])
         if gate.open and tokens >= gate.threshold():
-            self.was_ready.add(pod["metadata"]["uid"])  # from then on thresholds do not count
+            self.was_ready.add(pod["metadata"]["uid"])  # once ready, thresholds no longer apply
         return gate.open and pod["metadata"]["uid"] in self.was_ready
 
     def status(self, pod: dict[str, Any], address: str, ready: bool) -> None:
@@ -327,7 +327,7 @@ class Node:
         self.patch(pod, status)
 
     def crash(self, pod: dict[str, Any], code: int, message: str, restarts: int) -> None:
-        """Its server ended with `code` and waits to be started once more."""
+        """The server container ended with `code` and waits for its restart."""
         container = {
             "name": "server",
             "ready": False,
@@ -340,7 +340,7 @@ class Node:
         self.patch(pod, {"phase": "Running", "conditions": [], "containerStatuses": [container]})
 
     def end(self, pod: dict[str, Any], reason: str, message: str) -> None:
-        """Ended for good, by the kubelet: evicted, refused, or whatever the reason says."""
+        """Makes a pod terminal, as the kubelet does: evicted, refused, or any other reason."""
         container = {
             "name": "server",
             "ready": False,
@@ -353,7 +353,7 @@ class Node:
         self.patch(pod, {**status, "containerStatuses": [container]})
 
     def bind(self, pod: dict[str, Any], name: str = "gpu-1") -> None:
-        """Gives it a node, which need not exist."""
+        """Binds a pod to a node, which need not exist."""
         meta = {"name": pod["metadata"]["name"], "namespace": self.space.name}
         target = {"apiVersion": "v1", "kind": "Node", "name": name}
         binding = {"apiVersion": "v1", "kind": "Binding", "metadata": meta, "target": target}
@@ -363,14 +363,14 @@ class Node:
         )
 
     def patch(self, pod: dict[str, Any], status: dict[str, Any]) -> None:
-        """A pod that has gone meanwhile is nobody's any more."""
+        """Writes a pod's status; a pod that is deleted meanwhile is ignored."""
         api = self.space.api
         path = api.path("pods", self.space.name, pod["metadata"]["name"])
         api.merge(f"{path}/status", {"status": status})
 
 
 def serve(space: Space, node: Node) -> None:
-    """The plain service, applied and validated."""
+    """Applies the plain service and waits until it is validated."""
     space.apply()
     eventually(node.pods)
     node.play(State.VALIDATED)
@@ -378,7 +378,7 @@ def serve(space: Space, node: Node) -> None:
 
 
 def children(space: Any) -> dict[str, list[dict[str, Any]]]:
-    """Everything with our label, without what every apply or tick changes."""
+    """All objects with our label, without fields that change with every apply or by time."""
     out = {}
     for kind in CHILDREN:
         out[kind] = [

@@ -22,7 +22,7 @@ Answer = tuple[int, dict[str, str]]
 
 
 class Proxy(ThreadingHTTPServer):
-    """Plain HTTP in, the API server's TLS out; a client is known by its token."""
+    """Takes plain HTTP and forwards it by TLS to the API server, with the client's own token."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -38,18 +38,18 @@ class Proxy(ThreadingHTTPServer):
         del cluster["certificate-authority-data"]
         self.kubeconfig = folder / "through-the-proxy.kubeconfig"
         self.kubeconfig.write_text(yaml.safe_dump(given))
-        self.writes: list[str] = []  # paths, as they were asked for
-        self.reads: list[str] = []  # likewise, watches left out
+        self.writes: list[str] = []  # requested paths, in order
+        self.reads: list[str] = []  # likewise, without watches
         self.swallowed: list[dict[str, Any]] = []  # events that no watch received
         self.swallow: Callable[[dict[str, Any]], bool] = lambda event: False
         self.answer: Callable[[str, str], Answer | None] = lambda method, path: None
         self.delay = 0.0  # seconds before each call but a watch
-        self.apart = False  # nothing comes through
+        self.apart = False  # no connection gets through
         self.gone = 0  # watches that are still to be ended with 410
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Connections break off: that is what it is for."""
+        """Broken connections are intended here and not reported."""
 
 
 class _Handler(BaseHTTPRequestHandler):

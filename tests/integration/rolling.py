@@ -12,12 +12,12 @@ from kvline_contract.report import State
 
 
 class Service:
-    """A service whose pods make progress only when the test polls."""
+    """A service whose pods make progress only at `poll`."""
 
     def __init__(self, space: Any, node: Any) -> None:
         self.space, self.node = space, node
-        self.tokens: dict[str, int] = {}  # by revision; others load yet
-        self.served: set[str] = set()  # revisions that ever had a ready pod
+        self.tokens: dict[str, int] = {}  # tokens by revision; pods of others are still loading
+        self.served: set[str] = set()  # revisions that had a ready pod at any time
         self.fewest_ready = 1 << 30
 
     def poll(self) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class Service:
         return self.until(lambda s: up_to_date(s).get("reason") == reason)
 
     def candidate(self) -> str:
-        """The revision that the last spec made, once it is on its way."""
+        """The newest revision, once the operator has created it."""
         status = self.until(lambda s: s["rollout"].get("candidateRevision"))
         return str(status["rollout"]["candidateRevision"])
 

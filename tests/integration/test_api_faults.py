@@ -1,5 +1,5 @@
-"""An API server that loses events, is slow, refuses, or cannot be reached: a proxy before the real
-one plays it."""
+"""An API server that loses events, is slow, refuses or is unreachable, played by a proxy before the
+real one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from proxy import Proxy
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
 ACCOUNT = "kvline-system-kvline-operator.kubeconfig"
-RESYNC = 20  # seconds, of the tests' operators
+RESYNC = 20  # seconds; the resync interval of these tests
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def proxy(space: Space, tmp_path: Path) -> Iterator[Proxy]:
 
 @pytest.fixture
 def behind(space: Space, proxy: Proxy, tmp_path: Path) -> Iterator[Operator]:
-    """An operator that knows the API server through the proxy alone."""
+    """An operator that reaches the API server only through the proxy."""
     made = Operator(space, tmp_path / "operator.log", kubeconfig=proxy.kubeconfig).start()
     eventually(lambda: _answers(made))
     yield made
@@ -61,8 +61,8 @@ def healthy(operator: Operator) -> float:
 def test_nothing_is_decided_or_reported_on_old_data(
     space: Space, proxy: Proxy, behind: Operator, node: Node, until: Callable[..., Any]
 ) -> None:
-    """F05: every read is a consistent one, which no cache of the API server may answer with the
-    past; and a status that is based on what has changed meanwhile is refused, and made anew."""
+    """F05: every read is consistent, so that no cache of the API server may answer with old data; a
+    status patch based on an old version is refused and computed again."""
     raced: list[str] = []
 
     def meanwhile(method: str, path: str) -> None:
@@ -134,7 +134,7 @@ def test_watches_that_are_gone_are_opened_anew(
 def test_an_api_server_that_fails_now_and_then_is_asked_again(
     space: Space, proxy: Proxy, behind: Operator, node: Node, until: Callable[..., Any]
 ) -> None:
-    """F10: of ten calls one is refused, one comes too soon and one breaks."""
+    """F10: of ten calls one is answered 503, one 429 and one 500."""
     turn = itertools.count()
     kinds = {0: (503, {}), 3: (429, {"Retry-After": "2"}), 6: (500, {})}
     met = Counter[int]()
@@ -180,7 +180,7 @@ def test_writes_that_conflict_are_not_hammered(
     space: Space, proxy: Proxy, behind: Operator, node: Node, until: Callable[..., Any]
 ) -> None:
     """F12."""
-    free = "/leases"  # or it would never act
+    free = "/leases"  # without its Lease it would never write
     proxy.answer = lambda method, path: None if method == "GET" or free in path else (409, {})
     space.apply()
     time.sleep(12)
@@ -233,8 +233,8 @@ def test_a_status_that_is_refused_stops_no_child(
 def test_an_operator_whose_watches_are_dead_says_so(
     space: Space, proxy: Proxy, behind: Operator, node: Node, until: Callable[..., Any]
 ) -> None:
-    """F09: what changes is still found by resyncs; that no event reported it fails the probe, and
-    the operator that is started instead is well."""
+    """F09: resyncs still find changes; changes without events fail the liveness probe, and the
+    restarted operator is healthy."""
     serve(space, node)
     proxy.swallow = lambda event: True
     space.kubectl("delete", "pdb", "chat")
@@ -249,7 +249,7 @@ def test_an_operator_whose_watches_are_dead_says_so(
 
 
 def _unwell(operator: Operator) -> str:
-    """What a probe that fails says."""
+    """The body of the failing probe."""
     try:
         healthy(operator)
     except urllib.error.HTTPError as error:

@@ -1,4 +1,4 @@
-"""Replicas that follow the load, against a real API server: the node says what replicas carry."""
+"""Replicas follow the load, with a real API server: the played node reports each replica's load."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def wanted(space: Any) -> int:
 
 
 def follow(node: Node, space: Any, replicas: int) -> bool:
-    """A look at what runs, with new pods validated."""
+    """Validates new pods; true once so many replicas are wanted, there and ready."""
     node.play(State.VALIDATED)
     status = space.get("kvl", "chat").get("status", {})
     return bool(wanted(space) == len(node.pods()) == status.get("readyReplicas") == replicas)
@@ -46,7 +46,7 @@ def test_up_at_once_down_after_the_delay_and_remembered(
     space: Any, operator: Any, node: Node, until: Callable[..., Any]
 ) -> None:
     node.load = load(100)
-    space.apply(autoscaling=HOW, replicas=3)  # which is not used
+    space.apply(autoscaling=HOW, replicas=3)  # spec.replicas, which is ignored
     until(lambda: follow(node, space, 1))
     until(lambda: space.condition("ScalingActive").get("reason") == "Stable")
 
@@ -55,9 +55,9 @@ def test_up_at_once_down_after_the_delay_and_remembered(
     until(lambda: space.condition("ScalingActive").get("reason") == "AtMaximum")
     assert any(text.startswith("from 1 to ") for text in events(space, "Scaled"))
     assert space.get("kvl", "chat")["status"]["desiredReplicas"] == 4
-    assert space.get("kvl", "chat")["spec"]["replicas"] == 3  # a person's word is left alone
+    assert space.get("kvl", "chat")["spec"]["replicas"] == 3  # spec.replicas is not written
 
-    node.load = None  # they serve, but do not say
+    node.load = None  # they serve, but report no load
     until(lambda: space.condition("ScalingActive").get("reason") == "DemandUnknown")
     assert space.condition("ScalingActive")["status"] == "False"
     operator.stop()
@@ -71,7 +71,7 @@ def test_up_at_once_down_after_the_delay_and_remembered(
     until(lambda: space.condition("UpToDate")["status"] == "True")
     assert any(" to 1: " in text for text in events(space, "Scaled"))
 
-    space.apply(replicas=2)  # without autoscaling the person's word counts again
+    space.apply(replicas=2)  # without autoscaling spec.replicas counts again
     until(lambda: follow(node, space, 2))
     until(lambda: space.get("configmap", "chat-scale") is None)
     until(lambda: not space.condition("ScalingActive"))
@@ -87,7 +87,7 @@ def test_scaling_while_a_rollout_is_on_its_way(
     first = space.get("kvl", "chat")["status"]["rollout"]["stableRevision"]
 
     space.apply(autoscaling=HOW, engine={"maxModelLen": 512})
-    until(lambda: len(node.pods()) == 2)  # the candidate's first, not measured yet
+    until(lambda: len(node.pods()) == 2)  # the candidate's first pod, not measured yet
     node.load = load(3000)
     until(lambda: space.get("deployment", f"chat-{first}")["spec"]["replicas"] >= 2)
     until(lambda: follow(node, space, 4) and len(space.list("deployments")) == 1, 60)

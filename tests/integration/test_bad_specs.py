@@ -24,12 +24,12 @@ def measures(tokens: int) -> Act:
 
 
 def ends(code: int) -> Act:
-    """The container has ended twice with it."""
+    """The container ends twice with this exit code."""
     return lambda service, pod: service.node.crash(pod, code, f"code {code}", 2)
 
 
 def says(raw: bytes) -> Act:
-    """Kubernetes finds it ready, which no real one would be; its report is no report."""
+    """The pod is Ready for Kubernetes, as no real one would be, but its report is invalid."""
     return lambda service, pod: service.node.play(
         State.VALIDATED, raw=raw, ready=False, only=lambda p: p == pod
     )
@@ -68,14 +68,14 @@ def kinds() -> dict[str, Act]:
 
 
 def wanted(name: str) -> str:
-    """Only a measured shortfall or the engine's own failure rejects; all else holds."""
+    """Only a measured shortfall or the engine's own failure rejects; everything else holds."""
     code = next((c for c in MEANINGS if name == f"ends with {MEANINGS[c].name}"), None)
     rejects = name.startswith("measures") or (code is not None and meaning(code).rejects)
     return "RevisionRejected" if rejects else "GateHeld"
 
 
 def test_no_bad_spec_takes_traffic_or_capacity(service: Service) -> None:
-    """F36, F37: twenty and more, each straight after the other."""
+    """F36, F37: more than twenty bad specs, each right after the other."""
     first = service.stable()
     assert len(kinds()) >= 20
     for number, (name, act) in enumerate(kinds().items()):

@@ -1,4 +1,4 @@
-"""What the clusters are made of, where a build before was cut off."""
+"""Building the clusters' images after an earlier build was interrupted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.integration
 def test_a_build_that_was_cut_off_does_not_keep_layers_from_being_linked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store of a build that found its disk full: a container of it is still mounted."""
+    """The image store after a build on a full disk: one of its containers is still mounted."""
     store = ["--root", f"{tmp_path}/root", "--runroot", f"{tmp_path}/run"]
     buildah = ["buildah", *store, "--storage-driver", "overlay"]
     monkeypatch.setattr(build, "BUILDAH", buildah)

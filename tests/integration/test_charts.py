@@ -61,7 +61,7 @@ def test_a_wrong_value_is_refused_by_name(helm: Any, words: tuple[str, ...], mes
 
 
 def test_the_page_is_off_and_each_port_is_for_somebody(helm: Any) -> None:
-    """It asks for no password and shows the services of all tenants."""
+    """The page has no login and shows the services of all tenants."""
     made = objects(helm.template("kvline", *IMAGES))
     assert not [d for d in made if d["kind"] == "Service"]
     deployment = next(d for d in made if d["kind"] == "Deployment")
@@ -144,7 +144,7 @@ def test_every_value_reaches_what_it_is_about(helm: Any, tmp_path: Path) -> None
 
 @pytest.fixture
 def release(helm: Any, space: Any) -> Iterator[Callable[..., str]]:
-    """Helm against the cluster, with one release that looks after the test's namespace alone."""
+    """Helm with the cluster, and a release that watches only the test's namespace."""
     where = ("--kubeconfig", str(space.cluster.kubeconfig), "--namespace", space.name)
 
     def run(*words: str) -> str:

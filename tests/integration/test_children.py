@@ -1,4 +1,4 @@
-"""Children that are changed, taken, foreign or gone: ours come back, no other is touched."""
+"""Child objects that are changed, deleted or foreign: ours are restored, others are not touched."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def versions(space: Any) -> list[str]:
 
 
 def rests(space: Any, until: Callable[..., Any], seconds: float = 3) -> None:
-    """Until nothing has been written for so long."""
+    """Waits until the operator has written nothing for that long."""
     seen: list[str] = []
     since = time.monotonic()
 
@@ -193,7 +193,8 @@ def foreign_events(space: Any, reason: str) -> list[str]:
 def test_what_others_put_into_pods_is_taken_away_and_named(
     space: Any, operator: Any, node: Any, until: Callable[..., Any]
 ) -> None:
-    """F22: it would move pods past the gate, and apply alone cannot take it away: lists merge."""
+    """F22: additions to a pod template would restart pods past the gate; server-side apply alone
+    merges lists and would keep them."""
     serve(space, node)
     name = space.list("deployments")[0]["metadata"]["name"]
     before = space.get("deployment", name)["spec"]["template"]
@@ -226,7 +227,8 @@ def test_what_others_put_into_pods_is_taken_away_and_named(
 def test_one_who_puts_it_back_each_time_wins_after_a_while_and_is_named(
     space: Any, operator: Any, node: Any, until: Callable[..., Any]
 ) -> None:
-    """F22: pods that roll for ever are worse than a variable too many."""
+    """F22: one who changes it back each time is named, and after five times the change stays:
+    endless rollouts would be worse."""
     serve(space, node)
     name = space.list("deployments")[0]["metadata"]["name"]
     env = [{"name": "SPY", "value": "1"}]
@@ -257,6 +259,6 @@ def test_one_who_puts_it_back_each_time_wins_after_a_while_and_is_named(
     until(lambda: node.play(State.VALIDATED) or len(node.pods()) == 1)
     rests(space, until)
     assert space.condition("UpToDate")["reason"] == "ForeignChange"
-    # What is asked for is another thing now, and so it is taken away with it.
+    # A change of the spec removes the foreign variable too.
     space.apply(replicas=2)
     until(lambda: node.play(State.VALIDATED) or space.up_to_date, 60)

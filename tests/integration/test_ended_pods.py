@@ -1,4 +1,4 @@
-"""Pods that are no replicas: those that Kubernetes ended for good, and those of strangers."""
+"""Pods that are no replicas: terminal ones, and foreign pods with our labels."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def ended(space: Any) -> list[dict[str, Any]]:
 
 
 def remembered(space: Any, revision: str) -> bool:
-    """Whether the kill of its container is."""
+    """Whether the container's kill is in the annotation of its ControllerRevision."""
     found = space.get("controllerrevisions", revision) or {"metadata": {}}
     return ANNOTATION_KILLS in (found["metadata"].get("annotations") or {})
 
 
 def test_an_evicted_pod_is_no_replica_and_ends_no_candidate(service: Service, space: Any) -> None:
-    """Its replacement serves and all is up to date; a candidate that was evicted, or killed by the
-    kubelet again and again, is measured once it gets that far."""
+    """After an eviction the replacement serves; a candidate that was evicted, or killed by the
+    kubelet several times, is not rejected and is measured later."""
     service.node.end(service.node.pods()[0], "Evicted", LOW)
     both = {"endedPods": 1, "replicas": 2, "readyReplicas": 2}
     service.until(lambda s: both.items() <= s.items() and space.up_to_date)
@@ -49,7 +49,7 @@ def test_an_evicted_pod_is_no_replica_and_ends_no_candidate(service: Service, sp
     service.node.crash(pod, 137, "", restarts=0)
     service.until(lambda s: remembered(space, stored))
     own = Termination(1, 40, "OutOfMemory", "40 MiB short")
-    service.node.crash(pod, 40, own.dumps(), restarts=1)  # its first one
+    service.node.crash(pod, 40, own.dumps(), restarts=1)  # the candidate's first pod
     status = service.until(lambda s: s.get("diagnosis", {}).get("code") == 40)
     assert status["rollout"].get("candidateRevision") == candidate, up_to_date(status)
     service.tokens[candidate] = 4096
@@ -61,8 +61,8 @@ def test_an_evicted_pod_is_no_replica_and_ends_no_candidate(service: Service, sp
 def test_a_node_that_refuses_pods_leaves_ten_of_them_and_is_named(
     space: Any, operator: Any, node: Any, until: Callable[..., Any]
 ) -> None:
-    """F34: a GPU that the kubelet cannot hand out makes failed pods without end; in the cluster at
-    most ten of them stay, and the condition is DeviceFailure."""
+    """F34: a GPU that the kubelet cannot allocate makes failed pods without end; at most ten of
+    them stay in the cluster, and the condition is DeviceFailure."""
     gpu = {"memory": "2Gi", "gpus": 1}
     image = "registry.example/server@sha256:" + "0" * 64
     space.apply(resources=gpu, image=image, replicas=4)
@@ -84,8 +84,8 @@ def test_a_node_that_refuses_pods_leaves_ten_of_them_and_is_named(
 def test_foreign_pods_with_our_labels_do_not_count(
     space: Any, operator: Any, node: Any, until: Callable[..., Any]
 ) -> None:
-    """A pod of nobody, and one of a ReplicaSet that is called like ours; both ready, both with a
-    report of few tokens."""
+    """A pod without an owner, and one of a ReplicaSet with a name like ours; both ready, both with
+    a report of few tokens."""
     serve(space, node)
     (own,) = node.pods()
     (deployment,) = space.list("deployments")

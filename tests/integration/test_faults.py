@@ -22,7 +22,7 @@ ACCOUNT = "kvline-operator"
 
 
 def rights(space: Any, without: str = "") -> str:
-    """The rights that ship, as a Role of the namespace; without those on one resource."""
+    """The operator's rights as a Role of the namespace; without those on one resource."""
     shipped = next(d for d in identity() if d["kind"] == "ClusterRole")
     lease = next(d for d in identity() if d["metadata"]["name"] == "kvline-operator-lease")
     rules = list(json.loads(json.dumps([*shipped["rules"], *lease["rules"]])))
@@ -53,7 +53,7 @@ def rights(space: Any, without: str = "") -> str:
 
 
 def both_serve(space: Any, node: Any) -> bool:
-    """A look at what runs, with new pods validated."""
+    """Validates new pods; true once all of the service is ready."""
     node.play(State.VALIDATED)
     ready = space.get("kvl", "chat")["status"].get("readyReplicas")
     return bool(ready == 2 and space.up_to_date)
@@ -61,7 +61,7 @@ def both_serve(space: Any, node: Any) -> bool:
 
 @pytest.fixture
 def limited(space: Any, tmp_path: Path) -> Iterator[Operator]:
-    """An operator whose rights are the namespace's Role."""
+    """An operator whose only rights are that Role."""
     space.kubectl("apply", "-f", "-", input=rights(space))
     account = space.cluster.kubeconfig_of(space.name, ACCOUNT)
     made = Operator(space, tmp_path / "operator.log", kubeconfig=account)
@@ -82,7 +82,7 @@ def test_a_right_that_is_missing_is_named_and_coming_back_is_enough(
     message = space.condition("Accepted")["message"]
     assert "Deployment" in message or "ControllerRevision" in message
     assert "PATCH" in message and "403" in message
-    assert space.get("service", "chat") is not None  # what it may do is done
+    assert space.get("service", "chat") is not None  # other kinds are written all the same
     space.kubectl("apply", "-f", "-", input=rights(space))
     until(lambda: node.pods(), 60)
     until(lambda: space.condition("Accepted").get("status") == "True")
@@ -111,7 +111,7 @@ def test_a_used_up_quota_is_reported_and_room_is_enough(
 def test_annotations_of_others_have_no_effect(
     space: Any, operator: Any, node: Any, until: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """C20: a quarter of a megabyte, and kopf's own."""
+    """C20: an annotation of 250 kB, and kopf's own."""
     serve(space, node)
     before = [p["metadata"]["uid"] for p in node.pods()]
     foreign = {"big": "x" * 250_000, "kopf.zalando.org/last-handled-configuration": "{}"}
@@ -154,8 +154,8 @@ def test_what_a_spec_cannot_contain(space: Any, id: str, spec: dict[str, Any], w
 def test_an_api_that_is_taken_away_and_comes_back(
     space: Any, node: Any, until: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """F18: the operator says what it misses and ends, and so does each that is started instead;
-    then all is as it was."""
+    """F18: without the CRD the operator logs that and exits, at each restart; when the CRD is back
+    it serves again."""
     operator = Operator(space, tmp_path / "operator.log").start()
     serve(space, node)
     space.cluster.kubectl("delete", "-f", str(crd.FILE))
@@ -167,7 +167,7 @@ def test_an_api_that_is_taken_away_and_comes_back(
         operator.stop()
     finally:
         crd.define(space.cluster.kubectl)
-    # What the old one had is Kubernetes' to collect first.
+    # Kubernetes first collects the old service's objects.
     operator.start()
     try:
         space.apply()
@@ -189,7 +189,8 @@ def test_an_older_definition_is_refused_with_both_numbers(
     space.cluster.kubectl("apply", "--server-side", "-f", str(older))
     try:
         until(lambda: now not in space.cluster.kubectl(*raw).stdout)
-        assert operator.start().process.wait(30) == 1
+        process = operator.start().process
+        assert process is not None and process.wait(30) == 1
         last = operator.log.read_text().splitlines()[-1]
         assert f"needs schema {CRD_SCHEMA} of kvline.dev/v1alpha1" in last
         assert ("the cluster has 0" if number else "one without a number") in last

@@ -13,13 +13,13 @@ from kvline_contract.report import State
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
-ROLLS, STAYS = "rolls out", "stays"  # else: what the refusal says
+ROLLS, STAYS = "rolls out", "stays"  # else: text of the error
 DIGEST = "localhost/kvline-server@sha256:" + "a" * 64
 SECRET = {"name": "s", "key": "k"}
 HOST = "kubernetes.io/hostname"
 SPREAD = {"maxSkew": 1, "topologyKey": HOST, "whenUnsatisfiable": "ScheduleAnyway"}
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
-# In this order, each beside those before it.
+# Applied in this order, each in addition to those before.
 CHANGES: list[tuple[str, Any, str]] = [
     ("image", DIGEST, ROLLS),
     ("model.source", "pvc://models/other", ROLLS),
@@ -69,7 +69,11 @@ CHANGES: list[tuple[str, Any, str]] = [
     ("autoscaling.targetPercent", 50, STAYS),
     ("autoscaling.scaleDownDelaySeconds", 1, STAYS),
     ("autoscaling.scaleUpPercent", 50, STAYS),
-    ("rollout.strategy", "Recreate", STAYS),  # last: under it each change waits for a Job
+    (
+        "rollout.strategy",
+        "Recreate",
+        STAYS,
+    ),  # last, because every later change would wait for a Job
 ]
 
 
@@ -92,7 +96,7 @@ def changed(spec: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 def test_each_field_rolls_out_or_stays_or_is_refused_by_name(
     space: Any, operator: Any, node: Node, until: Callable[..., Any]
 ) -> None:
-    """C16: and nothing is ever stuck."""
+    """C16: each field changed on a service that serves, and no change gets stuck."""
     crd = yaml.safe_load((ROOT / "manifests" / "crd.yaml").read_text())
     (version,) = crd["spec"]["versions"]
     known = set(leaves(version["schema"]["openAPIV3Schema"]["properties"]["spec"]))
@@ -101,7 +105,7 @@ def test_each_field_rolls_out_or_stays_or_is_refused_by_name(
     assert {path for path in paths if not any(is_below(leaf, {path}) for leaf in known)} == set()
 
     def settled() -> str:
-        """The revision that serves alone, once it does."""
+        """Waits until one revision serves alone, and returns it."""
         node.play(State.VALIDATED)
         body = space.get("kvl", "chat")
         up = space.condition("UpToDate")
@@ -112,7 +116,7 @@ def test_each_field_rolls_out_or_stays_or_is_refused_by_name(
             else ""
         )
 
-    # A minimum, or another model's tokens could not be compared.
+    # Without a minimum another model could not be compared.
     spec: dict[str, Any] = {
         "model": {"source": "pvc://models/tiny"},
         "resources": {"memory": "2Gi"},

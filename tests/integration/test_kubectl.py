@@ -1,5 +1,4 @@
-"""`kubectl kvline` against a real API server and a real operator: what a person reads, and what
-comes of what they say."""
+"""`kubectl kvline` with a real API server and operator: output and effect of its commands."""
 
 from __future__ import annotations
 
@@ -74,7 +73,7 @@ def test_promote_takes_what_was_rejected(service: Service, say: Callable[..., An
     assert f"revision {second}" in say("promote", "chat").stdout
     service.until(lambda s: up_to_date(s).get("status") == "True")
     assert service.stable() == second
-    # Back to what served before that, though both are good now.
+    # Back to the revision before, though both pass the gate now.
     say("rollback", "chat")
     service.until(lambda s: s["rollout"]["stableRevision"] != second)
 
@@ -98,7 +97,7 @@ def test_upgrade_takes_the_new_default_image_through_the_gate(
     service.until(lambda s: s["rollout"]["stableRevision"] == second)
     service.until_reason("UpToDate")
     assert not service.poll()["rollout"]["imageOutdated"]
-    # And back again: the annotation went with the revision.
+    # And back: the upgrade annotation is part of the revision.
     say("rollback", "chat")
     service.until(lambda s: s["rollout"]["stableRevision"] == first)
 
@@ -121,7 +120,7 @@ def test_what_cannot_be_done_is_reported_in_a_line(space: Any, say: Callable[...
 
 
 def test_a_change_in_between_is_not_undone(space: Any) -> None:
-    """The patch is tested against the version that was read."""
+    """The patch has the version that was read as a precondition."""
     space.apply()
     mine = connect(None, str(space.cluster.kubeconfig), space.name)
     read = mine.service("chat")

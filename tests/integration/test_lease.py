@@ -1,4 +1,4 @@
-"""Two operators: one acts, the other stands by, and what one knew too late is not written."""
+"""Two operators: one is active, one is standby, and writes based on old reads are refused."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from kvline_operator.spec import parse
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
-HAND_OVER = 15.0  # seconds from a holder's death
+HAND_OVER = 15.0  # seconds after the holder is killed
 
 
 @pytest.fixture
 def pair(space: Space, tmp_path: Path, until: Callable[..., Any]) -> Iterator[list[Operator]]:
-    """The one that acts, and the one that stands by."""
+    """The active operator and the standby."""
     first = Operator(space, tmp_path / "first.log").start()
     until(lambda: holder(space) == first.identity)
     second = Operator(space, tmp_path / "second.log").start()
@@ -76,7 +76,7 @@ def test_one_acts_and_the_other_takes_over_when_it_dies_or_leaves(
     first, second = pair
     serve(space, node)
     well = f"http://127.0.0.1:{second.probe_port}/healthz"
-    assert urllib.request.urlopen(well, timeout=10).status == 200  # ready, and nothing more
+    assert urllib.request.urlopen(well, timeout=10).status == 200  # ready, and writes nothing
     assert metric(first, "kvline_operator_active") == 1
     assert (
         metric(second, "kvline_operator_active") == metric(second, "kvline_api_writes_total") == 0
@@ -91,7 +91,7 @@ def test_one_acts_and_the_other_takes_over_when_it_dies_or_leaves(
     print(f"killed: taken over after {taken:.1f} s, done after {time.monotonic() - died:.1f} s")
     assert taken <= HAND_OVER
 
-    first.identity += "-anew"  # as another pod's
+    first.identity += "-anew"  # as if another pod had it
     first.start()
     until(lambda: f"revision_state by: {second.identity}" in first.log.read_text())
     second.stop(signal.SIGTERM)
@@ -109,7 +109,7 @@ def test_one_acts_and_the_other_takes_over_when_it_dies_or_leaves(
 def test_one_that_was_stopped_for_a_while_writes_nothing_and_ends(
     space: Space, node: Node, pair: list[Operator], until: Callable[..., Any]
 ) -> None:
-    """F17: it believes for a moment that nothing has happened."""
+    """F17: an operator that was stopped for longer than its Lease writes nothing and exits."""
     first, second = pair
     serve(space, node)
     assert first.process is not None
@@ -127,7 +127,7 @@ def test_one_that_was_stopped_for_a_while_writes_nothing_and_ends(
 def test_memory_is_written_over_nothing_but_what_was_read(
     space: Space, node: Node, operator: Operator, until: Callable[..., Any]
 ) -> None:
-    """F05, F17: of an operator that read before another one wrote."""
+    """F05, F17: writes of an operator that read before another one wrote are refused."""
     serve(space, node)
     operator.stop()
     kube = connect(None, str(space.cluster.kubeconfig), space.name).kube
@@ -152,7 +152,7 @@ def test_memory_is_written_over_nothing_but_what_was_read(
     later = space.get("configmap", records_name("chat"))
     assert later is not None and later["data"] == records["data"]
 
-    # One that has gone and come back is another object.
+    # Deleted and created again, it is another object.
     space.kubectl("delete", "controllerrevision", name)
     with pytest.raises(Conflict):
         kube.apply(mine, over=stored)

@@ -1,5 +1,5 @@
-"""What ships as YAML, as two linters judge it: kubeconform with the API server's own schemas,
-and kube-score with the exceptions that have a reason."""
+"""The project's YAML passes two linters: kubeconform with the API server's schemas, and kube-score
+with a reason for each exception."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def tool(name: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def schemas(cluster: Any, tmp_path: Path) -> str:
-    """A JSON schema for each kind that the API server knows, our own among them, that takes no
-    unknown field; as kubeconform wants them named."""
+    """A JSON schema for each kind of the API server, ours included, that allows no unknown field;
+    named as kubeconform expects."""
     spec = json.loads(cluster.kubectl("get", "--raw", "/openapi/v2").stdout)
     known = spec["definitions"]
     for body in known.values():
@@ -72,7 +72,7 @@ def test_each_manifest_and_sample_has_its_schema(schemas: str, tmp_path: Path) -
 
 def test_what_installs_scores_without_a_complaint_but_those_with_a_reason() -> None:
     ignored = [word for name in EXCEPTIONS for word in ("--ignore-test", name)]
-    # A CPU limit would slow it where a core is idle: decisions/008.
+    # No CPU limit: decisions/008.
     done = tool("kube-score", "score", "--ignore-container-cpu-limit", *ignored, SHIPPED[0])
     assert done.returncode == 0, done.stdout
     bare = json.loads(tool("kube-score", "score", "--output-format", "json", SHIPPED[0]).stdout)

@@ -1,4 +1,4 @@
-"""The page in a real browser: the operator's own, then one that changes while it is looked at."""
+"""The page in a real browser: the operator's own, then one that changes while it is open."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_operator_s_page_has_what_the_status_has(
     ):
         file = tmp_path / f"{name}.png"
         browse(f"{home}/services/{space.name}/chat", *words, f"--screenshot={file}")
-        # A page without its style sheet or with nothing on it compresses to far less.
+        # An empty page, or one without its style sheet, is a far smaller file.
         assert file.read_bytes().startswith(PNG) and file.stat().st_size > 30_000
     space.kubectl("delete", "kvl", "chat")
     eventually(lambda: "No service yet" in browse(home))

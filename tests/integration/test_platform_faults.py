@@ -1,5 +1,5 @@
-"""What the operator stands on goes away: the API server and its store, the network to the pods, its
-own memory."""
+"""What the operator depends on fails: the API server and etcd, the network to the pods, its own
+memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def keep(operator: Operator) -> None:
 
 
 def is_served(space: Space, kept: Operator, node: Node, replicas: int) -> None:
-    """Within 60 s, by an operator that may have to be started again."""
+    """Waits up to 60 s, and restarts an operator that exits."""
 
     def done() -> bool:
         keep(kept)
@@ -91,7 +91,7 @@ def test_pods_that_the_operator_cannot_reach_serve_on(
     before = [p["metadata"]["uid"] for p in node.pods()]
     node.close()
     operator.stop()
-    operator.start()  # which has read no report yet
+    operator.start()  # the new operator has read no report yet
     until(lambda: space.condition("CapacityMeasured").get("reason") == "ReportMissing")
     measured = space.condition("CapacityMeasured")
     assert measured["status"] == "Unknown" and ":8001" in measured["message"]
@@ -100,7 +100,7 @@ def test_pods_that_the_operator_cannot_reach_serve_on(
     assert [p["metadata"]["uid"] for p in pods] == before
     assert all(c["ready"] for p in pods for c in p["status"]["containerStatuses"])
     service = space.get("kvl", "chat") or {}
-    assert service["status"]["capacity"]["kvTokens"] == 4096  # as last read
+    assert service["status"]["capacity"]["kvTokens"] == 4096  # the last figures that were read
     assert space.condition("Ready")["status"] == "True"
     assert "cannot be read" in space.condition("Ready")["message"]
 

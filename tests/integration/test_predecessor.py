@@ -1,5 +1,5 @@
-"""An operator takes over from one whose contract wrote other launch files: nothing of what serves
-is written anew, and everything that may change still does."""
+"""An operator takes over from one whose contract wrote other launch files: no serving object is
+rewritten, and all that may change still does."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def found(space: Space, name: str) -> dict[str, Any]:
 
 
 def replaced(space: Space, kind: str, body: dict[str, Any]) -> None:
-    """The same object with what is immutable in it changed: as its maker would have made it."""
+    """The object made again with other immutable content, as its maker would have created it."""
     meta = body["metadata"]
     for key in ("resourceVersion", "uid", "creationTimestamp", "managedFields"):
         meta.pop(key, None)
     space.kubectl("delete", kind, meta["name"])
-    # Server-side, as the operator's own field manager would have it.
+    # Server-side apply with the operator's own field manager.
     words = ("apply", "--server-side", "--field-manager=kvline-operator", "-f", "-")
     space.kubectl(*words, input=json.dumps(body))
 
 
 def of_another_contract(space: Space, keeps_launch: bool) -> str:
-    """Makes the only revision one of an operator that wrote a key which today's does not, and left
-    out one which today's writes; gives the launch file."""
+    """Turns the only revision into one of an older operator, whose launch file has a key that
+    today's has not, and lacks one that today's has. Returns the launch file."""
     (listed,) = space.list("controllerrevisions")
     revision = {"apiVersion": "apps/v1", "kind": "ControllerRevision", **listed}
     live = found(space, revision["metadata"]["name"])
@@ -59,14 +59,14 @@ def test_a_revision_of_another_contract_is_neither_rendered_anew_nor_stuck(
     until: Callable[..., Any],
     keeps_launch: bool,
 ) -> None:
-    """F41's core: the launch file is immutable, so an operator that renders it at each reconcile
-    has every write refused with 422 and can do nothing any more for any service that it finds."""
+    """F41's core: the launch file is stored and not rendered again; an immutable ConfigMap would
+    refuse the change with 422, and all writes for the service would stop."""
     serve(space, node)
     (uid,) = [p["metadata"]["uid"] for p in node.pods()]
     operator.stop()
     text = of_another_contract(space, keeps_launch)
     operator.start()
-    space.apply(capacity={"minKVTokens": 100}, replicas=2)  # the gate file, and a scale
+    space.apply(capacity={"minKVTokens": 100}, replicas=2)  # the gate file, and the replicas
     service = Service(space, node)
     service.tokens = {service.stable(): 4096}
     service.until(lambda s: s.get("readyReplicas") == 2)
@@ -77,7 +77,7 @@ def test_a_revision_of_another_contract_is_neither_rendered_anew_nor_stuck(
     gate = GateFile.parse(found(space, f"{name}-gate")["data"]["gate.json"])
     assert gate.min_kv_tokens == 100
 
-    space.apply(replicas=2, engine={"maxModelLen": 512})  # and the gate lets the next one take over
+    space.apply(replicas=2, engine={"maxModelLen": 512})  # and the next revision passes the gate
     candidate = service.candidate()
     service.tokens[candidate] = 4096
     service.until(lambda s: s["rollout"]["stableRevision"] == candidate)
@@ -90,11 +90,12 @@ def test_a_revision_of_another_contract_is_neither_rendered_anew_nor_stuck(
 def test_a_launch_file_that_somebody_made_anew_is_put_back(
     space: Space, operator: Operator, node: Node, until: Callable[..., Any]
 ) -> None:
-    """F22: it cannot be changed back, so it is replaced."""
+    """F22: an immutable launch file that somebody replaced cannot be changed back, so it is deleted
+    and created again."""
     serve(space, node)
     (revision,) = space.list("controllerrevisions")
     name = revision["metadata"]["name"]
-    operator.stop()  # else it is faster
+    operator.stop()  # or the operator may be faster
     replaced(space, "configmap", {**found(space, name), "data": {"launch.json": "{}"}})
     operator.start()
     wanted = {"launch.json": revision["data"]["launch"]}

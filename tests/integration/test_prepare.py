@@ -1,4 +1,5 @@
-"""What pods need is fetched by a Job before they are made, and before one that serves goes."""
+"""A Job downloads the model, or pulls the image, before pods are created and before serving ones
+are removed."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ POLICIES = ("chat", "chat-prepare")
 def test_a_model_is_downloaded_once_for_all_and_its_failure_is_reported(
     space: Any, operator: Any, node: Node
 ) -> None:
-    """Two replicas, one Job, which alone is given the token."""
+    """Two replicas, one Job, and only the Job has the token."""
     node.fetches = False
     space.apply(model=MODEL, replicas=2)
     (pod,) = eventually(node.jobs)
@@ -43,7 +44,7 @@ def test_a_model_is_downloaded_once_for_all_and_its_failure_is_reported(
     assert "ConnectTimeout" in space.condition("ModelAvailable")["message"]
     assert node.pods() == []
     (job,) = space.list("jobs")
-    space.kubectl("delete", "job", job["metadata"]["name"])  # one that is gone is made anew
+    space.kubectl("delete", "job", job["metadata"]["name"])  # a deleted Job is created again
 
     node.fetches = True
 
@@ -60,7 +61,7 @@ def test_a_model_is_downloaded_once_for_all_and_its_failure_is_reported(
     "F30", shows="Recreate keeps what serves while a Job cannot pull the new image, and says so"
 )
 def test_an_image_that_cannot_be_pulled_takes_nothing_away(service: Service, space: Any) -> None:
-    """Recreate: neither does a typing error end what serves, nor is anything left of it."""
+    """Recreate: a misspelt image removes no serving replica and leaves nothing behind."""
     first, node = service.stable(), service.node
     before = {p["metadata"]["uid"] for p in node.pods()}
     node.fetches = False
@@ -75,14 +76,14 @@ def test_an_image_that_cannot_be_pulled_takes_nothing_away(service: Service, spa
     assert space.condition("Ready")["status"] == "True"
     assert {p["metadata"]["uid"] for p in node.pods()} == before
 
-    space.apply(replicas=2, rollout=how)  # taken back
+    space.apply(replicas=2, rollout=how)  # the old spec again
     service.until_reason("UpToDate")
     eventually(lambda: not space.list("jobs"))
     assert service.stable() == first and service.fewest_ready == 2
 
 
 def started(name: str, state: dict[str, Any]) -> dict[str, Any]:
-    """The status of a Job's pod that has a node."""
+    """The status of a Job's pod that is bound to a node."""
     container = {
         "name": name,
         "ready": False,

@@ -1,4 +1,4 @@
-"""Recipes for those who scale by other means, against the schemas of those means."""
+"""Recipes for other autoscalers, checked with their schemas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUM = "h1:R6z2HZvstK4RLUMxroNACzBj74xGxt3kG59b5Xc+Xps="
 
 @pytest.fixture
 def keda(cluster: Any) -> Iterator[None]:
-    """KEDA's own definition of a ScaledObject, on the real API server."""
+    """KEDA's CRD of a ScaledObject in the API server."""
     folder = golang.download(golang.ensure(print), KEDA, SUM)
     file = folder / "config/crd/bases/keda.sh_scaledobjects.yaml"
     crd.define(cluster.kubectl, file)

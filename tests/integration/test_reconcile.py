@@ -1,4 +1,4 @@
-"""The real operator against a real API server: the state of the context, whatever happens."""
+"""The real operator with a real API server: the resulting objects and status, whatever happens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.integration
 
 
 def shape(space: Any) -> str:
-    """Children as far as two runs must agree: names, labels, owners by name, specs and data."""
+    """What two runs must agree in: names, labels, owners by name, specs and data."""
     made = {}
     for kind, items in children(space).items():
         for item in items:
@@ -80,7 +80,7 @@ def test_an_apply_becomes_children_pods_and_a_validated_budget(
 def test_a_gpu_is_asked_of_the_node_and_its_image_must_be_named(
     space: Any, operator: Any, until: Callable[..., Any]
 ) -> None:
-    """The operator here has a default image for the CPU alone."""
+    """This operator has no default CUDA image."""
     asked = {"memory": "2Gi", "gpus": 1}
     space.apply(resources=asked)
     refused = until(lambda: space.condition("Accepted").get("status") == "False" and space)
@@ -100,7 +100,7 @@ def test_a_gpu_is_asked_of_the_node_and_its_image_must_be_named(
 def test_nothing_changed_means_zero_writes(
     space: Any, operator: Any, node: Any, until: Callable[..., Any]
 ) -> None:
-    """Invariant 6: no object's version moves while nothing happens, resync included."""
+    """Invariant 6: no object's resourceVersion changes while nothing happens, resync included."""
     serve(space, node)
     time.sleep(2)
 
@@ -109,7 +109,7 @@ def test_nothing_changed_means_zero_writes(
         return {i["metadata"]["uid"]: i["metadata"]["resourceVersion"] for i in items}
 
     before = versions()
-    time.sleep(22)  # a resync of 20 s lies within
+    time.sleep(22)  # longer than the resync interval of 20 s
     assert versions() == before
 
 
@@ -283,7 +283,7 @@ def test_a_crash_is_explained_and_stands_through_the_restart(
 def test_killing_the_operator_at_each_of_its_writes_ends_in_the_same_state(
     cluster: Any, tmp_path: Path, until: Callable[..., Any]
 ) -> None:
-    """F01: right after write k reached the API server, for every k until there is no such write."""
+    """F01: the operator is killed right after write k reached the API server, for every k."""
     import uuid
 
     from playground import Operator, Space

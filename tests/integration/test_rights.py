@@ -1,4 +1,4 @@
-"""What the operator is allowed to do is what it does: no right too many, none too few."""
+"""The operator's rights are those that it uses: none too many, none missing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def granted() -> set[Right]:
 
 
 def requests(log: Path) -> Iterator[dict[str, Any]]:
-    """The API server's own record of what the operator's account asked for."""
+    """The requests of the operator's ServiceAccount in the API server's audit log."""
     for line in log.read_text().splitlines():
         yield json.loads(line)
 
@@ -48,7 +48,7 @@ def used(log: Path) -> set[Right]:
                 resource += f"/{about['subresource']}"
             verbs = {request["verb"]}
             if request["verb"] == "patch" and request["responseStatus"]["code"] == 201:
-                verbs.add("create")  # an apply of what is not there is authorized as both
+                verbs.add("create")  # an apply that creates needs both rights
             found |= {(about.get("apiGroup", ""), resource, verb) for verb in verbs}
     return found
 
@@ -67,7 +67,11 @@ def test_every_right_that_is_granted_is_used_and_no_other_is_asked_for(
     space.kubectl("patch", "service", "chat", "--type=merge", "-p", '{"spec":{"selector":null}}')
     until(lambda: space.get("service", "chat")["spec"].get("selector"))
     (deployment,) = (d["metadata"]["name"] for d in space.list("deployments"))
-    for kind in ("deployment", "configmap", "controllerrevision"):  # what no list shows is read
+    for kind in (
+        "deployment",
+        "configmap",
+        "controllerrevision",
+    ):  # an object that is in no list is read by name
         space.kubectl("label", kind, deployment, f"{LABEL_SERVICE}-")
         until(lambda kind=kind: LABEL_SERVICE in space.get(kind, deployment)["metadata"]["labels"])
 
@@ -77,7 +81,7 @@ def test_every_right_that_is_granted_is_used_and_no_other_is_asked_for(
         node.end(pod, "Evicted", "the node was low on memory")
     until(lambda: [p["status"].get("reason") for p in space.list("pods")].count("Evicted") == 10)
 
-    # A Job that fetches what pods need first, and one that nobody needs any more.
+    # A prepare Job, and one that is no longer needed.
     spec = (space.get("kvl", "chat") or {})["spec"]
     space.apply(engine={"maxModelLen": 700}, rollout={"strategy": "Recreate"})
     until(lambda: space.list("jobs"))

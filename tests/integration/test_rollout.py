@@ -65,13 +65,13 @@ def test_half_the_budget_is_rejected_until_the_spec_or_a_promotion_says_otherwis
     assert {p["metadata"]["uid"] for p in service.node.pods() if is_ready(p)} == before
 
     operator.stop(signal.SIGKILL)
-    operator.start()  # and it remembers
+    operator.start()  # after the restart too
     service.until(lambda s: len(service.node.pods()) == 2)
     space.kubectl("annotate", "kvl", "chat", "touched=yes")
     service.until_reason("RevisionRejected")
     assert not service.pods_of(rejected)
 
-    space.apply(replicas=2)  # the old spec again: nothing moves, the rejection is history
+    space.apply(replicas=2)  # the old spec again: no pod restarts, the rejection is dropped
     service.until_reason("UpToDate")
     assert {p["metadata"]["uid"] for p in service.node.pods()} == before
     stored = space.get("controllerrevisions", f"chat-{rejected}")["metadata"]["annotations"]
@@ -90,8 +90,8 @@ def test_half_the_budget_is_rejected_until_the_spec_or_a_promotion_says_otherwis
 
 
 def test_small_losses_do_not_add_up(service: Service, space: Any) -> None:
-    """3,950 of 4,096 passes; 3,800 is 96 % of that, and 93 % of the best. It takes over once the
-    policy asks for no more."""
+    """3,950 of 4,096 passes. 3,800 is 96 % of that but 93 % of the baseline, and is accepted when
+    minCapacityPercent is lowered."""
     for length, tokens, reason in ((2048, 3950, "UpToDate"), (2047, 3800, "RevisionRejected")):
         space.apply(replicas=2, engine={"maxModelLen": length})
         service.tokens[service.candidate()] = tokens
@@ -123,7 +123,8 @@ def test_another_model_is_held_until_a_minimum_says_what_is_enough(
     "F35", shows="a candidate's pod may be evicted, one ready replica too, a second one has to wait"
 )
 def test_a_candidate_that_waits_at_its_gate_blocks_no_drain(service: Service, space: Any) -> None:
-    """Neither its own node's nor that of one replica which serves; a second one has to wait."""
+    """Its own node and that of one ready replica can be drained; a second ready replica has to
+    wait."""
     stable = service.stable()
     space.apply(replicas=2, model={"source": "pvc://models/other"})
     candidate = service.candidate()
@@ -133,7 +134,7 @@ def test_a_candidate_that_waits_at_its_gate_blocks_no_drain(service: Service, sp
     assert evict(space, held) == ""
     eventually(lambda: [p for p in service.pods_of(candidate) if p != held])
     first, second = service.pods_of(stable)
-    service.tokens.pop(stable)  # no replica comes back as yet
+    service.tokens.pop(stable)  # the evicted replica is not back yet
     eventually(lambda: allowed(space) == 1)
     assert evict(space, first) == ""
     eventually(lambda: allowed(space) == 0)
@@ -143,7 +144,7 @@ def test_a_candidate_that_waits_at_its_gate_blocks_no_drain(service: Service, sp
 
 
 def evict(space: Any, pod: dict[str, Any]) -> str:
-    """Asks as a drain does; why not, empty when the pod goes."""
+    """Requests an eviction as a drain does. Returns why it was refused; empty if it was not."""
     name = pod["metadata"]["name"]
     body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name}}
     where = f"/api/v1/namespaces/{space.name}/pods/{name}/eviction"
@@ -175,7 +176,7 @@ def test_recreate_frees_the_old_ones_first_and_comes_back_after_a_failure(
 def test_recreate_brings_back_what_served_when_the_candidate_gets_no_further(
     service: Service, space: Any
 ) -> None:
-    """Held by what waiting does not end, and nothing serves meanwhile: not for ever."""
+    """A held candidate under Recreate: the old replicas come back at progressDeadlineSeconds."""
     first = service.stable()
     how = {"strategy": "Recreate", "progressDeadlineSeconds": 30}
     space.apply(replicas=2, model={"source": "pvc://models/other"}, rollout=how)
@@ -197,7 +198,7 @@ def test_recreate_brings_back_what_served_when_the_candidate_gets_no_further(
 
 
 def age(space: Any, revision: str) -> None:
-    """An hour passes for the deadline of a candidate."""
+    """Moves the start of a candidate's deadline an hour back."""
     name = f"chat-{revision}"
     past = "kvline.dev/missing-since=2026-01-01T00:00:00Z"
     found = space.get("controllerrevisions", name)["metadata"]["annotations"]
@@ -208,7 +209,7 @@ def age(space: Any, revision: str) -> None:
 def test_replace_measures_in_the_place_of_one_and_never_lacks_two(
     service: Service, space: Any
 ) -> None:
-    """As on a cluster whose every GPU serves: never more pods than replicas."""
+    """As on a cluster whose GPUs are all in use: never more pods than replicas."""
     first = service.stable()
     most = 0
     space.apply(replicas=2, engine=SMALLER, rollout={"strategy": "Replace"})
@@ -257,7 +258,7 @@ def test_an_engine_that_ends_twice_is_rejected_and_one_that_waits_is_held(
 def test_a_spec_that_changes_on_the_way_and_a_pause_keep_what_serves(
     service: Service, space: Any
 ) -> None:
-    """Half shifted, paused, then a third spec: two replicas are ready all along."""
+    """Paused half-way, then a third spec: two replicas are ready all the time."""
     first = service.stable()
     space.apply(replicas=2, engine=BIGGER)
     second = service.candidate()
@@ -282,7 +283,9 @@ def test_scaling_during_a_rollout_ends_with_all_of_the_new_revision(
     space.apply(replicas=2, engine=BIGGER)
     candidate = service.candidate()
     space.kubectl("scale", "kvl", "chat", "--replicas=3")
-    service.until(lambda s: len(service.node.pods()) == 4)  # three stay whole beside the first
+    service.until(
+        lambda s: len(service.node.pods()) == 4
+    )  # three stable replicas stay beside the first new one
     service.tokens[candidate] = 4096
     status = service.until_reason("UpToDate")
     assert (status["rollout"]["stableRevision"], status["readyReplicas"]) == (candidate, 3)
@@ -292,9 +295,9 @@ def test_scaling_during_a_rollout_ends_with_all_of_the_new_revision(
 def test_an_accepted_revision_that_measures_less_serves_warns_and_can_be_promoted(
     service: Service, space: Any, operator: Any
 ) -> None:
-    """Pods are replaced while the operator is away, and a container starts again under another
-    driver: only minKVTokens keeps them out, the loss is reported with its figures, and a person can
-    take it for the new baseline."""
+    """Pods of the stable revision are replaced, and a container restarts with another driver, both
+    measuring less: only minKVTokens keeps them out, the loss is reported with its figures, and
+    promoting makes it the new baseline."""
     space.apply(replicas=2, engine=BIGGER)
     revision = service.candidate()
     service.tokens[revision] = 4096
@@ -322,7 +325,7 @@ def test_an_accepted_revision_that_measures_less_serves_warns_and_can_be_promote
     service.until(lambda s: space.condition("CapacitySufficient")["status"] == "False")
     service.node.was_ready.clear()
     service.until(lambda s: s["readyReplicas"] == 0)
-    # The figure stays, with its time and not as one that is served, and not out of the status.
+    # Without a ready replica the figures stay, with their time; they are not read from the status.
     wiped = json.dumps({"status": {"capacity": None}})
     space.kubectl("patch", "kvl", "chat", "--subresource=status", "--type=merge", "-p", wiped)
     kept = service.until(lambda s: "capacity" in s)["capacity"]
@@ -337,7 +340,7 @@ def test_an_accepted_revision_that_measures_less_serves_warns_and_can_be_promote
 
 
 def _lose_one(service: Service, space: Any, revision: str, tokens: int, ready: int) -> None:
-    """A pod goes, and what comes for it measures `tokens`; then so many are ready."""
+    """Deletes a pod; its replacement measures `tokens`, and then so many are ready."""
     gone = service.node.pods()[0]["metadata"]
     service.tokens[revision] = tokens
     space.kubectl("delete", "pod", gone["name"], "--grace-period=0", "--force")
@@ -358,8 +361,9 @@ def _lose_one(service: Service, space: Any, revision: str, tokens: int, ready: i
 def test_killing_the_operator_at_each_write_of_a_rollout_ends_in_the_same_state(
     service: Service, space: Any, operator: Any, first: int, tokens: int, reason: str
 ) -> None:
-    """F01: a rollout a write, the operator killed right after it, until there is no such write.
-    The two stories share their writes, and take every second one each."""
+    """F01: rollouts with the operator killed after the first write, after the second and so on,
+    until there is no such write. The two cases share most writes, so each takes every second one.
+    """
     reached = 0
     for write in range(first, 40, 2):
         stable = service.poll()["rollout"]["stableRevision"]
@@ -379,8 +383,8 @@ def test_killing_the_operator_at_each_write_of_a_rollout_ends_in_the_same_state(
 
 
 def _roll(service: Service, operator: Any, tokens: int, reason: str) -> tuple[bool, str]:
-    """Plays a rollout to its end, starting the operator again where it was killed. -> whether it
-    was, and the candidate"""
+    """Runs a rollout to its end and restarts the operator where it was killed. Returns whether it
+    was, and the candidate."""
     died, before = False, set(service.tokens)
 
     def looked() -> bool:

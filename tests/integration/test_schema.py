@@ -1,4 +1,4 @@
-"""Bad resources are refused by the API server itself, with the field named. 7B of the catalogue."""
+"""Bad resources are refused by the API server, with the field named: the catalogue's C rows."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_secrets_of_other_namespaces_cannot_be_named(space: Any) -> None:
 
 
 def test_a_huge_object_is_refused_by_its_fields_bounds(space: Any) -> None:
-    """C21: near what etcd takes, so that the answer is ours and names the field."""
+    """C21: just below etcd's limit, so that the schema answers and names the field."""
     megabyte = "x" * 1_400_000
     refused(
         space, "spec.model.servedName", body(model={"source": "pvc://m/x", "servedName": megabyte})
@@ -179,8 +179,8 @@ def test_a_dry_run_writes_nothing(space: Any, operator: Any) -> None:
 
 
 def test_a_definition_is_waited_for_from_before_it_has_conditions() -> None:
-    """`kubectl wait` ends with an error in that moment, which is too short to be met at will; the
-    answers here are those of such a run."""
+    """`kubectl wait` fails while a new definition has no conditions, a moment too short to
+    reproduce; the answers here are recorded from such a run."""
     early = "error: .status.conditions accessor error: <nil> is of the type <nil>"
     answers = [early, "", "False", "True"]
 

@@ -1,5 +1,5 @@
-"""What others watch us by. The alert rules, run by Prometheus' own tool: each goes off when it
-should, with a sentence that names the service, and not before; metrics, linted by it; traces."""
+"""Alerts, metrics and traces. promtool runs each alert rule: it fires after its time and not
+before, with a summary that names the service; promtool lints the metrics."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ pytestmark = pytest.mark.integration
 FILE = ROOT / "monitoring" / "alerts.yaml"
 SERVICE = {"namespace": "team", "service": "chat"}
 POD = {"namespace": "team", "pod": "chat-1"}
-HOUR = 60  # minutes, of a quiet time
+HOUR = 60  # minutes without a cause
 STEP = 2  # minutes between samples
 
 
 @dataclass(frozen=True)
 class Case:
-    """Series that make an alert go off after `minutes`, and the labels that it then has."""
+    """Series that make an alert fire after `minutes`, and the labels that it then has."""
 
     alert: str
     series: dict[str, str]
     minutes: int
     labels: dict[str, str]
-    value: str = ""  # as the summary has it
+    value: str = ""  # the name in the summary
 
 
 def condition(alert: str, kind: str, reason: str, minutes: int, value: int = 0) -> Case:
@@ -99,7 +99,7 @@ QUIET = {
         for kind, (reason, value) in FINE.items()
     },
     series("kvline_service_condition", {"type": "Ready", "reason": "ScaledToZero"}): "0",
-    series("kvline_kv_cache_usage_ratio", POD): "0.99",  # full, and nobody waits
+    series("kvline_kv_cache_usage_ratio", POD): "0.99",  # a full KV cache without waiting requests
     series("kvline_requests_waiting", POD): "0",
     ended("finished"): "0+7",
     series("kvline_service_image_outdated", SERVICE): "0",
