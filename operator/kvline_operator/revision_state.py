@@ -23,7 +23,10 @@ from kvline_operator.spec import parse_source
 from kvline_operator.threshold import Thresholds
 
 PASSED, REJECTED, PROMOTED = "Passed", "Rejected", "Promoted"
-EARLIER = {"Failed": REJECTED}  # as earlier operators wrote it
+# As annotations have them. A rejection stays «Failed» there: an older operator knows no other word
+# for it, and after a downgrade would try every rejected revision again.
+STORED = {PASSED: "Passed", REJECTED: "Failed", PROMOTED: "Promoted"}
+VERDICTS = {stored: verdict for verdict, stored in STORED.items()}
 NUMBERS = {
     "accepted": names.ANNOTATION_ACCEPTED,
     "against": names.ANNOTATION_AGAINST,
@@ -83,11 +86,10 @@ class RevisionState:
 
 def read(controller_revision: Object) -> RevisionState:
     said = controller_revision["metadata"].get("annotations") or {}
-    verdict = said.get(names.ANNOTATION_VERDICT, "")
     fields: dict[str, Any] = {name: said.get(key, "") for name, key in TEXTS.items()}
     fields |= {name: _number(said.get(key, "")) for name, key in NUMBERS.items()}
     return RevisionState(
-        verdict=verdict if verdict in (PASSED, REJECTED, PROMOTED) else EARLIER.get(verdict, ""),
+        verdict=VERDICTS.get(said.get(names.ANNOTATION_VERDICT, ""), ""),
         baseline=_baseline(said.get(names.ANNOTATION_BASELINE, "")),
         figures=CapacityStatus.parse(said.get(names.ANNOTATION_CAPACITY, "")),
         kills=kills.parse(said.get(names.ANNOTATION_KILLS, "")),
@@ -98,7 +100,7 @@ def read(controller_revision: Object) -> RevisionState:
 
 def written(state: RevisionState) -> dict[str, str]:
     said: dict[str, Any] = {key: getattr(state, name) for name, key in (NUMBERS | TEXTS).items()}
-    said[names.ANNOTATION_VERDICT] = state.verdict
+    said[names.ANNOTATION_VERDICT] = STORED.get(state.verdict, "")
     if state.baseline:
         said[names.ANNOTATION_BASELINE] = json.dumps(state.baseline, sort_keys=True)
     if state.figures is not None:

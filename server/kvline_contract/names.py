@@ -25,7 +25,7 @@ ANNOTATION_RESTART = "kvline.dev/restart"  # a timestamp: a new revision of the 
 ANNOTATION_UPGRADE = "kvline.dev/upgrade"  # a timestamp: take the operator's default image
 ANNOTATION_PROMOTE = "kvline.dev/promote"  # a revision: accept it whatever it measured
 ANNOTATION_PAUSED = "kvline.dev/paused"  # "true": a rollout makes no progress
-# Of ControllerRevisions, where the operator keeps results; see its verdicts.py.
+# Of ControllerRevisions, where the operator keeps results; see its revision_state.py.
 ANNOTATION_ACCEPTED = "kvline.dev/accepted"
 ANNOTATION_VERDICT = "kvline.dev/verdict"
 ANNOTATION_AGAINST = "kvline.dev/against"

@@ -136,12 +136,12 @@ def test_memory_is_written_over_nothing_but_what_was_read(
     spec = parse(body)
     (stored,) = kube.select("ControllerRevision", space.name, f"{LABEL_SERVICE}=chat")
     name = stored["metadata"]["name"]
-    space.kubectl("annotate", "controllerrevision", name, f"{ANNOTATION_VERDICT}=Rejected")
+    space.kubectl("annotate", "controllerrevision", name, f"{ANNOTATION_VERDICT}=Failed")
     mine = render.remembered(spec, stored, {ANNOTATION_VERDICT: "Passed"})
     with pytest.raises(Conflict):
         kube.apply(mine, over=stored, exact=True)
     now = space.get("controllerrevision", name)
-    assert now is not None and now["metadata"]["annotations"][ANNOTATION_VERDICT] == "Rejected"
+    assert now is not None and now["metadata"]["annotations"][ANNOTATION_VERDICT] == "Failed"
 
     records = space.get("configmap", records_name("chat"))
     assert records is not None

@@ -75,7 +75,7 @@ def test_half_the_budget_is_rejected_until_the_spec_or_a_promotion_says_otherwis
     service.until_reason("UpToDate")
     assert {p["metadata"]["uid"] for p in service.node.pods()} == before
     stored = space.get("controllerrevisions", f"chat-{rejected}")["metadata"]["annotations"]
-    assert stored["kvline.dev/verdict"] == "Rejected" and "kvline.dev/against" not in stored
+    assert stored["kvline.dev/verdict"] == "Failed" and "kvline.dev/against" not in stored
     space.apply(replicas=2, engine=SMALLER)
     service.until_reason("RevisionRejected")
     assert len(service.events("RevisionRejected")) == 2
