@@ -113,8 +113,7 @@ def _counts(state: ServiceState) -> str:
 
 def _ended_newest(state: ServiceState) -> list[EndedPod]:
     """Pods of the newest revision that ended for good, newest first."""
-    wanted = state.plan.candidate or state.plan.stable
-    return [p for p in state.ended if p.revision == wanted]
+    return [p for p in state.ended if p.revision == state.plan.newest]
 
 
 def _refused_device(state: ServiceState) -> EndedPod | None:

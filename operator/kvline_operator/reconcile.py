@@ -100,14 +100,12 @@ def reconcile(context: Context, key: Key) -> float:
         pods=observed.pods,
         ended=observed.ended,
         stable_state=rollout_state.states.get(rollout_state.plan.stable, RevisionState()),
-        limits=rollout_state.thresholds(
-            rollout_state.plan.candidate or rollout_state.plan.stable, spec
-        ),
+        limits=rollout_state.thresholds(rollout_state.plan.newest, spec),
         image_outdated=_image_outdated(spec, rollout_state, context.settings),
         records=kept,
         apply_error=refusal,
-        deadline_exceeded=_deadline_exceeded(observed, revision.name),
-        refused=observed.refused(revision.name),
+        deadline_exceeded=_deadline_exceeded(observed, rollout_state.plan.newest),
+        refused=observed.refused(rollout_state.plan.newest),
         scaling=scaling,
         preparing=rollout_state.preparing,
     )
@@ -301,7 +299,7 @@ def _report(context: Context, body: Object, new: Object, news: list[status.Event
 
 
 def _deadline_exceeded(observed: Observed, revision: str) -> bool:
-    """Whether Kubernetes says that the newest revision's Deployment makes no progress. A replica
+    """Whether Kubernetes says that this revision's Deployment makes no progress. A replica
     that served and fell is no such case: its own reason is what a person must read."""
     return any(
         condition.get("reason") == "ProgressDeadlineExceeded"

@@ -35,6 +35,11 @@ class RolloutPlan:
     paused: bool = False
 
     @property
+    def newest(self) -> str:
+        """The revision that is to run: the candidate, else the stable one."""
+        return self.candidate or self.stable
+
+    @property
     def serving(self) -> int:
         """Replicas that take traffic once they are ready: a candidate's before it has passed its
         gate do not."""

@@ -54,9 +54,8 @@ class ServiceState:
 
     @property
     def newest(self) -> tuple[PodView, ...]:
-        """Pods of the revision that the spec asks for."""
-        wanted = self.plan.candidate or self.plan.stable
-        return tuple(p for p in self.pods if p.revision == wanted)
+        """Pods of the revision that is to run."""
+        return tuple(p for p in self.pods if p.revision == self.plan.newest)
 
     @property
     def stable(self) -> tuple[PodView, ...]:

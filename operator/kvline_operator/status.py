@@ -192,7 +192,7 @@ def diagnosis(state: ServiceState) -> Object:
     """What the engine that failed said: of the newest revision's replicas, else of the rejected
     one's, which are gone."""
     said = next((d for p in state.newest if (d := _said(p)) is not None), None)
-    revision = state.plan.candidate or state.plan.stable
+    revision = state.plan.newest
     if said is None and state.plan.rejected and state.plan.gate is not None:
         said, revision = state.plan.gate.diagnosis, state.plan.rejected
     if said is None:

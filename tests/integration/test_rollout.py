@@ -176,7 +176,8 @@ def test_recreate_frees_the_old_ones_first_and_comes_back_after_a_failure(
 def test_recreate_brings_back_what_served_when_the_candidate_gets_no_further(
     service: Service, space: Any
 ) -> None:
-    """A held candidate under Recreate: the old replicas come back at progressDeadlineSeconds."""
+    """A held candidate under Recreate: the old replicas come back at progressDeadlineSeconds, and
+    say so where a quota keeps their pods out, though the spec still means the rejected one."""
     first = service.stable()
     how = {"strategy": "Recreate", "progressDeadlineSeconds": 30}
     space.apply(replicas=2, model={"source": "pvc://models/other"}, rollout=how)
@@ -185,7 +186,13 @@ def test_recreate_brings_back_what_served_when_the_candidate_gets_no_further(
     status = service.until_reason("GateHeld")
     status = service.until(lambda s: s["readyReplicas"] == 0)
     assert up_to_date(status)["message"].endswith("; nothing serves meanwhile")
+    full = {"metadata": {"name": "full"}, "spec": {"hard": {"pods": "0"}}}
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", **full}
+    space.kubectl("create", "-f", "-", input=json.dumps(quota))
+    eventually(lambda: "used" in (space.get("resourcequota", "full").get("status") or {}))
     age(space, candidate)
+    service.until(lambda s: space.condition("Progressing")["reason"] == "QuotaExceeded")
+    space.kubectl("delete", "resourcequota", "full")
     status = service.until_reason("RevisionRejected")
     assert (
         "spec.rollout.progressDeadlineSeconds (30): measured 4096"

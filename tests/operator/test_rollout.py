@@ -219,6 +219,13 @@ def test_one_that_is_not_ready_by_its_deadline_goes_and_the_others_come_back() -
         assert (made.replicas, made.stable, made.rejected) == ({"a": 2}, "a", "b")
 
 
+def test_after_a_rejection_the_stable_revision_is_the_one_that_is_to_run() -> None:
+    """Whose pods are counted, and whose Deployment says why there are none."""
+    on_its_way = story(Deployed("a", 2, 2), verdict=GateResult.HELD)
+    rejected = story(Deployed("a", 2, 2), Deployed("b", 1, 0), verdict=GateResult.REJECTED)
+    assert (on_its_way.newest, rejected.newest) == ("b", "a")
+
+
 def test_a_spec_that_changed_on_the_way_brings_the_stable_ones_back_first() -> None:
     """b had taken over one of two when c was applied."""
     existing = (Deployed("a", 1, 1), Deployed("b", 2, 1))
