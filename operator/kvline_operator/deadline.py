@@ -2,9 +2,10 @@
 
 Recreate and Replace take replicas away before the candidate is ready. If it does not get further
 within spec.rollout.progressDeadlineSeconds, whatever keeps it, they come back: then it is not run
-any more until the spec changes or somebody promotes it. Kubernetes' own deadline of a Deployment
-will not do: it runs from the beginning of a candidate that waited for room, so that a change from
-Surge to Recreate would be taken back at once.
+any more until the policy that it expired under changes (spec.rollout, spec.capacity; not a number
+of replicas) or somebody promotes it. Kubernetes' own deadline of a Deployment will not do: it runs
+from the beginning of a candidate that waited for room, so that a change from Surge to Recreate
+would be taken back at once.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from kvline_operator.spec import Rollout
 
 
 def applied(
-    now: Situation, how: Rollout, states: dict[str, RevisionState], time: datetime
+    now: Situation, how: Rollout, policy: str, states: dict[str, RevisionState], time: datetime
 ) -> Situation:
-    """With the candidate's verdict expired where its time is over."""
+    """With the candidate's verdict expired where its time is over; `policy` is ServiceSpec's."""
     verdict = now.verdict
     if verdict is None:
         return now
     mine = states[now.wanted]
-    if 0 < mine.expired == states[now.stable].accepted:
+    same_policy = mine.policy in ("", policy)  # earlier operators kept none
+    if same_policy and 0 < mine.expired == states[now.stable].accepted:
         if how.promote == now.wanted and mine.verdict != PROMOTED:
             return now  # a promotion is tried once
         return replace(now, verdict=replace(verdict, expired=True, message=mine.overdue))
@@ -47,15 +49,23 @@ def _overdue(
 
 
 def remember(
-    states: dict[str, RevisionState], plan: RolloutPlan, now: Situation, time: datetime
+    states: dict[str, RevisionState],
+    plan: RolloutPlan,
+    now: Situation,
+    policy: str,
+    time: datetime,
 ) -> dict[str, RevisionState]:
     """All states after this reconcile: since when replicas are missing for the candidate without
     one of its own in their place, and which one had its time."""
-    out = {name: replace(s, since="", expired=0, overdue="") for name, s in states.items()}
+    out = {
+        name: replace(s, since="", expired=0, overdue="", policy="") for name, s in states.items()
+    }
     verdict, mine = plan.gate, states[now.wanted]
     if verdict is not None and verdict.expired:
         accepted = states[now.stable].accepted
-        out[now.wanted] = replace(mine, since="", expired=accepted, overdue=verdict.message)
+        out[now.wanted] = replace(
+            out[now.wanted], expired=accepted, overdue=verdict.message, policy=policy
+        )
     elif plan.candidate and not plan.paused and _is_missing(now, plan):
         since = mine.since if _moment(mine.since) else time.strftime("%Y-%m-%dT%H:%M:%SZ")
         out[now.wanted] = replace(out[now.wanted], since=since)

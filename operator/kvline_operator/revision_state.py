@@ -40,6 +40,7 @@ TEXTS = {
     "message": names.ANNOTATION_MESSAGE,
     "since": names.ANNOTATION_SINCE,
     "overdue": names.ANNOTATION_OVERDUE,
+    "policy": names.ANNOTATION_EXPIRED_POLICY,
 }
 Object = dict[str, Any]
 
@@ -61,6 +62,7 @@ class RevisionState:
     since: str = ""  # RFC 3339: since when none of its own is ready in their place
     expired: int = 0  # `accepted` of the revision that was brought back instead
     overdue: str = ""  # what kept it until then
+    policy: str = ""  # of ServiceSpec, at that time
     figures: CapacityStatus | None = None  # that it served last
     kills: Kills = field(default_factory=dict)  # of a candidate's containers, from outside
     diagnosis: Termination | None = None  # what its engine said that failed

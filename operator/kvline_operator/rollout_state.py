@@ -69,7 +69,7 @@ class RolloutState:
         if stable and stable != wanted:
             verdict, judged = _verdict(spec, observed, wanted, stored, states)
         situation = rollout.Situation(wanted, stable, spec.replicas, sized, verdict)
-        situation = deadline.applied(situation, spec.rollout, states, time)
+        situation = deadline.applied(situation, spec.rollout, spec.policy, states, time)
         plan = rollout.plan(situation, spec.rollout)
         preparing = None
         if plan.replicas.get(wanted):
@@ -79,7 +79,7 @@ class RolloutState:
             plan = rollout.plan(situation, spec.rollout)
         ready = serving.get(plan.stable, ())
         after = revision_state.remember(states, plan, wanted, ready, spec.rollout.promote)
-        after = deadline.remember(after, plan, situation, time)
+        after = deadline.remember(after, plan, situation, spec.policy, time)
         under_way = tuple(p for p in observed.pods if p.revision == wanted == plan.candidate)
         killed = candidate.kills(after[wanted].kills, under_way)
         after = {**after, wanted: replace(after[wanted], kills=killed)}

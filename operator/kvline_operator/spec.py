@@ -6,6 +6,7 @@ the field. Reads `metadata` and `spec`, never `status`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from dataclasses import dataclass
@@ -101,6 +102,7 @@ class ServiceSpec:
     reuse: Reuse
     rollout: Rollout
     autoscaling: Autoscaling | None
+    policy: str  # digest of spec.rollout and spec.capacity as they are written
     inputs_json: str  # canonical JSON of what changes pods
 
     @property
@@ -134,6 +136,7 @@ def parse(body: dict[str, Any]) -> ServiceSpec:
         reuse=_reuse(spec),
         rollout=_rollout(metadata, spec),
         autoscaling=_autoscaling(spec),
+        policy=_policy(spec),
         inputs_json=canonical(inputs(metadata, spec)),
     )
 
@@ -160,6 +163,12 @@ def _rollout(metadata: dict[str, Any], spec: dict[str, Any]) -> Rollout:
         promote=annotations.get(ANNOTATION_PROMOTE, ""),
         paused=annotations.get(ANNOTATION_PAUSED) == "true",
     )
+
+
+def _policy(spec: dict[str, Any]) -> str:
+    """What is absent stays absent, so that an operator with more fields finds the same."""
+    said = canonical([spec.get("rollout") or {}, spec.get("capacity") or {}])
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
 def _autoscaling(spec: dict[str, Any]) -> Autoscaling | None:

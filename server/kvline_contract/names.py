@@ -42,6 +42,7 @@ ANNOTATION_IMAGE = "kvline.dev/image"
 ANNOTATION_SINCE = "kvline.dev/missing-since"
 ANNOTATION_EXPIRED = "kvline.dev/expired"
 ANNOTATION_OVERDUE = "kvline.dev/expired-message"
+ANNOTATION_EXPIRED_POLICY = "kvline.dev/expired-policy"
 
 API_PORT = 8000  # /v1, in the Service
 INTERNAL_PORT = 8001  # probes, sizing, load, metrics; pod address only

@@ -23,15 +23,16 @@ class Reconciles:
 
     def __init__(self, how: Rollout = HOW, replicas: int = 1) -> None:
         self.how, self.replicas, self.time = how, replicas, START
+        self.policy = "as applied"
         self.sized: tuple[DeploymentState, ...] = (DeploymentState("a", replicas, replicas),)
         self.states = {"a": RevisionState(accepted=3), "b": RevisionState()}
 
     def step(self, verdict: Verdict | None, seconds: int = 1, wanted: str = "b") -> RolloutPlan:
         self.time += timedelta(seconds=seconds)
         now = Situation(wanted, "a", self.replicas, self.sized, verdict)
-        now = deadline.applied(now, self.how, self.states, self.time)
+        now = deadline.applied(now, self.how, self.policy, self.states, self.time)
         made = plan(now, self.how)
-        after = deadline.remember(self.states, made, now, self.time)
+        after = deadline.remember(self.states, made, now, self.policy, self.time)
         self.states = {name: self.kept(state) for name, state in after.items()}
         self.sized = tuple(
             DeploymentState(r, n, n if r == "a" else 0) for r, n in made.replicas.items()
@@ -73,6 +74,28 @@ def test_another_spec_or_a_promotion_tries_again_and_a_promotion_once() -> None:
     service.states["b"] = replace(service.states["b"], verdict=PROMOTED)
     assert service.step(promoted, 61).replicas == {"a": 1}
     assert service.step(promoted, 1000).replicas == {"a": 1}
+
+
+def test_another_policy_tries_it_again_under_its_own_deadline() -> None:
+    service = Reconciles()
+    for seconds in (1, 60):
+        service.step(HELD, seconds)
+    service.replicas = 3
+    assert service.step(HELD).replicas == {"a": 3}, "another number of replicas is no policy"
+    service.policy = "another"
+    assert service.step(HELD).replicas == {"b": 3, "a": 0}
+    assert service.step(HELD, 59).candidate == "b"
+    assert service.step(HELD, 1).rejected == "b"
+    assert service.step(HELD, 9999).rejected == "b"
+
+
+def test_one_that_an_earlier_operator_brought_back_stays_so_until_the_policy_changes() -> None:
+    """It kept no policy, and the operator's upgrade alone takes nothing away."""
+    service = Reconciles()
+    service.states["b"] = RevisionState(expired=3, overdue="b-1 has no node")
+    assert service.step(HELD).replicas == {"a": 1}
+    service.policy = "another"
+    assert service.step(HELD).replicas == {"b": 1, "a": 0}
 
 
 def test_hold_is_for_a_while_too_where_nothing_serves() -> None:
