@@ -126,6 +126,16 @@ def promoted(state: RevisionState, stable: RevisionState, asked: bool) -> bool:
     return asked and not spent
 
 
+def without_spent(states: dict[str, RevisionState], promote: str) -> dict[str, RevisionState]:
+    """Without promotions that expired and whose annotation is gone: each may be given again."""
+    return {
+        name: replace(s, verdict="")
+        if s.verdict == PROMOTED and s.expired and name != promote
+        else s
+        for name, s in states.items()
+    }
+
+
 def kind(inputs: Object) -> Kind:
     source = parse_source(inputs["model"]["source"])
     return Kind(source.text.partition("@")[0], int(inputs["resources"].get("gpus", 0)))

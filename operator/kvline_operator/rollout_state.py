@@ -62,7 +62,8 @@ class RolloutState:
     ) -> RolloutState:
         """Pure: from what was observed and is remembered to what should be."""
         serving = observed.serving()
-        states = revision_state.first(known, serving, wanted)
+        states = revision_state.without_spent(known, spec.rollout.promote)
+        states = revision_state.first(states, serving, wanted)
         stable = revision_state.stable(states)
         sized = observed.deployment_states()
         verdict = judged = None

@@ -98,3 +98,15 @@ def test_a_policy_that_changed_tries_an_expired_candidate_again(
     """What its message and the documentation advise is heard; a number of replicas is none."""
     service = Service().expired()
     assert service.step(spec(**change)).plan.candidate == (CANDIDATE if again else "")
+
+
+def test_a_promotion_that_expired_can_be_given_again() -> None:
+    """Taken away and set anew, as the documentation says; while it stands it is tried once."""
+    service = Service().expired()
+    promoted = spec(promote=CANDIDATE)
+    for _ in range(2):
+        assert service.step(promoted).plan.replicas == {CANDIDATE: 1, STABLE: 0}
+        assert service.step(promoted, 60).plan.replicas == {STABLE: 1}
+        assert service.step(promoted, 9999).plan.replicas == {STABLE: 1}
+        assert service.step(spec()).plan.replicas == {STABLE: 1}
+        assert service.step(spec()).plan.replicas == {STABLE: 1}
