@@ -48,7 +48,7 @@ def test_one_header_with_the_whole_key(
     """H41."""
     file = tmp_path / "key"
     file.write_text(KEY + "\n")
-    assert Key(file).fits(given) is good
+    assert Key(file).matches(given) is good
 
 
 def test_a_changed_key_counts_and_a_vanished_one_stays(tmp_path: Path) -> None:
@@ -56,12 +56,12 @@ def test_a_changed_key_counts_and_a_vanished_one_stays(tmp_path: Path) -> None:
     file.write_text("old")
     key = Key(file, lambda: now[0])
     file.write_text("new")
-    assert key.fits(headers(b"Bearer old")) and not key.fits(headers(b"Bearer new"))
+    assert key.matches(headers(b"Bearer old")) and not key.matches(headers(b"Bearer new"))
     now[0] = 1.0
-    assert key.fits(headers(b"Bearer new")) and not key.fits(headers(b"Bearer old"))
+    assert key.matches(headers(b"Bearer new")) and not key.matches(headers(b"Bearer old"))
     file.unlink()
     now[0] = 2.0
-    assert key.fits(headers(b"Bearer new"))
+    assert key.matches(headers(b"Bearer new"))
 
 
 @pytest.mark.parametrize("content", [None, b"", b" \n", b"k" * 4097])

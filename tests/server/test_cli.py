@@ -236,9 +236,9 @@ def break_template(path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "harm", "named"),
     [
-        ("tokenizer.json", cut, "tokenizer.json: not whole"),
-        ("tokenizer_config.json", cut, "tokenizer_config.json: not whole"),
-        ("tokenizer_config.json", break_template, "chat template is broken in line 1"),
+        ("tokenizer.json", cut, "tokenizer.json: truncated"),
+        ("tokenizer_config.json", cut, "tokenizer_config.json: truncated"),
+        ("tokenizer_config.json", break_template, "chat template is invalid in line 1"),
         ("config.json", cut, "config.json"),
     ],
     ids=["tokenizer", "settings", "template", "config"],

@@ -194,7 +194,7 @@ def test_an_engine_that_cannot_be_understood_answers_everybody_and_ends_the_pod(
     assert answer.json()["error"]["type"] == "server_error"
     server.wait("/readyz", 503, 5)
     assert server.end(30) == 50
-    assert "cannot be read" in server.termination()["message"]
+    assert "invalid message" in server.termination()["message"]
 
 
 @pytest.mark.parametrize("fault", ["7:oom", "7:kill"])

@@ -1,7 +1,7 @@
-"""Who may use the public port: those who know the key, where one is asked for.
+"""API key authentication of the public port, where a key is configured.
 
-The file is a Secret's, so it changes under us when the key is rotated; it is read again at most
-once a second. Compared are digests, in a time that tells nothing of the key (CVE-2025-59425).
+The file is mounted from a Secret and changes when the key is rotated; it is re-read at most once a
+second. Digests are compared in constant time (compare CVE-2025-59425).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SCHEME = b"bearer "
 
 class Key:
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises SecretMissing where there is no key to begin with."""
+        """Raises SecretMissing where the file holds no key at the start."""
         self._path = path
         self._clock = clock
         self._digest = _read(path)
@@ -32,19 +32,19 @@ class Key:
         if self._digest is None:
             raise SecretMissing(
                 f"{path}: no key of 1 to {MAX_KEY_BYTES} bytes; spec.access.apiKeySecret names a "
-                "Secret of this namespace and a key in it, and one of the two is not there"
+                "Secret of this namespace and a key in it; one of the two does not exist"
             )
 
-    def fits(self, headers: list[tuple[bytes, bytes]]) -> bool:
-        """Exactly one Authorization header, with our key."""
-        said = [value for name, value in headers if name.lower() == b"authorization"]
-        if len(said) != 1 or said[0][: len(SCHEME)].lower() != SCHEME:
+    def matches(self, headers: list[tuple[bytes, bytes]]) -> bool:
+        """Whether there is exactly one Authorization header, with the key."""
+        values = [value for name, value in headers if name.lower() == b"authorization"]
+        if len(values) != 1 or values[0][: len(SCHEME)].lower() != SCHEME:
             return False
-        given = hashlib.sha256(said[0][len(SCHEME) :].strip()).digest()
+        given = hashlib.sha256(values[0][len(SCHEME) :].strip()).digest()
         return hmac.compare_digest(given, self._now())
 
     def _now(self) -> bytes:
-        """The key's digest; one that has gone from the file stays good until there is another."""
+        """The key's digest; if the file becomes unreadable, the last key stays valid."""
         if self._clock() - self._read_at >= READ_SECONDS:
             self._digest = _read(self._path) or self._digest
             self._read_at = self._clock()
@@ -62,16 +62,17 @@ def _read(path: Path) -> bytes | None:
 
 
 class Guard:
-    """ASGI middleware: answers 401 before a body is read or a route is looked for."""
+    """ASGI middleware: answers 401 before the body is read and the route is resolved."""
 
     def __init__(self, app: ASGIApp, key: Key) -> None:
         self._app = app
         self._key = key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._key.fits(scope["headers"]):
+        if scope["type"] == "http" and not self._key.matches(scope["headers"]):
             wrong = Unauthorized(
-                "this service wants its key: Authorization: Bearer KEY", code="invalid_api_key"
+                "this service requires its API key: Authorization: Bearer KEY",
+                code="invalid_api_key",
             )
             await wrong.response()(scope, receive, send)
             return

@@ -1,4 +1,4 @@
-"""The HTTP process's line to the engine: submit, follow, abort."""
+"""The HTTP process's connection to the engine: submit, receive, abort."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from kvline_server.http.shared_prompts import SharedPrompts
 ENDED = "the engine ended while it worked on this request"
 
 
-class Line:
-    """What has come for one sequence and is not taken yet."""
+class Received:
+    """Deltas of one sequence that its request has not taken yet."""
 
     def __init__(self) -> None:
         self.items: asyncio.Queue[Delta | ApiError] = asyncio.Queue()
-        self.taken = False  # the last was taken, and the next is waited for
+        self.awaited = False  # the request waits for the next delta
 
     async def take(self) -> list[Delta | ApiError]:
-        """All that has come since the last time: who falls behind catches up at once."""
-        self.taken = True
+        """Waits for a delta; returns all that have come since the last call."""
+        self.awaited = True
         items = [await self.items.get()]
-        self.taken = False
+        self.awaited = False
         while not self.items.empty():
             items.append(self.items.get_nowait())
         return items
 
     def overflows(self, limit: int) -> bool:
-        """Nobody wants it: a client reads too slowly, or not at all."""
-        return not self.taken and self.items.qsize() >= limit
+        """Whether `limit` deltas wait: the client reads too slowly, or not at all."""
+        return not self.awaited and self.items.qsize() >= limit
 
 
 NOT_FINITE = "the model computed no finite numbers for this request, so there is no next token"
@@ -48,7 +48,7 @@ class EngineClient:
         self._unread_tokens = unread_tokens
         self._ids = itertools.count(1)
         self._prompts = SharedPrompts()
-        self._lines: dict[int, Line] = {}
+        self._received: dict[int, Received] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._ended: ApiError | None = None
@@ -65,11 +65,11 @@ class EngineClient:
         self, tokens: list[int], params: SamplingParams
     ) -> AsyncGenerator[list[Delta], None]:
         """Deltas until the sequence finishes. Leaving early aborts it in the engine."""
-        with self._prompts.turn(tokens) as turn:
-            params = await turn.params(params)
+        with self._prompts.share(tokens) as shared:
+            params = await shared.params(params)
             async with aclosing(self._follow(tokens, params)) as batches:
                 async for deltas in batches:
-                    turn.hear(deltas)
+                    shared.receive(deltas)
                     yield deltas
 
     async def _follow(
@@ -78,12 +78,12 @@ class EngineClient:
         if self._writer is None or self._ended is not None:
             raise self._ended or EngineFailed("the engine has ended")
         id = next(self._ids)
-        line = self._lines[id] = Line()
+        received = self._received[id] = Received()
         finished = False
         try:
             self._writer.write(messages.encode(Submit(id, tokens, params)))
             while not finished:
-                items = await line.take()
+                items = await received.take()
                 known = [item for item in items if isinstance(item, Delta)]
                 finished = bool(known) and known[-1].finish is not None
                 if finished and known[-1].finish == "error":
@@ -94,24 +94,24 @@ class EngineClient:
                     if isinstance(item, ApiError) and not finished:
                         raise item
         finally:
-            self._lines.pop(id, None)
+            self._received.pop(id, None)
             if not finished:
                 self._abort(id)
 
     def end(self, error: ApiError) -> None:
-        """Every sequence ends with this, and so does each that is asked for from now on."""
+        """Fails all sequences with `error`, and every later one."""
         self._ended = self._ended or error
-        for id, line in self._lines.items():
-            line.items.put_nowait(error)
+        for id, received in self._received.items():
+            received.items.put_nowait(error)
             self._abort(id)
-        self._lines.clear()
+        self._received.clear()
 
     def _abort(self, id: int) -> None:
         if self._writer is not None:
             self._writer.write(messages.encode(Abort(id)))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Whatever ends it ends every request too: none waits for what cannot come."""
+        """Reads deltas. When this ends, for any reason, every request fails; none hangs."""
         try:
             while True:
                 length = int.from_bytes(await reader.readexactly(4), "little")
@@ -119,11 +119,11 @@ class EngineClient:
                     raise ValueError(f"a frame of {length} bytes")
                 message = messages.decode(await reader.readexactly(length))
                 if isinstance(message, Deltas):
-                    self._hand_out(message)
+                    self._dispatch(message)
         except (asyncio.IncompleteReadError, OSError):
-            self.why_lost = "the engine has closed its line to the HTTP process"
+            self.why_lost = "the engine closed its connection to the HTTP process"
         except Exception as error:
-            self.why_lost = f"what the engine sent cannot be read: {error}"
+            self.why_lost = f"invalid message from the engine: {error}"
         finally:
             if self._writer is not None:
                 self._writer.close()
@@ -131,14 +131,14 @@ class EngineClient:
             self.end(EngineFailed(ENDED))
             self.lost.set()
 
-    def _hand_out(self, message: Deltas) -> None:
+    def _dispatch(self, message: Deltas) -> None:
         for delta in message.items:
-            line = self._lines.get(delta.id)
-            if line is None:
+            received = self._received.get(delta.id)
+            if received is None:
                 continue
-            if line.overflows(self._unread_tokens):
-                line.items.put_nowait(NotRead("the answer was not read as fast as it came"))
-                del self._lines[delta.id]
+            if received.overflows(self._unread_tokens):
+                received.items.put_nowait(NotRead("the answer was not read as fast as it came"))
+                del self._received[delta.id]
                 self._abort(delta.id)
             else:
-                line.items.put_nowait(delta)
+                received.items.put_nowait(delta)

@@ -1,4 +1,4 @@
-"""What every answer of both routes shares, whole or in chunks: its fields, and what it used."""
+"""Fields that answers of both routes share, whole or as chunks of a stream, and `usage`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvline_server.http.protocol import GenerationRequest, StreamOptions
 
 
 class Work(Protocol):
-    """One planned request."""
+    """A planned request."""
 
     id: str
     created: int
@@ -31,8 +31,8 @@ def whole(
 def chunk(
     work: Work, choices: list[dict[str, Any]], totals: list[Answer], last: bool = False
 ) -> bytes:
-    """One event of a stream. With include_usage each has `usage`: null but in the last, or with
-    continuous_usage_stats what the request has used so far."""
+    """One event of a stream. With include_usage each has `usage`: null except in the last one; with
+    continuous_usage_stats, the usage so far in each."""
     value = _fields(work, work.chunk_kind, choices)
     options = work.request.stream_options or StreamOptions()
     if last or options.continuous_usage_stats:
@@ -54,8 +54,8 @@ def _fields(work: Work, kind: str, choices: list[dict[str, Any]]) -> dict[str, A
 
 
 def usage(prompts: list[list[int]], answers: list[Answer]) -> dict[str, Any]:
-    """A prompt counts once, however many choices it has; so does what of it was cached, and that
-    is what no choice had to compute."""
+    """A prompt counts once, however many choices it has. Its cached tokens count once too: the
+    fewest of its choices, so tokens that no choice had to compute."""
     n = len(answers) // len(prompts)
     prompt = sum(len(p) for p in prompts)
     output = sum(a.tokens for a in answers)

@@ -1,4 +1,4 @@
-"""What a client is told when a request is not served; OpenAI's error form, at most 1 KB.
+"""Errors of the API, in OpenAI's format, at most 1 KB.
 
 ApiError
 ├── BadRequest     400  names the field
@@ -6,7 +6,7 @@ ApiError
 ├── NotFound       404
 ├── NotAllowed     405
 ├── TimedOut       408
-│   └── NotRead    told in a stream alone
+│   └── NotRead    only as an event of a stream
 ├── TooLarge       413
 ├── UnsupportedType 415
 ├── TooMany        429  with Retry-After

@@ -89,7 +89,7 @@ class Generator:
             deltas = await stack.enter_async_context(aclosing(self.engine.generate(prompt, params)))
             async for batch in deltas:
                 if trace is not None:
-                    trace.hear(batch)
+                    trace.receive(batch)
                 piece = Piece()
                 for delta in batch:
                     self._add(piece, delta, params, stream, matcher)

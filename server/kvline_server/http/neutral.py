@@ -1,7 +1,7 @@
-"""Fields that we do not build, and their values that ask for nothing.
+"""Unsupported request fields, and their values that have no effect.
 
 Client libraries send many fields at their defaults. A null, or a value from these tables, changes
-no answer, so it is taken away before validation; any other value is refused by name.
+no answer, so it is removed before validation; any other value is rejected by name.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ STREAM_OPTIONS: Neutral = {"include_obfuscation": (False,)}
 
 
 def without(value: dict[str, Any], neutral: Neutral) -> dict[str, Any]:
-    """`value` less all that asks for nothing. Raises ValueError for a field of `neutral` that asks
-    for something."""
+    """`value` without nulls and neutral fields. Raises ValueError for any other value of a field in
+    `neutral`."""
     kept = {}
     for name, item in value.items():
         if item is None:
@@ -66,5 +66,5 @@ def without(value: dict[str, Any], neutral: Neutral) -> dict[str, Any]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """As JSON sees it: true is not 1."""
+    """Equality as in JSON: true is not 1."""
     return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)

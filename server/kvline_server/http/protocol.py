@@ -1,7 +1,7 @@
-"""The requests we understand. Strict types, both bounds on every number, unknown fields refused.
+"""Request models: strict types, both bounds on every number, unknown fields rejected.
 
-Accepted fields work. Read and ignored are only labels (`user` and its like, which by OpenAI's
-definition change no answer), nulls, and what neutral.py lists.
+Every accepted field has its effect. Ignored are only labels such as `user`, which by OpenAI's
+definition change no answer, nulls, and the values that neutral.py lists.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StreamOptions(Strict):
 
 
 class GenerationRequest(Strict):
-    """What completions and chat share."""
+    """Fields of both completions and chat."""
 
     model: Annotated[str, Field(max_length=512)]
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
@@ -142,7 +142,7 @@ class CompletionRequest(GenerationRequest):
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise ValueError("max_tokens: 0 only with echo or prompt_logprobs")
         if self.best_of is not None and self.best_of != self.n:
-            raise ValueError("best_of: only the number that n asks for")
+            raise ValueError("best_of: must equal n")
         return self
 
 
@@ -159,7 +159,7 @@ class ChatMessage(Strict):
     name: Annotated[str, Field(max_length=64)] | None = None
 
     @model_validator(mode="after")
-    def _says_something(self) -> ChatMessage:
+    def _has_content(self) -> ChatMessage:
         if self.content is None and self.role != "assistant":
             raise ValueError("content: only an assistant's may be null")
         return self
@@ -170,7 +170,7 @@ class ChatMessage(Strict):
         return "".join(part.text for part in self.content)
 
     def rendered(self) -> dict[str, str]:
-        """What the model's chat template sees."""
+        """The message as the chat template gets it."""
         named = {} if self.name is None else {"name": self.name}
         return {"role": self.role, "content": self.text(), **named}
 
@@ -198,18 +198,18 @@ R = TypeVar("R", bound=GenerationRequest)
 
 
 def parse(kind: type[R], value: dict[str, Any]) -> R:
-    """`value` as a request, or a BadRequest that names the first wrong field and not its value."""
+    """Validates a request. Raises BadRequest with the first wrong field's name, not its value."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         path = [str(part) for part in first["loc"] if not _is_union_arm(part)]
         message = str(first["msg"]).removeprefix("Value error, ")
-        if first["type"] == "value_error" and ": " in message:  # the rule names its field itself
+        if first["type"] == "value_error" and ": " in message:  # the message starts with the field
             name, _, message = message.partition(": ")
             path.append(name)
         if first["type"] == "extra_forbidden":
-            message = "is not a field that this server knows"
+            message = "is not a field that this server supports"
         if first["type"] in _OUT_OF_RANGE and len(path) == 1:
             message = f"must be {_ranges(kind)[path[0]]}"
         name = ".".join(path)[:100]
@@ -223,7 +223,7 @@ _OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_e
 
 @cache
 def _ranges(kind: type[GenerationRequest]) -> dict[str, str]:
-    """What each of a request's numbers must be."""
+    """The range of each numeric field, as text."""
     out = {}
     for name, schema in kind.model_json_schema()["properties"].items():
         for arm in (schema, *schema.get("anyOf", ())):
@@ -234,5 +234,5 @@ def _ranges(kind: type[GenerationRequest]) -> dict[str, str]:
 
 
 def _is_union_arm(part: int | str) -> bool:
-    """pydantic adds the tried type to the path of a union's error."""
+    """pydantic adds the type that it tried to the path of a union's error."""
     return isinstance(part, str) and ("[" in part or part in ("str", "constrained-str"))

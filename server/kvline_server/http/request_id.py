@@ -1,4 +1,4 @@
-"""Request ids: always our own unique part; a client's id is shown cleaned and shortened."""
+"""Request ids: always unique; a client's own id becomes a cleaned, shortened prefix."""
 
 from __future__ import annotations
 

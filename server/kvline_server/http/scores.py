@@ -1,4 +1,4 @@
-"""Logprobs between the engine's arrays and an answer's JSON: few tokens as objects at once."""
+"""From the engine's logprob arrays to an answer's JSON, with few Python objects at a time."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 from kvline_server.engine.messages import PackedScores
 
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf
-TOKENS = 32  # unpacked at once
-NUMBER = 4  # bytes of each
+TOKENS = 32  # unpacked at a time
+NUMBER = 4  # bytes of an int32 or float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class TokenScore:
 
 
 def held(tokens: int, top: int) -> int:
-    """Bytes that the scores of so many tokens are held in until they are sent."""
+    """Bytes of the logprobs of `tokens` tokens until they are sent."""
     return tokens * NUMBER * (3 + 2 * top)
 
 
@@ -34,7 +34,7 @@ def unpack(parts: list[PackedScores]) -> Iterator[TokenScore]:
 
 
 def chosen(parts: list[PackedScores]) -> tuple[list[int], list[float]]:
-    """The tokens themselves and their logprobs, without alternatives."""
+    """Token ids and their logprobs, without alternatives."""
     tokens: list[int] = []
     values: list[float] = []
     for part in parts:
@@ -44,7 +44,7 @@ def chosen(parts: list[PackedScores]) -> tuple[list[int], list[float]]:
 
 
 def cut(part: PackedScores, start: int, end: int) -> PackedScores:
-    """Some of its tokens, in order."""
+    """Tokens start..end."""
     one, row = slice(start * NUMBER, end * NUMBER), NUMBER * part.top
     table = slice(start * row, end * row)
     count = max(0, min(end, part.count) - start)

@@ -1,5 +1,8 @@
-"""The choices of one prompt: the first computes and scores it, the others wait for that, find it in
-the prefix cache and take its scores. Choices of a prompt share its list of tokens, which tells."""
+"""Choices of one prompt (n > 1): the first one prefills it, the others wait until it has.
+
+They then find the prompt in the prefix cache and take its prompt logprobs. Choices of a prompt are
+recognised by their shared list of tokens.
+"""
 
 from __future__ import annotations
 
@@ -16,31 +19,34 @@ from kvline_server.engine.request import SamplingParams
 
 @dataclass(slots=True)
 class Prompt:
-    computed: asyncio.Event = field(default_factory=asyncio.Event)  # or nobody does it any more
+    computed: asyncio.Event = field(
+        default_factory=asyncio.Event
+    )  # also set when the first choice leaves early
     scores: PackedScores | None = None
 
 
 @dataclass(slots=True)
-class Turn:
-    """One choice's part in it."""
+class Share:
+    """One choice of a shared prompt."""
 
     prompt: Prompt
-    leads: bool
-    heard: bool = False
+    first: bool
+    received: bool = False  # any deltas
 
     async def params(self, params: SamplingParams) -> SamplingParams:
-        """What to ask the engine for, once it is this choice's turn."""
-        if not self.leads:
+        """Waits until the prompt is computed; returns the parameters to submit."""
+        if not self.first:
             await self.prompt.computed.wait()
             if self.prompt.scores is not None:
                 return msgspec.structs.replace(params, prompt_logprobs=None)
         return params
 
-    def hear(self, deltas: list[Delta]) -> None:
-        if self.heard:
+    def receive(self, deltas: list[Delta]) -> None:
+        """Takes prompt logprobs from the first choice's first delta, or adds them to another's."""
+        if self.received:
             return
-        self.heard = True
-        if self.leads:
+        self.received = True
+        if self.first:
             self.prompt.scores = deltas[0].prompt_scores
             self.prompt.computed.set()
         elif self.prompt.scores is not None:
@@ -52,15 +58,15 @@ class SharedPrompts:
         self._known: dict[int, Prompt] = {}
 
     @contextmanager
-    def turn(self, tokens: list[int]) -> Iterator[Turn]:
-        """The first to come leads; when it leaves early, each of the others is on its own."""
+    def share(self, tokens: list[int]) -> Iterator[Share]:
+        """If the first choice leaves early, each of the others prefills for itself."""
         known = self._known.get(id(tokens))
         if known is not None:
-            yield Turn(known, leads=False)
+            yield Share(known, first=False)
             return
         known = self._known[id(tokens)] = Prompt()
         try:
-            yield Turn(known, leads=True)
+            yield Share(known, first=True)
         finally:
             known.computed.set()
             del self._known[id(tokens)]

@@ -1,6 +1,6 @@
-"""Server-sent events: the choices of one request merged into one stream.
+"""Server-sent events: merges the choices of one request into one stream.
 
-A client that leaves cancels the generator, which closes every choice and so aborts its sequence.
+A client that disconnects cancels the generator, which closes every choice and aborts its sequence.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvline_server.http.envelope import Work, chunk
 from kvline_server.http.errors import ApiError, EngineFailed
 from kvline_server.http.generate import Answer
 
-UNREAD_CHUNKS = 16  # more wait where they come from, and are counted there
+UNREAD_CHUNKS = 16  # buffered here; further ones wait in engine_client, which limits them
 LINE_BREAKS = [(c.encode(), b"\\u%04x" % ord(c)) for c in "\x85\u2028\u2029"]
 Jobs = list[tuple[list[int], SamplingParams]]
 
@@ -31,8 +31,8 @@ class Streamed(Work, Protocol):
 
 
 async def events(work: Streamed, jobs: Jobs, holding: ExitStack) -> AsyncGenerator[bytes, None]:
-    """The whole event stream of a request. `holding` is closed at its end, whatever that is, and
-    sees a failure; the client sees it as an event, since the status line is long gone."""
+    """The event stream of a request. `holding` is closed when it ends, for any reason. An error
+    becomes an event, because the status line has been sent."""
     with suppress(ApiError), holding:
         totals = [Answer() for _ in jobs]
         for opening in work.opening(totals):
@@ -51,21 +51,21 @@ async def events(work: Streamed, jobs: Jobs, holding: ExitStack) -> AsyncGenerat
 
 
 def api_error(group: BaseExceptionGroup[BaseException]) -> ApiError:
-    """What to tell a client of a group of failures: the first that was meant for it."""
+    """The error to send to the client: the group's first ApiError, else a 500."""
     for error in group.exceptions:
         if isinstance(error, ApiError):
             return error
     return EngineFailed("the request failed inside the server")
 
 
-def _heard(task: asyncio.Task[None]) -> None:
-    """What failed after its client had left is told to nobody."""
+def _ignore_error(task: asyncio.Task[None]) -> None:
+    """Retrieves an error that came after the client had left, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
 
 
 def _event(data: bytes) -> bytes:
-    """Readers that split at every line break of Unicode would cut JSON at those in its texts."""
+    """Escapes Unicode line breaks: some clients would split the event at them."""
     for raw, escaped in LINE_BREAKS:
         data = data.replace(raw, escaped)
     return b"data: " + data + b"\n\n"
@@ -90,7 +90,7 @@ async def _merge(work: Streamed, jobs: Jobs, totals: list[Answer]) -> AsyncGener
             queue.put_nowait(None)
 
     task = asyncio.create_task(all_choices())
-    task.add_done_callback(_heard)
+    task.add_done_callback(_ignore_error)
     try:
         while (part := await queue.get()) is not None:
             yield part

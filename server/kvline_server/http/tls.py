@@ -1,8 +1,8 @@
-"""TLS of the public port: a certificate and its key from files that are renewed under us.
+"""TLS of the public port, with a certificate and key that are reloaded when their files change.
 
-Both are a mounted Secret's, which an issuer such as cert-manager replaces before they end. A new
-pair is taken by the next handshake; connections that are open keep theirs. A pair that does not fit
-is left out, and said once.
+Both are mounted from a Secret, which an issuer such as cert-manager renews before they expire. The
+next handshake uses a new pair; open connections keep theirs. A key that does not match its
+certificate is ignored and logged once.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ WHAT = "spec.access.tlsSecret names a Secret of type kubernetes.io/tls of this n
 
 class Certificate:
     def __init__(self, folder: Path, every: float = READ_SECONDS) -> None:
-        """Raises SecretMissing where one of the two is not there, ConfigInvalid where they do not
-        fit each other."""
+        """Raises SecretMissing for a missing file, ConfigInvalid where the two do not match."""
         self._pair = (folder / TLS_CERTIFICATE, folder / TLS_KEY)
         self._every = every
         self._read = self._content()
@@ -44,22 +43,24 @@ class Certificate:
     def _load(self) -> ssl.SSLContext:
         made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         made.minimum_version = ssl.TLSVersion.TLSv1_2
-        made.load_cert_chain(*self._pair, password=b"")  # never asks a terminal
+        made.load_cert_chain(*self._pair, password=b"")  # no password prompt
         return made
 
     def renew(self) -> bool:
-        """Whether another pair is there and was taken."""
+        """Reloads the files if they changed. Returns whether a new pair is in use."""
         now = self._content()
         if now is None or now == self._read:
             return False
         self._read = now
         try:
-            self._load()  # a pair that does not fit would spoil the context that serves
+            self._load()  # validated first: a mismatched pair would break the context in use
             self.context.load_cert_chain(*self._pair, password=b"")
         except (OSError, ValueError) as error:  # SSLError is an OSError
-            log.warning("a renewed certificate is not taken, the one before stays: %s", error)
+            log.warning(
+                "the renewed certificate is invalid, the previous one stays in use: %s", error
+            )
             return False
-        log.info("a renewed certificate is taken")
+        log.info("the renewed certificate is in use")
         return True
 
     async def watch(self) -> None:

@@ -1,4 +1,4 @@
-"""Opens a model's tokenizer and chat template; what is broken ends the start and is named."""
+"""Opens a model's tokenizer and chat template; an error names the invalid file."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ FILES = ("tokenizer_config.json", "tokenizer.json")
 
 
 def open_tokens(folder: Path) -> Tokens | None:
-    """None where the model has no tokenizer: token ids alone are served. Raises ModelInvalid."""
+    """None where the model has no tokenizer: then requests need token ids. Raises ModelInvalid."""
     if not (folder / "tokenizer.json").is_file():
         return None
     try:
         return Tokens(folder)
     except TemplateSyntaxError as error:
         raise ModelInvalid(
-            f"{folder}: the chat template is broken in line {error.lineno}: {error.message}"
+            f"{folder}: the chat template is invalid in line {error.lineno}: {error.message}"
         ) from None
     except Exception as error:  # tokenizers raises no class of its own
-        raise ModelInvalid(_culprit(folder, error)) from None
+        raise ModelInvalid(_describe(folder, error)) from None
 
 
-def _culprit(folder: Path, error: Exception) -> str:
-    """Parsing costs memory, so files are only looked into when something is wrong."""
+def _describe(folder: Path, error: Exception) -> str:
+    """Names the invalid file. Parsing costs memory, so this runs only after an error."""
     for name in FILES:
         path = folder / name
         try:
@@ -37,5 +37,5 @@ def _culprit(folder: Path, error: Exception) -> str:
         except OSError as failed:
             return f"{path}: {failed.strerror}"
         except ValueError as failed:
-            return f"{path}: not whole, or not JSON: {str(failed)[:200]}"
+            return f"{path}: truncated, or not JSON: {str(failed)[:200]}"
     return f"{folder / 'tokenizer.json'}: {str(error)[:200]}"

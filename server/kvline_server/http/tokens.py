@@ -1,7 +1,7 @@
-"""Text to tokens and back: the model's own tokenizer and chat template, nothing from a request.
+"""Text to tokens and back, with the model's own tokenizer and chat template.
 
-The template runs in jinja2's immutable sandbox. A user's text that happens to contain a control
-token is encoded as plain text, never as the token.
+The template runs in jinja2's immutable sandbox; requests cannot bring their own. Special tokens
+written in a user's chat message are encoded as plain text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tokenizers.decoders import DecodeStream
 from kvline_server.http.errors import BadRequest
 
 MAX_RENDERED = 8 << 20
-PART = 8192  # characters tokenised at once while a text may be too long
+PART = 8192  # characters tokenised at a time to estimate the length of a text
 SENTENCEPIECE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "Sequence"}
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -48,15 +48,15 @@ class Tokens:
         self._longest = max(map(len, self.tokenizer.get_vocab()), default=0)
 
     def encode(self, text: str, most: int = 1 << 30) -> list[int]:
-        """A completion prompt: control tokens written out in it count as such, as users of base
+        """A completion prompt; special tokens in its text are encoded as such, as users of base
         models expect. Raises BadRequest where it is far beyond `most` tokens."""
         self._check_length(text, most, "prompt")
         return list(self.tokenizer.encode(text).ids)
 
     def _check_length(self, text: str, most: int, name: str) -> None:
-        """Refuses what cannot fit without tokenising it whole, which takes hundreds of bytes a
-        token. Parts may have more tokens than the whole has, at their ends: each counts as less by
-        the longest token, and the sum may be twice what fits."""
+        """Rejects a text that cannot fit without tokenising all of it, which takes hundreds of
+        bytes per token. Parts may have more tokens than the whole text, at their ends: each count
+        is reduced by the length of the longest token, and twice `most` is allowed."""
         room = 2 * most
         for start in range(0, len(text), PART) if len(text) > PART else ():
             part = self.tokenizer.encode(text[start : start + PART], add_special_tokens=False)
@@ -69,30 +69,30 @@ class Tokens:
                 )
 
     def encode_chat(self, messages: list[dict[str, str]], most: int = 1 << 30) -> list[int]:
-        """The rendered template's tokens. Raises BadRequest when the template refuses, or where
-        they are far beyond `most`."""
+        """The rendered template's tokens. Raises BadRequest where the template raises an error, or
+        the text is far beyond `most` tokens."""
         if self._template is None:
             raise BadRequest("this model has no chat template; use /v1/completions", "messages")
         mark = _unused_mark(messages)
-        marked = [{k: self._defuse(v, mark) for k, v in m.items()} for m in messages]
+        marked = [{k: self._escape(v, mark) for k, v in m.items()} for m in messages]
         try:
             text = self._template.render(
                 messages=marked, add_generation_prompt=True, **self._variables
             )
         except SecurityError:
-            raise BadRequest("the chat template did something that is not allowed") from None
+            raise BadRequest("the chat template used an operation that is not allowed") from None
         except TemplateError as error:
-            raise BadRequest(f"the chat template refused: {str(error)[:200]}", "messages") from None
+            raise BadRequest(f"the chat template failed: {str(error)[:200]}", "messages") from None
         if len(text) > MAX_RENDERED:
             raise BadRequest("the rendered messages are too long", "messages")
         self._check_length(text, most, "messages")
         ids: list[int] = []
-        for piece in text.split(mark):
-            ids += self.tokenizer.encode(piece, add_special_tokens=False).ids
+        for part in text.split(mark):
+            ids += self.tokenizer.encode(part, add_special_tokens=False).ids
         return ids
 
-    def _defuse(self, text: str, mark: str) -> str:
-        """Cuts each control token in a user's text in two, so that it is tokenised as text."""
+    def _escape(self, text: str, mark: str) -> str:
+        """Splits each special token in a user's text, so that it is tokenised as plain text."""
         for special in self._specials:
             if special in text:
                 text = text.replace(special, special[0] + mark + special[1:])
@@ -105,7 +105,7 @@ class Tokens:
         return ByteStream(self) if self._bytes_alone else RuleStream(self)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes a token stands for; not always whole characters."""
+        """The bytes of a token; not always whole characters."""
         text = self.tokenizer.id_to_token(token)
         if text is None:
             return b""
@@ -119,8 +119,9 @@ class Tokens:
         return text.replace("\u2581", " ").encode()
 
     def offsets(self, ids: list[int], text: str) -> list[int]:
-        """Where in `text`, which `ids` stand for, each token begins: a token that begins inside a
-        character has that character's place, one that the text does not show begins with it."""
+        """The offset in `text` at which each token of `ids` begins, in characters. A token that
+        begins inside a character gets that character's offset; one that is not part of the text,
+        such as a beginning-of-text token, gets 0."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         starts, at = [], 0
         for token in ids:
@@ -135,19 +136,19 @@ class Tokens:
 
 
 class TextStream(Protocol):
-    """Incremental text of output tokens: never half a character, never a control token."""
+    """Incremental detokenisation: whole characters only, without special tokens."""
 
     sent: int  # characters so far
 
     def push(self, token: int) -> str: ...
 
     def flush(self) -> str:
-        """What an unfinished character at the very end decodes to."""
+        """The rest, such as an incomplete character at the end."""
 
 
 class ByteStream:
-    """Where a text is its tokens' bytes and no more: each token costs the same, however many
-    before it were halves of characters, and an answer keeps the blank that it begins with."""
+    """For tokenizers whose text is the concatenated bytes of the tokens: constant cost per token,
+    and an answer keeps its leading space."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
@@ -168,7 +169,7 @@ class ByteStream:
 
 
 class RuleStream:
-    """By the tokenizer's own rules, which may look at the tokens beside one."""
+    """For other tokenizers: their own decoder, whose result may depend on neighbouring tokens."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokenizer = tokens.tokenizer
@@ -192,7 +193,7 @@ class RuleStream:
 
 
 class StopMatcher:
-    """Finds the first stop text in a stream and never lets part of one through."""
+    """Finds the first stop string in a stream and holds back text that may begin one."""
 
     def __init__(self, stops: list[str]) -> None:
         self._stops = stops
@@ -200,7 +201,7 @@ class StopMatcher:
         self.found = False
 
     def push(self, text: str) -> str:
-        """What is safe to send now. After `found` nothing more comes."""
+        """The text that can be sent now; empty after `found`."""
         if self.found:
             return ""
         if not self._stops:
@@ -222,7 +223,7 @@ class StopMatcher:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """Length of the longest suffix of `text` that is a prefix of `stop`."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:size]):
             return size
@@ -253,7 +254,7 @@ def _raise(message: str) -> None:
 
 
 def _unused_mark(messages: list[dict[str, str]]) -> str:
-    """A noncharacter that no message contains; Unicode keeps 32 of them for such a use."""
+    """A Unicode noncharacter (for internal use, 32 in this range) that no message contains."""
     for code in range(0xFDD0, 0xFDF0):
         if not any(chr(code) in text for m in messages for text in m.values()):
             return chr(code)

@@ -1,7 +1,7 @@
-"""Spans of a request: the whole of it, and for each sequence its time in the queue, in prefill and
-in decode. Attribute names are OpenTelemetry's of generative AI where it has one.
+"""Spans of a request, and for each of its sequences the time in the queue, in prefill, in decode.
 
-A client's `traceparent` (W3C Trace Context) makes it a part of the client's trace.
+Attribute names follow OpenTelemetry's conventions for generative AI. With a `traceparent` header
+(W3C Trace Context) the request is part of the client's trace.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from kvline_server.engine.messages import Delta
 
 
 class Traces:
-    """Of the process; does nothing without a tracer."""
+    """The process's tracer; does nothing without one."""
 
     def __init__(self, tracer: Any | None) -> None:
         self._tracer = tracer
 
     @contextmanager
     def request(self, name: str, headers: Mapping[str, str]) -> Iterator[None]:
-        """A request from its first line to its last byte. What is started in its task meanwhile
-        belongs to it; the task ends with it, so nothing has to be put back."""
+        """The span of a request. Spans started in its task are its children; the task ends with
+        the request, so the context is never detached."""
         if self._tracer is None:
             yield
             return
@@ -42,12 +42,12 @@ class Traces:
         finally:
             span.end()
 
-    def sequence(self, prompt_tokens: int) -> Following | None:
-        return Following(self._tracer, prompt_tokens) if self._tracer is not None else None
+    def sequence(self, prompt_tokens: int) -> SequenceTrace | None:
+        return SequenceTrace(self._tracer, prompt_tokens) if self._tracer is not None else None
 
 
-class Following:
-    """One sequence's times, in nanoseconds since 1970; told as spans when it ends."""
+class SequenceTrace:
+    """One sequence's times, in nanoseconds since 1970; emitted as spans when it ends."""
 
     def __init__(self, tracer: Any, prompt_tokens: int) -> None:
         self._tracer = tracer
@@ -59,7 +59,7 @@ class Following:
         self._cached = 0
         self._finish = "aborted"
 
-    def hear(self, deltas: list[Delta]) -> None:
+    def receive(self, deltas: list[Delta]) -> None:
         self._now = time.time_ns()
         if not self._first:
             self._first = self._now
@@ -70,23 +70,23 @@ class Following:
         self._finish = deltas[-1].finish or self._finish
 
     def end(self) -> None:
-        """Without a token it has only queued, as far as can be known here."""
+        """Emits the spans. A sequence without a token counts as queued all the time."""
         from opentelemetry import trace
 
         if not self._first:
             self._admitted = self._now = time.time_ns()
-        asked = {"gen_ai.usage.input_tokens": self._prompt_tokens}
-        said = {"gen_ai.usage.output_tokens": self._tokens}
+        given = {"gen_ai.usage.input_tokens": self._prompt_tokens}
+        generated = {"gen_ai.usage.output_tokens": self._tokens}
         finish = {"gen_ai.response.finish_reasons": [self._finish]}
         whole = self._tracer.start_span(
-            "sequence", start_time=self._began, attributes={**asked, **said, **finish}
+            "sequence", start_time=self._began, attributes={**given, **generated, **finish}
         )
         inside = trace.set_span_in_context(whole)
         self._span("queue", inside, self._began, self._admitted, {})
         if self._first:
             cached = {"gen_ai.usage.cache_read.input_tokens": self._cached}
-            self._span("prefill", inside, self._admitted, self._first, {**asked, **cached})
-            self._span("decode", inside, self._first, self._now, said)
+            self._span("prefill", inside, self._admitted, self._first, {**given, **cached})
+            self._span("decode", inside, self._first, self._now, generated)
         whole.end(self._now)
 
     def _span(self, name: str, inside: Any, start: int, end: int, about: dict[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""The line between the engine and the HTTP process: nobody on it waits for the other."""
+"""The connection between engine and HTTP process: neither side blocks the other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PARAMS = SamplingParams(max_tokens=4)
 
 
 @pytest.fixture
-def lines() -> Iterator[tuple[socket.socket, socket.socket]]:
+def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
     ours, theirs = socket.socketpair()
     with theirs:
         yield ours, theirs
@@ -33,11 +33,11 @@ def frame(count: int) -> Deltas:
     return Deltas([Delta(number, 1) for number in range(count)])
 
 
-def test_sending_never_waits_for_a_reader_and_keeps_the_order(
-    lines: tuple[socket.socket, socket.socket],
+def test_sending_never_blocks_and_keeps_the_order(
+    sockets: tuple[socket.socket, socket.socket],
 ) -> None:
-    """Ten times what the kernel takes, with nobody who reads; then all of it, as it was sent."""
-    ours, theirs = lines
+    """Ten times the socket buffer while nobody reads; then all of it arrives in order."""
+    ours, theirs = sockets
     outbox, sent = Outbox(ours), [frame(number) for number in range(1, 1500, 3)]
     done = threading.Event()
 
@@ -48,15 +48,17 @@ def test_sending_never_waits_for_a_reader_and_keeps_the_order(
 
     threading.Thread(target=send, daemon=True).start()
     assert done.wait(30)
-    heard = Channel(theirs).receive()
-    assert [next(heard) for _ in sent] == sent
+    received = Channel(theirs).receive()
+    assert [next(received) for _ in sent] == sent
     outbox.send(frame(1))
-    assert next(heard) == frame(1)
-    heard.close()  # type: ignore[attr-defined]
+    assert next(received) == frame(1)
+    received.close()  # type: ignore[attr-defined]
 
 
-def test_who_never_reads_is_given_up(lines: tuple[socket.socket, socket.socket]) -> None:
-    outbox = Outbox(lines[0], limit=1 << 20)
+def test_a_reader_that_falls_too_far_behind_is_disconnected(
+    sockets: tuple[socket.socket, socket.socket],
+) -> None:
+    outbox = Outbox(sockets[0], limit=1 << 20)
     with pytest.raises(OSError, match="does not read"):
         for _ in range(10_000):
             outbox.send(frame(1000))
@@ -85,8 +87,8 @@ async def ask(client: EngineClient) -> list[Delta]:
     [b"\x05\0\0\0hello", b"\xff\xff\xff\xff", encode(Submit(1, [1], PARAMS))[:-1] + b"\xc1"],
     ids=["not-msgpack", "too-long", "wrong-field"],
 )
-def test_what_cannot_be_read_ends_every_request_and_says_why(garbage: bytes) -> None:
-    """None hangs: those that wait and those that come later fail, and the process can say why."""
+def test_an_invalid_message_fails_every_request_with_a_reason(garbage: bytes) -> None:
+    """None hangs: waiting and later requests fail, and the process has the reason."""
 
     async def story() -> None:
         async with connected() as (client, engine):
@@ -97,7 +99,7 @@ def test_what_cannot_be_read_ends_every_request_and_says_why(garbage: bytes) -> 
                 with pytest.raises(EngineFailed):
                     await asyncio.wait_for(task, 10)
             await asyncio.wait_for(client.lost.wait(), 10)
-            assert "cannot be read" in client.why_lost
+            assert "invalid message" in client.why_lost
             assert not client.connected
             with pytest.raises(EngineFailed):
                 await ask(client)
@@ -105,8 +107,8 @@ def test_what_cannot_be_read_ends_every_request_and_says_why(garbage: bytes) -> 
     asyncio.run(story())
 
 
-def test_a_line_that_nobody_takes_from_is_bounded() -> None:
-    """F47: what was kept is still given, then it is said that the rest was not."""
+def test_deltas_that_nobody_takes_are_bounded() -> None:
+    """F47: the buffered deltas are still delivered, then an error reports that the rest was not."""
 
     async def story() -> None:
         async with connected(unread=100) as (client, engine):
@@ -127,8 +129,8 @@ def test_a_line_that_nobody_takes_from_is_bounded() -> None:
     asyncio.run(story())
 
 
-def test_a_burst_for_one_who_waits_is_no_reason_to_give_up() -> None:
-    """The process may have been late itself: a thousand deltas at once are taken at once."""
+def test_a_burst_for_a_waiting_request_is_no_overflow() -> None:
+    """The HTTP process itself may have been slow: thousands of deltas at once are accepted."""
 
     async def story() -> None:
         async with connected(unread=100) as (client, engine):
