@@ -106,7 +106,7 @@ def test_the_version_is_shown() -> None:
         ("/m/model.safetensors: memory of a model", "/m/model.safetensors: memory of a model"),
         (
             "spec.access.apiKeySecret names a Secret of this namespace and a key in it",
-            "--api-key-file names it",
+            "--api-key-file sets it",
         ),
     ],
 )
