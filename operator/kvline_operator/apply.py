@@ -60,8 +60,9 @@ def ensure(
 def _correct(
     kube: Kube, live: Object, wanted: Object, memory: bool, corrections: Corrections
 ) -> Dispute | None:
-    found = drift.foreign(live, wanted)
-    path = difference(drift.without(live, found), wanted)
+    extra = drift.foreign(live, wanted)
+    found = tuple(item for item in extra if not item.admitted)
+    path = difference(drift.without(live, extra), wanted)
     if not found and path is None:
         return None
     meta = live["metadata"]

@@ -30,26 +30,28 @@ class Foreign:
     path: str  # as people read it
     manager: str
 
+    @property
+    def admitted(self) -> bool:
+        """Whether the API server has put it into a write of ours: a default that came back when
+        somebody's value was taken away, or a mutating admission webhook's, which is the cluster's
+        own policy and would come back each time."""
+        return self.manager == FIELD_MANAGER
+
 
 def foreign(live: Object, wanted: Object) -> tuple[Foreign, ...]:
-    """What is to be taken away again: later items of a list first, or indices would shift."""
+    """What `wanted` does not have: later items of a list first, or indices would shift."""
     found: dict[tuple[Step, ...], Foreign] = {}
-    for entry in live["metadata"].get("managedFields") or []:
+    entries = live["metadata"].get("managedFields") or []
+    for entry in sorted(entries, key=lambda e: e.get("manager") == FIELD_MANAGER):
         applied = entry.get("operation") == "Apply" and entry.get("manager") == FIELD_MANAGER
         fields = (entry.get("fieldsV1") or {}).get("f:spec")
         if applied or entry.get("subresource") or not fields:
             continue
-        begin = Foreign(("spec",), "spec", _name(entry))
+        begin = Foreign(("spec",), "spec", str(entry.get("manager") or "unknown"))
         for item in _walk(fields, live.get("spec"), wanted.get("spec") or {}, begin):
             found.setdefault(item.steps, item)
     order = [[(isinstance(s, int), s) for s in steps] for steps in found]
     return tuple(f for _, f in sorted(zip(order, found.values(), strict=True), reverse=True))
-
-
-def _name(entry: Object) -> str:
-    """Of who set it. Ours as an update is what was added to our own write on its way."""
-    name = str(entry.get("manager") or "unknown")
-    return "a mutating admission webhook" if name == FIELD_MANAGER else name
 
 
 def _walk(fields: Object, live: Any, wanted: Any, at: Foreign) -> Iterator[Foreign]:

@@ -49,6 +49,10 @@ def job(spec: ServiceSpec, stored: Object, nodes: tuple[str, ...] = ()) -> Objec
         "containers": [container],
         "volumes": [v for v in of_server["spec"]["volumes"] if v["name"] in mounted],
     }
+    if gpu := _gpu_resource(of_server["spec"]):
+        # A pod that asks for no GPU gets no toleration of the taint that keeps GPU nodes free
+        # (the admission plug-in ExtendedResourceToleration).
+        pod["tolerations"] = [*pod.get("tolerations", []), {"key": gpu, "operator": "Exists"}]
     affinity = _affinity(of_server["spec"].get("affinity", {}), nodes)
     if affinity:
         pod["affinity"] = affinity
@@ -83,6 +87,12 @@ def _worn(of_server: Object, base: str) -> Object:
     """What the pods wear, without what makes one a replica of the service."""
     labels = {k: v for k, v in of_server["labels"].items() if k != names.LABEL_SERVICE}
     return {**of_server, "labels": {**labels, names.LABEL_PREPARES: base}}
+
+
+def _gpu_resource(of_server: Object) -> str:
+    """The extended resource that the server's container asks for; empty on the CPU."""
+    limits = of_server["containers"][0].get("resources", {}).get("limits", {})
+    return next((name for name in limits if "/" in name), "")
 
 
 def _affinity(given: Object, nodes: tuple[str, ...]) -> Object:

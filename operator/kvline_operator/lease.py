@@ -66,7 +66,7 @@ class Lease:
         while not await self._try():
             if self._said != self.holder:
                 self._said = self.holder
-                log.info("revision_state by: %s holds the lease", self.holder or "nobody yet")
+                log.info("standing by: %s holds the lease", self.holder or "nobody yet")
             await asyncio.sleep(POLL)
         log.info("this operator, %s, holds the lease and reconciles", self._identity)
 
@@ -116,8 +116,8 @@ class Lease:
         """So that a standby need not wait; from here on nothing is written."""
         if self._renewed is None:
             return
+        self._thread.shutdown()  # a renewal on its way would say that it is ours again
         self._renewed = None
-        self._thread.shutdown()
         live = self._kube.get("Lease", *self._where)
         spec = dict((live or {}).get("spec") or {})
         if live is not None and spec.get("holderIdentity") == self._identity:

@@ -1,4 +1,4 @@
-"""The rollout_state of one reconcile: read, parse, observe, plan, apply, report.
+"""One reconcile: read, parse, observe, plan, apply, report.
 
 Can run twice, half-way, late or on stale data, and never needs to know which event woke it.
 """

@@ -202,6 +202,8 @@ def test_what_others_put_into_pods_is_taken_away_and_named(
     space.kubectl("rollout", "restart", f"deployment/{name}")
     spy = {"spec": {"template": {"spec": {"initContainers": [{"name": "spy", "image": "spy:1"}]}}}}
     space.kubectl("patch", "deployment", name, "-p", json.dumps(spy))
+    dns = {"spec": {"template": {"spec": {"dnsPolicy": "Default"}}}}  # another has the default
+    space.kubectl("patch", "deployment", name, "-p", json.dumps(dns))
     ports: list[dict[str, Any]] = [{"op": "add", "path": "/spec/type", "value": "NodePort"}]
     port = {"name": "more", "port": 9, "protocol": "TCP"}
     ports += [{"op": "add", "path": "/spec/ports/-", "value": port}]

@@ -32,7 +32,7 @@ def pair(space: Space, tmp_path: Path, until: Callable[..., Any]) -> Iterator[li
     first = Operator(space, tmp_path / "first.log").start()
     until(lambda: holder(space) == first.identity)
     second = Operator(space, tmp_path / "second.log").start()
-    until(lambda: f"revision_state by: {first.identity} holds" in second.log.read_text())
+    until(lambda: f"standing by: {first.identity} holds" in second.log.read_text())
     yield [first, second]
     for made in (first, second):
         if made.process is not None and made.process.poll() is None:
@@ -93,7 +93,7 @@ def test_one_acts_and_the_other_takes_over_when_it_dies_or_leaves(
 
     first.identity += "-anew"  # as if another pod had it
     first.start()
-    until(lambda: f"revision_state by: {second.identity}" in first.log.read_text())
+    until(lambda: f"standing by: {second.identity}" in first.log.read_text())
     second.stop(signal.SIGTERM)
     left = time.monotonic()
     assert holder(space) != second.identity, "it gave the lease back"

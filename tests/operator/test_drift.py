@@ -6,7 +6,9 @@ import copy
 from typing import Any
 
 from kvline_contract.names import FIELD_MANAGER
+from kvline_operator.apply import ensure
 from kvline_operator.drift import LIMIT, WINDOW, Corrections, Foreign, foreign, removal, without
+from kvline_operator.kube import Kube
 
 WANTED: dict[str, Any] = {
     "kind": "Deployment",
@@ -38,6 +40,25 @@ def live(manager: str, fields: dict[str, Any], **entry: str) -> dict[str, Any]:
     theirs = {"manager": manager, "operation": "Update", "fieldsV1": {"f:spec": fields}, **entry}
     body["metadata"] |= {"uid": "u", "resourceVersion": "7", "managedFields": [OURS, theirs]}
     return body
+
+
+def owned(body: dict[str, Any]) -> dict[str, Any]:
+    owner = {"name": "chat", "uid": "u", "controller": True}
+    meta = {**body["metadata"], "namespace": "ns", "ownerReferences": [owner]}
+    return {**body, "metadata": meta}
+
+
+class Writes(Kube):
+    """What would be written."""
+
+    def __init__(self) -> None:
+        self.writes: list[Any] = []
+
+    def apply(self, *words: Any, **how: Any) -> None:
+        self.writes.append(words)
+
+    def amend(self, *words: Any) -> None:
+        self.writes.append(words)
 
 
 FIELDS = {
@@ -96,9 +117,21 @@ def test_our_own_fields_the_status_and_the_scale_are_not_foreign() -> None:
     assert foreign(live("m", FIELDS, subresource="status"), WANTED) == ()
 
 
-def test_what_is_added_to_our_own_writes_is_a_webhook_s() -> None:
-    (first, *_) = foreign(live(FIELD_MANAGER, FIELDS), WANTED)
-    assert first.manager == "a mutating admission webhook"
+def test_what_the_api_server_puts_into_our_own_writes_is_left() -> None:
+    """A default that is back after somebody's value was taken away, or a webhook's label: nothing
+    is written for it, and no list of ours is unequal for ever."""
+    kube = Writes()
+    body = owned(live(FIELD_MANAGER, FIELDS))
+    assert all(item.admitted for item in foreign(body, WANTED))
+    assert ensure(kube, owned(WANTED), body) is None
+    assert kube.writes == []
+
+
+def test_what_two_have_set_is_still_a_stranger_s() -> None:
+    body = live("meddler", FIELDS)
+    (theirs,) = body["metadata"]["managedFields"][1:]
+    body["metadata"]["managedFields"].insert(0, {**theirs, "manager": FIELD_MANAGER})
+    assert {item.manager for item in foreign(body, WANTED)} == {"meddler"}
 
 
 def test_a_correction_is_made_so_often_and_after_an_hour_again() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -95,6 +96,25 @@ def test_what_is_given_back_is_free_at_once_and_writes_end(clock: Clock) -> None
     one.release()
     assert not one.held()
     assert other.attempt() and other.held()
+
+
+def test_a_renewal_on_its_way_does_not_give_back_the_right_to_write(clock: Clock) -> None:
+    cluster, one, _ = two(clock)
+    began, go = threading.Event(), threading.Event()
+    read = cluster.get
+
+    def slow(*where: str) -> dict[str, Any] | None:
+        began.set()
+        go.wait(5)
+        return read(*where)
+
+    cluster.get = slow  # type: ignore[method-assign]
+    renewal = one._thread.submit(one.attempt)
+    assert began.wait(5)
+    threading.Timer(0.05, go.set).start()
+    one.release()
+    assert renewal.result() and not one.held()
+    assert cluster.lease is not None and cluster.lease["spec"]["holderIdentity"] == ""
 
 
 def test_the_same_container_goes_on_at_once_after_its_restart(clock: Clock) -> None:

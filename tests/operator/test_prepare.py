@@ -90,7 +90,9 @@ def test_its_pod_runs_where_a_replica_would_and_is_none(model: Object) -> None:
     template = jobs.job(spec, stored(spec), ("n1",))["spec"]["template"]
     labels, pod = template["metadata"]["labels"], template["spec"]
     assert "kvline.dev/service" not in labels and labels["kvline.dev/prepares"] == "chat"
-    assert pod["nodeSelector"] == {"disk": "fast"} and len(pod["tolerations"]) == 1
+    assert pod["nodeSelector"] == {"disk": "fast"}
+    # It asks for no GPU, so no admission plug-in lets it onto the nodes that are tainted for them.
+    assert pod["tolerations"][1:] == [{"key": "nvidia.com/gpu", "operator": "Exists"}]
     assert pod["imagePullSecrets"] == [{"name": "registry"}]
     assert "runtimeClassName" not in pod and list(pod["affinity"]) == ["nodeAffinity"]
     (near,) = pod["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
@@ -103,6 +105,13 @@ def test_its_pod_runs_where_a_replica_would_and_is_none(model: Object) -> None:
     assert jobs.policy(spec, SETTINGS)["spec"]["podSelector"]["matchLabels"] == {
         "kvline.dev/prepares": "chat"
     }
+
+
+def test_the_taint_of_another_gpu_resource_is_tolerated_and_none_on_the_cpu() -> None:
+    for gpu, keys in (({"gpus": 1, "gpuResource": "amd.com/gpu"}, ["amd.com/gpu"]), ({}, [])):
+        spec = made(model=MODEL, resources={"memory": "16Gi", **gpu}, scheduling={})
+        pod = jobs.job(spec, stored(spec))["spec"]["template"]["spec"]
+        assert [t["key"] for t in pod.get("tolerations", [])] == keys
 
 
 def deployment(revision: str, replicas: int) -> Object:
