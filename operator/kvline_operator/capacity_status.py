@@ -95,9 +95,12 @@ def keep(
     return replace(now, kv_tokens_total=0, spread=alone)
 
 
-def capacity(now: CapacityStatus | None, kept: CapacityStatus | None) -> dict[str, Any]:
-    """As a status has it; empty before anything has served."""
+def capacity(
+    now: CapacityStatus | None, kept: CapacityStatus | None, serving: bool
+) -> dict[str, Any]:
+    """As a status has it; empty before anything has served. A replica that is ready serves, though
+    its report could not be read."""
     shown = now or kept
     if shown is None:
         return {}
-    return {**encode(shown), "serving": now is not None}
+    return {**encode(shown), "serving": serving}

@@ -92,7 +92,7 @@ def progressing(state: ServiceState) -> Condition:
     refused = _refused_device(state)
     if refused is not None:
         return Condition(kind, "False", "DeviceFailure", refused.text)
-    if state.deadline_exceeded:
+    if state.deadline_exceeded and not any(p.downloading for p in state.newest):
         return Condition(kind, "False", "DeadlineExceeded", "no progress within the deadline")
     return Condition(kind, "True", "RollingOut", _counts(state))
 

@@ -19,6 +19,8 @@ from kvline_contract.names import FIELD_MANAGER
 
 Object = dict[str, Any]
 Step = str | int
+# Another field beside ours contradicts it, and the API server refuses both together.
+WHOLE = ("PodDisruptionBudget", "NetworkPolicy")
 LIMIT, WINDOW = 5, 3600.0  # the same correction of one object at most so often in so many seconds
 
 
@@ -42,19 +44,20 @@ def foreign(live: Object, wanted: Object) -> tuple[Foreign, ...]:
     """What `wanted` does not have: later items of a list first, or indices would shift."""
     found: dict[tuple[Step, ...], Foreign] = {}
     entries = live["metadata"].get("managedFields") or []
+    whole = wanted["kind"] in WHOLE
     for entry in sorted(entries, key=lambda e: e.get("manager") == FIELD_MANAGER):
         applied = entry.get("operation") == "Apply" and entry.get("manager") == FIELD_MANAGER
         fields = (entry.get("fieldsV1") or {}).get("f:spec")
         if applied or entry.get("subresource") or not fields:
             continue
         begin = Foreign(("spec",), "spec", str(entry.get("manager") or "unknown"))
-        for item in _walk(fields, live.get("spec"), wanted.get("spec") or {}, begin):
+        for item in _walk(fields, live.get("spec"), wanted.get("spec") or {}, begin, whole):
             found.setdefault(item.steps, item)
     order = [[(isinstance(s, int), s) for s in steps] for steps in found]
     return tuple(f for _, f in sorted(zip(order, found.values(), strict=True), reverse=True))
 
 
-def _walk(fields: Object, live: Any, wanted: Any, at: Foreign) -> Iterator[Foreign]:
+def _walk(fields: Object, live: Any, wanted: Any, at: Foreign, whole: bool) -> Iterator[Foreign]:
     for key, below in fields.items():
         step = _find(key, live)
         if key == "." or step is None:
@@ -63,8 +66,8 @@ def _walk(fields: Object, live: Any, wanted: Any, at: Foreign) -> Iterator[Forei
         here = Foreign((*at.steps, step), at.path + shown, at.manager)
         there = _find(key, wanted)
         if there is not None:
-            yield from _walk(below, live[step], wanted[there], here)
-        elif isinstance(step, int) or here.steps[:2] == ("spec", "template"):
+            yield from _walk(below, live[step], wanted[there], here, whole)
+        elif whole or isinstance(step, int) or here.steps[:2] == ("spec", "template"):
             yield here
 
 

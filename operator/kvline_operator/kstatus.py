@@ -15,7 +15,7 @@ STALLED = {
     "Accepted": ("SpecInvalid", "NameConflict", "Forbidden"),
     "ModelAvailable": ("NotFound", "Invalid", "Unsupported"),
     "CapacityMeasured": ("OutOfMemory", "ContextDoesNotFit"),
-    "CapacitySufficient": ("BelowMinimum",),
+    "CapacitySufficient": ("BelowMinimum", "NotComparable"),
     "Progressing": ("DeadlineExceeded",),
     "UpToDate": ("RevisionRejected", "ForeignChange"),
 }

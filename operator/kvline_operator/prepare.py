@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from kvline_contract.exits import ExitCode, meaning
@@ -15,6 +16,7 @@ from kvline_operator.spec import ServiceSpec, Strategy
 
 Object = dict[str, Any]
 MAX_NODES = 8
+PATIENCE = 60.0  # seconds without a pod: a quota or an admission plug-in refuses them
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,12 @@ class Preparation:
 
 
 def of(
-    spec: ServiceSpec, observed: Observed, wanted: str, stable: str, stored: dict[str, Object]
+    spec: ServiceSpec,
+    observed: Observed,
+    wanted: str,
+    stable: str,
+    stored: dict[str, Object],
+    now: datetime,
 ) -> Preparation | None:
     """What the pods of `wanted` need first, and how far that is; None where they need nothing: they
     are there, or serve already, or nothing goes for them and they fetch the model themselves."""
@@ -58,14 +65,14 @@ def of(
         return Preparation(made, live is not None, message=f"Job {name} {what}")
     mine = [p for p in observed.preparing if p.revision == wanted]
     done = _has(live, "Complete") or any(e.code == 0 for e in _ends(mine))
-    condition, reason, message = ("", "", "") if done else _state(live, mine, loads)
+    condition, reason, message = ("", "", "") if done else _state(live, mine, loads, now)
     if not message:
         condition, reason = ("ModelAvailable", "Downloading") if loads and not done else ("", "")
         return Preparation(made, True, done, condition, reason, f"Job {name} {what}")
     return Preparation(made, True, done, condition, reason, f"Job {name}: {message}", stuck=True)
 
 
-def _state(live: Object, pods: list[PodView], loads: bool) -> tuple[str, str, str]:
+def _state(live: Object, pods: list[PodView], loads: bool, now: datetime) -> tuple[str, str, str]:
     """Condition, reason and message of what keeps it; empty while nothing does. How its last pod
     failed stands while the next one tries."""
     failed = next((e for e in _ends(pods) if e.code), None)
@@ -85,6 +92,9 @@ def _state(live: Object, pods: list[PodView], loads: bool) -> tuple[str, str, st
     if _has(live, "Failed"):
         text = condition_of(live.get("status") or {}, "Failed").get("message", "")
         return *which, f"failed, and is made anew: {text}"
+    created = live["metadata"].get("creationTimestamp")
+    if not pods and created and (now - datetime.fromisoformat(created)).total_seconds() > PATIENCE:
+        return "Progressing", "PodsRefused", "no pod of it is made; `kubectl describe` it says why"
     return "", "", ""
 
 

@@ -50,6 +50,7 @@ from kvline_operator.workqueue import Key
 
 log = logging.getLogger("kvline")
 Object = dict[str, Any]
+RETRY_REFUSED = 300.0  # seconds until what the API server refused is tried again
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +83,13 @@ def reconcile(context: Context, key: Key) -> float:
         scale, scaling = _scale(spec, observed, context.now())
         spec = replace(spec, replicas=scale.replicas) if scale else spec
         revision, stored, known = _revision(spec, observed, context.settings)
-    except SpecError as error:
-        wrong = Condition("Accepted", "False", "SpecInvalid", str(error))
+    except (SpecError, Forbidden) as error:
+        reason = "SpecInvalid" if isinstance(error, SpecError) else "Forbidden"
+        wrong = Condition("Accepted", "False", reason, str(error))
         said, news = status.refused(wrong, body, context.stamp())
         context.board.refuse(key, body.get("spec") or {}, said)
         _report(context, body, said, news)
-        return 0.0
+        return RETRY_REFUSED if reason == "Forbidden" else 0.0
     rollout_state = RolloutState.of(spec, observed, revision.name, stored, known, context.now())
     kept = _records(spec, observed)
     maps = [render.records_map(spec, kept)] if kept else []
@@ -108,6 +110,7 @@ def reconcile(context: Context, key: Key) -> float:
         refused=observed.refused(rollout_state.plan.newest),
         scaling=scaling,
         preparing=rollout_state.preparing,
+        stable_data=rollout_state.stored.get(rollout_state.plan.stable, {}).get("data", {}),
     )
     said, news = status.build(state, body.get("status") or {}, context.stamp())
     history = past(rollout_state.stored, rollout_state.states)
@@ -314,6 +317,7 @@ def _look_again(context: Context, state: ServiceState) -> float:
     is told by events, and looked at now and then for one that was missed."""
     if any(p.running and not p.validated for p in state.pods):
         return context.settings.poll_seconds
+    again = RETRY_REFUSED if state.apply_error is not None else 0.0  # what mends it makes no event
     settled = (
         not state.plan.candidate
         and len(state.newest) == state.spec.replicas
@@ -323,4 +327,4 @@ def _look_again(context: Context, state: ServiceState) -> float:
         return min(context.settings.poll_seconds * 15, context.settings.resync_seconds)
     if state.scaling is not None:
         return context.settings.load_seconds
-    return 0.0
+    return again

@@ -74,7 +74,7 @@ class RolloutState:
         plan = rollout.plan(situation, spec.rollout)
         preparing = None
         if plan.replicas.get(wanted):
-            preparing = prepare.of(spec, observed, wanted, stable, stored)
+            preparing = prepare.of(spec, observed, wanted, stable, stored, time)
         if preparing is not None and not preparing.done:
             situation = _unprepared(situation, preparing)
             plan = rollout.plan(situation, spec.rollout)
@@ -84,10 +84,10 @@ class RolloutState:
         under_way = tuple(p for p in observed.pods if p.revision == wanted == plan.candidate)
         killed = candidate.kills(after[wanted].kills, under_way)
         after = {**after, wanted: replace(after[wanted], kills=killed)}
-        figures = CapacityStatus.of(
-            p.report for p in observed.pods if p.ready and p.revision == plan.stable
-        )
-        after = revision_state.kept(after, plan.stable, figures, time)
+        served = [p.report for p in observed.pods if p.ready and p.revision == plan.stable]
+        figures = CapacityStatus.of(served)
+        if figures is not None or not served:  # ready, and its report could not be read: as it was
+            after = revision_state.kept(after, plan.stable, figures, time)
         return cls(stored, after, plan, {s.revision: s.ready for s in sized}, judged, preparing)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvline_contract.launch import Record
+from kvline_contract.names import API_PORT
 from kvline_operator.autoscale import Activity
 from kvline_operator.ended_pods import EndedPod
 from kvline_operator.gate import GateResult
@@ -12,7 +14,7 @@ from kvline_operator.observe import Ended, PodView
 from kvline_operator.prepare import Preparation
 from kvline_operator.revision_state import RevisionState
 from kvline_operator.rollout import RolloutPlan
-from kvline_operator.spec import ServiceSpec
+from kvline_operator.spec import ServiceSpec, scheme
 from kvline_operator.threshold import Thresholds
 
 
@@ -51,6 +53,18 @@ class ServiceState:
     image_outdated: bool = False
     scaling: Scaling | None = None
     preparing: Preparation | None = None  # what the newest revision's pods wait for
+    stable_data: dict[str, Any] = field(default_factory=dict)  # of its ControllerRevision
+
+    @property
+    def served_name(self) -> str:
+        """As the stable revision's replicas answer to it, whatever the spec asks for by now."""
+        return str(self.stable_data.get("servedName") or self.spec.served_name)
+
+    @property
+    def url(self) -> str:
+        spec = self.spec
+        tls = scheme(self.stable_data.get("inputs") or spec.inputs)
+        return f"{tls}://{spec.base}.{spec.namespace}.svc:{API_PORT}/v1"
 
     @property
     def newest(self) -> tuple[PodView, ...]:

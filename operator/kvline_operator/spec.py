@@ -112,7 +112,7 @@ class ServiceSpec:
 
     @property
     def scheme(self) -> str:
-        return "https" if "tlsSecret" in self.inputs.get("access", {}) else "http"
+        return scheme(self.inputs)
 
     @property
     def gpus(self) -> int:
@@ -200,6 +200,11 @@ def parse_source(text: Any) -> ModelSource:
         return ModelSource(text, match["claim"], match["path"], "")
     folder = f"{match['org']}--{match['name']}/{match['commit']}"
     return ModelSource(text, None, folder, match["commit"])
+
+
+def scheme(inputs: dict[str, Any]) -> str:
+    """Of the API of a revision with these inputs."""
+    return "https" if "tlsSecret" in inputs.get("access", {}) else "http"
 
 
 def inputs(metadata: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvline_contract.codec import encode
-from kvline_contract.names import API_PORT, LABEL_SERVICE
+from kvline_contract.names import LABEL_SERVICE
 from kvline_contract.report import MAX_WARNINGS, Termination
 from kvline_operator.capacity_status import CapacityStatus, capacity
 from kvline_operator.conditions import conditions
@@ -72,18 +72,20 @@ def build(state: ServiceState, previous: Object, now: str) -> tuple[Object, list
     out: Object = {
         "conditions": [_stamp(c, previous, state.spec.generation, now) for c in made],
         "observedGeneration": state.spec.generation,
-        "model": state.spec.served_name,
+        "model": state.served_name,
         "replicas": len(state.pods),
         "readyReplicas": ready,
         "ready": f"{ready}/{state.spec.replicas}",
         "endedPods": len(state.ended),
         "selector": f"{LABEL_SERVICE}={state.spec.base}",
-        "url": f"{state.spec.scheme}://{state.spec.base}.{state.spec.namespace}.svc:{API_PORT}/v1",
+        "url": state.url,
         "rollout": _rollout(state, previous.get("rollout") or {}, now),
         "replicaSizing": replica_sizing(state),
     }
     figures = capacity(
-        CapacityStatus.of(p.report for p in state.serving), state.stable_state.figures
+        CapacityStatus.of(p.report for p in state.serving),
+        state.stable_state.figures,
+        bool(state.serving) or any(p.ready for p in state.stable),
     )
     warned = warnings(state)
     more = {"capacity": figures, "warnings": warned, "diagnosis": diagnosis(state)}

@@ -477,7 +477,7 @@ def test_a_download_is_the_reason_and_not_that_its_time_is_over() -> None:
     """A hundred gigabytes take longer than a Deployment's deadline."""
     pod = replace(PLAIN, downloading=True)
     got = by_type(service_state(pod, deadline_exceeded=True))
-    assert got["Progressing"].reason == "DeadlineExceeded"
+    assert got["Progressing"].reason == "RollingOut"
     assert got["Ready"].reason == "Downloading"
 
 
@@ -625,3 +625,41 @@ def test_a_pod_that_kubernetes_ended_is_an_event_of_a_healthy_service() -> None:
     assert one.kind == "Warning" and "chat-aaaaa-9 on n1: Evicted: its disk is full" in one.message
     _, again = status.build(service_state(ready_pod(), ended=(evicted, LOST)), made, "now")
     assert "PodEnded" not in [event.reason for event in again]
+
+
+def rendered(made: ServiceState) -> dict[str, Any]:
+    return status.build(made, {}, "2026-01-01T00:00:00Z")[0]
+
+
+def test_the_address_is_that_of_the_revision_that_serves() -> None:
+    """A spec that asks for TLS and another name was rejected: plain HTTP and the old name serve."""
+    spec = {
+        "model": {"source": "pvc://models/tiny", "servedName": "new"},
+        "access": {"tlsSecret": {"name": "cert"}},
+    }
+    data = {"inputs": {"model": {}}, "servedName": "old"}
+    verdict = Verdict(GateResult.REJECTED, "too little", 1)
+    plan = RolloutPlan({"aaaaa": 1}, "aaaaa", "", verdict, rejected="bbbbb")
+    got = rendered(service_state(ready_pod(), spec=spec, plan=plan, stable_data=data))
+    assert (got["url"], got["model"]) == ("http://chat.ns.svc:8000/v1", "old")
+    got = rendered(service_state(ready_pod(), spec=spec))
+    assert (got["url"], got["model"]) == ("https://chat.ns.svc:8000/v1", "new")
+
+
+def test_a_ready_replica_whose_report_cannot_be_read_serves() -> None:
+    figures = CapacityStatus.of([ready_pod().report])
+    known = RevisionState(accepted=1, figures=figures)
+    silent = replace(ready_pod(), report=None, report_error="TimeoutError")
+    got = rendered(service_state(silent, stable_state=known))["capacity"]
+    assert got["serving"] and "asOf" not in got and got["kvTokens"] == 4096
+    got = rendered(service_state(PLAIN, stable_state=known))["capacity"]
+    assert not got["serving"]
+
+
+def test_a_person_is_asked_for_where_nothing_can_be_compared() -> None:
+    verdict = Verdict(GateResult.HELD, "another model", 4096, stuck=True)
+    candidate = replace(ready_pod(), revision="bbbbb", name="b", ready=False)
+    plan = RolloutPlan({"aaaaa": 1, "bbbbb": 1}, "aaaaa", "bbbbb", verdict)
+    got = rendered(service_state(ready_pod(), candidate, plan=plan))["conditions"]
+    assert [c["reason"] for c in got if c["type"] == "Stalled"] == ["NotComparable"]
+    assert not [c for c in got if c["type"] == "Reconciling"]

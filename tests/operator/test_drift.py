@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
+
 from kvline_contract.names import FIELD_MANAGER
 from kvline_operator.apply import ensure
 from kvline_operator.drift import LIMIT, WINDOW, Corrections, Foreign, foreign, removal, without
@@ -52,13 +54,13 @@ class Writes(Kube):
     """What would be written."""
 
     def __init__(self) -> None:
-        self.writes: list[Any] = []
+        self.sent: list[Any] = []
 
     def apply(self, *words: Any, **how: Any) -> None:
-        self.writes.append(words)
+        self.sent.append(words)
 
     def amend(self, *words: Any) -> None:
-        self.writes.append(words)
+        self.sent.append(words)
 
 
 FIELDS = {
@@ -124,7 +126,17 @@ def test_what_the_api_server_puts_into_our_own_writes_is_left() -> None:
     body = owned(live(FIELD_MANAGER, FIELDS))
     assert all(item.admitted for item in foreign(body, WANTED))
     assert ensure(kube, owned(WANTED), body) is None
-    assert kube.writes == []
+    assert kube.sent == []
+
+
+@pytest.mark.parametrize(("kind", "found"), [("PodDisruptionBudget", 1), ("Service", 0)])
+def test_all_of_a_disruption_budget_is_ours(kind: str, found: int) -> None:
+    """maxUnavailable beside our minAvailable is refused, and nothing else would be written."""
+    wanted = {"kind": kind, "metadata": {}, "spec": {"minAvailable": 1}}
+    fields: dict[str, Any] = {"f:spec": {"f:maxUnavailable": {}}}
+    entry = {"manager": "kubectl-edit", "operation": "Update", "fieldsV1": fields}
+    body = {"metadata": {"managedFields": [entry]}, "spec": {"maxUnavailable": 1}}
+    assert [f.path for f in foreign(body, wanted)] == ["spec.maxUnavailable"] * found
 
 
 def test_what_two_have_set_is_still_a_stranger_s() -> None:

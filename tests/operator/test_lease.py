@@ -103,10 +103,10 @@ def test_a_renewal_on_its_way_does_not_give_back_the_right_to_write(clock: Clock
     began, go = threading.Event(), threading.Event()
     read = cluster.get
 
-    def slow(*where: str) -> dict[str, Any] | None:
+    def slow(kind: str, namespace: str, name: str) -> dict[str, Any] | None:
         began.set()
         go.wait(5)
-        return read(*where)
+        return read(kind, namespace, name)
 
     cluster.get = slow  # type: ignore[method-assign]
     renewal = one._thread.submit(one.attempt)

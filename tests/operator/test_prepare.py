@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ SCHEDULING = {
 RESOURCES = {"memory": "16Gi", "gpus": 1}
 SETTINGS = Settings("image", pull_secrets=("registry",))
 Object = dict[str, Any]
+NOW = datetime(2026, 1, 1, 12, 0, tzinfo=UTC)
 
 
 def made(strategy: str = "Surge", **more: Any) -> ServiceSpec:
@@ -153,7 +155,7 @@ def found(
     serving = (view(pod_of(ended(30), "server"), Reading(None)),) if lost else ()
     made = [deployment("aaaaa", 2), deployment("bbbbb", replicas)]
     observed = Observed([], made, [], serving, (), live, views)
-    return prepare.of(spec, observed, "bbbbb", stable, {"bbbbb": stored(spec)})
+    return prepare.of(spec, observed, "bbbbb", stable, {"bbbbb": stored(spec)}, NOW)
 
 
 @pytest.mark.parametrize(
@@ -234,6 +236,20 @@ def test_it_is_done_when_its_pod_or_its_status_says_so(by_pod: bool) -> None:
     pods = (pod_of(ended(0)),) if by_pod else ()
     got = found(spec, live=(job_of(spec, () if by_pod else ("Complete",)),), pods=pods)
     assert got is not None and got.done
+
+
+@pytest.mark.parametrize(("created", "refused"), [("11:59:30", False), ("11:58:30", True)])
+def test_a_job_whose_pod_is_not_made_does_not_download_for_ever(
+    created: str, refused: bool
+) -> None:
+    """A quota or a priority class that is not there: only the Job's events tell."""
+    spec = made(model=MODEL)
+    job = job_of(spec, creationTimestamp=f"2026-01-01T{created}Z")
+    got = found(spec, live=(job,))
+    assert got is not None and got.stuck == refused
+    assert got.reason == ("PodsRefused" if refused else "Downloading")
+    got = found(spec, live=(job,), pods=(pod_of({"running": {}}),))
+    assert got is not None and got.reason == "Downloading"
 
 
 def test_one_that_is_on_its_way_out_is_waited_for() -> None:
