@@ -24,13 +24,13 @@ ENGINE = ("maxModelLen", "maxRunningRequests", "maxPrefillTokens", "maxTopLogpro
 
 def parser() -> argparse.ArgumentParser:
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("-n", "--namespace", help="default: the context's")
+    shared.add_argument("-n", "--namespace", help="default: the namespace of the context")
     shared.add_argument("--context")
     shared.add_argument("--kubeconfig")
     shared.add_argument("-o", "--output", choices=["table", "json"], default="table")
     top = argparse.ArgumentParser(
         prog="kubectl kvline",
-        description="What services measured, why, and the few things to tell them.",
+        description="Shows what InferenceServices measured and why, and manages their revisions.",
     )
     commands = top.add_subparsers(dest="command", required=True)
 
@@ -39,36 +39,38 @@ def parser() -> argparse.ArgumentParser:
         made.set_defaults(run=run)
         return made
 
-    made = add("status", "the figures of all services, or all about one", status)
+    made = add("status", "show the capacity of all services, or details of one", status)
     made.add_argument("name", nargs="?")
     made.add_argument("-A", "--all-namespaces", action="store_true")
-    add("explain", "why a service is not as asked for, and what to do", explain).add_argument(
-        "name"
-    )
-    add("history", "revisions, their verdicts and what they changed", history).add_argument("name")
+    add(
+        "explain", "show why a service does not match its spec, and what to do", explain
+    ).add_argument("name")
+    add("history", "show revisions, their verdicts and changes", history).add_argument("name")
     for name, text, run in (
-        ("promote", "let a revision pass its gate as it is", promote),
-        ("rollback", "make the spec say what an earlier revision said", rollback),
+        ("promote", "accept a revision whatever it measured", promote),
+        ("rollback", "restore the spec of an earlier revision", rollback),
     ):
         made = add(name, text, run)
         made.add_argument("name")
         made.add_argument("revision", nargs="?")
-    add("upgrade", "take the operator's default image, through the gate", upgrade).add_argument(
-        "name"
-    )
-    _add_size(add("size", "what a spec would measure, by a Job beside what serves", sizing))
+    add("upgrade", "roll out the operator's default image", upgrade).add_argument("name")
+    _add_size(add("size", "measure a spec in a Job, without changing the service", sizing))
     return top
 
 
 def _add_size(made: argparse.ArgumentParser) -> None:
-    made.add_argument("name", nargs="?", help="a service whose spec to begin with")
-    made.add_argument("-f", "--filename", type=Path, help="a manifest instead, not to be applied")
-    made.add_argument("--image", help="server image; default: the spec's, or what serves")
-    made.add_argument("--memory", help="instead of spec.resources.memory")
+    made.add_argument("name", nargs="?", help="an existing service whose spec to measure")
+    made.add_argument(
+        "-f", "--filename", type=Path, help="a manifest to measure instead; it is not applied"
+    )
+    made.add_argument(
+        "--image", help="server image; default: spec.image, else that of the newest revision"
+    )
+    made.add_argument("--memory", help="overrides spec.resources.memory")
     made.add_argument("--load", choices=["weights", "random"], default="weights")
     for field in ENGINE:
         flag = "--" + "".join(f"-{c.lower()}" if c.isupper() else c for c in field)
-        made.add_argument(flag, type=int, dest=field, help=f"instead of spec.engine.{field}")
+        made.add_argument(flag, type=int, dest=field, help=f"overrides spec.engine.{field}")
 
 
 def main() -> int:
@@ -77,23 +79,23 @@ def main() -> int:
         cluster = connect(a.context, a.kubeconfig, a.namespace)
         return int(a.run(cluster, a))
     except ApiUnavailable as error:
-        log.print(f"the API server did not do it: {error}", markup=False, style="red")
+        log.print(f"the API server is unavailable: {error}", markup=False, style="red")
     except (Problem, OperatorError) as error:
         log.print(str(error), markup=False, style="red")
     except KeyboardInterrupt:
-        log.print("stopped")
+        log.print("interrupted")
     return 1
 
 
 def status(cluster: Cluster, a: argparse.Namespace) -> int:
     if a.name:
         body = cluster.service(a.name)
-        _tell(a, lambda: show.service(body), body.get("status") or {})
+        _print(a, lambda: show.service(body), body.get("status") or {})
         return 0
     found = cluster.kube.services(() if a.all_namespaces else (cluster.namespace,))
     if not found and a.output == "table":
         log.print(f"no InferenceService in {'any' if a.all_namespaces else cluster.namespace}")
-    _tell(a, lambda: show.services(found, a.all_namespaces), [_short(b) for b in found])
+    _print(a, lambda: show.services(found, a.all_namespaces), [_short(b) for b in found])
     return 0
 
 
@@ -106,9 +108,9 @@ def _short(body: Object) -> Object:
 def explain(cluster: Cluster, a: argparse.Namespace) -> int:
     body = cluster.service(a.name)
     events = cluster.events(body)
-    told = [{k: e.get(k) for k in ("lastTimestamp", "type", "reason", "message")} for e in events]
+    shown = [{k: e.get(k) for k in ("lastTimestamp", "type", "reason", "message")} for e in events]
     conditions = (body.get("status") or {}).get("conditions") or []
-    _tell(a, lambda: show.explain(body, events), {"conditions": conditions, "events": told})
+    _print(a, lambda: show.explain(body, events), {"conditions": conditions, "events": shown})
     return 0
 
 
@@ -130,7 +132,7 @@ def history(cluster: Cluster, a: argparse.Namespace) -> int:
         }
         for p in past
     ]
-    _tell(a, lambda: show.history(past, rollout), plain)
+    _print(a, lambda: show.history(past, rollout), plain)
     return 0
 
 
@@ -138,35 +140,37 @@ def promote(cluster: Cluster, a: argparse.Namespace) -> int:
     body = cluster.service(a.name)
     revision, patch = act.promote(body, cluster.history(a.name), a.revision)
     cluster.patch(body, patch)
-    return _did(a, f"revision {revision} of {a.name} passes its gate as it is")
+    return _done(a, f"revision {revision} of {a.name} is promoted")
 
 
 def rollback(cluster: Cluster, a: argparse.Namespace) -> int:
     body = cluster.service(a.name)
     revision, patch = act.rollback(body, cluster.history(a.name), a.revision)
     cluster.patch(body, patch)
-    return _did(a, f"{a.name} says again what revision {revision} said")
+    return _done(a, f"the spec of {a.name} is that of revision {revision} again")
 
 
 def upgrade(cluster: Cluster, a: argparse.Namespace) -> int:
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     body = cluster.service(a.name)
     cluster.patch(body, act.upgrade(body, now))
-    return _did(a, f"{a.name} takes the operator's default image, through its gate")
+    return _done(a, f"{a.name} is upgraded to the operator's default image, through its gate")
 
 
 def sizing(cluster: Cluster, a: argparse.Namespace) -> int:
     if (a.name is None) == (a.filename is None):
-        raise Problem("give one of NAME and -f FILE")
+        raise Problem("exactly one of NAME and -f FILE is required")
     body = cluster.service(a.name) if a.name else size.from_file(a.filename, cluster.namespace)
     engine = {field: getattr(a, field) for field in ENGINE}
     body = size.changed(body, a.memory, engine, a.load == "random")
     image = a.image or body["spec"].get("image") or _serving(cluster, a.name)
     report = size.run(cluster, body, image, lambda line: log.print(line, markup=False))
     if report.result is None:
-        raise Problem(report.failure.message if report.failure else f"it ended {report.state}")
+        raise Problem(
+            report.failure.message if report.failure else f"sizing ended in state {report.state}"
+        )
     result, effective = report.result, report.effective
-    _tell(a, lambda: show.waterfall(encode(result.memory)), encode(report))
+    _print(a, lambda: show.waterfall(encode(result.memory)), encode(report))
     if a.output == "table":
         length = effective.max_model_len if effective else 0
         out.print(
@@ -180,19 +184,19 @@ def _serving(cluster: Cluster, name: str | None) -> str:
     """The image of the newest revision of a service."""
     past = cluster.history(name) if name else ()
     if not past:
-        raise Problem("--image is missing: neither the spec nor a revision names one")
+        raise Problem("--image is required: neither the spec nor a revision has an image")
     return past[0].image
 
 
-def _tell(a: argparse.Namespace, table: Callable[[], Any], plain: Any) -> None:
+def _print(a: argparse.Namespace, table: Callable[[], Any], plain: Any) -> None:
     if a.output == "json":
         show.as_json(plain)
     else:
         out.print(table())
 
 
-def _did(a: argparse.Namespace, text: str) -> int:
-    _tell(a, lambda: text, {"done": text})
+def _done(a: argparse.Namespace, text: str) -> int:
+    _print(a, lambda: text, {"done": text})
     return 0
 
 

@@ -1,7 +1,7 @@
-"""What a person may tell a service: annotations, or the spec of an earlier revision.
+"""Changes of an InferenceService by the plugin: annotations, or the spec of an earlier revision.
 
-Pure: each gives a JSON patch for the resource, tested against the version that was read, so that
-two people cannot undo each other unseen. It is applied with the person's own rights.
+Pure: each returns a JSON patch that fails if the resource has changed since it was read. It is
+applied with the user's own permissions.
 """
 
 from __future__ import annotations
@@ -18,45 +18,52 @@ from kvline_operator.spec import REVISION_CAPACITY_FIELDS, REVISION_FIELDS, cano
 from kvline_operator.status_cache import RevisionEntry
 
 Object = dict[str, Any]
-LESS = "BelowBaseline"
+BELOW_BASELINE = "BelowBaseline"
 Patch = list[Object]
 
 
 def promote(
     body: Object, history: tuple[RevisionEntry, ...], revision: str | None
 ) -> tuple[str, Patch]:
-    """The revision, and the patch that lets it pass its gate."""
+    """The revision, and the patch that promotes it."""
     rollout = (body.get("status") or {}).get("rollout") or {}
     named = revision or rollout.get("candidateRevision") or rollout.get("rejectedRevision") or ""
-    if not named and condition_of(body.get("status") or {}, "CapacityStable").get("reason") == LESS:
+    if (
+        not named
+        and condition_of(body.get("status") or {}, "CapacityStable").get("reason") == BELOW_BASELINE
+    ):
         named = rollout.get("stableRevision", "")
     if not named:
-        raise Problem("nothing to promote: no revision is on its way, rejected, or below baseline")
+        raise Problem(
+            "nothing to promote: no revision is a candidate, rejected, or below its baseline"
+        )
     past = _known(history, named)
     annotated = (body["metadata"].get("annotations") or {}).get(ANNOTATION_PROMOTE)
     if annotated == named and past.state.verdict == PROMOTED:
         away = f"kubectl annotate kvl {body['metadata']['name']} {ANNOTATION_PROMOTE}-"
-        raise Problem(f"revision {named} has been promoted already; to do so again, first {away}")
+        raise Problem(
+            f"revision {named} is promoted already; to promote it again, first run: {away}"
+        )
     return named, _annotated(body, {ANNOTATION_PROMOTE: named})
 
 
 def upgrade(body: Object, now: str) -> Patch:
-    """Takes the operator's default image, through the gate."""
+    """Changes to the operator's default image; the new revision has to pass its gate."""
     if body["spec"].get("image"):
-        raise Problem("spec.image names the image of this service; change it there")
+        raise Problem("this service has spec.image; change it there")
     rollout = (body.get("status") or {}).get("rollout") or {}
     if not rollout.get("imageOutdated"):
-        raise Problem("it runs the operator's default image already")
+        raise Problem("the service runs the operator's default image already")
     return _annotated(body, {ANNOTATION_UPGRADE: now})
 
 
 def rollback(
     body: Object, history: tuple[RevisionEntry, ...], revision: str | None
 ) -> tuple[str, Patch]:
-    """The revision, and the patch that makes the spec say what it said then."""
+    """The revision, and the patch that restores its spec."""
     target = _known(history, revision) if revision else _before(body, history)
     after = copy.deepcopy(body)
-    _say(after, target)
+    _restore(after, target)
     if not target.named:
         after["spec"].pop("image", None)
     existing = [Revision(p.name, p.image, canonical(p.inputs), p.number, p.named) for p in history]
@@ -66,12 +73,12 @@ def rollback(
     if canonical([after["spec"], _annotations(after)]) == canonical(
         [body["spec"], _annotations(body)]
     ):
-        raise Problem(f"the spec says what revision {target.name} said")
+        raise Problem(f"the spec is that of revision {target.name} already")
     return target.name, _replaced(body, after)
 
 
 def _before(body: Object, history: tuple[RevisionEntry, ...]) -> RevisionEntry:
-    """Of a rollout on its way or turned down, what serves; else the one accepted before."""
+    """With a candidate or a rejected revision the stable one; else the one accepted before it."""
     rollout = (body.get("status") or {}).get("rollout") or {}
     accepted = sorted(
         (p for p in history if p.state.accepted),
@@ -81,12 +88,12 @@ def _before(body: Object, history: tuple[RevisionEntry, ...]) -> RevisionEntry:
     unsettled = rollout.get("candidateRevision") or rollout.get("rejectedRevision")
     at = 0 if unsettled else 1
     if len(accepted) <= at:
-        raise Problem("there is no earlier revision that served")
+        raise Problem("there is no earlier accepted revision")
     return accepted[at]
 
 
-def _say(body: Object, target: RevisionEntry) -> None:
-    """Puts a revision's inputs into a resource; what makes no revision stays."""
+def _restore(body: Object, target: RevisionEntry) -> None:
+    """Writes a revision's inputs into a resource; fields that make no revision are kept."""
     spec, inputs = body["spec"], target.inputs
     for key in REVISION_FIELDS:
         _set(spec, key, inputs.get(key))
@@ -112,7 +119,7 @@ def _known(history: tuple[RevisionEntry, ...], revision: str) -> RevisionEntry:
         if item.name == revision:
             return item
     names = ", ".join(p.name for p in history) or "none"
-    raise Problem(f"no revision {revision}; there are {names}")
+    raise Problem(f"no revision {revision}; revisions: {names}")
 
 
 def _annotations(body: Object) -> Object:

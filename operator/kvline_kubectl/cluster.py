@@ -1,4 +1,4 @@
-"""The cluster as the person at the terminal sees it: their context, their rights."""
+"""Access to the cluster with the user's kubeconfig and permissions."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvline_contract.names import KIND, LABEL_REVISION, LABEL_SERVICE, base_name
 from kvline_operator.errors import Invalid
 from kvline_operator.kube import Kube, api_client
 from kvline_operator.revision_state import read
-from kvline_operator.status_cache import RevisionEntry, past
+from kvline_operator.status_cache import RevisionEntry, history
 
 Object = dict[str, Any]
 
 
 class Problem(Exception):
-    """Something a person must hear; printed without a trace."""
+    """An error for the user; printed without a traceback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,29 +32,31 @@ class Cluster:
         return found
 
     def patch(self, body: Object, patch: list[Object]) -> None:
-        """Changes the service as it was read; raises Problem where somebody was faster."""
+        """Patches the service; raises Problem where it has changed since it was read."""
         name = body["metadata"]["name"]
         try:
             self.kube.patch(KIND, self.namespace, name, patch)
         except Invalid:
             now = self.service(name)["metadata"]["resourceVersion"]
             if now != body["metadata"]["resourceVersion"]:
-                raise Problem(f"{name} was changed meanwhile; look again and repeat") from None
+                raise Problem(
+                    f"{name} has changed meanwhile; check it and run the command again"
+                ) from None
             raise
 
     def history(self, name: str) -> tuple[RevisionEntry, ...]:
-        """The service's revisions and what became of them, newest first."""
+        """The service's revisions with their stored states, newest first."""
         selector = f"{LABEL_SERVICE}={base_name(name)}"
         found = self.kube.select("ControllerRevision", self.namespace, selector)
         stored = {item["metadata"]["labels"][LABEL_REVISION]: item for item in found}
-        return past(stored, {revision: read(item) for revision, item in stored.items()})
+        return history(stored, {revision: read(item) for revision, item in stored.items()})
 
     def events(self, body: Object) -> list[Object]:
-        """What was told of a service, oldest first."""
+        """Events of a service, oldest first."""
         uid = body["metadata"]["uid"]
         found = self.kube.select("Event", self.namespace)
-        told = [e for e in found if e["involvedObject"].get("uid") == uid]
-        return sorted(told, key=lambda e: e.get("lastTimestamp") or "")
+        own = [e for e in found if e["involvedObject"].get("uid") == uid]
+        return sorted(own, key=lambda e: e.get("lastTimestamp") or "")
 
 
 def connect(context: str | None, kubeconfig: str | None, namespace: str | None) -> Cluster:

@@ -1,4 +1,4 @@
-"""Tables for a terminal, from what the API server holds."""
+"""Tables for the terminal."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def table(*columns: str, right: Iterable[str] = ()) -> Table:
 
 
 def services(bodies: list[Object], with_namespace: bool) -> Table:
-    """A line a service."""
+    """One line for each service."""
     head = ["NAME", "READY", "REASON", "REPLICAS", "KV TOKENS", "IN ALL", "FULL SEQS", "REVISION"]
     right = ("REPLICAS", "KV TOKENS", "IN ALL", "FULL SEQS")
     made = table(*(["NAMESPACE"] if with_namespace else []), *head, "GATE", right=right)
@@ -62,18 +62,18 @@ def services(bodies: list[Object], with_namespace: bool) -> Table:
 
 
 def service(body: Object) -> RenderableType:
-    """Everything about one: the figures, where memory went, conditions, replicas, the gate."""
+    """One service: capacity, memory, conditions, replicas, gate."""
     status = body.get("status") or {}
     parts: list[RenderableType] = [services([body], False)]
     capacity = status.get("capacity")
     if capacity:
         parts += ["", waterfall(capacity["memory"])]
         parts.append(
-            f"{capacity['bytesPerToken']} bytes a token, {capacity['source']} at "
+            f"{capacity['bytesPerToken']} bytes per token, {capacity['source']} at "
             f"{capacity['measuredAt']}, validated in attempt {capacity['attempts']}"
         )
         if not capacity.get("serving", True):
-            parts.append(Text(f"no replica serves it now; the last one did until {_as_of(status)}"))
+            parts.append(Text(f"no replica serves now; the last one served until {_as_of(status)}"))
     made = table("CONDITION", "STATUS", "REASON", "MESSAGE")
     for item in plain(status):
         state = Text(item["status"], COLORS[item["status"]])
@@ -88,13 +88,13 @@ def service(body: Object) -> RenderableType:
     parts += ["", made]
     gate = (status.get("rollout") or {}).get("gate")
     if gate:
-        said = f"gate of revision {gate['revision']}: {gate['result']}; {gate['message']}"
-        parts += ["", Text(said)]
+        text = f"gate of revision {gate['revision']}: {gate['result']}; {gate['message']}"
+        parts += ["", Text(text)]
     return Group(*parts)
 
 
 def waterfall(memory: Object) -> Table:
-    """Each part of the memory as a bar that begins where the one before ended."""
+    """Parts of the memory as consecutive bars."""
     made = table("MEMORY", "MIB", "", right=("MIB",))
     total, at = memory["totalMiB"], 0
     for part in PARTS:
@@ -107,14 +107,14 @@ def waterfall(memory: Object) -> Table:
 
 
 def explain(body: Object, events: list[Object]) -> RenderableType:
-    """Why it is not as asked for, in words: what stands in the way first."""
+    """Why a service does not match its spec, and what to do."""
     meta, status = body["metadata"], body.get("status") or {}
     if not status.get("conditions"):
-        return f"{meta['name']}: the operator has not said anything yet; is it running?"
+        return f"{meta['name']}: no status yet; is the operator running?"
     parts: list[RenderableType] = []
     stale = status.get("observedGeneration", 0) < meta.get("generation", 0)
     if stale:
-        parts += ["The operator has not looked at the newest spec yet.", ""]
+        parts += ["The operator has not reconciled the newest spec yet.", ""]
     ready = condition_of(status, "Ready")
     head = "serves" if ready.get("status") == "True" else f"does not serve: {ready.get('reason')}"
     parts.append(Text(f"{meta['name']} {head}. {ready.get('message', '')}", "bold"))
@@ -130,7 +130,7 @@ def explain(body: Object, events: list[Object]) -> RenderableType:
             parts.append(Text(f"  what: {known.happened}"))
             parts += [Text(f"  do:   {known.do}")] if known.do != NOTHING else []
     if len(parts) == 1:
-        parts.append("Nothing stands in its way.")
+        parts.append("All conditions are met.")
     parts += _diagnosis(status.get("diagnosis") or {})
     if not (status.get("capacity") or {}).get("serving", True):
         tokens = number(status["capacity"]["kvTokens"])
@@ -145,17 +145,17 @@ def explain(body: Object, events: list[Object]) -> RenderableType:
     return Group(*parts)
 
 
-def _diagnosis(said: Object) -> list[RenderableType]:
-    """What of the spec would help, as the engine that failed found."""
+def _diagnosis(found: Object) -> list[RenderableType]:
+    """status.diagnosis: the binding constraint and the fields that would help."""
     parts: list[RenderableType] = []
-    if said.get("binding"):
-        parts.append(f"  short of room for: {said['binding']}")
-    if said.get("largestMaxModelLen"):
-        parts.append(f"  largest spec.engine.maxModelLen that fits: {said['largestMaxModelLen']}")
-    for knob in said.get("knobs") or []:
+    if found.get("binding"):
+        parts.append(f"  binding constraint: {found['binding']}")
+    if found.get("largestMaxModelLen"):
+        parts.append(f"  largest spec.engine.maxModelLen that fits: {found['largestMaxModelLen']}")
+    for knob in found.get("knobs") or []:
         to = f" to {knob['value']}" if knob.get("value") is not None else ""
         parts.append(f"  would help: {knob['direction']} {knob['field']}{to}")
-    return ["", f"Revision {said['revision']}:", *parts] if parts else []
+    return ["", f"Revision {found['revision']}:", *parts] if parts else []
 
 
 def _as_of(status: Object) -> str:
@@ -163,11 +163,11 @@ def _as_of(status: Object) -> str:
 
 
 def history(past: tuple[RevisionEntry, ...], rollout: Object) -> Table:
-    """A line a revision, newest first, with what it changed."""
+    """One line for each revision, newest first, with its changes."""
     columns = ("REVISION", "AGE", "NOW", "VERDICT", "MEASURED", "REQUIRED", "BASELINE", "CHANGED")
     made = table(*columns, right=("MEASURED", "REQUIRED", "BASELINE"))
     for item, older in zip(past, [*past[1:], None], strict=True):
-        changed = ", ".join(changes(older, item)) if older else "the first that is remembered"
+        changed = ", ".join(changes(older, item)) if older else "the oldest one kept"
         made.add_row(
             item.name,
             age(item.created),
@@ -175,7 +175,7 @@ def history(past: tuple[RevisionEntry, ...], rollout: Object) -> Table:
             verdict(item) or "-",
             number(measured(item)),
             number(item.state.required),
-            number(item.state.compared),
+            number(item.state.verdict_baseline),
             Text(changed),
         )
     return made

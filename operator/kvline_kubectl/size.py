@@ -1,6 +1,6 @@
-"""Runs the sizing loop as a Job: what a spec would measure, without touching what serves.
+"""`kubectl kvline size`: measures a spec in a Job, without changing the service.
 
-The Job's pod is the one that the operator would make, with another command and no probes.
+The Job's pod is the one that the operator would create, with another command and without probes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from kvline_operator.settings import Settings
 from kvline_operator.spec import ServiceSpec, parse
 
 Object = dict[str, Any]
-KEEP_SECONDS = 600  # the Job and its pod, for a look at the log
+KEEP_SECONDS = 600  # ttlSecondsAfterFinished: time to read the log
 DEADLINE_SECONDS = 3600
-DROPPED = ("gate", "records")  # volumes of a pod that serves
+DROPPED = ("gate", "records")  # volumes that only serving needs
 SERVING = ("ports", "startupProbe", "readinessProbe", "livenessProbe", "lifecycle")
 WAITING = {
     "ImagePullBackOff",
@@ -55,21 +55,21 @@ def from_file(path: Path, namespace: str) -> Object:
 def changed(
     body: Object, memory: str | None, engine: dict[str, int | None], random: bool
 ) -> Object:
-    """The resource with what the command line says instead."""
+    """The resource with the overrides of the command line."""
     after = copy.deepcopy(body)
     spec = after["spec"]
     if memory:
         spec["resources"] = {**spec.get("resources", {}), "memory": memory}
-    said = {key: value for key, value in engine.items() if value is not None}
-    if said:
-        spec["engine"] = {**spec.get("engine", {}), **said}
+    given = {key: value for key, value in engine.items() if value is not None}
+    if given:
+        spec["engine"] = {**spec.get("engine", {}), **given}
     if random:
         spec["model"] = {**spec["model"], "loadFormat": "random"}
     return after
 
 
 def objects(spec: ServiceSpec, image: str, hub: str = "") -> tuple[Object, Object]:
-    """The Job and the ConfigMap with its launch file; the second is to be owned by the first."""
+    """The Job, and the ConfigMap with its launch file, which the Job is to own."""
     name = f"{spec.base}-size-{uuid.uuid4().hex[:5]}"
     revision = Revision("size", image, spec.inputs_json, 0)
     settings = Settings(image, hub_endpoint=hub)
@@ -110,7 +110,7 @@ def objects(spec: ServiceSpec, image: str, hub: str = "") -> tuple[Object, Objec
 
 
 def run(cluster: Cluster, body: Object, image: str, say: Callable[[str], None]) -> SizingReport:
-    """Creates the Job, tells its stages as they pass, and gives the report."""
+    """Creates the Job, prints its progress, and returns the sizing report."""
     job, config = objects(parse(body), image)
     name = job["metadata"]["name"]
     cluster.kube.create(job)
@@ -123,37 +123,37 @@ def run(cluster: Cluster, body: Object, image: str, say: Callable[[str], None]) 
     try:
         cluster.kube.create(config)
         lines, status = _follow(cluster, name, say)
-    except BaseException:  # a Job that ended stays for a while; one that was left alone goes now
+    except BaseException:  # a finished Job stays for its TTL, an abandoned one is deleted
         cluster.kube.delete("Job", cluster.namespace, name, made["metadata"]["uid"])
         raise
     return _report(lines, status, name)
 
 
 def _follow(cluster: Cluster, name: str, say: Callable[[str], None]) -> tuple[list[str], Object]:
-    """All that the server container printed, and the pod's status at its end."""
-    told = 0
+    """All output of the server container, and the final status of its pod."""
+    shown_before = 0
     while True:
         time.sleep(1)
         pods = cluster.kube.select("Pod", cluster.namespace, f"job-name={name}")
         status = pods[0].get("status") or {} if pods else {}
         ended = status.get("phase") in ("Succeeded", "Failed")
-        hindered = _hindered(status)
-        if hindered:
-            raise Problem(f"{name}: {hindered}")
+        blocker = _blocker(status)
+        if blocker:
+            raise Problem(f"{name}: {blocker}")
         if status.get("phase") in (None, "Pending"):
             continue
         text = cluster.kube.log(cluster.namespace, pods[0]["metadata"]["name"], "server")
         lines = [line for line in text.splitlines() if line.strip()]
         shown = [line for line in lines if not line.startswith("{")]
-        for line in shown[told:]:
+        for line in shown[shown_before:]:
             say(line)
-        told = len(shown)
+        shown_before = len(shown)
         if ended:
             return lines, status
 
 
-def _hindered(status: Object) -> str:
-    """What keeps the pod from running; waiting longer would not help."""
+def _blocker(status: Object) -> str:
+    """Why the pod cannot run and waiting does not help; empty where it can."""
     for item in [*status.get("containerStatuses", []), *status.get("initContainerStatuses", [])]:
         waiting = (item.get("state") or {}).get("waiting") or {}
         if waiting.get("reason") in WAITING:

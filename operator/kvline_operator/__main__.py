@@ -1,4 +1,4 @@
-"""The operator's start: settings, client, lease, queue, then kopf's watches until told to stop."""
+"""The operator's entry point: settings, client, leader election, then work queue and watches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from kvline_operator.workqueue import WorkQueue
 
 log = logging.getLogger("kvline")
 PARALLEL_READS = 32
-PUBLISHED = 10  # seconds in which an API server publishes the schema of a CRD that has just changed
+CRD_PUBLISH_SECONDS = 10  # until an API server serves the schema of a CRD that was just updated
 
 
 def main() -> int:
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def _missing_crd(client: kube.Kube) -> str | None:
-    """kopf would skip a kind that cannot be watched without a word; we do not start."""
+    """Why the CRD cannot be watched; kopf would skip it silently."""
     served = client.served_versions()
     if API_VERSION in served:
         return None
@@ -69,7 +69,7 @@ def _missing_crd(client: kube.Kube) -> str | None:
 
 def _older_crd(client: kube.Kube) -> str | None:
     """Fields that an older definition does not know would be dropped without a word."""
-    end = time.monotonic() + PUBLISHED
+    end = time.monotonic() + CRD_PUBLISH_SECONDS
     while True:
         found = client.crd_schema()
         if found is not None and found >= CRD_SCHEMA:
@@ -82,17 +82,17 @@ def _older_crd(client: kube.Kube) -> str | None:
 
 
 async def operate(settings: Settings, client: kube.Kube, traces: Any | None) -> int:
-    """Stands by until the lease is ours, then until something of it ends; the exit code. Whoever
-    started it starts it again."""
-    queue, board, owners = WorkQueue(), StatusCache(), Owners()
-    metrics = Metrics(board, client, queue)
+    """Stands by until this process holds the lease, then runs until a part ends; returns the exit
+    code. The kubelet restarts the container."""
+    queue, cache, owners = WorkQueue(), StatusCache(), Owners()
+    metrics = Metrics(cache, client, queue)
     context = Context(
         kube=client,
         settings=settings,
         reports=Reports(settings.report_port, settings.resync_seconds, settings.load_seconds),
         pool=ThreadPoolExecutor(PARALLEL_READS, "read"),
-        board=board,
-        lineage=PodOwnership(client),
+        status_cache=cache,
+        pod_ownership=PodOwnership(client),
     )
     resync = Resync(client, settings.namespaces, owners)
     loop = Loop(context, queue, metrics, resync, traces)
@@ -103,7 +103,7 @@ async def operate(settings: Settings, client: kube.Kube, traces: Any | None) -> 
     if not await _until(lease, stop):
         return 0
     if settings.page_port:
-        page.serve(board, settings.page_port)
+        page.serve(cache, settings.page_port)
     registry, options = kopf.OperatorRegistry(), kopf.OperatorSettings()
     handlers.register(registry, queue, owners, resync)
     handlers.configure(options)
@@ -111,7 +111,7 @@ async def operate(settings: Settings, client: kube.Kube, traces: Any | None) -> 
         registry=registry,
         settings=options,
         standalone=True,
-        # Else kopf asks the password file for our user, and a random uid is not in it.
+        # Else kopf looks up the user name, and an arbitrary UID has none.
         identity=cast(Any, "kvline-operator"),
         clusterwide=not settings.namespaces,
         namespaces=settings.namespaces,
@@ -126,7 +126,7 @@ async def operate(settings: Settings, client: kube.Kube, traces: Any | None) -> 
 
 
 def _stop_on_signals() -> asyncio.Event:
-    """A standby has no kopf to hear them, and the first process of a container no default."""
+    """Handled here because kopf does not run on a standby, and PID 1 has no default handler."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -134,7 +134,7 @@ def _stop_on_signals() -> asyncio.Event:
 
 
 async def _until(lease: Lease, stop: asyncio.Event) -> bool:
-    """Whether the lease became ours before we were told to stop."""
+    """Waits for the lease or a signal; returns whether this process holds the lease."""
     acquiring, stopping = asyncio.create_task(lease.acquire()), asyncio.create_task(stop.wait())
     await asyncio.wait({acquiring, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
@@ -146,7 +146,7 @@ async def _until(lease: Lease, stop: asyncio.Event) -> bool:
 
 
 async def _all(parts: dict[str, Coroutine[Any, Any, None]]) -> int:
-    """Either ending is the end: a dead watch or a dead queue must not look alive."""
+    """Runs all parts and exits when one of them ends: no part may be missing unnoticed."""
     tasks = {asyncio.create_task(part, name=name) for name, part in parts.items()}
     done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in pending:
@@ -162,7 +162,7 @@ async def _leave(lease: Lease) -> None:
     try:
         await asyncio.to_thread(lease.release)
     except OperatorError as error:
-        log.warning("the lease was not given back: %s", error)
+        log.warning("the lease was not released: %s", error)
 
 
 if __name__ == "__main__":

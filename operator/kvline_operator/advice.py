@@ -1,5 +1,5 @@
-"""Tell: what each reason of each condition means and what to do. docs/operations.md and
-`kubectl kvline explain` say the same, because both say this."""
+"""Report: what each reason of each condition means and what to do about it. Source of the table in
+docs/operations.md and of `kubectl kvline explain`."""
 
 from __future__ import annotations
 
@@ -16,119 +16,118 @@ class Advice:
 
 NOTHING = "nothing"
 ADVICE = (
-    Advice("Accepted", ("Valid",), "the spec can be acted on", NOTHING),
+    Advice("Accepted", ("Valid",), "the spec is valid", NOTHING),
     Advice(
         "Accepted",
         ("SpecInvalid",),
-        "the server refused a setting, or the API refused an object of ours",
+        "the server refuses a setting, or the API server refuses a child object",
         "the message names the field; correct it and apply again",
     ),
     Advice(
         "Accepted",
         ("NameConflict",),
-        "an object that is not ours has a child's name",
+        "a foreign object has the name of a child object",
         "rename one of the two",
     ),
     Advice(
         "Accepted",
         ("Forbidden",),
-        "the operator lacks a right",
-        "the message names verb and kind; compare the operator's role with the one that ships",
+        "the operator lacks an RBAC permission",
+        "the message names verb and kind; compare the operator's role with the chart's",
     ),
-    Advice("ModelAvailable", ("Available",), "the pinned model is on the node", NOTHING),
+    Advice("ModelAvailable", ("Available",), "the model is available to the pods", NOTHING),
     Advice("ModelAvailable", ("Random",), "weights are random, from config.json alone", NOTHING),
     Advice("ModelAvailable", ("Pending",), "no container has run yet", "see Progressing"),
     Advice(
         "ModelAvailable",
         ("Downloading", "DownloadFailed"),
-        "the download step runs, or failed and is tried again",
-        "if it fails, check the hub's address, the way out of the cluster, and the disk",
+        "the model is being downloaded, or the download failed and is retried",
+        "if it fails, check the hub's address, egress from the cluster, and disk space",
     ),
     Advice(
         "ModelAvailable",
         ("SecretMissing",),
-        "a Secret that the spec names, or the key in it, is not there",
-        "create it in the service's namespace; the pod goes on by itself within minutes",
+        "a Secret of the spec, or its key, does not exist",
+        "create it in the service's namespace; the pod starts by itself within minutes",
     ),
     Advice(
         "ModelAvailable",
         ("NotFound", "Invalid", "Unsupported"),
-        "no such model; a broken file; an architecture that we do not run",
+        "no such model; a damaged file; an unsupported architecture",
         "the message names file and reason; correct spec.model.source",
     ),
     Advice(
         "CapacityMeasured",
         ("Validated",),
-        "a replica's budget survived the stress at its final size",
+        "a replica's KV budget is validated: the stress set ran at that size",
         NOTHING,
     ),
     Advice(
         "CapacityMeasured",
         ("Pending", "Loading", "Autotuning", "Probing", "Stressing", "Validating"),
-        "the sizing loop is under way",
-        "wait; Loading says how far it is; a stage without progress for 300 s ends the container",
+        "a replica is being sized",
+        "wait; Loading shows its progress; a stage without progress for 300 s ends the container",
     ),
     Advice(
         "CapacityMeasured",
         ("ShrunkRetry",),
-        "a size did not survive, the next is 5 % smaller",
+        "a size ran out of memory; the next attempt is 5 % smaller",
         "nothing; there are at most four attempts",
     ),
     Advice(
         "CapacityMeasured",
         ("OutOfMemory",),
-        "no size survived, or the engine ran out of memory while it served",
-        "raise spec.resources.memory, or turn a knob that the message names",
+        "every attempt ran out of memory, or the engine did while serving",
+        "raise spec.resources.memory, or change a field that the message names",
     ),
     Advice(
         "CapacityMeasured",
         ("ContextDoesNotFit",),
-        "spec.engine.maxModelLen is above the budget",
-        "the message names the largest that fits",
+        "spec.engine.maxModelLen does not fit the KV budget",
+        "lower it; the message has the largest value that fits",
     ),
     Advice(
         "CapacityMeasured",
         ("EngineExited",),
         "the engine ended with an error",
-        "the message has its last words; `kubectl logs` of the pod has more",
+        "the message has its last error; see `kubectl logs` of the pod",
     ),
     Advice(
         "CapacityMeasured",
         ("Killed",),
         "the kubelet or the node killed the container; that rejects no revision",
-        "events of the pod say why: a probe that failed, a node that shut down or ran short",
+        "see the events of the pod: a failed probe, a node shutdown, or node pressure",
     ),
     Advice(
         "CapacityMeasured",
         ("ReportInvalid", "ReportMissing"),
-        "the pod's report cannot be read, or had",
+        "the pod's sizing report is invalid, or cannot be fetched",
         "compare the versions of operator and server image; check that a NetworkPolicy of yours "
         "lets the operator reach port 8001",
     ),
-    Advice("CapacityMeasured", ("ScaledToZero",), "no replica is asked for", NOTHING),
+    Advice("CapacityMeasured", ("ScaledToZero",), "spec.replicas is 0", NOTHING),
     Advice(
         "CapacitySufficient",
         ("Sufficient",),
-        "each replica has what it must have; the message names the threshold and its source",
+        "each replica reaches its threshold; the message has it and its source",
         NOTHING,
     ),
     Advice(
         "CapacitySufficient",
         ("BelowMinimum",),
         "a replica measured less than spec.capacity.minKVTokens",
-        "lower it, or give more memory; the message has both figures",
+        "lower it, or raise the memory; the message has both figures",
     ),
     Advice(
         "CapacitySufficient",
         ("BelowBaseline",),
-        "a replica of a new revision measured less than its share of the baseline of its GPU model",
+        "a replica of a new revision measured less than minCapacityPercent of its baseline",
         "change the spec, lower spec.rollout.minCapacityPercent, or promote the revision",
     ),
     Advice(
         "CapacitySufficient",
         ("NotComparable",),
-        "a replica is measured, and there is no figure to compare it with: another model, token "
-        "shape, or GPU model",
+        "a replica is measured, but its model, bytes per token, or GPU model has no baseline",
         "set spec.capacity.minKVTokens, or promote the revision",
     ),
     Advice("CapacitySufficient", ("Unknown",), "nothing is measured yet", "see CapacityMeasured"),
@@ -136,82 +135,82 @@ ADVICE = (
     Advice(
         "CapacityStable",
         ("BelowBaseline",),
-        "a replica of the accepted revision measured less than its share of the baseline; it "
-        "serves all the same",
-        "look for what changed on its node (driver, GPU, neighbours); if it is meant, promote the "
-        "revision: that begins a new baseline",
+        "a replica of the stable revision measured less than minCapacityPercent of the baseline; "
+        "it serves nevertheless",
+        "check what changed on its node (driver, GPU, other processes); if it is intended, promote "
+        "the revision: that begins a new baseline",
     ),
     Advice(
         "CapacityStable",
         ("Drifted",),
-        "a replica measured over 3 % away from what an identical one has on record",
-        "look for what shares its node or GPU; the message names both figures",
+        "a replica measured over 3 % more or less than recorded for an identical one",
+        "check what shares its node or GPU; the message has both figures",
     ),
     Advice(
         "CapacityStable",
         ("NoRecord",),
-        "no size of these replicas is on record yet",
-        "nothing; pinned sizes leave none",
+        "no size of these replicas is recorded yet",
+        "nothing; pinned sizes are not recorded",
     ),
-    Advice("Progressing", ("Complete",), "nothing moves", NOTHING),
-    Advice("Progressing", ("RollingOut",), "replicas are on their way", "wait"),
+    Advice("Progressing", ("Complete",), "the rollout is complete", NOTHING),
+    Advice("Progressing", ("RollingOut",), "replicas are starting", "wait"),
     Advice(
         "Progressing",
         ("Unschedulable",),
-        "no node has room for a replica",
-        "the message is the scheduler's; free or add a node, or ask for less",
+        "no node fits a replica",
+        "the message is the scheduler's; free or add a node, or request less",
     ),
     Advice(
         "Progressing",
         ("ImagePullFailed",),
-        "the node cannot get the image",
+        "the node cannot pull the image",
         "the message is the kubelet's; correct spec.image or the registry's credentials",
     ),
     Advice(
         "Progressing",
         ("QuotaExceeded",),
-        "the namespace's quota refuses an object",
-        "the message names the quota; raise it or ask for less",
+        "a ResourceQuota of the namespace refuses an object",
+        "the message names the quota; raise it or request less",
     ),
     Advice(
         "Progressing",
         ("PodsRefused",),
-        "the API server makes no pod of the newest revision",
-        "the message says why, such as a priority or runtime class that is not there; correct it",
+        "the API server refuses pods of the spec's revision",
+        "the message has the cause, such as a missing priority or runtime class; correct it",
     ),
     Advice(
         "Progressing",
         ("DeadlineExceeded",),
         "no progress within spec.rollout.progressDeadlineSeconds",
-        "the other conditions say what it waits for",
+        "see the other conditions for what it waits for",
     ),
     Advice(
         "Progressing",
         ("DeviceFailure",),
-        "the GPU is missing, too old, or was lost, or the node could not give it to the pod",
-        "check the node's driver and device plug-in; the pod is tried again",
+        "the GPU is missing, unsupported or lost, or the node could not allocate it",
+        "check the node's driver and device plug-in; the container restarts by itself",
     ),
     Advice("UpToDate", ("UpToDate",), "the spec's revision alone serves", NOTHING),
     Advice(
         "UpToDate",
         ("RollingOut", "Scaling"),
-        "on its way; a new revision is measured before it takes traffic",
+        "in progress; a new revision is measured before it takes traffic",
         "wait",
     ),
     Advice(
         "UpToDate",
         ("GateHeld",),
-        "a new revision cannot be measured (no node, no image, no model), or its tokens cannot be "
-        "compared; with Surge what serves goes on, else the message says so and it comes back at "
+        "a new revision cannot be measured (no node, no image, no model) or compared; with Surge "
+        "the stable one serves meanwhile, with Replace and Recreate it is scaled up again after "
         "spec.rollout.progressDeadlineSeconds",
-        "the message says which; for another model set spec.capacity.minKVTokens, or promote",
+        "the message has the cause; for another model set spec.capacity.minKVTokens, or promote",
     ),
     Advice(
         "UpToDate",
         ("RevisionRejected",),
-        "a new revision measured too little, its engine ended twice, or (Replace, Recreate) none "
-        "of its replicas was ready in time; the one before serves or is coming back, and the "
-        "rejected one's replicas are deleted (with spec.rollout.onFailure Hold: kept, without "
+        "a new revision measured too few KV tokens, its engine failed twice, or (Replace, "
+        "Recreate) no replica was ready in time; the stable one serves or is scaled up again, and "
+        "the rejected one's replicas are deleted (with spec.rollout.onFailure Hold: kept, without "
         "traffic)",
         "change the spec, or promote the revision; the message has figures and reason",
     ),
@@ -219,36 +218,36 @@ ADVICE = (
         "UpToDate",
         ("Paused",),
         'annotation kvline.dev/paused is "true"',
-        "take it away: kubectl annotate kvl NAME kvline.dev/paused-",
+        "remove it: kubectl annotate kvl NAME kvline.dev/paused-",
     ),
     Advice(
         "UpToDate",
         ("ForeignChange",),
-        "somebody changes an object of ours again each time that it is put back; after five times "
-        "within an hour it is left as it is",
-        "the message names path and field manager: stop it there, and change the InferenceService; "
+        "another manager changes a child object again after each correction; after five within an "
+        "hour the change is tolerated",
+        "the message names path and field manager: stop that one and change the InferenceService; "
         "for a restart annotate kvline.dev/restart",
     ),
     Advice("ScalingActive", ("Stable", "Scaling"), "replicas follow the load", NOTHING),
     Advice(
         "ScalingActive",
         ("AtMaximum",),
-        "the load asks for more than spec.autoscaling.maxReplicas",
+        "the load needs more than spec.autoscaling.maxReplicas",
         "raise it, or let clients wait",
     ),
     Advice(
         "ScalingActive",
         ("DemandUnknown",),
-        "ready replicas do not say their load, or none is ready; none are taken away meanwhile",
+        "ready replicas do not report their load, or none is ready; none is removed meanwhile",
         "check that the operator reaches port 8001 of the pods",
     ),
     Advice("Ready", ("Serving",), "a ready replica of an accepted revision serves", NOTHING),
-    Advice("Ready", ("ScaledToZero",), "no replica is asked for", NOTHING),
+    Advice("Ready", ("ScaledToZero",), "spec.replicas is 0", NOTHING),
 )
 
 
 def advise(condition: str, reason: str) -> Advice | None:
-    """Ready has the reason of the condition that stands in its way, and its advice."""
+    """Ready has the reason and the advice of the condition that prevents it."""
     for item in ADVICE:
         if reason in item.reasons and item.condition == condition:
             return item

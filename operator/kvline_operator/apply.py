@@ -1,6 +1,6 @@
-"""Act: the only place that writes children. Sends an object only when the live one differs.
+"""Act: writes child objects, only where the live one differs.
 
-An object that has a child's name but is not ours is never touched.
+A foreign object that has the name of a child is never changed.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ QUANTITIES = ("cpu", "memory", "ephemeral-storage", "sizeLimit")
 
 @dataclass(frozen=True, slots=True)
 class Dispute:
-    """Somebody else changes an object of ours."""
+    """Another manager changes a child object of ours."""
 
     text: str
-    settled: bool  # we have given in for now, and write nothing
-    version: str  # of the object
+    settled: bool  # corrected too often: the change is tolerated for now
+    version: str  # resourceVersion of the object
 
 
 def ensure(
@@ -34,31 +34,32 @@ def ensure(
     wanted: Object,
     seen: Object | None = None,
     absent: bool = False,
-    memory: bool = False,
+    exact: bool = False,
     corrections: Corrections | None = None,
 ) -> Dispute | None:
-    """Makes the live object equal to `wanted` in the fields that `wanted` has. One that a list has
-    just shown is not read again; one that it has not may have lost its labels, or be foreign. Where
-    all says that it is absent, it is made at once, and read only when something has its name. What
-    is `memory` was made from what was read, and is written over nothing else. The dispute, where
-    somebody else has put something into it: that is taken away again, a few times."""
+    """Makes the live object equal to `wanted` in the fields that `wanted` has.
+
+    `seen` is the object from a list, which is not read again. One that the lists lack may have lost
+    its labels or be foreign, so it is read by name; with `absent` it is created first, and read
+    only if something has its name. With `exact` it is written only over the version that was read.
+    Returns the dispute where another manager has added something; that is removed a few times."""
     if seen is None and absent:
         try:
             kube.apply(wanted, anew=True)
             return None
         except (Conflict, Invalid):
-            pass  # a conflict is told by what is there, and what is refused is so again
+            pass  # the update below reports what is wrong
     meta = wanted["metadata"]
     live = seen or kube.get(wanted["kind"], meta["namespace"], meta["name"])
     if live is None:
         kube.apply(wanted)
         return None
     _check_ours(live, wanted)
-    return _correct(kube, live, wanted, memory, corrections or Corrections())
+    return _correct(kube, live, wanted, exact, corrections or Corrections())
 
 
 def _correct(
-    kube: Kube, live: Object, wanted: Object, memory: bool, corrections: Corrections
+    kube: Kube, live: Object, wanted: Object, exact: bool, corrections: Corrections
 ) -> Dispute | None:
     extra = drift.foreign(live, wanted)
     found = tuple(item for item in extra if not item.admitted)
@@ -66,36 +67,38 @@ def _correct(
     if not found and path is None:
         return None
     meta = live["metadata"]
-    settled = corrections.spent(meta["uid"], wanted)
+    settled = corrections.exhausted(meta["uid"], wanted)
     if not settled:
-        _write(kube, live, wanted, memory, found, path)
+        _write(kube, live, wanted, exact, found, path)
         corrections.add(meta["uid"], wanted)
     if not found and not settled:
-        return None  # a field of ours, given back
-    return Dispute(_told(live, wanted, found, path), settled, meta["resourceVersion"])
+        return None  # a field of ours, restored
+    return Dispute(_describe(live, wanted, found, path), settled, meta["resourceVersion"])
 
 
 def _write(
     kube: Kube,
     live: Object,
     wanted: Object,
-    memory: bool,
+    exact: bool,
     found: tuple[drift.Foreign, ...],
     path: str | None,
 ) -> None:
     if found:
         meta = live["metadata"]
-        kube.amend(wanted["kind"], meta["namespace"], meta["name"], drift.removal(live, found))
+        kube.json_patch(wanted["kind"], meta["namespace"], meta["name"], drift.removal(live, found))
     if path is None:
         return
     if live.get("immutable") and live.get("data") != wanted.get("data"):
-        prune(kube, live, wanted["kind"])  # nothing else can change it back
+        prune(kube, live, wanted["kind"])  # immutable: it can only be created again
         kube.apply(wanted)
         return
-    kube.apply(wanted, over=live, exact=memory)
+    kube.apply(wanted, over=live, exact=exact)
 
 
-def _told(live: Object, wanted: Object, found: tuple[drift.Foreign, ...], path: str | None) -> str:
+def _describe(
+    live: Object, wanted: Object, found: tuple[drift.Foreign, ...], path: str | None
+) -> str:
     what = f"{wanted['kind']} {wanted['metadata']['name']}"
     if found:
         return f"{what}: " + ", ".join(f"{f.path} (set by {f.manager})" for f in found[:5])
@@ -105,7 +108,7 @@ def _told(live: Object, wanted: Object, found: tuple[drift.Foreign, ...], path: 
 
 
 def _check_ours(live: Object, wanted: Object) -> None:
-    """Raises NameConflict for a foreign object, ApiUnavailable for one that is on its way out."""
+    """Raises NameConflict for a foreign object, ApiUnavailable for one that is being deleted."""
     what = f"{wanted['kind']} {wanted['metadata']['name']}"
     if live["metadata"].get("deletionTimestamp"):
         raise ApiUnavailable(f"{what} is being deleted")
@@ -117,9 +120,9 @@ def _check_ours(live: Object, wanted: Object) -> None:
         m.get("manager") == FIELD_MANAGER for m in live["metadata"].get("managedFields") or []
     )
     if applied and not controllers:
-        return  # ours, somebody took the owner reference away
+        return  # ours, its owner reference was removed
     if applied and controllers[0].get("name") == wanted["metadata"]["ownerReferences"][0]["name"]:
-        raise ApiUnavailable(f"{what} of the deleted namesake is not collected yet")
+        raise ApiUnavailable(f"{what} of a deleted service of this name is not collected yet")
     raise NameConflict(f"{what} exists and is not this service's; rename one of the two")
 
 
@@ -130,12 +133,12 @@ def prune(kube: Kube, live: Object, kind: str) -> None:
 
 
 def covers(live: Any, wanted: Any) -> bool:
-    """Whether everything in `wanted` is so in `live`; what only `live` has is others' business."""
+    """Whether `live` has every field of `wanted`; it may have more."""
     return difference(live, wanted) is None
 
 
 def difference(live: Any, wanted: Any, key: str = "", path: str = "") -> str | None:
-    """Where something of `wanted` is not so in `live`; None when all is."""
+    """The path of the first field of `wanted` that `live` has not; None where it has all."""
     if isinstance(wanted, dict):
         if not isinstance(live, dict):
             return path
@@ -156,7 +159,7 @@ def difference(live: Any, wanted: Any, key: str = "", path: str = "") -> str | N
 def _list_difference(live: Any, wanted: list[Any], key: str, path: str) -> str | None:
     if not isinstance(live, list):
         return path
-    if key == "ownerReferences":  # others may own it too
+    if key == "ownerReferences":  # others may be added
         return None if all(any(covers(item, w) for item in live) for w in wanted) else path
     if len(live) != len(wanted):
         return path
@@ -172,7 +175,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _same(live: Any, wanted: Any) -> bool:
-    """The API server writes quantities in its own canonical form."""
+    """Compares quantities, which the API server stores in a canonical form."""
     try:
         have, want = parse_quantity(live), parse_quantity(wanted)  # type: ignore[no-untyped-call]
         return bool(have == want)

@@ -1,9 +1,9 @@
-"""Plan: how many replicas the load asks for, from validated tokens. Pure.
+"""Plan: how many replicas the load needs, from validated KV tokens. Pure.
 
-Demand is counted twice, in KV tokens and in requests, and the larger wins. Replicas are added for
-the load that arrives (decision 015), at most `scaleUpPercent` a minute; they are taken away only
-when the whole delay asked for fewer, counting all that runs, waits or retries. A replica that does
-not report its load is never taken for an idle one.
+Demand is computed in KV tokens and in requests; the larger counts. Replicas are added for the
+arriving load (decision 015), at most `scaleUpPercent` in a minute. They are removed only after
+fewer were enough for all of scaleDownDelaySeconds, counting running, waiting and retrying requests.
+A replica that does not report its load never counts as idle.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvline_operator.spec import Autoscaling
 
 VERSION = 1
 MAX_BYTES = 4096
-STEP = timedelta(seconds=60)  # the time in which scaleUpPercent is the most
+STEP = timedelta(seconds=60)  # the time for which scaleUpPercent is the limit
 MAX_RISES = 16
 
 
@@ -34,16 +34,16 @@ class Activity(StrEnum):
 
 
 @document
-class Lower:
-    """A time in which fewer replicas were enough."""
+class ScaleDownWindow:
+    """A period in which fewer replicas were enough."""
 
     since: str = field(limit=32)  # RFC 3339
-    most: int  # replicas that it asked for at its peak
+    most: int  # the largest demand within it
 
 
 @document
-class Rise:
-    """A moment at which replicas were added."""
+class ScaleUp:
+    """A scale-up, with the replicas before it."""
 
     at: str = field(limit=32)  # RFC 3339
     before: int
@@ -51,17 +51,17 @@ class Rise:
 
 @document
 class Scale:
-    """What the autoscaler must not forget over a restart, or while no replica answers."""
+    """The state of the autoscaler, stored in a ConfigMap."""
 
     version: int
     replicas: int = field(low=1)
     why: str = field(limit=512)
-    lower: Lower | None = field(default=None)
-    rises: tuple[Rise, ...] = field(items=MAX_RISES, default=())  # of the minute before the last
+    lower: ScaleDownWindow | None = field(default=None)
+    rises: tuple[ScaleUp, ...] = field(items=MAX_RISES, default=())  # within STEP
 
     @classmethod
     def parse(cls, text: object) -> Scale | None:
-        """None for what is missing, or what somebody made unreadable."""
+        """None where it is missing or unreadable."""
         try:
             found = decode(cls, loads(text, MAX_BYTES), strict=False)  # type: ignore[arg-type]
             for moment in (*(r.at for r in found.rises), *(x.since for x in [found.lower] if x)):
@@ -76,23 +76,23 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What ready replicas say of their load, as replicas."""
+    """Replicas that the load needs, before minReplicas and maxReplicas."""
 
-    replicas: int  # for all that runs, waits or retries; before bounds
+    replicas: int  # for all running, waiting and retrying requests
     text: str
-    heard: int  # ready replicas that reported it
-    silent: int = 0  # and that did not
-    arriving: int = 0  # for the load that arrives, never more than `replicas`
+    reporting: int  # ready replicas that reported their load
+    not_reporting: int = 0  # ready replicas that did not
+    arriving: int = 0  # for the arriving load; never more than `replicas`
 
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Of all replicas together, as places in the batch."""
+    """Requests of all replicas, in slots of a batch (maxRunningRequests)."""
 
     running: int
     waiting: int
-    retrying: int  # distinct clients that were answered 429 and come again
-    arriving: float  # what the arriving load takes in the long run
+    retrying: int  # distinct requests that were answered 429 and are retried
+    arriving: float  # slots that the arriving load takes on average
 
     @property
     def all(self) -> int:
@@ -100,7 +100,7 @@ class Requests:
 
     @classmethod
     def of(cls, loads: Sequence[Load]) -> Requests:
-        """Servers that do not tell retries from requests count 400s too: none of theirs."""
+        """Rejections of servers without `retrying` do not count: they include 400s."""
         running, waiting = sum(r.running for r in loads), sum(r.waiting for r in loads)
         retrying = sum(r.retrying or 0 for r in loads)
         milli = sum(_milli(r) for r in loads)
@@ -116,94 +116,104 @@ def _milli(load: Load) -> int:
 
 
 def demand(replies: Sequence[Load | None], target_percent: int) -> Demand:
-    """Of the ready replicas' loads; None stands for one that could not be read."""
+    """From the loads of ready replicas; None for one that could not be read."""
     loads = [r for r in replies if r is not None and r.kv_tokens and r.max_running_requests]
-    silent = len(replies) - len(loads)
+    not_reporting = len(replies) - len(loads)
     if not loads:
-        return Demand(0, "", 0, silent)
+        return Demand(0, "", 0, not_reporting)
     tokens, slots = min(r.kv_tokens for r in loads), min(r.max_running_requests for r in loads)
     used, waiting = sum(r.used_tokens for r in loads), sum(r.waiting_prompt_tokens for r in loads)
     requests = Requests.of(loads)
     present = requests.running + requests.waiting
 
-    def replicas(places: float) -> tuple[int, int]:
-        """By tokens and by places; who is not here takes as many tokens as who is."""
-        size = (used + waiting) * (places / present if present else 1)
-        return _share(size, tokens, target_percent), _share(places, slots, target_percent)
+    def replicas(taken: float) -> tuple[int, int]:
+        """By tokens and by slots; each request counts with the mean tokens of those present."""
+        size = (used + waiting) * (taken / present if present else 1)
+        return _share(size, tokens, target_percent), _share(taken, slots, target_percent)
 
     by_tokens, by_slots = replicas(requests.arriving)
     text = (
         f"{used} KV tokens used and {waiting} waiting at {tokens} a replica, {requests.running} "
         f"running, {requests.waiting} waiting and {requests.retrying} rejected requests that "
         f"retry at {slots} a replica: the arriving load takes {math.ceil(requests.arriving)} of "
-        f"these places and asks for {by_tokens} by tokens, {by_slots} by places, "
+        f"these slots and needs {by_tokens} replicas by tokens, {by_slots} by slots, "
         f"at {target_percent} %"
     )
-    return Demand(max(replicas(requests.all)), text, len(loads), silent, max(by_tokens, by_slots))
+    return Demand(
+        max(replicas(requests.all)), text, len(loads), not_reporting, max(by_tokens, by_slots)
+    )
 
 
 def _share(amount: float, each: int, percent: int) -> int:
-    """ceil(amount / (each * percent / 100)), where a millionth of a place is none."""
+    """ceil(amount / (each * percent / 100)), ignoring rounding errors."""
     return math.ceil(amount * 100 / (each * percent) - 1e-6)
 
 
 def decide(
-    before: Scale | None, existing: int, asked: Demand, how: Autoscaling, now: datetime
+    before: Scale | None, existing: int, demand: Demand, policy: Autoscaling, now: datetime
 ) -> Scale:
-    """The next memory; its `replicas` is what to run. `existing` counts where nothing is kept."""
-    last = before or Scale(VERSION, max(1, existing), "what there was at the beginning")
-    bounded = _clip(last.replicas, how)
+    """The next state with the desired replicas; without a state it starts from `existing`."""
+    last = before or Scale(VERSION, max(1, existing), "the replicas at the start")
+    bounded = _clip(last.replicas, policy)
     if bounded != last.replicas:
         last = Scale(VERSION, bounded, f"{last.replicas} is out of bounds")
-    still = replace(last, lower=None)  # the delay begins anew
-    if asked.heard and _clip(asked.arriving, how) > last.replicas:  # silent ones only add to it
-        return _rise(still, _clip(asked.arriving, how), asked.text, how, now)
-    wanted = _clip(asked.replicas, how)
-    if asked.silent or not asked.heard or wanted >= last.replicas:
+    still = replace(last, lower=None)  # the delay starts again
+    if demand.reporting and _clip(demand.arriving, policy) > last.replicas:  # others only add to it
+        return _scale_up(still, _clip(demand.arriving, policy), demand.text, policy, now)
+    wanted = _clip(demand.replicas, policy)
+    if demand.not_reporting or not demand.reporting or wanted >= last.replicas:
         return still
-    lower = last.lower or Lower(_stamp(now), wanted)
+    lower = last.lower or ScaleDownWindow(_stamp(now), wanted)
     most = max(lower.most, wanted)
-    if now - min(_moment(lower.since), now) < timedelta(seconds=how.scale_down_delay_seconds):
-        return replace(last, lower=Lower(lower.since, most))
-    return Scale(VERSION, most, asked.text)
+    if now - min(_moment(lower.since), now) < timedelta(seconds=policy.scale_down_delay_seconds):
+        return replace(last, lower=ScaleDownWindow(lower.since, most))
+    return Scale(VERSION, most, demand.text)
 
 
-def _rise(last: Scale, wanted: int, why: str, how: Autoscaling, now: datetime) -> Scale:
-    """As many as wanted, within the step limit from what there was a minute ago."""
+def _scale_up(last: Scale, wanted: int, why: str, policy: Autoscaling, now: datetime) -> Scale:
+    """Scales up, limited to scaleUpPercent of the replicas of a minute ago."""
     rises = [r for r in last.rises if timedelta(0) <= now - _moment(r.at) < STEP]
     base = rises[0].before if rises else last.replicas
-    most = max(base + 1, base * (100 + how.scale_up_percent) // 100)
+    most = max(base + 1, base * (100 + policy.scale_up_percent) // 100)
     if min(wanted, most) <= last.replicas or len(rises) == MAX_RISES:
         return last
-    rises.append(Rise(_stamp(now), last.replicas))
+    rises.append(ScaleUp(_stamp(now), last.replicas))
     return Scale(VERSION, min(wanted, most), why, None, tuple(rises))
 
 
-def activity(scale: Scale, asked: Demand, how: Autoscaling, ready: int) -> tuple[Activity, str]:
-    """Reason and message of ScalingActive. The message holds no figure that moves by itself."""
-    bounds = f"{how.min_replicas} to {how.max_replicas} replicas; spec.replicas is not used"
-    if asked.silent or not asked.heard:
-        who = f"{asked.silent} ready replicas do not" if asked.silent else "no ready replica can"
-        return Activity.UNKNOWN, f"{who} say their load: at least {scale.replicas} stay; {bounds}"
-    if asked.arriving > how.max_replicas and scale.replicas == how.max_replicas:
-        text = f"the load asks for more than spec.autoscaling.maxReplicas; {bounds}"
+def activity(scale: Scale, demand: Demand, policy: Autoscaling, ready: int) -> tuple[Activity, str]:
+    """Reason and message of ScalingActive; the message has no figures of the current load, which
+    would change the status with every poll."""
+    bounds = f"{policy.min_replicas} to {policy.max_replicas} replicas; spec.replicas is not used"
+    if demand.not_reporting or not demand.reporting:
+        who = (
+            f"{demand.not_reporting} ready replicas do not"
+            if demand.not_reporting
+            else "no ready replica can"
+        )
+        return (
+            Activity.UNKNOWN,
+            f"{who} report load: {scale.replicas} replicas or more are kept; {bounds}",
+        )
+    if demand.arriving > policy.max_replicas and scale.replicas == policy.max_replicas:
+        text = f"the load needs more than spec.autoscaling.maxReplicas; {bounds}"
         return Activity.AT_MAXIMUM, text
     if ready != scale.replicas:
         return Activity.SCALING, f"to {scale.replicas}: {scale.why}; {bounds}"
-    if asked.arriving > scale.replicas:
-        text = f"the load asks for more than {scale.replicas}: within a minute, by scaleUpPercent"
+    if demand.arriving > scale.replicas:
+        text = f"the load needs more than {scale.replicas}; limited by scaleUpPercent for a minute"
         return Activity.SCALING, f"{text}; {bounds}"
     return Activity.STABLE, f"{scale.replicas} replicas; {bounds}"
 
 
-def _clip(replicas: int, how: Autoscaling) -> int:
-    return min(max(replicas, how.min_replicas), how.max_replicas)
+def _clip(replicas: int, policy: Autoscaling) -> int:
+    return min(max(replicas, policy.min_replicas), policy.max_replicas)
 
 
 def _moment(text: str) -> datetime:
     found = datetime.fromisoformat(text)
     if found.tzinfo is None:
-        raise ValueError("a time without its zone")
+        raise ValueError("a time without a time zone")
     return found
 
 

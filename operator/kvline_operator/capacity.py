@@ -1,4 +1,4 @@
-"""Report: the three conditions of the KV budget: measured, sufficient, stable. Pure."""
+"""Report: CapacityMeasured, CapacitySufficient and CapacityStable. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvline_operator.records import DRIFT_PERCENT, drifted
 from kvline_operator.service_state import Condition, ServiceState, failed_end
 from kvline_operator.threshold import Threshold, Thresholds, device
 
-# How far along a replica is; the furthest one speaks for the revision.
+# Order of progress; the condition shows the replica that is furthest.
 PROGRESS = [
     State.FAILED,
     State.LOADING,
@@ -28,12 +28,12 @@ PROGRESS = [
 def measured(state: ServiceState) -> Condition:
     kind = "CapacityMeasured"
     if state.spec.replicas == 0:
-        return Condition(kind, "Unknown", "ScaledToZero", "no replica is asked for")
+        return Condition(kind, "Unknown", "ScaledToZero", "spec.replicas is 0")
     pods = state.stable or state.newest
     measured = [p for p in pods if p.kv_tokens is not None]
     if measured:
         fewest = min(p.kv_tokens or 0 for p in measured)
-        text = f"{fewest} KV tokens survived the stress at their final size on {measured[0].node}"
+        text = f"{fewest} KV tokens are validated on {measured[0].node}"
         return Condition(kind, "True", "Validated", text)
     failed = failed_end(pods)
     if failed is not None and failed.from_outside:
@@ -46,7 +46,7 @@ def measured(state: ServiceState) -> Condition:
 
 
 def _measuring(kind: str, pods: tuple[PodView, ...]) -> Condition:
-    """No result and no failure: the stage of the replica furthest along."""
+    """No result and no failure yet: the stage of the replica that is furthest."""
     reports = [p.report for p in pods if p.report is not None]
     if reports:
         report = max(reports, key=lambda r: PROGRESS.index(r.state))
@@ -69,8 +69,8 @@ def _measuring(kind: str, pods: tuple[PodView, ...]) -> Condition:
 
 
 def _loading(report: SizingReport) -> str:
-    """How far the weights are: a slow volume and a hung one look alike without it. In steps of two
-    percent, so that a load costs the API server at most so many writes."""
+    """Progress of loading, which tells a slow volume from a hung one. In steps of 2 %, which limits
+    the status writes of one load to 50."""
     for stage in report.stages:
         if stage.total_bytes:
             done = stage.bytes - stage.bytes % max(1, stage.total_bytes // 50)
@@ -89,17 +89,17 @@ def _killed_message(ended: Ended, pods: tuple[PodView, ...]) -> str:
     restarts = max(p.restarts for p in pods)
     return (
         f"the container was killed at its memory limit while sizing, restart {restarts}; "
-        "each start goes on from 95 % of the size that was killed"
+        "each restart tries 95 % of the size that was killed"
     )
 
 
 def sufficient(state: ServiceState) -> Condition:
-    """Whether each replica of the spec's revision has what it must have: the one furthest from it,
-    with the threshold that binds it and where that comes from."""
+    """Whether each replica of the spec's revision reaches its threshold. Reports the one with the
+    smallest margin, its binding threshold and where that comes from."""
     kind = "CapacitySufficient"
     sized = [(p, m) for p in state.newest if (m := p.measured) is not None]
     if not sized:
-        return Condition(kind, "Unknown", "Unknown", "no replica of this spec has a size yet")
+        return Condition(kind, "Unknown", "Unknown", "no replica of this spec is measured yet")
     gate = state.plan.gate if state.plan.candidate else None
     pod, size = min(sized, key=lambda pair: state.limits.distance(pair[1]))
     limit = state.limits.of(size.gpu)
@@ -107,13 +107,13 @@ def sufficient(state: ServiceState) -> Condition:
         return Condition(kind, "False", "BelowMinimum", _too_little(pod, size, limit))
     if size.tokens < limit.tokens:
         return Condition(kind, "False", "BelowBaseline", _too_little(pod, size, limit))
-    if gate is not None and gate.result is GateResult.HELD and gate.stuck:
+    if gate is not None and gate.result is GateResult.HELD and gate.blocked:
         return Condition(kind, "False", "NotComparable", gate.message)
     for other, new in sized:
         if state.limits.unknown(new.gpu) and not state.limits.minimum and not other.ready:
             text = (
-                f"{other.name} measured {new.tokens} KV tokens on {device(new.gpu)}, where nothing "
-                "has been validated before: set spec.capacity.minKVTokens, or promote"
+                f"{other.name} measured {new.tokens} KV tokens on {device(new.gpu)}, which has no "
+                "baseline: set spec.capacity.minKVTokens, or promote"
             )
             return Condition(kind, "False", "NotComparable", text)
     text = f"measured {size.tokens} KV tokens, "
@@ -122,7 +122,7 @@ def sufficient(state: ServiceState) -> Condition:
 
 
 def _too_little(pod: PodView, size: Measured, limit: Threshold) -> str:
-    traffic = "it was ready before and serves on" if pod.ready else "it takes no traffic"
+    traffic = "it stays ready" if pod.ready else "it takes no traffic"
     ask = "lower it" if limit.by_minimum else "lower spec.rollout.minCapacityPercent, promote"
     return (
         f"{pod.name} measured {size.tokens} KV tokens, {limit.tokens} are required "
@@ -132,8 +132,8 @@ def _too_little(pod: PodView, size: Measured, limit: Threshold) -> str:
 
 
 def _below_baseline(state: ServiceState) -> str:
-    """The stable revision's replica that lost most, where it is more than the policy lets a
-    candidate lose. It serves all the same."""
+    """The stable revision's replica furthest below minCapacityPercent of the baseline, if any. It
+    serves nevertheless."""
     percent = state.spec.rollout.min_capacity_percent
     expected = Thresholds(0, percent, state.stable_state.baseline)
     sized = [(p, m) for p in state.stable if (m := p.measured) is not None]
@@ -144,14 +144,14 @@ def _below_baseline(state: ServiceState) -> str:
     limit = expected.of(size.gpu)
     return (
         f"{pod.name} measured {size.tokens} KV tokens, {limit.tokens} are expected "
-        f"({limit.source}): {limit.tokens - size.tokens} short; its revision was accepted, so that "
-        "keeps it from no traffic; look for what changed on its node, or annotate "
+        f"({limit.source}): {limit.tokens - size.tokens} short; its revision was accepted, so it "
+        "serves nevertheless; check what changed on its node, or annotate "
         f"kvline.dev/promote={state.plan.stable} to begin a new baseline"
     )
 
 
 def stable(state: ServiceState) -> Condition:
-    """Whether replicas measure what their accepted revision, or identical ones, measured before."""
+    """Whether replicas measure as much as their baseline and as identical replicas before."""
     kind = "CapacityStable"
     short = _below_baseline(state)
     if short:
@@ -167,10 +167,10 @@ def stable(state: ServiceState) -> Condition:
             change = 100 * (result.kv_tokens - record.kv_tokens) / record.kv_tokens
             text = (
                 f"{pod.name} measured {result.kv_tokens} KV tokens where an identical replica had "
-                f"{record.kv_tokens} ({change:+.1f} %): something beside it takes memory, or gave "
-                f"it back; delete ConfigMap {records_name(state.spec.base)} to begin anew"
+                f"{record.kv_tokens} ({change:+.1f} %): others use more or less memory there now; "
+                f"delete ConfigMap {records_name(state.spec.base)} to record sizes anew"
             )
             return Condition(kind, "False", "Drifted", text)
     if not known:
-        return Condition(kind, "Unknown", "NoRecord", "no size of these replicas is on record")
-    return Condition(kind, "True", "Stable", f"within {DRIFT_PERCENT} % of what is on record")
+        return Condition(kind, "Unknown", "NoRecord", "no size of these replicas is recorded")
+    return Condition(kind, "True", "Stable", f"within {DRIFT_PERCENT} % of the recorded sizes")

@@ -1,4 +1,4 @@
-"""Report: the figures to plan with, of the replicas that serve; kept for while none does. Pure."""
+"""Report: status.capacity, of the ready replicas; stored for the time in which none is. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Spread:
 
 @document
 class CapacityStatus:
-    """Of the ready replica with the fewest tokens."""
+    """Figures of the ready replica with the fewest KV tokens."""
 
     kv_tokens: int = field("kvTokens", low=1)
     kv_tokens_total: int = field("kvTokensTotal")
@@ -35,10 +35,12 @@ class CapacityStatus:
     fingerprint: str = field(limit=64)
     provenance: Provenance | None = field(omit_none=True, default=None)
     full_length_sequences: int | None = field(omit_none=True, default=None)
-    as_of: str | None = field(limit=32, omit_none=True, default=None)  # when it was last served
+    as_of: str | None = field(
+        limit=32, omit_none=True, default=None
+    )  # RFC 3339: when the last replica stopped serving
 
     def __post_init__(self) -> None:
-        """The API takes no other time, and it may come from an annotation that anybody edits."""
+        """Checked here: the API server refuses another format, and annotations can be edited."""
         try:
             if self.as_of is not None:
                 datetime.strptime(self.as_of, STAMP)
@@ -47,7 +49,7 @@ class CapacityStatus:
 
     @classmethod
     def of(cls, reports: Iterable[SizingReport | None]) -> CapacityStatus | None:
-        """None where no replica has a size."""
+        """From sizing reports; None where no replica has a size."""
         sized = [(r, r.result) for r in reports if r is not None and r.result is not None]
         if not sized:
             return None
@@ -72,7 +74,7 @@ class CapacityStatus:
 
     @classmethod
     def parse(cls, text: str) -> CapacityStatus | None:
-        """What was kept; None where somebody made it unreadable."""
+        """From an annotation; None where it is unreadable."""
         try:
             return decode(cls, loads(text, MAX_BYTES), strict=False)
         except ContractError:
@@ -82,11 +84,11 @@ class CapacityStatus:
         return dumps(self)
 
 
-def keep(
+def retained(
     kept: CapacityStatus | None, now: CapacityStatus | None, stamp: str
 ) -> CapacityStatus | None:
-    """What is remembered of a revision. Replicas that come and go with the same size change
-    nothing; when the last one goes, the time is noted."""
+    """What is stored of a revision. It does not change with the number of replicas; `as_of` is set
+    when none is ready any more."""
     if now is None:
         return replace(kept, as_of=stamp) if kept is not None and kept.as_of is None else kept
     if kept is not None and (kept.kv_tokens, kept.fingerprint) == (now.kv_tokens, now.fingerprint):
@@ -98,8 +100,8 @@ def keep(
 def capacity(
     now: CapacityStatus | None, kept: CapacityStatus | None, serving: bool
 ) -> dict[str, Any]:
-    """As a status has it; empty before anything has served. A replica that is ready serves, though
-    its report could not be read."""
+    """status.capacity; empty before a replica has served. A ready replica serves even if its report
+    could not be read."""
     shown = now or kept
     if shown is None:
         return {}

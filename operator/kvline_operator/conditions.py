@@ -1,6 +1,6 @@
-"""Report: what was observed, as conditions. Pure; product sections 1 and 5.6 are its table.
+"""Report: the conditions of a service. Pure; docs/operations.md lists types and reasons.
 
-All conditions are positive: True is good. Reasons are constants because reasons are API.
+All have positive polarity: True is good. Reasons are part of the API.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def model_available(state: ServiceState) -> Condition:
         if pod.waiting_reason == "CreateContainerConfigError":
             return Condition(kind, "False", "SecretMissing", pod.waiting_message)
     if any(p.downloading for p in state.newest):
-        return Condition(kind, "False", "Downloading", "the download step runs")
+        return Condition(kind, "False", "Downloading", "the model is being downloaded")
     if any(p.running or p.ended is not None for p in state.newest):
         if state.spec.inputs["model"].get("loadFormat") == "random":
             return Condition(kind, "True", "Random", "weights are random, from config.json alone")
@@ -107,18 +107,18 @@ def _counts(state: ServiceState) -> str:
     text = f"{ready} of {state.spec.replicas} replicas are ready"
     ended = _ended_newest(state)
     if ended:
-        text += f"; ended by Kubernetes and replaced: {len(ended)}, the last one {ended[0].text}"
+        text += f"; terminal pods: {len(ended)}, the last one {ended[0].text}"
     return text
 
 
 def _ended_newest(state: ServiceState) -> list[EndedPod]:
-    """Pods of the newest revision that ended for good, newest first."""
+    """Terminal pods of the newest revision, newest first."""
     return [p for p in state.ended if p.revision == state.plan.newest]
 
 
 def _refused_device(state: ServiceState) -> EndedPod | None:
-    """The last pod of the newest revision that its node could give no GPU, until a container of a
-    younger one has run."""
+    """The last pod of the spec's revision whose node could not allocate a GPU, until a container of
+    a newer pod has run."""
     ran = max((p.created for p in state.newest if p.running or p.ended or p.ready), default="")
     for pod in _ended_newest(state) if state.spec.gpus else ():
         if pod.reason == REFUSED and pod.created >= ran:
@@ -133,13 +133,15 @@ def up_to_date(state: ServiceState) -> Condition:
         text = f"revision {plan.rejected} was rejected, {_who_serves(state)}: {plan.gate.message}"
         return Condition(kind, "False", "RevisionRejected", text)
     if plan.candidate and plan.gate is not None:
-        return _on_the_way(kind, state, plan.gate)
+        return _in_progress(kind, state, plan.gate)
     if state.apply_error is not None and state.apply_error.type == kind:
         return state.apply_error
     ready = sum(1 for p in state.newest if p.ready)
     others = sum(1 for p in state.pods if p.ready) - ready
     if others:
-        text = f"revision {plan.stable} took over; {others} of another still to go"
+        text = (
+            f"revision {plan.stable} is stable; {others} replicas of others are still to be removed"
+        )
         return Condition(kind, "False", "RollingOut", text)
     if ready == state.spec.replicas == len(state.newest):
         return Condition(kind, "True", "UpToDate", f"revision {state.plan.stable}")
@@ -147,28 +149,30 @@ def up_to_date(state: ServiceState) -> Condition:
 
 
 def _who_serves(state: ServiceState) -> str:
-    """Never that the stable revision serves while it is only on its way back."""
+    """Which revision serves; the stable one only once it has ready replicas again."""
     ready = {p.revision for p in state.pods if p.ready}
     if state.plan.stable in ready:
         return f"{state.plan.stable} serves"
     others = " and ".join(sorted(ready))
-    return f"{others} serves" if others else f"nothing serves until {state.plan.stable} is back"
+    return (
+        f"{others} serves" if others else f"nothing serves until {state.plan.stable} is ready again"
+    )
 
 
-def _on_the_way(kind: str, state: ServiceState, gate: Verdict) -> Condition:
+def _in_progress(kind: str, state: ServiceState, gate: Verdict) -> Condition:
     name = f"revision {state.plan.candidate}"
     nothing = "" if any(p.ready for p in state.pods) else "; nothing serves meanwhile"
     if state.plan.paused:
-        text = f"{name} waits: kvline.dev/paused is true{nothing}"
+        text = f"{name} is paused: kvline.dev/paused is true{nothing}"
         return Condition(kind, "False", "Paused", text)
     if gate.result is GateResult.PASSED:
-        text = f"{name} takes over: {_counts(state)}{nothing}"
+        text = f"{name} is rolled out: {_counts(state)}{nothing}"
         return Condition(kind, "False", "RollingOut", text)
     if gate.result is GateResult.REJECTED:
         serves = "nothing serves" if nothing else _who_serves(state)
         text = f"{name} is kept out of traffic, {serves}: {gate.message}"
         return Condition(kind, "False", "RevisionRejected", text)
-    if gate.stuck:
+    if gate.blocked:
         return Condition(kind, "False", "GateHeld", f"{name}: {gate.message}{nothing}")
     text = f"{name} is measured before it takes traffic: {gate.message}{nothing}"
     return Condition(kind, "False", "RollingOut", text)
@@ -188,15 +192,15 @@ def ready(state: ServiceState, others: list[Condition]) -> Condition:
     if state.serving:
         tokens = sum(p.kv_tokens or 0 for p in state.serving)
         return Condition(kind, "True", "Serving", f"{_serve(state.serving)} {tokens} KV tokens")
-    # Kubernetes finds them ready, so they have validated what an accepted revision was accepted
-    # for. That this operator cannot read it, CapacityMeasured says.
+    # Ready pods of an accepted revision have validated their size. CapacityMeasured reports that
+    # this operator cannot read it.
     unread = tuple(p for p in state.stable if p.ready)
     if unread and state.stable_state.accepted:
         return Condition(kind, "True", "Serving", f"{_serve(unread)}; their reports cannot be read")
     if state.spec.replicas == 0:
-        return Condition(kind, "False", "ScaledToZero", "no replica is asked for")
+        return Condition(kind, "False", "ScaledToZero", "spec.replicas is 0")
     by_type = {c.type: c for c in others}
-    # That time is over says least of all: what it waits for, such as a download, goes before.
+    # DeadlineExceeded last: what the rollout waits for, such as a download, says more.
     order = sorted(READY_ORDER, key=lambda name: by_type[name].reason == "DeadlineExceeded")
     for condition in (by_type[name] for name in order):
         if condition.status != "True":

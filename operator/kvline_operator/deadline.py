@@ -1,11 +1,11 @@
-"""Plan: when replicas that were taken away for a candidate are brought back. Pure.
+"""Plan: when stable replicas that were removed for a candidate come back. Pure.
 
-Recreate and Replace take replicas away before the candidate is ready. If it does not get further
-within spec.rollout.progressDeadlineSeconds, whatever keeps it, they come back: then it is not run
-any more until the policy that it expired under changes (spec.rollout, spec.capacity; not a number
-of replicas) or somebody promotes it. Kubernetes' own deadline of a Deployment will not do: it runs
-from the beginning of a candidate that waited for room, so that a change from Surge to Recreate
-would be taken back at once.
+Recreate and Replace remove stable replicas before the candidate is ready. If it is not ready
+within spec.rollout.progressDeadlineSeconds, for any reason, the stable replicas come back. The
+candidate is not run again until spec.rollout or spec.capacity changes (other than a number of
+replicas) or it is promoted. A Deployment's own deadline does not fit: it also counts the time in
+which a candidate waited for resources, so that a change of strategy from Surge to Recreate would be
+reverted at once.
 """
 
 from __future__ import annotations
@@ -19,56 +19,64 @@ from kvline_operator.rollout import RolloutPlan, Situation
 from kvline_operator.spec import Rollout
 
 
-def applied(
-    now: Situation, how: Rollout, policy: str, states: dict[str, RevisionState], time: datetime
+def with_deadline(
+    now: Situation, rollout: Rollout, policy: str, states: dict[str, RevisionState], time: datetime
 ) -> Situation:
-    """With the candidate's verdict expired where its time is over; `policy` is ServiceSpec's."""
+    """Marks the candidate's verdict as expired once its deadline has passed. `policy` is the digest
+    in ServiceSpec."""
     verdict = now.verdict
     if verdict is None:
         return now
     mine = states[now.wanted]
-    same_policy = mine.policy in ("", policy)  # earlier operators kept none
+    same_policy = mine.policy in ("", policy)  # earlier operators stored none
     if same_policy and 0 < mine.expired == states[now.stable].accepted:
-        if how.promote == now.wanted and mine.verdict != PROMOTED:
-            return now  # a promotion is tried once
-        return replace(now, verdict=replace(verdict, expired=True, message=mine.overdue))
-    if how.paused or not _overdue(verdict, now, how, mine, time):
+        if rollout.promote == now.wanted and mine.verdict != PROMOTED:
+            return now  # a promotion gives it one more try
+        return replace(now, verdict=replace(verdict, expired=True, message=mine.expired_message))
+    if rollout.paused or not _overdue(verdict, now, rollout, mine, time):
         return now
-    seconds = how.progress_deadline_seconds
+    seconds = rollout.progress_deadline_seconds
     text = f"not ready within spec.rollout.progressDeadlineSeconds ({seconds}): {verdict.message}"
     return replace(now, verdict=replace(verdict, expired=True, message=text))
 
 
 def _overdue(
-    verdict: Verdict, now: Situation, how: Rollout, mine: RevisionState, time: datetime
+    verdict: Verdict, now: Situation, rollout: Rollout, mine: RevisionState, time: datetime
 ) -> bool:
     if verdict.result is GateResult.PASSED and now.ready(now.wanted):
-        return False  # it serves, and goes on where there is room
-    since = _moment(mine.since)
-    return since is not None and time - since >= timedelta(seconds=how.progress_deadline_seconds)
+        return False  # it serves, and proceeds as resources become free
+    since = _moment(mine.missing_since)
+    return since is not None and time - since >= timedelta(
+        seconds=rollout.progress_deadline_seconds
+    )
 
 
-def remember(
+def updated(
     states: dict[str, RevisionState],
     plan: RolloutPlan,
     now: Situation,
     policy: str,
     time: datetime,
 ) -> dict[str, RevisionState]:
-    """All states after this reconcile: since when replicas are missing for the candidate without
-    one of its own in their place, and which one had its time."""
+    """All states after this reconcile, with the candidate's clock: since when stable replicas are
+    missing without ready ones of the candidate in their place, and whether it has expired."""
     out = {
-        name: replace(s, since="", expired=0, overdue="", policy="") for name, s in states.items()
+        name: replace(s, missing_since="", expired=0, expired_message="", policy="")
+        for name, s in states.items()
     }
     verdict, mine = plan.gate, states[now.wanted]
     if verdict is not None and verdict.expired:
         accepted = states[now.stable].accepted
         out[now.wanted] = replace(
-            out[now.wanted], expired=accepted, overdue=verdict.message, policy=policy
+            out[now.wanted], expired=accepted, expired_message=verdict.message, policy=policy
         )
     elif plan.candidate and not plan.paused and _is_missing(now, plan):
-        since = mine.since if _moment(mine.since) else time.strftime("%Y-%m-%dT%H:%M:%SZ")
-        out[now.wanted] = replace(out[now.wanted], since=since)
+        since = (
+            mine.missing_since
+            if _moment(mine.missing_since)
+            else time.strftime("%Y-%m-%dT%H:%M:%SZ")
+        )
+        out[now.wanted] = replace(out[now.wanted], missing_since=since)
     return out
 
 

@@ -1,4 +1,4 @@
-"""Tell: the words and figures of a status that the page and the terminal have in common. Pure."""
+"""Report: what the web page and `kubectl kvline` both show of a status. Pure."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ ROLES = ("stable", "candidate", "rejected")
 
 
 def wanted(spec: Object, status: Object) -> int:
-    """Replicas that the load asks for, where it does, else the spec."""
+    """Desired replicas: of the autoscaler, else of the spec."""
     return int(status.get("desiredReplicas") or spec.get("replicas", 1))
 
 
 def role(rollout: Object, revision: str) -> str:
-    """What a revision is just now; empty for one of the past."""
+    """stable, candidate or rejected; empty for an earlier revision."""
     return next((r for r in ROLES if rollout.get(f"{r}Revision") == revision), "")
 
 
 def verdict(past: RevisionEntry) -> str:
-    """Of its gate; the first revision of a service had none."""
+    """The gate's verdict; First for the first revision of a service, which has no gate."""
     return past.state.verdict or ("First" if past.state.accepted == 1 else "")
 
 
 def measured(past: RevisionEntry) -> int:
-    """Tokens that its gate saw, else the best that it has proven; 0 where neither is known."""
+    """KV tokens in the gate's verdict, else its baseline; 0 where neither is known."""
     return past.state.measured or max(past.state.baseline.values(), default=0)
 
 
 def elapsed(stamp: str, now: datetime) -> tuple[int, str]:
-    """The time since an RFC 3339 stamp in its largest unit that fits twice: d, h, m or s."""
+    """The time since an RFC 3339 stamp, in the largest unit of d, h, m, s that gives 2 or more."""
     seconds = int((now - datetime.fromisoformat(stamp)).total_seconds())
     for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
         if seconds >= 2 * size:
@@ -43,7 +43,7 @@ def elapsed(stamp: str, now: datetime) -> tuple[int, str]:
 
 
 def changes(older: RevisionEntry, newer: RevisionEntry) -> list[str]:
-    """Fields that differ, as `path: before -> after`."""
+    """Changed fields, as `path: before -> after`."""
     before, after = _flat(older.inputs), _flat(newer.inputs)
     out = [
         f"{key}: {before.get(key, 'absent')} -> {after.get(key, 'absent')}"

@@ -1,8 +1,8 @@
-"""Plan: what somebody else has put into an object of ours, told from its managedFields. Pure.
+"""Plan: what other managers have added to an object of ours, by its managedFields. Pure.
 
-Server-side apply gives our fields back, but it merges lists by key and leaves what only others set.
-In a pod template that moves pods past the gate, and an item in a list of ours looks like a
-difference for ever. What lies elsewhere (a Service's type, annotations) is others' business.
+Server-side apply restores our fields, but merges lists by key and keeps what only others set. In a
+pod template such an addition rolls pods past the gate, and an extra item in a list of ours would be
+a difference for ever. Additions elsewhere (a Service's type, annotations) are allowed.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from kvline_contract.names import FIELD_MANAGER
 
 Object = dict[str, Any]
 Step = str | int
-# Another field beside ours contradicts it, and the API server refuses both together.
+# Kinds in which an additional field contradicts ours, so that the API server refuses both together.
 WHOLE = ("PodDisruptionBudget", "NetworkPolicy")
-LIMIT, WINDOW = 5, 3600.0  # the same correction of one object at most so often in so many seconds
+LIMIT, WINDOW = 5, 3600.0  # equal corrections of one object, in so many seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """Something that is only there because `manager` set it."""
+    """A field or list item that only another manager has set."""
 
-    steps: tuple[Step, ...]  # of the live object
-    path: str  # as people read it
+    steps: tuple[Step, ...]  # keys and indices in the live object
+    path: str  # for messages
     manager: str
 
     @property
     def admitted(self) -> bool:
-        """Whether the API server has put it into a write of ours: a default that came back when
-        somebody's value was taken away, or a mutating admission webhook's, which is the cluster's
-        own policy and would come back each time."""
+        """Whether the API server added it to a write of ours: a default in place of a removed
+        value, or a change by a mutating admission webhook, which is the cluster's policy and would
+        come back each time."""
         return self.manager == FIELD_MANAGER
 
 
 def foreign(live: Object, wanted: Object) -> tuple[Foreign, ...]:
-    """What `wanted` does not have: later items of a list first, or indices would shift."""
+    """What to remove, in an order in which no list index shifts: later items first."""
     found: dict[tuple[Step, ...], Foreign] = {}
     entries = live["metadata"].get("managedFields") or []
     whole = wanted["kind"] in WHOLE
@@ -57,13 +57,15 @@ def foreign(live: Object, wanted: Object) -> tuple[Foreign, ...]:
     return tuple(f for _, f in sorted(zip(order, found.values(), strict=True), reverse=True))
 
 
-def _walk(fields: Object, live: Any, wanted: Any, at: Foreign, whole: bool) -> Iterator[Foreign]:
+def _walk(
+    fields: Object, live: Any, wanted: Any, parent: Foreign, whole: bool
+) -> Iterator[Foreign]:
     for key, below in fields.items():
         step = _find(key, live)
         if key == "." or step is None:
             continue
         shown = f".{step}" if isinstance(step, str) else f"[{_label(key, step)}]"
-        here = Foreign((*at.steps, step), at.path + shown, at.manager)
+        here = Foreign((*parent.steps, step), parent.path + shown, parent.manager)
         there = _find(key, wanted)
         if there is not None:
             yield from _walk(below, live[step], wanted[there], here, whole)
@@ -72,7 +74,7 @@ def _walk(fields: Object, live: Any, wanted: Any, at: Foreign, whole: bool) -> I
 
 
 def _find(key: str, value: Any) -> Step | None:
-    """Where a key of fieldsV1 leads in a value; None where that has nothing there."""
+    """The key or index that a key of fieldsV1 means in a value; None where it is absent."""
     kind, _, rest = key.partition(":")
     if kind == "f":
         return rest if isinstance(value, dict) and value.get(rest) is not None else None
@@ -93,7 +95,7 @@ def _label(key: str, index: int) -> str:
 
 
 def without(live: Object, found: tuple[Foreign, ...]) -> Object:
-    """The live object as it is once they are gone."""
+    """The live object without them."""
     if not found:
         return live
     out = copy.deepcopy(live)
@@ -106,7 +108,7 @@ def without(live: Object, found: tuple[Foreign, ...]) -> Object:
 
 
 def removal(live: Object, found: tuple[Foreign, ...]) -> list[Object]:
-    """The same as a JSON patch; refused with a conflict where the object has changed since."""
+    """The removal as a JSON patch, which fails where the object has changed since."""
     version = live["metadata"]["resourceVersion"]
     held = {"op": "replace", "path": "/metadata/resourceVersion", "value": version}
     return [held, *({"op": "remove", "path": _pointer(f.steps)} for f in found)]
@@ -117,14 +119,14 @@ def _pointer(steps: tuple[Step, ...]) -> str:
 
 
 class Corrections:
-    """How often an object was made the same again; whoever changes it back each time wins after
-    LIMIT of them, and is named, because pods that roll for ever are worse than what they carry."""
+    """How often an object was corrected to the same content. After LIMIT corrections a change is
+    tolerated and its manager reported: pods that roll for ever are worse than the change."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._done: dict[str, tuple[bytes, list[float]]] = {}  # by uid
+        self._done: dict[str, tuple[bytes, list[float]]] = {}  # by UID
 
-    def spent(self, uid: str, wanted: Object) -> bool:
+    def exhausted(self, uid: str, wanted: Object) -> bool:
         return len(self._recent(uid, wanted)) >= LIMIT
 
     def add(self, uid: str, wanted: Object) -> None:
@@ -136,7 +138,7 @@ class Corrections:
         self._done[uid] = _digest(wanted), [*recent, now]
 
     def _recent(self, uid: str, wanted: Object) -> list[float]:
-        """When; nothing where it was last made into something else, which is no dispute."""
+        """Times of recent corrections; none where the wanted content has changed since."""
         digest, times = self._done.get(uid, (b"", []))
         if digest != _digest(wanted):
             return []

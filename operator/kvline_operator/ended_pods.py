@@ -1,6 +1,6 @@
-"""Read: pods that ended for good. A Deployment's containers are started again for ever, so it is
-always Kubernetes or the node that ends such a pod: evicted, refused at admission, preempted, lost.
-It is no replica any more, and says nothing of its revision. Pure.
+"""Read: terminal pods, of phase Failed or Succeeded. The containers of a Deployment always restart,
+so such a pod was ended by Kubernetes or its node: evicted, not admitted, preempted, lost. It is no
+replica any more and does not count against its revision. Pure.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 from kvline_contract.names import LABEL_REVISION
 
 Object = dict[str, Any]
-KEPT = 10  # a service; older ones are deleted, as a broken node makes thousands
+HISTORY_LIMIT = 10  # for each service; older ones are deleted, as a broken node makes thousands
 TERMINAL = ("Failed", "Succeeded")
-REFUSED = "UnexpectedAdmissionError"  # of the kubelet, when a device cannot be given
+REFUSED = "UnexpectedAdmissionError"  # of the kubelet, where a device cannot be allocated
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class EndedPod:
     revision: str
     node: str
     created: str  # RFC 3339
-    reason: str  # Kubernetes' own, such as Evicted
+    reason: str  # set by Kubernetes, such as Evicted
     message: str
 
     @property
@@ -36,14 +36,14 @@ def has_ended(pod: Object) -> bool:
 
 
 def ended(pods: list[Object]) -> tuple[EndedPod, ...]:
-    """Newest first."""
+    """The terminal ones, newest first."""
     found = [_view(pod) for pod in pods if has_ended(pod)]
     return tuple(sorted(found, key=lambda p: (p.created, p.name), reverse=True))
 
 
 def surplus(pods: tuple[EndedPod, ...]) -> tuple[EndedPod, ...]:
-    """Those to delete, of all that a service has."""
-    return pods[KEPT:]
+    """Those to delete."""
+    return pods[HISTORY_LIMIT:]
 
 
 def _view(pod: Object) -> EndedPod:

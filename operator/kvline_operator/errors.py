@@ -1,13 +1,13 @@
-"""What can go wrong in a reconcile.
+"""Errors of a reconcile.
 
 OperatorError
-├── SpecError        the user's fault: a condition, no retry
+├── SpecError        the spec is wrong: a condition, no retry
 ├── NameConflict     a foreign object has a child's name: a condition, slow retry
-├── Invalid          the API server refused an object of ours, or a quota did: retry slowly
-├── Forbidden        a right is missing: a condition naming verb and kind, slow retry
-└── ApiUnavailable   the API server did not do it: retry with backoff
-    ├── Conflict     409: somebody else wrote first
-    └── Missing      404: there is no such object, or no such kind
+├── Invalid          the API server or a quota refused an object: a condition, slow retry
+├── Forbidden        RBAC denies it: a condition naming verb and kind, slow retry
+└── ApiUnavailable   the API server cannot do it now: retry with backoff
+    ├── Conflict     409: changed by another client meanwhile
+    └── Missing      404: no such object, or no such kind
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Forbidden(OperatorError):
 
 class ApiUnavailable(OperatorError):
     def __init__(self, text: str, after: float = 0.0) -> None:
-        """`after` so many seconds the API server wants to be asked again."""
+        """`after`: seconds of the API server's Retry-After; 0 for none."""
         super().__init__(text)
         self.after = after
 

@@ -1,7 +1,7 @@
-"""Plan: whether a candidate may take traffic. Product section 3, «Gate»; values in, a verdict out.
+"""Plan: the gate, which decides whether a candidate may take traffic. Pure.
 
-Only a measured shortfall or an engine's failure rejects. Whatever else keeps a candidate from being
-measured holds it, and no report is never a pass.
+Only a measured shortfall or a failed engine rejects a candidate. Anything else that prevents a
+measurement holds it; without a sizing report nothing passes. See docs/operations.md, Rollouts.
 """
 
 from __future__ import annotations
@@ -23,54 +23,54 @@ class GateResult(StrEnum):
 class Verdict:
     result: GateResult
     message: str
-    measured: int = 0  # tokens of the replica furthest from what it must have; 0: none yet
-    required: int = 0  # tokens that this replica must have; 0: no threshold
-    baseline: int = 0  # tokens that the requirement is a share of; 0: none to compare with
-    stuck: bool = False  # held by something that waiting alone may not end
+    measured: int = 0  # KV tokens of the replica with the smallest margin; 0: none measured
+    required: int = 0  # threshold of that replica; 0: none
+    baseline: int = 0  # that `required` is a percentage of; 0: none to compare with
+    blocked: bool = False  # held by something that may need a person
     promoted: bool = False
-    diagnosis: Termination | None = None  # what the engine that failed said of it
-    expired: bool = False  # not ready by its deadline: what was taken away for it is brought back
+    diagnosis: Termination | None = None  # termination message of the failed engine
+    expired: bool = False  # past progressDeadlineSeconds: the stable revision is scaled up again
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """What tokens are comparable within."""
+class ComparisonGroup:
+    """KV tokens of two replicas are compared only where these are equal."""
 
-    model: str  # without its commit
-    gpus: int
+    model: str  # source without the commit
+    gpus: int  # per replica
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
     """A replica's validated size."""
 
-    gpu: str  # its model; empty on a CPU
+    gpu: str  # GPU model; empty on a CPU
     tokens: int
     bytes_per_token: int
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What the revision that serves has proven since the last explicit acceptance."""
+    """The best sizes validated since the first revision or the last promotion."""
 
-    kind: Kind
+    group: ComparisonGroup
     bytes_per_token: int
-    tokens: dict[str, int]  # the best of a revision's smallest replica, by GPU model
+    tokens: dict[str, int]  # by GPU model; of a revision the smallest replica counts
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    kind: Kind
+    group: ComparisonGroup
     replicas: tuple[Measured, ...]
-    failure: str = ""  # why its engine failed, when that rejects
-    diagnosis: Termination | None = None  # its own words on that
-    hindrance: str = ""  # what else keeps it from being measured
-    stage: str = ""  # what it is doing, when nothing does
+    failure: str = ""  # why its engine failed, where that rejects the revision
+    diagnosis: Termination | None = None  # the engine's termination message
+    blocker: str = ""  # what else prevents the measurement
+    stage: str = ""  # progress, where nothing does
     promoted: bool = False
 
 
-def judge(candidate: Candidate, proven: Baseline, policy: Thresholds) -> Verdict:
-    """`policy` is what the spec asks for now."""
+def evaluate(candidate: Candidate, baseline: Baseline, policy: Thresholds) -> Verdict:
+    """The verdict on a candidate; `policy` has the thresholds of the current spec."""
     measured = min((r.tokens for r in candidate.replicas), default=0)
     if candidate.promoted:
         text = "promoted by hand: measured against spec.capacity.minKVTokens alone"
@@ -80,38 +80,38 @@ def judge(candidate: Candidate, proven: Baseline, policy: Thresholds) -> Verdict
             GateResult.REJECTED, candidate.failure, measured, diagnosis=candidate.diagnosis
         )
     if not candidate.replicas:
-        text = candidate.hindrance or candidate.stage or "no replica has been measured yet"
-        return Verdict(GateResult.HELD, text, stuck=bool(candidate.hindrance))
-    return _compare(candidate, proven, thresholds(candidate, proven, policy))
+        text = candidate.blocker or candidate.stage or "no replica has been measured yet"
+        return Verdict(GateResult.HELD, text, blocked=bool(candidate.blocker))
+    return _compare(candidate, baseline, thresholds(candidate, baseline, policy))
 
 
-def thresholds(candidate: Candidate, proven: Baseline, policy: Thresholds) -> Thresholds:
-    """What each replica of a candidate must have."""
-    if candidate.promoted or incomparable(candidate, proven):
+def thresholds(candidate: Candidate, baseline: Baseline, policy: Thresholds) -> Thresholds:
+    """The KV tokens that each replica of a candidate must have."""
+    if candidate.promoted or incomparable(candidate, baseline):
         return Thresholds(policy.minimum)
-    return replace(policy, baseline=proven.tokens)
+    return replace(policy, baseline=baseline.tokens)
 
 
-def incomparable(candidate: Candidate, proven: Baseline) -> str:
-    """Why tokens of the two say nothing about each other; empty when they do."""
-    if candidate.kind.model != proven.kind.model:
-        return f"{candidate.kind.model} is another model than {proven.kind.model}"
-    if candidate.kind.gpus != proven.kind.gpus:
-        return f"{candidate.kind.gpus} GPUs a replica are not {proven.kind.gpus}"
+def incomparable(candidate: Candidate, baseline: Baseline) -> str:
+    """Why the two cannot be compared; empty where they can."""
+    if candidate.group.model != baseline.group.model:
+        return f"{candidate.group.model} is another model than {baseline.group.model}"
+    if candidate.group.gpus != baseline.group.gpus:
+        return f"{candidate.group.gpus} GPUs a replica are not {baseline.group.gpus}"
     for replica in candidate.replicas:
-        if replica.bytes_per_token != proven.bytes_per_token:
+        if replica.bytes_per_token != baseline.bytes_per_token:
             return (
-                f"a token takes {replica.bytes_per_token} bytes, not {proven.bytes_per_token}: "
+                f"a token takes {replica.bytes_per_token} bytes, not {baseline.bytes_per_token}: "
                 "another shape or number format"
             )
     return ""
 
 
-def _compare(candidate: Candidate, proven: Baseline, limits: Thresholds) -> Verdict:
-    """Each replica against the threshold of its own GPU model. The one furthest from it speaks; of
-    those that have enough, one that could be compared."""
+def _compare(candidate: Candidate, baseline: Baseline, limits: Thresholds) -> Verdict:
+    """Compares each replica with the threshold of its GPU model. The verdict reports the replica
+    with the smallest margin; where all have enough, one whose GPU model has a baseline."""
     worst = min(candidate.replicas, key=limits.distance)
-    why = incomparable(candidate, proven)
+    why = incomparable(candidate, baseline)
     unknown = None if why else next((r for r in candidate.replicas if limits.unknown(r.gpu)), None)
     if worst.tokens < limits.of(worst.gpu).tokens:
         return _enough(GateResult.REJECTED, worst, limits, why)
@@ -124,12 +124,12 @@ def _compare(candidate: Candidate, proven: Baseline, limits: Thresholds) -> Verd
             f"measured {worst.tokens} KV tokens, which cannot be compared ({why}): set "
             "spec.capacity.minKVTokens, or annotate kvline.dev/promote with this revision"
         )
-        return Verdict(GateResult.HELD, text, worst.tokens, stuck=True)
+        return Verdict(GateResult.HELD, text, worst.tokens, blocked=True)
     return _enough(GateResult.PASSED, worst, limits, why)
 
 
 def _enough(result: GateResult, replica: Measured, limits: Thresholds, why: str) -> Verdict:
-    """Whether a replica's tokens are, in words; `why` they are not compared, where that is so."""
+    """A verdict with its figures; `why` says why the replica was not compared with a baseline."""
     limit = limits.of(replica.gpu)
     text = f"measured {replica.tokens} KV tokens, {limit.tokens} are required ({limit.source})"
     if not limit.tokens:

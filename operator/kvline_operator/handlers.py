@@ -1,7 +1,7 @@
-"""kopf wiring only: every event becomes queue.add(key). No handler writes anything.
+"""kopf handlers: every watch event queues its service. No handler writes anything.
 
-Raw event handlers leave no annotation and no finalizer behind, so deletion works while the
-operator is down.
+Raw event handlers need no annotations and no finalizers, so deletion works while the operator is
+down.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def _resource(kind: str) -> tuple[str, str, str]:
 def register(
     registry: kopf.OperatorRegistry, queue: WorkQueue, owners: Owners, resync: Resync
 ) -> None:
-    """Hangs the handlers on a registry of ours, so that nothing happens at import."""
+    """Registers the handlers; in a registry of our own, so that nothing happens at import."""
 
     @kopf.on.login(registry=registry)
     async def login(**given: Any) -> kopf.ConnectionInfo | None:
-        """The pod's own token, else the kubeconfig: the same order as the client's."""
+        """The service account token, else the kubeconfig, as kube.connect does."""
         return kopf.login_with_service_account(**given) or kopf.login_with_kubeconfig(**given)
 
     @kopf.on.event(GROUP, API_VERSION, PLURAL, registry=registry)
@@ -39,7 +39,7 @@ def register(
         metadata, gone = body["metadata"], type == "DELETED"
         key = Key(metadata["namespace"], metadata["name"])
         (owners.forget if gone else owners.add)(key)
-        resync.hear(key, metadata, gone)
+        resync.observe_event(key, metadata, gone)
         queue.add(key)
 
     for kind in CHILDREN:
@@ -47,14 +47,14 @@ def register(
         @kopf.on.event(*_resource(kind), registry=registry)
         async def child(body: Any, type: str | None, **_: Any) -> None:
             owner = owners.of(body["metadata"])
-            resync.hear(owner, body["metadata"], type == "DELETED")
+            resync.observe_event(owner, body["metadata"], type == "DELETED")
             if owner is not None:
                 queue.add(owner)
 
 
 class NoDiffs(kopf.AnnotationsDiffBaseStorage):
-    """Of what changed since a handler last ran: ours never ask, and kopf works it out for each
-    event all the same, with copies of the whole object."""
+    """Switches off kopf's diffs against the last handled state, which our handlers do not use: kopf
+    computes them for each event, with copies of the whole object."""
 
     def build(self, **_: Any) -> Any:
         return {}

@@ -1,9 +1,9 @@
-"""Plan: the Job that fetches what a revision's pods need before one of them is made. Pure.
+"""Plan: the prepare Job of a revision, which runs before its first pod. Pure.
 
-With a cache claim it downloads the model, once a revision and not once a pod, and is the only one
-that sees the token. Else it starts the server's image for a moment, where pods that serve are to
-make room: so an image that cannot be pulled takes nothing away. One Job runs on one node; it proves
-that the image can be pulled, not that every node has it.
+With spec.model.cache it downloads the model, once for each revision instead of once for each pod,
+and only its pod gets the token. Otherwise it runs where serving pods are to be replaced (strategies
+Replace and Recreate), and only pulls the image: an image that cannot be pulled removes no replica.
+It runs on one node and shows that the image can be pulled, not that every node has it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from kvline_operator.settings import Settings
 from kvline_operator.spec import ServiceSpec
 
 Object = dict[str, Any]
-RETRIES = 6  # in one Job, 10 s after the first failure, then twice as long each time
-KEPT_SECONDS = 300  # one that has ended: what it said, and the pause before the next
-SHARED = (  # with the pods of the revision; a GPU, and so its runtime class, is not needed
+RETRIES = 6  # backoffLimit; Kubernetes waits 10 s, then twice as long each time
+TTL_SECONDS = 300  # of a finished Job; after a failure also the pause before the next one
+SHARED = (  # with the revision's pods; no runtime class, because it needs no GPU
     "serviceAccountName",
     "automountServiceAccountToken",
     "enableServiceLinks",
@@ -32,12 +32,12 @@ SHARED = (  # with the pods of the revision; a GPU, and so its runtime class, is
 
 
 def downloads(stored: Object) -> bool:
-    """Whether a revision's model comes by a Job; an earlier operator's pods fetch it themselves."""
+    """Whether a Job downloads the revision's model; pods of earlier operators do it themselves."""
     return "download" in stored["data"]
 
 
 def job(spec: ServiceSpec, stored: Object, nodes: tuple[str, ...] = ()) -> Object:
-    """Of a stored revision; `nodes` are those where it will take the place of others."""
+    """The Job of a stored revision; `nodes` are those of the replicas that it will replace."""
     owner, data = Owner.of(spec), stored["data"]
     revision = stored["metadata"]["labels"][names.LABEL_REVISION]
     of_server = data["podTemplate"]
@@ -45,7 +45,7 @@ def job(spec: ServiceSpec, stored: Object, nodes: tuple[str, ...] = ()) -> Objec
     mounted = {mount["name"] for mount in container.get("volumeMounts", [])}
     pod: Object = {key: of_server["spec"][key] for key in SHARED if key in of_server["spec"]}
     pod |= {
-        "restartPolicy": "Never",  # a pod that failed stays, with its reason
+        "restartPolicy": "Never",  # a failed pod is kept, with its reason
         "containers": [container],
         "volumes": [v for v in of_server["spec"]["volumes"] if v["name"] in mounted],
     }
@@ -62,14 +62,14 @@ def job(spec: ServiceSpec, stored: Object, nodes: tuple[str, ...] = ()) -> Objec
         "metadata": metadata(owner, names.prepare_name(owner.base, revision), revision),
         "spec": {
             "backoffLimit": RETRIES,
-            "ttlSecondsAfterFinished": KEPT_SECONDS,
-            "template": {"metadata": _worn(of_server["metadata"], owner.base), "spec": pod},
+            "ttlSecondsAfterFinished": TTL_SECONDS,
+            "template": {"metadata": _pod_metadata(of_server["metadata"], owner.base), "spec": pod},
         },
     }
 
 
 def policy(spec: ServiceSpec, settings: Settings) -> Object:
-    """Nothing in; out, the hub's port where there is something to fetch."""
+    """No ingress; egress to the hub's port where a model is downloaded."""
     owner = Owner.of(spec)
     return {
         "apiVersion": "networking.k8s.io/v1",
@@ -83,8 +83,8 @@ def policy(spec: ServiceSpec, settings: Settings) -> Object:
     }
 
 
-def _worn(of_server: Object, base: str) -> Object:
-    """What the pods wear, without what makes one a replica of the service."""
+def _pod_metadata(of_server: Object, base: str) -> Object:
+    """Labels and annotations of the revision's pods, without the label that selects replicas."""
     labels = {k: v for k, v in of_server["labels"].items() if k != names.LABEL_SERVICE}
     return {**of_server, "labels": {**labels, names.LABEL_PREPARES: base}}
 
@@ -96,7 +96,7 @@ def _gpu_resource(of_server: Object) -> str:
 
 
 def _affinity(given: Object, nodes: tuple[str, ...]) -> Object:
-    """To nodes alone: a Job stands beside no replica. Preferred, as a node may be cordoned."""
+    """Node affinity only, plus a preference for `nodes`; not required, as they may be cordoned."""
     out = dict(given.get("nodeAffinity", {}))
     if nodes:
         key = "preferredDuringSchedulingIgnoredDuringExecution"

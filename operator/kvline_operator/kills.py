@@ -1,5 +1,6 @@
-"""Remember: which ends of a candidate's containers came from outside, so that they are not counted
-as its engine's own. Kubernetes counts restarts, and keeps the last end alone. Pure.
+"""Stored: which terminations of a candidate's containers were external kills (by the kubelet or the
+node), so that they do not count as failures of its engine. Kubernetes keeps a restart count and the
+last termination only. Pure.
 """
 
 from __future__ import annotations
@@ -8,11 +9,11 @@ import json
 from collections.abc import Iterable
 
 MAX_PODS, MAX_ENDS = 32, 16
-Kills = dict[str, tuple[int, ...]]  # by pod uid: the numbers of such ends, from 1
+Kills = dict[str, tuple[int, ...]]  # by pod UID: ordinal numbers of such terminations, from 1
 
 
 def merge(kept: Kills, living: Iterable[str], killed: Iterable[tuple[str, int]]) -> Kills:
-    """What is kept of the pods that live, with the ends that were found killed now."""
+    """`kept` for pods that still exist, plus the kills observed now."""
     found = {uid: set(kept.get(uid, ())) for uid in list(living)[:MAX_PODS]}
     for uid, number in killed:
         if uid in found:
@@ -25,7 +26,7 @@ def dumps(kills: Kills) -> str:
 
 
 def parse(text: str) -> Kills:
-    """Nothing where somebody made it unreadable: every end counts then."""
+    """Empty where the annotation is unreadable: then every termination counts."""
     try:
         found = json.loads(text) if text else {}
         return {str(uid): tuple(map(int, numbers)) for uid, numbers in found.items() if numbers}

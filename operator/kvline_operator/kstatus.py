@@ -1,7 +1,7 @@
-"""Report: the two conditions that tools of the kstatus convention read, such as Flux. Pure.
+"""Report: Reconciling and Stalled, the conditions of the kstatus convention (Flux, kpt). Pure.
 
-Abnormal-true, unlike all others: each is there only while it is True, and never both. Stalled means
-that waiting does not help: somebody must change something.
+Abnormal-true, unlike all others: each is present only while True, and never both. Stalled means
+that a user has to change something.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STALLED = {
 
 
 def abnormal(made: list[Condition]) -> list[Condition]:
-    """What to add to the conditions of a service."""
+    """Reconciling or Stalled, to be added to the other conditions; empty where neither applies."""
     for condition in made:
         stalls = condition.reason in STALLED.get(condition.type, ())
         if condition.status == "False" and stalls:
@@ -36,5 +36,5 @@ def abnormal(made: list[Condition]) -> list[Condition]:
 
 
 def plain(status: dict[str, Any]) -> list[dict[str, Any]]:
-    """The conditions of a status but for those two, whose True is bad and another's news."""
+    """The conditions of a status without these two, which repeat another condition."""
     return [c for c in status.get("conditions") or [] if c.get("type") not in TYPES]

@@ -1,6 +1,6 @@
-"""The only importer of the kubernetes client: plain dicts in and out, a time limit on every call.
+"""The only importer of the kubernetes client: plain dicts in and out, a timeout on every call.
 
-One ApiClient for the process. Errors carry verb, kind, name and status, never a body or header.
+One ApiClient for the process. Errors have verb, kind, name and HTTP status, never a body or header.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Object = dict[str, Any]
 Query = Sequence[tuple[str, str]]
 JSON = "application/json"
 METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
-PAGE = 250  # objects of a list
+PAGE = 250  # objects in a page of a list
 TIMEOUT = (5, 30)  # connect, read; seconds
-LEASE_TIMEOUT = (3, 6)  # an answer that is later is no renewal
-NO_VERSION = "1"  # etcd's before anything is written: no object ever has it
+LEASE_TIMEOUT = (3, 6)  # below the lease's own deadline
+NO_VERSION = "1"  # a resourceVersion that no object has: with it, apply only creates
 
 # kind -> (path prefix, plural)
 KINDS = {
@@ -63,7 +63,7 @@ KINDS = {
 class Call:
     method: str
     path: str
-    what: str  # as errors name it
+    what: str  # for error messages
     query: Query = ()
     body: Any = None
     content: str = JSON
@@ -71,13 +71,15 @@ class Call:
 
 
 class Kube:
-    """A thin REST client over the official one's transport and credentials."""
+    """A thin REST client on the transport and credentials of the official one."""
 
     def __init__(self, api: client.ApiClient) -> None:
         self._api = api
-        self.writes = 0  # for the test that nothing changed means zero
-        self.may_write: Callable[[], bool] = lambda: True  # whether this is the operator that acts
-        self.timed: Callable[[float], None] = lambda seconds: None  # hears how long each call took
+        self.writes = 0  # since the start
+        # Whether this process may write: whether it holds the Lease.
+        self.may_write: Callable[[], bool] = lambda: True
+        # Called with the duration of each call.
+        self.on_call: Callable[[float], None] = lambda seconds: None
 
     def get(self, kind: str, namespace: str, name: str) -> Object | None:
         return self._call("GET", kind, namespace, name, missing_is_none=True)
@@ -88,15 +90,15 @@ class Kube:
         return list((found or {}).get("items", []))
 
     def services(self, namespaces: tuple[str, ...]) -> list[Object]:
-        """Every InferenceService of these namespaces, or of the cluster."""
+        """All InferenceServices of these namespaces; of the cluster where none is given."""
         pages = (json.loads(self.read(path)) for path in _paths(KIND, namespaces))
         return [item for page in pages for item in page["items"]]
 
     def metadata(
         self, kind: str, namespaces: tuple[str, ...], selector: str = ""
     ) -> Iterator[Object]:
-        """The metadata alone of a kind's objects in these namespaces, or in the cluster; in pages,
-        so that thousands are never in memory at once."""
+        """The metadata of a kind's objects in these namespaces, or in the cluster; page by page, so
+        that thousands are never in memory at once."""
         for path in _paths(kind, namespaces):
             following = ""
             while True:
@@ -110,9 +112,9 @@ class Kube:
     def apply(
         self, body: Object, anew: bool = False, over: Object | None = None, exact: bool = False
     ) -> None:
-        """Server-side apply; takes back fields that somebody else has changed. Raises Conflict with
-        `anew` where there is an object of that name, whosever it is; with `over` where that object
-        has been replaced by another; with `exact` where it has changed since it was read."""
+        """Server-side apply with force. Raises Conflict: with `anew` where an object of that name
+        exists; with `over` where that object was replaced by another; with `exact` also where it
+        has changed since it was read."""
         query = [("fieldManager", FIELD_MANAGER), ("force", "true")]
         meta = dict(body["metadata"])
         if over is not None:
@@ -127,7 +129,7 @@ class Kube:
         self._call("PATCH", *where, body=body, query=query, content=content)
 
     def replace_status(self, namespace: str, name: str, status: Object, version: str) -> None:
-        """The whole status in one write, refused if the object changed since it was read."""
+        """Replaces the status; fails where the object has changed since it was read."""
         patch = [
             {"op": "test", "path": "/metadata/resourceVersion", "value": version},
             {"op": "add", "path": "/status", "value": status},
@@ -143,8 +145,8 @@ class Kube:
             content="application/json-patch+json",
         )
 
-    def amend(self, kind: str, namespace: str, name: str, patch: list[Object]) -> None:
-        """A JSON patch of an object of ours, as the operator."""
+    def json_patch(self, kind: str, namespace: str, name: str, patch: list[Object]) -> None:
+        """A JSON patch with the operator's field manager."""
         self._count_write()
         query = [("fieldManager", FIELD_MANAGER)]
         content = "application/json-patch+json"
@@ -156,17 +158,17 @@ class Kube:
         self._call("PATCH", kind, namespace, name, body=patch, content=content)
 
     def log(self, namespace: str, pod: str, container: str) -> str:
-        """What a container has printed so far."""
+        """A container's log so far."""
         path = f"{KINDS['Pod'][0]}/namespaces/{namespace}/pods/{pod}/log"
         return self.read(path, [("container", container)]).decode()
 
     def read(self, path: str, query: Query = (), accept: str = JSON) -> bytes:
-        """The body of any GET, as it came."""
+        """The raw body of a GET."""
         return self._raw(Call("GET", path, path, query, accept=accept))
 
-    def record(self, body: Object) -> bool:
-        """Makes a Lease, or replaces the version of it that `body` names; False where another was
-        faster. No write like the others: it says whose those are."""
+    def put_lease(self, body: Object) -> bool:
+        """Creates a Lease, or replaces the version of it in `body`; False where another client was
+        faster. Not counted as a write, and allowed without holding the lease."""
         meta = body["metadata"]
         known = "resourceVersion" in meta
         name = meta["name"] if known else None
@@ -177,7 +179,7 @@ class Kube:
         return True
 
     def create(self, body: Object) -> bool:
-        """False when an object of that name exists already."""
+        """Creates an object; False where one of that name exists already."""
         self._count_write()
         try:
             self._call("POST", body["kind"], body["metadata"]["namespace"], None, body=body)
@@ -186,18 +188,18 @@ class Kube:
         return True
 
     def delete(self, kind: str, namespace: str, name: str, uid: str) -> None:
-        """Deletes exactly that object, in the background; gone already is fine."""
+        """Deletes the object with this UID, in the background; no error where it is gone."""
         self._count_write()
         body = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
         self._call("DELETE", kind, namespace, name, body=body, missing_is_none=True)
 
     def _count_write(self) -> None:
         if not self.may_write():
-            raise ApiUnavailable("not written: this operator has not renewed its lease")
+            raise ApiUnavailable("not written: this operator could not renew its lease")
         self.writes += 1
 
     def served_versions(self) -> list[str]:
-        """Versions of our group that the API server serves; empty when the CRD is absent."""
+        """Served versions of our API group; empty where the CRD is not installed."""
         found = self._send(Call("GET", f"/apis/{GROUP}", "APIGroup"), missing_is_none=True)
         return [v["version"] for v in (found or {}).get("versions", [])]
 
@@ -240,7 +242,7 @@ class Kube:
         return dict(json.loads(raw)) if raw else {}
 
     def _raw(self, call: Call) -> bytes:
-        """The body of a success; raises for all else."""
+        """The body of a 2xx answer; raises for all others."""
         after, began = 0.0, time.monotonic()
         try:
             response = self._api.call_api(
@@ -262,20 +264,20 @@ class Kube:
         except HTTPError as error:
             raise ApiUnavailable(f"{call.method} {call.what}: {type(error).__name__}") from None
         finally:
-            self.timed(time.monotonic() - began)
+            self.on_call(time.monotonic() - began)
         if 200 <= status < 300:
             return raw
         raise _error(call, status, raw, after)
 
 
 def _paths(kind: str, namespaces: tuple[str, ...]) -> list[str]:
-    """Of a kind's collections: in each namespace, or in the whole cluster where none is named."""
+    """Paths of a kind's collections: of each namespace, or of the cluster where none is given."""
     prefix, plural = KINDS[kind]
     return [f"{prefix}/namespaces/{n}/{plural}" for n in namespaces] or [f"{prefix}/{plural}"]
 
 
 def _error(call: Call, status: int, raw: Any, after: float) -> OperatorError:
-    """The API server's own message is kept for 403 and 422: it names the quota or the field."""
+    """Keeps the API server's message for 400, 403 and 422: it names the quota or the field."""
     try:
         message = str(json.loads(raw).get("message", ""))[:512]
     except (ValueError, AttributeError):
@@ -293,13 +295,13 @@ def _error(call: Call, status: int, raw: Any, after: float) -> OperatorError:
 
 
 def _seconds(retry_after: str | None) -> float:
-    """A Retry-After of seconds, a minute at most; a date is nothing an API server sends."""
+    """A Retry-After in seconds, at most 60; API servers send no dates."""
     text = retry_after or ""
     return min(float(text), 60.0) if text.isdigit() else 0.0
 
 
 def connect() -> Kube:
-    """In the cluster with the pod's own token (re-read as it rotates), else the kubeconfig."""
+    """With the pod's service account token (which rotates) in a cluster, else the kubeconfig."""
     try:
         config.load_incluster_config()  # type: ignore[no-untyped-call]
     except config.ConfigException:
@@ -308,7 +310,7 @@ def connect() -> Kube:
 
 
 def api_client(settings: client.Configuration) -> client.ApiClient:
-    """Many connections, and no retries that we do not see."""
+    """A larger connection pool, and no hidden retries."""
     settings.connection_pool_maxsize = 32
     settings.retries = False
     return client.ApiClient(settings)

@@ -1,8 +1,8 @@
-"""Which of several operators acts: one holds a Lease of coordination.k8s.io, the others stand by.
+"""Leader election: one operator holds a Lease of coordination.k8s.io, the others stand by.
 
-The holder renews it. A standby takes it over once it has not changed for its duration, counted on
-the standby's own monotonic clock: wall clocks need not agree. A holder that could not renew it for
-DEADLINE seconds writes nothing until it can, and one that finds another's name in it ends.
+The holder renews it. A standby takes it over once it has not changed for leaseDurationSeconds,
+measured on the standby's monotonic clock, because wall clocks may differ. A holder that could not
+renew it for DEADLINE seconds stops writing until it can; one that finds another holder exits.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from kvline_operator.kube import Kube
 
 log = logging.getLogger("kvline")
 Object = dict[str, Any]
-DURATION = 12  # seconds after its last change until another may take it
-DEADLINE = 10.0  # seconds after the last renewal until its holder must not write
-RENEW, POLL = 3.0, 1.0  # seconds between attempts of the holder, and of a standby
-STALL = 60.0  # seconds without an attempt that ended: the process does not run
+DURATION = 12  # leaseDurationSeconds: after its last change a standby may take it over
+DEADLINE = 10.0  # seconds after the last renewal in which the holder may write
+RENEW, POLL = 3.0, 1.0  # seconds between attempts of the holder and of a standby
+STALL = 60.0  # seconds without a finished attempt after which liveness fails
 
 
 class LeaseLost(OperatorError):
-    """Another operator acts now."""
+    """Another operator holds the lease."""
 
 
 class Lease:
@@ -38,19 +38,19 @@ class Lease:
         identity: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`where` is its namespace and name. `identity` survives a restart of the same container,
-        whose predecessor cannot live any more, so that it goes on at once."""
+        """`where` is its namespace and name. `identity` survives a restart of the container, whose
+        previous process is gone: the new one continues at once."""
         self.holder = ""  # as last read
         self._kube = kube
         self._where = where
         self._identity = identity
         self._clock = clock
         self._version = ""
-        self._changed = clock()  # when we saw its last change
-        self._tried = clock()  # when an attempt last ended
-        self._renewed: float | None = None  # when we began the last renewal that succeeded
-        self._said = ""
-        # Of its own: a backlog of reconciles must not delay a renewal.
+        self._changed = clock()  # when its last change was observed
+        self._tried = clock()  # when the last attempt finished
+        self._renewed: float | None = None  # start of the last successful renewal
+        self._logged = ""
+        # Its own thread: a backlog of reconciles must not delay a renewal.
         self._thread = ThreadPoolExecutor(1, "lease")
 
     def held(self) -> bool:
@@ -59,19 +59,19 @@ class Lease:
 
     def unhealthy(self) -> str | None:
         idle = self._clock() - self._tried
-        return f"the lease has not been tried for {idle:.0f} s" if idle > STALL else None
+        return f"no attempt to renew the lease for {idle:.0f} s" if idle > STALL else None
 
     async def acquire(self) -> None:
-        """Returns when it is ours."""
+        """Returns once this process holds it."""
         while not await self._try():
-            if self._said != self.holder:
-                self._said = self.holder
-                log.info("standing by: %s holds the lease", self.holder or "nobody yet")
+            if self._logged != self.holder:
+                self._logged = self.holder
+                log.info("standing by: %s holds the lease", self.holder or "no one")
             await asyncio.sleep(POLL)
         log.info("this operator, %s, holds the lease and reconciles", self._identity)
 
     async def keep(self) -> None:
-        """Renews it for ever; raises LeaseLost."""
+        """Renews it until LeaseLost."""
         while True:
             began = self._clock()
             renewed = await self._try()
@@ -86,21 +86,21 @@ class Lease:
             return await asyncio.get_running_loop().run_in_executor(self._thread, self.attempt)
         except OperatorError as error:
             if isinstance(error, Forbidden) and self._renewed is None:
-                raise  # waiting does not help: whoever installed it must hear of it
+                raise  # needs a change of RBAC: exit with the error
             log.warning("the lease could not be read or renewed: %s", error)
             return False
         finally:
             self._tried = self._clock()
 
     def attempt(self) -> bool:
-        """Takes or renews it; whether it is ours."""
+        """Takes or renews it; returns whether this process holds it."""
         began = self._clock()
         live = self._kube.get("Lease", *self._where)
         spec = dict((live or {}).get("spec") or {})
         self.holder = spec.get("holderIdentity") or ""
         if live is not None and not self._may_take(live["metadata"]["resourceVersion"], spec):
             return False
-        if not self._kube.record(self._body(live, spec, self._identity)):
+        if not self._kube.put_lease(self._body(live, spec, self._identity)):
             return False
         self.holder, self._renewed = self._identity, began
         return True
@@ -113,7 +113,7 @@ class Lease:
         return self._clock() - self._changed >= float(spec.get("leaseDurationSeconds") or DURATION)
 
     def release(self) -> None:
-        """So that a standby need not wait; from here on nothing is written."""
+        """Gives it up, so that a standby need not wait; nothing is written afterwards."""
         if self._renewed is None:
             return
         self._thread.shutdown()  # a renewal on its way would say that it is ours again
@@ -121,11 +121,11 @@ class Lease:
         live = self._kube.get("Lease", *self._where)
         spec = dict((live or {}).get("spec") or {})
         if live is not None and spec.get("holderIdentity") == self._identity:
-            self._kube.record(self._body(live, spec, ""))
+            self._kube.put_lease(self._body(live, spec, ""))
 
     def _body(self, live: Object | None, spec: Object, holder: str) -> Object:
-        """With the version that was read, so that of two who take it one is refused."""
-        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")  # for people; none reads it here
+        """With the resourceVersion that was read: of two concurrent writers one fails."""
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")  # informational, see above
         namespace, name = self._where
         meta: Object = {"name": name, "namespace": namespace}
         if live is not None:

@@ -1,4 +1,4 @@
-"""Workers that take keys and reconcile them, and the resync that misses nothing for long."""
+"""The workers that reconcile queued services, and the periodic resync."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvline_operator.resync import Resync
 from kvline_operator.workqueue import Key, WorkQueue
 
 log = logging.getLogger("kvline")
-# A poll is stretched by its own length for each second that looks are late, at most so many times:
-# who is only watched makes way for who is new.
-STRETCH = 4.0
-STALL = 300.0  # seconds without a reconcile that ends, where there is something to reconcile
-DEAF = "a watch is dead: changes that a resync found were never told by an event"
+# A poll interval grows by its own length for each second that the queue is late, at most so many
+# times: polls give way to services that changed.
+MAX_STRETCH = 4.0
+STALL = 300.0  # seconds without a finished reconcile while some are due
+DEAD_WATCH = "a watch is dead: a resync found changes that no event reported"
 
 
 class Loop:
@@ -36,7 +36,7 @@ class Loop:
         self.metrics = metrics
         self.resync = resync
         self.tracer = tracer
-        self.listed_at: float | None = None  # before it runs, which a standby never does
+        self.listed_at: float | None = None  # None on a standby, which does not run
         self._threads = ThreadPoolExecutor(context.settings.workers, "reconcile")
 
     async def run(self) -> None:
@@ -55,14 +55,16 @@ class Loop:
                 self.queue.done(key)
 
     async def _one(self, key: Key) -> None:
-        """One reconcile; whatever goes wrong is logged, counted and tried again later."""
+        """One reconcile; every error is logged, counted and retried later."""
         started, began = time.monotonic(), time.time_ns()
         result = "ok"
         try:
-            again = await asyncio.get_running_loop().run_in_executor(self._threads, self._look, key)
+            again = await asyncio.get_running_loop().run_in_executor(
+                self._threads, self._reconcile, key
+            )
             self.queue.succeeded(key)
             if again:
-                self.queue.add(key, again * (1 + min(self.queue.oldest_overdue(), STRETCH)))
+                self.queue.add(key, again * (1 + min(self.queue.oldest_overdue(), MAX_STRETCH)))
         except OperatorError as error:
             result = type(error).__name__
             level, after = logging.WARNING, 0.0
@@ -80,7 +82,7 @@ class Loop:
             about["kvline.result"] = result
             self.tracer.start_span("reconcile", start_time=began, attributes=about).end()
 
-    def _look(self, key: Key) -> float:
+    def _reconcile(self, key: Key) -> float:
         began = time.thread_time()
         try:
             return reconcile(self.context, key)
@@ -88,14 +90,14 @@ class Loop:
             self.metrics.worked(time.thread_time() - began)
 
     async def _resync(self) -> None:
-        """Looks now and then at what changed without an event."""
+        """Queues services that changed without an event, at each resync interval."""
         loop = asyncio.get_running_loop()
         while True:
             try:
                 changed = await loop.run_in_executor(self._threads, self.resync.changed)
                 self.listed_at = time.monotonic()
                 if self.resync.missed:
-                    log.warning("no event told of %d changes: %s", self.resync.missed, DEAF)
+                    log.warning("no event reported %d changes: %s", self.resync.missed, DEAD_WATCH)
                 for key in changed:
                     self.queue.add(key)
                 delay = self.context.settings.resync_seconds
@@ -105,15 +107,14 @@ class Loop:
             await asyncio.sleep(delay)
 
     def unhealthy(self) -> str | None:
-        """What the probe says: None while lists succeed, events come and reconciles end. That keys
-        are late is no reason to start from nothing, which would make all of them due: it is a
-        metric."""
+        """Why the liveness probe fails; None while lists succeed, events arrive and reconciles
+        finish. A late queue is a metric only: a restart would make every service due at once."""
         if self.listed_at is None:
             return None
         if time.monotonic() - self.listed_at > 2 * self.context.settings.resync_seconds + 60:
             return "no list of services has succeeded for too long"
         if self.resync.missed:
-            return DEAF
+            return DEAD_WATCH
         if (stalled := self.queue.stalled()) > STALL:
             return f"keys are due and no reconcile has ended for {stalled:.0f} s"
         return None

@@ -1,6 +1,6 @@
-"""Tell: the operator's own work and every service's figures, as Prometheus metrics.
+"""Report: Prometheus metrics of the operator and of every service's status.
 
-Units are in the names. A service's figures are those of its status, read when they are asked for.
+Units are in the names. Metrics of services are read from the status cache at each scrape.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ SERVICE = ["namespace", "service"]
 
 
 class Metrics:
-    """Counts reconciles, and gathers the rest when the text is asked for."""
+    """Counts reconciles, and collects all other metrics at each scrape."""
 
-    def __init__(self, board: StatusCache, kube: Kube, queue: WorkQueue) -> None:
+    def __init__(self, cache: StatusCache, kube: Kube, queue: WorkQueue) -> None:
         self.registry = CollectorRegistry()
         self._reconciles = Counter(
             "kvline_reconciles", "Reconciles by result", ["result"], registry=self.registry
@@ -36,17 +36,16 @@ class Metrics:
         )
         self._cpu = Histogram(
             "kvline_reconcile_cpu_seconds",
-            "CPU of a reconcile: its own work, without what it waits for and without the threads"
-            " that read its lists and reports",
+            "CPU time of a reconcile's own thread, without the threads that read lists and reports",
             registry=self.registry,
         )
         calls = Histogram(
             "kvline_api_call_seconds",
-            "Duration of a call of the API server",
+            "Duration of a call to the API server",
             registry=self.registry,
         )
-        kube.timed = calls.observe
-        self.registry.register(_Services(board))
+        kube.on_call = calls.observe
+        self.registry.register(_Services(cache))
         self.registry.register(_Work(kube, queue))
 
     def reconciled(self, result: str, seconds: float) -> None:
@@ -66,26 +65,26 @@ class _Work(Collector):
         self._queue = queue
 
     def collect(self) -> Iterator[Metric]:
-        text = "1 where this operator holds the lease and reconciles, 0 where it stands by"
+        text = "1 if this operator holds the lease and reconciles, 0 if it stands by"
         yield GaugeMetricFamily("kvline_operator_active", text, int(self._kube.may_write()))
-        text = "Writes to the API server since the start, but for renewals of the lease"
+        text = "Writes to the API server since the start, without renewals of the lease"
         yield CounterMetricFamily("kvline_api_writes", text, value=self._kube.writes)
-        text = "Services that wait for a reconcile"
+        text = "Services queued for a reconcile"
         yield GaugeMetricFamily("kvline_queue_keys", text, len(self._queue))
-        text, late = "Delay of the reconcile that is latest", self._queue.oldest_overdue()
+        text, late = "Delay of the most overdue reconcile", self._queue.oldest_overdue()
         yield GaugeMetricFamily("kvline_queue_overdue_seconds", text, late)
-        text = "Time without a reconcile that ended while some were due; liveness fails above 300"
+        text = "Time since a reconcile last finished while some are due; liveness fails above 300"
         yield GaugeMetricFamily("kvline_queue_stalled_seconds", text, self._queue.stalled())
 
 
 class _Services(Collector):
-    """Of each service, the figures of its status."""
+    """Metrics of each service's status."""
 
-    def __init__(self, board: StatusCache) -> None:
-        self._board = board
+    def __init__(self, cache: StatusCache) -> None:
+        self._cache = cache
 
     def collect(self) -> Iterator[Metric]:
-        views = self._board.all()
+        views = self._cache.all()
         for name, text, label, figures in FAMILIES:
             labels = [*SERVICE, *([label] if label else [])]
             family = GaugeMetricFamily(f"kvline_service_{name}", text, labels=labels)
@@ -98,7 +97,7 @@ class _Services(Collector):
         yield _revisions(views)
 
 
-Values = dict[str, int]  # by the family's own label
+Values = dict[str, int]  # by the value of the family's own label
 
 
 def _capacity(view: View) -> Object:
@@ -147,23 +146,23 @@ FAMILIES: tuple[tuple[str, str, str, Callable[[View], Values]], ...] = (
     ),
     (
         "budget_serving",
-        "1 where ready replicas serve the budget, 0 where it is what the last one had",
+        "1 if ready replicas serve the budget, 0 if it is the last one served",
         "",
         _of_capacity("serving"),
     ),
-    ("memory_bytes", "Where the memory of the smallest replica went", "part", _memory),
+    ("memory_bytes", "Memory of the smallest replica by part", "part", _memory),
     ("replicas", "Replicas by state", "state", _replicas),
-    ("gate_tokens", "Values of the latest gate, KV tokens", "figure", _gate),
-    ("image_outdated", "1 where the operator has a newer default image", "", _outdated),
+    ("gate_tokens", "KV tokens of the latest gate verdict", "figure", _gate),
+    ("image_outdated", "1 if the operator has a newer default image", "", _outdated),
     (
         "full_length_sequences",
-        "Sequences of maxModelLen that the smallest budget holds",
+        "Sequences of maxModelLen tokens that fit the smallest budget",
         "",
         _of_capacity("fullLengthSequences"),
     ),
     (
         "validation_attempts",
-        "Validations that the smallest replica took; more than 1: the first did not survive",
+        "Validation attempts of the smallest replica; above 1: the first size failed",
         "",
         _of_capacity("attempts"),
     ),
@@ -173,7 +172,7 @@ FAMILIES: tuple[tuple[str, str, str, Callable[[View], Values]], ...] = (
 def _conditions(views: list[View]) -> Metric:
     family = GaugeMetricFamily(
         "kvline_service_condition",
-        "1 where the condition is True, 0 where False, -1 where Unknown",
+        "1 if the condition is True, 0 if False, -1 if Unknown",
         labels=[*SERVICE, "type", "reason"],
     )
     for view in views:
@@ -185,7 +184,9 @@ def _conditions(views: list[View]) -> Metric:
 
 def _revisions(views: list[View]) -> Metric:
     family = GaugeMetricFamily(
-        "kvline_service_revision_info", "1; the revisions of a service", labels=[*SERVICE, *ROLES]
+        "kvline_service_revision_info",
+        "Always 1; the revisions of a service as labels",
+        labels=[*SERVICE, *ROLES],
     )
     for view in views:
         rollout = view.status.get("rollout") or {}

@@ -1,5 +1,4 @@
-"""Read: what there is of a service, as values. Children are read by name, so one that lost its
-labels is still found; lists by label find what is to be pruned."""
+"""Read: the child objects of a service and the reports of its pods, as values."""
 
 from __future__ import annotations
 
@@ -26,15 +25,15 @@ from kvline_operator.sizing import Reading, Reports
 from kvline_operator.spec import ServiceSpec
 
 Object = dict[str, Any]
-KILLS = (137, 143)  # by SIGKILL and SIGTERM; the server answers the latter with 0 once it can
+KILLS = (137, 143)  # exit codes after SIGKILL and SIGTERM; a started server ends SIGTERM with 0
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a container last ended."""
+    """The last termination of a container."""
 
     code: int
-    reason: str  # Kubernetes' own, such as OOMKilled
+    reason: str  # set by Kubernetes, such as OOMKilled
     termination: Termination | None
     message: str
 
@@ -44,20 +43,20 @@ class Ended:
 
     @property
     def from_outside(self) -> bool:
-        """Killed by the kubelet (a probe, a node that shuts down) and not by what it did itself."""
+        """An external kill: by the kubelet (a probe) or the node (a shutdown)."""
         return self.code in KILLS and not self.oom_killed
 
     @property
     def killed_text(self) -> str:
         return (
-            f"the container was killed (code {self.code}) by the kubelet or its node, which counts "
-            "for nothing against its revision; events of the pod say why"
+            f"the container was killed (code {self.code}) by the kubelet or its node, which does "
+            "not count against its revision; see the events of the pod"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class PodView:
-    """A pod that has not ended for good, as far as conditions are made of it."""
+    """A pod that is not terminal, as far as status and gate depend on it."""
 
     name: str
     uid: str
@@ -67,16 +66,16 @@ class PodView:
     running: bool  # the server container runs
     downloading: bool
     restarts: int
-    waiting_reason: str  # of the server or download container, Kubernetes' own
+    waiting_reason: str  # of the server or download container, set by Kubernetes
     waiting_message: str
-    unschedulable: str  # the scheduler's message, empty when it has a node
-    ended: Ended | None  # the server's last end
+    unschedulable: str  # the scheduler's message; empty where it has a node
+    ended: Ended | None  # last termination of the server container
     download_ended: Ended | None
     report: SizingReport | None
     report_error: str
     report_invalid: bool
     created: str = ""  # RFC 3339
-    load: Load | None = None  # read of ready pods, where the load moves replicas
+    load: Load | None = None  # of ready pods of services with spec.autoscaling
 
     @property
     def validated(self) -> bool:
@@ -84,23 +83,23 @@ class PodView:
 
     @property
     def ends(self) -> int:
-        """How often its server has ended, whatever the reason."""
+        """How often its server container has terminated, for any reason."""
         return self.restarts + (0 if self.running else 1)
 
     @property
     def failed(self) -> Ended | None:
-        """Its last failed end, unless it was validated since."""
+        """Its last termination with an error, unless it has been validated since."""
         return self.ended if self.ended and self.ended.code and not self.validated else None
 
     @property
     def killed(self) -> Ended | None:
-        """Its last end, where that came from outside and it does not run again yet."""
+        """Its last termination, if that was an external kill and it does not run again yet."""
         failed = self.failed
         return failed if failed and failed.from_outside and not self.running else None
 
     @property
     def measured(self) -> Measured | None:
-        """The validated size as the gate compares it."""
+        """The validated size, as input of the gate."""
         if self.report is None or self.result is None:
             return None
         gpu = self.report.provenance.gpu if self.report.provenance is not None else ""
@@ -121,20 +120,20 @@ class Observed:
     deployments: list[Object]
     config_maps: list[Object]
     pods: tuple[PodView, ...]
-    ended: tuple[EndedPod, ...] = ()  # no replicas any more, newest first
-    jobs: tuple[Object, ...] = ()  # that fetch what pods need; those on their way out too
+    ended: tuple[EndedPod, ...] = ()  # terminal pods, newest first
+    jobs: tuple[Object, ...] = ()  # prepare Jobs, also those being deleted
     preparing: tuple[PodView, ...] = ()  # their pods, oldest first
 
     def config_map(self, name: str) -> Object | None:
         return self.child("ConfigMap", name)
 
     def child(self, kind: str, name: str) -> Object | None:
-        """One that the lists have shown and that is ours."""
+        """A child object of the service that the lists contain."""
         found = (c for c in self._listed().get(kind, []) if c["metadata"]["name"] == name)
         return next(found, None)
 
     def lists(self, kind: str) -> bool:
-        """Whether a child of this kind that is not seen is most likely not there."""
+        """Whether children of this kind are listed: an unlisted one is most likely absent."""
         return kind in self._listed()
 
     def _listed(self) -> dict[str, list[Object]]:
@@ -145,7 +144,7 @@ class Observed:
         }
 
     def serving(self) -> dict[str, tuple[Measured, ...]]:
-        """The sizes of the replicas that serve, by revision."""
+        """The sizes of ready replicas, by revision."""
         out: dict[str, tuple[Measured, ...]] = {}
         for pod in self.pods:
             if pod.ready and pod.measured is not None:
@@ -153,8 +152,8 @@ class Observed:
         return out
 
     def refused(self, revision: str) -> str:
-        """Why the API server makes no pods of a revision, such as for a class that is not there;
-        empty while it makes them."""
+        """Why the API server refuses a revision's pods, such as an unknown priority class; empty
+        where it does not."""
         for item in self.deployments:
             if item["metadata"]["labels"].get(LABEL_REVISION) == revision:
                 failure = condition_of(item.get("status") or {}, "ReplicaFailure")
@@ -175,7 +174,7 @@ class Observed:
 def observe(
     kube: Kube, spec: ServiceSpec, reports: Reports, pool: ThreadPoolExecutor, lineage: PodOwnership
 ) -> Observed:
-    """All children of a service and the reports of its pods, and their loads where they count."""
+    """All children of a service, its pods' sizing reports, and their load if it autoscales."""
     namespace, selector = spec.namespace, f"{LABEL_SERVICE}={spec.base}"
     kinds = ("ControllerRevision", "Deployment", "ConfigMap", "Pod", "Job")
     lists = list(pool.map(lambda kind: kube.select(kind, namespace, selector), kinds))
@@ -202,13 +201,13 @@ def _preparing(kube: Kube, spec: ServiceSpec, jobs: tuple[Object, ...]) -> tuple
 
 
 def _with_download(pod: Object) -> Object:
-    """A Job's pod downloads in its one container, and not before it."""
+    """A Job's pod downloads in its only container, a service's pod in an init container."""
     status = pod.get("status") or {}
     return {**pod, "status": {"initContainerStatuses": status.get("containerStatuses"), **status}}
 
 
 def _owned(items: list[Object], uid: str) -> list[Object]:
-    """Ours alone: a stranger may wear our labels."""
+    """Without foreign objects that have our labels, and those being deleted."""
     living = (item for item in items if not item["metadata"].get("deletionTimestamp"))
     return [item for item in living if _is_owned(item, uid)]
 
@@ -266,7 +265,7 @@ def _container(statuses: list[Object] | None, name: str) -> Object:
 
 
 def condition_of(status: Object, kind: str) -> Object:
-    """Of a pod, or of a service of ours; empty where there is none of that type."""
+    """A condition of any object's status; empty where it has none of that type."""
     for item in status.get("conditions") or []:
         if item.get("type") == kind:
             return dict(item)

@@ -1,4 +1,4 @@
-"""Which service an object belongs to, told from its metadata alone."""
+"""Which service an object belongs to, by its metadata alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHILDREN = (
 
 
 class Owners:
-    """Pods and their kin carry only the base name of their service, so the names are kept here."""
+    """Pods and Jobs have only their service's base name as a label; this maps it to the name."""
 
     def __init__(self) -> None:
         self._by_base: dict[tuple[str, str], str] = {}
@@ -33,7 +33,7 @@ class Owners:
         self._by_base.pop((key.namespace, base_name(key.name)), None)
 
     def of(self, metadata: Mapping[str, Any]) -> Key | None:
-        """A child's service; None for a stranger."""
+        """The service of a child object; None for a foreign object."""
         for reference in metadata.get("ownerReferences") or []:
             if reference.get("kind") == KIND:
                 return Key(metadata["namespace"], str(reference["name"]))

@@ -1,7 +1,7 @@
-"""Plan: where a revision's pods may run and what they wear; what a spec says of it, completed.
+"""Plan: scheduling fields, labels and annotations of a revision's pods, with defaults. Pure.
 
-A term without a label selector means the pods of its own revision: to Kubernetes it would mean
-none at all.
+An affinity or spread term without a labelSelector gets one for the pods of its own revision; to
+Kubernetes it would match no pods.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ AS_GIVEN = ("nodeSelector", "tolerations", "priorityClassName", "runtimeClassNam
 
 
 def labels(base: str, revision: str) -> Object:
-    """The operator's own, by which it finds its pods."""
+    """The operator's own labels, by which it selects the pods."""
     return {
         names.LABEL_SERVICE: base,
         names.LABEL_REVISION: revision,
@@ -33,8 +33,8 @@ def metadata(inputs: Object, own: Object) -> Object:
 
 
 def fields(inputs: Object, base: str, revision: str, settings: Settings) -> Object:
-    """Of a pod's spec. What the spec says goes before what the platform wants; both are frozen
-    into the revision when it is made, so that another setting moves no pod."""
+    """Fields of the pod spec. The InferenceService takes precedence over the operator's settings;
+    both are stored in the revision, so that a changed setting restarts no pod."""
     given = inputs.get("scheduling", {})
     own = {"matchLabels": {names.LABEL_SERVICE: base, names.LABEL_REVISION: revision}}
     of_gpus = settings.runtime_class if inputs["resources"].get("gpus") else ""
@@ -57,7 +57,7 @@ def _affinity(given: Object, own: Object) -> Object:
 
 
 def _terms(part: Object, own: Object) -> Object:
-    """podAffinity or podAntiAffinity: required terms are plain, preferred ones have a weight."""
+    """Terms of podAffinity or podAntiAffinity; preferred ones are wrapped with a weight."""
     out: Object = {}
     for key, terms in part.items():
         out[key] = [

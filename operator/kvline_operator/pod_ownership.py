@@ -1,8 +1,9 @@
-"""Read: whose a pod is. A label is anybody's to set; a uid of an owner is not.
+"""Read: which pods belong to a service. Anybody may set our labels on a pod; the UIDs of owner
+references are trusted instead.
 
-A pod names its ReplicaSet, and that one its Deployment, which is listed anyway. So each ReplicaSet
-is read once in its life, by name: no list or watch of them, and no right to one. A name proves
-nothing: somebody's own ReplicaSet may be called like one of ours.
+A pod's controller is a ReplicaSet, whose controller is a Deployment. Deployments are listed anyway;
+each ReplicaSet is read by name once and cached, which needs no list or watch permission. A name is
+not enough: a foreign ReplicaSet may have the name of one of ours.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from typing import Any
 from kvline_operator.kube import Kube
 
 Object = dict[str, Any]
-MAX_KEPT = 8192  # ReplicaSets; the longest unasked goes first, and is read again
+MAX_ENTRIES = 8192  # ReplicaSets; the least recently used one is evicted and read again
 
 
 class PodOwnership:
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
         self._lock = threading.Lock()
-        self._service: OrderedDict[str, str] = OrderedDict()  # uid of a ReplicaSet -> of a service
+        self._service: OrderedDict[str, str] = OrderedDict()  # ReplicaSet UID -> service UID
 
     def ours(self, pods: list[Object], service: str, deployments: Collection[str]) -> list[Object]:
-        """Those of a service's own Deployments, given by uid. What was once of the service stays
-        so: its Deployment may go before its pods do."""
+        """Pods of these Deployments (given by UID) of the service. A cached ReplicaSet stays with
+        its service: a Deployment may be deleted before its pods are."""
         known: dict[str, bool] = {}
         out = []
         for pod in pods:
@@ -55,13 +56,13 @@ class PodOwnership:
             return False
         with self._lock:
             self._service[uid] = service
-            if len(self._service) > MAX_KEPT:
+            if len(self._service) > MAX_ENTRIES:
                 self._service.popitem(last=False)
         return True
 
 
 def controller(item: Object, kind: str) -> Object:
-    """The reference to an object's controller of this kind of apps; empty where it has none."""
+    """An object's controller reference to this kind of group apps; empty where it has none."""
     for reference in item["metadata"].get("ownerReferences") or []:
         group = str(reference.get("apiVersion", "")).partition("/")[0]
         if reference.get("controller") and (group, reference.get("kind")) == ("apps", kind):

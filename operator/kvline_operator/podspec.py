@@ -1,5 +1,5 @@
-"""Plan: the pod of a revision: a fixed shape, Pod Security `restricted`, nothing passed through but
-what the schema bounds."""
+"""Plan: the pod template of a revision: fixed, of Pod Security level `restricted`, with only those
+fields of the spec that the CRD's schema bounds. Pure."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvline_operator.spec import ServiceSpec
 
 Object = dict[str, Any]
 
-GPU_RESOURCE = "nvidia.com/gpu"  # of NVIDIA's device plug-in, where the spec names none
+GPU_RESOURCE = "nvidia.com/gpu"  # default: of NVIDIA's device plug-in
 PRE_STOP_SECONDS = 15
-DRAIN_SECONDS = 120  # of requests under way, where the spec says nothing; the server's own default
-EXIT_SECONDS = 15  # the engine's end after it, and a little
+DRAIN_SECONDS = 120  # default of spec.drainSeconds, also the server's
+EXIT_SECONDS = 15  # for the engine to exit after the drain
 CACHE_SIZE_LIMIT = "200Gi"
 STATE_SIZE_LIMIT = "4Gi"
 SHARED_MEMORY = "64Mi"
@@ -31,7 +31,8 @@ _RESTRICTED: Object = {
 def pod_template(
     base: str, spec: ServiceSpec, revision: Revision, settings: Settings, alone: bool = False
 ) -> Object:
-    """Where a cache claim is named a Job downloads for all, unless the pod is `alone`."""
+    """With spec.model.cache a Job downloads the model for all pods; not for one that runs `alone`
+    (kubectl kvline size)."""
     inputs = spec.inputs
     name = names.revision_name(base, revision.name)
     pod: Object = {
@@ -44,7 +45,7 @@ def pod_template(
             "runAsUser": names.RUN_AS,
             "runAsGroup": names.RUN_AS,
             "fsGroup": names.RUN_AS,
-            # A cache of hundreds of gigabytes is walked once, and not at each start.
+            # Ownership of a large cache is changed once, not at each start.
             "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         },
@@ -108,8 +109,8 @@ def _server(inputs: Object, image: str, settings: Settings) -> Object:
 
 
 def _mount_secret(pod: Object, name: str, secret: str, path: str, items: list[Object]) -> None:
-    """Optional for Kubernetes, so that the server itself can say that it is missing: a mount that
-    waits would only be an event."""
+    """Optional, so that a missing Secret ends the server with its own exit code and a condition,
+    instead of a pod that waits for its mount."""
     wanted = {"secretName": secret, "items": items, "optional": True}
     pod["volumes"].append({"name": name, "secret": wanted})
     mount = {"name": name, "mountPath": path, "readOnly": True}
@@ -117,7 +118,7 @@ def _mount_secret(pod: Object, name: str, secret: str, path: str, items: list[Ob
 
 
 def _environment() -> list[Object]:
-    """The pod's identity, and a home that can be written on a read-only root."""
+    """The pod's identity, and writable folders for HOME and TMPDIR on a read-only root."""
     fields = (
         (names.ENV_POD_UID, "metadata.uid"),
         (names.ENV_POD_NAME, "metadata.name"),
@@ -136,8 +137,8 @@ def _traces(settings: Settings) -> list[Object]:
 
 
 def _resources(asked: Object) -> Object:
-    """Memory's request equals its limit: a size measured under one limit must hold on every node.
-    The CPU is only requested: a limit would throttle a step in its middle."""
+    """Memory: the request equals the limit, so that a measured size holds on every node. CPU: no
+    limit, which would throttle steps."""
     amounts: Object = {key: asked[key] for key in ("cpu", "memory") if key in asked}
     limits: Object = {"memory": asked["memory"]}
     if "ephemeralStorage" in asked:
@@ -159,7 +160,7 @@ def _probe(path: str, period: int, failures: int) -> Object:
 
 
 def pull_container(image: str) -> Object:
-    """Starts the server's program for a moment, whatever its version: then its image is there."""
+    """Pulls the image by running it with --help, which every version has."""
     return {
         "name": names.SERVER_CONTAINER,
         "image": image,
@@ -176,7 +177,7 @@ def pull_container(image: str) -> Object:
 
 
 def download_container(inputs: Object, image: str, settings: Settings) -> Object:
-    """Fetches the model; the only container that sees the token."""
+    """Downloads the model; the only container with the hub token."""
     environment: list[Object] = [{"name": n, "value": names.STATE_DIR} for n in ("HOME", "TMPDIR")]
     if settings.hub_endpoint:
         environment.append({"name": "HF_ENDPOINT", "value": settings.hub_endpoint})

@@ -1,4 +1,4 @@
-"""Read: how far the Job is that a revision's pods wait for, and what keeps it. Pure."""
+"""Read: the state of the prepare Job that a revision's pods wait for. Pure."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from kvline_operator.spec import ServiceSpec, Strategy
 
 Object = dict[str, Any]
 MAX_NODES = 8
-PATIENCE = 60.0  # seconds without a pod: a quota or an admission plug-in refuses them
+POD_TIMEOUT = 60.0  # seconds without a pod: a quota or an admission plug-in refuses it
 
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    job: Object  # as it should be
+    job: Object  # as rendered
     exists: bool = False
     done: bool = False
-    condition: str = ""  # that it speaks for; empty: none, it is on its way
+    condition: str = ""  # the condition that reports it; empty: in progress
     reason: str = ""
     message: str = ""
-    stuck: bool = False  # by something that waiting alone may not end
+    blocked: bool = False  # by something that may need a user
 
     @property
     def name(self) -> str:
@@ -42,8 +42,8 @@ def of(
     stored: dict[str, Object],
     now: datetime,
 ) -> Preparation | None:
-    """What the pods of `wanted` need first, and how far that is; None where they need nothing: they
-    are there, or serve already, or nothing goes for them and they fetch the model themselves."""
+    """The Job that the pods of `wanted` wait for; None where they wait for none: they exist
+    already, or they download the model themselves and replace no serving pod."""
     revision = stored[wanted]
     loads = jobs.downloads(revision)
     pods = [p for p in observed.pods if p.revision == wanted]
@@ -69,12 +69,12 @@ def of(
     if not message:
         condition, reason = ("ModelAvailable", "Downloading") if loads and not done else ("", "")
         return Preparation(made, True, done, condition, reason, f"Job {name} {what}")
-    return Preparation(made, True, done, condition, reason, f"Job {name}: {message}", stuck=True)
+    return Preparation(made, True, done, condition, reason, f"Job {name}: {message}", blocked=True)
 
 
 def _state(live: Object, pods: list[PodView], loads: bool, now: datetime) -> tuple[str, str, str]:
-    """Condition, reason and message of what keeps it; empty while nothing does. How its last pod
-    failed stands while the next one tries."""
+    """Condition, reason and message of what blocks it; empty for nothing. The failure of its last
+    pod is reported while the next one runs."""
     failed = next((e for e in _ends(pods) if e.code), None)
     if failed is not None and meaning(failed.code).condition == "ModelAvailable":
         return "ModelAvailable", meaning(failed.code).reason, failed.message
@@ -91,28 +91,32 @@ def _state(live: Object, pods: list[PodView], loads: bool, now: datetime) -> tup
         return *which, f"ended with code {failed.code} ({failed.reason}): {failed.message}"
     if _has(live, "Failed"):
         text = condition_of(live.get("status") or {}, "Failed").get("message", "")
-        return *which, f"failed, and is made anew: {text}"
+        return *which, f"failed, and is created again: {text}"
     created = live["metadata"].get("creationTimestamp")
-    if not pods and created and (now - datetime.fromisoformat(created)).total_seconds() > PATIENCE:
-        return "Progressing", "PodsRefused", "no pod of it is made; `kubectl describe` it says why"
+    if (
+        not pods
+        and created
+        and (now - datetime.fromisoformat(created)).total_seconds() > POD_TIMEOUT
+    ):
+        return "Progressing", "PodsRefused", "it has no pod; see `kubectl describe` of the Job"
     return "", "", ""
 
 
 def _ends(pods: list[PodView]) -> Iterator[Ended]:
-    """The newest first."""
+    """Terminations, newest first."""
     for pod in reversed(pods):
         yield from (e for e in (pod.ended, pod.download_ended) if e is not None)
 
 
 def unfinished(observed: Observed) -> list[Object]:
-    """Jobs that still run or wait; one whose pod has ended well is as good as ended."""
-    well = {p.revision for p in observed.preparing if any(e.code == 0 for e in _ends([p]))}
+    """Jobs without result; one whose pod has succeeded counts as finished."""
+    succeeded = {p.revision for p in observed.preparing if any(e.code == 0 for e in _ends([p]))}
     return [
         job
         for job in observed.jobs
         if not job["metadata"].get("deletionTimestamp")
         and not (_has(job, "Complete") or _has(job, "Failed"))
-        and job["metadata"]["labels"].get(LABEL_REVISION) not in well
+        and job["metadata"]["labels"].get(LABEL_REVISION) not in succeeded
     ]
 
 

@@ -1,4 +1,4 @@
-"""The operator's probe port: /healthz and /metrics, on a thread of its own."""
+"""The operator's HTTP port for /healthz and /metrics, served by its own thread."""
 
 from __future__ import annotations
 
@@ -42,4 +42,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """A probe is not worth a line."""
+        """Probes are not logged."""

@@ -1,6 +1,7 @@
-"""One reconcile: read, parse, observe, plan, apply, report.
+"""One reconcile of an InferenceService: read, parse, observe, plan, apply, write status.
 
-Can run twice, half-way, late or on stale data, and never needs to know which event woke it.
+Level-triggered: it may run twice, stop half-way, run late or on stale data, and does not depend on
+which event triggered it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from kvline_operator import (
     revisions,
     rollout,
     status,
+    status_cache,
 )
 from kvline_operator.drift import Corrections
 from kvline_operator.ended_pods import surplus
@@ -45,24 +47,24 @@ from kvline_operator.service_state import Condition, Scaling, ServiceState
 from kvline_operator.settings import Settings
 from kvline_operator.sizing import Reports
 from kvline_operator.spec import ServiceSpec, parse
-from kvline_operator.status_cache import StatusCache, View, past
+from kvline_operator.status_cache import StatusCache, View
 from kvline_operator.workqueue import Key
 
 log = logging.getLogger("kvline")
 Object = dict[str, Any]
-RETRY_REFUSED = 300.0  # seconds until what the API server refused is tried again
+RETRY_REFUSED = 300.0  # seconds until a refused write is retried
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a reconcile works with; one for the process."""
+    """Clients, caches and settings shared by all reconciles of the process."""
 
     kube: Kube
     settings: Settings
     reports: Reports
     pool: ThreadPoolExecutor
-    board: StatusCache
-    lineage: PodOwnership
+    status_cache: StatusCache
+    pod_ownership: PodOwnership
     corrections: Corrections = field(default_factory=Corrections)
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
 
@@ -71,31 +73,31 @@ class Context:
 
 
 def reconcile(context: Context, key: Key) -> float:
-    """Brings one service a step closer; returns in how many seconds to look again, 0 for when
-    something changes."""
+    """Brings one service closer to its spec. Returns the seconds after which to requeue it; 0: with
+    the next event."""
     body = context.kube.get(KIND, key.namespace, key.name)
     if body is None or body["metadata"].get("deletionTimestamp"):
-        context.board.drop(key)
-        return 0.0  # owner references clean up; nothing is ours to do
+        context.status_cache.drop(key)
+        return 0.0  # its children are garbage collected
     try:
         spec = parse(body)
-        observed = observe(context.kube, spec, context.reports, context.pool, context.lineage)
+        observed = observe(context.kube, spec, context.reports, context.pool, context.pod_ownership)
         scale, scaling = _scale(spec, observed, context.now())
         spec = replace(spec, replicas=scale.replicas) if scale else spec
         revision, stored, known = _revision(spec, observed, context.settings)
     except (SpecError, Forbidden) as error:
         reason = "SpecInvalid" if isinstance(error, SpecError) else "Forbidden"
         wrong = Condition("Accepted", "False", reason, str(error))
-        said, news = status.refused(wrong, body, context.stamp())
-        context.board.refuse(key, body.get("spec") or {}, said)
-        _report(context, body, said, news)
+        new, events = status.refused(wrong, body, context.stamp())
+        context.status_cache.refuse(key, body.get("spec") or {}, new)
+        _write_status(context, body, new, events)
         return RETRY_REFUSED if reason == "Forbidden" else 0.0
     rollout_state = RolloutState.of(spec, observed, revision.name, stored, known, context.now())
-    kept = _records(spec, observed)
-    maps = [render.records_map(spec, kept)] if kept else []
+    recorded = _records(spec, observed)
+    maps = [render.records_map(spec, recorded)] if recorded else []
     maps += [render.scale_map(spec, scale)] if scale else []
-    refusal = _apply(context, spec, observed, rollout_state, maps)
-    # What was observed before the writes is told: the events of the writes wake this key again.
+    apply_error = _apply(context, spec, observed, rollout_state, maps)
+    # The status is of what was observed before the writes; their events requeue this service.
     state = ServiceState(
         spec=spec,
         plan=rollout_state.plan,
@@ -104,42 +106,42 @@ def reconcile(context: Context, key: Key) -> float:
         stable_state=rollout_state.states.get(rollout_state.plan.stable, RevisionState()),
         limits=rollout_state.thresholds(rollout_state.plan.newest, spec),
         image_outdated=_image_outdated(spec, rollout_state, context.settings),
-        records=kept,
-        apply_error=refusal,
+        records=recorded,
+        apply_error=apply_error,
         deadline_exceeded=_deadline_exceeded(observed, rollout_state.plan.newest),
         refused=observed.refused(rollout_state.plan.newest),
         scaling=scaling,
         preparing=rollout_state.preparing,
         stable_data=rollout_state.stored.get(rollout_state.plan.stable, {}).get("data", {}),
     )
-    said, news = status.build(state, body.get("status") or {}, context.stamp())
-    history = past(rollout_state.stored, rollout_state.states)
-    context.board.put(View(key, body["spec"], said, observed.pods, history))
-    _report(context, body, said, news)
-    return _look_again(context, state)
+    new, events = status.build(state, body.get("status") or {}, context.stamp())
+    history = status_cache.history(rollout_state.stored, rollout_state.states)
+    context.status_cache.put(View(key, body["spec"], new, observed.pods, history))
+    _write_status(context, body, new, events)
+    return _requeue_after(context, state)
 
 
 def _scale(
     spec: ServiceSpec, observed: Observed, now: datetime
 ) -> tuple[autoscale.Scale | None, Scaling | None]:
-    """The replicas that the load asks for, to be remembered, and what is said of it."""
-    how, ready = spec.autoscaling, [p.load for p in observed.pods if p.ready]
-    if how is None:
+    """The autoscaler's decision, which is stored, and ScalingActive; None where it is off."""
+    policy, ready = spec.autoscaling, [p.load for p in observed.pods if p.ready]
+    if policy is None:
         return None, None
-    kept = observed.config_map(scale_name(spec.base)) or {}
-    before = autoscale.Scale.parse((kept.get("data") or {}).get(SCALE_FILE))
-    asked = autoscale.demand(ready, how.target_percent)
+    stored = observed.config_map(scale_name(spec.base)) or {}
+    before = autoscale.Scale.parse((stored.get("data") or {}).get(SCALE_FILE))
+    demand = autoscale.demand(ready, policy.target_percent)
     existing = sum(s.replicas for s in observed.deployment_states())
-    after = autoscale.decide(before, existing, asked, how, now)
-    reason, text = autoscale.activity(after, asked, how, len(ready))
+    after = autoscale.decide(before, existing, demand, policy, now)
+    reason, text = autoscale.activity(after, demand, policy, len(ready))
     return after, Scaling(reason, text, after.replicas, after.why)
 
 
 def _revision(
     spec: ServiceSpec, observed: Observed, settings: Settings
 ) -> tuple[revisions.Revision, dict[str, Object], dict[str, RevisionState]]:
-    """The revision the spec means; by revision name every ControllerRevision, its own among them,
-    and what is remembered of each."""
+    """The revision of the current spec; all ControllerRevisions by revision, including a new one
+    that is not written yet; and the stored state of each."""
     stored = {
         item["metadata"]["labels"][LABEL_REVISION]: item
         for item in observed.revisions
@@ -162,9 +164,9 @@ def _image_outdated(spec: ServiceSpec, rollout_state: RolloutState, settings: Se
 
 
 def _records(spec: ServiceSpec, observed: Observed) -> dict[str, Record]:
-    """The sizes on record, and those that replicas have found since."""
-    kept = records.read(observed.config_map(records_name(spec.base)))
-    return records.merge(kept, [p.result for p in observed.pods if p.result is not None])
+    """The recorded sizes, with those that replicas have measured since."""
+    recorded = records.read(observed.config_map(records_name(spec.base)))
+    return records.merge(recorded, [p.result for p in observed.pods if p.result is not None])
 
 
 def _apply(
@@ -174,24 +176,24 @@ def _apply(
     rollout_state: RolloutState,
     maps: list[Object],
 ) -> Condition | None:
-    """Writes what differs, then prunes. A refusal that a person must see becomes a condition."""
+    """Writes what differs, then prunes. An error that a user must act on becomes a condition."""
     try:
         budget = render.disruption_budget(spec, rollout_state.plan)
         objects = [*render.service_objects(spec, context.settings, rollout_state.download), budget]
-        disputes = [_ensure(context, observed, wanted) for wanted in objects]
-        disputes += [_ensure(context, observed, wanted, memory=True) for wanted in maps]
-        _remember(context, spec, rollout_state)
-        for name, replicas in rollout.in_order(
+        lasting = [_ensure(context, observed, wanted) for wanted in objects]
+        lasting += [_ensure(context, observed, wanted, exact=True) for wanted in maps]
+        _store_states(context, spec, rollout_state)
+        for name, replicas in rollout.write_order(
             rollout_state.plan.replicas, observed.deployment_states()
         ):
             if name not in rollout_state.stored:
-                continue  # its memory is gone; the Deployment is left as it is until replaced
+                continue  # its ControllerRevision was deleted: the Deployment stays unchanged
             gate = rollout_state.gate(name, spec)
             launch = _launch(context, spec, observed, rollout_state.stored[name])
             objects = render.revision_objects(
                 spec, rollout_state.stored[name], replicas, gate, launch
             )
-            disputes += [_ensure(context, observed, wanted) for wanted in objects]
+            lasting += [_ensure(context, observed, wanted) for wanted in objects]
         _prepare(context, spec, observed, rollout_state.preparing)
         _prune(context, spec, observed, rollout_state.plan)
         if spec.autoscaling is None and (old := observed.config_map(scale_name(spec.base))):
@@ -204,23 +206,23 @@ def _apply(
         if "quota" in str(error):
             return Condition("Progressing", "False", "QuotaExceeded", str(error))
         return Condition("Accepted", "False", "SpecInvalid", str(error))
-    return _disputed([text for text in disputes if text])
+    return _foreign_change([text for text in lasting if text])
 
 
-def _disputed(lasting: list[str]) -> Condition | None:
-    """What somebody puts back each time that it is taken away."""
+def _foreign_change(lasting: list[str]) -> Condition | None:
+    """Changes by others that came back after each removal."""
     if not lasting:
         return None
-    text = "; ".join(lasting) + ": comes back each time that it is taken away, so it is left for an"
-    text += " hour; pods may run with it. Stop whoever sets it, and change the InferenceService"
+    text = "; ".join(lasting) + ": set again after each removal, so it is not removed for an hour, "
+    text += "and pods may run with it. Stop its manager, and change the InferenceService instead"
     return Condition("UpToDate", "False", "ForeignChange", text)
 
 
 def _prepare(
     context: Context, spec: ServiceSpec, observed: Observed, wanted: prepare.Preparation | None
 ) -> None:
-    """Makes the Job that pods wait for, once its files are there, and takes others away that still
-    run; one that has ended goes by itself. A Job cannot be changed, and none is."""
+    """Creates the Job that the pods wait for and deletes other unfinished ones; finished Jobs are
+    deleted by their TTL. Jobs are immutable, so none is updated."""
     name = wanted.name if wanted is not None else ""
     for job in prepare.unfinished(observed):
         if job["metadata"]["name"] != name:
@@ -233,7 +235,7 @@ def _prepare(
 
 
 def _launch(context: Context, spec: ServiceSpec, observed: Observed, stored: Object) -> str:
-    """A revision's launch file; what is live is read where its ControllerRevision has none."""
+    """A revision's launch file: from its ControllerRevision, else from the live ConfigMap."""
     if "launch" in stored["data"]:
         return render.launch_text(spec, stored, None)
     name = stored["metadata"]["name"]
@@ -241,39 +243,45 @@ def _launch(context: Context, spec: ServiceSpec, observed: Observed, stored: Obj
     return render.launch_text(spec, stored, live)
 
 
-def _ensure(context: Context, observed: Observed, wanted: Object, memory: bool = False) -> str:
-    """What is left as somebody else has it; empty, and an event, where it was taken away again."""
+def _ensure(context: Context, observed: Observed, wanted: Object, exact: bool = False) -> str:
+    """Applies an object. Returns a description of a change by others that is tolerated for now;
+    empty where there is none, or where it was removed, which is reported as an event."""
     kind, meta = wanted["kind"], wanted["metadata"]
     seen = observed.child(kind, meta["name"])
     absent = observed.lists(kind) or not observed.revisions
-    dispute = apply.ensure(context.kube, wanted, seen, absent, memory, context.corrections)
+    dispute = apply.ensure(context.kube, wanted, seen, absent, exact, context.corrections)
     if dispute is None or dispute.settled:
         return dispute.text if dispute is not None else ""
-    # At once: what follows may be refused, and then nobody would know who did it.
+    # Now and not with the status: a later write may fail, and the event would be lost.
     of = meta["ownerReferences"][0]
     owner = render.Owner(meta["namespace"], of["name"], of["uid"], base_name(of["name"]))
-    text = f"{dispute.text}: taken away again; change the InferenceService instead"
-    said = ("ForeignChangeRemoved", "Warning", text)
-    context.kube.create(render.event(owner, said, dispute.version, context.stamp()))
+    text = f"{dispute.text}: removed; change the InferenceService instead"
+    event = ("ForeignChangeRemoved", "Warning", text)
+    context.kube.create(render.event(owner, event, dispute.version, context.stamp()))
     return ""
 
 
-def _remember(context: Context, spec: ServiceSpec, rollout_state: RolloutState) -> None:
-    """Before anything is done about it: what a crash in between must not forget. Written over what
-    was read alone: another operator's verdict stands, and this reconcile begins anew."""
+def _store_states(context: Context, spec: ServiceSpec, rollout_state: RolloutState) -> None:
+    """Before the plan is applied, so that a crash in between does not lose a verdict. Written only
+    over the version that was read: after a write by another operator this reconcile fails and runs
+    again."""
     for name, stored in rollout_state.stored.items():
-        said = revision_state.written(rollout_state.states.get(name, RevisionState()))
-        if "resourceVersion" not in stored["metadata"]:  # not in the cluster yet
-            apply.ensure(context.kube, render.remembered(spec, stored, said), absent=True)
-        elif said != revision_state.written(revision_state.read(stored)):
-            context.kube.apply(render.remembered(spec, stored, said), over=stored, exact=True)
+        annotations = revision_state.to_annotations(rollout_state.states.get(name, RevisionState()))
+        if "resourceVersion" not in stored["metadata"]:  # new
+            apply.ensure(
+                context.kube, render.with_annotations(spec, stored, annotations), absent=True
+            )
+        elif annotations != revision_state.to_annotations(revision_state.read(stored)):
+            context.kube.apply(
+                render.with_annotations(spec, stored, annotations), over=stored, exact=True
+            )
 
 
 def _prune(
     context: Context, spec: ServiceSpec, observed: Observed, plan: rollout.RolloutPlan
 ) -> None:
-    """Old Deployments first, their ConfigMaps with them; of the revisions the newest ten stay, and
-    of the pods that ended for good."""
+    """Deletes Deployments and ConfigMaps of revisions that are not in the plan, and all but the
+    newest ten ControllerRevisions and terminal pods."""
     for kind, items in (("Deployment", observed.deployments), ("ConfigMap", observed.config_maps)):
         for item in items:
             revision = (item["metadata"].get("labels") or {}).get(LABEL_REVISION)
@@ -282,28 +290,28 @@ def _prune(
     for pod in surplus(observed.ended):
         context.kube.delete("Pod", spec.namespace, pod.name, pod.uid)
     newest = sorted(observed.revisions, key=lambda r: r.get("revision", 0), reverse=True)
-    for item in newest[revisions.KEPT :]:
+    for item in newest[revisions.HISTORY_LIMIT :]:
         if (item["metadata"].get("labels") or {}).get(LABEL_REVISION) not in plan.replicas:
             apply.prune(context.kube, item, "ControllerRevision")
 
 
-def _report(context: Context, body: Object, new: Object, news: list[status.Event]) -> None:
-    """Events first, then one status write, skipped when nothing changed. An event is named after
-    what it says of which version, so a repeat after a crash in between makes no second one."""
+def _write_status(context: Context, body: Object, new: Object, events: list[status.Event]) -> None:
+    """Events first, then one status write; neither where the status is unchanged. An event's name
+    is a hash of its content and the object's version, so a repeat after a crash adds none."""
     meta = body["metadata"]
     if new == (body.get("status") or {}):
         return
     owner = render.Owner(meta["namespace"], meta["name"], meta["uid"], base_name(meta["name"]))
-    for item in news:
-        said = (item.reason, item.kind, item.message)
-        context.kube.create(render.event(owner, said, meta["resourceVersion"], context.stamp()))
+    for item in events:
+        event = (item.reason, item.kind, item.message)
+        context.kube.create(render.event(owner, event, meta["resourceVersion"], context.stamp()))
         log.info("%s/%s: %s: %s", meta["namespace"], meta["name"], item.reason, item.message)
     context.kube.replace_status(meta["namespace"], meta["name"], new, meta["resourceVersion"])
 
 
 def _deadline_exceeded(observed: Observed, revision: str) -> bool:
-    """Whether Kubernetes says that this revision's Deployment makes no progress. A replica
-    that served and fell is no such case: its own reason is what a person must read."""
+    """Whether this revision's Deployment reports ProgressDeadlineExceeded. It does not for a
+    replica that was ready before: that one has its own reason."""
     return any(
         condition.get("reason") == "ProgressDeadlineExceeded"
         for item in observed.deployments
@@ -312,12 +320,12 @@ def _deadline_exceeded(observed: Observed, revision: str) -> bool:
     )
 
 
-def _look_again(context: Context, state: ServiceState) -> float:
-    """Soon while a replica is being measured: only its report tells how far. What else is under way
-    is told by events, and looked at now and then for one that was missed."""
+def _requeue_after(context: Context, state: ServiceState) -> float:
+    """Seconds until the next poll: short while a replica is being measured, whose progress is only
+    in its sizing report; longer while anything else is in progress, in case an event is missed."""
     if any(p.running and not p.validated for p in state.pods):
         return context.settings.poll_seconds
-    again = RETRY_REFUSED if state.apply_error is not None else 0.0  # what mends it makes no event
+    again = RETRY_REFUSED if state.apply_error is not None else 0.0  # RBAC changes cause no event
     settled = (
         not state.plan.candidate
         and len(state.newest) == state.spec.replicas

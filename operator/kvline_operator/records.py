@@ -1,7 +1,7 @@
-"""Remember: sizes that were searched for and survived, by fingerprint, for replicas yet to come.
+"""Stored: validated sizes by fingerprint, from which later replicas of that fingerprint start.
 
-Pure. The file is a ConfigMap of the service's own; pods mount it and pick their own record, so the
-operator is asked nothing when a replica starts. Product section 3, «Reuse».
+Pure. They are stored in a ConfigMap of the service that its pods mount, so that a replica starts
+without the operator. See spec.capacity.reuse.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DRIFT_PERCENT = 3
 
 
 def read(config_map: dict[str, Any] | None) -> dict[str, Record]:
-    """What is kept; nothing when somebody made it unreadable, and it is then written anew."""
+    """The stored records; none where the ConfigMap is unreadable: then it is written again."""
     text = ((config_map or {}).get("data") or {}).get(RECORDS_FILE)
     if not isinstance(text, str):
         return {}
@@ -29,8 +29,8 @@ def read(config_map: dict[str, Any] | None) -> dict[str, Record]:
 
 
 def merge(kept: dict[str, Record], results: Iterable[Result]) -> dict[str, Record]:
-    """`kept` and what replicas have measured since. Of two searches of one fingerprint the smaller
-    size stays, which both survived; one that drifted changes no record."""
+    """`kept` plus what replicas have measured since. Of two sizes of one fingerprint the smaller is
+    recorded, which both survived; one that drifted is not recorded."""
     out = dict(kept)
     for result in results:
         if result.source is not Source.MEASURED:
@@ -44,10 +44,10 @@ def merge(kept: dict[str, Record], results: Iterable[Result]) -> dict[str, Recor
 
 
 def drifted(record: Record, tokens: int) -> bool:
-    """Whether a size is more than three percent away from what was recorded."""
+    """Whether a size differs from the recorded one by more than DRIFT_PERCENT."""
     return abs(tokens - record.kv_tokens) * 100 > DRIFT_PERCENT * record.kv_tokens
 
 
 def text(records: dict[str, Record], reuse: Reuse) -> str:
-    """The file that pods read; the same records, the same bytes."""
+    """The file that pods read; deterministic."""
     return dumps(Records(VERSION, reuse, records))

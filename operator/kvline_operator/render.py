@@ -1,8 +1,7 @@
-"""Plan: the objects a service should have, as plain dicts. Pure; the same input, the same bytes.
+"""Plan: the child objects of a service, as plain dicts. Pure and deterministic.
 
-A revision's pod template and launch file are rendered once, kept in its ControllerRevision and
-never rendered again, so that an operator upgrade moves no pod, whatever its contract, and drift is
-repaired to what was first written.
+A revision's pod template and launch file are rendered once and stored in its ControllerRevision, so
+that an upgrade of the operator restarts no pod, and drift is corrected to what was first written.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """What children are named, labelled and owned by."""
+    """The service that child objects are named after, labelled with and owned by."""
 
     namespace: str
     name: str
@@ -70,7 +69,7 @@ def metadata(owner: Owner, name: str, revision: str | None = None) -> Object:
 
 
 def service_objects(spec: ServiceSpec, settings: Settings, download: bool) -> list[Object]:
-    """What exists once a service; `download` says whether its pods do so themselves."""
+    """Objects that exist once for a service. `download`: its pods download the model themselves."""
     owner = Owner.of(spec)
     return [
         {
@@ -100,11 +99,11 @@ def service_objects(spec: ServiceSpec, settings: Settings, download: bool) -> li
 
 
 def disruption_budget(spec: ServiceSpec, plan: RolloutPlan) -> Object:
-    """One replica of those that serve may be evicted at a time; one that does not serve always.
+    """One serving replica may be evicted at a time; a replica that does not serve always may.
 
-    A count of what must stay, and not of what may go: the second is measured against the replicas
-    that all selected Deployments ask for, so that a candidate which waits at its gate, or a
-    replica that has no node, would block every drain for as long as it waits."""
+    minAvailable and not maxUnavailable: the latter counts against the desired replicas of all
+    selected Deployments, so that a candidate held at its gate, or a pod that cannot be scheduled,
+    would block every drain."""
     owner = Owner.of(spec)
     return {
         "apiVersion": "policy/v1",
@@ -119,7 +118,7 @@ def disruption_budget(spec: ServiceSpec, plan: RolloutPlan) -> Object:
 
 
 def records_map(spec: ServiceSpec, records: dict[str, Record]) -> Object:
-    """The sizes that pods may start from. Outside every revision: it moves no pod."""
+    """Recorded sizes for pods to start from. Not part of a revision: changes restart no pod."""
     owner = Owner.of(spec)
     return {
         "apiVersion": "v1",
@@ -130,7 +129,7 @@ def records_map(spec: ServiceSpec, records: dict[str, Record]) -> Object:
 
 
 def scale_map(spec: ServiceSpec, scale: Scale) -> Object:
-    """What the autoscaler remembers."""
+    """The state of the autoscaler."""
     owner = Owner.of(spec)
     return {
         "apiVersion": "v1",
@@ -141,9 +140,9 @@ def scale_map(spec: ServiceSpec, scale: Scale) -> Object:
 
 
 def network_policy(owner: Owner, settings: Settings, download: bool) -> Object:
-    """In: the API from this namespace and those of clients, the internal port from the operator's
-    and from those that may read metrics. Out: nothing, but where pods download the hub's port, for
-    traces the collector's, and DNS for either (a policy knows pods, not containers)."""
+    """Ingress: the API from the service's own namespace and those of clients; the internal port
+    from the operator's namespace and those that may read metrics. Egress: none, except the hub's
+    port where pods download, the collector's port where they trace, and DNS for either."""
     clients = [{"podSelector": {}}, *_namespaces(settings.client_namespaces)]
     readers = _namespaces((settings.own_namespace, *settings.metrics_namespaces))
     ports = [settings.hub_port] if download else []
@@ -171,7 +170,7 @@ def network_policy(owner: Owner, settings: Settings, download: bool) -> Object:
 
 
 def egress(ports: list[int]) -> list[Object]:
-    """To these ports anywhere, and to DNS for them; nothing where there are none."""
+    """Rules for these TCP ports anywhere, and for DNS; none where there are no ports."""
     dns = [{"protocol": p, "port": 53} for p in ("UDP", "TCP")]
     tcp = [{"protocol": "TCP", "port": port} for port in ports]
     return [{"ports": dns}, {"ports": tcp}] if tcp else []
@@ -183,8 +182,7 @@ def _namespaces(names: tuple[str, ...]) -> list[Object]:
 
 
 def controller_revision(spec: ServiceSpec, revision: Revision, settings: Settings) -> Object:
-    """The memory of a revision: its inputs, its image, and the pod template and launch file made
-    from them."""
+    """A revision's inputs and image, with the pod template and launch file rendered from them."""
     owner = Owner.of(spec)
     data: Object = {
         "inputs": spec.inputs,
@@ -199,21 +197,23 @@ def controller_revision(spec: ServiceSpec, revision: Revision, settings: Setting
     return _controller_revision(owner, revision.name, revision.number, data, {})
 
 
-def remembered(spec: ServiceSpec, stored: Object, said: dict[str, str]) -> Object:
-    """A stored ControllerRevision with these annotations; all else as it was written."""
+def with_annotations(spec: ServiceSpec, stored: Object, annotations: dict[str, str]) -> Object:
+    """A stored ControllerRevision with other annotations."""
     name = stored["metadata"]["labels"][names.LABEL_REVISION]
-    return _controller_revision(Owner.of(spec), name, stored["revision"], stored["data"], said)
+    return _controller_revision(
+        Owner.of(spec), name, stored["revision"], stored["data"], annotations
+    )
 
 
 def _controller_revision(
-    owner: Owner, name: str, number: int, data: Object, said: dict[str, str]
+    owner: Owner, name: str, number: int, data: Object, annotations: dict[str, str]
 ) -> Object:
     return {
         "apiVersion": "apps/v1",
         "kind": "ControllerRevision",
         "metadata": {
             **metadata(owner, names.revision_name(owner.base, name), name),
-            "annotations": {names.ANNOTATION_IMAGE: data["image"], **said},
+            "annotations": {names.ANNOTATION_IMAGE: data["image"], **annotations},
         },
         "revision": number,
         "data": data,
@@ -223,8 +223,7 @@ def _controller_revision(
 def revision_objects(
     spec: ServiceSpec, stored: Object, replicas: int, gate: GateFile, launch: str
 ) -> list[Object]:
-    """A revision's ConfigMaps and Deployment, from its stored ControllerRevision; `launch` is what
-    `launch_text` gives."""
+    """A revision's ConfigMaps and Deployment, from its ControllerRevision and launch file."""
     owner = Owner.of(spec)
     revision = stored["metadata"]["labels"][names.LABEL_REVISION]
     name = names.revision_name(owner.base, revision)
@@ -263,9 +262,9 @@ def revision_objects(
 
 
 def launch_text(spec: ServiceSpec, stored: Object, live: Object | None) -> str:
-    """The launch file that a revision was made with. A ControllerRevision of an operator that kept
-    none cannot be given one (its data is immutable): there the live ConfigMap has it, which is
-    immutable too, so that to write anything else would be refused for ever."""
+    """The launch file that a revision was created with. ControllerRevisions of earlier operators
+    lack it and are immutable: there it is taken from the live ConfigMap, which is immutable too, so
+    that any other content would be refused."""
     kept = stored["data"].get("launch") or ((live or {}).get("data") or {}).get(names.LAUNCH_FILE)
     if kept:
         return str(kept)
@@ -274,7 +273,7 @@ def launch_text(spec: ServiceSpec, stored: Object, live: Object | None) -> str:
 
 
 def launch_config(owner: Owner, revision: str, data: Object) -> LaunchConfig:
-    """What the pod is told, from the revision's stored inputs."""
+    """The pod's launch configuration, from the revision's stored inputs."""
     inputs = data["inputs"]
     model, engine = inputs["model"], inputs.get("engine", {})
     capacity = inputs.get("capacity", {})
@@ -307,10 +306,10 @@ def launch_config(owner: Owner, revision: str, data: Object) -> LaunchConfig:
     )
 
 
-def event(owner: Owner, said: tuple[str, str, str], version: str, time: str) -> Object:
-    """An event about the service: reason, kind and message. Its name comes from those and from the
-    version of the resource that they were found at, never from the clock."""
-    reason, kind, message = said
+def event(owner: Owner, what: tuple[str, str, str], version: str, time: str) -> Object:
+    """An Event of the service; `what` is reason, type and message. Its name is a hash of them and
+    of the service's resourceVersion, never of the time."""
+    reason, kind, message = what
     digest = hashlib.sha256(f"{owner.uid}{version}{reason}{message}".encode()).hexdigest()[:16]
     return {
         "apiVersion": "v1",

@@ -1,7 +1,8 @@
-"""What no event told: services with an object of another version than the last event of it said.
+"""Finds changes whose watch event was missed: services with an object of another resourceVersion
+than its last event had.
 
-Lists metadata alone, in pages, and compares. Looking at every service instead was most of what an
-idle operator did with hundreds of them.
+Lists metadata only, in pages, and compares. To reconcile every service instead was most of the work
+of an idle operator with hundreds of services.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from kvline_operator.kube import Kube
 from kvline_operator.owners import CHILDREN, Owners
 from kvline_operator.workqueue import Key
 
-Listed = dict[str, tuple[Key, str]]  # by uid: whose, and its version
+Listed = dict[str, tuple[Key, str]]  # by UID: its service and resourceVersion
 
 
 class Resync:
@@ -23,55 +24,54 @@ class Resync:
         self._kube = kube
         self._namespaces = namespaces
         self._owners = owners
-        self._lock = threading.Lock()  # events come on another thread than looks
-        self._heard: dict[str, str] = {}  # uid -> version, whosever it is
-        self._whose: dict[str, Key] = {}
-        self._told: set[str] = set()  # uids that events were about since the last look began
-        self._untold: set[str] = set()  # uids that the last look found changed without one
-        self.missed = 0  # of these, how many no event had told of by the next look
+        self._lock = threading.Lock()  # events arrive on another thread than resyncs
+        self._versions: dict[str, str] = {}  # UID -> resourceVersion of its last event
+        self._keys: dict[str, Key] = {}
+        self._seen: set[str] = set()  # UIDs with an event since the last resync began
+        self._unseen: set[str] = set()  # UIDs that the last resync found changed without one
+        self.missed = 0  # of the latter, those without an event until the next resync
 
-    def hear(self, key: Key | None, metadata: Mapping[str, Any], gone: bool) -> None:
-        """An event of a service, or of a child of it; of a child also when it comes before its
-        service is known."""
+    def observe_event(self, key: Key | None, metadata: Mapping[str, Any], gone: bool) -> None:
+        """Records an event of a service or a child; of a child also before its service is known."""
         with self._lock:
             uid = metadata["uid"]
-            self._told.add(uid)
+            self._seen.add(uid)
             if gone:
                 self._forget(uid)
                 return
-            self._heard[uid] = metadata["resourceVersion"]
+            self._versions[uid] = metadata["resourceVersion"]
             if key is not None:
-                self._whose[uid] = key
+                self._keys[uid] = key
 
     def changed(self) -> set[Key]:
-        """Services that came, went, or have an object that came, went or changed, and no event has
-        said so yet. What they have now counts as heard."""
+        """Services that were created, deleted or changed, themselves or a child, without an event
+        so far. Their current versions are recorded."""
         with self._lock:
-            self.missed = len(self._untold - self._told)
-            self._told, self._untold = set(), set()
+            self.missed = len(self._unseen - self._seen)
+            self._seen, self._unseen = set(), set()
         services, listed = self._list()
         with self._lock:
             return self._compare(services, listed)
 
     def _compare(self, services: set[Key], listed: Listed) -> set[Key]:
-        self._whose |= {uid: key for uid, (key, _) in listed.items()}
+        self._keys |= {uid: key for uid, (key, _) in listed.items()}
         changed = set()
-        for uid in self._whose.keys() - self._told:  # an event meanwhile knows better
-            key, version = listed.get(uid, (self._whose[uid], None))
-            if version == self._heard.get(uid):
+        for uid in self._keys.keys() - self._seen:  # an event meanwhile is newer than the list
+            key, version = listed.get(uid, (self._keys[uid], None))
+            if version == self._versions.get(uid):
                 continue
             changed.add(key)
-            if key in services:  # what a deleted one leaves behind is nobody's news
-                self._untold.add(uid)
+            if key in services:  # children of a deleted service do not matter
+                self._unseen.add(uid)
             if version is None:
                 self._forget(uid)
             else:
-                self._heard[uid] = version
+                self._versions[uid] = version
         return changed
 
     def _forget(self, uid: str) -> None:
-        self._heard.pop(uid, None)
-        self._whose.pop(uid, None)
+        self._versions.pop(uid, None)
+        self._keys.pop(uid, None)
 
     def _list(self) -> tuple[set[Key], Listed]:
         listed: Listed = {}

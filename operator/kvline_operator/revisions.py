@@ -1,6 +1,6 @@
-"""Plan: which revision a spec means. A revision is its inputs and its image; product 5.1.
+"""Plan: the revision of a spec. Pure.
 
-Pure: takes the spec and the ControllerRevisions that exist, gives the one to run.
+Two specs with equal inputs and image are the same revision.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from kvline_contract.names import ANNOTATION_IMAGE, LABEL_REVISION
 from kvline_operator.errors import SpecError
 from kvline_operator.spec import ServiceSpec, canonical
 
-SAFE_ALPHABET = "bcdfghjklmnpqrstvwxz2456789"  # Kubernetes': no vowels, so no words
+SAFE_ALPHABET = "bcdfghjklmnpqrstvwxz2456789"  # as Kubernetes uses: no vowels, so no words
 LENGTH = 5
-KEPT = 10
+HISTORY_LIMIT = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class Revision:
     name: str  # five characters
     image: str
     inputs_json: str
-    number: int  # rises with each new revision of a service
-    named: bool = False  # the spec named the image, and not the operator's default
+    number: int  # increases with each new revision of a service
+    named: bool = False  # its image is of spec.image, not the operator's default
 
 
 def revision_hash(inputs_json: str, image: str, counter: int = 0) -> str:
@@ -39,7 +39,7 @@ def revision_hash(inputs_json: str, image: str, counter: int = 0) -> str:
 
 
 def known(controller_revisions: list[dict[str, Any]]) -> list[Revision]:
-    """What the ControllerRevisions say, newest first."""
+    """The revisions in these ControllerRevisions, newest first."""
     found = []
     for item in controller_revisions:
         data = item.get("data") or {}
@@ -59,11 +59,11 @@ def known(controller_revisions: list[dict[str, Any]]) -> list[Revision]:
 def wanted(
     spec: ServiceSpec, existing: list[Revision], default_image: str, stable: str = ""
 ) -> Revision:
-    """The revision of this spec: an existing one when inputs and image are the same.
+    """The revision of this spec: an existing one with equal inputs and image, else a new one.
 
-    Without spec.image the image of the stable revision with equal inputs is kept, or that of the
-    newest which had a default one, so that a new default image moves no pod, and a spec that takes
-    a wrong image back has taken it back. Raises SpecError when there is no image at all.
+    Without spec.image, the image is that of the stable revision if its inputs are equal, else that
+    of the newest revision with equal inputs and a default image, so that a new default image
+    restarts no pod and removing a wrong spec.image reverts it. Raises SpecError without any image.
     """
     existing = sorted(existing, key=lambda revision: revision.name != stable)
     unnamed = [r for r in existing if r.name == stable or not r.named]
@@ -73,8 +73,8 @@ def wanted(
     image = spec.image or _inherited_image(spec, unnamed) or default_image
     if not image:
         raise SpecError(
-            f"spec.image is missing: spec.resources.gpus is {spec.gpus}, and the operator was "
-            "given no --default-cuda-image"
+            f"spec.image is required: spec.resources.gpus is {spec.gpus}, and the operator was "
+            "started without --default-cuda-image"
         )
     taken = {revision.name for revision in existing}
     counter = 0
@@ -85,7 +85,7 @@ def wanted(
 
 
 def _inherited_image(spec: ServiceSpec, existing: list[Revision]) -> str | None:
-    """A restart alone keeps the image of the revision that it restarts."""
+    """The image of the revision that annotation kvline.dev/restart restarts."""
     without = {k: v for k, v in spec.inputs.items() if k != "restart"}
     for revision in existing:
         other = {k: v for k, v in json.loads(revision.inputs_json).items() if k != "restart"}

@@ -1,4 +1,4 @@
-"""Report: everything that the conditions of a service are made of, as values."""
+"""Report: everything that the status of a service is built from, as values."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """What the autoscaler says of itself, where there is one."""
+    """The autoscaler's decision, for the status."""
 
     reason: Activity
     message: str
     replicas: int
-    why: str  # of the last change
+    why: str  # why the last change was made
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceState:
-    """Everything conditions are made of."""
+    """Everything that conditions and status are built from."""
 
     spec: ServiceSpec
     plan: RolloutPlan
     pods: tuple[PodView, ...]
-    ended: tuple[EndedPod, ...] = ()  # of all revisions, newest first
+    ended: tuple[EndedPod, ...] = ()  # terminal pods of all revisions, newest first
     records: dict[str, Record] = field(default_factory=dict)  # by fingerprint
-    apply_error: Condition | None = None  # an object of ours was refused
+    apply_error: Condition | None = None  # a child object could not be written
     deadline_exceeded: bool = False
-    refused: str = ""  # why no pods of the newest revision are made
+    refused: str = ""  # why the API server refuses pods of the spec's revision
     stable_state: RevisionState = field(default_factory=RevisionState)  # of the stable revision
-    limits: Thresholds = field(default_factory=Thresholds)  # of the newest revision's replicas
+    limits: Thresholds = field(default_factory=Thresholds)  # for replicas of the spec's revision
     image_outdated: bool = False
     scaling: Scaling | None = None
-    preparing: Preparation | None = None  # what the newest revision's pods wait for
+    preparing: Preparation | None = None  # the Job that its pods wait for
     stable_data: dict[str, Any] = field(default_factory=dict)  # of its ControllerRevision
 
     @property
     def served_name(self) -> str:
-        """As the stable revision's replicas answer to it, whatever the spec asks for by now."""
+        """The model name of the stable revision, which may differ from the current spec's."""
         return str(self.stable_data.get("servedName") or self.spec.served_name)
 
     @property
@@ -68,7 +68,7 @@ class ServiceState:
 
     @property
     def newest(self) -> tuple[PodView, ...]:
-        """Pods of the revision that is to run."""
+        """Pods of the candidate, else of the stable revision."""
         return tuple(p for p in self.pods if p.revision == self.plan.newest)
 
     @property
@@ -77,8 +77,8 @@ class ServiceState:
 
     @property
     def serving(self) -> tuple[PodView, ...]:
-        """Ready replicas with a validated size, of the stable revision; of one that has passed its
-        gate where none of those is left, as near the end of Replace and Recreate."""
+        """Ready replicas with a validated size: of the stable revision, or, where it has none (late
+        in Replace and Recreate), of a candidate that has passed its gate."""
         passed = self.plan.gate is not None and self.plan.gate.result is GateResult.PASSED
         ready = tuple(p for p in self.pods if p.ready and p.validated)
         stable = tuple(p for p in ready if p.revision == self.plan.stable)
@@ -87,8 +87,8 @@ class ServiceState:
 
 
 def failed_end(pods: tuple[PodView, ...]) -> Ended | None:
-    """The last failed end of a replica that has not been validated since; it stands through
-    restarts, so that a crash loop does not flap between Loading and its reason."""
+    """The last failed termination of a replica not validated since. It is kept through restarts, so
+    that a crash loop does not flap between Loading and its reason."""
     for pod in pods:
         if pod.failed is not None and not (pod.failed.from_outside and pod.running):
             return pod.failed

@@ -1,4 +1,4 @@
-"""The operator's settings: built once from flags and environment, frozen, passed down."""
+"""The operator's settings, from flags and environment."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ DIGEST_IMAGE = re.compile(r"[a-z0-9][a-z0-9._:/-]*@sha256:[0-9a-f]{64}")
 @dataclass(frozen=True, slots=True)
 class Settings:
     default_image: str
-    default_cuda_image: str = ""  # of services with a GPU; empty: they name one
+    default_cuda_image: str = ""  # for services with GPUs; empty: they need spec.image
     namespaces: tuple[str, ...] = ()  # empty: the whole cluster
     own_namespace: str = "kvline-system"
-    lease_name: str = "kvline-operator"  # in its own namespace; who holds it acts
-    identity: str = "kvline-operator"  # among operators
-    metrics_namespaces: tuple[str, ...] = ()  # whose pods may scrape ours
-    client_namespaces: tuple[str, ...] = ()  # whose pods may use the API, besides a service's own
+    lease_name: str = "kvline-operator"  # in the operator's namespace
+    identity: str = "kvline-operator"  # holderIdentity of the Lease
+    metrics_namespaces: tuple[str, ...] = ()  # whose pods may read the metrics of replicas
+    client_namespaces: tuple[str, ...] = ()  # whose pods may use the API, besides the service's own
     hub_endpoint: str = ""  # empty: the public hub
-    # Of the pods of new revisions:
-    traces_endpoint: str = ""  # an OpenTelemetry collector
+    # For the pods of new revisions:
+    traces_endpoint: str = ""  # of an OpenTelemetry collector
     runtime_class: str = ""
     priority_class: str = ""
-    pull_secrets: tuple[str, ...] = ()  # of the service's own namespace
+    pull_secrets: tuple[str, ...] = ()  # Secrets in the service's own namespace
     resync_seconds: float = 300.0
-    poll_seconds: float = 2.0  # pods that are not ready yet
-    load_seconds: float = 15.0  # the load of services that scale by it
+    poll_seconds: float = 2.0  # interval while a replica is being measured
+    load_seconds: float = 15.0  # interval of the load of services with spec.autoscaling
     workers: int = 8
     probe_port: int = 8081
     page_port: int = 8082  # the web page; 0: none
@@ -44,12 +44,12 @@ class Settings:
 
     @property
     def hub_port(self) -> int:
-        """The one port that a pod which downloads may reach."""
+        """The port that downloading pods may connect to."""
         return _port(self.hub_endpoint)
 
     @property
     def traces_port(self) -> int:
-        """The one port that a pod which traces may reach."""
+        """The port that tracing pods may connect to."""
         return _port(self.traces_endpoint)
 
 
@@ -58,31 +58,36 @@ def _parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
     parser.add_argument(
         "--default-image",
         default=environment.get("KVLINE_DEFAULT_IMAGE"),
-        help="server image of services that name none, by digest",
+        help="server image of services without spec.image, by digest",
     )
     parser.add_argument(
         "--default-cuda-image",
         default=environment.get("KVLINE_DEFAULT_CUDA_IMAGE", ""),
-        help="the same of services with a GPU; empty: they must name one",
+        help="the same for services with GPUs; default: they need spec.image",
     )
     parser.add_argument(
         "--allow-image-tags",
         action="store_true",
         default=environment.get("KVLINE_ALLOW_IMAGE_TAGS") == "true",
-        help="development: accept a default image by tag",
+        help="for development: accept a default image by tag",
     )
-    parser.add_argument("--namespace", action="append", default=[])
+    parser.add_argument(
+        "--namespace",
+        action="append",
+        default=[],
+        help="a namespace to reconcile; default: all",
+    )
     parser.add_argument(
         "--metrics-namespace",
         action="append",
         default=environment.get("KVLINE_METRICS_NAMESPACES", "").split(),
-        help="a namespace whose pods may read the metrics of ours, such as Prometheus's",
+        help="a namespace, such as Prometheus's, whose pods may read the replicas' metrics",
     )
     parser.add_argument(
         "--client-namespace",
         action="append",
         default=[],
-        help="a namespace whose pods may use the API of services, besides each service's own",
+        help="a namespace whose pods may use the services' API, besides each service's own",
     )
     parser.add_argument(
         "--traces-endpoint",
@@ -94,38 +99,40 @@ def _parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
         "--hub-endpoint",
         type=_address,
         default=environment.get("HF_ENDPOINT", ""),
-        help="another hub, such as a mirror; empty: the public one",
+        help="URL of another hub, such as a mirror; default: the public hub",
     )
     parser.add_argument(
-        "--runtime-class", default="", help="of the pods of new revisions with a GPU"
+        "--runtime-class", default="", help="runtimeClassName of new revisions with GPUs"
     )
-    parser.add_argument("--priority-class", default="", help="of the pods of new revisions")
+    parser.add_argument("--priority-class", default="", help="priorityClassName of new revisions")
     parser.add_argument(
         "--pull-secret",
         action="append",
         default=[],
-        help="a Secret, in each service's own namespace, to pull the images of new revisions with",
+        help="imagePullSecret of new revisions; a Secret in each service's namespace",
     )
     _own(parser)
     return parser
 
 
 def _own(parser: argparse.ArgumentParser) -> None:
-    """What no service notices: the operator's own intervals, lease and ports."""
+    """The operator's own intervals, lease and ports, which affect no pods of services."""
     parser.add_argument("--resync-seconds", type=float, default=300.0)
     parser.add_argument("--poll-seconds", type=float, default=2.0)
     parser.add_argument("--load-seconds", type=float, default=15.0)
     parser.add_argument(
         "--lease-name",
         default="kvline-operator",
-        help="Lease in the operator's own namespace; of operators with the same one, one acts",
+        help="Lease in the operator's namespace; of operators with the same Lease one is active",
     )
     parser.add_argument("--probe-port", type=int, default=8081)
-    parser.add_argument("--page-port", type=int, default=8082, help="the web page's; 0: none")
+    parser.add_argument(
+        "--page-port", type=int, default=8082, help="port of the web page; 0: no page"
+    )
 
 
 def parse(argv: list[str]) -> Settings:
-    """Stops the start with the flag's name when a value is wrong."""
+    """Exits with an error that names the flag where a value is invalid."""
     parser = _parser(os.environ)
     a = parser.parse_args(argv)
     if not a.default_image:

@@ -1,7 +1,7 @@
 """Read: a pod's sizing report and load over HTTP. Untrusted: bounded in bytes and in time.
 
-A pod that is Ready says the same thing until it restarts, so its report is kept by pod UID and
-asked for again at the first look after `keep_seconds`.
+The report of a Ready pod does not change until it restarts, so it is cached by pod UID and read
+again in the first reconcile after `keep_seconds`.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from kvline_contract.report import MAX_REPORT_BYTES, Load, SizingReport, State
 
 T = TypeVar("T")
 SECONDS = 5.0
-MAX_KEPT = 4096  # reports; the longest unread goes first, and is asked for again
+MAX_ENTRIES = 4096  # reports; the least recently stored one is evicted and read again
 
 
 class Unreachable(Exception):
-    """The pod's internal port did not answer in time, or broke off."""
+    """The pod's internal port did not answer in time, or closed the connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one attempt to read a report gave: a report, or why there is none."""
+    """The result of one attempt to read a report: the report, or an error."""
 
     report: SizingReport | None
     error: str = ""  # empty with a report
-    invalid: bool = False  # it answered, but not with a report of ours
+    invalid: bool = False  # it answered, but not with a valid report
 
 
 def fetch(address: str, port: int, uid: str, seconds: float = SECONDS) -> Reading:
@@ -49,7 +49,7 @@ def fetch(address: str, port: int, uid: str, seconds: float = SECONDS) -> Readin
 
 
 def fetch_load(address: str, port: int, seconds: float = SECONDS) -> Load | None:
-    """One GET of /load; None when it cannot be had or read."""
+    """One GET of /load; None where it fails or is invalid."""
     try:
         return Load.parse(_get(address, port, "/load", time.monotonic() + seconds))
     except (Unreachable, ContractError):
@@ -57,7 +57,7 @@ def fetch_load(address: str, port: int, seconds: float = SECONDS) -> Load | None
 
 
 def _get(address: str, port: int, path: str, deadline: float) -> bytes:
-    """A hand-made HTTP/1.0 exchange: a client library's limits are per read, ours is in all."""
+    """A plain HTTP/1.0 request: client libraries limit the time of each read, not of the whole."""
     try:
         with socket.create_connection((address, port), _left(deadline)) as connection:
             connection.settimeout(_left(deadline))
@@ -87,32 +87,32 @@ def _left(deadline: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept(Generic[T]):
+class _Entry(Generic[T]):
     value: T
     at: float
 
 
 class _Cache(Generic[T]):
-    """What was read last of each pod, by its UID."""
+    """The last value read from each pod, by its UID."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._kept: OrderedDict[str, _Kept[T]] = OrderedDict()
+        self._kept: OrderedDict[str, _Entry[T]] = OrderedDict()
 
     def put(self, uid: str, value: T) -> None:
-        self._kept[uid] = _Kept(value, self._clock())
+        self._kept[uid] = _Entry(value, self._clock())
         self._kept.move_to_end(uid)
-        if len(self._kept) > MAX_KEPT:
+        if len(self._kept) > MAX_ENTRIES:
             self._kept.popitem(last=False)
 
-    def get(self, uid: str, seconds: float = float("inf")) -> _Kept[T] | None:
-        """None where there is nothing younger than `seconds`."""
+    def get(self, uid: str, seconds: float = float("inf")) -> _Entry[T] | None:
+        """None where it is older than `seconds` or absent."""
         kept = self._kept.get(uid)
         return kept if kept is not None and self._clock() - kept.at < seconds else None
 
 
 class Reports:
-    """Reports by pod UID. Validated ones of ready pods are kept until they are asked anew."""
+    """Reads reports and loads of pods, and caches them."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Reports:
         if reading.report is not None and reading.report.state is State.VALIDATED:
             self._reports.put(uid, reading.report)
         elif reading.report is None and ready and (kept := self._reports.get(uid)):
-            # An unreadable report never blanks a figure already read from the same pod.
+            # An unreadable report does not remove figures already read from the same pod.
             return Reading(kept.value, reading.error, reading.invalid)
         return reading
 

@@ -1,7 +1,7 @@
 """Parse: the body of an InferenceService to a frozen ServiceSpec.
 
-The schema has refused most mistakes already; what it could not see becomes a SpecError that names
-the field. Reads `metadata` and `spec`, never `status`.
+The CRD's schema rejects most invalid specs; what it cannot check is a SpecError that names the
+field. Reads `metadata` and `spec`, never `status`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SOURCE = re.compile(
     r"|pvc://(?P<claim>[a-z0-9-]+)/(?P<path>[\w./-]+))",
     re.ASCII,
 )
-# What changes pods, and so makes a revision; thresholds and replicas do not.
+# Fields that change pods and therefore make a revision; thresholds and replicas do not.
 REVISION_FIELDS = (
     "model",
     "engine",
@@ -46,7 +46,7 @@ class ModelSource:
     text: str
     claim: str | None  # pvc:// claim
     path: str  # below /models
-    commit: str  # hf:// commit, else empty
+    commit: str  # of hf://, else empty
 
     @property
     def from_hub(self) -> bool:
@@ -66,25 +66,25 @@ class OnFailure(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """How a new revision takes over; none of it moves a pod."""
+    """spec.rollout, with the annotations of a rollout; a change restarts no pod."""
 
     strategy: Strategy = Strategy.SURGE
     min_capacity_percent: int = 95
     progress_deadline_seconds: int = 1800
     on_failure: OnFailure = OnFailure.ROLLBACK
-    promote: str = ""  # a revision that a person lets pass
-    paused: bool = False
+    promote: str = ""  # annotation kvline.dev/promote: a revision
+    paused: bool = False  # annotation kvline.dev/paused
 
 
 @dataclass(frozen=True, slots=True)
 class Autoscaling:
-    """Between which counts, and when, the load moves the replicas."""
+    """spec.autoscaling."""
 
     max_replicas: int
     min_replicas: int = 1
     target_percent: int = 70
     scale_down_delay_seconds: int = 300
-    scale_up_percent: int = 100  # of the replicas, within a minute
+    scale_up_percent: int = 100  # of the replicas, in a minute
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,8 @@ class ServiceSpec:
     reuse: Reuse
     rollout: Rollout
     autoscaling: Autoscaling | None
-    policy: str  # digest of spec.rollout and spec.capacity as they are written
-    inputs_json: str  # canonical JSON of what changes pods
+    policy: str  # digest of spec.rollout and spec.capacity
+    inputs_json: str  # canonical JSON of the fields that make a revision
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -150,40 +150,40 @@ def _reuse(spec: dict[str, Any]) -> Reuse:
 
 
 def _rollout(metadata: dict[str, Any], spec: dict[str, Any]) -> Rollout:
-    said = spec.get("rollout") or {}
+    rollout = spec.get("rollout") or {}
     annotations = metadata.get("annotations") or {}
     default = Rollout()
     return Rollout(
-        strategy=Strategy(said.get("strategy", default.strategy)),
-        min_capacity_percent=said.get("minCapacityPercent", default.min_capacity_percent),
-        progress_deadline_seconds=said.get(
+        strategy=Strategy(rollout.get("strategy", default.strategy)),
+        min_capacity_percent=rollout.get("minCapacityPercent", default.min_capacity_percent),
+        progress_deadline_seconds=rollout.get(
             "progressDeadlineSeconds", default.progress_deadline_seconds
         ),
-        on_failure=OnFailure(said.get("onFailure", default.on_failure)),
+        on_failure=OnFailure(rollout.get("onFailure", default.on_failure)),
         promote=annotations.get(ANNOTATION_PROMOTE, ""),
         paused=annotations.get(ANNOTATION_PAUSED) == "true",
     )
 
 
 def _policy(spec: dict[str, Any]) -> str:
-    """What is absent stays absent, so that an operator with more fields finds the same."""
-    said = canonical([spec.get("rollout") or {}, spec.get("capacity") or {}])
-    return hashlib.sha256(said.encode()).hexdigest()[:16]
+    """Without defaults, so that an operator with more fields computes the same digest."""
+    text = canonical([spec.get("rollout") or {}, spec.get("capacity") or {}])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _autoscaling(spec: dict[str, Any]) -> Autoscaling | None:
-    said = spec.get("autoscaling")
-    if not said:
+    given = spec.get("autoscaling")
+    if not given:
         return None
-    default = Autoscaling(said["maxReplicas"])
+    default = Autoscaling(given["maxReplicas"])
     return Autoscaling(
-        max_replicas=said["maxReplicas"],
-        min_replicas=said.get("minReplicas", default.min_replicas),
-        target_percent=said.get("targetPercent", default.target_percent),
-        scale_down_delay_seconds=said.get(
+        max_replicas=given["maxReplicas"],
+        min_replicas=given.get("minReplicas", default.min_replicas),
+        target_percent=given.get("targetPercent", default.target_percent),
+        scale_down_delay_seconds=given.get(
             "scaleDownDelaySeconds", default.scale_down_delay_seconds
         ),
-        scale_up_percent=said.get("scaleUpPercent", default.scale_up_percent),
+        scale_up_percent=given.get("scaleUpPercent", default.scale_up_percent),
     )
 
 
@@ -196,7 +196,7 @@ def parse_source(text: Any) -> ModelSource:
         )
     if match["claim"]:
         if ".." in match["path"].split("/"):
-            raise SpecError(f"spec.model.source must not climb with ..: {text!r:.80}")
+            raise SpecError(f"spec.model.source must not contain ..: {text!r:.80}")
         return ModelSource(text, match["claim"], match["path"], "")
     folder = f"{match['org']}--{match['name']}/{match['commit']}"
     return ModelSource(text, None, folder, match["commit"])
@@ -208,7 +208,7 @@ def scheme(inputs: dict[str, Any]) -> str:
 
 
 def inputs(metadata: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
-    """The part of a resource that makes a revision. Absent fields stay absent."""
+    """The fields and annotations that make a revision. Absent fields stay absent."""
     out: dict[str, Any] = {key: spec[key] for key in REVISION_FIELDS if spec.get(key)}
     capacity = spec.get("capacity") or {}
     pinned = {key: capacity[key] for key in REVISION_CAPACITY_FIELDS if key in capacity}

@@ -1,7 +1,7 @@
-"""Report: the whole status of a service from what was observed, and the events it calls for.
+"""Report: the status of a service and the events for what has changed in it. Pure.
 
-Pure. The status in the cluster is compared with, for transition times and for «unchanged», but
-nothing of it becomes an input.
+The previous status is only compared with, for transition times and events; no decision depends on
+it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from kvline_operator.service_state import Condition, Scaling, ServiceState
 
 Object = dict[str, Any]
 MAX_REPLICA_SIZING = 16
-MAX_ENDED_EVENTS = 3  # a reconcile
+MAX_ENDED_EVENTS = 3  # in one reconcile
 
 REJECTED = "RevisionRejected"  # reason of UpToDate, and of its event
-# Conditions whose news is worth an event, and what the event is called.
+# Conditions (type and reason) that are also reported as an event: its reason and type.
 EVENTS = {
     ("CapacityMeasured", "Validated"): ("CapacityValidated", "Normal"),
     ("CapacityMeasured", "ShrunkRetry"): ("CapacityShrunk", "Warning"),
@@ -65,7 +65,7 @@ class Event:
 
 
 def build(state: ServiceState, previous: Object, now: str) -> tuple[Object, list[Event]]:
-    """The new status, and one event for each condition that changed its mind."""
+    """The new status, and an event for each change that EVENTS lists."""
     made = conditions(state)
     made += abnormal(made)
     ready = sum(1 for p in state.pods if p.ready)
@@ -84,24 +84,24 @@ def build(state: ServiceState, previous: Object, now: str) -> tuple[Object, list
     }
     figures = capacity(
         CapacityStatus.of(p.report for p in state.serving),
-        state.stable_state.figures,
+        state.stable_state.capacity,
         bool(state.serving) or any(p.ready for p in state.stable),
     )
     warned = warnings(state)
     more = {"capacity": figures, "warnings": warned, "diagnosis": diagnosis(state)}
     out |= {key: value for key, value in more.items() if value}
-    news = _warning_events(warned, previous.get("warnings") or [])
-    news += _ended_events(state.ended, previous.get("endedPods") or 0)
+    events = _warning_events(warned, previous.get("warnings") or [])
+    events += _ended_events(state.ended, previous.get("endedPods") or 0)
     if state.plan.gate is not None:
-        news += _gate_events(made, out["rollout"], previous)
+        events += _gate_events(made, out["rollout"], previous)
     if state.scaling is not None:
         out["desiredReplicas"] = state.scaling.replicas
-        news += _scale_events(state.scaling, previous.get("desiredReplicas"))
-    return out, [*news, *events(made, previous)]
+        events += _scale_events(state.scaling, previous.get("desiredReplicas"))
+    return out, [*events, *_condition_events(made, previous)]
 
 
 def refused(spec_error: Condition, body: Object, now: str) -> tuple[Object, list[Event]]:
-    """The status of a spec that cannot be parsed: what serves goes on, the rest stays as it was."""
+    """The status of a spec that cannot be parsed: Ready stays True if it was, the rest is kept."""
     previous = body.get("status") or {}
     generation = body["metadata"].get("generation", 0)
     made_anew = ("Accepted", "Ready", *TYPES)
@@ -113,7 +113,7 @@ def refused(spec_error: Condition, body: Object, now: str) -> tuple[Object, list
     if was_ready:
         kept.append(condition_of(previous, "Ready"))
     status = {**previous, "conditions": [*stamped, *kept], "observedGeneration": generation}
-    return status, events(made, previous)
+    return status, _condition_events(made, previous)
 
 
 def _rollout(state: ServiceState, previous: Object, now: str) -> Object:
@@ -132,7 +132,7 @@ def _rollout(state: ServiceState, previous: Object, now: str) -> Object:
 
 
 def _gate(state: ServiceState) -> Object:
-    """The verdict of what is on its way or was rejected, else of the revision that serves."""
+    """The verdict on the candidate or the rejected revision, else on the stable one."""
     plan = state.plan
     verdict = plan.gate or state.stable_state.last_verdict()
     if verdict is None:
@@ -146,7 +146,7 @@ def _gate(state: ServiceState) -> Object:
 
 
 def _gate_events(made: list[Condition], rollout: Object, previous: Object) -> list[Event]:
-    """GatePassed or RevisionRejected, once for each revision, with the figures."""
+    """GatePassed or RevisionRejected, once for each revision."""
     gate, before = rollout["gate"], previous.get("rollout") or {}
     old = before.get("gate") or {}
     same = all(gate[key] == old.get(key) for key in ("revision", "result"))
@@ -161,16 +161,17 @@ def _gate_events(made: list[Condition], rollout: Object, previous: Object) -> li
 
 
 def _newest(rollout: Object) -> str:
-    """The revision that the gate has judged, while it is not the stable one."""
+    """The revision of the spec, where it is not stable."""
     return str(rollout.get("rejectedRevision") or rollout.get("candidateRevision") or "")
 
 
 def _ended_events(pods: tuple[EndedPod, ...], before: int) -> list[Event]:
-    """Of pods that Kubernetes ended for good since: a healthy service has no condition for them.
-    The newest alone, because a broken node ends them by the dozen."""
+    """PodEnded for new terminal pods, which no condition of a healthy service shows. Only for the
+    newest, because a broken node ends many."""
     new = min(MAX_ENDED_EVENTS, max(0, len(pods) - before))
     return [
-        Event("PodEnded", "Warning", f"{p.text}; it is no replica any more") for p in pods[:new]
+        Event("PodEnded", "Warning", f"{p.text}; it no longer counts as a replica")
+        for p in pods[:new]
     ]
 
 
@@ -181,7 +182,7 @@ def _scale_events(scaling: Scaling, before: int | None) -> list[Event]:
 
 
 def warnings(state: ServiceState) -> list[str]:
-    """What replicas warn of in their reports, such as slower kernels; each once."""
+    """Warnings of the replicas' sizing reports, such as slower kernels, without duplicates."""
     found = {text for p in state.pods if p.report is not None for text in p.report.warnings}
     return sorted(found)[:MAX_WARNINGS]
 
@@ -191,27 +192,27 @@ def _warning_events(now: list[str], before: list[str]) -> list[Event]:
 
 
 def diagnosis(state: ServiceState) -> Object:
-    """What the engine that failed said: of the newest revision's replicas, else of the rejected
-    one's, which are gone."""
-    said = next((d for p in state.newest if (d := _said(p)) is not None), None)
+    """status.diagnosis: the termination message of a failed engine of the spec's revision; after
+    that was rejected and its pods deleted, the stored one."""
+    failure = next((f for p in state.newest if (f := _failure(p)) is not None), None)
     revision = state.plan.newest
-    if said is None and state.plan.rejected and state.plan.gate is not None:
-        said, revision = state.plan.gate.diagnosis, state.plan.rejected
-    if said is None:
+    if failure is None and state.plan.rejected and state.plan.gate is not None:
+        failure, revision = state.plan.gate.diagnosis, state.plan.rejected
+    if failure is None:
         return {}
-    found = encode(said)
+    found = encode(failure)
     kept = ("code", "name", "message", "binding", "largestMaxModelLen", "knobs")
     return {"revision": revision, **{key: found[key] for key in kept if key in found}}
 
 
-def _said(pod: PodView) -> Termination | None:
+def _failure(pod: PodView) -> Termination | None:
     if pod.failed is not None:
         return pod.failed.termination
     return pod.report.failure if pod.report is not None else None
 
 
 def replica_sizing(state: ServiceState) -> list[Object]:
-    """At most 16 replicas, worst first: those without a size, then by tokens."""
+    """At most 16 replicas: those that are not ready first, then by tokens."""
     ordered = sorted(state.pods, key=lambda p: (p.ready, p.kv_tokens or 0, p.name))
     out = []
     for pod in ordered[:MAX_REPLICA_SIZING]:
@@ -235,7 +236,7 @@ def replica_state(pod: PodView, minimum: int) -> str:
     return "Unreachable" if pod.running and pod.report_error else "Pending"
 
 
-def events(made: list[Condition], previous: Object) -> list[Event]:
+def _condition_events(made: list[Condition], previous: Object) -> list[Event]:
     out = []
     for condition in made:
         before = condition_of(previous, condition.type)

@@ -1,6 +1,6 @@
-"""Tell: what the last reconcile of each service saw, for the metrics and the page.
+"""Report: the last reconciled status of each service, in memory, for the metrics and the page.
 
-In memory and read only: nothing is decided by it, and after a restart the first reconciles fill it.
+No decision depends on it; after a restart the first reconciles fill it.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RevisionEntry:
-    """A revision and what became of it."""
+    """A revision with its stored state."""
 
     name: str
     number: int
     image: str
-    created: str  # RFC 3339; empty for one that this reconcile made
+    created: str  # RFC 3339; empty for one created by this reconcile
     inputs: Object
     state: RevisionState
-    named: bool = False  # the spec named the image
+    named: bool = False  # its image is of spec.image, not the default
 
 
 @dataclass(frozen=True, slots=True)
 class View:
     key: Key
-    spec: Object  # as it was applied
+    spec: Object  # of the InferenceService
     status: Object
     pods: tuple[PodView, ...] = ()
     history: tuple[RevisionEntry, ...] = ()  # newest first
 
 
 class StatusCache:
-    """Threads write, threads read; a view is never changed once it is here."""
+    """Thread-safe. Views are immutable."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,7 +50,7 @@ class StatusCache:
             self._views[view.key] = view
 
     def refuse(self, key: Key, spec: Object, status: Object) -> None:
-        """A spec that cannot be acted on: what serves is as it was."""
+        """Updates spec and status of a service whose spec is invalid; the rest is kept."""
         with self._lock:
             before = self._views.get(key, View(key, spec, status))
             self._views[key] = replace(before, spec=spec, status=status)
@@ -68,8 +68,10 @@ class StatusCache:
             return [self._views[key] for key in sorted(self._views)]
 
 
-def past(stored: dict[str, Object], states: dict[str, RevisionState]) -> tuple[RevisionEntry, ...]:
-    """ControllerRevisions by revision as history, newest first."""
+def history(
+    stored: dict[str, Object], states: dict[str, RevisionState]
+) -> tuple[RevisionEntry, ...]:
+    """The revisions of a service, newest first."""
     found = [
         RevisionEntry(
             name=name,

@@ -1,7 +1,8 @@
-"""Plan: how many KV tokens a replica must have, and where that figure comes from. Pure.
+"""Plan: how many KV tokens a replica must have, and where that threshold comes from. Pure.
 
-Tokens are compared within a GPU model alone. A candidate must reach its share of the baseline; of
-an accepted revision only spec.capacity.minKVTokens keeps a replica out of traffic.
+Tokens are compared within one GPU model only. Replicas of a candidate must reach
+spec.rollout.minCapacityPercent of the baseline and spec.capacity.minKVTokens; replicas of an
+accepted revision only the latter.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvline_contract.launch import MAX_GATE_GPUS, VERSION, GateFile
 class Threshold:
     tokens: int  # 0: none
     source: str
-    baseline: int = 0  # what `tokens` is a share of; 0: nothing
+    baseline: int = 0  # that `tokens` is a percentage of; 0: none
     by_minimum: bool = False
 
 
@@ -35,7 +36,7 @@ class Thresholds:
     baseline: dict[str, int] = field(default_factory=dict)  # tokens by GPU model
 
     def of(self, gpu: str) -> Threshold:
-        """Of a replica on this GPU model; the empty one is a CPU."""
+        """The threshold of a replica on this GPU model; empty for a CPU."""
         base = self.baseline.get(gpu, 0)
         share = -(-self.percent * base // 100)
         if share and share >= self.minimum:
@@ -46,15 +47,15 @@ class Thresholds:
         return Threshold(0, "", base)
 
     def unknown(self, gpu: str) -> bool:
-        """Whether others have a baseline, and this GPU model has none."""
+        """Whether other GPU models have a baseline and this one has none."""
         return bool(self.baseline) and gpu not in self.baseline
 
     def distance(self, replica: HasTokens) -> tuple[float, int]:
-        """How near a replica is to what it must have; less than 1: short of it."""
+        """The ratio of a replica's tokens to its threshold (below 1: too few), then the tokens."""
         return replica.tokens / max(1, self.of(replica.gpu).tokens), replica.tokens
 
     def gate(self, is_open: bool) -> GateFile:
-        """What pods read; servers that know no map take the smallest of its entries."""
+        """The gate file that pods mount; servers too old for the map use its smallest entry."""
         shares = {gpu: self._share(gpu) for gpu in self.baseline if self._share(gpu)}
         listed = sorted(gpu for gpu in shares if len(gpu) <= MAX_KEY)[:MAX_GATE_GPUS]
         return GateFile(

@@ -60,7 +60,7 @@ def test_a_rejected_spec_is_explained_and_rolled_back(
     assert "engine" not in service.space.get("kvl", "chat")["spec"]
     assert service.space.get("kvl", "chat")["spec"]["replicas"] == 2
     again = say("rollback", "chat", first, check=False)
-    assert again.returncode == 1 and f"says what revision {first} said" in again.stderr
+    assert again.returncode == 1 and f"that of revision {first} already" in again.stderr
 
 
 def test_promote_takes_what_was_rejected(service: Service, say: Callable[..., Any]) -> None:
@@ -116,7 +116,7 @@ def test_what_cannot_be_done_is_reported_in_a_line(space: Any, say: Callable[...
     space.apply("lonely")  # no operator runs
     assert "is it running?" in say("explain", "lonely").stdout
     unknown = say("rollback", "lonely", "zzzzz", check=False)
-    assert "no revision zzzzz; there are none" in unknown.stderr
+    assert "no revision zzzzz; revisions: none" in unknown.stderr
 
 
 def test_a_change_in_between_is_not_undone(space: Any) -> None:
@@ -126,6 +126,6 @@ def test_a_change_in_between_is_not_undone(space: Any) -> None:
     read = mine.service("chat")
     patch = act.promote(read, (RevisionEntry("aaaaa", 1, "", "", {}, RevisionState()),), "aaaaa")[1]
     space.apply(replicas=2)
-    with pytest.raises(Problem, match="was changed meanwhile"):
+    with pytest.raises(Problem, match="has changed meanwhile"):
         mine.patch(read, patch)
     assert space.get("kvl", "chat")["spec"]["replicas"] == 2

@@ -137,7 +137,7 @@ def test_memory_is_written_over_nothing_but_what_was_read(
     (stored,) = kube.select("ControllerRevision", space.name, f"{LABEL_SERVICE}=chat")
     name = stored["metadata"]["name"]
     space.kubectl("annotate", "controllerrevision", name, f"{ANNOTATION_VERDICT}=Failed")
-    mine = render.remembered(spec, stored, {ANNOTATION_VERDICT: "Passed"})
+    mine = render.with_annotations(spec, stored, {ANNOTATION_VERDICT: "Passed"})
     with pytest.raises(Conflict):
         kube.apply(mine, over=stored, exact=True)
     now = space.get("controllerrevision", name)

@@ -325,7 +325,7 @@ def test_an_accepted_revision_that_measures_less_serves_warns_and_can_be_promote
     assert f"revision {revision}" in space.kvline("promote", "chat").stdout
     service.until(lambda s: space.condition("CapacityStable")["reason"] != "BelowBaseline")
     twice = space.kvline("promote", "chat", revision, check=False)
-    assert "has been promoted already" in twice.stderr
+    assert "is promoted already" in twice.stderr
     stored = space.get("controllerrevisions", f"chat-{revision}")["metadata"]["annotations"]
     assert json.loads(stored["kvline.dev/baseline"]) == {"": 2000}
     space.apply(replicas=2, engine=BIGGER, capacity={"minKVTokens": 2500})

@@ -89,7 +89,7 @@ class Fleet:
         self.scale: Scale | None = None
 
     def run(self, end: float) -> Iterator[tuple[float, int]]:
-        """(second, replicas asked for) at each poll."""
+        """(second, replicas demanded for) at each poll."""
         self._at(0.0, "next", None)
         self._at(0.5, "beat", None)
         self._at(POLL, "poll", None)
@@ -148,9 +148,9 @@ class Fleet:
 
     def _poll(self, now: float) -> None:
         ready = self.ready(now)
-        asked = demand([r.load(now) for r in ready], self.how.target_percent)
+        demanded = demand([r.load(now) for r in ready], self.how.target_percent)
         moment = NOON + timedelta(seconds=now)
-        self.scale = decide(self.scale, len(self.replicas), asked, self.how, moment)
+        self.scale = decide(self.scale, len(self.replicas), demanded, self.how, moment)
         while len(self.replicas) < self.scale.replicas:
             self.replicas.append(Replica(self.places, now + self.start))
         del self.replicas[self.scale.replicas :]  # they finish what they have

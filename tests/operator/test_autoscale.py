@@ -13,9 +13,9 @@ from kvline_contract.report import Load
 from kvline_operator.autoscale import (
     VERSION,
     Activity,
-    Lower,
-    Rise,
     Scale,
+    ScaleDownWindow,
+    ScaleUp,
     activity,
     decide,
     demand,
@@ -83,8 +83,8 @@ def test_replicas_are_added_for_what_arrives(replies: list[Load], replicas: int)
 def test_rejections_of_an_older_server_count_for_nothing() -> None:
     """They hold every 4xx: of a client's mistakes no number asks for a replica."""
     old = Load(1, 1000, 100, 0, 0, 4, 0, 12000, 10, False)
-    asked = demand([old], HOW.target_percent)
-    assert (asked.replicas, asked.arriving) == (1, 1)
+    demanded = demand([old], HOW.target_percent)
+    assert (demanded.replicas, demanded.arriving) == (1, 1)
 
 
 def test_a_full_replica_and_200_retrying_clients_ask_for_a_step() -> None:
@@ -114,7 +114,7 @@ def test_replicas_rise_by_at_most_the_percentage_within_any_minute() -> None:
 
 
 def test_a_clock_that_was_put_back_stops_no_rise() -> None:
-    ahead = Scale(VERSION, 2, "", None, (Rise("2026-11-22T13:00:00Z", 1),))
+    ahead = Scale(VERSION, 2, "", None, (ScaleUp("2026-11-22T13:00:00Z", 1),))
     how = Autoscaling(max_replicas=100)
     assert decide(ahead, 2, demand([load(running=100)], 70), how, NOON).replicas == 4
 
@@ -158,16 +158,16 @@ def test_the_smallest_replica_is_the_unit() -> None:
 def test_more_comes_at_once_and_fewer_only_after_the_whole_delay() -> None:
     up = decide(scale(1), 1, demand([load(used=1400)], 50), HOW, NOON)
     assert (up.replicas, up.lower) == (3, None)
-    assert "1400 KV tokens used" in up.why and "asks for 3 by tokens" in up.why
+    assert "1400 KV tokens used" in up.why and "needs 3 replicas by tokens" in up.why
 
     began = decide(up, 3, demand([load()] * 3, 50), HOW, NOON)
     assert began.replicas == 3
     second = NOON + timedelta(seconds=30)
     peak = decide(began, 3, demand([load(used=600), *[load()] * 2], 50), HOW, second)
-    assert peak.lower == Lower("2026-11-22T12:00:00Z", 2)
+    assert peak.lower == ScaleDownWindow("2026-11-22T12:00:00Z", 2)
     almost = decide(peak, 3, demand([load()] * 3, 50), HOW, NOON + timedelta(seconds=59))
     assert almost == peak
-    # Down to what the peak of the delay asked for, not to the last reading.
+    # Down to what the peak of the delay demanded for, not to the last reading.
     down = decide(almost, 3, demand([load()] * 3, 50), HOW, NOON + timedelta(seconds=60))
     assert (down.replicas, down.lower) == (2, None)
 
@@ -181,10 +181,10 @@ def test_a_load_that_comes_back_begins_the_delay_anew() -> None:
 
 def test_a_silent_replica_is_not_an_idle_one() -> None:
     late = NOON + timedelta(hours=1)
-    waited = Scale(VERSION, 4, "before", Lower("2026-11-22T12:00:00Z", 1))
+    waited = Scale(VERSION, 4, "before", ScaleDownWindow("2026-11-22T12:00:00Z", 1))
     held = decide(waited, 4, demand([load(), None], 50), HOW, late)
     assert held == scale(4)
-    # What the others say is asked for all the same: the silent one could only add to it.
+    # What the others say is demanded for all the same: the not_reporting one could only add to it.
     assert decide(waited, 4, demand([load(used=2600), None], 50), HOW, late).replicas == 6
     assert decide(waited, 4, demand([None], 50), HOW, late) == scale(4)
     assert decide(waited, 4, demand([], 50), HOW, late) == scale(4)
@@ -198,7 +198,7 @@ def test_bounds_hold_for_what_is_remembered_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "kept", "ready", "reason"),
+    ("demanded", "kept", "ready", "reason"),
     [
         ([load()], 1, 1, Activity.STABLE),
         ([load()], 2, 1, Activity.SCALING),
@@ -208,8 +208,8 @@ def test_bounds_hold_for_what_is_remembered_too() -> None:
         ([load(running=50)], 2, 2, Activity.SCALING),  # the step limit holds it
     ],
 )
-def test_what_is_said(asked: list[Load | None], kept: int, ready: int, reason: Activity) -> None:
-    said, text = activity(scale(kept), demand(asked, 50), HOW, ready)
+def test_what_is_said(demanded: list[Load | None], kept: int, ready: int, reason: Activity) -> None:
+    said, text = activity(scale(kept), demand(demanded, 50), HOW, ready)
     assert said is reason
     assert "spec.replicas is not used" in text
 
@@ -243,13 +243,13 @@ loads = st.builds(
 def test_replicas_stay_in_bounds_and_never_sink_before_the_delay(
     replies: list[Load | None], replicas: int, seconds: int
 ) -> None:
-    before = Scale(VERSION, replicas, "", Lower("2026-11-22T12:00:00Z", 1))
-    asked = demand(replies, HOW.target_percent)
-    after = decide(before, replicas, asked, HOW, NOON + timedelta(seconds=seconds))
-    assert asked.arriving <= asked.replicas
+    before = Scale(VERSION, replicas, "", ScaleDownWindow("2026-11-22T12:00:00Z", 1))
+    demanded = demand(replies, HOW.target_percent)
+    after = decide(before, replicas, demanded, HOW, NOON + timedelta(seconds=seconds))
+    assert demanded.arriving <= demanded.replicas
     assert HOW.min_replicas <= after.replicas <= HOW.max_replicas
     if after.replicas < replicas:
         assert seconds >= HOW.scale_down_delay_seconds and None not in replies and replies
-        assert after.replicas >= min(asked.replicas, HOW.max_replicas)
-    assert after.replicas >= min(asked.arriving, HOW.max_replicas)
+        assert after.replicas >= min(demanded.replicas, HOW.max_replicas)
+    assert after.replicas >= min(demanded.arriving, HOW.max_replicas)
     assert Scale.parse(after.dumps()) == after

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from kvline_operator.candidate import failure, hindrance, kills
+from kvline_operator.candidate import blocker, failure, kills
 from kvline_operator.candidate import view as view_candidate
 from kvline_operator.ended_pods import ended, has_ended, surplus
-from kvline_operator.gate import Kind
+from kvline_operator.gate import ComparisonGroup
 from kvline_operator.kills import dumps, parse
 from kvline_operator.observe import PodView, view
 from kvline_operator.sizing import Reading
 
-KIND = Kind("hf://org/model", 0)
+GROUP = ComparisonGroup("hf://org/model", 0)
 
 
 def pod(code: int, restarts: int, reason: str = "Error", running: bool = False) -> PodView:
@@ -43,8 +43,8 @@ def test_whose_end_it_was(
 ) -> None:
     seen = pod(code, restarts, reason)
     assert bool(failure(seen)) == rejects, what
-    assert held in hindrance(seen)
-    assert bool(hindrance(seen)) == bool(held)
+    assert held in blocker(seen)
+    assert bool(blocker(seen)) == bool(held)
 
 
 def test_kills_are_not_counted_with_the_engine_s_own_ends() -> None:
@@ -57,15 +57,15 @@ def test_kills_are_not_counted_with_the_engine_s_own_ends() -> None:
     twice = kills(known, (pod(143, 2),))
     assert twice == {"u": (1, 3)} and not failure(pod(40, 3), {"u": (1, 2, 3)})
     assert kills(twice, ()) == {}, "what has gone is forgotten"
-    held = view_candidate(KIND, (pod(40, 1),), False, known)
-    assert not held.failure and view_candidate(KIND, (pod(40, 1),), False).failure
+    held = view_candidate(GROUP, (pod(40, 1),), False, known)
+    assert not held.failure and view_candidate(GROUP, (pod(40, 1),), False).failure
     assert parse(dumps(twice)) == twice
     for text in ("", "[]", '{"u": 1}', '{"u": ["x"]}', "{"):
         assert parse(text) == {}
 
 
 def test_a_pod_that_was_killed_and_runs_again_is_not_hindered() -> None:
-    assert hindrance(pod(137, 1)) and not hindrance(pod(137, 1, running=True))
+    assert blocker(pod(137, 1)) and not blocker(pod(137, 1, running=True))
 
 
 def terminal(number: int, **status: Any) -> dict[str, Any]:

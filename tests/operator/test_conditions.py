@@ -25,7 +25,7 @@ from kvline_contract.report import (
     Termination,
 )
 from kvline_operator import revision_state, status
-from kvline_operator.capacity_status import CapacityStatus, keep
+from kvline_operator.capacity_status import CapacityStatus, retained
 from kvline_operator.conditions import conditions
 from kvline_operator.ended_pods import EndedPod
 from kvline_operator.gate import GateResult, Verdict
@@ -117,7 +117,7 @@ def test_up_to_date_is_the_newest_revision_alone() -> None:
     left = replace(ready_pod(), name="old", revision="00000")
     got = by_type(service_state(ready_pod(), left))
     assert (got["UpToDate"].status, got["UpToDate"].reason) == ("False", "RollingOut")
-    assert "1 of another" in got["UpToDate"].message
+    assert "1 replicas of others" in got["UpToDate"].message
 
 
 @pytest.mark.parametrize("state", [s for s in State if s not in (State.VALIDATED, State.FAILED)])
@@ -187,7 +187,7 @@ def test_a_candidate_s_replica_that_the_gate_holds_back_names_what_binds_it() ->
     assert (got.status, got.reason) == ("False", "BelowBaseline")
     assert "b measured 3000 KV tokens, 3892 are required (95 % of the baseline 4096" in got.message
     assert "892 short, it takes no traffic" in got.message
-    held = replace(plan, gate=Verdict(GateResult.HELD, "cannot be compared", 3000, stuck=True))
+    held = replace(plan, gate=Verdict(GateResult.HELD, "cannot be compared", 3000, blocked=True))
     got = by_type(service_state(ready_pod(), short, plan=held, limits=Thresholds()))[
         "CapacitySufficient"
     ]
@@ -256,13 +256,13 @@ def test_what_stands_in_the_way_is_the_reason(pod: PodView, kind: str, reason: s
 
 def test_scaled_to_zero_is_a_state_of_its_own() -> None:
     got = by_type(service_state(spec={"replicas": 0}))
-    assert got["Ready"] == Condition("Ready", "False", "ScaledToZero", "no replica is asked for")
+    assert got["Ready"] == Condition("Ready", "False", "ScaledToZero", "spec.replicas is 0")
     assert got["UpToDate"].status == "True"
     assert got["CapacityMeasured"].reason == "ScaledToZero"
 
 
 HELD = Verdict(GateResult.HELD, "b: Probing")
-STUCK = Verdict(GateResult.HELD, "b has no node", stuck=True)
+STUCK = Verdict(GateResult.HELD, "b has no node", blocked=True)
 FAILED = Verdict(
     GateResult.REJECTED, "measured 9 KV tokens, 950 are required: 941 short", 9, 950, 1000
 )
@@ -274,7 +274,7 @@ PASSED = Verdict(GateResult.PASSED, "measured 990 KV tokens, 950 are required", 
     [
         (HELD, False, False, "RollingOut", "is measured before it takes traffic: b: Probing"),
         (STUCK, False, False, "GateHeld", "b has no node"),
-        (PASSED, False, False, "RollingOut", "takes over: 0 of 1 replicas are ready"),
+        (PASSED, False, False, "RollingOut", "is rolled out: 0 of 1 replicas are ready"),
         (PASSED, False, True, "Paused", "kvline.dev/paused is true"),
         (FAILED, False, False, "RevisionRejected", "is kept out of traffic, aaaaa serves"),
         (
@@ -324,7 +324,7 @@ def test_pods_that_ended_for_good_are_counted_apart_and_named_while_replicas_are
     got = by_type(service_state(ready_pod(), ended=(evicted,)))
     assert (got["UpToDate"].status, got["Progressing"].reason) == ("True", "Complete")
     got = by_type(service_state(PLAIN, ended=(evicted, LOST)))
-    assert "replaced: 2, the last one p1 on n1: Evicted: low on memory" in (
+    assert "terminal pods: 2, the last one p1 on n1: Evicted: low on memory" in (
         got["Progressing"].message
     )
 
@@ -365,20 +365,20 @@ def test_a_kill_by_the_kubelet_is_told_from_the_engine_s_own_end() -> None:
 
 def test_the_last_figures_stay_while_nothing_serves_marked_with_their_time() -> None:
     served = CapacityStatus.of([report(State.VALIDATED, 4096), report(State.VALIDATED, 4000)])
-    kept = keep(None, served, "2026-11-22T10:00:00Z")
+    kept = retained(None, served, "2026-11-22T10:00:00Z")
     assert kept is not None and kept.as_of is None
-    assert keep(kept, CapacityStatus.of([report(State.VALIDATED, 4000)]), "later") == kept
-    gone = keep(kept, None, "2026-11-22T11:00:00Z")
+    assert retained(kept, CapacityStatus.of([report(State.VALIDATED, 4000)]), "later") == kept
+    gone = retained(kept, None, "2026-11-22T11:00:00Z")
     assert gone is not None and gone.as_of == "2026-11-22T11:00:00Z"
-    assert keep(gone, None, "2026-11-22T12:00:00Z") == gone, "written once"
-    assert keep(gone, served, "2026-11-22T12:00:00Z") == kept
+    assert retained(gone, None, "2026-11-22T12:00:00Z") == gone, "written once"
+    assert retained(gone, served, "2026-11-22T12:00:00Z") == kept
     made, _ = status.build(
-        service_state(PLAIN, stable_state=RevisionState(accepted=1, figures=gone)), {}, "now"
+        service_state(PLAIN, stable_state=RevisionState(accepted=1, capacity=gone)), {}, "now"
     )
     assert made["capacity"]["kvTokens"] == 4000 and made["capacity"]["serving"] is False
     assert (made["capacity"]["kvTokensTotal"], made["capacity"]["asOf"]) == (0, gone.as_of)
     made, _ = status.build(
-        service_state(ready_pod(), stable_state=RevisionState(figures=gone)), {}, "now"
+        service_state(ready_pod(), stable_state=RevisionState(capacity=gone)), {}, "now"
     )
     assert made["capacity"]["kvTokensTotal"] == 4096 and made["capacity"]["serving"] is True
     assert "asOf" not in made["capacity"]
@@ -412,7 +412,9 @@ def test_what_would_help_is_a_field_and_outlives_the_rejected_pod() -> None:
     }
     assert status.build(service_state(crashed), {}, "now")[0]["diagnosis"] == expected
     assert "diagnosis" not in status.build(service_state(ready_pod()), {}, "now")[0]
-    stored = revision_state.written(RevisionState(verdict="Rejected", against=3, diagnosis=said))
+    stored = revision_state.to_annotations(
+        RevisionState(verdict="Rejected", stable_at_verdict=3, diagnosis=said)
+    )
     kept = revision_state.read({"metadata": {"annotations": stored}}).last_verdict()
     plan = RolloutPlan({"aaaaa": 1}, "aaaaa", gate=kept, rejected="bbbbb")
     made, _ = status.build(service_state(ready_pod(), plan=plan), {}, "now")
@@ -648,7 +650,7 @@ def test_the_address_is_that_of_the_revision_that_serves() -> None:
 
 def test_a_ready_replica_whose_report_cannot_be_read_serves() -> None:
     figures = CapacityStatus.of([ready_pod().report])
-    known = RevisionState(accepted=1, figures=figures)
+    known = RevisionState(accepted=1, capacity=figures)
     silent = replace(ready_pod(), report=None, report_error="TimeoutError")
     got = rendered(service_state(silent, stable_state=known))["capacity"]
     assert got["serving"] and "asOf" not in got and got["kvTokens"] == 4096
@@ -657,7 +659,7 @@ def test_a_ready_replica_whose_report_cannot_be_read_serves() -> None:
 
 
 def test_a_person_is_asked_for_where_nothing_can_be_compared() -> None:
-    verdict = Verdict(GateResult.HELD, "another model", 4096, stuck=True)
+    verdict = Verdict(GateResult.HELD, "another model", 4096, blocked=True)
     candidate = replace(ready_pod(), revision="bbbbb", name="b", ready=False)
     plan = RolloutPlan({"aaaaa": 1, "bbbbb": 1}, "aaaaa", "bbbbb", verdict)
     got = rendered(service_state(ready_pod(), candidate, plan=plan))["conditions"]

@@ -30,9 +30,9 @@ class Reconciles:
     def step(self, verdict: Verdict | None, seconds: int = 1, wanted: str = "b") -> RolloutPlan:
         self.time += timedelta(seconds=seconds)
         now = Situation(wanted, "a", self.replicas, self.sized, verdict)
-        now = deadline.applied(now, self.how, self.policy, self.states, self.time)
+        now = deadline.with_deadline(now, self.how, self.policy, self.states, self.time)
         made = plan(now, self.how)
-        after = deadline.remember(self.states, made, now, self.policy, self.time)
+        after = deadline.updated(self.states, made, now, self.policy, self.time)
         self.states = {name: self.kept(state) for name, state in after.items()}
         self.sized = tuple(
             DeploymentState(r, n, n if r == "a" else 0) for r, n in made.replicas.items()
@@ -42,7 +42,7 @@ class Reconciles:
     @staticmethod
     def kept(state: RevisionState) -> RevisionState:
         """As the next process finds it."""
-        metadata = {"annotations": revision_state.written(state)}
+        metadata = {"annotations": revision_state.to_annotations(state)}
         return revision_state.read({"metadata": metadata})
 
 
@@ -92,7 +92,7 @@ def test_another_policy_tries_it_again_under_its_own_deadline() -> None:
 def test_one_that_an_earlier_operator_brought_back_stays_so_until_the_policy_changes() -> None:
     """It kept no policy, and the operator's upgrade alone takes nothing away."""
     service = Reconciles()
-    service.states["b"] = RevisionState(expired=3, overdue="b-1 has no node")
+    service.states["b"] = RevisionState(expired=3, expired_message="b-1 has no node")
     assert service.step(HELD).replicas == {"a": 1}
     service.policy = "another"
     assert service.step(HELD).replicas == {"b": 1, "a": 0}
@@ -141,6 +141,6 @@ def test_a_pause_stops_the_clock() -> None:
 def test_a_clock_that_somebody_made_unreadable_begins_anew() -> None:
     service = Reconciles()
     service.step(HELD)
-    service.states["b"] = replace(service.states["b"], since="yesterday")
+    service.states["b"] = replace(service.states["b"], missing_since="yesterday")
     assert service.step(HELD, 9999).candidate == "b"
     assert service.step(HELD, 60).rejected == "b"

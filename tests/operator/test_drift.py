@@ -150,17 +150,17 @@ def test_a_correction_is_made_so_often_and_after_an_hour_again() -> None:
     now = [0.0]
     corrections = Corrections(lambda: now[0])
     for _ in range(LIMIT):
-        assert not corrections.spent("u", WANTED)
+        assert not corrections.exhausted("u", WANTED)
         corrections.add("u", WANTED)
-    assert corrections.spent("u", WANTED) and not corrections.spent("other", WANTED)
-    assert not corrections.spent("u", {**WANTED, "spec": {}}), "another wish is no dispute"
+    assert corrections.exhausted("u", WANTED) and not corrections.exhausted("other", WANTED)
+    assert not corrections.exhausted("u", {**WANTED, "spec": {}}), "another wish is no dispute"
     now[0] += WINDOW + 1
-    assert not corrections.spent("u", WANTED)
+    assert not corrections.exhausted("u", WANTED)
 
 
 def test_what_goes_to_and_fro_by_our_own_wish_is_no_dispute() -> None:
     corrections = Corrections()
     for _ in range(3 * LIMIT):
         for wanted in (WANTED, {**WANTED, "spec": {"replicas": 2}}):
-            assert not corrections.spent("u", wanted)
+            assert not corrections.exhausted("u", wanted)
             corrections.add("u", wanted)

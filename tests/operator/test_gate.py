@@ -10,12 +10,20 @@ from hypothesis import strategies as st
 
 from kvline_contract.codec import dumps
 from kvline_contract.launch import GateFile
-from kvline_operator.gate import Baseline, Candidate, GateResult, Kind, Measured, judge, thresholds
+from kvline_operator.gate import (
+    Baseline,
+    Candidate,
+    ComparisonGroup,
+    GateResult,
+    Measured,
+    evaluate,
+    thresholds,
+)
 from kvline_operator.threshold import Thresholds
 
-KIND = Kind("hf://org/model", 1)
-PROVEN = Baseline(KIND, 100, {"H200": 1000, "": 500})
-PLAIN = Candidate(KIND, (Measured("H200", 960, 100),))
+GROUP = ComparisonGroup("hf://org/model", 1)
+PROVEN = Baseline(GROUP, 100, {"H200": 1000, "": 500})
+PLAIN = Candidate(GROUP, (Measured("H200", 960, 100),))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +64,7 @@ PLAIN = Candidate(KIND, (Measured("H200", 960, 100),))
         ),
         (
             "no node",
-            replace(PLAIN, replicas=(), hindrance="p has no node"),
+            replace(PLAIN, replicas=(), blocker="p has no node"),
             0,
             GateResult.HELD,
             0,
@@ -72,7 +80,7 @@ PLAIN = Candidate(KIND, (Measured("H200", 960, 100),))
         ),
         (
             "another model without a minimum",
-            replace(PLAIN, kind=Kind("hf://org/other", 1)),
+            replace(PLAIN, group=ComparisonGroup("hf://org/other", 1)),
             0,
             GateResult.HELD,
             0,
@@ -80,13 +88,20 @@ PLAIN = Candidate(KIND, (Measured("H200", 960, 100),))
         ),
         (
             "another model with one",
-            replace(PLAIN, kind=Kind("hf://org/other", 1)),
+            replace(PLAIN, group=ComparisonGroup("hf://org/other", 1)),
             900,
             GateResult.PASSED,
             900,
             "not compared",
         ),
-        ("more GPUs", replace(PLAIN, kind=Kind(KIND.model, 2)), 0, GateResult.HELD, 0, "2 GPUs"),
+        (
+            "more GPUs",
+            replace(PLAIN, group=ComparisonGroup(GROUP.model, 2)),
+            0,
+            GateResult.HELD,
+            0,
+            "2 GPUs",
+        ),
         (
             "a GPU model never seen",
             replace(PLAIN, replicas=(Measured("A100", 9999, 100),)),
@@ -124,12 +139,12 @@ PLAIN = Candidate(KIND, (Measured("H200", 960, 100),))
 def test_the_table(
     what: str, candidate: Candidate, minimum: int, result: GateResult, required: int, said: str
 ) -> None:
-    verdict = judge(candidate, PROVEN, Thresholds(minimum, 95))
+    verdict = evaluate(candidate, PROVEN, Thresholds(minimum, 95))
     assert (verdict.result, verdict.required) == (result, required), what
     assert said in verdict.message
 
 
-TWO = Baseline(KIND, 100, {"H200": 1000, "A100": 500})
+TWO = Baseline(GROUP, 100, {"H200": 1000, "A100": 500})
 
 
 REJECTED = "Rejected"
@@ -192,7 +207,7 @@ def test_replicas_on_several_gpu_models_are_each_compared_with_their_own(
 ) -> None:
     """The best of one model says nothing of the smallest of another."""
     replicas = tuple(Measured(gpu, tokens, 100) for gpu, tokens in sizes.items())
-    verdict = judge(Candidate(KIND, replicas), TWO, Thresholds(minimum, 95))
+    verdict = evaluate(Candidate(GROUP, replicas), TWO, Thresholds(minimum, 95))
     assert verdict.result == result, what
     assert (verdict.measured, verdict.required, verdict.baseline) == figures
     assert said in verdict.message
@@ -209,9 +224,9 @@ def test_the_gate_file_says_of_each_replica_what_the_verdict_says(
 ) -> None:
     """What passes is let in by its own gate file, and of what fails a replica is kept out."""
     replicas = tuple(Measured(gpu, tokens, 100) for gpu, tokens in sizes.items())
-    candidate, policy = Candidate(KIND, replicas), Thresholds(minimum, percent)
-    proven = Baseline(KIND, 100, baseline)
-    verdict = judge(candidate, proven, policy)
+    candidate, policy = Candidate(GROUP, replicas), Thresholds(minimum, percent)
+    proven = Baseline(GROUP, 100, baseline)
+    verdict = evaluate(candidate, proven, policy)
     gate = thresholds(candidate, proven, policy).gate(verdict.result is GateResult.PASSED)
     let_in = all(r.tokens >= gate.threshold(r.gpu) for r in replicas)
     if verdict.result is GateResult.PASSED:
@@ -232,7 +247,7 @@ def test_what_passes_unpromoted_is_measured_and_enough(
     tokens: list[int], minimum: int, percent: int
 ) -> None:
     replicas = tuple(Measured("H200", n, 100) for n in tokens)
-    verdict = judge(replace(PLAIN, replicas=replicas), PROVEN, Thresholds(minimum, percent))
+    verdict = evaluate(replace(PLAIN, replicas=replicas), PROVEN, Thresholds(minimum, percent))
     enough = bool(tokens) and all(100 * n >= percent * 1000 and n >= minimum for n in tokens)
     assert (verdict.result is GateResult.PASSED) == enough
 
@@ -242,8 +257,8 @@ def test_many_small_losses_do_not_add_up(sizes: list[int]) -> None:
     """Each is within 5 % of the best, whatever the one before had."""
     best = 1000
     for tokens in sizes:
-        proven = Baseline(KIND, 100, {"H200": best})
-        verdict = judge(
+        proven = Baseline(GROUP, 100, {"H200": best})
+        verdict = evaluate(
             replace(PLAIN, replicas=(Measured("H200", tokens, 100),)), proven, Thresholds(0, 95)
         )
         assert verdict.result is GateResult.PASSED and verdict.baseline == best

@@ -37,7 +37,7 @@ class Cluster(Kube):
             raise ApiUnavailable("apart")
         return copy.deepcopy(self.lease)
 
-    def record(self, body: dict[str, Any]) -> bool:
+    def put_lease(self, body: dict[str, Any]) -> bool:
         known = self.lease["metadata"]["resourceVersion"] if self.lease else None
         if self.apart or body["metadata"].get("resourceVersion") != known:
             return False
@@ -183,9 +183,9 @@ def test_nothing_is_written_by_one_that_does_not_hold_it() -> None:
         lambda: kube.apply(body),
         lambda: kube.create(body),
         lambda: kube.replace_status("ns", "chat", {}, "1"),
-        lambda: kube.amend("ConfigMap", "ns", "a", []),
+        lambda: kube.json_patch("ConfigMap", "ns", "a", []),
         lambda: kube.delete("ConfigMap", "ns", "a", "uid"),
     ):
-        with pytest.raises(ApiUnavailable, match="has not renewed its lease"):
+        with pytest.raises(ApiUnavailable, match="could not renew its lease"):
             write()
     assert kube.writes == 0

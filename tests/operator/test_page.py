@@ -63,7 +63,7 @@ def test_an_empty_board_and_unknown_pages_say_so() -> None:
     assert "No service yet" in client.get("/").text
     for path in ("/services/team/nobody", "/static/none.js", "/static/../app.py", "/elsewhere"):
         answer = client.get(path)
-        assert answer.status_code == 404 and "Not here" in answer.text
+        assert answer.status_code == 404 and "Not found" in answer.text
     assert client.post("/").status_code == 405
 
 

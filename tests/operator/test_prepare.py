@@ -204,7 +204,7 @@ NO_NODE = {
         (MODEL, (pod_of(ended(30)),), (), ("ModelAvailable", "NotFound", "why")),
         (MODEL, (pod_of(ended(33)),), (), ("ModelAvailable", "DownloadFailed", "why")),
         (MODEL, (pod_of(ended(137)),), (), ("ModelAvailable", "DownloadFailed", "code 137")),
-        (MODEL, (), ("Failed",), ("ModelAvailable", "DownloadFailed", "made anew")),
+        (MODEL, (), ("Failed",), ("ModelAvailable", "DownloadFailed", "created again")),
         # How the last one failed stands while the next one tries: no condition flaps.
         (
             MODEL,
@@ -227,7 +227,7 @@ def test_what_keeps_it_is_said(
     condition, reason, *text = expected
     assert (got.condition, got.reason) == (condition, reason)
     assert all(part in got.message for part in text)
-    assert got.stuck == (reason not in ("", "Downloading"))
+    assert got.blocked == (reason not in ("", "Downloading"))
 
 
 @pytest.mark.parametrize("by_pod", [True, False])
@@ -246,7 +246,7 @@ def test_a_job_whose_pod_is_not_made_does_not_download_for_ever(
     spec = made(model=MODEL)
     job = job_of(spec, creationTimestamp=f"2026-01-01T{created}Z")
     got = found(spec, live=(job,))
-    assert got is not None and got.stuck == refused
+    assert got is not None and got.blocked == refused
     assert got.reason == ("PodsRefused" if refused else "Downloading")
     got = found(spec, live=(job,), pods=(pod_of({"running": {}}),))
     assert got is not None and got.reason == "Downloading"

@@ -79,11 +79,11 @@ def test_what_an_event_has_told_is_no_news() -> None:
     made, resync = cluster()
     resync.changed()
     made.put("Pod", "a-1-x", 2, service="a")
-    resync.hear(A, made.objects["Pod", "a-1-x"], gone=False)
-    resync.hear(A, made.objects.pop(("Deployment", "a-1")), gone=True)
+    resync.observe_event(A, made.objects["Pod", "a-1-x"], gone=False)
+    resync.observe_event(A, made.objects.pop(("Deployment", "a-1")), gone=True)
     assert resync.changed() == set()
     for at in [at for at, meta in made.objects.items() if "b" in meta["name"]]:
-        resync.hear(B, made.objects.pop(at), gone=True)
+        resync.observe_event(B, made.objects.pop(at), gone=True)
     assert resync.changed() == set()
     made.put("Pod", "a-1-x", 3, service="a")
     assert resync.changed() == {A}
@@ -94,11 +94,11 @@ def test_what_no_event_tells_until_the_next_look_was_missed() -> None:
     made, resync = cluster()
     resync.changed()
     for meta in made.objects.values():
-        resync.hear(A if "a" in meta["name"] else B, meta, gone=False)
+        resync.observe_event(A if "a" in meta["name"] else B, meta, gone=False)
     made.put("Pod", "a-1-x", 2, service="a")
     made.put("Pod", "b-1-x", 2, service="b")
     assert resync.changed() == {A, B} and resync.missed == 0
-    resync.hear(A, made.objects["Pod", "a-1-x"], gone=False)  # late, and told all the same
+    resync.observe_event(A, made.objects["Pod", "a-1-x"], gone=False)  # late, and told all the same
     assert resync.changed() == set() and resync.missed == 1
     assert resync.changed() == set() and resync.missed == 0
 
@@ -112,7 +112,7 @@ def test_an_event_that_comes_during_a_look_knows_better() -> None:
     def meanwhile(kind: str, namespaces: tuple[str, ...], selector: str = "") -> Any:
         yield from listed(kind, namespaces, selector)
         if kind == "Pod":
-            resync.hear(A, newer, gone=False)
+            resync.observe_event(A, newer, gone=False)
 
     made.metadata = meanwhile  # type: ignore[method-assign]
     assert resync.changed() == set()
@@ -124,7 +124,7 @@ def test_an_event_that_comes_during_a_look_knows_better() -> None:
 def test_a_child_s_event_that_comes_before_its_service_is_known_was_told() -> None:
     made, resync = cluster()
     for meta in made.objects.values():
-        resync.hear(None, meta, gone=False)
+        resync.observe_event(None, meta, gone=False)
     assert resync.changed() == set()
     assert resync.changed() == set() and resync.missed == 0
 
@@ -132,7 +132,7 @@ def test_a_child_s_event_that_comes_before_its_service_is_known_was_told() -> No
 def test_what_a_deleted_service_leaves_behind_was_not_missed() -> None:
     made, resync = cluster()
     resync.changed()
-    resync.hear(A, made.objects.pop((KIND, "a")), gone=True)
+    resync.observe_event(A, made.objects.pop((KIND, "a")), gone=True)
     assert resync.changed() == {A}
     assert resync.changed() == set() and resync.missed == 0
 
@@ -141,7 +141,7 @@ def test_strangers_in_our_clothes_are_no_news() -> None:
     made, resync = cluster()
     resync.changed()
     made.put("Pod", "stranger", 1, service="nobody")
-    resync.hear(None, made.objects["Pod", "stranger"], gone=False)
+    resync.observe_event(None, made.objects["Pod", "stranger"], gone=False)
     assert resync.changed() == set()
-    resync.hear(None, made.objects.pop(("Pod", "stranger")), gone=True)
+    resync.observe_event(None, made.objects.pop(("Pod", "stranger")), gone=True)
     assert resync.changed() == set() and resync.missed == 0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvline_operator import revision_state
 from kvline_operator.gate import GateResult, Measured, Verdict
-from kvline_operator.revision_state import RevisionState, first, remember, stable
+from kvline_operator.revision_state import RevisionState, accept_first, stable, updated
 from kvline_operator.rollout import RolloutPlan
 from kvline_operator.threshold import Thresholds
 
@@ -25,10 +25,10 @@ numbers = st.integers(0, 10**12)
         RevisionState,
         accepted=numbers,
         verdict=st.sampled_from(["", "Passed", "Rejected", "Promoted"]),
-        against=numbers,
+        stable_at_verdict=numbers,
         measured=numbers,
         required=numbers,
-        compared=numbers,
+        verdict_baseline=numbers,
         message=st.text(max_size=40),
         bytes_per_token=numbers,
         kills=st.dictionaries(st.text(max_size=9), st.tuples(st.integers(1, 99)), max_size=3),
@@ -36,7 +36,7 @@ numbers = st.integers(0, 10**12)
     )
 )
 def test_what_was_written_is_read(state: RevisionState) -> None:
-    said = revision_state.written(state)
+    said = revision_state.to_annotations(state)
     assert revision_state.read({"metadata": {"annotations": said}}) == state
 
 
@@ -49,11 +49,12 @@ def test_what_somebody_made_unreadable_counts_as_not_said() -> None:
 
 
 def test_a_rejection_is_stored_in_the_word_that_older_operators_read() -> None:
-    rejected = RevisionState(verdict="Rejected", against=3, measured=9)
-    said = revision_state.written(rejected)
+    rejected = RevisionState(verdict="Rejected", stable_at_verdict=3, measured=9)
+    said = revision_state.to_annotations(rejected)
     assert said["kvline.dev/verdict"] == "Failed"
     read = revision_state.read({"metadata": {"annotations": said}})
-    past = read.verdict_now(A, POLICY)
+    assert read == RevisionState(verdict="Rejected", stable_at_verdict=3, measured=9)
+    past = read.current_verdict(A, POLICY)
     assert past is not None and past.result is GateResult.REJECTED
 
 
@@ -62,49 +63,57 @@ def plan(gate: Verdict | None, stable: str = "a", rejected: str = "") -> Rollout
 
 
 def test_a_verdict_counts_beside_the_revision_it_was_given_beside() -> None:
-    after = remember({"a": A, "b": RevisionState()}, plan(FAIL, rejected="b"), "b", ())
-    assert (after["b"].verdict, after["b"].against, after["b"].measured) == ("Rejected", 3, 920)
-    said = after["b"].verdict_now(after["a"], POLICY)
+    after = updated({"a": A, "b": RevisionState()}, plan(FAIL, rejected="b"), "b", ())
+    assert (after["b"].verdict, after["b"].stable_at_verdict, after["b"].measured) == (
+        "Rejected",
+        3,
+        920,
+    )
+    said = after["b"].current_verdict(after["a"], POLICY)
     assert said == FAIL
-    assert after["b"].verdict_now(replace(A, accepted=4), POLICY) is None
+    assert after["b"].current_verdict(replace(A, accepted=4), POLICY) is None
 
 
 def test_a_shortfall_counts_by_the_policy_of_today() -> None:
     """A person who lowers minCapacityPercent or minKVTokens is heard; an engine that failed is
     another thing."""
-    short = RevisionState(verdict="Rejected", against=3, measured=920, required=950, compared=1000)
-    assert short.verdict_now(A, POLICY) is not None
-    assert short.verdict_now(A, Thresholds(0, 92)) is None
-    assert short.verdict_now(A, Thresholds(930, 92)) is not None
-    ended = RevisionState(verdict="Rejected", against=3, message="ended 2 times")
-    assert ended.verdict_now(A, Thresholds(0, 1)) is not None
+    short = RevisionState(
+        verdict="Rejected", stable_at_verdict=3, measured=920, required=950, verdict_baseline=1000
+    )
+    assert short.current_verdict(A, POLICY) is not None
+    assert short.current_verdict(A, Thresholds(0, 92)) is None
+    assert short.current_verdict(A, Thresholds(930, 92)) is not None
+    ended = RevisionState(verdict="Rejected", stable_at_verdict=3, message="ended 2 times")
+    assert ended.current_verdict(A, Thresholds(0, 1)) is not None
 
 
 def test_a_promotion_of_what_serves_begins_a_new_baseline_once() -> None:
     """The way out for an accepted revision that measures less for good."""
     less = (Measured("H200", 400, 100), Measured("H200", 500, 100))
-    once = remember({"a": A}, plan(None), "a", less, promote="a")
+    once = updated({"a": A}, plan(None), "a", less, promote="a")
     assert (once["a"].baseline, once["a"].verdict) == ({"H200": 400}, "Promoted")
-    again = remember(once, plan(None), "a", (Measured("H200", 300, 100),), promote="a")
+    again = updated(once, plan(None), "a", (Measured("H200", 300, 100),), promote="a")
     assert again == once, "the annotation is spent until it is taken away"
-    taken_away = remember(again, plan(None), "a", less)
+    taken_away = updated(again, plan(None), "a", less)
     assert taken_away["a"].verdict == "Passed"
-    anew = remember(taken_away, plan(None), "a", (Measured("H200", 300, 100),), promote="a")
+    anew = updated(taken_away, plan(None), "a", (Measured("H200", 300, 100),), promote="a")
     assert anew["a"].baseline == {"H200": 300}
-    assert remember({"a": A}, plan(None), "a", (), promote="a") == {"a": A}, "nothing serves"
+    assert updated({"a": A}, plan(None), "a", (), promote="a") == {"a": A}, "nothing serves"
 
 
 def test_a_rejection_is_history_once_the_spec_says_something_else() -> None:
-    failed = RevisionState(verdict="Rejected", against=3, message="30 short", measured=920)
-    assert failed.verdict_now(A, POLICY) is not None
-    after = remember({"a": A, "b": failed}, plan(None), "a", ())["b"]
-    assert after.verdict_now(A, POLICY) is None
-    assert after == replace(failed, against=0)
+    failed = RevisionState(
+        verdict="Rejected", stable_at_verdict=3, message="30 short", measured=920
+    )
+    assert failed.current_verdict(A, POLICY) is not None
+    after = updated({"a": A, "b": failed}, plan(None), "a", ())["b"]
+    assert after.current_verdict(A, POLICY) is None
+    assert after == replace(failed, stable_at_verdict=0)
 
 
 def test_an_acceptance_keeps_the_best_and_a_promotion_begins_anew() -> None:
     serving = (Measured("H200", 980, 100), Measured("H200", 990, 100))
-    after = remember({"a": A, "b": RevisionState()}, plan(PASS, "b"), "b", serving)
+    after = updated({"a": A, "b": RevisionState()}, plan(PASS, "b"), "b", serving)
     assert stable(after) == "b"
     assert (after["b"].accepted, after["b"].baseline, after["b"].required) == (
         4,
@@ -112,40 +121,40 @@ def test_an_acceptance_keeps_the_best_and_a_promotion_begins_anew() -> None:
         950,
     )
     promoted = Verdict(GateResult.PASSED, "by hand", 980, promoted=True)
-    anew = remember({"a": A, "b": RevisionState()}, plan(promoted, "b"), "b", serving)
+    anew = updated({"a": A, "b": RevisionState()}, plan(promoted, "b"), "b", serving)
     assert (anew["b"].verdict, anew["b"].baseline) == ("Promoted", {"H200": 980})
 
 
 def test_the_baseline_is_the_best_of_the_smallest_and_never_sinks() -> None:
-    up = remember(
+    up = updated(
         {"a": A}, plan(None), "a", (Measured("H200", 1200, 100), Measured("H200", 1100, 100))
     )
     assert up["a"].baseline == {"H200": 1100}
-    down = remember(up, plan(None), "a", (Measured("H200", 900, 100),))
+    down = updated(up, plan(None), "a", (Measured("H200", 900, 100),))
     assert down["a"].baseline == {"H200": 1100}
-    other = remember(up, plan(None), "a", (Measured("A100", 500, 100),))
+    other = updated(up, plan(None), "a", (Measured("A100", 500, 100),))
     assert other["a"].baseline == {"H200": 1100, "A100": 500}
 
 
 def test_what_serves_first_is_the_beginning() -> None:
     measured = {"a": (Measured("", 400, 100), Measured("", 500, 100)), "b": (Measured("", 9, 100),)}
-    assert first({"a": A}, measured, "b") == {"a": A}
-    begun = first({"a": RevisionState(), "b": RevisionState()}, measured, "c")
+    assert accept_first({"a": A}, measured, "b") == {"a": A}
+    begun = accept_first({"a": RevisionState(), "b": RevisionState()}, measured, "c")
     assert stable(begun) == "a" and begun["a"].baseline == {"": 400}
-    assert stable(first({"a": RevisionState(), "b": RevisionState()}, measured, "b")) == "b"
-    assert stable(first({"a": RevisionState()}, {}, "a")) == ""
-    assert first({"a": RevisionState()}, {"gone": (Measured("", 9, 100),)}, "a") == {
+    assert stable(accept_first({"a": RevisionState(), "b": RevisionState()}, measured, "b")) == "b"
+    assert stable(accept_first({"a": RevisionState()}, {}, "a")) == ""
+    assert accept_first({"a": RevisionState()}, {"gone": (Measured("", 9, 100),)}, "a") == {
         "a": RevisionState()
     }
 
 
 def test_a_promotion_is_spent_once_something_else_was_accepted() -> None:
-    b = RevisionState(accepted=4, verdict="Promoted", against=3)
+    b = RevisionState(accepted=4, verdict="Promoted", stable_at_verdict=3)
     assert revision_state.promoted(RevisionState(), A, asked=True)
     assert revision_state.promoted(b, A, asked=True), "while it takes over"
     c = replace(A, accepted=5)
     assert not revision_state.promoted(b, c, asked=True)
-    kept = remember({"b": b, "c": c}, plan(None, "c"), "c", (), promote="b")["b"]
+    kept = updated({"b": b, "c": c}, plan(None, "c"), "c", (), promote="b")["b"]
     assert kept.verdict == "Promoted"
-    taken_away = remember({"b": b, "c": c}, plan(None, "c"), "c", ())["b"]
+    taken_away = updated({"b": b, "c": c}, plan(None, "c"), "c", ())["b"]
     assert revision_state.promoted(taken_away, c, asked=True)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvline_operator.gate import GateResult, Verdict
 from kvline_operator.rollout import DeploymentState as Deployed
-from kvline_operator.rollout import RolloutPlan, Situation, in_order, plan
+from kvline_operator.rollout import RolloutPlan, Situation, plan, write_order
 from kvline_operator.spec import OnFailure, Rollout, Strategy
 
 HOW = Rollout()
@@ -199,8 +199,8 @@ def test_room_is_given_back_before_another_asks_for_it() -> None:
     """Between two writes there are no more replicas than asked for; a new Deployment comes first,
     as what refuses it must cost nothing."""
     existing = (Deployed("a", 2, 2), Deployed("b", 1, 1), Deployed("c", 1, 1))
-    assert [n for n, _ in in_order({"b": 2, "a": 1}, existing)] == ["a", "b"]
-    assert [n for n, _ in in_order({"a": 1, "c": 0, "b": 2, "d": 1}, existing)] == list("dacb")
+    assert [n for n, _ in write_order({"b": 2, "a": 1}, existing)] == ["a", "b"]
+    assert [n for n, _ in write_order({"a": 1, "c": 0, "b": 2, "d": 1}, existing)] == list("dacb")
 
 
 def test_nothing_goes_and_nothing_starts_before_the_candidate_is_prepared() -> None:

@@ -69,7 +69,9 @@ class Service:
         made = RolloutState.of(now, observed, CANDIDATE, self.stored, self.states, self.time)
         self.replicas = made.plan.replicas
         self.states = {
-            name: revision_state.read({"metadata": {"annotations": revision_state.written(state)}})
+            name: revision_state.read(
+                {"metadata": {"annotations": revision_state.to_annotations(state)}}
+            )
             for name, state in made.states.items()
         }
         return made

@@ -1,4 +1,4 @@
-"""The page's routes and headers, and the thread that serves it."""
+"""The web page: routes, headers, and the thread that serves it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvline_operator.page import view_model
 from kvline_operator.status_cache import StatusCache
 from kvline_operator.workqueue import Key
 
-# Nothing but our own style sheet and script is loaded or run, whatever a message holds.
+# Only our own style sheet and script are loaded, whatever a message contains.
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
@@ -33,7 +33,7 @@ STATIC = {
 }
 
 
-def make(board: StatusCache, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> FastAPI:
+def make(cache: StatusCache, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> FastAPI:
     app = FastAPI(title="kvline", docs_url=None, redoc_url=None, openapi_url=None)
     templates = Environment(
         loader=PackageLoader("kvline_operator.page"),
@@ -57,13 +57,13 @@ def make(board: StatusCache, now: Callable[[], datetime] = lambda: datetime.now(
 
     @app.get("/")
     def services() -> HTMLResponse:
-        views = board.all()
+        views = cache.all()
         lines = [view_model.line(view) for view in views]
         return page("services.html", lines=lines, total=view_model.totals(views))
 
     @app.get("/services/{namespace}/{name}")
     def service(namespace: str, name: str) -> HTMLResponse:
-        view = board.get(Key(namespace, name))
+        view = cache.get(Key(namespace, name))
         if view is None:
             return page("missing.html", 404, namespace=namespace, name=name)
         return page("service.html", s=view_model.service(view, now()))
@@ -82,10 +82,10 @@ def make(board: StatusCache, now: Callable[[], datetime] = lambda: datetime.now(
     return app
 
 
-def serve(board: StatusCache, port: int) -> None:
-    """On a thread of its own: a slow reader of the page holds up no reconcile."""
+def serve(cache: StatusCache, port: int) -> None:
+    """In its own thread, so that slow clients delay no reconcile."""
     config = uvicorn.Config(
-        make(board),
+        make(cache),
         host="0.0.0.0",  # noqa: S104
         port=port,
         log_level="warning",

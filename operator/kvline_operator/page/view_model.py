@@ -1,4 +1,4 @@
-"""What the page shows of a view: figures, bars and words, ready for the templates. Pure."""
+"""The view model of the page: what the templates show of a service. Pure."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from kvline_operator.status import replica_state
 from kvline_operator.status_cache import RevisionEntry, View
 
 Object = dict[str, Any]
-# What a bar is as wide as, in the units of its picture.
+# Width of a full bar, in SVG units.
 WIDTH = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A part of something: where it begins and how wide it is, of WIDTH."""
+    """A bar or a part of one: its start and width, in units of WIDTH."""
 
     name: str
     x: int
@@ -51,7 +51,7 @@ class Line:
     total: int
     memory: tuple[Bar, ...]
     revision: str
-    note: str  # what a rollout or the autoscaler has to say
+    note: str  # reason of a rollout or the autoscaler that needs attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class ConditionRow:
-    """A condition, with what to do about it."""
+    """A condition, with the advice for it."""
 
     type: str
     state: str
@@ -78,9 +78,9 @@ class Replica:
     name: str
     node: str
     state: str
-    mood: str
+    level: str
     tokens: int
-    share: int  # of the largest replica's tokens, of WIDTH
+    share: int  # of the largest replica's tokens, in units of WIDTH
     revision: str
     attempts: tuple[str, ...]
     stages: tuple[Bar, ...]
@@ -92,7 +92,7 @@ class Replica:
 class Gate:
     revision: str
     result: str
-    mood: str
+    level: str
     message: str
     measured: Bar | None
     required: Bar | None
@@ -135,7 +135,7 @@ def line(view: View) -> Line:
     return Line(
         namespace=view.key.namespace,
         name=view.key.name,
-        state=_mood(ready),
+        state=_level(ready),
         reason=ready.get("reason", "New"),
         ready=status.get("readyReplicas", 0),
         wanted=wanted(view.spec, status),
@@ -149,9 +149,9 @@ def line(view: View) -> Line:
 
 def _note(status: Object) -> str:
     for kind in ("UpToDate", "ScalingActive", "CapacityStable"):
-        said = condition_of(status, kind)
-        if said.get("status") == "False" and said["reason"] != "Pending":
-            return str(said["reason"])
+        condition = condition_of(status, kind)
+        if condition.get("status") == "False" and condition["reason"] != "Pending":
+            return str(condition["reason"])
     return ""
 
 
@@ -178,7 +178,7 @@ def service(view: View, now: datetime) -> Service:
         capacity=capacity,
         memory=waterfall(memory),
         total_mib=memory["totalMiB"] if memory else 0,
-        conditions=tuple(_said(c) for c in plain(status)),
+        conditions=tuple(_condition_row(c) for c in plain(status)),
         replicas=replicas(view),
         gate=gate((status.get("rollout") or {}).get("gate")),
         history=history(view.history, status.get("rollout") or {}, now),
@@ -186,7 +186,7 @@ def service(view: View, now: datetime) -> Service:
 
 
 def waterfall(memory: Object | None) -> tuple[Bar, ...]:
-    """Parts of the memory, each beginning where the one before ended."""
+    """Parts of the memory as consecutive bars."""
     if not memory:
         return ()
     total, at, out = max(1, memory["totalMiB"]), 0, []
@@ -198,25 +198,25 @@ def waterfall(memory: Object | None) -> tuple[Bar, ...]:
     return tuple(out)
 
 
-def gate(said: Object | None) -> Gate | None:
+def gate(verdict: Object | None) -> Gate | None:
     """Measured, required and baseline on one scale."""
-    if not said:
+    if not verdict:
         return None
     names = ("measured", "required", "baseline")
-    scale = max([1, *(said.get(name, 0) for name in names)])
+    scale = max([1, *(verdict.get(name, 0) for name in names)])
 
     def bar(name: str) -> Bar | None:
-        tokens = said.get(name, 0)
+        tokens = verdict.get(name, 0)
         if not tokens:
             return None
         return Bar(name, 0, round(tokens * WIDTH / scale), f"{tokens:,}")
 
-    moods = {"Passed": "good", "Rejected": "bad"}
+    levels = {"Passed": "good", "Rejected": "bad"}
     return Gate(
-        revision=said.get("revision", ""),
-        result=said["result"],
-        mood=moods.get(said["result"], "busy"),
-        message=said.get("message", ""),
+        revision=verdict.get("revision", ""),
+        result=verdict["result"],
+        level=levels.get(verdict["result"], "busy"),
+        message=verdict.get("message", ""),
         measured=bar("measured"),
         required=bar("required"),
         baseline=bar("baseline"),
@@ -238,7 +238,7 @@ def _replica(pod: PodView, minimum: int, most: int) -> Replica:
         name=pod.name,
         node=pod.node,
         state=state,
-        mood="good" if pod.ready else "bad" if bad else "busy",
+        level="good" if pod.ready else "bad" if bad else "busy",
         tokens=pod.kv_tokens or 0,
         share=round((pod.kv_tokens or 0) * WIDTH / most),
         revision=pod.revision,
@@ -260,7 +260,7 @@ def _attempts(report: SizingReport | None) -> tuple[str, ...]:
 
 
 def _stages(report: SizingReport | None) -> tuple[tuple[Bar, ...], float]:
-    """The loop's stages on a line of time, and its length in seconds."""
+    """Stages of sizing as consecutive bars, and their total time in seconds."""
     if report is None or not report.stages:
         return (), 0.0
     total, at, out = max(1, sum(s.ms for s in report.stages)), 0, []
@@ -289,12 +289,12 @@ def history(past: tuple[RevisionEntry, ...], rollout: Object, now: datetime) -> 
     return tuple(out)
 
 
-def _said(item: Object) -> ConditionRow:
+def _condition_row(item: Object) -> ConditionRow:
     known = advise(item["type"], item["reason"])
     act = known is not None and known.do != NOTHING and item["status"] != "True"
     return ConditionRow(
         type=item["type"],
-        state=_mood(item),
+        state=_level(item),
         reason=item["reason"],
         message=item.get("message", ""),
         do=known.do if known is not None and act else "",
@@ -318,10 +318,10 @@ BUSY = {
 }
 
 
-def _mood(said: Object) -> str:
-    if said.get("status") == "True":
+def _level(condition: Object) -> str:
+    if condition.get("status") == "True":
         return "good"
-    return "busy" if said.get("reason", "Pending") in BUSY else "bad"
+    return "busy" if condition.get("reason", "Pending") in BUSY else "bad"
 
 
 def figure(value: int) -> str:
@@ -329,7 +329,7 @@ def figure(value: int) -> str:
 
 
 def moment(stamp: str) -> str:
-    """A time of the contract as a person writes it; what is none stays as it is."""
+    """An RFC 3339 time in a readable form; anything else unchanged."""
     try:
         return datetime.fromisoformat(stamp).astimezone(UTC).strftime("%-d %b %Y, %H:%M UTC")
     except ValueError:

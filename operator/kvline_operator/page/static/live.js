@@ -1,9 +1,9 @@
-// Fetches this page again every two seconds and swaps what changed. Nothing is ever sent.
+// Fetches this page again every two seconds and replaces its content if that changed. GET only.
 "use strict";
 const live = document.getElementById("live");
 let last = document.getElementById("main").innerHTML;
 
-async function look() {
+async function refresh() {
   if (document.hidden) return;
   try {
     const answer = await fetch(location.href, { cache: "no-store" });
@@ -22,4 +22,4 @@ async function look() {
   }
 }
 
-setInterval(look, 2000);
+setInterval(refresh, 2000);
