@@ -1,7 +1,7 @@
-"""The figures of docs/performance.md: python bench [name …]; without a name, all of the CPU's.
+"""Runs the benchmarks of docs/performance.md: python bench [NAME ...]; by default all CPU ones.
 
-Each prints a table and appends a line to bench/results/results.jsonl with what it ran on. Compared
-sides alternate within one run, and the best of three counts, because these machines are noisy.
+Each prints a table and appends results with hardware and versions to bench/results/results.jsonl.
+Compared systems alternate within one run and the best of three counts, because machines are noisy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests" / "cluster")]
 sys.path += [str(ROOT / "tests" / name) for name in ("e2e", "integration", "server")]
 
-# The module of each; GPU ones are named one by one, on a machine that has one.
+# Modules; benchmarks of the GPU run only by name.
 CPU = {"throughput": "throughput", "chunks": "chunks", "sizing": "search", "writes": "writes"}
 GPU = (
     "attention",

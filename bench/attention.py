@@ -1,8 +1,8 @@
-"""One layer's attention over a large paged cache: how a page should lie in memory, which kernels.
+"""Time of one layer's attention over a large paged KV cache, by memory layout and kernel.
 
-By page: all layers of a page together, as the arena has it, so that a page is mapped in one piece.
-By layer: each layer's pages together, as most engines have it. Pages are scattered at random over
-the whole cache in both, so that address translation counts.
+By page: all layers of a page are contiguous, as in our arena, so that one mapping holds a page. By
+layer: the pages of each layer are contiguous, as in most engines. In both, a sequence's pages are
+random ones of the whole cache, so that TLB misses count.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PAGES = 40_000  # 640,000 tokens: 78 GiB of the larger shape
 
 
 def milliseconds(action: Callable[[], Any], repeat: int = 30) -> float:
-    """Median by device events, after a warm-up."""
+    """Median time by CUDA events, after a warm-up."""
     for _ in range(5):
         action()
     times: list[float] = []

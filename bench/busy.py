@@ -1,7 +1,7 @@
-"""A workload's kernels alone: the time in which at least one of them runs.
+"""GPU-busy time of a workload: the time in which at least one kernel runs.
 
-The profiler records when each kernel began and ended; the union of those is what an engine without
-any gap would need with the same kernels. Its share of the clock's time is how much gaps cost.
+From the profiler's start and end times of each kernel. It is the time of an engine with the same
+kernels and no gaps between them; its share of the wall time shows what gaps cost.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ TOP = 8  # kernels named
 
 
 def busy(work: Callable[[], Any]) -> tuple[float, list[list[str]]]:
-    """Seconds in which a kernel ran, and the largest kernels' own: name, seconds, percent."""
+    """GPU-busy seconds, and the kernels that took most: name, seconds, percent."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
         work()
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""What chunking the input logprobs costs in time and saves in memory."""
+"""Chunked against unchunked prompt logprobs: time and peak memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run() -> None:
     score(engine, prompt[:512], chunk)
     for number in range(ROUNDS):
         times.append((score(engine, prompt, chunk), score(engine, prompt, UNCHUNKED)))
-        print(f"  round {number + 1}: {times[-1][0]:.2f} s, {times[-1][1]:.2f} s", flush=True)
+        print(f"  run {number + 1}: {times[-1][0]:.2f} s, {times[-1][1]:.2f} s", flush=True)
     ratios = [whole / cut for cut, whole in times]
     ratio = min(t[1] for t in times) / min(t[0] for t in times)
     record("chunked-ratio", ratio, "ratio", (min(ratios), max(ratios)))

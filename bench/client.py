@@ -1,5 +1,5 @@
-"""A client of completions that costs little: raw HTTP/1.1, a connection a request, processes that
-share the load. What it sees of a stream is when its first and its last piece came."""
+"""A load generator with little overhead: raw HTTP/1.1, one connection per request, several
+processes. Of a stream it measures when the first and the last chunk arrive."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 
 PROCESSES = 4
-OPEN = 2048  # requests under way at once, below what a server of 512 admits
+OPEN = 2048  # concurrent requests, below the admission limit of a server with 512 running
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Answered:
 
 
 def play(port: int, asked: list[Asked], stream: bool, **fields: object) -> list[Answered]:
-    """All requests from several processes; raises RuntimeError when one is not answered whole."""
+    """Sends all requests from several processes. Raises RuntimeError for an incomplete answer."""
     context = multiprocessing.get_context("spawn")
     start = time.time() + 2.0  # the processes' own start
     shares = [

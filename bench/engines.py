@@ -1,4 +1,4 @@
-"""Our engine over the demo model in this process, as the server's engine process runs it."""
+"""An engine with the demo model in this process, built as in the server's engine process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What a long prompt costs the chats beside it, by how many rows of it a mixed step may hold.
+"""Inter-token latency of chats while long prompts arrive, by the prompt rows of a mixed step.
 
-Prints the gaps between the tokens of running chats while a prompt arrives each second, and r512's
-throughput."""
+Prints the time between tokens of running chats while a prompt arrives each second, and the
+throughput of r512.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +24,17 @@ from kvline_server.config import DEFAULTS
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.request import SamplingParams
 
-PROMPTS = 1_000_000  # ids of prompts begin here, those of chats at 0
+PROMPTS = 1_000_000  # request ids of prompts; those of chats begin at 0
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
     chats: int
     context: int  # tokens of each chat when it is measured
-    prompt: int  # tokens of what arrives
+    prompt: int  # tokens of each arriving prompt
     every: float  # seconds
     seconds: float
-    caps: tuple[int, ...]  # tried instead of the default
+    caps: tuple[int, ...]  # prompt rows per mixed step, measured beside the default
 
 
 GPU = Load(64, 600, 8000, 1.0, 20.0, (1024, 2048, 4096, 8192))
@@ -45,12 +46,12 @@ class Found:
     gaps: np.ndarray  # milliseconds
     tokens: int  # of chats, a second
     first: float  # median seconds from a prompt's arrival to its token
-    unanswered: int  # prompts still waiting at the end: more than one means it falls behind
+    unanswered: int  # prompts still waiting at the end; more than one: overload
 
 
 def run() -> None:
-    """KVLINE_BENCH_DEVICE=cpu plays a small load on the demo model; KVLINE_BENCH_MODELS narrows the
-    GPU's; KVLINE_BENCH_CAPS, comma-separated, replaces the caps."""
+    """KVLINE_BENCH_DEVICE=cpu runs a small load on the demo model; KVLINE_BENCH_MODELS selects GPU
+    models; KVLINE_BENCH_CAPS, comma-separated, replaces the caps."""
     if os.environ.get("KVLINE_BENCH_DEVICE") == "cpu":
         engine = engines.make(running=16)
         engine.scheduler.mixed_prefill_tokens = DEFAULTS[Device.CPU]["mixed"]

@@ -1,4 +1,4 @@
-"""GEMMs by a weight: torch's against FlashInfer's cuBLASLt algorithms and tinygemm, by shape."""
+"""GEMMs by shape: torch's kernel against cuBLASLt's algorithms and tinygemm."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def run() -> None:
             ]
             for count in ROWS:
                 began = time.perf_counter()
-                tried = gemms.time_shape(held, count)
+                timing = gemms.time_shape(held, count)
                 total += (took := time.perf_counter() - began)
-                which = {TORCH: "torch", TINY: "tinygemm"}.get(tried.choice, str(tried.choice))
-                figures = [f"{tried.torch:.1f}", f"{tried.best:.1f}"]
-                ratio = f"{tried.best / tried.torch:.3f}"
+                which = {TORCH: "torch", TINY: "tinygemm"}.get(timing.choice, str(timing.choice))
+                figures = [f"{timing.torch:.1f}", f"{timing.best:.1f}"]
+                ratio = f"{timing.best / timing.torch:.3f}"
                 rows.append([name, gemm, str(count), *figures, ratio, which, f"{took:.2f}"])
             del held
-        print(f"{name}: tried in {total:.1f} s", flush=True)
+        print(f"{name}: tuned in {total:.1f} s", flush=True)
     head = ["model", "GEMM", "rows", "torch us", "best us", "ratio", "which", "seconds"]
     table("GEMMs, one layer's, in a captured graph", head, rows)

@@ -1,8 +1,8 @@
-"""Traffic on a container's validated budget that grew it once: ever different prompt lengths, long
-scored prompts, a text far beyond the context.
+"""Memory of a container at its validated budget under traffic that once made it grow.
 
-`kvline-server serve` in a memory cgroup of 2 GiB. What the container uses is printed every so many
-requests and at its peak: a line that rises ends in a kill.
+Distinct prompt lengths, long prompts with logprobs, and a text far beyond the context, against
+`kvline-server serve` in a memory cgroup of 2 GiB. Prints the memory in use every few requests and
+the peak: memory that keeps growing ends in a kill.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ def served(group: Path) -> Iterator[int]:
 
 
 def used(group: Path) -> float:
-    """MiB that cannot be dropped."""
+    """MiB in use without page cache."""
     lines = (group / "memory.stat").read_text().splitlines()
     stat = {key: int(value) for key, value in (line.split() for line in lines)}
     return (stat["total_rss"] + stat["total_shmem"]) / MIB
 
 
 def status(port: int, body: dict[str, Any]) -> int:
-    """Of a completion, read whole. Raises OSError when the server is gone."""
+    """HTTP status of a completion, after its body. Raises OSError when the server is gone."""
     line = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     raw = json.dumps({"model": "m", "ignore_eos": True, **body}, ensure_ascii=False).encode()
     line.request("POST", "/v1/completions", raw, {"Content-Type": "application/json"})
@@ -89,7 +89,7 @@ def ask(port: int, prompt: list[int]) -> None:
 
 
 def play(port: int, group: Path, count: int) -> list[list[float]]:
-    """Requests so far, and MiB used."""
+    """Sends prompts of `count` distinct lengths. -> rows of requests so far and MiB in use"""
     rng = random.Random(0)
     lengths = rng.sample(range(1, count + 1), count)
     seen = [[0.0, used(group)]]
@@ -123,7 +123,7 @@ def heavy(port: int, group: Path) -> list[list[str]]:
 
 
 def run() -> None:
-    """KVLINE_BENCH_LENGTHS says how many (2,000), KVLINE_BENCH_THREADS on how many threads."""
+    """KVLINE_BENCH_LENGTHS: number of lengths (2,000); KVLINE_BENCH_THREADS: engine threads."""
     if not MEMORY.is_dir() or os.geteuid() != 0:
         print("lengths needs root and cgroup v1")
         return

@@ -1,7 +1,7 @@
-"""The workloads of docs/performance.md through the engine alone, after its own profile loop.
+"""The workloads of docs/performance.md on the engine alone, after its own profile loop.
 
-One process, one start, kvline's defaults with maxModelLen 8192. Requests are those that the
-anchors were measured with: one random.Random(0), all prompts, then all output lengths.
+One process, one start, kvline's defaults with maxModelLen 8192. Requests equal those of the vLLM
+and SGLang figures: from one random.Random(0), first all prompts, then all output lengths.
 """
 
 from __future__ import annotations
@@ -71,34 +71,34 @@ PROFILED = ("r512", "nano")
 
 
 class Printed:
-    """The loop's reporter: a line a stage."""
+    """A reporter that prints one line per stage."""
 
     def __init__(self) -> None:
         self.started = time.monotonic()
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         print(f"  {time.monotonic() - self.started:6.1f} s  {text}", flush=True)
 
     def state(self, state: State) -> None:
-        self._say(f"[{state}]")
+        self._print(f"[{state}]")
 
     def stage(self, name: str, ms: int, nbytes: int, detail: str | None = None) -> None:
-        self._say(f"{name}: {ms} ms, {nbytes / 2**20:.0f} MiB {detail or ''}")
+        self._print(f"{name}: {ms} ms, {nbytes / 2**20:.0f} MiB {detail or ''}")
 
     def loading(self, ms: int, done: int, total: int) -> None:
-        self._say(f"loading: {done / 2**20:,.0f} of {total / 2**20:,.0f} MiB")
+        self._print(f"loading: {done / 2**20:,.0f} of {total / 2**20:,.0f} MiB")
 
     def effective(self, effective: Effective) -> None:
-        self._say(str(effective))
+        self._print(str(effective))
 
     def attempt(self, attempt: Attempt) -> None:
-        self._say(str(attempt))
+        self._print(str(attempt))
 
     def provenance(self, provenance: Provenance) -> None:
-        self._say(str(provenance))
+        self._print(str(provenance))
 
     def warn(self, text: str) -> None:
-        self._say(text)
+        self._print(text)
 
     def now(self) -> str:
         return "2026-01-01T00:00:00Z"
@@ -111,8 +111,8 @@ def models(default: str = ",".join(SHAPES)) -> list[str]:
 def start(
     name: str, device: Device = Device.CUDA, running: int | None = None
 ) -> tuple[Engine, Result]:
-    """Loads random weights of a shape and sizes itself, as a pod does; `running` requests at most,
-    or kvline's default."""
+    """Loads random weights of a shape and sizes itself, as a pod does, for at most `running`
+    running requests or kvline's default."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_config(name, Path(scratch))
         launch = LaunchConfig(
@@ -139,7 +139,7 @@ def start(
 
 
 def shrink(engine: Engine, nbytes: int) -> None:
-    """Gives a part of the cache back, for what kvline does not do and so has no room for."""
+    """Frees a part of the KV cache, for measurements that need memory which kvline does not."""
     arena = engine.runner.arena
     arena.resize(arena.pages - nbytes // (arena.nbytes // arena.pages))
     pool.renew(engine, arena.pages)
@@ -182,16 +182,16 @@ def play(engine: Engine, workload: Workload, requests: list[tuple[list[int], int
             seed=id,
             prompt_logprobs=workload.prompt_logprobs,
         )
-        engine.submit(id, list(prompt), params)  # the engine adds what it says to its own
+        engine.submit(id, list(prompt), params)  # a copy: the engine appends output tokens
     while not engine.idle:
         engine.step()
     return time.perf_counter() - began
 
 
 def run() -> None:
-    """KVLINE_BENCH_MODELS and KVLINE_BENCH_WORKLOADS, comma-separated, narrow it; rounds of each
-    workload by KVLINE_BENCH_ROUNDS. The GPU-busy share of r512 and nano is
-    from a pass more, profiled."""
+    """KVLINE_BENCH_MODELS and KVLINE_BENCH_WORKLOADS, comma-separated, select; KVLINE_BENCH_ROUNDS
+    is the number of runs per workload. The GPU-busy share of r512 and nano is from one more,
+    profiled run."""
     only = os.environ.get("KVLINE_BENCH_WORKLOADS", ",".join(WORKLOADS)).split(",")
     rounds = int(os.environ.get("KVLINE_BENCH_ROUNDS", "2"))
     rows: list[list[str]] = []
@@ -209,11 +209,9 @@ def run() -> None:
         engine.runner.arena.resize(0)
         del engine
         torch.cuda.empty_cache()
+    table("Offline, best run", ["model", "workload", "tokens/s", "worst", "of r512"], rows)
     table(
-        "Offline, best of the rounds", ["model", "workload", "tokens/s", "worst", "of r512"], rows
-    )
-    table(
-        "Where the kernels' time goes",
+        "GPU time by kernel",
         ["model", "workload", "kernel", "seconds", "%"],
         kernels,
     )
@@ -227,7 +225,7 @@ def sizes(name: str, result: Result) -> list[list[str]]:
 
 
 def speeds(engine: Engine, name: str, only: list[str], rounds: int) -> dict[str, list[float]]:
-    """Tokens per second of each round; the workloads take turns."""
+    """Tokens per second of each run; the workloads alternate."""
     rates: dict[str, list[float]] = {}
     for kind in only * rounds:
         rates.setdefault(kind, []).append(rate(engine, name, WORKLOADS[kind]))
@@ -236,7 +234,7 @@ def speeds(engine: Engine, name: str, only: list[str], rounds: int) -> dict[str,
 
 
 def kept(name: str, rates: dict[str, list[float]]) -> list[list[str]]:
-    """Records the rounds; a row a workload, with the share of r512 that scoring leaves."""
+    """Records the runs; one row per workload, with its throughput relative to r512."""
     gpu, base = torch.cuda.get_device_name(0), max(rates.get("r512", [0.0]))
     rows = []
     for kind, found in rates.items():
@@ -253,7 +251,7 @@ def kept(name: str, rates: dict[str, list[float]]) -> list[list[str]]:
 def busy_share(
     engine: Engine, name: str, kind: str, best: float
 ) -> tuple[list[list[str]], list[list[str]]]:
-    """Rows of the kernels' own pace and our share of it, and of where their time goes."""
+    """Rows of the throughput of gapless kernels and our share of it, and of time by kernel."""
     alone, shares = kernels_alone(engine, name, WORKLOADS[kind])
     gpu, ratio = torch.cuda.get_device_name(0), best / alone
     record(f"gpu-busy-share-{kind}-{name}", ratio, "ratio", (ratio, ratio), gpu)
@@ -269,15 +267,15 @@ def rate(engine: Engine, name: str, workload: Workload) -> float:
 
 
 def kernels_alone(engine: Engine, name: str, workload: Workload) -> tuple[float, list[list[str]]]:
-    """Tokens per second of the workload's kernels without a gap, and the largest of them."""
+    """Tokens per second without gaps between kernels, and the kernels that took most time."""
     requests = workload.make(SHAPES[name].vocabulary)
     took, shares = busy.busy(lambda: play(engine, workload, requests))
     return workload.counted(requests) / took, shares
 
 
 def clocks() -> str:
-    """The GPU's clock and power right after a run, against their limits: a machine that may draw
-    less multiplies slower, and no other figure of ours shows it."""
+    """The GPU's clock and power right after a run, against their limits: GEMMs are slower on a
+    machine with a lower power limit, and no other figure shows that."""
     query = "clocks.sm,clocks.max.sm,power.draw,power.limit,temperature.gpu"
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
     try:

@@ -1,4 +1,4 @@
-"""docs/images/h200.svg from bench/results: our figures beside the anchors' of docs/performance.md.
+"""Draws docs/images/h200.svg from bench/results, beside the vLLM and SGLang figures.
 
 Needs matplotlib, which has an environment of its own; `python bench plot` makes it.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMIT = "f563bae"  # whose lines are shown
+COMMIT = "f563bae"  # the results shown are from this commit
 # vLLM 0.26.0 and SGLang 0.5.17: given, not measured by this project's commands.
 ANCHORS: dict[str, dict[str, tuple[float, float]]] = {
     "llama8b": {
@@ -50,7 +50,7 @@ def draw() -> None:
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "kvline"  # the same bytes each time
+    matplotlib.rcParams["svg.hashsalt"] = "kvline"  # reproducible output
     from matplotlib import pyplot
 
     figure, rows = pyplot.subplots(2, len(TITLES), figsize=(13, 5), layout="constrained")
@@ -80,7 +80,7 @@ def _value(name: str) -> float:
     lines = (ROOT / "bench" / "results" / "results.jsonl").read_text().splitlines()
     found = [r for r in map(json.loads, lines) if r["name"] == name and r["commit"] == COMMIT]
     if not found:
-        raise SystemExit(f"plot: no line {name} at {COMMIT} in bench/results")
+        raise SystemExit(f"plot: no result {name} at {COMMIT} in bench/results")
     return float(found[-1]["value"])
 
 

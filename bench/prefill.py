@@ -1,4 +1,4 @@
-"""A prompt's time to first token, captured graph segments against eager, whole or as 16."""
+"""Time to first token with captured graph segments against eager, for 1 prompt or 16."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvline_server.engine.request import SamplingParams
 TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 REQUESTS = (1, 16)
 ROUNDS = 9
-ROOM = 4 << 30  # bytes for what running without a capture allocates
+ROOM = 4 << 30  # bytes that eager steps allocate
 
 
 def run() -> None:
-    """KVLINE_BENCH_MODELS, comma-separated, narrows it."""
+    """KVLINE_BENCH_MODELS, comma-separated, selects models."""
     rows = []
     for name in offline.models():
         engine, _ = offline.start(name)
@@ -40,7 +40,7 @@ def run() -> None:
 
 
 def compare(engine: Engine, name: str, requests: int, tokens: int) -> list[str]:
-    """Both ways take turns. A prompt of the longest length leaves its last token's room."""
+    """Captured and eager alternate. The longest prompt leaves room for one output token."""
     runner = engine.runner
     assert runner.graphs is not None
     ways = {"captured": runner.graphs.step, "eager": runner.decoder.step}
@@ -52,7 +52,7 @@ def compare(engine: Engine, name: str, requests: int, tokens: int) -> list[str]:
     runner.forward = ways["captured"]
     medians = []
     for way, found in times.items():
-        kept = sorted(found[1:])  # the first of each met what was not there yet
+        kept = sorted(found[1:])  # the first run of each warms up
         medians.append(kept[ROUNDS // 2])
         spread = (kept[0], kept[-1])
         label = f"prefill-{way}-{tokens}x{requests}-{name}"
@@ -61,7 +61,7 @@ def compare(engine: Engine, name: str, requests: int, tokens: int) -> list[str]:
 
 
 def first_tokens(engine: Engine, name: str, requests: int, length: int) -> float:
-    """Milliseconds from the first submit to the last first token, nothing of it cached."""
+    """Milliseconds from the first submit to the last first token, without prefix cache."""
     pool.renew(engine)
     rng = random.Random(length)
     most = SHAPES[name].vocabulary - 10

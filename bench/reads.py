@@ -1,5 +1,5 @@
-"""What a workload must read of its cache, and so the pace that no engine can pass: every output
-token attends to all before it, once a layer. Arithmetic on lengths; needs no GPU."""
+"""Upper bound on throughput by KV cache reads: every output token attends to all tokens before
+it, in each layer. Arithmetic on lengths; needs no GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import offline
 from record import table
 from shapes import SHAPES
 
-BANDWIDTH = 4.2e12  # bytes a second: the design's figure for copies on an H200
+BANDWIDTH = 4.2e12  # bytes per second that a copy reaches on an H200
 KINDS = ("nano", "r512", "long")
 
 

@@ -1,4 +1,4 @@
-"""A result with everything needed to read it later."""
+"""Writes results with hardware, versions and commit."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FILE = ROOT / "bench" / "results" / "results.jsonl"
 def record(
     name: str, value: float, unit: str, spread: tuple[float, float], gpu: str | None = None
 ) -> None:
-    """A line of results. KVLINE_BENCH_RESULTS and KVLINE_COMMIT stand in on a machine that has the
-    tree without its history."""
+    """Appends a result. KVLINE_BENCH_RESULTS and KVLINE_COMMIT set file and commit on a machine
+    without the git history."""
     line = {
         "name": name,
         "value": round(value, 4),
@@ -38,7 +38,7 @@ def record(
 
 
 def commit() -> str:
-    """The commit that runs; with a mark when files are not as committed, results apart."""
+    """The current commit, with -dirty when files other than results differ from it."""
     head = _git("rev-parse", "--short", "HEAD")
     changed = _git("status", "--porcelain", "--", ".", f":!{FILE.parent.relative_to(ROOT)}")
     return f"{head}-dirty" if changed else head

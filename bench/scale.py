@@ -1,8 +1,8 @@
-"""The operator with hundreds of services: a real control plane with the limits that Kubernetes
-ships, kwok's nodes and pods, fake engines that play every report, and the operator as it ships,
-with the rights that it ships with.
+"""The operator with hundreds of services: a real control plane with Kubernetes' default limits,
+kwok nodes and pods, fake engines that send every kind of report, and the operator as shipped, with
+its own rights.
 
-KVLINE_SCALE=100,1000 says how many; KVLINE_BENCH_SECONDS how long nothing is changed.
+KVLINE_SCALE=100,1000: numbers of services; KVLINE_BENCH_SECONDS: time without any change.
 """
 
 from __future__ import annotations

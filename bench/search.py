@@ -1,6 +1,6 @@
-"""How close the published budget is to the largest that survives the same stress.
+"""The validated budget against the largest that passes the same stress.
 
-Runs `kvline-server size` in a memory cgroup of 2 GiB, then pins larger and larger budgets.
+Runs `kvline-server size` in a memory cgroup of 2 GiB, then pins larger budgets by bisection.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from record import record, table
 LIMIT = 2 << 30
 CGROUP = Path("/sys/fs/cgroup/memory/kvline-bench")
 CLOSE = 256  # tokens; the search stops there
-CRAWL = 2.0  # of a normal start's time: what is slower lives on pages it reads again and again
+CRAWL = 2.0  # times a normal start; a slower one thrashes: it keeps re-reading file pages
 
 
 def size(*extra: str, patience: float | None = None) -> tuple[dict[str, Any], float]:
-    """A sizing report and its seconds; state Failed when the size did not survive, or crawled for
-    longer than `patience`.
+    """A sizing report and its seconds; state Failed where the size did not pass, or took longer
+    than `patience`.
 
-    Cached files are dropped first: a page of code counts against the group that read it first, so
-    beside another's copies a container would live on memory that it does not have alone."""
+    Drops the page cache first: a file page is charged to the cgroup that read it first, so pages
+    that others have read would be free for this container."""
     Path("/proc/sys/vm/drop_caches").write_text("1")
     started = time.perf_counter()
     command = [sys.executable, "-m", "kvline_server", "size", "--model", str(engines.folder())]

@@ -1,7 +1,7 @@
-"""The server as a client sees it: r512 over HTTP against the engine alone, and chat at four rates.
+"""The server over HTTP: throughput of r512 against the engine alone, and chat at four rates.
 
-Chat: Poisson arrivals, a shared prefix of 512 tokens, 128 to 1,024 tokens in and 64 to 512 out. A
-request counts as good with its first token within 200 ms and 20 ms for each other one.
+Chat: Poisson arrivals, a shared prefix of 512 tokens, 128 to 1,024 tokens in and 64 to 512 out.
+Goodput counts requests with a first token within 200 ms and at most 20 ms per further token.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FIRST, EACH = 0.2, 0.02  # seconds
 
 
 def run() -> None:
-    """KVLINE_BENCH_MODELS narrows it; KVLINE_BENCH_SECONDS is each rate's time (15)."""
+    """KVLINE_BENCH_MODELS selects models; KVLINE_BENCH_SECONDS is the time of each rate (15)."""
     seconds = float(os.environ.get("KVLINE_BENCH_SECONDS", "15"))
     rows, chats = [], []
     for name in offline.models("llama8b"):
@@ -54,8 +54,8 @@ def run() -> None:
 
 
 def alone(name: str) -> tuple[float, str]:
-    """r512 of the engine without a server, and the GPU's name; in a process of its own, which
-    gives the GPU back."""
+    """Throughput of r512 on the engine without a server, and the GPU's name; in a process of its
+    own, which frees the GPU at its end."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_alone, (name,))
 
@@ -102,7 +102,7 @@ def free_port() -> int:
 
 
 def over_http(port: int, name: str, stream: bool) -> float:
-    """Tokens per second. Each way has ids of its own: the second must find no prompt cached."""
+    """Tokens per second. Token ids differ between the two ways, so that no prompt is cached."""
     workload, shift = offline.WORKLOADS["r512"], 1 if stream else 0
     requests = workload.make(SHAPES[name].vocabulary)
     asked = [Asked([id + shift for id in p], o) for p, o in requests]
@@ -137,7 +137,7 @@ def arrivals(name: str, rate: float, seconds: float) -> list[Asked]:
 
 
 def write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """A byte-level tokenizer of that many tokens, so that each id has a text to be sent."""
+    """A byte-level tokenizer with `vocabulary` tokens, so that each id has a text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

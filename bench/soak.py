@@ -1,9 +1,9 @@
-"""The worst allowed mix at the validated budget, for minutes: does it ever run out of memory?
+"""Soak test for out-of-memory: the worst allowed mix at the validated budget, for minutes.
 
-Half of the requests ask for all there is at once: top-20 logprobs of output and prompt, top-k,
+Half of the requests use every option at once: top-20 logprobs of output and prompt, top-k,
 top-p, min-p, every penalty and 300 biases. The others vary: long scored prompts, full batches of
-decodes with and without filters, and clients that leave. Free memory and the allocator's reserve
-are read all along.
+decodes with and without filters, and clients that leave. Free memory and the allocator's reserved
+memory are read throughout.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from kvline_server.engine.engine import Engine
 from kvline_server.engine.request import SamplingParams
 from kvline_server.errors import DeviceOutOfMemory
 from kvline_server.memory.device import MIB
-from kvline_server.memory.stress import worst
+from kvline_server.memory.stress import worst_params
 
-WORST = 0.5  # share of requests that ask for everything
-WAITING = 200  # requests kept behind those that run
+WORST = 0.5  # share of requests with every option
+WAITING = 200  # queue length beside the running requests
 
 
 def request(rng: random.Random, vocabulary: int) -> tuple[list[int], SamplingParams]:
@@ -34,7 +34,7 @@ def request(rng: random.Random, vocabulary: int) -> tuple[list[int], SamplingPar
     prompt = [rng.randrange(10, vocabulary - 10) for _ in range(rng.randint(1, longest))]
     if rng.random() < WORST:
         asked = {"max_tokens": rng.randint(1, 190), "seed": rng.randrange(1 << 30)}
-        return prompt, msgspec.structs.replace(worst(vocabulary, 20), **asked)
+        return prompt, msgspec.structs.replace(worst_params(vocabulary, 20), **asked)
     return prompt, SamplingParams(
         max_tokens=rng.randint(1, 190),
         temperature=rng.choice([0.0, 0.7, 1.0]),
@@ -49,7 +49,7 @@ def request(rng: random.Random, vocabulary: int) -> tuple[list[int], SamplingPar
 
 
 def soak(engine: Engine, vocabulary: int, seconds: float) -> list[float]:
-    """Out-of-memory count, lowest free MiB, growth of the reserve in MiB, requests, preemptions."""
+    """-> out-of-memory count, lowest free MiB, growth of reserved MiB, requests, preemptions"""
     rng = random.Random(0)
     made = failures = 0
     reserved = torch.cuda.memory_reserved()
@@ -72,7 +72,7 @@ def soak(engine: Engine, vocabulary: int, seconds: float) -> list[float]:
 
 
 def run() -> None:
-    """KVLINE_BENCH_MODELS narrows it, KVLINE_BENCH_SECONDS says how long (480)."""
+    """KVLINE_BENCH_MODELS selects models, KVLINE_BENCH_SECONDS is the duration (480)."""
     seconds = float(os.environ.get("KVLINE_BENCH_SECONDS", "480"))
     rows = []
     for name in offline.models():

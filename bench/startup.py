@@ -1,4 +1,4 @@
-"""From the command to Validated, imports included: searched, and from a record of that search."""
+"""Startup time from the command to Validated, with imports: with a search, and from its record."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def size(folder: Path, *words: str) -> tuple[float, dict[str, object]]:
 
 
 def run() -> None:
-    """On a GPU both shapes with random weights; without one the demo's model in 2 GiB."""
+    """On a GPU both shapes with random weights, else the demo model in 2 GiB."""
     rows = []
     if torch.cuda.is_available():
         length = str(offline.MAX_MODEL_LEN)
@@ -38,7 +38,7 @@ def run() -> None:
 
 
 def starts(name: str, folder: Path, *words: str) -> list[list[str]]:
-    """Searched twice, and from the record of the first search."""
+    """Starts twice with a search, and once from the record of the first."""
     with tempfile.TemporaryDirectory() as scratch:
         kept = str(Path(scratch) / "records.json")
         made = {

@@ -1,4 +1,4 @@
-"""Output tokens a second against transformers' generate, float32, two threads."""
+"""Output tokens per second against transformers' generate, float32, two threads."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def ours(engine: Engine, requests: list[Request]) -> float:
 
 
 def theirs(model: Any, requests: list[Request]) -> float:
-    """Sorted by total length and padded on the left in batches of eight: its best honest case."""
+    """Sorted by total length, left-padded, in batches of eight: the best case without batching
+    continuously."""
     ordered = sorted(requests, key=lambda r: (r[1], len(r[0])))
     started = time.perf_counter()
     for at in range(0, len(ordered), 8):
@@ -75,7 +76,7 @@ def run() -> None:
         times: list[tuple[float, float]] = []
         for number in range(ROUNDS):
             times.append((ours(engine, requests), theirs(model, requests)))
-            print(f"  {name} round {number + 1}: {times[-1][0]:.1f} s, {times[-1][1]:.1f} s")
+            print(f"  {name} run {number + 1}: {times[-1][0]:.1f} s, {times[-1][1]:.1f} s")
         mine, other = min(t[0] for t in times), min(t[1] for t in times)
         ratio = other / mine
         ratios = [b / a for a, b in times]

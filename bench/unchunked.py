@@ -1,5 +1,5 @@
-"""Input logprobs in kvline's chunks against one chunk a step, where both fit: r512, chosen
-token. The cache is made smaller for it, so that a whole step's logits have room."""
+"""Prompt logprobs in kvline's chunks against one chunk per step: r512, chosen token only. The KV
+cache is shrunk so that the logits of a whole step fit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from record import record, table
 from kvline_server.memory.pages import PAGE_SIZE
 
 ROUNDS = 3
-ROOM = 6 << 30  # bytes given back: a step's logits and what scoring adds
+ROOM = 6 << 30  # bytes freed for a step's logits and their scoring
 
 
 def run() -> None:

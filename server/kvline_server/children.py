@@ -1,4 +1,4 @@
-"""Starting the HTTP and the engine process, each with a control socket to the parent."""
+"""Starts the HTTP and the engine process, each with a control socket to the parent."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from kvline_server.engine.messages import Channel, Message
 from kvline_server.options import Options
 
-# The engine's heap keeps what it once took, so that a step after Ready asks the kernel for
-# nothing new: what was measured stays what is used. Blocks of 32 MiB and more are mapped apart.
+# The engine's heap is never trimmed, so that a step after Ready needs no new memory from the kernel
+# and the measured peak stays valid. Blocks of 32 MiB and more are mapped separately.
 ENGINE_MALLOC = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
@@ -24,7 +24,7 @@ ENGINE_MALLOC = {
 }
 
 
-# The HTTP process gives back at once what a large body took.
+# The HTTP process returns the memory of a large body at once.
 HTTP_MALLOC = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
 
 
@@ -32,7 +32,7 @@ HTTP_MALLOC = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(128 << 10)
 class Child:
     process: subprocess.Popen[bytes]
     channel: Channel
-    other: socket.socket  # HTTP: takes the engine's line; engine: that line's other end
+    other: socket.socket  # HTTP: receives the engine's socket; engine: the HTTP end of that socket
 
     def tell(self, message: Message) -> None:
         """Sends, unless it has ended, which the parent sees for itself."""
@@ -40,7 +40,7 @@ class Child:
             self.channel.send(message)
 
     def follow(self, handle: Callable[[Message], None]) -> None:
-        """Hands every message of the child to `handle`, on a thread of its own."""
+        """Calls `handle` with every message of the child, on a thread of its own."""
 
         def read() -> None:
             with contextlib.suppress(OSError):
@@ -54,10 +54,10 @@ class Child:
             self.process.kill()
             self.process.wait()
 
-    def hand(self, line: socket.socket) -> None:
-        """Gives the HTTP process its line to the engine; this process keeps none of it."""
-        with contextlib.suppress(OSError), line:
-            socket.send_fds(self.other, [b"e"], [line.fileno()])
+    def hand(self, engine: socket.socket) -> None:
+        """Passes the HTTP process its socket to the engine, and closes it here."""
+        with contextlib.suppress(OSError), engine:
+            socket.send_fds(self.other, [b"e"], [engine.fileno()])
 
 
 def start_http(options: Options, listener: socket.socket) -> Child:
@@ -99,7 +99,7 @@ def _spawn(
             pass_fds=(theirs.fileno(), their_other.fileno(), *fds),
             env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
-            # A terminal's Ctrl-C is the parent's to act on: it drains.
+            # Ctrl-C in a terminal goes to the parent alone, which drains.
             process_group=0,
         )
     return Child(process, Channel(ours), other)

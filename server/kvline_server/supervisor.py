@@ -1,8 +1,8 @@
-"""The parent of a server pod: starts HTTP and engine, keeps the report, answers the probes.
+"""The parent process of a server pod: starts HTTP and engine, keeps the report, answers probes.
 
-Imports neither torch nor a tokenizer, so it lives through whatever happens to the other two. An
-engine killed for memory before it was Validated starts again with the next attempt; after that its
-death ends the pod with a code that means something.
+It imports neither torch nor a tokenizer, so failures of the other two do not affect it. An engine
+killed for memory before it is Validated is restarted with the next attempt; later, its end ends the
+pod with an exit code of the contract.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from kvline_server.memory.record import AttemptStore
 from kvline_server.options import Options
 from kvline_server.report_keeper import ReportKeeper
 
-LAST_WORDS_SECONDS = 0.2  # a child's last message may arrive after its end
-END_SECONDS = 3.0  # after a drain: what was cut is told so
-CRAWL_SECONDS, CRAWL_FACTOR = 30.0, 5.0
+LAST_WORDS_SECONDS = 0.2  # for a child's last message, which may arrive after its exit
+END_SECONDS = 3.0  # after a drain, for the errors of unfinished requests
+SLOW_SECONDS, SLOW_FACTOR = 30.0, 5.0
 
 
 class Supervisor:
@@ -63,12 +63,12 @@ class Supervisor:
     def report(self) -> SizingReport:
         return self.keeper.report
 
-    # The story ------------------------------------------------------------------------------
+    # Life cycle -----------------------------------------------------------------------------
 
     def run(self, until: Callable[[], bool] | None = None) -> int:
-        """Serves until told to stop, or until `until` says so; returns the exit code."""
+        """Serves until a signal, a failure, or `until` returns true; returns the exit code."""
         try:
-            with self._open_ports() as listener:  # HTTP's alone, so that it can close it
+            with self._open_ports() as listener:  # only the HTTP process keeps it open
                 self.http = start_http(self.options, listener)
             self.http.follow(self._from_http)
             self._start_engine()
@@ -86,7 +86,7 @@ class Supervisor:
                 AttemptStore(self.options.state_dir / ATTEMPTS_FILE).interrupt()
 
     def stop(self) -> None:
-        """SIGTERM, Ctrl-C: drain; a second one ends at once."""
+        """Drains on SIGTERM or Ctrl-C; exits at once on a second one."""
         self.stop_now = self.health.draining
         self.health.draining = True
 
@@ -95,10 +95,10 @@ class Supervisor:
         while not until():
             announced = announced or announce()
             if self.health.draining and drain is None:
-                drain = Drained(self.drain_seconds, self.health.edge)
+                drain = DrainState(self.drain_seconds, self.health.edge)
                 self._tell_http(Drain(self.drain_seconds))
             if drain is not None and self._is_drained(drain):
-                log(drain.words(self.health.edge, self.stop_now))
+                log(drain.summary(self.health.edge, self.stop_now))
                 return int(ExitCode.DRAINED)
             failure = self._failure()
             if failure is not None:
@@ -107,14 +107,14 @@ class Supervisor:
             time.sleep(self.options.limits.poll)
         return int(ExitCode.DRAINED)
 
-    def _is_drained(self, drain: Drained) -> bool:
+    def _is_drained(self, drain: DrainState) -> bool:
         if self.http is not None and self.http.process.poll() is not None:
             time.sleep(LAST_WORDS_SECONDS)
             return True
         return self.stop_now or drain.is_over()
 
     def _announce(self) -> bool:
-        """One line for who started it by hand, or reads its log."""
+        """Logs one line once the server is ready."""
         report, o = self.keeper.report, self.options
         if report.result is None or report.effective is None or not self.health.edge.connected:
             return False
@@ -128,8 +128,8 @@ class Supervisor:
     def _end(self, failure: Termination) -> int:
         """Leaves the reason in the report, the log and the termination message."""
         self.keeper.fail(failure)
-        words = with_flag_names(failure.message) if self.options.from_flags else failure.message
-        log(f"{failure.name}: {words}")
+        text = with_flag_names(failure.message) if self.options.from_flags else failure.message
+        log(f"{failure.name}: {text}")
         if self.options.termination_log is not None:
             with contextlib.suppress(OSError):
                 self.options.termination_log.write_text(failure.dumps())
@@ -138,7 +138,8 @@ class Supervisor:
     # Start and messages -----------------------------------------------------------------------
 
     def _open_ports(self) -> socket.socket:
-        """The internal port answers from here on; the API port is taken early, to fail early."""
+        """Opens both ports. The internal one answers from here on; the API port is bound early, so
+        that a taken port fails early."""
         o = self.options
         try:
             self.internal = InternalServer((o.host, o.internal_port), self.health)
@@ -217,7 +218,7 @@ class Supervisor:
         return _died("engine", engine)
 
     def _killed_while_sizing(self) -> Termination | None:
-        """The attempt under way has failed; the next start reads that from attempts.json."""
+        """Counts the current attempt as failed and restarts the engine, which reads them."""
         if not any(a.outcome is Outcome.RUNNING for a in self.keeper.report.attempts):
             return _termination(
                 ExitCode.OUT_OF_MEMORY,
@@ -230,8 +231,8 @@ class Supervisor:
         return None
 
     def _stalled(self) -> Termination | None:
-        """No progress for too long. A validation that crawls where the same work ran freely on the
-        probe's few pages has too little memory to live on: that attempt has failed too."""
+        """Ends a start without progress. A validation that takes far longer than the same work took
+        while probing is thrashing for lack of memory: its engine is killed, as a failed attempt."""
         state, limit = self.keeper.report.state, self.options.limits.stage
         quiet = time.monotonic() - self.keeper.changed_at
         if state is State.VALIDATED or self.engine is None:
@@ -244,15 +245,15 @@ class Supervisor:
         return _termination(ExitCode.STALLED, f"no progress in state {state} for {limit:.0f} s")
 
     def _patience(self) -> float:
-        """Seconds that one item of the validation may take, from what the probe's items took."""
+        """Seconds that one item of the validation may take, from the times of the probe's items."""
         probed = [s.ms for s in self.keeper.report.stages if s.name.startswith("stress ")]
         if not probed:
             return self.options.limits.stage
-        return CRAWL_SECONDS + CRAWL_FACTOR * max(probed) / 1000
+        return SLOW_SECONDS + SLOW_FACTOR * max(probed) / 1000
 
 
-class Drained:
-    """A drain: when it must be over, and what became of the requests under way."""
+class DrainState:
+    """A drain: its deadline, and the outcome of the requests under way."""
 
     def __init__(self, seconds: float, before: EdgeBeat) -> None:
         self._seconds = seconds
@@ -262,7 +263,7 @@ class Drained:
     def is_over(self) -> bool:
         return time.monotonic() - self._began > self._seconds + END_SECONDS
 
-    def words(self, after: EdgeBeat, at_once: bool) -> str:
+    def summary(self, after: EdgeBeat, at_once: bool) -> str:
         took = time.monotonic() - self._began
         finished = after.finished - self._before.finished
         cut = after.active + after.failed - self._before.failed

@@ -24,7 +24,7 @@ from kvline_contract.launch import (
 )
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.start import start
-from kvline_server.memory.stress import worst
+from kvline_server.memory.stress import worst_params
 
 pytestmark = pytest.mark.gpu
 RUNNING, STEPS, VOCABULARY = 512, 150, 128_256
@@ -60,7 +60,7 @@ def sized(folder: Path) -> Engine:
 def test_all_requests_at_their_worst_fit_into_a_size_without_headroom(tmp_path: Path) -> None:
     engine = sized(tmp_path)
     rng = random.Random(0)
-    params = worst(VOCABULARY, 20)
+    params = worst_params(VOCABULARY, 20)
     made = most = steps = 0
     while steps < STEPS:
         while len(engine.scheduler.waiting) < 64:

@@ -31,13 +31,11 @@ PENDING: tuple[str, ...] = (
     "manifests/",
     "monitoring/",
     "operator/",
-    "server/",
     "tests/e2e/test_strangers_day.py",
     "tests/e2e/strangers_day.py",
     "tests/e2e/crowd.py",
     "tests/integration/test_kubectl.py",
     "tests/operator/",
-    "tests/server/test_line.py",
 )
 
 

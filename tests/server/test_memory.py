@@ -26,15 +26,15 @@ from kvline_server.errors import ConfigInvalid, DeviceFailure
 from kvline_server.memory import device as devices
 from kvline_server.memory.arena import HostArena
 from kvline_server.memory.device import (
-    LEAST_FILES,
     MIB,
+    MIN_FILES,
     cpu_device,
     referenced_files,
     tree_used,
 )
 from kvline_server.memory.profile import Measured, shrink, whole_pages
 from kvline_server.memory.record import FREE_NOISE, AttemptStore, find_record, fingerprint
-from kvline_server.memory.stress import MAX_BIASES, StressSet, worst
+from kvline_server.memory.stress import MAX_BIASES, StressSet, worst_params
 from kvline_server.model.config import read_config
 
 amount = st.integers(0, 2**40)
@@ -149,7 +149,7 @@ def test_code_in_use_is_counted_and_idle_code_is_not() -> None:
     quiet = referenced_files()
     torch.randn(300, 300) @ torch.randn(300, 300)
     assert quiet < referenced_files() < 80 * MIB
-    assert device.working_files() == max(referenced_files(), LEAST_FILES)
+    assert device.working_files() == max(referenced_files(), MIN_FILES)
 
 
 V1 = "total_rss 1000\ntotal_shmem 24\ntotal_cache 999999\n"
@@ -222,7 +222,7 @@ def test_without_a_limit_a_server_takes_half_of_what_is_free(
 
 def test_the_stress_set_plays_every_option_at_once() -> None:
     """In decodes, in prefills and in steps of both: an option that is added must be played."""
-    neutral, asked = SamplingParams(max_tokens=1), worst(50_000, 20)
+    neutral, asked = SamplingParams(max_tokens=1), worst_params(50_000, 20)
     not_played = {"temperature", "seed", "logprob_start"}  # cost nothing, or save
     for name in set(SamplingParams.__struct_fields__) - not_played:
         assert getattr(asked, name) != getattr(neutral, name), name
@@ -251,7 +251,7 @@ def test_the_stress_set_s_steps_are_as_large_as_the_scheduler_s(
         action()
     everything = {n: b for n, b in batches.items() if n != "unfiltered"}
     for batch in everything.values():
-        assert all(s.params == worst(307, 20) for s in batch.sampled)
+        assert all(s.params == worst_params(307, 20) for s in batch.sampled)
     assert len(batches["prefill-one"].token_ids) == len(batches["mixed"].token_ids) == 64
     assert len(batches["mixed"].sampled) == len(batches["decode"].sampled) == 8
     assert len(batches["mixed"].targets) == 64 - 7 - 2  # all of the prompt but its ends

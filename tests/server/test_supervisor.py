@@ -42,7 +42,7 @@ def test_it_answers_probes_before_it_is_validated_and_sizes_itself(
     assert "validate unfiltered" in names
     autotune = report["stages"][1]
     assert autotune["ms"] <= 1
-    assert "nothing is tunable" in autotune["detail"]
+    assert "nothing to tune" in autotune["detail"]
     result = report["result"]
     assert result["kvTokens"] % PAGE_SIZE == 0
     memory = result["memory"]

@@ -111,7 +111,7 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def expire(self, now: float) -> None:
-        """A head that is late is told so; who is idle, or does not read, is not."""
+        """Past its deadline: a late head gets a 408; idle or unread connections are just closed."""
         if self._in_head and self.stalled_until > now and not self._lingering:
             self._refuse(TimedOut("the head of the request did not come in time"))
         else:

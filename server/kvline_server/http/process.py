@@ -166,7 +166,7 @@ class Edge:
         end += LAST_WORDS_SECONDS
         while self.service.admission.requests and clock() < end:
             await asyncio.sleep(0.05)
-        self.connections.drop()  # whoever has not even read that, or never sent its request whole
+        self.connections.drop()  # clients that have not read even that, or are still sending
 
     async def _end_with_engine(self) -> None:
         """The parent sees an engine that ends, and then ends this process too; where it does not,

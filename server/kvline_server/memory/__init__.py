@@ -1,1 +1,1 @@
-"""The profile loop and what it measures: devices, the KV arena, pages, the prefix cache."""
+"""Memory: the profile loop, device accounting, the KV arena, pages and the prefix cache."""

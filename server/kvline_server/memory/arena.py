@@ -1,8 +1,8 @@
-"""The KV cache's memory: addresses reserved once, pages made resident up to the budget.
+"""The KV cache's memory: an address range reserved once, with pages mapped up to the budget.
 
-Growing and shrinking keep addresses, so whatever points into the arena stays valid. On the CPU the
-reservation is an anonymous mapping; resident means touched, so the kernel counts it now and not
-under the first unlucky request.
+Resizing keeps addresses, so pointers into the arena stay valid. On the CPU the reservation is an
+anonymous mapping whose pages are touched at once, so that the kernel charges them now and not while
+a request runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvline_server.kernels.interface import KVLayer
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.model.config import ModelConfig
 
-_MAP_NORESERVE = 0x4000  # Linux; a reservation is not a promise of memory
+_MAP_NORESERVE = 0x4000  # Linux; reserves addresses without committing memory
 
 
 class Arena(Protocol):
@@ -30,7 +30,7 @@ class Arena(Protocol):
     def layers(self) -> list[KVLayer]: ...
 
     def resize(self, pages: int) -> None:
-        """Maps or gives back pages at the end. Raises DeviceOutOfMemory when the device refuses."""
+        """Maps or unmaps pages at the end. Raises DeviceOutOfMemory."""
 
 
 class HostArena:
@@ -68,22 +68,24 @@ class HostArena:
 
     def resize(self, pages: int) -> None:
         if not 0 <= pages <= self._max_pages:
-            raise DeviceOutOfMemory(f"{pages} pages, the whole device has {self._max_pages}")
+            raise DeviceOutOfMemory(f"{pages} pages, the arena has at most {self._max_pages}")
         regions = [self._flat[i].view(-1, *self._shape) for i in range(self._regions)]
         for index, region in enumerate(regions):
             if pages > self._pages:
                 region[self._pages : pages].zero_()
             else:
-                self._give_back(index, pages)
+                self._unmap(index, pages)
         self._pages = pages
         self._layers = [
             KVLayer(keys=regions[i][:pages], values=regions[i + 1][:pages])
             for i in range(0, self._regions, 2)
         ]
 
-    def _give_back(self, region: int, pages: int) -> None:
+    def _unmap(self, region: int, pages: int) -> None:
         start = region * self._stride + pages * self._page_bytes
         end = region * self._stride + self._pages * self._page_bytes
-        start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE  # a shared page stays with its owner
+        start = (
+            -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        )  # keep an operating-system page that a kept KV page shares
         if end > start:
             self._memory.madvise(mmap.MADV_DONTNEED, start, end - start)

@@ -1,8 +1,8 @@
-"""The GPU's memory: what the driver says of it, and the arena on CUDA virtual memory.
+"""GPU memory: the driver's accounting, and the KV arena in CUDA virtual memory.
 
-Addresses for the whole GPU are reserved once and physical memory is mapped under them to the
-budget, so growing and shrinking keep every pointer, captured graphs among them. Running out while
-mapping is an error value of the driver's, not a dead context.
+Addresses for the whole GPU are reserved once, and physical memory is mapped up to the budget, so
+resizing keeps all pointers valid, also those in captured graphs. Running out of memory while
+mapping is an error code of the driver and does not break the CUDA context.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.model.config import ModelConfig
 
 SLACK = 64 << 20
-CHUNK = 64 << 20  # of one mapping: few calls, and a shrink gives back in these steps
+CHUNK = 64 << 20  # of one mapping; large for few calls, and the granularity of shrinking
 
 
 class CudaDevice:
-    """One GPU as this process sees it; `used` is everybody's, by the driver's account."""
+    """One GPU; `used` covers all processes, as the driver counts."""
 
     gpu = True
 
@@ -38,9 +38,9 @@ class CudaDevice:
 
     @property
     def slack(self) -> int:
-        """torch takes memory in segments of up to 20 MiB: the same steps in another order, or
-        after its cache was emptied, need a few more or fewer. Seen without it: a size measured to
-        the last MiB failed by as much, and 5 % of it were lost to one shrink."""
+        """torch allocates segments of up to 20 MiB, so the same steps in another order, or after
+        its cache was emptied, need a few more or fewer. Without this margin a budget failed by a
+        few MiB, and the retry lost 5 % of it."""
         return SLACK
 
     def used(self) -> int:
@@ -51,7 +51,7 @@ class CudaDevice:
         return torch.cuda.memory_reserved(0)
 
     def peak(self) -> int:
-        """Reserved, not allocated: holes between blocks are nobody else's to use."""
+        """Reserved, not allocated: no other process can use free blocks of the allocator."""
         return torch.cuda.max_memory_reserved(0)
 
     def reset_peak(self) -> None:
@@ -67,7 +67,7 @@ class CudaDevice:
 
     @contextmanager
     def held(self, nbytes: int) -> Iterator[None]:
-        """Outside torch's allocator, which would otherwise serve itself from it."""
+        """Allocated outside torch's allocator, which would otherwise reuse it."""
         if not nbytes:
             yield
             return
@@ -81,7 +81,7 @@ class CudaDevice:
 
 
 class CudaArena:
-    """All layers' keys and values of a page lie together, so that a page is mapped in one piece:
+    """The keys and values of all layers of a page are contiguous, so that one mapping holds a page:
     [pages, layers, keys and values, page, kv_heads, dim]."""
 
     def __init__(self, config: ModelConfig, max_pages: int, dtype: torch.dtype) -> None:
@@ -111,7 +111,7 @@ class CudaArena:
 
     def resize(self, pages: int) -> None:
         if not 0 <= pages <= self._max_pages:
-            raise DeviceOutOfMemory(f"{pages} pages, the whole device has {self._max_pages}")
+            raise DeviceOutOfMemory(f"{pages} pages, the arena has at most {self._max_pages}")
         torch.cuda.synchronize()  # nothing in flight may touch what is unmapped
         wanted = self._rounded(pages * self._page_bytes)
         while self._mapped and self._end() > wanted:
@@ -132,7 +132,7 @@ class CudaArena:
         try:
             handle = call(driver.cuMemCreate, size, self._properties, 0)
         except DeviceOutOfMemory:
-            torch.cuda.empty_cache()  # what torch only keeps may be the missing part
+            torch.cuda.empty_cache()  # torch may cache the memory that is missing
             handle = call(driver.cuMemCreate, size, self._properties, 0)
         call(driver.cuMemMap, self._base + at, size, 0, handle, 0)
         self._mapped.append((at, size, handle))
@@ -157,7 +157,7 @@ class CudaArena:
 
 
 class _Range:
-    """Addresses as torch takes them; the interface has no bfloat16, so as int16."""
+    """An address range for torch.as_tensor; the interface has no bfloat16, so as int16."""
 
     def __init__(self, pointer: int, elements: int) -> None:
         self.__cuda_array_interface__ = {
@@ -177,18 +177,18 @@ def _allocation_properties() -> Any:
 
 
 def _driver_version() -> str:
-    """NVIDIA's own version where the kernel module tells it, else the CUDA version it speaks."""
+    """The NVIDIA driver's version where NVML reports it, else the CUDA version it supports."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
         return str(pynvml.nvmlSystemGetDriverVersion())
-    except Exception:  # optional, and its errors have no useful base
+    except Exception:  # NVML is optional, and its errors share no base class
         return f"cuda-{call(driver.cuDriverGetVersion)}"
 
 
 def call(function: Any, *arguments: Any) -> Any:
-    """A driver call's value. Raises DeviceOutOfMemory or DeviceFailure by its error code."""
+    """Calls the driver and returns the result. Raises DeviceOutOfMemory or DeviceFailure."""
     code, *values = function(*arguments)
     if code == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
         raise DeviceOutOfMemory(function.__name__)

@@ -1,8 +1,8 @@
-"""What a device says of its memory: the limit, what is used, the high-water mark.
+"""Memory accounting of a device: limit, use and peak.
 
-On the CPU the device is the container: its limit from cgroup v1 or v2 (or given), its use as
-anonymous, shared and kernel memory without page cache, the engine's peak from VmHWM. Outside a
-container with a limit the process tree stands for it.
+On the CPU the device is the container: the limit from cgroup v1 or v2 (or given), the use as
+anonymous, shared and kernel memory without page cache, the engine's peak from VmHWM. Without a
+container limit, the process tree is counted instead.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Protocol
 
 MIB = 1 << 20
-LEAST_FILES = 64 * MIB  # with less, first attempts crawled (docs/decisions/005)
+MIN_FILES = 64 * MIB  # with less, first attempts thrashed (docs/decisions/005)
 UNLIMITED = 1 << 60  # cgroup v1 writes a huge number, v2 the word max
-FREE_PART = 2  # of a machine's free memory, what a server without a limit takes
+FREE_PART = 2  # a server without a limit takes 1/FREE_PART of the free memory
 CGROUP = Path("/sys/fs/cgroup")
 
 
 class Device(Protocol):
-    """All in bytes. `peak` and `now` are the engine process's own, `used` everybody's."""
+    """All in bytes. `peak` and `now` are for the engine process, `used` for all processes."""
 
     @property
     def name(self) -> str: ...
@@ -43,7 +43,7 @@ class Device(Protocol):
 
     @property
     def slack(self) -> int:
-        """What the device's allocator may need more for the same work another time."""
+        """Margin for what the allocator may need more when the same work is repeated."""
 
     def used(self) -> int: ...
 
@@ -54,14 +54,14 @@ class Device(Protocol):
     def reset_peak(self) -> None: ...
 
     def working_files(self) -> int:
-        """File pages in use since the reset that the device must keep beside all else."""
+        """File pages referenced since the reset, which must stay in memory."""
 
     def settle(self) -> None:
-        """Gives unused memory back, so that what follows is measured from a clean start."""
+        """Frees unused memory, so that the next measurement starts clean."""
 
     def held(self, nbytes: int) -> AbstractContextManager[None]:
-        """The headroom's canary: holds so much touched memory. What survives beside it survives
-        with that headroom. Raises DeviceOutOfMemory."""
+        """The canary: allocates and touches `nbytes`. What runs beside it leaves that headroom.
+        Raises DeviceOutOfMemory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ class CpuDevice:
     driver: str
     limit: int
     read_used: Callable[[], int]
-    slack: int = 24 * MIB  # other processes' heaps; 6 to 10 MiB more were seen at the final size
-    bounded: bool = True  # by a container or by hand
+    slack: int = 24 * MIB  # for other processes' heaps, which grew 6 to 10 MiB at the final size
+    bounded: bool = True  # by a container limit or --memory
     gpu: bool = False
 
     def used(self) -> int:
@@ -96,7 +96,7 @@ class CpuDevice:
         it crawls (seen: a step of two seconds was not done after one minute). What the engine
         referenced is the least of it: the other processes run too, and the kernel drops hot pages
         beside cold ones (docs/decisions/005)."""
-        return max(referenced_files(), LEAST_FILES)
+        return max(referenced_files(), MIN_FILES)
 
     def settle(self) -> None:
         gc.collect()
@@ -117,15 +117,15 @@ class CpuDevice:
 
 
 def cpu_device(memory: int | None, root: int) -> CpuDevice:
-    """The CPU as seen from here: the container's cgroup, or `memory` bytes for the tree of `root`.
+    """The CPU device: the container's cgroup, or `memory` bytes for the process tree of `root`.
 
-    A given `memory` below the container's limit wins, so that a size can be tried anywhere. With
-    neither, half of what is free: the machine is somebody's.
+    A `memory` below the container's limit wins. Without either, half of the free memory, because
+    other programs run on the machine.
     """
     tree = partial(tree_used, root)
     limit, used = _cgroup() or (UNLIMITED, tree)
     bounded = limit < UNLIMITED or memory is not None
-    if limit >= UNLIMITED:  # no container to stand for the device
+    if limit >= UNLIMITED:  # no container limit
         limit, used = memory or _available() // FREE_PART + tree(), tree
     limit = min(limit, memory or limit)
     name = f"CPU {platform.machine()}"
@@ -155,7 +155,7 @@ def _own_cgroup(controller: str) -> str:
 
 
 def _candidates(mount: Path, own: str) -> tuple[Path, ...]:
-    # Inside a container the mount shows its own cgroup, and the host's path does not exist there.
+    # Inside a container the mount is its own cgroup, and the host's path does not exist.
     return (mount / own, mount) if own else (mount,)
 
 
@@ -199,7 +199,9 @@ def referenced_files() -> int:
     total, of_file = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         key, _, rest = line.partition(":")
-        if "-" in key and " " in key:  # a mapping's head line: range, rights, offset, device, inode
+        if (
+            "-" in key and " " in key
+        ):  # first line of a mapping: range, permissions, offset, device, inode
             of_file = key.split()[-1].startswith("/") or line.split()[4] != "0"
         elif key == "Referenced" and of_file:
             total += int(rest.split()[0]) * 1024
@@ -215,7 +217,7 @@ def tree_used(root: int) -> int:
             continue
         try:
             status = _status(entry)
-        except OSError:  # ended while we looked
+        except OSError:  # it ended meanwhile
             continue
         parents[int(entry)] = status.get("PPid", 0)
         sizes[int(entry)] = status.get("RssAnon", 0) + status.get("RssShmem", 0)

@@ -1,7 +1,7 @@
-"""Why a size could not be proven: the parts in MiB, the binding constraint, every knob.
+"""Why no budget could be validated: memory by part, the binding constraint, settings to change.
 
-Pure arithmetic on what the loop measured; the texts end in the termination message and from there
-in the resource's status, so a person can act without a log.
+Pure arithmetic on the loop's measurements. The texts go to the termination message and from there
+to the resource's status, so that no log is needed to act.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.pages import PAGE_SIZE
 
 MEMORY_FIELD = "spec.resources.memory"
-CROWDED = 20  # part of the device that others must hold to be named as the reason
+CROWDED = 20  # other processes are named as the reason above 1/CROWDED of the device
 
 
 @dataclass(slots=True)
@@ -23,14 +23,14 @@ class Diagnosis:
     device: Device
     settings: EngineSettings
     weights_bytes: int
-    neighbours: int = 0  # bytes in use before the weights
-    arrived: int = 0  # bytes that others took since
-    growth: int = 0  # bytes the stress added, once measured
+    neighbours: int = 0  # bytes that other processes held before the weights were loaded
+    arrived: int = 0  # bytes that other processes have taken since
+    growth: int = 0  # bytes that the stress added
     graphs: int = 0  # bytes that captured graphs took
     measured_tokens: int | None = None
 
     def memory(self, kv_bytes: int, free_bytes: int) -> Memory:
-        """The parts, of which `others` is the rest so that they add up exactly."""
+        """Memory by part; `others` is the rest, so that the parts add up exactly."""
         total = self.device.limit // MIB
         weights, kv = self.weights_bytes // MIB, kv_bytes // MIB
         graphs = self.graphs // MIB
@@ -48,7 +48,7 @@ class Diagnosis:
     def weights_do_not_fit(self, free: int) -> OutOfMemory:
         need = max(0, self.weights_bytes - free) // MIB + self.settings.headroom_mib + 1
         return OutOfMemory(
-            f"weights of {self.weights_bytes // MIB} MiB and what they run with do not fit: "
+            f"the weights ({self.weights_bytes // MIB} MiB) and their runtime do not fit: "
             f"{max(0, free) // MIB} MiB of {self.device.limit // MIB} MiB are free; "
             + self._more(f"by at least {need} MiB"),
             memory=self.memory(0, free),
@@ -125,7 +125,7 @@ class Diagnosis:
         )
 
     def _memory_knob(self) -> tuple[Knob, ...]:
-        """A container's memory can be raised, a GPU has what it has."""
+        """Only a container's memory can be raised, not a GPU's."""
         return () if self.device.gpu else (Knob(MEMORY_FIELD, Direction.RAISE),)
 
     def _more(self, how_much: str) -> str:
@@ -149,7 +149,7 @@ class Diagnosis:
 
     @property
     def displaced(self) -> bool:
-        """Whether others took much of the device while it was measured."""
+        """Whether other processes took much of the device during the measurement."""
         return self._much(self.arrived)
 
     def _much(self, nbytes: int) -> bool:

@@ -1,14 +1,14 @@
-"""Who holds which KV page: free, used by sequences, or cached under its content's hash.
+"""The KV page pool: pages are free, used by sequences, or cached under the hash of their content.
 
-Pure bookkeeping on numbers; no tensor, no clock. Invariant after every call:
-free + used + cached == total. Page 0 is the dummy that padding writes to, and is never handed out.
+Bookkeeping on page numbers alone. Invariant after every call: free + used + cached == total. Page 0
+is the dummy page that padding rows write to; it is never allocated.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
-PAGE_SIZE = 16  # tokens; the kernels' measured best
+PAGE_SIZE = 16  # tokens; the fastest for the kernels
 DUMMY_PAGE = 0
 
 
@@ -17,12 +17,12 @@ def pages_for(tokens: int) -> int:
 
 
 class PagePool:
-    """Reference-counted pages with an LRU of cached ones that nobody uses."""
+    """Reference-counted pages, with an LRU of cached pages that no sequence uses."""
 
     def __init__(self, pages: int) -> None:
         if pages < 2:
-            raise ValueError(f"a pool needs the dummy and one page, got {pages}")
-        self.total = pages - 1  # the dummy is not ours to give
+            raise ValueError(f"a pool needs the dummy page and one more, got {pages}")
+        self.total = pages - 1  # without the dummy page
         self._free = list(range(pages - 1, DUMMY_PAGE, -1))
         self._references: dict[int, int] = {}
         self._hash_of: dict[int, bytes] = {}
@@ -35,7 +35,7 @@ class PagePool:
 
     @property
     def cached(self) -> int:
-        """Pages kept only because their content may be asked for again."""
+        """Pages that only the prefix cache holds."""
         return len(self._cached)
 
     @property
@@ -46,7 +46,8 @@ class PagePool:
         return count <= len(self._free) + len(self._cached)
 
     def take(self, count: int) -> list[int]:
-        """`count` private pages; evicts the longest unused cached ones. Ask can_take first."""
+        """`count` pages with one reference; evicts least recently used cached pages. Requires
+        can_take(count)."""
         assert self.can_take(count), "take without can_take"
         taken = []
         for _ in range(count):
@@ -56,7 +57,7 @@ class PagePool:
         return taken
 
     def match(self, hashes: list[bytes]) -> list[int]:
-        """The pages of the longest known run of hashes, each with one more reference."""
+        """The cached pages of the longest prefix of `hashes`, each with one more reference."""
         found = []
         for digest in hashes:
             page = self._page_of.get(digest)
@@ -69,13 +70,13 @@ class PagePool:
         return found
 
     def publish(self, page: int, digest: bytes) -> None:
-        """Names a full page's content. The first page with a content keeps the name."""
+        """Enters a full page in the prefix cache; the first page with a content stays."""
         if digest not in self._page_of and page not in self._hash_of:
             self._page_of[digest] = page
             self._hash_of[page] = digest
 
     def release(self, pages: list[int]) -> None:
-        """Gives references back; the last page of a sequence becomes evictable first."""
+        """Drops one reference each; a sequence's last page becomes evictable first."""
         for page in reversed(pages):
             left = self._references[page] - 1
             if left:
@@ -88,10 +89,10 @@ class PagePool:
                 self._free.append(page)
 
     def check(self) -> None:
-        """Raises when a page is lost or in two places at once."""
+        """Raises AssertionError when a page is lost or in two states at once."""
         free, cached, used = set(self._free), set(self._cached), set(self._references)
         assert len(free) == len(self._free), "a page is free twice"
-        assert not (free & cached or free & used or cached & used), "a page is in two places"
+        assert not (free & cached or free & used or cached & used), "a page is in two states"
         assert len(free) + len(cached) + len(used) == self.total, "a page is lost"
         assert self._page_of == {h: p for p, h in self._hash_of.items()}, "hash maps disagree"
 

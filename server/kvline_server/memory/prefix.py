@@ -1,7 +1,6 @@
-"""The prefix cache's names: each full page is called by a hash of all tokens up to its end.
+"""Keys of the prefix cache: the key of a full page is a hash of all tokens up to its end.
 
-A chained cryptographic hash (blake2b, 16 bytes) stands for the content, so two different prefixes
-never share a page by accident.
+A chained cryptographic hash (blake2b, 16 bytes), so that different prefixes do not collide.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from kvline_server.memory.pages import PAGE_SIZE
 
 
 def extend_chain(chain: list[bytes], tokens: list[int], upto: int) -> None:
-    """Appends the hashes of pages that lie wholly within tokens[:upto]."""
+    """Appends the hashes of pages that are full within tokens[:upto]."""
     while (end := (len(chain) + 1) * PAGE_SIZE) <= upto:
         digest = hashlib.blake2b(chain[-1] if chain else b"", digest_size=16)
         digest.update(array("i", tokens[end - PAGE_SIZE : end]).tobytes())

@@ -1,8 +1,8 @@
-"""The auto-profile loop: what the server does before it says Ready, step by step.
+"""The profile loop, which sizes and validates the KV cache before the server is ready.
 
-1 load, 2 collectives, 3 autotune, 4 probe, 5 stress, 6 measure, 7 map and validate at the final
-size, 8 shrink and retry. Product section 2. The device is a parameter; the steps are the same on
-every device. Step 2 has nothing to do on one device, step 3 on a CPU, and the report says so.
+Steps: 1 load, 2 collectives, 3 autotune, 4 probe, 5 stress, 6 measure, 7 map and validate at the
+final size, 8 shrink and retry. They are the same on every device; step 2 is empty on one device,
+and step 3 on a CPU.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NEIGHBOUR_PAUSE = 15.0  # seconds
 
 
 class Reporter(Protocol):
-    """Where the loop tells what it does, as it does it."""
+    """Receives the loop's progress."""
 
     def state(self, state: State) -> None: ...
 
@@ -57,7 +57,7 @@ class Reporter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What step 1 leaves: a model on the device and an empty arena to grow."""
+    """The result of step 1: a model on the device and an empty arena."""
 
     runner: Runner
     arena: Arena
@@ -68,15 +68,15 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The figures of step 6, bytes."""
+    """Measurements of step 6, in bytes."""
 
     free: int
     probe_kv: int
     growth: int  # peak above what was in use when the stress began
-    files: int  # file pages that the steps run from
+    files: int  # file pages that must stay in memory
 
     def budget(self, reserved: int) -> int:
-        """What is left for the cache beside `reserved` bytes: the headroom, and the slack."""
+        """Bytes left for the KV cache beside `reserved` bytes of headroom and slack."""
         return self.free + self.probe_kv - self.growth - self.files - reserved
 
 
@@ -120,21 +120,21 @@ class ProfileLoop:
         return result
 
     def _autotune(self) -> None:
-        """Step 3, before any cache is mapped: a trial that does not fit is an error, not a slower
-        server that says nothing."""
+        """Step 3, before any cache is mapped. Out of memory here is an error: skipping a kernel
+        would make the server slower without notice."""
         file = self.store.path.with_name("tuning.json")
         rows = self.settings.max_prefill_tokens
-        with self._stage("autotune", State.AUTOTUNING) as said:
+        with self._stage("autotune", State.AUTOTUNING) as details:
             try:
                 done = self.loaded.runner.tune(rows, file, self.loaded.fingerprint)
             except DeviceOutOfMemory as error:
                 raise self.diagnosis.out_of_memory((), pinned=False) from error
             if done is not None:
                 self.device.settle()
-            said.append(done or "nothing is tunable on this device")
+            details.append(done or "nothing to tune on this device")
 
     def _capture(self) -> None:
-        """Graphs stay valid whatever the arena grows to, so they are captured once, before."""
+        """Captures graphs once, before sizing: they stay valid when the arena is resized."""
         started, before = time.monotonic(), self.device.used()
         try:
             self.loaded.arena.resize(PROBE_PAGES)
@@ -149,8 +149,8 @@ class ProfileLoop:
             self.reporter.stage("graphs", ms, self.diagnosis.graphs)
 
     def _warm_up_row_counts(self) -> None:
-        """What the kernels keep for each row count is taken now, so that no request after the
-        measurement brings the first step of its size."""
+        """Runs each row count once before memory is measured, because kernels allocate memory at
+        the first step of a row count."""
         started, before = time.monotonic(), self.device.used()
         if counts := self.loaded.runner.warm_up(self.settings.max_prefill_tokens):
             self.device.settle()
@@ -160,7 +160,7 @@ class ProfileLoop:
     # Steps 4 to 6 ------------------------------------------------------------------------------
 
     def _target(self) -> tuple[int, Source, Record | None]:
-        """The token count to validate first, and where it comes from."""
+        """The budget to validate first, in tokens, its source, and the record if there is one."""
         pinned = self.settings.pinned_kv_tokens
         failed = self.store.attempts
         if failed and failed[-1].number == 0:
@@ -177,11 +177,11 @@ class ProfileLoop:
         record = find_record(self.record_file, self.loaded.fingerprint, free_mib)
         if record is not None:
             return self._check_context(whole_pages(record.kv_tokens)), Source.RECORDED, record
-        self._play()
+        self._run_probe()
         return self._measure(), Source.MEASURED, None
 
-    def _play(self) -> None:
-        """Attempt 0: the worst real work on the smallest cache."""
+    def _run_probe(self) -> None:
+        """Attempt 0: the stress set on the smallest cache."""
         self.reporter.attempt(self.store.begin(0, PROBE_PAGES * PAGE_SIZE))
         try:
             self._probe()
@@ -195,21 +195,21 @@ class ProfileLoop:
         self.reporter.attempt(self.store.end(Outcome.SURVIVED, self._lowest_free()))
 
     def _probe(self) -> None:
-        """Step 4: a small budget whose pages stand for many."""
+        """Step 4: maps a few pages, which page tables repeat during the stress."""
         with self._stage("probe", State.PROBING, f"{PROBE_PAGES} pages"):
             self.device.settle()
             self.loaded.arena.resize(PROBE_PAGES)
 
     def _stress(self) -> None:
-        """Step 5: real shapes on aliased pages; the peak is counted from here."""
+        """Step 5: runs the stress set on aliased pages and measures the peak."""
         self.reporter.state(State.STRESSING)
         self.device.reset_peak()
         self.resting = self.device.now()
         self._run_stress(self.settings.wanted_len, aliased=True)
 
     def _measure(self) -> int:
-        """Step 6: tokens of the budget, clipped to whole pages. Where others took the device
-        meanwhile, such as a second server that started beside this one, it waits for them."""
+        """Step 6: the budget in tokens, in whole pages. Waits and measures again while other
+        processes hold the memory, such as a server that starts at the same time."""
         enough = self.settings.max_model_len or PAGE_SIZE * 2
         for _ in range(MAX_TRIES):
             tokens = self._left()
@@ -222,7 +222,7 @@ class ProfileLoop:
         return self._check_context(tokens)
 
     def _left(self) -> int:
-        """Tokens that the device has room for now."""
+        """Tokens that fit now."""
         with self._stage("measure", None):
             used, now = self.device.used(), self.device.now()
             measured = Measured(
@@ -231,7 +231,7 @@ class ProfileLoop:
                 growth=self._above_now(),
                 files=self.device.working_files(),
             )
-            # What the steps took, given back since or kept by the allocator.
+            # What the stress took, whether freed since or kept by the allocator.
             self.diagnosis.growth = max(0, self.device.peak() - self.resting)
             ours = now + self.loaded.arena.nbytes + self.diagnosis.graphs
             self.diagnosis.arrived = max(0, used - ours - self.diagnosis.neighbours)
@@ -271,7 +271,7 @@ class ProfileLoop:
                 return
 
     def _validate(self, tokens: int) -> None:
-        """Step 7: the whole stress again at the final size, with the headroom really taken."""
+        """Step 7: the whole stress set at the final size, with the headroom allocated."""
         self.reporter.state(State.VALIDATING)
         with self._stage("map", None, f"{tokens} tokens"):
             self.loaded.arena.resize(pages_for(tokens) + 1)
@@ -281,8 +281,8 @@ class ProfileLoop:
             self._run_stress(self._model_len(tokens), aliased=False)
             # Read while the canary is held: what is free now is free beyond the headroom.
             self.lowest_free = self._free_at_peak()
-        if self.lowest_free < 0 and not self.device.gpu:  # a GPU refuses by itself
-            raise DeviceOutOfMemory(f"{-self.lowest_free // MIB} MiB of the headroom were needed")
+        if self.lowest_free < 0 and not self.device.gpu:  # on a GPU the allocation itself fails
+            raise DeviceOutOfMemory(f"{-self.lowest_free // MIB} MiB of the headroom were used")
 
     # Parts -------------------------------------------------------------------------------------
 
@@ -313,14 +313,14 @@ class ProfileLoop:
 
     @contextmanager
     def _stage(self, name: str, state: State | None, *details: str) -> Iterator[list[str]]:
-        """Times a stage and says how much memory it left behind. What is known only afterwards is
-        appended to what it yields."""
+        """Reports a stage with its time and the memory that it left allocated. The caller may add
+        details to the list that it yields."""
         if state is not None:
             self.reporter.state(state)
-        before, start, said = self.device.now(), time.monotonic(), list(details)
-        yield said
+        before, start, texts = self.device.now(), time.monotonic(), list(details)
+        yield texts
         ms = round((time.monotonic() - start) * 1000)
-        self.reporter.stage(name, ms, self.device.now() - before, ", ".join(said) or None)
+        self.reporter.stage(name, ms, self.device.now() - before, ", ".join(texts) or None)
 
     def _result(self, source: Source, record: Record | None, started: float) -> Result:
         tokens = (self.loaded.arena.pages - 1) * PAGE_SIZE
@@ -338,7 +338,7 @@ class ProfileLoop:
         )
 
     def _memory(self) -> Memory:
-        """The waterfall at the final size: activations is what the stress added on top."""
+        """Memory by part at the final size; activations are what the stress added."""
         free = self.settings.headroom_mib * MIB + max(0, self.lowest_free)
         return self.diagnosis.memory(self.loaded.arena.nbytes, free)
 

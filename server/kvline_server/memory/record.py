@@ -1,4 +1,4 @@
-"""What survives a restart: this pod's attempts, records of identical replicas, fingerprints."""
+"""State across restarts: this pod's attempts, records of identical replicas, fingerprints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvline_contract.launch import Record, Records, Reuse
 from kvline_contract.report import MAX_ATTEMPTS, Attempt, Outcome
 
 VERSION = 1
-FREE_NOISE = 8  # MiB that free memory differs by from start to start of the same container
+FREE_NOISE = 8  # MiB by which free memory differs between starts of the same container
 
 
 @document
@@ -24,10 +24,10 @@ class _AttemptsFile:
 
 
 class AttemptStore:
-    """attempts.json: each attempt is written before it begins, so a kill leaves a trace.
+    """attempts.json: each attempt is written before it begins, so that a kill leaves a trace.
 
-    A file of another fingerprint, or one that cannot be read, counts as empty: a new model or
-    other settings deserve a fresh search.
+    A file with another fingerprint, or an unreadable one, counts as empty: other settings need a
+    new search.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,8 +36,8 @@ class AttemptStore:
         self.attempts: tuple[Attempt, ...] = ()
 
     def open(self, fingerprint: str) -> None:
-        """Reads which attempts of an earlier start failed; those still Running were killed. One
-        that survived, of a start that ended for another reason, says nothing against a size."""
+        """Reads the failed attempts of an earlier start; those still Running were killed. Attempts
+        that survived are ignored: that start ended for another reason."""
         self.fingerprint = fingerprint
         self.attempts = ()
         try:
@@ -64,12 +64,12 @@ class AttemptStore:
         return done
 
     def forget(self) -> None:
-        """The attempt under way says nothing of its size: the device failed."""
+        """Drops the current attempt: the device failed, so it shows nothing about its size."""
         self.attempts = self.attempts[:-1]
         self._write()
 
     def interrupt(self) -> None:
-        """Takes out the attempt under way: its engine was ended by order, not by its size."""
+        """Drops the current attempt: its engine was stopped on purpose, not by its size."""
         try:
             found = decode(_AttemptsFile, loads(self.path.read_bytes(), 16384), strict=False)
         except (FileNotFoundError, ContractError):
@@ -79,7 +79,7 @@ class AttemptStore:
         self._write()
 
     def clear(self) -> None:
-        """At Validated: a later kill is not a failed attempt."""
+        """Called at Validated: a later kill is no failed attempt."""
         self.path.unlink(missing_ok=True)
 
     def _write(self) -> None:
@@ -92,7 +92,7 @@ class AttemptStore:
 
 
 def find_record(path: Path | None, fingerprint: str, free_mib: int) -> Record | None:
-    """An identical replica's record, if it may be used and at least as much memory is free."""
+    """An identical replica's record, if reuse is allowed and as much memory is free as it had."""
     if path is None:
         return None
     try:
@@ -106,6 +106,6 @@ def find_record(path: Path | None, fingerprint: str, free_mib: int) -> Record | 
 
 
 def fingerprint(parts: dict[str, str | int]) -> str:
-    """32 hex digits that change with anything that could change the measured size."""
+    """32 hex digits over everything that can change the budget."""
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -1,8 +1,8 @@
-"""The stress set: the largest real work the scheduler can ever hand to the engine.
+"""The stress set: the largest batches that the scheduler can produce.
 
-Runs through the same batch builder and runner as requests do. Under a probe, page tables repeat
-the few physical pages there are, so full lengths can be played on little memory; at the final size
-every sequence has pages of its own.
+They run through the same batch builder and runner as requests. While probing, page tables repeat a
+few physical pages, so that full lengths run with little memory; at the final size every sequence
+has its own pages.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kvline_server.engine.runner import Runner
 from kvline_server.engine.scheduler import Work
 from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
 
-MAX_BIASES = 300  # of a request; the API's bound
+MAX_BIASES = 300  # per request; the API's limit
 
 
-def worst(vocabulary: int, top: int) -> SamplingParams:
-    """All that a request may ask for at once. top_k as large as may be: it sorts most."""
+def worst_params(vocabulary: int, top: int) -> SamplingParams:
+    """Every option of a request at once. The largest top_k needs the largest sort."""
     return SamplingParams(
         max_tokens=1 << 30,
         temperature=0.8,
@@ -48,9 +48,9 @@ class StressSet:
     aliased: bool  # page tables may repeat physical pages
 
     def items(self) -> list[tuple[str, Callable[[], None]]]:
-        """Name and action of each item, the cheapest to fail first."""
+        """Name and action of each item; those that fail soonest come first."""
         top = self.settings.max_top_logprobs
-        params = worst(self.vocabulary, top)
+        params = worst_params(self.vocabulary, top)
         plain = SamplingParams(1 << 30, ignore_eos=True, logprobs=top, prompt_logprobs=top)
         return [
             ("prefill-one", lambda: self._prefill(1, params)),
@@ -58,23 +58,26 @@ class StressSet:
             ("last-chunk", lambda: self._last_chunk(params)),
             ("decode", lambda: self._decode(params)),
             ("mixed", lambda: self._mixed(params)),
-            ("unfiltered", lambda: self._mixed(plain)),  # other kernels draw where nothing filters
+            (
+                "unfiltered",
+                lambda: self._mixed(plain),
+            ),  # sampling without filters uses other kernels
         ]
 
     @property
     def _running(self) -> int:
-        """As many sequences as run at once and have at least a page each."""
+        """The number of sequences that run at once with at least one page each."""
         return max(1, min(self.settings.max_running_requests, self._capacity // PAGE_SIZE))
 
     @property
     def _capacity(self) -> int:
-        """Tokens the sequences of one item may hold together."""
+        """Tokens that the sequences of one item may have in total."""
         if self.aliased:
             return self.max_model_len * self.settings.max_running_requests
         return (self.runner.arena.pages - 1) * PAGE_SIZE
 
     def _prefill(self, sequences: int, params: SamplingParams) -> None:
-        """A full chunk of prompt tokens, cut into at least `sequences` prompts."""
+        """A step full of prompt tokens, from at least `sequences` prompts."""
         chunk = min(self.settings.max_prefill_tokens, self._capacity)
         longest = min(self.max_model_len, max(2, chunk // sequences))
         lengths = [longest] * (chunk // longest)
@@ -86,7 +89,7 @@ class StressSet:
         self._run([(length, start, params)])
 
     def _decode(self, params: SamplingParams) -> None:
-        """One token each: the first as long as may be, the rest share what is left."""
+        """One token per sequence: the first has the full length, the others share what is left."""
         running = self._running
         first = min(self.max_model_len, self._capacity - (running - 1) * PAGE_SIZE)
         rest = 0
@@ -97,7 +100,7 @@ class StressSet:
         self._run([(length, length - 1, params) for length in lengths])
 
     def _mixed(self, params: SamplingParams) -> None:
-        """All but one decode, and the rest of the step is a prompt's."""
+        """All sequences but one decode, and one prompt fills the rest of the step."""
         decodes = self._running - 1
         prompt = min(
             self.max_model_len,
