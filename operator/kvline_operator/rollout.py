@@ -72,8 +72,8 @@ def plan(now: Situation, policy: Rollout) -> RolloutPlan:
         sizes = {wanted: now.replicas if now.prepared else 0}
         return RolloutPlan(_drained(sizes, now, least), wanted)
     if policy.paused:
-        sizes = {stable: now.size(stable), wanted: now.size(wanted)}
-        return RolloutPlan(_drained(sizes, now, least), stable, wanted, verdict, paused=True)
+        sizes = _drained(_paused_sizes(now, policy), now, least)
+        return RolloutPlan(sizes, stable, wanted, verdict, paused=True)
     failed = verdict.result is GateResult.REJECTED and policy.on_failure is OnFailure.ROLLBACK
     if failed or verdict.expired:
         sizes = _drained({stable: now.replicas}, now, least)
@@ -108,6 +108,19 @@ def _sizes(now: Situation, policy: Rollout, verdict: Verdict) -> dict[str, int]:
     size = min(now.replicas, following)
     gone = size if policy.strategy is Strategy.REPLACE else ready
     return {now.wanted: size, now.stable: now.replicas - gone}
+
+
+def _paused_sizes(now: Situation, policy: Rollout) -> dict[str, int]:
+    """The candidate keeps its size, and the stable one stays whole but for what the candidate has
+    taken: a pause stops neither repair nor scaling."""
+    ready = min(now.ready(now.wanted), now.replicas)
+    size = min(now.size(now.wanted), now.replicas)
+    if policy.strategy is Strategy.SURGE:
+        kept = min(now.size(now.stable), now.replicas)  # one that gets ready now takes no more
+        return {now.wanted: size, now.stable: max(kept, now.replicas - ready)}
+    if policy.strategy is Strategy.REPLACE:
+        size = min(size, ready + 1)  # replicas that it lost come back as stable ones
+    return {now.wanted: size, now.stable: now.replicas - size}
 
 
 def _drained(sizes: dict[str, int], now: Situation, least: int) -> dict[str, int]:

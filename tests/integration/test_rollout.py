@@ -277,6 +277,12 @@ def test_a_spec_that_changes_on_the_way_and_a_pause_keep_what_serves(
     assert up_to_date(status)["reason"] == "Paused"
     third = status["rollout"]["candidateRevision"]
     assert not service.pods_of(third)
+    # A pause stops neither scaling nor repair.
+    space.kubectl("scale", "kvl", "chat", "--replicas=3")
+    service.until(lambda s: len([p for p in service.pods_of(first) if is_ready(p)]) == 3)
+    space.kubectl("delete", "deployment", f"chat-{first}", "--cascade=orphan")
+    service.until(lambda s: space.get("deployment", f"chat-{first}") and s["readyReplicas"] == 3)
+    assert not service.pods_of(third)
     service.tokens[third] = 4096
     space.kubectl("annotate", "kvl", "chat", "kvline.dev/paused-")
     status = service.until_reason("UpToDate")

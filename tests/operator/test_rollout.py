@@ -34,27 +34,34 @@ def ready_after(now: Situation, made: RolloutPlan) -> int:
     return sum(min(n, now.ready(r)) for r, n in made.replicas.items())
 
 
-@given(situations(), st.booleans(), st.sampled_from([(Strategy.SURGE, 0), (Strategy.REPLACE, 1)]))
+@given(
+    situations(),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([(Strategy.SURGE, 0), (Strategy.REPLACE, 1)]),
+)
 def test_ready_capacity_never_sinks_below_what_is_asked_for(
-    now: Situation, hold: bool, how: tuple[Strategy, int]
+    now: Situation, hold: bool, paused: bool, how: tuple[Strategy, int]
 ) -> None:
     """Whatever the verdict and whatever is left of earlier specs: Surge keeps all that are asked
     for, Replace all but one."""
     strategy, missing = how
     on_failure = OnFailure.HOLD if hold else OnFailure.ROLLBACK
-    made = plan(now, replace(HOW, on_failure=on_failure, strategy=strategy))
+    made = plan(now, replace(HOW, on_failure=on_failure, strategy=strategy, paused=paused))
     have = sum(s.ready for s in now.existing)
     assert ready_after(now, made) >= min(now.replicas - missing, have)
-    assert sum(made.replicas.values()) <= 2 * now.replicas + 1
+    # A pause takes none of the candidate's replicas away, ready or not.
+    most = 3 * now.replicas if paused else 2 * now.replicas + 1
+    assert sum(made.replicas.values()) <= most
 
 
-@given(situations(), st.booleans())
+@given(situations(), st.booleans(), st.booleans())
 def test_replace_never_asks_for_more_replicas_than_the_spec_beside_what_drains(
-    now: Situation, prepared: bool
+    now: Situation, prepared: bool, paused: bool
 ) -> None:
     """No node has room for one more; what drains keeps at most what is lacking."""
     now = replace(now, prepared=prepared)
-    made = plan(now, replace(HOW, strategy=Strategy.REPLACE))
+    made = plan(now, replace(HOW, strategy=Strategy.REPLACE, paused=paused))
     wanted = {made.candidate, made.stable}
     assert sum(n for r, n in made.replicas.items() if r in wanted) <= now.replicas
     kept = sum(min(n, now.ready(r)) for r, n in made.replicas.items() if r in wanted)
@@ -237,10 +244,34 @@ def test_a_spec_that_changed_on_the_way_brings_the_stable_ones_back_first() -> N
     assert whole.replicas == {"a": 2}
 
 
-def test_a_pause_moves_nothing() -> None:
+def test_a_pause_holds_the_candidate() -> None:
     how = replace(HOW, paused=True)
     made = story(Deployed("a", 1, 1), Deployed("b", 2, 1), verdict=GateResult.PASSED, how=how)
     assert (made.replicas, made.paused) == ({"a": 1, "b": 2}, True)
+    further = story(Deployed("a", 1, 1), Deployed("b", 2, 2), verdict=GateResult.PASSED, how=how)
+    assert further.replicas == {"a": 1, "b": 2}
+    before_it_began = story(Deployed("a", 2, 2), verdict=GateResult.HELD, how=how)
+    assert before_it_began.replicas == {"a": 2, "b": 0}
+
+
+def test_a_pause_lets_what_serves_be_repaired_and_scaled() -> None:
+    """Whatever became of the stable Deployment, and whatever is asked for meanwhile."""
+    for strategy, beside in ((Strategy.SURGE, 2), (Strategy.REPLACE, 1)):
+        how = replace(HOW, paused=True, strategy=strategy)
+        held = Deployed("b", 1, 0)
+        for left in ((), (Deployed("a", 0, 0),)):
+            made = story(*left, held, verdict=GateResult.HELD, how=how)
+            assert made.replicas == {"a": beside, "b": 1}, strategy
+        for asked in (6, 1, 0):
+            made = story(
+                Deployed("a", 2, 2), held, verdict=GateResult.HELD, how=how, replicas=asked
+            )
+            size = min(1, asked)
+            stays = asked - size if strategy is Strategy.REPLACE else asked
+            assert made.replicas == {"a": stays, "b": size}, (strategy, asked)
+    how = replace(HOW, paused=True, strategy=Strategy.RECREATE)
+    made = story(Deployed("a", 0, 0), Deployed("b", 2, 0), verdict=GateResult.HELD, how=how)
+    assert made.replicas == {"a": 0, "b": 2}
 
 
 def test_scaled_to_zero_measures_nothing_and_keeps_the_stable_one() -> None:
