@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from kvline_contract.exits import meaning
-from kvline_operator.gate import Candidate, ComparisonGroup
-from kvline_operator.kills import Kills, merge
-from kvline_operator.observe import PodView
+from dataclasses import replace
 
-OOM_RESTARTS = 4  # restarts after OOMKilled while sizing that still count as a smaller retry
+from kvline_contract.exits import meaning
+from kvline_operator.container_ends import Ends, without_empty
+from kvline_operator.gate import Candidate, ComparisonGroup
+from kvline_operator.observe import PodView
+from kvline_operator.revision_state import RevisionState
+
+OOM_RETRIES = 4  # OOM kills while sizing that still count as a smaller retry
 IMAGE_REASONS = {"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull"}
 
 
-def view(
-    group: ComparisonGroup, pods: tuple[PodView, ...], promoted: bool, kept: Kills | None = None
-) -> Candidate:
-    """`kept` are container terminations already known to be external kills."""
-    killed = kills(kept or {}, pods)
-    failures = [(p, text) for p in pods if (text := failure(p, killed))]
+def view(group: ComparisonGroup, pods: tuple[PodView, ...], promoted: bool) -> Candidate:
+    failures = [(p, text) for p in pods if (text := failure(p))]
     first = failures[0][0].failed if failures else None
     replicas = tuple(p.measured for p in pods if p.measured is not None)
     return Candidate(
@@ -30,23 +29,46 @@ def view(
     )
 
 
-def kills(kept: Kills, pods: tuple[PodView, ...]) -> Kills:
-    """`kept` plus the last container terminations of these pods that were external kills."""
-    killed = [(p.uid, p.ends) for p in pods if p.failed is not None and p.failed.from_outside]
-    return merge(kept, (p.uid for p in pods), killed)
+def counted(
+    states: dict[str, RevisionState], pods: tuple[PodView, ...]
+) -> tuple[dict[str, RevisionState], tuple[PodView, ...]]:
+    """`states` with the last container terminations of these pods, and the pods with their counts.
+    The counts of a pod that is gone are dropped."""
+    after = {}
+    for name, state in states.items():
+        mine = (p for p in pods if p.revision == name)
+        found = {p.uid: _with_last(state.ends.get(p.uid, Ends()), p) for p in mine}
+        after[name] = replace(state, ends=without_empty(found))
+    stored = {uid: ends for s in after.values() for uid, ends in s.ends.items()}
+
+    def with_counts(pod: PodView) -> PodView:
+        ends = stored.get(pod.uid, Ends())
+        return replace(pod, failures=len(ends.failed), oom_kills=len(ends.oom_killed))
+
+    return after, tuple(map(with_counts, pods))
 
 
-def failure(pod: PodView, killed: Kills | None = None) -> str:
-    """Why a pod rejects its revision: its container terminated twice with an exit code that
-    rejects, external kills not counted. Empty where it does not."""
+def _with_last(ends: Ends, pod: PodView) -> Ends:
+    """Exit codes that hold, external kills and exit code 0 are not the engine's failures."""
+    last = pod.failed
+    if last is None or last.from_outside:
+        return ends
+    if last.oom_killed:
+        return ends.with_oom_kill(pod.end_number)
+    return ends.with_failure(pod.end_number) if meaning(last.code).rejects else ends
+
+
+def failure(pod: PodView) -> str:
+    """Why a pod rejects its revision: its engine failed twice, or was OOMKilled more often than
+    sizing retries. Empty where it does not."""
     ended = pod.failed
     if ended is None or ended.from_outside or not meaning(ended.code).rejects:
         return ""
-    ends = pod.ends - len((killed or {}).get(pod.uid, ()))
-    if ends < 2 or (ended.oom_killed and pod.restarts <= OOM_RESTARTS):
+    count, least = (pod.oom_kills, OOM_RETRIES + 1) if ended.oom_killed else (pod.failures, 2)
+    if count < least:
         return ""
     what = "OOMKilled" if ended.oom_killed else meaning(ended.code).name
-    return f"{pod.name} ended {ends} times, with code {ended.code} ({what}): {ended.message}"
+    return f"{pod.name} ended {count} times, with code {ended.code} ({what}): {ended.message}"
 
 
 def blocker(pod: PodView) -> str:

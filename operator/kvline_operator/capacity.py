@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvline_contract.exits import MEANINGS, meaning
 from kvline_contract.names import records_name
 from kvline_contract.report import SizingReport, State
-from kvline_operator.candidate import OOM_RESTARTS
+from kvline_operator.candidate import OOM_RETRIES
 from kvline_operator.gate import GateResult, Measured
 from kvline_operator.observe import Ended, PodView
 from kvline_operator.records import DRIFT_PERCENT, drifted
@@ -39,7 +39,7 @@ def measured(state: ServiceState) -> Condition:
     if failed is not None and failed.from_outside:
         return Condition(kind, "False", "Killed", failed.killed_text)
     if failed is not None and failed.oom_killed:
-        return Condition(kind, "False", _reason(failed, pods), _killed_message(failed, pods))
+        return Condition(kind, "False", _reason(failed, pods), _killed_message(pods))
     if failed is not None and meaning(failed.code).condition == kind:
         return Condition(kind, "False", _reason(failed, pods), failed.message)
     return _measuring(kind, pods)
@@ -80,15 +80,17 @@ def _loading(report: SizingReport) -> str:
 
 def _reason(ended: Ended, pods: tuple[PodView, ...]) -> str:
     if ended.oom_killed:
-        restarts = max(p.restarts for p in pods)
-        return "ShrunkRetry" if restarts <= OOM_RESTARTS else "OutOfMemory"
+        return "ShrunkRetry" if _oom_kills(pods) <= OOM_RETRIES else "OutOfMemory"
     return (meaning(ended.code) if ended.code in MEANINGS else meaning(1)).reason
 
 
-def _killed_message(ended: Ended, pods: tuple[PodView, ...]) -> str:
-    restarts = max(p.restarts for p in pods)
+def _oom_kills(pods: tuple[PodView, ...]) -> int:
+    return max(p.oom_kills for p in pods)
+
+
+def _killed_message(pods: tuple[PodView, ...]) -> str:
     return (
-        f"the container was killed at its memory limit while sizing, restart {restarts}; "
+        f"the container was killed at its memory limit while sizing, kill {_oom_kills(pods)}; "
         "each restart tries 95 % of the size that was killed"
     )
 

@@ -75,6 +75,8 @@ class PodView:
     report_error: str
     report_invalid: bool
     created: str = ""  # RFC 3339
+    failures: int = 0  # terminations that count against its revision; candidate.counted
+    oom_kills: int = 0
     load: Load | None = None  # of ready pods of services with spec.autoscaling
 
     @property
@@ -82,8 +84,8 @@ class PodView:
         return self.report is not None and self.report.state is State.VALIDATED
 
     @property
-    def ends(self) -> int:
-        """How often its server container has terminated, for any reason."""
+    def end_number(self) -> int:
+        """Number of its server container's last termination, from 1, for any reason."""
         return self.restarts + (0 if self.running else 1)
 
     @property

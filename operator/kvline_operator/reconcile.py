@@ -25,6 +25,7 @@ from kvline_contract.names import (
 from kvline_operator import (
     apply,
     autoscale,
+    candidate,
     jobs,
     prepare,
     records,
@@ -92,6 +93,8 @@ def reconcile(context: Context, key: Key) -> float:
         context.status_cache.refuse(key, body.get("spec") or {}, new)
         _write_status(context, body, new, events)
         return RETRY_REFUSED if reason == "Forbidden" else 0.0
+    known, pods = candidate.counted(known, observed.pods)
+    observed = replace(observed, pods=pods)
     rollout_state = RolloutState.of(spec, observed, revision.name, stored, known, context.now())
     recorded = _records(spec, observed)
     maps = [render.records_map(spec, recorded)] if recorded else []

@@ -15,10 +15,10 @@ from typing import Any
 from kvline_contract import names
 from kvline_contract.codec import ContractError
 from kvline_contract.report import Termination
-from kvline_operator import kills
+from kvline_operator import container_ends
 from kvline_operator.capacity_status import STAMP, CapacityStatus, retained
+from kvline_operator.container_ends import PodEnds
 from kvline_operator.gate import Baseline, ComparisonGroup, GateResult, Measured, Verdict
-from kvline_operator.kills import Kills
 from kvline_operator.rollout import RolloutPlan
 from kvline_operator.spec import parse_source
 from kvline_operator.threshold import Thresholds
@@ -65,7 +65,7 @@ class RevisionState:
     expired_message: str = ""  # why the candidate was not ready in time
     policy: str = ""  # ServiceSpec.policy when it expired
     capacity: CapacityStatus | None = None  # last served
-    kills: Kills = field(default_factory=dict)  # of a candidate's containers
+    ends: PodEnds = field(default_factory=dict)  # failures of its containers
     diagnosis: Termination | None = None  # termination message of its failed engine
 
     def current_verdict(self, stable: RevisionState, policy: Thresholds) -> Verdict | None:
@@ -95,7 +95,7 @@ def read(controller_revision: Object) -> RevisionState:
         verdict=VERDICTS.get(annotations.get(names.ANNOTATION_VERDICT, ""), ""),
         baseline=_baseline(annotations.get(names.ANNOTATION_BASELINE, "")),
         capacity=CapacityStatus.parse(annotations.get(names.ANNOTATION_CAPACITY, "")),
-        kills=kills.parse(annotations.get(names.ANNOTATION_KILLS, "")),
+        ends=container_ends.parse(annotations.get(names.ANNOTATION_ENDS, "")),
         diagnosis=_diagnosis(annotations.get(names.ANNOTATION_DIAGNOSIS, "")),
         **fields,
     )
@@ -110,7 +110,7 @@ def to_annotations(state: RevisionState) -> dict[str, str]:
         annotations[names.ANNOTATION_BASELINE] = json.dumps(state.baseline, sort_keys=True)
     if state.capacity is not None:
         annotations[names.ANNOTATION_CAPACITY] = state.capacity.dumps()
-    annotations[names.ANNOTATION_KILLS] = kills.dumps(state.kills)
+    annotations[names.ANNOTATION_ENDS] = container_ends.dumps(state.ends)
     if state.diagnosis is not None:
         annotations[names.ANNOTATION_DIAGNOSIS] = state.diagnosis.dumps()
     return {key: str(value) for key, value in annotations.items() if value}

@@ -80,9 +80,6 @@ class RolloutState:
         ready = serving.get(plan.stable, ())
         after = revision_state.updated(states, plan, wanted, ready, spec.rollout.promote)
         after = deadline.updated(after, plan, situation, spec.policy, time)
-        measured = tuple(p for p in observed.pods if p.revision == wanted == plan.candidate)
-        killed = candidate.kills(after[wanted].kills, measured)
-        after = {**after, wanted: replace(after[wanted], kills=killed)}
         served = [p.report for p in observed.pods if p.ready and p.revision == plan.stable]
         capacity = CapacityStatus.of(served)
         if capacity is not None or not served:  # else ready, but no report could be read
@@ -114,11 +111,8 @@ def _verdict(
     promoted = revision_state.promoted(states[wanted], states[stable], asked)
     promoted = promoted or (past is not None and past.promoted)
     pods = tuple(p for p in observed.pods if p.revision == wanted)
-    group, killed = (
-        revision_state.comparison_group(stored[wanted]["data"]["inputs"]),
-        states[wanted].kills,
-    )
-    seen = candidate.view(group, pods, promoted, killed)
+    group = revision_state.comparison_group(stored[wanted]["data"]["inputs"])
+    seen = candidate.view(group, pods, promoted)
     baseline = revision_state.baseline_of(states[stable], stored[stable]["data"]["inputs"])
     limits = thresholds(seen, baseline, policy)
     now = evaluate(seen, baseline, policy)

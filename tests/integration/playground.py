@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -207,6 +208,7 @@ class Node:
         self.answers: dict[str, bytes] = {}  # address -> body of /sizing
         self.addresses: dict[str, str] = {}  # pod uid -> address
         self.was_ready: set[str] = set()  # pod uids
+        self.crashes: Counter[str] = Counter()  # by pod uid
         self.load: Load | None = None  # the load that every replica reports
         self.fetches = True  # prepare Jobs succeed at once
         node = self
@@ -326,17 +328,21 @@ class Node:
         }
         self.patch(pod, status)
 
-    def crash(self, pod: dict[str, Any], code: int, message: str, restarts: int) -> None:
-        """The server container ended with `code` and waits for its restart."""
+    def crash(self, pod: dict[str, Any], code: int, message: str) -> None:
+        """Its server ends once more, with `code`, and waits to be started again."""
+        uid = pod["metadata"]["uid"]
+        reason = "Error" if code else "Completed"
+        terminated = {"exitCode": code, "reason": reason, "message": message}
         container = {
             "name": "server",
             "ready": False,
-            "restartCount": restarts,
+            "restartCount": self.crashes[uid],
             "image": IMAGE,
             "imageID": "x",
             "state": {"waiting": {"reason": "CrashLoopBackOff"}},
-            "lastState": {"terminated": {"exitCode": code, "reason": "Error", "message": message}},
+            "lastState": {"terminated": terminated},
         }
+        self.crashes[uid] += 1
         self.patch(pod, {"phase": "Running", "conditions": [], "containerStatuses": [container]})
 
     def end(self, pod: dict[str, Any], reason: str, message: str) -> None:

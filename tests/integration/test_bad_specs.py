@@ -24,8 +24,8 @@ def measures(tokens: int) -> Act:
 
 
 def ends(code: int) -> Act:
-    """The container ends twice with this exit code."""
-    return lambda service, pod: service.node.crash(pod, code, f"code {code}", 2)
+    """The container ends with this exit code, at each poll once more."""
+    return lambda service, pod: service.node.crash(pod, code, f"code {code}")
 
 
 def says(raw: bytes) -> Act:

@@ -272,7 +272,7 @@ def test_a_crash_is_explained_and_stands_through_the_restart(
     message = json.dumps(
         {"version": 1, "code": 40, "name": "OutOfMemory", "message": "tried 5 sizes"}
     )
-    node.crash(pod, 40, message, restarts=2)
+    node.crash(pod, 40, message)
     until(lambda: space.condition("Ready").get("reason") == "OutOfMemory")
     assert space.condition("CapacityMeasured")["message"] == "tried 5 sizes"
     found = [e for e in space.list("events") if e["reason"] == "OutOfMemory"]

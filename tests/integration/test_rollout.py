@@ -246,7 +246,10 @@ def test_an_engine_that_ends_twice_is_rejected_and_one_that_waits_is_held(
     assert f"{pod['metadata']['name']} has no node" in up_to_date(status)["message"]
     knobs = (Knob("spec.resources.memory", Direction.RAISE, 3072),)
     ended = Termination(1, 40, "OutOfMemory", "40 MiB short", None, Binding.WEIGHTS, None, knobs)
-    service.node.crash(pod, 40, ended.dumps(), restarts=1)
+    service.node.crash(pod, 40, ended.dumps())
+    status = service.until(lambda s: s.get("diagnosis", {}).get("code") == 40)
+    assert status["rollout"]["candidateRevision"] == candidate, "once is no failure"
+    service.node.crash(pod, 40, ended.dumps())
     status = service.until_reason("RevisionRejected")
     assert (
         "ended 2 times, with code 40 (OutOfMemory): 40 MiB short" in (up_to_date(status)["message"])

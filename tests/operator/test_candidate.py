@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from kvline_operator.candidate import blocker, failure, kills
+from kvline_operator import revision_state
+from kvline_operator.candidate import blocker, counted, failure
 from kvline_operator.candidate import view as view_candidate
+from kvline_operator.container_ends import Ends, dumps, parse
 from kvline_operator.ended_pods import ended, has_ended, surplus
 from kvline_operator.gate import ComparisonGroup
-from kvline_operator.kills import dumps, parse
 from kvline_operator.observe import PodView, view
+from kvline_operator.revision_state import RevisionState
 from kvline_operator.sizing import Reading
 
 GROUP = ComparisonGroup("hf://org/model", 0)
@@ -21,47 +24,83 @@ def pod(code: int, restarts: int, reason: str = "Error", running: bool = False) 
     end = {"terminated": {"exitCode": code, "reason": reason, "message": "its words"}}
     now = {"running": {}} if running else {"waiting": {"reason": "CrashLoopBackOff"}}
     container = {"name": "server", "restartCount": restarts, "state": now, "lastState": end}
-    meta = {"name": "p", "uid": "u", "labels": {}}
+    meta = {"name": "p", "uid": "u", "labels": {"kvline.dev/revision": "b"}}
     return view({"metadata": meta, "status": {"containerStatuses": [container]}}, Reading(None))
 
 
+End = tuple[int, str]
+OWN, OOM, KILLED, CLEAN = (40, "Error"), (137, "OOMKilled"), (137, "Error"), (0, "Completed")
+
+
+def after(*ends: End) -> PodView:
+    """A pod whose container ended so, one after another, each end seen twice: as it waits, and as
+    it runs again. Annotations are all that is kept in between."""
+    states = {"b": RevisionState()}
+    for number, (code, reason) in enumerate(ends):
+        for restarts, running in ((number, False), (number + 1, True)):
+            last = pod(code, restarts, reason, running)
+            states, (last,) = counted(states, (last,))
+            kept = revision_state.to_annotations(states["b"])
+            states = {"b": revision_state.read({"metadata": {"annotations": kept}})}
+    return last
+
+
 @pytest.mark.parametrize(
-    ("what", "code", "reason", "restarts", "rejects", "held"),
+    ("what", "ends", "rejects"),
     [
-        ("once is no failure", 40, "Error", 0, False, ""),
-        ("an engine that ends twice", 40, "Error", 1, True, ""),
-        ("a shrink and retry", 137, "OOMKilled", 3, False, ""),
-        ("and the fifth", 137, "OOMKilled", 5, True, ""),
-        ("a kill by the kubelet", 137, "Error", 9, False, "killed (code 137) by the kubelet"),
-        ("lost with its node", 137, "ContainerStatusUnknown", 9, False, "killed (code 137)"),
-        ("a node that shuts down", 143, "Error", 9, False, "killed (code 143)"),
-        ("a device that is lost", 43, "Error", 9, False, "DeviceFailure"),
+        ("once is no failure", [OWN], False),
+        ("an engine that fails twice", [OWN, OWN], True),
+        ("and with two codes", [OWN, (50, "Error")], True),
+        ("a shrink and retry", [OOM] * 4, False),
+        ("and the fifth", [OOM] * 5, True),
+        ("a shrink, then its first failure", [OOM, OOM, OWN], False),
+        ("kills by the kubelet", [KILLED] * 9, False),
+        ("lost with its node", [(137, "ContainerStatusUnknown")] * 9, False),
+        ("a node that shuts down", [(143, "Error")] * 9, False),
+        ("a device that is lost", [(43, "Error")] * 9, False),
+        ("a Secret that was missing, then its first failure", [(22, "Error")] * 5 + [OWN], False),
+        ("and then its first kill for memory", [(22, "Error")] * 5 + [OOM], False),
+        ("a model that was missing", [(30, "Error"), (33, "Error"), OWN], False),
+        ("kills by the kubelet, then its first failure", [KILLED] * 5 + [OWN], False),
+        ("and then its first kill for memory", [KILLED] * 5 + [OOM], False),
+        ("a probe's SIGTERM that it answered", [CLEAN, OWN], False),
+        ("each kind once, then its second failure", [OWN, KILLED, CLEAN, OOM, OWN], True),
     ],
 )
-def test_whose_end_it_was(
-    what: str, code: int, reason: str, restarts: int, rejects: bool, held: str
-) -> None:
-    seen = pod(code, restarts, reason)
-    assert bool(failure(seen)) == rejects, what
-    assert held in blocker(seen)
-    assert bool(blocker(seen)) == bool(held)
+def test_an_engine_s_own_failures_reject(what: str, ends: list[End], rejects: bool) -> None:
+    seen = view_candidate(GROUP, (after(*ends),), promoted=False)
+    assert bool(seen.failure) == rejects, what
 
 
-def test_kills_are_not_counted_with_the_engine_s_own_ends() -> None:
-    """Killed by the kubelet once, then the engine fails once: that is one failure, not two."""
-    known = kills({}, (pod(137, 0),))
-    assert known == {"u": (1,)}
-    assert kills(known, (pod(137, 1, running=True),)) == known, "the same end, seen again"
-    assert failure(pod(40, 1)) and not failure(pod(40, 1), known)
-    assert "ended 2 times" in failure(pod(40, 2), known)
-    twice = kills(known, (pod(143, 2),))
-    assert twice == {"u": (1, 3)} and not failure(pod(40, 3), {"u": (1, 2, 3)})
-    assert kills(twice, ()) == {}, "what has gone is forgotten"
-    held = view_candidate(GROUP, (pod(40, 1),), False, known)
-    assert not held.failure and view_candidate(GROUP, (pod(40, 1),), False).failure
-    assert parse(dumps(twice)) == twice
-    for text in ("", "[]", '{"u": 1}', '{"u": ["x"]}', "{"):
+@pytest.mark.parametrize(
+    ("code", "reason", "held"),
+    [
+        (40, "Error", ""),
+        (137, "OOMKilled", ""),
+        (137, "Error", "killed (code 137) by the kubelet"),
+        (137, "ContainerStatusUnknown", "killed (code 137)"),
+        (143, "Error", "killed (code 143)"),
+        (43, "Error", "DeviceFailure"),
+    ],
+)
+def test_an_end_that_is_not_the_engine_s_holds(code: int, reason: str, held: str) -> None:
+    seen = pod(code, 3, reason)
+    assert held in blocker(seen) and bool(blocker(seen)) == bool(held)
+
+
+def test_ends_are_counted_by_their_number_and_go_with_their_pod() -> None:
+    states, (seen,) = counted({"b": RevisionState()}, (pod(40, 0),))
+    assert states["b"].ends == {"u": Ends((1,))} and seen.failures == 1
+    states, (seen,) = counted(states, (pod(40, 7),))
+    assert states["b"].ends == {"u": Ends((1, 8))}, "what was not seen is not counted"
+    assert failure(seen) == "p ended 2 times, with code 40 (OutOfMemory): its words"
+    states, (other,) = counted(states, (replace(pod(40, 0), revision="c"),))
+    assert (other.failures, states["b"].ends) == (0, {})
+    assert parse(dumps({"u": Ends((1, 8), (3,))})) == {"u": Ends((1, 8), (3,))}
+    for text in ("", "[]", '{"u": 1}', '{"u": [1]}', '{"u": [["x"], []]}', "{"):
         assert parse(text) == {}
+    earlier = {"metadata": {"annotations": {"kvline.dev/kills": '{"u": [1, 2]}'}}}
+    assert revision_state.read(earlier) == RevisionState()
 
 
 def test_a_pod_that_was_killed_and_runs_again_is_not_hindered() -> None:

@@ -213,13 +213,11 @@ def test_every_exit_code_becomes_its_condition(code: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("restarts", "reason"), [(1, "ShrunkRetry"), (4, "ShrunkRetry"), (5, "OutOfMemory")]
+    ("kills", "reason"), [(1, "ShrunkRetry"), (4, "ShrunkRetry"), (5, "OutOfMemory")]
 )
-def test_kills_for_memory_while_sizing_are_retries_then_a_failure(
-    restarts: int, reason: str
-) -> None:
+def test_kills_for_memory_while_sizing_are_retries_then_a_failure(kills: int, reason: str) -> None:
     killed = Ended(137, "OOMKilled", None, "")
-    got = by_type(service_state(replace(PLAIN, ended=killed, restarts=restarts)))
+    got = by_type(service_state(replace(PLAIN, ended=killed, restarts=9, oom_kills=kills)))
     assert got["CapacityMeasured"].reason == reason
     assert "memory limit" in got["CapacityMeasured"].message
 

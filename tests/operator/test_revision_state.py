@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvline_operator import revision_state
+from kvline_operator.container_ends import Ends
 from kvline_operator.gate import GateResult, Measured, Verdict
 from kvline_operator.revision_state import RevisionState, accept_first, stable, updated
 from kvline_operator.rollout import RolloutPlan
@@ -31,7 +32,9 @@ numbers = st.integers(0, 10**12)
         verdict_baseline=numbers,
         message=st.text(max_size=40),
         bytes_per_token=numbers,
-        kills=st.dictionaries(st.text(max_size=9), st.tuples(st.integers(1, 99)), max_size=3),
+        ends=st.dictionaries(
+            st.text(max_size=9), st.builds(Ends, st.tuples(st.integers(1, 99))), max_size=3
+        ),
         baseline=st.dictionaries(st.text(max_size=9), st.integers(1, 10**12), max_size=3),
     )
 )
