@@ -1,1 +1,1 @@
-"""The HTTP edge: validates, tokenises, streams. Imports no torch."""
+"""The HTTP process: validates, tokenises, streams. Imports no torch."""

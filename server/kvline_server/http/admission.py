@@ -1,7 +1,7 @@
-"""How much may be under way at once: bounded by sequences and by prompt tokens.
+"""Admission control: bounds the sequences, prompt tokens and response bytes under way.
 
-Refusing costs nearly nothing; an unbounded queue is the first thing to fail under overload. Each
-accepted request ends in exactly one of finished, aborted, failed; the counters sum.
+A rejection is cheap; an unbounded queue fails first under overload. Each accepted request ends in
+exactly one of finished, aborted, failed, so the counters add up.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from kvline_server.http.errors import ApiError, BadRequest, NotRead, TooMany, Unavailable
 from kvline_server.http.protocol import MAX_PROMPTS
 
-QUEUE_FACTOR = 4  # sequences waiting for each one that may run
+QUEUE_FACTOR = 4  # waiting sequences per running one
 
 
 @dataclass(slots=True)
@@ -38,13 +38,13 @@ class Admission:
     draining: bool = False
 
     def open(self, max_running: int, kv_tokens: int) -> None:
-        """Prompt tokens by what the cache was validated to hold."""
+        """Sets the limits; prompt tokens are bounded by a multiple of the validated budget."""
         self.max_sequences = max(max_running * (1 + QUEUE_FACTOR), MAX_PROMPTS)
         self.max_tokens = kv_tokens * (1 + QUEUE_FACTOR)
 
     def check_open(self) -> None:
-        """Raises Unavailable while clients should go elsewhere. Those that come nevertheless are
-        served during a drain: they could not know."""
+        """For /health: raises Unavailable before the engine is ready and during a drain. Requests
+        that arrive during a drain are still served."""
         if self.draining:
             raise Unavailable("this server is shutting down")
         self._check_sized()
@@ -55,13 +55,13 @@ class Admission:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Counts one request to its end, whatever that is."""
+        """Counts one request and its outcome."""
         self._check_sized()
         self.received += 1
         self.requests += 1
         try:
             yield
-        except (ClientDisconnect, NotRead):  # the client left, or might as well have
+        except (ClientDisconnect, NotRead):  # the client left, or does not read
             self.aborted += 1
             raise
         except ApiError as error:

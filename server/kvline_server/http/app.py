@@ -1,4 +1,4 @@
-"""The public port: five routes, everything else 404. Validates, admits, hands on, words errors."""
+"""The public port's routes: validation, admission, generation, errors; anything else is a 404."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _wanted(jobs: Jobs, streamed: bool) -> tuple[int, int]:
 
 
 async def _sent(pieces: Iterator[bytes], holding: ExitStack) -> AsyncGenerator[bytes, None]:
-    """An answer worded while it is sent, each piece off the event loop."""
+    """An answer that is encoded while it is sent, off the event loop."""
     with holding:
         while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
             yield piece
@@ -183,7 +183,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _gone(request: Request, error: Exception) -> Response:
-    """Nobody reads it; a client that leaves is no error of ours."""
+    """The client has left, so nobody reads this; it is not logged as an error."""
     return Response(status_code=499)
 
 

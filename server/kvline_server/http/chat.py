@@ -1,4 +1,4 @@
-"""/v1/chat/completions: messages through the model's own template."""
+"""/v1/chat/completions: renders messages with the model's chat template."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvline_server.http.scores import unpack
 
 
 class Chat:
-    """One chat request, planned; the same shape as Completion."""
+    """A chat request; the same interface as Completion."""
 
     chunk_kind = "chat.completion.chunk"
 
@@ -39,7 +39,8 @@ class Chat:
         self.prompts: list[list[int]] = []
 
     def plan(self) -> list[tuple[list[int], SamplingParams]]:
-        """Renders and tokenises off the event loop. Raises BadRequest."""
+        """Renders and tokenises; runs off the event loop. Raises BadRequest.
+        -> (token ids, parameters) of each choice"""
         if self.generator.tokens is None:
             raise BadRequest("no tokenizer is loaded; use /v1/completions with token ids")
         request = self.request
@@ -112,7 +113,7 @@ class Chat:
         }
 
     def opening(self, totals: list[Answer]) -> list[bytes]:
-        """OpenAI's first chunk of each choice names the role."""
+        """As in OpenAI's API, the first chunk of each choice has the role."""
         delta = {"role": "assistant", "content": ""}
         first = {"delta": delta, "finish_reason": None, "logprobs": None}
         return [chunk(self, [{"index": i, **first}], totals) for i in range(len(totals))]

@@ -28,11 +28,11 @@ from kvline_server.http.protocol import CompletionRequest, GenerationRequest
 from kvline_server.http.scores import TokenScore, chosen, cut, unpack
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-ECHO_TOKENS = 64  # of a streamed prompt in one event, where they are listed
+ECHO_TOKENS = 64  # tokens per event of a streamed prompt with logprobs
 
 
 class Completion:
-    """One request, planned: its prompts, one job a choice, and how answers are worded."""
+    """A completion request: its prompts, one job per choice, and the JSON of its answers."""
 
     chunk_kind = "text_completion"
 
@@ -104,7 +104,7 @@ class Completion:
         offsets: list[int],
         head: int | None = None,
     ) -> dict[str, Any]:
-        """A choice, whole or a chunk of it."""
+        """The JSON of a choice, or of a chunk of it."""
         top, logprobs = self.request.logprobs, None
         if top is not None and offsets:
             logprobs = legacy_logprobs(self.generator, scores, top, head, offsets)
@@ -121,7 +121,7 @@ class Completion:
     async def events(
         self, index: int, prompt: list[int], params: SamplingParams, totals: list[Answer]
     ) -> AsyncGenerator[bytes, None]:
-        """Server-sent chunks of one choice; counts what it saw in `totals[index]`."""
+        """Server-sent chunks of one choice; adds its usage to `totals[index]`."""
         echoed = self._echoed(index // self.request.n) if self.request.echo else None
         shift = 0
         async with aclosing(self.generator.follow(prompt, params, self.request.stops())) as pieces:
@@ -142,7 +142,7 @@ class Completion:
     def _echo(
         self, index: int, prompt: list[int], echoed: Echoed, scores: PackedScores | None
     ) -> Iterator[dict[str, Any]]:
-        """The prompt as chunks of a stream, in pieces where its tokens are listed."""
+        """The echoed prompt as chunks; several of them where its logprobs are listed."""
         text, offsets = echoed.text, echoed.offsets
         if not offsets:
             yield self._worded(index, text, None, [], [])
@@ -164,7 +164,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Echoed:
-    """A prompt as it is repeated in an answer; offsets of its tokens where they are listed."""
+    """An echoed prompt, with the offsets of its tokens if logprobs are listed."""
 
     text: str
     offsets: list[int]
@@ -204,8 +204,8 @@ def _some(scores: PackedScores | None) -> list[PackedScores]:
 
 
 def _top(generator: Generator, score: TokenScore, top: int) -> dict[str, float]:
-    """By text, and the token itself in any case. Of two tokens with one text (half characters) the
-    likelier stays: clients take the largest for the greedy choice."""
+    """Top logprobs by text, the sampled token included. Of tokens with the same text (parts of a
+    character) the likeliest is kept: clients take the maximum for the greedy token."""
     out: dict[str, float] = {}
     for token, value in [*score.top[:top], (score.token, score.logprob)]:
         out.setdefault(generator.token_text(token), value)
@@ -215,8 +215,8 @@ def _top(generator: Generator, score: TokenScore, top: int) -> dict[str, float]:
 def prompt_logprobs(
     generator: Generator, request: GenerationRequest, answer: Answer
 ) -> Later | dict[str, Any]:
-    """One entry a prompt token, the first null: token id -> logprob, rank, text. Or the arrays, of
-    every token but the first."""
+    """One entry per prompt token, the first null: token id -> logprob, rank, text. With
+    prompt_logprobs_format base64, arrays of every token but the first."""
     top = request.prompt_logprobs or 0
     if request.prompt_logprobs_format == "base64":
         return base64_arrays(answer.prompt_scores, top)
@@ -243,5 +243,5 @@ def _entry(generator: Generator, s: TokenScore, top: int) -> dict[str, Any]:
 
 
 def seeded(params: SamplingParams, choice: int) -> SamplingParams:
-    """Each of a prompt's choices has noise of its own."""
+    """The parameters of a choice, with a seed of its own."""
     return msgspec.structs.replace(params, seed=seeds.of_choice(params.seed, choice))

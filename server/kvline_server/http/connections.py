@@ -1,10 +1,10 @@
-"""What one client may hold of the public port: uvicorn's connections with bounds.
+"""Limits per connection of the public port, on top of uvicorn.
 
-uvicorn bounds neither a head, nor the time that one may take, nor how many connections are open.
-Each connection here has at most one deadline, of the phase it is in; one sweep a second ends those
-that are past theirs, so that a request costs no timer. A closed connection whose request has not
-been read to its end first reads on a little and throws that away: else the kernel answers what
-is still coming with a reset, and the client never sees why it was refused (decisions/019).
+uvicorn limits neither the size of a request's head, nor its time, nor the number of connections.
+Here each connection has at most one deadline, that of its phase; one sweep per second closes those
+that are past it, so that requests need no timers. Before a connection with an unfinished request is
+closed, the rest is read and discarded for a moment: otherwise the kernel sends a reset, and the
+client never sees the error (decisions/019).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HEAD_TOO_LARGE = "the head of the request is too large"
 
 
 class Connections:
-    """All of the port's; who waits for its next request stands in order of how long."""
+    """All open connections; `waiting` has the idle ones, longest first."""
 
     def __init__(self, limits: ClientLimits) -> None:
         self.limits = limits
@@ -37,7 +37,7 @@ class Connections:
         return Connection(self, **options)
 
     def room(self) -> bool:
-        """Whether there is room for one more; the one that has waited longest makes some."""
+        """Whether one more may open; if not, closes the connection that has been idle longest."""
         if len(self.open) < self.limits.connections:
             return True
         oldest = next(iter(self.waiting), None)
@@ -55,7 +55,7 @@ class Connections:
         self.waiting.pop(connection, None)
 
     def drain(self) -> None:
-        """From now on each answer ends its connection."""
+        """From now on each connection closes after its answer."""
         self.draining = True
         for connection in self.open:
             connection.last_answer()
@@ -102,7 +102,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def drop(self) -> None:
-        """At once; what is being worked on for it is aborted."""
+        """Closes at once; its request is aborted."""
         self.all.forget(self)
         self.transport.abort()
 
@@ -121,11 +121,11 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._lingering:
-            self._throw_away(data)
+            self._discard(data)
             return
         super().data_received(data)
         if self._in_head and not self.transport.is_closing():
-            # What the parser keeps to itself until a header is whole.
+            # Bytes that the parser buffers until a header is complete.
             self._raw += len(data)
             if self._raw > self.limits.head_bytes:
                 self._refuse(HeadTooLarge(HEAD_TOO_LARGE))
@@ -150,7 +150,7 @@ class Connection(HttpToolsProtocol):
         if len(self.pipeline) >= self.limits.pipeline:
             self._stop(BadRequest("too many requests at once on one connection"))
         self._in_head = False
-        self.deadline = NEVER  # the body's times are the application's
+        self.deadline = NEVER  # body.py limits the time of a body
         self.all.waiting.pop(self, None)
         super().on_headers_complete()
         if self.all.draining:
@@ -158,7 +158,7 @@ class Connection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         if self.cycle.response_complete:
-            self._throw_away(body)
+            self._discard(body)
         else:
             super().on_body(body)
 
@@ -174,11 +174,11 @@ class Connection(HttpToolsProtocol):
             self._stop(HeadTooLarge(HEAD_TOO_LARGE))
 
     def _stop(self, why: ApiError) -> None:
-        """Ends the parser's work; `send_400_response` says why."""
+        """Stops the parser; `send_400_response` sends the error."""
         self._why = why
         raise why
 
-    def _throw_away(self, data: bytes) -> None:
+    def _discard(self, data: bytes) -> None:
         self._extra += len(data)
         if self._extra > self.limits.linger_bytes:
             self.drop()
@@ -189,7 +189,7 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self.transport.is_closing() or not self.cycle.response_complete:
             return
-        if self._in_request:  # refused before its end: it may still end, soon
+        if self._in_request:  # rejected before its end, which may still arrive
             self._until(self.limits.linger)
         else:
             self._wait()
@@ -203,11 +203,11 @@ class Connection(HttpToolsProtocol):
         self.stalled_until = NEVER
 
     def send_400_response(self, msg: str) -> None:
-        """The parser stopped: at a bound of ours, or at what is not HTTP."""
+        """The parser stopped at one of our limits, or at invalid HTTP."""
         self._refuse(self._why or BadRequest("the request is not valid HTTP/1.1"))
 
     def _refuse(self, error: ApiError) -> None:
-        """An answer that no application gives; never into the middle of another."""
+        """Sends an error without the application; never within another answer."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.drop()
             return
@@ -230,7 +230,7 @@ class Connection(HttpToolsProtocol):
         return self._lingering
 
     def linger(self, transport: asyncio.Transport) -> None:
-        """Closes, once what the client still sends cannot hide the answer from it."""
+        """Closes after discarding what the client still sends, so that it can read the answer."""
         if self._lingering:
             return
         self._lingering = True

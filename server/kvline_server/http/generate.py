@@ -1,6 +1,6 @@
-"""From token ids to pieces of an answer: follows one sequence, decodes it, cuts it at a stop text.
+"""From token ids to parts of an answer: detokenises one sequence and cuts it at stop strings.
 
-Completions and chat differ only in how they word these pieces.
+Completions and chat differ only in the JSON of these parts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvline_server.http.trace import Traces
 
 @dataclass(slots=True)
 class Piece:
-    """What one or more engine steps add to an answer; the last one has `finish`."""
+    """The output of one or more engine steps; the last piece has `finish`."""
 
     text: str = ""
     tokens: int = 0
@@ -46,7 +46,7 @@ class Answer:
     cached: int = 0
 
     def count(self, piece: Piece) -> None:
-        """All that `usage` asks for, which is all that a stream keeps."""
+        """Adds what `usage` needs; a stream keeps nothing else."""
         self.tokens += piece.tokens
         self.cached = max(self.cached, piece.cached)
 
@@ -62,7 +62,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The model's and the validated engine's bounds on a request."""
+    """Limits of a request, from the model and the validated engine."""
 
     served_name: str
     vocabulary: int
@@ -79,7 +79,7 @@ class Generator:
     async def follow(
         self, prompt: list[int], params: SamplingParams, stops: list[str]
     ) -> AsyncGenerator[Piece, None]:
-        """Pieces until the end; leaving early frees the sequence's pages."""
+        """Yields pieces until the end; closing the generator early aborts the sequence."""
         stream = self.tokens.stream() if self.tokens is not None else None
         matcher = StopMatcher(stops)
         async with AsyncExitStack() as stack:
@@ -107,7 +107,7 @@ class Generator:
         stream: TextStream | None,
         matcher: StopMatcher,
     ) -> None:
-        """One token's share of a piece."""
+        """Adds one token to a piece."""
         counted = params.max_tokens > 0
         shown = counted and delta.finish != "stop"  # not an end-of-sequence token
         offset = stream.sent if stream else 0
@@ -154,7 +154,7 @@ def sampling(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """The engine's parameters; raises BadRequest where the request meets this model's limits."""
+    """The engine's parameters. Raises BadRequest where the request exceeds this model's limits."""
     for name, value in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
         if value is not None and value > limits.max_top_logprobs:
             raise BadRequest(f"{name}: this server gives at most {limits.max_top_logprobs}", name)

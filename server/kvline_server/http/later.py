@@ -1,6 +1,6 @@
-"""JSON of large answers in pieces: what is long is encoded while it is sent, few tokens at a time.
+"""JSON of large answers in chunks: long lists are encoded a few tokens at a time while sent.
 
-Worded at once, the 20 best tokens of 8,192 prompt tokens are 90 MiB of Python objects.
+Encoded at once, the top 20 logprobs of 8,192 prompt tokens take 90 MiB of Python objects.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _PLACE = b"\0"  # stands in no JSON text
 
 
 class Later:
-    """A JSON list whose entries are made when they are wanted."""
+    """A JSON list whose entries are created while it is encoded."""
 
     def __init__(self, entries: Callable[[], Iterable[Any]]) -> None:
         self._entries = entries
 
-    def pieces(self) -> Iterator[bytes]:
+    def chunks(self) -> Iterator[bytes]:
         yield b"["
         first = True
         entries = iter(self._entries())
@@ -34,13 +34,13 @@ class Later:
 
 
 class LaterBase64:
-    """A JSON string: the base64 of bytes that are made when they are wanted. Each part but the last
-    is a multiple of three bytes long, so that the parts' texts join without padding."""
+    """A JSON string: the base64 of bytes that are created while it is encoded. The length of each
+    part but the last is a multiple of three, so that no padding occurs in between."""
 
     def __init__(self, parts: Callable[[], Iterable[bytes]]) -> None:
         self._parts = parts
 
-    def pieces(self) -> Iterator[bytes]:
+    def chunks(self) -> Iterator[bytes]:
         yield b'"'
         for part in self._parts():
             yield base64.b64encode(part)
@@ -48,7 +48,7 @@ class LaterBase64:
 
 
 def encode(value: Any) -> Iterator[bytes]:
-    """The JSON text of `value`, what is made later in pieces; one piece where there is none."""
+    """The JSON text of `value` in chunks; a single one without any Later in it."""
     found: list[Later | LaterBase64] = []
 
     def place(item: Any) -> msgspec.Raw:
@@ -60,5 +60,5 @@ def encode(value: Any) -> Iterator[bytes]:
     head, *rest = msgspec.json.Encoder(enc_hook=place).encode(value).split(_PLACE)
     yield head
     for item, text in zip(found, rest, strict=True):
-        yield from item.pieces()
+        yield from item.chunks()
         yield text

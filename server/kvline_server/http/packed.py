@@ -1,6 +1,6 @@
 """Prompt logprobs as base64 of little-endian arrays: this server's extension of the OpenAI API.
 
-The usual form makes a Python object of every number; these are copied as they are, some rows at a
+The JSON form needs a Python object per number; here arrays are encoded as bytes, some rows at a
 time.
 """
 
@@ -15,7 +15,7 @@ from kvline_server.engine.messages import PackedScores
 from kvline_server.http.later import LaterBase64
 from kvline_server.http.scores import NUMBER
 
-ROWS = 384  # encoded at once: a multiple of three, as LaterBase64 asks for
+ROWS = 384  # encoded at a time; a multiple of three, as LaterBase64 requires
 
 
 def base64_arrays(scores: PackedScores | None, top: int) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def base64_arrays(scores: PackedScores | None, top: int) -> dict[str, Any]:
 
 
 def _array(data: bytes, have: int = 1, want: int = 1) -> LaterBase64:
-    """The first `want` of `have` columns; echo may have asked the engine for more."""
+    """The first `want` of `have` columns; with echo the engine may return more."""
 
     def parts() -> Iterator[bytes]:
         step = ROWS * NUMBER * have

@@ -1,7 +1,7 @@
-"""The HTTP process: serves the public port, talks to the engine, tells the parent it is alive.
+"""The HTTP process: serves the public port, sends requests to the engine, reports to the parent.
 
 Imports no torch. The listener opens at once, so that a taken port ends the start early; requests
-get a 503 until the parent says that the engine is validated.
+get a 503 until the engine is validated.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Edge:
         return ended.code
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        """The parent's orders; its end is ours."""
+        """Handles the parent's messages; exits when the parent does."""
         with contextlib.suppress(asyncio.IncompleteReadError, OSError):
             while True:
                 length = int.from_bytes(await reader.readexactly(4), "little")
@@ -148,9 +148,9 @@ class Edge:
         self._tell_parent()
 
     async def _drain(self, seconds: float) -> None:
-        """Each answer says that its connection closes. For a moment every request is still taken:
-        a client may have sent it before it could know. Then the port and idle connections close,
-        and what is under way has until the end, where it gets an error."""
+        """Answers get `Connection: close`. For `late` seconds requests are still accepted, because
+        clients may have sent them before they noticed. Then the port and idle connections close,
+        and requests under way have until the deadline, when they get an error."""
         clock = asyncio.get_running_loop().time
         end = clock() + seconds
         self.connections.drain()
@@ -169,8 +169,8 @@ class Edge:
         self.connections.drop()  # clients that have not read even that, or are still sending
 
     async def _end_with_engine(self) -> None:
-        """The parent sees an engine that ends, and then ends this process too; where it does not,
-        the engine is there but cannot be heard any more, which is ours to tell."""
+        """The parent ends this process when the engine exits. If it does not, the engine still runs
+        but its connection is broken, and this process exits to report that."""
         await self.client.lost.wait()
         await asyncio.sleep(PARENT_SECONDS)
         self.server.should_exit = True
@@ -209,7 +209,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="kvline-http")
     parser.add_argument("--config", required=True)
     parser.add_argument("--control-fd", type=int, required=True)
-    parser.add_argument("--handover-fd", type=int, required=True, help="brings the engine's line")
+    parser.add_argument(
+        "--handover-fd", type=int, required=True, help="receives the socket to the engine"
+    )
     parser.add_argument("--listen-fd", type=int, required=True)
     parser.add_argument("--api-key-file", type=Path, required=True)
     parser.add_argument("--tls-dir", type=Path, required=True)
@@ -222,9 +224,9 @@ def main(argv: list[str]) -> int:
 
     arguments = parse(argv)
     control = socket.socket(fileno=arguments.control_fd)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent tells us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent sends Drain
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # what clients do wrong is no news
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # clients' mistakes are not logged
     try:
         edge = Edge(arguments, control)
     except ServerError as error:
@@ -232,13 +234,13 @@ def main(argv: list[str]) -> int:
         messages.Channel(control).send(messages.Progress("failure", body))
         return int(error.code)
     listener = socket.socket(fileno=arguments.listen_fd)
-    # What the kernel takes beyond a client's window; else it hides megabytes that nobody reads.
+    # Limits what the kernel buffers; else a client that reads nothing goes unnoticed for long.
     listener.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, UNSENT_BYTES)
     return uvloop.run(edge.run(listener))
 
 
 def _allow_files() -> int:
-    """As many open files as may be: each connection is one."""
+    """Raises the limit of open files; each connection needs one. -> the limit"""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
