@@ -25,6 +25,8 @@ GPU = (
     "unchunked",
     "prefill",
     "serving",
+    "chat",
+    "highest",
     "startup",
     "soak",
 )

@@ -1,5 +1,5 @@
 """A load generator with little overhead: raw HTTP/1.1, one connection per request, several
-processes. Of a stream it measures when the first and the last chunk arrive."""
+processes. Of a stream it measures when each chunk arrives."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import asyncio
 import json
 import multiprocessing
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+PIECE = b'"text":'  # one in each event of a stream that carries text
 PROCESSES = 4
 OPEN = 2048  # concurrent requests, below the admission limit of a server with 512 running
 
@@ -20,36 +21,44 @@ class Asked:
     prompt: list[int]
     output: int
     at: float = 0.0
+    fields: dict[str, object] = field(default_factory=dict)  # more of its body
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """Seconds after the request was sent, and when it ended after the start of all."""
+    """In seconds after the start of all."""
 
-    first: float
-    last: float
+    sent: float
+    pieces: list[float]  # when each came; none: it was refused with a 429
     ended: float
     output: int
 
+    @property
+    def first(self) -> float:
+        """Seconds from its sending to its first piece."""
+        return self.pieces[0] - self.sent
 
-def play(port: int, asked: list[Asked], stream: bool, **fields: object) -> list[Answered]:
-    """Sends all requests from several processes. Raises RuntimeError for an incomplete answer."""
+
+def play(
+    port: int, asked: list[Asked], stream: bool, may_refuse: bool = False, **fields: object
+) -> list[Answered]:
+    """Sends all requests from several processes. Raises RuntimeError for an incomplete answer and
+    for a rejection for load unless that is allowed, ValueError for any other 4xx."""
     context = multiprocessing.get_context("spawn")
     start = time.time() + 2.0  # the processes' own start
     shares = [
-        (port, asked[i::PROCESSES], stream, fields, start, OPEN // PROCESSES)
-        for i in range(PROCESSES)
+        (port, asked[i::PROCESSES], stream, fields, start, may_refuse) for i in range(PROCESSES)
     ]
     with context.Pool(PROCESSES) as pool:
         return [answer for share in pool.map(_share, shares) for answer in share]
 
 
 def _share(
-    share: tuple[int, list[Asked], bool, dict[str, object], float, int],
+    share: tuple[int, list[Asked], bool, dict[str, object], float, bool],
 ) -> list[Answered]:
-    port, asked, stream, fields, start, most = share
+    port, asked, stream, fields, start, may_refuse = share
     bodies = [_body(one, stream, fields) for one in asked]
-    return asyncio.run(_all(port, asked, bodies, start, most))
+    return asyncio.run(_all(port, asked, bodies, start, may_refuse))
 
 
 def _body(one: Asked, stream: bool, fields: dict[str, object]) -> bytes:
@@ -60,6 +69,7 @@ def _body(one: Asked, stream: bool, fields: dict[str, object]) -> bytes:
         "ignore_eos": True,
         "stream": stream,
         **fields,
+        **one.fields,
     }
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: m\r\nContent-Length: {len(data)}\r\n"
@@ -67,31 +77,37 @@ def _body(one: Asked, stream: bool, fields: dict[str, object]) -> bytes:
 
 
 async def _all(
-    port: int, asked: list[Asked], bodies: list[bytes], start: float, most: int
+    port: int, asked: list[Asked], bodies: list[bytes], start: float, may_refuse: bool
 ) -> list[Answered]:
-    room = asyncio.Semaphore(most)
+    room = asyncio.Semaphore(OPEN // PROCESSES)
 
     async def one(item: Asked, body: bytes) -> Answered:
         await asyncio.sleep(max(0.0, start + item.at - time.time()))
         async with room:
-            return await _ask(port, item, body, start)
+            return await _ask(port, item, body, start, may_refuse)
 
     return await asyncio.gather(*(one(*pair) for pair in zip(asked, bodies, strict=True)))
 
 
-async def _ask(port: int, item: Asked, body: bytes, start: float) -> Answered:
+async def _ask(port: int, item: Asked, body: bytes, start: float, may_refuse: bool) -> Answered:
     sent = time.time()
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
     writer.write(body)
     head = await reader.readuntil(b"\r\n\r\n")
-    if b" 200 " not in head.split(b"\r\n", 1)[0]:
-        raise RuntimeError(f"{head[:60]!r} {await reader.read(300)!r}")
-    first, tail = 0.0, b""
+    status = int(head.split(b" ", 2)[1])
+    if status == 429 and may_refuse:
+        writer.close()
+        return Answered(sent - start, [], time.time() - start, 0)
+    if status != 200:
+        kind = ValueError if 400 <= status < 500 and status != 429 else RuntimeError
+        raise kind(f"{head[:60]!r} {await reader.read(300)!r}")
+    pieces: list[float] = []
+    tail = b""
     while data := await reader.read(1 << 16):
-        first = first or time.time()
+        seen = tail[1 - len(PIECE) :] + data  # a mark may come in two parts
+        pieces += [time.time() - start] * seen.count(PIECE)
         tail = (tail + data)[-400:]
     writer.close()
-    now = time.time()
     if not (b"[DONE]" in tail or b"completion_tokens" in tail):
         raise RuntimeError(f"an answer was cut: {tail!r}")
-    return Answered(first - sent, now - sent, now - start, item.output)
+    return Answered(sent - start, pieces, time.time() - start, item.output)

@@ -1,16 +1,10 @@
-"""The server over HTTP: throughput of r512 against the engine alone, and chat at four rates.
-
-Chat: Poisson arrivals, a shared prefix of 512 tokens, 128 to 1,024 tokens in and 64 to 512 out.
-Goodput counts requests with a first token within 200 ms and at most 20 ms per further token.
-"""
+"""r512 over HTTP against the engine alone. Chat is in chat.py."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import multiprocessing
-import os
-import random
 import socket
 import subprocess
 import sys
@@ -23,18 +17,14 @@ from pathlib import Path
 import client
 import offline
 import torch
-from client import Answered, Asked
+from client import Asked
 from record import record, table
 from shapes import SHAPES
 
-RATES = (6.0, 12.0, 18.0, 24.0)  # requests a second
-FIRST, EACH = 0.2, 0.02  # seconds
-
 
 def run() -> None:
-    """KVLINE_BENCH_MODELS selects models; KVLINE_BENCH_SECONDS is the time of each rate (15)."""
-    seconds = float(os.environ.get("KVLINE_BENCH_SECONDS", "15"))
-    rows, chats = [], []
+    """KVLINE_BENCH_MODELS selects models."""
+    rows = []
     for name in offline.models("llama8b"):
         base, gpu = alone(name)
         rows.append([name, "engine alone", f"{base:.0f}", ""])
@@ -45,12 +35,7 @@ def run() -> None:
                 record(f"{kind}-ratio-{name}", rate / base, "ratio", (rate / base,) * 2, gpu)
                 rows.append([name, kind, f"{rate:.0f}", f"{rate / base:.3f}"])
                 print(rows[-1], flush=True)
-            for rate in RATES:
-                chats.append([name, f"{rate:.0f}", *chat(port, name, rate, seconds, gpu)])
-                print(chats[-1], flush=True)
     table("r512 over HTTP, token-id prompts", ["model", "path", "tokens/s", "of the engine"], rows)
-    head = ["model", "asked/s", "good/s", "good %", "first p50 ms", "p99", "each p50 ms", "p99"]
-    table(f"Chat, {seconds:.0f} s a rate, first <= 200 ms and each <= 20 ms", head, chats)
 
 
 def alone(name: str) -> tuple[float, str]:
@@ -85,12 +70,12 @@ def served(name: str) -> Iterator[int]:
             process.wait()
 
 
-def wait_ready(process: subprocess.Popen[bytes], port: int) -> None:
+def wait_ready(process: subprocess.Popen[bytes], port: int, path: str = "/readyz") -> None:
     while True:
         if process.poll() is not None:
             raise RuntimeError(f"the server ended with {process.returncode}")
         with contextlib.suppress(OSError):
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=2)
+            urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=2)
             return
         time.sleep(0.1)
 
@@ -109,31 +94,6 @@ def over_http(port: int, name: str, stream: bool) -> float:
     client.play(port, asked[:8], stream)
     answers = client.play(port, asked, stream, temperature=workload.temperature)
     return sum(len(a.prompt) + a.output for a in asked) / max(a.ended for a in answers)
-
-
-def chat(port: int, name: str, rate: float, seconds: float, gpu: str) -> list[str]:
-    answers = client.play(port, arrivals(name, rate, seconds), True, temperature=0.6)
-    good = sum(a.first <= FIRST and each(a) <= EACH for a in answers)
-    record(f"chat-goodput-{rate:.0f}-{name}", good / seconds, "req/s", (good / seconds,) * 2, gpu)
-    firsts, rest = (sorted(f(a) * 1e3 for a in answers) for f in (lambda a: a.first, each))
-    shown = [f"{x[int(len(x) * q)]:.1f}" for x in (firsts, rest) for q in (0.5, 0.99)]
-    return [f"{good / seconds:.1f}", f"{100 * good / len(answers):.0f}", *shown]
-
-
-def each(answer: Answered) -> float:
-    return (answer.last - answer.first) / max(1, answer.output - 1)
-
-
-def arrivals(name: str, rate: float, seconds: float) -> list[Asked]:
-    rng = random.Random(int(rate))
-    most = SHAPES[name].vocabulary - 10
-    shared = [rng.randrange(10, most) for _ in range(512)]
-    out, at = [], rng.expovariate(rate)
-    while at < seconds:
-        own = [rng.randrange(10, most) for _ in range(rng.randint(128, 1024))]
-        out.append(Asked(shared + own, rng.randint(64, 512), at))
-        at += rng.expovariate(rate)
-    return out
 
 
 def write_tokenizer(folder: Path, vocabulary: int) -> None:

@@ -1,0 +1,78 @@
+"""How high the memory setting of another engine may be before the worst allowed mix ends it.
+
+The mix is soak's, over HTTP; kvline plays it once, at the budget that it validated. A setting that
+does not even start counts as one that does not survive.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import client
+import msgspec
+import offline
+import rivals
+import soak
+from client import Asked
+from record import record, table
+from shapes import SHAPES
+
+from kvline_server.engine.request import SamplingParams
+
+FIRST, STEP = 0.9, 0.005  # of the setting
+RATE = 30.0  # requests a second: a queue at all times, as in soak
+
+
+def run() -> None:
+    """KVLINE_BENCH_ENGINES and KVLINE_BENCH_MODELS choose; KVLINE_BENCH_SECONDS a setting (270)."""
+    seconds = float(os.environ.get("KVLINE_BENCH_SECONDS", "270"))
+    rows = []
+    for name in offline.models("llama8b"):
+        for engine in rivals.engines():
+            highest, died = climb(engine, name, seconds)
+            record(f"highest-{engine}-{name}", highest, "of the GPU", (highest, died))
+            rows.append([name, engine, f"{highest:.3f}", f"{died:.3f}"])
+    head = ["model", "engine", "highest that survives", "does not"]
+    table(f"Worst allowed mix over HTTP, {seconds:.0f} s a setting; kvline: 1 or 0", head, rows)
+
+
+def climb(engine: str, name: str, seconds: float) -> tuple[float, float]:
+    """The last setting that survived, 0 where none did, and the first that did not."""
+    if engine == "kvline":
+        return float(survives(engine, name, None, seconds)), 0.0
+    highest, setting = 0.0, FIRST
+    while setting < 1 and survives(engine, name, setting, seconds):
+        highest, setting = setting, setting + STEP
+    return highest, setting
+
+
+def survives(engine: str, name: str, setting: float | None, seconds: float) -> bool:
+    try:
+        with rivals.served(engine, name, setting) as port:
+            client.play(port, mix(engine, name, seconds), False, may_refuse=True)
+    except (RuntimeError, OSError, EOFError) as error:  # the connection, or an answer that is a 5xx
+        print(f"{engine} at {setting}: {error!r:.200}", flush=True)
+        return False
+    print(f"{engine} at {setting}: survived {seconds:.0f} s", flush=True)
+    return True
+
+
+def mix(engine: str, name: str, seconds: float) -> list[Asked]:
+    rng = random.Random(0)
+    out = []
+    for number in range(int(RATE * seconds)):
+        prompt, params = soak.request(rng, SHAPES[name].vocabulary)
+        out.append(Asked(prompt, params.max_tokens, number / RATE, body(engine, params)))
+    return out
+
+
+def body(engine: str, params: SamplingParams) -> dict[str, Any]:
+    """A completion's fields. SGLang scores prompts by `echo`."""
+    defaults = msgspec.structs.asdict(SamplingParams(1))
+    asked = msgspec.structs.asdict(params)
+    fields = {k: v for k, v in asked.items() if v != defaults[k]}
+    if engine == "sglang" and fields.pop("prompt_logprobs", None) is not None:
+        fields["echo"] = True
+    return fields
