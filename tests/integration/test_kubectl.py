@@ -92,7 +92,8 @@ def test_upgrade_takes_the_new_default_image_through_the_gate(
 
     say("upgrade", "chat")
     second = service.candidate()
-    assert [p["spec"]["containers"][0]["image"] for p in service.pods_of(second)] == [DIGEST]
+    (pod,) = service.until_pods(second, 1)
+    assert pod["spec"]["containers"][0]["image"] == DIGEST
     service.tokens[second] = 4096
     service.until(lambda s: s["rollout"]["stableRevision"] == second)
     service.until_reason("UpToDate")

@@ -70,8 +70,9 @@ def test_an_image_that_cannot_be_pulled_takes_nothing_away(service: Service, spa
     (pod,) = eventually(node.jobs)
     waiting = {"reason": "ImagePullBackOff", "message": "not found"}
     node.patch(pod, started("server", {"waiting": waiting}))
-    status = service.until_reason("GateHeld")
-    assert "ImagePullBackOff: not found" in up_to_date(status)["message"]
+    pulls = "ImagePullBackOff: not found"
+    status = service.until(lambda s: pulls in up_to_date(s).get("message", ""))
+    assert up_to_date(status)["reason"] == "GateHeld"
     assert space.condition("Progressing")["reason"] == "ImagePullFailed"
     assert space.condition("Ready")["status"] == "True"
     assert {p["metadata"]["uid"] for p in node.pods()} == before
