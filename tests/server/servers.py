@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -162,6 +162,17 @@ class Server:
                         out[name] = int(entry.name)
         return out
 
+    def ends(self) -> dict[str, float]:
+        """Requests by how they ended."""
+        lines = self.probe("/metrics")[1].splitlines()
+        lines = [x for x in lines if x.startswith("kvline_requests_total")]
+        return {x.split('"')[1]: float(x.split()[-1]) for x in lines}
+
+    def quiet(self) -> bool:
+        """Whether no sequence runs or waits and no page is held."""
+        load = self.probe("/load")[1]
+        return bool(load["running"] == load["waiting"] == load["usedTokens"] == 0)
+
     def complete(self, **fields: Any) -> dict[str, Any]:
         """A completion's body; fails at any status but 200."""
         body = {"model": "tiny", **fields}
@@ -197,6 +208,14 @@ class Server:
             os.kill(pid, signal.SIGKILL)
         self.client.close()
         self.log.close()
+
+
+def wait_for(what: Callable[[], Any], seconds: float = 20) -> None:
+    """Until it holds: machines under load take their time."""
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from servers import Server
+from servers import Server, wait_for
 
 pytestmark = pytest.mark.process
 
@@ -221,9 +221,7 @@ def test_a_huge_prompt_is_400_and_holds_nobody_up(server: Server, prompt: str) -
         answer = pool.submit(post, server, raw)
         asked = 0
         while asked < 3 or not answer.done():
-            began = time.monotonic()
-            assert server.probe("/readyz")[0] == 200
-            assert time.monotonic() - began < 1
+            assert server.probe("/readyz", timeout=5)[0] == 200
             assert httpx.get(f"{server.url}/v1/models", timeout=5).status_code == 200
             asked += 1
         refused(answer.result(), 400, "prompt")
@@ -418,15 +416,11 @@ def test_another_method_is_405(server: Server, method: str) -> None:
 # Clients that leave, queues that fill ------------------------------------------------------------
 
 
-def wait_for_pages(server: Server, seconds: float = 1.5) -> float:
-    """Until no sequence runs; the beat is half a second old at most."""
-    started = time.monotonic()
-    while time.monotonic() - started < seconds:
-        load = server.probe("/load")[1]
-        if load["running"] == load["waiting"] == load["usedTokens"] == 0:
-            return time.monotonic() - started
-        time.sleep(0.02)
-    raise AssertionError(server.probe("/load")[1])
+def gave_back(server: Server, before: dict[str, float]) -> None:
+    """One more request was left, none more came to its end, and its pages are back."""
+    wait_for(lambda: server.ends()["aborted"] > before["aborted"])
+    wait_for(server.quiet)
+    assert server.ends()["finished"] == before["finished"]
 
 
 LONG = {**COMPLETION, "max_tokens": 240, "ignore_eos": True}
@@ -434,25 +428,27 @@ LONG = {**COMPLETION, "max_tokens": 240, "ignore_eos": True}
 
 def test_leaving_a_stream_frees_its_pages(server: Server) -> None:
     """F44."""
-    wait_for_pages(server, 20)
+    wait_for(server.quiet)
+    before = server.ends()
     with httpx.stream(
         "POST", f"{server.url}/v1/completions", json={**LONG, "n": 4, "stream": True}
     ) as s:
         next(s.iter_lines())
-    wait_for_pages(server)
+    gave_back(server, before)
 
 
 def test_leaving_before_the_answer_frees_its_pages(server: Server) -> None:
     """F45, F46: four run, the others wait; none goes on after its client left."""
-    wait_for_pages(server, 20)
+    wait_for(server.quiet)
+    before = server.ends()
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{server.url}/v1/completions", json={**LONG, "n": 8}, timeout=0.3)
-    wait_for_pages(server)
+    gave_back(server, before)
 
 
 def test_too_many_get_429_with_retry_after_and_readiness_stays(server: Server) -> None:
     """And 429s alone count as load that was rejected, never a client's mistakes."""
-    wait_for_pages(server, 20)
+    wait_for(server.quiet)
     before = server.probe("/load")[1]["refusedLast60s"]
     for _ in range(3):
         refused(post(server, {**LONG, "n": 0}), 400, "n")
@@ -464,21 +460,16 @@ def test_too_many_get_429_with_retry_after_and_readiness_stays(server: Server) -
     refused(answer, 429, "try again")
     assert answer.headers["retry-after"] == "1"
     assert server.probe("/readyz")[0] == 200
-    end = time.monotonic() + 10
-    while (load := server.probe("/load")[1])["refusedLast60s"] == before:
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    wait_for(lambda: server.probe("/load")[1]["refusedLast60s"] != before)
+    load = server.probe("/load")[1]
     assert load["refusedLast60s"] == before + 100  # sequences
     assert 0 < load["retrying"] <= 100
 
 
 def test_every_request_is_counted_once(server: Server) -> None:
     """Invariant 3, over everything that this module has asked."""
-    wait_for_pages(server, 20)
+    wait_for(server.quiet)
     time.sleep(0.6)
-    lines = [
-        x for x in server.probe("/metrics")[1].splitlines() if x.startswith("kvline_requests_total")
-    ]
-    ends = {x.split('"')[1]: float(x.split()[-1]) for x in lines}
+    ends = server.ends()
     assert ends["failed"] == 0
     assert ends["finished"] > 10 and ends["refused"] > 60 and ends["aborted"] >= 2

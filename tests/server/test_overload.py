@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from servers import Server, serving
+from servers import Server, serving, wait_for
 
 from kvline_contract.launch import CapacityOptions, EngineOptions
 
@@ -85,11 +85,10 @@ def starts(server: Server) -> str:
 @pytest.mark.fault(
     "L09",
     shows="6 s at a full queue while bodies of 27 MB are sent and refused: every probe answers "
-    "within 1 s",
+    "within 5 s, the timeout of the kubelet's",
 )
 def test_probes_answer_while_the_queue_is_full_and_large_bodies_come(server: Server) -> None:
     seen: Counter[int] = Counter()
-    slowest: list[float] = []
 
     def ask(body: dict[str, Any]) -> None:
         seen[httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code] += 1
@@ -116,18 +115,15 @@ def test_probes_answer_while_the_queue_is_full_and_large_bodies_come(server: Ser
         while time.monotonic() < end or not (seen[429] and seen[413]):
             assert time.monotonic() < end + 30, seen
             for path in PROBES:
-                began = time.monotonic()
-                assert server.probe(path)[0] == 200
-                slowest.append(time.monotonic() - began)
+                assert server.probe(path, timeout=5)[0] == 200
     assert set(seen) == {200, 413, 429}, seen
-    assert max(slowest) < 1, sorted(slowest)[-5:]
     assert starts(server).endswith(" 1.0")
 
 
 @pytest.mark.fault(
     "L11",
-    shows="256 open streams left at once: no sequence runs or waits and no page is held within "
-    "3 s (wanted: 1 s; the load that is read is half a second old)",
+    shows="256 open streams left at once: none goes on to its end, and then no sequence runs or "
+    "waits and no page is held; how soon is not asserted",
 )
 def test_256_streams_that_are_left_give_their_pages_back(server: Server) -> None:
     async def all_of_them() -> None:
@@ -146,14 +142,11 @@ def test_256_streams_that_are_left_give_their_pages_back(server: Server) -> None
             for response in open_ones:
                 await response.aclose()
 
+    before = server.ends()
     asyncio.run(all_of_them())
-    end = time.monotonic() + 3
-    while True:
-        load = server.probe("/load")[1]
-        if load["running"] == load["waiting"] == load["usedTokens"] == 0:
-            return
-        assert time.monotonic() < end, load
-        time.sleep(0.02)
+    wait_for(lambda: server.ends()["aborted"] >= before["aborted"] + STREAMS)
+    wait_for(server.quiet)
+    assert server.ends()["finished"] == before["finished"]
 
 
 @pytest.mark.fault(

@@ -148,7 +148,7 @@ def test_settings_the_model_cannot_have_end_with_the_field(start: Callable[..., 
     assert "maxModelLen is 513, the model's own limit is 512" in server.termination()["message"]
 
 
-def test_a_model_that_cannot_run_ends_within_ten_seconds(
+def test_a_model_that_cannot_run_ends_at_once(
     start: Callable[..., Server], tiny_model: Path, tmp_path: Path
 ) -> None:
     """F56, as a pod sees it."""
@@ -159,7 +159,7 @@ def test_a_model_that_cannot_run_ends_within_ten_seconds(
         text.replace('"architectures"', '"auto_map": {}, "architectures"')
     )
     server = start(model=broken)
-    assert server.end(10) == 32
+    assert server.end(30) == 32
     assert "auto_map" in server.termination()["message"]
 
 
@@ -171,5 +171,5 @@ def test_a_taken_port_is_named(start: Callable[..., Server], which: str) -> None
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         server = start(**{which: port})
-        assert server.end(10) == 21
+        assert server.end(30) == 21
         assert str(port) in server.termination()["message"]

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from servers import SEARCHED, Server
+from servers import SEARCHED, Server, wait_for
 
 from kvline_contract.launch import GateFile
 from kvline_server.memory.pages import PAGE_SIZE
@@ -66,10 +66,8 @@ def test_sigterm_while_idle_ends_at_once_with_zero(start: Callable[..., Server])
     """F48."""
     server = start()
     server.wait()
-    started = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
-    assert server.end(5) == 0
-    assert time.monotonic() - started < 2
+    assert server.end() == 0  # where the drain would be two minutes
 
 
 def test_sigterm_lets_streams_finish_and_takes_what_comes_on_open_connections(
@@ -77,7 +75,7 @@ def test_sigterm_lets_streams_finish_and_takes_what_comes_on_open_connections(
 ) -> None:
     """F49: a client with a connection pool may send a request before it notices the drain; it gets
     its answer with `Connection: close`. Then the port closes, and requests under way go on."""
-    server = start(clients={"late": 2.0})
+    server = start(clients={"late": 4.0})
     server.wait()
     with (
         httpx.Client(base_url=server.url, timeout=30) as pool,
@@ -91,18 +89,17 @@ def test_sigterm_lets_streams_finish_and_takes_what_comes_on_open_connections(
         engine = server.children()["engine"]
         os.kill(engine, signal.SIGSTOP)  # so that the stream is still open below
         server.process.send_signal(signal.SIGTERM)
-        server.wait("/readyz", 503, 3)
-        time.sleep(0.3)  # the HTTP process hears of it a moment later
-        late = pool.get("/v1/models")
+        server.wait("/readyz", 503)
+        while (late := pool.get("/v1/models")).headers.get("connection") != "close":
+            assert late.status_code == 200  # the HTTP process hears of it a moment later
         assert late.status_code == 200
-        assert late.headers["connection"] == "close"
         with pytest.raises(httpx.ConnectError):  # the port closes while the stream goes on
             while True:
                 httpx.get(f"{server.url}/v1/models")
                 time.sleep(0.1)
         os.kill(engine, signal.SIGCONT)
         assert [line for line in lines if line][-1] == "data: [DONE]"
-    assert server.end(5) == 0
+    assert server.end() == 0
     assert "drained in" in server.output()
     assert "1 requests finished, 0 cut off" in server.output()
 
@@ -120,7 +117,7 @@ def test_a_second_sigterm_ends_at_once(start: Callable[..., Server]) -> None:
         time.sleep(0.3)
         assert server.process.poll() is None
         server.process.send_signal(signal.SIGTERM)
-        assert server.end(2) == 0
+        assert server.end() == 0
 
 
 def test_a_drain_is_as_long_as_its_launch_says(start: Callable[..., Server]) -> None:
@@ -145,13 +142,13 @@ def test_a_drain_is_as_long_as_its_launch_says(start: Callable[..., Server]) -> 
             began = time.monotonic()
             server.process.send_signal(signal.SIGTERM)
             last = [line for line in lines if line][-1]
-            assert 1.5 < time.monotonic() - began < 10
+            assert 1.5 < time.monotonic() - began < 30
             assert whole.result().status_code == 503
             assert whole.result().json()["error"]["type"] == "server_error"
     error = json.loads(last.removeprefix("data: "))["error"]
     assert error["type"] == "server_error"
     assert "shut down" in error["message"]
-    assert server.end(5) == 0
+    assert server.end() == 0
     assert "drain of 2 s was over: 0 requests finished, 2 cut off" in server.output()
     assert "Traceback" not in server.output()
 
@@ -162,12 +159,10 @@ def test_an_engine_exception_answers_everybody_and_ends_the_pod(
     """F51: the pinned start runs six batches; the seventh is a request's."""
     server = start(faults={"KVLINE_FAULT_STEP": "7:raise"})
     server.wait()
-    started = time.monotonic()
     answer = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=30)
     assert answer.status_code == 500
     assert answer.json()["error"]["type"] == "server_error"
-    assert server.end(30) == 50
-    assert time.monotonic() - started < 40  # at once, where a drain would wait 45 s
+    assert server.end(30) == 50  # where a drain would be two minutes
     assert server.termination()["name"] == "EngineDied"
 
 
@@ -189,10 +184,10 @@ def test_an_engine_that_cannot_be_understood_answers_everybody_and_ends_the_pod(
     """F51: both processes live, and what passes between them cannot be read."""
     server = start(faults={"KVLINE_FAULT_FRAMES": "1"})
     server.wait()
-    answer = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=10)
+    answer = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=30)
     assert answer.status_code == 500
     assert answer.json()["error"]["type"] == "server_error"
-    server.wait("/readyz", 503, 5)
+    server.wait("/readyz", 503)
     assert server.end(30) == 50
     assert "invalid message" in server.termination()["message"]
 
@@ -201,56 +196,64 @@ def test_an_engine_that_cannot_be_understood_answers_everybody_and_ends_the_pod(
 @pytest.mark.fault(
     "F50",
     shows="an out-of-memory error raised in step 7, and a kill there: the client gets 500, exit "
-    "code 51 within 5 s; on the CPU",
+    "code 51; on the CPU",
 )
 def test_death_for_memory_while_serving_has_its_own_code(
     start: Callable[..., Server], fault: str
 ) -> None:
     server = start(faults={"KVLINE_FAULT_STEP": fault})
     server.wait()
-    answer = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=10)
+    answer = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=30)
     assert answer.status_code == 500
-    assert server.end(5) == 51
+    assert server.end() == 51
     assert server.termination()["name"] == "OutOfMemoryServing"
 
 
 @pytest.mark.fault(
     "F52",
     "L15",
-    shows="with the limit of 60 s set to 2 s: an engine stopped by a signal fails liveness "
-    "within 5 s, one that idles for 3 s does not",
+    shows="with the limit of 60 s set to 4 s: an engine stopped by a signal fails readiness, then "
+    "liveness; one that idles for 5 s fails neither",
 )
 def test_a_hung_engine_fails_liveness_and_an_idle_one_does_not(
     start: Callable[..., Server],
 ) -> None:
-    """F52, with the minute shortened to two seconds."""
-    server = start(limits={"liveness": 2.0})
+    """F52, with the minute shortened to four seconds."""
+    server = start(limits={"liveness": 4.0})
     server.wait()
-    time.sleep(3)
+    time.sleep(5)
     assert server.probe("/livez")[0] == 200
     os.kill(server.children()["engine"], signal.SIGSTOP)
-    server.wait("/readyz", 503, 5)
+    server.wait("/readyz", 503)
     assert server.probe("/readyz")[1]["reason"] == "EngineStalled"
     assert server.probe("/livez")[0] == 200  # out of the endpoints before it is killed
-    server.wait("/livez", 503, 5)
+    server.wait("/livez", 503)
     assert server.probe("/livez")[1]["reason"] == "EngineStalled"
 
 
 @pytest.mark.fault(
     "F53",
-    shows="a C call holds the interpreter lock of the HTTP process for 5 s: each of five probe "
-    "paths answers within 1 s",
+    shows="a C call holds the interpreter lock of the HTTP process for 20 s: each of five probe "
+    "paths answers while it does",
 )
 def test_a_blocked_event_loop_fails_no_probe(start: Callable[..., Server]) -> None:
-    """F53: a C call that holds the interpreter lock of the HTTP process for five seconds."""
-    server = start(faults={"KVLINE_FAULT_HTTP_BLOCK": "5"})
+    """F53: a C call that holds the interpreter lock of the HTTP process for 20 seconds."""
+    server = start(faults={"KVLINE_FAULT_HTTP_BLOCK": "20"})
     server.wait()
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=0.2)
+
+    def blocked() -> bool:
+        try:
+            httpx.get(f"{server.url}/v1/models", timeout=1)
+        except httpx.ReadTimeout:
+            return True
+        return False
+
+    wait_for(blocked)
     for path in ("/livez", "/readyz", "/startupz", "/metrics", "/sizing"):
-        started = time.monotonic()
         assert server.probe(path)[0] == 200
-        assert time.monotonic() - started < 1
+    assert blocked()
 
 
 def test_the_gate_keeps_a_validated_pod_out_until_it_opens(start: Callable[..., Server]) -> None:
@@ -258,14 +261,13 @@ def test_the_gate_keeps_a_validated_pod_out_until_it_opens(start: Callable[..., 
     server.wait("/startupz")
     assert server.probe("/readyz") == (503, {"reason": "GateClosed"})
     server.write_gate(GateFile(1, True, min_kv_tokens=4096))
-    time.sleep(0.5)
-    assert server.probe("/readyz") == (503, {"reason": "BelowMinimum"})
+    wait_for(lambda: server.probe("/readyz") == (503, {"reason": "BelowMinimum"}))
     device = server.sizing()["provenance"]["gpu"]
     server.write_gate(GateFile(1, True, 0, 1, {device: 4096, "NVIDIA H200": 1}))
     time.sleep(0.5)
     assert server.probe("/readyz") == (503, {"reason": "BelowMinimum"}), "its own entry counts"
     server.write_gate(GateFile(1, True, 2048, 4096, {device: 2048, "NVIDIA H200": 4096}))
-    server.wait("/readyz", 200, 3)
+    server.wait("/readyz", 200)
     server.write_gate(GateFile(1, True, min_kv_tokens=4096))
     time.sleep(0.5)
     assert server.probe("/readyz")[0] == 200  # it serves already
@@ -273,4 +275,4 @@ def test_the_gate_keeps_a_validated_pod_out_until_it_opens(start: Callable[..., 
     time.sleep(0.5)
     assert server.probe("/readyz")[0] == 200  # the last good one holds
     server.write_gate(GateFile(1, False))
-    server.wait("/readyz", 503, 3)
+    server.wait("/readyz", 503)
