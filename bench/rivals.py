@@ -1,5 +1,5 @@
 """Other engines beside ours on one machine: the same shape with random weights, the same port, the
-same requests. Each must be installed by whoever measures: its command is searched on the PATH."""
+same requests. Install each before: its command is searched on the PATH."""
 
 from __future__ import annotations
 
