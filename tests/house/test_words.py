@@ -35,7 +35,6 @@ PENDING: tuple[str, ...] = (
     "tests/e2e/strangers_day.py",
     "tests/e2e/crowd.py",
     "tests/integration/test_kubectl.py",
-    "tests/operator/",
 )
 
 

@@ -1,8 +1,6 @@
-"""Requests that arrive by chance and replicas that follow them, in simulated time: the server's own
-record of its last minutes and the operator's own decision, every 15 s, as in a cluster.
-
-`python tests/operator/arrivals.py` prints the replicas over time.
-"""
+"""Simulates random arrivals and the replicas that follow them, with the server's own load figures
+and the operator's own decision every 15 s. `python tests/operator/arrivals.py` prints the replicas
+over time."""
 
 from __future__ import annotations
 
@@ -72,7 +70,7 @@ class Replica:
 
 @dataclass
 class Fleet:
-    """A service of replicas with `places` each, which take `start` seconds to get ready."""
+    """A service whose replicas run `places` requests each and take `start` seconds to get ready."""
 
     traffic: Traffic
     how: Autoscaling
@@ -89,7 +87,7 @@ class Fleet:
         self.scale: Scale | None = None
 
     def run(self, end: float) -> Iterator[tuple[float, int]]:
-        """(second, replicas demanded for) at each poll."""
+        """(second, wanted replicas) at each poll."""
         self._at(0.0, "next", None)
         self._at(0.5, "beat", None)
         self._at(POLL, "poll", None)
@@ -153,7 +151,7 @@ class Fleet:
         self.scale = decide(self.scale, len(self.replicas), demanded, self.how, moment)
         while len(self.replicas) < self.scale.replicas:
             self.replicas.append(Replica(self.places, now + self.start))
-        del self.replicas[self.scale.replicas :]  # they finish what they have
+        del self.replicas[self.scale.replicas :]  # they finish their requests
 
 
 def main() -> None:

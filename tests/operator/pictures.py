@@ -1,4 +1,4 @@
-"""A board with one service in each mood, for the tests that look at it."""
+"""A status cache with one service in each state, for the tests of the page."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ def report(state: State, tokens: int) -> SizingReport:
 
 
 def pod(name: str, revision: str, state: State, tokens: int) -> Any:
-    said = {
+    status = {
         "metadata": {"name": name, "uid": name, "labels": {"kvline.dev/revision": revision}},
         "spec": {"nodeName": "node-1"},
     }
-    seen = view(said, Reading(report(state, tokens)))
+    seen = view(status, Reading(report(state, tokens)))
     return replace(seen, ready=state is State.VALIDATED, running=True)
 
 
 def rolled_back(name: str = "smollm2", message: str = LOSS) -> View:
-    """It serves; its newest spec was rejected."""
+    """A service that serves and whose newest spec was rejected."""
     gate = {"revision": "dt8h5", "result": "Rejected", "message": message}
     status = {
         "replicas": 3,

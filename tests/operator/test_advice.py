@@ -14,8 +14,8 @@ WRITTEN = re.compile(r'Condition\(\s*(kind|"\w+"), "\w+", "(\w+)"')
 KIND = re.compile(r'kind = "(\w+)"')
 
 
-def said() -> set[tuple[str, str]]:
-    """Condition and reason, as the code makes them."""
+def created() -> set[tuple[str, str]]:
+    """Condition and reason of every condition that the code creates."""
     found = {(m.condition, m.reason) for m in MEANINGS.values() if m.condition and m.reason}
     sizing = set(State) - {State.FAILED}
     found |= {("CapacityMeasured", str(state)) for state in sizing}
@@ -24,7 +24,7 @@ def said() -> set[tuple[str, str]]:
         kind = ""
         for part in re.split(r"\ndef ", inspect.getsource(module)):
             named = KIND.search(part)
-            # A helper stands right after the function that it helps, and is given its kind.
+            # A helper function follows the one that passes it the condition's type.
             kind = named[1] if named else kind
             for literal, reason in WRITTEN.findall(part):
                 found.add((kind if literal == "kind" else literal.strip('"'), reason))
@@ -33,13 +33,13 @@ def said() -> set[tuple[str, str]]:
 
 def test_every_reason_has_advice_and_every_advice_a_reason() -> None:
     explained = {(item.condition, reason) for item in ADVICE for reason in item.reasons}
-    own = {(c, r) for c, r in said() if c != "Ready"}
+    own = {(c, r) for c, r in created() if c != "Ready"}
     assert own - explained == set()
     assert {(c, r) for c, r in explained if c != "Ready"} - own == set()
 
 
 def test_ready_has_the_advice_of_what_stands_in_its_way() -> None:
-    for condition, reason in said():
+    for condition, reason in created():
         if condition != "Ready":
             assert advise("Ready", reason) is not None
     assert advise("Ready", "BelowMinimum") == advise("CapacitySufficient", "BelowMinimum")

@@ -1,4 +1,4 @@
-"""Which differences are ours to repair, and which are other people's business."""
+"""Which differences are repaired, and which fields belong to others."""
 
 from __future__ import annotations
 

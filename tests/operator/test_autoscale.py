@@ -1,4 +1,4 @@
-"""How many replicas the load asks for: cases, stories over time, and what holds for every load."""
+"""How many replicas the load needs: cases, sequences over time, and properties of every load."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def scale(replicas: int) -> Scale:
         ([load()], 0),
         ([load(used=500)], 1),  # exactly the target
         ([load(used=501)], 2),
-        ([load(used=400, waiting=600)], 2),  # prompts that wait count as they will be
+        ([load(used=400, waiting=600)], 2),  # tokens of waiting prompts
         ([load(running=5)], 1),
         ([load(running=4, queued=2)], 2),
-        ([load(running=5, retrying=20)], 5),  # who is rejected and retries would run
-        ([load(used=500, running=5, retrying=5)], 2),  # and take as many tokens as who runs
+        ([load(running=5, retrying=20)], 5),  # rejected clients that retry would run
+        ([load(used=500, running=5, retrying=5)], 2),  # and take as many tokens as running ones
         ([load(used=600), load(used=600)], 3),
         ([load(used=100, running=9), load(running=2)], 3),  # the larger of the two
     ],
@@ -67,28 +67,31 @@ def test_demand_in_replicas(replies: list[Load], replicas: int) -> None:
 @pytest.mark.parametrize(
     ("replies", "replicas"),
     [
-        ([load(running=10, queued=40, retrying=200)], 50),  # nothing has ended yet: all of them
+        ([load(running=10, queued=40, retrying=200)], 50),  # no request has finished yet: all count
         ([load(running=10, queued=40, retrying=200, arriving=30)], 6),
-        ([load(running=10, queued=40, arriving=-5)], 0),  # a queue that is worked off
+        ([load(running=10, queued=40, arriving=-5)], 0),  # a shrinking queue
         ([load(running=5, arriving=50)], 1),  # never more than there are
-        ([load(running=10, arriving=15), load(running=10, arriving=-5)], 2),  # it moved over
+        (
+            [load(running=10, arriving=15), load(running=10, arriving=-5)],
+            2,
+        ),  # the queue moved to another replica
         ([load(used=900, waiting=300, running=6, queued=6, arriving=6)], 2),  # 600 of the tokens
     ],
 )
 def test_replicas_are_added_for_what_arrives(replies: list[Load], replicas: int) -> None:
-    """A queue says how much came; how much comes is its growth, and what runs."""
+    """The arriving load is what runs and the growth of the queue, not its length."""
     assert demand(replies, HOW.target_percent).arriving == replicas
 
 
 def test_rejections_of_an_older_server_count_for_nothing() -> None:
-    """They hold every 4xx: of a client's mistakes no number asks for a replica."""
+    """An older server counts every 4xx as rejected, so its count adds no replicas."""
     old = Load(1, 1000, 100, 0, 0, 4, 0, 12000, 10, False)
     demanded = demand([old], HOW.target_percent)
     assert (demanded.replicas, demanded.arriving) == (1, 1)
 
 
 def test_a_full_replica_and_200_retrying_clients_ask_for_a_step() -> None:
-    """Each is rejected once a second and is still one client: never 12,000 requests a minute."""
+    """A client that is rejected once a second counts once: never as 12,000 requests a minute."""
     how = Autoscaling(max_replicas=100)
     storm = load(used=900, running=10, queued=40, retrying=200, arriving=10)
     first = decide(scale(1), 1, demand([storm], 70), how, NOON)
@@ -110,7 +113,7 @@ def test_replicas_rise_by_at_most_the_percentage_within_any_minute() -> None:
     )
     assert Scale.parse(seen[-1].dumps()) == seen[-1]
     one = Autoscaling(max_replicas=100, scale_up_percent=1)
-    assert decide(scale(1), 1, much, one, NOON).replicas == 2  # always by one
+    assert decide(scale(1), 1, much, one, NOON).replicas == 2  # one more is always allowed
 
 
 def test_a_clock_that_was_put_back_stops_no_rise() -> None:
@@ -123,7 +126,7 @@ TRAFFIC = {
     "clients that retry each second": Traffic(4, 5),
     "clients that retry twice": Traffic(4, 5, retries=2),
     "clients that never retry": Traffic(4, 5, retries=0),
-    "clients that retry sooner than they are told": Traffic(4, 5, retry_after=0.25, until=600),
+    "clients that retry sooner than Retry-After": Traffic(4, 5, retry_after=0.25, until=600),
     "long answers": Traffic(0.5, 40),
     "short answers": Traffic(20, 1, until=600),
 }
@@ -131,8 +134,8 @@ TRAFFIC = {
 
 @pytest.mark.parametrize("name", TRAFFIC)
 def test_replicas_reach_what_the_load_needs_and_no_more_than_a_step_beyond(name: str) -> None:
-    """Poisson arrivals, exponential service, replicas that start in 45 s. The load needs 15; one
-    step beyond, by the default of 100 %, are 30."""
+    """Poisson arrivals, exponential service times, replicas that start in 45 s. The load needs 15
+    replicas; one more step of the default 100 % would be 30."""
     traffic = TRAFFIC[name]
     how = Autoscaling(max_replicas=1000, scale_down_delay_seconds=120)
     fleet = Fleet(traffic, how)
@@ -167,7 +170,7 @@ def test_more_comes_at_once_and_fewer_only_after_the_whole_delay() -> None:
     assert peak.lower == ScaleDownWindow("2026-11-22T12:00:00Z", 2)
     almost = decide(peak, 3, demand([load()] * 3, 50), HOW, NOON + timedelta(seconds=59))
     assert almost == peak
-    # Down to what the peak of the delay demanded for, not to the last reading.
+    # Down to the peak within the delay, not to the last reading.
     down = decide(almost, 3, demand([load()] * 3, 50), HOW, NOON + timedelta(seconds=60))
     assert (down.replicas, down.lower) == (2, None)
 
@@ -179,22 +182,24 @@ def test_a_load_that_comes_back_begins_the_delay_anew() -> None:
     assert (back.replicas, back.lower) == (3, None)
 
 
-def test_a_silent_replica_is_not_an_idle_one() -> None:
+def test_a_replica_that_reports_no_load_is_not_idle() -> None:
     late = NOON + timedelta(hours=1)
     waited = Scale(VERSION, 4, "before", ScaleDownWindow("2026-11-22T12:00:00Z", 1))
     held = decide(waited, 4, demand([load(), None], 50), HOW, late)
     assert held == scale(4)
-    # What the others say is demanded for all the same: the not_reporting one could only add to it.
+    # The load of the others may scale up: the missing one could only add to it.
     assert decide(waited, 4, demand([load(used=2600), None], 50), HOW, late).replicas == 6
     assert decide(waited, 4, demand([None], 50), HOW, late) == scale(4)
     assert decide(waited, 4, demand([], 50), HOW, late) == scale(4)
 
 
-def test_bounds_hold_for_what_is_remembered_too() -> None:
+def test_bounds_apply_to_the_stored_count_too() -> None:
     assert decide(scale(20), 0, demand([None], 50), HOW, NOON).replicas == 8
     narrow = Autoscaling(max_replicas=8, min_replicas=2)
     assert decide(None, 0, demand([], 50), narrow, NOON).replicas == 2
-    assert decide(None, 5, demand([], 50), narrow, NOON).replicas == 5  # a service that serves
+    assert (
+        decide(None, 5, demand([], 50), narrow, NOON).replicas == 5
+    )  # the Deployment's present replicas
 
 
 @pytest.mark.parametrize(
@@ -205,12 +210,14 @@ def test_bounds_hold_for_what_is_remembered_too() -> None:
         ([load(running=50)], 8, 1, Activity.AT_MAXIMUM),
         ([load(), None], 2, 2, Activity.UNKNOWN),
         ([], 1, 0, Activity.UNKNOWN),
-        ([load(running=50)], 2, 2, Activity.SCALING),  # the step limit holds it
+        ([load(running=50)], 2, 2, Activity.SCALING),  # held by the step limit
     ],
 )
-def test_what_is_said(demanded: list[Load | None], kept: int, ready: int, reason: Activity) -> None:
-    said, text = activity(scale(kept), demand(demanded, 50), HOW, ready)
-    assert said is reason
+def test_reason_and_message(
+    demanded: list[Load | None], kept: int, ready: int, reason: Activity
+) -> None:
+    actual, text = activity(scale(kept), demand(demanded, 50), HOW, ready)
+    assert actual is reason
     assert "spec.replicas is not used" in text
 
 
@@ -227,7 +234,7 @@ def test_what_is_said(demanded: list[Load | None], kept: int, ready: int, reason
         '{"version":1,"replicas":3,"why":"","rises":[{"at":"noon","before":1}]}',
     ],
 )
-def test_an_unreadable_memory_counts_as_none(text: str | None) -> None:
+def test_an_unreadable_stored_count_counts_as_none(text: str | None) -> None:
     assert Scale.parse(text) is None
 
 

@@ -1,4 +1,4 @@
-"""What of a candidate's pods rejects its revision, and what only holds it."""
+"""What in a candidate's pods rejects its revision, and what only holds it."""
 
 from __future__ import annotations
 
@@ -112,17 +112,17 @@ def terminal(number: int, **status: Any) -> dict[str, Any]:
     return {"metadata": meta, "spec": {}, "status": {"phase": "Failed", **status}}
 
 
-def test_the_oldest_of_what_ended_for_good_are_too_many_and_each_says_why() -> None:
+def test_of_terminal_pods_the_oldest_are_deleted_and_each_has_its_reason() -> None:
     pods = ended([terminal(n) for n in range(12)] + [{"metadata": {}, "status": {}}])
     assert [p.name for p in surplus(pods)] == ["p01", "p00"]
-    told = terminal(1, reason="Evicted", message="low on memory")
+    evicted = terminal(1, reason="Evicted", message="low on memory")
     disrupted = terminal(
         2, conditions=[{"type": "DisruptionTarget", "reason": "PreemptionByScheduler"}]
     )
-    assert [p.reason for p in ended([told, disrupted, terminal(3)])] == [
+    assert [p.reason for p in ended([evicted, disrupted, terminal(3)])] == [
         "Failed",
         "PreemptionByScheduler",
         "Evicted",
     ]
-    assert ended([told])[0].text == "p01 on no node: Evicted: low on memory"
+    assert ended([evicted])[0].text == "p01 on no node: Evicted: low on memory"
     assert not has_ended({"metadata": {}, "status": {"phase": "Running"}})

@@ -1,4 +1,4 @@
-"""What a person reads: conditions and events for every state a service can be in."""
+"""Conditions and events for every state that a service can be in."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def ready_pod(tokens: int = 4096, name: str = "chat-aaaaa-1", **more: Any) -> Po
 
 
 def recorded() -> dict[str, Record]:
-    """What ready_pod() leaves on record."""
+    """The record that ready_pod() leaves."""
     made = report(State.VALIDATED).result
     assert made is not None
     return merge({}, [made])
@@ -157,8 +157,8 @@ def test_too_little_names_both_figures_and_the_knobs() -> None:
 
 
 def test_an_accepted_revision_that_measures_less_serves_and_warns_with_both_figures() -> None:
-    """A smaller GPU or another driver must not lock out what was accepted: the figure shows, with
-    where it comes from, and the only threshold left is the service's own."""
+    """A smaller GPU or another driver must not keep an accepted revision from serving: both figures
+    are reported, and only minKVTokens is a threshold."""
     stable_state = RevisionState(
         accepted=2, baseline={"": 4096}, required=3892, bytes_per_token=512
     )
@@ -268,7 +268,7 @@ PASSED = Verdict(GateResult.PASSED, "measured 990 KV tokens, 950 are required", 
 
 
 @pytest.mark.parametrize(
-    ("gate", "rejected", "paused", "reason", "said"),
+    ("gate", "rejected", "paused", "reason", "text"),
     [
         (HELD, False, False, "RollingOut", "is measured before it takes traffic: b: Probing"),
         (STUCK, False, False, "GateHeld", "b has no node"),
@@ -285,7 +285,7 @@ PASSED = Verdict(GateResult.PASSED, "measured 990 KV tokens, 950 are required", 
     ],
 )
 def test_a_candidate_leaves_ready_true_and_says_why_it_does_not_serve(
-    gate: Verdict, rejected: bool, paused: bool, reason: str, said: str
+    gate: Verdict, rejected: bool, paused: bool, reason: str, text: str
 ) -> None:
     candidate = replace(
         PLAIN, name="b", revision="bbbbb", running=True, report=report(State.PROBING)
@@ -295,13 +295,15 @@ def test_a_candidate_leaves_ready_true_and_says_why_it_does_not_serve(
     got = by_type(service_state(ready_pod(), candidate, plan=plan))
     assert got["Ready"].status == "True"
     assert (got["UpToDate"].status, got["UpToDate"].reason) == ("False", reason)
-    assert said in got["UpToDate"].message
+    assert text in got["UpToDate"].message
 
 
 @pytest.mark.parametrize("gate", [HELD, STUCK, FAILED])
 @pytest.mark.parametrize("word", ["candidate", "rejected"])
-def test_nothing_is_said_to_serve_where_nothing_does(gate: Verdict, word: str) -> None:
-    """With Recreate the old replicas are gone while the new one is measured, held or rejected."""
+def test_no_message_claims_that_something_serves_where_nothing_does(
+    gate: Verdict, word: str
+) -> None:
+    """With Recreate no old replica serves while the new one is measured, held or rejected."""
     named: dict[str, Any] = {word: "bbbbb"}
     plan = RolloutPlan({"bbbbb": 1}, "aaaaa", gate=gate, **named)
     for pods in ((), (replace(ready_pod(), ready=False),)):
@@ -352,7 +354,7 @@ def test_a_gpu_that_a_node_cannot_give_is_a_device_failure_until_a_container_run
     )
 
 
-def test_a_kill_by_the_kubelet_is_told_from_the_engine_s_own_end() -> None:
+def test_a_kill_by_the_kubelet_is_not_an_engine_s_own_end() -> None:
     for code in (137, 143):
         got = by_type(service_state(replace(PLAIN, ended=ended(code))))["CapacityMeasured"]
         assert (got.status, got.reason) == ("False", "Killed")
@@ -384,7 +386,7 @@ def test_the_last_figures_stay_while_nothing_serves_marked_with_their_time() -> 
         assert CapacityStatus.parse(text) is None
 
 
-def test_warnings_of_reports_reach_the_status_and_are_told_once() -> None:
+def test_warnings_of_reports_reach_the_status_with_one_event() -> None:
     slow = replace(report(State.VALIDATED), warnings=("slower kernels", "no host memory limit"))
     pods = (replace(ready_pod(), report=slow), replace(ready_pod(), name="b", report=slow))
     made, news = status.build(service_state(*pods), {}, "now")
@@ -397,8 +399,10 @@ def test_warnings_of_reports_reach_the_status_and_are_told_once() -> None:
 
 def test_what_would_help_is_a_field_and_outlives_the_rejected_pod() -> None:
     knobs = (Knob("spec.engine.maxModelLen", Direction.LOWER, 512),)
-    said = Termination(1, 41, "ContextDoesNotFit", "512 fit", None, Binding.CONTEXT, 512, knobs)
-    crashed = replace(PLAIN, ended=Ended(41, "Error", said, "512 fit"), restarts=1)
+    termination = Termination(
+        1, 41, "ContextDoesNotFit", "512 fit", None, Binding.CONTEXT, 512, knobs
+    )
+    crashed = replace(PLAIN, ended=Ended(41, "Error", termination, "512 fit"), restarts=1)
     expected = {
         "revision": "aaaaa",
         "code": 41,
@@ -411,7 +415,7 @@ def test_what_would_help_is_a_field_and_outlives_the_rejected_pod() -> None:
     assert status.build(service_state(crashed), {}, "now")[0]["diagnosis"] == expected
     assert "diagnosis" not in status.build(service_state(ready_pod()), {}, "now")[0]
     stored = revision_state.to_annotations(
-        RevisionState(verdict="Rejected", stable_at_verdict=3, diagnosis=said)
+        RevisionState(verdict="Rejected", stable_at_verdict=3, diagnosis=termination)
     )
     kept = revision_state.read({"metadata": {"annotations": stored}}).last_verdict()
     plan = RolloutPlan({"aaaaa": 1}, "aaaaa", gate=kept, rejected="bbbbb")
@@ -419,7 +423,7 @@ def test_what_would_help_is_a_field_and_outlives_the_rejected_pod() -> None:
     assert made["diagnosis"] == {**expected, "revision": "bbbbb"}
 
 
-def test_a_gate_s_verdict_is_told_once_with_its_figures() -> None:
+def test_a_gate_s_verdict_has_one_event_with_its_figures() -> None:
     plan = RolloutPlan({"aaaaa": 1}, "aaaaa", gate=FAILED, rejected="bbbbb")
     made, news = status.build(service_state(ready_pod(), plan=plan), {}, "now")
     assert [n.reason for n in news if "Gate" in n.reason or "Rejected" in n.reason] == [
@@ -444,7 +448,7 @@ def test_a_gate_s_verdict_is_told_once_with_its_figures() -> None:
         "later",
     )
     assert taken_back["rollout"]["gate"]["result"] == "Passed"
-    assert not [n for n in quiet if n.reason == "GatePassed"], "that was told when it passed"
+    assert not [n for n in quiet if n.reason == "GatePassed"], "its event was sent when it passed"
 
 
 def test_each_rejected_revision_has_one_event() -> None:
@@ -474,7 +478,7 @@ def test_the_deadline_and_quota_show() -> None:
 
 
 def test_a_download_is_the_reason_and_not_that_its_time_is_over() -> None:
-    """A hundred gigabytes take longer than a Deployment's deadline."""
+    """A download of a hundred gigabytes takes longer than a Deployment's progress deadline."""
     pod = replace(PLAIN, downloading=True)
     got = by_type(service_state(pod, deadline_exceeded=True))
     assert got["Progressing"].reason == "RollingOut"
@@ -488,14 +492,14 @@ def test_a_download_is_the_reason_and_not_that_its_time_is_over() -> None:
         ('pods "chat-1" is forbidden: exceeded quota: small', "QuotaExceeded"),
     ],
 )
-def test_pods_that_are_never_made_are_told_with_the_api_servers_words(
+def test_pods_that_are_never_created_are_reported_with_the_api_servers_message(
     message: str, reason: str
 ) -> None:
     condition = by_type(service_state(refused=message))["Progressing"]
     assert (condition.status, condition.reason, condition.message) == ("False", reason, message)
 
 
-def test_what_pods_wait_for_is_told() -> None:
+def test_what_pods_wait_for_is_reported() -> None:
     waits = Preparation({}, condition="ModelAvailable", reason="Downloading", message="Job x")
     got = by_type(service_state(preparing=waits))
     assert got["ModelAvailable"] == Condition("ModelAvailable", "False", "Downloading", "Job x")
@@ -505,8 +509,9 @@ def test_what_pods_wait_for_is_told() -> None:
 
 
 @pytest.mark.parametrize(("rejected", "back"), [(True, False), (True, True), (False, False)])
-def test_nobody_is_told_that_a_revision_serves_which_does_not(rejected: bool, back: bool) -> None:
-    """Recreate took it away; the candidate is held, or was rejected and it is on its way back."""
+def test_no_event_claims_that_a_revision_serves_which_does_not(rejected: bool, back: bool) -> None:
+    """With Recreate the stable revision is gone; the candidate is held, or was rejected and the
+    stable one is coming back."""
     candidate, gone = ("", "bbbbb") if rejected else ("bbbbb", "")
     plan = RolloutPlan({"aaaaa": 1}, "aaaaa", candidate, FAILED, gone)
     pods = (ready_pod(),) if back else ()
@@ -515,7 +520,7 @@ def test_nobody_is_told_that_a_revision_serves_which_does_not(rejected: bool, ba
     assert ("nothing serves" in message) == (not back)
 
 
-def test_a_size_away_from_its_record_is_told() -> None:
+def test_a_size_away_from_its_record_is_reported() -> None:
     kept = recorded()
     assert by_type(service_state(ready_pod()))["CapacityStable"].reason == "NoRecord"
     assert (
@@ -561,7 +566,7 @@ def test_one_event_a_transition_with_its_figures() -> None:
 
 
 def test_a_forged_status_is_rewritten() -> None:
-    """C24: neither figures nor conditions of it come through."""
+    """C24: neither figures nor conditions of a forged status are kept."""
     forged = {
         "capacity": {"kvTokens": 10**9},
         "conditions": [{"type": "Ready", "status": "True"}, {"type": "Evil"}],
@@ -598,7 +603,7 @@ def test_a_refused_spec_leaves_a_serving_one_ready() -> None:
 def test_the_last_of_the_old_ones_is_gone_and_the_new_ones_serve(
     result: GateResult, status: str
 ) -> None:
-    """Near the end of Replace and Recreate the stable revision has no replica left."""
+    """Near the end of Replace and Recreate the old revision has no replica left."""
     plan = RolloutPlan({"bbbbb": 2, "aaaaa": 0}, "aaaaa", "bbbbb", Verdict(result, "why"))
     new = replace(ready_pod(), name="b", revision="bbbbb")
     assert by_type(service_state(new, plan=plan))["Ready"].status == status
@@ -609,10 +614,10 @@ def test_replicas_that_cannot_be_read_serve_on_where_their_revision_was_accepted
         PLAIN, ready=True, running=True, report_error="ConnectionRefusedError at x:8001"
     )
     accepted = RevisionState(accepted=1)
-    told = by_type(service_state(unread, stable_state=accepted))
-    assert (told["Ready"].status, told["Ready"].reason) == ("True", "Serving")
-    assert "cannot be read" in told["Ready"].message
-    assert told["CapacityMeasured"].reason == "ReportMissing"
+    conditions = by_type(service_state(unread, stable_state=accepted))
+    assert (conditions["Ready"].status, conditions["Ready"].reason) == ("True", "Serving")
+    assert "cannot be read" in conditions["Ready"].message
+    assert conditions["CapacityMeasured"].reason == "ReportMissing"
     assert by_type(service_state(unread))["Ready"].status == "False"  # nothing was ever validated
 
 

@@ -1,4 +1,4 @@
-"""When what was taken away for a candidate comes back: a service with its own clock."""
+"""When replicas that were removed for a candidate are brought back, with a fake clock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FAILED = Verdict(GateResult.REJECTED, "too little")
 
 
 class Reconciles:
-    """Reconciles one after another, by a clock of the test; annotations are all that is kept."""
+    """Reconciles in sequence with a fake clock; only annotations are kept between them."""
 
     def __init__(self, how: Rollout = HOW, replicas: int = 1) -> None:
         self.how, self.replicas, self.time = how, replicas, START
@@ -41,7 +41,7 @@ class Reconciles:
 
     @staticmethod
     def kept(state: RevisionState) -> RevisionState:
-        """As the next process finds it."""
+        """The state as a restarted operator reads it."""
         metadata = {"annotations": revision_state.to_annotations(state)}
         return revision_state.read({"metadata": metadata})
 
@@ -108,7 +108,7 @@ def test_what_takes_nothing_away_waits_for_ever() -> None:
     service = Reconciles(replace(HOW, strategy=Strategy.SURGE))
     service.step(HELD)
     assert service.step(HELD, 9999).replicas == {"b": 1, "a": 1}
-    # With the change to Recreate its time begins: it only gets room now.
+    # The deadline starts with the change to Recreate: only then it gets room.
     service.how = HOW
     assert service.step(HELD).replicas == {"b": 1, "a": 0}
     assert service.step(HELD, 59).replicas == {"b": 1, "a": 0}
@@ -122,7 +122,7 @@ def test_one_that_passed_and_serves_goes_on_as_there_is_room() -> None:
     assert service.step(PASSED, 70).replicas == {"b": 2, "a": 1}
     service.sized = (DeploymentState("a", 1, 1), DeploymentState("b", 2, 1))
     assert service.step(PASSED, 9999).replicas == {"b": 2, "a": 1}
-    # Its one ready replica is lost: from then on the time counts.
+    # Its only ready replica is lost: the deadline starts then.
     service.sized = (DeploymentState("a", 1, 1), DeploymentState("b", 2, 0))
     assert service.step(PASSED, 1).candidate == "b"
     assert service.step(PASSED, 61).replicas == {"a": 3}

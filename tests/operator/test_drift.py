@@ -1,4 +1,4 @@
-"""What others put into an object of ours: found by its owner, and by nothing that defaults did."""
+"""Changes by others in our objects: found by field manager, not confused with defaults."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def live(manager: str, fields: dict[str, Any], **entry: str) -> dict[str, Any]:
     body = copy.deepcopy(WANTED)
     pod = body["spec"]["template"]
     pod["metadata"]["annotations"] = {"kubectl.kubernetes.io/restartedAt": "now"}
-    pod["spec"]["dnsPolicy"] = "ClusterFirst"  # a default, which nobody owns
+    pod["spec"]["dnsPolicy"] = "ClusterFirst"  # a default, without a field manager
     (server,) = pod["spec"]["containers"]
     server["env"] = [{"name": "X", "value": "1"}, *server["env"], {"name": "Y", "value": "2"}]
     pod["spec"]["containers"].insert(0, {"name": "spy", "image": "spy"})
@@ -97,7 +97,7 @@ def test_what_only_others_set_in_a_pod_template_is_foreign() -> None:
     }
     cleaned = without(body, found)
     assert cleaned["spec"]["template"]["spec"].pop("dnsPolicy") == "ClusterFirst"
-    assert cleaned["spec"].pop("minReadySeconds") == 5  # moves no pod: others' business
+    assert cleaned["spec"].pop("minReadySeconds") == 5  # restarts no pod, so it stays
     assert cleaned["spec"] == WANTED["spec"]
 
 

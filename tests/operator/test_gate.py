@@ -1,4 +1,4 @@
-"""The gate's verdicts as a table: what passes, what is held, what is rejected, with figures."""
+"""The gate's results as a table: what passes, is held or is rejected, with figures."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from kvline_operator.gate import (
 from kvline_operator.threshold import Thresholds
 
 GROUP = ComparisonGroup("hf://org/model", 1)
-PROVEN = Baseline(GROUP, 100, {"H200": 1000, "": 500})
+BASELINE = Baseline(GROUP, 100, {"H200": 1000, "": 500})
 PLAIN = Candidate(GROUP, (Measured("H200", 960, 100),))
 
 
 @pytest.mark.parametrize(
-    ("what", "candidate", "minimum", "result", "required", "said"),
+    ("what", "candidate", "minimum", "result", "required", "text"),
     [
         (
             "95 % and more",
@@ -137,11 +137,11 @@ PLAIN = Candidate(GROUP, (Measured("H200", 960, 100),))
     ],
 )
 def test_the_table(
-    what: str, candidate: Candidate, minimum: int, result: GateResult, required: int, said: str
+    what: str, candidate: Candidate, minimum: int, result: GateResult, required: int, text: str
 ) -> None:
-    verdict = evaluate(candidate, PROVEN, Thresholds(minimum, 95))
+    verdict = evaluate(candidate, BASELINE, Thresholds(minimum, 95))
     assert (verdict.result, verdict.required) == (result, required), what
-    assert said in verdict.message
+    assert text in verdict.message
 
 
 TWO = Baseline(GROUP, 100, {"H200": 1000, "A100": 500})
@@ -151,7 +151,7 @@ REJECTED = "Rejected"
 
 
 @pytest.mark.parametrize(
-    ("what", "sizes", "minimum", "result", "figures", "said"),
+    ("what", "sizes", "minimum", "result", "figures", "text"),
     [
         ("each has its own share", {"H200": 960, "A100": 490}, 0, "Passed", (960, 950, 1000), ""),
         (
@@ -203,14 +203,14 @@ def test_replicas_on_several_gpu_models_are_each_compared_with_their_own(
     minimum: int,
     result: str,
     figures: tuple[int, int, int],
-    said: str,
+    text: str,
 ) -> None:
-    """The best of one model says nothing of the smallest of another."""
+    """The baseline of one GPU model is not compared with replicas on another."""
     replicas = tuple(Measured(gpu, tokens, 100) for gpu, tokens in sizes.items())
     verdict = evaluate(Candidate(GROUP, replicas), TWO, Thresholds(minimum, 95))
     assert verdict.result == result, what
     assert (verdict.measured, verdict.required, verdict.baseline) == figures
-    assert said in verdict.message
+    assert text in verdict.message
 
 
 @given(
@@ -222,12 +222,12 @@ def test_replicas_on_several_gpu_models_are_each_compared_with_their_own(
 def test_the_gate_file_says_of_each_replica_what_the_verdict_says(
     sizes: dict[str, int], baseline: dict[str, int], minimum: int, percent: int
 ) -> None:
-    """What passes is let in by its own gate file, and of what fails a replica is kept out."""
+    """If the gate passes, each replica's gate file admits it; if it rejects, one is kept out."""
     replicas = tuple(Measured(gpu, tokens, 100) for gpu, tokens in sizes.items())
     candidate, policy = Candidate(GROUP, replicas), Thresholds(minimum, percent)
-    proven = Baseline(GROUP, 100, baseline)
-    verdict = evaluate(candidate, proven, policy)
-    gate = thresholds(candidate, proven, policy).gate(verdict.result is GateResult.PASSED)
+    stable = Baseline(GROUP, 100, baseline)
+    verdict = evaluate(candidate, stable, policy)
+    gate = thresholds(candidate, stable, policy).gate(verdict.result is GateResult.PASSED)
     let_in = all(r.tokens >= gate.threshold(r.gpu) for r in replicas)
     if verdict.result is GateResult.PASSED:
         assert gate.open and let_in
@@ -247,19 +247,19 @@ def test_what_passes_unpromoted_is_measured_and_enough(
     tokens: list[int], minimum: int, percent: int
 ) -> None:
     replicas = tuple(Measured("H200", n, 100) for n in tokens)
-    verdict = evaluate(replace(PLAIN, replicas=replicas), PROVEN, Thresholds(minimum, percent))
+    verdict = evaluate(replace(PLAIN, replicas=replicas), BASELINE, Thresholds(minimum, percent))
     enough = bool(tokens) and all(100 * n >= percent * 1000 and n >= minimum for n in tokens)
     assert (verdict.result is GateResult.PASSED) == enough
 
 
 @given(st.lists(st.integers(950, 1000), min_size=1, max_size=6))
 def test_many_small_losses_do_not_add_up(sizes: list[int]) -> None:
-    """Each is within 5 % of the best, whatever the one before had."""
+    """Each accepted revision is within 5 % of the baseline, whatever the one before measured."""
     best = 1000
     for tokens in sizes:
-        proven = Baseline(GROUP, 100, {"H200": best})
+        stable = Baseline(GROUP, 100, {"H200": best})
         verdict = evaluate(
-            replace(PLAIN, replicas=(Measured("H200", tokens, 100),)), proven, Thresholds(0, 95)
+            replace(PLAIN, replicas=(Measured("H200", tokens, 100),)), stable, Thresholds(0, 95)
         )
         assert verdict.result is GateResult.PASSED and verdict.baseline == best
         best = max(best, tokens)

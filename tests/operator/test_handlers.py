@@ -1,4 +1,4 @@
-"""What kopf is told to leave alone, asked of kopf itself."""
+"""kopf computes no diffs and writes nothing into objects, checked with kopf itself."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What tools make of a status: kstatus' rules (Flux, kpt) and Argo CD's script, run as Argo runs
-it, over every reason that a condition can have."""
+"""How tools read a status: kstatus' rules (Flux, kpt) and Argo CD's script, run as Argo CD runs it,
+for every reason of every condition."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvline_operator.kstatus import STALLED, abnormal, plain
 from kvline_operator.service_state import Condition
 from kvline_operator.status import refused
 
-# The version of the language that Argo CD's own interpreter has.
+# The version of Argo CD's interpreter.
 lua51 = pytest.importorskip("lupa.lua51", reason="make env: requirements/dev.txt has lupa")
 SCRIPT = Path(__file__).parents[2] / "monitoring" / "recipes" / "argocd-health.lua"
 GOOD = {
@@ -41,7 +41,7 @@ def service(*made: Condition, generation: int = 2) -> Object:
 
 
 def recorded(kind: str, reason: str) -> Object:
-    """A service that has nothing but this to say; what stands in the way makes Ready False."""
+    """A service with only this condition; one that is not True makes Ready False."""
     made = {k: Condition(k, "True", r[0], "well") for k, r in GOOD.items()}
     good = reason in GOOD[kind]
     made[kind] = Condition(kind, "True" if good else "False", reason, "why")
@@ -56,7 +56,7 @@ def recorded(kind: str, reason: str) -> Object:
 
 
 def kstatus(body: Object) -> str:
-    """Its generic rules, in its order."""
+    """kstatus' generic rules, in its order."""
     status, meta = body.get("status") or {}, body["metadata"]
     if status.get("observedGeneration", meta["generation"]) != meta["generation"]:
         return "InProgress"
@@ -83,7 +83,7 @@ def test_the_two_agree_on_every_reason(kind: str, reason: str) -> None:
     body = recorded(kind, reason)
     seen = (kstatus(body), argo(body))
     if reason == "ScaledToZero":
-        assert seen == ("InProgress", "Healthy")  # kstatus reads Ready alone
+        assert seen == ("InProgress", "Healthy")  # kstatus reads only Ready
     elif reason == "Paused":
         assert seen == ("InProgress", "Suspended")
     elif reason in STALLED.get(kind, ()):

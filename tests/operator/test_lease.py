@@ -1,4 +1,4 @@
-"""The lease with fake time: one holder, and nothing written by one that might not be it."""
+"""The Lease with fake time: one holder, and no write by an operator that may not hold it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Clock:
 
 
 class Cluster(Kube):
-    """Keeps one Lease, by version."""
+    """An API with one Lease and its resourceVersion."""
 
     def __init__(self) -> None:
         self.lease: dict[str, Any] | None = None
@@ -67,7 +67,8 @@ def test_a_holder_that_renews_stays_it(clock: Clock) -> None:
 
 
 def test_a_dead_holder_is_followed_and_has_stopped_writing_before(clock: Clock) -> None:
-    """F17. DEADLINE lies before DURATION: at no time do two of them write."""
+    """F17: a holder stops writing (DEADLINE) before another may take the Lease (DURATION), so two
+    never write at once."""
     cluster, one, other = two(clock)
     cluster.apart = True  # for the holder
     clock.now += DEADLINE
@@ -82,7 +83,7 @@ def test_a_dead_holder_is_followed_and_has_stopped_writing_before(clock: Clock) 
 
 
 def test_one_that_was_apart_goes_on_where_nobody_took_it(clock: Clock) -> None:
-    """F13: no restart because the API server was away."""
+    """F13: an unreachable API server causes no restart."""
     cluster, one, _ = two(clock)
     cluster.apart = True
     clock.now += 1000
@@ -146,7 +147,7 @@ def test_a_lease_that_somebody_deleted_is_made_anew(clock: Clock) -> None:
 
 
 def test_a_wall_clock_that_jumps_changes_nothing(clock: Clock) -> None:
-    """F43: the times in the Lease are for people; nobody reads them."""
+    """F43: the timestamps in the Lease are not read, so a changed wall clock has no effect."""
     cluster, one, other = two(clock)
     assert cluster.lease is not None
     cluster.lease["spec"]["renewTime"] = "1970-01-01T00:00:00.000000Z"
@@ -154,7 +155,8 @@ def test_a_wall_clock_that_jumps_changes_nothing(clock: Clock) -> None:
 
 
 def test_a_right_that_is_missing_ends_the_start_and_not_a_holder(clock: Clock) -> None:
-    """F15: whoever installed it hears of it at once; a role that is replaced ends nobody."""
+    """F15: a missing right ends the start at once; a running operator survives the replacement of
+    its role."""
 
     class Refused(Cluster):
         def get(self, kind: str, namespace: str, name: str) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""What the probe calls unhealthy: no progress. A backlog is none."""
+"""The liveness probe fails without progress, and not because of a backlog."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def loop(queue: WorkQueue) -> Loop:
 
 
 def test_a_backlog_of_hours_that_is_worked_off_is_well() -> None:
-    """Killing a late operator makes every service due at once: it would be late again for ever."""
+    """A restart makes every service due at once, so a late operator would stay late for ever."""
     clock = Clock()
     queue = WorkQueue(clock)
     working = loop(queue)

@@ -1,5 +1,5 @@
-"""Metrics: what a service's status says, by the conventions, and only known ones in the alerts and
-the dashboard."""
+"""Metrics follow a service's status and Prometheus' conventions; alerts and dashboard use only
+existing ones."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ STATUS = {
     ],
 }
 UNITS = ("tokens", "bytes", "seconds", "ratio", "info")
-COUNTED = (  # gauges that count things; the thing is the unit
+COUNTED = (  # gauges that count things, whose unit is the thing
     "keys|replicas|requests_waiting|requests_running|kv_blocks|sequences|attempts"
     "|condition|image_outdated|active|budget_serving"
 )
@@ -95,7 +95,7 @@ def test_a_service_s_figures_are_those_of_its_status() -> None:
     assert value("budget_tokens", "figure=min") == 100
     assert value("budget_tokens", "figure=sum") == 230
     assert value("memory_bytes", "part=kv") == 15 << 20
-    assert value("replicas", "state=wanted") == 4  # the load's word, not the spec's
+    assert value("replicas", "state=wanted") == 4  # desiredReplicas, not spec.replicas
     assert value("gate_tokens", "figure=required") == 95
     assert value("image_outdated") == 1
     assert value("validation_attempts") == 2
@@ -126,7 +126,7 @@ def test_a_service_that_is_gone_is_not_reported() -> None:
 
 @pytest.mark.parametrize("text", [operator(), server()], ids=["operator", "server"])
 def test_names_follow_the_conventions(text: str) -> None:
-    """Those that promtool's linter checks, and ours: a unit in every gauge's name."""
+    """promtool's rules, and ours: a unit in every gauge's name."""
     for family in text_string_to_metric_families(text):
         name = family.name
         if name.endswith("_created"):
@@ -145,7 +145,7 @@ def test_names_follow_the_conventions(text: str) -> None:
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """Every PromQL expression that ships, with where it stands."""
+    """Every PromQL expression of monitoring/, with its place."""
     for rule in alerts():
         yield rule["alert"], rule["expr"]
     for panel in json.loads((ROOT / "monitoring" / "dashboard.json").read_text())["panels"]:
@@ -167,7 +167,7 @@ def test_alerts_and_dashboard_name_metrics_and_labels_that_exist() -> None:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 labels.setdefault(sample.name, set()).update(sample.labels)
-    scraped = {"namespace", "pod", "kvline_dev_service"}  # put there by the scrape
+    scraped = {"namespace", "pod", "kvline_dev_service"}  # labels added by the scrape
     for where, expression in expressions():
         names = re.findall(r"\bkvline_[a-z_]+(?=[{\[\s)]|$)", expression)
         assert names, where
@@ -179,7 +179,7 @@ def test_alerts_and_dashboard_name_metrics_and_labels_that_exist() -> None:
 
 
 def test_each_alert_has_a_paragraph_that_says_what_to_do() -> None:
-    said = (ROOT / "docs" / "operations.md").read_text()
+    page = (ROOT / "docs" / "operations.md").read_text()
     for rule in alerts():
         assert rule["annotations"]["runbook_url"].endswith("#" + rule["alert"].lower())
-        assert f"\n### {rule['alert']}\n" in said, rule["alert"]
+        assert f"\n### {rule['alert']}\n" in page, rule["alert"]

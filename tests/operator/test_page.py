@@ -1,4 +1,4 @@
-"""The page: every figure that a person looks for, nothing that a message smuggles in."""
+"""The page shows every figure, and a message cannot inject markup."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_every_answer_forbids_what_is_not_ours(path: str) -> None:
 
 
 def test_what_a_message_holds_is_text() -> None:
-    """A model's or an engine's words may be anything."""
+    """Messages contain text of models and engines, which may be anything."""
     shown = StatusCache()
     shown.put(rolled_back(message="<script>alert(1)</script> & {{ 7 * 7 }}"))
     text = page("/services/team/smollm2", shown)

@@ -1,4 +1,5 @@
-"""The Job that fetches what pods need: what it is, when there is one, and what is said of it."""
+"""The Job that downloads the model or pulls the image: its pod, when it is created, and how it is
+reported."""
 
 from __future__ import annotations
 
@@ -79,15 +80,16 @@ def test_without_a_cache_each_pod_downloads_for_itself() -> None:
 
 
 def test_a_pod_alone_downloads_for_itself() -> None:
-    """`kubectl kvline size`: no operator makes a Job for it."""
+    """With `kubectl kvline size` no operator creates a Job for the pod."""
     spec = made(model=MODEL)
     revision = Revision("size", "image", spec.inputs_json, 0)
     assert len(secrets(pod_template("chat", spec, revision, SETTINGS, alone=True))) == 1
 
 
 @pytest.mark.parametrize("model", [MODEL, {"source": "pvc://models/tiny"}], ids=["load", "pull"])
-def test_its_pod_runs_where_a_replica_would_and_is_none(model: Object) -> None:
-    """Restricted as they are; no GPU, no runtime class for one, and out of the Service."""
+def test_its_pod_runs_where_a_replica_would_and_does_not_serve(model: Object) -> None:
+    """The Job's pod is restricted like a replica's, without GPU or its runtime class, and not in
+    the Service."""
     spec = made(model=model)
     template = jobs.job(spec, stored(spec), ("n1",))["spec"]["template"]
     labels, pod = template["metadata"]["labels"], template["spec"]
@@ -161,11 +163,11 @@ def found(
 @pytest.mark.parametrize(
     ("strategy", "model", "stable", "wanted"),
     [
-        ("Surge", {"source": "pvc://m/x"}, "aaaaa", False),  # nothing goes for it
+        ("Surge", {"source": "pvc://m/x"}, "aaaaa", False),  # no replica is removed for it
         ("Replace", {"source": "pvc://m/x"}, "aaaaa", True),
         ("Recreate", {"source": "pvc://m/x"}, "aaaaa", True),
-        ("Recreate", {"source": "pvc://m/x"}, "", False),  # nothing serves that could go
-        ("Recreate", {"source": "pvc://m/x"}, "bbbbb", False),  # its own replicas come back
+        ("Recreate", {"source": "pvc://m/x"}, "", False),  # no replica serves that could be removed
+        ("Recreate", {"source": "pvc://m/x"}, "bbbbb", False),  # its own replicas are brought back
         ("Surge", MODEL, "aaaaa", True),
         ("Surge", MODEL, "", True),
         ("Surge", MODEL, "bbbbb", False),
@@ -175,11 +177,11 @@ def found(
 def test_who_has_a_job(strategy: str, model: Object, stable: str, wanted: bool) -> None:
     spec = made(strategy, model=model)
     assert (found(spec, stable) is not None) == wanted
-    assert found(spec, stable, replicas=1) is None  # its pods are there already
+    assert found(spec, stable, replicas=1) is None  # it has pods already
 
 
 def test_a_cache_that_was_emptied_is_filled_again() -> None:
-    """For pods that find no model, of the revision that serves too."""
+    """A Job for pods that find no model, also of the stable revision."""
     spec = made(model=MODEL)
     assert found(spec, "bbbbb", replicas=1, lost=True) is not None
     assert found(made(), "bbbbb", replicas=1, lost=True) is None
@@ -205,7 +207,7 @@ NO_NODE = {
         (MODEL, (pod_of(ended(33)),), (), ("ModelAvailable", "DownloadFailed", "why")),
         (MODEL, (pod_of(ended(137)),), (), ("ModelAvailable", "DownloadFailed", "code 137")),
         (MODEL, (), ("Failed",), ("ModelAvailable", "DownloadFailed", "created again")),
-        # How the last one failed stands while the next one tries: no condition flaps.
+        # The last failure stays while the next Job runs, so conditions do not flap.
         (
             MODEL,
             (pod_of(ended(30)), pod_of({"running": {}})),
@@ -218,7 +220,7 @@ NO_NODE = {
         (None, (), (), ("", "", "pulls the image")),
     ],
 )
-def test_what_keeps_it_is_said(
+def test_what_delays_it_is_reported(
     model: Object | None, pods: tuple[Object, ...], conditions: tuple[str, ...], expected: Any
 ) -> None:
     spec = made("Recreate", model=model or {"source": "pvc://m/x"})
@@ -252,14 +254,14 @@ def test_a_job_whose_pod_is_not_made_does_not_download_for_ever(
     assert got is not None and got.reason == "Downloading"
 
 
-def test_one_that_is_on_its_way_out_is_waited_for() -> None:
+def test_one_that_is_being_deleted_is_waited_for() -> None:
     spec = made(model=MODEL)
     got = found(spec, live=(job_of(spec, ("Failed",), deletionTimestamp="t"),))
     assert got is not None and got.exists and not got.done
 
 
-def test_only_jobs_that_have_not_ended_are_taken_away() -> None:
-    """What one said that ended, Kubernetes keeps for a while and then takes away itself."""
+def test_only_running_jobs_are_deleted() -> None:
+    """Finished Jobs are kept for a while and deleted by Kubernetes."""
     spec = made(model=MODEL)
     views = (view(pod_of(ended(0)), Reading(None)),)
 

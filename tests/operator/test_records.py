@@ -1,4 +1,4 @@
-"""Sizes on record: which are kept, which drifted, and what a damaged file is worth."""
+"""Recorded sizes: which are kept, which drifted, and how a damaged file is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects rendered from values: what must be the same, and what must not."""
+"""Rendered objects: what must stay the same and what must not."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ from kvline_operator.settings import Settings
 from kvline_operator.spec import ServiceSpec, parse
 
 OWNER = Owner("ns", "chat", "uid", "chat")
-SAID = ("CapacityValidated", "Normal", "4096 KV tokens")
+EVENT = ("CapacityValidated", "Normal", "4096 KV tokens")
 
 
-def name(said: tuple[str, str, str], version: str, time: str) -> str:
-    return str(event(OWNER, said, version, time)["metadata"]["name"])
+def name(what: tuple[str, str, str], version: str, time: str) -> str:
+    return str(event(OWNER, what, version, time)["metadata"]["name"])
 
 
 def test_an_event_repeated_after_a_crash_has_the_same_name() -> None:
-    """F01: the status was not written, so the version is the same, whatever the clock says."""
-    first = name(SAID, "7", "2026-11-21T10:00:00Z")
-    assert name(SAID, "7", "2026-11-21T10:00:09Z") == first
-    assert name(SAID, "8", "2026-11-21T10:00:00Z") != first
+    """F01: after a crash before the status was written, the event has the same name, because its
+    resourceVersion is the same."""
+    first = name(EVENT, "7", "2026-11-21T10:00:00Z")
+    assert name(EVENT, "7", "2026-11-21T10:00:09Z") == first
+    assert name(EVENT, "8", "2026-11-21T10:00:00Z") != first
     assert name(("Serving", "Normal", "x"), "7", "2026-11-21T10:00:00Z") != first
 
 
@@ -52,7 +53,7 @@ def spec(source: str = "pvc://models/tiny", /, **more: Any) -> ServiceSpec:
 
 
 def let_in(settings: Settings, port: int) -> list[str]:
-    """Names of namespaces; empty for the service's own."""
+    """Names of the namespaces that may connect; empty for the service's own."""
     rules = network_policy(OWNER, settings, False)["spec"]["ingress"]
     (rule,) = [rule for rule in rules if rule["ports"][0]["port"] == port]
     labels = [s.get("namespaceSelector", {}).get("matchLabels", {}) for s in rule["from"]]
@@ -60,7 +61,7 @@ def let_in(settings: Settings, port: int) -> list[str]:
 
 
 def test_who_may_reach_which_port() -> None:
-    """The operator's namespace and those whose Prometheus was let in; clients the other one."""
+    """Port 8001 is for the operator's namespace and `metricsNamespaces`, port 8000 for clients."""
     settings = Settings(
         "image",
         own_namespace="ours",
@@ -89,7 +90,7 @@ def test_a_pod_may_reach_what_it_needs_and_nothing_else(
     assert bool(egress) == bool(ports)
 
 
-def test_what_the_platform_wants_is_in_the_pods() -> None:
+def test_settings_for_pods_are_in_the_pods() -> None:
     settings = Settings(
         "image",
         traces_endpoint="http://collector:4318",
@@ -111,7 +112,7 @@ def test_what_the_platform_wants_is_in_the_pods() -> None:
 
 
 def test_a_launch_file_is_what_was_stored_then_what_is_live_then_rendered() -> None:
-    """It is immutable in the cluster, so that a reconcile which renders another is refused."""
+    """The ConfigMap is immutable, so another rendering would be refused."""
     revision = Revision("aaaaa", "image", spec().inputs_json, 1)
     stored = controller_revision(spec(), revision, Settings("image"))
     live = {"data": {"launch.json": '{"live":1}'}}
@@ -128,7 +129,7 @@ EARLIER = json.loads((Path(__file__).parent / "earlier" / "revisions.json").read
 
 @pytest.mark.parametrize("case", EARLIER, ids=["cpu", "gpu"])
 def test_a_revision_that_an_earlier_operator_stored_is_left_as_it_is(case: dict[str, Any]) -> None:
-    """Its name, its pods: a new operator moves none, whatever its settings are now."""
+    """A new operator changes neither name nor pods of a stored revision."""
     made, stored = parse(case["body"]), case["stored"]
     found = wanted(made, known([stored]), "registry.example/new@sha256:" + "c" * 64)
     assert found.name == stored["metadata"]["labels"]["kvline.dev/revision"]
@@ -144,7 +145,7 @@ def test_a_revision_that_an_earlier_operator_stored_is_left_as_it_is(case: dict[
 )
 @pytest.mark.parametrize(("seconds", "grace"), [(None, 150), (1, 31), (3600, 3630)])
 def test_a_pod_has_as_long_as_its_drain_takes(seconds: int | None, grace: int) -> None:
-    """An absent field stays absent in the launch file: an older image reads it strictly."""
+    """An absent field stays absent in the launch file: older images refuse unknown keys."""
     given: dict[str, Any] = {"drainSeconds": seconds} if seconds else {}
     made = spec(**given)
     revision = Revision("aaaaa", "image", made.inputs_json, 1)
@@ -159,9 +160,9 @@ def test_a_pod_has_as_long_as_its_drain_takes(seconds: int | None, grace: int) -
     ("replicas", "result", "least"),
     [
         ({"a": 2}, None, 1),
-        ({"a": 2, "b": 1}, GateResult.HELD, 1),  # b waits at its gate, or has no node
+        ({"a": 2, "b": 1}, GateResult.HELD, 1),  # b is held at its gate, or has no node
         ({"a": 1, "b": 2}, GateResult.PASSED, 1),
-        ({"a": 1, "b": 1}, GateResult.HELD, 0),  # one fewer serves than is asked for
+        ({"a": 1, "b": 1}, GateResult.HELD, 0),  # one fewer serves than wanted
         ({"a": 0, "b": 2}, GateResult.HELD, 0),
         ({}, None, 0),
     ],
@@ -247,7 +248,7 @@ def test_what_a_spec_says_of_placement_is_in_the_pods() -> None:
 
 
 def test_a_term_without_a_selector_means_the_pods_of_its_revision() -> None:
-    """To Kubernetes it means no pod at all, and spreads nothing."""
+    """For Kubernetes a term without a selector matches no pod."""
     revision = Revision("aaaaa", "i", "{}", 1)
     pod = pod_template("chat", spec(**PLACED), revision, Settings("image"))["spec"]
     selectors = [c["labelSelector"] for c in pod["topologySpreadConstraints"]]
@@ -259,8 +260,8 @@ def test_a_term_without_a_selector_means_the_pods_of_its_revision() -> None:
     assert preferred["podAffinityTerm"]["labelSelector"] == OTHERS
 
 
-def test_nobody_says_the_operators_own_labels() -> None:
-    """The schema refuses them; a stored spec of another definition is no way around it."""
+def test_nobody_may_set_the_operators_own_labels() -> None:
+    """The schema refuses these labels; the parser does too, for specs of an older schema."""
     forged = {"podMetadata": {"labels": {"kvline.dev/service": "other"}}}
     revision = Revision("aaaaa", "i", "{}", 1)
     template = pod_template("chat", spec(**forged), revision, Settings("image"))

@@ -1,4 +1,4 @@
-"""What no event told: services whose objects have other versions than their events said."""
+"""Missed changes: services whose objects have other resourceVersions than their events had."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def cluster() -> tuple[Cluster, Resync]:
     return made, Resync(made, (), Owners())
 
 
-def test_everything_is_looked_at_once_and_then_only_what_changed() -> None:
+def test_everything_is_queued_once_and_then_only_what_changed() -> None:
     made, resync = cluster()
     assert resync.changed() == {A, B}
     assert resync.changed() == set()
@@ -65,7 +65,7 @@ def test_a_child_that_came_or_went_is_a_change() -> None:
     assert resync.changed() == set()
 
 
-def test_a_service_that_came_or_went_is_a_change_and_strangers_are_not() -> None:
+def test_a_service_that_came_or_went_is_a_change_and_foreign_objects_are_not() -> None:
     made, resync = cluster()
     resync.changed()
     del made.objects[KIND, "a"]
@@ -75,7 +75,7 @@ def test_a_service_that_came_or_went_is_a_change_and_strangers_are_not() -> None
     assert resync.changed() == set()
 
 
-def test_what_an_event_has_told_is_no_news() -> None:
+def test_what_an_event_reported_is_not_queued() -> None:
     made, resync = cluster()
     resync.changed()
     made.put("Pod", "a-1-x", 2, service="a")
@@ -89,7 +89,7 @@ def test_what_an_event_has_told_is_no_news() -> None:
     assert resync.changed() == {A}
 
 
-def test_what_no_event_tells_until_the_next_look_was_missed() -> None:
+def test_what_no_event_reports_until_the_next_resync_was_missed() -> None:
     """F09: a watch that is dead."""
     made, resync = cluster()
     resync.changed()
@@ -98,12 +98,12 @@ def test_what_no_event_tells_until_the_next_look_was_missed() -> None:
     made.put("Pod", "a-1-x", 2, service="a")
     made.put("Pod", "b-1-x", 2, service="b")
     assert resync.changed() == {A, B} and resync.missed == 0
-    resync.observe_event(A, made.objects["Pod", "a-1-x"], gone=False)  # late, and told all the same
+    resync.observe_event(A, made.objects["Pod", "a-1-x"], gone=False)  # late, but not missed
     assert resync.changed() == set() and resync.missed == 1
     assert resync.changed() == set() and resync.missed == 0
 
 
-def test_an_event_that_comes_during_a_look_knows_better() -> None:
+def test_an_event_during_a_resync_is_newer_than_its_list() -> None:
     made, resync = cluster()
     resync.changed()
     newer = {**made.objects["Pod", "a-1-x"], "resourceVersion": "3"}
@@ -121,7 +121,7 @@ def test_an_event_that_comes_during_a_look_knows_better() -> None:
     assert resync.changed() == set() and resync.missed == 0
 
 
-def test_a_child_s_event_that_comes_before_its_service_is_known_was_told() -> None:
+def test_a_child_s_event_before_its_service_is_known_is_not_missed() -> None:
     made, resync = cluster()
     for meta in made.objects.values():
         resync.observe_event(None, meta, gone=False)
@@ -137,7 +137,7 @@ def test_what_a_deleted_service_leaves_behind_was_not_missed() -> None:
     assert resync.changed() == set() and resync.missed == 0
 
 
-def test_strangers_in_our_clothes_are_no_news() -> None:
+def test_foreign_objects_with_our_labels_are_not_queued() -> None:
     made, resync = cluster()
     resync.changed()
     made.put("Pod", "stranger", 1, service="nobody")

@@ -1,4 +1,4 @@
-"""What is remembered of revisions: written as annotations, read back, raised, forgotten."""
+"""The stored state of revisions: written as annotations, read back, changed, dropped."""
 
 from __future__ import annotations
 
@@ -39,23 +39,26 @@ numbers = st.integers(0, 10**12)
     )
 )
 def test_what_was_written_is_read(state: RevisionState) -> None:
-    said = revision_state.to_annotations(state)
-    assert revision_state.read({"metadata": {"annotations": said}}) == state
+    annotations = revision_state.to_annotations(state)
+    assert revision_state.read({"metadata": {"annotations": annotations}}) == state
 
 
-def test_what_somebody_made_unreadable_counts_as_not_said() -> None:
-    said = {f"kvline.dev/{k}": v for k, v in (("accepted", "-1"), ("verdict", "Great"))}
-    said |= {"kvline.dev/baseline": '{"H200": "many", "A100": 7}', "kvline.dev/measured": "9" * 40}
-    read = revision_state.read({"metadata": {"annotations": said}})
+def test_unreadable_annotations_count_as_missing() -> None:
+    annotations = {f"kvline.dev/{k}": v for k, v in (("accepted", "-1"), ("verdict", "Great"))}
+    annotations |= {
+        "kvline.dev/baseline": '{"H200": "many", "A100": 7}',
+        "kvline.dev/measured": "9" * 40,
+    }
+    read = revision_state.read({"metadata": {"annotations": annotations}})
     assert read == RevisionState(baseline={"A100": 7})
     assert revision_state.read({"metadata": {}}) == RevisionState()
 
 
 def test_a_rejection_is_stored_in_the_word_that_older_operators_read() -> None:
     rejected = RevisionState(verdict="Rejected", stable_at_verdict=3, measured=9)
-    said = revision_state.to_annotations(rejected)
-    assert said["kvline.dev/verdict"] == "Failed"
-    read = revision_state.read({"metadata": {"annotations": said}})
+    annotations = revision_state.to_annotations(rejected)
+    assert annotations["kvline.dev/verdict"] == "Failed"
+    read = revision_state.read({"metadata": {"annotations": annotations}})
     assert read == RevisionState(verdict="Rejected", stable_at_verdict=3, measured=9)
     past = read.current_verdict(A, POLICY)
     assert past is not None and past.result is GateResult.REJECTED
@@ -72,14 +75,14 @@ def test_a_verdict_counts_beside_the_revision_it_was_given_beside() -> None:
         3,
         920,
     )
-    said = after["b"].current_verdict(after["a"], POLICY)
-    assert said == FAIL
+    verdict = after["b"].current_verdict(after["a"], POLICY)
+    assert verdict == FAIL
     assert after["b"].current_verdict(replace(A, accepted=4), POLICY) is None
 
 
 def test_a_shortfall_counts_by_the_policy_of_today() -> None:
-    """A person who lowers minCapacityPercent or minKVTokens is heard; an engine that failed is
-    another thing."""
+    """A lower minCapacityPercent or minKVTokens lifts a rejection for a shortfall, not one for a
+    failed engine."""
     short = RevisionState(
         verdict="Rejected", stable_at_verdict=3, measured=920, required=950, verdict_baseline=1000
     )
@@ -91,7 +94,7 @@ def test_a_shortfall_counts_by_the_policy_of_today() -> None:
 
 
 def test_a_promotion_of_what_serves_begins_a_new_baseline_once() -> None:
-    """The way out for an accepted revision that measures less for good."""
+    """Promoting the stable revision, which measures less now, lowers the baseline."""
     less = (Measured("H200", 400, 100), Measured("H200", 500, 100))
     once = updated({"a": A}, plan(None), "a", less, promote="a")
     assert (once["a"].baseline, once["a"].verdict) == ({"H200": 400}, "Promoted")
@@ -104,7 +107,7 @@ def test_a_promotion_of_what_serves_begins_a_new_baseline_once() -> None:
     assert updated({"a": A}, plan(None), "a", (), promote="a") == {"a": A}, "nothing serves"
 
 
-def test_a_rejection_is_history_once_the_spec_says_something_else() -> None:
+def test_a_rejection_is_dropped_once_the_spec_says_something_else() -> None:
     failed = RevisionState(
         verdict="Rejected", stable_at_verdict=3, message="30 short", measured=920
     )

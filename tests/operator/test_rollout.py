@@ -1,4 +1,4 @@
-"""How many replicas each revision gets: stories of a change, and a property over every mix."""
+"""How many replicas each revision gets: sequences of a change, and properties of every state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def situations(draw: st.DrawFn) -> Situation:
 
 
 def ready_after(now: Situation, made: RolloutPlan) -> int:
-    """Replicas that are ready and stay, revision by revision."""
+    """Ready replicas that are kept, by revision."""
     return sum(min(n, now.ready(r)) for r, n in made.replicas.items())
 
 
@@ -43,8 +43,8 @@ def ready_after(now: Situation, made: RolloutPlan) -> int:
 def test_ready_capacity_never_sinks_below_what_is_asked_for(
     now: Situation, hold: bool, paused: bool, how: tuple[Strategy, int]
 ) -> None:
-    """Whatever the verdict and whatever is left of earlier specs: Surge keeps all that are asked
-    for, Replace all but one."""
+    """Whatever the gate's result and earlier specs: Surge keeps all wanted replicas ready, Replace
+    all but one."""
     strategy, missing = how
     on_failure = OnFailure.HOLD if hold else OnFailure.ROLLBACK
     made = plan(now, replace(HOW, on_failure=on_failure, strategy=strategy, paused=paused))
@@ -59,7 +59,8 @@ def test_ready_capacity_never_sinks_below_what_is_asked_for(
 def test_replace_never_asks_for_more_replicas_than_the_spec_beside_what_drains(
     now: Situation, prepared: bool, paused: bool
 ) -> None:
-    """No node has room for one more; what drains keeps at most what is lacking."""
+    """With no room for one more replica, Replace asks for at most the missing ones beside those
+    that drain."""
     now = replace(now, prepared=prepared)
     made = plan(now, replace(HOW, strategy=Strategy.REPLACE, paused=paused))
     wanted = {made.candidate, made.stable}
@@ -70,7 +71,7 @@ def test_replace_never_asks_for_more_replicas_than_the_spec_beside_what_drains(
 
 
 class World:
-    """Nodes with room for so many replicas; each that has room gets ready, unless it cannot."""
+    """Nodes with room for so many replicas; each replica with room gets ready, unless it fails."""
 
     def __init__(self, room: int, **revisions: int) -> None:
         self.room, self.running = room, dict(revisions)
@@ -103,8 +104,8 @@ class World:
 def test_without_room_to_spare_every_change_comes_to_its_end(
     replicas: int, strategy: Strategy, ending: str, when: int
 ) -> None:
-    """With room for exactly the replicas asked for, from any moment of a rollout on: no two
-    revisions wait for each other's room, and Replace lets one replica be missing at most."""
+    """With room for exactly the wanted replicas, from any moment of a rollout: no two revisions
+    wait for each other's room, and with Replace at most one replica is missing."""
     world, how = World(replicas, a=replicas), replace(HOW, strategy=strategy)
     wanted, verdict = "b", VERDICTS[GateResult.HELD]
     for step in range(40):
@@ -203,8 +204,8 @@ def test_replace_measures_the_candidate_in_the_place_of_one() -> None:
 
 
 def test_room_is_given_back_before_another_asks_for_it() -> None:
-    """Between two writes there are no more replicas than asked for; a new Deployment comes first,
-    as what refuses it must cost nothing."""
+    """Between two writes there are never more replicas than wanted; a new Deployment is created
+    first, so that its refusal costs nothing."""
     existing = (Deployed("a", 2, 2), Deployed("b", 1, 1), Deployed("c", 1, 1))
     assert [n for n, _ in write_order({"b": 2, "a": 1}, existing)] == ["a", "b"]
     assert [n for n, _ in write_order({"a": 1, "c": 0, "b": 2, "d": 1}, existing)] == list("dacb")
@@ -234,7 +235,7 @@ def test_after_a_rejection_the_stable_revision_is_the_one_that_is_to_run() -> No
 
 
 def test_a_spec_that_changed_on_the_way_brings_the_stable_ones_back_first() -> None:
-    """b had taken over one of two when c was applied."""
+    """b had replaced one of two replicas when c was applied."""
     existing = (Deployed("a", 1, 1), Deployed("b", 2, 1))
     made = plan(Situation("c", "a", 2, existing, VERDICTS[GateResult.HELD]), HOW)
     assert made.replicas == {"c": 1, "a": 2, "b": 1}

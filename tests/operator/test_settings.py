@@ -1,4 +1,4 @@
-"""Flags and environment: what is refused, and what follows from what is given."""
+"""Flags and environment: what is refused, and what the given values lead to."""
 
 from __future__ import annotations
 

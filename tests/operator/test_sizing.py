@@ -1,4 +1,4 @@
-"""Reports are untrusted: whatever a pod answers is read within five seconds and 64 KiB. F38."""
+"""F38: reports are untrusted; any answer is read within five seconds and 64 KiB."""
 
 from __future__ import annotations
 

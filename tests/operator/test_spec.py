@@ -54,7 +54,7 @@ def test_sources() -> None:
     ],
 )
 def test_a_bad_source_is_named(text: Any) -> None:
-    """C06, C07 where the schema is not there to see them."""
+    """C06, C07 in the parser, for specs that the schema has not checked."""
     with pytest.raises(SpecError, match=r"spec\.model\.source"):
         parse(body({"model": {"source": text}}))
 
@@ -111,7 +111,7 @@ def test_an_own_image_is_a_revision_of_its_own_and_going_back_finds_the_old_one(
 
 
 def test_a_wrong_image_that_is_taken_back_is_taken_back() -> None:
-    """With a revision that serves, and before the first has ever served."""
+    """With a stable revision, and before the first one was ever accepted."""
     plain, wrong = parse(body()), parse(body({"image": "wrong@x"}))
     good = wanted(plain, [], "default@one")
     bad = wanted(wrong, [good], "default@one")
@@ -150,7 +150,8 @@ def test_stored_revisions_are_read_back_newest_first() -> None:
 
 
 def test_a_key_is_a_file_that_the_server_itself_misses() -> None:
-    """Optional for Kubernetes: the server's own exit code is what the status can tell."""
+    """The Secret is optional for Kubernetes, so that the server's exit code can explain what is
+    missing."""
     access = {"apiKeySecret": {"name": "chat-key", "key": "token"}}
     with_key = body({"access": access})
     settings = Settings("image")
@@ -173,11 +174,11 @@ def test_a_key_is_a_file_that_the_server_itself_misses() -> None:
     assert not launch_config(owner, "aaaaa", stored["without"]).require_api_key
     assert "secret" not in str(stored["without"]["podTemplate"])
     assert not launch_config(owner, "aaaaa", stored["with"]).require_tls
-    assert parse(with_key).inputs_json != parse(body()).inputs_json  # asking for a key moves pods
+    assert parse(with_key).inputs_json != parse(body()).inputs_json  # a key makes a new revision
 
 
 def test_a_certificate_is_mounted_and_the_address_says_so() -> None:
-    """Alone, or beside a key; nothing of it is in the launch file of a service without."""
+    """With or without a key; the launch file of a service without TLS does not change."""
     spec = parse(body({"access": {"tlsSecret": {"name": "chat-tls"}}}))
     revision = Revision("aaaaa", "image", spec.inputs_json, 1)
     stored = controller_revision(spec, revision, Settings("image"))["data"]
