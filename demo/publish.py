@@ -87,8 +87,8 @@ def _push(program: list[str], name: str) -> str:
 def _run(command: list[str]) -> str:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = (done.stderr or done.stdout).strip()[-1500:]
-        raise ClusterError(f"{' '.join(command)[:160]}: {said}")
+        output = (done.stderr or done.stdout).strip()[-1500:]
+        raise ClusterError(f"{' '.join(command)[:160]}: {output}")
     return done.stdout
 
 

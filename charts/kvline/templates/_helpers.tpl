@@ -1,4 +1,4 @@
-{{/* What the operator may do, where it looks. No Secret, no log, no exec. tests/integration/test_rights.py holds it to what is used. */}}
+{{/* The operator's rights in the namespaces that it watches. No Secrets, logs or exec. tests/integration/test_rights.py fails on an unused one. */}}
 {{- define "kvline.rules" -}}
 - apiGroups: [kvline.dev]
   resources: [inferenceservices]
