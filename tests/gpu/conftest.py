@@ -1,4 +1,4 @@
-"""Tests on a CUDA GPU: make test-gpu. Without one they are not run, and say so."""
+"""Tests on a CUDA GPU: make test-gpu. Without one they are reported as not run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same model on both sides, and sequences over scattered pages."""
+"""The same model on CPU and GPU, and sequences over scattered pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole engine on a GPU: steps ahead of what was read, real out-of-memory, kernels by trial."""
+"""The whole engine on a GPU: steps in flight, real out-of-memory, GEMM autotuning."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHARED = [7] * 48  # a prefix that the cache holds
 
 def play(made: Engine, depth: int, steps: int) -> dict[int, list[int]]:
     """Random arrivals and departures by step number alone, so that both depths see the same
-    batches; tokens of each request that nobody gave up."""
+    batches. -> tokens of each request that was not aborted"""
     made.runner.kernels.depth = depth  # type: ignore[misc]
     out: dict[int, list[int]] = {}
     known = made.runner.decoder.config.vocabulary
@@ -51,7 +51,7 @@ def play(made: Engine, depth: int, steps: int) -> dict[int, list[int]]:
     return out
 
 
-def test_ten_thousand_steps_ahead_say_what_waiting_steps_say(
+def test_ten_thousand_steps_in_flight_output_what_synchronous_steps_output(
     shape: Callable[..., ModelConfig],
 ) -> None:
     config = shape(128, True)

@@ -91,7 +91,7 @@ def test_logprobs_and_greedy_tokens_are_the_reference_s(
     compare(model, prompts(), outputs)
 
 
-def test_smollm2_says_of_real_text_what_the_reference_says() -> None:
+def test_smollm2_scores_real_text_as_the_reference_does() -> None:
     """Trained weights, in bfloat16 against transformers in float32."""
     if "KVLINE_TEST_MODEL" not in os.environ:
         pytest.skip("KVLINE_TEST_MODEL names no folder of SmolLM2")

@@ -1,4 +1,4 @@
-"""Captured segments: one set for any number of requests, pads that hurt nobody, eager's answers."""
+"""Captured segments equal eager steps, for any number of requests and with padding rows."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def size(folder: Path, **changed: Any) -> tuple[int, dict[str, Any], str]:
     shows="60 GiB held beside: the figure is smaller by 60 GiB, to 1 GiB; on a GPU, by `make "
     "test-gpu`",
 )
-def test_what_a_neighbour_holds_is_not_promised(tmp_path: Path) -> None:
+def test_memory_of_another_process_is_not_in_the_budget(tmp_path: Path) -> None:
     CudaDevice().settle()  # what tests before this one left cached here is a neighbour's too
     _, alone, _ = size(tmp_path)
     with CudaDevice().held(60 * GIB):
@@ -77,8 +77,8 @@ def test_a_gpu_that_neighbours_fill_is_refused_with_a_reason(tmp_path: Path) -> 
     assert "other processes hold" in output
 
 
-def test_without_prebuilt_kernels_torchs_serve_and_say_so(tmp_path: Path) -> None:
-    """Another head size than any that was built."""
+def test_without_prebuilt_kernels_torchs_serve_with_a_warning(tmp_path: Path) -> None:
+    """A head size without prebuilt kernels."""
     code, report, _ = size(tmp_path, head_dim=96)
     assert code == 0
     assert report["result"]["kvTokens"] > 100_000

@@ -31,7 +31,7 @@ RUNNING, STEPS, VOCABULARY = 512, 150, 128_256
 
 
 class Silent:
-    """Takes what loading and sizing tell."""
+    """A reporter that keeps what loading and sizing report."""
 
     def __getattr__(self, name: str) -> Any:
         return (lambda: "2026-01-01T00:00:00Z") if name == "now" else (lambda *_: None)

@@ -1,4 +1,4 @@
-"""What large answers and prompts cost the HTTP process: bounded, whatever a request asks for."""
+"""Memory of the HTTP process for large answers and prompts is bounded for every request."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def scores(count: int, top: int) -> PackedScores:
     )
 
 
-def test_lists_made_later_read_as_lists_made_at_once() -> None:
+def test_lists_encoded_in_chunks_equal_lists_encoded_at_once() -> None:
     for count in (0, 1, 31, 32, 33, 100):
         entries = [{"a": i, "b": ["\0", None, "ü"]} for i in range(count)]
         value = {"x": [1, Later(entries.copy)], "y": "\0", "z": Later(list)}
@@ -59,7 +59,7 @@ def test_scores_are_cut_and_read_in_order() -> None:
     assert list(unpack([cut(packed, 100, 200)])) == []
 
 
-def test_the_best_tokens_of_a_long_prompt_never_are_python_objects_at_once() -> None:
+def test_top_logprobs_of_a_long_prompt_are_never_all_python_objects() -> None:
     """8,192 tokens with 20 alternatives were 90 MiB; two such answers killed a 2 GiB container."""
     count, top = 8191, 20
     answer: Any = SimpleNamespace(prompt_scores=scores(count, top))
@@ -77,7 +77,7 @@ def test_the_best_tokens_of_a_long_prompt_never_are_python_objects_at_once() -> 
     assert held(count, top) < 2 * MIB
 
 
-def test_arrays_as_base64_are_encoded_in_bounded_pieces() -> None:
+def test_base64_arrays_are_encoded_in_bounded_chunks() -> None:
     """The same bytes as at once, also where echo asked the engine for more columns."""
     for count, have, want in ((8191, 20, 20), (8191, 20, 7), (385, 3, 0), (1, 1, 1), (9, 2, 0)):
         packed = scores(count, have)
@@ -99,7 +99,7 @@ def test_arrays_as_base64_are_encoded_in_bounded_pieces() -> None:
     assert peak - before < MIB / 4
 
 
-def test_admission_counts_scores_that_wait_and_what_the_cache_holds() -> None:
+def test_admission_counts_unsent_logprobs_and_prompt_tokens() -> None:
     admission = Admission(max_held=10 * MIB)
     admission.open(16, 17_408)
     assert admission.max_tokens == 5 * 17_408  # not 16 requests' longest prompts, five times

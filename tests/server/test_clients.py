@@ -1,4 +1,4 @@
-"""What programs of others send and count on: lm-eval, OpenAI's client, benchmark tools.
+"""Compatibility with other programs: lm-eval, OpenAI's client, benchmark tools.
 
 The rules of those programs stand here as they are written there, so that a change of ours that
 breaks one of them fails here first.
@@ -127,8 +127,8 @@ def test_an_explicit_null_is_a_field_left_out(client: openai.OpenAI) -> None:
     assert chat.choices[0].finish_reason == "length"
 
 
-def test_values_that_ask_for_nothing_are_taken(client: openai.OpenAI) -> None:
-    """Of fields that are not built, as client libraries send them at their defaults."""
+def test_neutral_values_of_unsupported_fields_are_accepted(client: openai.OpenAI) -> None:
+    """Client libraries send such fields at their defaults."""
     chat = client.chat.completions.create(
         model="tiny",
         messages=MESSAGES,
@@ -166,7 +166,7 @@ def test_a_history_of_dumped_messages_is_taken_back(client: openai.OpenAI) -> No
     client.chat.completions.create(model="tiny", messages=[*messages, silent], max_tokens=1)
 
 
-def test_silence_is_empty_text_to_the_template(server: Server) -> None:
+def test_null_content_is_empty_text_to_the_template(server: Server) -> None:
     def prompt_tokens(message: dict[str, Any]) -> int:
         body = {"messages": [message, *MESSAGES], "max_tokens": 1}
         return int(ask(server, body, "/v1/chat/completions")["usage"]["prompt_tokens"])
@@ -254,7 +254,7 @@ def test_offsets_of_special_tokens_and_of_output(server: Server) -> None:
 
 @pytest.mark.parametrize("extra", [{}, {"logprobs": 2}, {"logprobs": 0, "max_tokens": 0}])
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_streamed_echo_is_the_whole_one_in_pieces(
+def test_a_streamed_echo_joins_to_the_whole_one(
     server: Server, extra: dict[str, Any], n: int
 ) -> None:
     prompts = ["grüße 😀 " * 2, "two"]
@@ -311,7 +311,7 @@ def test_usage_comes_once_and_is_null_before(server: Server, path: str, n: int) 
 # Benchmark tools --------------------------------------------------------------------------------
 
 
-def test_guidellm_s_questions_are_answered(server: Server) -> None:
+def test_guidellm_s_requests_are_answered(server: Server) -> None:
     """It asks /health first, and counts tokens by the usage of every event."""
     assert httpx.get(f"{server.url}/health").status_code == 200
     options = {"include_usage": True, "continuous_usage_stats": True}

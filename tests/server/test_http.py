@@ -62,7 +62,7 @@ def test_the_openai_client_chats(client: openai.OpenAI) -> None:
     assert choice.logprobs.content[0].top_logprobs[0].logprob <= 0
 
 
-def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None:
+def test_a_stream_has_the_content_of_the_whole_answer(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(**CHAT, temperature=0)
     pieces = client.chat.completions.create(
         **CHAT, temperature=0, stream=True, stream_options={"include_usage": True}
@@ -155,7 +155,7 @@ def test_exactly_the_context_fits(server: Server) -> None:
     refused(post(server, {**body, "prompt": [5] * 257}), 400, "prompt")
 
 
-def test_stop_texts_never_come_out(server: Server) -> None:
+def test_stop_strings_are_never_sent(server: Server) -> None:
     """H31, over a real stream: what comes out is the whole answer up to the stop."""
     body = {**COMPLETION, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
     whole = post(server, body).json()["choices"][0]["text"]
@@ -165,7 +165,7 @@ def test_stop_texts_never_come_out(server: Server) -> None:
     assert cut["finish_reason"] == "stop"
 
 
-def test_request_ids_are_ours(server: Server) -> None:
+def test_request_ids_are_unique_and_cleaned(server: Server) -> None:
     """H46."""
     answer = post(server, COMPLETION, headers={"x-request-id": "a b<script>" + "c" * 100})
     shown = answer.headers["x-request-id"]
@@ -214,8 +214,8 @@ def test_a_large_body_is_413(server: Server) -> None:
     ["word" * (500 << 10), "x" * (1 << 20), " " * (1 << 20), "\U0001f600" * (480 << 10)],
     ids=["one-word", "one-letter", "blanks", "emoji"],
 )
-def test_a_huge_prompt_is_400_and_holds_nobody_up(server: Server, prompt: str) -> None:
-    """H25: whatever it takes to see that it is too long, others and the probes go on meanwhile."""
+def test_a_huge_prompt_is_400_and_delays_no_others(server: Server, prompt: str) -> None:
+    """H25: while its length is checked, other requests and probes are answered."""
     raw = json.dumps({**COMPLETION, "prompt": prompt}, ensure_ascii=False).encode()
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(post, server, raw)
@@ -363,8 +363,8 @@ def test_a_bad_chat_names_its_field(
     refused(post(server, {**CHAT, **change}, "/v1/chat/completions"), 400, named)
 
 
-def test_control_tokens_in_a_message_are_plain_text(server: Server) -> None:
-    """H38: the same number of tokens as the letters have, not one control token."""
+def test_special_tokens_in_a_message_are_plain_text(server: Server) -> None:
+    """H38: tokenised by its letters, not as one special token."""
 
     def prompt_tokens(content: str) -> int:
         body = {**CHAT, "messages": [{"role": "user", "content": content}]}

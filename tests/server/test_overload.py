@@ -1,4 +1,4 @@
-"""A server that is asked for more than it can do, by clients that wait, leave or send nonsense."""
+"""An overloaded server, with clients that wait, leave or send invalid requests."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_probes_answer_while_the_queue_is_full_and_large_bodies_come(server: Ser
     shows="256 open streams left at once: none goes on to its end, and then no sequence runs or "
     "waits and no page is held; how soon is not asserted",
 )
-def test_256_streams_that_are_left_give_their_pages_back(server: Server) -> None:
+def test_256_abandoned_streams_free_their_pages(server: Server) -> None:
     async def all_of_them() -> None:
         limits = httpx.Limits(max_connections=STREAMS)
         async with httpx.AsyncClient(timeout=60, limits=limits) as client:

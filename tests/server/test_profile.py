@@ -1,4 +1,4 @@
-"""The auto-profile loop, step by step, on a device whose memory is arithmetic."""
+"""The profile loop, step by step, on a simulated device."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Overdrawn(Machine):
 
 
 def test_an_attempt_that_needed_part_of_the_headroom_has_failed(tmp_path: Path) -> None:
-    """Nine MiB below nothing was published as a size that survived."""
+    """A lowest free memory of -9 MiB was published as a size that survived."""
     start = Start(Overdrawn(limit=256 * MIB, weights=32 * MIB, price=64 << 10), tmp_path)
     start.run()
     attempts = [a for n, a in sorted(start.notes.attempts.items()) if n]
@@ -173,7 +173,7 @@ def shared(folder: Path, leaves: bool) -> tuple[ProfileLoop, list[float], Notes]
 
 
 def test_a_start_waits_for_one_beside_it_and_names_it_when_it_stays(tmp_path: Path) -> None:
-    """Two starts at once on one GPU: one ended without a word of the other."""
+    """Two starts at once on one GPU: the error of one did not name the other."""
     loop, waits, _ = shared(tmp_path, leaves=True)
     assert loop.run(0.0).kv_tokens >= 40_000
     assert len(waits) == 1
@@ -215,8 +215,8 @@ def test_a_pin_is_validated_and_never_changed(tmp_path: Path) -> None:
 def test_a_record_of_a_twin_skips_the_search_not_the_validation(
     tmp_path: Path, scratch: int
 ) -> None:
-    """What the kernels leave behind from meeting each row count is given back first: a search
-    settles its memory, and a start from its record must not begin with more in use."""
+    """Memory that the warm-up of row counts leaves is freed first: a start from a record must not
+    begin with more memory in use than the search had."""
     found = Start(machine(scratch=scratch), tmp_path).run()
     record = {
         "kvTokens": found.kv_tokens,
@@ -240,7 +240,7 @@ def test_a_record_of_a_twin_skips_the_search_not_the_validation(
 
 
 def test_a_kill_at_the_final_size_goes_on_from_95_percent_at_the_next_start(tmp_path: Path) -> None:
-    """cgroup v2 kills everything at once: only the file on the emptyDir tells."""
+    """cgroup v2 kills all processes at once: only the file on the emptyDir remains."""
     tried = []
     for _ in range(4):
         start = Start(machine(surprise=100 * MIB, kills=True), tmp_path)

@@ -1,4 +1,4 @@
-"""Starts that something disturbs: tried again, shrunk, or ended with what is to be done."""
+"""Failing starts: retried, shrunk, or ended with advice."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def server_attempts(server: Server) -> list[dict[str, Any]]:
         return []
 
 
-def test_a_start_ended_by_order_while_probing_is_no_killed_one(
+def test_a_start_stopped_while_probing_is_no_failed_attempt(
     start: Callable[..., Server],
 ) -> None:
     """The next start on the same folder ended as killed for memory, for ever."""
