@@ -57,7 +57,7 @@ def choose(name: str) -> LocalDemo | OwnCluster:
 
 
 class LocalDemo:
-    """A real one-node Kubernetes built from source, whole in a network namespace."""
+    """A real one-node Kubernetes built from source, in a network namespace of its own."""
 
     def __init__(self) -> None:
         self.cluster = LocalCluster("demo")
@@ -181,7 +181,7 @@ class OwnCluster:
 
     @contextmanager
     def service(self, name: str) -> Iterator[str]:
-        """Forwarded to a free port of this machine, which kubectl names when it is ready."""
+        """A port-forward to a free local port, which kubectl prints once it is ready."""
         words = ("port-forward", f"service/{name}", ":8000")
         command = self.kubectl_command(*words)
         forward = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -204,7 +204,7 @@ class OwnCluster:
         )
 
     def down(self) -> None:
-        """What the demo made; the CRD and the operator only when nobody else's service is left."""
+        """Deletes what the demo created; CRD and operator only if no other service is left."""
         self.kubectl("delete", "kvl", "smollm2", "too-much", "--ignore-not-found")
         self.kubectl("delete", "pod,pvc", "-l", f"{PART_OF}=kvline-demo")
         others = self.kubectl("get", "kvl", "-A", "-o", "name").stdout.split()

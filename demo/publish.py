@@ -30,7 +30,7 @@ CUBINS = ROOT / "dist" / "cubins.bin"
 
 
 def builder() -> list[str]:
-    """The program that builds and pushes, and its first words. Raises ClusterError."""
+    """The program that builds and pushes, with its first arguments. Raises ClusterError."""
     words = shlex.split(os.environ.get("BUILDER", ""))
     found = words or [name for name in BUILDERS if shutil.which(name)][:1]
     if not found or shutil.which(found[0]) is None:
@@ -40,13 +40,13 @@ def builder() -> list[str]:
 
 
 def names(registry: str, kernels: Path | None = None) -> dict[str, str]:
-    """component -> the image's name there, tagged by its content."""
+    """component -> image name in the registry, with its content hash as tag."""
     components = (*build.COMPONENTS, *([build.CUDA] if kernels else []))
     return {c: build.image_name(c).replace("localhost", registry, 1) for c in components}
 
 
 def publish(registry: str, kernels: Path | None, say: Say) -> dict[str, str]:
-    """Builds and pushes; component -> name with the digest that the registry gave."""
+    """Builds and pushes; component -> image name with its digest in the registry."""
     program = builder()
     _context(kernels)
     pushed = {}

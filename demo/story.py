@@ -1,4 +1,4 @@
-"""What the demo shows, step by step; the same on every cluster."""
+"""The steps of the demo, the same on every cluster."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Story:
         self.watch(NAME, lambda s: condition(s, "Ready")["status"] == "True", 600)
 
     def watch(self, name: str, done: Callable[[dict[str, Any]], bool], seconds: float) -> None:
-        """kubectl get kvl -w until the status says what is waited for."""
+        """Prints kubectl get kvl -w until the status meets a condition."""
         print(f"      $ kubectl get kvl {name} -w")
         command = self.cluster.kubectl_command("get", "kvl", name, "-w")
         end = time.monotonic() + seconds
@@ -145,10 +145,10 @@ class Story:
         low, high = capacity["spread"]["min"], capacity["spread"]["max"]
         each = str(low) if low == high else f"{low} to {high}"
         total = capacity["kvTokensTotal"]
-        self.say(f"two validated replicas: {total} KV tokens in all, {each} each")
+        self.say(f"two validated replicas: {total} KV tokens in total, {each} each")
 
     def pass_gate(self) -> None:
-        """A change that costs nothing: its first replica is measured beside the ones that serve."""
+        """A change that costs no KV tokens; its first replica is measured beside the others."""
         path = "jsonpath={.spec.engine.maxRunningRequests}"
         now = self.cluster.kubectl("get", "kvl", NAME, "-o", path).stdout
         wanted = 10 if now == "12" else 12  # a second demo changes it too

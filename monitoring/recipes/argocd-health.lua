@@ -2,8 +2,8 @@
 --   data:
 --     resource.customizations.health.kvline.dev_InferenceService: |
 --       (this file)
--- Degraded: somebody must change something, also where the revision before goes on serving.
-local health = { status = "Progressing", message = "the operator has not seen this spec yet" }
+-- Degraded: a user has to change something, also where the stable revision still serves.
+local health = { status = "Progressing", message = "the operator has not reconciled this spec yet" }
 local status = obj.status
 if status == nil or status.conditions == nil then
   return health

@@ -1,4 +1,4 @@
-{{/* The operator's rights in the namespaces that it watches. No Secrets, logs or exec. tests/integration/test_rights.py fails on an unused one. */}}
+{{/* The operator's permissions in the namespaces that it reconciles. No secrets, logs or exec. tests/integration/test_rights.py checks that each one is used. */}}
 {{- define "kvline.rules" -}}
 - apiGroups: [kvline.dev]
   resources: [inferenceservices]
