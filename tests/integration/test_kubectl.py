@@ -106,7 +106,7 @@ def test_upgrade_takes_the_new_default_image_through_the_gate(
 def test_what_cannot_be_done_is_reported_in_a_line(space: Any, say: Callable[..., Any]) -> None:
     for words, text in (
         (["explain", "nobody"], "no InferenceService nobody in namespace"),
-        (["size"], "give one of NAME and -f FILE"),
+        (["size"], "exactly one of NAME and -f FILE is required"),
         (["size", "-f", "/nowhere.yaml"], "No such file"),
         (["status", "--context", "moon"], "no usable kubeconfig"),
     ):

@@ -148,7 +148,7 @@ def test_memory_is_written_over_nothing_but_what_was_read(
     records |= {"apiVersion": "v1", "kind": "ConfigMap"}
     space.kubectl("annotate", "configmap", records_name("chat"), "touched=yes")
     with pytest.raises(Conflict):
-        apply.ensure(kube, render.records_map(spec, {}), records, memory=True)
+        apply.ensure(kube, render.records_map(spec, {}), records, exact=True)
     later = space.get("configmap", records_name("chat"))
     assert later is not None and later["data"] == records["data"]
 

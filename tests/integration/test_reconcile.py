@@ -86,7 +86,7 @@ def test_a_gpu_is_asked_of_the_node_and_its_image_must_be_named(
     refused = until(lambda: space.condition("Accepted").get("status") == "False" and space)
     accepted = refused.condition("Accepted")
     assert accepted["reason"] == "SpecInvalid"
-    assert "spec.image is missing" in accepted["message"]
+    assert "spec.image is required" in accepted["message"]
     assert not space.list("deployments")
     space.apply(resources=asked, image="registry.example/kvline-cuda@sha256:" + "a" * 64)
     (deployment,) = until(lambda: space.list("deployments"))
