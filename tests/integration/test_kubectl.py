@@ -115,7 +115,7 @@ def test_what_cannot_be_done_is_reported_in_a_line(space: Any, say: Callable[...
         assert text in done.stderr and len(done.stderr.strip().splitlines()) == 1
     assert "no InferenceService" in say("status").stderr
     space.apply("lonely")  # no operator runs
-    assert "is it running?" in say("explain", "lonely").stdout
+    assert "is the operator running?" in say("explain", "lonely").stdout
     unknown = say("rollback", "lonely", "zzzzz", check=False)
     assert "no revision zzzzz; revisions: none" in unknown.stderr
 
