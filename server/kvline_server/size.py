@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvline_contract.codec import ContractError, dumps
+from kvline_contract.exits import ExitCode
 from kvline_contract.launch import MAX_RECORDS, VERSION, Record, Records, Reuse
 from kvline_contract.report import Memory, Result, SizingReport, State
 from kvline_server.errors import ConfigInvalid
@@ -19,18 +20,24 @@ from kvline_server.supervisor import Supervisor
 
 BAR_WIDTH = 40
 MIB = 1 << 20
+INTERRUPTED = 130  # as a shell has it for SIGINT
 
 
 def show(supervisor: Supervisor, as_json: bool, record: Path | None = None) -> int:
-    """Runs the profile loop, prints its result and returns the exit code."""
+    """Runs the profile loop, prints its result and returns the exit code, 130 after Ctrl-C."""
     console = Console(stderr=True)
     done = threading.Event()
     watcher = threading.Thread(target=_follow, args=(supervisor, console, done), daemon=True)
     watcher.start()
-    code = supervisor.run(until=lambda: supervisor.report().state is State.VALIDATED)
+    code = supervisor.run(  # there is no request to drain
+        until=lambda: supervisor.report().state is State.VALIDATED or supervisor.health.draining
+    )
     done.set()
     watcher.join(2)
     report = supervisor.report()
+    if code == ExitCode.DRAINED and report.result is None:
+        console.print("interrupted before a size was validated", style="yellow")
+        return INTERRUPTED
     if record is not None and report.result is not None:
         add_record(record, report.result)
     for warning in report.warnings:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from simulated import BYTES_PER_TOKEN, SETTINGS, Killed, Machine, Notes
 
 from kvline_contract.report import Binding, Outcome, Result, Source, State
 from kvline_server.config import EngineSettings
-from kvline_server.errors import ContextDoesNotFit, OutOfMemory
+from kvline_server.errors import ContextDoesNotFit, DeviceOutOfMemory, OutOfMemory
 from kvline_server.memory.device import MIB
 from kvline_server.memory.profile import Loaded, ProfileLoop
 from kvline_server.memory.record import AttemptStore
@@ -33,6 +35,7 @@ class Start:
         self.machine, self.folder, self.wanted = made, folder, wanted
         self.notes = Notes()
         self.record: Path | None = None
+        self.pause: Callable[[float], None] = time.sleep
 
     def run(self) -> Result:
         made = self.machine
@@ -46,6 +49,7 @@ class Start:
             record_file=self.record,
             wait_for_neighbours=lambda: None,
             free_before_weights=made.limit,
+            pause=self.pause,
         ).run(0.0)
 
     @property
@@ -184,6 +188,46 @@ def test_a_start_waits_for_one_beside_it_and_names_it_when_it_stays(tmp_path: Pa
     assert len(waits) == 4
 
 
+class Twin(Shared):
+    """Another start beside this one maps its cache when we map ours: after our measurement."""
+
+    others, mapped = 0, False
+
+    def resize(self, pages: int) -> None:
+        if pages > 1000 and not self.mapped:
+            self.others, self.mapped = 400 * MIB, True
+        super().resize(pages)
+
+    def _take(self, nbytes: int) -> None:
+        if self.used() + nbytes + self.working_files() > self.limit:
+            raise DeviceOutOfMemory("simulated")
+        super()._take(nbytes)
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_size_that_another_start_took_is_tried_again_or_is_smaller_by_what_it_took(
+    tmp_path: Path, leaves: bool
+) -> None:
+    made = Twin(limit=1024 * MIB, weights=100 * MIB, price=64 << 10, gpu=True)
+    start = Start(made, tmp_path)
+    waits: list[float] = []
+
+    def pause(seconds: float) -> None:
+        waits.append(seconds)
+        if leaves:
+            made.others = 0
+
+    start.pause = pause
+    result = start.run()
+    assert len(waits) == 1
+    first, second = start.tried
+    assert result.kv_tokens == second
+    if leaves:
+        assert second == first
+    else:
+        assert first - second >= 400 * MIB // BYTES_PER_TOKEN
+
+
 def test_after_four_sizes_the_failure_names_parts_and_knobs(tmp_path: Path) -> None:
     start = Start(machine(surprise=100 * MIB), tmp_path)
     with pytest.raises(OutOfMemory) as caught:
@@ -253,11 +297,30 @@ def test_a_kill_at_the_final_size_goes_on_from_95_percent_at_the_next_start(tmp_
 
 
 def test_a_kill_while_probing_is_no_reason_to_shrink(tmp_path: Path) -> None:
+    """Nor is one such kill an answer: a node that restarts makes it too. Two are."""
     hungry = {"price": 2 * MIB, "kills": True}
-    with pytest.raises(Killed):
-        Start(machine(**hungry), tmp_path).run()
+    for _ in range(2):
+        with pytest.raises(Killed):
+            Start(machine(**hungry), tmp_path).run()
     with pytest.raises(OutOfMemory, match="while probing"):
         Start(machine(**hungry), tmp_path).run()
+    assert Start(machine(), tmp_path).run().source is Source.MEASURED  # the cause went, all is well
+
+
+def test_a_start_that_was_killed_once_while_probing_finds_the_same_size(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        Start(machine(price=2 * MIB, kills=True), tmp_path).run()
+    again = Start(machine(), tmp_path).run()
+    assert again.kv_tokens == Start(machine(), tmp_path).run().kv_tokens  # a search from nothing
+
+
+def test_a_length_that_was_asked_for_is_kept_after_a_kill(tmp_path: Path) -> None:
+    fits = Start(machine(), tmp_path).run().kv_tokens
+    wanted = replace(SETTINGS, max_model_len=fits - 32, model_max_len=100_000)
+    with pytest.raises(Killed):
+        Start(machine(surprise=MIB, kills=True), tmp_path, wanted).run()
+    with pytest.raises(ContextDoesNotFit):
+        Start(machine(kills=True), tmp_path, wanted).run()
 
 
 def test_weights_that_leave_nothing_say_so(tmp_path: Path) -> None:

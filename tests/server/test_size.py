@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -56,3 +57,15 @@ def test_a_file_that_is_no_record_is_not_overwritten(tiny_model: Path, tmp_path:
     assert done.returncode != 0
     assert record.read_text() == "precious"
     assert "records.json" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_interrupted_search_is_no_success(tiny_model: Path) -> None:
+    command = [sys.executable, "-m", "kvline_server", "size", "--model", str(tiny_model)]
+    command += ["--device", "cpu", "--memory", "900Mi", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        process.stderr.readline()  # the first stage is shown once the engine runs
+        process.send_signal(signal.SIGINT)
+        out, error = process.communicate(timeout=100)
+    assert (process.returncode, out) == (130, b"")
+    assert b"interrupted" in error

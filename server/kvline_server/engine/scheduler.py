@@ -81,7 +81,7 @@ class Scheduler:
         for sequence in ready:
             if budget and sequence in self.running:
                 budget -= self._continue(sequence, budget, work)
-        if work:
+        if len(prefilling) < len(self.running):  # those that sit this step out decode in the next
             wanted = self.prefill_per_request * (len(self.running) + len(self.waiting))
             budget = min(budget, max(self.mixed_prefill_tokens, wanted))
         for sequence in prefilling:
@@ -163,12 +163,12 @@ class Scheduler:
 def _trim_to_wave(work: list[Work]) -> None:
     """Shortens the last prompt chunks of a large step until its rows fill whole waves of GEMM
     tiles; called while prompts queue. The rows cut off cost a whole wave here, and almost nothing
-    in the next step, which is full anyway. Prompts are never cut to nothing: decodes alone may
-    exceed the last whole wave."""
+    in the next step, which is full anyway. Prompts never lose most of their rows: where decodes
+    alone exceed the last whole wave, they would get one row a step."""
     rows = sum(chunk.count for chunk in work)
     prompts = sum(chunk.count for chunk in work if chunk.count > 1)
     over = rows % WAVE if rows > WAVE else 0
-    if over >= prompts:
+    if 2 * over > prompts:
         return
     for at in range(len(work) - 1, -1, -1):
         chunk = work[at]

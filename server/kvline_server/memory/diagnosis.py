@@ -145,14 +145,14 @@ class Diagnosis:
         )
 
     def _crowded(self) -> bool:
-        return self._much(self.neighbours + self.arrived)
+        return self.much(self.neighbours + self.arrived)
 
     @property
     def displaced(self) -> bool:
         """Whether other processes took much of the device during the measurement."""
-        return self._much(self.arrived)
+        return self.much(self.arrived)
 
-    def _much(self, nbytes: int) -> bool:
+    def much(self, nbytes: int) -> bool:
         return self.device.gpu and nbytes > self.device.limit // CROWDED
 
     def _binding(self, otherwise: Binding) -> Binding:

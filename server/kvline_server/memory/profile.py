@@ -163,14 +163,16 @@ class ProfileLoop:
         """The budget to validate first, in tokens, its source, and the record if there is one."""
         pinned = self.settings.pinned_kv_tokens
         failed = self.store.attempts
-        if failed and failed[-1].number == 0:
-            raise self.diagnosis.killed_while_probing(failed)
-        if failed:
-            for attempt in failed:
-                self.reporter.attempt(attempt)
+        for attempt in failed:
+            self.reporter.attempt(attempt)
+        if failed and failed[-1].number:
             if pinned is not None or failed[-1].number >= MAX_TRIES:
+                self.store.clear()  # who fixes the cause outside needs no new state folder
                 raise self.diagnosis.out_of_memory(failed, pinned is not None)
-            return shrink(failed[-1].target_tokens), Source.MEASURED, None
+            return self._check_context(shrink(failed[-1].target_tokens)), Source.MEASURED, None
+        if len(failed) > 1:  # one kill while probing may be a node's restart
+            self.store.clear()
+            raise self.diagnosis.killed_while_probing(failed)
         if pinned is not None:
             return self._check_context(whole_pages(pinned)), Source.PINNED, None
         free_mib = self.free_before_weights // MIB
@@ -224,17 +226,15 @@ class ProfileLoop:
     def _left(self) -> int:
         """Tokens that fit now."""
         with self._stage("measure", None):
-            used, now = self.device.used(), self.device.now()
             measured = Measured(
-                free=self.device.limit - used,
+                free=self.device.limit - self.device.used(),
                 probe_kv=self.loaded.arena.nbytes,
                 growth=self._above_now(),
                 files=self.device.working_files(),
             )
             # What the stress took, whether freed since or kept by the allocator.
             self.diagnosis.growth = max(0, self.device.peak() - self.resting)
-            ours = now + self.loaded.arena.nbytes + self.diagnosis.graphs
-            self.diagnosis.arrived = max(0, used - ours - self.diagnosis.neighbours)
+            self._count_arrived()
             reserved = self.settings.headroom_mib * MIB + self.device.slack
             budget = measured.budget(reserved)
             # One page more is the dummy's, which holds no token of anybody.
@@ -261,7 +261,7 @@ class ProfileLoop:
                         self.store.attempts, pinned=not may_shrink
                     ) from error
                 self.reporter.state(State.SHRUNK_RETRY)
-                target = self._check_context(shrink(target))
+                target = self._check_context(self._smaller(target))
                 number += 1
             except DeviceFailure:
                 self.store.forget()
@@ -269,6 +269,28 @@ class ProfileLoop:
             else:
                 self.reporter.attempt(self.store.end(Outcome.SURVIVED, self._lowest_free()))
                 return
+
+    def _smaller(self, target: int) -> int:
+        """The next size: five percent less, or less by what others took since the measurement,
+        such as a second server that started beside this one, once it has been waited for."""
+        known = self.diagnosis.arrived
+        self.device.settle()
+        self._count_arrived()
+        if not self.diagnosis.much(self.diagnosis.arrived - known):
+            return shrink(target)
+        self.loaded.arena.resize(PROBE_PAGES)
+        self.pause(NEIGHBOUR_PAUSE)
+        self._count_arrived()
+        taken = self.diagnosis.arrived - known
+        if not self.diagnosis.much(taken):
+            return target
+        fewer = taken // self.loaded.bytes_per_token + PAGE_SIZE
+        return max(PAGE_SIZE, min(shrink(target), whole_pages(target - fewer)))
+
+    def _count_arrived(self) -> None:
+        """Bytes that others took since this start began."""
+        ours = self.device.now() + self.loaded.arena.nbytes + self.diagnosis.graphs
+        self.diagnosis.arrived = max(0, self.device.used() - ours - self.diagnosis.neighbours)
 
     def _validate(self, tokens: int) -> None:
         """Step 7: the whole stress set at the final size, with the headroom allocated."""
