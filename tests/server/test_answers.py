@@ -62,7 +62,7 @@ def test_scores_are_cut_and_read_in_order() -> None:
 def test_top_logprobs_of_a_long_prompt_are_never_all_python_objects() -> None:
     """8,192 tokens with 20 alternatives were 90 MiB; two such answers killed a 2 GiB container."""
     count, top = 8191, 20
-    answer: Any = SimpleNamespace(prompt_scores=scores(count, top))
+    answer: Any = SimpleNamespace(prompt_scores=[scores(count, top)])
     request: Any = SimpleNamespace(prompt_logprobs=top, prompt_logprobs_format="json")
     texts: Any = SimpleNamespace(token_text=str)
     tracemalloc.start()
@@ -81,18 +81,19 @@ def test_base64_arrays_are_encoded_in_bounded_chunks() -> None:
     """The same bytes as at once, also where echo asked the engine for more columns."""
     for count, have, want in ((8191, 20, 20), (8191, 20, 7), (385, 3, 0), (1, 1, 1), (9, 2, 0)):
         packed = scores(count, have)
-        pieces = list(encode(base64_arrays(packed, want)))
+        parts = [cut(packed, 0, 1000), cut(packed, 1000, count)] if count > 1000 else [packed]
+        pieces = list(encode(base64_arrays(parts, want)))
         value = json.loads(b"".join(pieces))
         ids = np.frombuffer(packed.top_ids, np.int32).reshape(count, have)[:, :want]
         assert value["top_ids"] == base64.b64encode(ids.tobytes()).decode()
         assert value["ranks"] == base64.b64encode(packed.ranks).decode()
         assert max(map(len, pieces)) <= ROWS * 4 * max(want, 1) * 4 / 3 + 64
     tracemalloc.start()
-    for _ in encode(base64_arrays(packed := scores(8191, 20), 20)):
+    for _ in encode(base64_arrays([packed := scores(8191, 20)], 20)):
         pass
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
-    for _ in encode(base64_arrays(packed, 20)):
+    for _ in encode(base64_arrays([packed], 20)):
         pass
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

@@ -6,14 +6,18 @@ import asyncio
 import socket
 import threading
 import time
+from argparse import Namespace
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
+import numpy as np
 import pytest
 
-from kvline_server.engine.messages import Channel, Delta, Deltas, Submit, encode
-from kvline_server.engine.outbox import Outbox
-from kvline_server.engine.request import SamplingParams
+from kvline_server.engine.engine import Output
+from kvline_server.engine.messages import Channel, Delta, Deltas, Message, Submit, encode
+from kvline_server.engine.outbox import PATIENCE, Outbox
+from kvline_server.engine.process import SCORES_BYTES, EngineProcess
+from kvline_server.engine.request import SamplingParams, Scores, Sequence
 from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.errors import ApiError, EngineFailed, NotRead
 
@@ -55,15 +59,103 @@ def test_sending_never_blocks_and_keeps_the_order(
     received.close()  # type: ignore[attr-defined]
 
 
-def test_a_reader_that_falls_too_far_behind_is_disconnected(
+def test_a_reader_that_reads_nothing_is_disconnected(
     sockets: tuple[socket.socket, socket.socket],
 ) -> None:
-    outbox = Outbox(sockets[0], limit=1 << 20)
-    with pytest.raises(OSError, match="does not read"):
-        for _ in range(10_000):
-            outbox.send(frame(1000))
-    with pytest.raises(OSError):
-        outbox.send(frame(1))
+    now = 0.0
+    outbox = Outbox(sockets[0], clock=lambda: now)
+    for _ in range(1000):
+        outbox.send(frame(1000))
+    now += PATIENCE / 2
+    outbox.send(frame(1))
+    now += PATIENCE
+    for _ in range(2):
+        with pytest.raises(OSError, match="does not read"):
+            outbox.send(frame(1))
+
+
+def test_a_slow_reader_keeps_its_connection(sockets: tuple[socket.socket, socket.socket]) -> None:
+    """It is always behind, for longer than it may read nothing, but it reads."""
+    now, ours, theirs = 0.0, *sockets
+    outbox, received = Outbox(ours, clock=lambda: now), Channel(theirs).receive()
+    for _ in range(10):
+        for _ in range(20):
+            outbox.send(frame(3000))
+        now += PATIENCE / 4
+        while outbox._progress_at < now:
+            assert next(received) == frame(3000)
+    received.close()  # type: ignore[attr-defined]
+
+
+class Recorded(Channel):
+    """Keeps what is sent, too."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(connection)
+        self.sizes: list[int] = []
+
+    def send(self, message: Message) -> None:
+        self.sizes.append(len(encode(message)))
+
+
+def large(count: int, top: int = 20) -> Scores:
+    column = np.arange(count, dtype=np.int32)
+    table = np.arange(count * top, dtype=np.int32).reshape(count, top)
+    return Scores(column, column.astype(np.float32), column, table, table.astype(np.float32))
+
+
+def outputs(id: int, scores: Scores) -> list[Output]:
+    sequence = Sequence(id, [1, 2], 1, SamplingParams(1, prompt_logprobs=20))
+    return [Output(sequence, 5, None, "length", scores)]
+
+
+@pytest.fixture
+def publisher() -> Iterator[tuple[EngineProcess, socket.socket]]:
+    here, line = socket.socketpair()
+    parent, control = socket.socketpair()
+    process = EngineProcess(Namespace(http_fd=line.detach()), Channel(control))
+    yield process, here
+    here.close()
+    parent.close()
+    control.close()
+    process.http.connection.close()
+
+
+@pytest.mark.parametrize("count", [0, 1, 190_000, 450_000])
+def test_no_frame_of_prompt_logprobs_is_large(
+    publisher: tuple[EngineProcess, socket.socket], count: int
+) -> None:
+    """172 bytes a token: 390,000 were more than one frame may be, 195,000 than the backlog."""
+    process, here = publisher
+    recorded = Recorded(here)
+    process.clients[1] = recorded
+    process._publish(outputs(1, large(count)))
+    assert max(recorded.sizes) <= SCORES_BYTES + 64
+    assert sum(recorded.sizes) >= 172 * count
+
+
+def test_large_prompt_logprobs_back_to_back_all_arrive(
+    publisher: tuple[EngineProcess, socket.socket],
+) -> None:
+    process, here = publisher
+    count, ids = 131_072, [1, 2, 3]
+
+    async def story() -> None:
+        client = EngineClient(100)
+        await client.connect(here)
+        prompts = [[id] for id in ids]
+        tasks = [asyncio.create_task(ask(client, prompt)) for prompt in prompts]
+        await asyncio.sleep(0)
+        for id in ids:
+            process.clients[id] = process.http
+            process._publish(outputs(id, large(count)))
+        for (delta,) in await asyncio.wait_for(asyncio.gather(*tasks), 60):
+            assert sum(part.count for part in delta.prompt_scores) == count
+            tokens = b"".join(part.tokens for part in delta.prompt_scores)
+            assert tokens == np.arange(count, dtype=np.int32).tobytes()
+        assert client.connected
+
+    asyncio.run(story())
 
 
 @asynccontextmanager
@@ -78,8 +170,9 @@ async def connected(unread: int = 100) -> AsyncIterator[tuple[EngineClient, asyn
     await asyncio.sleep(0)  # the transports close
 
 
-async def ask(client: EngineClient) -> list[Delta]:
-    return [delta async for deltas in client.generate([1], PARAMS) for delta in deltas]
+async def ask(client: EngineClient, prompt: list[int] | None = None) -> list[Delta]:
+    answer = client.generate(prompt or [1], PARAMS)
+    return [delta async for deltas in answer for delta in deltas]
 
 
 @pytest.mark.parametrize(

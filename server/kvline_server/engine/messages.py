@@ -44,9 +44,16 @@ class Delta(msgspec.Struct, array_like=True):
     token: int
     finish: str | None = None
     scores: PackedScores | None = None
-    prompt_scores: PackedScores | None = None
+    prompt_scores: list[PackedScores] = []  # as messages of their own until they are received
     cached: int = 0
     waited_ms: int = 0  # in the queue, before its first step
+
+
+class PromptScores(msgspec.Struct, tag="prompt-scores", array_like=True):
+    """Some of a prompt's logprobs, in order; all of them come before its first delta."""
+
+    id: int
+    scores: PackedScores
 
 
 class Deltas(msgspec.Struct, tag="deltas", array_like=True):
@@ -114,7 +121,18 @@ class NeighboursReady(msgspec.Struct, tag="neighbours", array_like=True):
     """Parent to engine: every other process has its memory; measure now."""
 
 
-Message = Submit | Abort | Deltas | Beat | EdgeBeat | Progress | Drain | Serve | NeighboursReady
+Message = (
+    Submit
+    | Abort
+    | PromptScores
+    | Deltas
+    | Beat
+    | EdgeBeat
+    | Progress
+    | Drain
+    | Serve
+    | NeighboursReady
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)

@@ -1,42 +1,50 @@
 """The engine's connection to the HTTP process. `send` never blocks, so a slow reader cannot delay
-an engine step: what the socket buffer does not take at once, a thread sends later."""
+an engine step: what the socket buffer does not take at once, a thread sends later.
+
+Admission bounds how much can be waiting, so what counts is only whether the other side still reads.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import threading
+import time
 from collections import deque
+from collections.abc import Callable
 
 from kvline_server.engine.messages import Channel, Message, encode
 
-MAX_BACKLOG_BYTES = 32 << 20
+PATIENCE = 60.0  # seconds in which the other side reads nothing; its liveness allows as many
+CHUNK = 64 << 10  # bytes after which progress is noted
 
 
 class Outbox(Channel):
-    def __init__(self, connection: socket.socket, limit: int = MAX_BACKLOG_BYTES) -> None:
+    def __init__(
+        self, connection: socket.socket, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         super().__init__(connection)
-        self._limit = limit
+        self._clock = clock
         self._backlog: deque[bytes] = deque()
-        self._backlog_bytes = 0
-        self._overflowed = False
+        self._progress_at = 0.0  # while there is a backlog
+        self._given_up = False
         self._changed = threading.Condition(self._lock)
         threading.Thread(target=self._send_backlog, daemon=True, name="outbox").start()
 
     def send(self, message: Message) -> None:
-        """Raises OSError when the other side is gone, or more than `limit` bytes behind."""
+        """Raises OSError when the other side is gone, or has read nothing for PATIENCE."""
         data = encode(message)
         with self._changed:
             if not self._backlog:
                 data = data[self._send_now(data) :]
+                self._progress_at = self._clock()
             if not data:
                 return
-            if self._overflowed or self._backlog_bytes + len(data) > self._limit:
-                self._overflowed = True
+            if self._given_up or self._clock() - self._progress_at > PATIENCE:
+                self._given_up = True
                 self.connection.shutdown(socket.SHUT_RDWR)
                 raise OSError("the HTTP process does not read")
             self._backlog.append(data)
-            self._backlog_bytes += len(data)
             self._changed.notify()
 
     def _send_now(self, data: bytes) -> int:
@@ -49,11 +57,13 @@ class Outbox(Channel):
         with contextlib.suppress(OSError):
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._backlog or self._overflowed)
-                    if self._overflowed:
+                    self._changed.wait_for(lambda: self._backlog or self._given_up)
+                    if self._given_up:
                         return
-                    data = self._backlog[0]
-                self.connection.sendall(data)
+                    data = memoryview(self._backlog[0])
+                for start in range(0, len(data), CHUNK):
+                    self.connection.sendall(data[start : start + CHUNK])
+                    self._progress_at = self._clock()
                 with self._changed:
                     self._backlog.popleft()
-                    self._backlog_bytes -= len(data)
+        self._given_up = True

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -26,7 +27,15 @@ from kvline_contract.report import Attempt, Effective, Provenance, Stage, State
 from kvline_server import device_errors
 from kvline_server.engine import messages
 from kvline_server.engine.engine import Engine, Output
-from kvline_server.engine.messages import Beat, Channel, Delta, Deltas, PackedScores, Progress
+from kvline_server.engine.messages import (
+    Beat,
+    Channel,
+    Delta,
+    Deltas,
+    PackedScores,
+    Progress,
+    PromptScores,
+)
 from kvline_server.engine.outbox import Outbox
 from kvline_server.engine.request import Scores
 from kvline_server.engine.start import start
@@ -40,6 +49,7 @@ from kvline_server.memory.pages import PAGE_SIZE
 
 BEAT_SECONDS = 0.5
 NEIGHBOUR_SECONDS = 120.0
+SCORES_BYTES = 1 << 20  # of prompt logprobs in one frame
 
 
 class ParentReporter:
@@ -128,8 +138,8 @@ class EngineProcess:
                 engine.abort(message.id)
 
     def _publish(self, outputs: list[Output]) -> None:
-        """One frame per client for all its requests; prompt logprobs get a frame of their own, so
-        that no frame exceeds MAX_FRAME."""
+        """One frame per client for all its requests, after frames of the prompt logprobs: those of
+        a long prompt are larger than one frame may be."""
         frames: dict[Channel, list[Delta]] = {}
         for output in outputs:
             self.output_tokens += 1
@@ -139,11 +149,11 @@ class EngineProcess:
             if output.finish is not None:
                 del self.clients[output.sequence.id]
             if output.prompt_scores is not None:
-                _send(client, [_delta(output)])
-            else:
-                frames.setdefault(client, []).append(_delta(output))
+                for part in parts(output.prompt_scores):
+                    _send(client, PromptScores(output.sequence.id, part))
+            frames.setdefault(client, []).append(_delta(output))
         for client, deltas in frames.items():
-            _send(client, deltas)
+            _send(client, Deltas(deltas))
 
     def _beat(self, engine: Engine) -> None:
         now = time.monotonic()
@@ -188,9 +198,9 @@ class EngineProcess:
                 self.inbox.put((self.http, message))
 
 
-def _send(client: Channel, deltas: list[Delta]) -> None:
+def _send(client: Channel, message: messages.Message) -> None:
     with contextlib.suppress(OSError):  # the HTTP process is gone; the parent ends the pod
-        client.send(Deltas(deltas))
+        client.send(message)
 
 
 def _delta(output: Output) -> Delta:
@@ -198,16 +208,20 @@ def _delta(output: Output) -> Delta:
         output.sequence.id,
         output.token,
         output.finish,
-        pack(output.scores),
-        pack(output.prompt_scores),
-        output.sequence.cached,
-        int(1000 * (output.sequence.waited or 0)),
+        None if output.scores is None else pack(output.scores),
+        cached=output.sequence.cached,
+        waited_ms=int(1000 * (output.sequence.waited or 0)),
     )
 
 
-def pack(scores: Scores | None) -> PackedScores | None:
-    if scores is None:
-        return None
+def parts(scores: Scores) -> Iterator[PackedScores]:
+    """All of them, in order, SCORES_BYTES at most in each."""
+    count, top = scores.top_ids.shape
+    rows = max(1, SCORES_BYTES // (4 * (3 + 2 * top)))
+    return (pack(scores.rows(start, start + rows)) for start in range(0, count, rows))
+
+
+def pack(scores: Scores) -> PackedScores:
     return PackedScores(
         count=len(scores.tokens),
         top=scores.top_ids.shape[1],

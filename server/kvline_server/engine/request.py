@@ -49,6 +49,11 @@ class Scores:
     top_ids: np.ndarray  # int32 [n, k]
     top_values: np.ndarray  # float32 [n, k]
 
+    def rows(self, start: int, end: int) -> Scores:
+        some = slice(start, end)
+        columns = (self.tokens, self.values, self.ranks, self.top_ids, self.top_values)
+        return Scores(*(column[some] for column in columns))
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:

@@ -25,7 +25,7 @@ from kvline_server.http.generate import (
 from kvline_server.http.later import Later
 from kvline_server.http.packed import base64_arrays
 from kvline_server.http.protocol import CompletionRequest, GenerationRequest
-from kvline_server.http.scores import TokenScore, chosen, cut, unpack
+from kvline_server.http.scores import TokenScore, between, chosen, unpack
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 ECHO_TOKENS = 64  # tokens per event of a streamed prompt with logprobs
@@ -88,7 +88,7 @@ class Completion:
         if request.echo:
             echoed = self._echoed(prompt)
             text, head = echoed.text + text, self.prompts[prompt][0]
-            scores = _some(answer.prompt_scores) + scores
+            scores = answer.prompt_scores + scores
             offsets = echoed.offsets + [len(echoed.text) + at for at in offsets]
         choice = self._worded(index, text, answer.finish, scores, offsets, head)
         if request.prompt_logprobs is not None:
@@ -140,7 +140,7 @@ class Completion:
                     )
 
     def _echo(
-        self, index: int, prompt: list[int], echoed: Echoed, scores: PackedScores | None
+        self, index: int, prompt: list[int], echoed: Echoed, scores: list[PackedScores]
     ) -> Iterator[dict[str, Any]]:
         """The echoed prompt as chunks; several of them where its logprobs are listed."""
         text, offsets = echoed.text, echoed.offsets
@@ -153,7 +153,7 @@ class Completion:
                 index,
                 text[offsets[start] if start else 0 : until],
                 None,
-                [cut(scores, max(0, start - 1), end - 1)] if scores else [],
+                between(scores, max(0, start - 1), end - 1),
                 offsets[start:end],
                 prompt[0] if start == 0 else None,
             )
@@ -199,10 +199,6 @@ def legacy_logprobs(
     }
 
 
-def _some(scores: PackedScores | None) -> list[PackedScores]:
-    return [scores] if scores else []
-
-
 def _top(generator: Generator, score: TokenScore, top: int) -> dict[str, float]:
     """Top logprobs by text, the sampled token included. Of tokens with the same text (parts of a
     character) the likeliest is kept: clients take the maximum for the greedy token."""
@@ -223,7 +219,7 @@ def prompt_logprobs(
 
     def entries() -> Iterator[dict[str, Any] | None]:
         yield None
-        for score in unpack(_some(answer.prompt_scores)):
+        for score in unpack(answer.prompt_scores):
             yield _entry(generator, score, top)
 
     return Later(entries)

@@ -9,7 +9,15 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from kvline_server.engine import messages
-from kvline_server.engine.messages import MAX_FRAME, Abort, Delta, Deltas, Submit
+from kvline_server.engine.messages import (
+    MAX_FRAME,
+    Abort,
+    Delta,
+    Deltas,
+    PackedScores,
+    PromptScores,
+    Submit,
+)
 from kvline_server.engine.request import SamplingParams
 from kvline_server.http.errors import ApiError, EngineFailed, NotRead
 from kvline_server.http.shared_prompts import SharedPrompts
@@ -22,6 +30,7 @@ class Received:
 
     def __init__(self) -> None:
         self.items: asyncio.Queue[Delta | ApiError] = asyncio.Queue()
+        self.prompt_scores: list[PackedScores] = []  # that came before the first delta
         self.awaited = False  # the request waits for the next delta
 
     async def take(self) -> list[Delta | ApiError]:
@@ -120,6 +129,8 @@ class EngineClient:
                 message = messages.decode(await reader.readexactly(length))
                 if isinstance(message, Deltas):
                     self._dispatch(message)
+                elif isinstance(message, PromptScores) and message.id in self._received:
+                    self._received[message.id].prompt_scores.append(message.scores)
         except (asyncio.IncompleteReadError, OSError):
             self.why_lost = "the engine closed its connection to the HTTP process"
         except Exception as error:
@@ -141,4 +152,6 @@ class EngineClient:
                 del self._received[delta.id]
                 self._abort(delta.id)
             else:
+                if received.prompt_scores:
+                    delta.prompt_scores, received.prompt_scores = received.prompt_scores, []
                 received.items.put_nowait(delta)

@@ -29,7 +29,7 @@ class Piece:
     scores: list[PackedScores] = field(default_factory=list)  # arrays until they are worded
     offsets: list[int] = field(default_factory=list)  # in the answer's text, of each counted token
     finish: str | None = None
-    prompt_scores: PackedScores | None = None
+    prompt_scores: list[PackedScores] = field(default_factory=list)
     cached: int = 0
 
 
@@ -42,7 +42,7 @@ class Answer:
     scores: list[PackedScores] = field(default_factory=list)  # arrays until they are worded
     offsets: list[int] = field(default_factory=list)
     finish: str = "length"
-    prompt_scores: PackedScores | None = None
+    prompt_scores: list[PackedScores] = field(default_factory=list)
     cached: int = 0
 
     def count(self, piece: Piece) -> None:

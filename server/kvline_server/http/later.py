@@ -34,17 +34,20 @@ class Later:
 
 
 class LaterBase64:
-    """A JSON string: the base64 of bytes that are created while it is encoded. The length of each
-    part but the last is a multiple of three, so that no padding occurs in between."""
+    """A JSON string: the base64 of bytes that are created while it is encoded."""
 
     def __init__(self, parts: Callable[[], Iterable[bytes]]) -> None:
         self._parts = parts
 
     def chunks(self) -> Iterator[bytes]:
         yield b'"'
+        rest = b""  # of three bytes that become one group
         for part in self._parts():
-            yield base64.b64encode(part)
-        yield b'"'
+            data = rest + part if rest else part
+            whole = len(data) // 3 * 3
+            rest = data[whole:]
+            yield base64.b64encode(data[:whole])
+        yield base64.b64encode(rest) + b'"'
 
 
 def encode(value: Any) -> Iterator[bytes]:

@@ -43,6 +43,17 @@ def chosen(parts: list[PackedScores]) -> tuple[list[int], list[float]]:
     return tokens, values
 
 
+def between(parts: list[PackedScores], start: int, end: int) -> list[PackedScores]:
+    """Tokens start..end of all."""
+    out, at = [], 0
+    for part in parts:
+        first, last = max(start - at, 0), min(end - at, part.count)
+        if first < last:
+            out.append(cut(part, first, last))
+        at += part.count
+    return out
+
+
 def cut(part: PackedScores, start: int, end: int) -> PackedScores:
     """Tokens start..end."""
     one, row = slice(start * NUMBER, end * NUMBER), NUMBER * part.top

@@ -22,7 +22,7 @@ class Prompt:
     computed: asyncio.Event = field(
         default_factory=asyncio.Event
     )  # also set when the first choice leaves early
-    scores: PackedScores | None = None
+    scores: list[PackedScores] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Share:
         """Waits until the prompt is computed; returns the parameters to submit."""
         if not self.first:
             await self.prompt.computed.wait()
-            if self.prompt.scores is not None:
+            if self.prompt.scores:
                 return msgspec.structs.replace(params, prompt_logprobs=None)
         return params
 
@@ -49,7 +49,7 @@ class Share:
         if self.first:
             self.prompt.scores = deltas[0].prompt_scores
             self.prompt.computed.set()
-        elif self.prompt.scores is not None:
+        elif self.prompt.scores:
             deltas[0].prompt_scores = self.prompt.scores
 
 
