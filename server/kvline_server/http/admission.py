@@ -19,6 +19,22 @@ from kvline_server.http.protocol import MAX_PROMPTS
 QUEUE_FACTOR = 4  # waiting sequences per running one
 
 
+class Room:
+    """What one request holds of its admission."""
+
+    def __init__(self, admission: Admission, nbytes: int) -> None:
+        self._admission = admission
+        self.nbytes = nbytes
+
+    def hold(self, nbytes: int) -> None:
+        """Room for more scores. Raises TooMany, and BadRequest where no wait would help."""
+        self._admission.check_held(self.nbytes + nbytes)
+        if self._admission.nbytes + nbytes > self._admission.max_held:
+            raise TooMany("too many logprobs are waiting to be sent; try again later")
+        self._admission.nbytes += nbytes
+        self.nbytes += nbytes
+
+
 @dataclass(slots=True)
 class Admission:
     max_sequences: int = 0
@@ -82,7 +98,7 @@ class Admission:
             self.requests -= 1
 
     @contextmanager
-    def room(self, sequences: int, tokens: int, nbytes: int = 0) -> Iterator[None]:
+    def room(self, sequences: int, tokens: int, nbytes: int = 0) -> Iterator[Room]:
         """Holds room for sequences of so many prompt tokens in all, and so many bytes of scores.
         Raises TooMany, and BadRequest where no wait would help."""
         if sequences > self.max_sequences:
@@ -96,12 +112,7 @@ class Admission:
                 f"prompt: {tokens} tokens in one request; this server takes {self.max_tokens}",
                 "prompt",
             )
-        if nbytes > self.max_held:
-            raise BadRequest(
-                f"logprobs: {nbytes} bytes in one answer; this server holds {self.max_held}: ask "
-                "for fewer tokens, alternatives or choices, or for a stream",
-                "logprobs",
-            )
+        self.check_held(nbytes)
         if (
             self.nbytes + nbytes > self.max_held
             or self.sequences + sequences > self.max_sequences
@@ -112,10 +123,20 @@ class Admission:
         self.sequences += sequences
         self.tokens += tokens
         self.nbytes += nbytes
+        room = Room(self, nbytes)
         try:
-            yield
+            yield room
         finally:
             self.sequences -= sequences
             self.tokens -= tokens
             self.ended += sequences
-            self.nbytes -= nbytes
+            self.nbytes -= room.nbytes
+
+    def check_held(self, nbytes: int) -> None:
+        """Raises BadRequest where one answer has more scores than all may have."""
+        if nbytes > self.max_held:
+            raise BadRequest(
+                f"logprobs: {nbytes} bytes in one answer; this server holds {self.max_held}: ask "
+                "for fewer tokens, alternatives or choices, or for a stream",
+                "logprobs",
+            )

@@ -32,7 +32,6 @@ from kvline_server.http.request_id import request_id
 from kvline_server.http.scores import held
 from kvline_server.http.stream import Jobs, api_error, events
 
-ENTRY = 400  # bytes that an output token's arrays take beside their numbers
 T = TypeVar("T")
 
 
@@ -95,12 +94,12 @@ async def _generate(
         id = request_id(request.headers.get("x-request-id"))
         work = route(id, parsed, service.generator, service.limits)
         jobs = await asyncio.to_thread(work.plan)
-        stack.enter_context(service.admission.room(len(jobs), *_wanted(jobs, parsed.stream)))
+        room = stack.enter_context(service.admission.room(len(jobs), *_wanted(jobs)))
         headers = {"x-request-id": id}
         if parsed.stream:
             stream = events(work, jobs, stack.pop_all())
             return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
-        answers = await _unless_gone(request, service.generator.answers(jobs, parsed.stops()))
+        answers = await _unless_gone(request, service.generator.answers(jobs, parsed.stops(), room))
         pieces = encode(work.response(answers))
         whole = next(pieces)
         if (more := next(pieces, None)) is None:
@@ -109,14 +108,14 @@ async def _generate(
         return StreamingResponse(body, media_type="application/json", headers=headers)
 
 
-def _wanted(jobs: Jobs, streamed: bool) -> tuple[int, int]:
-    """Prompt tokens, and bytes of scores that are held until the answer is sent."""
-    nbytes = 0
-    for prompt, params in jobs:
-        if params.prompt_logprobs is not None:
-            nbytes += held(len(prompt), params.prompt_logprobs)
-        if params.logprobs is not None and not streamed:
-            nbytes += held(params.max_tokens, params.logprobs) + params.max_tokens * ENTRY
+def _wanted(jobs: Jobs) -> tuple[int, int]:
+    """Prompt tokens, and bytes of the prompts' scores. Those of output tokens are counted as they
+    come: most answers end long before max_tokens."""
+    nbytes = sum(
+        held(len(prompt), params.prompt_logprobs)
+        for prompt, params in jobs
+        if params.prompt_logprobs is not None
+    )
     return sum(len(prompt) for prompt, _ in jobs), nbytes
 
 

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 
 from kvline_server.engine.messages import Delta, PackedScores
 from kvline_server.engine.request import SamplingParams
+from kvline_server.http.admission import Room
 from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.protocol import GenerationRequest
+from kvline_server.http.scores import held_outputs
 from kvline_server.http.tokens import StopMatcher, TextStream, Tokens
 from kvline_server.http.trace import Traces
 
@@ -124,19 +126,23 @@ class Generator:
         if matcher.found:
             piece.finish = "stop"
 
-    async def answer(self, prompt: list[int], params: SamplingParams, stops: list[str]) -> Answer:
+    async def answer(
+        self, prompt: list[int], params: SamplingParams, stops: list[str], room: Room
+    ) -> Answer:
         out = Answer()
         async with aclosing(self.follow(prompt, params, stops)) as pieces:
             async for piece in pieces:
+                room.hold(held_outputs(piece.scores))
                 out.add(piece)
         return out
 
     async def answers(
-        self, jobs: list[tuple[list[int], SamplingParams]], stops: list[str]
+        self, jobs: list[tuple[list[int], SamplingParams]], stops: list[str], room: Room
     ) -> list[Answer]:
-        """All answers of a request at once; one failure ends the others."""
+        """All answers of a request at once, with room for their scores; one failure ends the
+        others."""
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self.answer(p, params, stops)) for p, params in jobs]
+            tasks = [group.create_task(self.answer(p, params, stops, room)) for p, params in jobs]
         return [task.result() for task in tasks]
 
     def token_text(self, token: int) -> str:

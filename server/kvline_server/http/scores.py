@@ -12,6 +12,7 @@ from kvline_server.engine.messages import PackedScores
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf
 TOKENS = 32  # unpacked at a time
 NUMBER = 4  # bytes of an int32 or float32
+ENTRY = 400  # bytes that an output token's arrays take beside their numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,11 @@ class TokenScore:
 def held(tokens: int, top: int) -> int:
     """Bytes of the logprobs of `tokens` tokens until they are sent."""
     return tokens * NUMBER * (3 + 2 * top)
+
+
+def held_outputs(parts: list[PackedScores]) -> int:
+    """The same of output tokens, each with arrays of its own."""
+    return sum(held(part.count, part.top) + ENTRY for part in parts)
 
 
 def unpack(parts: list[PackedScores]) -> Iterator[TokenScore]:

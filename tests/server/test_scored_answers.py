@@ -1,0 +1,139 @@
+"""Answers with logprobs from a scripted engine: who is let in, and what is then counted."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvline_contract.launch import Device
+from kvline_server.engine import messages
+from kvline_server.engine.messages import Delta, Deltas, PackedScores, Submit
+from kvline_server.http.admission import Admission
+from kvline_server.http.app import Service, create_app
+from kvline_server.http.body import Bodies
+from kvline_server.http.engine_client import EngineClient
+from kvline_server.http.generate import Generator, Limits
+from kvline_server.http.process import HELD
+from kvline_server.http.scores import ENTRY, held
+from kvline_server.http.tokens import Tokens
+from kvline_server.http.trace import Traces
+from kvline_server.options import ClientLimits
+
+CONTEXT, TOP = 40_960, 5
+TOKEN_BYTES = held(1, TOP) + ENTRY
+
+
+class Scripted:
+    """A server's HTTP part, and an engine that answers at command."""
+
+    def __init__(self, folder: Path, max_held: int) -> None:
+        self.client = EngineClient(1000)
+        self.admission = Admission(max_held=max_held)
+        self.admission.open(16, 65_536)
+        generator = Generator(self.client, Tokens(folder), Traces(None))
+        limits = Limits("tiny", 307, CONTEXT, 20)
+        service = Service(generator, self.admission, Bodies(ClientLimits()), limits, 0)
+        transport = httpx.ASGITransport(create_app(service))
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://tiny", timeout=60)
+        self.submitted: asyncio.Queue[Submit] = asyncio.Queue()
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Scripted]:
+        here, line = socket.socketpair()
+        await self.client.connect(here)
+        reader, self._writer = await asyncio.open_connection(sock=line)
+        reading = asyncio.create_task(self._read(reader))
+        async with self.http:
+            yield self
+        reading.cancel()
+        self._writer.close()
+        await self.client.lost.wait()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while True:
+            length = int.from_bytes(await reader.readexactly(4), "little")
+            message = messages.decode(await reader.readexactly(length))
+            if isinstance(message, Submit):
+                self.submitted.put_nowait(message)
+
+    def ask(self, **fields: Any) -> asyncio.Task[httpx.Response]:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+        body |= {"logprobs": True, "top_logprobs": TOP, **fields}
+        return asyncio.create_task(self.http.post("/v1/chat/completions", json=body))
+
+    async def answer(self, count: int, finish: str | None = "stop") -> None:
+        """So many output tokens for the next sequence."""
+        id = (await asyncio.wait_for(self.submitted.get(), 30)).id
+        one = PackedScores(1, TOP, bytes(4), bytes(4), bytes(4), bytes(4 * TOP), bytes(4 * TOP))
+        deltas = [Delta(id, 5, None, one) for _ in range(count)]
+        deltas[-1].finish = finish
+        self._writer.write(messages.encode(Deltas(deltas)))
+
+
+@pytest.fixture
+def play(tiny_model: Path) -> Callable[..., None]:
+    def run(story: Callable[[Scripted], Any], max_held: int) -> None:
+        async def whole() -> None:
+            async with Scripted(tiny_model, max_held).open() as scripted:
+                await story(scripted)
+                assert scripted.admission.nbytes == scripted.admission.sequences == 0
+
+        asyncio.run(whole())
+
+    return run
+
+
+@pytest.mark.parametrize("requests, n", [(8, 1), (1, 4), (16, 1), (1, 8)])
+def test_an_idle_server_lets_in_chats_that_could_fill_the_context(
+    play: Callable[..., None], requests: int, n: int
+) -> None:
+    """None says how long its answer becomes: of eight at once, five were refused, and n=4 too."""
+
+    async def story(scripted: Scripted) -> None:
+        asked = [scripted.ask(n=n) for _ in range(requests)]
+        for _ in range(requests * n):
+            await scripted.answer(20)
+        for answer in await asyncio.gather(*asked):
+            assert answer.status_code == 200
+            assert [len(c["logprobs"]["content"]) for c in answer.json()["choices"]] == [20] * n
+
+    play(story, HELD[Device.CPU])
+
+
+def test_scores_are_counted_as_they_come(play: Callable[..., None]) -> None:
+    async def story(scripted: Scripted) -> None:
+        long = scripted.ask()
+        await scripted.answer(700, finish=None)
+        while scripted.admission.nbytes < 700 * TOKEN_BYTES:
+            await asyncio.sleep(0.001)
+        other = scripted.ask()
+        await scripted.answer(400)
+        assert (await other).status_code == 429
+        assert scripted.admission.nbytes == 700 * TOKEN_BYTES
+        other = scripted.ask()
+        await scripted.answer(200)
+        assert (await other).status_code == 200
+        long.cancel()
+        await asyncio.gather(long, return_exceptions=True)
+
+    play(story, 1000 * TOKEN_BYTES)
+
+
+def test_an_answer_with_more_scores_than_all_may_have_is_refused(
+    play: Callable[..., None],
+) -> None:
+    async def story(scripted: Scripted) -> None:
+        asked = scripted.ask()
+        await scripted.answer(1001)
+        refused = await asked
+        assert refused.status_code == 400
+        assert "or for a stream" in refused.json()["error"]["message"]
+
+    play(story, 1000 * TOKEN_BYTES)
