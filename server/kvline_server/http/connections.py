@@ -19,6 +19,7 @@ from kvline_server.http.errors import ApiError, BadRequest, HeadTooLarge, TimedO
 from kvline_server.options import ClientLimits
 
 NEVER = float("inf")
+SLOWEST = 1 << 10  # bytes a second that a client must read of its answer
 HEAD = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
 HEAD_TOO_LARGE = "the head of the request is too large"
 
@@ -80,6 +81,7 @@ class Connection(HttpToolsProtocol):
         self.limits = connections.limits
         self.deadline = NEVER  # of what the client sends next
         self.stalled_until = NEVER  # of what it does not read
+        self._unsent = 0  # bytes of the answer, when its deadline was last set
         self._in_head = False
         self._in_request = False  # head or body
         self._head = self._raw = 0  # bytes of a head: parsed, and received
@@ -112,6 +114,8 @@ class Connection(HttpToolsProtocol):
 
     def expire(self, now: float) -> None:
         """Past its deadline: a late head gets a 408; idle or unread connections are just closed."""
+        if self.stalled_until < now and self._reads():
+            return
         if self._in_head and self.stalled_until > now and not self._lingering:
             self._refuse(TimedOut("the head of the request did not come in time"))
         else:
@@ -196,7 +200,16 @@ class Connection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._unsent = self.transport.get_write_buffer_size()
         self.stalled_until = self.loop.time() + self.limits.stall
+
+    def _reads(self) -> bool:
+        """Whether the client has read enough since the last time; it then gets as long again."""
+        read = self._unsent - self.transport.get_write_buffer_size()
+        if read < SLOWEST * self.limits.stall:
+            return False
+        self.pause_writing()
+        return True
 
     def resume_writing(self) -> None:
         super().resume_writing()

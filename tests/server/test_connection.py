@@ -1,0 +1,121 @@
+"""One connection of the API port, over a real socket and an application of a few lines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from kvline_server.http.connections import Connections
+from kvline_server.options import ClientLimits
+
+HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+Application = Callable[..., Any]
+
+
+@asynccontextmanager
+async def connection(app: Application, limits: ClientLimits) -> AsyncIterator[socket.socket]:
+    """The client's end."""
+    connections = Connections(limits)
+    config = uvicorn.Config(app, http=connections.make, log_config=None, lifespan="off")  # type: ignore[arg-type]
+    config.load()
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    sweep = asyncio.create_task(connections.sweep())
+
+    def make() -> asyncio.Protocol:
+        return connections.make(config=config, server_state=ServerState(), app_state={})
+
+    await asyncio.get_running_loop().connect_accepted_socket(make, theirs)
+    with ours:
+        yield ours
+    connections.drop()
+    sweep.cancel()
+    await asyncio.sleep(0.05)
+
+
+def answers(body: bytes) -> Application:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["more_body"]:
+            pass
+        length = (b"content-length", b"%d" % len(body))
+        await send({"type": "http.response.start", "status": 200, "headers": [length]})
+        await send({"type": "http.response.body", "body": body})
+
+    return app
+
+
+async def read(client: socket.socket, size: int, pause: float, wanted: int) -> int:
+    """Bytes that come until so many are there, or the connection ends."""
+    loop, got = asyncio.get_running_loop(), 0
+    with contextlib.suppress(ConnectionError):
+        while got < wanted and (part := await loop.sock_recv(client, size)):
+            got += len(part)
+            await asyncio.sleep(pause)
+    return got
+
+
+def test_a_client_that_reads_slowly_but_steadily_gets_its_whole_answer() -> None:
+    """It takes several times as long as a client may read nothing."""
+    body, limits = b"x" * (2 << 20), ClientLimits(stall=0.5, sweep=0.05)
+
+    async def story() -> None:
+        async with connection(answers(body), limits) as client:
+            await asyncio.get_running_loop().sock_sendall(client, HEAD % 0)
+            assert await read(client, 64 << 10, 0.06, len(body)) >= len(body)
+
+    asyncio.run(story())
+
+
+def test_a_client_that_hardly_reads_is_cut() -> None:
+    body, limits = b"x" * (4 << 20), ClientLimits(stall=0.5, sweep=0.05)
+
+    async def story() -> None:
+        async with connection(answers(body), limits) as client:
+            await asyncio.get_running_loop().sock_sendall(client, HEAD % 0)
+            await read(client, 64, 0.1, 2000)
+            assert await read(client, 1 << 20, 0, len(body)) < len(body)
+
+    asyncio.run(story())
+
+
+def test_a_head_behind_a_large_body_is_counted_from_its_own_beginning() -> None:
+    """Pipelined: the body, longer than a head may be, comes with half of the next head."""
+    limits, length = ClientLimits(), 3 * ClientLimits().head_bytes
+
+    async def story() -> None:
+        loop = asyncio.get_running_loop()
+        async with connection(answers(b"ok"), limits) as client:
+            head = HEAD % length
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+            assert client.send(head + b" " * length + head[:40]) == len(head) + length + 40
+            await asyncio.sleep(0.2)
+            await loop.sock_sendall(client, head[40:] + b" " * length)
+            got = b""
+            while got.count(b"\r\n\r\nok") < 2:
+                part = await asyncio.wait_for(loop.sock_recv(client, 1 << 16), 10)
+                assert part, got
+                got += part
+            assert got.count(b"HTTP/1.1 200") == 2
+
+    asyncio.run(story())
+
+
+def test_a_head_behind_another_request_has_its_bound_too() -> None:
+    async def story() -> None:
+        async with connection(answers(b"ok"), ClientLimits()) as client:
+            loop = asyncio.get_running_loop()
+            long = HEAD[:-4] % 0 + b"X: " + b"y" * (40 << 10)
+            await loop.sock_sendall(client, HEAD % 0 + long)
+            got = b""
+            while part := await asyncio.wait_for(loop.sock_recv(client, 1 << 16), 10):
+                got += part
+            assert got.count(b"HTTP/1.1 431") == 1 or got.count(b"HTTP/1.1") == 1
+
+    asyncio.run(story())
