@@ -85,6 +85,7 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         self._in_request = False  # head or body
         self._head = self._raw = 0  # bytes of a head: parsed, and received
+        self._parsed = self._before = 0  # bytes of what was just received; those of other requests
         self._extra = 0  # bytes of a body that is thrown away
         self._lingering = False
         self._why: ApiError | None = None
@@ -127,10 +128,11 @@ class Connection(HttpToolsProtocol):
         if self._lingering:
             self._discard(data)
             return
+        self._parsed = self._before = 0
         super().data_received(data)
         if self._in_head and not self.transport.is_closing():
             # Bytes that the parser buffers until a header is complete.
-            self._raw += len(data)
+            self._raw += len(data) - self._before
             if self._raw > self.limits.head_bytes:
                 self._refuse(HeadTooLarge(HEAD_TOO_LARGE))
 
@@ -138,6 +140,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         self._in_head = self._in_request = True
         self._head = self._raw = self._extra = 0
+        self._before = self._parsed
         self._until(self.limits.head)
 
     def on_url(self, url: bytes) -> None:
@@ -161,6 +164,7 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
+        self._parsed += len(body)
         if self.cycle.response_complete:
             self._discard(body)
         else:
@@ -174,6 +178,7 @@ class Connection(HttpToolsProtocol):
 
     def _count(self, size: int) -> None:
         self._head += size
+        self._parsed += size
         if self._head > self.limits.head_bytes:
             self._stop(HeadTooLarge(HEAD_TOO_LARGE))
 
