@@ -134,6 +134,9 @@ def test_a_text_far_beyond_the_context_is_refused_before_it_is_tokenised(tiny_mo
         tokens.encode_chat([{"role": "user", "content": "\U0001f600" * 500_000}], 100)
     seen.clear()
     assert len(tokens.encode("a" * 20_000, 20_000)) == 20_000  # what fits is never refused
+    assert seen == [20_000]  # so few bytes are tokenised once
+    seen.clear()
+    tokens.encode("\u00e9" * 20_000, 19_999)
     assert seen == [PART, PART, 20_000 - 2 * PART, 20_000]
 
 

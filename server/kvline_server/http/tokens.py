@@ -58,7 +58,9 @@ class Tokens:
         bytes per token. Parts may have more tokens than the whole text, at their ends: each count
         is reduced by the length of the longest token, and twice `most` is allowed."""
         room = 2 * most
-        for start in range(0, len(text), PART) if len(text) > PART else ():
+        if len(text) <= room and len(text.encode()) <= room:  # a token has a byte or more
+            return
+        for start in range(0, len(text), PART):
             part = self.tokenizer.encode(text[start : start + PART], add_special_tokens=False)
             room -= max(0, len(part.ids) - self._longest)
             if room < 0:
