@@ -136,3 +136,34 @@ def test_choices_whose_first_one_left_compute_for_themselves(folder: Path) -> No
     for deltas in found:
         assert len(deltas) == ASKED.max_tokens
         assert sum(part.count for part in deltas[0].prompt_scores) == len(PROMPT) - 1
+
+
+@pytest.mark.parametrize("length, logprobs, waits", [(16, None, 0), (17, None, 3), (9, 0, 3)])
+def test_choices_wait_only_for_what_they_can_use(
+    length: int, logprobs: int | None, waits: int
+) -> None:
+    """A prompt without a full page is computed by each anyway; waiting would queue them twice."""
+
+    async def story() -> None:
+        here, line = socket.socketpair()
+        client = EngineClient(1000)
+        await client.connect(here)
+        params = msgspec.structs.replace(ASKED, prompt_logprobs=logprobs)
+        prompt = list(range(length))
+
+        async def one(choice: int) -> None:
+            async with aclosing(client.generate(prompt, seeded(params, choice))) as batches:
+                async for _ in batches:
+                    pass
+
+        tasks = [asyncio.create_task(one(i)) for i in range(CHOICES)]
+        await asyncio.sleep(0.1)
+        assert len(client._received) == CHOICES - waits
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        line.close()
+        await client.lost.wait()
+        await asyncio.sleep(0)
+
+    asyncio.run(story())

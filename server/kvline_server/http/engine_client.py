@@ -75,7 +75,7 @@ class EngineClient:
     ) -> AsyncGenerator[list[Delta], None]:
         """Deltas until the sequence finishes. Leaving early aborts it in the engine."""
         with self._prompts.share(tokens) as shared:
-            params = await shared.params(params)
+            params = await shared.params(tokens, params)
             async with aclosing(self._follow(tokens, params)) as batches:
                 async for deltas in batches:
                     shared.receive(deltas)

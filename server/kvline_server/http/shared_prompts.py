@@ -15,6 +15,7 @@ import msgspec
 
 from kvline_server.engine.messages import Delta, PackedScores
 from kvline_server.engine.request import SamplingParams
+from kvline_server.memory.pages import PAGE_SIZE
 
 
 @dataclass(slots=True)
@@ -33,9 +34,11 @@ class Share:
     first: bool
     received: bool = False  # any deltas
 
-    async def params(self, params: SamplingParams) -> SamplingParams:
-        """Waits until the prompt is computed; returns the parameters to submit."""
-        if not self.first:
+    async def params(self, tokens: list[int], params: SamplingParams) -> SamplingParams:
+        """Waits until the prompt is computed, where this choice can use it; returns the parameters
+        to submit."""
+        full_page = len(tokens) > PAGE_SIZE  # the last token is always computed
+        if not self.first and (full_page or params.prompt_logprobs is not None):
             await self.prompt.computed.wait()
             if self.prompt.scores:
                 return msgspec.structs.replace(params, prompt_logprobs=None)
