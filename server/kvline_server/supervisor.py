@@ -121,7 +121,8 @@ class Supervisor:
         log(
             f"ready: {self.served} on {self.device}, {report.result.kv_tokens} KV tokens, "
             f"{report.effective.max_model_len} a request at most; "
-            f"API on {o.host}:{o.port}, probes and metrics on {o.host}:{o.internal_port}"
+            f"API on {o.host}:{self.port}, "
+            f"probes and metrics on {o.host}:{self.internal_port}"
         )
         return True
 
@@ -146,11 +147,14 @@ class Supervisor:
         except OSError as error:
             where = f"{o.host}:{o.internal_port}"
             raise PortTaken(f"internal port {where}: {error.strerror}") from None
+        self.internal_port = self.internal.server_port  # the kernel's choice for port 0
         self.internal.start()
         try:
-            return socket.create_server((o.host, o.port), backlog=1024)
+            listener = socket.create_server((o.host, o.port), backlog=1024)
         except OSError as error:
             raise PortTaken(f"API port {o.host}:{o.port}: {error.strerror}") from None
+        self.port = listener.getsockname()[1]
+        return listener
 
     def _start_engine(self) -> None:
         self.health.engine_starts += 1
