@@ -50,6 +50,14 @@ class ScaleUp:
 
 
 @document
+class ScaleUpWindow:
+    """A period in which more replicas were needed while others were starting."""
+
+    since: str = field(limit=32)  # RFC 3339
+    least: int  # the smallest demand within it
+
+
+@document
 class Scale:
     """The state of the autoscaler, stored in a ConfigMap."""
 
@@ -58,13 +66,15 @@ class Scale:
     why: str = field(limit=512)
     lower: ScaleDownWindow | None = field(default=None)
     rises: tuple[ScaleUp, ...] = field(items=MAX_RISES, default=())  # within STEP
+    higher: ScaleUpWindow | None = field(default=None)
 
     @classmethod
     def parse(cls, text: object) -> Scale | None:
         """None where it is missing or unreadable."""
         try:
             found = decode(cls, loads(text, MAX_BYTES), strict=False)  # type: ignore[arg-type]
-            for moment in (*(r.at for r in found.rises), *(x.since for x in [found.lower] if x)):
+            windows = [w for w in (found.lower, found.higher) if w is not None]
+            for moment in (*(r.at for r in found.rises), *(w.since for w in windows)):
                 _moment(moment)
         except (ContractError, TypeError, ValueError):
             return None
@@ -150,16 +160,26 @@ def _share(amount: float, each: int, percent: int) -> int:
 
 
 def decide(
-    before: Scale | None, existing: int, demand: Demand, policy: Autoscaling, now: datetime
+    before: Scale | None,
+    existing: int,
+    demand: Demand,
+    policy: Autoscaling,
+    now: datetime,
+    settled: int | None = None,
 ) -> Scale:
-    """The next state with the desired replicas; without a state it starts from `existing`."""
+    """The next state with the desired replicas; without a state it starts from `existing`.
+    `settled` replicas have been ready for a minute; None: all."""
     last = before or Scale(VERSION, max(1, existing), "the replicas at the start")
     bounded = _clip(last.replicas, policy)
     if bounded != last.replicas:
         last = Scale(VERSION, bounded, f"{last.replicas} is out of bounds")
+    arriving, window = _clip(demand.arriving, policy), None
+    if settled is not None and settled < last.replicas and demand.reporting:
+        window, arriving = _waits(last, arriving, now)
+    last = replace(last, higher=window)
     still = replace(last, lower=None)  # the delay starts again
-    if demand.reporting and _clip(demand.arriving, policy) > last.replicas:  # others only add to it
-        return _scale_up(still, _clip(demand.arriving, policy), demand.text, policy, now)
+    if demand.reporting and arriving > last.replicas:  # replicas that do not report only add to it
+        return _scale_up(still, arriving, demand.text, policy, now)
     wanted = _clip(demand.replicas, policy)
     if demand.not_reporting or not demand.reporting or wanted >= last.replicas:
         return still
@@ -168,6 +188,18 @@ def decide(
     if now - min(_moment(lower.since), now) < timedelta(seconds=policy.scale_down_delay_seconds):
         return replace(last, lower=ScaleDownWindow(lower.since, most))
     return Scale(VERSION, most, demand.text)
+
+
+def _waits(last: Scale, wanted: int, now: datetime) -> tuple[ScaleUpWindow | None, int]:
+    """The window while replicas start, and what it asks for once it has lasted a minute. Rejected
+    clients move to a replica that gets ready, which takes them for new ones, and of many estimates
+    one is far too high: so the smallest of a minute counts."""
+    if wanted <= last.replicas:
+        return None, last.replicas
+    window = last.higher or ScaleUpWindow(_stamp(now), wanted)
+    window = ScaleUpWindow(window.since, min(window.least, wanted))
+    lasted = now - min(_moment(window.since), now) >= STEP
+    return window, window.least if lasted else last.replicas
 
 
 def _scale_up(last: Scale, wanted: int, why: str, policy: Autoscaling, now: datetime) -> Scale:

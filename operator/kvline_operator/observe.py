@@ -75,6 +75,7 @@ class PodView:
     report_error: str
     report_invalid: bool
     created: str = ""  # RFC 3339
+    ready_since: str = ""  # RFC 3339, while it is ready
     failures: int = 0  # terminations that count against its revision; candidate.counted
     oom_kills: int = 0
     load: Load | None = None  # of ready pods of services with spec.autoscaling
@@ -256,6 +257,7 @@ def view(pod: Object, reading: Reading) -> PodView:
         report_error=reading.error,
         report_invalid=reading.invalid,
         created=pod["metadata"].get("creationTimestamp", ""),
+        ready_since=condition_of(status, "Ready").get("lastTransitionTime") or "",
     )
 
 

@@ -135,7 +135,9 @@ def _scale(
     before = autoscale.Scale.parse((stored.get("data") or {}).get(SCALE_FILE))
     demand = autoscale.demand(ready, policy.target_percent)
     existing = sum(s.replicas for s in observed.deployment_states())
-    after = autoscale.decide(before, existing, demand, policy, now)
+    minute_ago = (now - autoscale.STEP).strftime("%Y-%m-%dT%H:%M:%SZ")
+    settled = sum(1 for p in observed.pods if p.ready and p.ready_since <= minute_ago)
+    after = autoscale.decide(before, existing, demand, policy, now, settled)
     reason, text = autoscale.activity(after, demand, policy, len(ready))
     return after, Scaling(reason, text, after.replicas, after.why)
 

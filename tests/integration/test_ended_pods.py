@@ -48,6 +48,7 @@ def test_an_evicted_pod_is_no_replica_and_ends_no_candidate(service: Service, sp
     service.node.end(pod, "Evicted", LOW)
     service.until(lambda s: s["endedPods"] == 2)
     (pod,) = service.until_pods(candidate, 1)
+    service.node.bind(pod)  # or UpToDate would say that it has no node
     for code, words in NOT_THE_ENGINE_S:
         service.node.crash(pod, code, "")
         service.until(lambda s, words=words: words in up_to_date(s)["message"])

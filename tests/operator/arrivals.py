@@ -148,7 +148,8 @@ class Fleet:
         ready = self.ready(now)
         demanded = demand([r.load(now) for r in ready], self.how.target_percent)
         moment = NOON + timedelta(seconds=now)
-        self.scale = decide(self.scale, len(self.replicas), demanded, self.how, moment)
+        settled = len(self.ready(now - 60))
+        self.scale = decide(self.scale, len(self.replicas), demanded, self.how, moment, settled)
         while len(self.replicas) < self.scale.replicas:
             self.replicas.append(Replica(self.places, now + self.start))
         del self.replicas[self.scale.replicas :]  # they finish their requests

@@ -16,6 +16,7 @@ from kvline_operator.autoscale import (
     Scale,
     ScaleDownWindow,
     ScaleUp,
+    ScaleUpWindow,
     activity,
     decide,
     demand,
@@ -151,6 +152,35 @@ def test_replicas_reach_what_the_load_needs_and_no_more_than_a_step_beyond(name:
     assert max(counts.values()) <= 2 * needed, shown
     assert fleet.served + fleet.lost == fleet.arrived, shown
     assert list(counts.values())[-1] <= 2, shown  # and gone again
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("start", [45, 300, 600])
+def test_a_storm_of_retries_does_not_overshoot_while_replicas_start(start: int, seed: int) -> None:
+    """Of many estimates one is far too high, and each replica that gets ready takes the clients
+    that move over to it for new ones. The load needs 15."""
+    policy = Autoscaling(max_replicas=1000)
+    fleet = Fleet(Traffic(4, 5, until=1200), policy, start=float(start), seed=seed)
+    counts = dict(fleet.run(1200))
+    shown = f"{list(counts.values())[3::4]} at each minute"
+    assert 10 < max(counts.values()) <= 30, shown
+
+
+def test_while_replicas_start_the_smallest_demand_of_a_minute_counts() -> None:
+    policy = Autoscaling(max_replicas=100)
+
+    def at(seconds: int, last: Scale, asked: int, settled: int = 1) -> Scale:
+        asks = demand([load(running=7 * asked)], 70)
+        return decide(last, 1, asks, policy, NOON + timedelta(seconds=seconds), settled)
+
+    starting = at(15, at(0, scale(4), 9), 6)
+    assert (starting.replicas, starting.higher) == (4, ScaleUpWindow("2026-11-22T12:00:00Z", 6))
+    assert Scale.parse(starting.dumps()) == starting
+    assert at(59, starting, 9).replicas == 4
+    more = at(60, starting, 9)
+    assert (more.replicas, more.higher) == (6, None)
+    assert at(30, starting, 3).higher is None, "the minute starts again"
+    assert at(15, starting, 9, settled=4).replicas == 8, "all have been ready for a minute"
 
 
 def test_the_smallest_replica_is_the_unit() -> None:
