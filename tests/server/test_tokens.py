@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import normalizers, processors
 
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.tokens import StopMatcher, Tokens
@@ -139,3 +140,28 @@ def test_a_model_without_template_says_so(tiny_model: Path, tmp_path: Path) -> N
     (tmp_path / "tokenizer.json").write_text((tiny_model / "tokenizer.json").read_text())
     with pytest.raises(BadRequest, match="no chat template"):
         Tokens(tmp_path).encode_chat([{"role": "user", "content": "x"}])
+
+
+PLACED = ["hello world", "  a  b\n\n c ", "x\U0001f600y \u00e9\U0001f600 ", "\u4f60\u597d a", " "]
+
+
+@pytest.mark.parametrize("text", PLACED)
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_offsets_of_a_text_are_those_of_its_tokens_bytes(
+    tiny_model: Path, text: str, trimmed: bool
+) -> None:
+    """Also where the tokenizer leaves blanks out of what it says of a token."""
+    tokens = Tokens(tiny_model)
+    if trimmed:
+        tokens.tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    ids = tokens.encode(text)
+    assert tokens.offsets_of_text(ids, text) == tokens.offsets(ids, text)
+
+
+def test_offsets_count_the_characters_that_were_sent_not_those_of_a_normaliser(
+    tiny_model: Path,
+) -> None:
+    tokens = Tokens(tiny_model)
+    tokens.tokenizer.normalizer = normalizers.NFC()
+    text = "e\u0301e\u0301 abc"  # two characters become one, of two bytes
+    assert tokens.offsets_of_text(tokens.encode(text), text) == [0, 0, 2, 2, 4, 5, 6, 7]

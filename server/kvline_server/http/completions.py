@@ -115,8 +115,11 @@ class Completion:
         if tokens is None:
             return Echoed("", [0] * len(self.prompts[prompt]))
         ids = self.prompts[prompt]
-        text = given if isinstance(given, str) else tokens.decode(ids)
-        return Echoed(text, tokens.offsets(ids, text) if self.request.logprobs is not None else [])
+        listed = self.request.logprobs is not None
+        if isinstance(given, str):
+            return Echoed(given, tokens.offsets_of_text(ids, given) if listed else [])
+        text = tokens.decode(ids)
+        return Echoed(text, tokens.offsets(ids, text) if listed else [])
 
     async def events(
         self, index: int, prompt: list[int], params: SamplingParams, totals: list[Answer]

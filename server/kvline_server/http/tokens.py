@@ -133,6 +133,20 @@ class Tokens:
         hidden = at - len(text)  # such as a beginning-of-text token
         return [min(max(0, start - hidden), len(text)) for start in starts]
 
+    def offsets_of_text(self, ids: list[int], text: str) -> list[int]:
+        """The same, where `ids` are the text's. Where the tokenizer changed the text first, as in
+        NFC, only it knows where each token came from."""
+        normalizer = self.tokenizer.normalizer
+        if normalizer is None or normalizer.normalize_str(text) == text:
+            return self.offsets(ids, text)
+        starts, end = [], 0
+        for start, until in self.tokenizer.encode(text).offsets:
+            # A special token has no place of its own; some tokenizers leave out a token's blank.
+            beside = start == until or text[end:start].isspace()
+            starts.append(end if beside else start)
+            end = max(end, until)
+        return starts
+
     def token_text(self, token: int) -> str:
         return self.token_bytes(token).decode("utf-8", "replace")
 
