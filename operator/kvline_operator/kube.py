@@ -9,10 +9,12 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
+from kubernetes.config.incluster_config import SERVICE_TOKEN_FILENAME
 from urllib3.exceptions import HTTPError
 
 from kvline_contract.names import (
@@ -259,7 +261,10 @@ class Kube:
             raw: bytes = response.read()  # type: ignore[no-untyped-call]
             status = response.status
         except ApiException as error:
-            status, raw = error.status or 0, (error.body or "").encode()
+            if not error.status:  # a certificate that is not the API server's, for one
+                reason = str(error.reason)[:512]
+                raise ApiUnavailable(f"{call.method} {call.what}: {reason}") from None
+            status, raw = error.status, (error.body or "").encode()
             after = _seconds((error.headers or {}).get("Retry-After"))
         except HTTPError as error:
             raise ApiUnavailable(f"{call.method} {call.what}: {type(error).__name__}") from None
@@ -301,12 +306,21 @@ def _seconds(retry_after: str | None) -> float:
 
 
 def connect() -> Kube:
-    """With the pod's service account token (which rotates) in a cluster, else the kubeconfig."""
+    """With the pod's service account token in a cluster, else the kubeconfig."""
     try:
         config.load_incluster_config()  # type: ignore[no-untyped-call]
+        settings = client.Configuration.get_default_copy()
+        settings.refresh_api_key_hook = _read_token  # type: ignore[assignment]
     except config.ConfigException:
         config.load_kube_config()  # type: ignore[no-untyped-call]
-    return Kube(api_client(client.Configuration.get_default_copy()))
+        settings = client.Configuration.get_default_copy()
+    return Kube(api_client(settings))
+
+
+def _read_token(settings: client.Configuration) -> None:
+    """At each call: the client would read it once a minute by the wall clock, which may be set
+    back."""
+    settings.api_key["BearerToken"] = f"bearer {Path(SERVICE_TOKEN_FILENAME).read_text()}"
 
 
 def api_client(settings: client.Configuration) -> client.ApiClient:

@@ -144,6 +144,7 @@ class Operator:
         self.kubeconfig = kubeconfig or pki / "kvline-system-kvline-operator.kubeconfig"
         self.extra = extra or {}
         self.words: list[str] = []  # more of the command line
+        self.prefix: list[str] = []  # before it
         from servers import free_port
 
         self.page_port, self.probe_port = free_port(), free_port()
@@ -157,7 +158,7 @@ class Operator:
         environment["KVLINE_POD_NAME"] = self.identity
         if self.extra:
             environment["PYTHONPATH"] = str(FAULTS)
-        command = [sys.executable, "-m", "kvline_operator", "--default-image", IMAGE]
+        command = [*self.prefix, sys.executable, "-m", "kvline_operator", "--default-image", IMAGE]
         command += ["--allow-image-tags", "--namespace", self.space.name, "--poll-seconds", "0.3"]
         command += ["--load-seconds", "0.5"]
         command += ["--resync-seconds", "20", "--probe-port", str(self.probe_port)]
