@@ -46,7 +46,7 @@ def storm(host: str, model: str, stop: str, clients: str) -> None:
     starter = os.getppid()
 
     def client() -> None:
-        body = json.dumps({"model": model, "prompt": "x", "max_tokens": 64, "ignore_eos": True})
+        body = json.dumps({"model": model, "prompt": "x", "max_tokens": 16, "ignore_eos": True})
         while not Path(stop).exists() and os.getppid() == starter:
             connection = http.client.HTTPConnection(host, 8000, timeout=120)
             try:
@@ -66,6 +66,9 @@ def storm(host: str, model: str, stop: str, clients: str) -> None:
         thread.start()
     while not Path(stop).exists() and os.getppid() == starter:
         time.sleep(0.2)
+    end = time.monotonic() + 120
+    for thread in threads:  # what the server admitted is answered
+        thread.join(max(0.0, end - time.monotonic()))
     print(json.dumps(seen))
 
 

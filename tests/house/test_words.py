@@ -20,8 +20,7 @@ TEXT = re.compile(
 )
 # Other people's words; lists of what is installed; this list itself.
 LEFT_OUT = re.compile(r"^(LICENSE$|requirements/|bench/results/|tests/house/test_words\.py$)")
-# Not rewritten yet.
-PENDING = ("tests/e2e/strangers_day.py",)
+PENDING: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
