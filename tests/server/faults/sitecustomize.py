@@ -2,7 +2,8 @@
 
 KVLINE_FAULT_STEP=n:raise|oom|kill|nan|device breaks the engine's n-th batch;
 KVLINE_FAULT_HTTP_BLOCK=s blocks the HTTP process once for s seconds in a C call that holds the
-interpreter lock; KVLINE_FAULT_FRAMES makes what the engine answers unreadable.
+interpreter lock; KVLINE_FAULT_FRAMES makes what the engine answers unreadable;
+KVLINE_WATCH_LOOP=file is of loopwatch.py.
 """
 
 from __future__ import annotations
@@ -124,3 +125,6 @@ def die_at_write() -> None:
 
 if "KVLINE_FAULT_WRITE" in os.environ and "kvline_operator" in arguments:
     die_at_write()
+
+if "KVLINE_WATCH_LOOP" in os.environ:
+    importlib.import_module("loopwatch").watch(os.environ["KVLINE_WATCH_LOOP"])
