@@ -16,6 +16,7 @@ import kopf
 from kvline_contract.names import API_VERSION, CRD_SCHEMA, GROUP
 from kvline_contract.tracing import NoTracing, tracer
 from kvline_operator import handlers, kube
+from kvline_operator.claims import Claims
 from kvline_operator.errors import Forbidden, OperatorError
 from kvline_operator.lease import Lease
 from kvline_operator.loop import Loop
@@ -93,6 +94,7 @@ async def operate(settings: Settings, client: kube.Kube, traces: Any | None) -> 
         pool=ThreadPoolExecutor(PARALLEL_READS, "read"),
         status_cache=cache,
         pod_ownership=PodOwnership(client),
+        claims=Claims(client, settings.own_namespace),
     )
     resync = Resync(client, settings.namespaces, owners)
     loop = Loop(context, queue, metrics, resync, traces)

@@ -36,6 +36,7 @@ from kvline_operator import (
     status,
     status_cache,
 )
+from kvline_operator.claims import Claims
 from kvline_operator.drift import Corrections
 from kvline_operator.ended_pods import surplus
 from kvline_operator.errors import Forbidden, Invalid, NameConflict, SpecError
@@ -52,6 +53,7 @@ from kvline_operator.status_cache import StatusCache, View
 from kvline_operator.workqueue import Key
 
 log = logging.getLogger("kvline")
+CLAIMED_SECONDS = 30.0  # until a service that another release has is looked at again
 Object = dict[str, Any]
 RETRY_REFUSED = 300.0  # seconds until a refused write is retried
 
@@ -66,6 +68,7 @@ class Context:
     pool: ThreadPoolExecutor
     status_cache: StatusCache
     pod_ownership: PodOwnership
+    claims: Claims
     corrections: Corrections = field(default_factory=Corrections)
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
 
@@ -76,6 +79,9 @@ class Context:
 def reconcile(context: Context, key: Key) -> float:
     """Brings one service closer to its spec. Returns the seconds after which to requeue it; 0: with
     the next event."""
+    if context.claims.other(key.namespace):
+        context.status_cache.drop(key)
+        return CLAIMED_SECONDS
     body = context.kube.get(KIND, key.namespace, key.name)
     if body is None or body["metadata"].get("deletionTimestamp"):
         context.status_cache.drop(key)

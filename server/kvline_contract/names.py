@@ -20,6 +20,8 @@ LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
 MANAGED_BY = "kvline"
 LABEL_PREPARES = "kvline.dev/prepares"  # base name; on pods of prepare Jobs, which are no replicas
 FIELD_MANAGER = "kvline-operator"  # server-side apply's owner of our fields
+# A ConfigMap of a namespace that one release of the operator has by name, and the release's own.
+CLAIM, CLAIM_KEY = "kvline-operator", "namespace"
 
 ANNOTATION_RESTART = "kvline.dev/restart"  # a timestamp: a new revision of the same spec
 ANNOTATION_UPGRADE = "kvline.dev/upgrade"  # a timestamp: take the operator's default image

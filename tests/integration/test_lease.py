@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from playground import Node, Operator, Space, serve
 
 from kvline_contract.names import ANNOTATION_VERDICT, KIND, LABEL_SERVICE, records_name
@@ -122,6 +123,59 @@ def test_one_that_was_stopped_for_a_while_writes_nothing_and_ends(
     assert f"{second.identity} holds the lease now" in first.log.read_text()
     assert holder(space) == second.identity and doubles(space) == []
     assert len(node.pods()) == 2
+
+
+def test_a_release_for_one_namespace_has_it_and_the_operator_of_the_cluster_leaves_it_alone(
+    space: Space, node: Node, operator: Operator, tmp_path: Path, until: Callable[..., Any]
+) -> None:
+    """F17: in namespaces of their own they share no Lease; the chart of the second says whose the
+    services are, and taking it away gives them back."""
+    serve(space, node)
+    home = f"{space.name}-ops"
+    space.cluster.kubectl("create", "namespace", home)
+    release = chart(home, space.name)
+    space.cluster.kubectl("apply", "-f", "-", input=release)
+    account = space.cluster.kubeconfig_of(home, "kvline-operator")
+    theirs = Operator(space, tmp_path / "theirs.log", {"KVLINE_NAMESPACE": home}, account)
+    left = f"namespace {space.name} belongs to the operator in {home}"
+
+    def is_left() -> bool:
+        space.kubectl("annotate", "kvl", "chat", f"touched={time.monotonic()}", "--overwrite")
+        return left in operator.log.read_text()
+
+    until(is_left)
+    before = metric(operator, "kvline_api_writes_total")
+    try:
+        theirs.start()
+        space.apply(replicas=2)
+        until(lambda: reaches(space, node, 2))
+        assert metric(operator, "kvline_api_writes_total") == before
+        assert metric(theirs, "kvline_api_writes_total") > 0
+        assert left not in theirs.log.read_text() and doubles(space) == []
+    finally:
+        theirs.stop()
+    space.cluster.kubectl("delete", "-f", "-", input=release)
+    space.apply(replicas=1)
+    until(lambda: reaches(space, node, 1), 60)
+    assert metric(operator, "kvline_api_writes_total") > before
+    space.cluster.kubectl("delete", "namespace", home, "--wait=false")
+
+
+def chart(home: str, looked_after: str) -> str:
+    """What a release brings along besides its Deployment."""
+    import helm
+
+    helm.ensure(print)
+    words = ["--namespace", home, "--kube-version", helm.KUBERNETES]
+    words += ["--values", "manifests/install-values.yaml"]
+    for value in (
+        f"namespaces={{{looked_after}}}",
+        "aggregateRoles=false",
+        "createNamespace=false",
+    ):
+        words += ["--set", value]
+    made = yaml.safe_load_all(helm.helm("template", "kvline", "charts/kvline", *words))
+    return yaml.safe_dump_all([d for d in made if d and d["kind"] != "Deployment"])
 
 
 def test_memory_is_written_over_nothing_but_what_was_read(

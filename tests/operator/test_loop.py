@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kubernetes import client
 
+from kvline_operator.claims import Claims
 from kvline_operator.kube import Kube, api_client
 from kvline_operator.loop import STALL, Loop
 from kvline_operator.metrics import Metrics
@@ -31,7 +32,7 @@ def loop(queue: WorkQueue) -> Loop:
     settings, board = Settings("image"), StatusCache()
     kube = Kube(api_client(client.Configuration()))
     reports, pool = Reports(1, 1.0, 1.0), ThreadPoolExecutor(1)
-    context = Context(kube, settings, reports, pool, board, PodOwnership(kube))
+    context = Context(kube, settings, reports, pool, board, PodOwnership(kube), Claims(kube, "ns"))
     made = Loop(context, queue, Metrics(board, kube, queue), Resync(kube, (), Owners()), None)
     made.listed_at = time.monotonic()
     return made
