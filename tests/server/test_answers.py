@@ -15,7 +15,7 @@ from servers import Server
 
 from kvline_server.engine.messages import PackedScores
 from kvline_server.http.admission import Admission
-from kvline_server.http.completions import prompt_logprobs
+from kvline_server.http.completions import legacy_logprobs, prompt_logprobs
 from kvline_server.http.errors import BadRequest, TooMany
 from kvline_server.http.later import Later, encode
 from kvline_server.http.packed import ROWS, base64_arrays
@@ -54,7 +54,7 @@ def test_lists_encoded_in_chunks_equal_lists_encoded_at_once() -> None:
 def test_scores_are_cut_and_read_in_order() -> None:
     packed = scores(100, 3)
     whole = list(unpack([packed]))
-    assert [s.token for s in whole] == chosen([packed])[0]
+    assert [(s.token, s.logprob) for s in whole] == list(chosen([packed]))
     assert list(unpack([cut(packed, 0, 40), cut(packed, 40, 200)])) == whole
     assert list(unpack([cut(packed, 100, 200)])) == []
 
@@ -75,6 +75,23 @@ def test_top_logprobs_of_a_long_prompt_are_never_all_python_objects() -> None:
     assert entries == count * top and size > 8 * MIB
     assert peak < 2 * MIB
     assert held(count, top) < 2 * MIB
+
+
+def test_the_logprobs_of_an_echoed_prompt_are_encoded_while_they_are_sent() -> None:
+    """Also without alternatives: each of n choices had whole lists of its own."""
+    parts = [scores(6000, 1)] * 10
+    offsets, texts = list(range(60_001)), SimpleNamespace(token_text=str)
+    tracemalloc.start()
+    made = legacy_logprobs(texts, parts, 0, 7, offsets)  # type: ignore[arg-type]
+    entries = json.loads(b"".join(encode(made)))
+    tracemalloc.reset_peak()
+    before = tracemalloc.get_traced_memory()[0]
+    for _ in encode({name: made[name] for name in ("tokens", "token_logprobs")}):
+        pass
+    peak = tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.stop()
+    assert {len(entries[n]) for n in ("tokens", "token_logprobs", "text_offset")} == {60_001}
+    assert peak < 2 * MIB
 
 
 def test_base64_arrays_are_encoded_in_bounded_chunks() -> None:

@@ -100,8 +100,8 @@ async def _generate(
             stream = events(work, jobs, stack.pop_all())
             return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
         answers = await _unless_gone(request, service.generator.answers(jobs, parsed.stops(), room))
-        pieces = encode(work.response(answers))
-        whole = next(pieces)
+        pieces = await asyncio.to_thread(lambda: encode(work.response(answers)))
+        whole = await asyncio.to_thread(next, pieces)
         if (more := next(pieces, None)) is None:
             return Response(whole, media_type="application/json", headers=headers)
         body = _sent(itertools.chain((whole, more), pieces), stack.pop_all())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
@@ -45,6 +46,7 @@ class Completion:
         self.limits = limits
         self.created = int(time.time())
         self.prompts: list[list[int]] = []
+        self._echoes: dict[int, Echoed] = {}  # by prompt: its choices share it
 
     def plan(self) -> list[tuple[list[int], SamplingParams]]:
         """Tokenises; may take a while, so it runs off the event loop. Raises BadRequest."""
@@ -111,6 +113,12 @@ class Completion:
         return {"index": index, "text": text, "finish_reason": finish, "logprobs": logprobs}
 
     def _echoed(self, prompt: int) -> Echoed:
+        """May take as long as tokenising; not on the event loop."""
+        if prompt not in self._echoes:
+            self._echoes[prompt] = self._echo_of(prompt)
+        return self._echoes[prompt]
+
+    def _echo_of(self, prompt: int) -> Echoed:
         given, tokens = self.request.prompt[prompt], self.generator.tokens
         if tokens is None:
             return Echoed("", [0] * len(self.prompts[prompt]))
@@ -125,8 +133,9 @@ class Completion:
         self, index: int, prompt: list[int], params: SamplingParams, totals: list[Answer]
     ) -> AsyncGenerator[bytes, None]:
         """Server-sent chunks of one choice; adds its usage to `totals[index]`."""
-        echoed = self._echoed(index // self.request.n) if self.request.echo else None
-        shift = 0
+        echoed, shift = None, 0
+        if self.request.echo:
+            echoed = await asyncio.to_thread(self._echoed, index // self.request.n)
         async with aclosing(self.generator.follow(prompt, params, self.request.stops())) as pieces:
             async for piece in pieces:
                 totals[index].count(piece)
@@ -181,12 +190,18 @@ def legacy_logprobs(
     offsets: list[int],
 ) -> dict[str, Any]:
     """OpenAI's completion logprobs. `head` is an echoed first token, which has no logprob."""
-    tokens, logprobs = chosen(scores)
-    texts = [generator.token_text(token) for token in tokens]
-    values: list[float | None] = [*logprobs]
-    if head is not None:
-        texts.insert(0, generator.token_text(head))
-        values.insert(0, None)
+
+    def texts() -> Iterator[str]:
+        if head is not None:
+            yield generator.token_text(head)
+        for token, _ in chosen(scores):
+            yield generator.token_text(token)
+
+    def values() -> Iterator[float | None]:
+        if head is not None:
+            yield None
+        for _, value in chosen(scores):
+            yield value
 
     def tops() -> Iterator[dict[str, float] | None]:
         if head is not None:
@@ -195,8 +210,8 @@ def legacy_logprobs(
             yield _top(generator, score, top)
 
     return {
-        "tokens": texts,
-        "token_logprobs": values,
+        "tokens": Later(texts),
+        "token_logprobs": Later(values),
         "top_logprobs": Later(tops) if top else None,
         "text_offset": offsets,
     }

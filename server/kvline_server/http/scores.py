@@ -39,14 +39,11 @@ def unpack(parts: list[PackedScores]) -> Iterator[TokenScore]:
             yield from _unpack(cut(part, start, start + TOKENS))
 
 
-def chosen(parts: list[PackedScores]) -> tuple[list[int], list[float]]:
+def chosen(parts: list[PackedScores]) -> Iterator[tuple[int, float]]:
     """Token ids and their logprobs, without alternatives."""
-    tokens: list[int] = []
-    values: list[float] = []
     for part in parts:
-        tokens += np.frombuffer(part.tokens, np.int32).tolist()
-        values += _finite(part.values).tolist()
-    return tokens, values
+        tokens = np.frombuffer(part.tokens, np.int32).tolist()
+        yield from zip(tokens, _finite(part.values).tolist(), strict=True)
 
 
 def between(parts: list[PackedScores], start: int, end: int) -> list[PackedScores]:
