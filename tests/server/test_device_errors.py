@@ -139,7 +139,7 @@ def test_memory_refused_at_any_stage_of_a_start_is_diagnosed(
     failure = made.failure()
     assert failure["name"] == "OutOfMemory"
     assert failure["knobs"] and failure["memory"]["totalMiB"] == 4096
-    known = {"load": "what they run with do not fit", "launch": "pins 1024", "wait": "pins 1024"}
+    known = {"load": "their runtime do not fit", "launch": "pins 1024", "wait": "pins 1024"}
     assert known.get(STAGES[stage][2], "no size survived the stress") in failure["message"]
 
 

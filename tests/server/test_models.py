@@ -129,7 +129,7 @@ def test_broken_weights_are_named(
         index = '{"weight_map": {"model.norm.weight": "../../etc/passwd"}}'
         (tmp_path / "model.safetensors.index.json").write_text(index)
     named = {
-        "shape": r"model\.norm\.weight has shape \[3\], config.json asks for \[48\]",
+        "shape": r"model\.norm\.weight has shape \[3\], config.json requires \[48\]",
         "missing": r"model\.layers\.1\.mlp\.up_proj\.weight is in no safetensors file",
         "cut": r"model\.safetensors: not a valid safetensors file",
         "index": "leaves the model folder",
