@@ -142,6 +142,7 @@ def test_256_abandoned_streams_free_their_pages(server: Server) -> None:
             for response in open_ones:
                 await response.aclose()
 
+    wait_for(server.quiet)  # what the tests before have left
     before = server.ends()
     asyncio.run(all_of_them())
     wait_for(lambda: server.ends()["aborted"] >= before["aborted"] + STREAMS)
