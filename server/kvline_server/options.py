@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvline_contract import names
+from kvline_contract.launch import Device
 
 KEY_FILE = Path(names.ACCESS_DIR) / names.ACCESS_FILE
 TLS_FOLDER = Path(names.TLS_DIR)
+CPU_CONNECTIONS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,11 @@ class ClientLimits:
     linger_bytes: int = 1 << 20
     late: float = 5.0  # at the start of a drain, while idle connections may still send requests
     sweep: float = 1.0
+
+    def on(self, device: Device) -> ClientLimits:
+        """On the CPU, unfinished heads and bodies of all connections must fit the headroom."""
+        most = CPU_CONNECTIONS if device is Device.CPU else self.connections
+        return replace(self, connections=min(self.connections, most))
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,9 +66,9 @@ class Edge:
         self.control = control
         self.parent: asyncio.StreamWriter | None = None
         self.handover = socket.socket(fileno=arguments.handover_fd)
-        edge = ClientLimits(**json.loads(arguments.limits))
-        edge = replace(edge, connections=min(edge.connections, _allow_files() - OTHER_FILES))
         launch = LaunchConfig.parse(Path(arguments.config).read_bytes())
+        edge = ClientLimits(**json.loads(arguments.limits)).on(launch.device)
+        edge = replace(edge, connections=min(edge.connections, _allow_files() - OTHER_FILES))
         folder = Path(launch.model.path)
         model = read_config(folder)
         tokens = open_tokens(folder)
