@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,8 +25,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def shape() -> Callable[..., ModelConfig]:
     """A small Llama, or a Qwen3 with norms of query and key, in sizes the kernels are built for."""
 
-    def make(head_dim: int = 128, qk_norm: bool = False, **more: int) -> ModelConfig:
-        numbers = {
+    def make(head_dim: int = 128, qk_norm: bool = False, **more: Any) -> ModelConfig:
+        numbers: dict[str, Any] = {
             "layers": 3,
             "hidden": 512,
             "intermediate": 1024,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,6 +36,10 @@ def ended(space: Any) -> list[dict[str, Any]]:
     return [p for p in space.list("pods") if p["status"]["phase"] == "Failed"]
 
 
+def named(words: str, status: dict[str, Any]) -> bool:
+    return words in up_to_date(status)["message"]
+
+
 def test_an_evicted_pod_is_no_replica_and_ends_no_candidate(service: Service, space: Any) -> None:
     """After an eviction the replacement serves; a candidate that was evicted, killed by the kubelet
     several times, held by a code and ended by a probe, is not rejected and is measured later."""
@@ -51,7 +56,7 @@ def test_an_evicted_pod_is_no_replica_and_ends_no_candidate(service: Service, sp
     service.node.bind(pod)  # or UpToDate would say that it has no node
     for code, words in NOT_THE_ENGINE_S:
         service.node.crash(pod, code, "")
-        service.until(lambda s, words=words: words in up_to_date(s)["message"])
+        service.until(partial(named, words))
     own = Termination(1, 40, "OutOfMemory", "40 MiB short")
     service.node.crash(pod, 40, own.dumps())  # its engine's first failure
     status = service.until(lambda s: s.get("diagnosis", {}).get("code") == 40)

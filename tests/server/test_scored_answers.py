@@ -64,8 +64,13 @@ class Scripted:
                 self.submitted.put_nowait(message)
 
     def ask(self, **fields: Any) -> asyncio.Task[httpx.Response]:
-        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
-        body |= {"logprobs": True, "top_logprobs": TOP, **fields}
+        body = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "hi"}],
+            "logprobs": True,
+            "top_logprobs": TOP,
+            **fields,
+        }
         return asyncio.create_task(self.http.post("/v1/chat/completions", json=body))
 
     async def answer(self, count: int, finish: str | None = "stop") -> None:
