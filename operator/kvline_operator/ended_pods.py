@@ -28,7 +28,8 @@ class EndedPod:
 
     @property
     def text(self) -> str:
-        return f"{self.name} on {self.node or 'no node'}: {self.reason}: {self.message}"
+        why = f"{self.reason}: {self.message}" if self.message else self.reason
+        return f"{self.name} on {self.node or 'no node'}: {why}"
 
 
 def has_ended(pod: Object) -> bool:

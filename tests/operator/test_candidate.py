@@ -125,4 +125,5 @@ def test_of_terminal_pods_the_oldest_are_deleted_and_each_has_its_reason() -> No
         "Evicted",
     ]
     assert ended([evicted])[0].text == "p01 on no node: Evicted: low on memory"
+    assert ended([terminal(3)])[0].text.endswith(": Failed")
     assert not has_ended({"metadata": {}, "status": {"phase": "Running"}})
