@@ -7,9 +7,10 @@ import os
 import platform
 import subprocess
 import sys
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+
+from kvline_contract import times
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "bench" / "results" / "results.jsonl"
@@ -29,7 +30,7 @@ def record(
         "versions": versions(gpu is not None),
         "commit": os.environ.get("KVLINE_COMMIT") or commit(),
         "command": "python bench " + " ".join(sys.argv[1:]),
-        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "date": times.now(),
     }
     path = Path(os.environ.get("KVLINE_BENCH_RESULTS", FILE))
     path.parent.mkdir(exist_ok=True)

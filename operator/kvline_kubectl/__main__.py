@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from kvline_contract import times
 from kvline_contract.codec import encode
 from kvline_kubectl import act, show, size
 from kvline_kubectl.cluster import Cluster, Problem, connect
@@ -151,9 +151,8 @@ def rollback(cluster: Cluster, a: argparse.Namespace) -> int:
 
 
 def upgrade(cluster: Cluster, a: argparse.Namespace) -> int:
-    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     body = cluster.service(a.name)
-    cluster.patch(body, act.upgrade(body, now))
+    cluster.patch(body, act.upgrade(body, times.now()))
     return _done(a, f"{a.name} is upgraded to the operator's default image, through its gate")
 
 

@@ -16,6 +16,7 @@ from enum import StrEnum
 
 from kvline_contract.codec import ContractError, decode, document, dumps, field, loads
 from kvline_contract.report import Load
+from kvline_contract.times import stamp
 from kvline_operator.spec import Autoscaling
 
 VERSION = 1
@@ -183,7 +184,7 @@ def decide(
     wanted = _clip(demand.replicas, policy)
     if demand.not_reporting or not demand.reporting or wanted >= last.replicas:
         return still
-    lower = last.lower or ScaleDownWindow(_stamp(now), wanted)
+    lower = last.lower or ScaleDownWindow(stamp(now), wanted)
     most = max(lower.most, wanted)
     if now - min(_moment(lower.since), now) < timedelta(seconds=policy.scale_down_delay_seconds):
         return replace(last, lower=ScaleDownWindow(lower.since, most))
@@ -196,7 +197,7 @@ def _waits(last: Scale, wanted: int, now: datetime) -> tuple[ScaleUpWindow | Non
     one is far too high: so the smallest of a minute counts."""
     if wanted <= last.replicas:
         return None, last.replicas
-    window = last.higher or ScaleUpWindow(_stamp(now), wanted)
+    window = last.higher or ScaleUpWindow(stamp(now), wanted)
     window = ScaleUpWindow(window.since, min(window.least, wanted))
     lasted = now - min(_moment(window.since), now) >= STEP
     return window, window.least if lasted else last.replicas
@@ -209,7 +210,7 @@ def _scale_up(last: Scale, wanted: int, why: str, policy: Autoscaling, now: date
     most = max(base + 1, base * (100 + policy.scale_up_percent) // 100)
     if min(wanted, most) <= last.replicas or len(rises) == MAX_RISES:
         return last
-    rises.append(ScaleUp(_stamp(now), last.replicas))
+    rises.append(ScaleUp(stamp(now), last.replicas))
     return Scale(VERSION, min(wanted, most), why, None, tuple(rises))
 
 
@@ -247,7 +248,3 @@ def _moment(text: str) -> datetime:
     if found.tzinfo is None:
         raise ValueError("a time without a time zone")
     return found
-
-
-def _stamp(now: datetime) -> str:
-    return now.strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -9,9 +9,9 @@ from typing import Any
 
 from kvline_contract.codec import ContractError, decode, document, dumps, encode, field, loads
 from kvline_contract.report import Memory, Provenance, SizingReport, Source
+from kvline_contract.times import FORMAT
 
 MAX_BYTES = 8192
-STAMP = "%Y-%m-%dT%H:%M:%SZ"
 
 
 @document
@@ -43,7 +43,7 @@ class CapacityStatus:
         """Checked here: the API server refuses another format, and annotations can be edited."""
         try:
             if self.as_of is not None:
-                datetime.strptime(self.as_of, STAMP)
+                datetime.strptime(self.as_of, FORMAT)
         except ValueError:
             raise ContractError("asOf: expected a time such as 2026-01-31T12:00:00Z") from None
 

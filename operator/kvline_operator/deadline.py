@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
+from kvline_contract.times import stamp
 from kvline_operator.gate import GateResult, Verdict
 from kvline_operator.revision_state import PROMOTED, RevisionState
 from kvline_operator.rollout import RolloutPlan, Situation
@@ -71,11 +72,7 @@ def updated(
             out[now.wanted], expired=accepted, expired_message=verdict.message, policy=policy
         )
     elif plan.candidate and not plan.paused and _is_missing(now, plan):
-        since = (
-            mine.missing_since
-            if _moment(mine.missing_since)
-            else time.strftime("%Y-%m-%dT%H:%M:%SZ")
-        )
+        since = mine.missing_since if _moment(mine.missing_since) else stamp(time)
         out[now.wanted] = replace(out[now.wanted], missing_since=since)
     return out
 

@@ -22,6 +22,7 @@ from kvline_contract.names import (
     records_name,
     scale_name,
 )
+from kvline_contract.times import stamp
 from kvline_operator import (
     apply,
     autoscale,
@@ -73,7 +74,7 @@ class Context:
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
 
     def stamp(self) -> str:
-        return self.now().strftime("%Y-%m-%dT%H:%M:%SZ")
+        return stamp(self.now())
 
 
 def reconcile(context: Context, key: Key) -> float:
@@ -141,7 +142,7 @@ def _scale(
     before = autoscale.Scale.parse((stored.get("data") or {}).get(SCALE_FILE))
     demand = autoscale.demand(ready, policy.target_percent)
     existing = sum(s.replicas for s in observed.deployment_states())
-    minute_ago = (now - autoscale.STEP).strftime("%Y-%m-%dT%H:%M:%SZ")
+    minute_ago = stamp(now - autoscale.STEP)
     settled = sum(1 for p in observed.pods if p.ready and p.ready_since <= minute_ago)
     after = autoscale.decide(before, existing, demand, policy, now, settled)
     reason, text = autoscale.activity(after, demand, policy, len(ready))

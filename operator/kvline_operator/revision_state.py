@@ -15,8 +15,9 @@ from typing import Any
 from kvline_contract import names
 from kvline_contract.codec import ContractError
 from kvline_contract.report import Termination
+from kvline_contract.times import stamp
 from kvline_operator import container_ends
-from kvline_operator.capacity_status import STAMP, CapacityStatus, retained
+from kvline_operator.capacity_status import CapacityStatus, retained
 from kvline_operator.container_ends import PodEnds
 from kvline_operator.gate import Baseline, ComparisonGroup, GateResult, Measured, Verdict
 from kvline_operator.rollout import RolloutPlan
@@ -202,7 +203,7 @@ def with_capacity(
     state = states.get(stable)
     if state is None or not state.accepted:
         return states
-    capacity = retained(state.capacity, now, time.strftime(STAMP))
+    capacity = retained(state.capacity, now, stamp(time))
     return {**states, stable: replace(state, capacity=capacity)}
 
 

@@ -14,8 +14,8 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 
+from kvline_contract import times
 from kvline_contract.exits import ExitCode, meaning
 from kvline_contract.launch import LaunchConfig
 from kvline_contract.names import ATTEMPTS_FILE, ENV_POD_NAME, ENV_POD_UID
@@ -50,7 +50,7 @@ class Supervisor:
             os.environ.get(ENV_POD_UID, ""),
             os.environ.get(ENV_POD_NAME, ""),
             launch.revision,
-            utc_now,
+            times.now,
         )
         self.health = Health(options, self.keeper)
         self.engine: Child | None = None
@@ -295,7 +295,3 @@ def _died(what: str, code: int) -> Termination:
 
 def _termination(code: ExitCode, message: str) -> Termination:
     return Termination(VERSION, int(code), meaning(code).name, message)
-
-
-def utc_now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

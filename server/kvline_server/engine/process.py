@@ -15,12 +15,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
-from kvline_contract import codec, names
+from kvline_contract import codec, names, times
 from kvline_contract.exits import ExitCode
 from kvline_contract.launch import LaunchConfig
 from kvline_contract.report import Attempt, Effective, Provenance, Stage, State
@@ -83,7 +82,7 @@ class ParentReporter:
         self.parent.send(Progress("warning", text.encode()))
 
     def now(self) -> str:
-        return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        return times.now()
 
 
 class EngineProcess:
