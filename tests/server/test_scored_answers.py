@@ -58,8 +58,7 @@ class Scripted:
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while True:
-            length = int.from_bytes(await reader.readexactly(4), "little")
-            message = messages.decode(await reader.readexactly(length))
+            message = await messages.read(reader)
             if isinstance(message, Submit):
                 self.submitted.put_nowait(message)
 

@@ -6,6 +6,7 @@ are sent as bytes.
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Iterator
@@ -146,6 +147,14 @@ def encode(message: Message) -> bytes:
 def decode(body: bytes) -> Message:
     message: Message = _decoder.decode(body)
     return message
+
+
+async def read(reader: asyncio.StreamReader) -> Message:
+    """The next message. Raises IncompleteReadError at the end of the stream."""
+    length = int.from_bytes(await reader.readexactly(4), "little")
+    if length > MAX_FRAME:
+        raise ValueError(f"a frame of {length} bytes")
+    return decode(await reader.readexactly(length))
 
 
 class Channel:

@@ -10,7 +10,6 @@ from contextlib import aclosing
 
 from kvline_server.engine import messages
 from kvline_server.engine.messages import (
-    MAX_FRAME,
     Abort,
     Delta,
     Deltas,
@@ -123,10 +122,7 @@ class EngineClient:
         """Reads deltas. When this ends, for any reason, every request fails; none hangs."""
         try:
             while True:
-                length = int.from_bytes(await reader.readexactly(4), "little")
-                if length > MAX_FRAME:
-                    raise ValueError(f"a frame of {length} bytes")
-                message = messages.decode(await reader.readexactly(length))
+                message = await messages.read(reader)
                 if isinstance(message, Deltas):
                     self._dispatch(message)
                 elif isinstance(message, PromptScores) and message.id in self._received:

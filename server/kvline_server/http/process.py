@@ -127,16 +127,15 @@ class Edge:
         """Handles the parent's messages; exits when the parent does."""
         with contextlib.suppress(asyncio.IncompleteReadError, OSError):
             while True:
-                length = int.from_bytes(await reader.readexactly(4), "little")
-                message = messages.decode(await reader.readexactly(length))
+                message = await messages.read(reader)
                 if isinstance(message, Serve):
                     await self._open(message)
                 elif isinstance(message, Drain):
                     asyncio.get_running_loop().create_task(self._drain(message.seconds))
 
     async def _open(self, message: Serve) -> None:
-        _, (line,), *_ = socket.recv_fds(self.handover, 1, 1)
-        await self.client.connect(socket.socket(fileno=line))
+        _, (engine,), *_ = socket.recv_fds(self.handover, 1, 1)
+        await self.client.connect(socket.socket(fileno=engine))
         limits = self.service.limits
         self.service.limits = Limits(
             limits.served_name,
