@@ -10,7 +10,8 @@ from kvline_contract.launch import Device
 
 KEY_FILE = Path(names.ACCESS_DIR) / names.ACCESS_FILE
 TLS_FOLDER = Path(names.TLS_DIR)
-CPU_CONNECTIONS = 512
+# Unfinished heads and bodies of all connections, and scores, in half of the headroom each.
+CPU_MOST = {"connections": 512, "score_bytes": 64 << 20}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class ClientLimits:
     body: float = 30.0
     body_pause: float = 10.0  # between two reads of a body
     body_bytes: int = 32 << 20  # total of all bodies being read
+    score_bytes: int = 512 << 20  # total of all logprobs that wait to be sent
     pipeline: int = 8  # requests that wait on one connection
     stall: float = 30.0  # how long a client may not read its answer
     unread_tokens: int = 1000  # buffered for a client that does not read
@@ -47,9 +49,11 @@ class ClientLimits:
     sweep: float = 1.0
 
     def on(self, device: Device) -> ClientLimits:
-        """On the CPU, unfinished heads and bodies of all connections must fit the headroom."""
-        most = CPU_CONNECTIONS if device is Device.CPU else self.connections
-        return replace(self, connections=min(self.connections, most))
+        """On the CPU what clients may hold must fit the headroom; a GPU's host has more."""
+        if device is not Device.CPU:
+            return self
+        least = {name: min(getattr(self, name), most) for name, most in CPU_MOST.items()}
+        return replace(self, **least)
 
 
 @dataclass(frozen=True, slots=True)

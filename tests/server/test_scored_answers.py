@@ -20,7 +20,6 @@ from kvline_server.http.app import Service, create_app
 from kvline_server.http.body import Bodies
 from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.generate import Generator, Limits
-from kvline_server.http.process import HELD
 from kvline_server.http.scores import ENTRY, held
 from kvline_server.http.tokens import Tokens
 from kvline_server.http.trace import Traces
@@ -108,7 +107,7 @@ def test_an_idle_server_lets_in_chats_that_could_fill_the_context(
             assert answer.status_code == 200
             assert [len(c["logprobs"]["content"]) for c in answer.json()["choices"]] == [20] * n
 
-    play(story, HELD[Device.CPU])
+    play(story, ClientLimits().on(Device.CPU).score_bytes)
 
 
 def test_scores_are_counted_as_they_come(play: Callable[..., None]) -> None:

@@ -39,7 +39,7 @@ class Room:
 class Admission:
     max_sequences: int = 0
     max_tokens: int = 0
-    max_held: int = 64 << 20  # bytes of scores that wait to be sent; half of a CPU's headroom
+    max_held: int = 64 << 20  # bytes of scores that wait to be sent
     sequences: int = 0
     tokens: int = 0
     nbytes: int = 0

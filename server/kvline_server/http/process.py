@@ -24,7 +24,7 @@ import uvicorn
 
 from kvline_contract import codec
 from kvline_contract.exits import ExitCode
-from kvline_contract.launch import Device, LaunchConfig
+from kvline_contract.launch import LaunchConfig
 from kvline_contract.tracing import NoTracing, tracer
 from kvline_server.engine import messages
 from kvline_server.engine.messages import Drain, EdgeBeat, Serve
@@ -44,8 +44,6 @@ from kvline_server.model.config import read_config
 from kvline_server.options import ClientLimits
 
 BEAT_SECONDS = 0.5
-# Bytes of scores that wait to be sent: half of a container's headroom; a GPU's host has more.
-HELD = {Device.CPU: 64 << 20, Device.CUDA: 512 << 20}
 PARENT_SECONDS = 2.0
 LAST_WORDS_SECONDS = 1.0  # for errors at the end of a drain
 UNSENT_BYTES = 64 << 10
@@ -76,7 +74,7 @@ class Edge:
         self.connections = Connections(edge)
         self.service = Service(
             generator=Generator(self.client, tokens, Traces(_tracer())),
-            admission=Admission(max_held=HELD[launch.device]),
+            admission=Admission(max_held=edge.score_bytes),
             bodies=Bodies(edge),
             limits=Limits(launch.model.served_name, model.vocabulary, 0, 0),
             started=now(),
