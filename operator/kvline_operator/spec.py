@@ -20,6 +20,7 @@ from kvline_contract.names import (
     ANNOTATION_RESTART,
     ANNOTATION_UPGRADE,
     base_name,
+    hub_folder,
 )
 from kvline_operator.errors import SpecError
 
@@ -198,7 +199,7 @@ def parse_source(text: Any) -> ModelSource:
         if ".." in match["path"].split("/"):
             raise SpecError(f"spec.model.source must not contain ..: {text!r:.80}")
         return ModelSource(text, match["claim"], match["path"], "")
-    folder = f"{match['org']}--{match['name']}/{match['commit']}"
+    folder = hub_folder(match["org"], match["name"], match["commit"])
     return ModelSource(text, None, folder, match["commit"])
 
 

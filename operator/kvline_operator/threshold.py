@@ -37,8 +37,7 @@ class Thresholds:
 
     def of(self, gpu: str) -> Threshold:
         """The threshold of a replica on this GPU model; empty for a CPU."""
-        base = self.baseline.get(gpu, 0)
-        share = -(-self.percent * base // 100)
+        base, share = self.baseline.get(gpu, 0), self._share(gpu)
         if share and share >= self.minimum:
             text = f"{self.percent} % of the baseline {base} on {device(gpu)}"
             return Threshold(share, text, base)
@@ -56,7 +55,7 @@ class Thresholds:
 
     def gate(self, is_open: bool) -> GateFile:
         """The gate file that pods mount; servers too old for the map use its smallest entry."""
-        shares = {gpu: self._share(gpu) for gpu in self.baseline if self._share(gpu)}
+        shares = {gpu: share for gpu in self.baseline if (share := self._share(gpu))}
         listed = sorted(gpu for gpu in shares if len(gpu) <= MAX_KEY)[:MAX_GATE_GPUS]
         return GateFile(
             VERSION,
@@ -67,7 +66,7 @@ class Thresholds:
         )
 
     def _share(self, gpu: str) -> int:
-        return -(-self.percent * self.baseline[gpu] // 100)
+        return -(-self.percent * self.baseline.get(gpu, 0) // 100)
 
 
 def device(gpu: str) -> str:

@@ -27,7 +27,6 @@ class Diagnosis:
     arrived: int = 0  # bytes that other processes have taken since
     growth: int = 0  # bytes that the stress added
     graphs: int = 0  # bytes that captured graphs took
-    measured_tokens: int | None = None
 
     def memory(self, kv_bytes: int, free_bytes: int) -> Memory:
         """Memory by part; `others` is the rest, so that the parts add up exactly."""

@@ -218,7 +218,6 @@ class ProfileLoop:
             if tokens >= enough or not self.diagnosis.displaced:
                 break
             self.pause(NEIGHBOUR_PAUSE)
-        self.diagnosis.measured_tokens = tokens
         if tokens < PAGE_SIZE * 2:
             raise self.diagnosis.nothing_left(tokens)
         return self._check_context(tokens)
