@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import os
 import random
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -88,13 +87,8 @@ def on_cpu() -> Iterator[int]:
     command = [sys.executable, "-m", "kvline_server", "serve", "--model", str(engines.folder())]
     command += ["--served-name", "m", "--device", "cpu", "--memory", "3Gi", "--port", str(port)]
     command += ["--threads", str(engines.THREADS), "--internal-port", str(internal)]
-    process = subprocess.Popen(command)
-    try:
-        serving.wait_ready(process, internal)
+    with serving.running(command, internal):
         yield port
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def climb(port: int, load: Load, vocabulary: int, seconds: float) -> list[Seen]:

@@ -11,7 +11,6 @@ import http.client
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -52,16 +51,13 @@ def served(group: Path) -> Iterator[int]:
     command += ["--model", str(engines.folder()), "--port", str(port)]
     command += ["--internal-port", str(internal), "--threads", threads]
     with tempfile.TemporaryDirectory() as state:
-        process = subprocess.Popen(
-            [*command, "--state-dir", state],
-            preexec_fn=lambda: (group / "cgroup.procs").write_text(str(os.getpid())),
-        )
-        try:
-            serving.wait_ready(process, internal)
+        command += ["--state-dir", state]
+
+        def join_group() -> None:
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+
+        with serving.running(command, internal, preexec_fn=join_group):
             yield port
-        finally:
-            process.terminate()
-            process.wait()
 
 
 def used(group: Path) -> float:

@@ -45,11 +45,10 @@ def served(engine: str, name: str, fraction: float | None = None) -> Iterator[in
         fixed = {"folder": folder, "port": port, "length": offline.MAX_MODEL_LEN}
         command = COMMANDS[engine].format(**fixed, running=RUNNING).split()
         command += [MEMORY[engine], f"{fraction:.3f}"] if fraction is not None else []
-        process = subprocess.Popen(command, process_group=0)
-        try:
-            serving.wait_ready(process, port, "/health")
+        with serving.running(command, port, _kill_workers_too, "/health", process_group=0):
             yield port
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, 9)  # its workers too
-            process.wait()
+
+
+def _kill_workers_too(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, 9)

@@ -11,8 +11,9 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import client
 import offline
@@ -61,16 +62,29 @@ def served(name: str) -> Iterator[int]:
         command = [sys.executable, "-m", "kvline_server", "serve", "--model", str(folder)]
         command += ["--load", "random", "--served-name", "m", "--port", str(port)]
         command += ["--internal-port", str(internal), "--max-model-len", "8192"]
-        process = subprocess.Popen(command)
-        try:
-            wait_ready(process, internal)
+        with running(command, internal, subprocess.Popen.kill):
             yield port
-        finally:
-            process.kill()
-            process.wait()
 
 
-def wait_ready(process: subprocess.Popen[bytes], port: int, path: str = "/readyz") -> None:
+@contextlib.contextmanager
+def running(
+    command: list[str],
+    port: int,
+    end: Callable[[subprocess.Popen[bytes]], None] = subprocess.Popen.terminate,
+    path: str = "/readyz",
+    **options: Any,
+) -> Iterator[None]:
+    """A server that is ready at this port; it is ended with the block. `options` of Popen."""
+    process = subprocess.Popen(command, **options)
+    try:
+        wait_ready(process, port, path)
+        yield
+    finally:
+        end(process)
+        process.wait()
+
+
+def wait_ready(process: subprocess.Popen[bytes], port: int, path: str) -> None:
     while True:
         if process.poll() is not None:
             raise RuntimeError(f"the server ended with {process.returncode}")
