@@ -13,6 +13,9 @@ from kvline_contract.names import LABEL_REVISION
 Object = dict[str, Any]
 HISTORY_LIMIT = 10  # for each service; older ones are deleted, as a broken node makes thousands
 TERMINAL = ("Failed", "Succeeded")
+# Kubernetes keeps why it ended a pod only if a container of it failed (kubernetes issue 141483). A
+# server that ends in time after SIGTERM exits with 0.
+NO_REASON = "evicted, or its node shut down: its pod's events say which"
 REFUSED = "UnexpectedAdmissionError"  # of the kubelet, where a device cannot be allocated
 
 
@@ -52,12 +55,16 @@ def _view(pod: Object) -> EndedPod:
     disrupted = [
         c for c in status.get("conditions") or [] if c.get("type") == "DisruptionTarget"
     ] or [{}]
+    reason = status.get("reason") or disrupted[0].get("reason") or ""
+    message = status.get("message") or disrupted[0].get("message") or ""
+    if not reason and status["phase"] == "Succeeded":
+        message = NO_REASON
     return EndedPod(
         name=meta["name"],
         uid=meta["uid"],
         revision=(meta.get("labels") or {}).get(LABEL_REVISION, ""),
         node=(pod.get("spec") or {}).get("nodeName", ""),
         created=meta.get("creationTimestamp", ""),
-        reason=status.get("reason") or disrupted[0].get("reason") or status["phase"],
-        message=(status.get("message") or disrupted[0].get("message") or "")[:256],
+        reason=reason or status["phase"],
+        message=message[:256],
     )

@@ -142,7 +142,7 @@ def evicted(space: Any) -> None:
     )
     space.kubectl("exec", victim["name"], "-c", "server", "--", "python3", "-c", code)
     eventually(lambda: victim["uid"] not in {p["metadata"]["uid"] for p in of(space, "day")}, 200)
-    explained(space, "day", "Evicted", victim["name"])
+    explained(space, "day", "PodEnded", victim["name"], "victed")  # the kubelet's word, or ours
     eventually(lambda: space.get("kvl", "day")["status"].get("readyReplicas") == 2, PATIENCE)
     wait(space, "day", "UpToDate", status="True")
 

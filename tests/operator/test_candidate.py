@@ -126,4 +126,6 @@ def test_of_terminal_pods_the_oldest_are_deleted_and_each_has_its_reason() -> No
     ]
     assert ended([evicted])[0].text == "p01 on no node: Evicted: low on memory"
     assert ended([terminal(3)])[0].text.endswith(": Failed")
+    in_time = ended([terminal(4, phase="Succeeded")])[0]  # the kubelet kept no reason
+    assert in_time.reason == "Succeeded" and "evicted, or its node shut down" in in_time.text
     assert not has_ended({"metadata": {}, "status": {"phase": "Running"}})
