@@ -21,7 +21,7 @@ from shapes import SHAPES
 
 from kvline_server.engine.request import SamplingParams
 
-FIRST, STEP = 0.9, 0.005  # of the setting
+SETTINGS = [percent / 100 for percent in range(90, 100)]
 RATE = 30.0  # requests a second: a queue at all times, as in soak
 
 
@@ -39,13 +39,18 @@ def run() -> None:
 
 
 def climb(engine: str, name: str, seconds: float) -> tuple[float, float]:
-    """The last setting that survived, 0 where none did, and the first that did not."""
+    """The highest setting that survived and the lowest that did not, by bisection: one that
+    survives stands for all below it. 0 and 1 where there is none."""
     if engine == "kvline":
         return float(survives(engine, name, None, seconds)), 0.0
-    highest, setting = 0.0, FIRST
-    while setting < 1 and survives(engine, name, setting, seconds):
-        highest, setting = setting, setting + STEP
-    return highest, setting
+    highest, died = 0.0, 1.0
+    while between := [s for s in SETTINGS if highest < s < died]:
+        setting = between[len(between) // 2]
+        if survives(engine, name, setting, seconds):
+            highest = setting
+        else:
+            died = setting
+    return highest, died
 
 
 def survives(engine: str, name: str, setting: float | None, seconds: float) -> bool:
