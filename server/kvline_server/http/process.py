@@ -112,6 +112,8 @@ class Edge:
         await serving
         for task in others:
             task.cancel()
+        if listening.done():  # the parent is gone
+            return int(ExitCode.DRAINED)
         self._tell_parent()
         if not self.client.lost.is_set():
             return int(ExitCode.DRAINED)
@@ -173,7 +175,8 @@ class Edge:
         self.server.should_exit = True
 
     async def _beat(self) -> None:
-        while True:
+        assert self.parent is not None
+        while not self.parent.is_closing():
             self._tell_parent()
             await asyncio.sleep(BEAT_SECONDS if self.server.started else 0.05)
 
