@@ -131,9 +131,9 @@ class Kube:
         self._call("PATCH", *where, body=body, query=query, content=content)
 
     def replace_status(self, namespace: str, name: str, status: Object, version: str) -> None:
-        """Replaces the status; fails where the object has changed since it was read."""
+        """Replaces the status; raises Conflict where the object has changed since it was read."""
         patch = [
-            {"op": "test", "path": "/metadata/resourceVersion", "value": version},
+            {"op": "replace", "path": "/metadata/resourceVersion", "value": version},
             {"op": "add", "path": "/status", "value": status},
         ]
         self._count_write()

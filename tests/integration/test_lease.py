@@ -206,6 +206,11 @@ def test_memory_is_written_over_nothing_but_what_was_read(
     later = space.get("configmap", records_name("chat"))
     assert later is not None and later["data"] == records["data"]
 
+    space.kubectl("annotate", "kvl", "chat", "touched=yes")
+    with pytest.raises(Conflict):
+        kube.replace_status(space.name, "chat", {}, body["metadata"]["resourceVersion"])
+    assert (space.get("kvl", "chat") or {})["status"]
+
     # Deleted and created again, it is another object.
     space.kubectl("delete", "controllerrevision", name)
     with pytest.raises(Conflict):
