@@ -21,6 +21,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 NAMES = [f"chat-{n}" for n in range(5)]
 STEPS, PART = 1000, 100
 THREADS = PARALLEL_READS + 20  # pools grow to their size and no further
+# Of resident memory, for events in work: Python's own objects took 0.1 MiB less after 3,000 changes
+# than after 1,000 (tracemalloc, after 20 s without a change), resident memory 6 MiB more.
+NOISE = 8
 Leaf = tuple[tuple[str, ...], dict[str, Any]]
 OWN: list[Leaf] = [  # of which few pods come
     (("replicas",), {"enum": [0, 1, 2]}),
@@ -89,8 +92,8 @@ def clear(space: Space, fields: list[Leaf]) -> None:
 )
 @pytest.mark.fault(
     "L06",
-    shows="1,000 changes as fast as they go (not 24 h): of the last 500, resident +5 % at most, "
-    "threads bounded, descriptors flat",
+    shows="1,000 changes as fast as they go (not 24 h): of the last 500, resident +8 MiB at "
+    "most, threads bounded, descriptors flat",
 )
 def test_sequences_of_changes_made_from_the_schema_converge(
     space: Space, operator: Operator, node: Node, until: Callable[..., Any]
@@ -120,6 +123,6 @@ def test_sequences_of_changes_made_from_the_schema_converge(
 
     until(serves, 120)
     half, end = figures[len(figures) // 2 - 1], figures[-1]
-    assert end["MiB"] <= 1.05 * half["MiB"], figures
+    assert end["MiB"] <= half["MiB"] + NOISE, figures
     assert end["threads"] <= THREADS, figures
     assert end["descriptors"] <= half["descriptors"] + 4, figures  # connections of the moment
