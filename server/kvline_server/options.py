@@ -10,8 +10,16 @@ from kvline_contract.launch import Device
 
 KEY_FILE = Path(names.ACCESS_DIR) / names.ACCESS_FILE
 TLS_FOLDER = Path(names.TLS_DIR)
-# Unfinished heads and bodies of all connections, and scores, in half of the headroom each.
-CPU_MOST = {"connections": 512, "score_bytes": 64 << 20}
+# A container's memory is the KV cache's too: what clients may hold at once has to fit the headroom
+# (`python bench http` plays it).
+CPU_MOST = {
+    "connections": 512,
+    "body_bytes": 6 << 20,
+    "text_bytes": 256 << 10,
+    "parsing": 1,
+    "score_bytes": 64 << 20,
+    "unread_tokens": 250,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +46,9 @@ class ClientLimits:
     headers: int = 100
     body: float = 30.0
     body_pause: float = 10.0  # between two reads of a body
-    body_bytes: int = 32 << 20  # total of all bodies being read
+    body_bytes: int = 256 << 20  # total of the bodies of all requests under way
+    text_bytes: int = 8 << 20  # of a text that is tokenised, where the context is not larger
+    parsing: int = 32  # large bodies that are parsed and tokenised at once
     score_bytes: int = 512 << 20  # total of all logprobs that wait to be sent
     pipeline: int = 8  # requests that wait on one connection
     stall: float = 30.0  # how long a client may not read its answer

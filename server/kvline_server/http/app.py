@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from kvline_server.http.admission import Admission
-from kvline_server.http.body import Bodies, read_object
+from kvline_server.http.body import Bodies, parse_object, read_json
 from kvline_server.http.chat import Chat
 from kvline_server.http.completions import Completion
 from kvline_server.http.errors import ApiError, EngineFailed, NotAllowed, NotFound
@@ -89,12 +89,15 @@ async def _generate(
             service.generator.traces.request(f"POST {request.url.path}", request.headers)
         )
         stack.enter_context(service.admission.request())
-        parsed = parse(kind, await read_object(request, service.bodies))
-        _check_model(parsed.model, service.limits)
-        id = request_id(request.headers.get("x-request-id"))
-        work = route(id, parsed, service.generator, service.limits)
-        jobs = await asyncio.to_thread(work.plan)
-        room = stack.enter_context(service.admission.room(len(jobs), *_wanted(jobs)))
+        raw = await read_json(request, stack.enter_context(service.bodies.hold()))
+        async with service.bodies.turn(len(raw)):
+            parsed = parse(kind, parse_object(raw))
+            del raw
+            _check_model(parsed.model, service.limits)
+            id = request_id(request.headers.get("x-request-id"))
+            work = route(id, parsed, service.generator, service.limits)
+            jobs = await asyncio.to_thread(work.plan)
+            room = stack.enter_context(service.admission.room(len(jobs), *_wanted(jobs)))
         headers = {"x-request-id": id}
         if parsed.stream:
             stream = events(work, jobs, stack.pop_all())

@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from itertools import islice
 from typing import Any
 
 from starlette.requests import Request
@@ -16,54 +20,80 @@ MAX_BODY_BYTES = 2 << 20
 FREE_BYTES = 16 << 10  # of each body: a small one is never refused for what large ones hold
 
 
+MAX_VALUES = 1 << 15  # texts, lists and objects in a body: 2 MiB of empty lists take 70 MiB
+SMALL = 8  # small bodies parsed at once, for each large one
+_VALUE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]', re.DOTALL)
+
+
 class Bodies:
-    """Bodies on their way in: bounded in time, each in size, and all together."""
+    """Bodies of all requests: bounded in time, each in size, and all together until their requests
+    end, because a request keeps what came in its body."""
 
     def __init__(self, limits: ClientLimits) -> None:
         self.limits = limits
         self.held = 0
+        self._large = asyncio.Semaphore(limits.parsing)
+        self._small = asyncio.Semaphore(limits.parsing * SMALL)
 
-    async def read(self, request: Request) -> bytes:
+    @contextmanager
+    def hold(self) -> Iterator[Body]:
+        """The body of one request, while it is under way."""
+        body = Body(self)
+        try:
+            yield body
+        finally:
+            self.held -= body.held
+
+    def turn(self, size: int) -> AbstractAsyncContextManager[None]:
+        """A turn to be parsed and tokenised, which takes many times a body's size."""
+        return self._small if size <= FREE_BYTES else self._large
+
+
+class Body:
+    def __init__(self, bodies: Bodies) -> None:
+        self.all = bodies
+        self.held = 0  # bytes
+
+    async def read(self, request: Request) -> bytearray:
         declared = request.headers.get("content-length", "0")
         if int(declared) > MAX_BODY_BYTES:
             raise TooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes")
-        now = asyncio.get_running_loop().time
-        end = now() + self.limits.body
-        body, held = bytearray(), 0
+        now, limits = asyncio.get_running_loop().time, self.all.limits
+        end = now() + limits.body
+        body = bytearray()
         try:
-            async with asyncio.timeout_at(min(now() + self.limits.body_pause, end)) as patience:
+            async with asyncio.timeout_at(min(now() + limits.body_pause, end)) as patience:
                 async for chunk in request.stream():
                     body += chunk
                     if len(body) > MAX_BODY_BYTES:
                         raise TooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes")
-                    grown = max(0, len(body) - FREE_BYTES) - held
-                    self._hold(grown)
-                    held += grown
-                    patience.reschedule(min(now() + self.limits.body_pause, end))
+                    self._hold(max(0, len(body) - FREE_BYTES) - self.held)
+                    patience.reschedule(min(now() + limits.body_pause, end))
         except TimeoutError:
             raise TimedOut("the body of the request did not come in time") from None
-        finally:
-            self.held -= held
-        return bytes(body)
+        return body
 
     def _hold(self, grown: int) -> None:
-        if self.held + grown > self.limits.body_bytes:
-            raise TooMany("too many large bodies are on their way; try again later")
+        if self.all.held + grown > self.all.limits.body_bytes:
+            raise TooMany("too many large bodies are under way; try again later")
+        self.all.held += grown
         self.held += grown
 
 
-async def read_object(request: Request, bodies: Bodies) -> dict[str, Any]:
-    """The body as a JSON object; raises an ApiError that says what is wrong with it."""
+async def read_json(request: Request, body: Body) -> bytearray:
+    """The bytes of a body that should be JSON; raises an ApiError that says what is wrong."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise UnsupportedType("Content-Type must be application/json")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise UnsupportedType("Content-Encoding is not supported")
-    return parse_object(await bodies.read(request))
+    return await body.read(request)
 
 
-def parse_object(raw: bytes) -> dict[str, Any]:
+def parse_object(raw: bytes | bytearray) -> dict[str, Any]:
     """Strict JSON: UTF-8, unique keys, finite numbers, no lone surrogate."""
+    if next(islice(_VALUE.finditer(raw), MAX_VALUES, None), None) is not None:
+        raise BadRequest(f"the body has more than {MAX_VALUES} texts, lists and objects")
     try:
         text = raw.decode("utf-8")
         value = json.loads(

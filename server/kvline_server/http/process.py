@@ -48,6 +48,7 @@ PARENT_SECONDS = 2.0
 LAST_WORDS_SECONDS = 1.0  # for errors at the end of a drain
 UNSENT_BYTES = 64 << 10
 TCP_NOTSENT_LOWAT = 25  # Linux; socket has the name from Python 3.12
+TOKEN_BYTES = 16  # of text for a token, so that any usual text that fits the context is taken
 MOST_FILES, OTHER_FILES = 1 << 16, 128
 
 
@@ -69,7 +70,8 @@ class Edge:
         edge = replace(edge, connections=min(edge.connections, _allow_files() - OTHER_FILES))
         folder = Path(launch.model.path)
         model = read_config(folder)
-        tokens = open_tokens(folder)
+        context = launch.engine.max_model_len or model.max_position
+        tokens = open_tokens(folder, max(edge.text_bytes, TOKEN_BYTES * context))
         self.client = EngineClient(edge.unread_tokens)
         self.connections = Connections(edge)
         self.service = Service(

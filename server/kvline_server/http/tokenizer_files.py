@@ -8,17 +8,18 @@ from pathlib import Path
 from jinja2 import TemplateSyntaxError
 
 from kvline_server.errors import ModelInvalid
-from kvline_server.http.tokens import Tokens
+from kvline_server.http.tokens import MAX_RENDERED, Tokens
 
 FILES = ("tokenizer_config.json", "tokenizer.json")
 
 
-def open_tokens(folder: Path) -> Tokens | None:
-    """None where the model has no tokenizer: then requests need token ids. Raises ModelInvalid."""
+def open_tokens(folder: Path, max_text: int = MAX_RENDERED) -> Tokens | None:
+    """For texts of `max_text` bytes. None where the model has no tokenizer: then requests need
+    token ids. Raises ModelInvalid."""
     if not (folder / "tokenizer.json").is_file():
         return None
     try:
-        return Tokens(folder)
+        return Tokens(folder, max_text)
     except TemplateSyntaxError as error:
         raise ModelInvalid(
             f"{folder}: the chat template is invalid in line {error.lineno}: {error.message}"

@@ -29,7 +29,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 class Tokens:
     """A tokenizer and chat template from a model folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, max_text: int = MAX_RENDERED) -> None:
+        self.max_text = max_text  # bytes
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         settings = _read(folder / "tokenizer_config.json")
         added = self.tokenizer.get_added_tokens_decoder()
@@ -57,9 +58,16 @@ class Tokens:
         """Rejects a text that cannot fit without tokenising all of it, which takes hundreds of
         bytes per token. Parts may have more tokens than the whole text, at their ends: each count
         is reduced by the length of the longest token, and twice `most` is allowed."""
-        room = 2 * most
-        if len(text) <= room and len(text.encode()) <= room:  # a token has a byte or more
-            return
+        room, size = 2 * most, len(text.encode())
+        if size > room:  # a token has a byte or more
+            self._estimate(text, room, most, name)
+        if size > self.max_text:
+            raise BadRequest(
+                f"{name}: a text of {size} bytes; this server tokenises {self.max_text} at most",
+                name,
+            )
+
+    def _estimate(self, text: str, room: int, most: int, name: str) -> None:
         for start in range(0, len(text), PART):
             part = self.tokenizer.encode(text[start : start + PART], add_special_tokens=False)
             room -= max(0, len(part.ids) - self._longest)

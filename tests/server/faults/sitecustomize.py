@@ -74,13 +74,13 @@ def block_http() -> None:
     import ctypes
 
     module: Any = importlib.import_module("kvline_server.http.app")
-    original = module.read_object
+    original = module.read_json
 
     async def blocking(request, bodies):  # type: ignore[no-untyped-def]
         ctypes.PyDLL(None).usleep(int(float(BLOCK) * 1e6))
         return await original(request, bodies)
 
-    module.read_object = blocking
+    module.read_json = blocking
 
 
 def garble_frames() -> None:
