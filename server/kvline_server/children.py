@@ -15,11 +15,12 @@ from dataclasses import asdict, dataclass
 from kvline_server.engine.messages import Channel, Message
 from kvline_server.options import Options
 
-# The engine's heap is never trimmed, so that a step after Ready needs no new memory from the kernel
-# and the measured peak stays valid. Blocks of 32 MiB and more are mapped separately.
+# The engine's heap is never trimmed, so that small blocks need no new memory from the kernel after
+# Ready. Blocks of 2 MiB and more are mapped for each use: on the heap they would leave gaps that
+# differ between two starts, and with them the KV budget (docs/decisions/027).
 ENGINE_MALLOC = {
     "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_MMAP_THRESHOLD_": str(2 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
 }
 

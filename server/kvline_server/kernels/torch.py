@@ -1,12 +1,14 @@
 """Every operation of a step in plain torch: the CPU backend, the reference for the tests, and the
 fallback on GPUs without prebuilt kernels.
 
-Attention gathers the pages of the KV cache; the workspace of one gather is bounded by GATHER_TOKENS
-or by the longest sequence, whichever is larger.
+Attention gathers the pages of the KV cache into a workspace that is kept, because memory that is
+mapped anew for each layer costs more than the gather. It holds GATHER_TOKENS from the first step
+on, which takes the memory before it is measured, and grows to the longest sequence.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -81,6 +83,7 @@ class TorchKernels:
         self.device = torch.device(device)
         self.dtype = dtype
         self.depth = depth  # tests set 1 for the order of steps that a GPU has
+        self.gathered = torch.empty((2, 0))  # keys and values of one gather
 
     def upload(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         return [torch.from_numpy(array).to(self.device) for array in arrays]
@@ -171,12 +174,49 @@ class TorchKernels:
         flat = q.new_empty((rows, heads * dim)) if out is None else out
         made = flat.view(rows, heads, dim)
         for group in plan.decodes:
-            made[group.start : group.end] = _decode(q[group.start : group.end], cache, group)
+            made[group.start : group.end] = self._decode(q[group.start : group.end], cache, group)
         for part in plan.prefills:
-            made[part.start : part.end] = _prefill(q[part.start : part.end], cache, part)
+            made[part.start : part.end] = self._prefill(q[part.start : part.end], cache, part)
         # Pads go on through the layers into the dummy page, which must stay finite.
         made[max([g.end for g in plan.decodes] + [p.end for p in plan.prefills]) :] = 0
         return flat
+
+    def _gather(self, cache: KVLayer, pages: torch.Tensor, sequences: int) -> list[torch.Tensor]:
+        """Keys and values, each [sequences, kv_heads, tokens, dim], out of the paged cache. They
+        are valid until the next call."""
+        shape = (len(pages), *cache.keys.shape[1:])
+        size = math.prod(shape)
+        if self.gathered.shape[1] < size:
+            self.gathered = cache.keys.new_empty((2, 0))  # frees it before it is replaced
+            least = GATHER_TOKENS * math.prod(shape[2:])
+            self.gathered = cache.keys.new_zeros((2, max(size, least)))
+        found = []
+        for stored, into in zip((cache.keys, cache.values), self.gathered, strict=True):
+            out = torch.index_select(stored, 0, pages, out=into[:size].view(shape))
+            found.append(out.view(sequences, -1, *shape[2:]).transpose(1, 2))
+        return found
+
+    def _decode(self, q: torch.Tensor, cache: KVLayer, group: DecodeGroup) -> torch.Tensor:
+        """q [sequences, heads, dim] -> the same shape. Heads of a GQA group act as query
+        positions."""
+        sequences, heads, dim = q.shape
+        keys, values = self._gather(cache, group.pages, sequences)
+        grouped = q.reshape(sequences, keys.shape[1], -1, dim)
+        out = scaled_dot_product_attention(grouped, keys, values, attn_mask=group.mask)
+        return out.reshape(sequences, heads, dim)
+
+    def _prefill(self, q: torch.Tensor, cache: KVLayer, part: PrefillPart) -> torch.Tensor:
+        """q [rows, heads, dim] of one sequence -> the same shape."""
+        keys, values = (kv[:, :, : part.length] for kv in self._gather(cache, part.pages, 1))
+        out = scaled_dot_product_attention(
+            q.transpose(0, 1).unsqueeze(0),
+            keys,
+            values,
+            attn_mask=part.mask,
+            is_causal=part.mask is None,
+            enable_gqa=True,
+        )
+        return out.squeeze(0).transpose(0, 1)
 
     def tune(
         self, weights: list[list[torch.Tensor]], rows: list[int], known: Choices | None
@@ -222,37 +262,6 @@ def _apply_rope(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     cos, sin = rope[:, 0].unsqueeze(1), rope[:, 1].unsqueeze(1)
     left, right = x.chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
-
-
-def _gather(pages: torch.Tensor, indices: torch.Tensor, sequences: int) -> torch.Tensor:
-    """[sequences, kv_heads, tokens, dim] out of the paged cache."""
-    found = pages.index_select(0, indices)
-    return found.view(sequences, -1, *pages.shape[2:]).transpose(1, 2)
-
-
-def _decode(q: torch.Tensor, cache: KVLayer, group: DecodeGroup) -> torch.Tensor:
-    """q [sequences, heads, dim] -> the same shape. Heads of a GQA group act as query positions."""
-    sequences, heads, dim = q.shape
-    keys = _gather(cache.keys, group.pages, sequences)
-    values = _gather(cache.values, group.pages, sequences)
-    grouped = q.reshape(sequences, keys.shape[1], -1, dim)
-    out = scaled_dot_product_attention(grouped, keys, values, attn_mask=group.mask)
-    return out.reshape(sequences, heads, dim)
-
-
-def _prefill(q: torch.Tensor, cache: KVLayer, part: PrefillPart) -> torch.Tensor:
-    """q [rows, heads, dim] of one sequence -> the same shape."""
-    keys = _gather(cache.keys, part.pages, 1)[:, :, : part.length]
-    values = _gather(cache.values, part.pages, 1)[:, :, : part.length]
-    out = scaled_dot_product_attention(
-        q.transpose(0, 1).unsqueeze(0),
-        keys,
-        values,
-        attn_mask=part.mask,
-        is_causal=part.mask is None,
-        enable_gqa=True,
-    )
-    return out.squeeze(0).transpose(0, 1)
 
 
 def _decode_groups(layout: Layout) -> list[DecodeGroup]:
