@@ -101,6 +101,6 @@ def _search() -> None:
         ["largest that survives", f"{survives} to {fails}", ""],
         ["share of it", f"{tokens / survives:.3f}", "0.95"],
         ["profile loop, s", f"{loop:.1f}", "60"],
-        ["free after validation, MiB", str(idle), "128 + 64"],
+        ["free after validation, MiB", str(idle), "32 + 64"],
     ]
     table("Sizing, SmolLM2-135M, 2 GiB", ["figure", "value", "bar"], rows)

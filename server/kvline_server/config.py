@@ -10,13 +10,14 @@ from kvline_server.errors import ConfigInvalid, ModelUnsupported
 from kvline_server.kernels.interface import LOGIT_BLOCK
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.model.config import ModelConfig
+from kvline_server.options import ENGINE_QUEUED_BYTES, QUEUED_BYTES, ClientLimits
 
 DEFAULTS = {
     Device.CPU: {
         "prefill": 512,
         "mixed": 128,
         "running": 16,
-        "headroom": 128,
+        "headroom": 32,
         "block": LOGIT_BLOCK,
     },
     # block 128: the rows of a GEMM tile on the GPU; a partial tile costs as much as a full one.
@@ -46,6 +47,15 @@ class EngineSettings:
     # Prompt rows that a mixed step may always have, although its decodes wait for them. Left out
     # of repr, and so of the fingerprint: it is below a full step, so no size depends on it.
     mixed_prefill_tokens: int | None = field(default=None, repr=False)
+    # What clients may make the HTTP process hold, in all and for each token of the KV cache; 0 on a
+    # GPU, whose memory HTTP does not share.
+    client_bytes: int = 0
+    client_bytes_per_token: int = 0
+
+    def reserved(self, kv_tokens: int = 0) -> int:
+        """Bytes beside a KV cache of so many tokens, allocated while its size is validated."""
+        clients = self.client_bytes + kv_tokens * self.client_bytes_per_token
+        return (self.headroom_mib << 20) + clients
 
     @property
     def wanted_len(self) -> int:
@@ -94,6 +104,10 @@ def resolve(launch: LaunchConfig, model: ModelConfig, memory_limit: int) -> Engi
         )
     top = requested.max_top_logprobs
     headroom = launch.capacity.headroom_mib
+    clients = 0
+    if launch.device is Device.CPU:
+        context = requested.max_model_len or model.max_position
+        clients = ClientLimits().on(launch.device).memory(context, running)
     return EngineSettings(
         max_model_len=requested.max_model_len,
         model_max_len=model.max_position,
@@ -104,4 +118,6 @@ def resolve(launch: LaunchConfig, model: ModelConfig, memory_limit: int) -> Engi
         logprob_rows=logprob_rows(memory_limit, model.vocabulary, defaults["block"]),
         pinned_kv_tokens=launch.capacity.kv_tokens,
         mixed_prefill_tokens=min(defaults["mixed"], prefill),
+        client_bytes=clients,
+        client_bytes_per_token=QUEUED_BYTES + ENGINE_QUEUED_BYTES if clients else 0,
     )

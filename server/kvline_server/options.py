@@ -10,16 +10,29 @@ from kvline_contract.launch import Device
 
 KEY_FILE = Path(names.ACCESS_DIR) / names.ACCESS_FILE
 TLS_FOLDER = Path(names.TLS_DIR)
-# A container's memory is the KV cache's too: what clients may hold at once has to fit the headroom
-# (`python bench http` plays it).
+QUEUE_FACTOR = 4  # waiting sequences per running one
+MAX_PROMPTS = 128  # of one request
+FREE_BYTES = 16 << 10  # of each body: a small one is never refused for what large ones hold
+# On the CPU what clients may make the HTTP process hold is reserved beside the KV cache.
 CPU_MOST = {
     "connections": 512,
     "body_bytes": 6 << 20,
-    "text_bytes": 256 << 10,
+    "text_bytes": 128 << 10,
+    "most_text_bytes": 256 << 10,
+    "small": 2,
     "parsing": 1,
-    "score_bytes": 64 << 20,
-    "unread_tokens": 250,
+    "score_bytes": 16 << 20,
+    "head_bytes": 16 << 10,
+    "pipeline": 4,
+    "unread_tokens": 128,
 }
+# Bytes that the HTTP process takes at the CPU's limits, part by part, as `python bench http`
+# measures them (docs/decisions/025): for a byte of text while it is tokenised, for a token with its
+# logprobs that waits for a client, and for bodies, heads and scored prompts.
+PER_TEXT_BYTE, PER_UNREAD_TOKEN, OTHER = 176, 1344, 37 << 20
+# For each token of the KV cache: prompts of several times its size are admitted, as Python ints,
+# with as many offsets where they are echoed; and the engine has a copy of its own.
+QUEUED_BYTES, ENGINE_QUEUED_BYTES = (1 + QUEUE_FACTOR) * 80, (1 + QUEUE_FACTOR) * 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,24 +59,43 @@ class ClientLimits:
     headers: int = 100
     body: float = 30.0
     body_pause: float = 10.0  # between two reads of a body
-    body_bytes: int = 256 << 20  # total of the bodies of all requests under way
-    text_bytes: int = 8 << 20  # of a text that is tokenised, where the context is not larger
-    parsing: int = 32  # large bodies that are parsed and tokenised at once
+    body_bytes: int = 128 << 20  # total of the bodies of all requests under way
+    text_bytes: int = 2 << 20  # of a text that is tokenised, where the context is not larger
+    token_bytes: int = 8  # of text per token of the context: usual texts fit, up to most_text_bytes
+    most_text_bytes: int = 2 << 20
+    parsing: int = 8  # large bodies that are parsed and tokenised at once
+    small: int = 64  # small bodies, of FREE_BYTES at most, likewise
     score_bytes: int = 512 << 20  # total of all logprobs that wait to be sent
     pipeline: int = 8  # requests that wait on one connection
     stall: float = 30.0  # how long a client may not read its answer
-    unread_tokens: int = 1000  # buffered for a client that does not read
+    unread_tokens: int = 250  # buffered for a client that does not read
     linger: float = 2.0  # how long the rest of a refused request is read
     linger_bytes: int = 1 << 20
     late: float = 5.0  # at the start of a drain, while idle connections may still send requests
     sweep: float = 1.0
 
     def on(self, device: Device) -> ClientLimits:
-        """On the CPU what clients may hold must fit the headroom; a GPU's host has more."""
+        """On the CPU clients share the container's memory with the KV cache; a GPU's host has
+        more."""
         if device is not Device.CPU:
             return self
         least = {name: min(getattr(self, name), most) for name, most in CPU_MOST.items()}
         return replace(self, **least)
+
+    def longest_text(self, context: int) -> int:
+        """Bytes of a text that is tokenised, for a context of so many tokens."""
+        return min(max(self.text_bytes, self.token_bytes * context), self.most_text_bytes)
+
+    def memory(self, context: int, running: int) -> int:
+        """Bytes that clients may make the HTTP process hold at once, beside QUEUED_BYTES."""
+        texts = self.parsing * self.longest_text(context) + self.small * FREE_BYTES
+        unread = max_sequences(running) * self.unread_tokens
+        return texts * PER_TEXT_BYTE + unread * PER_UNREAD_TOKEN + OTHER
+
+
+def max_sequences(running: int) -> int:
+    """Sequences admitted at once, where so many run."""
+    return max(running * (1 + QUEUE_FACTOR), MAX_PROMPTS)
 
 
 @dataclass(frozen=True, slots=True)

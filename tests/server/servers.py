@@ -24,9 +24,14 @@ from kvline_contract.launch import (
     EngineOptions,
     GateFile,
     LaunchConfig,
+    LoadFormat,
     Model,
 )
 
+ENGINE, CAPACITY = EngineOptions(), CapacityOptions()
+SIZES = ["hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"]
+SIZES += ["vocab_size", "max_position_embeddings"]
+CONFIG = {"architectures": ["LlamaForCausalLM"], **dict.fromkeys(SIZES, 8)}  # a config.json
 FAULTS = Path(__file__).parent / "faults"
 # Options of a Server whose size is searched for, and not pinned, in so much memory.
 SEARCHED: dict[str, Any] = {"capacity": CapacityOptions(headroom_mib=8), "memory": 900 << 20}
@@ -58,8 +63,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def launch_config(folder: Path, engine: EngineOptions, capacity: CapacityOptions) -> LaunchConfig:
-    model = Model(str(folder), str(folder), "tiny")
+def launch_config(
+    folder: Path,
+    engine: EngineOptions = ENGINE,
+    capacity: CapacityOptions = CAPACITY,
+    source: str = "",
+    load: LoadFormat = LoadFormat.WEIGHTS,
+) -> LaunchConfig:
+    model = Model(source or str(folder), str(folder), "tiny", load)
     return LaunchConfig(1, "ns", "svc", "abcde", "image", Device.CPU, 1, model, engine, capacity)
 
 

@@ -112,7 +112,7 @@ def test_the_defaults_are_those_that_are_promised() -> None:
 
 
 def test_a_head_that_trickles_is_ended(server: Server) -> None:
-    """H09: each byte comes soon after the last, and the whole never."""
+    """H09: at a limit of 1 s (not 10) each byte comes soon after the last, and the whole never."""
     with connected(server) as raw:
         began = time.monotonic()
         with contextlib.suppress(ConnectionError):
@@ -174,13 +174,13 @@ def test_what_could_be_smuggled_is_400_and_closed(server: Server, head: bytes) -
 
 
 def test_a_body_that_stops_is_408(server: Server) -> None:
-    """H08."""
+    """H08: at a limit of 1 s (not 10) without a byte."""
     with connected(server, POST + b'Content-Length: 1000000\r\n\r\n{"model":') as raw:
         refused(everything(raw), 408)  # its socket waits for 30 s
 
 
 def test_a_body_that_trickles_is_408(server: Server) -> None:
-    """H08: never a pause that is too long, but no end either."""
+    """H08: at a limit of 2 s (not 30), without a pause of 1 s (not 10) and without an end."""
     with connected(server, POST + b"Content-Length: 1000000\r\n\r\n") as raw:
         with contextlib.suppress(ConnectionError):
             for _ in range(40):
@@ -248,7 +248,8 @@ def test_half_sent_bodies_have_a_bound_together_and_are_given_back(server: Serve
 
 
 def test_idle_connections_are_capped_and_closed(server: Server) -> None:
-    """H44: a hundred more than there is room for, and a good client is served among them."""
+    """H44: 160 connections where 60 are allowed (not 10,000), idle for 3 s at most (not 75); a good
+    client is served among them."""
     with contextlib.ExitStack() as stack:
         idle = [stack.enter_context(connected(server)) for _ in range(160)]
         good(server)
@@ -305,8 +306,8 @@ def test_who_leaves_before_the_answer_leaves_no_traceback(server: Server) -> Non
 
 
 def test_clients_that_read_nothing_lose_their_places(server: Server) -> None:
-    """F47: all places are taken by streams that nobody reads; they are dropped, their pages come
-    back, and a client that was refused meanwhile is served."""
+    """F47: all places are taken by streams that nobody reads; after 200 tokens or 2 s (not 30) they
+    are dropped, their pages come back, and a client that was refused meanwhile is served."""
     wait_for(server.quiet)
     before = server.ends()
     stream = {"max_tokens": 490, "ignore_eos": True, "stream": True, "logprobs": 20}

@@ -1,4 +1,4 @@
-"""What clients may make the HTTP process hold fits half of the CPU's headroom."""
+"""What clients may make the HTTP process hold is reserved beside the KV cache."""
 
 from __future__ import annotations
 
@@ -9,13 +9,22 @@ import socket
 from contextlib import ExitStack
 from pathlib import Path
 
+import client_load
 import httpx
 import pytest
 from servers import Server, wait_for
 
+from kvline_contract.launch import Device
+from kvline_server.http.admission import Admission
 from kvline_server.http.body import MAX_VALUES, parse_object
-from kvline_server.http.errors import BadRequest
+from kvline_server.http.completions import Completion
+from kvline_server.http.engine_client import EngineClient
+from kvline_server.http.errors import BadRequest, TooMany
+from kvline_server.http.generate import Generator, Limits
+from kvline_server.http.protocol import CompletionRequest, parse
 from kvline_server.http.tokens import Tokens
+from kvline_server.http.trace import Traces
+from kvline_server.options import ClientLimits
 
 MIB = 1 << 20
 HEAD = (
@@ -37,7 +46,16 @@ def peak(pid: int) -> int:
 
 
 @pytest.mark.process
-def test_costly_bodies_at_once_take_no_more_than_half_of_the_headroom(server: Server) -> None:
+def test_all_that_clients_may_do_at_once_fits_what_is_reserved_for_them(tiny_model: Path) -> None:
+    """Unread streams with logprobs in all places, scored prompts, half bodies on all other
+    connections, large bodies of token ids, and texts."""
+    growth, _ = client_load.played("all of them", tiny_model)
+    assert client_load.reserved() // 2 < growth <= client_load.reserved()
+    assert ClientLimits().on(Device.CPU).memory(8192, 16) <= 86 * MIB
+
+
+@pytest.mark.process
+def test_costly_bodies_at_once_take_no_more_than_is_reserved(server: Server) -> None:
     """Ten bodies of 400,000 token ids, 30 MiB each when parsed: three are held, within 6 MiB, and
     one is parsed at a time."""
     pid = server.children()["http"]
@@ -67,6 +85,32 @@ def test_a_body_of_countless_small_values_is_refused_before_it_is_parsed(item: b
         parse_object(many)
     text = json.dumps({"prompt": '[{"' * MAX_VALUES}).encode()
     assert len(parse_object(text)["prompt"]) == 3 * MAX_VALUES, "what stands in a text is no value"
+
+
+def test_a_request_counts_until_it_notices_that_its_client_has_left() -> None:
+    admission = Admission(max_requests=1)
+    admission.open(16, 17_408)
+    with (
+        admission.request(),
+        pytest.raises(TooMany, match="too many requests"),
+        admission.request(),
+    ):
+        pass
+    assert (admission.received, admission.refused, admission.rejected) == (2, 1, 1)
+    with admission.request():
+        assert admission.requests == 1
+
+
+def test_prompts_of_one_request_are_bounded_together_before_all_are_tokenised(
+    tiny_model: Path,
+) -> None:
+    limits = Limits("tiny", 307, 512, 20, max_prompt_tokens=1000)
+    generator = Generator(EngineClient(9), Tokens(tiny_model, max_text=1000), Traces(None))
+    body = {"model": "tiny", "prompt": ["x" * 400] * 3}
+    with pytest.raises(BadRequest, match="takes 1000 tokens in a request"):
+        Completion("id", parse(CompletionRequest, body), generator, limits).plan()
+    body["prompt"] = ["x" * 400] * 2
+    assert len(Completion("id", parse(CompletionRequest, body), generator, limits).plan()) == 2
 
 
 def test_a_text_that_takes_too_much_to_tokenise_is_refused_by_its_size(tiny_model: Path) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from servers import launch_config
 
 from kvline_contract.codec import encode
-from kvline_contract.launch import CapacityOptions, Device, EngineOptions
+from kvline_contract.launch import Device, EngineOptions
 from kvline_contract.report import Memory, Outcome
 from kvline_server.backend import open_backend
 from kvline_server.config import logprob_rows, resolve
@@ -71,22 +71,22 @@ def test_rows_of_a_chunk_follow_the_rule() -> None:
 def test_settings_resolve_their_defaults(make_model: Callable[..., Path]) -> None:
     folder = make_model("llama")
     model = read_config(folder)
-    settings = resolve(launch_config(folder, EngineOptions(), CapacityOptions()), model, 2 << 30)
+    settings = resolve(launch_config(folder), model, 2 << 30)
     assert settings.max_prefill_tokens == 512
     assert settings.max_running_requests == 16
     assert settings.max_top_logprobs == 20
-    assert settings.headroom_mib == 128
+    assert settings.headroom_mib == 32
     assert settings.wanted_len == model.max_position == 512
-    many = launch_config(folder, EngineOptions(max_running_requests=600), CapacityOptions())
+    many = launch_config(folder, EngineOptions(max_running_requests=600))
     assert resolve(many, model, 2 << 30).max_prefill_tokens == 600
-    bad = launch_config(folder, EngineOptions(None, 32, 16), CapacityOptions())
+    bad = launch_config(folder, EngineOptions(None, 32, 16))
     with pytest.raises(ConfigInvalid, match="maxPrefillTokens is 16, below maxRunningRequests 32"):
         resolve(bad, model, 2 << 30)
 
 
 def test_what_this_image_cannot_do_is_refused_not_ignored(make_model: Callable[..., Path]) -> None:
     folder = make_model("llama")
-    launch = launch_config(folder, EngineOptions(), CapacityOptions())
+    launch = launch_config(folder)
     with pytest.raises(DeviceFailure, match="CUDA finds none on this machine"):
         open_backend(replace(launch, device=Device.CUDA), None, 1, warn=print)
 
@@ -236,7 +236,7 @@ def test_the_stress_set_s_steps_are_as_large_as_the_scheduler_s(
 ) -> None:
     made = engine(make_model("llama"), pages=100, running=8)
     folder = make_model("llama")
-    options = launch_config(folder, EngineOptions(512, 8, 64), CapacityOptions())
+    options = launch_config(folder, EngineOptions(512, 8, 64))
     settings = resolve(options, made.runner.decoder.config, 2 << 30)
     batches: dict[str, Batch] = {}
     stress = StressSet(made.runner, settings, 512, 307, aliased)

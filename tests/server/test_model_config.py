@@ -11,7 +11,7 @@ import pytest
 
 from kvline_server.errors import ModelInvalid, ModelNotFound, ModelUnsupported, ServerError
 from kvline_server.model.config import ARCHITECTURES, read_config
-from kvline_server.model.loader import weight_files
+from kvline_server.model.files import weight_files
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from kvline_server.http.generate import Limits, check_prompt, sampling
 from kvline_server.http.protocol import CompletionRequest, parse
 
 VOCABULARY = 307
-LIMITS = Limits("tiny", VOCABULARY, 512, 20)
+LIMITS = Limits("tiny", VOCABULARY, 512, 20, 1 << 20)
 
 
 def bounds(field: FieldInfo) -> dict[str, float]:

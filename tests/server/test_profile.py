@@ -16,6 +16,7 @@ from simulated import BYTES_PER_TOKEN, SETTINGS, Killed, Machine, Notes
 
 from kvline_contract.report import Binding, Outcome, Result, Source, State
 from kvline_server.config import EngineSettings
+from kvline_server.engine.batch import Batch
 from kvline_server.errors import ContextDoesNotFit, DeviceOutOfMemory, OutOfMemory
 from kvline_server.memory.device import MIB
 from kvline_server.memory.profile import Loaded, ProfileLoop
@@ -226,6 +227,52 @@ def test_a_size_that_another_start_took_is_tried_again_or_is_smaller_by_what_it_
         assert second == first
     else:
         assert first - second >= 400 * MIB // BYTES_PER_TOKEN
+
+
+class Probed(Twin):
+    """Another start maps its cache while this one plays its stress on the smallest."""
+
+    before = 2  # batches until then
+
+    def launch(self, batch: Batch) -> Machine:
+        self.before -= 1
+        if not self.before:
+            self.others, self.mapped = 1000 * MIB, True
+        return super().launch(batch)
+
+    def _take(self, nbytes: int) -> None:
+        try:
+            super()._take(nbytes)
+        except DeviceOutOfMemory:
+            self.others = 0 if self.gone else self.others
+            raise
+
+    gone = False  # as soon as it has filled the GPU: it ended
+
+
+@pytest.mark.parametrize("leaves", ["at once", "later", "never"])
+def test_a_probe_beside_a_start_that_fills_the_gpu_is_tried_again_or_names_it(
+    tmp_path: Path, leaves: str
+) -> None:
+    made = Probed(limit=1024 * MIB, weights=20 * MIB, price=64 << 10, gpu=True)
+    made.gone = leaves == "at once"
+    start = Start(made, tmp_path)
+    waits: list[float] = []
+
+    def pause(seconds: float) -> None:
+        waits.append(seconds)
+        made.others = 0 if leaves == "later" else made.others
+
+    start.pause = pause
+    if leaves == "never":
+        with pytest.raises(OutOfMemory, match="1000 MiB of it taken since this start") as caught:
+            start.run()
+        assert caught.value.termination().binding is Binding.NEIGHBOURS
+        assert len(waits) == 3 and all(waits)
+        return
+    assert start.run().kv_tokens > 100_000
+    assert waits == [0.0 if made.gone else 15.0]
+    assert start.notes.attempts[0].outcome is Outcome.SURVIVED
 
 
 def test_after_four_sizes_the_failure_names_parts_and_knobs(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class Scripted:
         self.admission = Admission(max_held=max_held)
         self.admission.open(16, 65_536)
         generator = Generator(self.client, Tokens(folder), Traces(None))
-        limits = Limits("tiny", 307, CONTEXT, 20)
+        limits = Limits("tiny", 307, CONTEXT, 20, 1 << 20)
         service = Service(generator, self.admission, Bodies(ClientLimits()), limits, 0)
         transport = httpx.ASGITransport(create_app(service))
         self.http = httpx.AsyncClient(transport=transport, base_url="http://tiny", timeout=60)

@@ -151,7 +151,7 @@ def test_settings_the_model_cannot_have_end_with_the_field(start: Callable[..., 
 def test_a_model_that_cannot_run_ends_at_once(
     start: Callable[..., Server], tiny_model: Path, tmp_path: Path
 ) -> None:
-    """F56, as a pod sees it."""
+    """F56: within 30 s (not 10), as a pod sees it."""
     broken = tmp_path / "broken"
     broken.mkdir()
     text = (tiny_model / "config.json").read_text()

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from servers import Server, serving
 
-from kvline_contract.launch import CapacityOptions, EngineOptions, LaunchConfig
+from kvline_contract.launch import LaunchConfig
 from kvline_server.errors import ConfigInvalid, SecretMissing
 from kvline_server.http.tls import Certificate
 
@@ -45,7 +45,7 @@ def test_a_launch_file_without_tls_is_as_it_was() -> None:
     """So that a server of before reads it, and a revision of before is the same."""
     from servers import launch_config
 
-    launch = launch_config(Path("/m"), EngineOptions(), CapacityOptions())
+    launch = launch_config(Path("/m"))
     assert "equireTls" not in launch.dumps()
     assert LaunchConfig.parse(launch.dumps()).require_tls is None
 

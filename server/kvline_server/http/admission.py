@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from starlette.requests import ClientDisconnect
 
 from kvline_server.http.errors import ApiError, BadRequest, NotRead, TooMany, Unavailable
-from kvline_server.http.protocol import MAX_PROMPTS
-
-QUEUE_FACTOR = 4  # waiting sequences per running one
+from kvline_server.options import QUEUE_FACTOR, max_sequences
 
 
 class Room:
@@ -40,6 +38,7 @@ class Admission:
     max_sequences: int = 0
     max_tokens: int = 0
     max_held: int = 64 << 20  # bytes of scores that wait to be sent
+    max_requests: int = 4096  # those of clients that have left included, until they notice
     sequences: int = 0
     tokens: int = 0
     nbytes: int = 0
@@ -55,7 +54,7 @@ class Admission:
 
     def open(self, max_running: int, kv_tokens: int) -> None:
         """Sets the limits; prompt tokens are bounded by a multiple of the validated budget."""
-        self.max_sequences = max(max_running * (1 + QUEUE_FACTOR), MAX_PROMPTS)
+        self.max_sequences = max_sequences(max_running)
         self.max_tokens = kv_tokens * (1 + QUEUE_FACTOR)
 
     def check_open(self) -> None:
@@ -76,11 +75,15 @@ class Admission:
         self.received += 1
         self.requests += 1
         try:
+            if self.requests > self.max_requests:
+                raise TooMany("too many requests are under way; try again later")
             yield
         except (ClientDisconnect, NotRead):  # the client left, or does not read
             self.aborted += 1
             raise
         except ApiError as error:
+            if isinstance(error, TooMany):
+                self.rejected += error.sequences
             if error.status < 500:
                 self.refused += 1
             else:
@@ -118,8 +121,7 @@ class Admission:
             or self.sequences + sequences > self.max_sequences
             or self.tokens + tokens > self.max_tokens
         ):
-            self.rejected += sequences
-            raise TooMany("too many requests are waiting; try again later")
+            raise TooMany("too many requests are waiting; try again later", sequences)
         self.sequences += sequences
         self.tokens += tokens
         self.nbytes += nbytes

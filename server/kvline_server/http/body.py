@@ -14,14 +14,10 @@ from typing import Any
 from starlette.requests import Request
 
 from kvline_server.http.errors import BadRequest, TimedOut, TooLarge, TooMany, UnsupportedType
-from kvline_server.options import ClientLimits
+from kvline_server.options import FREE_BYTES, ClientLimits
 
 MAX_BODY_BYTES = 2 << 20
-FREE_BYTES = 16 << 10  # of each body: a small one is never refused for what large ones hold
-
-
 MAX_VALUES = 1 << 15  # texts, lists and objects in a body: 2 MiB of empty lists take 70 MiB
-SMALL = 8  # small bodies parsed at once, for each large one
 _VALUE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]', re.DOTALL)
 
 
@@ -33,7 +29,7 @@ class Bodies:
         self.limits = limits
         self.held = 0
         self._large = asyncio.Semaphore(limits.parsing)
-        self._small = asyncio.Semaphore(limits.parsing * SMALL)
+        self._small = asyncio.Semaphore(limits.small)
 
     @contextmanager
     def hold(self) -> Iterator[Body]:

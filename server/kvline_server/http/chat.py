@@ -48,6 +48,7 @@ class Chat:
         ids = self.generator.tokens.encode_chat(messages, self.limits.max_model_len)
         check_prompt(ids, self.limits, "messages")
         self.prompts = [ids]
+        request.messages = []  # they take memory
         asked = request.max_tokens or request.max_completion_tokens
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         params = sampling(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
@@ -29,7 +28,7 @@ from kvline_server.http.protocol import CompletionRequest, GenerationRequest
 from kvline_server.http.scores import TokenScore, between, chosen, unpack
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-ECHO_TOKENS = 64  # tokens per event of a streamed prompt with logprobs
+ECHO_TOKENS = 8  # tokens per event of a streamed prompt with logprobs; events are buffered
 
 
 class Completion:
@@ -46,17 +45,24 @@ class Completion:
         self.limits = limits
         self.created = int(time.time())
         self.prompts: list[list[int]] = []
-        self._echoes: dict[int, Echoed] = {}  # by prompt: its choices share it
+        self._echoes: list[Echoed] = []  # by prompt, if asked for
 
     def plan(self) -> list[tuple[list[int], SamplingParams]]:
         """Tokenises; may take a while, so it runs off the event loop. Raises BadRequest."""
-        jobs = []
+        jobs, total = [], 0
         for prompt in self.request.prompt:
             ids = self._encode(prompt)
             check_prompt(ids, self.limits, "prompt")
+            total += len(ids)
+            if total > self.limits.max_prompt_tokens:
+                most = self.limits.max_prompt_tokens
+                raise BadRequest(f"prompt: this server takes {most} tokens in a request", "prompt")
             self.prompts.append(ids)
+            if self.request.echo:
+                self._echoes.append(self._echo_of(prompt, ids))
             params = self._params(len(ids))
             jobs += [(ids, seeded(params, i)) for i in range(self.request.n)]
+        self.request.prompt = []  # the texts take memory, and what is echoed is kept
         return jobs
 
     def _encode(self, prompt: str | list[int]) -> list[int]:
@@ -88,7 +94,7 @@ class Completion:
         request = self.request
         text, scores, offsets, head = answer.text, answer.scores, answer.offsets, None
         if request.echo:
-            echoed = self._echoed(prompt)
+            echoed = self._echoes[prompt]
             text, head = echoed.text + text, self.prompts[prompt][0]
             scores = answer.prompt_scores + scores
             offsets = echoed.offsets + [len(echoed.text) + at for at in offsets]
@@ -112,17 +118,11 @@ class Completion:
             logprobs = legacy_logprobs(self.generator, scores, top, head, offsets)
         return {"index": index, "text": text, "finish_reason": finish, "logprobs": logprobs}
 
-    def _echoed(self, prompt: int) -> Echoed:
-        """May take as long as tokenising; not on the event loop."""
-        if prompt not in self._echoes:
-            self._echoes[prompt] = self._echo_of(prompt)
-        return self._echoes[prompt]
-
-    def _echo_of(self, prompt: int) -> Echoed:
-        given, tokens = self.request.prompt[prompt], self.generator.tokens
+    def _echo_of(self, given: str | list[int], ids: list[int]) -> Echoed:
+        """May take as long as tokenising, and as much memory."""
+        tokens = self.generator.tokens
         if tokens is None:
-            return Echoed("", [0] * len(self.prompts[prompt]))
-        ids = self.prompts[prompt]
+            return Echoed("", [0] * len(ids))
         listed = self.request.logprobs is not None
         if isinstance(given, str):
             return Echoed(given, tokens.offsets_of_text(ids, given) if listed else [])
@@ -135,7 +135,7 @@ class Completion:
         """Server-sent chunks of one choice; adds its usage to `totals[index]`."""
         echoed, shift = None, 0
         if self.request.echo:
-            echoed = await asyncio.to_thread(self._echoed, index // self.request.n)
+            echoed = self._echoes[index // self.request.n]
         async with aclosing(self.generator.follow(prompt, params, self.request.stops())) as pieces:
             async for piece in pieces:
                 totals[index].count(piece)

@@ -56,10 +56,13 @@ class Connections:
         self.waiting.pop(connection, None)
 
     def drain(self) -> None:
-        """From now on each connection closes after its answer."""
+        """From now on each connection closes after an answer that says so."""
         self.draining = True
         for connection in self.open:
             connection.last_answer()
+
+    def owing(self) -> bool:
+        return any(connection.owes for connection in self.open)
 
     def drop(self) -> None:
         for connection in list(self.open):
@@ -89,6 +92,9 @@ class Connection(HttpToolsProtocol):
         self._extra = 0  # bytes of a body that is thrown away
         self._lingering = False
         self._why: ApiError | None = None
+        # The drain began within its last answer, whose head kept the connection alive. One
+        # more request is waited for: a client that has sent it would take a close for a failure.
+        self.owes = False
 
     # Open and closed --------------------------------------------------------------------------
 
@@ -110,8 +116,15 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
     def last_answer(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
+        if self.cycle is not None and not self.cycle.response_started:
             self.cycle.keep_alive = False
+
+    def shutdown(self) -> None:
+        """uvicorn: the server ends."""
+        if self.cycle is None or (self.cycle.response_complete and not self.owes):
+            self.transport.close()
+        else:
+            self.last_answer()
 
     def expire(self, now: float) -> None:
         """Past its deadline: a late head gets a 408; idle or unread connections are just closed."""
@@ -160,6 +173,7 @@ class Connection(HttpToolsProtocol):
         self.deadline = NEVER  # body.py limits the time of a body
         self.all.waiting.pop(self, None)
         super().on_headers_complete()
+        self.owes = False
         if self.all.draining:
             self.cycle.keep_alive = False
 
@@ -241,7 +255,8 @@ class Connection(HttpToolsProtocol):
         self.all.wait(self)
 
     def _wait(self) -> None:
-        self._until(self.limits.idle)
+        self.owes = self.all.draining and self.cycle is not None
+        self._until(self.limits.late if self.owes else self.limits.idle)
 
     @property
     def lingering(self) -> bool:

@@ -102,6 +102,11 @@ class TooMany(ApiError):
     type = "rate_limit_error"
     headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
 
+    def __init__(self, message: str, sequences: int = 1) -> None:
+        """`sequences`: how many were asked for, where that is known."""
+        super().__init__(message)
+        self.sequences = sequences
+
 
 class EngineFailed(ApiError):
     status = 500

@@ -21,10 +21,12 @@ from kvline_server.http.scores import held_outputs
 from kvline_server.http.tokens import StopMatcher, TextStream, Tokens
 from kvline_server.http.trace import Traces
 
+MOST = 16  # tokens in one chunk of an answer, so that those that wait for a client are small
+
 
 @dataclass(slots=True)
 class Piece:
-    """The output of one or more engine steps; the last piece has `finish`."""
+    """The output of one or more engine steps, MOST at most; the last piece has `finish`."""
 
     text: str = ""
     tokens: int = 0
@@ -70,6 +72,7 @@ class Limits:
     vocabulary: int
     max_model_len: int
     max_top_logprobs: int
+    max_prompt_tokens: int  # of all prompts of a request
 
 
 class Generator:
@@ -92,14 +95,15 @@ class Generator:
             async for batch in deltas:
                 if trace is not None:
                     trace.receive(batch)
-                piece = Piece()
-                for delta in batch:
-                    self._add(piece, delta, params, stream, matcher)
+                for start in range(0, len(batch), MOST):
+                    piece = Piece()
+                    for delta in batch[start : start + MOST]:
+                        self._add(piece, delta, params, stream, matcher)
+                        if matcher.found:
+                            break
+                    yield piece
                     if matcher.found:
-                        break
-                yield piece
-                if matcher.found:
-                    return
+                        return
 
     @staticmethod
     def _add(
@@ -118,7 +122,8 @@ class Generator:
         if counted:  # each counted token has its entry: evaluation harnesses count them
             piece.tokens += 1
             piece.scores += [delta.scores] if delta.scores else []
-            piece.offsets.append(offset)
+            if params.logprobs is not None:
+                piece.offsets.append(offset)
         piece.prompt_scores = delta.prompt_scores or piece.prompt_scores
         piece.finish, piece.cached = delta.finish, delta.cached
         if delta.finish is not None and stream is not None:

@@ -48,7 +48,6 @@ PARENT_SECONDS = 2.0
 LAST_WORDS_SECONDS = 1.0  # for errors at the end of a drain
 UNSENT_BYTES = 64 << 10
 TCP_NOTSENT_LOWAT = 25  # Linux; socket has the name from Python 3.12
-TOKEN_BYTES = 16  # of text for a token, so that any usual text that fits the context is taken
 MOST_FILES, OTHER_FILES = 1 << 16, 128
 
 
@@ -71,14 +70,14 @@ class Edge:
         folder = Path(launch.model.path)
         model = read_config(folder)
         context = launch.engine.max_model_len or model.max_position
-        tokens = open_tokens(folder, max(edge.text_bytes, TOKEN_BYTES * context))
+        tokens = open_tokens(folder, edge.longest_text(context))
         self.client = EngineClient(edge.unread_tokens)
         self.connections = Connections(edge)
         self.service = Service(
             generator=Generator(self.client, tokens, Traces(_tracer())),
-            admission=Admission(max_held=edge.score_bytes),
+            admission=Admission(max_held=edge.score_bytes, max_requests=edge.connections),
             bodies=Bodies(edge),
-            limits=Limits(launch.model.served_name, model.vocabulary, 0, 0),
+            limits=Limits(launch.model.served_name, model.vocabulary, 0, 0, 0),
             started=now(),
         )
         self.key = Key(arguments.api_key_file) if launch.require_api_key else None
@@ -138,20 +137,22 @@ class Edge:
     async def _open(self, message: Serve) -> None:
         _, (engine,), *_ = socket.recv_fds(self.handover, 1, 1)
         await self.client.connect(socket.socket(fileno=engine))
-        limits = self.service.limits
+        limits, admission = self.service.limits, self.service.admission
+        admission.open(message.max_running, message.kv_tokens)
         self.service.limits = Limits(
             limits.served_name,
             limits.vocabulary,
             message.max_model_len,
             message.max_top_logprobs,
+            admission.max_tokens,
         )
-        self.service.admission.open(message.max_running, message.kv_tokens)
         self._tell_parent()
 
     async def _drain(self, seconds: float) -> None:
         """Answers get `Connection: close`. For `late` seconds requests are still accepted, because
         clients may have sent them before they noticed. Then the port and idle connections close,
-        and requests under way have until the deadline, when they get an error."""
+        and requests under way have until the deadline, when they get an error. A connection whose
+        answer had begun before takes one more request."""
         clock = asyncio.get_running_loop().time
         end = clock() + seconds
         self.connections.drain()
@@ -161,7 +162,7 @@ class Edge:
             await asyncio.sleep(0.05)
         self.server.config.timeout_graceful_shutdown = math.ceil(end - clock()) + 2
         self.server.should_exit = True
-        while self.service.admission.requests and clock() < end:
+        while (self.service.admission.requests or self.connections.owing()) and clock() < end:
             await asyncio.sleep(0.05)
         self.client.end(Unavailable("this server shut down before the answer was complete"))
         end += LAST_WORDS_SECONDS

@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from kvline_server.http import neutral
 from kvline_server.http.errors import BadRequest
+from kvline_server.options import MAX_PROMPTS
 
 MAX_CHOICES = 8
-MAX_PROMPTS = 128
 MAX_MESSAGES = 1024
 MAX_STOPS = 4
 MAX_TOP_LOGPROBS = 20

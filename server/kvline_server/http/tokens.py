@@ -59,13 +59,14 @@ class Tokens:
         bytes per token. Parts may have more tokens than the whole text, at their ends: each count
         is reduced by the length of the longest token, and twice `most` is allowed."""
         room, size = 2 * most, len(text.encode())
-        if size > room:  # a token has a byte or more
-            self._estimate(text, room, most, name)
         if size > self.max_text:
             raise BadRequest(
                 f"{name}: a text of {size} bytes; this server tokenises {self.max_text} at most",
                 name,
+                "context_length_exceeded",
             )
+        if size > room:  # a token has a byte or more
+            self._estimate(text, room, most, name)
 
     def _estimate(self, text: str, room: int, most: int, name: str) -> None:
         for start in range(0, len(text), PART):

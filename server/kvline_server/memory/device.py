@@ -60,7 +60,7 @@ class Device(Protocol):
         """Frees unused memory, so that the next measurement starts clean."""
 
     def held(self, nbytes: int) -> AbstractContextManager[None]:
-        """The canary: allocates and touches `nbytes`. What runs beside it leaves that headroom.
+        """The canary: allocates and touches `nbytes`. What runs beside it leaves them free.
         Raises DeviceOutOfMemory."""
 
 

@@ -45,7 +45,7 @@ class Diagnosis:
         )
 
     def weights_do_not_fit(self, free: int) -> OutOfMemory:
-        need = max(0, self.weights_bytes - free) // MIB + self.settings.headroom_mib + 1
+        need = (max(0, self.weights_bytes - free) + self.settings.reserved()) // MIB + 1
         return OutOfMemory(
             f"the weights ({self.weights_bytes // MIB} MiB) and their runtime do not fit: "
             f"{max(0, free) // MIB} MiB of {self.device.limit // MIB} MiB are free; "
@@ -59,8 +59,7 @@ class Diagnosis:
         return OutOfMemory(
             f"no memory is left for the KV cache: weights {self.weights_bytes // MIB} MiB and "
             f"activations {self.growth // MIB} MiB leave room for {max(tokens, 0)} tokens under a "
-            f"limit of {self.device.limit // MIB} MiB with {self.settings.headroom_mib} MiB of "
-            f"headroom; {self._advice()}",
+            f"limit of {self.device.limit // MIB} MiB beside {self._reserved()}; {self._advice()}",
             memory=self.memory(0, max(0, self.device.limit - self.device.used())),
             binding=self._binding(
                 Binding.ACTIVATIONS if self.growth > self.weights_bytes else Binding.WEIGHTS
@@ -106,8 +105,8 @@ class Diagnosis:
             text = f"no size survived the stress; tried {tried or 'the probe alone'} tokens"
         return OutOfMemory(
             f"{text}: weights {self.weights_bytes // MIB} MiB, activations "
-            f"{self.growth // MIB} MiB, headroom {self.settings.headroom_mib} MiB under a limit "
-            f"of {self.device.limit // MIB} MiB; {self._others()}{_advice(knobs)}",
+            f"{self.growth // MIB} MiB, {self._reserved()}, under a limit of "
+            f"{self.device.limit // MIB} MiB; {self._others()}{_advice(knobs)}",
             memory=self.memory(0, max(0, self.device.limit - self.device.used())),
             binding=self._binding(Binding.HOST_MEMORY),
             knobs=knobs,
@@ -131,6 +130,11 @@ class Diagnosis:
         if self.device.gpu:
             return self._others() + "take a GPU with more memory"
         return f"raise {MEMORY_FIELD} {how_much}"
+
+    def _reserved(self) -> str:
+        text = f"{self.settings.headroom_mib} MiB of headroom"
+        clients = self.settings.client_bytes // MIB
+        return f"{text} and {clients} MiB for HTTP clients" if clients else text
 
     def _others(self) -> str:
         if not self._crowded():

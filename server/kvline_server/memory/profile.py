@@ -26,7 +26,7 @@ from kvline_contract.report import (
 )
 from kvline_server.config import EngineSettings
 from kvline_server.engine.runner import Runner
-from kvline_server.errors import DeviceFailure, DeviceOutOfMemory
+from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, OutOfMemory
 from kvline_server.memory.arena import Arena
 from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.diagnosis import Diagnosis
@@ -76,7 +76,7 @@ class Measured:
     files: int  # file pages that must stay in memory
 
     def budget(self, reserved: int) -> int:
-        """Bytes left for the KV cache beside `reserved` bytes of headroom and slack."""
+        """Bytes left for the KV cache beside `reserved` bytes."""
         return self.free + self.probe_kv - self.growth - self.files - reserved
 
 
@@ -128,7 +128,7 @@ class ProfileLoop:
             try:
                 done = self.loaded.runner.tune(rows, file, self.loaded.fingerprint)
             except DeviceOutOfMemory as error:
-                raise self.diagnosis.out_of_memory((), pinned=False) from error
+                raise self._out_of_memory(()) from error
             if done is not None:
                 self.device.settle()
             details.append(done or "nothing to tune on this device")
@@ -142,7 +142,7 @@ class ProfileLoop:
             self._warm_up_row_counts()
             captured = self.loaded.runner.capture(self.settings.max_prefill_tokens)
         except DeviceOutOfMemory as error:
-            raise self.diagnosis.out_of_memory((), pinned=False) from error
+            raise self._out_of_memory(()) from error
         if captured:
             self.diagnosis.graphs = max(0, self.device.used() - before - arena)
             ms = round((time.monotonic() - started) * 1000)
@@ -183,17 +183,27 @@ class ProfileLoop:
         return self._measure(), Source.MEASURED, None
 
     def _run_probe(self) -> None:
-        """Attempt 0: the stress set on the smallest cache."""
-        self.reporter.attempt(self.store.begin(0, PROBE_PAGES * PAGE_SIZE))
-        try:
-            self._probe()
-            self._stress()
-        except DeviceOutOfMemory as error:
-            done = self.store.end(Outcome.OUT_OF_MEMORY, None)
-            raise self.diagnosis.out_of_memory((done,), pinned=False) from error
-        except DeviceFailure:
-            self.store.forget()
-            raise
+        """Attempt 0: the stress set on the smallest cache. Repeated where other processes took the
+        GPU's memory meanwhile, and once in any case: they may be gone when they are counted."""
+        for number in range(MAX_TRIES):
+            self.reporter.attempt(self.store.begin(0, PROBE_PAGES * PAGE_SIZE))
+            try:
+                self._probe()
+                self._stress()
+            except DeviceOutOfMemory as error:
+                self._count_arrived()
+                displaced = self.diagnosis.displaced
+                again = displaced or (self.device.gpu and number == 0)
+                if not again or number + 1 == MAX_TRIES:
+                    done = self.store.end(Outcome.OUT_OF_MEMORY, None)
+                    raise self._out_of_memory((done,)) from error
+                self.store.forget()
+                self.pause(NEIGHBOUR_PAUSE if displaced else 0.0)
+            except DeviceFailure:
+                self.store.forget()
+                raise
+            else:
+                break
         self.reporter.attempt(self.store.end(Outcome.SURVIVED, self._lowest_free()))
 
     def _probe(self) -> None:
@@ -234,10 +244,11 @@ class ProfileLoop:
             # What the stress took, whether freed since or kept by the allocator.
             self.diagnosis.growth = max(0, self.device.peak() - self.resting)
             self._count_arrived()
-            reserved = self.settings.headroom_mib * MIB + self.device.slack
+            reserved = self.settings.reserved() + self.device.slack
             budget = measured.budget(reserved)
             # One page more is the dummy's, which holds no token of anybody.
-            return (budget // self.loaded.bytes_per_token // PAGE_SIZE - 1) * PAGE_SIZE
+            token = self.loaded.bytes_per_token + self.settings.client_bytes_per_token
+            return (budget // token // PAGE_SIZE - 1) * PAGE_SIZE
 
     def _check_context(self, tokens: int) -> int:
         asked = self.settings.max_model_len
@@ -256,9 +267,7 @@ class ProfileLoop:
             except DeviceOutOfMemory as error:
                 self.reporter.attempt(self.store.end(Outcome.OUT_OF_MEMORY, None))
                 if not may_shrink or number >= MAX_TRIES:
-                    raise self.diagnosis.out_of_memory(
-                        self.store.attempts, pinned=not may_shrink
-                    ) from error
+                    raise self._out_of_memory(self.store.attempts, not may_shrink) from error
                 self.reporter.state(State.SHRUNK_RETRY)
                 target = self._check_context(self._smaller(target))
                 number += 1
@@ -286,24 +295,28 @@ class ProfileLoop:
         fewer = taken // self.loaded.bytes_per_token + PAGE_SIZE
         return max(PAGE_SIZE, min(shrink(target), whole_pages(target - fewer)))
 
+    def _out_of_memory(self, attempts: tuple[Attempt, ...], pinned: bool = False) -> OutOfMemory:
+        self._count_arrived()
+        return self.diagnosis.out_of_memory(attempts, pinned)
+
     def _count_arrived(self) -> None:
         """Bytes that others took since this start began."""
         ours = self.device.now() + self.loaded.arena.nbytes + self.diagnosis.graphs
         self.diagnosis.arrived = max(0, self.device.used() - ours - self.diagnosis.neighbours)
 
     def _validate(self, tokens: int) -> None:
-        """Step 7: the whole stress set at the final size, with the headroom allocated."""
+        """Step 7: the whole stress set at the final size, with all that is reserved allocated."""
         self.reporter.state(State.VALIDATING)
         with self._stage("map", None, f"{tokens} tokens"):
             self.loaded.arena.resize(pages_for(tokens) + 1)
         self.reporter.effective(self.settings.effective(self._model_len(tokens)))
-        with self.device.held(self.settings.headroom_mib * MIB):
+        with self.device.held(self.settings.reserved(tokens)):
             self.device.reset_peak()
             self._run_stress(self._model_len(tokens), aliased=False)
-            # Read while the canary is held: what is free now is free beyond the headroom.
+            # Read while the canary is held: what is free now is free beyond what is reserved.
             self.lowest_free = self._free_at_peak()
         if self.lowest_free < 0 and not self.device.gpu:  # on a GPU the allocation itself fails
-            raise DeviceOutOfMemory(f"{-self.lowest_free // MIB} MiB of the headroom were used")
+            raise DeviceOutOfMemory(f"{-self.lowest_free // MIB} MiB of what is reserved were used")
 
     # Parts -------------------------------------------------------------------------------------
 
