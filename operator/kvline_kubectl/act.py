@@ -1,7 +1,7 @@
 """Changes of an InferenceService by the plugin: annotations, or the spec of an earlier revision.
 
-Pure: each returns a JSON patch that fails if the resource has changed since it was read. It is
-applied with the user's own permissions.
+Pure: each returns a JSON patch of a resource as it was read, for Cluster.patch, which applies it
+with the user's own permissions.
 """
 
 from __future__ import annotations
@@ -133,9 +133,7 @@ def _annotated(body: Object, more: Object) -> Patch:
 
 
 def _replaced(body: Object, after: Object) -> Patch:
-    version = body["metadata"]["resourceVersion"]
     return [
-        {"op": "test", "path": "/metadata/resourceVersion", "value": version},
         {"op": "add", "path": "/metadata/annotations", "value": _annotations(after)},
         {"op": "add", "path": "/spec", "value": after["spec"]},
     ]

@@ -14,6 +14,7 @@ from kvline_operator.revision_state import read
 from kvline_operator.status_cache import RevisionEntry, history
 
 Object = dict[str, Any]
+TRIES = 10  # of a patch, while only the status changes
 
 
 class Problem(Exception):
@@ -32,17 +33,23 @@ class Cluster:
         return found
 
     def patch(self, body: Object, patch: list[Object]) -> None:
-        """Patches the service; raises Problem where it has changed since it was read."""
-        name = body["metadata"]["name"]
-        try:
-            self.kube.patch(KIND, self.namespace, name, patch)
-        except Invalid:
-            now = self.service(name)["metadata"]["resourceVersion"]
-            if now != body["metadata"]["resourceVersion"]:
-                raise Problem(
-                    f"{name} has changed meanwhile; check it and run the command again"
-                ) from None
-            raise
+        """Patches the service if it is as it was read. Raises Problem where its spec or annotations
+        have changed. The operator writes the status all through a rollout: a version that is new
+        by that alone is patched instead."""
+        name, now = body["metadata"]["name"], body
+        for left in reversed(range(TRIES)):
+            version = now["metadata"]["resourceVersion"]
+            test = {"op": "test", "path": "/metadata/resourceVersion", "value": version}
+            try:
+                return self.kube.patch(KIND, self.namespace, name, [test, *patch])
+            except Invalid:
+                now = self.service(name)
+                if _written(now) != _written(body):
+                    raise Problem(
+                        f"{name} has changed meanwhile; check it and run the command again"
+                    ) from None
+                if not left or now["metadata"]["resourceVersion"] == version:
+                    raise
 
     def history(self, name: str) -> tuple[RevisionEntry, ...]:
         """The service's revisions with their stored states, newest first."""
@@ -57,6 +64,12 @@ class Cluster:
         found = self.kube.select("Event", self.namespace)
         own = [e for e in found if e["involvedObject"].get("uid") == uid]
         return sorted(own, key=lambda e: e.get("lastTimestamp") or "")
+
+
+def _written(body: Object) -> tuple[Any, ...]:
+    """What users write, without what the operator reports."""
+    meta = body["metadata"]
+    return meta["uid"], meta.get("annotations"), body["spec"]
 
 
 def connect(context: str | None, kubeconfig: str | None, namespace: str | None) -> Cluster:

@@ -46,6 +46,12 @@ ADVICE = (
     ),
     Advice(
         "ModelAvailable",
+        ("CheckFailed",),
+        "the Job that checks the model before replicas are removed ended without a result",
+        "see the Job's log; a kill (137) or an image that is not kvline's are the usual causes",
+    ),
+    Advice(
+        "ModelAvailable",
         ("SecretMissing",),
         "a Secret of the spec, or its key, does not exist",
         "create it in the service's namespace; the pod starts by itself within minutes",

@@ -2,8 +2,9 @@
 
 With spec.model.cache it downloads the model, once for each revision instead of once for each pod,
 and only its pod gets the token. Otherwise it runs where serving pods are to be replaced (strategies
-Replace and Recreate), and only pulls the image: an image that cannot be pulled removes no replica.
-It runs on one node and shows that the image can be pulled, not that every node has it.
+Replace and Recreate), and checks the model in its claim or on the hub: an image that cannot be
+pulled, or a model that is not there, removes no replica. It runs on one node and shows that the
+image can be pulled, not that every node has it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvline_contract import names
-from kvline_operator.podspec import pull_container
+from kvline_operator.podspec import check_container
 from kvline_operator.render import Owner, egress, metadata
 from kvline_operator.settings import Settings
 from kvline_operator.spec import ServiceSpec
@@ -41,7 +42,7 @@ def job(spec: ServiceSpec, stored: Object, nodes: tuple[str, ...] = ()) -> Objec
     owner, data = Owner.of(spec), stored["data"]
     revision = stored["metadata"]["labels"][names.LABEL_REVISION]
     of_server = data["podTemplate"]
-    container = data.get("download") or pull_container(data["image"])
+    container = data.get("download") or check_container(data)
     mounted = {mount["name"] for mount in container.get("volumeMounts", [])}
     pod: Object = {key: of_server["spec"][key] for key in SHARED if key in of_server["spec"]}
     pod |= {

@@ -95,7 +95,6 @@ class Loop:
         while True:
             try:
                 changed = await loop.run_in_executor(self._threads, self.resync.changed)
-                self.listed_at = time.monotonic()
                 if self.resync.missed:
                     log.warning("no event reported %d changes: %s", self.resync.missed, DEAD_WATCH)
                 for key in changed:
@@ -104,15 +103,17 @@ class Loop:
             except OperatorError as error:
                 log.warning("resync failed: %s", error)
                 delay = 5.0
+            self.listed_at = time.monotonic()
             await asyncio.sleep(delay)
 
     def unhealthy(self) -> str | None:
-        """Why the liveness probe fails; None while lists succeed, events arrive and reconciles
-        finish. A late queue is a metric only: a restart would make every service due at once."""
+        """Why the liveness probe fails; None while lists end, events arrive and reconciles finish.
+        A late queue is a metric only: a restart would make every service due at once. Nor would one
+        help while the API server is away: lists that fail have ended."""
         if self.listed_at is None:
             return None
         if time.monotonic() - self.listed_at > 2 * self.context.settings.resync_seconds + 60:
-            return "no list of services has succeeded for too long"
+            return "no list of services has ended for too long"
         if self.resync.missed:
             return DEAD_WATCH
         if (stalled := self.queue.stalled()) > STALL:

@@ -79,6 +79,7 @@ class PodView:
     failures: int = 0  # terminations that count against its revision; candidate.counted
     oom_kills: int = 0
     load: Load | None = None  # of ready pods of services with spec.autoscaling
+    mounted: bool = True  # its volumes and network are set up, as far as the kubelet says
 
     @property
     def validated(self) -> bool:
@@ -258,6 +259,7 @@ def view(pod: Object, reading: Reading) -> PodView:
         report_invalid=reading.invalid,
         created=pod["metadata"].get("creationTimestamp", ""),
         ready_since=condition_of(status, "Ready").get("lastTransitionTime") or "",
+        mounted=condition_of(status, "PodReadyToStartContainers").get("status") != "False",
     )
 
 

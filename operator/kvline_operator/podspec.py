@@ -159,20 +159,30 @@ def _probe(path: str, period: int, failures: int) -> Object:
     }
 
 
-def pull_container(image: str) -> Object:
-    """Pulls the image by running it with --help, which every version has."""
+def check_container(stored: Object) -> Object:
+    """Checks the model of a revision's data without loading it: in a claim as the server sees it,
+    on the hub with the token and settings of the container that downloads it for each pod."""
+    changed = {
+        "args": ["check", f"--config={names.LAUNCH_DIR}/{names.LAUNCH_FILE}"],
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    if loads := stored["podTemplate"]["spec"].get("initContainers"):
+        return {**loads[0], **changed}
     return {
+        **changed,
         "name": names.SERVER_CONTAINER,
-        "image": image,
+        "image": stored["image"],
         "imagePullPolicy": "IfNotPresent",
-        "args": ["--help"],
         "resources": {
             "requests": {"cpu": "10m", "memory": "64Mi"},
             "limits": {"memory": "256Mi"},
         },
         "securityContext": _RESTRICTED,
         "terminationMessagePath": names.TERMINATION_LOG,
-        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [
+            {"name": "launch", "mountPath": names.LAUNCH_DIR, "readOnly": True},
+            {"name": "models", "mountPath": names.MODELS_DIR, "readOnly": True},
+        ],
     }
 
 

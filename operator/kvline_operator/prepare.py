@@ -17,6 +17,9 @@ from kvline_operator.spec import ServiceSpec, Strategy
 Object = dict[str, Any]
 MAX_NODES = 8
 POD_TIMEOUT = 60.0  # seconds without a pod: a quota or an admission plug-in refuses it
+MOUNT_TIMEOUT = 120.0  # seconds; a claim may be attached to the node of a serving pod alone
+NO_COMMAND = "invalid choice"  # in the message of an image that was made before the check
+ONE_POD = "ReadWriteOncePod"  # in the scheduler's message about a claim that another pod uses
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +63,31 @@ def of(
         return None
     name = made["metadata"]["name"]
     live = next((j for j in observed.jobs if j["metadata"]["name"] == name), None)
-    what = f"downloads {spec.source.text}" if loads else "pulls the image"
+    what = "downloads" if loads else "pulls the image and checks"
+    what += f" {spec.source.text}"
     if live is None or live["metadata"].get("deletionTimestamp"):
         return Preparation(made, live is not None, message=f"Job {name} {what}")
     mine = [p for p in observed.preparing if p.revision == wanted]
     done = _has(live, "Complete") or any(e.code == 0 for e in _ends(mine))
+    done = done or (not loads and _cannot_check(mine, now))
     condition, reason, message = ("", "", "") if done else _state(live, mine, loads, now)
     if not message:
         condition, reason = ("ModelAvailable", "Downloading") if loads and not done else ("", "")
         return Preparation(made, True, done, condition, reason, f"Job {name} {what}")
     return Preparation(made, True, done, condition, reason, f"Job {name}: {message}", blocked=True)
+
+
+def _cannot_check(pods: list[PodView], now: datetime) -> bool:
+    """Whether the image has no such command, which shows that it was pulled, or the claim cannot be
+    mounted beside the serving replicas, so that the Job would wait for ever."""
+    ends = list(_ends(pods))
+    if ends:
+        return any(e.code == ExitCode.USAGE and NO_COMMAND in e.message for e in ends)
+    return any(
+        ONE_POD in pod.unschedulable
+        or (pod.node and not pod.mounted and _seconds(pod.created, now) > MOUNT_TIMEOUT)
+        for pod in pods
+    )
 
 
 def _state(live: Object, pods: list[PodView], loads: bool, now: datetime) -> tuple[str, str, str]:
@@ -86,20 +104,20 @@ def _state(live: Object, pods: list[PodView], loads: bool, now: datetime) -> tup
             return "Progressing", "ImagePullFailed", text
         if pod.unschedulable:
             return "Progressing", "Unschedulable", pod.unschedulable
-    which = ("ModelAvailable", "DownloadFailed") if loads else ("Progressing", "ImagePullFailed")
+    which = ("ModelAvailable", "DownloadFailed") if loads else ("ModelAvailable", "CheckFailed")
     if failed is not None:
         return *which, f"ended with code {failed.code} ({failed.reason}): {failed.message}"
     if _has(live, "Failed"):
         text = condition_of(live.get("status") or {}, "Failed").get("message", "")
         return *which, f"failed, and is created again: {text}"
-    created = live["metadata"].get("creationTimestamp")
-    if (
-        not pods
-        and created
-        and (now - datetime.fromisoformat(created)).total_seconds() > POD_TIMEOUT
-    ):
+    if not pods and _seconds(live["metadata"].get("creationTimestamp", ""), now) > POD_TIMEOUT:
         return "Progressing", "PodsRefused", "it has no pod; see `kubectl describe` of the Job"
     return "", "", ""
+
+
+def _seconds(since: str, now: datetime) -> float:
+    """Seconds since an RFC 3339 time; 0 where there is none."""
+    return (now - datetime.fromisoformat(since)).total_seconds() if since else 0.0
 
 
 def _ends(pods: list[PodView]) -> Iterator[Ended]:

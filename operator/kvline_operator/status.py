@@ -44,6 +44,7 @@ EVENTS = {
     ("ModelAvailable", "Invalid"): ("ModelInvalid", "Warning"),
     ("ModelAvailable", "Unsupported"): ("ModelUnsupported", "Warning"),
     ("ModelAvailable", "DownloadFailed"): ("DownloadFailed", "Warning"),
+    ("ModelAvailable", "CheckFailed"): ("CheckFailed", "Warning"),
     ("ModelAvailable", "SecretMissing"): ("SecretMissing", "Warning"),
     ("Progressing", "Unschedulable"): ("Unschedulable", "Warning"),
     ("Progressing", "ImagePullFailed"): ("ImagePullFailed", "Warning"),

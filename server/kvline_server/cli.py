@@ -1,4 +1,4 @@
-"""The command line: serve a model, size one without a cluster, download one."""
+"""The command line: serve a model, size one without a cluster, download or check one."""
 
 from __future__ import annotations
 
@@ -74,6 +74,8 @@ def build_parser() -> argparse.ArgumentParser:
     size.add_argument("--json", action="store_true", help="print the sizing report as JSON")
     download = commands.add_parser("download", help="fetch the model of a launch.json")
     download.add_argument("--config", type=Path, required=True)
+    check = commands.add_parser("check", help="find the model of a launch.json, without loading it")
+    check.add_argument("--config", type=Path, required=True)
     return parser
 
 
@@ -144,10 +146,11 @@ def _found_device() -> Device:
 def main(argv: list[str]) -> int:
     arguments = build_parser().parse_args(argv)
     try:
-        if arguments.command == "download":
-            from kvline_server.download import download
+        if arguments.command in ("download", "check"):
+            from kvline_server.download import check, download
 
-            download(_read_launch(arguments.config))
+            step = check if arguments.command == "check" else download
+            step(_read_launch(arguments.config))
             return 0
         return _run(arguments)
     except ServerError as error:

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = re.compile(
-    r"\.(py|md|ya?ml|toml|tpl|txt|sh|html|css|js|lua|tsv|go|in)$|Dockerfile$|Makefile$"
+    r"\.(py|md|ya?ml|toml|tpl|txt|sh|html|css|js|json|lua|tsv|go|in)$|Dockerfile$|Makefile$"
 )
 # Other people's words; lists of what is installed; this list itself.
 LEFT_OUT = re.compile(r"^(LICENSE$|requirements/|bench/results/|tests/house/test_words\.py$)")

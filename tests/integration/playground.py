@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 import uuid
 from collections import Counter
 from collections.abc import Callable
@@ -147,7 +149,7 @@ class Operator:
         self.prefix: list[str] = []  # before it
         from servers import free_port
 
-        self.page_port, self.probe_port = free_port(), free_port()
+        self.page_port, self.probe_port = 0, free_port()
         self.process: subprocess.Popen[bytes] | None = None
         self.identity = f"{space.name}-{uuid.uuid4().hex[:5]}"  # kept over restarts
 
@@ -168,6 +170,12 @@ class Operator:
             command += self.words
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         return self
+
+    def metric(self, name: str) -> float:
+        """The value of a metric without labels."""
+        url = f"http://127.0.0.1:{self.probe_port}/metrics"
+        text = urllib.request.urlopen(url, timeout=10).read().decode()
+        return float(re.findall(rf"^{name} (\S+)$", text, re.M)[0])
 
     def stop(self, how: signal.Signals = signal.SIGKILL) -> None:
         if self.process is not None:
@@ -199,6 +207,12 @@ def sizing_report(uid: str, state: State, tokens: int = 4096) -> SizingReport:
 def worker() -> int:
     """The number of this pytest-xdist worker, from 0."""
     return int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+
+
+def _container(**status: Any) -> dict[str, Any]:
+    """The status of a pod's container."""
+    known = {"name": "server", "ready": False, "restartCount": 0, "image": IMAGE, "imageID": "x"}
+    return {**known, **status}
 
 
 class Node:
@@ -284,14 +298,8 @@ class Node:
     def end_job(self, pod: dict[str, Any], code: int, message: str) -> None:
         """Ends a Job's pod."""
         terminated = {"exitCode": code, "reason": "Error" if code else "Completed"}
-        container = {
-            "name": pod["spec"]["containers"][0]["name"],
-            "ready": False,
-            "restartCount": 0,
-            "image": IMAGE,
-            "imageID": "x",
-            "state": {"terminated": {**terminated, "message": message}},
-        }
+        state = {"terminated": {**terminated, "message": message}}
+        container = _container(name=pod["spec"]["containers"][0]["name"], state=state)
         phase = "Failed" if code else "Succeeded"
         self.patch(pod, {"phase": phase, "conditions": [], "containerStatuses": [container]})
 
@@ -310,15 +318,7 @@ class Node:
 
     def status(self, pod: dict[str, Any], address: str, ready: bool) -> None:
         started = {"running": {"startedAt": "2026-11-21T10:00:00Z"}}
-        container = {
-            "name": "server",
-            "ready": ready,
-            "started": True,
-            "restartCount": 0,
-            "state": started,
-            "image": IMAGE,
-            "imageID": "x",
-        }
+        container = _container(ready=ready, started=True, state=started)
         conditions = [{"type": t, "status": str(ready)} for t in ("Ready", "ContainersReady")]
         status = {
             "phase": "Running",
@@ -334,28 +334,18 @@ class Node:
         uid = pod["metadata"]["uid"]
         reason = "Error" if code else "Completed"
         terminated = {"exitCode": code, "reason": reason, "message": message}
-        container = {
-            "name": "server",
-            "ready": False,
-            "restartCount": self.crashes[uid],
-            "image": IMAGE,
-            "imageID": "x",
-            "state": {"waiting": {"reason": "CrashLoopBackOff"}},
-            "lastState": {"terminated": terminated},
-        }
+        container = _container(
+            restartCount=self.crashes[uid],
+            state={"waiting": {"reason": "CrashLoopBackOff"}},
+            lastState={"terminated": terminated},
+        )
         self.crashes[uid] += 1
         self.patch(pod, {"phase": "Running", "conditions": [], "containerStatuses": [container]})
 
     def end(self, pod: dict[str, Any], reason: str, message: str) -> None:
         """Makes a pod terminal, as the kubelet does: evicted, refused, or any other reason."""
-        container = {
-            "name": "server",
-            "ready": False,
-            "restartCount": 1,
-            "image": IMAGE,
-            "imageID": "x",
-            "state": {"terminated": {"exitCode": 137, "reason": "Error"}},
-        }
+        state = {"terminated": {"exitCode": 137, "reason": "Error"}}
+        container = _container(restartCount=1, state=state)
         status = {"phase": "Failed", "reason": reason, "message": message, "conditions": []}
         self.patch(pod, {**status, "containerStatuses": [container]})
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rolling import Service, up_to_date
 
+from kvline_contract.names import ANNOTATION_PROMOTE
 from kvline_kubectl import act
 from kvline_kubectl.cluster import Problem, connect
 from kvline_operator.revision_state import RevisionState
@@ -121,12 +122,26 @@ def test_what_cannot_be_done_is_reported_in_a_line(space: Any, say: Callable[...
 
 
 def test_a_change_in_between_is_not_undone(space: Any) -> None:
-    """The patch has the version that was read as a precondition."""
+    """The spec and annotations that were read are the patch's precondition; the status, which the
+    operator writes all through a rollout, is not. Text that JSON can escape changes nothing."""
+    history = (RevisionEntry("aaaaa", 1, "", "", {}, RevisionState()),)
     space.apply()
+    space.kubectl("annotate", "kvl", "chat", "team=f\u00fcr <a> & \u2013")
     mine = connect(None, str(space.cluster.kubeconfig), space.name)
     read = mine.service("chat")
-    patch = act.promote(read, (RevisionEntry("aaaaa", 1, "", "", {}, RevisionState()),), "aaaaa")[1]
+    patch = act.promote(read, history, "aaaaa")[1]
     space.apply(replicas=2)
     with pytest.raises(Problem, match="has changed meanwhile"):
         mine.patch(read, patch)
     assert space.get("kvl", "chat")["spec"]["replicas"] == 2
+
+    read = mine.service("chat")
+    status = '{"status": {"observedGeneration": 2}}'
+    space.kubectl("patch", "kvl", "chat", "--subresource=status", "--type=merge", "-p", status)
+    version = space.get("kvl", "chat")["metadata"]["resourceVersion"]
+    assert version != read["metadata"]["resourceVersion"]
+    patch = act.promote(read, history, "aaaaa")[1]
+    mine.patch(read, patch)
+    assert space.get("kvl", "chat")["metadata"]["annotations"][ANNOTATION_PROMOTE] == "aaaaa"
+    with pytest.raises(Problem, match="has changed meanwhile"):
+        mine.patch(read, patch)

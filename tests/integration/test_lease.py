@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import time
 import urllib.request
@@ -51,12 +50,6 @@ def holder(space: Space) -> str:
     return str(lease(space).get("holderIdentity", ""))
 
 
-def metric(operator: Operator, name: str) -> float:
-    url = f"http://127.0.0.1:{operator.probe_port}/metrics"
-    text = urllib.request.urlopen(url, timeout=10).read().decode()
-    return float(re.findall(rf"^{name} (\S+)$", text, re.M)[0])
-
-
 def reaches(space: Space, node: Node, replicas: int) -> bool:
     node.play(State.VALIDATED)
     status = (space.get("kvl", "chat") or {}).get("status") or {}
@@ -78,10 +71,8 @@ def test_one_acts_and_the_other_takes_over_when_it_dies_or_leaves(
     serve(space, node)
     well = f"http://127.0.0.1:{second.probe_port}/healthz"
     assert urllib.request.urlopen(well, timeout=10).status == 200  # ready, and writes nothing
-    assert metric(first, "kvline_operator_active") == 1
-    assert (
-        metric(second, "kvline_operator_active") == metric(second, "kvline_api_writes_total") == 0
-    )
+    assert first.metric("kvline_operator_active") == 1
+    assert second.metric("kvline_operator_active") == second.metric("kvline_api_writes_total") == 0
 
     first.stop(signal.SIGKILL)
     died = time.monotonic()
@@ -144,20 +135,20 @@ def test_a_release_for_one_namespace_has_it_and_the_operator_of_the_cluster_leav
         return left in operator.log.read_text()
 
     until(is_left)
-    before = metric(operator, "kvline_api_writes_total")
+    before = operator.metric("kvline_api_writes_total")
     try:
         theirs.start()
         space.apply(replicas=2)
         until(lambda: reaches(space, node, 2))
-        assert metric(operator, "kvline_api_writes_total") == before
-        assert metric(theirs, "kvline_api_writes_total") > 0
+        assert operator.metric("kvline_api_writes_total") == before
+        assert theirs.metric("kvline_api_writes_total") > 0
         assert left not in theirs.log.read_text() and doubles(space) == []
     finally:
         theirs.stop()
     space.cluster.kubectl("delete", "-f", "-", input=release)
     space.apply(replicas=1)
     until(lambda: reaches(space, node, 1), 60)
-    assert metric(operator, "kvline_api_writes_total") > before
+    assert operator.metric("kvline_api_writes_total") > before
     space.cluster.kubectl("delete", "namespace", home, "--wait=false")
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playground import ROOT, eventually, serve
+from playground import ROOT, Operator, eventually, serve
 from servers import free_port
 
 sys.path.insert(0, str(ROOT / "tests" / "operator"))
@@ -42,6 +42,14 @@ def browse(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
         return done.stdout
 
     return fetch
+
+
+@pytest.fixture
+def operator(space: Any, tmp_path: Path) -> Iterator[Operator]:
+    made = Operator(space, tmp_path / "operator.log")
+    made.page_port = free_port()
+    yield made.start()
+    made.stop()
 
 
 def test_the_operator_s_page_has_what_the_status_has(

@@ -1,9 +1,12 @@
-"""A Job downloads the model, or pulls the image, before pods are created and before serving ones
-are removed."""
+"""A Job downloads the model, or pulls the image and checks the model, before pods are created and
+before serving ones are removed."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +23,9 @@ MODEL = {
     "tokenSecret": {"name": "hub", "key": "token"},
 }
 POLICIES = ("chat", "chat-prepare")
+SIZES = ["hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"]
+SIZES += ["vocab_size", "max_position_embeddings"]
+CONFIG = {"architectures": ["LlamaForCausalLM"], **dict.fromkeys(SIZES, 8)}
 
 
 def test_a_model_is_downloaded_once_for_all_and_its_failure_is_reported(
@@ -81,6 +87,60 @@ def test_an_image_that_cannot_be_pulled_takes_nothing_away(service: Service, spa
     service.until_reason("UpToDate")
     eventually(lambda: not space.list("jobs"))
     assert service.stable() == first and service.fewest_ready == 2
+
+
+def test_a_model_that_is_not_there_takes_nothing_away(
+    service: Service, space: Any, tmp_path: Path
+) -> None:
+    """Recreate: the real check runs for the Job's pod and ends with 30; then the right folder."""
+    first, node = service.stable(), service.node
+    before = {p["metadata"]["uid"] for p in node.pods()}
+    (tmp_path / "right").mkdir()
+    (tmp_path / "right" / "config.json").write_text(json.dumps(CONFIG))
+    node.fetches = False
+    how = {"replicas": 2, "rollout": {"strategy": "Recreate"}, "capacity": {"minKVTokens": 4096}}
+    space.apply(model={"source": "pvc://models/wrong", "loadFormat": "random"}, **how)
+    (pod,) = eventually(node.jobs)
+    code, text = run_check(space, pod, tmp_path)
+    assert code == 30
+    node.end_job(pod, code, text)
+    missing = "wrong: no such folder (spec.model.source pvc://models/wrong)"
+    status = service.until(lambda s: missing in up_to_date(s).get("message", ""))
+    assert up_to_date(status)["reason"] == "GateHeld"
+    assert space.condition("ModelAvailable")["reason"] == "NotFound"
+    assert missing in space.condition("ModelAvailable")["message"]
+    assert space.condition("Ready")["status"] == "True"
+    assert {p["metadata"]["uid"] for p in node.pods()} == before
+
+    space.apply(model={"source": "pvc://models/right", "loadFormat": "random"}, **how)
+    (pod,) = eventually(lambda: [p for p in node.jobs() if revision_of(p) != revision_of(pod)])
+    assert {p["metadata"]["uid"] for p in node.pods()} == before
+    code, text = run_check(space, pod, tmp_path)
+    assert code == 0, text
+    node.end_job(pod, code, "")
+    second = service.candidate()
+    service.tokens[second] = 4096
+    service.until_reason("UpToDate")
+    assert service.stable() == second != first
+
+
+def run_check(space: Any, pod: dict[str, Any], models: Path) -> tuple[int, str]:
+    """Runs a Job's container here, with `models` as the claim: its exit code and its errors."""
+    spec = pod["spec"]
+    volumes = {v["name"]: v for v in spec["volumes"]}
+    assert volumes["models"]["persistentVolumeClaim"]["readOnly"]
+    launch = space.get("configmaps", volumes["launch"]["configMap"]["name"])["data"]
+    config = models / "launch.json"
+    config.write_text(launch["launch.json"].replace('"/models/', f'"{models}/'))
+    command, flag = spec["containers"][0]["args"]
+    assert flag == "--config=/etc/kvline/launch/launch.json"
+    words = [sys.executable, "-m", "kvline_server", command, f"--config={config}"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stderr
+
+
+def revision_of(pod: dict[str, Any]) -> str:
+    return str(pod["metadata"]["labels"]["kvline.dev/revision"])
 
 
 def started(name: str, state: dict[str, Any]) -> dict[str, Any]:

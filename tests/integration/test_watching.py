@@ -69,7 +69,7 @@ CASES = [
         10,
         POD,
     ),
-    Case("KvlineRequestsRefused", {ended("refused"): "0+7"}, 7, POD),
+    Case("KvlineRequestsRefused", {series("kvline_rejected_sequences_total", POD): "0+7"}, 7, POD),
     Case("KvlineRequestsFailed", {ended("failed"): "0+7"}, 7, POD),
     Case(
         "KvlineImageOutdated",
@@ -102,6 +102,8 @@ QUIET = {
     series("kvline_kv_cache_usage_ratio", POD): "0.99",  # a full KV cache without waiting requests
     series("kvline_requests_waiting", POD): "0",
     ended("finished"): "0+7",
+    ended("refused"): "0+7",  # 400s and the like, which no replica can help
+    series("kvline_rejected_sequences_total", POD): "3",
     series("kvline_service_image_outdated", SERVICE): "0",
     "kvline_operator_active": "1",
     "kvline_queue_keys": "5",

@@ -7,10 +7,11 @@ import re
 
 from kvline_contract.exits import MEANINGS
 from kvline_contract.report import State
-from kvline_operator import autoscale, capacity, conditions, reconcile
+from kvline_operator import autoscale, capacity, conditions, prepare, reconcile
 from kvline_operator.advice import ADVICE, advise
 
 WRITTEN = re.compile(r'Condition\(\s*(kind|"\w+"), "\w+", "(\w+)"')
+PAIR = re.compile(r'"(ModelAvailable|Progressing)", "(\w+)"')
 KIND = re.compile(r'kind = "(\w+)"')
 
 
@@ -20,6 +21,7 @@ def created() -> set[tuple[str, str]]:
     sizing = set(State) - {State.FAILED}
     found |= {("CapacityMeasured", str(state)) for state in sizing}
     found |= {("ScalingActive", str(activity)) for activity in autoscale.Activity}
+    found |= set(PAIR.findall(inspect.getsource(prepare)))
     for module in (conditions, capacity, reconcile):
         kind = ""
         for part in re.split(r"\ndef ", inspect.getsource(module)):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from kubernetes import client
 
 from kvline_operator.claims import Claims
+from kvline_operator.errors import ApiUnavailable
 from kvline_operator.kube import Kube, api_client
 from kvline_operator.loop import STALL, Loop
 from kvline_operator.metrics import Metrics
@@ -64,3 +69,35 @@ def test_due_keys_without_a_reconcile_that_ends_are_unwell() -> None:
     assert stuck.unhealthy() is None
     clock.now += 1
     assert stuck.unhealthy() == "keys are due and no reconcile has ended for 301 s"
+
+
+def after_an_hour(changed: Callable[[], set[Key]]) -> str | None:
+    """Why it is unwell, if its last list ended an hour ago and the next one is `changed`."""
+    away = loop(WorkQueue())
+    away.resync.changed = changed  # type: ignore[method-assign]
+    away.listed_at = time.monotonic() - 3600
+
+    async def one_list() -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(away._resync(), 0.2)
+
+    asyncio.run(one_list())
+    return away.unhealthy()
+
+
+def test_an_api_server_that_is_away_for_an_hour_restarts_no_operator() -> None:
+    def fails() -> set[Key]:
+        raise ApiUnavailable("connection refused")
+
+    assert after_an_hour(fails) is None
+
+
+def test_a_list_that_never_ends_is_unwell() -> None:
+    free = threading.Event()
+    threading.Timer(0.5, free.set).start()
+
+    def hangs() -> set[Key]:
+        free.wait()
+        return set()
+
+    assert after_an_hour(hangs) == "no list of services has ended for too long"

@@ -24,7 +24,7 @@ from kvline_server.engine.messages import Beat, EdgeBeat
 from kvline_server.metrics import render
 
 ROOT = Path(__file__).resolve().parents[2]
-STATUS = {
+STATUS: dict[str, Any] = {
     "replicas": 3,
     "readyReplicas": 2,
     "desiredReplicas": 4,
@@ -113,6 +113,17 @@ def test_a_service_s_figures_are_those_of_its_status() -> None:
     assert found["kvline_queue_keys", ""] == 2
     assert found["kvline_queue_overdue_seconds", ""] == 1.5
     assert found["kvline_queue_stalled_seconds", ""] == 1.5
+
+
+@pytest.mark.parametrize("serving", [True, False])
+def test_the_last_figure_stays_while_nothing_serves(serving: bool) -> None:
+    board = StatusCache()
+    capacity = {**STATUS["capacity"], "serving": serving, "kvTokensTotal": 230 * serving}
+    board.put(View(Key("team", "chat"), {}, {**STATUS, "capacity": capacity}))
+    found = samples(Metrics(board, Kube(client.ApiClient()), WorkQueue()).text().decode())
+    labels = "namespace=team,service=chat"
+    assert found["kvline_service_budget_tokens", f"figure=min,{labels}"] == 100
+    assert found["kvline_service_budget_serving", labels] == serving
 
 
 def test_a_service_that_is_gone_is_not_reported() -> None:

@@ -1,5 +1,5 @@
-"""The Job that downloads the model or pulls the image: its pod, when it is created, and how it is
-reported."""
+"""The Job that downloads the model, or pulls the image and checks the model: its pod, when it is
+created, and how it is reported."""
 
 from __future__ import annotations
 
@@ -123,6 +123,40 @@ def deployment(revision: str, replicas: int) -> Object:
     return {"metadata": {"labels": labels}, "spec": {"replicas": replicas}}
 
 
+@pytest.mark.parametrize("strategy", ["Recreate", "Replace"])
+def test_a_model_in_a_claim_is_checked_as_the_server_would_find_it(strategy: str) -> None:
+    """The Job sees the claim as the server does: at the same path, read-only."""
+    spec = made(strategy, model={"source": "pvc://m/x"})
+    got = found(spec)
+    assert got is not None
+    pod = got.job["spec"]["template"]["spec"]
+    (container,), volumes = pod["containers"], pod["volumes"]
+    assert container["args"] == ["check", "--config=/etc/kvline/launch/launch.json"]
+    mounts = container["volumeMounts"]
+    of_server = stored(spec)["data"]["podTemplate"]["spec"]
+    assert {m["name"]: m["readOnly"] for m in mounts} == {"launch": True, "models": True}
+    assert all(m in of_server["containers"][0]["volumeMounts"] for m in mounts)
+    assert volumes == [v for v in of_server["volumes"] if v["name"] in ("launch", "models")]
+    assert volumes[1]["persistentVolumeClaim"] == {"claimName": "m", "readOnly": True}
+
+
+@pytest.mark.parametrize("strategy", ["Recreate", "Replace"])
+def test_a_model_of_the_hub_without_a_cache_is_checked_with_the_token(strategy: str) -> None:
+    """Each pod downloads it for itself, when the replicas that it replaces are gone already."""
+    spec = made(strategy, model={"source": HUB, "tokenSecret": MODEL["tokenSecret"]})
+    got = found(spec)
+    assert got is not None
+    template = got.job["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    (loads,) = stored(spec)["data"]["podTemplate"]["spec"]["initContainers"]
+    assert container["args"] == ["check", "--config=/etc/kvline/launch/launch.json"]
+    assert secrets(template) == [{"name": "hub", "key": "token"}]
+    assert container["env"] == loads["env"] and "initContainers" not in template["spec"]
+    # argparse's error of an image without the command is in its log.
+    assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
+    assert jobs.policy(spec, SETTINGS)["spec"]["egress"]
+
+
 def job_of(spec: ServiceSpec, conditions: tuple[str, ...] = (), **metadata: Any) -> Object:
     job = jobs.job(spec, stored(spec))
     status = {"conditions": [{"type": c, "status": "True"} for c in conditions]}
@@ -216,8 +250,12 @@ NO_NODE = {
         ),
         (None, (pod_of({"waiting": NO_IMAGE}, "server"),), (), ("Progressing", "ImagePullFailed")),
         (None, (pod_of({}, "server", (NO_NODE,)),), (), ("Progressing", "Unschedulable", "0/1")),
-        (None, (pod_of(ended(1), "server"),), (), ("Progressing", "ImagePullFailed", "code 1")),
-        (None, (), (), ("", "", "pulls the image")),
+        (None, (pod_of(ended(1), "server"),), (), ("ModelAvailable", "CheckFailed", "code 1")),
+        (None, (pod_of(ended(30), "server"),), (), ("ModelAvailable", "NotFound", "why")),
+        (None, (pod_of(ended(31), "server"),), (), ("ModelAvailable", "Invalid", "why")),
+        (None, (pod_of(ended(2), "server"),), (), ("ModelAvailable", "CheckFailed", "code 2")),
+        (None, (), ("Failed",), ("ModelAvailable", "CheckFailed", "created again")),
+        (None, (), (), ("", "", "pulls the image and checks pvc://m/x")),
     ],
 )
 def test_what_delays_it_is_reported(
@@ -230,6 +268,49 @@ def test_what_delays_it_is_reported(
     assert (got.condition, got.reason) == (condition, reason)
     assert all(part in got.message for part in text)
     assert got.blocked == (reason not in ("", "Downloading"))
+
+
+OLD_IMAGE = "kvline-server: argument command: invalid choice: 'check' (choose from 'serve', 'size')"
+IN_USE = "1 node has pod using PersistentVolumeClaim with the same name and ReadWriteOncePod access"
+ONE_POD = {**NO_NODE, "message": f"0/1 nodes are available: {IN_USE}."}
+
+
+@pytest.mark.parametrize(
+    ("pod", "done"),
+    [
+        (pod_of(ended(2, OLD_IMAGE), "server"), True),
+        (pod_of(ended(2, "python: can't open file 'check'"), "server"), False),
+        (pod_of({}, "server", (ONE_POD,)), True),
+        (pod_of(ended(30), "server", (ONE_POD,)), False),
+    ],
+    ids=["image without the command", "another program", "claim of one pod", "checked before"],
+)
+def test_what_cannot_be_checked_is_not_held(pod: Object, done: bool) -> None:
+    """An image of before the command, and a claim that serving replicas keep for themselves."""
+    spec = made("Recreate", model={"source": "pvc://m/x"})
+    got = found(spec, live=(job_of(spec),), pods=(pod,))
+    assert got is not None and got.done == done
+
+
+@pytest.mark.parametrize(("created", "done"), [("11:59:00", False), ("11:57:00", True)])
+def test_a_volume_that_is_not_mounted_beside_the_serving_pods_is_left_to_the_new_ones(
+    created: str, done: bool
+) -> None:
+    """A ReadWriteOnce volume that is attached to another node: the Job's pod never starts."""
+    waits = pod_of(
+        {"waiting": {"reason": "ContainerCreating"}},
+        "server",
+        ({"type": "PodReadyToStartContainers", "status": "False"},),
+    )
+    waits["metadata"]["creationTimestamp"] = f"2026-01-01T{created}Z"
+    waits["spec"] = {"nodeName": "n2"}
+    spec = made("Recreate", model={"source": "pvc://m/x"})
+    got = found(spec, live=(job_of(spec),), pods=(waits,))
+    assert got is not None and got.done == done
+    # An image that takes long to pull is waited for.
+    waits["status"]["conditions"] = []
+    got = found(spec, live=(job_of(spec),), pods=(waits,))
+    assert got is not None and not got.done
 
 
 @pytest.mark.parametrize("by_pod", [True, False])

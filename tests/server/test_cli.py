@@ -18,7 +18,6 @@ import httpx
 import pytest
 from servers import free_port, launch_config
 
-from kvline_contract.launch import CapacityOptions, EngineOptions
 from kvline_server.flags import with_flag_names
 from kvline_server.scratch import LOCK, PREFIX, scratch
 
@@ -77,7 +76,7 @@ def test_a_mistake_is_one_line_with_its_code(words: list[str], code: int, named:
 def test_a_key_or_tls_that_the_file_leaves_off_is_refused(tmp_path: Path, flag: str) -> None:
     """Or somebody who names a key would serve everybody without one."""
     config = tmp_path / "launch.json"
-    config.write_text(launch_config(tmp_path, EngineOptions(), CapacityOptions()).dumps())
+    config.write_text(launch_config(tmp_path).dumps())
     code, line = mistake("serve", "--config", config, f"--{flag}", tmp_path)
     assert code == 20
     assert f"--config {config} takes no --{flag}" in line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,15 +13,9 @@ from typing import Any
 
 import pytest
 from hub import COMMIT, Hub
+from servers import CONFIG, launch_config
 
-from kvline_contract.launch import (
-    CapacityOptions,
-    Device,
-    EngineOptions,
-    LaunchConfig,
-    LoadFormat,
-    Model,
-)
+from kvline_contract.launch import LoadFormat
 
 pytestmark = pytest.mark.process
 
@@ -46,19 +41,20 @@ def hub() -> Iterator[Hub]:
 @pytest.fixture
 def fetch(hub: Hub, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(
-        load: LoadFormat = LoadFormat.WEIGHTS, token: str | None = None, commit: str = COMMIT
+        load: LoadFormat = LoadFormat.WEIGHTS,
+        token: str | None = None,
+        commit: str = COMMIT,
+        step: str = "download",
     ) -> subprocess.CompletedProcess[str]:
-        model = Model(f"hf://org/tiny@{commit}", str(tmp_path / "cache" / commit), "tiny", load)
-        launch = LaunchConfig(
-            1, "ns", "svc", "rev", "image", Device.CPU, 1, model, EngineOptions(), CapacityOptions()
-        )
+        folder = tmp_path / "cache" / commit
+        launch = launch_config(folder, source=f"hf://org/tiny@{commit}", load=load)
         config = tmp_path / "launch.json"
         config.write_text(launch.dumps())
         environment = {**os.environ, "HF_ENDPOINT": hub.url, "HOME": str(tmp_path)}
         environment["HF_HUB_ETAG_TIMEOUT"] = environment["HF_HUB_DOWNLOAD_TIMEOUT"] = "5"
         if token is not None:
             environment["HF_TOKEN"] = token
-        command = [sys.executable, "-m", "kvline_server", "download", "--config", str(config)]
+        command = [sys.executable, "-m", "kvline_server", step, "--config", str(config)]
         return subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=60, check=False
         )
@@ -140,3 +136,29 @@ def test_an_unknown_commit_is_not_found(fetch: Callable[..., Any]) -> None:
     done = fetch(commit="f" * 40)
     assert done.returncode == 30
     assert "f" * 40 in done.stderr
+
+
+def test_the_check_asks_the_hub_without_fetching_weights(
+    hub: Hub, fetch: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A4: before Recreate and Replace take replicas away, as a download would end in a new pod."""
+    hub.files["config.json"] = json.dumps(CONFIG).encode()
+    done = fetch(step="check")
+    assert done.returncode == 0, done.stderr
+    assert not any("safetensors" in path for path, _ in hub.seen)
+    assert not (tmp_path / "cache").exists()
+
+    hub.gated = True
+    refused = fetch(step="check")
+    assert refused.returncode == 30 and "tokenSecret" in refused.stderr
+    assert fetch(step="check", token=TOKEN).returncode == 0
+    hub.gated = False
+    assert fetch(step="check", commit="f" * 40).returncode == 30
+
+    weights = hub.files.pop("model.safetensors")
+    without = fetch(step="check")
+    assert without.returncode == 31 and "no .safetensors file" in without.stderr
+    assert fetch(LoadFormat.RANDOM, step="check").returncode == 0
+    hub.files |= {"model.safetensors": weights, "config.json": b'{"architectures": ["Other"]}'}
+    other = fetch(step="check")
+    assert other.returncode == 32 and "Other" in other.stderr

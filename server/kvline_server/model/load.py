@@ -22,13 +22,8 @@ from kvline_server.memory.profile import Loaded
 from kvline_server.memory.record import fingerprint
 from kvline_server.model.config import ModelConfig, read_config
 from kvline_server.model.decoder import Decoder
-from kvline_server.model.loader import (
-    RandomSource,
-    SafetensorsSource,
-    TensorSource,
-    identity,
-    load_weights,
-)
+from kvline_server.model.files import identity
+from kvline_server.model.loader import RandomSource, SafetensorsSource, TensorSource, load_weights
 
 REPORT_SECONDS = 1.0
 

@@ -7,24 +7,19 @@ evicted by the kernel and would not count against the container's limit.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from kvline_server.errors import ModelInvalid, ModelNotFound
+from kvline_server.errors import ModelInvalid
 from kvline_server.kernels.interface import Kernels
-from kvline_server.model.config import ModelConfig, read_json
+from kvline_server.model.config import ModelConfig
+from kvline_server.model.files import open_weights, weight_files
 
-INDEX = "model.safetensors.index.json"
-MAX_INDEX_BYTES = 32 << 20
 COPY_BYTES = 64 << 20
 
 
@@ -79,20 +74,13 @@ class TensorSource(Protocol):
 
 class SafetensorsSource:
     def __init__(self, folder: Path) -> None:
-        self.files = {path: self._open(path) for path in weight_files(folder)}
+        self.files = {path: open_weights(path, "pt") for path in weight_files(folder)}
         self.where = {
             name: path
             for path, file in self.files.items()
             for name in file.keys()  # noqa: SIM118 - not a dict
         }
         self.folder = folder
-
-    @staticmethod
-    def _open(path: Path) -> Any:
-        try:
-            return safe_open(path, framework="pt", device="cpu")
-        except (SafetensorError, OSError) as error:
-            raise ModelInvalid(f"{path}: not a valid safetensors file: {error}") from None
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         path = self.where.get(name)
@@ -126,32 +114,6 @@ class RandomSource:
             into.fill_(1.0)
         else:
             into.normal_(0.0, 0.02, generator=self.generator)
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder, by its index if it has one."""
-    if not folder.is_dir():
-        raise ModelNotFound(f"{folder}: no such folder")
-    index = folder / INDEX
-    if index.is_file():
-        table = read_json(index, MAX_INDEX_BYTES).get("weight_map")
-        if not isinstance(table, dict) or not table:
-            raise ModelInvalid(f"{index}: weight_map is missing or empty")
-        names = sorted({str(name) for name in table.values()})
-        for name in names:
-            if Path(name).name != name:
-                raise ModelInvalid(f"{index}: {name!r:.80} leaves the model folder")
-            if not (folder / name).is_file():
-                raise ModelInvalid(f"{folder / name}: listed in {INDEX}, but missing")
-        return [folder / name for name in names]
-    files = sorted(folder.glob("*.safetensors"))
-    if files:
-        return files
-    others = sorted(
-        p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".gguf")
-    )
-    hint = f"; {others[0]} is of an unsupported format" if others else ""
-    raise ModelInvalid(f"{folder}: no .safetensors file{hint}")
 
 
 def load_weights(
@@ -249,17 +211,3 @@ class _Plan:
             self.source.copy(name, part, row)
             self.done += part.nbytes
             self.copied(self.done, self.total)
-
-
-def identity(folder: Path, with_weights: bool) -> str:
-    """sha256 of config.json and every safetensors header: identifies a local model without reading
-    its data."""
-    digest = hashlib.sha256()
-    with contextlib.suppress(FileNotFoundError):
-        digest.update((folder / "config.json").read_bytes())
-    for path in weight_files(folder) if with_weights else []:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            digest.update(json.dumps([path.name, length]).encode())
-            digest.update(file.read(min(length, 1 << 26)))
-    return digest.hexdigest()

@@ -1,0 +1,24 @@
+"""`kubectl kvline explain` has what the status has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+from kvline_kubectl.show import explain
+
+STATUS: dict[str, Any] = {
+    "conditions": [{"type": "Ready", "status": "False", "reason": "Starting", "message": "m"}],
+    "capacity": {"kvTokens": 16416, "serving": False, "asOf": "2026-11-21T10:00:00Z"},
+    "warnings": ["chat-1: no prebuilt kernels for this GPU and model, using torch's slower ones"],
+}
+
+
+def test_warnings_of_replicas_and_the_last_figure_are_explained() -> None:
+    console = Console(width=200)
+    with console.capture() as printed:
+        console.print(explain({"metadata": {"name": "chat"}, "status": STATUS}, []))
+    text = printed.get()
+    assert "Warning: chat-1: no prebuilt kernels" in text
+    assert "No replica serves; the last one had 16,416 KV tokens" in text
