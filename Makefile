@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: demo demo-down images test test-gpu image-check kernels cubins check unit process integration e2e env bench scale soak-rollout plot api manifests lock clean
+.PHONY: demo demo-down images test test-gpu image-check kernels cubins check unit process integration e2e recipes env bench scale soak-rollout plot api manifests lock clean
 
 demo: python ## a model served with a validated KV budget, on this machine
 	@$(PYTHON) demo
@@ -33,6 +33,9 @@ integration: env
 
 e2e: env
 	@$(VENV_PYTHON) tests/run.py e2e
+
+recipes: env ## the HPA recipe with Prometheus and its adapter, on the local node
+	@$(VENV_PYTHON) tests/run.py recipes
 
 test-gpu: ## what needs a CUDA GPU; KIT= names wheels and kernels for a bare machine
 	@tests/gpu/run.sh

@@ -60,9 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _programs() -> None:
     binaries.build(say)
-    for name in binaries.EXTRAS:
-        if name != "kwok":  # of a bench
-            binaries.ensure(name, say)
+    for name in ("helm", "kube-score", "kubeconform", "promtool"):
+        binaries.ensure(name, say)
 
 
 def _model_and_images() -> None:

@@ -40,6 +40,7 @@ BUILDAH = [
 COMPONENTS = ("operator", "server")
 CUDA = "cuda"  # built only on request: five gigabytes, and kernels compiled with nvcc
 DOCKERFILES = {CUDA: "server/cuda.Dockerfile"}
+CACHED = "/var/cache/uv"  # in the build
 REGISTRY_KEYS = ("PIP_", "UV_", "SSL_CERT", "REQUESTS_CA", "CURL_CA")
 
 
@@ -156,8 +157,10 @@ def _wheel() -> None:
 def _build(component: str) -> None:
     secret = STORE / "registry.env"
     lines = [f'{k}="{v}"' for k, v in os.environ.items() if k.startswith(REGISTRY_KEYS)]
-    secret.write_text("\n".join([*lines, "UV_SYSTEM_CERTS=1"]) + "\n")
-    mounts = ["--volume", "/etc/ssl/certs:/etc/ssl/certs:ro"]
+    cache = tools.run_uv("cache", "dir").strip()  # what the machine's environments have fetched
+    Path(cache).mkdir(parents=True, exist_ok=True)
+    secret.write_text("\n".join([*lines, "UV_SYSTEM_CERTS=1", f"UV_CACHE_DIR={CACHED}"]) + "\n")
+    mounts = ["--volume", "/etc/ssl/certs:/etc/ssl/certs:ro", "--volume", f"{cache}:{CACHED}"]
     if Path("/etc/pip.conf").is_file():
         mounts += ["--volume", "/etc/pip.conf:/etc/pip.conf:ro"]
     try:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from errors import ClusterError
 from paths import CACHE, ROOT
@@ -52,6 +53,28 @@ def _install(missing: list[str], say: Say) -> None:
         )
         if done.returncode:
             raise ClusterError(f"apt-get {words[0]} failed:\n{done.stderr[-1500:]}")
+
+
+def extracted(package: str, file: str, folder: Path, say: Say) -> Path:
+    """A file of a Debian package that is not installed: no service of it starts."""
+    target = folder / Path(file).name
+    if target.is_file():
+        return target
+    if shutil.which("apt-get") is None:
+        raise ClusterError(f"please put {target.name} into {folder}")
+    say(f"fetching {target.name}")
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder) as scratch:
+        for command in (
+            ["apt-get", "update", "-qq"],
+            ["apt-get", "download", "-qq", package],
+            ["sh", "-c", "dpkg-deb -x *.deb ."],
+        ):
+            done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise ClusterError(f"{' '.join(command)} failed:\n{done.stderr[-1500:]}")
+        (Path(scratch) / file).rename(target)
+    return target
 
 
 def ensure_root() -> None:
@@ -105,7 +128,9 @@ def ensure_environment(folder: Path, requirements: Path, say: Say) -> Path:
     return python
 
 
-def run_uv(*arguments: str) -> None:
+def run_uv(*arguments: str) -> str:
+    """Its output."""
     done = subprocess.run([uv(), *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ClusterError(f"uv {' '.join(arguments[:3])} failed:\n{done.stderr[-1500:]}")
+    return done.stdout

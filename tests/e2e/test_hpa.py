@@ -1,5 +1,5 @@
 """The recipe for an HPA: Prometheus, prometheus-adapter and a HorizontalPodAutoscaler, with the
-files of monitoring/."""
+files of monitoring/. Run by `make recipes`: both programs take minutes to build."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support import describe, pods, wait
 from test_main_job import RANDOM
 from traffic import streaming
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.recipe, pytest.mark.timeout(900)]
 
 PROMETHEUS, ADAPTER = 19090, 16443  # ports on the node
 APIS = "/apis/custom.metrics.k8s.io/v1beta1"

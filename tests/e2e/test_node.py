@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 from playground import eventually
 from support import pods, wait
 from test_main_job import RANDOM
-from traffic import Streams, streaming
+from traffic import streaming
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -18,26 +17,31 @@ NOWHERE = "localhost/kvline-server@sha256:" + "0" * 64
 NODE = "local"
 
 
-@pytest.fixture
-def streams(space: Any, cluster: Any, tmp_path: Path) -> Iterator[Streams]:
-    """Two ready replicas under traffic, of which no request may fail."""
-    space.apply("steady", **RANDOM, replicas=2)
-    wait(space, "steady", "UpToDate", status="True")
-    ip = space.get("service", "steady")["spec"]["clusterIP"]
-    with streaming(cluster.network, ip, "steady", tmp_path, 2) as running:
-        yield running
-    assert running.failures == [] and running.ended
-
-
 def serving(space: Any) -> int:
     return int(space.get("kvl", "steady")["status"].get("readyReplicas", 0))
 
 
-def test_an_image_that_is_nowhere_and_a_gpu_that_is_not_free_change_nothing(
-    space: Any, streams: Streams
+@pytest.mark.fault("F30", shows="an image that is nowhere changes nothing, under streams")
+@pytest.mark.fault("F33", shows="a GPU that is not free changes nothing, under streams")
+@pytest.mark.fault(
+    "F35",
+    shows="a drain of the only node takes one replica of two and no more; 0 failed streams",
+)
+def test_what_a_node_cannot_give_and_a_drain_fail_no_request(
+    space: Any, cluster: Any, tmp_path: Path
 ) -> None:
-    """F30, F33."""
-    before = {p["metadata"]["uid"] for p in pods(space)}
+    space.apply("steady", **RANDOM, replicas=2)
+    wait(space, "steady", "UpToDate", status="True")
+    ip = space.get("service", "steady")["spec"]["clusterIP"]
+    with streaming(cluster.network, ip, "steady", tmp_path, 2) as running:
+        before = {p["metadata"]["uid"] for p in pods(space)}
+        neither_image_nor_gpu(space)
+        assert {p["metadata"]["uid"] for p in pods(space)} == before
+        drained(space, cluster)
+    assert running.failures == [] and running.ended
+
+
+def neither_image_nor_gpu(space: Any) -> None:
     space.apply("steady", **RANDOM, replicas=2, image=NOWHERE)
     progressing = wait(space, "steady", "Progressing", reason="ImagePullFailed")
     assert NOWHERE in progressing["message"]
@@ -51,14 +55,10 @@ def test_an_image_that_is_nowhere_and_a_gpu_that_is_not_free_change_nothing(
 
     space.apply("steady", **RANDOM, replicas=2)
     wait(space, "steady", "UpToDate", status="True")
-    assert {p["metadata"]["uid"] for p in pods(space)} == before
 
 
-def test_a_drain_takes_no_more_than_the_budget_allows(
-    space: Any, cluster: Any, streams: Streams
-) -> None:
-    """F35: a drain of the only node, so that the first evicted replica stays missing until the node
-    is back."""
+def drained(space: Any, cluster: Any) -> None:
+    """Of the only node, so that the first evicted replica stays missing until the node is back."""
     words = ("--pod-selector=kvline.dev/service=steady", "--delete-emptydir-data", "--timeout=25s")
     done = cluster.kubectl("drain", NODE, *words, check=False)
     try:

@@ -59,3 +59,20 @@ def test_a_good_rollout_and_a_bad_one_lose_no_request(
     assert streams.failures == []
     for start, end in pairwise(moments):
         assert any(start < moment < end for moment in streams.ended)
+
+
+def test_recreate_takes_nothing_away_for_a_model_that_is_not_there(space: Any) -> None:
+    """The Job that checks the model runs beside what serves; a corrected spec goes through."""
+    recreate = {**RANDOM, "rollout": {"strategy": "Recreate"}}
+    space.apply("again", **recreate)
+    wait(space, "again", "UpToDate", status="True")
+    before = {p["metadata"]["uid"] for p in pods(space)}
+    wrong = {"source": "pvc://models/typo", "loadFormat": "random"}
+    space.apply("again", **{**recreate, "model": wrong})
+    found = wait(space, "again", "ModelAvailable", reason="NotFound")
+    assert "/models/typo: no such folder" in found["message"]
+    assert {p["metadata"]["uid"] for p in pods(space)} == before
+    assert space.condition("Ready", "again")["status"] == "True"
+    space.apply("again", **{**recreate, "engine": FEWER})
+    eventually(lambda: not before & {p["metadata"]["uid"] for p in pods(space)}, 120)
+    wait(space, "again", "UpToDate", status="True")

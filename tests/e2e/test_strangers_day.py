@@ -226,7 +226,8 @@ def day(space: Any, cluster: Any, streaming: Event) -> None:
 
 
 def retry_storm(space: Any, cluster: Any, streaming: Event, folder: Path) -> None:
-    """200 clients on a replica of two places: one more replica a minute, never more at once."""
+    """200 clients on a replica of two places: one more replica a minute, never more at once, which
+    goes when they have."""
     assert streaming.wait(PATIENCE)
     engine = {"maxModelLen": 512, "maxPrefillTokens": 128, "maxRunningRequests": 2}
     scaling = {"maxReplicas": 3, "scaleDownDelaySeconds": 20}
@@ -249,12 +250,15 @@ def retry_storm(space: Any, cluster: Any, streaming: Event, folder: Path) -> Non
         try:
             eventually(grown, 150)
             explained(space, "storm", "Scaled", "rejected requests that retry", seconds=30)
+            eventually(lambda: space.get("kvl", "storm")["status"].get("readyReplicas") == 2, 300)
         finally:
             stop.touch()
         answers = json.loads(crowd.stdout.read())
     assert most["first minute"] <= 2
     assert {"200", "429"} <= set(answers) <= {"200", "429", "TimeoutError"}, answers  # of 120 s
     eventually(lambda: space.get("kvl", "storm")["status"].get("desiredReplicas") == 1, 120)
+    eventually(lambda: len(of(space, "storm")) == 1, 120)
+    wait(space, "storm", "UpToDate", PATIENCE, status="True")
     space.kubectl("delete", "kvl", "storm")
 
 

@@ -1,14 +1,14 @@
 """Run inside the cluster's network: streams without a pause until asked to stop, and keeps
 the moments at which they ended. `streaming` runs it beside whatever a test does.
 
-Each request is a connection of its own, so that every endpoint is met as soon as it is one. A
-request counts as served when its stream ended with the last token and [DONE].
+Each request is a connection of its own, so that every endpoint is met as soon as it is one; but the
+first thread keeps its connection, as clients with a pool do, until the server closes it. A request
+counts as served when its stream ended with the last token and [DONE].
 """
 
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import subprocess
@@ -20,24 +20,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 TOKENS = 16
 BODY = {"prompt": "The capital of France is", "max_tokens": TOKENS, "ignore_eos": True}
 
 
-def served(host: str, model: str) -> str:
+def served(host: str, model: str, pool: httpx.Client | None) -> str:
     """Empty when all of the stream came, else what was wrong with it."""
-    connection = http.client.HTTPConnection(host, 8000, timeout=60)
+    body = {**BODY, "model": model, "stream": True}
+    url = f"http://{host}:8000/v1/completions"
     try:
-        body = json.dumps({**BODY, "model": model, "stream": True})
-        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        lines = answer.read().decode().split("\n\n")
-    except (OSError, http.client.HTTPException) as error:
+        if pool is not None:
+            answer = pool.post(url, json=body)
+        else:
+            answer = httpx.post(url, json=body, timeout=60, headers={"Connection": "close"})
+    except httpx.HTTPError as error:
         return f"{type(error).__name__}: {error}"
-    finally:
-        connection.close()
-    if answer.status != 200:
-        return f"{answer.status}: {lines[0][:200]}"
+    lines = answer.text.split("\n\n")
+    if answer.status_code != 200:
+        return f"{answer.status_code}: {lines[0][:200]}"
     ended = "data: [DONE]" in lines and any('"finish_reason":"length"' in line for line in lines)
     return "" if ended else f"a stream that broke off: {lines[-2:]}"
 
@@ -71,13 +73,14 @@ def main(host: str, model: str, stop: str, threads: int) -> None:
 
     starter = os.getppid()
 
-    def stream() -> None:
+    def stream(pool: httpx.Client | None = None) -> None:
         while not Path(stop).exists() and os.getppid() == starter:  # a test that was killed
-            wrong = served(host, model)
+            wrong = served(host, model, pool)
             ended.append(time.time())
             failures.extend([wrong] if wrong else [])
 
-    running = [threading.Thread(target=stream) for _ in range(threads)]
+    kept = (httpx.Client(timeout=60),)
+    running = [threading.Thread(target=stream, args=() if n else kept) for n in range(threads)]
     for thread in running:
         thread.start()
     for thread in running:
