@@ -171,7 +171,7 @@ def test_a_role_in_one_namespace_is_enough(
     finally:
         operator.stop()
     log = operator.log.read_text()
-    assert "Traceback" not in log and "403" not in log and "orbidden" not in log
+    assert "Traceback" not in log and "HTTP 403" not in log and "orbidden" not in log
 
     # An upgrade changes its options; an uninstall leaves services and their pods.
     release("upgrade", "kvline", "charts/kvline", *words, "--set", "intervals.pollSeconds=3")

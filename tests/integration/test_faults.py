@@ -81,7 +81,7 @@ def test_a_right_that_is_missing_is_named_and_coming_back_is_enough(
     until(lambda: space.condition("Accepted").get("reason") == "Forbidden")
     message = space.condition("Accepted")["message"]
     assert "Deployment" in message or "ControllerRevision" in message
-    assert "PATCH" in message and "403" in message
+    assert "PATCH" in message and "HTTP 403" in message
     assert space.get("service", "chat") is not None  # other kinds are written all the same
     space.kubectl("apply", "-f", "-", input=rights(space))
     until(lambda: node.pods(), 60)

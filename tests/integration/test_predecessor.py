@@ -84,7 +84,7 @@ def test_a_revision_of_another_contract_is_neither_rendered_anew_nor_stuck(
     service.until_reason("UpToDate")
     reasons = [e["reason"] for e in space.list("events")]
     assert "SpecInvalid" not in reasons and "GatePassed" in reasons
-    assert "422" not in operator.log.read_text()
+    assert "HTTP 422" not in operator.log.read_text()
 
 
 def test_a_launch_file_that_somebody_made_anew_is_put_back(

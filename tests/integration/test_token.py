@@ -140,5 +140,5 @@ def test_a_token_that_is_rotated_is_read_anew(
         space.apply(replicas=1 + number)
         eventually(partial(has_pods, node, 1 + number), 60)
     log = operator.log.read_text()
-    assert "401" not in log and "Unauthorized" not in log, log[-2000:]
+    assert "HTTP 401" not in log and "Unauthorized" not in log, log[-2000:]
     revoke()
