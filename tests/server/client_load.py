@@ -36,10 +36,10 @@ from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.generate import Generator, Limits
 from kvline_server.http.scores import NUMBER, held
 from kvline_server.http.tokenizer_files import open_tokens
+from kvline_server.http.tokens import Tokens
 from kvline_server.http.trace import Traces
 from kvline_server.options import FREE_BYTES, QUEUED_BYTES, ClientLimits
 
-MIB = 1 << 20
 RUNNING, TOP = 16, 20  # defaults on the CPU
 TOKENS = 40_000  # of the KV cache: so many that bytes are the limit of scored prompts
 CONTEXT, VOCABULARY = 8192, 49_152
@@ -55,10 +55,13 @@ HEAD = (
 
 
 class Engine(EngineClient):
-    """Answers each sequence at once with as many tokens and logprobs as may wait for a client."""
+    """Answers each sequence at once with as many tokens and logprobs as may wait for a client. The
+    tokens are the longest of the vocabulary."""
 
-    def __init__(self, limits: ClientLimits) -> None:
+    def __init__(self, limits: ClientLimits, tokens: Tokens) -> None:
         super().__init__(limits.unread_tokens)
+        ids = tokens.tokenizer.get_vocab().values()
+        self.ids = sorted(ids, key=lambda i: -len(tokens.token_text(i)))[: TOP + 1]
         self.tasks: set[asyncio.Task[None]] = set()
         self._writer = self  # type: ignore[assignment]
 
@@ -72,23 +75,36 @@ class Engine(EngineClient):
     async def _answer(self, asked: Submit) -> None:
         params, received = asked.params, self._received[asked.id]
         if params.prompt_logprobs is not None:
-            received.prompt_scores.append(scores(len(asked.tokens) - 1, params.prompt_logprobs))
+            count, top = len(asked.tokens) - 1, params.prompt_logprobs
+            received.prompt_scores.append(scores(count, top, self.ids))
         left = max(1, params.max_tokens)
         while left and asked.id in self._received:
             if received.items.qsize() >= self._unread_tokens:
                 await asyncio.sleep(0.05)
                 continue
             left -= 1
-            one = None if params.logprobs is None else scores(1, params.logprobs)
-            self._dispatch(Deltas([Delta(asked.id, 0, None if left else "length", one)]))
+            one = None if params.logprobs is None else scores(1, params.logprobs, self.ids)
+            end = None if left else "length"
+            self._dispatch(Deltas([Delta(asked.id, self.ids[0], end, one)]))
             if not left % 16:
                 await asyncio.sleep(0)
 
 
-def scores(count: int, top: int) -> PackedScores:
-    """With different alternatives: equal ones would be one entry of an answer."""
-    one, ids = bytes(NUMBER * count), array("i", range(top)) * count
-    return PackedScores(count, top, one, one, one, ids.tobytes(), bytes(NUMBER * count * top))
+def scores(count: int, top: int, ids: list[int]) -> PackedScores:
+    """With different alternatives, as equal ones would be one entry of an answer, and logprobs of
+    as many digits as a model's."""
+    numbers = array("f", [-1 / (i + 3) for i in range(top)])
+    one = numbers[:1] * count
+    top_ids = array("i", ids[:top])
+    return PackedScores(
+        count,
+        top,
+        (array("i", ids[:1]) * count).tobytes(),
+        one.tobytes(),
+        bytes(NUMBER * count),
+        (top_ids * count).tobytes(),
+        (numbers * count).tobytes(),
+    )
 
 
 class Stage:
@@ -102,8 +118,10 @@ class Stage:
             max_held=self.limits.score_bytes, max_requests=self.limits.connections
         )
         self.admission.open(RUNNING, TOKENS)
-        self.tokens = open_tokens(model, limits.longest_text(CONTEXT))
-        self.engine = Engine(self.limits)
+        tokens = open_tokens(model, limits.longest_text(CONTEXT))
+        assert tokens is not None
+        self.tokens = tokens
+        self.engine = Engine(self.limits, tokens)
         generator = Generator(self.engine, self.tokens, Traces(None))
         made = Limits("m", VOCABULARY, CONTEXT, TOP, self.admission.max_tokens)
         service = Service(generator, self.admission, Bodies(self.limits), made, 0)
@@ -193,7 +211,6 @@ async def token_ids(stage: Stage) -> None:
 async def long_texts(stage: Stage) -> None:
     """Eight texts of the longest token, which have most bytes for the tokens of the context, and
     eight in small bodies, at once."""
-    assert stage.tokens is not None
     texts = (stage.tokens.token_text(i) for i in stage.tokens.tokenizer.get_vocab().values())
     longest = json.dumps(max(texts, key=len))[1:-1].encode()
     text = longest * min(CONTEXT - 8, (stage.limits.longest_text(CONTEXT) - 64) // len(longest))
@@ -236,9 +253,15 @@ def memory() -> tuple[int, int]:
 
 def played(name: str, model: Path) -> tuple[int, int]:
     """-> bytes of growth, and how many requests were refused"""
+    before = dict(os.environ)
     os.environ.update(HTTP_MALLOC)  # read when a process starts: this one's stays as it is
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_play, (name, model))
+    try:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            return pool.apply(_play, (name, model))
+    finally:
+        for key in HTTP_MALLOC:
+            os.environ.pop(key)
+        os.environ.update({k: v for k, v in before.items() if k in HTTP_MALLOC})
 
 
 def _play(name: str, model: Path) -> tuple[int, int]:

@@ -21,12 +21,14 @@ from kvline_server.http.scores import held_outputs
 from kvline_server.http.tokens import StopMatcher, TextStream, Tokens
 from kvline_server.http.trace import Traces
 
-MOST = 16  # tokens in one chunk of an answer, so that those that wait for a client are small
+# One chunk of an answer has at most so many tokens, and so many with their alternatives: those that
+# wait for a client are small.
+MOST, MOST_SCORED = 16, 64
 
 
 @dataclass(slots=True)
 class Piece:
-    """The output of one or more engine steps, MOST at most; the last piece has `finish`."""
+    """The output of one or more engine steps, a chunk at most; the last piece has `finish`."""
 
     text: str = ""
     tokens: int = 0
@@ -87,6 +89,7 @@ class Generator:
         """Yields pieces until the end; closing the generator early aborts the sequence."""
         stream = self.tokens.stream() if self.tokens is not None else None
         matcher = StopMatcher(stops)
+        most = min(MOST, max(1, MOST_SCORED // (1 + (params.logprobs or 0))))
         async with AsyncExitStack() as stack:
             trace = self.traces.sequence(len(prompt))
             if trace is not None:
@@ -95,9 +98,9 @@ class Generator:
             async for batch in deltas:
                 if trace is not None:
                     trace.receive(batch)
-                for start in range(0, len(batch), MOST):
+                for start in range(0, len(batch), most):
                     piece = Piece()
-                    for delta in batch[start : start + MOST]:
+                    for delta in batch[start : start + most]:
                         self._add(piece, delta, params, stream, matcher)
                         if matcher.found:
                             break

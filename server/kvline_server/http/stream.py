@@ -17,7 +17,7 @@ from kvline_server.http.envelope import Work, chunk
 from kvline_server.http.errors import ApiError, EngineFailed
 from kvline_server.http.generate import Answer
 
-UNREAD_CHUNKS = 16  # buffered here; further ones wait in engine_client, which limits them
+UNREAD_BYTES = 16 << 10  # buffered here; what follows waits in engine_client, which limits it
 LINE_BREAKS = [(c.encode(), b"\\u%04x" % ord(c)) for c in "\x85\u2028\u2029"]
 Jobs = list[tuple[list[int], SamplingParams]]
 
@@ -73,12 +73,18 @@ def _event(data: bytes) -> bytes:
 
 async def _merge(work: Streamed, jobs: Jobs, totals: list[Answer]) -> AsyncGenerator[bytes, None]:
     queue: asyncio.Queue[bytes | None] = asyncio.Queue()
-    room = asyncio.Semaphore(UNREAD_CHUNKS)
+    room = asyncio.Event()
+    room.set()
+    unread = 0
 
     async def drain(index: int, prompt: list[int], params: SamplingParams) -> None:
+        nonlocal unread
         async with aclosing(work.events(index, prompt, params, totals)) as parts:
             async for part in parts:
-                await room.acquire()
+                while unread >= UNREAD_BYTES:
+                    room.clear()
+                    await room.wait()
+                unread += len(part)
                 queue.put_nowait(part)
 
     async def all_choices() -> None:
@@ -94,7 +100,8 @@ async def _merge(work: Streamed, jobs: Jobs, totals: list[Answer]) -> AsyncGener
     try:
         while (part := await queue.get()) is not None:
             yield part
-            room.release()
+            unread -= len(part)
+            room.set()
         await task
     finally:
         task.cancel()
