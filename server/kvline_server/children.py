@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from kvline_server.engine.messages import Channel, Message
-from kvline_server.options import Options
+from kvline_server.options import ClientLimits, Options
 
 # The engine's heap is never trimmed, so that small blocks need no new memory from the kernel after
 # Ready. Blocks of 2 MiB and more are mapped for each use: on the heap they would leave gaps that
@@ -61,11 +61,11 @@ class Child:
             socket.send_fds(self.other, [b"e"], [engine.fileno()])
 
 
-def start_http(options: Options, listener: socket.socket) -> Child:
+def start_http(options: Options, clients: ClientLimits, listener: socket.socket) -> Child:
     fd = listener.fileno()
     extra = ["--listen-fd", str(fd), "--api-key-file", str(options.key)]
     extra += ["--tls-dir", str(options.tls)]
-    extra += ["--limits", json.dumps(asdict(options.clients))]
+    extra += ["--limits", json.dumps(asdict(clients))]
     return _spawn("kvline_server.http.process", options, "--handover-fd", extra, HTTP_MALLOC, (fd,))
 
 

@@ -26,9 +26,12 @@ CPU_MOST = {
     "pipeline": 4,
     "unread_tokens": 128,
 }
+# Below it a container with a GPU has the CPU's limits for clients: at a GPU's they may take about
+# 5 GiB (an estimate), beside 2 GiB of the engine and the copies of weights that are loaded.
+LARGE_HOST = 12 << 30
 # Bytes that the HTTP process takes at the CPU's limits, part by part, as `python bench http`
 # measures them (docs/decisions/025): for a byte of text while it is tokenised, for a token with its
-# logprobs that waits for a client, and for bodies, heads and scored prompts.
+# logprobs that waits for a client, and for bodies, heads and prompts with logprobs.
 PER_TEXT_BYTE, PER_UNREAD_TOKEN, OTHER = 176, 1344, 37 << 20
 # For each token of the KV cache: prompts of several times its size are admitted, as Python ints,
 # with as many offsets where they are echoed; and the engine has a copy of its own.
@@ -74,10 +77,10 @@ class ClientLimits:
     late: float = 5.0  # at the start of a drain, while idle connections may still send requests
     sweep: float = 1.0
 
-    def on(self, device: Device) -> ClientLimits:
-        """On the CPU clients share the container's memory with the KV cache; a GPU's host has
-        more."""
-        if device is not Device.CPU:
+    def on(self, device: Device, memory: int | None = None) -> ClientLimits:
+        """On the CPU clients share the container's memory with the KV cache. A container with a GPU
+        has more, unless its limit of `memory` bytes is small."""
+        if device is not Device.CPU and (memory is None or memory >= LARGE_HOST):
             return self
         least = {name: min(getattr(self, name), most) for name, most in CPU_MOST.items()}
         return replace(self, **least)

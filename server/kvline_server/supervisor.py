@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from kvline_contract import times
 from kvline_contract.exits import ExitCode, meaning
-from kvline_contract.launch import LaunchConfig
+from kvline_contract.launch import Device, LaunchConfig
 from kvline_contract.names import ATTEMPTS_FILE, ENV_POD_NAME, ENV_POD_UID
 from kvline_contract.report import VERSION, Outcome, SizingReport, State, Termination
 from kvline_server.children import Child, start_engine, start_http
@@ -34,8 +34,9 @@ from kvline_server.errors import PortTaken, ServerError
 from kvline_server.flags import with_flag_names
 from kvline_server.health import Health
 from kvline_server.internal import InternalServer
+from kvline_server.memory.device import container_limit
 from kvline_server.memory.record import AttemptStore
-from kvline_server.options import Options
+from kvline_server.options import LARGE_HOST, ClientLimits, Options
 from kvline_server.report_keeper import ReportKeeper
 
 LAST_WORDS_SECONDS = 0.2  # for a child's last message, which may arrive after its exit
@@ -69,7 +70,7 @@ class Supervisor:
         """Serves until a signal, a failure, or `until` returns true; returns the exit code."""
         try:
             with self._open_ports() as listener:  # only the HTTP process keeps it open
-                self.http = start_http(self.options, listener)
+                self.http = start_http(self.options, self._clients(), listener)
             self.http.follow(self._from_http)
             self._start_engine()
             if until is None:
@@ -155,6 +156,16 @@ class Supervisor:
             raise PortTaken(f"API port {o.host}:{o.port}: {error.strerror}") from None
         self.port = listener.getsockname()[1]
         return listener
+
+    def _clients(self) -> ClientLimits:
+        memory = container_limit()
+        limits = self.options.clients.on(self.device, memory)
+        if self.device is Device.CUDA and limits != self.options.clients:
+            self.keeper.warn(
+                f"host memory is {(memory or 0) >> 20} MiB: clients have the CPU's lower limits; "
+                f"spec.resources.memory: {LARGE_HOST >> 30}Gi gives them a GPU's"
+            )
+        return limits
 
     def _start_engine(self) -> None:
         self.health.engine_starts += 1

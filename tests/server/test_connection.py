@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
@@ -122,5 +123,13 @@ def test_a_head_behind_another_request_has_its_bound_too() -> None:
     asyncio.run(story())
 
 
-def test_a_gpu_s_host_has_the_limits_as_they_are() -> None:
-    assert ClientLimits().on(Device.CUDA) == ClientLimits()
+@pytest.mark.parametrize("memory", [None, 16 << 30])
+def test_a_large_host_of_a_gpu_has_the_limits_as_they_are(memory: int | None) -> None:
+    assert ClientLimits().on(Device.CUDA, memory) == ClientLimits()
+
+
+def test_a_small_host_of_a_gpu_has_the_cpu_s_limits() -> None:
+    """Clients at a GPU's limits would take more than such a container has beside the engine."""
+    small = ClientLimits().on(Device.CUDA, 4 << 30)
+    assert small == ClientLimits().on(Device.CPU)
+    assert small.memory(8192, 512) < 1 << 30

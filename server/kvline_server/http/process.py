@@ -65,7 +65,7 @@ class Edge:
         self.parent: asyncio.StreamWriter | None = None
         self.handover = socket.socket(fileno=arguments.handover_fd)
         launch = LaunchConfig.parse(Path(arguments.config).read_bytes())
-        edge = ClientLimits(**json.loads(arguments.limits)).on(launch.device)
+        edge = ClientLimits(**json.loads(arguments.limits))
         edge = replace(edge, connections=min(edge.connections, _allow_files() - OTHER_FILES))
         folder = Path(launch.model.path)
         model = read_config(folder)

@@ -132,6 +132,12 @@ def cpu_device(memory: int | None, root: int) -> CpuDevice:
     return CpuDevice(name, platform.release(), limit, used, bounded=bounded)
 
 
+def container_limit() -> int | None:
+    """Bytes that this process's container may take; None without a limit."""
+    limit, _ = _cgroup() or (UNLIMITED, None)
+    return limit if limit < UNLIMITED else None
+
+
 def _cgroup() -> tuple[int, Callable[[], int]] | None:
     """Limit and use of the cgroup that holds this process, v1 first (a v1 machine mounts both)."""
     own = _own_cgroup("memory")
