@@ -79,7 +79,7 @@ class PodView:
     failures: int = 0  # terminations that count against its revision; candidate.counted
     oom_kills: int = 0
     load: Load | None = None  # of ready pods of services with spec.autoscaling
-    mounted: bool = True  # its volumes and network are set up, as far as the kubelet says
+    unmounted_since: str = ""  # RFC 3339; empty where its volumes and network are set up
 
     @property
     def validated(self) -> bool:
@@ -259,7 +259,7 @@ def view(pod: Object, reading: Reading) -> PodView:
         report_invalid=reading.invalid,
         created=pod["metadata"].get("creationTimestamp", ""),
         ready_since=condition_of(status, "Ready").get("lastTransitionTime") or "",
-        mounted=condition_of(status, "PodReadyToStartContainers").get("status") != "False",
+        unmounted_since=_unmounted_since(status),
     )
 
 
@@ -280,6 +280,12 @@ def condition_of(status: Object, kind: str) -> Object:
 
 def _is_ready(status: Object) -> bool:
     return condition_of(status, "Ready").get("status") == "True"
+
+
+def _unmounted_since(status: Object) -> str:
+    """RFC 3339; empty where a pod's volumes and network are there, or its kubelet does not tell."""
+    found = condition_of(status, "PodReadyToStartContainers")
+    return str(found.get("lastTransitionTime") or "") if found.get("status") == "False" else ""
 
 
 def _unschedulable(status: Object) -> str:

@@ -165,6 +165,11 @@ def check_container(stored: Object) -> Object:
     changed = {
         "args": ["check", f"--config={names.LAUNCH_DIR}/{names.LAUNCH_FILE}"],
         "terminationMessagePolicy": "FallbackToLogsOnError",
+        # Little, as it runs beside the replicas of a full node.
+        "resources": {
+            "requests": {"cpu": "10m", "memory": "128Mi"},
+            "limits": {"memory": "512Mi"},
+        },
     }
     if loads := stored["podTemplate"]["spec"].get("initContainers"):
         return {**loads[0], **changed}
@@ -173,10 +178,6 @@ def check_container(stored: Object) -> Object:
         "name": names.SERVER_CONTAINER,
         "image": stored["image"],
         "imagePullPolicy": "IfNotPresent",
-        "resources": {
-            "requests": {"cpu": "10m", "memory": "64Mi"},
-            "limits": {"memory": "256Mi"},
-        },
         "securityContext": _RESTRICTED,
         "terminationMessagePath": names.TERMINATION_LOG,
         "volumeMounts": [
@@ -187,7 +188,7 @@ def check_container(stored: Object) -> Object:
 
 
 def download_container(inputs: Object, image: str, settings: Settings) -> Object:
-    """Downloads the model; the only container with the hub token."""
+    """Downloads the model. This container, and the check made from it, have the hub token."""
     environment: list[Object] = [{"name": n, "value": names.STATE_DIR} for n in ("HOME", "TMPDIR")]
     if settings.hub_endpoint:
         environment.append({"name": "HF_ENDPOINT", "value": settings.hub_endpoint})

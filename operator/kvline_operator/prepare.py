@@ -69,7 +69,8 @@ def of(
         return Preparation(made, live is not None, message=f"Job {name} {what}")
     mine = [p for p in observed.preparing if p.revision == wanted]
     done = _has(live, "Complete") or any(e.code == 0 for e in _ends(mine))
-    done = done or (not loads and _cannot_check(mine, now))
+    shared = bool(_claims(revision) & _claims(stored.get(stable, {})))
+    done = done or (not loads and _cannot_check(mine, shared, now))
     condition, reason, message = ("", "", "") if done else _state(live, mine, loads, now)
     if not message:
         condition, reason = ("ModelAvailable", "Downloading") if loads and not done else ("", "")
@@ -77,15 +78,20 @@ def of(
     return Preparation(made, True, done, condition, reason, f"Job {name}: {message}", blocked=True)
 
 
-def _cannot_check(pods: list[PodView], now: datetime) -> bool:
-    """Whether the image has no such command, which shows that it was pulled, or the claim cannot be
-    mounted beside the serving replicas, so that the Job would wait for ever."""
+def _claims(revision: Object) -> set[str]:
+    pod = revision.get("data", {}).get("podTemplate", {}).get("spec", {})
+    found = (v.get("persistentVolumeClaim", {}) for v in pod.get("volumes", []))
+    return {claim["claimName"] for claim in found if claim}
+
+
+def _cannot_check(pods: list[PodView], shared: bool, now: datetime) -> bool:
+    """Whether the image has no such command, which shows that it was pulled, or the claim, `shared`
+    with serving replicas, cannot be mounted beside them, so that the Job would wait for ever."""
     ends = list(_ends(pods))
     if ends:
         return any(e.code == ExitCode.USAGE and NO_COMMAND in e.message for e in ends)
-    return any(
-        ONE_POD in pod.unschedulable
-        or (pod.node and not pod.mounted and _seconds(pod.created, now) > MOUNT_TIMEOUT)
+    return shared and any(
+        ONE_POD in pod.unschedulable or _seconds(pod.unmounted_since, now) > MOUNT_TIMEOUT
         for pod in pods
     )
 

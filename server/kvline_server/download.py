@@ -1,9 +1,9 @@
 """The steps before a server starts: `download` fetches a pinned Hugging Face revision into the
 cache volume, atomically, and `check` finds the files of a model, in a volume or on the hub.
 
-The download runs in a Job or an init container, the only container with the token. Files go to a
-temporary folder that is renamed after fsync; a lock serialises pods that share the volume. The
-check runs in a Job beside serving replicas: it imports no torch, which takes seconds and 600 MiB.
+The download runs in a Job or an init container. Files go to a temporary folder that is renamed
+after fsync; a lock serialises pods that share the volume. The check runs in a Job beside serving
+replicas: it imports no torch, which takes seconds and 600 MiB. Only these two have the token.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from kvline_server.errors import (
     ModelInvalid,
     ModelNotFound,
     SecretMissing,
+    ServerError,
 )
 from kvline_server.model.config import read_config
 from kvline_server.model.files import INDEX, open_weights, weight_files
@@ -82,7 +83,10 @@ def _check_hub(launch: LaunchConfig) -> None:
     token = _token()
     with tempfile.TemporaryDirectory() as folder:
         _fetch(repository, commit, Path(folder), CONFIG_FILES, token)
-        read_config(Path(folder))
+        try:
+            read_config(Path(folder))
+        except ServerError as error:  # the same text each time, with a name that users know
+            raise type(error)(str(error).replace(folder, f"{repository}@{commit}")) from None
     with _hub_errors(repository, commit):
         from huggingface_hub import HfApi
 

@@ -186,12 +186,14 @@ def found(
     pods: tuple[Object, ...] = (),
     replicas: int = 0,
     lost: bool = False,
+    before: ServiceSpec | None = None,  # what serves; else the same spec
 ) -> prepare.Preparation | None:
     views = tuple(view(pod, Reading(None)) for pod in pods)
     serving = (view(pod_of(ended(30), "server"), Reading(None)),) if lost else ()
     made = [deployment("aaaaa", 2), deployment("bbbbb", replicas)]
     observed = Observed([], made, [], serving, (), live, views)
-    return prepare.of(spec, observed, "bbbbb", stable, {"bbbbb": stored(spec)}, NOW)
+    revisions = {"aaaaa": stored(before or spec), "bbbbb": stored(spec)}
+    return prepare.of(spec, observed, "bbbbb", stable, revisions, NOW)
 
 
 @pytest.mark.parametrize(
@@ -292,20 +294,29 @@ def test_what_cannot_be_checked_is_not_held(pod: Object, done: bool) -> None:
     assert got is not None and got.done == done
 
 
-@pytest.mark.parametrize(("created", "done"), [("11:59:00", False), ("11:57:00", True)])
+@pytest.mark.parametrize(
+    ("since", "serving", "done"),
+    [
+        ("11:59:00", "pvc://m/y", False),
+        ("11:57:00", "pvc://m/y", True),
+        ("11:57:00", "pvc://other/x", False),
+        ("11:57:00", HUB, False),
+    ],
+    ids=["a minute", "three", "another claim", "no claim"],
+)
 def test_a_volume_that_is_not_mounted_beside_the_serving_pods_is_left_to_the_new_ones(
-    created: str, done: bool
+    since: str, serving: str, done: bool
 ) -> None:
-    """A ReadWriteOnce volume that is attached to another node: the Job's pod never starts."""
-    waits = pod_of(
-        {"waiting": {"reason": "ContainerCreating"}},
-        "server",
-        ({"type": "PodReadyToStartContainers", "status": "False"},),
-    )
-    waits["metadata"]["creationTimestamp"] = f"2026-01-01T{created}Z"
+    """A ReadWriteOnce volume that is attached to another node: the Job's pod never starts. A claim
+    that no serving pod has is waited for, and time without a node does not count."""
+    state = {"type": "PodReadyToStartContainers", "status": "False"}
+    state["lastTransitionTime"] = f"2026-01-01T{since}Z"
+    waits = pod_of({"waiting": {"reason": "ContainerCreating"}}, "server", (state,))
+    waits["metadata"]["creationTimestamp"] = "2026-01-01T11:00:00Z"
     waits["spec"] = {"nodeName": "n2"}
     spec = made("Recreate", model={"source": "pvc://m/x"})
-    got = found(spec, live=(job_of(spec),), pods=(waits,))
+    before = made("Recreate", model={"source": serving})
+    got = found(spec, live=(job_of(spec),), pods=(waits,), before=before)
     assert got is not None and got.done == done
     # An image that takes long to pull is waited for.
     waits["status"]["conditions"] = []

@@ -162,3 +162,4 @@ def test_the_check_asks_the_hub_without_fetching_weights(
     hub.files |= {"model.safetensors": weights, "config.json": b'{"architectures": ["Other"]}'}
     other = fetch(step="check")
     assert other.returncode == 32 and "Other" in other.stderr
+    assert "org/tiny@" in other.stderr and "/tmp" not in other.stderr
