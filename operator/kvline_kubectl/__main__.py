@@ -19,6 +19,8 @@ from kvline_operator.errors import ApiUnavailable, OperatorError
 Object = dict[str, Any]
 out = Console(highlight=False, soft_wrap=True)
 log = Console(stderr=True, highlight=False, soft_wrap=True)
+# Parts of the status that `explain` prints.
+EXPLAINED = ("conditions", "capacity", "diagnosis", "warnings")
 ENGINE = ("maxModelLen", "maxRunningRequests", "maxPrefillTokens", "maxTopLogprobs")
 
 
@@ -45,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "explain", "show why a service does not match its spec, and what to do", explain
     ).add_argument("name")
-    add("history", "show revisions, their verdicts and changes", history).add_argument("name")
+    add("history", "show revisions, their gate results and changes", history).add_argument("name")
     for name, text, run in (
         ("promote", "accept a revision whatever it measured", promote),
         ("rollback", "restore the spec of an earlier revision", rollback),
@@ -109,8 +111,9 @@ def explain(cluster: Cluster, a: argparse.Namespace) -> int:
     body = cluster.service(a.name)
     events = cluster.events(body)
     shown = [{k: e.get(k) for k in ("lastTimestamp", "type", "reason", "message")} for e in events]
-    conditions = (body.get("status") or {}).get("conditions") or []
-    _print(a, lambda: show.explain(body, events), {"conditions": conditions, "events": shown})
+    status = body.get("status") or {}
+    plain = {key: status[key] for key in EXPLAINED if key in status} | {"events": shown}
+    _print(a, lambda: show.explain(body, events), plain)
     return 0
 
 
@@ -124,7 +127,7 @@ def history(cluster: Cluster, a: argparse.Namespace) -> int:
             "number": p.number,
             "created": p.created,
             "image": p.image,
-            "verdict": p.state.verdict,
+            "gate": p.state.verdict,
             "measured": p.state.measured,
             "required": p.state.required,
             "baseline": p.state.baseline,

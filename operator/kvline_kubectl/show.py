@@ -164,7 +164,7 @@ def _as_of(status: Object) -> str:
 
 def history(past: tuple[RevisionEntry, ...], rollout: Object) -> Table:
     """One line for each revision, newest first, with its changes."""
-    columns = ("REVISION", "AGE", "NOW", "VERDICT", "MEASURED", "REQUIRED", "BASELINE", "CHANGED")
+    columns = ("REVISION", "AGE", "NOW", "GATE", "MEASURED", "REQUIRED", "BASELINE", "CHANGED")
     made = table(*columns, right=("MEASURED", "REQUIRED", "BASELINE"))
     for item, older in zip(past, [*past[1:], None], strict=True):
         changed = ", ".join(changes(older, item)) if older else "the oldest one kept"

@@ -19,6 +19,7 @@ from kvline_operator.gate import GateResult
 from kvline_operator.kstatus import TYPES, abnormal
 from kvline_operator.observe import PodView, condition_of
 from kvline_operator.service_state import Condition, Scaling, ServiceState
+from kvline_operator.spec import ServiceSpec, Strategy
 
 Object = dict[str, Any]
 MAX_REPLICA_SIZING = 16
@@ -88,10 +89,10 @@ def build(state: ServiceState, previous: Object, now: str) -> tuple[Object, list
         state.stable_state.capacity,
         bool(state.serving) or any(p.ready for p in state.stable),
     )
-    warned = warnings(state)
+    warned = [*spec_warnings(state.spec), *warnings(state)][:MAX_WARNINGS]
     more = {"capacity": figures, "warnings": warned, "diagnosis": diagnosis(state)}
     out |= {key: value for key, value in more.items() if value}
-    events = _warning_events(warned, previous.get("warnings") or [])
+    events = _warning_events(state.spec, warned, previous.get("warnings") or [])
     events += _ended_events(state.ended, previous.get("endedPods") or 0)
     if state.plan.gate is not None:
         events += _gate_events(made, out["rollout"], previous)
@@ -185,11 +186,34 @@ def _scale_events(scaling: Scaling, before: int | None) -> list[Event]:
 def warnings(state: ServiceState) -> list[str]:
     """Warnings of the replicas' sizing reports, such as slower kernels, without duplicates."""
     found = {text for p in state.pods if p.report is not None for text in p.report.warnings}
-    return sorted(found)[:MAX_WARNINGS]
+    return sorted(found)
 
 
-def _warning_events(now: list[str], before: list[str]) -> list[Event]:
-    return [Event("ReplicaWarning", "Warning", text) for text in now if text not in before]
+def spec_warnings(spec: ServiceSpec) -> list[str]:
+    """What a spec may ask for, but not without a word."""
+    found, inputs = [], spec.inputs
+    access = inputs.get("access", {})
+    if "apiKeySecret" in access and "tlsSecret" not in access:
+        found.append(
+            "spec.access.apiKeySecret without tlsSecret: the API port is plain HTTP, so clients "
+            "send the key in clear text unless a mesh or an ingress encrypts the way to the pods"
+        )
+    uncached = spec.source.claim is None and "cache" not in inputs.get("model", {})
+    if uncached and spec.rollout.strategy is Strategy.RECREATE:
+        found.append(
+            "spec.rollout.strategy Recreate without spec.model.cache: nothing serves while a new "
+            "revision downloads its model"
+        )
+    return found
+
+
+def _warning_events(spec: ServiceSpec, now: list[str], before: list[str]) -> list[Event]:
+    own = spec_warnings(spec)
+    return [
+        Event("SpecWarning" if text in own else "ReplicaWarning", "Warning", text)
+        for text in now
+        if text not in before
+    ]
 
 
 def diagnosis(state: ServiceState) -> Object:

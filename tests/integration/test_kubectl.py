@@ -47,6 +47,9 @@ def test_a_rejected_spec_is_explained_and_rolled_back(
     assert "UpToDate: RevisionRejected" in explained and "2892 short" in explained
     assert "do:   change the spec, or promote" in explained
 
+    plain = json.loads(say("explain", "chat", "-o", "json").stdout)
+    assert {"conditions", "capacity", "events"} <= set(plain) and plain["capacity"]["kvTokens"]
+
     past = say("history", "chat").stdout.splitlines()
     newest = next(line for line in past if second in line)
     assert "rejected" in newest and "Rejected" in newest and "1,000" in newest and "3,892" in newest

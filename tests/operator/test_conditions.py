@@ -397,6 +397,28 @@ def test_warnings_of_reports_reach_the_status_with_one_event() -> None:
     assert "warnings" not in status.build(service_state(ready_pod()), made, "later")[0]
 
 
+def test_a_spec_that_costs_more_than_it_seems_is_warned_of_once() -> None:
+    hub = {"source": "hf://org/name@" + "0" * 40}
+    secret = {"apiKeySecret": {"name": "s", "key": "k"}}
+    costly = {"model": hub, "rollout": {"strategy": "Recreate"}, "access": secret}
+    kept = {
+        **costly,
+        "model": {**hub, "cache": {"claim": "c"}},
+        "access": {**secret, "tlsSecret": {"name": "t"}},
+    }
+    state = service_state(ready_pod(), spec=costly)
+    made, news = status.build(state, {}, "now")
+    assert [text.partition(" without ")[0] for text in made["warnings"]] == [
+        "spec.access.apiKeySecret",
+        "spec.rollout.strategy Recreate",
+    ]
+    assert [n.message for n in news if n.reason == "SpecWarning"] == made["warnings"]
+    _, quiet = status.build(state, made, "later")
+    assert not [n for n in quiet if n.reason == "SpecWarning"]
+    state = service_state(ready_pod(), spec=kept)
+    assert "warnings" not in status.build(state, made, "later")[0]
+
+
 def test_what_would_help_is_a_field_and_outlives_the_rejected_pod() -> None:
     knobs = (Knob("spec.engine.maxModelLen", Direction.LOWER, 512),)
     termination = Termination(

@@ -11,6 +11,12 @@ from kvline_kubectl.show import explain
 STATUS: dict[str, Any] = {
     "conditions": [{"type": "Ready", "status": "False", "reason": "Starting", "message": "m"}],
     "capacity": {"kvTokens": 16416, "serving": False, "asOf": "2026-11-21T10:00:00Z"},
+    "diagnosis": {
+        "revision": "fhcrv",
+        "binding": "KVCache",
+        "largestMaxModelLen": 976,
+        "knobs": [{"field": "spec.resources.memory", "direction": "Raise", "value": "3Gi"}],
+    },
     "warnings": ["chat-1: no prebuilt kernels for this GPU and model, using torch's slower ones"],
 }
 
@@ -22,3 +28,6 @@ def test_warnings_of_replicas_and_the_last_figure_are_explained() -> None:
     text = printed.get()
     assert "Warning: chat-1: no prebuilt kernels" in text
     assert "No replica serves; the last one had 16,416 KV tokens" in text
+    assert "binding constraint: KVCache" in text
+    assert "largest spec.engine.maxModelLen that fits: 976" in text
+    assert "would help: Raise spec.resources.memory to 3Gi" in text

@@ -90,7 +90,7 @@ def test_what_an_event_reported_is_not_queued() -> None:
 
 
 def test_what_no_event_reports_until_the_next_resync_was_missed() -> None:
-    """F09: a watch that is dead."""
+    """F09: a resync counts what no event reported since the last one."""
     made, resync = cluster()
     resync.changed()
     for meta in made.objects.values():
