@@ -52,7 +52,11 @@ class _Snapshot(Collector):
         yield self._paths()
         yield _counter("engine_starts", "Starts of the engine process", self.starts)
         yield self._requests()
-        yield _counter("rejected_sequences", "Sequences answered 429", self.edge.rejected)
+        yield _counter(
+            "rejected_sequences",
+            "Sequences answered 429; one for a request whose prompts are not known yet",
+            self.edge.rejected,
+        )
         if self.report.result is not None:
             yield from _sizes(self.report.result)
 

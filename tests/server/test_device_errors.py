@@ -26,6 +26,7 @@ from kvline_server.engine.request import SamplingParams
 from kvline_server.errors import DeviceFailure, DeviceOutOfMemory
 from kvline_server.kernels import torch as kernels
 from kvline_server.model import load
+from kvline_server.model.decoder import Decoder
 
 OUT_OF_MEMORY: dict[str, Exception] = {
     "allocator": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
@@ -51,6 +52,7 @@ STAGES: dict[str, tuple[Any, str, str]] = {
     "rope table": (kernels.TorchKernels, "rope_table", "load"),
     "sampled tokens": (load, "Runner", "load"),
     "tune": (kernels.TorchKernels, "tune", "tune"),
+    "row counts": (Decoder, "warm_up", "warm-up"),
     "capture": (kernels.TorchKernels, "graphs", "capture"),
     "launch": (kernels.TorchKernels, "logits", "launch"),
     "wait": (kernels._HostArrays, "wait", "wait"),

@@ -427,7 +427,7 @@ LONG = {**COMPLETION, "max_tokens": 240, "ignore_eos": True}
 
 
 def test_leaving_a_stream_frees_its_pages(server: Server) -> None:
-    """F44."""
+    """F44: pages are back within 20 s of a stream's end."""
     wait_for(server.quiet)
     before = server.ends()
     with httpx.stream(

@@ -80,6 +80,20 @@ def test_a_device_without_compiled_row_counts_runs_as_it_is_asked(
     assert made.kernels.row_counts(512) == []
 
 
+def test_the_workspace_of_the_gather_is_whole_from_the_first_step_on(
+    make_model: Callable[..., Path],
+) -> None:
+    """Else it would grow after the budget was measured, or be mapped anew for each layer."""
+    made = engine(make_model("llama"))
+    seen = set()
+    for id, length in enumerate((3, 40, 200)):
+        made.submit(id, [id + 1] * length, greedy(4))
+        finish(made)
+        gathered = made.runner.kernels.gathered  # type: ignore[attr-defined]
+        seen.add((gathered.data_ptr(), gathered.numel()))
+    assert len(seen) == 1
+
+
 @pytest.mark.process
 def test_prompts_of_ever_different_lengths_take_no_memory(
     make_model: Callable[..., Path], tmp_path: Path

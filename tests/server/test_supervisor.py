@@ -64,18 +64,18 @@ def test_a_pin_skips_the_search_but_not_the_validation(start: Callable[..., Serv
 
 
 def test_sigterm_while_idle_ends_at_once_with_zero(start: Callable[..., Server]) -> None:
-    """F48."""
+    """F48: an idle server ends within 10 s of SIGTERM, with 0."""
     server = start()
     server.wait()
     server.process.send_signal(signal.SIGTERM)
-    assert server.end() == 0  # where the drain would be two minutes
+    assert server.end(10) == 0  # where the drain would be two minutes
 
 
 def wait_for_closed_port(server: Server) -> None:
     """Until a connection is refused; one that the kernel took as the port closed is reset."""
     with pytest.raises(httpx.ConnectError):
         while True:
-            with suppress(httpx.ReadError):
+            with suppress(httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
                 httpx.get(f"{server.url}/v1/models")
             time.sleep(0.1)
 
@@ -118,7 +118,7 @@ def test_a_connection_whose_stream_began_before_the_drain_takes_one_more_request
 ) -> None:
     """F49: a client with a pool sends one more request after a stream that began before the drain,
     and is answered with `Connection: close`. The stream's head could not say so."""
-    server = start(clients={"late": 2.0})
+    server = start(clients={"late": 5.0})
     server.wait()
     with httpx.Client(base_url=server.url, timeout=30) as pool:
         body = {**LONG, "stream": True}
@@ -140,7 +140,7 @@ def test_a_connection_whose_stream_began_before_the_drain_takes_one_more_request
 
 
 def test_a_second_sigterm_ends_at_once(start: Callable[..., Server]) -> None:
-    """F48."""
+    """F48: a second SIGTERM ends a server with a stream within 10 s, with 0."""
     server = start()
     server.wait()
     with httpx.stream(
@@ -152,7 +152,7 @@ def test_a_second_sigterm_ends_at_once(start: Callable[..., Server]) -> None:
         time.sleep(0.3)
         assert server.process.poll() is None
         server.process.send_signal(signal.SIGTERM)
-        assert server.end() == 0
+        assert server.end(10) == 0
 
 
 def test_a_drain_is_as_long_as_its_launch_says(start: Callable[..., Server]) -> None:

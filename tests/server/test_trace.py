@@ -79,7 +79,7 @@ def test_a_refusal_is_an_error_and_without_a_parent_a_trace_of_its_own(
 
 
 def test_a_collector_that_is_not_there_slows_nothing_down(start: Callable[..., Server]) -> None:
-    """F48: nor the end."""
+    """F48: a collector of traces that is not there delays neither answers nor the end."""
     nobody = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_BSP_SCHEDULE_DELAY": "100"}
     server = start(faults=nobody)
     server.wait()

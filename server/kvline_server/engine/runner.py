@@ -93,10 +93,11 @@ class Runner:
     @torch.inference_mode()
     def warm_up(self, max_rows: int) -> int:
         """Runs each row count once, so that the kernels allocate what they keep for it; the arena
-        must have a page. Returns the number of row counts."""
+        must have a page. Returns the number of row counts. Raises as launch does."""
         counts = self.kernels.row_counts(max_rows)
-        for rows in counts:
-            self.decoder.warm_up(rows, self.arena.layers())
+        with device_errors.translated("warm-up"):
+            for rows in counts:
+                self.decoder.warm_up(rows, self.arena.layers())
         return len(counts)
 
     def capture(self, max_rows: int) -> bool:

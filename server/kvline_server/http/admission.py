@@ -48,7 +48,7 @@ class Admission:
     refused: int = 0
     aborted: int = 0
     failed: int = 0
-    rejected: int = 0  # sequences answered 429
+    rejected: int = 0  # sequences answered 429; a request counts as one where it has no plan yet
     ended: int = 0  # sequences that were admitted and have ended
     draining: bool = False
 

@@ -63,7 +63,7 @@ class Tokens:
             raise BadRequest(
                 f"{name}: a text of {size} bytes; this server tokenises {self.max_text} at most",
                 name,
-                "context_length_exceeded",
+                "context_length_exceeded" if size > room else None,
             )
         if size > room:  # a token has a byte or more
             self._estimate(text, room, most, name)
