@@ -24,6 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".cache" / "faults"
+COMMIT = FOLDER / "commit"  # of the last whole run
 CATALOGUE = ROOT / "tests" / "catalogue.tsv"
 PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- faults: written by make test -->\n", "<!-- end -->\n"
@@ -161,14 +162,20 @@ def clear() -> None:
     """Before a whole run: what an older one wrote is of tests that may be gone."""
     for file in FOLDER.glob("*.json"):
         file.unlink()
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    words = ["git", "describe", "--always", "--dirty"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    COMMIT.write_text(done.stdout.strip() or "unknown")
 
 
 def table(rows: dict[str, Row]) -> list[str]:
     day = datetime.now(UTC).strftime("%Y-%m-%d")
     untested = [row.id for row in rows.values() if not row.tests and not row.measured]
+    commit = COMMIT.read_text() if COMMIT.is_file() else "unknown"
     idle = [row.id for row in rows.values() if row.verdict() == "not run"]
     return [
-        f"Written {day}: {len(rows)} rows, {len(rows) - len(untested)} with a test or a figure.",
+        f"Written {day}: {len(rows)} rows, {len(rows) - len(untested)} with a test or a figure. "
+        f"The last whole run was of commit {commit}.",
         f"Not tested: {', '.join(untested) or 'none'}. "
         f"With a test that the last run left out: {', '.join(idle) or 'none'}.",
         "",

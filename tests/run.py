@@ -47,7 +47,7 @@ CLUSTERED = ("integration", "e2e", "recipes")
 STAGES = {
     "unit": ["-n", "2", "-m", "not (process or integration or e2e or recipe or gpu)"],
     "process": ["-n", "2", "--dist", "loadfile", "-m", "process"],
-    # Each with its own cluster; a third waits less than two.
+    # Each worker has a cluster. Tests often wait for it, so three share two cores.
     "integration": ["-n", "3", "-m", "integration", "tests/integration"],
     "e2e": ["-v", "-m", "e2e", "tests/e2e"],  # a line a test: some take minutes
     # Only where named: Prometheus and its adapter take minutes to build.

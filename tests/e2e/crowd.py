@@ -1,5 +1,6 @@
-"""Run inside the cluster's network, beside what a test does: one long stream, or a crowd of clients
-of which each asks again a second after a 429. Prints JSON at the end."""
+"""Run inside the cluster's network, beside what a test does: one long stream, a crowd of clients of
+which each asks again a second after a 429, or prompts of distinct lengths. Prints JSON at the end.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 JSON = {"Content-Type": "application/json"}
@@ -21,7 +23,8 @@ def long_stream(host: str, model: str, seconds: str) -> None:
     tokens = max(64, int(64 / pace * float(seconds)))
     print(json.dumps({"tokens": tokens}), flush=True)
     took, ended = _stream(host, model, tokens)
-    print(json.dumps({"seconds": took, "ended": ended, "tokens": tokens}), flush=True)
+    end = {"seconds": took, "ended": ended, "tokens": tokens, "at": time.time()}
+    print(json.dumps(end), flush=True)
 
 
 def _stream(host: str, model: str, tokens: int) -> tuple[float, str]:
@@ -72,8 +75,24 @@ def storm(host: str, model: str, stop: str, clients: str) -> None:
     print(json.dumps(seen))
 
 
+def lengths(host: str, model: str, first: str, step: str) -> None:
+    """Answers by status, to prompts of `first`, `first` + `step` and so on, up to 256 tokens."""
+    seen: Counter[str] = Counter()
+    for length in range(int(first), 257, int(step)):
+        body = json.dumps({"model": model, "prompt": [length] * length, "max_tokens": 2})
+        connection = http.client.HTTPConnection(host, 8000, timeout=120)
+        connection.request("POST", "/v1/completions", body, JSON)
+        answer = connection.getresponse()
+        answer.read()
+        connection.close()
+        seen[str(answer.status)] += 1
+    print(json.dumps(seen))
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "stream":
-        long_stream(*sys.argv[2:])
-    else:
-        storm(*sys.argv[2:])
+    modes: dict[str, Callable[..., None]] = {
+        "stream": long_stream,
+        "storm": storm,
+        "lengths": lengths,
+    }
+    modes[sys.argv[1]](*sys.argv[2:])

@@ -56,6 +56,7 @@ def test_apply_becomes_a_validated_budget_that_serves_and_scales(space: Any, clu
     assert answers["scored"][0] is None and all(v < 0 for v in answers["scored"][1:])
     assert "max_tokens" in answers["refused"]
 
+    distinct_lengths_take_no_memory(space, cluster, ip)
     words = ("-n", "kvline-system", "get", "service", "kvline-page")
     page = cluster.kubectl(*words, "-o", "jsonpath={.spec.clusterIP}").stdout
     shown = cluster.network.run(["curl", "-sf", f"http://{page}/services/team/smollm2"]).stdout
@@ -73,10 +74,29 @@ def test_apply_becomes_a_validated_budget_that_serves_and_scales(space: Any, clu
     wait(space, "smollm2", "Ready", reason="ScaledToZero")
 
 
+def distinct_lengths_take_no_memory(space: Any, cluster: Any, ip: str) -> None:
+    """In a container at its validated budget: each new length once took 3 MiB of it for good."""
+    crowd = str(Path(__file__).parent / "crowd.py")
+    (pod,) = pods(space)
+    code = "from kvline_server.memory.device import cpu_device; print(cpu_device(None, 1).used())"
+
+    def used(first: int, step: int) -> int:
+        words = [sys.executable, crowd, "lengths", ip, "smollm2", str(first), str(step)]
+        assert set(json.loads(cluster.network.run(words).stdout)) == {"200"}
+        inside = ("exec", pod["metadata"]["name"], "-c", "server", "--", "python3", "-c", code)
+        return int(space.kubectl(*inside).stdout)
+
+    before = used(16, 80)
+    after = used(3, 4)  # 64 of them
+    assert after - before < 16 << 20, (before, after)
+    (pod,) = pods(space)
+    assert pod["status"]["containerStatuses"][0]["restartCount"] == 0
+
+
 def test_a_pinned_random_model_is_validated_and_delete_leaves_nothing(
     space: Any, cluster: Any
 ) -> None:
-    """F57 is part of it: read-only root file system, a uid without an entry in the password file,
+    """F57: in a pod with a read-only root file system, a uid without an entry in the password file,
     Pod Security restricted. Traffic goes nowhere but to the three routes."""
     space.apply("plan", **RANDOM)
     wait(space, "plan", "Ready", status="True")

@@ -80,8 +80,8 @@ def apply_tree(cluster: Any, tree: Path, manifest: str, images: dict[str, str]) 
 def test_from_the_operator_before_to_this_one(
     space: Any, cluster: Any, predecessor: tuple[Path, dict[str, str]]
 ) -> None:
-    """F41: an operator upgrade restarts no pod; the new image comes with `upgrade`, through the
-    gate."""
+    """F41: an operator upgrade restarts no pod of a service with two replicas; the new image comes
+    with `upgrade`, through the gate."""
     now = {c: build.image_name(c) for c in build.COMPONENTS}
     tree, old = predecessor
     assert old["server"] != now["server"]

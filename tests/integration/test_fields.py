@@ -96,7 +96,8 @@ def changed(spec: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 def test_each_field_rolls_out_or_stays_or_is_refused_by_name(
     space: Any, operator: Any, node: Node, until: Callable[..., Any]
 ) -> None:
-    """C16: each field changed on a service that serves, and no change gets stuck."""
+    """C16: each field changed on a service that serves, and no change gets stuck; tokenSecret,
+    cache, gpus, gpuResource, priorityClassName and runtimeClassName by a value that is refused."""
     crd = yaml.safe_load((ROOT / "manifests" / "crd.yaml").read_text())
     (version,) = crd["spec"]["versions"]
     known = set(leaves(version["schema"]["openAPIV3Schema"]["properties"]["spec"]))

@@ -377,9 +377,8 @@ def _lose_one(service: Service, space: Any, revision: str, tokens: int, ready: i
 def test_killing_the_operator_at_each_write_of_a_rollout_ends_in_the_same_state(
     service: Service, space: Any, operator: Any, first: int, tokens: int, reason: str
 ) -> None:
-    """F01: rollouts with the operator killed after the first write, after the second and so on,
-    until there is no such write. The two cases share most writes, so each takes every second one.
-    """
+    """F01: the operator is killed after every second write of a rollout that passes and after the
+    others of one that is rejected, which share most of them."""
     reached = 0
     for write in range(first, 40, 2):
         stable = service.poll()["rollout"]["stableRevision"]
