@@ -114,7 +114,7 @@ def compile_program(
     done = subprocess.run(
         [*command, "-o", str(BIN / name), package],
         cwd=folder,
-        # The compiler collects garbage less often: 15 % less CPU, twice its memory.
+        # The compiler collects garbage less often: less CPU for more memory.
         env={"GOGC": "400", **os.environ, "CGO_ENABLED": "0"},
         capture_output=True,
         text=True,
