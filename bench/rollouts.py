@@ -1,16 +1,21 @@
 """Counts failed requests during gated rollouts under streaming traffic, on a real node.
 
 KVLINE_ROLLOUTS is the number of rollouts; every second one would halve the budget and must be
-rejected.
+rejected. Beside two threads of short streams a client reads one answer after the other that takes
+longer than the default drain, so that its pod often drains meanwhile.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 from local import LocalCluster
@@ -21,16 +26,20 @@ from traffic import Streams, streaming
 
 MANY = int(os.environ.get("KVLINE_ROLLOUTS", "50"))
 THREADS = 2
+CLIENT = Path(__file__).parents[1] / "tests" / "e2e" / "crowd.py"
+LONG, DEFAULT_DRAIN = 180, 120  # seconds; a long stream takes LONG at the pace of its start
 NAME = "soak"
+TOKENS = 8192
 SPEC = {
     "model": {"source": "pvc://models/smollm2", "loadFormat": "random"},
-    "resources": {"cpu": "100m", "memory": "1536Mi"},
+    "resources": {"cpu": "100m", "memory": "2Gi"},
+    "drainSeconds": 900,
 }
 
 
 def spec(requests: int, tokens: int) -> dict[str, Any]:
     """Another number of running requests is another revision; half the tokens is a loss."""
-    engine = {"maxModelLen": 512, "maxPrefillTokens": 128, "maxRunningRequests": requests}
+    engine = {"maxModelLen": 4096, "maxPrefillTokens": 128, "maxRunningRequests": requests}
     return {**SPEC, "engine": engine, "capacity": {"kvTokens": tokens}}
 
 
@@ -39,7 +48,7 @@ def rollout(space: Space, number: int, requests: int) -> tuple[int, str]:
     bad = number % 2 == 1
     wanted = 3 if requests == 4 else 4
     before = _status(space)["rollout"]["stableRevision"]
-    space.apply(NAME, **spec(wanted, 2048 if bad else 4096))
+    space.apply(NAME, **spec(wanted, TOKENS // 2 if bad else TOKENS))
     if bad:
         wait(space, NAME, "UpToDate", 300, reason="RevisionRejected")
     else:
@@ -47,7 +56,7 @@ def rollout(space: Space, number: int, requests: int) -> tuple[int, str]:
         wait(space, NAME, "UpToDate", 300, status="True")
     status = _status(space)
     changed = status["rollout"]["stableRevision"] != before
-    if changed == bad or status["capacity"]["kvTokens"] < 4096:
+    if changed == bad or status["capacity"]["kvTokens"] < TOKENS:
         raise SystemExit(f"rollout {number}: {json.dumps(status['rollout'])}")
     return (requests if bad else wanted), str(status["rollout"]["gate"]["result"])
 
@@ -64,6 +73,28 @@ def _until_other(space: Space, revision: str) -> None:
         time.sleep(0.5)
 
 
+@contextmanager
+def long_streams(cluster: LocalCluster, ip: str) -> Iterator[list[dict[str, Any]]]:
+    """How each ended; the last one is waited for."""
+    ends: list[dict[str, Any]] = []
+    stop = Event()
+
+    def read() -> None:
+        words = [sys.executable, str(CLIENT), "stream", ip, NAME, str(LONG)]
+        while not stop.is_set():
+            done = cluster.network.run(words, check=False)
+            lines = done.stdout.splitlines()
+            ends.append(json.loads(lines[-1]) if lines else {"ended": done.stderr[-200:]})
+
+    reader = Thread(target=read)
+    reader.start()
+    try:
+        yield ends
+    finally:
+        stop.set()
+        reader.join()
+
+
 def run() -> None:
     cluster = LocalCluster("bench")
     started = time.monotonic()
@@ -71,24 +102,33 @@ def run() -> None:
     with tempfile.TemporaryDirectory() as folder:
         try:
             space = up(cluster, "team")
-            space.apply(NAME, **spec(4, 4096))
+            space.apply(NAME, **spec(4, TOKENS))
             wait(space, NAME, "UpToDate", status="True")
             ip = (space.get("service", NAME) or {})["spec"]["clusterIP"]
             started, requests = time.monotonic(), 4
-            with streaming(cluster.network, ip, NAME, Path(folder), THREADS) as streams:
+            with (
+                long_streams(cluster, ip) as long,
+                streaming(cluster.network, ip, NAME, Path(folder), THREADS) as streams,
+            ):
                 for number in range(MANY):
                     requests, result = rollout(space, number, requests)
                     results.append(result)
                     print(f"  {number + 1}/{MANY}: {result}, {time.monotonic() - started:.0f} s")
         finally:
             cluster.down()
-    tell(results, streams, time.monotonic() - started)
+    report(results, streams, long, time.monotonic() - started)
 
 
-def tell(results: list[str], streams: Streams, seconds: float) -> None:
-    failed = len(streams.failures)
+def report(
+    results: list[str], streams: Streams, long: list[dict[str, Any]], seconds: float
+) -> None:
+    broken = [str(end) for end in long if end["ended"] != "length"]
+    longer = sum(end.get("seconds", 0) > DEFAULT_DRAIN for end in long)
+    failures = [*streams.failures, *broken]
+    failed = len(failures)
     record(f"rollouts-{MANY}-failed-requests", failed, "requests", (failed, failed))
-    for text in streams.failures[:5]:
+    record(f"rollouts-{MANY}-long-streams", longer, "streams", (longer, longer))
+    for text in failures[:5]:
         print(f"failed: {text}")
     row = [
         str(len(results)),
@@ -96,7 +136,9 @@ def tell(results: list[str], streams: Streams, seconds: float) -> None:
         str(results.count("Rejected")),
         f"{seconds:.0f}",
         str(len(streams.ended)),
+        str(longer),
         str(failed),
     ]
-    head = ["rollouts", "passed", "rejected", "seconds", "streams", "failed (bar 0)"]
+    head = ["rollouts", "passed", "rejected", "seconds", "short streams"]
+    head += [f"of more than {DEFAULT_DRAIN} s", "failed (bar 0)"]
     table("Rollouts under streaming traffic", head, [row])

@@ -228,6 +228,7 @@ def day(space: Any, cluster: Any, streaming: Event) -> None:
         assert client.stdout is not None
         end = json.loads(client.stdout.readline())
     assert end["ended"] == "length" and end["at"] - drained > DEFAULT_DRAIN, end
+    eventually(lambda: len(of(space, "day")) == 1, 60)  # its pod has drained
     foreign_edit(space)
 
 
