@@ -29,7 +29,7 @@ THREADS = 2
 CLIENT = Path(__file__).parents[1] / "tests" / "e2e" / "crowd.py"
 LONG, DEFAULT_DRAIN = 180, 120  # seconds; a long stream takes LONG at the pace of its start
 NAME = "soak"
-TOKENS = 8192
+TOKENS, CONTEXT = 8192, 4096
 SPEC = {
     "model": {"source": "pvc://models/smollm2", "loadFormat": "random"},
     "resources": {"cpu": "100m", "memory": "2Gi"},
@@ -39,7 +39,7 @@ SPEC = {
 
 def spec(requests: int, tokens: int) -> dict[str, Any]:
     """Another number of running requests is another revision; half the tokens is a loss."""
-    engine = {"maxModelLen": 4096, "maxPrefillTokens": 128, "maxRunningRequests": requests}
+    engine = {"maxModelLen": CONTEXT, "maxPrefillTokens": 128, "maxRunningRequests": requests}
     return {**SPEC, "engine": engine, "capacity": {"kvTokens": tokens}}
 
 
@@ -80,7 +80,7 @@ def long_streams(cluster: LocalCluster, ip: str) -> Iterator[list[dict[str, Any]
     stop = Event()
 
     def read() -> None:
-        words = [sys.executable, str(CLIENT), "stream", ip, NAME, str(LONG)]
+        words = [sys.executable, str(CLIENT), "stream", ip, NAME, str(LONG), str(CONTEXT - 64)]
         while not stop.is_set():
             done = cluster.network.run(words, check=False)
             lines = done.stdout.splitlines()
@@ -122,7 +122,7 @@ def run() -> None:
 def report(
     results: list[str], streams: Streams, long: list[dict[str, Any]], seconds: float
 ) -> None:
-    broken = [str(end) for end in long if end["ended"] != "length"]
+    broken = [str(end) for end in long if end.get("ended") != "length"]
     longer = sum(end.get("seconds", 0) > DEFAULT_DRAIN for end in long)
     failures = [*streams.failures, *broken]
     failed = len(failures)

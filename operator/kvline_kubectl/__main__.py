@@ -112,7 +112,7 @@ def explain(cluster: Cluster, a: argparse.Namespace) -> int:
     events = cluster.events(body)
     shown = [{k: e.get(k) for k in ("lastTimestamp", "type", "reason", "message")} for e in events]
     status = body.get("status") or {}
-    plain = {key: status[key] for key in EXPLAINED if key in status} | {"events": shown}
+    plain = {key: status.get(key) for key in EXPLAINED} | {"events": shown}
     _print(a, lambda: show.explain(body, events), plain)
     return 0
 

@@ -47,8 +47,9 @@ ADVICE = (
     Advice(
         "ModelAvailable",
         ("CheckFailed",),
-        "the Job that checks the model before replicas are removed ended without a result",
-        "see the Job's log; a kill (137) or an image that is not kvline's are the usual causes",
+        "the Job that checks the model before replicas are removed has no result",
+        "describe its pod and read its log; usual causes are a kill (137), an image that is not "
+        "kvline's, and a volume that cannot be mounted",
     ),
     Advice(
         "ModelAvailable",

@@ -69,7 +69,8 @@ def of(
         return Preparation(made, live is not None, message=f"Job {name} {what}")
     mine = [p for p in observed.preparing if p.revision == wanted]
     done = _has(live, "Complete") or any(e.code == 0 for e in _ends(mine))
-    shared = bool(_claims(revision) & _claims(stored.get(stable, {})))
+    running = {s.revision for s in observed.deployment_states() if s.replicas} - {wanted}
+    shared = any(_claims(revision) & _claims(stored.get(other, {})) for other in running)
     done = done or (not loads and _cannot_check(mine, shared, now))
     condition, reason, message = ("", "", "") if done else _state(live, mine, loads, now)
     if not message:
@@ -99,6 +100,7 @@ def _cannot_check(pods: list[PodView], shared: bool, now: datetime) -> bool:
 def _state(live: Object, pods: list[PodView], loads: bool, now: datetime) -> tuple[str, str, str]:
     """Condition, reason and message of what blocks it; empty for nothing. The failure of its last
     pod is reported while the next one runs."""
+    which = ("ModelAvailable", "DownloadFailed") if loads else ("ModelAvailable", "CheckFailed")
     failed = next((e for e in _ends(pods) if e.code), None)
     if failed is not None and meaning(failed.code).condition == "ModelAvailable":
         return "ModelAvailable", meaning(failed.code).reason, failed.message
@@ -110,7 +112,9 @@ def _state(live: Object, pods: list[PodView], loads: bool, now: datetime) -> tup
             return "Progressing", "ImagePullFailed", text
         if pod.unschedulable:
             return "Progressing", "Unschedulable", pod.unschedulable
-    which = ("ModelAvailable", "DownloadFailed") if loads else ("ModelAvailable", "CheckFailed")
+        if _seconds(pod.unmounted_since, now) > MOUNT_TIMEOUT:
+            text = f"its volumes or network are not set up on {pod.node}; see `kubectl describe`"
+            return *which, f"{text} of pod {pod.name}"
     if failed is not None:
         return *which, f"ended with code {failed.code} ({failed.reason}): {failed.message}"
     if _has(live, "Failed"):

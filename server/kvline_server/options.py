@@ -79,10 +79,11 @@ class ClientLimits:
 
     def on(self, device: Device, memory: int | None = None) -> ClientLimits:
         """On the CPU clients share the container's memory with the KV cache. A container with a GPU
-        has more, unless its limit of `memory` bytes is small."""
+        has more, unless its limit of `memory` bytes is small; texts of a long context fit still."""
         if device is not Device.CPU and (memory is None or memory >= LARGE_HOST):
             return self
-        least = {name: min(getattr(self, name), most) for name, most in CPU_MOST.items()}
+        kept = () if device is Device.CPU else ("text_bytes", "most_text_bytes")
+        least = {k: min(getattr(self, k), most) for k, most in CPU_MOST.items() if k not in kept}
         return replace(self, **least)
 
     def longest_text(self, context: int) -> int:

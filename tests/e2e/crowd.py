@@ -17,10 +17,11 @@ from pathlib import Path
 JSON = {"Content-Type": "application/json"}
 
 
-def long_stream(host: str, model: str, seconds: str) -> None:
-    """A stream that is as long as the server's pace makes of `seconds`, and how it ended."""
+def long_stream(host: str, model: str, seconds: str, most: str) -> None:
+    """A stream as long as the server's pace makes of `seconds`, of so many tokens at most, and how
+    it ended."""
     pace, _ = _stream(host, model, 64)
-    tokens = max(64, int(64 / pace * float(seconds)))
+    tokens = min(max(64, int(64 / pace * float(seconds))), int(most))
     print(json.dumps({"tokens": tokens}), flush=True)
     took, ended = _stream(host, model, tokens)
     end = {"seconds": took, "ended": ended, "tokens": tokens, "at": time.time()}

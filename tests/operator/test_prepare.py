@@ -318,6 +318,9 @@ def test_a_volume_that_is_not_mounted_beside_the_serving_pods_is_left_to_the_new
     before = made("Recreate", model={"source": serving})
     got = found(spec, live=(job_of(spec),), pods=(waits,), before=before)
     assert got is not None and got.done == done
+    if not done and since == "11:57:00":
+        assert (got.blocked, got.reason) == (True, "CheckFailed")
+        assert "not set up on n2" in got.message
     # An image that takes long to pull is waited for.
     waits["status"]["conditions"] = []
     got = found(spec, live=(job_of(spec),), pods=(waits,))

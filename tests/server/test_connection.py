@@ -130,6 +130,7 @@ def test_a_large_host_of_a_gpu_has_the_limits_as_they_are(memory: int | None) ->
 
 def test_a_small_host_of_a_gpu_has_the_cpu_s_limits() -> None:
     """Clients at a GPU's limits would take more than such a container has beside the engine."""
-    small = ClientLimits().on(Device.CUDA, 4 << 30)
-    assert small == ClientLimits().on(Device.CPU)
+    small, cpu = ClientLimits().on(Device.CUDA, 4 << 30), ClientLimits().on(Device.CPU)
+    assert (small.body_bytes, small.parsing) == (cpu.body_bytes, cpu.parsing)
+    assert small.longest_text(131_072) == 2 << 20  # a text that fits the context is taken
     assert small.memory(8192, 512) < 1 << 30

@@ -74,16 +74,17 @@ def _event(data: bytes) -> bytes:
 async def _merge(work: Streamed, jobs: Jobs, totals: list[Answer]) -> AsyncGenerator[bytes, None]:
     queue: asyncio.Queue[bytes | None] = asyncio.Queue()
     room = asyncio.Event()
-    room.set()
+    turn = asyncio.Lock()  # choices take turns, in the order in which they came
     unread = 0
 
     async def drain(index: int, prompt: list[int], params: SamplingParams) -> None:
         nonlocal unread
         async with aclosing(work.events(index, prompt, params, totals)) as parts:
             async for part in parts:
-                while unread >= UNREAD_BYTES:
-                    room.clear()
-                    await room.wait()
+                async with turn:
+                    while unread >= UNREAD_BYTES:
+                        room.clear()
+                        await room.wait()
                 unread += len(part)
                 queue.put_nowait(part)
 

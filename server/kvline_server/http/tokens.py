@@ -47,6 +47,7 @@ class Tokens:
         self._bytes_alone = kinds == {"ByteLevel"} or (bool(kinds) and kinds <= SENTENCEPIECE)
         self._unicode_to_byte = _unicode_to_byte()
         self._longest = max(map(len, self.tokenizer.get_vocab()), default=0)
+        self._longest_bytes = self._longest * (1 if self._byte_level else 4)  # of a token
 
     def encode(self, text: str, most: int = 1 << 30) -> list[int]:
         """A completion prompt; special tokens in its text are encoded as such, as users of base
@@ -63,7 +64,7 @@ class Tokens:
             raise BadRequest(
                 f"{name}: a text of {size} bytes; this server tokenises {self.max_text} at most",
                 name,
-                "context_length_exceeded" if size > room else None,
+                "context_length_exceeded" if size > most * self._longest_bytes else None,
             )
         if size > room:  # a token has a byte or more
             self._estimate(text, room, most, name)
