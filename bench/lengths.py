@@ -28,6 +28,7 @@ LIMIT = 2 << 30
 MEMORY = Path("/sys/fs/cgroup/memory")
 MIB = 1 << 20
 SHOWN = 8  # rows of the table
+LAYERS = int(os.environ.get("KVLINE_BENCH_LAYERS", "0"))
 
 
 @contextmanager
@@ -43,15 +44,32 @@ def container(name: str) -> Iterator[Path]:
 
 
 @contextmanager
+def model() -> Iterator[list[str]]:
+    """Flags of the model: whole, or LAYERS of its layers with random weights. All layers have the
+    same shapes, and it is for shapes that memory was kept."""
+    whole = engines.folder()
+    if not LAYERS:
+        yield ["--model", str(whole)]
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for file in whole.iterdir():
+            if file.suffix != ".safetensors":
+                (Path(folder) / file.name).write_bytes(file.read_bytes())
+        config = json.loads((whole / "config.json").read_text())
+        config["num_hidden_layers"] = LAYERS
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        yield ["--model", folder, "--load", "random"]
+
+
+@contextmanager
 def served(group: Path) -> Iterator[int]:
     """A server inside it, ready. -> its port"""
     port, internal = serving.free_port(), serving.free_port()
     threads = os.environ.get("KVLINE_BENCH_THREADS", str(engines.THREADS))
     command = [sys.executable, "-m", "kvline_server", "serve", "--served-name", "m"]
-    command += ["--model", str(engines.folder()), "--port", str(port)]
-    command += ["--internal-port", str(internal), "--threads", threads]
-    with tempfile.TemporaryDirectory() as state:
-        command += ["--state-dir", state]
+    command += ["--port", str(port), "--internal-port", str(internal), "--threads", threads]
+    with tempfile.TemporaryDirectory() as state, model() as words:
+        command += ["--state-dir", state, *words]
 
         def join_group() -> None:
             (group / "cgroup.procs").write_text(str(os.getpid()))
@@ -119,7 +137,8 @@ def heavy(port: int, group: Path) -> list[list[str]]:
 
 
 def run() -> None:
-    """KVLINE_BENCH_LENGTHS: number of lengths (2,000); KVLINE_BENCH_THREADS: engine threads."""
+    """KVLINE_BENCH_LENGTHS: number of lengths (2,000); KVLINE_BENCH_LAYERS: of the model's layers;
+    KVLINE_BENCH_THREADS: engine threads."""
     if not MEMORY.is_dir() or os.geteuid() != 0:
         print("lengths needs root and cgroup v1")
         return
@@ -129,7 +148,8 @@ def run() -> None:
         large = heavy(port, group)
         kills = (group / "memory.oom_control").read_text().split()[-1]
     grew = seen[-1][1] - seen[0][1]
-    record(f"lengths-{count}-grew", grew, "MiB", (0, max(mib for _, mib in seen) - seen[0][1]))
+    name = f"lengths-{count}{f'-layers-{LAYERS}' if LAYERS else ''}-grew"
+    record(name, grew, "MiB", (0, max(mib for _, mib in seen) - seen[0][1]))
     rows = [[f"{number:.0f}", f"{mib:.1f}"] for number, mib in seen]
     table(f"{count} prompts of different lengths in 2 GiB", ["requests", "MiB used"], rows)
     head = ["requests", "status", "MiB at most", "MiB after"]
