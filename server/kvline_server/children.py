@@ -17,7 +17,7 @@ from kvline_server.options import ClientLimits, Options
 
 # The engine's heap is never trimmed, so that small blocks need no new memory from the kernel after
 # Ready. Blocks of 2 MiB and more are mapped for each use: on the heap they would leave gaps that
-# differ between two starts, and with them the KV budget (docs/decisions/027).
+# differ between two starts, and with them the KV budget (docs/decisions/027; device.compact_heap).
 ENGINE_MALLOC = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(2 << 20),

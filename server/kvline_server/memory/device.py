@@ -24,6 +24,8 @@ MIN_FILES = 64 * MIB  # with less, first attempts thrashed (docs/decisions/005)
 UNLIMITED = 1 << 60  # cgroup v1 writes a huge number, v2 the word max
 FREE_PART = 2  # a server without a limit takes 1/FREE_PART of the free memory
 CGROUP = Path("/sys/fs/cgroup")
+M_MMAP_THRESHOLD = -3  # malloc.h
+LOADED_BLOCK = 64 << 10
 
 
 class Device(Protocol):
@@ -130,6 +132,24 @@ def cpu_device(memory: int | None, root: int) -> CpuDevice:
     limit = min(limit, memory or limit)
     name = f"CPU {platform.machine()}"
     return CpuDevice(name, platform.release(), limit, used, bounded=bounded)
+
+
+@contextmanager
+def compact_heap() -> Iterator[None]:
+    """While weights are loaded, blocks of LOADED_BLOCK bytes and more are mapped. On the heap they
+    and temporary ones leave gaps that differ between two starts: whether the matrices of a step
+    fit into them decides what the KV cache gets (docs/decisions/027). Then the threshold is the
+    engine's again; in a process without one nothing changes."""
+    threshold = os.environ.get("MALLOC_MMAP_THRESHOLD_")
+    if threshold is None:
+        yield
+        return
+    library = ctypes.CDLL(None)
+    library.mallopt(M_MMAP_THRESHOLD, LOADED_BLOCK)
+    try:
+        yield
+    finally:
+        library.mallopt(M_MMAP_THRESHOLD, int(threshold))
 
 
 def container_limit() -> int | None:

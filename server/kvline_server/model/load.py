@@ -15,7 +15,7 @@ from kvline_server.backend import Backend
 from kvline_server.config import EngineSettings
 from kvline_server.engine.runner import Runner
 from kvline_server.errors import DeviceOutOfMemory, ModelNotFound
-from kvline_server.memory.device import MIB
+from kvline_server.memory.device import MIB, compact_heap
 from kvline_server.memory.diagnosis import Diagnosis
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.memory.profile import Loaded
@@ -65,7 +65,7 @@ def load_model(
     if expected > device.limit - used:
         raise too_large
     try:
-        with device_errors.translated("load"):
+        with device_errors.translated("load"), compact_heap():
             runner = _build(source, model, settings, backend, _LoadProgress(progress, started))
             del source
             device.settle()
