@@ -20,6 +20,7 @@ import catalogue
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 PYTEST = [sys.executable, "-m", "pytest", "-q", "--no-header"]
+PYTEST += ["--durations=10", "--durations-min=10"]  # what to shorten first
 
 TESTS = (
     "cluster",
