@@ -11,6 +11,7 @@ import http.client
 import json
 import os
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -52,9 +53,8 @@ def model() -> Iterator[list[str]]:
         yield ["--model", str(whole)]
         return
     with tempfile.TemporaryDirectory() as folder:
-        for file in whole.iterdir():
-            if file.suffix != ".safetensors":
-                (Path(folder) / file.name).write_bytes(file.read_bytes())
+        weights = shutil.ignore_patterns("*.safetensors")
+        shutil.copytree(whole, folder, ignore=weights, dirs_exist_ok=True)
         config = json.loads((whole / "config.json").read_text())
         config["num_hidden_layers"] = LAYERS
         (Path(folder) / "config.json").write_text(json.dumps(config))

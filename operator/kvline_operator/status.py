@@ -89,10 +89,13 @@ def build(state: ServiceState, previous: Object, now: str) -> tuple[Object, list
         state.stable_state.capacity,
         bool(state.serving) or any(p.ready for p in state.stable),
     )
-    warned = [*spec_warnings(state.spec), *warnings(state)][:MAX_WARNINGS]
-    more = {"capacity": figures, "warnings": warned, "diagnosis": diagnosis(state)}
+    own = spec_warnings(state.spec)
+    theirs = warnings(state)[: MAX_WARNINGS - len(own)]
+    more = {"capacity": figures, "warnings": own + theirs, "diagnosis": diagnosis(state)}
     out |= {key: value for key, value in more.items() if value}
-    events = _warning_events(state.spec, warned, previous.get("warnings") or [])
+    known = previous.get("warnings") or []
+    events = [Event("SpecWarning", "Warning", text) for text in own if text not in known]
+    events += [Event("ReplicaWarning", "Warning", text) for text in theirs if text not in known]
     events += _ended_events(state.ended, previous.get("endedPods") or 0)
     if state.plan.gate is not None:
         events += _gate_events(made, out["rollout"], previous)
@@ -205,15 +208,6 @@ def spec_warnings(spec: ServiceSpec) -> list[str]:
             "revision downloads its model"
         )
     return found
-
-
-def _warning_events(spec: ServiceSpec, now: list[str], before: list[str]) -> list[Event]:
-    own = spec_warnings(spec)
-    return [
-        Event("SpecWarning" if text in own else "ReplicaWarning", "Warning", text)
-        for text in now
-        if text not in before
-    ]
 
 
 def diagnosis(state: ServiceState) -> Object:

@@ -13,12 +13,11 @@ TLS_FOLDER = Path(names.TLS_DIR)
 QUEUE_FACTOR = 4  # waiting sequences per running one
 MAX_PROMPTS = 128  # of one request
 FREE_BYTES = 16 << 10  # of each body: a small one is never refused for what large ones hold
-# On the CPU what clients may make the HTTP process hold is reserved beside the KV cache.
-CPU_MOST = {
+# In a small container; on the CPU what clients may make the HTTP process hold is reserved beside
+# the KV cache, and texts are shorter.
+SMALL_MOST = {
     "connections": 512,
     "body_bytes": 6 << 20,
-    "text_bytes": 128 << 10,
-    "most_text_bytes": 256 << 10,
     "small": 2,
     "parsing": 1,
     "score_bytes": 16 << 20,
@@ -26,6 +25,7 @@ CPU_MOST = {
     "pipeline": 4,
     "unread_tokens": 128,
 }
+CPU_MOST = {**SMALL_MOST, "text_bytes": 128 << 10, "most_text_bytes": 256 << 10}
 # Below it a container with a GPU has the CPU's limits for clients: at a GPU's they may take about
 # 5 GiB (an estimate), beside 2 GiB of the engine and the copies of weights that are loaded.
 LARGE_HOST = 12 << 30
@@ -82,8 +82,8 @@ class ClientLimits:
         has more, unless its limit of `memory` bytes is small; texts of a long context fit still."""
         if device is not Device.CPU and (memory is None or memory >= LARGE_HOST):
             return self
-        kept = () if device is Device.CPU else ("text_bytes", "most_text_bytes")
-        least = {k: min(getattr(self, k), most) for k, most in CPU_MOST.items() if k not in kept}
+        limits = CPU_MOST if device is Device.CPU else SMALL_MOST
+        least = {name: min(getattr(self, name), most) for name, most in limits.items()}
         return replace(self, **least)
 
     def longest_text(self, context: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from playground import Node, eventually
 from rolling import Service, up_to_date
+from servers import CONFIG
 
 from kvline_contract.report import State
 
@@ -23,9 +24,6 @@ MODEL = {
     "tokenSecret": {"name": "hub", "key": "token"},
 }
 POLICIES = ("chat", "chat-prepare")
-SIZES = ["hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"]
-SIZES += ["vocab_size", "max_position_embeddings"]
-CONFIG = {"architectures": ["LlamaForCausalLM"], **dict.fromkeys(SIZES, 8)}
 
 
 def test_a_model_is_downloaded_once_for_all_and_its_failure_is_reported(

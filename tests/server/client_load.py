@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import uvicorn
@@ -253,15 +254,10 @@ def memory() -> tuple[int, int]:
 
 def played(name: str, model: Path) -> tuple[int, int]:
     """-> bytes of growth, and how many requests were refused"""
-    before = dict(os.environ)
-    os.environ.update(HTTP_MALLOC)  # read when a process starts: this one's stays as it is
-    try:
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            return pool.apply(_play, (name, model))
-    finally:
-        for key in HTTP_MALLOC:
-            os.environ.pop(key)
-        os.environ.update({k: v for k, v in before.items() if k in HTTP_MALLOC})
+    spawn = multiprocessing.get_context("spawn")
+    # Read when a process starts: this one's stays as it is.
+    with patch.dict(os.environ, HTTP_MALLOC), spawn.Pool(1) as pool:
+        return pool.apply(_play, (name, model))
 
 
 def _play(name: str, model: Path) -> tuple[int, int]:

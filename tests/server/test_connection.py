@@ -15,7 +15,7 @@ from uvicorn.server import ServerState
 
 from kvline_contract.launch import Device
 from kvline_server.http.connections import Connections
-from kvline_server.options import ClientLimits
+from kvline_server.options import FREE_BYTES, ClientLimits
 
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
 Application = Callable[..., Any]
@@ -121,6 +121,13 @@ def test_a_head_behind_another_request_has_its_bound_too() -> None:
             assert got.count(b"HTTP/1.1 200") <= 1  # then the connection has ended
 
     asyncio.run(story())
+
+
+def test_what_idle_connections_may_hold_fits_a_container() -> None:
+    """4,000 unfinished heads of 31 KiB took 194 MiB of a container with 128 MiB of headroom."""
+    limits = ClientLimits().on(Device.CPU)
+    heads, bodies = limits.connections * limits.head_bytes, limits.connections * FREE_BYTES
+    assert heads + bodies + limits.body_bytes <= 64 << 20
 
 
 @pytest.mark.parametrize("memory", [None, 16 << 30])
