@@ -25,15 +25,14 @@ ENGINE = ("maxModelLen", "maxRunningRequests", "maxPrefillTokens", "maxTopLogpro
 
 
 def parser() -> argparse.ArgumentParser:
-    shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("-n", "--namespace", help="default: the namespace of the context")
-    shared.add_argument("--context")
-    shared.add_argument("--kubeconfig")
-    shared.add_argument("-o", "--output", choices=["table", "json"], default="table")
+    # Before the command and behind it. Behind it, a flag that is absent must not undo an earlier.
+    shared = _shared(argparse.SUPPRESS)
     top = argparse.ArgumentParser(
         prog="kubectl kvline",
         description="Shows what InferenceServices measured and why, and manages their revisions.",
+        parents=[_shared(None)],
     )
+    top.set_defaults(output="table")
     commands = top.add_subparsers(dest="command", required=True)
 
     def add(name: str, text: str, run: Callable[..., int]) -> argparse.ArgumentParser:
@@ -58,6 +57,15 @@ def parser() -> argparse.ArgumentParser:
     add("upgrade", "roll out the operator's default image", upgrade).add_argument("name")
     _add_size(add("size", "measure a spec in a Job, without changing the service", sizing))
     return top
+
+
+def _shared(default: str | None) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(add_help=False, argument_default=default)
+    made.add_argument("-n", "--namespace", help="default: the namespace of the context")
+    made.add_argument("--context")
+    made.add_argument("--kubeconfig")
+    made.add_argument("-o", "--output", choices=["table", "json"], help="default: table")
+    return made
 
 
 def _add_size(made: argparse.ArgumentParser) -> None:

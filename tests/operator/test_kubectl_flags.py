@@ -1,0 +1,27 @@
+"""Flags of `kubectl kvline`, which kubectl's own habit puts before or behind the command."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvline_kubectl.__main__ import parser
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "-n team --context test -o json status llm",
+        "status llm -n team --context test -o json",
+        "-n other --context test status llm -n team -o json",  # the later one counts
+    ],
+)
+def test_shared_flags_stand_before_or_behind_the_command(words: str) -> None:
+    asked = parser().parse_args(words.split())
+    shown = (asked.namespace, asked.context, asked.output, asked.kubeconfig)
+    assert shown == ("team", "test", "json", None)
+    assert (asked.command, asked.name) == ("status", "llm")
+
+
+def test_without_flags_the_context_s_namespace_and_a_table_are_the_default() -> None:
+    asked = parser().parse_args(["status"])
+    assert (asked.namespace, asked.output) == (None, "table")
