@@ -14,7 +14,8 @@ import torch
 # Mixing constants: "lowbias32" of Wellons' hash prospector; the Triton kernel `draw` uses the same.
 SPREAD, FIRST, SECOND = 0x9E3779B1, 0x7FEB352D, 0x846CA68B
 LARGEST = 1.0 - 2.0**-24  # the largest float32 under 1
-CUDA_ROWS = 32  # rows at a time on a GPU; on a CPU one, which stays in its cache
+CUDA_ROWS = 32  # rows at a time on a GPU
+CPU_NUMBERS = 1 << 16  # numbers at a time on a CPU, which stay in its cache; at least a row
 
 
 def gumbel_max(weights: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
@@ -22,7 +23,7 @@ def gumbel_max(weights: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
     keys uint64 [rows] -> int64 [rows]"""
     rows, vocabulary = weights.shape
     device = weights.device
-    block = CUDA_ROWS if weights.is_cuda else 1
+    block = CUDA_ROWS if weights.is_cuda else max(1, CPU_NUMBERS // vocabulary)
     words = torch.from_numpy(keys.view(np.int32).reshape(rows, 2)).to(device)
     tokens = torch.arange(vocabulary, dtype=torch.int32, device=device).mul_(_signed(SPREAD))
     winners = torch.empty(rows, dtype=torch.int64, device=device)
