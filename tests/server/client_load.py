@@ -80,7 +80,7 @@ class Engine(EngineClient):
             received.prompt_scores.append(scores(count, top, self.ids))
         left = max(1, params.max_tokens)
         while left and asked.id in self._received:
-            if received.items.qsize() >= self._unread_tokens:
+            if len(received.items) >= self._unread_tokens:
                 await asyncio.sleep(0.05)
                 continue
             left -= 1

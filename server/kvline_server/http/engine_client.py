@@ -28,22 +28,27 @@ class Received:
     """Deltas of one sequence that its request has not taken yet."""
 
     def __init__(self) -> None:
-        self.items: asyncio.Queue[Delta | ApiError] = asyncio.Queue()
+        self.items: list[Delta | ApiError] = []
         self.prompt_scores: list[PackedScores] = []  # that came before the first delta
-        self.awaited = False  # the request waits for the next delta
+        self._awaited: asyncio.Future[None] | None = None  # the request waits for the next delta
+
+    def put(self, item: Delta | ApiError) -> None:
+        self.items.append(item)
+        if self._awaited is not None and not self._awaited.done():
+            self._awaited.set_result(None)
 
     async def take(self) -> list[Delta | ApiError]:
         """Waits for a delta; returns all that have come since the last call."""
-        self.awaited = True
-        items = [await self.items.get()]
-        self.awaited = False
-        while not self.items.empty():
-            items.append(self.items.get_nowait())
+        if not self.items:
+            self._awaited = asyncio.get_running_loop().create_future()
+            await self._awaited
+            self._awaited = None
+        items, self.items = self.items, []
         return items
 
     def overflows(self, limit: int) -> bool:
         """Whether `limit` deltas wait: the client reads too slowly, or not at all."""
-        return not self.awaited and self.items.qsize() >= limit
+        return self._awaited is None and len(self.items) >= limit
 
 
 NOT_FINITE = "the model computed no finite numbers for this request, so there is no next token"
@@ -110,7 +115,7 @@ class EngineClient:
         """Fails all sequences with `error`, and every later one."""
         self._ended = self._ended or error
         for id, received in self._received.items():
-            received.items.put_nowait(error)
+            received.put(error)
             self._abort(id)
         self._received.clear()
 
@@ -144,10 +149,10 @@ class EngineClient:
             if received is None:
                 continue
             if received.overflows(self._unread_tokens):
-                received.items.put_nowait(NotRead("the answer was not read as fast as it came"))
+                received.put(NotRead("the answer was not read as fast as it came"))
                 del self._received[delta.id]
                 self._abort(delta.id)
             else:
                 if received.prompt_scores:
                     delta.prompt_scores, received.prompt_scores = received.prompt_scores, []
-                received.items.put_nowait(delta)
+                received.put(delta)

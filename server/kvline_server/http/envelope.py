@@ -8,6 +8,8 @@ from kvline_server.http.generate import Answer, Limits
 from kvline_server.http.later import encode
 from kvline_server.http.protocol import GenerationRequest, StreamOptions
 
+NO_OPTIONS = StreamOptions()
+
 
 class Work(Protocol):
     """A planned request."""
@@ -34,7 +36,7 @@ def chunk(
     """One event of a stream. With include_usage each has `usage`: null except in the last one; with
     continuous_usage_stats, the usage so far in each."""
     value = _fields(work, work.chunk_kind, choices)
-    options = work.request.stream_options or StreamOptions()
+    options = work.request.stream_options or NO_OPTIONS
     if last or options.continuous_usage_stats:
         value["usage"] = usage(work.prompts, totals)
     elif options.include_usage:

@@ -38,12 +38,13 @@ async def events(work: Streamed, jobs: Jobs, holding: ExitStack) -> AsyncGenerat
         for opening in work.opening(totals):
             yield _event(opening)
         try:
-            async for part in _merge(work, jobs, totals):
-                yield _event(part)
-        except ExceptionGroup as group:
-            error = api_error(group)
+            async with aclosing(_parts(work, jobs, totals)) as parts:
+                async for part in parts:
+                    yield _event(part)
+        except (ApiError, ExceptionGroup) as failure:
+            error = api_error(failure) if isinstance(failure, ExceptionGroup) else failure
             yield _event(msgspec.json.encode(error.body()))
-            raise error from group
+            raise error from failure
         options = work.request.stream_options
         if options is not None and options.include_usage:
             yield _event(chunk(work, [], totals, last=True))
@@ -69,6 +70,13 @@ def _event(data: bytes) -> bytes:
     for raw, escaped in LINE_BREAKS:
         data = data.replace(raw, escaped)
     return b"data: " + data + b"\n\n"
+
+
+def _parts(work: Streamed, jobs: Jobs, totals: list[Answer]) -> AsyncGenerator[bytes, None]:
+    """A single choice needs no task and no buffer of its own."""
+    if len(jobs) == 1:
+        return work.events(0, *jobs[0], totals)
+    return _merge(work, jobs, totals)
 
 
 async def _merge(work: Streamed, jobs: Jobs, totals: list[Answer]) -> AsyncGenerator[bytes, None]:

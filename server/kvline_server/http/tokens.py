@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from kvline_server.http.errors import BadRequest
 MAX_RENDERED = 8 << 20
 PART = 8192  # characters tokenised at a time to estimate the length of a text
 SENTENCEPIECE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "Sequence"}
+CACHED_TOKENS = 1 << 13  # whose bytes are kept: about 1 MiB
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -48,6 +50,7 @@ class Tokens:
         self._unicode_to_byte = _unicode_to_byte()
         self._longest = max(map(len, self.tokenizer.get_vocab()), default=0)
         self._longest_bytes = self._longest * (1 if self._byte_level else 4)  # of a token
+        self.token_bytes = lru_cache(CACHED_TOKENS)(self._token_bytes)
 
     def encode(self, text: str, most: int = 1 << 30) -> list[int]:
         """A completion prompt; special tokens in its text are encoded as such, as users of base
@@ -116,7 +119,7 @@ class Tokens:
     def stream(self) -> TextStream:
         return ByteStream(self) if self._bytes_alone else RuleStream(self)
 
-    def token_bytes(self, token: int) -> bytes:
+    def _token_bytes(self, token: int) -> bytes:
         """The bytes of a token; not always whole characters."""
         text = self.tokenizer.id_to_token(token)
         if text is None:
