@@ -34,7 +34,7 @@ GPU = (
 
 def main(names: list[str]) -> int:
     known = CPU | {name: name for name in (*GPU, "reads", "lengths", "plot", "rollouts", "scale")}
-    known["http"] = "http_memory"
+    known |= {"http": "http_memory", "http-cpu": "http_cpu"}
     unknown = [n for n in names if n not in known]
     if unknown:
         print(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr)
