@@ -21,12 +21,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import cgroups
 import engines
 import serving
 from record import record, table
 
 LIMIT = 2 << 30
-MEMORY = Path("/sys/fs/cgroup/memory")
+V2 = cgroups.is_v2()
+MEMORY = cgroups.MOUNT if V2 else cgroups.MOUNT / "memory"
+# In cgroup v1 and v2: files, and what counts as used.
+LIMIT_FILE = "memory.max" if V2 else "memory.limit_in_bytes"
+USED = ("anon", "shmem") if V2 else ("total_rss", "total_shmem")
+KILLS = "memory.events" if V2 else "memory.oom_control"
 MIB = 1 << 20
 SHOWN = 8  # rows of the table
 LAYERS = int(os.environ.get("KVLINE_BENCH_LAYERS", "0"))
@@ -36,8 +42,10 @@ LAYERS = int(os.environ.get("KVLINE_BENCH_LAYERS", "0"))
 def container(name: str) -> Iterator[Path]:
     """A memory cgroup of LIMIT bytes."""
     folder = MEMORY / name
+    if V2:
+        (MEMORY / "cgroup.subtree_control").write_text("+memory")
     folder.mkdir(exist_ok=True)
-    (folder / "memory.limit_in_bytes").write_text(str(LIMIT))
+    (folder / LIMIT_FILE).write_text(str(LIMIT))
     try:
         yield folder
     finally:
@@ -48,7 +56,7 @@ def container(name: str) -> Iterator[Path]:
 def model() -> Iterator[list[str]]:
     """Flags of the model: whole, or LAYERS of its layers with random weights. All layers have the
     same shapes, and it is for shapes that memory was kept."""
-    whole = engines.folder()
+    whole = Path(os.environ.get("KVLINE_TEST_MODEL") or engines.folder())
     if not LAYERS:
         yield ["--model", str(whole)]
         return
@@ -68,6 +76,7 @@ def served(group: Path) -> Iterator[int]:
     threads = os.environ.get("KVLINE_BENCH_THREADS", str(engines.THREADS))
     command = [sys.executable, "-m", "kvline_server", "serve", "--served-name", "m"]
     command += ["--port", str(port), "--internal-port", str(internal), "--threads", threads]
+    command += ["--device", "cpu"]
     with tempfile.TemporaryDirectory() as state, model() as words:
         command += ["--state-dir", state, *words]
 
@@ -82,7 +91,12 @@ def used(group: Path) -> float:
     """MiB in use without page cache."""
     lines = (group / "memory.stat").read_text().splitlines()
     stat = {key: int(value) for key, value in (line.split() for line in lines)}
-    return (stat["total_rss"] + stat["total_shmem"]) / MIB
+    return sum(stat[key] for key in USED) / MIB
+
+
+def kills(group: Path) -> str:
+    lines = (group / KILLS).read_text().splitlines()
+    return next(line.split()[1] for line in lines if line.startswith("oom_kill "))
 
 
 def status(port: int, body: dict[str, Any]) -> int:
@@ -138,19 +152,20 @@ def heavy(port: int, group: Path) -> list[list[str]]:
 
 def run() -> None:
     """KVLINE_BENCH_LENGTHS: number of lengths (2,000); KVLINE_BENCH_LAYERS: of the model's layers;
-    KVLINE_BENCH_THREADS: engine threads."""
+    KVLINE_BENCH_THREADS: engine threads; KVLINE_TEST_MODEL: the demo model's folder, which needs no
+    weights where layers are given."""
     if not MEMORY.is_dir() or os.geteuid() != 0:
-        print("lengths needs root and cgroup v1")
+        print("lengths needs root and memory cgroups")
         return
     count = int(os.environ.get("KVLINE_BENCH_LENGTHS", "2000"))
     with container(f"kvline-lengths-{os.getpid()}") as group, served(group) as port:
         seen = play(port, group, count)
         large = heavy(port, group)
-        kills = (group / "memory.oom_control").read_text().split()[-1]
+        killed = kills(group)
     grew = seen[-1][1] - seen[0][1]
     name = f"lengths-{count}{f'-layers-{LAYERS}' if LAYERS else ''}-grew"
     record(name, grew, "MiB", (0, max(mib for _, mib in seen) - seen[0][1]))
     rows = [[f"{number:.0f}", f"{mib:.1f}"] for number, mib in seen]
     table(f"{count} prompts of different lengths in 2 GiB", ["requests", "MiB used"], rows)
     head = ["requests", "status", "MiB at most", "MiB after"]
-    table(f"Large requests in 2 GiB; killed for memory: {kills}", head, large)
+    table(f"Large requests in 2 GiB; killed for memory: {killed}", head, large)
