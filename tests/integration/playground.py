@@ -18,6 +18,7 @@ import urllib.request
 import uuid
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -233,10 +234,11 @@ class Node:
                 body = node.answers.get(self.connection.getsockname()[0], b"")
                 if self.path == "/load":
                     body = dumps(node.load).encode() if node.load is not None else b""
-                self.send_response(200 if body else 503)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+                with suppress(ConnectionError):  # an operator that was killed reads no more
+                    self.send_response(200 if body else 503)
+                    self.send_header("Content-Length", str(len(body)))
+                    self.end_headers()
+                    self.wfile.write(body)
 
             def log_message(self, *_: Any) -> None:
                 return
