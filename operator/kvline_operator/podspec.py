@@ -14,7 +14,6 @@ from kvline_operator.spec import ServiceSpec
 Object = dict[str, Any]
 
 GPU_RESOURCE = "nvidia.com/gpu"  # default: of NVIDIA's device plug-in
-PRE_STOP_SECONDS = 15
 DRAIN_SECONDS = 120  # default of spec.drainSeconds, also the server's
 EXIT_SECONDS = 15  # for the engine to exit after the drain
 CACHE_SIZE_LIMIT = "200Gi"
@@ -70,7 +69,7 @@ def pod_template(
 
 
 def _grace(inputs: Object) -> int:
-    return PRE_STOP_SECONDS + int(inputs.get("drainSeconds", DRAIN_SECONDS)) + EXIT_SECONDS
+    return names.PRE_STOP_SECONDS + int(inputs.get("drainSeconds", DRAIN_SECONDS)) + EXIT_SECONDS
 
 
 def _server(inputs: Object, image: str, settings: Settings) -> Object:
@@ -95,7 +94,7 @@ def _server(inputs: Object, image: str, settings: Settings) -> Object:
         "startupProbe": _probe("/startupz", 2, 1800),
         "readinessProbe": _probe("/readyz", 2, 1),
         "livenessProbe": _probe("/livez", 10, 3),
-        "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_SECONDS}}},
+        "lifecycle": {"preStop": _get(names.PRE_STOP_PATH)},
         "terminationMessagePath": names.TERMINATION_LOG,
         "volumeMounts": [
             {"name": "launch", "mountPath": names.LAUNCH_DIR, "readOnly": True},
@@ -149,9 +148,13 @@ def _resources(asked: Object) -> Object:
     return {"requests": amounts, "limits": limits}
 
 
+def _get(path: str) -> Object:
+    return {"httpGet": {"path": path, "port": "internal", "scheme": "HTTP"}}
+
+
 def _probe(path: str, period: int, failures: int) -> Object:
     return {
-        "httpGet": {"path": path, "port": "internal", "scheme": "HTTP"},
+        **_get(path),
         "periodSeconds": period,
         "timeoutSeconds": 5,
         "failureThreshold": failures,

@@ -48,6 +48,8 @@ ANNOTATION_EXPIRED_POLICY = "kvline.dev/expired-policy"
 
 API_PORT = 8000  # /v1, in the Service
 INTERNAL_PORT = 8001  # probes, sizing, load, metrics; pod address only
+# The preStop hook waits on the internal port until no new request is sent to the pod.
+PRE_STOP_PATH, PRE_STOP_SECONDS = "/prestop", 15
 
 SERVER_CONTAINER = "server"
 DOWNLOAD_CONTAINER = "download"

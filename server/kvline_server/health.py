@@ -106,6 +106,11 @@ class Health:
         """Checks only the age of each process's last heartbeat; no request is involved."""
         return self._stalled(self.options.limits.liveness)
 
+    def leave_seconds(self) -> float:
+        """None where it was never ready: a rejected candidate has no client, and another pod may be
+        waiting for its GPU."""
+        return self.options.limits.leave if self._was_ready else 0.0
+
     def _stalled(self, limit: float) -> str | None:
         now = time.monotonic()
         if now - self._http_alive_at > limit:

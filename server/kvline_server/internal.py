@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Protocol
 
+from kvline_contract import names
 from kvline_contract.codec import dumps
 from kvline_contract.report import Load, SizingReport
 
@@ -22,6 +24,9 @@ class Health(Protocol):
     def not_ready(self) -> str | None: ...
 
     def not_alive(self) -> str | None: ...
+
+    def leave_seconds(self) -> float:
+        """How long requests may still be sent to this pod after its deletion."""
 
     def report(self) -> SizingReport: ...
 
@@ -60,6 +65,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._probe(health.not_ready())
         elif path == "/livez":
             self._probe(health.not_alive())
+        elif path == names.PRE_STOP_PATH:
+            time.sleep(health.leave_seconds())  # the kubelet sends SIGTERM after the answer
+            self._probe(None)
         elif path == "/sizing":
             self._send(200, health.report().dumps().encode())
         elif path == "/load":

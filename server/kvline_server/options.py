@@ -47,6 +47,7 @@ class Limits:
     drain: float = (
         120.0  # where the launch sets none; preStop + drain + 5 s to exit < the grace period
     )
+    leave: float = names.PRE_STOP_SECONDS  # until the last client knows that the pod ends
     poll: float = 0.1
     gate: float = 1.0
 

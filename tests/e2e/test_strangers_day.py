@@ -22,8 +22,8 @@ from playground import eventually
 from support import describe, pods, wait
 from test_main_job import RANDOM
 
-from kvline_contract.names import LABEL_SERVICE, STATE_DIR
-from kvline_operator.podspec import DRAIN_SECONDS, PRE_STOP_SECONDS
+from kvline_contract.names import LABEL_SERVICE, PRE_STOP_SECONDS, STATE_DIR
+from kvline_operator.podspec import DRAIN_SECONDS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
@@ -68,7 +68,7 @@ EXPLAINED: dict[str, tuple[dict[str, Any], str, str]] = {
     "no-claim": ({"model": {"source": "pvc://nowhere/x"}}, "Unschedulable", '"nowhere" not found'),
     "no-image": ({"image": NOWHERE}, "ImagePullFailed", NOWHERE),
     "no-gpu": (
-        {"resources": {"memory": "1Gi", "gpus": 1}, "image": NOWHERE},
+        {"resources": {"memory": "2Gi", "gpus": 1}, "image": NOWHERE},
         "Unschedulable",
         "nvidia.com/gpu",
     ),

@@ -140,7 +140,7 @@ def test_a_revision_that_an_earlier_operator_stored_is_left_as_it_is(case: dict[
 
 @pytest.mark.fault(
     "L14",
-    shows="the grace period is the preStop sleep of 15 s, spec.drainSeconds (120 where none is "
+    shows="the grace period is the preStop hook's 15 s, spec.drainSeconds (120 where none is "
     "given) and 15 s to end, in the pod template; the drain itself is timed by F49's tests",
 )
 @pytest.mark.parametrize(("seconds", "grace"), [(None, 150), (1, 31), (3600, 3630)])
@@ -150,7 +150,10 @@ def test_a_pod_has_as_long_as_its_drain_takes(seconds: int | None, grace: int) -
     made = spec(**given)
     revision = Revision("aaaaa", "image", made.inputs_json, 1)
     stored = controller_revision(made, revision, Settings("image"))
-    assert stored["data"]["podTemplate"]["spec"]["terminationGracePeriodSeconds"] == grace
+    pod = stored["data"]["podTemplate"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == grace
+    hook = pod["containers"][0]["lifecycle"]["preStop"]["httpGet"]
+    assert (hook["path"], hook["port"]) == ("/prestop", "internal")
     launch = launch_config(OWNER, "aaaaa", stored["data"])
     assert launch.drain_seconds == seconds
     assert ("drainSeconds" in launch.dumps()) == (seconds is not None)
