@@ -25,6 +25,9 @@ RUN --mount=type=bind,source=dist,target=/tmp/dist \
     /opt/kvline/bin/python -m compileall -q ${SITE}/kvline_server
 # Nothing in the image may change who runs it: make image-check.
 RUN find / -xdev -type f -perm /6000 -exec chmod a-s {} +
+# Where nodes without a container toolkit mount the driver, as GKE's do; the toolkit's own way and
+# CDI need nothing.
+ENV LD_LIBRARY_PATH=/usr/local/nvidia/lib64:/usr/local/nvidia/lib
 ENV PATH=/opt/kvline/bin:/usr/local/bin:/usr/bin:/bin PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
     FLASHINFER_DISABLE_JIT=1 FLASHINFER_CUDA_ARCH_LIST=9.0a
 USER 65532:65532

@@ -153,6 +153,7 @@ ADVICE = (
         "a replica measured over 3 % more or less than recorded for an identical one",
         "check what shares its node or GPU; the message has both figures",
     ),
+    Advice("CapacityStable", ("Unknown",), "nothing is measured yet", "see CapacityMeasured"),
     Advice(
         "CapacityStable",
         ("NoRecord",),

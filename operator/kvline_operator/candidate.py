@@ -10,12 +10,14 @@ from kvline_operator.gate import Candidate, ComparisonGroup
 from kvline_operator.observe import PodView
 from kvline_operator.revision_state import RevisionState
 
-OOM_RETRIES = 4  # OOM kills while sizing that still count as a smaller retry
+# OOM kills while sizing after which the next start may succeed: on a CPU it tries a smaller size;
+# on a GPU the KV cache takes no host memory, but a single kill may have been the node's.
+OOM_RETRIES, OOM_RETRIES_GPU = 4, 1
 IMAGE_REASONS = {"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull"}
 
 
 def view(group: ComparisonGroup, pods: tuple[PodView, ...], promoted: bool) -> Candidate:
-    failures = [(p, text) for p in pods if (text := failure(p))]
+    failures = [(p, text) for p in pods if (text := failure(p, group.gpus))]
     first = failures[0][0].failed if failures else None
     replicas = tuple(p.measured for p in pods if p.measured is not None)
     return Candidate(
@@ -24,9 +26,22 @@ def view(group: ComparisonGroup, pods: tuple[PodView, ...], promoted: bool) -> C
         failure=failures[0][1] if failures else "",
         diagnosis=first.termination if first is not None else None,
         blocker=next(filter(None, map(blocker, pods)), ""),
-        stage=next((f"{p.name}: {p.report.state}" for p in pods if p.report is not None), ""),
+        stage=next(filter(None, map(_stage, pods)), ""),
         promoted=promoted,
     )
+
+
+def _stage(pod: PodView) -> str:
+    if pod.report is not None:
+        return f"{pod.name}: {pod.report.state}"
+    return waiting(pod)
+
+
+def waiting(pod: PodView) -> str:
+    """That it waits for a terminating pod; empty where it does not."""
+    if not pod.awaits:
+        return ""
+    return f"{pod.name} waits for the resources of {pod.awaits}, which is terminating"
 
 
 def counted(
@@ -58,17 +73,28 @@ def _with_last(ends: Ends, pod: PodView) -> Ends:
     return ends.with_failure(pod.end_number) if meaning(last.code).rejects else ends
 
 
-def failure(pod: PodView) -> str:
+def failure(pod: PodView, gpus: int) -> str:
     """Why a pod rejects its revision: its engine failed twice, or was OOMKilled more often than
     sizing retries. Empty where it does not."""
     ended = pod.failed
     if ended is None or ended.from_outside or not meaning(ended.code).rejects:
         return ""
-    count, least = (pod.oom_kills, OOM_RETRIES + 1) if ended.oom_killed else (pod.failures, 2)
+    retries = OOM_RETRIES_GPU if gpus else OOM_RETRIES
+    count, least = (pod.oom_kills, retries + 1) if ended.oom_killed else (pod.failures, 2)
     if count < least:
         return ""
+    if gpus and ended.oom_killed:
+        return f"{pod.name}: {host_memory(count)}"
     what = "OOMKilled" if ended.oom_killed else meaning(ended.code).name
     return f"{pod.name} ended {count} times, with code {ended.code} ({what}): {ended.message}"
+
+
+def host_memory(kills: int) -> str:
+    """Of a container with a GPU that was OOMKilled."""
+    return (
+        f"the container was killed at its limit of host memory, kill {kills}; the KV cache is on "
+        "the GPU and takes none of it: raise spec.resources.memory"
+    )
 
 
 def blocker(pod: PodView) -> str:

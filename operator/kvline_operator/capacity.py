@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvline_contract.exits import MEANINGS, meaning
 from kvline_contract.names import records_name
 from kvline_contract.report import SizingReport, State
-from kvline_operator.candidate import OOM_RETRIES
+from kvline_operator.candidate import OOM_RETRIES, host_memory
 from kvline_operator.gate import GateResult, Measured
 from kvline_operator.observe import Ended, PodView
 from kvline_operator.records import DRIFT_PERCENT, drifted
@@ -38,10 +38,11 @@ def measured(state: ServiceState) -> Condition:
     failed = failed_end(pods)
     if failed is not None and failed.from_outside:
         return Condition(kind, "False", "Killed", failed.killed_text)
+    gpus = state.spec.gpus
     if failed is not None and failed.oom_killed:
-        return Condition(kind, "False", _reason(failed, pods), _killed_message(pods))
+        return Condition(kind, "False", _oom_reason(pods, gpus), _killed_message(pods, gpus))
     if failed is not None and meaning(failed.code).condition == kind:
-        return Condition(kind, "False", _reason(failed, pods), failed.message)
+        return Condition(kind, "False", _reason(failed), failed.message)
     return _measuring(kind, pods)
 
 
@@ -78,9 +79,12 @@ def _loading(report: SizingReport) -> str:
     return "loading"
 
 
-def _reason(ended: Ended, pods: tuple[PodView, ...]) -> str:
-    if ended.oom_killed:
-        return "ShrunkRetry" if _oom_kills(pods) <= OOM_RETRIES else "OutOfMemory"
+def _oom_reason(pods: tuple[PodView, ...], gpus: int) -> str:
+    shrinks = not gpus and _oom_kills(pods) <= OOM_RETRIES
+    return "ShrunkRetry" if shrinks else "OutOfMemory"
+
+
+def _reason(ended: Ended) -> str:
     return (meaning(ended.code) if ended.code in MEANINGS else meaning(1)).reason
 
 
@@ -88,7 +92,9 @@ def _oom_kills(pods: tuple[PodView, ...]) -> int:
     return max(p.oom_kills for p in pods)
 
 
-def _killed_message(pods: tuple[PodView, ...]) -> str:
+def _killed_message(pods: tuple[PodView, ...], gpus: int) -> str:
+    if gpus:
+        return host_memory(_oom_kills(pods))
     return (
         f"the container was killed at its memory limit while sizing, kill {_oom_kills(pods)}; "
         "each restart tries 95 % of the size that was killed"
@@ -173,6 +179,9 @@ def stable(state: ServiceState) -> Condition:
                 f"delete ConfigMap {records_name(state.spec.base)} to record sizes anew"
             )
             return Condition(kind, "False", "Drifted", text)
+    if state.records and not any(p.result for p in state.pods):
+        text = f"no replica is measured yet; sizes are recorded: {len(state.records)}"
+        return Condition(kind, "Unknown", "Unknown", text)
     if not known:
         return Condition(kind, "Unknown", "NoRecord", "no size of these replicas is recorded")
     return Condition(kind, "True", "Stable", f"within {DRIFT_PERCENT} % of the recorded sizes")

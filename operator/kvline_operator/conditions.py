@@ -8,7 +8,7 @@ from __future__ import annotations
 from kvline_contract.exits import meaning
 from kvline_operator import capacity
 from kvline_operator.autoscale import Activity
-from kvline_operator.candidate import IMAGE_REASONS
+from kvline_operator.candidate import IMAGE_REASONS, waiting
 from kvline_operator.ended_pods import REFUSED, EndedPod
 from kvline_operator.gate import GateResult, Verdict
 from kvline_operator.observe import PodView
@@ -65,7 +65,8 @@ def model_available(state: ServiceState) -> Condition:
         if state.spec.inputs["model"].get("loadFormat") == "random":
             return Condition(kind, "True", "Random", "weights are random, from config.json alone")
         return Condition(kind, "True", "Available", state.spec.source.text)
-    return Condition(kind, "Unknown", "Pending", "no container has run yet")
+    waits = next(filter(None, map(waiting, state.newest)), "no container has run yet")
+    return Condition(kind, "Unknown", "Pending", waits)
 
 
 def progressing(state: ServiceState) -> Condition:

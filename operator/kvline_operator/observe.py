@@ -68,7 +68,7 @@ class PodView:
     restarts: int
     waiting_reason: str  # of the server or download container, set by Kubernetes
     waiting_message: str
-    unschedulable: str  # the scheduler's message; empty where it has a node
+    unschedulable: str  # the scheduler's message; empty where it has a node or `awaits` is set
     ended: Ended | None  # last termination of the server container
     download_ended: Ended | None
     report: SizingReport | None
@@ -76,6 +76,7 @@ class PodView:
     report_invalid: bool
     created: str = ""  # RFC 3339
     ready_since: str = ""  # RFC 3339, while it is ready
+    awaits: str = ""  # a terminating pod of the service: its resources are taken until it ends
     failures: int = 0  # terminations that count against its revision; candidate.counted
     oom_kills: int = 0
     load: Load | None = None  # of ready pods of services with spec.autoscaling
@@ -183,17 +184,29 @@ def observe(
     kinds = ("ControllerRevision", "Deployment", "ConfigMap", "Pod", "Job")
     lists = list(pool.map(lambda kind: kube.select(kind, namespace, selector), kinds))
     revisions, deployments, config_maps = (_owned(items, spec.uid) for items in lists[:3])
-    present = [p for p in lists[3] if not p["metadata"].get("deletionTimestamp")]
-    ours = lineage.ours(present, spec.uid, {d["metadata"]["uid"] for d in deployments})
+    found = lineage.ours(lists[3], spec.uid, {d["metadata"]["uid"] for d in deployments})
+    ours = [p for p in found if not p["metadata"].get("deletionTimestamp")]
     living = [p for p in ours if not has_ended(p)]
     readings = list(pool.map(lambda pod: _read_report(pod, reports), living))
-    pods = tuple(view(pod, reading) for pod, reading in zip(living, readings, strict=True))
+    views = [view(pod, reading) for pod, reading in zip(living, readings, strict=True)]
+    pods = _with_awaited(views, [p for p in found if p["metadata"].get("deletionTimestamp")])
     if spec.autoscaling is not None:
         addresses = [(p.get("status") or {}).get("podIP") for p in living]
         pods = tuple(pool.map(partial(_with_load, reports), pods, addresses))
     jobs = tuple(item for item in lists[4] if _is_owned(item, spec.uid))
     preparing = _preparing(kube, spec, jobs) if jobs else ()
     return Observed(revisions, deployments, config_maps, pods, ended(ours), jobs, preparing)
+
+
+def _with_awaited(pods: list[PodView], terminating: list[Object]) -> tuple[PodView, ...]:
+    """A pod that has no node while another of the service ends on one is no failure: in Recreate
+    and Replace it gets what that one had."""
+    held = [p["metadata"]["name"] for p in terminating if p.get("spec", {}).get("nodeName")]
+    if not held:
+        return tuple(pods)
+    return tuple(
+        replace(p, unschedulable="", awaits=held[0]) if p.unschedulable else p for p in pods
+    )
 
 
 def _preparing(kube: Kube, spec: ServiceSpec, jobs: tuple[Object, ...]) -> tuple[PodView, ...]:

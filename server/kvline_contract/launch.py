@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from kvline_contract.codec import ContractError, decode, document, dumps, field, loads
-from kvline_contract.report import Memory, Result
+from kvline_contract.report import MAX_GEMM_KERNELS, Memory, Result
 
 VERSION = 1
 MAX_RECORDS = 16  # fingerprints per service
@@ -130,6 +130,7 @@ class Record:
     loop_ms: int
     measured_at: str = field(limit=32)
     memory: Memory
+    gemm_kernels: tuple[str, ...] = field(items=MAX_GEMM_KERNELS, limit=48, default=())
 
     @classmethod
     def of(cls, result: Result) -> Record:
@@ -139,6 +140,7 @@ class Record:
             loop_ms=result.loop_ms,
             measured_at=result.measured_at,
             memory=result.memory,
+            gemm_kernels=result.gemm_kernels,
         )
 
 

@@ -14,6 +14,7 @@ from kvline_contract.codec import ContractError, decode, document, dumps, field,
 
 VERSION = 1
 READABLE_VERSIONS = (VERSION,)  # version 0 never shipped; the one before joins when there is a 2
+MAX_GEMM_KERNELS = 64
 MAX_REPORT_BYTES = 64 * 1024
 MAX_LOAD_BYTES = 4096
 MAX_TERMINATION_BYTES = 4096
@@ -175,6 +176,8 @@ class Result:
     saved_ms: int
     measured_at: str = field(limit=32)
     memory: Memory
+    # The autotuner's choices on a GPU: "rows out in kernel" for each GEMM shape.
+    gemm_kernels: tuple[str, ...] = field(items=MAX_GEMM_KERNELS, limit=48, default=())
 
 
 @document

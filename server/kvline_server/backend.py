@@ -5,6 +5,7 @@ GPU modules are imported only here and only for a GPU: the CPU image has none of
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,10 +52,22 @@ def open_backend(
     return _cuda(launch, warn)
 
 
+def _driver() -> str:
+    """What of the node's driver this process sees, for a message."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return (
+            "the driver's libcuda.so.1 cannot be loaded: check that the node's device plug-in or "
+            "container toolkit brings it into the container"
+        )
+    return "the driver's libcuda.so.1 is there, but no device: check the node with nvidia-smi"
+
+
 def _cuda(launch: LaunchConfig, warn: Callable[[str], None]) -> Backend:
     if not torch.cuda.is_available():
         raise DeviceFailure(
-            "spec.resources.gpus asks for a GPU, and CUDA finds none on this machine"
+            f"spec.resources.gpus asks for a GPU, and CUDA finds none on this machine; {_driver()}"
         )
     if launch.tensor_parallel != 1:
         raise DeviceFailure(

@@ -34,7 +34,7 @@ from kvline_server.errors import PortTaken, ServerError
 from kvline_server.flags import with_flag_names
 from kvline_server.health import Health
 from kvline_server.internal import InternalServer
-from kvline_server.memory.device import container_limit
+from kvline_server.memory.device import container_limit, oom_kills
 from kvline_server.memory.record import AttemptStore
 from kvline_server.options import LARGE_HOST, ClientLimits, Options
 from kvline_server.report_keeper import ReportKeeper
@@ -58,6 +58,8 @@ class Supervisor:
         self.http: Child | None = None
         self.internal: InternalServer | None = None
         self.stop_now = False
+        self.oom_kills: int | None = None  # when the engine started
+        self.thrashed = False  # the engine was killed here, for lack of memory
         self.drain_seconds = options.drain or launch.drain_seconds or options.limits.drain
         self.served, self.device = launch.model.served_name, launch.device
 
@@ -119,8 +121,9 @@ class Supervisor:
         report, o = self.keeper.report, self.options
         if report.result is None or report.effective is None or not self.health.edge.connected:
             return False
+        device = report.provenance.gpu if report.provenance is not None else self.device
         log(
-            f"ready: {self.served} on {self.device}, {report.result.kv_tokens} KV tokens, "
+            f"ready: {self.served} on {device}, {report.result.kv_tokens} KV tokens, "
             f"{report.effective.max_model_len} a request at most; "
             f"API on {o.host}:{self.port}, "
             f"probes and metrics on {o.host}:{self.internal_port}"
@@ -170,6 +173,7 @@ class Supervisor:
     def _start_engine(self) -> None:
         self.health.engine_starts += 1
         self.health.on_engine_heartbeat()
+        self.oom_kills, self.thrashed = oom_kills(), False
         self.engine = start_engine(self.options)
         self.engine.follow(self._from_engine)
         if self.health.edge.ready:
@@ -220,7 +224,7 @@ class Supervisor:
         http = self.http.process.poll() if self.http is not None else None
         if http is not None and not self.health.draining:
             time.sleep(LAST_WORDS_SECONDS)
-            return self.keeper.report.failure or _died("HTTP", http)
+            return self.keeper.report.failure or self._died("HTTP", http)
         engine = self.engine.process.poll() if self.engine is not None else None
         if engine is None:
             return self._stalled()
@@ -228,22 +232,46 @@ class Supervisor:
         time.sleep(LAST_WORDS_SECONDS)
         if self.keeper.report.failure is not None:
             return self.keeper.report.failure
-        if engine == -signal.SIGKILL and self.keeper.report.state is not State.VALIDATED:
-            return self._killed_while_sizing()
-        return _died("engine", engine)
+        if self._may_shrink(engine):
+            self.keeper.restart("the engine was killed for memory while it validated a size")
+            self.health.engine_gone = False
+            self._start_engine()
+            return None
+        return self._died("engine", engine)
 
-    def _killed_while_sizing(self) -> Termination | None:
-        """Counts the current attempt as failed and restarts the engine, which reads them."""
-        if not any(a.outcome is Outcome.RUNNING for a in self.keeper.report.attempts):
+    def _may_shrink(self, code: int) -> bool:
+        """Whether the size that was tried was too large: the restarted engine reads the attempts
+        and tries a smaller one. A GPU's KV cache takes no host memory."""
+        tried = any(a.outcome is Outcome.RUNNING for a in self.keeper.report.attempts)
+        return self.device is Device.CPU and tried and self._killed_for_memory(code)
+
+    def _killed_for_memory(self, code: int) -> bool:
+        """Whether the kernel killed a process for host memory. Others send SIGKILL too; where the
+        kernel's count cannot be read, memory is the likely cause."""
+        if code != -signal.SIGKILL:
+            return False
+        kills = oom_kills()
+        return self.thrashed or self.oom_kills is None or kills is None or kills > self.oom_kills
+
+    def _died(self, what: str, code: int) -> Termination:
+        state = self.keeper.report.state
+        if self._killed_for_memory(code):
+            serving = state is State.VALIDATED
             return _termination(
-                ExitCode.OUT_OF_MEMORY,
-                "the engine was killed for memory while it loaded the model; "
+                ExitCode.OUT_OF_MEMORY_SERVING if serving else ExitCode.OUT_OF_MEMORY,
+                f"the {what} process was killed for host memory in state {state}; "
                 "raise spec.resources.memory",
             )
-        self.keeper.restart("the engine was killed for memory while it validated a size")
-        self.health.engine_gone = False
-        self._start_engine()
-        return None
+        # Whatever ended it was not the size that was tried.
+        AttemptStore(self.options.state_dir / ATTEMPTS_FILE).interrupt()
+        if code == int(ExitCode.OUT_OF_MEMORY_SERVING):
+            return _termination(
+                ExitCode.OUT_OF_MEMORY_SERVING, f"the {what} process ran out of memory"
+            )
+        how = f"signal {-code}" if code < 0 else f"code {code}"
+        if code == -signal.SIGKILL:
+            how += ", which the kernel did not send for memory"
+        return _termination(ExitCode.ENGINE_DIED, f"the {what} process ended with {how}")
 
     def _stalled(self) -> Termination | None:
         """Ends a start without progress. A validation that takes far longer than the same work took
@@ -253,6 +281,7 @@ class Supervisor:
         if state is State.VALIDATED or self.engine is None:
             return None
         if state is State.VALIDATING and quiet > self._patience():
+            self.thrashed = True
             self.engine.kill()
             return None
         if quiet < limit:
@@ -293,15 +322,6 @@ class DrainState:
 
 def log(text: str) -> None:
     print(f"kvline-server: {text}", file=sys.stderr, flush=True)
-
-
-def _died(what: str, code: int) -> Termination:
-    if code in (int(ExitCode.OUT_OF_MEMORY_SERVING), -signal.SIGKILL):
-        return _termination(
-            ExitCode.OUT_OF_MEMORY_SERVING, f"the {what} process was killed while serving"
-        )
-    how = f"signal {-code}" if code < 0 else f"code {code}"
-    return _termination(ExitCode.ENGINE_DIED, f"the {what} process ended with {how}")
 
 
 def _termination(code: ExitCode, message: str) -> Termination:

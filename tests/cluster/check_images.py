@@ -53,6 +53,7 @@ IMPORTS = {
     "server": "kvline_server.engine.start, kvline_server.http.process, kvline_server.download",
 }
 IMPORTS[build.CUDA] = f"{IMPORTS['server']}, kvline_server.kernels.flashinfer"
+DRIVER = "/usr/local/nvidia/lib64"  # where GKE's nodes mount it
 MIB = 1 << 20
 
 
@@ -93,6 +94,8 @@ def check(image: Built) -> list[str]:
     wrong += [f"{name} is setuid or setgid" for name, p in sorted(files.items()) if _raised(p)]
     if user.partition(":")[0] in ("", "0", "root"):
         wrong.append(f"runs as {user or 'root'}")
+    if image.component == build.CUDA and not any(DRIVER in e for e in image.config.get("Env", [])):
+        wrong.append(f"finds no driver that a node mounts at {DRIVER}")
     return wrong + _imports(image)
 
 

@@ -47,7 +47,7 @@ def neither_image_nor_gpu(space: Any) -> None:
     assert NOWHERE in progressing["message"]
     assert serving(space) == 2
 
-    needy = {**RANDOM, "resources": {"cpu": "100m", "memory": "1536Mi", "gpus": 1}}
+    needy = {**RANDOM, "resources": {"cpu": "100m", "memory": "2Gi", "gpus": 1}}
     space.apply("steady", **needy, replicas=2, image=NOWHERE)
     progressing = wait(space, "steady", "Progressing", reason="Unschedulable")
     assert "Insufficient nvidia.com/gpu" in progressing["message"]

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from playground import serve
+from playground import eventually, serve
 from rolling import Service, up_to_date
 
 from kvline_contract.report import State, Termination
@@ -123,3 +123,29 @@ def test_foreign_pods_with_our_labels_do_not_count(
     assert (status["replicas"], status["readyReplicas"]) == (1, 1)
     assert status["capacity"]["kvTokens"] == 4096 and space.up_to_date
     assert [r["pod"] for r in status["replicaSizing"]] == [own["metadata"]["name"]]
+
+
+def test_a_candidate_that_waits_for_what_a_terminating_pod_holds_is_not_unschedulable(
+    space: Any, node: Any, operator: Any
+) -> None:
+    """Recreate on a single GPU: the routine wait was told as «no node fits a replica»."""
+    serve(space, node)
+    (old,) = node.pods()
+    node.bind(old)  # so that only a kubelet, or force, removes it
+    space.apply(engine={"maxModelLen": 2048}, rollout={"strategy": "Recreate"})
+
+    def candidates() -> list[dict[str, Any]]:
+        node.fetch()
+        return [p for p in node.pods() if p["metadata"]["name"] != old["metadata"]["name"]]
+
+    (new,) = eventually(candidates)
+    full = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+    full["message"] = "0/1 nodes are available: 1 Insufficient nvidia.com/gpu"
+    node.patch(new, {"phase": "Pending", "conditions": [full]})
+    waits = f"waits for the resources of {old['metadata']['name']}, which is terminating"
+    eventually(lambda: waits in space.condition("Ready")["message"])
+    assert space.condition("Progressing")["reason"] == "RollingOut"
+    assert waits in space.condition("UpToDate")["message"]
+    assert not [e for e in space.list("events") if e["reason"] in ("Unschedulable", "GateHeld")]
+    space.kubectl("delete", "pod", old["metadata"]["name"], "--force", "--grace-period=0")
+    eventually(lambda: space.condition("Progressing")["reason"] == "Unschedulable")

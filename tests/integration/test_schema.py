@@ -53,6 +53,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("C10", {"resources": {"memory": "2Gi", "gpus": 0.5}}, "spec.resources.gpus"),
     ("C10", {"resources": {"memory": "2Gi", "gpus": "two"}}, "spec.resources.gpus"),
     ("C10", {"resources": {"memory": "2Gi", "gpus": 9}}, "spec.resources.gpus"),
+    ("C10", {"resources": {**GPU, "memory": "2047Mi"}}, "at least 2Gi with a GPU"),
     ("C10", {"resources": {**GPU, "gpuResource": "gpu"}}, "spec.resources.gpuResource"),
     ("C10", {"resources": {**GPU, "gpuResource": "kubernetes.io/gpu"}}, "a device plug-in's"),
     ("C10", {"resources": {"memory": "2Gi", "sharedMemory": "1GB"}}, "sharedMemory"),

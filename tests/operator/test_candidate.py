@@ -72,6 +72,16 @@ def test_an_engine_s_own_failures_reject(what: str, ends: list[End], rejects: bo
     assert bool(seen.failure) == rejects, what
 
 
+def test_too_little_host_memory_beside_a_gpu_rejects_at_the_second_kill() -> None:
+    """A smaller KV cache was tried five times, each after a longer back-off, while nothing served:
+    on a GPU it takes no host memory."""
+    group = replace(GROUP, gpus=1)
+    assert not view_candidate(group, (after(OOM),), promoted=False).failure
+    seen = view_candidate(group, (after(OOM, OOM),), promoted=False)
+    assert "limit of host memory, kill 2" in seen.failure
+    assert "raise spec.resources.memory" in seen.failure
+
+
 @pytest.mark.parametrize(
     ("code", "reason", "held"),
     [
@@ -93,7 +103,7 @@ def test_ends_are_counted_by_their_number_and_go_with_their_pod() -> None:
     assert states["b"].ends == {"u": Ends((1,))} and seen.failures == 1
     states, (seen,) = counted(states, (pod(40, 7),))
     assert states["b"].ends == {"u": Ends((1, 8))}, "what was not seen is not counted"
-    assert failure(seen) == "p ended 2 times, with code 40 (OutOfMemory): its words"
+    assert failure(seen, gpus=0) == "p ended 2 times, with code 40 (OutOfMemory): its words"
     states, (other,) = counted(states, (replace(pod(40, 0), revision="c"),))
     assert (other.failures, states["b"].ends) == (0, {})
     assert parse(dumps({"u": Ends((1, 8), (3,))})) == {"u": Ends((1, 8), (3,))}

@@ -222,6 +222,14 @@ def test_kills_for_memory_while_sizing_are_retries_then_a_failure(kills: int, re
     assert "memory limit" in got["CapacityMeasured"].message
 
 
+def test_a_kill_for_host_memory_beside_a_gpu_is_no_smaller_retry() -> None:
+    killed = replace(PLAIN, ended=Ended(137, "OOMKilled", None, ""), oom_kills=1)
+    found = by_type(service_state(killed, spec=GPU))["CapacityMeasured"]
+    assert found.reason == "OutOfMemory"
+    assert "host memory, kill 1" in found.message
+    assert "raise spec.resources.memory" in found.message
+
+
 @pytest.mark.parametrize(
     ("pod", "kind", "reason"),
     [
@@ -545,6 +553,9 @@ def test_no_event_claims_that_a_revision_serves_which_does_not(rejected: bool, b
 def test_a_size_away_from_its_record_is_reported() -> None:
     kept = recorded()
     assert by_type(service_state(ready_pod()))["CapacityStable"].reason == "NoRecord"
+    starting = by_type(service_state(PLAIN, records=recorded()))["CapacityStable"]
+    assert (starting.status, starting.reason) == ("Unknown", "Unknown")
+    assert starting.message == "no replica is measured yet; sizes are recorded: 1"
     assert (
         by_type(service_state(ready_pod(4000), records=kept))["CapacityStable"].reason == "Stable"
     )

@@ -117,6 +117,7 @@ class Server:
         environment = {**os.environ, **self.faults}
         if path:
             environment["PYTHONPATH"] = path
+            environment["KVLINE_FAULT_KILLS"] = str(self.scratch / "kills")
         state = self.scratch / "state"
         state.mkdir(exist_ok=True)
         self.log = (self.scratch / "log").open("ab")

@@ -182,7 +182,7 @@ def test_ctrl_c_drains_and_a_second_one_ends_at_once(serve: Serve, tmp_path: Pat
     process = serve("--port", 0, "--internal-port", 0)
     assert process.stderr is not None
     ready = process.stderr.readline()
-    assert "ready: tiny on cpu, 2048 KV tokens, 256 a request at most" in ready
+    assert "ready: tiny on CPU x86_64, 2048 KV tokens, 256 a request at most" in ready
     ports = re.search(r"API on 127.0.0.1:(\d+), probes and metrics on 127.0.0.1:(\d+)", ready)
     assert ports is not None
     port, internal = ports.groups()  # of the kernel's choice

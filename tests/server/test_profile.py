@@ -81,7 +81,9 @@ def test_all_that_is_left_becomes_cache_but_the_headroom(tmp_path: Path) -> None
 def test_kernels_are_tried_before_any_cache_is_mapped(tmp_path: Path) -> None:
     start = Start(machine(trial=100 * MIB), tmp_path)
     assert start.run().kv_tokens == Start(machine(), tmp_path).run().kv_tokens
-    assert start.notes.stages["autotune"] == "tried"
+    assert start.notes.stages["autotune"] == (
+        "1 GEMM shapes with another kernel than torch's, measured now"
+    )
 
 
 def test_a_trial_that_does_not_fit_is_an_error_that_names_every_knob(tmp_path: Path) -> None:
@@ -308,12 +310,16 @@ def test_a_record_of_a_twin_skips_the_search_not_the_validation(
 ) -> None:
     """Memory that the warm-up of row counts leaves is freed first: a start from a record must not
     begin with more memory in use than the search had."""
-    found = Start(machine(scratch=scratch), tmp_path).run()
+    other = tmp_path / "other"
+    other.mkdir()
+    found = Start(machine(scratch=scratch, trial=MIB), other).run()
+    assert found.gemm_kernels == ("128 64 32 1",)
     record = {
         "kvTokens": found.kv_tokens,
         "freeMiB": 256,
         "loopMs": 10**9,
         "measuredAt": "2026-11-21T10:00:00Z",
+        "gemmKernels": list(found.gemm_kernels),
         "memory": {
             f"{n}MiB": 0
             for n in ["total", "weights", "activations", "graphs", "kv", "headroom", "others"]
@@ -321,11 +327,14 @@ def test_a_record_of_a_twin_skips_the_search_not_the_validation(
     }
     file = tmp_path / "records.json"
     file.write_text(json.dumps({"version": 1, "reuse": "Auto", "records": {FINGERPRINT: record}}))
-    start = Start(machine(scratch=scratch), tmp_path)
+    start = Start(machine(scratch=scratch, trial=MIB), tmp_path)
     start.record = file
     again = start.run()
+    assert "recorded by an identical replica" in str(start.notes.stages["autotune"])
+    assert again.gemm_kernels == found.gemm_kernels
     assert (again.kv_tokens, again.source) == (found.kv_tokens, Source.RECORDED)
     assert again.saved_ms > 0
+    assert again.memory == found.memory  # activations too, which counted as others
     assert State.STRESSING not in start.notes.states
     assert State.VALIDATING in start.notes.states
 
@@ -341,6 +350,17 @@ def test_a_kill_at_the_final_size_goes_on_from_95_percent_at_the_next_start(tmp_
     assert tried == sorted(tried, reverse=True) and len(set(tried)) == 4
     with pytest.raises(OutOfMemory, match="no size survived"):
         Start(machine(surprise=100 * MIB, kills=True), tmp_path).run()
+
+
+def test_a_kill_for_host_memory_says_nothing_about_a_gpu_s_size(tmp_path: Path) -> None:
+    """It was tried again with 95 %, then 90 %, of a size that fitted the GPU."""
+    tried = []
+    for _ in range(3):
+        start = Start(machine(surprise=100 * MIB, kills=True, gpu=True), tmp_path)
+        with pytest.raises(Killed):
+            start.run()
+        tried.append(start.tried)
+    assert tried[0] == tried[1] == tried[2] and len(tried[0]) == 1
 
 
 def test_a_kill_while_probing_is_no_reason_to_shrink(tmp_path: Path) -> None:

@@ -247,6 +247,19 @@ def test_death_for_memory_while_serving_has_its_own_code(
     assert server.termination()["name"] == "OutOfMemoryServing"
 
 
+@pytest.mark.parametrize("step", [1, 7])  # while it is sized, and while it serves
+def test_a_kill_that_was_not_for_memory_is_not_called_so(
+    start: Callable[..., Server], step: int
+) -> None:
+    """Any SIGKILL counted as out of memory, and shrank the size that was tried."""
+    server = start(faults={"KVLINE_FAULT_STEP": f"{step}:signal"})
+    if step > 1:
+        server.wait()
+        assert httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=30).status_code == 500
+    assert server.end(60) == 50
+    assert "signal 9, which the kernel did not send for memory" in server.termination()["message"]
+
+
 @pytest.mark.fault(
     "F52",
     "L15",
@@ -292,6 +305,22 @@ def test_a_blocked_event_loop_fails_no_probe(start: Callable[..., Server]) -> No
     for path in ("/livez", "/readyz", "/startupz", "/metrics", "/sizing"):
         assert server.probe(path)[0] == 200
     assert blocked()
+
+
+def test_a_pod_that_was_never_ready_ends_without_a_wait_for_its_clients(
+    start: Callable[..., Server],
+) -> None:
+    """A rejected candidate kept its GPU for 15 s more while nothing served."""
+    server = start(gate=GateFile(1, False), limits={"gate": 0.1, "leave": 3.0})
+    server.wait("/startupz")
+    assert server.probe("/prestop", timeout=2)[0] == 200
+    server.write_gate(GateFile(1, True))
+    server.wait("/readyz")
+    server.write_gate(GateFile(1, False))
+    server.wait("/readyz", 503)
+    with pytest.raises(httpx.ReadTimeout):  # it had clients, and they may not know yet
+        server.probe("/prestop", timeout=2)
+    assert server.probe("/prestop", timeout=10)[0] == 200
 
 
 def test_the_gate_keeps_a_validated_pod_out_until_it_opens(start: Callable[..., Server]) -> None:

@@ -27,6 +27,19 @@ def test_a_file_that_is_not_ours_counts_as_none(tmp_path: Path, text: str) -> No
     assert tuning.read(file, "a") is None
 
 
+def test_texts_of_a_record_are_read_whole_or_not_at_all(tmp_path: Path) -> None:
+    texts = tuning.texts(CHOICES)
+    assert texts == ("1 4096 4096 -2", "8192 28672 4096 7")
+    assert tuning.parse(texts) == CHOICES
+    for wrong in ((), ("1 2 3",), ("1 2 3 4 5",), (*texts, "1 2 3 x")):
+        assert tuning.parse(wrong) is None
+    file = tmp_path / "tuning.json"
+    assert tuning.known(file, "a", ()) == (None, "measured now")
+    assert tuning.known(file, "a", texts) == (CHOICES, "recorded by an identical replica")
+    tuning.write(file, "a", {})
+    assert tuning.known(file, "a", texts) == ({}, "cached by an earlier start")
+
+
 @pytest.mark.parametrize("most", [1, 300, 2048, 8192, 10_000])
 def test_trials_cover_the_prompt_ceiling_and_stay_below_it(most: int) -> None:
     rows = tuning.trial_rows(most)

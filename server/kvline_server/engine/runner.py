@@ -7,7 +7,6 @@ token that was sampled and not read yet is taken from `last_tokens`, on the devi
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from kvline_server.engine.request import Scores
 from kvline_server.engine.sampling import sample
 from kvline_server.kernels import tuning
 from kvline_server.kernels.interface import Fetch, Forward, Graphs, RowScores, SlotMapping
+from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.arena import Arena
 from kvline_server.model.decoder import Decoder
 
@@ -75,20 +75,12 @@ class Runner:
         # The last sampled token of each running sequence, by its slot. int64 [slots]
         self.last_tokens = torch.zeros(slots, dtype=torch.int64, device=self.kernels.device)
 
-    def tune(self, max_rows: int, file: Path, key: str) -> str | None:
-        """Autotunes the GEMMs, or takes the choices that an earlier start cached in `file`. The LM
-        head is left out. Returns a summary, None when there is nothing to tune. Raises as launch
-        does."""
-        known = tuning.read(file, key)
+    def tune(self, max_rows: int, known: Choices | None) -> Choices | None:
+        """Autotunes the GEMMs, or takes the `known` choices. The LM head is left out. Returns the
+        choices, None when there is nothing to tune. Raises as launch does."""
         rows = tuning.trial_rows(max_rows)
         with device_errors.translated("tune"):
-            choices = self.kernels.tune(self.decoder.gemm_weights(), rows, known)
-        if choices is None:
-            return None
-        if known is None:
-            tuning.write(file, key, choices)
-        how = "measured now" if known is None else "cached by an earlier start"
-        return f"{len(choices)} GEMM shapes with another kernel than torch's, {how}"
+            return self.kernels.tune(self.decoder.gemm_weights(), rows, known)
 
     @torch.inference_mode()
     def warm_up(self, max_rows: int) -> int:

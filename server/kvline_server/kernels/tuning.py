@@ -1,10 +1,12 @@
-"""The autotuner's choices per GEMM shape, cached in a file for later starts of the same pod.
+"""The autotuner's choices per GEMM shape: cached in a file for later starts of the same pod, and as
+texts in the record of its size for starts of identical replicas.
 
 kernels/gemm.py measures them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -29,6 +31,16 @@ def trial_rows(max_rows: int) -> list[int]:
     return sorted(n for n in {*FEW, *DECODES, *LOADED, max_rows} if n <= max_rows)
 
 
+def known(path: Path, key: str, recorded: Iterable[str]) -> tuple[Choices | None, str]:
+    """The choices of an earlier start of this pod, else of its size's record, and where they are
+    from; None where they are to be measured."""
+    if (found := read(path, key)) is not None:
+        return found, "cached by an earlier start"
+    if (found := parse(recorded)) is not None:
+        return found, "recorded by an identical replica"
+    return None, "measured now"
+
+
 def read(path: Path, key: str) -> Choices | None:
     """The choices of an earlier start with this key; None if there are none, or no valid file."""
     try:
@@ -38,6 +50,23 @@ def read(path: Path, key: str) -> Choices | None:
     if found.key != key:
         return None
     return {(rows, out, inner): choice for rows, out, inner, choice in found.choices}
+
+
+def texts(choices: Choices) -> tuple[str, ...]:
+    """For the sizing report: "rows out in kernel"."""
+    return tuple(" ".join(map(str, (*shape, choice))) for shape, choice in sorted(choices.items()))
+
+
+def parse(found: Iterable[str]) -> Choices | None:
+    """The choices of such texts; None if there are none, or an invalid one."""
+    out: Choices = {}
+    try:
+        for text in found:
+            rows, wide, inner, choice = map(int, text.split())
+            out[rows, wide, inner] = choice
+    except ValueError:
+        return None
+    return out or None
 
 
 def write(path: Path, key: str, choices: Choices) -> None:

@@ -13,7 +13,7 @@ import mmap
 import os
 import platform
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -156,6 +156,20 @@ def container_limit() -> int | None:
     """Bytes that this process's container may take; None without a limit."""
     limit, _ = _cgroup() or (UNLIMITED, None)
     return limit if limit < UNLIMITED else None
+
+
+def oom_kills() -> int | None:
+    """How many processes of this container the kernel has killed for memory, or of this machine
+    where there is no container. None where that cannot be read."""
+    v1 = [f / "memory.oom_control" for f in _candidates(CGROUP / "memory", _own_cgroup("memory"))]
+    v2 = [f / "memory.events" for f in _candidates(CGROUP, _own_cgroup(""))]
+    for file in (*v1, *v2, Path("/proc/vmstat")):
+        with suppress(OSError):
+            for line in file.read_text().splitlines():
+                key, _, count = line.partition(" ")
+                if key == "oom_kill":
+                    return int(count)
+    return None
 
 
 def _cgroup() -> tuple[int, Callable[[], int]] | None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from kvline_contract.launch import Record
 from kvline_contract.report import (
     Attempt,
     Effective,
@@ -27,6 +26,8 @@ from kvline_contract.report import (
 from kvline_server.config import EngineSettings
 from kvline_server.engine.runner import Runner
 from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, OutOfMemory
+from kvline_server.kernels import tuning
+from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.arena import Arena
 from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.diagnosis import Diagnosis
@@ -98,10 +99,12 @@ class ProfileLoop:
         self.loaded = loaded
         self.reporter = reporter
         self.store = store
-        self.record_file = record_file
         self.wait_for_neighbours = wait_for_neighbours
         self.free_before_weights = free_before_weights
         self.pause = pause
+        free_mib = free_before_weights // MIB
+        self.record = find_record(record_file, loaded.fingerprint, free_mib)
+        self.choices: Choices = {}
         self.lowest_free = 0
         self.resting = 0
         neighbours = device.limit - free_before_weights
@@ -109,29 +112,34 @@ class ProfileLoop:
 
     def run(self, started: float) -> Result:
         """Steps 3 to 8. `started` is the monotonic time at which loading began."""
-        self.store.open(self.loaded.fingerprint)
+        self.store.open(self.loaded.fingerprint, self.device.gpu)
         self._autotune()
         self.wait_for_neighbours()
         self._capture()
-        target, source, record = self._target()
+        target, source = self._target()
         self._fit(target, may_shrink=source is not Source.PINNED)
-        result = self._result(source, record, started)
+        result = self._result(source, started)
         self.store.clear()
         return result
 
     def _autotune(self) -> None:
         """Step 3, before any cache is mapped. Out of memory here is an error: skipping a kernel
         would make the server slower without notice."""
-        file = self.store.path.with_name("tuning.json")
-        rows = self.settings.max_prefill_tokens
+        file, key = self.store.path.with_name("tuning.json"), self.loaded.fingerprint
+        known, how = tuning.known(file, key, self.record.gemm_kernels if self.record else ())
         with self._stage("autotune", State.AUTOTUNING) as details:
             try:
-                done = self.loaded.runner.tune(rows, file, self.loaded.fingerprint)
+                choices = self.loaded.runner.tune(self.settings.max_prefill_tokens, known)
             except DeviceOutOfMemory as error:
                 raise self._out_of_memory(()) from error
-            if done is not None:
-                self.device.settle()
-            details.append(done or "nothing to tune on this device")
+            if choices is None:
+                details.append("nothing to tune on this device")
+                return
+            self.device.settle()
+            if known is None:
+                tuning.write(file, key, choices)
+            self.choices = choices
+            details.append(f"{len(choices)} GEMM shapes with another kernel than torch's, {how}")
 
     def _capture(self) -> None:
         """Captures graphs once, before sizing: they stay valid when the arena is resized."""
@@ -159,8 +167,8 @@ class ProfileLoop:
 
     # Steps 4 to 6 ------------------------------------------------------------------------------
 
-    def _target(self) -> tuple[int, Source, Record | None]:
-        """The budget to validate first, in tokens, its source, and the record if there is one."""
+    def _target(self) -> tuple[int, Source]:
+        """The budget to validate first, in tokens, and its source."""
         pinned = self.settings.pinned_kv_tokens
         failed = self.store.attempts
         for attempt in failed:
@@ -169,18 +177,16 @@ class ProfileLoop:
             if pinned is not None or failed[-1].number >= MAX_TRIES:
                 self.store.clear()  # who fixes the cause outside needs no new state folder
                 raise self.diagnosis.out_of_memory(failed, pinned is not None)
-            return self._check_context(shrink(failed[-1].target_tokens)), Source.MEASURED, None
+            return self._check_context(shrink(failed[-1].target_tokens)), Source.MEASURED
         if len(failed) > 1:  # one kill while probing may be a node's restart
             self.store.clear()
             raise self.diagnosis.killed_while_probing(failed)
         if pinned is not None:
-            return self._check_context(whole_pages(pinned)), Source.PINNED, None
-        free_mib = self.free_before_weights // MIB
-        record = find_record(self.record_file, self.loaded.fingerprint, free_mib)
-        if record is not None:
-            return self._check_context(whole_pages(record.kv_tokens)), Source.RECORDED, record
+            return self._check_context(whole_pages(pinned)), Source.PINNED
+        if self.record is not None:
+            return self._check_context(whole_pages(self.record.kv_tokens)), Source.RECORDED
         self._run_probe()
-        return self._measure(), Source.MEASURED, None
+        return self._measure(), Source.MEASURED
 
     def _run_probe(self) -> None:
         """Attempt 0: the stress set on the smallest cache. Repeated where other processes took the
@@ -312,7 +318,11 @@ class ProfileLoop:
         self.reporter.effective(self.settings.effective(self._model_len(tokens)))
         with self.device.held(self.settings.reserved(tokens)):
             self.device.reset_peak()
+            resting = self.device.now()
             self._run_stress(self._model_len(tokens), aliased=False)
+            # A start from a record, or with a pinned size, has no other measurement of it.
+            growth = self.device.peak() - resting
+            self.diagnosis.growth = max(self.diagnosis.growth, growth)
             # Read while the canary is held: what is free now is free beyond what is reserved.
             self.lowest_free = self._free_at_peak()
         if self.lowest_free < 0 and not self.device.gpu:  # on a GPU the allocation itself fails
@@ -356,7 +366,8 @@ class ProfileLoop:
         ms = round((time.monotonic() - start) * 1000)
         self.reporter.stage(name, ms, self.device.now() - before, ", ".join(texts) or None)
 
-    def _result(self, source: Source, record: Record | None, started: float) -> Result:
+    def _result(self, source: Source, started: float) -> Result:
+        record = self.record if source is Source.RECORDED else None
         tokens = (self.loaded.arena.pages - 1) * PAGE_SIZE
         loop_ms = round((time.monotonic() - started) * 1000)
         return Result(
@@ -369,6 +380,7 @@ class ProfileLoop:
             saved_ms=max(0, record.loop_ms - loop_ms) if record is not None else 0,
             measured_at=self.reporter.now(),
             memory=self._memory(),
+            gemm_kernels=tuning.texts(self.choices),
         )
 
     def _memory(self) -> Memory:

@@ -35,9 +35,10 @@ class AttemptStore:
         self.fingerprint = ""
         self.attempts: tuple[Attempt, ...] = ()
 
-    def open(self, fingerprint: str) -> None:
-        """Reads the failed attempts of an earlier start; those still Running were killed. Attempts
-        that survived are ignored: that start ended for another reason."""
+    def open(self, fingerprint: str, gpu: bool) -> None:
+        """Reads the failed attempts of an earlier start; those still Running were killed, which on
+        a GPU says nothing about their size: its KV cache takes no host memory. Attempts that
+        survived are ignored: that start ended for another reason."""
         self.fingerprint = fingerprint
         self.attempts = ()
         try:
@@ -49,6 +50,7 @@ class AttemptStore:
                 replace(a, outcome=Outcome.KILLED) if a.outcome is Outcome.RUNNING else a
                 for a in found.attempts
                 if a.outcome is not Outcome.SURVIVED
+                and not (gpu and a.outcome in (Outcome.RUNNING, Outcome.KILLED))
             )
 
     def begin(self, number: int, target_tokens: int) -> Attempt:

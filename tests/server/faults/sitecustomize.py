@@ -1,6 +1,7 @@
 """Faults put into a server under test from outside: Python imports this at start, before us.
 
-KVLINE_FAULT_STEP=n:raise|oom|kill|nan|device breaks the engine's n-th batch;
+KVLINE_FAULT_STEP=n:raise|oom|kill|signal|nan|device breaks the engine's n-th batch; after `kill`
+the parent sees a kernel that killed for memory, after `signal` it does not;
 KVLINE_FAULT_HTTP_BLOCK=s blocks the HTTP process once for s seconds in a C call that holds the
 interpreter lock; KVLINE_FAULT_FRAMES makes what the engine answers unreadable;
 KVLINE_WATCH_LOOP=file is of loopwatch.py.
@@ -11,11 +12,13 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 STEP = os.environ.get("KVLINE_FAULT_STEP", "")
 BLOCK = os.environ.get("KVLINE_FAULT_HTTP_BLOCK", "")
 ALWAYS = os.environ.get("KVLINE_FAULT_ALWAYS", "")
+KILLS = Path(os.environ.get("KVLINE_FAULT_KILLS", "/nowhere"))  # a byte for each kill
 
 
 def break_step() -> None:
@@ -32,6 +35,9 @@ def break_step() -> None:
         count += 1
         if count == int(number) or (ALWAYS and count > int(number)):
             if kind == "kill":
+                with KILLS.open("a") as file:
+                    file.write("k")
+            if kind in ("kill", "signal"):
                 os.kill(os.getpid(), 9)
             if kind == "nan":
                 return launch_nan(self, batch)
@@ -89,9 +95,17 @@ def garble_frames() -> None:
     module.encode = lambda message: b"\x03\0\0\0abc"
 
 
+def count_kills() -> None:
+    """In the parent, in place of the kernel's count."""
+    module: Any = importlib.import_module("kvline_server.memory.device")
+    module.oom_kills = lambda: KILLS.stat().st_size if KILLS.exists() else 0
+
+
 arguments = " ".join(sys.orig_argv)
 if STEP and "kvline_server.engine.process" in arguments:
     break_step()
+elif STEP and ".process" not in arguments:
+    count_kills()
 if "KVLINE_FAULT_COPY" in os.environ and "kvline_server.engine.process" in arguments:
     slow_copies()
 if "KVLINE_FAULT_FRAMES" in os.environ and "kvline_server.engine.process" in arguments:
