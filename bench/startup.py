@@ -8,11 +8,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import engines
 import offline
 import torch
 from record import record, table
+
+SHOWN = 20  # milliseconds of a stage
 
 
 def size(folder: Path, *words: str) -> tuple[float, dict[str, object]]:
@@ -55,4 +58,12 @@ def starts(name: str, folder: Path, *words: str) -> list[list[str]]:
         share = f"{seconds / made['again'][0]:.2f}" if kind == "recorded" else ""
         figures = [f"{seconds:.1f}", f"{int(result['loopMs']) / 1000:.1f}"]
         rows.append([name, kind, *figures, str(result["kvTokens"]), result["source"], share])
+        print(f"{name}, {kind}:", *parts(report), sep="\n  ", flush=True)
     return rows
+
+
+def parts(report: dict[str, Any]) -> list[str]:
+    """Where the time of a start went, and what the memory of its size is."""
+    stages = [f"{s['name']} {s['ms']} ms" for s in report["stages"] if s["ms"] >= SHOWN]
+    memory = [f"{name[:-3]} {mib}" for name, mib in report["result"]["memory"].items()]
+    return [", ".join(stages), f"MiB: {', '.join(memory)}"]
