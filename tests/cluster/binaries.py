@@ -20,6 +20,7 @@ import tools
 from errors import ClusterError
 from paths import BIN, CACHE, GO
 
+# Links to one program, which is each of them by its name.
 KUBERNETES = (
     "kube-apiserver",
     "kube-controller-manager",
@@ -27,10 +28,11 @@ KUBERNETES = (
     "kubelet",
     "kubectl",
     "kube-proxy",
+    "etcd",
 )
+PROGRAMS = {"kube": "kubernetes", "coredns": "coredns", "pause": "pause"}  # its module
 
 LOCK = CACHE / "build.lock"
-MODULES = ("coredns", "kubernetes", "pause")
 
 
 def build(say: Callable[[str], None]) -> None:
@@ -43,24 +45,21 @@ def build(say: Callable[[str], None]) -> None:
 def _build(say: Callable[[str], None]) -> None:
     mark = BIN / ".built"
     want = _key()
-    programs = [*((p, GO / "kubernetes", f"k8s.io/kubernetes/cmd/{p}") for p in KUBERNETES)]
-    programs += [
-        ("etcd", GO / "kubernetes", "go.etcd.io/etcd/server/v3"),
-        ("coredns", GO / "coredns", "."),
-        ("pause", GO / "pause", "."),
-    ]
-    complete = all((BIN / name).is_file() for name, _, _ in programs)
+    complete = all((BIN / name).is_file() for name in (*PROGRAMS, *KUBERNETES))
     if complete and mark.is_file() and mark.read_text() == want:
         return
     go = golang.ensure(say)
     BIN.mkdir(parents=True, exist_ok=True)
     version = _kubernetes_version()
     started = time.monotonic()
-    for number, (name, folder, package) in enumerate(programs, 1):
+    for number, (name, module) in enumerate(PROGRAMS.items(), 1):
         took = f"{time.monotonic() - started:.0f} s so far"
-        say(f"building {name} ({number}/{len(programs)}, {took})")
+        say(f"building {name} ({number}/{len(PROGRAMS)}, {took})")
         flags = f"-s -w -X k8s.io/component-base/version.gitVersion={version}"
-        compile_program(go, name, folder, package, flags)
+        compile_program(go, name, GO / module, ".", flags)
+    for name in KUBERNETES:
+        (BIN / name).unlink(missing_ok=True)
+        (BIN / name).hardlink_to(BIN / "kube")
     mark.write_text(want)
 
 
@@ -127,7 +126,7 @@ def compile_program(
 def _key() -> str:
     digest = hashlib.sha256()
     for path in sorted(GO.rglob("*")):
-        if path.is_file() and path.parent.name in MODULES:
+        if path.is_file() and path.parent.name in PROGRAMS.values():
             digest.update(path.relative_to(GO).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()
 
