@@ -37,6 +37,7 @@ class Machine:
     slack: int = 0
     surprise: int = 0  # what a batch takes more while the canary is held, at the final size
     trial: int | None = None  # bytes that the trial of kernels takes; None: nothing to try
+    graphs: int = 0  # bytes that captured graphs take; capturing leaves as much to be settled
     scratch: int = 0  # bytes that meeting row counts leaves until memory is settled
     kills: bool = False
     gpu: bool = False
@@ -47,11 +48,12 @@ class Machine:
     highest: int = 0
     batches: int = 0
     left: int = 0
+    captured: int = 0
 
     # The device
 
     def used(self) -> int:
-        return self.weights + self.nbytes + self.taken + self.left
+        return self.weights + self.nbytes + self.taken + self.left + self.captured
 
     now = used
 
@@ -118,7 +120,8 @@ class Machine:
         return int(bool(self.scratch))
 
     def capture(self, max_rows: int) -> bool:
-        return False
+        self.captured = self.left = self.graphs
+        return bool(self.graphs)
 
     def launch(self, batch: Batch) -> Machine:
         self.batches += 1

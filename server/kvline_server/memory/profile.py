@@ -152,6 +152,7 @@ class ProfileLoop:
         except DeviceOutOfMemory as error:
             raise self._out_of_memory(()) from error
         if captured:
+            self.device.settle()  # or what the capture leaves in the allocator's cache counts
             self.diagnosis.graphs = max(0, self.device.used() - before - arena)
             ms = round((time.monotonic() - started) * 1000)
             self.reporter.stage("graphs", ms, self.diagnosis.graphs)
