@@ -132,6 +132,7 @@ def test_a_candidate_that_waits_for_what_a_terminating_pod_holds_is_not_unschedu
     serve(space, node)
     (old,) = node.pods()
     node.bind(old)  # so that only a kubelet, or force, removes it
+    earlier = [e["metadata"]["uid"] for e in space.list("events")]
     space.apply(engine={"maxModelLen": 2048}, rollout={"strategy": "Recreate"})
 
     def candidates() -> list[dict[str, Any]]:
@@ -146,6 +147,7 @@ def test_a_candidate_that_waits_for_what_a_terminating_pod_holds_is_not_unschedu
     eventually(lambda: waits in space.condition("Ready")["message"])
     assert space.condition("Progressing")["reason"] == "RollingOut"
     assert waits in space.condition("UpToDate")["message"]
-    assert not [e for e in space.list("events") if e["reason"] in ("Unschedulable", "GateHeld")]
+    since = [e for e in space.list("events") if e["metadata"]["uid"] not in earlier]
+    assert not {"Unschedulable", "GateHeld"} & {e["reason"] for e in since}
     space.kubectl("delete", "pod", old["metadata"]["name"], "--force", "--grace-period=0")
     eventually(lambda: space.condition("Progressing")["reason"] == "Unschedulable")
