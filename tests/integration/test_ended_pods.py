@@ -128,7 +128,7 @@ def test_foreign_pods_with_our_labels_do_not_count(
 def test_a_candidate_that_waits_for_what_a_terminating_pod_holds_is_not_unschedulable(
     space: Any, node: Any, operator: Any
 ) -> None:
-    """Recreate on a single GPU: the routine wait was told as «no node fits a replica»."""
+    """Recreate on a single GPU: the routine wait was reported as «no node fits a replica»."""
     serve(space, node)
     (old,) = node.pods()
     node.bind(old)  # so that only a kubelet, or force, removes it
