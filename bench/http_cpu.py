@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -45,7 +46,7 @@ def run() -> None:
         other = os.environ.get("KVLINE_BENCH_SERVER")
         env = os.environ | ({"PYTHONPATH": other} if other else {})
         with running(command, internal, subprocess.Popen.terminate, env=env):
-            process = _http_process()
+            process = _http_process(port)
             for stream in (False, True):
                 rows.append(_measure(port, process, stream))
     title = f"HTTP process, {REQUESTS} requests of {OUTPUT} tokens, best and worst of {ROUNDS}"
@@ -69,10 +70,15 @@ def _measure(port: int, process: int, stream: bool) -> list[str]:
     return [name, f"{min(costs):.1f}; {max(costs):.1f}", shown, f"{max(rates):.0f}"]
 
 
-def _http_process() -> int:
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        if b"kvline_server.http.process" in path.read_bytes():
-            return int(path.parent.name)
+def _http_process(port: int) -> int:
+    """The child of the server that was started with this port."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # processes come and go
+            if b"kvline_server.http.process" not in (folder / "cmdline").read_bytes():
+                continue
+            parent = (folder / "stat").read_text().rsplit(")", 1)[1].split()[1]
+            if str(port) in Path("/proc", parent, "cmdline").read_text().split("\0"):
+                return int(folder.name)
     raise RuntimeError("the server's HTTP process was not found")
 
 

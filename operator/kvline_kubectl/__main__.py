@@ -25,7 +25,7 @@ ENGINE = ("maxModelLen", "maxRunningRequests", "maxPrefillTokens", "maxTopLogpro
 
 
 def parser() -> argparse.ArgumentParser:
-    # Before the command and behind it. Behind it, a flag that is absent must not undo an earlier.
+    # Before the command and behind it; an absent flag behind it must not undo an earlier one.
     shared = _shared(argparse.SUPPRESS)
     top = argparse.ArgumentParser(
         prog="kubectl kvline",

@@ -84,7 +84,8 @@ ADVICE = (
     Advice(
         "CapacityMeasured",
         ("OutOfMemory",),
-        "every attempt ran out of memory, or the engine did while serving",
+        "every attempt ran out of memory, or the engine did while serving, or with a GPU the "
+        "container was killed for host memory",
         "raise spec.resources.memory, or change a field that the message names",
     ),
     Advice(

@@ -41,7 +41,8 @@ def waiting(pod: PodView) -> str:
     """That it waits for a terminating pod; empty where it does not."""
     if not pod.awaits:
         return ""
-    return f"{pod.name} waits for the resources of {pod.awaits}, which is terminating"
+    why = pod.unschedulable
+    return f"{pod.name} has no node while {pod.awaits}, which is terminating, has one: {why}"
 
 
 def counted(
@@ -99,7 +100,7 @@ def host_memory(kills: int) -> str:
 
 def blocker(pod: PodView) -> str:
     """What prevents the measurement of a pod whose engine did not fail; empty for nothing."""
-    if pod.unschedulable:
+    if pod.unschedulable and not pod.awaits:
         return f"{pod.name} has no node: {pod.unschedulable}"
     if pod.waiting_reason in IMAGE_REASONS or pod.waiting_reason == "CreateContainerConfigError":
         return f"{pod.name}: {pod.waiting_reason}: {pod.waiting_message}"

@@ -38,7 +38,7 @@ def measured(state: ServiceState) -> Condition:
     failed = failed_end(pods)
     if failed is not None and failed.from_outside:
         return Condition(kind, "False", "Killed", failed.killed_text)
-    gpus = state.spec.gpus
+    gpus = state.stable_gpus if state.stable else state.spec.gpus
     if failed is not None and failed.oom_killed:
         return Condition(kind, "False", _oom_reason(pods, gpus), _killed_message(pods, gpus))
     if failed is not None and meaning(failed.code).condition == kind:

@@ -77,7 +77,7 @@ def progressing(state: ServiceState) -> Condition:
     if state.preparing is not None and state.preparing.condition == kind:
         return Condition(kind, "False", state.preparing.reason, state.preparing.message)
     for pod in state.newest:
-        if pod.unschedulable:
+        if pod.unschedulable and not pod.awaits:
             return Condition(kind, "False", "Unschedulable", pod.unschedulable)
         if pod.waiting_reason in IMAGE_REASONS:
             text = f"{pod.waiting_reason}: {pod.waiting_message}"
@@ -95,7 +95,9 @@ def progressing(state: ServiceState) -> Condition:
         return Condition(kind, "False", "DeviceFailure", refused.text)
     if state.deadline_exceeded and not any(p.downloading for p in state.newest):
         return Condition(kind, "False", "DeadlineExceeded", "no progress within the deadline")
-    return Condition(kind, "True", "RollingOut", _counts(state))
+    waits = next(filter(None, map(waiting, state.newest)), "")
+    text = f"{_counts(state)}; {waits}" if waits else _counts(state)
+    return Condition(kind, "True", "RollingOut", text)
 
 
 def _is_complete(state: ServiceState) -> bool:

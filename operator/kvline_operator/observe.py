@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from kvline_contract import times
 from kvline_contract.codec import ContractError
 from kvline_contract.names import (
     DOWNLOAD_CONTAINER,
@@ -68,7 +69,7 @@ class PodView:
     restarts: int
     waiting_reason: str  # of the server or download container, set by Kubernetes
     waiting_message: str
-    unschedulable: str  # the scheduler's message; empty where it has a node or `awaits` is set
+    unschedulable: str  # the scheduler's message; empty where it has a node
     ended: Ended | None  # last termination of the server container
     download_ended: Ended | None
     report: SizingReport | None
@@ -76,7 +77,7 @@ class PodView:
     report_invalid: bool
     created: str = ""  # RFC 3339
     ready_since: str = ""  # RFC 3339, while it is ready
-    awaits: str = ""  # a terminating pod of the service: its resources are taken until it ends
+    awaits: str = ""  # where it has no node: a pod of the service that is terminating on one
     failures: int = 0  # terminations that count against its revision; candidate.counted
     oom_kills: int = 0
     load: Load | None = None  # of ready pods of services with spec.autoscaling
@@ -189,7 +190,8 @@ def observe(
     living = [p for p in ours if not has_ended(p)]
     readings = list(pool.map(lambda pod: _read_report(pod, reports), living))
     views = [view(pod, reading) for pod, reading in zip(living, readings, strict=True)]
-    pods = _with_awaited(views, [p for p in found if p["metadata"].get("deletionTimestamp")])
+    leaving = _leaving(found)
+    pods = tuple(_awaiting(pod, leaving) for pod in views)
     if spec.autoscaling is not None:
         addresses = [(p.get("status") or {}).get("podIP") for p in living]
         pods = tuple(pool.map(partial(_with_load, reports), pods, addresses))
@@ -198,15 +200,21 @@ def observe(
     return Observed(revisions, deployments, config_maps, pods, ended(ours), jobs, preparing)
 
 
-def _with_awaited(pods: list[PodView], terminating: list[Object]) -> tuple[PodView, ...]:
-    """A pod that has no node while another of the service ends on one is no failure: in Recreate
-    and Replace it gets what that one had."""
-    held = [p["metadata"]["name"] for p in terminating if p.get("spec", {}).get("nodeName")]
-    if not held:
-        return tuple(pods)
-    return tuple(
-        replace(p, unschedulable="", awaits=held[0]) if p.unschedulable else p for p in pods
-    )
+def _leaving(pods: list[Object]) -> str:
+    """A pod that is terminating on its node, within its grace period: a later one may be stuck.
+    deletionTimestamp is the end of that period."""
+    now = times.now()
+    for pod in pods:
+        placed = (pod.get("spec") or {}).get("nodeName") and not has_ended(pod)
+        if placed and (pod["metadata"].get("deletionTimestamp") or "") > now:
+            return str(pod["metadata"]["name"])
+    return ""
+
+
+def _awaiting(pod: PodView, leaving: str) -> PodView:
+    """A pod without a node is no failure while another of the service leaves one: in Recreate and
+    Replace it gets what that one had."""
+    return replace(pod, awaits=leaving) if pod.unschedulable else pod
 
 
 def _preparing(kube: Kube, spec: ServiceSpec, jobs: tuple[Object, ...]) -> tuple[PodView, ...]:

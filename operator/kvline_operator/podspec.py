@@ -48,7 +48,7 @@ def pod_template(
             "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "containers": [_server(inputs, revision.image, settings)],
+        "containers": [_server(inputs, revision, settings)],
         "volumes": _volumes(spec, inputs, name, names.gate_name(base, revision.name), base),
     }
     access = inputs.get("access", {})
@@ -72,10 +72,10 @@ def _grace(inputs: Object) -> int:
     return names.PRE_STOP_SECONDS + int(inputs.get("drainSeconds", DRAIN_SECONDS)) + EXIT_SECONDS
 
 
-def _server(inputs: Object, image: str, settings: Settings) -> Object:
+def _server(inputs: Object, revision: Revision, settings: Settings) -> Object:
     return {
         "name": names.SERVER_CONTAINER,
-        "image": image,
+        "image": revision.image,
         "imagePullPolicy": "IfNotPresent",
         "args": [
             "serve",
@@ -94,7 +94,7 @@ def _server(inputs: Object, image: str, settings: Settings) -> Object:
         "startupProbe": _probe("/startupz", 2, 1800),
         "readinessProbe": _probe("/readyz", 2, 1),
         "livenessProbe": _probe("/livez", 10, 3),
-        "lifecycle": {"preStop": _get(names.PRE_STOP_PATH)},
+        "lifecycle": {"preStop": _pre_stop(inputs, revision, settings)},
         "terminationMessagePath": names.TERMINATION_LOG,
         "volumeMounts": [
             {"name": "launch", "mountPath": names.LAUNCH_DIR, "readOnly": True},
@@ -146,6 +146,15 @@ def _resources(asked: Object) -> Object:
         name = asked.get("gpuResource", GPU_RESOURCE)
         amounts[name] = limits[name] = str(asked["gpus"])
     return {"requests": amounts, "limits": limits}
+
+
+def _pre_stop(inputs: Object, revision: Revision, settings: Settings) -> Object:
+    """An image that is inherited from an earlier operator may lack the route: its pods would end
+    while requests are still sent to them."""
+    default = settings.image_for(int(inputs["resources"].get("gpus", 0)))
+    if revision.named or revision.image == default:
+        return _get(names.PRE_STOP_PATH)
+    return {"sleep": {"seconds": names.PRE_STOP_SECONDS}}
 
 
 def _get(path: str) -> Object:

@@ -7,6 +7,7 @@ without the operator. See spec.capacity.reuse.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from kvline_contract.codec import ContractError, dumps
@@ -30,12 +31,15 @@ def read(config_map: dict[str, Any] | None) -> dict[str, Record]:
 
 def merge(kept: dict[str, Record], results: Iterable[Result]) -> dict[str, Record]:
     """`kept` plus what replicas have measured since. Of two sizes of one fingerprint the smaller is
-    recorded, which both survived; one that drifted is not recorded."""
+    recorded, which both survived; one that drifted is not recorded. A record of an earlier operator
+    gets the kernels that a replica has chosen since."""
     out = dict(kept)
     for result in results:
+        old = out.get(result.fingerprint)
+        if old is not None and not old.gemm_kernels and result.gemm_kernels:
+            old = out[result.fingerprint] = replace(old, gemm_kernels=result.gemm_kernels)
         if result.source is not Source.MEASURED:
             continue
-        old = out.get(result.fingerprint)
         smaller = old is not None and result.kv_tokens < old.kv_tokens
         if old is None or (smaller and not drifted(old, result.kv_tokens)):
             out[result.fingerprint] = Record.of(result)

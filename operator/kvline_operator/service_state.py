@@ -61,6 +61,12 @@ class ServiceState:
         return str(self.stable_data.get("servedName") or self.spec.served_name)
 
     @property
+    def stable_gpus(self) -> int:
+        """GPUs per replica of the stable revision."""
+        inputs = self.stable_data.get("inputs") or self.spec.inputs
+        return int(inputs.get("resources", {}).get("gpus", 0))
+
+    @property
     def url(self) -> str:
         spec = self.spec
         tls = scheme(self.stable_data.get("inputs") or spec.inputs)

@@ -176,7 +176,7 @@ class Result:
     saved_ms: int
     measured_at: str = field(limit=32)
     memory: Memory
-    # The autotuner's choices on a GPU: "rows out in kernel" for each GEMM shape.
+    # The autotuner's choices on a GPU: rows, output width, input width, kernel number.
     gemm_kernels: tuple[str, ...] = field(items=MAX_GEMM_KERNELS, limit=48, default=())
 
 

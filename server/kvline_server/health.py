@@ -107,7 +107,7 @@ class Health:
         return self._stalled(self.options.limits.liveness)
 
     def leave_seconds(self) -> float:
-        """None where it was never ready: a rejected candidate has no client, and another pod may be
+        """0 where it was never ready: a rejected candidate has no client, and another pod may be
         waiting for its GPU."""
         return self.options.limits.leave if self._was_ready else 0.0
 

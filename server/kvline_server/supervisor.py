@@ -1,8 +1,8 @@
 """The parent process of a server pod: starts HTTP and engine, keeps the report, answers probes.
 
-It imports neither torch nor a tokenizer, so failures of the other two do not affect it. An engine
-killed for memory before it is Validated is restarted with the next attempt; later, its end ends the
-pod with an exit code of the contract.
+It imports neither torch nor a tokenizer, so failures of the other two do not affect it. On a CPU an
+engine killed for memory before it is Validated is restarted with the next attempt; any other end of
+an engine ends the pod with an exit code of the contract.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Supervisor:
         self.http: Child | None = None
         self.internal: InternalServer | None = None
         self.stop_now = False
+        self.interrupted = False  # the current attempt says nothing about its size
         self.oom_kills: int | None = None  # when the engine started
         self.thrashed = False  # the engine was killed here, for lack of memory
         self.drain_seconds = options.drain or launch.drain_seconds or options.limits.drain
@@ -85,7 +86,7 @@ class Supervisor:
             for child in (self.http, self.engine):
                 if child is not None:
                     child.kill()
-            if working and self.health.draining:
+            if self.interrupted or (working and self.health.draining):
                 AttemptStore(self.options.state_dir / ATTEMPTS_FILE).interrupt()
 
     def stop(self) -> None:
@@ -262,8 +263,7 @@ class Supervisor:
                 f"the {what} process was killed for host memory in state {state}; "
                 "raise spec.resources.memory",
             )
-        # Whatever ended it was not the size that was tried.
-        AttemptStore(self.options.state_dir / ATTEMPTS_FILE).interrupt()
+        self.interrupted = True  # whatever ended it was not the size that was tried
         if code == int(ExitCode.OUT_OF_MEMORY_SERVING):
             return _termination(
                 ExitCode.OUT_OF_MEMORY_SERVING, f"the {what} process ran out of memory"
@@ -280,7 +280,7 @@ class Supervisor:
         quiet = time.monotonic() - self.keeper.changed_at
         if state is State.VALIDATED or self.engine is None:
             return None
-        if state is State.VALIDATING and quiet > self._patience():
+        if state is State.VALIDATING and self.device is Device.CPU and quiet > self._patience():
             self.thrashed = True
             self.engine.kill()
             return None

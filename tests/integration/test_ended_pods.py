@@ -143,9 +143,10 @@ def test_a_candidate_that_waits_for_what_a_terminating_pod_holds_is_not_unschedu
     full = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
     full["message"] = "0/1 nodes are available: 1 Insufficient nvidia.com/gpu"
     node.patch(new, {"phase": "Pending", "conditions": [full]})
-    waits = f"waits for the resources of {old['metadata']['name']}, which is terminating"
+    waits = f"has no node while {old['metadata']['name']}, which is terminating, has one: 0/1 nodes"
     eventually(lambda: waits in space.condition("Ready")["message"])
-    assert space.condition("Progressing")["reason"] == "RollingOut"
+    progressing = space.condition("Progressing")
+    assert progressing["reason"] == "RollingOut" and waits in progressing["message"]
     assert waits in space.condition("UpToDate")["message"]
     since = [e for e in space.list("events") if e["metadata"]["uid"] not in earlier]
     assert not {"Unschedulable", "GateHeld"} & {e["reason"] for e in since}

@@ -24,7 +24,7 @@ from kvline_contract.report import (
     State,
     Termination,
 )
-from kvline_operator import revision_state, status
+from kvline_operator import candidate, revision_state, status
 from kvline_operator.capacity_status import CapacityStatus, retained
 from kvline_operator.conditions import conditions
 from kvline_operator.ended_pods import EndedPod
@@ -220,6 +220,22 @@ def test_kills_for_memory_while_sizing_are_retries_then_a_failure(kills: int, re
     got = by_type(service_state(replace(PLAIN, ended=killed, restarts=9, oom_kills=kills)))
     assert got["CapacityMeasured"].reason == reason
     assert "memory limit" in got["CapacityMeasured"].message
+
+
+def test_a_stable_replica_on_a_cpu_is_no_gpu_s_while_the_spec_asks_for_one() -> None:
+    killed = replace(PLAIN, ended=Ended(137, "OOMKilled", None, ""), oom_kills=1)
+    before = {"inputs": {"resources": {"memory": "2Gi"}}}
+    found = by_type(service_state(killed, spec=GPU, stable_data=before))["CapacityMeasured"]
+    assert found.reason == "ShrunkRetry"
+
+
+def test_a_pod_that_waits_for_a_terminating_one_says_so_with_the_scheduler_s_words() -> None:
+    waits = replace(PLAIN, unschedulable="0/1 nodes: Insufficient nvidia.com/gpu", awaits="old")
+    found = by_type(service_state(waits))
+    words = "has no node while old, which is terminating, has one: 0/1 nodes: Insufficient"
+    assert (found["Progressing"].status, found["Progressing"].reason) == ("True", "RollingOut")
+    assert words in found["Progressing"].message and words in found["Ready"].message
+    assert not candidate.blocker(waits) and candidate.blocker(replace(waits, awaits=""))
 
 
 def test_a_kill_for_host_memory_beside_a_gpu_is_no_smaller_retry() -> None:

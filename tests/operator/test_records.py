@@ -46,6 +46,15 @@ def test_of_two_searches_the_smaller_stays_unless_it_drifted(second: int, stays:
     assert drift == (abs(second - 4096) > 0.03 * 4096)
 
 
+def test_a_record_without_kernels_gets_those_that_a_replica_has_chosen_since() -> None:
+    """An earlier operator recorded none."""
+    kept = records.merge({}, [result()])
+    chosen = result(5000, source=Source.RECORDED, gemm_kernels=("8 64 32 1",))
+    again = records.merge(kept, [chosen])
+    assert again["f" * 32] == replace(kept["f" * 32], gemm_kernels=("8 64 32 1",))
+    assert records.merge(again, [replace(chosen, gemm_kernels=("8 64 32 2",))]) == again
+
+
 @given(st.lists(st.tuples(st.integers(1, 10**6), st.integers(0, 40), st.integers(0, 59))))
 def test_at_most_sixteen_and_the_same_bytes_in_any_order(found: list[tuple[int, int, int]]) -> None:
     made = [

@@ -140,8 +140,8 @@ def test_a_revision_that_an_earlier_operator_stored_is_left_as_it_is(case: dict[
 
 @pytest.mark.fault(
     "L14",
-    shows="the grace period is the preStop hook's 15 s, spec.drainSeconds (120 where none is "
-    "given) and 15 s to end, in the pod template; the drain itself is timed by F49's tests",
+    shows="the grace period is the preStop hook's 15 s at most, spec.drainSeconds (120 where none "
+    "is given) and 15 s to end, in the pod template; the drain itself is timed by F49's tests",
 )
 @pytest.mark.parametrize(("seconds", "grace"), [(None, 150), (1, 31), (3600, 3630)])
 def test_a_pod_has_as_long_as_its_drain_takes(seconds: int | None, grace: int) -> None:
@@ -157,6 +157,22 @@ def test_a_pod_has_as_long_as_its_drain_takes(seconds: int | None, grace: int) -
     launch = launch_config(OWNER, "aaaaa", stored["data"])
     assert launch.drain_seconds == seconds
     assert ("drainSeconds" in launch.dumps()) == (seconds is not None)
+
+
+@pytest.mark.parametrize(
+    ("image", "named", "asks"),
+    [("image", False, True), ("image-of-before", False, False), ("of-spec", True, True)],
+)
+def test_an_image_of_an_earlier_operator_is_not_asked_how_long_to_wait(
+    image: str, named: bool, asks: bool
+) -> None:
+    """It may lack the route: its pod would end while requests are still sent to it."""
+    made = spec()
+    revision = Revision("aaaaa", image, made.inputs_json, 1, named)
+    stored = controller_revision(made, revision, Settings("image"))
+    (container,) = stored["data"]["podTemplate"]["spec"]["containers"]
+    hook = container["lifecycle"]["preStop"]
+    assert list(hook) == (["httpGet"] if asks else ["sleep"])
 
 
 @pytest.mark.parametrize(

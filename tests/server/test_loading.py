@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 from servers import launch_config
 
-from kvline_contract.launch import CapacityOptions, EngineOptions, LaunchConfig
+from kvline_contract.launch import CapacityOptions, Device, EngineOptions, LaunchConfig
 from kvline_contract.report import SizingReport, State
 from kvline_server.backend import open_backend
 from kvline_server.children import Child
@@ -94,3 +95,20 @@ def test_a_load_that_hangs_is_stalled_and_named(parent: Parent) -> None:
     assert ended is not None and ended.code == 52
     assert parent.keeper.report.state is State.LOADING
     assert ended.message == "no progress in state Loading for 2 s"
+
+
+@pytest.mark.parametrize("device", [Device.CPU, Device.CUDA])
+def test_a_validation_that_thrashes_is_killed_on_a_cpu_alone(
+    parent: Parent, monkeypatch: pytest.MonkeyPatch, device: Device
+) -> None:
+    """A GPU that hung was reported as too little host memory."""
+    killed: list[bool] = []
+    parent.device = device
+    parent.engine = cast(Any, SimpleNamespace(kill=lambda: killed.append(True)))
+    parent.keeper.apply(Progress("state", b"Validating"))
+    monkeypatch.setattr(parent, "_patience", lambda: 0.0)
+    parent.keeper.changed_at -= LIMIT
+    ended = parent._stalled()
+    assert killed == ([True] if device is Device.CPU else [])
+    assert (ended is None) == (device is Device.CPU)
+    assert ended is None or ended.code == 52

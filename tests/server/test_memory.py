@@ -41,6 +41,8 @@ from kvline_server.memory.record import FREE_NOISE, AttemptStore, find_record, f
 from kvline_server.memory.stress import MAX_BIASES, StressSet, worst_params
 from kvline_server.model.config import read_config
 
+VMSTAT = {"vmstat": "nr_free_pages 1\noom_kill 7\n"}
+
 amount = st.integers(0, 2**40)
 
 
@@ -93,6 +95,30 @@ def test_what_this_image_cannot_do_is_refused_not_ignored(make_model: Callable[.
     launch = launch_config(folder)
     with pytest.raises(DeviceFailure, match=r"CUDA finds none .* libcuda\.so\.1 cannot be"):
         open_backend(replace(launch, device=Device.CUDA), None, 1, warn=print)
+
+
+@pytest.mark.parametrize(
+    ("files", "kills"),
+    [
+        ({"memory/own/memory.oom_control": "oom_kill_disable 0\noom_kill 3\n", **VMSTAT}, 3),
+        ({"memory/memory.oom_control": "under_oom 0\noom_kill 2\n", **VMSTAT}, 2),
+        ({"memory.events": "oom 9\noom_kill 4\noom_group_kill 1\n", **VMSTAT}, 4),
+        ({"memory.events": "oom 9\n", **VMSTAT}, 7),
+        (VMSTAT, 7),
+        ({}, None),
+    ],
+    ids=["v1, host's path", "v1, in a container", "v2", "v2 without it", "no cgroup", "nothing"],
+)
+def test_kills_for_memory_are_counted_by_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: dict[str, str], kills: int | None
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(devices, "CGROUP", tmp_path)
+    monkeypatch.setattr(devices, "VMSTAT", tmp_path / "vmstat")
+    monkeypatch.setattr(devices, "_own_cgroup", lambda controller: "own" if controller else "")
+    assert devices.oom_kills() == kills
 
 
 def test_the_arena_keeps_addresses_and_contents_through_growth_and_shrinking(

@@ -6,6 +6,7 @@ A client that disconnects cancels the generator, which closes every choice and a
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing, suppress
 from typing import Protocol
@@ -17,6 +18,7 @@ from kvline_server.http.envelope import Work, chunk
 from kvline_server.http.errors import ApiError, EngineFailed
 from kvline_server.http.generate import Answer
 
+log = logging.getLogger("kvline")
 UNREAD_BYTES = 16 << 10  # buffered here; what follows waits in engine_client, which limits it
 LINE_BREAKS = [(c.encode(), b"\\u%04x" % ord(c)) for c in "\x85\u2028\u2029"]
 Jobs = list[tuple[list[int], SamplingParams]]
@@ -41,9 +43,11 @@ async def events(work: Streamed, jobs: Jobs, holding: ExitStack) -> AsyncGenerat
             async with aclosing(_parts(work, jobs, totals)) as parts:
                 async for part in parts:
                     yield _event(part)
-        except (ApiError, ExceptionGroup) as failure:
-            error = api_error(failure) if isinstance(failure, ExceptionGroup) else failure
+        except Exception as failure:
+            error = api_error(failure)
             yield _event(msgspec.json.encode(error.body()))
+            if error is failure:
+                raise
             raise error from failure
         options = work.request.stream_options
         if options is not None and options.include_usage:
@@ -51,11 +55,13 @@ async def events(work: Streamed, jobs: Jobs, holding: ExitStack) -> AsyncGenerat
         yield b"data: [DONE]\n\n"
 
 
-def api_error(group: BaseExceptionGroup[BaseException]) -> ApiError:
-    """The error to send to the client: the group's first ApiError, else a 500."""
-    for error in group.exceptions:
+def api_error(failure: Exception) -> ApiError:
+    """The error to send to the client: the first ApiError, else a 500, whose cause is logged."""
+    failures = failure.exceptions if isinstance(failure, ExceptionGroup) else (failure,)
+    for error in failures:
         if isinstance(error, ApiError):
             return error
+    log.error("a request failed inside the server", exc_info=failure)
     return EngineFailed("the request failed inside the server")
 
 

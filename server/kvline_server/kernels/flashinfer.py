@@ -195,7 +195,7 @@ class FlashInferKernels:
                 for layers in weights:
                     self._gemms.time_shape(layers, count)
         else:
-            self._gemms.choices = known
+            self._gemms.take(weights, known)
         return self._gemms.choices
 
     def graphs(self, decoder: Any, cache: list[KVLayer], max_rows: int) -> Graphs:

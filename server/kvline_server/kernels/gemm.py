@@ -89,6 +89,16 @@ class Gemms:
         return [TORCH, *known[:ALGORITHMS]]
 
     @torch.inference_mode()
+    def take(self, weights: list[list[torch.Tensor]], known: Choices) -> None:
+        """Takes choices that were measured elsewhere, but for kernels that are not there."""
+        by_shape = {tuple(layers[0].shape): layers[0] for layers in weights}
+        for (rows, *shape), choice in known.items():
+            if (weight := by_shape.get(tuple(shape))) is not None:
+                x = weight.new_empty((rows, weight.shape[1]))
+                if choice in self.candidates(x, weight, x.new_empty((rows, len(weight)))):
+                    self.choices[rows, len(weight), weight.shape[1]] = choice
+
+    @torch.inference_mode()
     def time_shape(self, weights: list[torch.Tensor], rows: int) -> Timing:
         """Times all candidates for GEMMs of `rows` rows with weights of one shape, one per layer,
         and keeps the best. Raises torch.OutOfMemoryError."""

@@ -53,7 +53,7 @@ def read(path: Path, key: str) -> Choices | None:
 
 
 def texts(choices: Choices) -> tuple[str, ...]:
-    """For the sizing report: "rows out in kernel"."""
+    """For the sizing report: rows, output width, input width and kernel number of each."""
     return tuple(" ".join(map(str, (*shape, choice))) for shape, choice in sorted(choices.items()))
 
 

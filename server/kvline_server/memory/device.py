@@ -24,6 +24,7 @@ MIN_FILES = 64 * MIB  # with less, first attempts thrashed (docs/decisions/005)
 UNLIMITED = 1 << 60  # cgroup v1 writes a huge number, v2 the word max
 FREE_PART = 2  # a server without a limit takes 1/FREE_PART of the free memory
 CGROUP = Path("/sys/fs/cgroup")
+VMSTAT = Path("/proc/vmstat")
 M_MMAP_THRESHOLD = -3  # malloc.h
 LOADED_BLOCK = 64 << 10
 
@@ -163,7 +164,7 @@ def oom_kills() -> int | None:
     where there is no container. None where that cannot be read."""
     v1 = [f / "memory.oom_control" for f in _candidates(CGROUP / "memory", _own_cgroup("memory"))]
     v2 = [f / "memory.events" for f in _candidates(CGROUP, _own_cgroup(""))]
-    for file in (*v1, *v2, Path("/proc/vmstat")):
+    for file in (*v1, *v2, VMSTAT):
         with suppress(OSError):
             for line in file.read_text().splitlines():
                 key, _, count = line.partition(" ")
