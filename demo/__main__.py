@@ -28,7 +28,7 @@ def main() -> int:
         cluster = choose(os.environ.get("CLUSTER", "local"))
         if sys.argv[1:] == ["down"]:
             cluster.down()
-            print("the demo is gone; images, binaries and the model stay in the cache")
+            print("the demo is gone; images, binaries, logs and the model stay in the cache")
             return 0
         run(cluster)
     except ClusterError as error:

@@ -110,9 +110,10 @@ class LocalDemo:
         ip = self.kubectl("get", "service", name, "-o", "jsonpath={.spec.clusterIP}").stdout
         body = f'{{"model": "{name}", "prompt": "Once upon a time", "max_tokens": 32}}'
         return [
-            f"export KUBECONFIG={self.cluster.kubeconfig} PATH={BIN}:$PATH",
+            f"export KUBECONFIG={self.cluster.kubeconfig} PATH={BIN}:$PWD/.venv/bin:$PATH",
+            "make env  # brings kubectl kvline",
             f"kubectl describe kvl {name}",
-            f"make env && .venv/bin/kubectl-kvline explain {name}",
+            f"kubectl kvline explain {name}",
             f"curl http://{ip}:8000/v1/completions -H 'Content-Type: application/json' -d '{body}'",
             f"# Services ({SERVICE_RANGE}) are reachable from this machine",
             "make demo-down",

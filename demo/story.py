@@ -73,13 +73,18 @@ class Story:
         self.watch(NAME, lambda s: condition(s, "Ready")["status"] == "True", 600)
 
     def watch(self, name: str, done: Callable[[dict[str, Any]], bool], seconds: float) -> None:
-        """Prints kubectl get kvl -w until the status meets a condition."""
+        """Prints kubectl get kvl -w until the status meets a condition, and how a rollout goes."""
         print(f"      $ kubectl get kvl {name} -w")
         command = self.cluster.kubectl_command("get", "kvl", name, "-w")
         end = time.monotonic() + seconds
         watching = subprocess.Popen(command)
+        shown = ""
         try:
-            while not done(self.status(name)):
+            while not done(status := self.status(name)):
+                going = condition(status, "UpToDate")
+                if going.get("reason") == "RollingOut" and going["message"] != shown:
+                    shown = going["message"]
+                    self.say(f"UpToDate: {shown}")
                 if time.monotonic() > end:
                     raise ClusterError(
                         f"{name}: not within {seconds:.0f} s; kubectl describe kvl {name} says why"
@@ -169,10 +174,12 @@ class Story:
         self.show_gate("RevisionRejected")
         if self.status(NAME)["rollout"]["stableRevision"] != before:
             raise ClusterError("the smaller revision took over; that must not happen")
+        self.say("and the change is taken back:")
         self.change({"resources": {"memory": "2Gi"}})
 
     def change(self, spec: dict[str, Any]) -> None:
         patch = json.dumps({"spec": spec})
+        print(f"      $ kubectl patch kvl {NAME} --type=merge -p '{patch}'")
         self.cluster.kubectl("patch", "kvl", NAME, "--type=merge", "-p", patch)
 
     def settled(self, status: dict[str, Any]) -> bool:
@@ -189,6 +196,7 @@ class Story:
 
     def refuse(self) -> None:
         self.title("a spec that asks for more than the memory holds")
+        print("      $ kubectl apply -f - <<END" + REFUSED.replace("\n", "\n      ") + "END")
         self.cluster.kubectl("apply", "-f", "-", input=REFUSED)
         self.watch(
             "too-much",
@@ -199,6 +207,7 @@ class Story:
         text = self.cluster.kubectl("describe", "kvl", "too-much").stdout
         shown = text[text.index("Status:") :] if "Status:" in text else text
         print("\n".join(f"      {line}" for line in shown.splitlines()))
+        print("      $ kubectl delete kvl too-much")
         self.cluster.kubectl("delete", "kvl", "too-much")
 
     def goodbye(self) -> None:
