@@ -38,11 +38,11 @@ def _stage(pod: PodView) -> str:
 
 
 def waiting(pod: PodView) -> str:
-    """That it waits for a terminating pod; empty where it does not."""
+    """That it waits for a pod that leaves its node; empty where it does not."""
     if not pod.awaits:
         return ""
     why = pod.unschedulable
-    return f"{pod.name} has no node while {pod.awaits}, which is terminating, has one: {why}"
+    return f"{pod.name} has no node until {pod.awaits} has left one: {why}"
 
 
 def counted(

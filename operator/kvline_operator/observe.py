@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -77,7 +78,7 @@ class PodView:
     report_invalid: bool
     created: str = ""  # RFC 3339
     ready_since: str = ""  # RFC 3339, while it is ready
-    awaits: str = ""  # where it has no node: a pod of the service that is terminating on one
+    awaits: str = ""  # where it has no node: a pod of the service that leaves one
     failures: int = 0  # terminations that count against its revision; candidate.counted
     oom_kills: int = 0
     load: Load | None = None  # of ready pods of services with spec.autoscaling
@@ -190,8 +191,8 @@ def observe(
     living = [p for p in ours if not has_ended(p)]
     readings = list(pool.map(lambda pod: _read_report(pod, reports), living))
     views = [view(pod, reading) for pod, reading in zip(living, readings, strict=True)]
-    leaving = _leaving(found)
-    pods = tuple(_awaiting(pod, leaving) for pod in views)
+    leaves = leaving(found, deployments, times.now())
+    pods = tuple(_awaiting(pod, leaves) for pod in views)
     if spec.autoscaling is not None:
         addresses = [(p.get("status") or {}).get("podIP") for p in living]
         pods = tuple(pool.map(partial(_with_load, reports), pods, addresses))
@@ -200,21 +201,30 @@ def observe(
     return Observed(revisions, deployments, config_maps, pods, ended(ours), jobs, preparing)
 
 
-def _leaving(pods: list[Object]) -> str:
-    """A pod that is terminating on its node, within its grace period: a later one may be stuck.
-    deletionTimestamp is the end of that period."""
-    now = times.now()
-    for pod in pods:
-        placed = (pod.get("spec") or {}).get("nodeName") and not has_ended(pod)
-        if placed and (pod["metadata"].get("deletionTimestamp") or "") > now:
+def leaving(pods: list[Object], deployments: list[Object], now: str) -> str:
+    """The name of a pod that leaves its node: terminating within its grace period, whose end
+    deletionTimestamp is (a later one may be stuck), or one of a Deployment that wants fewer."""
+    surplus: Counter[str] = Counter()  # by revision: placed pods above the wanted ones
+    for item in deployments:
+        surplus[_revision(item)] -= item["spec"].get("replicas", 1)
+    placed = [p for p in pods if (p.get("spec") or {}).get("nodeName") and not has_ended(p)]
+    for pod in placed:
+        ends = pod["metadata"].get("deletionTimestamp")
+        surplus[_revision(pod)] += not ends
+        if ends and ends > now:
             return str(pod["metadata"]["name"])
-    return ""
+    found = (p for p in placed if not p["metadata"].get("deletionTimestamp"))
+    return next((str(p["metadata"]["name"]) for p in found if surplus[_revision(p)] > 0), "")
 
 
-def _awaiting(pod: PodView, leaving: str) -> PodView:
+def _revision(item: Object) -> str:
+    return str((item["metadata"].get("labels") or {}).get(LABEL_REVISION, ""))
+
+
+def _awaiting(pod: PodView, leaves: str) -> PodView:
     """A pod without a node is no failure while another of the service leaves one: in Recreate and
     Replace it gets what that one had."""
-    return replace(pod, awaits=leaving) if pod.unschedulable else pod
+    return replace(pod, awaits=leaves) if pod.unschedulable else pod
 
 
 def _preparing(kube: Kube, spec: ServiceSpec, jobs: tuple[Object, ...]) -> tuple[PodView, ...]:
@@ -265,7 +275,7 @@ def view(pod: Object, reading: Reading) -> PodView:
         name=pod["metadata"]["name"],
         uid=pod["metadata"]["uid"],
         node=(pod.get("spec") or {}).get("nodeName", ""),
-        revision=(pod["metadata"].get("labels") or {}).get(LABEL_REVISION, ""),
+        revision=_revision(pod),
         ready=_is_ready(status),
         running="running" in (server.get("state") or {}),
         downloading="running" in (download.get("state") or {}),

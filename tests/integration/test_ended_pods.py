@@ -132,18 +132,18 @@ def test_a_candidate_that_waits_for_what_a_terminating_pod_holds_is_not_unschedu
     serve(space, node)
     (old,) = node.pods()
     node.bind(old)  # so that only a kubelet, or force, removes it
-    earlier = [e["metadata"]["uid"] for e in space.list("events")]
     space.apply(engine={"maxModelLen": 2048}, rollout={"strategy": "Recreate"})
 
     def candidates() -> list[dict[str, Any]]:
         node.fetch()
         return [p for p in node.pods() if p["metadata"]["name"] != old["metadata"]["name"]]
 
-    (new,) = eventually(candidates)
+    (new,) = eventually(candidates)  # the prepare Job's pod had no node either
+    earlier = [e["metadata"]["uid"] for e in space.list("events")]
     full = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
     full["message"] = "0/1 nodes are available: 1 Insufficient nvidia.com/gpu"
     node.patch(new, {"phase": "Pending", "conditions": [full]})
-    waits = f"has no node while {old['metadata']['name']}, which is terminating, has one: 0/1 nodes"
+    waits = f"has no node until {old['metadata']['name']} has left one: "  # the scheduler's words follow
     eventually(lambda: waits in space.condition("Ready")["message"])
     progressing = space.condition("Progressing")
     assert progressing["reason"] == "RollingOut" and waits in progressing["message"]

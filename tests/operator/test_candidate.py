@@ -13,7 +13,7 @@ from kvline_operator.candidate import view as view_candidate
 from kvline_operator.container_ends import Ends, dumps, parse
 from kvline_operator.ended_pods import ended, has_ended, surplus
 from kvline_operator.gate import ComparisonGroup
-from kvline_operator.observe import PodView, view
+from kvline_operator.observe import PodView, leaving, view
 from kvline_operator.revision_state import RevisionState
 from kvline_operator.sizing import Reading
 
@@ -120,6 +120,31 @@ def test_a_pod_that_was_killed_and_runs_again_is_not_hindered() -> None:
 def terminal(number: int, **status: Any) -> dict[str, Any]:
     meta = {"name": f"p{number:02}", "uid": str(number), "creationTimestamp": f"t{number:02}"}
     return {"metadata": meta, "spec": {}, "status": {"phase": "Failed", **status}}
+
+
+def placed(revision: str, node: str = "n", ends: str = "", phase: str = "Running") -> Any:
+    meta: dict[str, Any] = {"name": f"p-{revision}", "labels": {"kvline.dev/revision": revision}}
+    meta |= {"deletionTimestamp": ends} if ends else {}
+    return {"metadata": meta, "spec": {"nodeName": node}, "status": {"phase": phase}}
+
+
+@pytest.mark.parametrize(
+    ("pods", "leaves"),
+    [
+        ([placed("a")], ""),
+        ([placed("a", ends="t5")], "p-a"),
+        ([placed("a", ends="t4")], ""),  # stuck
+        ([placed("a", "", ends="t5")], ""),
+        ([placed("a", ends="t5", phase="Failed")], ""),
+        ([placed("a"), placed("a")], "p-a"),  # of two its Deployment wants one
+        ([placed("a"), placed("a", "")], ""),
+        ([placed("b")], "p-b"),  # scaled to none
+        ([placed("c")], "p-c"),  # its Deployment is gone
+    ],
+)
+def test_a_pod_leaves_its_node_within_its_grace_period_or_soon(pods: Any, leaves: str) -> None:
+    counts = [placed("a") | {"spec": {"replicas": 1}}, placed("b") | {"spec": {"replicas": 0}}]
+    assert leaving(pods, counts, "t4") == leaves
 
 
 def test_of_terminal_pods_the_oldest_are_deleted_and_each_has_its_reason() -> None:

@@ -232,7 +232,7 @@ def test_a_stable_replica_on_a_cpu_is_no_gpu_s_while_the_spec_asks_for_one() -> 
 def test_a_pod_that_waits_for_a_terminating_one_says_so_with_the_scheduler_s_words() -> None:
     waits = replace(PLAIN, unschedulable="0/1 nodes: Insufficient nvidia.com/gpu", awaits="old")
     found = by_type(service_state(waits))
-    words = "has no node while old, which is terminating, has one: 0/1 nodes: Insufficient"
+    words = "has no node until old has left one: 0/1 nodes: Insufficient"
     assert (found["Progressing"].status, found["Progressing"].reason) == ("True", "RollingOut")
     assert words in found["Progressing"].message and words in found["Ready"].message
     assert not candidate.blocker(waits) and candidate.blocker(replace(waits, awaits=""))
