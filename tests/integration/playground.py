@@ -224,6 +224,7 @@ class Node:
         self.answers: dict[str, bytes] = {}  # address -> body of /sizing
         self.addresses: dict[str, str] = {}  # pod uid -> address
         self.was_ready: set[str] = set()  # pod uids
+        self.considered: set[str] = set()  # uids of pods that the scheduler has considered
         self.crashes: Counter[str] = Counter()  # by pod uid
         self.load: Load | None = None  # the load that every replica reports
         self.fetches = True  # prepare Jobs succeed at once
@@ -365,7 +366,19 @@ class Node:
         """Writes a pod's status; a pod that is deleted meanwhile is ignored."""
         api = self.space.api
         path = api.path("pods", self.space.name, pod["metadata"]["name"])
+        if pod["metadata"]["uid"] not in self.considered:
+            eventually(lambda: _considered(api.get(path)))
+            self.considered.add(pod["metadata"]["uid"])
         api.merge(f"{path}/status", {"status": status})
+
+
+def _considered(pod: dict[str, Any] | None) -> bool:
+    """Whether the scheduler has set its condition, which it does once here, where no node is: set
+    after a kubelet's status, it would say of a pod that ran that it is unschedulable."""
+    if pod is None or pod["metadata"].get("deletionTimestamp"):
+        return True
+    conditions = (pod.get("status") or {}).get("conditions") or []
+    return any(c["type"] == "PodScheduled" for c in conditions)
 
 
 def serve(space: Space, node: Node) -> None:

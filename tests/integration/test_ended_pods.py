@@ -143,7 +143,7 @@ def test_a_candidate_that_waits_for_what_a_terminating_pod_holds_is_not_unschedu
     full = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
     full["message"] = "0/1 nodes are available: 1 Insufficient nvidia.com/gpu"
     node.patch(new, {"phase": "Pending", "conditions": [full]})
-    waits = f"has no node until {old['metadata']['name']} has left one: "  # the scheduler's words follow
+    waits = f"has no node until {old['metadata']['name']} has left one: "
     eventually(lambda: waits in space.condition("Ready")["message"])
     progressing = space.condition("Progressing")
     assert progressing["reason"] == "RollingOut" and waits in progressing["message"]
