@@ -20,7 +20,7 @@ from kvline_contract.codec import ContractError
 from kvline_contract.report import SizingReport
 from kvline_kubectl.cluster import Cluster, Problem
 from kvline_operator.podspec import pod_template
-from kvline_operator.render import Owner, launch_config
+from kvline_operator.render import Owner, claim_template, launch_config
 from kvline_operator.revisions import Revision
 from kvline_operator.settings import Settings
 from kvline_operator.spec import ServiceSpec, parse
@@ -68,8 +68,9 @@ def changed(
     return after
 
 
-def objects(spec: ServiceSpec, image: str, hub: str = "") -> tuple[Object, Object]:
-    """The Job, and the ConfigMap with its launch file, which the Job is to own."""
+def objects(spec: ServiceSpec, image: str, hub: str = "") -> tuple[Object, list[Object]]:
+    """The Job, and what it is to own: the ConfigMap with its launch file, and with
+    gpuDeviceClass the ResourceClaimTemplate of its pod's GPU."""
     name = f"{spec.base}-size-{uuid.uuid4().hex[:5]}"
     revision = Revision("size", image, spec.inputs_json, 0)
     settings = Settings(image, hub_endpoint=hub)
@@ -89,10 +90,11 @@ def objects(spec: ServiceSpec, image: str, hub: str = "") -> tuple[Object, Objec
     launch["configMap"]["name"] = name
     data = {"inputs": spec.inputs, "image": image, "servedName": spec.served_name}
     text = launch_config(Owner.of(spec), "size", data).dumps()
+    meta = {"name": name, "namespace": spec.namespace}
     job = {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"name": name, "namespace": spec.namespace},
+        "metadata": dict(meta),
         "spec": {
             "backoffLimit": 0,
             "activeDeadlineSeconds": DEADLINE_SECONDS,
@@ -100,28 +102,34 @@ def objects(spec: ServiceSpec, image: str, hub: str = "") -> tuple[Object, Objec
             "template": {"spec": pod},
         },
     }
-    config = {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": name, "namespace": spec.namespace},
-        "data": {names.LAUNCH_FILE: text},
-    }
-    return job, config
+    owned: list[Object] = [
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": dict(meta),
+            "data": {names.LAUNCH_FILE: text},
+        }
+    ]
+    if spec.device_class:
+        pod["resourceClaims"][0]["resourceClaimTemplateName"] = name
+        owned.append({**claim_template(spec.inputs["resources"]), "metadata": dict(meta)})
+    return job, owned
 
 
 def run(cluster: Cluster, body: Object, image: str, say: Callable[[str], None]) -> SizingReport:
     """Creates the Job, prints its progress, and returns the sizing report."""
-    job, config = objects(parse(body), image)
+    job, owned = objects(parse(body), image)
     name = job["metadata"]["name"]
     cluster.kube.create(job)
     made = cluster.kube.get("Job", cluster.namespace, name)
     if made is None:
         raise Problem(f"Job {name} is gone already")
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": made["metadata"]["uid"]}
-    config["metadata"]["ownerReferences"] = [owner]
     say(f"Job {name}")
     try:
-        cluster.kube.create(config)
+        for item in owned:
+            item["metadata"]["ownerReferences"] = [owner]
+            cluster.kube.create(item)
         lines, status = _follow(cluster, name, say)
     except BaseException:  # a finished Job stays for its TTL, an abandoned one is deleted
         cluster.kube.delete("Job", cluster.namespace, name, made["metadata"]["uid"])

@@ -20,7 +20,7 @@ ADVICE = (
     Advice(
         "Accepted",
         ("SpecInvalid",),
-        "the server refuses a setting, or the API server refuses a child object",
+        "the server refuses a setting, or the API server refuses a child object or lacks its kind",
         "the message names the field; correct it and apply again",
     ),
     Advice(

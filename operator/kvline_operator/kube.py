@@ -57,6 +57,7 @@ KINDS = {
     "NetworkPolicy": ("/apis/networking.k8s.io/v1", "networkpolicies"),
     "Lease": ("/apis/coordination.k8s.io/v1", "leases"),
     "Job": ("/apis/batch/v1", "jobs"),
+    "ResourceClaimTemplate": ("/apis/resource.k8s.io/v1", "resourceclaimtemplates"),
     KIND: (f"/apis/{GROUP}/{API_VERSION}", PLURAL),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +20,7 @@ from kvline_contract.names import (
 )
 from kvline_contract.report import Load, Result, SizingReport, State, Termination
 from kvline_operator.ended_pods import EndedPod, ended, has_ended
+from kvline_operator.errors import Missing, SpecError
 from kvline_operator.gate import Measured
 from kvline_operator.kube import Kube
 from kvline_operator.pod_ownership import PodOwnership
@@ -27,6 +29,11 @@ from kvline_operator.sizing import Reading, Reports
 from kvline_operator.spec import ServiceSpec
 
 Object = dict[str, Any]
+UNSERVED = (
+    "spec.resources.gpuDeviceClass needs the API resource.k8s.io/v1 (Kubernetes 1.34 or newer), "
+    "which this API server does not serve; remove the field to request nvidia.com/gpu, or set "
+    "spec.resources.gpuResource"
+)
 KILLS = (137, 143)  # exit codes after SIGKILL and SIGTERM; a started server ends SIGTERM with 0
 
 
@@ -130,6 +137,7 @@ class Observed:
     ended: tuple[EndedPod, ...] = ()  # terminal pods, newest first
     jobs: tuple[Object, ...] = ()  # prepare Jobs, also those being deleted
     preparing: tuple[PodView, ...] = ()  # their pods, oldest first
+    claim_templates: tuple[Object, ...] = ()  # ResourceClaimTemplates
 
     def config_map(self, name: str) -> Object | None:
         return self.child("ConfigMap", name)
@@ -143,11 +151,12 @@ class Observed:
         """Whether children of this kind are listed: an unlisted one is most likely absent."""
         return kind in self._listed()
 
-    def _listed(self) -> dict[str, list[Object]]:
+    def _listed(self) -> dict[str, Sequence[Object]]:
         return {
             "ControllerRevision": self.revisions,
             "Deployment": self.deployments,
             "ConfigMap": self.config_maps,
+            "ResourceClaimTemplate": self.claim_templates,
         }
 
     def serving(self) -> dict[str, tuple[Measured, ...]]:
@@ -198,7 +207,24 @@ def observe(
         pods = tuple(pool.map(partial(_with_load, reports), pods, addresses))
     jobs = tuple(item for item in lists[4] if _is_owned(item, spec.uid))
     preparing = _preparing(kube, spec, jobs) if jobs else ()
-    return Observed(revisions, deployments, config_maps, pods, ended(ours), jobs, preparing)
+    claims = _claim_templates(kube, spec, selector, revisions)
+    return Observed(revisions, deployments, config_maps, pods, ended(ours), jobs, preparing, claims)
+
+
+def _claim_templates(
+    kube: Kube, spec: ServiceSpec, selector: str, revisions: list[Object]
+) -> tuple[Object, ...]:
+    """Listed only for services with spec.resources.gpuDeviceClass, now or in an earlier revision:
+    API servers before 1.34 lack the kind."""
+    if not spec.device_class and not any("claimTemplate" in r["data"] for r in revisions):
+        return ()
+    try:
+        found = kube.select("ResourceClaimTemplate", spec.namespace, selector)
+    except Missing:
+        if spec.device_class:
+            raise SpecError(UNSERVED) from None
+        return ()
+    return tuple(_owned(found, spec.uid))
 
 
 def leaving(pods: list[Object], deployments: list[Object], now: str) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 from kvline_contract.names import KIND, LABEL_PREPARES, LABEL_SERVICE, base_name
 from kvline_operator.workqueue import Key
 
+# The kinds that are watched. No ResourceClaimTemplate: API servers before 1.34 lack the kind, and
+# one that was deleted is created again with the events of the first pod that needs it.
 CHILDREN = (
     "Pod",
     "Service",

@@ -9,11 +9,12 @@ from kvline_contract import names, tracing
 from kvline_operator import placement
 from kvline_operator.revisions import Revision
 from kvline_operator.settings import Settings
-from kvline_operator.spec import ServiceSpec
+from kvline_operator.spec import ServiceSpec, device_class
 
 Object = dict[str, Any]
 
 GPU_RESOURCE = "nvidia.com/gpu"  # default: of NVIDIA's device plug-in
+GPU_CLAIM = "gpu"  # name of the pod's claim, and of the claim's request
 DRAIN_SECONDS = 120  # default of spec.drainSeconds, also the server's
 EXIT_SECONDS = 15  # for the engine to exit after the drain
 CACHE_SIZE_LIMIT = "200Gi"
@@ -51,6 +52,8 @@ def pod_template(
         "containers": [_server(inputs, revision, settings)],
         "volumes": _volumes(spec, inputs, name, names.gate_name(base, revision.name), base),
     }
+    if device_class(inputs["resources"]):
+        pod["resourceClaims"] = [{"name": GPU_CLAIM, "resourceClaimTemplateName": name}]
     access = inputs.get("access", {})
     if "apiKeySecret" in access:
         secret = access["apiKeySecret"]
@@ -142,6 +145,8 @@ def _resources(asked: Object) -> Object:
     limits: Object = {"memory": asked["memory"]}
     if "ephemeralStorage" in asked:
         amounts["ephemeral-storage"] = asked["ephemeralStorage"]
+    if device_class(asked):
+        return {"requests": amounts, "limits": limits, "claims": [{"name": GPU_CLAIM}]}
     if asked.get("gpus"):
         name = asked.get("gpuResource", GPU_RESOURCE)
         amounts[name] = limits[name] = str(asked["gpus"])

@@ -7,7 +7,7 @@ which event triggered it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -99,7 +99,7 @@ def reconcile(context: Context, key: Key) -> float:
         new, events = status.refused(wrong, body, context.stamp())
         context.status_cache.refuse(key, body.get("spec") or {}, new)
         _write_status(context, body, new, events)
-        return RETRY_REFUSED if reason == "Forbidden" else 0.0
+        return RETRY_REFUSED  # roles and served APIs change without an event
     known, pods = candidate.counted(known, observed.pods)
     observed = replace(observed, pods=pods)
     rollout_state = RolloutState.of(spec, observed, revision.name, stored, known, context.now())
@@ -292,9 +292,14 @@ def _store_states(context: Context, spec: ServiceSpec, rollout_state: RolloutSta
 def _prune(
     context: Context, spec: ServiceSpec, observed: Observed, plan: rollout.RolloutPlan
 ) -> None:
-    """Deletes Deployments and ConfigMaps of revisions that are not in the plan, and all but the
-    newest ten ControllerRevisions and terminal pods."""
-    for kind, items in (("Deployment", observed.deployments), ("ConfigMap", observed.config_maps)):
+    """Deletes Deployments, ConfigMaps and ResourceClaimTemplates of revisions that are not in the
+    plan, and all but the newest ten ControllerRevisions and terminal pods."""
+    of_revisions: tuple[tuple[str, Sequence[Object]], ...] = (
+        ("Deployment", observed.deployments),
+        ("ConfigMap", observed.config_maps),
+        ("ResourceClaimTemplate", observed.claim_templates),
+    )
+    for kind, items in of_revisions:
         for item in items:
             revision = (item["metadata"].get("labels") or {}).get(LABEL_REVISION)
             if revision and revision not in plan.replicas:

@@ -24,7 +24,7 @@ from kvline_contract.launch import (
     Record,
 )
 from kvline_operator.autoscale import Scale
-from kvline_operator.podspec import download_container, pod_template
+from kvline_operator.podspec import GPU_CLAIM, download_container, pod_template
 from kvline_operator.records import text
 from kvline_operator.revisions import Revision
 from kvline_operator.rollout import RolloutPlan
@@ -193,6 +193,8 @@ def controller_revision(spec: ServiceSpec, revision: Revision, settings: Setting
     }
     if spec.source.from_hub and "cache" in spec.inputs["model"]:
         data["download"] = download_container(spec.inputs, revision.image, settings)
+    if spec.device_class:
+        data["claimTemplate"] = claim_template(spec.inputs["resources"])
     data["launch"] = launch_config(owner, revision.name, data).dumps()
     return _controller_revision(owner, revision.name, revision.number, data, {})
 
@@ -223,10 +225,12 @@ def _controller_revision(
 def revision_objects(
     spec: ServiceSpec, stored: Object, replicas: int, gate: GateFile, launch: str
 ) -> list[Object]:
-    """A revision's ConfigMaps and Deployment, from its ControllerRevision and launch file."""
+    """A revision's ConfigMaps, ResourceClaimTemplate and Deployment, from its ControllerRevision
+    and launch file."""
     owner = Owner.of(spec)
     revision = stored["metadata"]["labels"][names.LABEL_REVISION]
     name = names.revision_name(owner.base, revision)
+    claim = stored["data"].get("claimTemplate")
     return [
         {
             "apiVersion": "v1",
@@ -241,6 +245,7 @@ def revision_objects(
             "metadata": metadata(owner, names.gate_name(owner.base, revision), revision),
             "data": {names.GATE_FILE: dumps(gate)},
         },
+        *([{**claim, "metadata": metadata(owner, name, revision)}] if claim else []),
         {
             "apiVersion": "apps/v1",
             "kind": "Deployment",
@@ -259,6 +264,16 @@ def revision_objects(
             },
         },
     ]
+
+
+def claim_template(asked: Object) -> Object:
+    """The ResourceClaimTemplate from which each pod gets a claim of its own, but for metadata."""
+    exactly = {"deviceClassName": asked["gpuDeviceClass"], "count": asked["gpus"]}
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaimTemplate",
+        "spec": {"spec": {"devices": {"requests": [{"name": GPU_CLAIM, "exactly": exactly}]}}},
+    }
 
 
 def launch_text(spec: ServiceSpec, stored: Object, live: Object | None) -> str:

@@ -119,6 +119,10 @@ class ServiceSpec:
     def gpus(self) -> int:
         return int(self.inputs.get("resources", {}).get("gpus", 0))
 
+    @property
+    def device_class(self) -> str:
+        return device_class(self.inputs.get("resources", {}))
+
 
 def parse(body: dict[str, Any]) -> ServiceSpec:
     metadata, spec = body["metadata"], body.get("spec") or {}
@@ -206,6 +210,12 @@ def parse_source(text: Any) -> ModelSource:
 def scheme(inputs: dict[str, Any]) -> str:
     """Of the API of a revision with these inputs."""
     return "https" if "tlsSecret" in inputs.get("access", {}) else "http"
+
+
+def device_class(resources: dict[str, Any]) -> str:
+    """Of the GPUs, which a ResourceClaim then allocates; empty without GPUs, or where they are an
+    extended resource."""
+    return str(resources.get("gpuDeviceClass", "")) if resources.get("gpus") else ""
 
 
 def inputs(metadata: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:

@@ -56,7 +56,8 @@ WORDS = (
     Word(
         r"\bproducts?\b",
         "GEMM; a section of a design that nobody else has: say the rule itself",
-        allowed=r"\bitertools\.product\b|\b(dot|inner|outer|cartesian) products?\b",
+        allowed=r"\bitertools\.product\b|\b(dot|inner|outer|cartesian) products?\b"
+        r"|\bgpu\.product\b",  # a node label of NVIDIA's
     ),
     Word(
         r"\bpieces?\b",

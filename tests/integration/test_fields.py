@@ -33,6 +33,7 @@ CHANGES: list[tuple[str, Any, str]] = [
     ("drainSeconds", 600, ROLLS),
     ("resources.gpus", 2, "spec.resources.gpus"),
     ("resources.gpuResource", "nvidia.com/gpu.shared", "which is 0"),
+    ("resources.gpuDeviceClass", "gpu.nvidia.com", "which is 0"),
     ("resources.cpu", "500m", ROLLS),
     ("resources.ephemeralStorage", "1Gi", ROLLS),
     ("resources.sharedMemory", "3Gi", "sharedMemory must not exceed memory"),
@@ -97,7 +98,8 @@ def test_each_field_rolls_out_or_stays_or_is_refused_by_name(
     space: Any, operator: Any, node: Node, until: Callable[..., Any]
 ) -> None:
     """C16: each field changed on a service that serves, and no change gets stuck; tokenSecret,
-    cache, gpus, gpuResource, priorityClassName and runtimeClassName by a value that is refused."""
+    cache, gpus, gpuResource, gpuDeviceClass, priorityClassName and runtimeClassName by a value that
+    is refused."""
     crd = yaml.safe_load((ROOT / "manifests" / "crd.yaml").read_text())
     (version,) = crd["spec"]["versions"]
     known = set(leaves(version["schema"]["openAPIV3Schema"]["properties"]["spec"]))

@@ -15,6 +15,7 @@ from kvline_contract.report import State
 
 pytestmark = pytest.mark.integration
 
+DIGEST = "localhost/kvline-server@sha256:" + "a" * 64
 Right = tuple[str, str, str]  # API group, resource or resource/subresource, verb
 
 
@@ -87,6 +88,17 @@ def test_every_right_that_is_granted_is_used_and_no_other_is_asked_for(
     until(lambda: space.list("jobs"))
     space.apply(engine=spec["engine"])
     until(lambda: not space.list("jobs"))
+
+    # The template of a GPU's claims, which is in no list once and is then no longer needed.
+    gpu = {"memory": "2Gi", "gpus": 1, "gpuDeviceClass": "gpu.nvidia.com"}
+    space.apply(engine=spec["engine"], image=DIGEST, resources=gpu)
+    (template,) = until(lambda: space.list("resourceclaimtemplates"))
+    name = template["metadata"]["name"]
+    space.kubectl("label", "resourceclaimtemplate", name, f"{LABEL_SERVICE}-")
+    space.kubectl("annotate", "kvl", "chat", "wake=1")  # no watch would tell
+    until(lambda: LABEL_SERVICE in space.get("resourceclaimtemplate", name)["metadata"]["labels"])
+    space.apply(engine=spec["engine"])
+    until(lambda: not space.list("resourceclaimtemplates"))
 
     log = cluster.audit_log
     refused = [

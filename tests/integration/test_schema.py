@@ -56,6 +56,27 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("C10", {"resources": {**GPU, "memory": "2047Mi"}}, "at least 2Gi with a GPU"),
     ("C10", {"resources": {**GPU, "gpuResource": "gpu"}}, "spec.resources.gpuResource"),
     ("C10", {"resources": {**GPU, "gpuResource": "kubernetes.io/gpu"}}, "a device plug-in's"),
+    (
+        "C10",
+        {"resources": {**GPU, "gpuDeviceClass": "GPU/nvidia"}},
+        "spec.resources.gpuDeviceClass",
+    ),
+    (
+        "C10",
+        {"resources": {"memory": "2Gi", "gpuDeviceClass": "gpu.nvidia.com"}},
+        "gpuDeviceClass names the class of the GPUs that gpus counts, which is 0",
+    ),
+    (
+        "C10",
+        {
+            "resources": {
+                **GPU,
+                "gpuResource": "nvidia.com/gpu",
+                "gpuDeviceClass": "gpu.nvidia.com",
+            }
+        },
+        "gpuDeviceClass and gpuResource exclude each other",
+    ),
     ("C10", {"resources": {"memory": "2Gi", "sharedMemory": "1GB"}}, "sharedMemory"),
     ("C11", {"podMetadata": {"labels": {"a b": "c"}}}, "must be label keys"),
     ("C11", {"podMetadata": {"labels": {"pod-template-hash": "c"}}}, "a Deployment's"),

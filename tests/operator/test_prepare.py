@@ -118,6 +118,17 @@ def test_the_taint_of_another_gpu_resource_is_tolerated_and_none_on_the_cpu() ->
         assert [t["key"] for t in pod.get("tolerations", [])] == keys
 
 
+def test_a_job_claims_no_device() -> None:
+    """With a device class nothing is added to the tolerations either: no admission plug-in adds
+    one to the revision's own pods."""
+    spec = made(resources={"memory": "16Gi", "gpus": 1, "gpuDeviceClass": "gpu.nvidia.com"})
+    revision = stored(spec)
+    assert "resourceClaims" in revision["data"]["podTemplate"]["spec"]
+    pod = jobs.job(spec, revision)["spec"]["template"]["spec"]
+    assert "resourceClaims" not in pod and "claims" not in pod["containers"][0]["resources"]
+    assert pod["tolerations"] == revision["data"]["podTemplate"]["spec"]["tolerations"]
+
+
 def deployment(revision: str, replicas: int) -> Object:
     labels = {"kvline.dev/revision": revision}
     return {"metadata": {"labels": labels}, "spec": {"replicas": replicas}}

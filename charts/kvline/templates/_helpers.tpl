@@ -24,6 +24,9 @@
 - apiGroups: [batch]
   resources: [jobs]
   verbs: [list, create, delete]
+- apiGroups: [resource.k8s.io] # only for services with gpuDeviceClass
+  resources: [resourceclaimtemplates]
+  verbs: [get, list, create, patch, delete]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create, patch]
