@@ -6,6 +6,7 @@ Releases younger than seven days are left out: a bad one is usually found by the
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
@@ -35,8 +36,17 @@ def main() -> None:
             continue
         command = [tools.uv(), "pip", "compile", *source, *COMMON.split()]
         command += ["--constraint", "requirements/constraints.in", "--exclude-newer", before]
-        subprocess.run([*command, "-o", str(folder / f"{name}.txt")], cwd=ROOT, check=True)
+        made = folder / f"{name}.txt"
+        subprocess.run([*command, "-o", str(made)], cwd=ROOT, check=True)
+        if name == "server":
+            made.write_text(without_gpu(made.read_text()))
         print(f"requirements/{name}.txt")
+
+
+def without_gpu(requirements: str) -> str:
+    """Without what torch requires for a GPU alone: the CPU's image has stubs instead."""
+    packages = re.split(r"^(?=\S)", requirements, flags=re.M)
+    return "".join(p for p in packages if not p.startswith(("nvidia-", "cuda-", "triton==")))
 
 
 if __name__ == "__main__":

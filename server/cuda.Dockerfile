@@ -5,18 +5,27 @@ ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE}
 ARG UV=0.13.9
 ARG SITE=/opt/kvline/lib/python3.11/site-packages
-# What only compiles (Triton, ninja) and what only Blackwell runs is taken out in the layer that
-# brought it. The secret is optional, as in server/Dockerfile.
+# Taken out in the layer that brought it: what only compiles (Triton, ninja), what only Blackwell
+# runs, what only profiles, plug-ins for networks whose own libraries are not here, and libraries of
+# CUDA that no model here calls (Fourier transforms, sparse matrices, solvers, random numbers).
+# Stubs take the places of those that torch names. The secret is optional, as in server/Dockerfile.
 COPY requirements/cuda.txt /tmp/requirements.txt
+COPY server/kvline_image/*.py /tmp/slim/kvline_image/
 RUN --mount=type=secret,id=registry --mount=type=cache,target=/root/.cache/uv \
     if [ -f /run/secrets/registry ]; then set -a; . /run/secrets/registry; set +a; fi; \
     python3 -m venv /tmp/uv && /tmp/uv/bin/pip install --quiet --no-cache-dir uv==${UV} && \
     python3 -m venv --without-pip /opt/kvline && \
     /tmp/uv/bin/uv pip install --quiet --python /opt/kvline/bin/python --link-mode=copy \
         --compile-bytecode --no-deps --require-hashes --requirements /tmp/requirements.txt && \
-    rm -rf ${SITE}/triton ${SITE}/nvidia_cutlass_dsl ${SITE}/cuda/tile /opt/kvline/bin/ninja \
-        ${SITE}/torch/include ${SITE}/flashinfer/data/cutlass \
-        ${SITE}/nvidia/*/include /tmp/uv /tmp/requirements.txt
+    cd ${SITE} && rm -rf triton nvidia_cutlass_dsl cuda/tile flashinfer/data/cutlass \
+        torch/include torch/share torch/bin/protoc* torch/bin/ptxas torch/lib/libtorch_cuda_linalg.so \
+        nvidia/*/include nvidia/*/lib/*.a nvidia/*/lib/*.bc nvidia/*/lib/*alt.so* nvidia/cusparselt && \
+    (cd nvidia/cu13/lib && rm libcufft* libcusparse* libcusolver* libcurand* libnvJitLink* libnvblas* \
+        libnvperf* libpcsampling* libcheckpoint* libcufile_rdma*) && \
+    (cd nvidia/nvshmem/lib && rm *_mpi.* *_pmix.* *_shmem.* *_ibdevx.* *_ibgda.* *_libfabric.* *_ucx.*) && \
+    PYTHONPATH=/tmp/slim /opt/kvline/bin/python -B -m kvline_image.slim . libcufft.so.12 \
+        libcusparse.so.12 libcusparseLt.so.0 libcurand.so.10 && \
+    rm -rf /opt/kvline/bin/ninja /tmp/uv /tmp/slim /tmp/requirements.txt
 RUN --mount=type=bind,source=dist,target=/tmp/dist \
     python3 -m zipfile -e /tmp/dist/kvline-0.1.0-py3-none-any.whl ${SITE} && \
     mkdir -p ${SITE}/flashinfer/data/aot && \

@@ -38,7 +38,7 @@ BUILDAH = [
     "overlay",
 ]
 COMPONENTS = ("operator", "server")
-CUDA = "cuda"  # built only on request: five gigabytes, and kernels compiled with nvcc
+CUDA = "cuda"  # built only on request: three gigabytes, and kernels compiled with nvcc
 DOCKERFILES = {CUDA: "server/cuda.Dockerfile"}
 CACHED = "/var/cache/uv"  # in the build
 REGISTRY_KEYS = ("PIP_", "UV_", "SSL_CERT", "REQUESTS_CA", "CURL_CA")

@@ -1,8 +1,9 @@
 """make image-check [KERNELS=FILE]: what can be checked of the images without a cluster or a GPU.
 
 No compiler, no package tool, no file that changes who runs it, a user that is not root, imports
-that work as that user without a network, and how large it is. The CUDA image takes FlashInfer's
-kernels, built where nvcc is, from the archive that KERNELS names; without one it is not checked.
+that work as that user without a network, shared libraries that find those they name, and how large
+it is at most. The CUDA image takes FlashInfer's kernels, built where nvcc is, from the archive that
+KERNELS names; without one it is not checked.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import build
+import contents
+import lock
 from build import BUILDAH, Built
 from errors import ClusterError
-from images import Layer
 
 UNWANTED = frozenset(
     [
@@ -54,7 +55,7 @@ IMPORTS = {
 }
 IMPORTS[build.CUDA] = f"{IMPORTS['server']}, kvline_server.kernels.flashinfer"
 DRIVER = "/usr/local/nvidia/lib64"  # where GKE's nodes mount it
-MIB = 1 << 20
+LIMITS = {"operator": 330, "server": 900, build.CUDA: 3050}  # MiB: what they take, and some more
 
 
 def main() -> int:
@@ -85,23 +86,25 @@ def build_cuda(kernels: Path) -> list[Built]:
 
 def check(image: Built) -> list[str]:
     """What is wrong with an image; prints what it is."""
-    # An upper layer hides what is below it, so the last one that has a path decides.
-    files = {str(p.relative_to(layer.folder)): p for layer in image.layers for p in _files(layer)}
-    size = sum(p.lstat().st_size for p in files.values()) / MIB
+    files = contents.files(image)
+    size, most = contents.size(files), LIMITS[image.component]
     user = str(image.config.get("User", ""))
-    print(f"{image.name}: {size:.0f} MiB, {len(image.layers)} layers, user {user}", flush=True)
+    print(f"{image.name}: {size} MiB, user {user}")
+    print(f"  layers, MiB: {contents.layers(image)}")
+    print(f"  largest, MiB: {contents.largest(files)}", flush=True)
     wrong = [f"holds {name}" for name in sorted(files) if _unwanted(name)]
     wrong += [f"{name} is setuid or setgid" for name, p in sorted(files.items()) if _raised(p)]
+    wrong += contents.incomplete(files)
+    if size > most:
+        wrong.append(f"takes {size} MiB, at most {most} are expected")
+    if image.component != build.CUDA:
+        wrong += [f"holds {name}" for name in contents.gpu_files(files)]
     if user.partition(":")[0] in ("", "0", "root"):
         wrong.append(f"runs as {user or 'root'}")
     if image.component == build.CUDA and not any(DRIVER in e for e in image.config.get("Env", [])):
         wrong.append(f"finds no driver that a node mounts at {DRIVER}")
-    return wrong + _imports(image)
-
-
-def _files(layer: Layer) -> Iterator[Path]:
-    for folder, _, names in os.walk(layer.folder):
-        yield from (Path(folder, name) for name in names)
+    with lock.held(build.STORE / "lock"):  # another build would remove the container
+        return wrong + _imports(image)
 
 
 def _unwanted(name: str) -> bool:

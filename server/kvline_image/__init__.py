@@ -1,0 +1,1 @@
+"""What makes the server images smaller than their packages. Standard library only."""
