@@ -10,12 +10,14 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "gpu_node"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import binaries
 import build
 import earlier
 import model
+import node_programs
 import tools
 from local import ClusterError, LocalCluster
 
@@ -62,6 +64,7 @@ def _programs() -> None:
     binaries.build(say)
     for name in ("helm", "kube-score", "kubeconform", "promtool"):
         binaries.ensure(name, say)
+    node_programs.build(say)
 
 
 def _model_and_images() -> None:

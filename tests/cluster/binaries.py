@@ -57,10 +57,14 @@ def _build(say: Callable[[str], None]) -> None:
         say(f"building {name} ({number}/{len(PROGRAMS)}, {took})")
         flags = f"-s -w -X k8s.io/component-base/version.gitVersion={version}"
         compile_program(go, name, GO / module, ".", flags)
+    link_kubernetes()
+    mark.write_text(want)
+
+
+def link_kubernetes() -> None:
     for name in KUBERNETES:
         (BIN / name).unlink(missing_ok=True)
         (BIN / name).hardlink_to(BIN / "kube")
-    mark.write_text(want)
 
 
 # Programs that only some tests need -> the folder of go.mod, the package, build tags.
@@ -105,16 +109,23 @@ def ensure(name: str, say: Callable[[str], None]) -> Path:
 
 
 def compile_program(
-    go: str, name: str, folder: Path, package: str, flags: str, tags: str = ""
+    go: str,
+    name: str,
+    folder: Path,
+    package: str,
+    flags: str,
+    tags: str = "",
+    into: Path = BIN,
+    environment: dict[str, str] | None = None,
 ) -> None:
-    """Builds one static program into the cache, without debug information."""
+    """Builds one program without debug information; static but where `environment` has it use C."""
     command = [go, "build", "-trimpath", "-buildvcs=false", "-gcflags=all=-dwarf=false"]
     command += ["-tags", tags, "-ldflags", flags]
     done = subprocess.run(
-        [*command, "-o", str(BIN / name), package],
+        [*command, "-o", str(into / name), package],
         cwd=folder,
         # The compiler collects garbage less often: less CPU for more memory.
-        env={"GOGC": "400", **os.environ, "CGO_ENABLED": "0"},
+        env={"GOGC": "400", **os.environ, "CGO_ENABLED": "0", **(environment or {})},
         capture_output=True,
         text=True,
         check=False,

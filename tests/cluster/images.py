@@ -10,10 +10,16 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
+import re
+import signal
 import subprocess
 import tarfile
 import tempfile
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,28 +70,28 @@ class Images:
         self._import(PAUSE_IMAGE, config, [diff_id], {diff_id: blob})
 
     def add(self, name: str, config: dict[str, Any], layers: list[Layer]) -> None:
-        """An image whose layers are folders of buildah's store; present ones are not made again."""
+        """An image whose layers are folders; present ones are not made again."""
         parent = ""
         for layer in layers:
-            chain = _chain(parent, layer.diff_id)
-            if self._ctr("snapshots", "info", chain, check=False).returncode:
-                self._link(layer, chain, parent)
-            parent = chain
-        self._import(name, config, [layer.diff_id for layer in layers], {})
+            parent = self.add_layer(layer.diff_id, parent, partial(link_tree, f"{layer.folder}/."))
+        self.define(name, config, [layer.diff_id for layer in layers])
 
-    def _link(self, layer: Layer, chain: str, parent: str) -> None:
+    def add_layer(self, diff_id: str, parent: str, fill: Callable[[Path], None]) -> str:
+        """A layer that `fill` writes into a folder, unless it is there; its chain id."""
+        chain = _chain(parent, diff_id)
+        if self._ctr("snapshots", "info", chain, check=False).returncode == 0:
+            return chain
         key = f"new-{chain}"
         self._ctr("snapshots", "rm", key, check=False)
         self._ctr("snapshots", "prepare", key, *([parent] if parent else []))
-        mounts = self._ctr("snapshots", "mounts", "/x", key).stdout
-        upper = _upper(mounts)
-        done = subprocess.run(
-            ["cp", "-al", f"{layer.folder}/.", f"{upper}/"], capture_output=True, text=True
-        )
-        if done.returncode:
-            raise ClusterError(f"linking a layer: {done.stderr[-500:]}")
+        fill(Path(_upper(self._ctr("snapshots", "mounts", "/x", key).stdout)))
         self._ctr("snapshots", "commit", chain, key)
         self._ctr("snapshots", "label", chain, "containerd.io/gc.root=1")
+        return chain
+
+    def define(self, name: str, config: dict[str, Any], diff_ids: list[str]) -> None:
+        """An image of layers that are there."""
+        self._import(name, config, diff_ids, {})
 
     def _import(
         self, name: str, config: dict[str, Any], diff_ids: list[str], blobs: dict[str, bytes]
@@ -107,10 +113,22 @@ class Images:
 
     def kill_shims(self) -> None:
         """Ends shims of this socket, which outlive containerd."""
-        subprocess.run(
-            ["pkill", "-KILL", "-f", f"containerd-shim-runc-v2.*-address {self._socket}"],
-            check=False,
-        )
+        pattern = rf"containerd-shim-runc-v2.*-address {re.escape(str(self._socket))}"
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended meanwhile
+                command = (
+                    (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
+                if re.search(pattern, command):
+                    os.kill(int(folder.name), signal.SIGKILL)
+
+
+def link_tree(source: str, target: Path) -> None:
+    """Hard links of all files; folder/. stands for what is in a folder."""
+    words = ["cp", "-alx", source, f"{target}/"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ClusterError(f"linking a layer: {done.stderr[-500:]}")
 
 
 def _chain(parent: str, diff_id: str) -> str:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import binaries
 import cgroups
@@ -30,7 +31,7 @@ from programs import Programs
 NODE = "local"
 # The defaults of 20 and 50 requests a second slow a small cluster down by seconds.
 RAISED = ("--kube-api-qps=500", "--kube-api-burst=1000")
-RUNTIME_SERVES, RUNTIME_SECONDS = b"Start streaming server", 20
+RUNTIME_SECONDS = 20
 
 Say = Callable[[str], None]
 
@@ -42,6 +43,7 @@ class LocalCluster:
     limits: tuple[str, ...] = RAISED  # of the controllers; empty: Kubernetes' defaults
     network: Network = field(init=False)
     state: Path = field(init=False)
+    runtime_serves: ClassVar[bytes] = b"Start streaming server"  # in containerd's log
 
     def __post_init__(self) -> None:
         self.network = Network(self.name)
@@ -75,7 +77,7 @@ class LocalCluster:
     def up(self, say: Say) -> None:
         """Starts the cluster from nothing; does nothing when it is up already."""
         tools.ensure_root()
-        binaries.build(say)
+        self.ensure_programs(say)
         with lock.held(self.state / "lock"):
             if self.is_up():
                 return
@@ -87,7 +89,11 @@ class LocalCluster:
             self._wait()
             say(f"cluster {self.name} ({self.mode}) is up ({time.monotonic() - started:.1f} s)")
 
-    def _run(self, name: str, *arguments: str) -> None:
+    def ensure_programs(self, say: Say) -> None:
+        binaries.build(say)
+
+    def run(self, name: str, *arguments: str) -> None:
+        """Starts a program of the cluster, in its network."""
         program = str(BIN / name) if (BIN / name).is_file() else name
         self.programs.start(name, self.network.command([program, *arguments]))
 
@@ -96,7 +102,7 @@ class LocalCluster:
         addresses = ["127.0.0.1", self.network.inner, NODE_ADDRESS, FIRST_SERVICE]
         pki.make(pki_folder, f"https://{self.network.inner}:6443", addresses, NODE)
         self.network.up()
-        self._run(
+        self.run(
             "etcd",
             "--log-level=warn",
             f"--data-dir={self.state}/etcd",
@@ -108,10 +114,10 @@ class LocalCluster:
             "--initial-cluster=default=http://127.0.0.1:2380",
         )
         (self.state / "audit-policy.json").write_text(settings.audit_policy())
-        self._run("kube-apiserver", *self._apiserver_flags(pki_folder))
+        self.run("kube-apiserver", *self._apiserver_flags(pki_folder))
         if self.mode == "api":
             return
-        self._run(
+        self.run(
             "kube-controller-manager",
             *self.limits,
             "--leader-elect=false",
@@ -122,7 +128,7 @@ class LocalCluster:
             "--bind-address=127.0.0.1",
             "--horizontal-pod-autoscaler-sync-period=3s",
         )
-        self._run(
+        self.run(
             "kube-scheduler",
             *self.limits,
             "--leader-elect=false",
@@ -163,18 +169,25 @@ class LocalCluster:
             f"--audit-log-path={self.audit_log}",
         ]
 
+    def configuration(self) -> dict[str, str]:
+        """The node's configuration files: name -> text."""
+        return {
+            "containerd.toml": settings.containerd(self.state),
+            "cni/10-bridge.conflist": settings.cni(self.state),
+            "kubelet.yaml": settings.kubelet(self.state, f"/{self.cgroup}"),
+            "kube-proxy.yaml": settings.kube_proxy(self.state),
+            "Corefile": settings.corefile(self.state),
+        }
+
     def _start_node(self) -> None:
         conf = self.state / "conf"
         (conf / "cni").mkdir(parents=True, exist_ok=True)
-        (conf / "containerd.toml").write_text(settings.containerd(self.state))
-        (conf / "cni" / "10-bridge.conflist").write_text(settings.cni(self.state))
-        (conf / "kubelet.yaml").write_text(settings.kubelet(self.state, f"/{self.cgroup}"))
-        (conf / "kube-proxy.yaml").write_text(settings.kube_proxy(self.state))
-        (conf / "Corefile").write_text(settings.corefile(self.state))
+        for name, text in self.configuration().items():
+            (conf / name).write_text(text)
         cgroups.make(self.cgroup)
         self._start_containerd(conf)
         self.images.add_pause()
-        self._run(
+        self.run(
             "kubelet",
             f"--config={conf}/kubelet.yaml",
             f"--kubeconfig={self.state}/pki/kubelet.kubeconfig",
@@ -182,8 +195,8 @@ class LocalCluster:
             f"--hostname-override={NODE}",
             f"--node-ip={NODE_ADDRESS}",
         )
-        self._run("kube-proxy", f"--config={conf}/kube-proxy.yaml", f"--hostname-override={NODE}")
-        self._run("coredns", "-conf", str(conf / "Corefile"))
+        self.run("kube-proxy", f"--config={conf}/kube-proxy.yaml", f"--hostname-override={NODE}")
+        self.run("coredns", "-conf", str(conf / "Corefile"))
 
     def _start_containerd(self, conf: Path) -> None:
         """Waits for containerd's runtime service, which recovers its state first; a kubelet that
@@ -191,10 +204,10 @@ class LocalCluster:
         long before the time is up."""
         log = self.state / "log" / "containerd.log"
         seen = log.stat().st_size if log.is_file() else 0
-        self._run("containerd", f"--config={conf}/containerd.toml")
+        self.run("containerd", f"--config={conf}/containerd.toml")
         self.programs.wait_for("containerd", 30, self.images.answers)
         end = time.monotonic() + RUNTIME_SECONDS
-        while RUNTIME_SERVES not in log.read_bytes()[seen:] and time.monotonic() < end:
+        while self.runtime_serves not in log.read_bytes()[seen:] and time.monotonic() < end:
             time.sleep(0.1)
 
     def _wait(self) -> None:

@@ -65,16 +65,21 @@ def extracted(package: str, file: str, folder: Path, say: Say) -> Path:
     say(f"fetching {target.name}")
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder) as scratch:
-        for command in (
-            ["apt-get", "update", "-qq"],
-            ["apt-get", "download", "-qq", package],
-            ["sh", "-c", "dpkg-deb -x *.deb ."],
-        ):
-            done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise ClusterError(f"{' '.join(command)} failed:\n{done.stderr[-1500:]}")
+        unpack(package, Path(scratch))
         (Path(scratch) / file).rename(target)
     return target
+
+
+def unpack(package: str, folder: Path) -> None:
+    """Puts the files of a Debian package into a folder, and installs nothing."""
+    for command in (
+        ["apt-get", "update", "-qq"],
+        ["apt-get", "download", "-qq", package],
+        ["sh", "-c", "dpkg-deb -x *.deb . && rm *.deb"],
+    ):
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ClusterError(f"{' '.join(command)} failed:\n{done.stderr[-1500:]}")
 
 
 def ensure_root() -> None:

@@ -13,7 +13,8 @@ import pytest
 from kvline_contract.names import LABEL_SERVICE
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests" / "integration")]
+FOLDERS = (Path(__file__).parent, ROOT / "tests" / "integration", ROOT / "tests" / "gpu_node")
+sys.path[:0] = [str(folder) for folder in FOLDERS]
 
 
 @pytest.fixture(scope="session")

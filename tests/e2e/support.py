@@ -13,9 +13,9 @@ HUB_PORT = 18090  # on the node
 RESTRICTED = "pod-security.kubernetes.io/enforce=restricted"
 
 
-def up(cluster: Any, namespace: str) -> Space:
+def up(cluster: Any, namespace: str, **values: str) -> Space:
     """A new cluster with our images and charts, and a namespace that enforces Pod Security
-    restricted and has the models in a claim."""
+    restricted and has the models in a claim. `values` are more of the chart's."""
     import build
     import helm
     import model
@@ -29,13 +29,13 @@ def up(cluster: Any, namespace: str) -> Space:
     for name in ("kvline-system", namespace):
         cluster.kubectl("create", "namespace", name)
         cluster.kubectl("label", "namespace", name, RESTRICTED)
-    install(cluster)
+    install(cluster, **values)
     cluster.claim(namespace, model.MODELS)
     return Space(cluster, namespace)
 
 
-def install(cluster: Any) -> None:
-    """Installs both charts with the images of this tree."""
+def install(cluster: Any, **more: str) -> None:
+    """Installs both charts with the images of this tree. `more` are values of the chart."""
     import build
     import helm
     from network import NODE_ADDRESS
@@ -47,6 +47,7 @@ def install(cluster: Any) -> None:
         "image.allowTags": "true",
         "page.enabled": "true",
         "hubEndpoint": f"http://{NODE_ADDRESS}:{HUB_PORT}",
+        **more,
     }
     values_set = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
     helm.helm("upgrade", "--install", "kvline-crds", "charts/kvline-crds", *where)

@@ -1,0 +1,24 @@
+"""The parts that bring a GPU node to a machine without a network: what they hold, their size.
+
+`pack.py` makes them where a network is; `unpack.py` puts them where the cluster's code looks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import node_programs
+
+MIB = 1 << 20
+BOUND = 60 * MIB  # of a part
+KUBE, NODE = "kube.xz", "node.tar.xz"
+GPU, SITE, KERNELS, CUBINS = "gpu.tar.xz", "site.tar.xz", "kernels.tar.xz", "cubins.bin"
+PARTS = {"a": (KUBE, NODE), "b": (GPU, SITE, KERNELS, CUBINS)}
+
+# Python packages of operator and server that are beside the machine's torch.
+PACKAGES = node_programs.FOLDER / "site"
+TOOLS = node_programs.FOLDER / "tools"  # ip, nft and their libraries
+
+
+def size(folder: Path) -> int:
+    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
