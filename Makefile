@@ -2,13 +2,25 @@
 PYTHON ?= python3
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: demo demo-down images test test-gpu image-check kernels cubins check unit process integration e2e recipes env bench scale soak-rollout plot api manifests lock clean
+.PHONY: demo demo-down images test test-gpu demo-gpu demo-gpu-down demo-gpu-rehearsal gpu-node image-check kernels cubins check unit process integration e2e recipes env bench scale soak-rollout plot api manifests lock clean
 
 demo: python ## a model served with a validated KV budget, on this machine
 	@$(PYTHON) demo
 
 demo-down: python
 	@$(PYTHON) demo down
+
+demo-gpu: python ## the story on an NVIDIA GPU: from apply to gated rollouts; STEPS= selects, PARTS=build/gpu-node
+	@$(PYTHON) demo/gpu.py
+
+gpu-node: env ## build/gpu-node: what a GPU machine without a network lacks, in two parts; KERNELS=FILE
+	@$(VENV_PYTHON) tests/gpu_node/pack.py
+
+demo-gpu-down: python
+	@$(PYTHON) demo/gpu.py down
+
+demo-gpu-rehearsal: env ## its steps that need no GPU, as a test on the local node
+	@$(VENV_PYTHON) tests/run.py rehearsal
 
 images: python ## build and push the images: REGISTRY=host/path; KERNELS=FILE: CUDA's too
 	@$(PYTHON) demo/publish.py

@@ -40,25 +40,31 @@ class Answered:
 
 
 def play(
-    port: int, asked: list[Asked], stream: bool, may_refuse: bool = False, **fields: object
+    port: int,
+    asked: list[Asked],
+    stream: bool,
+    may_refuse: bool = False,
+    host: str = "127.0.0.1",
+    **fields: object,
 ) -> list[Answered]:
     """Sends all requests from several processes. Raises RuntimeError for an incomplete answer and
     for a rejection for load unless that is allowed, ValueError for any other 4xx."""
     context = multiprocessing.get_context("spawn")
     start = time.time() + 2.0  # the processes' own start
     shares = [
-        (port, asked[i::PROCESSES], stream, fields, start, may_refuse) for i in range(PROCESSES)
+        (host, port, asked[i::PROCESSES], stream, fields, start, may_refuse)
+        for i in range(PROCESSES)
     ]
     with context.Pool(PROCESSES) as pool:
         return [answer for share in pool.map(_share, shares) for answer in share]
 
 
 def _share(
-    share: tuple[int, list[Asked], bool, dict[str, object], float, bool],
+    share: tuple[str, int, list[Asked], bool, dict[str, object], float, bool],
 ) -> list[Answered]:
-    port, asked, stream, fields, start, may_refuse = share
+    host, port, asked, stream, fields, start, may_refuse = share
     bodies = [_body(one, stream, fields) for one in asked]
-    return asyncio.run(_all(port, asked, bodies, start, may_refuse))
+    return asyncio.run(_all(host, port, asked, bodies, start, may_refuse))
 
 
 def _body(one: Asked, stream: bool, fields: dict[str, object]) -> bytes:
@@ -77,21 +83,23 @@ def _body(one: Asked, stream: bool, fields: dict[str, object]) -> bytes:
 
 
 async def _all(
-    port: int, asked: list[Asked], bodies: list[bytes], start: float, may_refuse: bool
+    host: str, port: int, asked: list[Asked], bodies: list[bytes], start: float, may_refuse: bool
 ) -> list[Answered]:
     room = asyncio.Semaphore(OPEN // PROCESSES)
 
     async def one(item: Asked, body: bytes) -> Answered:
         await asyncio.sleep(max(0.0, start + item.at - time.time()))
         async with room:
-            return await _ask(port, item, body, start, may_refuse)
+            return await _ask(host, port, item, body, start, may_refuse)
 
     return await asyncio.gather(*(one(*pair) for pair in zip(asked, bodies, strict=True)))
 
 
-async def _ask(port: int, item: Asked, body: bytes, start: float, may_refuse: bool) -> Answered:
+async def _ask(
+    host: str, port: int, item: Asked, body: bytes, start: float, may_refuse: bool
+) -> Answered:
     sent = time.time()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
+    reader, writer = await asyncio.open_connection(host, port, limit=1 << 22)
     writer.write(body)
     head = await reader.readuntil(b"\r\n\r\n")
     status = int(head.split(b" ", 2)[1])

@@ -18,6 +18,7 @@ import offline
 import pool
 import torch
 from record import record, table
+from workloads import WORKLOADS
 
 from kvline_contract.launch import Device
 from kvline_server.config import DEFAULTS
@@ -59,7 +60,7 @@ def run() -> None:
         return
     for name in offline.models():
         engine, _ = offline.start(name)
-        workload = offline.WORKLOADS["r512"]
+        workload = WORKLOADS["r512"]
         show(name, engine, GPU, partial(offline.rate, name=name, workload=workload))
         engine.runner.arena.resize(0)
         del engine

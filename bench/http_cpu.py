@@ -14,7 +14,8 @@ from pathlib import Path
 import client
 from client import Asked
 from record import record, table
-from serving import free_port, running, write_tokenizer
+from serving import free_port, running
+from shapes import write_tokenizer
 
 ROUNDS, REQUESTS, OUTPUT, PROMPT = 3, 200, 200, 16
 VOCABULARY = 512

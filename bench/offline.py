@@ -6,20 +6,18 @@ and SGLang figures: from one random.Random(0), first all prompts, then all outpu
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import subprocess
 import tempfile
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import busy
 import pool
 import torch
 from record import record, table
-from shapes import SHAPES
+from shapes import SHAPES, write_config
+from workloads import WORKLOADS, Workload
 
 from kvline_contract.launch import (
     CapacityOptions,
@@ -39,34 +37,6 @@ from kvline_server.memory.device import MIB
 MAX_MODEL_LEN = 8192
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    requests: int
-    prompt: tuple[int, int]
-    output: tuple[int, int]
-    temperature: float = 0.6
-    prompt_logprobs: int | None = None
-    counts_input: bool = True
-
-    def make(self, vocabulary: int) -> list[tuple[list[int], int]]:
-        rng = random.Random(0)
-        prompts = [
-            [rng.randrange(10, vocabulary - 10) for _ in range(rng.randint(*self.prompt))]
-            for _ in range(self.requests)
-        ]
-        return [(p, rng.randint(*self.output)) for p in prompts]
-
-    def counted(self, requests: list[tuple[list[int], int]]) -> int:
-        return sum(o + (len(p) if self.counts_input else 0) for p, o in requests)
-
-
-WORKLOADS = {
-    "r512": Workload(3000, (1, 512), (1, 128)),
-    "r512lp-top0": Workload(3000, (1, 512), (1, 128), 1.0, 0),
-    "r512lp-top20": Workload(3000, (1, 512), (1, 128), 1.0, 20),
-    "long": Workload(128, (4000, 7000), (64, 256)),
-    "nano": Workload(256, (100, 1024), (100, 1024), counts_input=False),
-}
 PROFILED = ("r512", "nano")
 
 
@@ -143,31 +113,6 @@ def shrink(engine: Engine, nbytes: int) -> None:
     arena = engine.runner.arena
     arena.resize(arena.pages - nbytes // (arena.nbytes // arena.pages))
     pool.renew(engine, arena.pages)
-
-
-def write_config(name: str, folder: Path) -> Path:
-    """config.json of a shape, as the model's authors write it."""
-    shape = asdict(SHAPES[name])
-    body = {
-        "architectures": [shape["architecture"]],
-        "num_hidden_layers": shape["layers"],
-        "hidden_size": shape["hidden"],
-        "intermediate_size": shape["intermediate"],
-        "num_attention_heads": shape["heads"],
-        "num_key_value_heads": shape["kv_heads"],
-        "head_dim": shape["head_dim"],
-        "vocab_size": shape["vocabulary"],
-        "max_position_embeddings": shape["max_position"],
-        "rms_norm_eps": shape["norm_eps"],
-        "rope_theta": shape["rope_theta"],
-        "tie_word_embeddings": shape["tied_embeddings"],
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "model_type": "qwen3" if shape["qk_norm"] else "llama",
-        "torch_dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(body))
-    return folder
 
 
 def play(engine: Engine, workload: Workload, requests: list[tuple[list[int], int]]) -> float:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import offline
 from record import table
 from shapes import SHAPES
+from workloads import WORKLOADS
 
 BANDWIDTH = 4.2e12  # bytes per second that a copy reaches on an H200
 KINDS = ("nano", "r512", "long")
@@ -16,7 +17,7 @@ def run() -> None:
     for name in offline.models():
         shape = SHAPES[name]
         for kind in KINDS:
-            workload = offline.WORKLOADS[kind]
+            workload = WORKLOADS[kind]
             requests = workload.make(shape.vocabulary)
             # The first token comes with the prompt; token n reads the prompt and n - 1 outputs.
             tokens = sum(o * len(p) + o * (o - 1) // 2 for p, o in requests)

@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kvline_contract import times
@@ -17,10 +17,15 @@ FILE = ROOT / "bench" / "results" / "results.jsonl"
 
 
 def record(
-    name: str, value: float, unit: str, spread: tuple[float, float], gpu: str | None = None
+    name: str,
+    value: float,
+    unit: str,
+    spread: tuple[float, float],
+    gpu: str | None = None,
+    command: str = "",
 ) -> None:
-    """Appends a result. KVLINE_BENCH_RESULTS and KVLINE_COMMIT set file and commit on a machine
-    without the git history."""
+    """Appends a result, of this benchmark or of the command that is given. KVLINE_BENCH_RESULTS and
+    KVLINE_COMMIT set file and commit on a machine without the git history."""
     line = {
         "name": name,
         "value": round(value, 4),
@@ -29,7 +34,7 @@ def record(
         "gpu": gpu or f"CPU {cpu()}",
         "versions": versions(gpu is not None),
         "commit": os.environ.get("KVLINE_COMMIT") or commit(),
-        "command": "python bench " + " ".join(sys.argv[1:]),
+        "command": command or "python bench " + " ".join(sys.argv[1:]),
         "date": times.now(),
     }
     path = Path(os.environ.get("KVLINE_BENCH_RESULTS", FILE))
@@ -52,7 +57,15 @@ def _git(*words: str) -> str:
 
 def versions(gpu: bool) -> dict[str, str]:
     others = ("flashinfer-python", "triton") if gpu else ("transformers",)
-    return {p: version(p) for p in ("kvline", "torch", *others)}
+    return {p: _version(p) for p in ("kvline", "torch", *others)}
+
+
+def _version(package: str) -> str:
+    """A checkout on PYTHONPATH has none; the commit says what it is."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def cpu() -> str:
@@ -68,3 +81,8 @@ def table(title: str, head: list[str], rows: list[list[str]]) -> None:
     for row in [head, ["-" * w for w in widths], *rows]:
         print("  " + "  ".join(str(c).ljust(w) for c, w in zip(row, widths, strict=True)))
     print(flush=True)
+
+
+if __name__ == "__main__":  # for a program whose interpreter lacks kvline's packages
+    kept = json.loads(sys.argv[1])
+    record(**{**kept, "spread": (kept["value"], kept["value"])})

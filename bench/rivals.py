@@ -12,7 +12,7 @@ from pathlib import Path
 
 import offline
 import serving
-from shapes import SHAPES
+from shapes import SHAPES, write_config, write_tokenizer
 
 RUNNING = 512  # requests at once, as ours
 COMMANDS = {
@@ -39,8 +39,8 @@ def served(engine: str, name: str, fraction: float | None = None) -> Iterator[in
             yield port
         return
     with tempfile.TemporaryDirectory() as scratch:
-        folder = offline.write_config(name, Path(scratch))
-        serving.write_tokenizer(folder, SHAPES[name].vocabulary)
+        folder = write_config(name, Path(scratch))
+        write_tokenizer(folder, SHAPES[name].vocabulary)
         port = serving.free_port()
         fixed = {"folder": folder, "port": port, "length": offline.MAX_MODEL_LEN}
         command = COMMANDS[engine].format(**fixed, running=RUNNING).split()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import socket
 import subprocess
@@ -20,7 +19,8 @@ import offline
 import torch
 from client import Asked
 from record import record, table
-from shapes import SHAPES
+from shapes import SHAPES, write_config, write_tokenizer
+from workloads import WORKLOADS
 
 
 def run() -> None:
@@ -48,7 +48,7 @@ def alone(name: str) -> tuple[float, str]:
 
 def _alone(name: str) -> tuple[float, str]:
     engine, _ = offline.start(name)
-    rate = offline.rate(engine, name, offline.WORKLOADS["r512"])
+    rate = offline.rate(engine, name, WORKLOADS["r512"])
     return rate, torch.cuda.get_device_name(0)
 
 
@@ -56,7 +56,7 @@ def _alone(name: str) -> tuple[float, str]:
 def served(name: str) -> Iterator[int]:
     """A server as `kvline-server serve` starts it, ready. -> its port"""
     with tempfile.TemporaryDirectory() as scratch:
-        folder = offline.write_config(name, Path(scratch))
+        folder = write_config(name, Path(scratch))
         write_tokenizer(folder, SHAPES[name].vocabulary)
         port, internal = free_port(), free_port()
         command = [sys.executable, "-m", "kvline_server", "serve", "--model", str(folder)]
@@ -102,22 +102,9 @@ def free_port() -> int:
 
 def over_http(port: int, name: str, stream: bool) -> float:
     """Tokens per second. Token ids differ between the two ways, so that no prompt is cached."""
-    workload, shift = offline.WORKLOADS["r512"], 1 if stream else 0
+    workload, shift = WORKLOADS["r512"], 1 if stream else 0
     requests = workload.make(SHAPES[name].vocabulary)
     asked = [Asked([id + shift for id in p], o) for p, o in requests]
     client.play(port, asked[:8], stream)
     answers = client.play(port, asked, stream, temperature=workload.temperature)
     return sum(len(a.prompt) + a.output for a in asked) / max(a.ended for a in answers)
-
-
-def write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """A byte-level tokenizer with `vocabulary` tokens, so that each id has a text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    names = [*alphabet, *(f"w{i}" for i in range(vocabulary - len(alphabet)))]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(names)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({}))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+from pathlib import Path
+
 from kvline_server.model.config import ModelConfig
 
 LLAMA8B = ModelConfig(
@@ -33,3 +37,41 @@ QWEN06B = ModelConfig(
     qk_norm=True,
 )
 SHAPES = {"llama8b": LLAMA8B, "qwen06b": QWEN06B}
+
+
+def write_config(name: str, folder: Path) -> Path:
+    """config.json of a shape, as the model's authors write it."""
+    shape = asdict(SHAPES[name])
+    body = {
+        "architectures": [shape["architecture"]],
+        "num_hidden_layers": shape["layers"],
+        "hidden_size": shape["hidden"],
+        "intermediate_size": shape["intermediate"],
+        "num_attention_heads": shape["heads"],
+        "num_key_value_heads": shape["kv_heads"],
+        "head_dim": shape["head_dim"],
+        "vocab_size": shape["vocabulary"],
+        "max_position_embeddings": shape["max_position"],
+        "rms_norm_eps": shape["norm_eps"],
+        "rope_theta": shape["rope_theta"],
+        "tie_word_embeddings": shape["tied_embeddings"],
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "model_type": "qwen3" if shape["qk_norm"] else "llama",
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(body))
+    return folder
+
+
+def write_tokenizer(folder: Path, vocabulary: int) -> None:
+    """A byte-level tokenizer with `vocabulary` tokens, so that each id has a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = [*alphabet, *(f"w{i}" for i in range(vocabulary - len(alphabet)))]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(names)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({}))

@@ -14,6 +14,7 @@ import engines
 import offline
 import torch
 from record import record, table
+from shapes import write_config
 
 SHOWN = 20  # milliseconds of a stage
 
@@ -32,7 +33,7 @@ def run() -> None:
         length = str(offline.MAX_MODEL_LEN)
         for name in offline.models():
             with tempfile.TemporaryDirectory() as scratch:
-                folder = offline.write_config(name, Path(scratch))
+                folder = write_config(name, Path(scratch))
                 rows += starts(name, folder, "--load", "random", "--max-model-len", length)
     else:
         rows += starts("smollm2", engines.folder(), "--memory", "2Gi")

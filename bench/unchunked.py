@@ -6,6 +6,7 @@ from __future__ import annotations
 import offline
 import torch
 from record import record, table
+from workloads import WORKLOADS
 
 from kvline_server.memory.pages import PAGE_SIZE
 
@@ -18,7 +19,7 @@ def run() -> None:
     gpu = torch.cuda.get_device_name(0)
     for name in offline.models("llama8b"):
         engine, _ = offline.start(name)
-        runner, workload = engine.runner, offline.WORKLOADS["r512lp-top0"]
+        runner, workload = engine.runner, WORKLOADS["r512lp-top0"]
         offline.shrink(engine, ROOM)
         sizes = {"chunked": runner.logprob_rows, "whole": engine.scheduler.max_step_tokens}
         rates: dict[str, list[float]] = {kind: [] for kind in sizes}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -17,6 +18,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests" / "cluster")]
 
 from clusters import Cluster, choose  # noqa: E402
 from errors import ClusterError  # noqa: E402
+from install import install  # noqa: E402
 from story import Story  # noqa: E402
 
 
@@ -47,7 +49,7 @@ def run(cluster: Cluster) -> None:
     story.step("the demo model", cluster.model)
     story.step("a cluster", cluster.up)
     story.step("images of operator and server", cluster.images)
-    story.step("CRD and operator", story.install)
+    story.step("CRD and operator", partial(install, cluster))
     story.step("a claim that holds the model", cluster.claim)
     story.apply_sample()
     story.show_budget()

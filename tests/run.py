@@ -31,6 +31,8 @@ TESTS = (
     "integration",
     "e2e",
     "gpu",
+    "gpu_node",
+    "story",
     "house",
 )
 TYPED = ["operator server", "demo", "bench", *(f"tests/{name}" for name in TESTS)]
@@ -46,15 +48,16 @@ ALWAYS = ("unit", "process")  # need no root, no cluster, no GPU
 NOW = {"PYTHONUNBUFFERED": "1"}  # what is printed is seen
 CLUSTERED = ("integration", "e2e", "recipes")
 STAGES = {
-    "unit": ["-n", "2", "-m", "not (process or integration or e2e or recipe or gpu)"],
+    "unit": ["-n", "2", "-m", "not (process or integration or e2e or recipe or rehearsal or gpu)"],
     "process": ["-n", "2", "--dist", "loadfile", "-m", "process"],
     # Each worker has a cluster. Tests often wait for it, so three share two cores.
     "integration": ["-n", "3", "-m", "integration", "tests/integration"],
     "e2e": ["-v", "-m", "e2e", "tests/e2e"],  # a line a test: some take minutes
     # Only where named: Prometheus and its adapter take minutes to build.
     "recipes": ["-v", "-m", "recipe", "tests/e2e"],
+    "rehearsal": ["-s", "-m", "rehearsal", "tests/story"],  # what it prints is the demo
 }
-BY_NAME = ("recipes",)
+BY_NAME = ("recipes", "rehearsal")
 # Two threads of torch in each of two workers wait for each other by spinning.
 ENVIRONMENT = {"unit": {"OMP_NUM_THREADS": "1"}}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,7 @@ RESOURCE = "nvidia.com/gpu"
 # The kubelet's, whatever its --root-dir: one cluster of a machine can have device plug-ins.
 PLUGINS_FOLDER = Path("/var/lib/kubelet/device-plugins")
 CHECKPOINT = PLUGINS_FOLDER / "kubelet_internal_checkpoint"  # devices of pods, kept over restarts
+KMSG = Path("/dev/kmsg")
 DRIVER_FOLDER = "/usr/local/nvidia"
 SHARED_DEVICES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools")
 
@@ -56,6 +58,8 @@ class GpuNode(LocalCluster):
         if not self.is_up():
             CHECKPOINT.unlink(missing_ok=True)  # of a cluster that is gone
             free_root_cgroup()
+            if not KMSG.exists():  # from it the kubelet learns of kills for memory
+                os.mknod(KMSG, stat.S_IFCHR | 0o600, os.makedev(1, 11))
         super().up(say)
 
     def down(self) -> None:

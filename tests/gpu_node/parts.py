@@ -1,6 +1,6 @@
 """The parts that bring a GPU node to a machine without a network: what they hold, their size.
 
-`pack.py` makes them where a network is; `unpack.py` puts them where the cluster's code looks.
+`pack.py` makes them where a network is; `unpack.py` puts them into the cache of the cluster.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""python tests/gpu_node/unpack.py PART...: puts packed parts where the cluster's code looks.
+"""python tests/gpu_node/unpack.py PART...: puts packed parts into the cache of the local cluster.
 
 Run on the machine with the GPU, with the Python that has torch; needs xz and tar, and no network.
 """

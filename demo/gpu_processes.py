@@ -1,0 +1,29 @@
+"""The processes of a pod, as the machine that it runs on shows them."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from errors import ClusterError
+
+ENGINE, SUPERVISOR = "kvline_server.engine", "kvline_server serve"
+
+
+def find(pod_uid: str, words: str) -> int:
+    """The process of a pod whose command line has these words."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            if words in command and pod_uid in (folder / "cgroup").read_text():
+                return int(folder.name)
+    raise ClusterError(f"no process of pod {pod_uid} runs {words}")
+
+
+def age(pid: int) -> float:
+    """Seconds since a process was started."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of proc_pid_stat(5)
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started

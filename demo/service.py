@@ -1,0 +1,161 @@
+"""An InferenceService as a user sees it: by kubectl, and through its Service."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from clusters import Cluster
+from errors import ClusterError
+
+PARTS = ("weightsMiB", "activationsMiB", "graphsMiB", "kvMiB", "headroomMiB", "othersMiB")
+QUESTION = "What is the capital of France?"
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Service:
+    cluster: Cluster
+    name: str
+    poll_seconds: float = 0.5
+
+    def get(self) -> Object:
+        """Empty where there is none."""
+        words = ("get", "kvl", self.name, "-o", "json", "--ignore-not-found")
+        return dict(json.loads(self.cluster.kubectl(*words).stdout or "{}"))
+
+    def status(self) -> Object:
+        return dict(self.get().get("status") or {})
+
+    def pods(self) -> list[Object]:
+        """Those that are not being deleted; the newest last."""
+        words = ("get", "pods", "-l", f"kvline.dev/service={self.name}", "-o", "json")
+        found = json.loads(self.cluster.kubectl(*words).stdout)["items"]
+        # The prepare Jobs' pods are no replicas.
+        replicas = [p for p in found if "kvline.dev/prepares" not in p["metadata"]["labels"]]
+        living = [p for p in replicas if "deletionTimestamp" not in p["metadata"]]
+        return sorted(living, key=lambda p: str(p["metadata"]["creationTimestamp"]))
+
+    def change(self, spec: Object) -> None:
+        patch = json.dumps({"spec": spec})
+        print(f"      $ kubectl patch kvl {self.name} --type=merge -p '{patch}'")
+        self.cluster.kubectl("patch", "kvl", self.name, "--type=merge", "-p", patch)
+
+    def watch(
+        self,
+        done: Callable[[Object], bool],
+        seconds: float,
+        began: float | None = None,
+        says: str = "UpToDate",
+    ) -> float:
+        """Prints kubectl get kvl -w until the object meets a condition, with the seconds since
+        `began` (a time.monotonic()), and what the condition named `says` says while it is not True.
+        -> after how many seconds it was met"""
+        print(f"      $ kubectl get kvl {self.name} -w")
+        began = time.monotonic() if began is None else began
+        command = self.cluster.kubectl_command("get", "kvl", self.name, "-w")
+        watching = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        reader = threading.Thread(target=_print_timed, args=(watching, began), daemon=True)
+        reader.start()
+        try:
+            took = self._poll(done, began, seconds, says)
+            time.sleep(0.5)  # its last line
+        finally:
+            watching.terminate()
+            watching.wait()
+            reader.join()
+        return took
+
+    def _poll(
+        self, done: Callable[[Object], bool], began: float, seconds: float, says: str
+    ) -> float:
+        shown = ""
+        while not done(found := self.get()):
+            item = condition(found, says)
+            if item["status"] != "True" and item.get("message", shown) != shown:
+                shown = item["message"]
+                print(f"               {says}: {item['reason']}: {shown}", flush=True)
+            if time.monotonic() > began + seconds:
+                why = f"kubectl describe kvl {self.name} says why"
+                raise ClusterError(f"{self.name}: not within {seconds:.0f} s; {why}")
+            time.sleep(self.poll_seconds)
+        return time.monotonic() - began
+
+    def show_budget(self) -> None:
+        print(self.cluster.kubectl("get", "kvl", "-o", "wide").stdout.rstrip())
+        capacity = self.status()["capacity"]
+        memory = dict(capacity["memory"])
+        total = memory.pop("totalMiB")
+        at = 0
+        print()
+        for part in PARTS:
+            mib = memory[part]
+            start, at = at, at + mib
+            bar = " " * round(40 * start / total) + "#" * max(1, round(40 * mib / total))
+            print(f"      {part.removesuffix('MiB'):<12}{mib:>6} MiB  {bar if mib else ''}")
+        print(f"      {'limit':<12}{total:>6} MiB  {'-' * 40}")
+        print(
+            f"      {capacity['kvTokens']} KV tokens of {capacity['bytesPerToken']} bytes, "
+            f"{capacity['fullLengthSequences']} full-length sequences, "
+            f"validated in attempt {capacity['attempts']}"
+        )
+
+    def show_gate(self, event: str) -> None:
+        gate = self.status()["rollout"]["gate"]
+        print(f"      gate of revision {gate['revision']}: {gate['result']}; {gate['message']}")
+        print(f"      $ kubectl describe kvl {self.name} | grep {event}")
+        described = self.cluster.kubectl("describe", "kvl", self.name).stdout.splitlines()
+        print("\n".join(line for line in described if event in line))
+
+    def chat(self) -> str:
+        """Asks it a question, prints both, and returns the answer."""
+        messages = [{"role": "user", "content": QUESTION}]
+        body = {"model": self.name, "messages": messages, "max_tokens": 40, "temperature": 0}
+        with self.cluster.service(self.name) as url:
+            data, kind = json.dumps(body).encode(), {"Content-Type": "application/json"}
+            request = urllib.request.Request(f"{url}/v1/chat/completions", data, kind)
+            answer = json.load(urllib.request.urlopen(request, timeout=60))
+        text = str(answer["choices"][0]["message"]["content"])
+        print(f"      > {QUESTION}")
+        print(f"      < {text}")
+        return text
+
+
+def _print_timed(watching: subprocess.Popen[str], began: float) -> None:
+    assert watching.stdout is not None
+    for line in watching.stdout:
+        seconds = time.monotonic() - began
+        print(f"      {seconds:5.1f} s  {line.rstrip()}", flush=True)
+
+
+def condition(service: Object, kind: str) -> Object:
+    for item in (service.get("status") or {}).get("conditions") or []:
+        if item["type"] == kind:
+            return dict(item)
+    return {"status": "Unknown"}
+
+
+def is_settled(service: Object) -> bool:
+    """Whether the status is of the spec that was last applied."""
+    status = service.get("status") or {}
+    return bool(service and service["metadata"]["generation"] == status.get("observedGeneration"))
+
+
+def is_ready(service: Object) -> bool:
+    return str(condition(service, "Ready")["status"]) == "True"
+
+
+def is_up_to_date(service: Object) -> bool:
+    return is_settled(service) and str(condition(service, "UpToDate")["status"]) == "True"
+
+
+def is_rejected(service: Object) -> bool:
+    """Whether the gate has rejected the spec that was last applied."""
+    reason = str(condition(service, "UpToDate").get("reason"))
+    return is_settled(service) and reason == "RevisionRejected"
