@@ -127,6 +127,7 @@ class LocalCluster:
             "--use-service-account-credentials",
             "--bind-address=127.0.0.1",
             "--horizontal-pod-autoscaler-sync-period=3s",
+            "--pvclaimbinder-sync-period=1s",  # by default a claim is bound after up to 15 s
         )
         self.run(
             "kube-scheduler",
