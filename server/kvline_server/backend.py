@@ -103,7 +103,7 @@ def _cuda_kernels(warn: Callable[[str], None], model: ModelConfig) -> Kernels:
 
             with device_errors.translated("kernels"):  # a device error is no missing kernel
                 return FlashInferKernels(model)
-        except (ImportError, RuntimeError) as error:
+        except (ImportError, RuntimeError, OSError) as error:  # OSError: files are missing
             why = str(error).splitlines()[0]
     warn(f"no prebuilt kernels for this GPU and model, using torch's slower ones: {why}")
     return TorchKernels(torch.bfloat16, device="cuda")

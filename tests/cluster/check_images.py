@@ -54,6 +54,11 @@ IMPORTS = {
     "server": "kvline_server.engine.start, kvline_server.http.process, kvline_server.download",
 }
 IMPORTS[build.CUDA] = f"{IMPORTS['server']}, kvline_server.kernels.flashinfer"
+# Everything that a start loads of FlashInfer, but for loading it, which needs a GPU.
+KERNELS_ARE_THERE = (
+    "from kvline_server.kernels.library import specs; "
+    "missing = [s.name for s in specs() if not s.is_aot]; assert not missing, missing"
+)
 DRIVER = "/usr/local/nvidia/lib64"  # where GKE's nodes mount it
 LIMITS = {"operator": 330, "server": 900, build.CUDA: 3050}  # MiB: what they take, and some more
 
@@ -124,6 +129,8 @@ def _imports(image: Built) -> list[str]:
     )
     container = made.stdout.strip()
     code = f"import os, {IMPORTS[image.component]}; print(os.getuid())"
+    if image.component == build.CUDA:
+        code = f"{code}; {KERNELS_ARE_THERE}"
     words = ["run", "--isolation", "chroot", "--network", "host", "--env", "HOME=/tmp"]
     words += [container, "--"]
     try:

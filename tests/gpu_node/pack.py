@@ -42,7 +42,7 @@ SERVER = (
     *("pydantic-core", "starlette", "typing-inspection", "uvicorn"),
 )
 # Of these packages, what nothing here imports.
-UNUSED = ("kubernetes/aio", "kubernetes/docs", "flashinfer/data/cutlass", "flashinfer/data/csrc")
+UNUSED = ("kubernetes/aio", "kubernetes/docs", "flashinfer/data/cutlass")
 LIBC = re.compile(r"/(libc|libm|libdl|libpthread|ld-linux[^/]*)\.so")
 
 

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from servers import launch_config
 
 from kvline_contract.codec import loads
 from kvline_contract.launch import CapacityOptions, EngineOptions
-from kvline_server import device_errors
+from kvline_server import backend, device_errors
 from kvline_server.engine.messages import Channel, Progress, Submit
 from kvline_server.engine.process import EngineProcess, run
 from kvline_server.engine.request import SamplingParams
@@ -211,3 +213,23 @@ def test_each_error_has_one_meaning() -> None:
         assert isinstance(device_errors.translate("x", error), DeviceFailure)
     for error in OURS.values():
         assert device_errors.translate("x", error) is None
+
+
+@pytest.mark.parametrize(
+    "error", [ImportError("tvm_ffi"), FileNotFoundError(2, "no", "prefill.so")]
+)
+def test_kernels_that_an_image_lacks_are_a_warning(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacking(_model: object) -> None:
+        raise error
+
+    flashinfer = SimpleNamespace(FlashInferKernels=lacking)
+    monkeypatch.setitem(sys.modules, "kvline_server.kernels.flashinfer", flashinfer)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    monkeypatch.setattr(backend, "TorchKernels", lambda dtype, device: ("torch's", dtype, device))
+    warnings: list[str] = []
+    found: Any = backend._cuda_kernels(warnings.append, SimpleNamespace())  # type: ignore[arg-type]
+    assert found == ("torch's", torch.bfloat16, "cuda")
+    (text,) = warnings
+    assert "using torch's slower ones" in text and str(error) in text
