@@ -25,8 +25,14 @@ def space() -> Iterator[Any]:
     from local import LocalCluster
     from support import up
 
-    cluster = LocalCluster("e2e")
-    yield up(cluster, "team")
+    if os.environ.get("KVLINE_E2E_NODE") == "gpu":
+        import unpacked
+
+        cluster, made = unpacked.up("team")
+    else:
+        cluster = LocalCluster("e2e")
+        made = up(cluster, "team")
+    yield made
     cluster.down()
 
 

@@ -63,10 +63,7 @@ def add(images: Images, wanted: dict[str, str]) -> None:
             f"packages {parts.PACKAGES.stat().st_mtime_ns}",
             lambda folder: link(parts.PACKAGES, folder / SITE / "packages"),
         ),
-        (
-            f"kvline {names()['server']}",
-            lambda folder: link(make_kvline(), folder / SITE / "kvline"),
-        ),
+        (f"kvline {names()['server']}", lambda folder: _kvline(folder, python)),
     )
     chain, diff_ids = "", []
     for key, fill in layers:
@@ -128,6 +125,12 @@ def _python(folder: Path, python: Path) -> None:
             link(part, folder / part.relative_to("/"))
     site = Path(sysconfig.get_path("purelib"))
     shutil.rmtree(folder / site.relative_to("/") / "triton", ignore_errors=True)
+
+
+def _kvline(folder: Path, python: Path) -> None:
+    link(make_kvline(), folder / SITE / "kvline")
+    (folder / "opt/kvline/bin").mkdir()
+    (folder / "opt/kvline/bin/python").symlink_to(python / "bin" / "python3")  # as shipped images
 
 
 def make_kvline() -> Path:
