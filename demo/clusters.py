@@ -59,8 +59,8 @@ def choose(name: str) -> LocalDemo | OwnCluster:
 class LocalDemo:
     """A real one-node Kubernetes built from source, in a network namespace of its own."""
 
-    def __init__(self) -> None:
-        self.cluster = LocalCluster("demo")
+    def __init__(self, cluster: LocalCluster | None = None) -> None:
+        self.cluster = cluster or LocalCluster("demo")
 
     def check(self, say: Say) -> None:
         tools.ensure_root()

@@ -1,7 +1,7 @@
 """make demo-gpu: from a bare machine with an NVIDIA GPU to gated rollouts on it.
 
 STEPS=       names of gpu_story.py, with commas; all by default. The cluster stays up between calls
-OUT_DIR=     where texts, the page and figures go (or OUT=); dist/demo-gpu by default
+OUT_DIR=     where texts, the page and figures go; dist/demo-gpu by default
 REHEARSAL=1  the same steps on a node without a GPU, with a model that a CPU can serve
 """
 
@@ -53,7 +53,7 @@ def main() -> int:
 
 def prepared(cluster: GpuCluster, rehearsal: bool) -> Run:
     name = "demo-gpu-rehearsal" if rehearsal else "demo-gpu"
-    out = Path(os.environ.get("OUT_DIR") or os.environ.get("OUT") or ROOT / "dist" / name)
+    out = Path(os.environ.get("OUT_DIR") or ROOT / "dist" / name)
     figures = Figures(cluster, CACHE / name / "figures.json", out / "results.jsonl")
     return Run(cluster, REHEARSAL if rehearsal else LLAMA8B, figures, out)
 

@@ -1,5 +1,5 @@
-"""What the GPU story needs of a cluster beside what every demo does, and a node without a GPU to
-rehearse on."""
+"""What the GPU story needs of a cluster beside what every demo does, what its own nodes share, and
+one without a GPU to rehearse on."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from typing import Protocol
 import build
 import model
 from clusters import Cluster, LocalDemo, Say
+from local import LocalCluster
 from paths import ROOT
 
 NEXT = "operator-next"  # of image_names: the operator's image under another name, for an upgrade
 
 
 class GpuCluster(Cluster, Protocol):
+    @property
+    def cluster(self) -> LocalCluster: ...
     @property
     def gpus(self) -> int: ...
     @property
@@ -29,6 +32,10 @@ class GpuCluster(Cluster, Protocol):
         """What check() took to unpack parts, which is a part of the node's start; 0 without any."""
 
     @property
+    def has_engine(self) -> bool:
+        """Whether `python` has all that the engine needs on this machine, without a container."""
+
+    @property
     def python(self) -> str:
         """An interpreter of this machine that has the server's packages."""
 
@@ -39,11 +46,9 @@ class GpuCluster(Cluster, Protocol):
     def run_on_node(self, command: list[str]) -> subprocess.CompletedProcess[str]: ...
 
 
-class Rehearsal(LocalDemo):
-    gpus = 0
-    unpacked_seconds = 0.0
-    python = str(ROOT / ".venv" / "bin" / "python")
-    environment = {"PYTHONPATH": f"{ROOT}/server:{ROOT}/operator"}  # noqa: RUF012
+class StoryNode(LocalDemo):
+    """A node on this machine, with the operator's image under another name too."""
+
     models = model.MODELS
 
     @property
@@ -60,4 +65,13 @@ class Rehearsal(LocalDemo):
         return {**names, NEXT: f"{names['operator']}-next"}
 
     def run_on_node(self, command: list[str]) -> subprocess.CompletedProcess[str]:
+        """In the node's network, where pods and Services answer."""
         return self.cluster.network.run(command, check=False)
+
+
+class Rehearsal(StoryNode):
+    gpus = 0
+    has_engine = True
+    unpacked_seconds = 0.0
+    python = str(ROOT / ".venv" / "bin" / "python")
+    environment = {"PYTHONPATH": f"{ROOT}/server:{ROOT}/operator"}  # noqa: RUF012

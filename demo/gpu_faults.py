@@ -14,7 +14,7 @@ from typing import Any
 from errors import ClusterError
 from gpu_cluster import NEXT
 from gpu_figures import POD_DELETED, RECORDED_READY
-from gpu_processes import ENGINE, SUPERVISOR, age, find
+from gpu_processes import ENGINE, SUPERVISOR, age, find, gpu_of
 from gpu_rollouts import answers_again
 from gpu_run import NotRun, Run, is_pod_ready, restarts
 from gpu_traffic import Traffic
@@ -72,9 +72,9 @@ def neighbour(run: Run) -> None:
     if not run.cluster.gpus:
         raise NotRun("needs a GPU")
     pod, full = run.serving_pod(), run.tokens()
-    with _taken(run) as held:
+    with _taken(run, pod) as held:
         began = _kill_engine(run, pod)
-        run.say(f"another program: {held()} {NEIGHBOUR_MIB} MiB of the GPU's memory")
+        run.expect(held() == "held", f"another program holds {NEIGHBOUR_MIB} MiB of the GPU")
         run.service.watch(
             lambda s: _is_back(run, s, pod) and condition(s, "CapacityStable")["status"] == "False",
             run.shape.seconds,
@@ -100,10 +100,14 @@ def _described(run: Run) -> str:
 
 
 @contextmanager
-def _taken(run: Run) -> Iterator[Any]:
-    """A program that waits for free memory; what is yielded waits until it has it."""
+def _taken(run: Run, pod: Object) -> Iterator[Any]:
+    """A program that waits for free memory of the pod's GPU; what is yielded waits until it has
+    it."""
     words = ("demo/gpu_neighbour.py", str(NEIGHBOUR_MIB))
-    program = run.start(*words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    variables = {}
+    if run.cluster.gpus > 1:
+        variables["CUDA_VISIBLE_DEVICES"] = gpu_of(find(pod["metadata"]["uid"], ENGINE))
+    program = run.start(*words, variables=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert program.stdin is not None and program.stdout is not None
     lines = program.stdout
     try:

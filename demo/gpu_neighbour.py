@@ -1,5 +1,6 @@
 """Another program on the GPU: python demo/gpu_neighbour.py MIB takes so much of its memory as soon
-as it is free, prints «held», and keeps it until its input is closed. Needs the driver alone."""
+as it is free, prints «held», and keeps it until its input is closed. Needs the driver alone. Of
+several GPUs CUDA_VISIBLE_DEVICES names the one."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,10 +17,22 @@ def find(pod_uid: str, words: str) -> int:
     """The process of a pod whose command line has these words."""
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended meanwhile
-            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            command = (folder / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
             if words in command and pod_uid in (folder / "cgroup").read_text():
                 return int(folder.name)
     raise ClusterError(f"no process of pod {pod_uid} runs {words}")
+
+
+def gpu_of(pid: int) -> str:
+    """The UUID of the GPU that a process uses. Raises ClusterError."""
+    query = ["nvidia-smi", "--query-compute-apps=pid,gpu_uuid", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False)
+    for line in done.stdout.splitlines():
+        user, _, gpu = line.partition(",")
+        if user.strip() == str(pid):
+            return gpu.strip()
+    found = (done.stdout + done.stderr).strip()
+    raise ClusterError(f"nvidia-smi does not list process {pid}, but: {found or 'nothing'}")
 
 
 def age(pid: int) -> float:

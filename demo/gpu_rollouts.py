@@ -7,7 +7,7 @@ from typing import Any
 
 from errors import ClusterError
 from gpu_figures import ROLLBACK_GAP, ROLLOUT_GAP
-from gpu_processes import ENGINE, find
+from gpu_processes import ENGINE, find, gpu_of
 from gpu_run import NotRun, Run, is_pod_ready
 from gpu_traffic import Traffic
 from service import Service, is_ready, is_rejected, is_up_to_date
@@ -117,9 +117,6 @@ def _second_service(run: Run) -> None:
     pods = [*run.service.pods(), *other.pods()]
     run.expect(len(pods) == 2 and all(is_pod_ready(p) for p in pods), "two services serve at once")
     if run.cluster.gpus:
-        query = ["nvidia-smi", "--query-compute-apps=pid,gpu_uuid", "--format=csv,noheader"]
-        lines = run.cluster.run_on_node(query).stdout.splitlines()
-        used = {int(pid): gpu.strip() for pid, gpu in (line.split(",") for line in lines)}
-        gpus = {used[find(p["metadata"]["uid"], ENGINE)] for p in pods}
+        gpus = {gpu_of(find(p["metadata"]["uid"], ENGINE)) for p in pods}
         run.expect(len(gpus) == 2, f"each on a GPU of its own: {', '.join(sorted(gpus))}")
     run.delete(other)

@@ -63,9 +63,12 @@ class Run:
             raise ClusterError(f"{' '.join(words)[:160]}: {done.stderr.strip()[-1500:]}")
         return done.stdout
 
-    def start(self, *words: str, **options: Any) -> subprocess.Popen[str]:
-        """Starts a program of this checkout. `options` of Popen."""
-        command, environment = [self.cluster.python, *words], self.environment
+    def start(
+        self, *words: str, variables: dict[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[str]:
+        """Starts a program of this checkout, with more environment variables. `options` of
+        Popen."""
+        command, environment = [self.cluster.python, *words], self.environment | (variables or {})
         return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **options)
 
     def apply(self, name: str, spec: Object) -> None:

@@ -32,14 +32,24 @@ def model(run: Run) -> None:
 
 def bare(run: Run) -> None:
     """The figure that a pod's is compared with, of the same machine and minute."""
+    _check_engine(run)
     words = ["size", "--model", str(run.folder), *run.shape.flags, "--json"]
     run.say(f"$ kvline-server {' '.join(words)}")
-    result = json.loads(run.python("-m", "kvline_server", *words))["result"]
-    run.figures.keep(BARE_TOKENS, result["kvTokens"])
-    run.say(f"{result['kvTokens']} KV tokens on the bare machine")
+    report = json.loads(run.python("-m", "kvline_server", *words))
+    for warning in report.get("warnings", []):  # such as that kernels are missing here
+        run.say(f"warning: {warning}")
+    tokens = report["result"]["kvTokens"]
+    run.figures.keep(BARE_TOKENS, tokens)
+    run.say(f"{tokens} KV tokens on the bare machine")
+
+
+def _check_engine(run: Run) -> None:
+    if not run.cluster.has_engine:
+        raise NotRun("the engine's packages for a GPU are in the image alone; PARTS= brings them")
 
 
 def bare_http(run: Run) -> None:
+    _check_engine(run)
     with _served(run) as url:
         rate = _r512(run, url)
     run.figures.keep(BARE_RATE, rate)
@@ -57,24 +67,29 @@ def _served(run: Run) -> Iterator[str]:
     words += ["--port", port, "--internal-port", internal, *run.shape.flags]
     run.say(f"$ kvline-server {' '.join(words)}")
     run.out.mkdir(parents=True, exist_ok=True)
-    with (run.out / "bare-http.log").open("w") as log:
+    path = run.out / "bare-http.log"
+    with path.open("w") as log:
         server = run.start("-m", "kvline_server", *words, stdout=log, stderr=log)
         try:
-            _wait_ready(server, f"http://127.0.0.1:{internal}/readyz", run.shape.seconds)
+            if not _is_ready(server, f"http://127.0.0.1:{internal}/readyz", run.shape.seconds):
+                raise ClusterError(
+                    f"the bare server is not ready; {path}:\n{path.read_text()[-1500:]}"
+                )
             yield f"http://127.0.0.1:{port}"
         finally:
             server.terminate()  # not killed: what holds the GPU must have ended
             server.wait(60)
 
 
-def _wait_ready(server: subprocess.Popen[str], url: str, seconds: float) -> None:
+def _is_ready(server: subprocess.Popen[str], url: str, seconds: float) -> bool:
+    """Waits for it; False if it has ended or takes longer."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and server.poll() is None:
         with suppress(OSError):
             urllib.request.urlopen(url, timeout=2)
-            return
+            return True
         time.sleep(0.1)
-    raise ClusterError("the bare server is not ready: bare-http.log says why")
+    return False
 
 
 def _r512(run: Run, url: str) -> float:
@@ -83,7 +98,8 @@ def _r512(run: Run, url: str) -> float:
 
 
 def node(run: Run) -> None:
-    """Everything from the programs to a GPU that pods can request."""
+    """From programs that are built to a GPU that pods can request."""
+    run.cluster.cluster.ensure_programs(run.say)
     was_up = _allocatable(run) is not None
     began = time.monotonic()
     run.cluster.up(run.say)
@@ -92,12 +108,14 @@ def node(run: Run) -> None:
             raise ClusterError(f"the node offers {found} of {run.cluster.gpus} GPUs after 120 s")
         time.sleep(0.1)
     print(run.cluster.kubectl("get", "nodes", "-o", "wide").stdout.rstrip())
+    took, unpacked = time.monotonic() - began, run.cluster.unpacked_seconds
     if was_up:
         run.say("the cluster was up already")
-    else:
-        unpacked = run.cluster.unpacked_seconds
+    elif unpacked or not run.cluster.gpus:
         run.say(f"of it {unpacked:.1f} s to unpack the parts")
-        run.figures.record(NODE_READY, time.monotonic() - began + unpacked)
+        run.figures.record(NODE_READY, took + unpacked)
+    else:
+        run.say(f"ready after {took:.1f} s; no figure, which is of a machine that unpacks parts")
 
 
 def _allocatable(run: Run) -> int | None:

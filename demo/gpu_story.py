@@ -57,7 +57,8 @@ def _step(run: Run, number: str, name: str) -> None:
         run.say(f"not run: {reason}")
         return
     except Exception:
-        _save_trouble(run, name)
+        with suppress(Exception):  # the step's own error is what a user has to see
+            _save_trouble(run, name)
         raise
     run.say(f"done ({time.monotonic() - began:.1f} s)")
 

@@ -32,7 +32,7 @@ TESTS = (
     "e2e",
     "gpu",
     "gpu_node",
-    "story",
+    "demo",
     "house",
 )
 TYPED = ["operator server", "demo", "bench", *(f"tests/{name}" for name in TESTS)]
@@ -46,7 +46,7 @@ CHECKS = {
 HALVES = 2  # of the checks, at once; mypy's cache is for one process at a time
 ALWAYS = ("unit", "process")  # need no root, no cluster, no GPU
 NOW = {"PYTHONUNBUFFERED": "1"}  # what is printed is seen
-CLUSTERED = ("integration", "e2e", "recipes")
+CLUSTERED = ("integration", "e2e", "recipes", "rehearsal")
 STAGES = {
     "unit": ["-n", "2", "-m", "not (process or integration or e2e or recipe or rehearsal or gpu)"],
     "process": ["-n", "2", "--dist", "loadfile", "-m", "process"],
@@ -55,7 +55,7 @@ STAGES = {
     "e2e": ["-v", "-m", "e2e", "tests/e2e"],  # a line a test: some take minutes
     # Only where named: Prometheus and its adapter take minutes to build.
     "recipes": ["-v", "-m", "recipe", "tests/e2e"],
-    "rehearsal": ["-s", "-m", "rehearsal", "tests/story"],  # what it prints is the demo
+    "rehearsal": ["-s", "-m", "rehearsal", "tests/demo"],  # what it prints is the demo
 }
 BY_NAME = ("recipes", "rehearsal")
 # Two threads of torch in each of two workers wait for each other by spinning.

@@ -150,7 +150,8 @@ def _ensure_base(say: Say) -> None:
 
 
 def _wheel() -> None:
-    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    for old in (ROOT / "dist").glob("*.whl"):
+        old.unlink()
     tools.run_uv("build", "--quiet", "--wheel", "--out-dir", "dist", ".")
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
+from errors import ClusterError
+
 MOUNT = Path("/sys/fs/cgroup")
+ROUNDS = 20
 CONTROLLERS_V1 = (
     "cpu",
     "cpuacct",
@@ -26,6 +30,7 @@ def is_v2() -> bool:
 
 def make(name: str) -> None:
     if is_v2():
+        _leave_root()
         controllers = (MOUNT / "cgroup.controllers").read_text().split()
         (MOUNT / "cgroup.subtree_control").write_text(" ".join(f"+{c}" for c in controllers))
         (MOUNT / name).mkdir(exist_ok=True)
@@ -37,6 +42,23 @@ def make(name: str) -> None:
         inherited = MOUNT / "cpuset" / file
         if inherited.is_file():
             (MOUNT / "cpuset" / name / file).write_text(inherited.read_text())
+
+
+def _leave_root() -> None:
+    """cgroup v2 gives no controllers to children of a cgroup with processes, but for the real root:
+    in a virtual root, as containers have it, processes move into a child first."""
+    if not (MOUNT / "cgroup.type").is_file():
+        return  # the real root
+    child = MOUNT / "init"
+    child.mkdir(exist_ok=True)
+    for _ in range(ROUNDS):  # processes start meanwhile
+        pids = (MOUNT / "cgroup.procs").read_text().split()
+        if not pids:
+            return
+        for pid in pids:
+            with suppress(OSError):  # it has ended
+                (child / "cgroup.procs").write_text(pid)
+    raise ClusterError(f"{MOUNT} has processes that do not leave it: {', '.join(pids)}")
 
 
 def _folders(name: str) -> list[Path]:

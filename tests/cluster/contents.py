@@ -6,6 +6,7 @@ import os
 import re
 import stat
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 from build import Built
@@ -28,14 +29,31 @@ def files(image: Built) -> Files:
     """An upper layer hides what is below it, so the last one that has a path decides."""
     found: Files = {}
     for layer in image.layers:
-        for folder, _, names in os.walk(layer.folder):
-            paths = (Path(folder, name) for name in names)
-            found.update((str(p.relative_to(layer.folder)), p) for p in paths)
+        added: Files = {}
+        hidden = set()  # folders of lower layers
+        for folder, folders, names in os.walk(layer.folder):
+            at = Path(folder).relative_to(layer.folder)
+            added.update((str(at / name), Path(folder, name)) for name in names)
+            hidden |= {str(at / name) for name in folders if Path(folder, name).is_symlink()}
+            hidden |= {str(at)} if _opaque(folder) else set()
+        hidden |= added.keys()  # what is no folder hides one, and so does what marks it as deleted
+        kept = {n: p for n, p in found.items() if hidden.isdisjoint(map(str, Path(n).parents))}
+        found = kept | added
     return {name: path for name, path in found.items() if not _deleted(path)}
 
 
+def _opaque(folder: str) -> bool:
+    """Whether overlayfs shows nothing of a lower layer's folder below this one."""
+    for name in ("trusted.overlay.opaque", "user.overlay.opaque"):
+        with suppress(OSError):  # it has none
+            return os.getxattr(folder, name) == b"y"
+    return False
+
+
 def _deleted(path: Path) -> bool:
-    return stat.S_ISCHR(path.lstat().st_mode)  # how overlayfs marks it
+    """How overlayfs marks it."""
+    found = path.lstat()
+    return stat.S_ISCHR(found.st_mode) and found.st_rdev == 0
 
 
 def size(found: Files) -> int:

@@ -20,9 +20,9 @@ import tools
 from errors import ClusterError
 from paths import CACHE
 
-NEEDED = (1, 26)
-PINNED = "go1.26.0"
-SUM = "h1:1p2G5COR51f8Q3EQ4HLJQDDL2ytLEqfL/yTawB0Jr8w="
+NEEDED = (1, 26, 6)  # of containerd
+PINNED = "go1.26.6"
+SUM = "h1:owmNw4SPM9h46FGOeGJVUWzFEEDSmO6g7gAtWoXp28s="
 MODULE = f"golang.org/toolchain@v0.0.1-{PINNED}.linux-amd64"
 
 
@@ -38,10 +38,10 @@ def ensure(say: Callable[[str], None]) -> str:
     return str(fetched / "bin" / "go")
 
 
-def _version(go: str) -> tuple[int, int]:
+def _version(go: str) -> tuple[int, ...]:
     text = subprocess.run([go, "version"], capture_output=True, text=True, check=False).stdout
-    found = re.search(r"go(\d+)\.(\d+)", text)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    found = re.search(r"go(\d+)\.(\d+)(?:\.(\d+))?", text)
+    return tuple(int(part or 0) for part in found.groups()) if found else (0,)
 
 
 def download(go: str, module: str, checksum: str, **environment: str) -> Path:

@@ -25,6 +25,7 @@ from typing import Any
 
 from errors import ClusterError
 from paths import BIN
+from programs import environment
 from settings import PAUSE_IMAGE
 
 OCI = "application/vnd.oci.image"
@@ -39,6 +40,7 @@ class Layer:
 @dataclass(frozen=True, slots=True)
 class Images:
     state: Path
+    path: str = ""  # searched for ctr before PATH
 
     @property
     def _socket(self) -> Path:
@@ -46,7 +48,8 @@ class Images:
 
     def _ctr(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         command = ["ctr", "-a", str(self._socket), "-n", "k8s.io", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        environ = environment(self.path)
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
         if check and done.returncode:
             raise ClusterError(f"ctr {' '.join(arguments)[:120]}: {done.stderr.strip()[-500:]}")
         return done

@@ -43,13 +43,14 @@ class LocalCluster:
     limits: tuple[str, ...] = RAISED  # of the controllers; empty: Kubernetes' defaults
     network: Network = field(init=False)
     state: Path = field(init=False)
+    path: ClassVar[str] = ""  # searched for the node's programs before PATH
     runtime_serves: ClassVar[bytes] = b"Start streaming server"  # in containerd's log
 
     def __post_init__(self) -> None:
         self.network = Network(self.name)
         self.state = CLUSTERS / self.name
-        self.programs = Programs(self.state)
-        self.images = Images(self.state)
+        self.programs = Programs(self.state, self.path)
+        self.images = Images(self.state, self.path)
 
     @property
     def kubeconfig(self) -> Path:
@@ -259,13 +260,11 @@ class LocalCluster:
     def kubectl(
         self, *arguments: str, input: str | None = None, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            [str(BIN / "kubectl"), "--kubeconfig", str(self.kubeconfig), *arguments],
-            input=input,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = [str(BIN / "kubectl"), "--kubeconfig", str(self.kubeconfig), *arguments]
+        try:
+            done = subprocess.run(command, input=input, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            raise ClusterError("kubectl is not built yet: the cluster has never been up") from None
         if check and done.returncode:
             raise ClusterError(f"kubectl {' '.join(arguments)[:200]}: {done.stderr.strip()}")
         return done

@@ -20,7 +20,10 @@ SERVICE_RANGE = "198.19.0.0/16"
 FIRST_SERVICE = "198.19.0.1"
 BRIDGE = "kube0"
 # Networks of the clusters that the project starts.
-NAMES = ("demo", "integration", "e2e", "bench", "integration-2", "integration-3")
+NAMES = (
+    *("demo", "integration", "e2e", "bench", "integration-2", "integration-3"),
+    *("gpu", "e2e-gpu"),
+)
 LINKS = "198.51.100"  # documentation range TEST-NET-2; TEST-NET-1 was in use on a machine seen
 
 

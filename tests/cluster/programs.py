@@ -19,9 +19,16 @@ def alive(pid: int) -> bool:
     return os.path.exists(f"/proc/{pid}/exe")
 
 
+def environment(path: str) -> dict[str, str]:
+    """This process's, with a folder before the others of PATH; none where it is empty."""
+    before = f"{path}:" if path else ""
+    return {**os.environ, "PATH": before + os.environ["PATH"]}
+
+
 @dataclass(frozen=True, slots=True)
 class Programs:
     state: Path
+    path: str = ""  # searched for programs before PATH
 
     def start(self, name: str, command: list[str]) -> None:
         (self.state / "pid").mkdir(parents=True, exist_ok=True)
@@ -35,6 +42,7 @@ class Programs:
                 stderr=log,
                 start_new_session=True,
                 cwd=self.state,
+                env=environment(self.path),
             )
         (self.state / "pid" / name).write_text(str(process.pid))
         process.returncode = 0  # it outlives this program on purpose

@@ -18,7 +18,7 @@ from paths import CACHE, ROOT
 Say = Callable[[str], None]
 
 UV_VERSION = "0.13.9"
-PACKAGES = {  # a command that shows it is there -> the Debian package
+PACKAGES = {  # a command or file that shows it is there -> the Debian package
     "containerd": "containerd",
     "runc": "runc",
     "/usr/lib/cni/bridge": "containernetworking-plugins",
@@ -35,9 +35,14 @@ PACKAGES = {  # a command that shows it is there -> the Debian package
 
 def ensure_packages(say: Say, packages: dict[str, str] = PACKAGES) -> None:
     """Installs the missing ones; without apt-get the error names them."""
-    missing = [p for command, p in packages.items() if shutil.which(command) is None]
+    missing = [package for wanted, package in packages.items() if not _is_there(wanted)]
     if missing:
         _install(missing, say)
+
+
+def _is_there(wanted: str) -> bool:
+    """A command, or a file by its path."""
+    return Path(wanted).exists() if wanted.startswith("/") else shutil.which(wanted) is not None
 
 
 def _install(missing: list[str], say: Say) -> None:

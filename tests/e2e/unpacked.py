@@ -57,13 +57,16 @@ def up(namespace: str) -> tuple[Any, Space]:
 
 
 def _models() -> Path:
-    import model
+    """A folder of its own: the demo takes a model for real where it is."""
+    from paths import CACHE
     from shapes import write_tokenizer
 
-    if not model.MODEL.is_dir():
-        model.MODEL.mkdir(parents=True)
-        (model.MODEL / "config.json").write_text(json.dumps(SMOLLM2))
-        write_tokenizer(model.MODEL, SMOLLM2["vocab_size"])  # type: ignore[arg-type]
-        for path in (model.MODELS, model.MODEL, *model.MODEL.iterdir()):
+    models = CACHE / "models-without-weights"
+    folder = models / "smollm2"
+    if not folder.is_dir():
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(SMOLLM2))
+        write_tokenizer(folder, SMOLLM2["vocab_size"])  # type: ignore[arg-type]
+        for path in (models, folder, *folder.iterdir()):
             path.chmod(0o755 if path.is_dir() else 0o644)  # pods read it as another user
-    return model.MODELS
+    return models

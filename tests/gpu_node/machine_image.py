@@ -8,19 +8,19 @@ file system, and an image is there in seconds. Versions are the machine's, not t
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tomllib
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import build
 import node_programs
 import parts
+from errors import ClusterError
 from images import Images, link_tree
 from paths import ROOT
 
@@ -47,23 +47,17 @@ CACHES = shutil.ignore_patterns("__pycache__")
 MODULES = {"operator": "kvline_operator", "server": "kvline_server", build.CUDA: "kvline_server"}
 
 
-@cache
-def names() -> dict[str, str]:
-    """component -> image name, by content as those that are built."""
-    return {c: build.image_name(c) for c in MODULES}
-
-
 def add(images: Images, wanted: dict[str, str]) -> None:
     """Adds images, component -> name; they differ in what they start."""
     python = environment()
     layers: tuple[tuple[str, Callable[[Path], None]], ...] = (
-        ("system", _system),
-        (f"python {python}", lambda folder: _python(folder, python)),
+        (f"system {_age('/var/lib/dpkg/status')}", _system),
+        (f"python {python} {_age(packages_of_torch())}", lambda f: _python(f, python)),
         (
-            f"packages {parts.PACKAGES.stat().st_mtime_ns}",
+            f"packages {_age(parts.PACKAGES)}",
             lambda folder: link(parts.PACKAGES, folder / SITE / "packages"),
         ),
-        (f"kvline {names()['server']}", lambda folder: _kvline(folder, python)),
+        (f"kvline {wanted['server']} {_own()}", lambda folder: _kvline(folder, python)),
     )
     chain, diff_ids = "", []
     for key, fill in layers:
@@ -74,6 +68,17 @@ def add(images: Images, wanted: dict[str, str]) -> None:
         path = f"PATH={python}/bin:/usr/local/bin:/usr/bin:/bin"
         config = {"Entrypoint": entry, "User": "65532:65532", "Env": [path, *ENVIRONMENT]}
         images.define(name, config, diff_ids)
+
+
+def _age(path: str | Path) -> int:
+    """When a folder or file changed last; a layer of it is made again then."""
+    return Path(path).stat().st_mtime_ns if Path(path).exists() else 0
+
+
+def _own() -> str:
+    """Changes with what the last layer has beside the server's code."""
+    digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    return f"{digest[:12]} {_age(node_programs.FOLDER / parts.CUBINS)}"
 
 
 def environment() -> Path:
@@ -100,7 +105,7 @@ def _system(folder: Path) -> None:
             link(Path("/", name), folder / name)
     for place in ("usr/lib", "usr/lib/x86_64-linux-gnu", "usr/bin"):
         for pattern in DRIVER_FILES:
-            for path in (folder / place).glob(pattern):
+            for path in inside(folder, folder / place).glob(pattern):
                 if not path.is_dir():
                     path.unlink()
     (folder / "tmp").chmod(0o1777)
@@ -118,13 +123,34 @@ def _system(folder: Path) -> None:
 
 def _python(folder: Path, python: Path) -> None:
     """The environment, and the Python that it is made with where that is no part of the system."""
+    linked = [Path("/usr/lib")]
     for place in {python, Path(sys.base_prefix)} - {Path("/usr")}:
         # /usr/local may have a driver and whole toolkits beside a Python.
         found = (place / "bin", place / "lib") if place == Path("/usr/local") else (place,)
         for part in found:
             link(part, folder / part.relative_to("/"))
-    site = Path(sysconfig.get_path("purelib"))
-    shutil.rmtree(folder / site.relative_to("/") / "triton", ignore_errors=True)
+            linked.append(part)
+    site = packages_of_torch()
+    if not any(site.is_relative_to(place) for place in linked):
+        link(site, folder / site.relative_to("/"))
+    shutil.rmtree(inside(folder, folder / site.relative_to("/")) / "triton", ignore_errors=True)
+
+
+def inside(folder: Path, path: Path) -> Path:
+    """The real path of a folder of a layer: a link in it may lead to the machine's own files, which
+    must not be deleted. Raises ClusterError."""
+    real = path.resolve()
+    if not real.is_relative_to(folder.resolve()):
+        raise ClusterError(f"{path.relative_to(folder)} leads out of the image: {real}")
+    return real
+
+
+def packages_of_torch() -> Path:
+    """The folder that has torch. Raises ClusterError where this Python has none."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        raise ClusterError(f"{sys.executable} has no torch, which the images are made of")
+    return Path(found.origin).parents[1]
 
 
 def _kvline(folder: Path, python: Path) -> None:

@@ -15,12 +15,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
-import cgroups
 import node_programs
+import parts
 import settings
+import tools
+from errors import ClusterError
 from local import NODE, LocalCluster, Say
 from network import BRIDGE, NODE_ADDRESS, POD_RANGE
 from node_programs import BIN, CNI, NVIDIA_HOOK, NVIDIA_PLUGIN, PLUGIN
+from paths import CLUSTERS
 
 RESOURCE = "nvidia.com/gpu"
 # The kubelet's, whatever its --root-dir: one cluster of a machine can have device plug-ins.
@@ -32,17 +35,19 @@ SHARED_DEVICES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools")
 
 
 class GpuNode(LocalCluster):
+    path: ClassVar[str] = str(BIN)
     runtime_serves: ClassVar[bytes] = b"containerd successfully booted"
 
     def __init__(self, name: str = "gpu") -> None:
         super().__init__(name)
-        os.environ["PATH"] = f"{BIN}:{os.environ['PATH']}"  # before what the machine has
+        if str(parts.WRAPPERS) not in os.environ["PATH"]:  # ip and nft, if the machine lacks them
+            os.environ["PATH"] += f":{parts.WRAPPERS}"
 
     def ensure_programs(self, say: Say) -> None:
         """Builds them unless packed parts brought them."""
         if not node_programs.UNPACKED.is_file():
             super().ensure_programs(say)
-            node_programs.build(say)
+        node_programs.build(say)
 
     def configuration(self) -> dict[str, str]:
         # A node tells a new resource with its next status, by default every 10 s.
@@ -55,9 +60,10 @@ class GpuNode(LocalCluster):
         }
 
     def up(self, say: Say) -> None:
+        tools.ensure_root()
         if not self.is_up():
+            check_kubelets()
             CHECKPOINT.unlink(missing_ok=True)  # of a cluster that is gone
-            free_root_cgroup()
             if not KMSG.exists():  # from it the kubelet learns of kills for memory
                 os.mknod(KMSG, stat.S_IFCHR | 0o600, os.makedev(1, 11))
         super().up(say)
@@ -71,6 +77,8 @@ class GpuNode(LocalCluster):
     def start_plugin(self, plain: list[str] | None = None, mount: str = DRIVER_FOLDER) -> None:
         """NVIDIA's device plug-in; with device files, the plain one instead. Returns once the node
         offers the devices. Raises ClusterError."""
+        if plain is not None and mount and not list(Path(mount).glob("lib*/libcuda.so.1")):
+            raise ClusterError(f"the plain plug-in mounts {mount}, which has no lib64/libcuda.so.1")
         for name in (NVIDIA_PLUGIN, PLUGIN):
             self.programs.stop([name], signal.SIGTERM)
         if plain is None:
@@ -100,14 +108,25 @@ class GpuNode(LocalCluster):
         return self.kubectl("get", "node", NODE, "-o", path, check=False).stdout
 
 
+def check_kubelets() -> None:
+    """Raises ClusterError where a kubelet runs that is not of our clusters: both would use the one
+    folder of device plug-ins."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile
+            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            ours = any(str(CLUSTERS) in word for word in words)
+            if words[0].rpartition("/")[2] == "kubelet" and not ours:
+                raise ClusterError(f"this machine is a node already: kubelet runs as {folder.name}")
+
+
 def count_gpus() -> int:
     """How many this machine has; 0 without a driver."""
     return len(_nvidia_smi("--query-gpu=index"))
 
 
-def gpu_processes() -> list[int]:
-    """Process ids that hold memory of a GPU."""
-    return [int(line) for line in _nvidia_smi("--query-compute-apps=pid")]
+def device_files() -> list[str]:
+    """Of the GPUs; in a container they may begin at another number than 0."""
+    return sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*"))
 
 
 def _nvidia_smi(query: str) -> list[str]:
@@ -117,18 +136,6 @@ def _nvidia_smi(query: str) -> list[str]:
     except FileNotFoundError:
         return []
     return done.stdout.split() if done.returncode == 0 else []
-
-
-def free_root_cgroup() -> None:
-    """cgroup v2 gives no controllers to children of a cgroup with processes, but for the real root:
-    in a virtual root, as containers have it, ours move into a child first."""
-    if not cgroups.is_v2() or not (cgroups.MOUNT / "cgroup.type").is_file():
-        return
-    child = cgroups.MOUNT / "init"
-    child.mkdir(exist_ok=True)
-    for pid in (cgroups.MOUNT / "cgroup.procs").read_text().split():
-        with suppress(OSError):  # it has ended, or is the kernel's
-            (child / "cgroup.procs").write_text(pid)
 
 
 def containerd(state: Path) -> str:

@@ -8,6 +8,7 @@ as they run.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import time
 from collections.abc import Callable
@@ -26,7 +27,7 @@ Say = Callable[[str], None]
 SOURCES = Path(__file__).parent / "go"
 FOLDER = CACHE / "gpu-node"
 BIN, CNI = FOLDER / "bin", FOLDER / "cni"
-UNPACKED = FOLDER / "unpacked"  # seconds; there where packed parts brought what is here
+UNPACKED = FOLDER / "unpacked.json"  # there where packed parts brought what is here
 PLUGIN, NVIDIA_PLUGIN, NVIDIA_HOOK = "device-plugin", "nvidia-device-plugin", "nvidia-cdi-hook"
 
 CONTAINERD = "github.com/containerd/containerd/v2"
@@ -78,19 +79,32 @@ LINKS = {"ctr": "containerd"}  # called by another name
 
 
 def build(say: Say, programs: tuple[Program, ...] = NODE) -> None:
-    """Builds those that the cache lacks for their sources; packed parts bring all."""
+    """Builds those that the cache lacks for their sources; packed parts bring all. Raises
+    ClusterError for parts of other sources."""
     if UNPACKED.is_file():
+        if json.loads(UNPACKED.read_text())["sources"] != sources():
+            raise ClusterError(
+                f"{UNPACKED.parent} was unpacked from parts of other sources: make gpu-node anew, "
+                f"remove that folder, and unpack"
+            )
         return
     with lock.held(FOLDER / "lock"):
         for program in programs:
             mark, want = FOLDER / f".{program.name}", _key(program)
-            if mark.is_file() and mark.read_text() == want:
+            made = program.into / program.name
+            if made.is_file() and mark.is_file() and mark.read_text() == want:
                 continue
             started = time.monotonic()
             _build(program, say)
             mark.write_text(want)
             say(f"built {program.name} ({time.monotonic() - started:.0f} s)")
         link()
+
+
+def sources() -> str:
+    """What the programs are built from; another checkout may have other versions."""
+    keys = "".join(map(_key, NODE + OF_NVIDIA))
+    return hashlib.sha256(keys.encode()).hexdigest()
 
 
 def link() -> None:
@@ -100,7 +114,7 @@ def link() -> None:
 
 
 def _build(program: Program, say: Say) -> None:
-    tools.ensure_packages(say, {"cc": "gcc"})
+    tools.ensure_packages(say, {"cc": "gcc", "/usr/include/stdio.h": "libc6-dev"})
     go = golang.ensure(say)
     program.into.mkdir(parents=True, exist_ok=True)
     flags, environment = f"-s -w {program.flags}", dict(C) if program.c else {}
@@ -138,7 +152,8 @@ def _seccomp(say: Say) -> Path:
 
 
 def _key(program: Program) -> str:
-    digest = hashlib.sha256(repr(program).encode())
+    words = (program.name, program.package, program.flags, program.tags)
+    digest = hashlib.sha256(repr(words).encode())  # not where it goes, which differs by machine
     for path in sorted((SOURCES / program.module).rglob("*")):
         if path.is_file():
             digest.update(path.read_bytes())

@@ -10,6 +10,7 @@ and what it brings are not packed: they are 3 GB, and the machine has its own.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -56,7 +57,8 @@ def main() -> int:
         kernels = Path(os.environ.get("KERNELS", ROOT / "dist" / "kernels.tar.xz")).resolve()
         if not kernels.is_file():
             raise ClusterError(f"KERNELS={kernels}: there is no such file; make kernels makes it")
-        with ThreadPoolExecutor() as pool:
+        build()
+        with ThreadPoolExecutor() as pool:  # packing Kubernetes takes longest
             kube = pool.submit(pack_kube)
             pack_node()
             pack_gpu()
@@ -81,18 +83,29 @@ def _target(name: str) -> Path:
     return OUT / part / name
 
 
-def pack_kube() -> None:
+def build() -> None:
+    if node_programs.UNPACKED.is_file():
+        raise ClusterError(f"{node_programs.FOLDER} was unpacked here: parts are made elsewhere")
     binaries.build(say)
+    node_programs.build(say, node_programs.NODE + node_programs.OF_NVIDIA)
+    tools.ensure_packages(say, {"ip": "iproute2", "nft": "nftables", "xz": "xz-utils"})
+    _target(parts.ABOUT).write_text(json.dumps({"sources": node_programs.sources()}))
+
+
+def scratch() -> tempfile.TemporaryDirectory[str]:
+    """Where the programs are, so that they can be linked."""
+    return tempfile.TemporaryDirectory(dir=node_programs.FOLDER)
+
+
+def pack_kube() -> None:
     started = time.monotonic()
     _xz(KUBE_BIN / "kube", parts.KUBE)
     say(f"packed Kubernetes ({time.monotonic() - started:.0f} s)")
 
 
 def pack_node() -> None:
-    node_programs.build(say, node_programs.NODE + node_programs.OF_NVIDIA)
-    tools.ensure_packages(say, {"ip": "iproute2", "nft": "nftables"})
-    with tempfile.TemporaryDirectory() as scratch:
-        tree = Path(scratch)
+    with scratch() as folder:
+        tree = Path(folder)
         for name in ("bin", "cni", "tools/lib"):
             (tree / name).mkdir(parents=True)
         wanted = ("containerd", "containerd-shim-runc-v2", "runc", node_programs.PLUGIN)
@@ -119,23 +132,23 @@ def _with_libraries(name: str, folder: Path) -> None:
 
 
 def pack_gpu() -> None:
-    with tempfile.TemporaryDirectory() as scratch:
+    with scratch() as folder:
         for name in (node_programs.NVIDIA_PLUGIN, node_programs.NVIDIA_HOOK):
-            Path(scratch, name).hardlink_to(BIN / name)
-        shutil.copy(KUBE_BIN / "coredns", scratch)
-        _tar(Path(scratch), parts.GPU)
+            Path(folder, name).hardlink_to(BIN / name)
+        shutil.copy(KUBE_BIN / "coredns", folder)
+        _tar(Path(folder), parts.GPU)
 
 
 def pack_packages() -> None:
     """The locked Python packages, for the Python of the machine with the GPU."""
-    with tempfile.TemporaryDirectory() as scratch:
-        wanted = Path(scratch, "requirements.txt")
+    with scratch() as folder:
+        wanted = Path(folder, "requirements.txt")
         operator = (ROOT / "requirements" / "operator.txt").read_text()
         server = _locked(ROOT / "requirements" / "cuda.txt", SERVER)
         # Both locks have the packages that both use, at one version.
         entries = {e.split("==")[0]: e for e in [*_entries(operator), *server]}
         wanted.write_text("\n".join(entries.values()) + "\n")
-        tree = Path(scratch, "site")
+        tree = Path(folder, "site")
         tools.run_uv(
             *("pip", "install", "--quiet", "--target", str(tree), "--python-version", PYTHON),
             *("--python-platform", PLATFORM, "--no-deps", "--only-binary=:all:"),

@@ -5,6 +5,7 @@ Run on the machine with the GPU, with the Python that has torch; needs xz and ta
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,9 @@ KERNELS_OF = "flashinfer/data/aot"
 def unpack(folders: list[Path], say: Callable[[str], None]) -> None:
     """All files at once. Raises ClusterError."""
     started = time.monotonic()
+    missing = [str(folder) for folder in folders if not folder.is_dir()]
+    if missing:
+        raise ClusterError(f"there is no folder {', '.join(missing)}")
     files = {file.name: file for folder in folders for file in folder.iterdir()}
     unknown = set(files) - set(STEPS)
     if unknown or not files:
@@ -44,15 +48,18 @@ def unpack(folders: list[Path], say: Callable[[str], None]) -> None:
     took = time.monotonic() - started
     say(f"unpacked {', '.join(sorted(files))} ({took:.1f} s)")
     if set(files) == set(STEPS):
-        node_programs.UNPACKED.write_text(str(took))
+        about = json.loads(files[parts.ABOUT].read_text())
+        about |= {"seconds": took, "parts": parts.identity(list(files.values()))}
+        node_programs.UNPACKED.write_text(json.dumps(about))
 
 
 def kube(file: Path) -> None:
     KUBE_BIN.mkdir(parents=True, exist_ok=True)
-    program = KUBE_BIN / "kube"
-    with program.open("wb") as out:
+    made = KUBE_BIN / ".kube"  # beside it: an older one may be running
+    with made.open("wb") as out:
         _run(["xz", "-dc", str(file)], stdout=out)
-    program.chmod(0o755)
+    made.chmod(0o755)
+    made.rename(KUBE_BIN / "kube")
     binaries.link_kubernetes()
 
 
@@ -60,11 +67,13 @@ def node(file: Path) -> None:
     _untar(file, node_programs.FOLDER)
     _move("pause", KUBE_BIN)
     node_programs.link()
+    parts.WRAPPERS.mkdir(exist_ok=True)
     for name in ("ip", "nft"):
-        if shutil.which(name) is None:
+        wrapper = parts.WRAPPERS / name
+        if wrapper.is_file() or shutil.which(name) is None:
             words = {"lib": parts.TOOLS / "lib", "program": parts.TOOLS / name}
-            (node_programs.BIN / name).write_text(WRAPPER.format(**words))
-            (node_programs.BIN / name).chmod(0o755)
+            wrapper.write_text(WRAPPER.format(**words))
+            wrapper.chmod(0o755)
 
 
 def gpu(file: Path) -> None:
@@ -78,6 +87,11 @@ def packages(file: Path) -> None:
 
 def kernels(file: Path) -> None:
     _untar(file, parts.PACKAGES / KERNELS_OF)
+
+
+def about(file: Path) -> None:
+    if json.loads(file.read_text())["sources"] != node_programs.sources():
+        raise ClusterError(f"{file.parent} was packed from other sources than this checkout has")
 
 
 def cubins(file: Path) -> None:
@@ -99,6 +113,7 @@ STEPS: dict[str, Callable[[Path], None]] = {
     parts.SITE: packages,
     parts.KERNELS: kernels,
     parts.CUBINS: cubins,
+    parts.ABOUT: about,
 }
 
 

@@ -7,15 +7,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import gpu_story
+import install
 import pytest
+from errors import ClusterError
 from gpu_figures import APPLY_READY, FIGURES, STATUS_OF_BARE, Figures
-from gpu_processes import age, find
+from gpu_processes import age, find, gpu_of
 from gpu_rollouts import undone
+from gpu_run import Run
 from gpu_shape import LLAMA8B, REHEARSAL
 from gpu_traffic import Traffic
 
@@ -86,21 +90,36 @@ def server() -> Iterator[Server]:
     made.server.server_close()
 
 
-def test_a_gap_is_from_the_last_answer_to_the_next_one(server: Server) -> None:
+def wait_until(holds: Callable[[], object]) -> None:
+    end = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_gap_is_from_the_last_answer_to_the_next_one() -> None:
+    traffic = Traffic("http://127.0.0.1:1", "m")
+    traffic.answered = [5.0, 5.25, 7.75, 8.0]
+    traffic.failed = [(6.0, "503"), (7.0, "503")]
+    assert traffic.gap() == 2.5
+
+
+def test_a_rejection_is_no_answer(server: Server) -> None:
     with Traffic(server.url, "m") as traffic:
-        time.sleep(0.4)
+        wait_until(lambda: len(traffic.answered) > 1)
         server.refuses = True
-        time.sleep(1.0)
+        wait_until(lambda: any("503" in wrong for _, wrong in traffic.failed))
+        answered = len(traffic.answered)
+        wait_until(lambda: len([wrong for _, wrong in traffic.failed if "503" in wrong]) > 2)
+        assert len(traffic.answered) == answered
         server.refuses = False
-        time.sleep(0.5)
-    assert 0.9 < traffic.gap() < 1.6
-    assert traffic.answered and "503" in traffic.failed[0][1]
+        wait_until(lambda: len(traffic.answered) > answered)
 
 
 def test_no_answer_at_all_is_no_gap_of_zero(server: Server) -> None:
     server.refuses = True
     with Traffic(server.url, "m") as traffic:
-        time.sleep(0.3)
+        wait_until(lambda: traffic.failed)
     assert traffic.gap() == float("inf")
 
 
@@ -114,3 +133,46 @@ def test_a_process_is_found_by_its_cgroup_and_has_an_age() -> None:
             assert 0.2 < age(process.pid) < 20
         finally:
             process.kill()
+
+
+def test_the_gpu_of_a_process_is_the_one_that_the_driver_lists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '71, GPU-a'; echo '72, GPU-b'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert gpu_of(72) == "GPU-b"
+    with pytest.raises(ClusterError, match="GPU-a"):
+        gpu_of(7)
+
+
+def test_the_manifest_gets_the_images_or_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = {"operator": "o:1", "server": "s:1", "operator-next": "o:2", "cuda": "c:1"}
+    text = install.manifest(images)
+    assert all(word in text for word in ("image: o:1", '"s:1"', '"c:1"'))
+    assert ":dev" not in text and "--page-port=0" not in text
+    (tmp_path / "manifests").mkdir()
+    (tmp_path / "manifests" / "install.yaml").write_text(text)
+    monkeypatch.setattr(install, "ROOT", tmp_path)
+    with pytest.raises(ClusterError, match="kvline-operator:dev"):
+        install.manifest(images)
+
+
+def test_a_cluster_that_is_not_there_hides_no_error_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(run: Run) -> None:
+        raise ClusterError("of the step")
+
+    def lacks(*words: str) -> None:
+        raise FileNotFoundError("kubectl")
+
+    names = {"gpus": 0, "check": lambda self, say: None, "kubectl": staticmethod(lacks)}
+    cluster: Any = type("Nothing", (), names)()
+    figures = Figures(cluster, tmp_path / "figures.json", tmp_path / "results.jsonl")
+    monkeypatch.setitem(gpu_story.STEPS, "model", ("a step", fails))
+    with pytest.raises(ClusterError, match="of the step"):
+        gpu_story.play(Run(cluster, REHEARSAL, figures, tmp_path), ["model"])
