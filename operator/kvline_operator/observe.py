@@ -34,6 +34,8 @@ UNSERVED = (
     "which this API server does not serve; remove the field to request nvidia.com/gpu, or set "
     "spec.resources.gpuResource"
 )
+# Of the scheduler's messages: an extended resource, and devices of a ResourceClaim.
+SHORTAGES = ("Insufficient ", "cannot allocate all claims")
 KILLS = (137, 143)  # exit codes after SIGKILL and SIGTERM; a started server ends SIGTERM with 0
 
 
@@ -138,6 +140,7 @@ class Observed:
     jobs: tuple[Object, ...] = ()  # prepare Jobs, also those being deleted
     preparing: tuple[PodView, ...] = ()  # their pods, oldest first
     claim_templates: tuple[Object, ...] = ()  # ResourceClaimTemplates
+    needless: tuple[str, ...] = ()  # addresses of pods whose preStop wait serves nobody
 
     def config_map(self, name: str) -> Object | None:
         return self.child("ConfigMap", name)
@@ -207,8 +210,17 @@ def observe(
         pods = tuple(pool.map(partial(_with_load, reports), pods, addresses))
     jobs = tuple(item for item in lists[4] if _is_owned(item, spec.uid))
     preparing = _preparing(kube, spec, jobs) if jobs else ()
-    claims = _claim_templates(kube, spec, selector, revisions)
-    return Observed(revisions, deployments, config_maps, pods, ended(ours), jobs, preparing, claims)
+    return Observed(
+        revisions=revisions,
+        deployments=deployments,
+        config_maps=config_maps,
+        pods=pods,
+        ended=ended(ours),
+        jobs=jobs,
+        preparing=preparing,
+        claim_templates=_claim_templates(kube, spec, selector, revisions),
+        needless=needless_waits(pods, found, times.now()),
+    )
 
 
 def _claim_templates(
@@ -241,6 +253,18 @@ def leaving(pods: list[Object], deployments: list[Object], now: str) -> str:
             return str(pod["metadata"]["name"])
     found = (p for p in placed if not p["metadata"].get("deletionTimestamp"))
     return next((str(p["metadata"]["name"]) for p in found if surplus[_revision(p)] > 0), "")
+
+
+def needless_waits(pods: tuple[PodView, ...], found: list[Object], now: str) -> tuple[str, ...]:
+    """Addresses of terminating pods that wait for their clients (preStop) while another pod of the
+    service lacks what they hold, such as the only GPU. As long as a replica is ready, or the lack
+    is of something else, their wait does serve."""
+    lacking = any(p.awaits and any(s in p.unschedulable for s in SHORTAGES) for p in pods)
+    if not lacking or any(p.ready for p in pods):
+        return ()
+    terminating = (p for p in found if (p["metadata"].get("deletionTimestamp") or "") > now)
+    addresses = ((p.get("status") or {}).get("podIP") for p in terminating if not has_ended(p))
+    return tuple(sorted(str(address) for address in addresses if address))
 
 
 def _revision(item: Object) -> str:

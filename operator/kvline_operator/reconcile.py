@@ -100,6 +100,7 @@ def reconcile(context: Context, key: Key) -> float:
         context.status_cache.refuse(key, body.get("spec") or {}, new)
         _write_status(context, body, new, events)
         return RETRY_REFUSED  # roles and served APIs change without an event
+    list(context.pool.map(context.reports.end_wait, observed.needless))
     known, pods = candidate.counted(known, observed.pods)
     observed = replace(observed, pods=pods)
     rollout_state = RolloutState.of(spec, observed, revision.name, stored, known, context.now())

@@ -10,10 +10,12 @@ import socket
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvline_contract.codec import ContractError
+from kvline_contract.names import END_PRE_STOP_PATH
 from kvline_contract.report import MAX_REPORT_BYTES, Load, SizingReport, State
 
 T = TypeVar("T")
@@ -57,11 +59,15 @@ def fetch_load(address: str, port: int, seconds: float = SECONDS) -> Load | None
 
 
 def _get(address: str, port: int, path: str, deadline: float) -> bytes:
+    return _ask("GET", address, port, path, deadline)
+
+
+def _ask(method: str, address: str, port: int, path: str, deadline: float) -> bytes:
     """A plain HTTP/1.0 request: client libraries limit the time of each read, not of the whole."""
     try:
         with socket.create_connection((address, port), _left(deadline)) as connection:
             connection.settimeout(_left(deadline))
-            connection.sendall(f"GET {path} HTTP/1.0\r\nHost: pod\r\n\r\n".encode())
+            connection.sendall(f"{method} {path} HTTP/1.0\r\nHost: pod\r\n\r\n".encode())
             raw = b""
             while True:
                 connection.settimeout(_left(deadline))
@@ -145,3 +151,9 @@ class Reports:
         load = fetch_load(address, self._port)
         self._loads.put(uid, load)
         return load
+
+    def end_wait(self, address: str) -> None:
+        """Ends a terminating pod's wait for its clients. Servers of earlier images wait on."""
+        with suppress(Unreachable, ContractError):
+            deadline = time.monotonic() + SECONDS
+            _ask("POST", address, self._port, END_PRE_STOP_PATH, deadline)

@@ -50,6 +50,7 @@ API_PORT = 8000  # /v1, in the Service
 INTERNAL_PORT = 8001  # probes, sizing, load, metrics; pod address only
 # The preStop hook waits on the internal port until no new request is sent to the pod.
 PRE_STOP_PATH, PRE_STOP_SECONDS = "/prestop", 15
+END_PRE_STOP_PATH = "/prestop/end"  # POST: that wait serves nobody, another pod needs the GPU
 
 SERVER_CONTAINER = "server"
 DOWNLOAD_CONTAINER = "download"

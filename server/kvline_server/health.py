@@ -7,6 +7,7 @@ as a whole, so no lock is needed beyond the report keeper's own.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 
 from kvline_contract.codec import ContractError
@@ -31,6 +32,7 @@ class Health:
         self._engine_alive_at = self._http_alive_at = time.monotonic()
         self._recent = Recent()
         self._was_ready = False
+        self._need_not_wait = threading.Event()
         self._gate: GateFile | None = None
         self._gate_read_at = float("-inf")
 
@@ -106,10 +108,16 @@ class Health:
         """Checks only the age of each process's last heartbeat; no request is involved."""
         return self._stalled(self.options.limits.liveness)
 
-    def leave_seconds(self) -> float:
-        """0 where it was never ready: a rejected candidate has no client, and another pod may be
-        waiting for its GPU."""
-        return self.options.limits.leave if self._was_ready else 0.0
+    def wait_to_leave(self) -> None:
+        """Until the last client knows that the pod ends; not at all where it was never ready: a
+        rejected candidate has no client, and another pod may be waiting for its GPU."""
+        if self._was_ready:
+            self._need_not_wait.wait(self.options.limits.leave)
+
+    def end_wait(self) -> None:
+        """The operator's word that a pod waits for this one's GPU, and that no other serves: the
+        sooner this one ends, the sooner there are answers again."""
+        self._need_not_wait.set()
 
     def _stalled(self, limit: float) -> str | None:
         now = time.monotonic()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Protocol
 
@@ -25,8 +24,10 @@ class Health(Protocol):
 
     def not_alive(self) -> str | None: ...
 
-    def leave_seconds(self) -> float:
-        """How long requests may still be sent to this pod after its deletion."""
+    def wait_to_leave(self) -> None:
+        """As long as requests may still be sent to this pod after its deletion."""
+
+    def end_wait(self) -> None: ...
 
     def report(self) -> SizingReport: ...
 
@@ -66,7 +67,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/livez":
             self._probe(health.not_alive())
         elif path == names.PRE_STOP_PATH:
-            time.sleep(health.leave_seconds())  # the kubelet sends SIGTERM after the answer
+            health.wait_to_leave()  # the kubelet sends SIGTERM after the answer
             self._probe(None)
         elif path == "/sizing":
             self._send(200, health.report().dumps().encode())
@@ -78,6 +79,13 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(200, dumps(load).encode())
         elif path == "/metrics":
             self._send(200, health.metrics(), "text/plain; version=0.0.4")
+        else:
+            self._send(404, b'{"reason":"NoSuchRoute"}')
+
+    def do_POST(self) -> None:
+        if self.path == names.END_PRE_STOP_PATH:
+            self.server.health.end_wait()
+            self._probe(None)
         else:
             self._send(404, b'{"reason":"NoSuchRoute"}')
 

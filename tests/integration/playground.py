@@ -226,6 +226,7 @@ class Node:
         self.was_ready: set[str] = set()  # pod uids
         self.considered: set[str] = set()  # uids of pods that the scheduler has considered
         self.crashes: Counter[str] = Counter()  # by pod uid
+        self.posts: list[tuple[str, str]] = []  # address and path of each POST to a pod
         self.load: Load | None = None  # the load that every replica reports
         self.fetches = True  # prepare Jobs succeed at once
         node = self
@@ -240,6 +241,11 @@ class Node:
                     self.send_header("Content-Length", str(len(body)))
                     self.end_headers()
                     self.wfile.write(body)
+
+            def do_POST(self) -> None:
+                node.posts.append((self.connection.getsockname()[0], self.path))
+                self.send_response(200)
+                self.end_headers()
 
             def log_message(self, *_: Any) -> None:
                 return

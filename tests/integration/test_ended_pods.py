@@ -148,6 +148,8 @@ def test_a_candidate_that_waits_for_what_a_terminating_pod_holds_is_not_unschedu
     progressing = space.condition("Progressing")
     assert progressing["reason"] == "RollingOut" and waits in progressing["message"]
     assert waits in space.condition("UpToDate")["message"]
+    # Its wait for clients serves nobody, and the candidate waits for its GPU.
+    eventually(lambda: (node.addresses[old["metadata"]["uid"]], "/prestop/end") in node.posts)
     since = [e for e in space.list("events") if e["metadata"]["uid"] not in earlier]
     assert not {"Unschedulable", "GateHeld"} & {e["reason"] for e in since}
     space.kubectl("delete", "pod", old["metadata"]["name"], "--force", "--grace-period=0")

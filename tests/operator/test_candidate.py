@@ -13,7 +13,7 @@ from kvline_operator.candidate import view as view_candidate
 from kvline_operator.container_ends import Ends, dumps, parse
 from kvline_operator.ended_pods import ended, has_ended, surplus
 from kvline_operator.gate import ComparisonGroup
-from kvline_operator.observe import PodView, leaving, view
+from kvline_operator.observe import PodView, leaving, needless_waits, view
 from kvline_operator.revision_state import RevisionState
 from kvline_operator.sizing import Reading
 
@@ -145,6 +145,28 @@ def placed(revision: str, node: str = "n", ends: str = "", phase: str = "Running
 def test_a_pod_leaves_its_node_within_its_grace_period_or_soon(pods: Any, leaves: str) -> None:
     counts = [placed("a") | {"spec": {"replicas": 1}}, placed("b") | {"spec": {"replicas": 0}}]
     assert leaving(pods, counts, "t4") == leaves
+
+
+@pytest.mark.parametrize(
+    ("lack", "ready", "ends", "addresses"),
+    [
+        ("0/1 nodes are available: 1 Insufficient nvidia.com/gpu.", False, "t5", ("10.0.0.1",)),
+        ("0/1 nodes are available: 1 cannot allocate all claims.", False, "t5", ("10.0.0.1",)),
+        ("0/1 nodes are available: 1 node(s) were unschedulable.", False, "t5", ()),  # a drain
+        ("0/1 nodes are available: 1 Insufficient nvidia.com/gpu.", True, "t5", ()),
+        ("0/1 nodes are available: 1 Insufficient nvidia.com/gpu.", False, "t4", ()),  # stuck
+        ("0/1 nodes are available: 1 Insufficient nvidia.com/gpu.", False, "", ()),
+    ],
+)
+def test_a_wait_that_serves_nobody_is_ended(
+    lack: str, ready: bool, ends: str, addresses: tuple[str, ...]
+) -> None:
+    old = placed("a", ends=ends)
+    old["status"]["podIP"] = "10.0.0.1"
+    new = replace(pod(0, 0), ended=None, unschedulable=lack, awaits="p-a")
+    others = (replace(pod(0, 0), ready=True),) if ready else ()
+    assert needless_waits((new, *others), [old], "t4") == addresses
+    assert needless_waits((replace(new, awaits=""),), [old], "t4") == ()
 
 
 def test_of_terminal_pods_the_oldest_are_deleted_and_each_has_its_reason() -> None:

@@ -323,6 +323,21 @@ def test_a_pod_that_was_never_ready_ends_without_a_wait_for_its_clients(
     assert server.probe("/prestop", timeout=10)[0] == 200
 
 
+def test_a_wait_for_clients_ends_when_another_pod_needs_the_gpu(
+    start: Callable[..., Server],
+) -> None:
+    server = start(limits={"leave": 60.0})
+    server.wait("/readyz")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(server.probe, "/prestop", 30.0)
+        time.sleep(0.5)
+        assert not waiting.done()
+        url = f"http://127.0.0.1:{server.internal_port}"
+        assert httpx.post(f"{url}/prestop/end").status_code == 200
+        assert waiting.result(timeout=5)[0] == 200
+    assert httpx.post(f"{url}/readyz").status_code == 404
+
+
 def test_the_gate_keeps_a_validated_pod_out_until_it_opens(start: Callable[..., Server]) -> None:
     server = start(gate=GateFile(1, False), limits={"gate": 0.1})
     server.wait("/startupz")
