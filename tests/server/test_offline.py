@@ -30,7 +30,7 @@ subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 server = Server(Path(sys.argv[2]), Path(sys.argv[3]))
 try:
     server.start().wait(seconds=180)
-    answer = server.complete(prompt="Hello", max_tokens=4)
+    answer = server.complete(prompt="Hello", max_tokens=4, ignore_eos=True)
     tried = without_route()
 finally:
     server.stop()
