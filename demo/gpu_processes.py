@@ -9,17 +9,17 @@ from contextlib import suppress
 from pathlib import Path
 
 from errors import ClusterError
+from programs import processes
 
 ENGINE, SUPERVISOR = "kvline_server.engine", "kvline_server serve"
 
 
 def find(pod_uid: str, words: str) -> int:
     """The process of a pod whose command line has these words."""
-    for folder in Path("/proc").glob("[0-9]*"):
+    for pid, command in processes():
         with suppress(OSError):  # it has ended meanwhile
-            command = (folder / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
-            if words in command and pod_uid in (folder / "cgroup").read_text():
-                return int(folder.name)
+            if words in command and pod_uid in Path(f"/proc/{pid}/cgroup").read_text():
+                return pid
     raise ClusterError(f"no process of pod {pod_uid} runs {words}")
 
 

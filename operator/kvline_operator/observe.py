@@ -203,7 +203,8 @@ def observe(
     living = [p for p in ours if not has_ended(p)]
     readings = list(pool.map(lambda pod: _read_report(pod, reports), living))
     views = [view(pod, reading) for pod, reading in zip(living, readings, strict=True)]
-    leaves = leaving(found, deployments, times.now())
+    now = times.now()
+    leaves = leaving(found, deployments, now)
     pods = tuple(_awaiting(pod, leaves) for pod in views)
     if spec.autoscaling is not None:
         addresses = [(p.get("status") or {}).get("podIP") for p in living]
@@ -219,7 +220,7 @@ def observe(
         jobs=jobs,
         preparing=preparing,
         claim_templates=_claim_templates(kube, spec, selector, revisions),
-        needless=needless_waits(pods, found, times.now()),
+        needless=needless_waits(pods, found, now),
     )
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from errors import ClusterError
 from paths import BIN
-from programs import environment
+from programs import environment, processes
 from settings import PAUSE_IMAGE
 
 OCI = "application/vnd.oci.image"
@@ -117,13 +117,10 @@ class Images:
     def kill_shims(self) -> None:
         """Ends shims of this socket, which outlive containerd."""
         pattern = rf"containerd-shim-runc-v2.*-address {re.escape(str(self._socket))}"
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended meanwhile
-                command = (
-                    (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                )
-                if re.search(pattern, command):
-                    os.kill(int(folder.name), signal.SIGKILL)
+        for pid, command in processes():
+            if re.search(pattern, command):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def link_tree(source: str, target: Path) -> None:

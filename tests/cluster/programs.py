@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,14 @@ from errors import ClusterError
 def alive(pid: int) -> bool:
     """kill -0 says yes to a zombie that nobody has reaped; its executable is gone, though."""
     return os.path.exists(f"/proc/{pid}/exe")
+
+
+def processes() -> Iterator[tuple[int, str]]:
+    """Process id and command line, words separated by spaces, of all of this machine."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile
+            words = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+            yield int(folder.name), words.decode(errors="replace")
 
 
 def environment(path: str) -> dict[str, str]:

@@ -11,7 +11,6 @@ import os
 import signal
 import stat
 import subprocess
-from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,11 +20,10 @@ import settings
 import tools
 from errors import ClusterError
 from local import NODE, LocalCluster, Say
-from network import BRIDGE, NODE_ADDRESS, POD_RANGE
 from node_programs import BIN, CNI, NVIDIA_HOOK, NVIDIA_PLUGIN, PLUGIN
 from paths import CLUSTERS
+from programs import processes
 
-RESOURCE = "nvidia.com/gpu"
 # The kubelet's, whatever its --root-dir: one cluster of a machine can have device plug-ins.
 PLUGINS_FOLDER = Path("/var/lib/kubelet/device-plugins")
 CHECKPOINT = PLUGINS_FOLDER / "kubelet_internal_checkpoint"  # devices of pods, kept over restarts
@@ -111,12 +109,10 @@ class GpuNode(LocalCluster):
 def check_kubelets() -> None:
     """Raises ClusterError where a kubelet runs that is not of our clusters: both would use the one
     folder of device plug-ins."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended meanwhile
-            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            ours = any(str(CLUSTERS) in word for word in words)
-            if words[0].rpartition("/")[2] == "kubelet" and not ours:
-                raise ClusterError(f"this machine is a node already: kubelet runs as {folder.name}")
+    for pid, command in processes():
+        program = command.partition(" ")[0].rpartition("/")[2]
+        if program == "kubelet" and str(CLUSTERS) not in command:
+            raise ClusterError(f"this machine is a node already: kubelet runs as {pid}")
 
 
 def count_gpus() -> int:
@@ -172,16 +168,6 @@ disabled_plugins = ["io.containerd.snapshotter.v1.blockfile", "io.containerd.sna
 
 def cni(state: Path) -> str:
     """As the usual cluster's, by nftables alone and without port maps."""
-    ranges = [[{"subnet": POD_RANGE, "gateway": NODE_ADDRESS}]]
-    routes = [{"dst": "0.0.0.0/0"}]
-    ipam = {"type": "host-local", "dataDir": f"{state}/run/cni", "ranges": ranges, "routes": routes}
-    bridge = {
-        "type": "bridge",
-        "bridge": BRIDGE,
-        "isGateway": True,
-        "ipMasq": True,
-        "ipMasqBackend": "nftables",
-        "hairpinMode": True,
-        "ipam": ipam,
-    }
-    return json.dumps({"cniVersion": "1.0.0", "name": BRIDGE, "plugins": [bridge]})
+    made = json.loads(settings.cni(state))
+    bridge = {**made["plugins"][0], "ipMasqBackend": "nftables"}
+    return json.dumps({**made, "plugins": [bridge]})
