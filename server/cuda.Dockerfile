@@ -26,12 +26,13 @@ RUN --mount=type=secret,id=registry --mount=type=cache,target=/root/.cache/uv \
     PYTHONPATH=/tmp/slim /opt/kvline/bin/python -B -m kvline_image.slim . libcufft.so.12 \
         libcusparse.so.12 libcusparseLt.so.0 libcurand.so.10 && \
     rm -rf /opt/kvline/bin/ninja /tmp/uv /tmp/slim /tmp/requirements.txt
-RUN --mount=type=bind,source=dist,target=/tmp/dist \
-    python3 -m zipfile -e /tmp/dist/kvline-0.1.0-py3-none-any.whl ${SITE} && \
-    mkdir -p ${SITE}/flashinfer/data/aot && \
-    python3 -m tarfile -e /tmp/dist/kernels.tar.xz ${SITE}/flashinfer/data/aot && \
-    cp /tmp/dist/cubins.bin ${SITE}/kvline_server/kernels/cubins.bin && \
-    /opt/kvline/bin/python -m compileall -q ${SITE}/kvline_server
+# Added and copied, not mounted: some builders take a layer of an earlier build whatever a mount holds.
+ADD dist/kernels.tar.xz ${SITE}/flashinfer/data/aot/
+COPY dist/kvline-0.1.0-py3-none-any.whl /tmp/kvline-0.1.0-py3-none-any.whl
+RUN python3 -m zipfile -e /tmp/kvline-0.1.0-py3-none-any.whl ${SITE} && \
+    /opt/kvline/bin/python -m compileall -q ${SITE}/kvline_* && \
+    rm /tmp/kvline-0.1.0-py3-none-any.whl
+COPY dist/cubins.bin ${SITE}/kvline_server/kernels/cubins.bin
 # Nothing in the image may change who runs it: make image-check.
 RUN find / -xdev -type f -perm /6000 -exec chmod a-s {} +
 # Where nodes without a container toolkit mount the driver, as GKE's do; the toolkit's own way and

@@ -100,6 +100,7 @@ def check(image: Built) -> list[str]:
     wrong = [f"holds {name}" for name in sorted(files) if _unwanted(name)]
     wrong += [f"{name} is setuid or setgid" for name, p in sorted(files.items()) if _raised(p)]
     wrong += contents.incomplete(files)
+    wrong += contents.outdated(files)
     if size > most:
         wrong.append(f"takes {size} MiB, at most {most} are expected")
     if image.component != build.CUDA:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from build import Built
+from paths import ROOT
 
 from kvline_image import elf
 from kvline_image.slim import DRIVER
@@ -82,6 +83,21 @@ def gpu_files(found: Files) -> list[str]:
     """Files of NVIDIA's that are more than stubs."""
     names = [name for name in found if GPU.match(name.rpartition("/")[2])]
     return sorted(name for name in names if found[name].lstat().st_size > STUB_BYTES)
+
+
+def outdated(found: Files) -> list[str]:
+    """kvline's modules that are not this tree's: a builder may take a layer of an earlier build."""
+    modules = {name.rpartition("site-packages/")[2]: path for name, path in found.items()}
+    wrong = []
+    for folder in (ROOT / "operator", ROOT / "server"):
+        for path in sorted(
+            folder.glob("kvline_[!i]*/**/*.py")
+        ):  # not kvline_image, which builds it
+            name = path.relative_to(folder).as_posix()
+            there = modules.get(name)
+            if there is None or there.read_bytes() != path.read_bytes():
+                wrong.append(f"has another {name} than this tree")
+    return wrong
 
 
 def incomplete(found: Files) -> list[str]:
