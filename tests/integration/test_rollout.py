@@ -265,6 +265,7 @@ def test_an_engine_that_ends_twice_is_rejected_and_one_that_waits_is_held(
     assert service.fewest_ready == 2
 
 
+@pytest.mark.timeout(300)
 def test_a_spec_that_changes_on_the_way_and_a_pause_keep_what_serves(
     service: Service, space: Any
 ) -> None:
@@ -283,8 +284,16 @@ def test_a_spec_that_changes_on_the_way_and_a_pause_keep_what_serves(
     # A pause stops neither scaling nor repair.
     space.kubectl("scale", "kvl", "chat", "--replicas=3")
     service.until(lambda s: len([p for p in service.pods_of(first) if is_ready(p)]) == 3)
-    space.kubectl("delete", "deployment", f"chat-{first}", "--cascade=orphan")
-    service.until(lambda s: space.get("deployment", f"chat-{first}") and s["readyReplicas"] == 3)
+    # Orphaning is the garbage collector's, which waits while it learns of new resources.
+    deployment = f"chat-{first}"
+    uid = space.get("deployment", deployment)["metadata"]["uid"]
+    space.kubectl("delete", "deployment", deployment, "--cascade=orphan", "--wait=false")
+
+    def repaired(status: dict[str, Any]) -> bool:
+        found = space.get("deployment", deployment)
+        return bool(found and found["metadata"]["uid"] != uid and status["readyReplicas"] == 3)
+
+    service.until(repaired, seconds=180)
     assert not service.pods_of(third)
     service.tokens[third] = 4096
     space.kubectl("annotate", "kvl", "chat", "kvline.dev/paused-")
