@@ -25,7 +25,7 @@ from kvline_server.backend import open_backend
 from kvline_server.children import ENGINE_MALLOC
 from kvline_server.config import logprob_rows, resolve
 from kvline_server.engine.batch import Batch
-from kvline_server.engine.request import SamplingParams
+from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.errors import ConfigInvalid, DeviceFailure
 from kvline_server.memory import device as devices
 from kvline_server.memory.arena import HostArena
@@ -299,17 +299,17 @@ def test_a_record_is_used_only_where_as_much_is_free(tmp_path: Path) -> None:
         "measuredAt": "t",
         "memory": encode(Memory(6, 1, 1, 1, 1, 1, 1)),
     }
-    path = tmp_path / "records.json"
+    path, own = tmp_path / "records.json", tmp_path / "own"
     path.write_text(json.dumps({"version": 1, "reuse": "Auto", "records": {print_: record}}))
-    found = find_record(path, print_, 100)
+    found = find_record(path, own, print_, 100)
     assert found is not None and found.kv_tokens == 4096
-    assert find_record(path, print_, 100 - FREE_NOISE) == found
-    assert find_record(path, print_, 99 - FREE_NOISE) is None
-    assert find_record(path, "other", 100) is None
-    assert find_record(None, print_, 100) is None
-    assert find_record(tmp_path / "absent", print_, 100) is None
+    assert find_record(path, own, print_, 100 - FREE_NOISE) == found
+    assert find_record(path, own, print_, 99 - FREE_NOISE) is None
+    assert find_record(path, own, "other", 100) is None
+    assert find_record(None, own, print_, 100) is None
+    assert find_record(tmp_path / "absent", own, print_, 100) is None
     path.write_text(path.read_text().replace("Auto", "Never"))
-    assert find_record(path, print_, 100) is None
+    assert find_record(path, own, print_, 100) is None
 
 
 HEAP = """

@@ -345,6 +345,31 @@ def test_a_record_of_a_twin_skips_the_search_not_the_validation(
     assert State.VALIDATING in start.notes.states
 
 
+def test_a_pod_starts_again_from_its_own_record_before_the_shared_one_arrives(
+    tmp_path: Path,
+) -> None:
+    """As a container that is restarted: its state outlives it, its records have not arrived."""
+    shared = tmp_path / "records.json"
+
+    def start(free: int = 256 * MIB, reuse: str | None = None) -> Result:
+        if reuse is not None:
+            shared.write_text(json.dumps({"version": 1, "reuse": reuse, "records": {}}))
+        made = Start(machine(limit=free), tmp_path)
+        made.record = shared
+        return made.run()
+
+    first = start()
+    again = start()
+    assert (first.source, again.source) == (Source.MEASURED, Source.RECORDED)
+    assert again.kv_tokens == first.kv_tokens
+    assert start(reuse="Auto").source is Source.RECORDED
+    assert start(reuse="Never").source is Source.MEASURED
+    more = start(free=288 * MIB, reuse="Auto")
+    assert more.source is Source.MEASURED and more.kv_tokens > first.kv_tokens
+    alone = Start(machine(), tmp_path)  # on a bare machine, without records of others
+    assert alone.run().source is Source.MEASURED
+
+
 def test_a_kill_at_the_final_size_goes_on_from_95_percent_at_the_next_start(tmp_path: Path) -> None:
     """cgroup v2 kills all processes at once: only the file on the emptyDir remains."""
     tried = []

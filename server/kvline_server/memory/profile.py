@@ -32,7 +32,7 @@ from kvline_server.memory.arena import Arena
 from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.diagnosis import Diagnosis
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
-from kvline_server.memory.record import AttemptStore, find_record
+from kvline_server.memory.record import AttemptStore, find_record, keep_record
 from kvline_server.memory.stress import StressSet
 
 PROBE_PAGES = 64
@@ -102,11 +102,11 @@ class ProfileLoop:
         self.wait_for_neighbours = wait_for_neighbours
         self.free_before_weights = free_before_weights
         self.pause = pause
-        free_mib = free_before_weights // MIB
-        self.record = find_record(record_file, loaded.fingerprint, free_mib)
+        self.folder = store.path.parent  # outlives the container
+        free = free_before_weights // MIB
+        self.record = find_record(record_file, self.folder, loaded.fingerprint, free)
         self.choices: Choices = {}
-        self.lowest_free = 0
-        self.resting = 0
+        self.lowest_free = self.resting = 0  # bytes
         neighbours = device.limit - free_before_weights
         self.diagnosis = Diagnosis(device, settings, loaded.weights_bytes, neighbours)
 
@@ -120,12 +120,13 @@ class ProfileLoop:
         self._fit(target, may_shrink=source is not Source.PINNED)
         result = self._result(source, started)
         self.store.clear()
+        keep_record(self.folder, result)
         return result
 
     def _autotune(self) -> None:
         """Step 3, before any cache is mapped. Out of memory here is an error: skipping a kernel
         would make the server slower without notice."""
-        file, key = self.store.path.with_name("tuning.json"), self.loaded.fingerprint
+        file, key = self.folder / "tuning.json", self.loaded.fingerprint
         known, how = tuning.known(file, key, self.record.gemm_kernels if self.record else ())
         with self._stage("autotune", State.AUTOTUNING) as details:
             try:

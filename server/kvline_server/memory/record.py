@@ -9,10 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvline_contract.codec import ContractError, decode, document, dumps, field, loads
+from kvline_contract.launch import VERSION as RECORDS_VERSION
 from kvline_contract.launch import Record, Records, Reuse
-from kvline_contract.report import MAX_ATTEMPTS, Attempt, Outcome
+from kvline_contract.report import MAX_ATTEMPTS, Attempt, Outcome, Result, Source
 
 VERSION = 1
+OWN_RECORD = "record.json"
 FREE_NOISE = 8  # MiB by which free memory differs between starts of the same container
 
 
@@ -93,18 +95,44 @@ class AttemptStore:
         part.replace(self.path)
 
 
-def find_record(path: Path | None, fingerprint: str, free_mib: int) -> Record | None:
-    """An identical replica's record, if reuse is allowed and as much memory is free as it had."""
-    if path is None:
+def find_record(
+    shared: Path | None, folder: Path, fingerprint: str, free_mib: int
+) -> Record | None:
+    """The record of an identical replica, else the one that an earlier start of this pod left in
+    `folder`: its volume of shared records may lag behind by more than a minute. None where reuse is
+    not allowed, or less memory is free than it had; its own is not used where more is free, either.
+    """
+    if shared is None:
         return None
-    try:
-        records = Records.parse(path.read_bytes())
-    except (FileNotFoundError, ContractError):
+    records = _read(shared)
+    if records is not None and records.reuse is Reuse.NEVER:
         return None
-    record = records.records.get(fingerprint)
-    if records.reuse is Reuse.NEVER or record is None or free_mib + FREE_NOISE < record.free_mib:
+    record = records.records.get(fingerprint) if records is not None else None
+    if record is None:
+        earlier = _read(folder / OWN_RECORD)
+        record = earlier.records.get(fingerprint) if earlier is not None else None
+        if record is not None and free_mib - FREE_NOISE > record.free_mib:
+            return None
+    if record is None or free_mib + FREE_NOISE < record.free_mib:
         return None
     return record
+
+
+def keep_record(folder: Path, result: Result) -> None:
+    """Leaves a measured budget for the next start of the same pod."""
+    if result.source is not Source.MEASURED:
+        return
+    part = folder / f".{OWN_RECORD}.part"
+    records = {result.fingerprint: Record.of(result)}
+    part.write_text(dumps(Records(RECORDS_VERSION, Reuse.AUTO, records)))
+    part.replace(folder / OWN_RECORD)
+
+
+def _read(path: Path) -> Records | None:
+    try:
+        return Records.parse(path.read_bytes())
+    except (FileNotFoundError, ContractError):
+        return None
 
 
 def fingerprint(parts: dict[str, str | int]) -> str:
