@@ -78,7 +78,7 @@ def start_engine(options: Options) -> Child:
     ):
         if value is not None:
             extra += [flag, str(value)]
-    return _spawn("kvline_server.engine.process", options, "--http-fd", extra, ENGINE_MALLOC, ())
+    return _spawn("kvline_server.engine", options, "--http-fd", extra, ENGINE_MALLOC, ())
 
 
 def _spawn(

@@ -170,7 +170,7 @@ class Server:
                 continue
             if int(stat.rpartition(")")[2].split()[1]) == self.process.pid:
                 for name in ("http", "engine"):
-                    if f"kvline_server.{name}.process" in line:
+                    if f"\0kvline_server.{name}" in line:
                         out[name] = int(entry.name)
         return out
 

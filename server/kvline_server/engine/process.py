@@ -11,7 +11,6 @@ import contextlib
 import os
 import queue
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -232,23 +231,7 @@ def pack(scores: Scores) -> PackedScores:
     )
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="kvline-engine")
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--record")
-    parser.add_argument("--state-dir", required=True)
-    parser.add_argument("--control-fd", type=int, required=True)
-    parser.add_argument("--http-fd", type=int, required=True, help="socket to the HTTP process")
-    parser.add_argument(
-        "--root", type=int, required=True, help="pid of the process tree whose memory counts"
-    )
-    parser.add_argument("--memory", type=int)
-    parser.add_argument("--threads", type=int)
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str]) -> int:
-    arguments = parse(argv)
+def main(arguments: argparse.Namespace) -> int:
     parent = Channel(socket.socket(fileno=arguments.control_fd))
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
@@ -280,7 +263,3 @@ def run(process: EngineProcess) -> int:
 def _fail(process: EngineProcess, error: ServerError) -> int:
     process.reporter.send("failure", error.termination())
     return int(error.code)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -101,16 +101,17 @@ def count_kills() -> None:
     module.oom_kills = lambda: KILLS.stat().st_size if KILLS.exists() else 0
 
 
-arguments = " ".join(sys.orig_argv)
-if STEP and "kvline_server.engine.process" in arguments:
+arguments = sys.orig_argv
+ENGINE, HTTP = "kvline_server.engine", "kvline_server.http.process"
+if STEP and ENGINE in arguments:
     break_step()
-elif STEP and ".process" not in arguments:
+elif STEP and HTTP not in arguments:
     count_kills()
-if "KVLINE_FAULT_COPY" in os.environ and "kvline_server.engine.process" in arguments:
+if "KVLINE_FAULT_COPY" in os.environ and ENGINE in arguments:
     slow_copies()
-if "KVLINE_FAULT_FRAMES" in os.environ and "kvline_server.engine.process" in arguments:
+if "KVLINE_FAULT_FRAMES" in os.environ and ENGINE in arguments:
     garble_frames()
-if BLOCK and "kvline_server.http.process" in arguments:
+if BLOCK and HTTP in arguments:
     block_http()
 
 
