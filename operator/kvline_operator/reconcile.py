@@ -350,7 +350,7 @@ def _requeue_after(context: Context, state: ServiceState) -> float:
         and all(p.ready and p.validated and not p.report_error for p in state.newest)
     )
     if not settled:
-        return min(context.settings.poll_seconds * 15, context.settings.resync_seconds)
+        return min(context.settings.poll_seconds * 30, context.settings.resync_seconds)
     if state.scaling is not None:
         return context.settings.load_seconds
     return again

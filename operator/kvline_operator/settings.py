@@ -32,7 +32,7 @@ class Settings:
     priority_class: str = ""
     pull_secrets: tuple[str, ...] = ()  # Secrets in the service's own namespace
     resync_seconds: float = 300.0
-    poll_seconds: float = 2.0  # interval while a replica is being measured
+    poll_seconds: float = 1.0  # interval while a replica is being measured
     load_seconds: float = 15.0  # interval of the load of services with spec.autoscaling
     workers: int = 8
     probe_port: int = 8081
@@ -118,7 +118,7 @@ def _parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
 def _own(parser: argparse.ArgumentParser) -> None:
     """The operator's own intervals, lease and ports, which affect no pods of services."""
     parser.add_argument("--resync-seconds", type=float, default=300.0)
-    parser.add_argument("--poll-seconds", type=float, default=2.0)
+    parser.add_argument("--poll-seconds", type=float, default=1.0)
     parser.add_argument("--load-seconds", type=float, default=15.0)
     parser.add_argument(
         "--lease-name",

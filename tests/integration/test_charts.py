@@ -89,7 +89,7 @@ def test_every_value_reaches_what_it_is_about(helm: Any, tmp_path: Path) -> None
         "replicas": 2,
         "aggregateRoles": False,
         "prometheusRule": {"enabled": True},
-        "intervals": {"resyncSeconds": 60, "pollSeconds": 1, "loadSeconds": 5},
+        "intervals": {"resyncSeconds": 60, "pollSeconds": 4, "loadSeconds": 5},
         "nodeSelector": {"kubernetes.io/os": "linux"},
         "tolerations": [{"key": "infra", "operator": "Exists"}],
         "priorityClassName": "platform",
