@@ -9,8 +9,8 @@ import model
 import torch
 
 from kvline_server.engine.engine import Engine
-from kvline_server.engine.request import SamplingParams
 from kvline_server.engine.runner import Runner
+from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import HostArena
 from kvline_server.model.config import read_config

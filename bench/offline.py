@@ -31,7 +31,7 @@ from kvline_contract.report import Attempt, Effective, Provenance, Result, State
 from kvline_server.config import DEFAULTS
 from kvline_server.engine import start as engine_start
 from kvline_server.engine.engine import Engine
-from kvline_server.engine.request import SamplingParams
+from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.memory.device import MIB
 
 MAX_MODEL_LEN = 8192

@@ -19,7 +19,7 @@ from record import record, table
 from shapes import SHAPES
 
 from kvline_server.engine.engine import Engine
-from kvline_server.engine.request import SamplingParams
+from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.errors import DeviceOutOfMemory
 from kvline_server.memory.device import MIB
 from kvline_server.memory.stress import worst_params

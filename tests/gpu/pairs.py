@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from kvline_server.engine.engine import Engine
-from kvline_server.engine.request import SamplingParams, Sequence
+from kvline_server.engine.request import Sequence
 from kvline_server.engine.runner import Runner
+from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import Arena, HostArena

@@ -11,7 +11,7 @@ import torch
 from pairs import engine
 
 from kvline_server.engine.engine import Engine
-from kvline_server.engine.request import SamplingParams
+from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.errors import DeviceOutOfMemory
 from kvline_server.kernels.tuning import parse, texts, trial_rows
 from kvline_server.model.config import ModelConfig

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kvline_server.engine.engine import Engine, Output
-from kvline_server.engine.request import SamplingParams
 from kvline_server.engine.runner import Runner
+from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.model.config import read_config
 from kvline_server.model.decoder import Decoder
 from kvline_server.model.loader import SafetensorsSource, load_weights

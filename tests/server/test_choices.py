@@ -18,7 +18,7 @@ from engines import engine, finish
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.messages import Channel, Delta
 from kvline_server.engine.process import EngineProcess
-from kvline_server.engine.request import SamplingParams
+from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.http.completions import seeded
 from kvline_server.http.engine_client import EngineClient
 

@@ -24,7 +24,7 @@ from kvline_contract.launch import CapacityOptions, EngineOptions
 from kvline_server import backend, device_errors
 from kvline_server.engine.messages import Channel, Progress, Submit
 from kvline_server.engine.process import EngineProcess, run
-from kvline_server.engine.request import SamplingParams
+from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.errors import DeviceFailure, DeviceOutOfMemory
 from kvline_server.kernels import torch as kernels
 from kvline_server.model import load

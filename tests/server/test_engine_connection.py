@@ -17,7 +17,8 @@ from kvline_server.engine.engine import Output
 from kvline_server.engine.messages import Channel, Delta, Deltas, Message, Submit, encode
 from kvline_server.engine.outbox import PATIENCE, Outbox
 from kvline_server.engine.process import SCORES_BYTES, EngineProcess
-from kvline_server.engine.request import SamplingParams, Scores, Sequence
+from kvline_server.engine.request import Scores, Sequence
+from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.errors import ApiError, EngineFailed, NotRead
 

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvline_server.engine import penalties
-from kvline_server.engine.request import SamplingParams, Sequence
+from kvline_server.engine.request import Sequence
 from kvline_server.engine.sampling import sample
+from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.engine.seeds import keys
 from kvline_server.kernels.noise import gumbel_max
 from kvline_server.kernels.torch import TorchKernels

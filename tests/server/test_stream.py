@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvline_server.engine.request import SamplingParams
+from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.http import stream
 from kvline_server.http.errors import ApiError, BadRequest
 

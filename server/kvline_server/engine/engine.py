@@ -16,8 +16,9 @@ import numpy as np
 
 from kvline_server.engine import batch as batches
 from kvline_server.engine.logprobs import Table, join
-from kvline_server.engine.request import SamplingParams, Scores, Sequence
+from kvline_server.engine.request import Scores, Sequence
 from kvline_server.engine.runner import InFlightStep, Runner
+from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.engine.scheduler import Scheduler, Work
 from kvline_server.memory.pages import PagePool
 

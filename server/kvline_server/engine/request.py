@@ -1,42 +1,14 @@
-"""A sequence in the engine, and its sampling parameters."""
+"""A sequence in the engine, and the logprobs of its tokens."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 
+from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.engine.token_counts import TokenCounts
-
-
-class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
-    """Validated by the HTTP process; the defaults turn a feature off."""
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = {}
-    seed: int = 0
-    ignore_eos: bool = False
-    logprobs: int | None = None  # alternatives per output token; None: no logprobs
-    prompt_logprobs: int | None = None  # alternatives per prompt token; None: no logprobs
-    logprob_start: int = 0  # first prompt position whose logprob is returned
-
-    @property
-    def has_penalties(self) -> bool:
-        """Whether sampling depends on the tokens so far."""
-        return (
-            self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-            or self.repetition_penalty != 1.0
-        )
 
 
 @dataclass(slots=True)

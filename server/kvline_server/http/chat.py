@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 from kvline_server.engine.messages import PackedScores
-from kvline_server.engine.request import SamplingParams
+from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.http.completions import prompt_logprobs, seeded
 from kvline_server.http.envelope import chunk, whole
 from kvline_server.http.errors import BadRequest

@@ -12,7 +12,7 @@ import msgspec
 
 from kvline_server.engine import seeds
 from kvline_server.engine.messages import PackedScores
-from kvline_server.engine.request import SamplingParams
+from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.http.envelope import chunk, whole
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.generate import (

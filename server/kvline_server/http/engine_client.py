@@ -17,7 +17,7 @@ from kvline_server.engine.messages import (
     PromptScores,
     Submit,
 )
-from kvline_server.engine.request import SamplingParams
+from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.http.errors import ApiError, EngineFailed, NotRead
 from kvline_server.http.shared_prompts import SharedPrompts
 

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 
 from kvline_server.engine.messages import Delta, PackedScores
-from kvline_server.engine.request import SamplingParams
+from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.http.admission import Room
 from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.errors import BadRequest

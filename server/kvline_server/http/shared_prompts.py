@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvline_server.engine.messages import Delta, PackedScores
-from kvline_server.engine.request import SamplingParams
+from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.memory.pages import PAGE_SIZE
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvline_server.engine.request import SamplingParams
+from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.http.envelope import Work, chunk
 from kvline_server.http.errors import ApiError, EngineFailed
 from kvline_server.http.generate import Answer

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from kvline_server.config import EngineSettings
 from kvline_server.engine.batch import build
-from kvline_server.engine.request import SamplingParams, Sequence
+from kvline_server.engine.request import Sequence
 from kvline_server.engine.runner import Runner
+from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.engine.scheduler import Work
 from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
 

@@ -1,0 +1,34 @@
+"""How a request is sampled, as it travels between the processes. Imports no numpy: the parent reads
+messages without it."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
+    """Validated by the HTTP process; the defaults turn a feature off."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    seed: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None  # alternatives per output token; None: no logprobs
+    prompt_logprobs: int | None = None  # alternatives per prompt token; None: no logprobs
+    logprob_start: int = 0  # first prompt position whose logprob is returned
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether sampling depends on the tokens so far."""
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
