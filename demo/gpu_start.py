@@ -162,7 +162,7 @@ def apply(run: Run) -> None:
     run.apply(service.name, run.shape.spec)
     took = service.watch(is_ready, run.shape.seconds, began, says="CapacityMeasured")
     pod = service.pods()[0]
-    started = took - age(find(pod["metadata"]["uid"], SUPERVISOR))
+    started = time.monotonic() - began - age(find(pod["metadata"]["uid"], SUPERVISOR))
     run.say(f"the container's process started after {started:.1f} s, Ready after {took:.1f} s")
     show_stages(run, pod["status"]["podIP"])
     run.figures.record(APPLY_READY, took)
@@ -180,7 +180,7 @@ def show_stages(run: Run, address: str) -> None:
         if stage["ms"] >= SHOWN_MS:
             detail = stage.get("detail") or ""
             run.say(f"{stage['ms'] / 1000:7.2f} s  {stage['name']:<24}{detail}")
-    run.say(f"{report['result']['loopMs'] / 1000:7.2f} s  from the first probe to validated")
+    run.say(f"{report['result']['loopMs'] / 1000:7.2f} s  from the start of loading to validated")
 
 
 def status(run: Run) -> None:
