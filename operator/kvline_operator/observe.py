@@ -92,6 +92,7 @@ class PodView:
     oom_kills: int = 0
     load: Load | None = None  # of ready pods of services with spec.autoscaling
     unmounted_since: str = ""  # RFC 3339; empty where its volumes and network are set up
+    address: str = ""
 
     @property
     def validated(self) -> bool:
@@ -207,8 +208,7 @@ def observe(
     leaves = leaving(found, deployments, now)
     pods = tuple(_awaiting(pod, leaves) for pod in views)
     if spec.autoscaling is not None:
-        addresses = [(p.get("status") or {}).get("podIP") for p in living]
-        pods = tuple(pool.map(partial(_with_load, reports), pods, addresses))
+        pods = tuple(pool.map(partial(_with_load, reports), pods))
     jobs = tuple(item for item in lists[4] if _is_owned(item, spec.uid))
     preparing = _preparing(kube, spec, jobs) if jobs else ()
     return Observed(
@@ -311,8 +311,10 @@ def _read_report(pod: Object, reports: Reports) -> Reading:
     return reports.read(pod["metadata"]["uid"], address, _is_ready(status))
 
 
-def _with_load(reports: Reports, pod: PodView, address: str | None) -> PodView:
-    return replace(pod, load=reports.load(pod.uid, address)) if pod.ready and address else pod
+def _with_load(reports: Reports, pod: PodView) -> PodView:
+    if not (pod.ready and pod.address):
+        return pod
+    return replace(pod, load=reports.load(pod.uid, pod.address))
 
 
 def view(pod: Object, reading: Reading) -> PodView:
@@ -342,6 +344,7 @@ def view(pod: Object, reading: Reading) -> PodView:
         created=pod["metadata"].get("creationTimestamp", ""),
         ready_since=condition_of(status, "Ready").get("lastTransitionTime") or "",
         unmounted_since=_unmounted_since(status),
+        address=status.get("podIP") or "",
     )
 
 

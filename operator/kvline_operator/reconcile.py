@@ -108,6 +108,9 @@ def reconcile(context: Context, key: Key) -> float:
     maps = [render.records_map(spec, recorded)] if recorded else []
     maps += [render.scale_map(spec, scale)] if scale else []
     apply_error = _apply(context, spec, observed, rollout_state, maps)
+    if apply_error is None:  # the kubelet would bring an opened gate file within a minute or so
+        held = rollout_state.held(spec, observed.pods)
+        list(context.pool.map(context.reports.open_gate, held))
     # The status is of what was observed before the writes; their events requeue this service.
     state = ServiceState(
         spec=spec,

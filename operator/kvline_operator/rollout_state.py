@@ -10,7 +10,7 @@ from kvline_contract.launch import GateFile
 from kvline_operator import candidate, deadline, prepare, revision_state, rollout
 from kvline_operator.capacity_status import CapacityStatus
 from kvline_operator.gate import GateResult, Verdict, evaluate, thresholds
-from kvline_operator.observe import Observed
+from kvline_operator.observe import Observed, PodView
 from kvline_operator.revision_state import RevisionState
 from kvline_operator.spec import ServiceSpec
 from kvline_operator.threshold import Thresholds
@@ -49,6 +49,12 @@ class RolloutState:
         if verdict is not None and name in (self.plan.candidate, self.plan.rejected):
             is_open = verdict.result is GateResult.PASSED or self.ready.get(name, 0) > 0
         return self.thresholds(name, spec).gate(is_open)
+
+    def held(self, spec: ServiceSpec, pods: tuple[PodView, ...]) -> list[str]:
+        """Addresses of validated pods that are not ready although their gate is open."""
+        unready = [p for p in pods if p.validated and p.running and not p.ready and p.address]
+        known = [p for p in unready if p.revision in self.stored]
+        return [p.address for p in known if self.gate(p.revision, spec).open]
 
     @classmethod
     def of(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvline_contract.codec import ContractError
-from kvline_contract.names import END_PRE_STOP_PATH
+from kvline_contract.names import END_PRE_STOP_PATH, OPEN_GATE_PATH
 from kvline_contract.report import MAX_REPORT_BYTES, Load, SizingReport, State
 
 T = TypeVar("T")
@@ -154,6 +154,12 @@ class Reports:
 
     def end_wait(self, address: str) -> None:
         """Ends a terminating pod's wait for its clients. Servers of earlier images wait on."""
+        self._tell(address, END_PRE_STOP_PATH)
+
+    def open_gate(self, address: str) -> None:
+        """Tells a pod that its gate file is open. Servers of earlier images wait for the file."""
+        self._tell(address, OPEN_GATE_PATH)
+
+    def _tell(self, address: str, path: str) -> None:
         with suppress(Unreachable, ContractError):
-            deadline = time.monotonic() + SECONDS
-            _ask("POST", address, self._port, END_PRE_STOP_PATH, deadline)
+            _ask("POST", address, self._port, path, time.monotonic() + SECONDS)

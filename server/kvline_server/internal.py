@@ -83,8 +83,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, b'{"reason":"NoSuchRoute"}')
 
     def do_POST(self) -> None:
-        if self.path == names.END_PRE_STOP_PATH:
-            self.server.health.end_wait()
+        health = self.server.health
+        told = {names.END_PRE_STOP_PATH: health.end_wait, names.OPEN_GATE_PATH: health.open_gate}
+        if self.path in told:
+            told[self.path]()
             self._probe(None)
         else:
             self._send(404, b'{"reason":"NoSuchRoute"}')

@@ -90,7 +90,6 @@ def kubelet(state: Path, cgroup: str) -> str:
             "clusterDomain": "cluster.local",
             "clusterDNS": [NODE_ADDRESS],
             "resolvConf": "",
-            "syncFrequency": "5s",  # until a changed ConfigMap reaches a pod
             # No image garbage collection: no registry could give the images back.
             "imageGCHighThresholdPercent": 100,
             "evictionHard": {"memory.available": "100Mi", **none_kept},

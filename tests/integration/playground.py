@@ -35,6 +35,7 @@ from kvline_contract.names import (
     LABEL_PREPARES,
     LABEL_REVISION,
     LABEL_SERVICE,
+    OPEN_GATE_PATH,
     gate_name,
 )
 from kvline_contract.report import (
@@ -229,6 +230,7 @@ class Node:
         self.posts: list[tuple[str, str]] = []  # address and path of each POST to a pod
         self.load: Load | None = None  # the load that every replica reports
         self.fetches = True  # prepare Jobs succeed at once
+        self.gates: dict[str, str] | None = None  # where files of volumes stay: by pod uid
         node = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -313,17 +315,19 @@ class Node:
         self.patch(pod, {"phase": phase, "conditions": [], "containerStatuses": [container]})
 
     def _may(self, pod: dict[str, Any], tokens: int) -> bool:
-        """Readiness as a pod computes it from its gate file."""
-        labels = pod["metadata"]["labels"]
+        """Readiness as a pod computes it from its gate file, or from the operator's word."""
+        labels, uid = pod["metadata"]["labels"], pod["metadata"]["uid"]
         found = self.space.get(
             "configmap", gate_name(labels[LABEL_SERVICE], labels[LABEL_REVISION])
         )
         if found is None:
             return False
-        gate = GateFile.parse(found["data"][GATE_FILE])
-        if gate.open and tokens >= gate.threshold():
-            self.was_ready.add(pod["metadata"]["uid"])  # once ready, thresholds no longer apply
-        return gate.open and pod["metadata"]["uid"] in self.was_ready
+        text = found["data"][GATE_FILE]
+        gate = GateFile.parse(text if self.gates is None else self.gates.setdefault(uid, text))
+        is_open = gate.open or (self.addresses.get(uid, ""), OPEN_GATE_PATH) in self.posts
+        if is_open and tokens >= gate.threshold():
+            self.was_ready.add(uid)  # once ready, thresholds no longer apply
+        return is_open and uid in self.was_ready
 
     def status(self, pod: dict[str, Any], address: str, ready: bool) -> None:
         started = {"running": {"startedAt": "2026-11-21T10:00:00Z"}}

@@ -45,6 +45,29 @@ def test_a_candidate_is_measured_alone_and_then_takes_over_replica_by_replica(
     eventually(lambda: len(service.node.pods()) == 2)
 
 
+def test_a_candidate_takes_over_before_its_opened_gate_file_has_arrived(
+    service: Service, space: Any
+) -> None:
+    """A kubelet brings a changed file within a minute or so: here it never does."""
+    service.node.gates = {}
+    space.apply(replicas=2, engine=BIGGER)
+    candidate = service.candidate()
+    service.until(lambda s: service.pods_of(candidate))
+    (pod,) = service.pods_of(candidate)
+    service.tokens[candidate] = 4096
+    status = service.until_reason("UpToDate")
+    assert status["rollout"]["stableRevision"] == candidate and service.fewest_ready == 2
+    assert not json.loads(service.node.gates[pod["metadata"]["uid"]])["open"]
+    space.apply(replicas=2, engine=SMALLER)
+    rejected = service.candidate()
+    service.until(lambda s: service.pods_of(rejected))
+    address = service.node.addresses
+    known = {p["metadata"]["uid"] for p in service.pods_of(rejected)}
+    service.tokens[rejected] = 2048
+    service.until_reason("RevisionRejected")
+    assert not {address[uid] for uid in known} & {at for at, _ in service.node.posts}
+
+
 def test_half_the_budget_is_rejected_until_the_spec_or_a_promotion_says_otherwise(
     service: Service, space: Any, operator: Any
 ) -> None:

@@ -358,3 +358,23 @@ def test_the_gate_keeps_a_validated_pod_out_until_it_opens(start: Callable[..., 
     assert server.probe("/readyz")[0] == 200  # the last good one holds
     server.write_gate(GateFile(1, False))
     server.wait("/readyz", 503)
+
+
+def test_the_operator_s_word_opens_the_gate_until_the_file_says_so(
+    start: Callable[..., Server],
+) -> None:
+    """The kubelet may take a minute to bring the file; the word lets no one pass who lacks KV
+    tokens."""
+    server = start(gate=GateFile(1, False, min_kv_tokens=4096), limits={"gate": 0.1})
+    server.wait("/startupz")
+    assert server.probe("/readyz") == (503, {"reason": "GateClosed"})
+    url = f"http://127.0.0.1:{server.internal_port}/gate/open"
+    assert httpx.post(url).status_code == 200
+    assert server.probe("/readyz") == (503, {"reason": "BelowMinimum"})
+    server.write_gate(GateFile(1, False, min_kv_tokens=2048))
+    server.wait("/readyz")
+    server.write_gate(GateFile(1, True))
+    time.sleep(0.5)
+    assert server.probe("/readyz")[0] == 200
+    server.write_gate(GateFile(1, False))
+    server.wait("/readyz", 503)
