@@ -10,8 +10,13 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 
 from kvline_contract.launch import Device, LaunchConfig
+
+# torch's shape functions for tracing and for tensors without data, of which an engine has neither:
+# a seventh of torch's import.
+TRACING = "torch._meta_registrations"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -32,6 +37,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     arguments = parse(argv)
     gc.disable()  # torch's modules are a million objects, hardly any of them garbage
+    sys.modules[TRACING] = ModuleType(TRACING)
     if LaunchConfig.parse(Path(arguments.config).read_bytes()).device is Device.CUDA:
         threading.Thread(target=create_context, daemon=True).start()
     from kvline_server.engine import process  # imports torch
