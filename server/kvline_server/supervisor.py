@@ -113,9 +113,16 @@ class Supervisor:
 
     def _is_drained(self, drain: DrainState) -> bool:
         if self.http is not None and self.http.process.poll() is not None:
+            self._end_engine()
             time.sleep(LAST_WORDS_SECONDS)
             return True
         return self.stop_now or drain.is_over()
+
+    def _end_engine(self) -> None:
+        """Does not wait for its end, as the driver takes time to free a GPU's memory."""
+        if self.engine is not None and self.engine.process.poll() is None:
+            self.interrupted = True
+            self.engine.process.kill()
 
     def _announce(self) -> bool:
         """Logs one line once the server is ready."""
