@@ -136,8 +136,10 @@ def _delete_pod(run: Run, pod: Object) -> tuple[float, float]:
     seen: list[float] = []
 
     def another(found: Object) -> bool:
+        if not is_ready(found):
+            return False
         new = [p for p in run.service.pods() if p["metadata"]["uid"] != pod["metadata"]["uid"]]
-        if not (is_ready(found) and any(is_pod_ready(p) for p in new)):
+        if not any(is_pod_ready(p) for p in new):
             return False
         seen.append(age(find(new[0]["metadata"]["uid"], SUPERVISOR)))
         return True

@@ -22,6 +22,7 @@ from kvline_contract.names import (
     records_name,
     scale_name,
 )
+from kvline_contract.report import State
 from kvline_contract.times import stamp
 from kvline_operator import (
     apply,
@@ -344,7 +345,10 @@ def _deadline_exceeded(observed: Observed, revision: str) -> bool:
 def _requeue_after(context: Context, state: ServiceState) -> float:
     """Seconds until the next poll: short while a replica is being measured, whose progress is only
     in its sizing report; longer while anything else is in progress, in case an event is missed."""
-    if any(p.running and not p.validated for p in state.pods):
+    measured = [p.report for p in state.pods if p.running and not p.validated]
+    if any(report is not None and report.state is State.VALIDATING for report in measured):
+        return context.settings.poll_seconds / 4  # a verdict is near that may end an outage
+    if measured:
         return context.settings.poll_seconds
     again = RETRY_REFUSED if state.apply_error is not None else 0.0  # RBAC changes cause no event
     settled = (
