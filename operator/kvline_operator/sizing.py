@@ -154,12 +154,12 @@ class Reports:
 
     def end_wait(self, address: str) -> None:
         """Ends a terminating pod's wait for its clients. Servers of earlier images wait on."""
-        self._tell(address, END_PRE_STOP_PATH)
+        self._notify(address, END_PRE_STOP_PATH)
 
     def open_gate(self, address: str) -> None:
-        """Tells a pod that its gate file is open. Servers of earlier images wait for the file."""
-        self._tell(address, OPEN_GATE_PATH)
+        """Notifies a pod that its gate file is open. Servers of earlier images wait for the file."""
+        self._notify(address, OPEN_GATE_PATH)
 
-    def _tell(self, address: str, path: str) -> None:
+    def _notify(self, address: str, path: str) -> None:
         with suppress(Unreachable, ContractError):
             _ask("POST", address, self._port, path, time.monotonic() + SECONDS)

@@ -34,7 +34,7 @@ class Health:
         self._was_ready = False
         self._need_not_wait = threading.Event()
         self._gate: GateFile | None = None
-        self._told_open = False
+        self._notified_open = False
         self._gate_read_at = float("-inf")
 
     # Heartbeats of the children -------------------------------------------------------------
@@ -59,7 +59,9 @@ class Health:
         self._gate_read_at = now
         with contextlib.suppress(OSError, ContractError):
             self._gate = GateFile.parse(self.options.gate.read_bytes())
-            self._told_open = self._told_open and not self._gate.open  # the file has arrived
+            self._notified_open = (
+                self._notified_open and not self._gate.open
+            )  # the file has arrived
 
     # Answers to probes ----------------------------------------------------------------------
 
@@ -94,7 +96,7 @@ class Health:
             return stalled
         if self.options.gate is None:
             return None
-        if self._gate is None or not (self._gate.open or self._told_open):
+        if self._gate is None or not (self._gate.open or self._notified_open):
             return "GateClosed"
         # A raised threshold must not take a serving pod out of the endpoints.
         if not self._was_ready and result.kv_tokens < self._gate.threshold(self._gpu()):
@@ -122,10 +124,10 @@ class Health:
         self._need_not_wait.set()
 
     def open_gate(self) -> None:
-        """The operator's word that it has opened the gate file, which may take the kubelet a minute
-        to bring. The thresholds of the file that is here still apply, so a forged word lets no pod
-        serve that has measured too little."""
-        self._told_open = True
+        """The operator's notice that it has opened the gate file, which may take the kubelet a
+        minute to bring. The thresholds of the file that is here still apply, so a forged notice
+        lets no pod serve that has measured too little."""
+        self._notified_open = True
 
     def _stalled(self, limit: float) -> str | None:
         now = time.monotonic()

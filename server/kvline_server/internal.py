@@ -86,9 +86,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         health = self.server.health
-        told = {names.END_PRE_STOP_PATH: health.end_wait, names.OPEN_GATE_PATH: health.open_gate}
-        if self.path in told:
-            told[self.path]()
+        notices = {
+            names.END_PRE_STOP_PATH: health.end_wait,
+            names.OPEN_GATE_PATH: health.open_gate,
+        }
+        if self.path in notices:
+            notices[self.path]()
             self._probe(None)
         else:
             self._send(404, b'{"reason":"NoSuchRoute"}')

@@ -315,7 +315,7 @@ class Node:
         self.patch(pod, {"phase": phase, "conditions": [], "containerStatuses": [container]})
 
     def _may(self, pod: dict[str, Any], tokens: int) -> bool:
-        """Readiness as a pod computes it from its gate file, or from the operator's word."""
+        """Readiness as a pod computes it from its gate file, or from the operator's notice."""
         labels, uid = pod["metadata"]["labels"], pod["metadata"]["uid"]
         found = self.space.get(
             "configmap", gate_name(labels[LABEL_SERVICE], labels[LABEL_REVISION])

@@ -360,10 +360,10 @@ def test_the_gate_keeps_a_validated_pod_out_until_it_opens(start: Callable[..., 
     server.wait("/readyz", 503)
 
 
-def test_the_operator_s_word_opens_the_gate_until_the_file_says_so(
+def test_the_operator_s_notice_opens_the_gate_until_the_file_says_so(
     start: Callable[..., Server],
 ) -> None:
-    """The kubelet may take a minute to bring the file; the word lets no one pass who lacks KV
+    """The kubelet may take a minute to bring the file; the notice lets no one pass who lacks KV
     tokens."""
     server = start(gate=GateFile(1, False, min_kv_tokens=4096), limits={"gate": 0.1})
     server.wait("/startupz")
