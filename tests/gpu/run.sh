@@ -11,6 +11,10 @@ if [ -n "${KIT:-}" ]; then
     site=$(mktemp -d)
     trap 'rm -rf "$site"' EXIT
     "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --target "$site" "$KIT"/whl/*.whl
+    # kvline is not installed, and reads its own version.
+    version=$("$PYTHON" -c 'import tomllib; print(tomllib.load(open("pyproject.toml", "rb"))["project"]["version"])')
+    mkdir -p "$site/kvline-$version.dist-info"
+    printf 'Metadata-Version: 2.1\nName: kvline\nVersion: %s\n' "$version" >"$site/kvline-$version.dist-info/METADATA"
     mkdir -p "$site/flashinfer/data/aot"
     for kernels in "$KIT"/*.tar.xz; do tar xJf "$kernels" -C "$site/flashinfer/data/aot"; done
     export PYTHONPATH="$PWD/server:$site" FLASHINFER_DISABLE_JIT=1
