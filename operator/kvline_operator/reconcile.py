@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from kvline_contract.launch import Record
+from kvline_contract.launch import Record, Reuse
 from kvline_contract.names import (
     KIND,
     LABEL_REVISION,
@@ -57,6 +57,7 @@ from kvline_operator.workqueue import Key
 log = logging.getLogger("kvline")
 CLAIMED_SECONDS = 30.0  # until a service that another release has is looked at again
 Object = dict[str, Any]
+FOREIGN_CHANGE = "ForeignChange"
 RETRY_REFUSED = 300.0  # seconds until a refused write is retried
 
 
@@ -106,12 +107,14 @@ def reconcile(context: Context, key: Key) -> float:
     observed = replace(observed, pods=pods)
     rollout_state = RolloutState.of(spec, observed, revision.name, stored, known, context.now())
     recorded = _records(spec, observed)
-    maps = [render.records_map(spec, recorded)] if recorded else []
+    # With Never it is there before the first pod, which would start again from its own record.
+    wanted = recorded or spec.reuse is Reuse.NEVER
+    maps = [render.records_map(spec, recorded)] if wanted else []
     maps += [render.scale_map(spec, scale)] if scale else []
     apply_error = _apply(context, spec, observed, rollout_state, maps)
-    if apply_error is None:  # the kubelet would bring an opened gate file within a minute or so
-        held = rollout_state.held(spec, observed.pods)
-        list(context.pool.map(context.reports.open_gate, held))
+    if apply_error is None or apply_error.reason == FOREIGN_CHANGE:  # all is written
+        waiting = rollout_state.to_notify(spec, observed.pods)
+        list(context.pool.map(lambda pod: context.reports.open_gate(*pod), waiting))
     # The status is of what was observed before the writes; their events requeue this service.
     state = ServiceState(
         spec=spec,
@@ -133,7 +136,7 @@ def reconcile(context: Context, key: Key) -> float:
     history = status_cache.history(rollout_state.stored, rollout_state.states)
     context.status_cache.put(View(key, body["spec"], new, observed.pods, history))
     _write_status(context, body, new, events)
-    return _requeue_after(context, state)
+    return requeue_after(context, state)
 
 
 def _scale(
@@ -232,7 +235,7 @@ def _foreign_change(lasting: list[str]) -> Condition | None:
         return None
     text = "; ".join(lasting) + ": set again after each removal, so it is not removed for an hour, "
     text += "and pods may run with it. Stop its manager, and change the InferenceService instead"
-    return Condition("UpToDate", "False", "ForeignChange", text)
+    return Condition("UpToDate", "False", FOREIGN_CHANGE, text)
 
 
 def _prepare(
@@ -342,14 +345,15 @@ def _deadline_exceeded(observed: Observed, revision: str) -> bool:
     )
 
 
-def _requeue_after(context: Context, state: ServiceState) -> float:
+def requeue_after(context: Context, state: ServiceState) -> float:
     """Seconds until the next poll: short while a replica is being measured, whose progress is only
     in its sizing report; longer while anything else is in progress, in case an event is missed."""
     measured = [p.report for p in state.pods if p.running and not p.validated]
-    if any(report is not None and report.state is State.VALIDATING for report in measured):
-        return context.settings.poll_seconds / 4  # a verdict is near that may end an outage
     if measured:
-        return context.settings.poll_seconds
+        validating = any(r is not None and r.state is State.VALIDATING for r in measured)
+        outage = state.plan.candidate and not any(p.ready for p in state.pods)
+        # The verdict that is near ends it, whatever it is.
+        return context.settings.poll_seconds / (4 if validating and outage else 1)
     again = RETRY_REFUSED if state.apply_error is not None else 0.0  # RBAC changes cause no event
     settled = (
         not state.plan.candidate

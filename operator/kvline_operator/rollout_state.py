@@ -50,11 +50,13 @@ class RolloutState:
             is_open = verdict.result is GateResult.PASSED or self.ready.get(name, 0) > 0
         return self.thresholds(name, spec).gate(is_open)
 
-    def held(self, spec: ServiceSpec, pods: tuple[PodView, ...]) -> list[str]:
-        """Addresses of validated pods that are not ready although their gate is open."""
+    def to_notify(self, spec: ServiceSpec, pods: tuple[PodView, ...]) -> list[tuple[str, str]]:
+        """UID and address of validated pods that are not ready although their gate file, which was
+        written in this reconcile, is open."""
         unready = [p for p in pods if p.validated and p.running and not p.ready and p.address]
-        known = [p for p in unready if p.revision in self.stored]
-        return [p.address for p in known if self.gate(p.revision, spec).open]
+        written = {name for name, count in self.plan.replicas.items() if count}
+        kept = [p for p in unready if p.revision in written & self.stored.keys()]
+        return [(p.uid, p.address) for p in kept if self.gate(p.revision, spec).open]
 
     @classmethod
     def of(

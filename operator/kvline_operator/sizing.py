@@ -156,9 +156,9 @@ class Reports:
         """Ends a terminating pod's wait for its clients. Servers of earlier images wait on."""
         self._notify(address, END_PRE_STOP_PATH)
 
-    def open_gate(self, address: str) -> None:
-        """Notifies a pod that its gate file is open. Servers of earlier images wait for the file."""
-        self._notify(address, OPEN_GATE_PATH)
+    def open_gate(self, uid: str, address: str) -> None:
+        """Notifies a pod that its gate file is open. Servers of earlier images wait for it."""
+        self._notify(address, f"{OPEN_GATE_PATH}?uid={uid}")
 
     def _notify(self, address: str, path: str) -> None:
         with suppress(Unreachable, ContractError):

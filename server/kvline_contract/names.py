@@ -51,7 +51,7 @@ INTERNAL_PORT = 8001  # probes, sizing, load, metrics; pod address only
 # The preStop hook waits on the internal port until no new request is sent to the pod.
 PRE_STOP_PATH, PRE_STOP_SECONDS = "/prestop", 15
 END_PRE_STOP_PATH = "/prestop/end"  # POST: that wait serves nobody, another pod needs the GPU
-OPEN_GATE_PATH = "/gate/open"  # POST: the gate file is open, though the kubelet has not brought it
+OPEN_GATE_PATH = "/gate/open"  # POST ?uid=: the gate file is open, which has not arrived yet
 
 SERVER_CONTAINER = "server"
 DOWNLOAD_CONTAINER = "download"

@@ -59,9 +59,8 @@ class Health:
         self._gate_read_at = now
         with contextlib.suppress(OSError, ContractError):
             self._gate = GateFile.parse(self.options.gate.read_bytes())
-            self._notified_open = (
-                self._notified_open and not self._gate.open
-            )  # the file has arrived
+            if self._gate.open:  # the file has arrived
+                self._notified_open = False
 
     # Answers to probes ----------------------------------------------------------------------
 
@@ -119,15 +118,18 @@ class Health:
             self._need_not_wait.wait(self.options.limits.leave)
 
     def end_wait(self) -> None:
-        """The operator's word that a pod waits for this one's GPU, and that no other serves: the
+        """The operator's notice that a pod waits for this one's GPU, and that no other serves: the
         sooner this one ends, the sooner there are answers again."""
         self._need_not_wait.set()
 
-    def open_gate(self) -> None:
-        """The operator's notice that it has opened the gate file, which may take the kubelet a
-        minute to bring. The thresholds of the file that is here still apply, so a forged notice
-        lets no pod serve that has measured too little."""
+    def open_gate(self, uid: str) -> str | None:
+        """The operator's notice to the pod `uid` that it has opened the gate file, which may take
+        the kubelet a minute to bring. The thresholds of the file that is here still apply. Returns
+        the reason where the notice is for another pod, which had this address before."""
+        if uid != self.keeper.report.pod_uid:
+            return "OtherPod"
         self._notified_open = True
+        return None
 
     def _stalled(self, limit: float) -> str | None:
         now = time.monotonic()

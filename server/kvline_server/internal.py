@@ -29,7 +29,7 @@ class Health(Protocol):
 
     def end_wait(self) -> None: ...
 
-    def open_gate(self) -> None: ...
+    def open_gate(self, uid: str) -> str | None: ...
 
     def report(self) -> SizingReport: ...
 
@@ -86,13 +86,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         health = self.server.health
-        notices = {
-            names.END_PRE_STOP_PATH: health.end_wait,
-            names.OPEN_GATE_PATH: health.open_gate,
-        }
-        if self.path in notices:
-            notices[self.path]()
+        path, _, query = self.path.partition("?")
+        if path == names.END_PRE_STOP_PATH:
+            health.end_wait()
             self._probe(None)
+        elif path == names.OPEN_GATE_PATH:
+            self._probe(health.open_gate(query.removeprefix("uid=")))
         else:
             self._send(404, b'{"reason":"NoSuchRoute"}')
 

@@ -324,7 +324,8 @@ class Node:
             return False
         text = found["data"][GATE_FILE]
         gate = GateFile.parse(text if self.gates is None else self.gates.setdefault(uid, text))
-        is_open = gate.open or (self.addresses.get(uid, ""), OPEN_GATE_PATH) in self.posts
+        notice = (self.addresses.get(uid, ""), f"{OPEN_GATE_PATH}?uid={uid}")
+        is_open = gate.open or notice in self.posts
         if is_open and tokens >= gate.threshold():
             self.was_ready.add(uid)  # once ready, thresholds no longer apply
         return is_open and uid in self.was_ready

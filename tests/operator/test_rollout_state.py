@@ -3,17 +3,24 @@ annotations as all that is kept between them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvline_contract.names import LABEL_REVISION
+from kvline_contract.report import Memory, Result, SizingReport, Source, State
 from kvline_operator import render, revision_state
-from kvline_operator.observe import Observed
+from kvline_operator.gate import GateResult, Verdict
+from kvline_operator.observe import Observed, PodView, view
+from kvline_operator.reconcile import requeue_after
 from kvline_operator.revision_state import RevisionState
 from kvline_operator.revisions import Revision
 from kvline_operator.rollout_state import RolloutState
 from kvline_operator.settings import Settings
+from kvline_operator.sizing import Reading
 from kvline_operator.spec import ServiceSpec, parse
 
 SETTINGS = Settings("registry.example/server@sha256:" + "0" * 64)
@@ -112,3 +119,68 @@ def test_a_promotion_that_expired_can_be_given_again() -> None:
         assert service.step(promoted, 9999).plan.replicas == {STABLE: 1}
         assert service.step(spec()).plan.replicas == {STABLE: 1}
         assert service.step(spec()).plan.replicas == {STABLE: 1}
+
+
+def pod(revision: str, state: State = State.VALIDATED, ready: bool = False) -> PodView:
+    """A running pod with its report."""
+    memory = Memory(100, 20, 10, 0, 50, 10, 10)
+    result = Result(4096, 512, Source.MEASURED, "f" * 32, 90, 6000, 0, "t", memory)
+    validated = result if state is State.VALIDATED else None
+    report = SizingReport(1, revision, "p", "r", 1, state, "t", "t", result=validated)
+    running = {"name": "server", "state": {"running": {}}}
+    conditions = [{"type": "Ready", "status": str(ready)}]
+    return view(
+        {
+            "metadata": {"name": revision, "uid": revision, "labels": {LABEL_REVISION: revision}},
+            "status": {
+                "podIP": f"ip-{revision}",
+                "containerStatuses": [running],
+                "conditions": conditions,
+            },
+        },
+        Reading(report),
+    )
+
+
+def test_only_pods_whose_gate_file_is_open_are_notified() -> None:
+    """Not a candidate without a verdict, nor one that the plan has given up."""
+    now = spec()
+    made = Service().step(now)
+    both = (pod(STABLE), pod(CANDIDATE))
+    assert made.plan.candidate == CANDIDATE
+
+    def notified(pods: tuple[PodView, ...] = both, **plan: Any) -> list[str]:
+        state = replace(made, plan=replace(made.plan, **plan))
+        return [uid for uid, _ in state.to_notify(now, pods)]
+
+    assert made.plan.replicas == {CANDIDATE: 1, STABLE: 0} and notified() == []
+    passed = Verdict(GateResult.PASSED, "")
+    two = {STABLE: 1, CANDIDATE: 1}
+    assert notified(replicas=two, gate=Verdict(GateResult.HELD, "")) == [STABLE]
+    assert notified(replicas=two, gate=passed) == [STABLE, CANDIDATE]
+    unlike = (pod(STABLE, ready=True), pod(CANDIDATE, State.VALIDATING))
+    assert notified(unlike, replicas=two, gate=passed) == []
+    # The spec is the stable one's again; the candidate is past its deadline with a verdict; both
+    # have pods for a while.
+    one = {STABLE: 1}
+    assert notified(replicas=one, candidate="", gate=None) == [STABLE]
+    expired = replace(passed, expired=True)
+    for replicas in (one, {**one, CANDIDATE: 0}):
+        assert notified(replicas=replicas, candidate="", rejected=CANDIDATE, gate=expired) == [
+            STABLE
+        ]
+    assert notified(replicas={"ccccc": 1, **one}, candidate="ccccc", gate=None) == [STABLE]
+
+
+def test_a_near_verdict_that_ends_an_outage_is_asked_for_sooner() -> None:
+    def seconds(candidate: str, *pods: PodView) -> float:
+        plan = SimpleNamespace(candidate=candidate)
+        state = SimpleNamespace(pods=pods, plan=plan)
+        settings = replace(SETTINGS, poll_seconds=1.0)
+        return requeue_after(SimpleNamespace(settings=settings), state)  # type: ignore[arg-type]
+
+    near, serves = pod(CANDIDATE, State.VALIDATING), pod(STABLE, ready=True)
+    assert seconds(CANDIDATE, near) == 0.25
+    assert seconds(CANDIDATE, near, serves) == 1.0
+    assert seconds("", near) == 1.0
+    assert seconds(CANDIDATE, pod(CANDIDATE, State.STRESSING)) == 1.0

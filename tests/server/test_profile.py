@@ -364,6 +364,8 @@ def test_a_pod_starts_again_from_its_own_record_before_the_shared_one_arrives(
     assert again.kv_tokens == first.kv_tokens
     assert start(reuse="Auto").source is Source.RECORDED
     assert start(reuse="Never").source is Source.MEASURED
+    assert start(free=224 * MIB, reuse="Auto").source is Source.MEASURED
+    first = start(reuse="Never")
     more = start(free=288 * MIB, reuse="Auto")
     assert more.source is Source.MEASURED and more.kv_tokens > first.kv_tokens
     alone = Start(machine(), tmp_path)  # on a bare machine, without records of others

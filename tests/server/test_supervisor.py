@@ -368,8 +368,10 @@ def test_the_operator_s_notice_opens_the_gate_until_the_file_says_so(
     server = start(gate=GateFile(1, False, min_kv_tokens=4096), limits={"gate": 0.1})
     server.wait("/startupz")
     assert server.probe("/readyz") == (503, {"reason": "GateClosed"})
-    url = f"http://127.0.0.1:{server.internal_port}/gate/open"
-    assert httpx.post(url).status_code == 200
+    url = f"http://127.0.0.1:{server.internal_port}/gate/open?uid="
+    assert httpx.post(f"{url}another-pod-s").json() == {"reason": "OtherPod"}
+    assert server.probe("/readyz") == (503, {"reason": "GateClosed"})
+    assert httpx.post(f"{url}{server.sizing()['podUID']}").status_code == 200
     assert server.probe("/readyz") == (503, {"reason": "BelowMinimum"})
     server.write_gate(GateFile(1, False, min_kv_tokens=2048))
     server.wait("/readyz")

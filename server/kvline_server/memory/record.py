@@ -104,13 +104,15 @@ def find_record(
     """
     if shared is None:
         return None
-    records = _read(shared)
+    try:
+        records, own = _read(shared), _read(folder / OWN_RECORD)
+    except ContractError:
+        return None
     if records is not None and records.reuse is Reuse.NEVER:
         return None
     record = records.records.get(fingerprint) if records is not None else None
-    if record is None:
-        earlier = _read(folder / OWN_RECORD)
-        record = earlier.records.get(fingerprint) if earlier is not None else None
+    if record is None and own is not None:
+        record = own.records.get(fingerprint)
         if record is not None and free_mib - FREE_NOISE > record.free_mib:
             return None
     if record is None or free_mib + FREE_NOISE < record.free_mib:
@@ -129,9 +131,10 @@ def keep_record(folder: Path, result: Result) -> None:
 
 
 def _read(path: Path) -> Records | None:
+    """None without a file. Raises ContractError for a damaged one."""
     try:
         return Records.parse(path.read_bytes())
-    except (FileNotFoundError, ContractError):
+    except FileNotFoundError:
         return None
 
 
