@@ -57,7 +57,6 @@ from kvline_operator.workqueue import Key
 log = logging.getLogger("kvline")
 CLAIMED_SECONDS = 30.0  # until a service that another release has is looked at again
 Object = dict[str, Any]
-FOREIGN_CHANGE = "ForeignChange"
 RETRY_REFUSED = 300.0  # seconds until a refused write is retried
 
 
@@ -112,7 +111,7 @@ def reconcile(context: Context, key: Key) -> float:
     maps = [render.records_map(spec, recorded)] if wanted else []
     maps += [render.scale_map(spec, scale)] if scale else []
     apply_error = _apply(context, spec, observed, rollout_state, maps)
-    if apply_error is None or apply_error.reason == FOREIGN_CHANGE:  # all is written
+    if apply_error is None or apply_error.reason == "ForeignChange":  # all is written
         waiting = rollout_state.to_notify(spec, observed.pods)
         list(context.pool.map(lambda pod: context.reports.open_gate(*pod), waiting))
     # The status is of what was observed before the writes; their events requeue this service.
@@ -235,7 +234,7 @@ def _foreign_change(lasting: list[str]) -> Condition | None:
         return None
     text = "; ".join(lasting) + ": set again after each removal, so it is not removed for an hour, "
     text += "and pods may run with it. Stop its manager, and change the InferenceService instead"
-    return Condition("UpToDate", "False", FOREIGN_CHANGE, text)
+    return Condition("UpToDate", "False", "ForeignChange", text)
 
 
 def _prepare(
