@@ -70,20 +70,23 @@ def _folders(name: str) -> list[Path]:
 def kill_all(name: str) -> None:
     """Every process of every pod."""
     for folder in _folders(name)[:4]:
-        for procs in folder.rglob("cgroup.procs"):
-            for pid in procs.read_text().split():
-                try:
-                    os.kill(int(pid), signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
+        for group in _groups(folder):
+            with suppress(OSError):  # it is gone, or its process
+                for pid in (group / "cgroup.procs").read_text().split():
+                    with suppress(ProcessLookupError):
+                        os.kill(int(pid), signal.SIGKILL)
 
 
 def remove(name: str) -> None:
     for folder in _folders(name):
-        for path in sorted(folder.rglob("*"), key=lambda p: len(p.parts), reverse=True):
-            if path.is_dir():
-                _rmdir(path)
-        _rmdir(folder)
+        for group in reversed(_groups(folder)):
+            _rmdir(group)
+
+
+def _groups(folder: Path) -> list[Path]:
+    """A cgroup and those in it, outer ones first. They go while they are listed, at which
+    Path.rglob raises."""
+    return [Path(at) for at, _, _ in os.walk(folder)]
 
 
 def _rmdir(path: Path) -> None:
