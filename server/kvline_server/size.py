@@ -11,11 +11,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kvline_contract.codec import ContractError, dumps
+from kvline_contract.codec import ContractError
 from kvline_contract.exits import ExitCode
-from kvline_contract.launch import MAX_RECORDS, VERSION, Record, Records, Reuse
+from kvline_contract.launch import MAX_RECORDS, Record
 from kvline_contract.report import Memory, Result, SizingReport, State
 from kvline_server.errors import ConfigInvalid
+from kvline_server.memory import record as records
 from kvline_server.supervisor import Supervisor
 
 BAR_WIDTH = 40
@@ -101,7 +102,7 @@ def summary(report: SizingReport, result: Result) -> str:
 def read_records(path: Path) -> dict[str, Record]:
     """The records by fingerprint, empty without a file. Raises ConfigInvalid for any other file."""
     try:
-        return Records.parse(path.read_bytes()).records if path.is_file() else {}
+        return records.read_records(path).records
     except ContractError as error:
         raise ConfigInvalid(f"{path}: {error}") from None
 
@@ -118,7 +119,4 @@ def add_record(path: Path, result: Result) -> None:
     atomically; beyond MAX_RECORDS the oldest record is dropped."""
     known = {k: v for k, v in read_records(path).items() if k != result.fingerprint}
     newest = [*known.items(), (result.fingerprint, Record.of(result))][-MAX_RECORDS:]
-    records = Records(VERSION, Reuse.AUTO, dict(newest))
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(dumps(records))
-    part.replace(path)
+    records.write_records(path, dict(newest))

@@ -69,11 +69,8 @@ class Engine:
         self.http, connection = socket.socketpair()
         self.parent = Channel(ours)
         capacity = CapacityOptions(kv_tokens=1024, headroom_mib=8)
-        config = scratch / "launch.json"
-        launch = launch_config(model, EngineOptions(256, 2, 64), capacity)
-        config.write_text(launch.dumps())
+        self.launch = launch_config(model, EngineOptions(256, 2, 64), capacity)
         arguments = Namespace(
-            config=str(config),
             record=None,
             state_dir=str(scratch),
             http_fd=connection.detach(),
@@ -139,7 +136,7 @@ def test_memory_refused_at_any_stage_of_a_start_is_diagnosed(
 ) -> None:
     break_stage(monkeypatch, stage, OUT_OF_MEMORY[error])
     made = engine()
-    assert run(made.process) == 40
+    assert run(made.process, made.launch) == 40
     failure = made.failure()
     assert failure["name"] == "OutOfMemory"
     assert failure["knobs"] and failure["memory"]["totalMiB"] == 4096
@@ -158,7 +155,7 @@ def test_a_device_that_fails_at_any_stage_of_a_start_holds(
     """And no attempt is left behind for the next start to count as killed for memory."""
     break_stage(monkeypatch, stage, FAILED[error])
     made = engine()
-    assert run(made.process) == 43
+    assert run(made.process, made.launch) == 43
     failure = made.failure()
     assert failure["name"] == "DeviceFailure"
     assert f"the device failed at {STAGES[stage][2]}: {FAILED[error]}" in failure["message"]
@@ -172,7 +169,8 @@ def test_a_fault_of_ours_is_not_the_device_s(
 ) -> None:
     break_stage(monkeypatch, stage, OURS["shape"])
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        run(engine().process)
+        made = engine()
+        run(made.process, made.launch)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +186,7 @@ def test_errors_after_validation(
 ) -> None:
     made = engine()
     codes: list[int] = []
-    running = threading.Thread(target=lambda: codes.append(run(made.process)))
+    running = threading.Thread(target=lambda: codes.append(run(made.process, made.launch)))
     running.start()
     assert made.ready.wait(60)
     break_stage(monkeypatch, stage, error)

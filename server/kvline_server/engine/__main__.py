@@ -1,4 +1,4 @@
-"""`python -m kvline_server.engine`: the engine process. Its imports are a quarter of a start, so a
+"""`python -m kvline_server.engine`: the engine process. Imports are a large part of its start, so a
 CUDA context is created beside them, and the garbage collector does not slow them down."""
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from types import ModuleType
 
 from kvline_contract.launch import Device, LaunchConfig
 
-# torch's shape functions for tracing and for tensors without data, of which an engine has neither:
-# a seventh of torch's import.
+# torch's shape functions for tracing and for tensors without data, of which an engine has neither.
 TRACING = "torch._meta_registrations"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="kvline-engine")
-    parser.add_argument("--config", required=True)
+    parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--record")
     parser.add_argument("--state-dir", required=True)
     parser.add_argument("--control-fd", type=int, required=True)
@@ -36,15 +35,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     arguments = parse(argv)
-    gc.disable()  # torch's modules are a million objects, hardly any of them garbage
+    gc.disable()  # imports make many objects, hardly any of them garbage
     sys.modules[TRACING] = ModuleType(TRACING)
-    if LaunchConfig.parse(Path(arguments.config).read_bytes()).device is Device.CUDA:
+    launch = LaunchConfig.parse(arguments.config.read_bytes())
+    if launch.device is Device.CUDA:
         threading.Thread(target=create_context, daemon=True).start()
     from kvline_server.engine import process  # imports torch
 
     gc.freeze()  # what is imported stays: no later collection visits it
     gc.enable()
-    return process.main(arguments)
+    return process.main(arguments, launch)
 
 
 def create_context() -> None:

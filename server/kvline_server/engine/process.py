@@ -97,11 +97,11 @@ class EngineProcess:
         self.prompt_tokens = 0
         self.output_tokens = 0
 
-    def size(self) -> Engine:
+    def size(self, launch: LaunchConfig) -> Engine:
         """Loads and profiles; returns an engine with a validated KV budget."""
         arguments = self.arguments
         engine, result = start(
-            launch=LaunchConfig.parse(Path(arguments.config).read_bytes()),
+            launch=launch,
             reporter=self.reporter,
             attempts=Path(arguments.state_dir) / names.ATTEMPTS_FILE,
             record=Path(arguments.record) if arguments.record else None,
@@ -231,21 +231,21 @@ def pack(scores: Scores) -> PackedScores:
     )
 
 
-def main(arguments: argparse.Namespace) -> int:
+def main(arguments: argparse.Namespace, launch: LaunchConfig) -> int:
     parent = Channel(socket.socket(fileno=arguments.control_fd))
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     process = EngineProcess(arguments, parent)
     for listen in (process.listen_to_parent, process.listen_to_http):
         threading.Thread(target=listen, daemon=True).start()
-    return run(process)
+    return run(process, launch)
 
 
-def run(process: EngineProcess) -> int:
+def run(process: EngineProcess, launch: LaunchConfig) -> int:
     """Sizes and serves; returns the exit code."""
     try:
         with device_errors.translated("start"):
-            engine = process.size()
+            engine = process.size(launch)
     except DeviceOutOfMemory as error:  # outside the profile loop, which has its own diagnosis
         return _fail(process, OutOfMemory(f"the device refused memory: {error}"))
     except ServerError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,38 +105,37 @@ def find_record(
     """
     if shared is None:
         return None
-    try:
-        records, own = _read(shared), _read(folder / OWN_RECORD)
-    except ContractError:
-        return None
-    if records is not None and records.reuse is Reuse.NEVER:
-        return None
-    record = records.records.get(fingerprint) if records is not None else None
-    if record is None and own is not None:
-        record = own.records.get(fingerprint)
-        if record is not None and free_mib - FREE_NOISE > record.free_mib:
+    with suppress(ContractError):  # a damaged file holds no record
+        records = read_records(shared)
+        if records.reuse is Reuse.NEVER:
             return None
-    if record is None or free_mib + FREE_NOISE < record.free_mib:
-        return None
-    return record
+        record = records.records.get(fingerprint)
+        if record is not None:
+            return record if free_mib + FREE_NOISE >= record.free_mib else None
+        record = read_records(folder / OWN_RECORD).records.get(fingerprint)
+        if record is not None and abs(free_mib - record.free_mib) <= FREE_NOISE:
+            return record
+    return None
 
 
 def keep_record(folder: Path, result: Result) -> None:
     """Leaves a measured budget for the next start of the same pod."""
-    if result.source is not Source.MEASURED:
-        return
-    part = folder / f".{OWN_RECORD}.part"
-    records = {result.fingerprint: Record.of(result)}
+    if result.source is Source.MEASURED:
+        write_records(folder / OWN_RECORD, {result.fingerprint: Record.of(result)})
+
+
+def read_records(path: Path) -> Records:
+    """No records without a file. Raises ContractError for any other file."""
+    if not path.is_file():
+        return Records(RECORDS_VERSION, Reuse.AUTO, {})
+    return Records.parse(path.read_bytes())
+
+
+def write_records(path: Path, records: dict[str, Record]) -> None:
+    """Replaces the file atomically."""
+    part = path.with_name(f".{path.name}.part")
     part.write_text(dumps(Records(RECORDS_VERSION, Reuse.AUTO, records)))
-    part.replace(folder / OWN_RECORD)
-
-
-def _read(path: Path) -> Records | None:
-    """None without a file. Raises ContractError for a damaged one."""
-    try:
-        return Records.parse(path.read_bytes())
-    except FileNotFoundError:
-        return None
+    part.replace(path)
 
 
 def fingerprint(parts: dict[str, str | int]) -> str:
