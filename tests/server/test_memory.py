@@ -304,6 +304,10 @@ def test_a_record_is_used_only_where_as_much_is_free(tmp_path: Path) -> None:
     found = find_record(path, own, print_, 100)
     assert found is not None and found.kv_tokens == 4096
     assert find_record(path, own, print_, 100 - FREE_NOISE) == found
+    own.mkdir()
+    (own / "record.json").write_text("{")
+    assert find_record(path, own, print_, 100) == found
+    assert find_record(path, own, "other", 100) is None
     assert find_record(path, own, print_, 99 - FREE_NOISE) is None
     assert find_record(path, own, "other", 100) is None
     assert find_record(None, own, print_, 100) is None
