@@ -17,8 +17,9 @@ import torch
 from record import table
 from shapes import LLAMA8B
 
-from kvline_server.kernels.interface import Heads, Kernels, KVLayer, SlotMapping
+from kvline_server.kernels.interface import Heads, Kernels, SlotMapping
 from kvline_server.kernels.layout import Layout
+from kvline_server.memory.arena import KVLayer
 from kvline_server.memory.pages import PAGE_SIZE
 
 PAGES = 40_000  # 640,000 tokens: 78 GiB of the larger shape
@@ -84,7 +85,7 @@ CASES = {
 def run() -> None:
     from kvline_server.kernels.flashinfer import FlashInferKernels
 
-    kernels = FlashInferKernels(LLAMA8B)
+    kernels = FlashInferKernels(LLAMA8B.heads, LLAMA8B.kv_heads, LLAMA8B.head_dim)
     held = caches(LLAMA8B)
     rng = np.random.default_rng(0)
     rows = [measure(kernels, held, name, layout(*case, rng)) for name, case in CASES.items()]

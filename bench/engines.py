@@ -9,13 +9,13 @@ import model
 import torch
 
 from kvline_server.engine.engine import Engine
-from kvline_server.engine.runner import Runner
-from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import HostArena
 from kvline_server.model.config import read_config
-from kvline_server.model.decoder import Decoder
+from kvline_server.model.decoder import Decoder, kv_shape
 from kvline_server.model.loader import SafetensorsSource, load_weights
+from kvline_server.sampling_params import SamplingParams
+from kvline_server.worker.worker import Runner
 
 THREADS = 2
 PAGES = 1400
@@ -31,7 +31,7 @@ def make(running: int = 32, rows: int = 224) -> Engine:
     kernels = TorchKernels()
     source = SafetensorsSource(folder())
     weights = load_weights(source, config, kernels)
-    arena = HostArena(config, PAGES, torch.float32)
+    arena = HostArena(kv_shape(config, torch.float32), PAGES)
     arena.resize(PAGES)
     runner = Runner(Decoder(config, weights, 8192, kernels), arena, rows, running)
     return Engine(runner, PAGES, running, 512, 8192, config.eos_token_ids)

@@ -28,11 +28,11 @@ from kvline_contract.launch import (
     Model,
 )
 from kvline_contract.report import Attempt, Effective, Provenance, Result, State
-from kvline_server.config import DEFAULTS
-from kvline_server.engine import start as engine_start
 from kvline_server.engine.engine import Engine
-from kvline_server.engine.sampling_params import SamplingParams
+from kvline_server.engine_process import start as engine_start
 from kvline_server.memory.device import MIB
+from kvline_server.sampling_params import SamplingParams
+from kvline_server.sizing.settings import DEFAULTS
 
 MAX_MODEL_LEN = 8192
 

@@ -4,9 +4,12 @@ it, in each layer. Arithmetic on lengths; needs no GPU."""
 from __future__ import annotations
 
 import offline
+import torch
 from record import table
 from shapes import SHAPES
 from workloads import WORKLOADS
+
+from kvline_server.model.decoder import kv_shape
 
 BANDWIDTH = 4.2e12  # bytes per second that a copy reaches on an H200
 KINDS = ("nano", "r512", "long")
@@ -21,7 +24,7 @@ def run() -> None:
             requests = workload.make(shape.vocabulary)
             # The first token comes with the prompt; token n reads the prompt and n - 1 outputs.
             tokens = sum(o * len(p) + o * (o - 1) // 2 for p, o in requests)
-            seconds = tokens * shape.kv_bytes_per_token(2) / BANDWIDTH
+            seconds = tokens * kv_shape(shape, torch.bfloat16).bytes_per_token / BANDWIDTH
             output = sum(o for _, o in requests)
             figures = [f"{output}", f"{tokens / 1e6:.1f}", f"{seconds * BANDWIDTH / 1e12:.2f}"]
             rows.append([name, kind, *figures, f"{seconds:.2f}", f"{output / seconds:.0f}"])

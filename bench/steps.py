@@ -14,8 +14,8 @@ import torch
 from record import record, table
 
 from kvline_server.engine.engine import Engine
-from kvline_server.engine.runner import InFlightStep
-from kvline_server.engine.sampling_params import SamplingParams
+from kvline_server.sampling_params import SamplingParams
+from kvline_server.worker.worker import InFlightStep
 
 STEPS = 60
 BATCHES = (64, 256, 512, 1024)

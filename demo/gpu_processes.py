@@ -11,7 +11,7 @@ from pathlib import Path
 from errors import ClusterError
 from programs import processes
 
-ENGINE, SUPERVISOR = "kvline_server.engine", "kvline_server serve"
+ENGINE, SUPERVISOR = "kvline_server.engine_process", "kvline_server serve"
 
 
 def find(pod_uid: str, words: str) -> int:

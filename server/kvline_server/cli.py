@@ -201,7 +201,7 @@ def _state_dir(folder: Path) -> Path:
 
 def _run(arguments: argparse.Namespace) -> int:
     # Imported here, so that a bad flag is reported before anything large is loaded.
-    from kvline_server.supervisor import Supervisor
+    from kvline_server.parent.supervisor import Supervisor
 
     if (arguments.config is None) == (arguments.model is None):
         raise ConfigInvalid("give one of --model DIR and --config FILE")
@@ -251,7 +251,7 @@ def _options(arguments: argparse.Namespace, config: Path, state: Path) -> Option
 
 
 def _report_failure(error: ServerError, from_flags: bool) -> None:
-    from kvline_server.supervisor import log
+    from kvline_server.parent.supervisor import log
 
     ended = error.termination()
     log(f"{ended.name}: {with_flag_names(ended.message) if from_flags else ended.message}")

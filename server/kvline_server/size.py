@@ -16,8 +16,8 @@ from kvline_contract.exits import ExitCode
 from kvline_contract.launch import MAX_RECORDS, Record
 from kvline_contract.report import Memory, Result, SizingReport, State
 from kvline_server.errors import ConfigInvalid
-from kvline_server.memory import record as records
-from kvline_server.supervisor import Supervisor
+from kvline_server.parent.supervisor import Supervisor
+from kvline_server.sizing import record as records
 
 BAR_WIDTH = 40
 MIB = 1 << 20

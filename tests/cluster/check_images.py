@@ -51,7 +51,8 @@ UNWANTED = frozenset(
 FOLDERS = ("bin", "sbin", "usr/bin", "usr/sbin", "usr/local/bin", "opt/kvline/bin")
 IMPORTS = {
     "operator": "kvline_operator.reconcile",
-    "server": "kvline_server.engine.start, kvline_server.http.process, kvline_server.download",
+    "server": "kvline_server.engine_process.start, kvline_server.http.process, "
+    "kvline_server.download",
 }
 IMPORTS[build.CUDA] = f"{IMPORTS['server']}, kvline_server.kernels.flashinfer"
 # Everything that a start loads of FlashInfer, but for loading it, which needs a GPU.

@@ -9,15 +9,15 @@ import torch
 
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.request import Sequence
-from kvline_server.engine.runner import Runner
-from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import Arena, HostArena
 from kvline_server.memory.pages import pages_for
 from kvline_server.model.config import ModelConfig
-from kvline_server.model.decoder import Decoder
+from kvline_server.model.decoder import Decoder, kv_shape
 from kvline_server.model.loader import RandomSource, load_weights
+from kvline_server.sampling_params import SamplingParams
+from kvline_server.worker.worker import Runner
 
 PAGES = 400
 
@@ -39,10 +39,10 @@ def sides(config: ModelConfig, most: int = PAGES) -> list[tuple[Decoder, Arena]]
     made: list[tuple[Decoder, Arena]] = []
     pairs: list[tuple[Kernels, Any]] = [
         (TorchKernels(), HostArena),
-        (FlashInferKernels(config), CudaArena),
+        (FlashInferKernels(config.heads, config.kv_heads, config.head_dim), CudaArena),
     ]
     for kernels, arena_of in pairs:
-        arena = arena_of(config, most, kernels.dtype)
+        arena = arena_of(kv_shape(config, kernels.dtype), most)
         arena.resize(PAGES)
         weights = load_weights(SameOnBoth(), config, kernels)
         made.append((Decoder(config, weights, 4096, kernels), arena))

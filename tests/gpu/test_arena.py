@@ -9,6 +9,7 @@ import torch
 
 from kvline_server.errors import DeviceOutOfMemory
 from kvline_server.model.config import ModelConfig
+from kvline_server.model.decoder import kv_shape
 
 pytestmark = pytest.mark.gpu
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.gpu
 def arena(shape: Callable[..., ModelConfig]):  # type: ignore[no-untyped-def]
     from kvline_server.memory.cuda import CudaArena
 
-    return CudaArena(shape(), 1 << 22, torch.bfloat16)
+    return CudaArena(kv_shape(shape(), torch.bfloat16), 1 << 22)
 
 
 def test_growth_and_shrink_keep_addresses_contents_and_graphs(arena) -> None:  # type: ignore[no-untyped-def]

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from kvline_server.engine.engine import Engine, Output
-from kvline_server.engine.runner import Runner
-from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.model.config import read_config
-from kvline_server.model.decoder import Decoder
+from kvline_server.model.decoder import Decoder, kv_shape
 from kvline_server.model.loader import SafetensorsSource, load_weights
+from kvline_server.sampling_params import SamplingParams
+from kvline_server.worker.worker import Runner
 
 pytestmark = pytest.mark.gpu
 SHAPE: dict[str, Any] = {
@@ -49,9 +49,9 @@ def engine(folder: Path, rows: int = 64, step: int = 256) -> Engine:
     from kvline_server.memory.cuda import CudaArena
 
     config = read_config(folder)
-    kernels = FlashInferKernels(config)
+    kernels = FlashInferKernels(config.heads, config.kv_heads, config.head_dim)
     weights = load_weights(SafetensorsSource(folder), config, kernels)
-    arena = CudaArena(config, 300, kernels.dtype)
+    arena = CudaArena(kv_shape(config, kernels.dtype), 300)
     arena.resize(300)
     runner = Runner(Decoder(config, weights, 2048, kernels), arena, rows, 8)
     runner.capture(step)

@@ -13,8 +13,8 @@ from kvline_server.engine.batch import build
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.scheduler import Work
 from kvline_server.kernels.interface import SlotMapping
-from kvline_server.kernels.segments import GraphSegments
 from kvline_server.model.config import ModelConfig
+from kvline_server.worker.graphs import GraphSegments
 
 pytestmark = pytest.mark.gpu
 

@@ -16,8 +16,8 @@ from collector import attributes, collecting
 from playground import ROOT, Operator, eventually, serve, sizing_report
 
 from kvline_contract.report import State
-from kvline_server.engine.messages import Beat, EdgeBeat
-from kvline_server.metrics import render
+from kvline_server.messages import Beat, EdgeBeat
+from kvline_server.parent.metrics import render
 
 pytestmark = pytest.mark.integration
 

@@ -16,7 +16,7 @@ from datetime import UTC, datetime, timedelta
 from kvline_contract.report import VERSION, Load
 from kvline_operator.autoscale import Scale, decide, demand
 from kvline_operator.spec import Autoscaling
-from kvline_server.recent import Recent
+from kvline_server.parent.recent import Recent
 
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
 POLL = 15.0

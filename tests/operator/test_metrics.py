@@ -20,8 +20,8 @@ from kvline_operator.kube import Kube
 from kvline_operator.metrics import Metrics
 from kvline_operator.status_cache import StatusCache, View
 from kvline_operator.workqueue import Key, WorkQueue
-from kvline_server.engine.messages import Beat, EdgeBeat
-from kvline_server.metrics import render
+from kvline_server.messages import Beat, EdgeBeat
+from kvline_server.parent.metrics import render
 
 ROOT = Path(__file__).resolve().parents[2]
 STATUS: dict[str, Any] = {

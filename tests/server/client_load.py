@@ -27,8 +27,6 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from kvline_contract.launch import Device
-from kvline_server.children import HTTP_MALLOC
-from kvline_server.engine.messages import Delta, Deltas, PackedScores, Submit
 from kvline_server.http.admission import Admission
 from kvline_server.http.app import Service, create_app
 from kvline_server.http.body import MAX_BODY_BYTES, Bodies
@@ -39,7 +37,9 @@ from kvline_server.http.scores import NUMBER, held
 from kvline_server.http.tokenizer_files import open_tokens
 from kvline_server.http.tokens import Tokens
 from kvline_server.http.trace import Traces
+from kvline_server.messages import Delta, Deltas, PackedScores, Submit
 from kvline_server.options import FREE_BYTES, QUEUED_BYTES, ClientLimits
+from kvline_server.parent.children import HTTP_MALLOC
 
 RUNNING, TOP = 16, 20  # defaults on the CPU
 TOKENS = 40_000  # of the KV cache: so many that bytes are the limit of scored prompts

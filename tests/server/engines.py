@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 
 from kvline_server.engine.engine import Engine, Output
-from kvline_server.engine.runner import Runner
-from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import HostArena
 from kvline_server.model.config import read_config
-from kvline_server.model.decoder import Decoder
+from kvline_server.model.decoder import Decoder, kv_shape
 from kvline_server.model.loader import SafetensorsSource, load_weights
+from kvline_server.sampling_params import SamplingParams
+from kvline_server.worker.worker import Runner
 
 
 def decoder(folder: Path) -> Decoder:
@@ -33,7 +33,7 @@ def engine(
     model_len: int = 512,
 ) -> Engine:
     made = decoder(folder)
-    arena = HostArena(made.config, pages, torch.float32)
+    arena = HostArena(kv_shape(made.config, torch.float32), pages)
     arena.resize(pages)
     runner = Runner(made, arena, rows, running)
     return Engine(runner, pages, running, step, model_len, made.config.eos_token_ids)

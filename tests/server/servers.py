@@ -40,7 +40,7 @@ import signal, sys
 from pathlib import Path
 from kvline_contract.launch import LaunchConfig
 from kvline_server.options import ClientLimits, Limits, Options
-from kvline_server.supervisor import Supervisor
+from kvline_server.parent.supervisor import Supervisor
 config, state, gate, port, internal, memory, limits, key, clients, tls = sys.argv[1:11]
 options = Options(
     config=Path(config), state_dir=Path(state), gate=Path(gate) if gate else None,

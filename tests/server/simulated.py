@@ -13,12 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvline_contract.report import Attempt, Effective, State
-from kvline_server.config import EngineSettings
 from kvline_server.engine.batch import Batch
 from kvline_server.errors import DeviceOutOfMemory
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.device import MIB
 from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.sizing.settings import EngineSettings
 
 BYTES_PER_TOKEN = 4096
 

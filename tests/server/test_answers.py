@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from servers import Server
 
-from kvline_server.engine.messages import PackedScores
 from kvline_server.http.admission import Admission
 from kvline_server.http.completions import legacy_logprobs, prompt_logprobs
 from kvline_server.http.errors import BadRequest, TooMany
@@ -21,6 +20,7 @@ from kvline_server.http.later import Later, encode
 from kvline_server.http.packed import ROWS, base64_arrays
 from kvline_server.http.scores import chosen, cut, held, unpack
 from kvline_server.http.tokens import PART, Tokens
+from kvline_server.messages import PackedScores
 
 MIB = 1 << 20
 

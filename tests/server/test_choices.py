@@ -16,11 +16,11 @@ import pytest
 from engines import engine, finish
 
 from kvline_server.engine.engine import Engine
-from kvline_server.engine.messages import Channel, Delta
-from kvline_server.engine.process import EngineProcess
-from kvline_server.engine.sampling_params import SamplingParams
+from kvline_server.engine_process.loop import EngineProcess
 from kvline_server.http.completions import seeded
 from kvline_server.http.engine_client import EngineClient
+from kvline_server.messages import Channel, Delta
+from kvline_server.sampling_params import SamplingParams
 
 PROMPT = [(7 * i) % 300 for i in range(60)]
 CHOICES = 4

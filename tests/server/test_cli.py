@@ -265,6 +265,8 @@ def test_a_broken_model_file_ends_the_start_and_is_named(
 
 def test_the_parent_imports_neither_torch_nor_numpy() -> None:
     """They would delay each start, and take memory from a CPU's KV cache."""
-    code = "import sys, kvline_server.supervisor; print({'torch', 'numpy'} & set(sys.modules))"
+    code = (
+        "import sys, kvline_server.parent.supervisor;print({'torch', 'numpy'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

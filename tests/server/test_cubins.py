@@ -63,7 +63,7 @@ def test_a_model_with_more_heads_than_any_variant_is_rejected() -> None:
 
 DRAW = """
 import numpy as np, torch, triton.language as tl
-from kvline_server.engine.seeds import keys
+from kvline_server.seeds import keys
 from kvline_server.kernels import triton_kernels
 from kvline_server.kernels.interface import Draws
 from kvline_server.kernels.noise import gumbel_max

@@ -21,14 +21,15 @@ from servers import launch_config
 
 from kvline_contract.codec import loads
 from kvline_contract.launch import CapacityOptions, EngineOptions
-from kvline_server import backend, device_errors
-from kvline_server.engine.messages import Channel, Progress, Submit
-from kvline_server.engine.process import EngineProcess, run
-from kvline_server.engine.sampling_params import SamplingParams
+from kvline_server import device_errors
+from kvline_server.engine_process.loop import EngineProcess, run
 from kvline_server.errors import DeviceFailure, DeviceOutOfMemory
 from kvline_server.kernels import torch as kernels
-from kvline_server.model import load
+from kvline_server.messages import Channel, Progress, Submit
 from kvline_server.model.decoder import Decoder
+from kvline_server.sampling_params import SamplingParams
+from kvline_server.sizing import load
+from kvline_server.worker import backend, worker
 
 OUT_OF_MEMORY: dict[str, Exception] = {
     "allocator": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
@@ -55,7 +56,7 @@ STAGES: dict[str, tuple[Any, str, str]] = {
     "sampled tokens": (load, "Runner", "load"),
     "tune": (kernels.TorchKernels, "tune", "tune"),
     "row counts": (Decoder, "warm_up", "warm-up"),
-    "capture": (kernels.TorchKernels, "graphs", "capture"),
+    "capture": (worker, "GraphSegments", "capture"),
     "launch": (kernels.TorchKernels, "logits", "launch"),
     "wait": (kernels._HostArrays, "wait", "wait"),
 }
@@ -127,6 +128,7 @@ def break_stage(monkeypatch: pytest.MonkeyPatch, stage: str, error: Exception) -
         raise error
 
     monkeypatch.setattr(where, name, broken)
+    monkeypatch.setattr(kernels.TorchKernels, "captures", stage == "capture")
 
 
 # Each error's meaning is one function's (see the last test), so each stage plays one of them.
@@ -219,7 +221,7 @@ def test_each_error_has_one_meaning() -> None:
 def test_kernels_that_an_image_lacks_are_a_warning(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lacking(_model: object) -> None:
+    def lacking(*_shape: int) -> None:
         raise error
 
     flashinfer = SimpleNamespace(FlashInferKernels=lacking)
@@ -227,7 +229,8 @@ def test_kernels_that_an_image_lacks_are_a_warning(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     monkeypatch.setattr(backend, "TorchKernels", lambda dtype, device: ("torch's", dtype, device))
     warnings: list[str] = []
-    found: Any = backend._cuda_kernels(warnings.append, SimpleNamespace())  # type: ignore[arg-type]
+    model: Any = SimpleNamespace(heads=8, kv_heads=2, head_dim=64)
+    found: Any = backend._cuda_kernels(warnings.append, model)
     assert found == ("torch's", torch.bfloat16, "cuda")
     (text,) = warnings
     assert "using torch's slower ones" in text and str(error) in text

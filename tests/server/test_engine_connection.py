@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from kvline_server.engine.engine import Output
-from kvline_server.engine.messages import Channel, Delta, Deltas, Message, Submit, encode
-from kvline_server.engine.outbox import PATIENCE, Outbox
-from kvline_server.engine.process import SCORES_BYTES, EngineProcess
 from kvline_server.engine.request import Scores, Sequence
-from kvline_server.engine.sampling_params import SamplingParams
+from kvline_server.engine_process.loop import SCORES_BYTES, EngineProcess
+from kvline_server.engine_process.outbox import PATIENCE, Outbox
 from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.errors import ApiError, EngineFailed, NotRead
+from kvline_server.messages import Channel, Delta, Deltas, Message, Submit, encode
+from kvline_server.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=4)
 

@@ -16,15 +16,15 @@ from servers import launch_config
 
 from kvline_contract.launch import CapacityOptions, Device, EngineOptions, LaunchConfig
 from kvline_contract.report import SizingReport, State
-from kvline_server.backend import open_backend
-from kvline_server.children import Child
-from kvline_server.config import resolve
-from kvline_server.engine.messages import Progress
-from kvline_server.engine.process import ParentReporter
-from kvline_server.model import load
+from kvline_server.engine_process.loop import ParentReporter
+from kvline_server.messages import Progress
 from kvline_server.model.loader import SafetensorsSource
 from kvline_server.options import Limits, Options
-from kvline_server.supervisor import Supervisor
+from kvline_server.parent.children import Child
+from kvline_server.parent.supervisor import Supervisor
+from kvline_server.sizing import load
+from kvline_server.sizing.settings import resolve
+from kvline_server.worker.backend import open_backend
 
 LIMIT = 1.5
 

@@ -12,7 +12,7 @@ from engines import engine, finish
 
 from kvline_server.engine.engine import Engine, Output
 from kvline_server.engine.request import Scores
-from kvline_server.engine.sampling_params import SamplingParams
+from kvline_server.sampling_params import SamplingParams
 
 # What a request may ask: prompt logprobs (None, k), from where, output logprobs.
 KINDS: list[tuple[int | None, int, int | None]] = [

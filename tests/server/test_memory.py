@@ -21,11 +21,7 @@ from servers import launch_config
 from kvline_contract.codec import encode
 from kvline_contract.launch import Device, EngineOptions
 from kvline_contract.report import Memory, Outcome
-from kvline_server.backend import open_backend
-from kvline_server.children import ENGINE_MALLOC
-from kvline_server.config import logprob_rows, resolve
 from kvline_server.engine.batch import Batch
-from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.errors import ConfigInvalid, DeviceFailure
 from kvline_server.memory import device as devices
 from kvline_server.memory.arena import HostArena
@@ -36,10 +32,15 @@ from kvline_server.memory.device import (
     referenced_files,
     tree_used,
 )
-from kvline_server.memory.profile import Measured, shrink, whole_pages
-from kvline_server.memory.record import FREE_NOISE, AttemptStore, find_record, fingerprint
-from kvline_server.memory.stress import MAX_BIASES, StressSet, worst_params
 from kvline_server.model.config import read_config
+from kvline_server.model.decoder import kv_shape
+from kvline_server.parent.children import ENGINE_MALLOC
+from kvline_server.sampling_params import SamplingParams
+from kvline_server.sizing.profile import Measured, shrink, whole_pages
+from kvline_server.sizing.record import FREE_NOISE, AttemptStore, find_record, fingerprint
+from kvline_server.sizing.settings import logprob_rows, resolve
+from kvline_server.sizing.stress import MAX_BIASES, StressSet, worst_params
+from kvline_server.worker.backend import open_backend
 
 VMSTAT = {"vmstat": "nr_free_pages 1\noom_kill 7\n"}
 
@@ -125,7 +126,7 @@ def test_the_arena_keeps_addresses_and_contents_through_growth_and_shrinking(
     make_model: Callable[..., Path],
 ) -> None:
     config = decoder(make_model("llama")).config
-    arena = HostArena(config, 4000, torch.float32)
+    arena = HostArena(kv_shape(config, torch.float32), 4000)
     arena.resize(100)
     layer = arena.layers()[1]
     layer.keys[50].fill_(7)
@@ -145,7 +146,7 @@ def test_the_arena_keeps_addresses_and_contents_through_growth_and_shrinking(
 
 def test_the_arena_is_resident_when_it_is_mapped(make_model: Callable[..., Path]) -> None:
     config = decoder(make_model("llama")).config
-    arena = HostArena(config, 40_000, torch.float32)
+    arena = HostArena(kv_shape(config, torch.float32), 40_000)
     before = cpu_device(None, 1).now()
     arena.resize(20_000)
     assert cpu_device(None, 1).now() - before > 0.95 * arena.nbytes

@@ -19,10 +19,10 @@ from pydantic.fields import FieldInfo
 from servers import Server
 
 from kvline_server.engine.engine import Engine
-from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.generate import Limits, check_prompt, sampling
 from kvline_server.http.protocol import CompletionRequest, parse
+from kvline_server.sampling_params import SamplingParams
 
 VOCABULARY = 307
 LIMITS = Limits("tiny", VOCABULARY, 512, 20, 1 << 20)

@@ -12,7 +12,7 @@ import pytest
 from engines import engine
 
 from kvline_server.engine.engine import Engine, Output
-from kvline_server.engine.sampling_params import SamplingParams
+from kvline_server.sampling_params import SamplingParams
 
 EOS = (11, 40, 77, 130, 200)
 ABORTED = 5  # every fifth request is aborted by its client

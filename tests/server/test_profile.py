@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from simulated import BYTES_PER_TOKEN, SETTINGS, Killed, Machine, Notes
 
 from kvline_contract.report import Binding, Outcome, Result, Source, State
-from kvline_server.config import EngineSettings
 from kvline_server.engine.batch import Batch
 from kvline_server.errors import ContextDoesNotFit, DeviceOutOfMemory, OutOfMemory
 from kvline_server.memory.device import MIB
-from kvline_server.memory.profile import Loaded, ProfileLoop
-from kvline_server.memory.record import AttemptStore
+from kvline_server.sizing.profile import Loaded, ProfileLoop
+from kvline_server.sizing.record import AttemptStore
+from kvline_server.sizing.settings import EngineSettings
 
 FINGERPRINT = "f" * 32
 

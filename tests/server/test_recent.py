@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvline_server.recent import Recent
+from kvline_server.parent.recent import Recent
 
 
 def seconds(recent: Recent, first: int, last: int, **each: float) -> None:

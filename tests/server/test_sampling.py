@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from kvline_server.engine import penalties
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.sampling import sample
-from kvline_server.engine.sampling_params import SamplingParams
-from kvline_server.engine.seeds import keys
 from kvline_server.kernels.noise import gumbel_max
 from kvline_server.kernels.torch import TorchKernels
+from kvline_server.sampling_params import SamplingParams
+from kvline_server.seeds import keys
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 

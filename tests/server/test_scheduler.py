@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvline_server.engine.request import Sequence
-from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.engine.scheduler import PREFILL_PER_REQUEST, WAVE, Scheduler, Work
 from kvline_server.memory.pages import PAGE_SIZE, PagePool, pages_for
+from kvline_server.sampling_params import SamplingParams
 
 
 def sequence(id: int, length: int, output: int, base: int = 0, scored: bool = False) -> Sequence:

@@ -13,8 +13,7 @@ import httpx
 import pytest
 
 from kvline_contract.launch import Device
-from kvline_server.engine import messages
-from kvline_server.engine.messages import Delta, Deltas, PackedScores, Submit
+from kvline_server import messages
 from kvline_server.http.admission import Admission
 from kvline_server.http.app import Service, create_app
 from kvline_server.http.body import Bodies
@@ -23,6 +22,7 @@ from kvline_server.http.generate import Generator, Limits
 from kvline_server.http.scores import ENTRY, held
 from kvline_server.http.tokens import Tokens
 from kvline_server.http.trace import Traces
+from kvline_server.messages import Delta, Deltas, PackedScores, Submit
 from kvline_server.options import ClientLimits
 
 CONTEXT, TOP = 40_960, 5

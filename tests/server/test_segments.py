@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvline_server.engine.scheduler import WAVE
-from kvline_server.kernels.segments import bucket_for, buckets
+from kvline_server.worker.graphs import bucket_for, buckets
 
 
 def test_which_bucket_is_a_matter_of_numbers_alone() -> None:

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import pytest
 
-from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.http import stream
 from kvline_server.http.errors import ApiError, BadRequest
+from kvline_server.sampling_params import SamplingParams
 
 
 class Failing:

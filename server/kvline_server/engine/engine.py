@@ -17,10 +17,10 @@ import numpy as np
 from kvline_server.engine import batch as batches
 from kvline_server.engine.logprobs import Table, join
 from kvline_server.engine.request import Scores, Sequence
-from kvline_server.engine.runner import InFlightStep, Runner
-from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.engine.scheduler import Scheduler, Work
 from kvline_server.memory.pages import PagePool
+from kvline_server.sampling_params import SamplingParams
+from kvline_server.worker.worker import InFlightStep, Runner
 
 # error: the model's numbers for this sequence are not finite, so there is no next token.
 FinishReason = Literal["stop", "length", "error"]

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.engine.token_counts import TokenCounts
+from kvline_server.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)

@@ -12,8 +12,8 @@ import torch
 
 from kvline_server.engine import penalties
 from kvline_server.engine.request import Sequence
-from kvline_server.engine.seeds import keys
 from kvline_server.kernels.interface import Draws, Kernels
+from kvline_server.seeds import keys
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 MIN_TOP_P = np.float32(1e-6)  # a smaller value keeps the same one token, and may be 0 as a float32

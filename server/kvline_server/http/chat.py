@@ -7,8 +7,6 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
 
-from kvline_server.engine.messages import PackedScores
-from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.http.completions import prompt_logprobs, seeded
 from kvline_server.http.envelope import chunk, whole
 from kvline_server.http.errors import BadRequest
@@ -23,6 +21,8 @@ from kvline_server.http.generate import (
 from kvline_server.http.later import Later
 from kvline_server.http.protocol import ChatRequest
 from kvline_server.http.scores import unpack
+from kvline_server.messages import PackedScores
+from kvline_server.sampling_params import SamplingParams
 
 
 class Chat:

@@ -8,8 +8,10 @@ import socket
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from kvline_server.engine import messages
-from kvline_server.engine.messages import (
+from kvline_server import messages
+from kvline_server.http.errors import ApiError, EngineFailed, NotRead
+from kvline_server.http.shared_prompts import SharedPrompts
+from kvline_server.messages import (
     Abort,
     Delta,
     Deltas,
@@ -17,9 +19,7 @@ from kvline_server.engine.messages import (
     PromptScores,
     Submit,
 )
-from kvline_server.engine.sampling_params import SamplingParams
-from kvline_server.http.errors import ApiError, EngineFailed, NotRead
-from kvline_server.http.shared_prompts import SharedPrompts
+from kvline_server.sampling_params import SamplingParams
 
 ENDED = "the engine ended while it worked on this request"
 

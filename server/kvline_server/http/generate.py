@@ -11,8 +11,6 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 
-from kvline_server.engine.messages import Delta, PackedScores
-from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.http.admission import Room
 from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.errors import BadRequest
@@ -20,6 +18,8 @@ from kvline_server.http.protocol import GenerationRequest
 from kvline_server.http.scores import held_outputs
 from kvline_server.http.tokens import StopMatcher, TextStream, Tokens
 from kvline_server.http.trace import Traces
+from kvline_server.messages import Delta, PackedScores
+from kvline_server.sampling_params import SamplingParams
 
 # One chunk of an answer has at most so many tokens, and so many with their alternatives: those that
 # wait for a client are small.

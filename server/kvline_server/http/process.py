@@ -26,8 +26,7 @@ from kvline_contract import codec
 from kvline_contract.exits import ExitCode
 from kvline_contract.launch import LaunchConfig
 from kvline_contract.tracing import NoTracing, tracer
-from kvline_server.engine import messages
-from kvline_server.engine.messages import Drain, EdgeBeat, Serve
+from kvline_server import messages
 from kvline_server.errors import ConfigInvalid, EngineConnectionLost, ServerError
 from kvline_server.http.access import Guard, Key
 from kvline_server.http.admission import Admission
@@ -40,6 +39,7 @@ from kvline_server.http.generate import Generator, Limits
 from kvline_server.http.tls import Certificate
 from kvline_server.http.tokenizer_files import open_tokens
 from kvline_server.http.trace import Traces
+from kvline_server.messages import Drain, EdgeBeat, Serve
 from kvline_server.model.config import read_config
 from kvline_server.options import ClientLimits
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvline_server.engine.messages import Delta, PackedScores
-from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.messages import Delta, PackedScores
+from kvline_server.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)

@@ -13,10 +13,10 @@ from typing import Protocol
 
 import msgspec
 
-from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.http.envelope import Work, chunk
 from kvline_server.http.errors import ApiError, EngineFailed
 from kvline_server.http.generate import Answer
+from kvline_server.sampling_params import SamplingParams
 
 log = logging.getLogger("kvline")
 UNREAD_BYTES = 16 << 10  # buffered here; what follows waits in engine_client, which limits it

@@ -8,7 +8,6 @@ queries, and faster for chunks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import flashinfer
 import numpy as np
@@ -24,16 +23,14 @@ from kvline_server.kernels.interface import (
     NO_TOKEN,
     Draws,
     Fetch,
-    Graphs,
     Heads,
-    KVLayer,
     RowScores,
     SlotMapping,
 )
 from kvline_server.kernels.layout import Layout
 from kvline_server.kernels.tuning import Choices
+from kvline_server.memory.arena import KVLayer
 from kvline_server.memory.pages import PAGE_SIZE
-from kvline_server.model.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +58,17 @@ class _PinnedCopies:
 
 class FlashInferKernels:
     depth = 1
+    captures = True
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, heads: int, kv_heads: int, dim: int) -> None:
         """Raises RuntimeError or ImportError where no kernels were built for the model."""
-        cuda_write.check(config.heads, config.kv_heads)
+        cuda_write.check(heads, kv_heads)
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.dtype = torch.bfloat16
         floats = torch.empty(FLOAT_BYTES, dtype=torch.uint8, device=self.device)
-        self._decode = PagedAttention(config, self.dtype, "fa2", floats)
-        self._prefill = PagedAttention(config, self.dtype, "fa3", floats)
+        shape = (heads, kv_heads, dim)
+        self._decode = PagedAttention(shape, self.dtype, "fa2", floats)
+        self._prefill = PagedAttention(shape, self.dtype, "fa3", floats)
         self._gemms = Gemms(self.device)
 
     def upload(self, *arrays: np.ndarray) -> list[torch.Tensor]:
@@ -197,13 +196,6 @@ class FlashInferKernels:
         else:
             self._gemms.take(weights, known)
         return self._gemms.choices
-
-    def graphs(self, decoder: Any, cache: list[KVLayer], max_rows: int) -> Graphs:
-        from kvline_server.kernels.segments import (
-            GraphSegments,
-        )
-
-        return GraphSegments(decoder, cache, max_rows)
 
     def logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         return functional.linear(hidden, head)

@@ -17,9 +17,8 @@ import torch
 from flashinfer.prefill import get_batch_prefill_module
 from flashinfer.utils import MaskMode, PosEncodingMode, TensorLayout
 
-from kvline_server.kernels.interface import KVLayer
+from kvline_server.memory.arena import KVLayer
 from kvline_server.memory.pages import PAGE_SIZE
-from kvline_server.model.config import ModelConfig
 
 FLOAT_BYTES = 128 << 20
 INT_BYTES = 8 << 20
@@ -51,19 +50,19 @@ class PagedAttention:
 
     def __init__(
         self,
-        config: ModelConfig,
+        shape: tuple[int, int, int],  # heads, key-value heads, head size
         dtype: torch.dtype,
         backend: str,
         floats: torch.Tensor,
     ) -> None:
         """`floats` is workspace that all attention calls of one stream share."""
-        dim = config.head_dim
+        self._shape = shape
+        dim = shape[2]
         none = PosEncodingMode["NONE"].value
         kinds = (dtype, dtype, dtype, torch.int32)
         self._module = get_batch_prefill_module(
             backend, *kinds, dim, dim, none, False, False, False
         )
-        self._config = config
         self._causal = backend == "fa3"  # a decode attends to all of its tokens
         self._scale = 1.0 / math.sqrt(dim)
         self._floats = floats
@@ -79,7 +78,7 @@ class PagedAttention:
     def plan(self, table: Table) -> Planned:
         self._turn = (self._turn + 1) % STAGINGS
         ints, pinned = self._stagings[self._turn]
-        c = self._config
+        heads, kv_heads, dim = self._shape
         extra = () if self._causal else (-1, False, 0, 0)
         info = self._module.plan(
             self._floats,
@@ -90,12 +89,12 @@ class PagedAttention:
             torch.from_numpy(table.lengths),
             int(table.row_starts[-1]),
             len(table.lengths),
-            c.heads,
-            c.kv_heads,
+            heads,
+            kv_heads,
             PAGE_SIZE,
             False,  # not in a graph
-            c.head_dim,
-            c.head_dim,
+            dim,
+            dim,
             self._causal,
             -1,  # no window
             *extra,

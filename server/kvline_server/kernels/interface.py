@@ -14,18 +14,11 @@ import torch
 
 from kvline_server.kernels.layout import Layout
 from kvline_server.kernels.tuning import Choices
+from kvline_server.memory.arena import KVLayer
 
 GREEDY = 1e-5  # lower temperatures mean argmax; dividing by them would overflow
 NO_TOKEN = -1  # the result for a row whose logits are not finite
 LOGIT_BLOCK = 16  # rows of one LM-head GEMM on the CPU, fixed because results depend on it
-
-
-@dataclass(frozen=True, slots=True)
-class KVLayer:
-    """One layer's KV cache: a view of the arena."""
-
-    keys: torch.Tensor  # [pages, page, kv_heads, dim]
-    values: torch.Tensor  # [pages, page, kv_heads, dim]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,29 +83,6 @@ class Fetch(Protocol):
     def wait(self) -> list[np.ndarray]: ...
 
 
-class Forward(Protocol):
-    """Plans and runs a step of the decoder. token_ids [rows], wanted int64 [n]: rows whose hidden
-    states are returned -> [n, hidden]"""
-
-    def __call__(
-        self,
-        token_ids: torch.Tensor,
-        mapping: SlotMapping,
-        cache: list[KVLayer],
-        layout: Layout,
-        wanted: torch.Tensor,
-    ) -> torch.Tensor: ...
-
-
-class Graphs(Protocol):
-    """The decoder's forward pass as captured CUDA graphs."""
-
-    eager: int  # steps that no graph fits
-
-    @property
-    def step(self) -> Forward: ...
-
-
 class Kernels(Protocol):
     @property
     def device(self) -> torch.device: ...
@@ -124,6 +94,10 @@ class Kernels(Protocol):
     @property
     def depth(self) -> int:
         """Steps in flight while the host prepares the next one: 1 on a GPU, 0 on the CPU."""
+
+    @property
+    def captures(self) -> bool:
+        """Whether its operations can be captured in CUDA graphs."""
 
     def upload(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         """Copies the arrays to the device, as one transfer on a GPU."""
@@ -182,9 +156,6 @@ class Kernels(Protocol):
         """Autotunes GEMMs at these row counts. `weights` has one list per GEMM of a layer: that
         weight of each layer; `known` are the choices of an earlier start, which are taken over.
         -> the choices, None where there is nothing to tune"""
-
-    def graphs(self, decoder: Any, cache: list[KVLayer], max_rows: int) -> Graphs | None:
-        """Captures the decoder's forward pass; None where the device has no graphs."""
 
     def logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         """The LM head's GEMM. [rows, hidden] -> [rows, vocabulary]"""

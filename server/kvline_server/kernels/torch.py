@@ -22,7 +22,6 @@ from kvline_server.kernels.interface import (
     Draws,
     Fetch,
     Heads,
-    KVLayer,
     RowScores,
     SlotMapping,
 )
@@ -30,6 +29,7 @@ from kvline_server.kernels.layout import Layout
 from kvline_server.kernels.row_counts import padded_rows, row_counts
 from kvline_server.kernels.torch_rows import choose_rows, score_rows
 from kvline_server.kernels.tuning import Choices
+from kvline_server.memory.arena import KVLayer
 from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
 
 GATHER_TOKENS = 8192  # of one decode group, padding included
@@ -77,6 +77,8 @@ class _HostArrays:
 
 
 class TorchKernels:
+    captures = False
+
     def __init__(
         self, dtype: torch.dtype = torch.float32, depth: int = 0, device: str = "cpu"
     ) -> None:

@@ -7,17 +7,39 @@ a request runs.
 
 from __future__ import annotations
 
+import math
 import mmap
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from kvline_server.errors import DeviceOutOfMemory
-from kvline_server.kernels.interface import KVLayer
 from kvline_server.memory.pages import PAGE_SIZE
-from kvline_server.model.config import ModelConfig
 
 _MAP_NORESERVE = 0x4000  # Linux; reserves addresses without committing memory
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayer:
+    """One layer's KV cache: a view of the arena."""
+
+    keys: torch.Tensor  # [pages, page, kv_heads, dim]
+    values: torch.Tensor  # [pages, page, kv_heads, dim]
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What each layer keeps of a token."""
+
+    layers: int
+    heads: int  # of keys, and as many of values
+    dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.layers * self.heads * self.dim * self.dtype.itemsize
 
 
 class Arena(Protocol):
@@ -36,11 +58,10 @@ class Arena(Protocol):
 class HostArena:
     """Keys and values of every layer in host memory."""
 
-    def __init__(self, config: ModelConfig, max_pages: int, dtype: torch.dtype) -> None:
-        shape = (PAGE_SIZE, config.kv_heads, config.head_dim)
-        self._shape = shape
-        self._regions = 2 * config.layers
-        self._page_bytes = shape[0] * shape[1] * shape[2] * dtype.itemsize
+    def __init__(self, shape: KVShape, max_pages: int) -> None:
+        self._shape = (PAGE_SIZE, shape.heads, shape.dim)
+        self._regions = 2 * shape.layers
+        self._page_bytes = math.prod(self._shape) * shape.dtype.itemsize
         self._stride = -(-max_pages * self._page_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._max_pages = max_pages
         self._pages = 0
@@ -49,9 +70,9 @@ class HostArena:
             self._memory = mmap.mmap(-1, self._stride * self._regions, flags=flags)
         except OSError as error:
             raise DeviceOutOfMemory(f"reserving addresses for the KV arena: {error}") from None
-        flat = torch.frombuffer(self._memory, dtype=dtype)
+        flat = torch.frombuffer(self._memory, dtype=shape.dtype)
         self._flat = flat.view(self._regions, -1)[
-            :, : max_pages * self._page_bytes // dtype.itemsize
+            :, : max_pages * self._page_bytes // shape.dtype.itemsize
         ]
         self._layers: list[KVLayer] = []
 

@@ -8,7 +8,6 @@ mapping is an error code of the driver and does not break the CUDA context.
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,9 +16,8 @@ import torch
 from cuda.bindings import driver
 
 from kvline_server.errors import DeviceFailure, DeviceOutOfMemory
-from kvline_server.kernels.interface import KVLayer
+from kvline_server.memory.arena import KVLayer, KVShape
 from kvline_server.memory.pages import PAGE_SIZE
-from kvline_server.model.config import ModelConfig
 
 SLACK = 64 << 20
 CHUNK = 64 << 20  # of one mapping; large for few calls, and the granularity of shrinking
@@ -84,10 +82,10 @@ class CudaArena:
     """The keys and values of all layers of a page are contiguous, so that one mapping holds a page:
     [pages, layers, keys and values, page, kv_heads, dim]."""
 
-    def __init__(self, config: ModelConfig, max_pages: int, dtype: torch.dtype) -> None:
-        self._shape = (config.layers, 2, PAGE_SIZE, config.kv_heads, config.head_dim)
-        self._dtype = dtype
-        self._page_bytes = math.prod(self._shape) * dtype.itemsize
+    def __init__(self, shape: KVShape, max_pages: int) -> None:
+        self._shape = (shape.layers, 2, PAGE_SIZE, shape.heads, shape.dim)
+        self._dtype = shape.dtype
+        self._page_bytes = PAGE_SIZE * shape.bytes_per_token
         self._max_pages = max_pages
         self._pages = 0
         self._properties = _allocation_properties()

@@ -59,9 +59,6 @@ class ModelConfig:
         """Query heads per key-value head."""
         return self.heads // self.kv_heads
 
-    def kv_bytes_per_token(self, element_size: int) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * element_size
-
 
 def read_json(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     if not path.is_file():

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from kvline_server.kernels.interface import Heads, Kernels, KVLayer, SlotMapping
+from kvline_server.kernels.interface import Heads, Kernels, SlotMapping
 from kvline_server.kernels.layout import Layout
+from kvline_server.memory.arena import KVLayer, KVShape
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.loader import LayerWeights, Weights
 
@@ -24,6 +25,10 @@ class State:
 
     residual: torch.Tensor  # [rows, hidden]
     heads: torch.Tensor  # [rows, heads + 2 * kv_heads, dim], queries first
+
+
+def kv_shape(config: ModelConfig, dtype: torch.dtype) -> KVShape:
+    return KVShape(config.layers, config.kv_heads, config.head_dim, dtype)
 
 
 class Decoder:
@@ -61,7 +66,7 @@ class Decoder:
         """Hidden states after the last norm, for the wanted rows only: after the last attention,
         rows no longer depend on each other. token_ids [rows], wanted [n] -> [n, hidden]
 
-        The code between two attention calls is one graph segment (kernels/segments.py)."""
+        The code between two attention calls is one graph segment (worker/graphs.py)."""
         state = self.start(token_ids, mapping, cache[0])
         for index, kv in enumerate(cache):
             queries = state.heads[:, : self.config.heads]

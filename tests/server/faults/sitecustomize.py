@@ -24,7 +24,7 @@ KILLS = Path(os.environ.get("KVLINE_FAULT_KILLS", "/nowhere"))  # a byte for eac
 def break_step() -> None:
     import torch
 
-    import kvline_server.engine.runner as module
+    import kvline_server.worker.worker as module
 
     number, kind = STEP.split(":")
     launch = module.Runner._launch
@@ -91,7 +91,7 @@ def block_http() -> None:
 
 def garble_frames() -> None:
     """The engine's answers cannot be understood."""
-    module: Any = importlib.import_module("kvline_server.engine.outbox")
+    module: Any = importlib.import_module("kvline_server.engine_process.outbox")
     module.encode = lambda message: b"\x03\0\0\0abc"
 
 
@@ -102,7 +102,7 @@ def count_kills() -> None:
 
 
 arguments = sys.orig_argv
-ENGINE, HTTP = "kvline_server.engine", "kvline_server.http.process"
+ENGINE, HTTP = "kvline_server.engine_process", "kvline_server.http.process"
 if STEP and ENGINE in arguments:
     break_step()
 elif STEP and HTTP not in arguments:

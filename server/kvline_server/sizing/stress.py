@@ -11,13 +11,13 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from kvline_server.config import EngineSettings
 from kvline_server.engine.batch import build
 from kvline_server.engine.request import Sequence
-from kvline_server.engine.runner import Runner
-from kvline_server.engine.sampling_params import SamplingParams
 from kvline_server.engine.scheduler import Work
 from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
+from kvline_server.sampling_params import SamplingParams
+from kvline_server.sizing.settings import EngineSettings
+from kvline_server.worker.worker import Runner
 
 MAX_BIASES = 300  # per request; the API's limit
 

@@ -17,10 +17,11 @@ from kvline_server.engine.logprobs import Table
 from kvline_server.engine.request import Scores
 from kvline_server.engine.sampling import sample
 from kvline_server.kernels import tuning
-from kvline_server.kernels.interface import Fetch, Forward, Graphs, RowScores, SlotMapping
+from kvline_server.kernels.interface import Fetch, RowScores, SlotMapping
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.arena import Arena
 from kvline_server.model.decoder import Decoder
+from kvline_server.worker.graphs import GraphSegments
 
 
 @dataclass(slots=True)
@@ -70,8 +71,8 @@ class Runner:
         self.arena = arena
         self.logprob_rows = logprob_rows
         self.rows_run = 0  # rows given to the LM head, for the invariant rows == sampled + scored
-        self.forward: Forward = decoder.step
-        self.graphs: Graphs | None = None
+        self.forward = decoder.step
+        self.graphs: GraphSegments | None = None
         # The last sampled token of each running sequence, by its slot. int64 [slots]
         self.last_tokens = torch.zeros(slots, dtype=torch.int64, device=self.kernels.device)
 
@@ -96,10 +97,10 @@ class Runner:
         """Captures CUDA graphs where the device has them; the arena must have a page. Its addresses
         never change, so the graphs stay valid. Raises as launch does."""
         with device_errors.translated("capture"):
-            self.graphs = self.kernels.graphs(self.decoder, self.arena.layers(), max_rows)
-        if self.graphs is not None:
-            self.forward = self.graphs.step
-        return self.graphs is not None
+            if self.kernels.captures:
+                self.graphs = GraphSegments(self.decoder, self.arena.layers(), max_rows)
+                self.forward = self.graphs.step
+        return self.kernels.captures
 
     def launch(self, batch: Batch) -> InFlightStep:
         """Raises DeviceOutOfMemory when the device refuses memory, DeviceFailure when it fails."""

@@ -11,19 +11,19 @@ from typing import Protocol
 from kvline_contract.launch import LaunchConfig, LoadFormat
 from kvline_contract.report import Provenance
 from kvline_server import device_errors
-from kvline_server.backend import Backend
-from kvline_server.config import EngineSettings
-from kvline_server.engine.runner import Runner
 from kvline_server.errors import DeviceOutOfMemory, ModelNotFound
 from kvline_server.memory.device import MIB, compact_heap
-from kvline_server.memory.diagnosis import Diagnosis
 from kvline_server.memory.pages import PAGE_SIZE
-from kvline_server.memory.profile import Loaded
-from kvline_server.memory.record import fingerprint
 from kvline_server.model.config import ModelConfig, read_config
-from kvline_server.model.decoder import Decoder
+from kvline_server.model.decoder import Decoder, kv_shape
 from kvline_server.model.files import identity
 from kvline_server.model.loader import RandomSource, SafetensorsSource, TensorSource, load_weights
+from kvline_server.sizing.diagnosis import Diagnosis
+from kvline_server.sizing.profile import Loaded
+from kvline_server.sizing.record import fingerprint
+from kvline_server.sizing.settings import EngineSettings
+from kvline_server.worker.backend import Backend
+from kvline_server.worker.worker import Runner
 
 REPORT_SECONDS = 1.0
 
@@ -86,7 +86,7 @@ def load_model(
     return Loaded(
         runner=runner,
         arena=runner.arena,
-        bytes_per_token=model.kv_bytes_per_token(backend.dtype.itemsize),
+        bytes_per_token=kv_shape(model, backend.dtype).bytes_per_token,
         weights_bytes=runner.decoder.weights.nbytes(),
         fingerprint=fingerprint(
             {
@@ -128,8 +128,9 @@ def _build(
     """Kernels, weights, KV arena (addresses only) and decoder on the device."""
     kernels = backend.kernels(model)
     weights = load_weights(source, model, kernels, copied)
-    page = model.kv_bytes_per_token(backend.dtype.itemsize) * PAGE_SIZE
-    arena = backend.arena(model, backend.device.limit // page + 2, backend.dtype)
+    shape = kv_shape(model, backend.dtype)
+    most = backend.device.limit // (shape.bytes_per_token * PAGE_SIZE) + 2  # pages
+    arena = backend.arena(shape, most)
     decoder = Decoder(model, weights, settings.wanted_len, kernels)
     return Runner(decoder, arena, settings.logprob_rows, settings.max_running_requests)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvline_server.engine.sampling_params import SamplingParams
+from kvline_server.sampling_params import SamplingParams
 
 MAX_FRAME = 64 << 20
 

@@ -13,11 +13,11 @@ import time
 from kvline_contract.codec import ContractError
 from kvline_contract.launch import GateFile
 from kvline_contract.report import VERSION, Load, SizingReport, State
-from kvline_server import metrics
-from kvline_server.engine.messages import Beat, EdgeBeat
+from kvline_server.messages import Beat, EdgeBeat
 from kvline_server.options import Options
-from kvline_server.recent import Recent
-from kvline_server.report_keeper import ReportKeeper
+from kvline_server.parent import metrics
+from kvline_server.parent.recent import Recent
+from kvline_server.parent.report_keeper import ReportKeeper
 
 
 class Health:

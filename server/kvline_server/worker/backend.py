@@ -19,7 +19,7 @@ from kvline_server import device_errors
 from kvline_server.errors import DeviceFailure
 from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.torch import TorchKernels
-from kvline_server.memory.arena import Arena, HostArena
+from kvline_server.memory.arena import Arena, HostArena, KVShape
 from kvline_server.memory.device import MIB, Device, cpu_device
 from kvline_server.model.config import ModelConfig
 
@@ -32,7 +32,7 @@ class Backend:
     device: Device
     dtype: torch.dtype  # of weights and cache
     kernels: Callable[[ModelConfig], Kernels]
-    arena: Callable[[ModelConfig, int, torch.dtype], Arena]
+    arena: Callable[[KVShape, int], Arena]
     libraries: tuple[str, ...]  # their versions are part of the fingerprint
 
 
@@ -102,7 +102,7 @@ def _cuda_kernels(warn: Callable[[str], None], model: ModelConfig) -> Kernels:
             from kvline_server.kernels.flashinfer import FlashInferKernels
 
             with device_errors.translated("kernels"):  # a device error is no missing kernel
-                return FlashInferKernels(model)
+                return FlashInferKernels(model.heads, model.kv_heads, model.head_dim)
         except (ImportError, RuntimeError, OSError) as error:  # OSError: files are missing
             why = str(error).splitlines()[0]
     warn(f"no prebuilt kernels for this GPU and model, using torch's slower ones: {why}")

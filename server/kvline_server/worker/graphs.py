@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from kvline_server.kernels.interface import KVLayer, SlotMapping
+from kvline_server.kernels.interface import SlotMapping
 from kvline_server.kernels.layout import Layout
+from kvline_server.memory.arena import KVLayer
 from kvline_server.model.decoder import Decoder, State
 
 

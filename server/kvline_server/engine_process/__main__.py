@@ -1,5 +1,5 @@
-"""`python -m kvline_server.engine`: the engine process. Imports are a large part of its start, so a
-CUDA context is created beside them, and the garbage collector does not slow them down."""
+"""`python -m kvline_server.engine_process`. Imports are a large part of its start, so a CUDA
+context is created beside them, and the garbage collector does not slow them down."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def main(argv: list[str]) -> int:
     launch = LaunchConfig.parse(arguments.config.read_bytes())
     if launch.device is Device.CUDA:
         threading.Thread(target=create_context, daemon=True).start()
-    from kvline_server.engine import process  # imports torch
+    from kvline_server.engine_process import loop  # imports torch
 
     gc.freeze()  # what is imported stays: no later collection visits it
     gc.enable()
-    return process.main(arguments, launch)
+    return loop.main(arguments, launch)
 
 
 def create_context() -> None:

@@ -23,17 +23,17 @@ from kvline_contract.report import (
     Source,
     State,
 )
-from kvline_server.config import EngineSettings
-from kvline_server.engine.runner import Runner
 from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, OutOfMemory
 from kvline_server.kernels import tuning
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.arena import Arena
 from kvline_server.memory.device import MIB, Device
-from kvline_server.memory.diagnosis import Diagnosis
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
-from kvline_server.memory.record import AttemptStore, find_record, keep_record
-from kvline_server.memory.stress import StressSet
+from kvline_server.sizing.diagnosis import Diagnosis
+from kvline_server.sizing.record import AttemptStore, find_record, keep_record
+from kvline_server.sizing.settings import EngineSettings
+from kvline_server.sizing.stress import StressSet
+from kvline_server.worker.worker import Runner
 
 PROBE_PAGES = 64
 SHRINK_PERCENT = 95

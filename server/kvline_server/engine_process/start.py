@@ -9,12 +9,11 @@ from typing import Protocol
 
 from kvline_contract.launch import LaunchConfig
 from kvline_contract.report import Result, State
-from kvline_server.backend import open_backend
-from kvline_server.config import resolve
 from kvline_server.engine.engine import Engine
-from kvline_server.memory import profile
-from kvline_server.memory.record import AttemptStore
-from kvline_server.model import load
+from kvline_server.sizing import load, profile
+from kvline_server.sizing.record import AttemptStore
+from kvline_server.sizing.settings import resolve
+from kvline_server.worker.backend import open_backend
 
 
 class Reporter(profile.Reporter, load.Progress, Protocol):

@@ -26,7 +26,7 @@ from kvline_contract.report import (
     State,
     Termination,
 )
-from kvline_server.engine.messages import Progress
+from kvline_server.messages import Progress
 
 Clock = Callable[[], str]
 

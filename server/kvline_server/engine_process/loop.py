@@ -22,10 +22,19 @@ from kvline_contract import codec, names, times
 from kvline_contract.exits import ExitCode
 from kvline_contract.launch import LaunchConfig
 from kvline_contract.report import Attempt, Effective, Provenance, Stage, State
-from kvline_server import device_errors
-from kvline_server.engine import messages
+from kvline_server import device_errors, messages
 from kvline_server.engine.engine import Engine, Output
-from kvline_server.engine.messages import (
+from kvline_server.engine.request import Scores
+from kvline_server.engine_process.outbox import Outbox
+from kvline_server.engine_process.start import start
+from kvline_server.errors import (
+    DeviceOutOfMemory,
+    OutOfMemory,
+    OutOfMemoryServing,
+    ServerError,
+)
+from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.messages import (
     Beat,
     Channel,
     Delta,
@@ -34,16 +43,6 @@ from kvline_server.engine.messages import (
     Progress,
     PromptScores,
 )
-from kvline_server.engine.outbox import Outbox
-from kvline_server.engine.request import Scores
-from kvline_server.engine.start import start
-from kvline_server.errors import (
-    DeviceOutOfMemory,
-    OutOfMemory,
-    OutOfMemoryServing,
-    ServerError,
-)
-from kvline_server.memory.pages import PAGE_SIZE
 
 BEAT_SECONDS = 0.5
 NEIGHBOUR_SECONDS = 120.0

@@ -20,8 +20,10 @@ from kvline_contract.exits import ExitCode, meaning
 from kvline_contract.launch import Device, LaunchConfig
 from kvline_contract.names import ATTEMPTS_FILE, ENV_POD_NAME, ENV_POD_UID
 from kvline_contract.report import VERSION, Outcome, SizingReport, State, Termination
-from kvline_server.children import Child, start_engine, start_http
-from kvline_server.engine.messages import (
+from kvline_server.errors import PortTaken, ServerError
+from kvline_server.flags import with_flag_names
+from kvline_server.memory.device import container_limit, oom_kills
+from kvline_server.messages import (
     Beat,
     Drain,
     EdgeBeat,
@@ -30,14 +32,12 @@ from kvline_server.engine.messages import (
     Progress,
     Serve,
 )
-from kvline_server.errors import PortTaken, ServerError
-from kvline_server.flags import with_flag_names
-from kvline_server.health import Health
-from kvline_server.internal import InternalServer
-from kvline_server.memory.device import container_limit, oom_kills
-from kvline_server.memory.record import AttemptStore
 from kvline_server.options import LARGE_HOST, ClientLimits, Options
-from kvline_server.report_keeper import ReportKeeper
+from kvline_server.parent.children import Child, start_engine, start_http
+from kvline_server.parent.health import Health
+from kvline_server.parent.internal import InternalServer
+from kvline_server.parent.report_keeper import ReportKeeper
+from kvline_server.sizing.record import AttemptStore
 
 LAST_WORDS_SECONDS = 0.2  # for a child's last message, which may arrive after its exit
 END_SECONDS = 3.0  # after a drain, for the errors of unfinished requests

@@ -13,8 +13,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvline_contract.report import Result, SizingReport
-from kvline_server.engine.messages import Beat, EdgeBeat
 from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.messages import Beat, EdgeBeat
 
 MIB = 1 << 20
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from kvline_server.engine.messages import Channel, Message
+from kvline_server.messages import Channel, Message
 from kvline_server.options import ClientLimits, Options
 
 # The engine's heap is never trimmed, so that small blocks need no new memory from the kernel after
@@ -78,7 +78,7 @@ def start_engine(options: Options) -> Child:
     ):
         if value is not None:
             extra += [flag, str(value)]
-    return _spawn("kvline_server.engine", options, "--http-fd", extra, ENGINE_MALLOC, ())
+    return _spawn("kvline_server.engine_process", options, "--http-fd", extra, ENGINE_MALLOC, ())
 
 
 def _spawn(

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvline_contract.report import Attempt, Binding, Direction, Knob, Memory
-from kvline_server.config import EngineSettings
 from kvline_server.errors import ContextDoesNotFit, OutOfMemory
 from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.sizing.settings import EngineSettings
 
 MEMORY_FIELD = "spec.resources.memory"
 CROWDED = 20  # other processes are named as the reason above 1/CROWDED of the device

@@ -1,0 +1,1 @@
+"""The engine process: starts, then steps the engine and exchanges messages."""

@@ -1,0 +1,1 @@
+"""The parent process: starts the HTTP and engine processes, answers probes, keeps the report."""

@@ -1,0 +1,1 @@
+"""Sizes the KV cache: the profile loop, its stress set, records of earlier results."""
