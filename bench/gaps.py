@@ -62,7 +62,7 @@ def run() -> None:
         engine, _ = offline.start(name)
         workload = WORKLOADS["r512"]
         show(name, engine, GPU, partial(offline.rate, name=name, workload=workload))
-        engine.runner.arena.resize(0)
+        engine.executor.resize(0)
         del engine
         torch.cuda.empty_cache()
 

@@ -16,8 +16,9 @@ from kvline_server.memory.pages import pages_for
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.decoder import Decoder, kv_shape
 from kvline_server.model.loader import RandomSource, load_weights
+from kvline_server.parallel.executor import Local
 from kvline_server.sampling_params import SamplingParams
-from kvline_server.worker.worker import Runner
+from kvline_server.worker.worker import Worker
 
 PAGES = 400
 
@@ -49,13 +50,21 @@ def sides(config: ModelConfig, most: int = PAGES) -> list[tuple[Decoder, Arena]]
     return made
 
 
+def worker(made: Engine) -> Worker:
+    """The worker of an engine whose device is in this process."""
+    assert isinstance(made.executor, Local)
+    return made.executor.worker
+
+
 def engine(config: ModelConfig, pages: int = PAGES, running: int = 16, step: int = 256) -> Engine:
     """An engine on the GPU with graphs, without a profile loop."""
+    from kvline_server.memory.cuda import CudaDevice
+
     decoder, arena = sides(config, max(PAGES, pages))[1]
     arena.resize(pages)
-    runner = Runner(decoder, arena, 64, running)
-    runner.capture(step)
-    return Engine(runner, pages, running, step, 4096, ())
+    executor = Local(Worker(decoder, arena, 64, running), CudaDevice())
+    executor.capture(step)
+    return Engine(executor, running, step, 4096, ())
 
 
 def sequence(rng: np.random.Generator, length: int, free: list[int]) -> Sequence:

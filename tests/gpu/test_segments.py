@@ -28,9 +28,9 @@ def test_replay_is_eager_for_one_request_and_for_many(
     for number, rows in ((1, 500), (17, 28), (2, 100), (60, 1), (7, 9)):
         free = rng.permutation(np.arange(1, 400)).tolist()
         members: list[Sequence] = [sequence(rng, rows, free) for _ in range(number)]
-        batch = build([Work(s, 0, rows) for s in members])
-        kernels, layout = decoder.kernels, batch.layout
-        ids, positions, slots = kernels.upload(batch.token_ids, layout.positions, layout.slots)
+        step = build([Work(s, 0, rows) for s in members]).step
+        kernels, layout = decoder.kernels, step.layout
+        ids, positions, slots = kernels.upload(step.tokens, layout.positions, layout.slots)
         where, layers = SlotMapping(positions, slots), arena.layers()
         wanted = torch.randperm(number * rows, device="cuda")[: max(1, number * rows // 3)]
         segments.attended.fill_(float("nan"))  # what an earlier, larger step left must not matter
@@ -47,15 +47,15 @@ def test_graphs_survive_growth_of_the_arena(shape: Callable[..., ModelConfig]) -
     segments = GraphSegments(decoder, arena.layers(), 64)
     rng = np.random.default_rng(6)
     work = [Work(sequence(rng, 40, list(range(1, 400))), 0, 40)]
-    batch = build(work)
+    step = build(work).step
     outs = []
     for pages in (400, 50_000, 400):
         arena.resize(pages)
         kernels = decoder.kernels
         ids, positions, slots = kernels.upload(
-            batch.token_ids, batch.layout.positions, batch.layout.slots
+            step.tokens, step.layout.positions, step.layout.slots
         )
         with torch.inference_mode():
             where, wanted = SlotMapping(positions, slots), torch.arange(40, device="cuda")
-            outs.append(segments.step(ids, where, arena.layers(), batch.layout, wanted).clone())
+            outs.append(segments.step(ids, where, arena.layers(), step.layout, wanted).clone())
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[1], outs[2])

@@ -1,8 +1,4 @@
-"""One step's inputs as flat arrays, and which rows of hidden states go to the LM head.
-
-Rows are ordered decodes first, then prompt chunks. The LM head gets the scored rows, then the
-sampled ones, and no others.
-"""
+"""Builds the arrays of one step, and notes which sequences its results belong to."""
 
 from __future__ import annotations
 
@@ -11,10 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvline_server.engine import penalties
 from kvline_server.engine.request import Sequence
+from kvline_server.engine.sampling import draws
 from kvline_server.engine.scheduler import Work
 from kvline_server.kernels.layout import Layout
 from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.worker.step import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,34 +27,33 @@ class ScoredRun:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    token_ids: np.ndarray  # int64 [rows]
-    layout: Layout
-    rows: np.ndarray  # int64 [scored + sampled], rows of hidden states for the LM head
-    targets: np.ndarray  # int64 [scored], the prompt token that each scored row predicts
+    step: Step
     scored: tuple[ScoredRun, ...]
     sampled: tuple[Sequence, ...]  # one per sampled row, in order
-    sampled_slots: np.ndarray  # int64 [sampled], index into Runner.last_tokens for each new token
-    pending_rows: np.ndarray  # int64 [pending], rows whose input token the host has not read yet
-    pending_slots: np.ndarray  # int64 [pending], index of that token in Runner.last_tokens
 
 
 def build(work: list[Work]) -> Batch:
-    """The arrays of one step, from work whose sequences already hold their pages."""
+    """The step of this work, whose sequences already hold their pages."""
     ordered = [w for w in work if w.count == 1] + [w for w in work if w.count > 1]
     rows, targets, scored, sampled = _select_rows(ordered)
     # Only a decode can have an unread input token, and decodes come first, one row each.
     pending = [row for row, w in enumerate(ordered) if w.start >= len(w.sequence.tokens)]
-    return Batch(
-        token_ids=_token_ids(ordered),
+    listed = [row for row, s in enumerate(sampled) if s.params.logprobs is not None]
+    step = Step(
+        tokens=_token_ids(ordered),
         layout=_layout(ordered),
-        rows=rows,
-        targets=targets,
-        scored=tuple(scored),
-        sampled=tuple(sampled),
-        sampled_slots=np.asarray([s.slot for s in sampled], dtype=np.int64),
         pending_rows=np.asarray(pending, dtype=np.int64),
         pending_slots=np.asarray([ordered[row].sequence.slot for row in pending], dtype=np.int64),
+        wanted=rows,
+        targets=targets,
+        scored_top=max((run.sequence.params.prompt_logprobs or 0 for run in scored), default=0),
+        sampled_slots=np.asarray([s.slot for s in sampled], dtype=np.int64),
+        draws=draws(sampled),
+        edits=penalties.edits(sampled),
+        listed=np.asarray(listed, dtype=np.int64),
+        listed_top=max((sampled[row].params.logprobs or 0 for row in listed), default=0),
     )
+    return Batch(step, tuple(scored), tuple(sampled))
 
 
 def _token_ids(work: list[Work]) -> np.ndarray:

@@ -44,7 +44,7 @@ class Sequence:
     preemptions: int = 0
     cached: int = 0  # tokens found in the prefix cache at first admission
     pending: int = 0  # tokens sampled on the device that the host has not read yet
-    slot: int = 0  # its index in Runner.last_tokens, while it runs
+    slot: int = 0  # its index in Worker.last_tokens, while it runs
     counts: TokenCounts | None = None  # with penalties
     ended: bool = False  # results still in flight are discarded
     has_penalties: bool = field(init=False)  # of its params, cached because each step reads it

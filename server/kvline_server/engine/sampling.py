@@ -1,4 +1,4 @@
-"""The next token of each sampled row: penalties and biases, then sampling in the kernels.
+"""How the next token of each sequence is drawn, as arrays.
 
 The noise of a sequence's n-th token depends on its seed and n alone. Other requests of the batch
 and preemption change a seeded output only where they change its logits by more than the margin
@@ -7,25 +7,19 @@ between the two best tokens of the draw (docs/decisions/009).
 
 from __future__ import annotations
 
-import numpy as np
-import torch
+from collections.abc import Sequence as Rows
 
-from kvline_server.engine import penalties
+import numpy as np
+
 from kvline_server.engine.request import Sequence
-from kvline_server.kernels.interface import Draws, Kernels
+from kvline_server.kernels.interface import Draws
 from kvline_server.seeds import keys
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 MIN_TOP_P = np.float32(1e-6)  # a smaller value keeps the same one token, and may be 0 as a float32
 
 
-def sample(kernels: Kernels, logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
-    """Token ids, one per row. May change `logits` in place. [rows, vocabulary] -> int64 [rows]"""
-    penalties.apply(kernels, logits, sequences)
-    return kernels.choose(logits, draws(sequences))
-
-
-def draws(sequences: list[Sequence]) -> Draws:
+def draws(sequences: Rows[Sequence]) -> Draws:
     params = [s.params for s in sequences]
     return Draws(
         temperatures=np.asarray([p.temperature for p in params], dtype=np.float32),

@@ -31,6 +31,11 @@ class Draws:
     min_p: np.ndarray  # float32 [rows], 0: off
     keys: np.ndarray  # uint64 [rows], seeds of the noise
 
+    def between(self, first: int, last: int) -> Draws:
+        some = slice(first, last)
+        columns = (self.temperatures, self.top_k, self.top_p, self.min_p, self.keys)
+        return Draws(*(column[some] for column in columns))
+
 
 @dataclass(frozen=True, slots=True)
 class RowScores:
