@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import numpy as np
@@ -70,5 +71,5 @@ def engine(config: ModelConfig, pages: int = PAGES, running: int = 16, step: int
 def sequence(rng: np.random.Generator, length: int, free: list[int]) -> Sequence:
     tokens = rng.integers(0, 5000, length).tolist()
     made = Sequence(0, tokens, length, SamplingParams(max_tokens=1))
-    made.pages = [free.pop() for _ in range(pages_for(length))]
+    made.pages = array("i", [free.pop() for _ in range(pages_for(length))])
     return made

@@ -64,6 +64,7 @@ class Engine:
 
     def submit(self, id: int, tokens: list[int], params: SamplingParams) -> None:
         sequence = Sequence(id=id, tokens=tokens, prompt_length=len(tokens), params=params)
+        sequence.limit = min(sequence.limit, self.max_model_len)
         self.sequences[id] = sequence
         self.scheduler.add(sequence)
 
@@ -93,15 +94,7 @@ class Engine:
         for run in batch.scored:
             run.sequence.scored = run.first + run.count
         for sequence in batch.sampled:
-            if sequence.params.max_tokens:
-                sequence.pending += 1
-            if self._is_full(sequence, sequence.length):
-                self.scheduler.remove(sequence)
-
-    def _is_full(self, sequence: Sequence, length: int) -> bool:
-        """Whether `length` tokens end it by max_tokens or max_model_len."""
-        generated = length - sequence.prompt_length
-        return generated >= sequence.params.max_tokens or length >= self.max_model_len
+            sequence.pending += 1
 
     def _collect(self, depth: int) -> list[Output]:
         """Waits for all steps in flight but the last `depth` and publishes their tokens."""
@@ -122,24 +115,22 @@ class Engine:
         if token < 0 or sequence.not_finite:
             self.abort(sequence.id)
             return Output(sequence, 0, None, "error")
-        first = len(sequence.tokens) == sequence.prompt_length
-        finish: FinishReason | None = "length"
-        if sequence.params.max_tokens:  # 0: only prompt logprobs were requested
-            sequence.tokens.append(token)
-            sequence.pending -= 1
-            finish = self._finish_reason(sequence, token)
+        tokens = sequence.tokens
+        finish: FinishReason | None = None
+        first = len(tokens) == sequence.prompt_length
+        tokens.append(token)
+        sequence.pending -= 1
+        if token in self.eos_token_ids and not sequence.params.ignore_eos:
+            finish = "stop"
+        elif len(tokens) >= sequence.limit:  # with max_tokens 0, only prompt logprobs were asked
+            finish = "length"
+        out = Output(sequence, token, scores, finish)
         if finish is not None:
             self.abort(sequence.id)
-        out = Output(sequence, token, scores, finish)
         if first and sequence.scores:
             out.prompt_scores = join(sequence.scores)
             sequence.scores = []
         return out
-
-    def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
-        if token in self.eos_token_ids and not sequence.params.ignore_eos:
-            return "stop"
-        return "length" if self._is_full(sequence, len(sequence.tokens)) else None
 
 
 def _admit(work: list[Work]) -> None:

@@ -11,23 +11,18 @@ from collections.abc import Sequence as Rows
 
 import numpy as np
 
-from kvline_server.engine.request import Sequence
+from kvline_server.engine.request import DRAW, Sequence
 from kvline_server.kernels.interface import Draws
 from kvline_server.seeds import keys
 
-_MASK = 0xFFFFFFFFFFFFFFFF
-MIN_TOP_P = np.float32(1e-6)  # a smaller value keeps the same one token, and may be 0 as a float32
-
 
 def draws(sequences: Rows[Sequence]) -> Draws:
-    params = [s.params for s in sequences]
+    rows = np.frombuffer(b"".join([s.draw for s in sequences]), DRAW)
+    generated = [len(s.tokens) + s.pending - s.prompt_length for s in sequences]
     return Draws(
-        temperatures=np.asarray([p.temperature for p in params], dtype=np.float32),
-        top_k=np.asarray([p.top_k for p in params], dtype=np.int32),
-        top_p=np.maximum(np.asarray([p.top_p for p in params], dtype=np.float32), MIN_TOP_P),
-        min_p=np.asarray([p.min_p for p in params], dtype=np.float32),
-        keys=keys(
-            np.asarray([p.seed & _MASK for p in params], dtype=np.uint64),
-            np.asarray([s.output_length for s in sequences], dtype=np.uint64),
-        ),
+        temperatures=rows["temperature"].copy(),
+        top_k=rows["top_k"].copy(),
+        top_p=rows["top_p"].copy(),
+        min_p=rows["min_p"].copy(),
+        keys=keys(rows["seed"], np.asarray(generated, dtype=np.uint64)),
     )

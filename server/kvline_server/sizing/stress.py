@@ -8,6 +8,7 @@ has its own pages.
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -122,7 +123,7 @@ class StressSet:
             sequence = Sequence(
                 id=-1, tokens=tokens, prompt_length=max(1, length - 1), params=params
             )
-            sequence.pages = list(itertools.islice(pages, pages_for(length)))
+            sequence.pages = array("i", itertools.islice(pages, pages_for(length)))
             sequence.computed = start
             work.append(Work(sequence, start, length - start))
         self.executor.launch(build(work).step).wait()
