@@ -64,7 +64,7 @@ def engine(config: ModelConfig, pages: int = PAGES, running: int = 16, step: int
     decoder, arena = sides(config, max(PAGES, pages))[1]
     arena.resize(pages)
     executor = Local(Worker(decoder, arena, 64, running), CudaDevice())
-    executor.capture(step)
+    executor.capture(step, 4096)
     return Engine(executor, running, step, 4096, ())
 
 

@@ -22,8 +22,8 @@ SHARED = [7] * 48  # a prefix that the cache holds
 
 
 def play(made: Engine, depth: int, steps: int) -> dict[int, list[int]]:
-    """Random arrivals and departures by step number alone, so that both depths see the same
-    batches. -> tokens of each request that was not aborted"""
+    """Random arrivals and departures by step number alone, and room for all, so that both depths
+    see the same batches. -> tokens of each request that was not aborted"""
     worker(made).kernels.depth = depth  # type: ignore[misc]
     out: dict[int, list[int]] = {}
     known = worker(made).decoder.config.vocabulary
@@ -54,7 +54,7 @@ def test_ten_thousand_steps_in_flight_output_what_synchronous_steps_output(
     shape: Callable[..., ModelConfig],
 ) -> None:
     config = shape(128, True)
-    waiting, ahead = (play(engine(config), depth, STEPS) for depth in (0, 1))
+    waiting, ahead = (play(engine(config, 4000, 64), depth, STEPS) for depth in (0, 1))
     assert len(ahead) > 1000
     assert ahead == waiting
 

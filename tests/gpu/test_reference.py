@@ -56,7 +56,7 @@ def engine(folder: Path, rows: int = 64, step: int = 256) -> Engine:
     arena.resize(300)
     made = Worker(Decoder(config, weights, 2048, kernels), arena, rows, 8)
     executor = Local(made, CudaDevice())
-    executor.capture(step)
+    executor.capture(step, 2048)
     return Engine(executor, 8, step, 2048, ())
 
 

@@ -113,7 +113,7 @@ class Machine:
         self.left = self.scratch
         return int(bool(self.scratch))
 
-    def capture(self, max_rows: int) -> bool:
+    def capture(self, max_rows: int, longest: int) -> bool:
         self.captured = self.left = self.graphs
         return bool(self.graphs)
 

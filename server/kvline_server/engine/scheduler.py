@@ -72,15 +72,19 @@ class Scheduler:
         work: list[Work] = []
         prefilling: list[Sequence] = []
         ready: list[Sequence] = []
+        ending = 0  # their last token is not read yet
         for sequence in self.running:
             length = len(sequence.tokens) + sequence.pending
             if length - sequence.computed > 1:
                 prefilling.append(sequence)
-            elif length < sequence.limit and not (sequence.pending and sequence.has_penalties):
+            elif length >= sequence.limit:
+                ending += 1
+            elif not (sequence.pending and sequence.has_penalties):
                 ready.append(sequence)
+        live = len(self.running) - ending
         budget -= self._decode(ready, budget, work)
-        if len(prefilling) < len(self.running):  # those that sit this step out decode in the next
-            wanted = self.prefill_per_request * (len(self.running) + len(self.waiting))
+        if len(prefilling) < live:  # those that sit this step out decode in the next
+            wanted = self.prefill_per_request * (live + len(self.waiting))
             budget = min(budget, max(self.mixed_prefill_tokens, wanted))
         for sequence in prefilling:
             if budget and sequence in self.running:

@@ -67,6 +67,19 @@ class SlotMapping:
 
 
 @dataclass(frozen=True, slots=True)
+class PageTables:
+    """Rows and pages of the sequences of one attention call, on host and device."""
+
+    row_starts: np.ndarray  # int32 [sequences + 1], from 0
+    page_starts: np.ndarray  # int32 [sequences + 1], from 0
+    lengths: np.ndarray  # int32 [sequences]
+    device_row_starts: torch.Tensor
+    device_page_starts: torch.Tensor
+    pages: torch.Tensor  # int32
+    last_page: torch.Tensor  # int32 [sequences], tokens in each one's last page
+
+
+@dataclass(frozen=True, slots=True)
 class Heads:
     """One layer's queries, keys and values: the output of the QKV GEMM."""
 
@@ -122,6 +135,10 @@ class Kernels(Protocol):
 
     def plan(self, layout: Layout) -> Any:
         """Prepares attention for a step; the result is used by every layer."""
+
+    def plan_in_place(self, tables: PageTables) -> Any:
+        """A plan of decodes for a captured graph, where `captures`: planned again with the same
+        addresses and number of sequences, it changes what the graph attends to."""
 
     def linear(
         self,

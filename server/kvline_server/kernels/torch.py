@@ -22,6 +22,7 @@ from kvline_server.kernels.interface import (
     Draws,
     Fetch,
     Heads,
+    PageTables,
     RowScores,
     SlotMapping,
 )
@@ -149,6 +150,9 @@ class TorchKernels:
             decodes=tuple(self._on_device(group) for group in _decode_groups(layout)),
             prefills=tuple(self._on_device(_prefill_part(layout, i)) for i in chunks),
         )
+
+    def plan_in_place(self, tables: PageTables) -> TorchPlan:
+        raise NotImplementedError("nothing is captured: captures is False")
 
     def _on_device(self, part: Part) -> Part:
         """Copies a part of the plan to the device."""

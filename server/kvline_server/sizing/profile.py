@@ -140,7 +140,9 @@ class ProfileLoop:
             self.loaded.executor.resize(PROBE_PAGES)
             arena = self.device.used() - before
             self._warm_up_row_counts()
-            captured = self.loaded.executor.capture(self.settings.max_prefill_tokens)
+            captured = self.loaded.executor.capture(
+                self.settings.max_prefill_tokens, self.settings.wanted_len
+            )
         except DeviceOutOfMemory as error:
             raise self._out_of_memory(()) from error
         if captured:

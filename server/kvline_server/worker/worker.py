@@ -17,6 +17,7 @@ from kvline_server.kernels.interface import Fetch, RowScores, SlotMapping
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.arena import Arena
 from kvline_server.model.decoder import Decoder
+from kvline_server.worker.decode_graphs import DecodeGraphs
 from kvline_server.worker.graphs import GraphSegments
 from kvline_server.worker.sampling import sample
 from kvline_server.worker.step import Results, Step, Table
@@ -59,6 +60,7 @@ class Worker:
         self.rows_run = 0  # rows given to the LM head, for the invariant rows == sampled + scored
         self.forward = decoder.step
         self.graphs: GraphSegments | None = None
+        self.decodes: DecodeGraphs | None = None  # for steps of few decodes
         # The last sampled token of each running sequence, by its slot. int64 [slots]
         self.last_tokens = torch.zeros(slots, dtype=torch.int64, device=self.kernels.device)
 
@@ -79,12 +81,15 @@ class Worker:
                 self.decoder.warm_up(rows, self.arena.layers())
         return len(counts)
 
-    def capture(self, max_rows: int) -> bool:
-        """Captures CUDA graphs where the device has them; the arena must have a page. Its addresses
-        never change, so the graphs stay valid. Raises as launch does."""
+    def capture(self, max_rows: int, longest: int) -> bool:
+        """Captures CUDA graphs where the device has them, for steps of up to `max_rows` rows and
+        sequences of up to `longest` tokens; the arena must have a page. Its addresses never change,
+        so the graphs stay valid. Raises as launch does."""
         with device_errors.translated("capture"):
             if self.kernels.captures:
-                self.graphs = GraphSegments(self.decoder, self.arena.layers(), max_rows)
+                cache = self.arena.layers()
+                self.graphs = GraphSegments(self.decoder, cache, max_rows)
+                self.decodes = DecodeGraphs(self.decoder, cache, self.last_tokens, longest)
                 self.forward = self.graphs.step
         return self.kernels.captures
 
@@ -95,21 +100,8 @@ class Worker:
 
     @torch.inference_mode()
     def _launch(self, step: Step) -> LaunchedStep:
-        layout = step.layout
-        ids, positions, slots, pending, read, wanted, targets, written = self.kernels.upload(
-            step.tokens,
-            layout.positions,
-            layout.slots,
-            step.pending_rows,
-            step.pending_slots,
-            step.wanted,
-            step.targets,
-            step.sampled_slots,
-        )
-        if len(step.pending_rows):
-            ids.index_copy_(0, pending, self.last_tokens[read])
-        mapping = SlotMapping(positions, slots)
-        hidden = self.forward(ids, mapping, self.arena.layers(), layout, wanted)
+        targets, written = self.kernels.upload(step.targets, step.sampled_slots)
+        hidden = self._hidden(step)
         outputs = _Outputs()
         for start in range(0, len(step.wanted), self.logprob_rows):
             self._chunk(step, hidden[start : start + self.logprob_rows], targets, start, outputs)
@@ -119,6 +111,25 @@ class Worker:
             self.last_tokens.index_copy_(0, written, tokens.clamp(min=0))
         tensors = [tensor for table in outputs.tables() for tensor in table.tensors()]
         return LaunchedStep(outputs, self.kernels.fetch([tokens, *tensors]))
+
+    def _hidden(self, step: Step) -> torch.Tensor:
+        """The decoder's output for the wanted rows. -> [wanted, hidden]"""
+        if self.decodes is not None and self.decodes.fits(step):
+            return self.decodes.run(step)
+        layout = step.layout
+        ids, positions, slots, pending, read, wanted = self.kernels.upload(
+            step.tokens,
+            layout.positions,
+            layout.slots,
+            step.pending_rows,
+            step.pending_slots,
+            step.wanted,
+        )
+        if len(step.pending_rows):
+            ids.index_copy_(0, pending, self.last_tokens[read])
+        mapping = SlotMapping(positions, slots)
+        hidden: torch.Tensor = self.forward(ids, mapping, self.arena.layers(), layout, wanted)
+        return hidden
 
     def _chunk(
         self, step: Step, hidden: torch.Tensor, targets: torch.Tensor, start: int, outputs: _Outputs

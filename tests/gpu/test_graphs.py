@@ -1,4 +1,4 @@
-"""Captured segments equal eager steps, for any number of requests and with padding rows."""
+"""Captured graphs equal eager steps, for any number of requests and with padding rows."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from kvline_server.engine.batch import build
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.scheduler import Work
 from kvline_server.kernels.interface import SlotMapping
+from kvline_server.memory.arena import Arena
 from kvline_server.model.config import ModelConfig
+from kvline_server.model.decoder import Decoder
+from kvline_server.worker.decode_graphs import DecodeGraphs
 from kvline_server.worker.graphs import GraphSegments
+from kvline_server.worker.step import Step
 
 pytestmark = pytest.mark.gpu
 
@@ -59,3 +63,47 @@ def test_graphs_survive_growth_of_the_arena(shape: Callable[..., ModelConfig]) -
             where, wanted = SlotMapping(positions, slots), torch.arange(40, device="cuda")
             outs.append(segments.step(ids, where, arena.layers(), step.layout, wanted).clone())
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[1], outs[2])
+
+
+def test_whole_steps_of_decodes_are_eager_ones(shape: Callable[..., ModelConfig]) -> None:
+    """For any number of decodes, of any lengths, over one cache that grows; a token that the host
+    has not read is taken on the device."""
+    decoder, arena = sides(shape(128, True), most=3000)[1]
+    last = torch.arange(100, 228, device="cuda")
+    graphs = DecodeGraphs(decoder, arena.layers(), last, 4096)
+    arena.resize(3000)
+    rng = np.random.default_rng(8)
+    for number in (64, 1, 3, 33, 8, 2, 64):
+        free = rng.permutation(np.arange(1, 3000)).tolist()
+        members = [sequence(rng, int(n), free) for n in rng.integers(1, 700, number)]
+        for slot, member in enumerate(members):
+            member.slot = slot + 5
+            member.prompt_length = len(member.tokens)
+            if len(member.tokens) > 1:
+                forward(decoder, arena, build([Work(member, 0, len(member.tokens) - 1)]).step)
+        unread = members[0]
+        unread.pending, length = 1, len(unread.tokens)
+        read = unread.tokens.pop()
+        last[unread.slot] = read
+        work = [Work(m, len(m.tokens) + m.pending - 1, 1) for m in members]
+        assert work[0].start == length - 1
+        step = build(work).step
+        assert graphs.fits(step)
+        with torch.inference_mode():
+            got = graphs.run(step).clone()
+        unread.tokens.append(read)
+        unread.pending = 0
+        want = forward(decoder, arena, build(work).step)
+        distance = float((got - want).float().norm() / want.float().norm())
+        assert distance < 1e-2, (number, distance)
+
+
+def forward(decoder: Decoder, arena: Arena, step: Step) -> torch.Tensor:
+    ids, positions, slots, wanted = decoder.kernels.upload(
+        step.tokens, step.layout.positions, step.layout.slots, step.wanted
+    )
+    with torch.inference_mode():
+        out: torch.Tensor = decoder.step(
+            ids, SlotMapping(positions, slots), arena.layers(), step.layout, wanted
+        )
+    return out
