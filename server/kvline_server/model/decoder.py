@@ -70,7 +70,7 @@ class Decoder:
         state = self.start(token_ids, mapping, cache[0])
         for index, kv in enumerate(cache):
             queries = state.heads[:, : self.config.heads]
-            attended = self.kernels.attend(queries, kv, plan)
+            attended = self.attend(index, queries, kv, plan)
             if index + 1 < len(cache):
                 state = self.between(index, attended, state, mapping, cache[index + 1])
         rows = _pad(wanted, self.kernels.padded(len(wanted)))
@@ -100,6 +100,17 @@ class Decoder:
         residual = self.weights.embedding[token_ids]
         normed = self.kernels.rms_norm(residual, layer.input_norm, self.config.norm_eps)
         return State(residual, self._heads(layer, normed, mapping, kv, into))
+
+    def attend(
+        self,
+        index: int,
+        queries: torch.Tensor,
+        kv: KVLayer,
+        plan: Any,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Layer `index`'s attention. queries [rows, heads, dim] -> [rows, heads * dim]"""
+        return self.kernels.attend(queries, kv, plan, out)
 
     def between(
         self,
