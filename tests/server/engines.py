@@ -16,12 +16,12 @@ from kvline_server.sampling_params import SamplingParams
 from kvline_server.worker.worker import Runner
 
 
-def decoder(folder: Path) -> Decoder:
+def decoder(folder: Path, positions: int | None = None) -> Decoder:
     config = read_config(folder)
     kernels = TorchKernels()
     source = SafetensorsSource(folder)
     weights = load_weights(source, config, kernels)
-    return Decoder(config, weights, config.max_position, kernels)
+    return Decoder(config, weights, positions or config.max_position, kernels)
 
 
 def engine(
@@ -32,7 +32,7 @@ def engine(
     rows: int = 64,
     model_len: int = 512,
 ) -> Engine:
-    made = decoder(folder)
+    made = decoder(folder, model_len)
     arena = HostArena(kv_shape(made.config, torch.float32), pages)
     arena.resize(pages)
     runner = Runner(made, arena, rows, running)
