@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from kvline_server.model.config import ModelConfig
+from kvline_server.model.config import ModelConfig, Rope
 
 LLAMA8B = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -19,7 +19,7 @@ LLAMA8B = ModelConfig(
     vocabulary=128256,
     max_position=131072,
     norm_eps=1e-5,
-    rope_theta=500_000.0,
+    rope=Rope(500_000.0),
 )
 QWEN06B = ModelConfig(
     architecture="Qwen3ForCausalLM",
@@ -32,9 +32,9 @@ QWEN06B = ModelConfig(
     vocabulary=151936,
     max_position=40960,
     norm_eps=1e-6,
-    rope_theta=1_000_000.0,
+    rope=Rope(1_000_000.0),
     tied_embeddings=True,
-    qk_norm=True,
+    qk_norm="head",
 )
 SHAPES = {"llama8b": LLAMA8B, "qwen06b": QWEN06B}
 
@@ -53,7 +53,7 @@ def write_config(name: str, folder: Path) -> Path:
         "vocab_size": shape["vocabulary"],
         "max_position_embeddings": shape["max_position"],
         "rms_norm_eps": shape["norm_eps"],
-        "rope_theta": shape["rope_theta"],
+        "rope_theta": shape["rope"]["theta"],
         "tie_word_embeddings": shape["tied_embeddings"],
         "hidden_act": "silu",
         "attention_bias": False,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvline_server.model.config import ModelConfig
+from kvline_server.model.config import ModelConfig, Rope
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -39,9 +39,9 @@ def shape() -> Callable[..., ModelConfig]:
             architecture="Qwen3ForCausalLM" if qk_norm else "LlamaForCausalLM",
             head_dim=head_dim,
             norm_eps=1e-5,
-            rope_theta=500_000.0,
+            rope=Rope(500_000.0),
             tied_embeddings=qk_norm,
-            qk_norm=qk_norm,
+            qk_norm="head" if qk_norm else "",
             **(numbers | more),
         )
 

@@ -19,12 +19,12 @@ from kvline_server.sampling_params import SamplingParams
 from kvline_server.worker.worker import Worker
 
 
-def decoder(folder: Path) -> Decoder:
+def decoder(folder: Path, positions: int | None = None) -> Decoder:
     config = read_config(folder)
     kernels = TorchKernels()
     source = SafetensorsSource(folder)
     weights = load_weights(source, config, kernels)
-    return Decoder(config, weights, config.max_position, kernels)
+    return Decoder(config, weights, positions or config.max_position, kernels)
 
 
 def engine(
@@ -35,7 +35,7 @@ def engine(
     rows: int = 64,
     model_len: int = 512,
 ) -> Engine:
-    made = decoder(folder)
+    made = decoder(folder, model_len)
     arena = HostArena(kv_shape(made.config, torch.float32), pages)
     arena.resize(pages)
     executor = Local(Worker(made, arena, rows, running), cpu_device(None, os.getpid()))

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -55,10 +56,20 @@ def test_kernels_are_made_without_a_compiler_and_found_again(
     cubins._built.cache_clear()
 
 
-def test_a_model_with_more_heads_than_any_variant_is_rejected() -> None:
-    cuda_write.check(128, 8)
-    with pytest.raises(RuntimeError, match="144 heads of queries"):
-        cuda_write.check(144, 8)
+@pytest.mark.parametrize(
+    ("needs", "why"),
+    [
+        ((144, 8, 128), "144 heads of queries and 8 of keys"),
+        ((32, 32, 96), "head size 96, kernels support 64 and 128"),
+        ((4, 1, 256), "head size 256"),
+        ((8, 4, 128, "gelu_tanh"), "activation gelu_tanh, kernels support silu"),
+        ((8, 4, 128, "silu", True), "sliding window"),
+    ],
+)
+def test_what_no_prebuilt_kernel_does_is_named(needs: Any, why: str) -> None:
+    cuda_write.check(128, 8, 128)
+    with pytest.raises(RuntimeError, match=why):
+        cuda_write.check(*needs)
 
 
 DRAW = """

@@ -221,7 +221,7 @@ def test_each_error_has_one_meaning() -> None:
 def test_kernels_that_an_image_lacks_are_a_warning(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lacking(*_shape: int) -> None:
+    def lacking(*_needs: Any) -> None:
         raise error
 
     flashinfer = SimpleNamespace(FlashInferKernels=lacking)
@@ -229,7 +229,9 @@ def test_kernels_that_an_image_lacks_are_a_warning(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     monkeypatch.setattr(backend, "TorchKernels", lambda dtype, device: ("torch's", dtype, device))
     warnings: list[str] = []
-    model: Any = SimpleNamespace(heads=8, kv_heads=2, head_dim=64)
+    model: Any = SimpleNamespace(
+        heads=8, kv_heads=2, head_dim=64, activation="silu", windowed=False
+    )
     found: Any = backend._cuda_kernels(warnings.append, model)
     assert found == ("torch's", torch.bfloat16, "cuda")
     (text,) = warnings

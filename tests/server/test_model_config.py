@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,8 @@ from typing import Any
 import pytest
 
 from kvline_server.errors import ModelInvalid, ModelNotFound, ModelUnsupported, ServerError
-from kvline_server.model.config import ARCHITECTURES, read_config
+from kvline_server.model import families
+from kvline_server.model.config import read_config
 from kvline_server.model.files import weight_files
 
 
@@ -35,6 +38,10 @@ def changed(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Pa
         ({"sliding_window": 64}, ModelUnsupported, "sliding_window"),
         ({"hidden_act": "gelu"}, ModelUnsupported, "hidden_act"),
         ({"rope_parameters": {"rope_type": "yarn"}}, ModelUnsupported, "yarn"),
+        ({"partial_rotary_factor": 0.5}, ModelUnsupported, "partial_rotary_factor"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ModelUnsupported, "partial_rotary"),
+        ({"final_logit_softcapping": 30.0}, ModelUnsupported, "final_logit_softcapping"),
+        ({"attention_bias": "yes"}, ModelInvalid, "attention_bias: expected true or false"),
         ({"layer_types": ["sliding_attention"] * 2}, ModelUnsupported, "layer_types"),
         ({"hidden_size": 0}, ModelInvalid, "hidden_size"),
         ({"hidden_size": "48"}, ModelInvalid, "hidden_size"),
@@ -61,7 +68,7 @@ def test_an_unknown_architecture_gets_an_error_with_the_whole_list(
 ) -> None:
     with pytest.raises(ModelUnsupported) as error:
         read_config(changed(architectures=["Other"]))
-    assert all(name in str(error.value) for name in ARCHITECTURES)
+    assert all(name in str(error.value) for name in families.known())
 
 
 def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
@@ -86,3 +93,12 @@ def test_generation_config_adds_its_end_tokens(changed: Callable[..., Path]) -> 
     folder = changed(eos_token_id=257)
     (folder / "generation_config.json").write_text('{"eos_token_id": [257, 5]}')
     assert read_config(folder).eos_token_ids == (257, 5)
+
+
+def test_reading_a_configuration_of_any_family_imports_no_torch() -> None:
+    code = (
+        "import sys; from kvline_server.model import config, families, files;"
+        "families.known(); print({'torch', 'numpy'} & set(sys.modules))"
+    )
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, capture_output=True, check=True).stdout == b"set()\n"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engines import engine, finish, greedy
+from families import FAMILIES
 from safetensors.torch import load_file, save_file
 
 from kvline_server.engine.engine import Engine, Output
@@ -18,7 +19,7 @@ from kvline_server.model.config import read_config
 from kvline_server.model.loader import RandomSource, SafetensorsSource, load_weights
 
 PROMPTS = [[5, 9, 260, 17], list(range(20, 95)), [300], list(range(150, 185))]
-FAMILY_NAMES = ["llama", "llama-tied", "llama3-rope", "mistral", "qwen2", "qwen3"]
+SERVED = {name: 512 for name in FAMILIES if name != "wide"}
 
 
 def reference(folder: Path) -> torch.nn.Module:
@@ -34,14 +35,16 @@ def submit_all(made: Engine, tokens: int, **more: object) -> None:
         made.submit(id, list(prompt), greedy(tokens, **more))
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("step", [32, 256], ids=["chunks", "whole"])
+@pytest.mark.parametrize("family", SERVED)
 def test_greedy_output_and_logprobs_equal_the_reference(
-    family: str, make_model: Callable[..., Path]
+    family: str, step: int, make_model: Callable[..., Path]
 ) -> None:
+    """Prompts in chunks mixed with decodes, or whole; decodes go on to another page."""
     folder = make_model(family)
     model = reference(folder)
-    made = engine(folder, step=32)  # prompts are cut into chunks and mixed with decodes
-    submit_all(made, 10, prompt_logprobs=4, logprobs=3)
+    made = engine(folder, step=step, model_len=SERVED[family])
+    submit_all(made, 20, prompt_logprobs=4, logprobs=3)
     outputs = finish(made)
     for id, prompt in enumerate(PROMPTS):
         whole = prompt + [o.token for o in outputs[id]]
@@ -83,7 +86,8 @@ def test_random_weights_need_only_the_config(
     config = read_config(tmp_path)
     weights = load_weights(RandomSource(), config, TorchKernels())
     assert weights.embedding.shape == (config.vocabulary, config.hidden)
-    assert float(weights.norm.min()) == 1.0
+    assert float(weights.norm.weight.min()) == 1.0
+    assert loader.weight_elements(config) == weights.elements
 
 
 def test_a_copy_tells_how_far_it_is_and_large_tensors_come_in_parts(
@@ -100,7 +104,13 @@ def test_a_copy_tells_how_far_it_is_and_large_tensors_come_in_parts(
     parts = load_weights(
         SafetensorsSource(folder), config, kernels, lambda done, total: heard.append((done, total))
     )
-    assert all(torch.equal(a, b) for a, b in zip(plain.tensors(), parts.tensors(), strict=True))
+    assert torch.equal(plain.embedding, parts.embedding)
+    for one, other in zip(plain.layers, parts.layers, strict=True):
+        linears = (
+            (x.attention.qkv, x.attention.output, x.mlp.gate_up, x.mlp.down) for x in (one, other)
+        )
+        for a, b in zip(*linears, strict=True):
+            assert torch.equal(a.weight, b.weight)
     done = [at for at, _ in heard]
     assert done == sorted(done) and {total for _, total in heard} == {done[-1]}
     assert done[-1] == parts.nbytes()

@@ -23,11 +23,19 @@ POINTERS = (0, 5, 8, 9)  # indices of heads, rope, keys, values: torch allocatio
 STRIDES = (1, 10, 11)  # indices of strides, which are multiples of the head size
 
 
-def check(queries: int, keys: int) -> None:
-    """Raises RuntimeError for more heads than any variant supports."""
+def check(
+    queries: int, keys: int, dim: int, activation: str = "silu", windowed: bool = False
+) -> None:
+    """Raises RuntimeError for a model that needs what none of the prebuilt kernels does."""
     if queries > QUERIES[-1] or keys > KEYS[-1]:
         most = f"at most {QUERIES[-1]} and {KEYS[-1]}"
         raise RuntimeError(f"{queries} heads of queries and {keys} of keys, kernels support {most}")
+    if dim not in DIMS:
+        raise RuntimeError(f"head size {dim}, kernels support {' and '.join(map(str, DIMS))}")
+    if activation != "silu":
+        raise RuntimeError(f"activation {activation}, kernels support silu")
+    if windowed:
+        raise RuntimeError("layers with a sliding window, kernels support none")
 
 
 def write(heads: Heads, rope: torch.Tensor, mapping: SlotMapping, cache: KVLayer) -> None:

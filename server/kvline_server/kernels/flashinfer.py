@@ -7,6 +7,7 @@ queries, and faster for chunks.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import flashinfer
@@ -21,6 +22,8 @@ from kvline_server.kernels.gemm import Gemms
 from kvline_server.kernels.interface import (
     GREEDY,
     NO_TOKEN,
+    PLAIN,
+    AttentionOptions,
     Draws,
     Fetch,
     Heads,
@@ -61,9 +64,16 @@ class FlashInferKernels:
     depth = 1
     captures = True
 
-    def __init__(self, heads: int, kv_heads: int, dim: int) -> None:
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        activation: str = "silu",
+        windowed: bool = False,
+    ) -> None:
         """Raises RuntimeError or ImportError where no kernels were built for the model."""
-        cuda_write.check(heads, kv_heads)
+        cuda_write.check(heads, kv_heads, dim, activation, windowed)
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.dtype = torch.bfloat16
         floats = torch.empty(FLOAT_BYTES, dtype=torch.uint8, device=self.device)
@@ -112,17 +122,18 @@ class FlashInferKernels:
         norm.fused_add_rmsnorm(x, residual, weight, eps=eps)
         return x, residual
 
-    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+    def activate_and_mul(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        assert activation == "silu"  # library.py has no other
         out: torch.Tensor = flashinfer.silu_and_mul(x)
         return out
 
-    def rope_table(self, inverse_frequencies: torch.Tensor, positions: int) -> torch.Tensor:
+    def rope_table(
+        self, frequencies: torch.Tensor, factors: torch.Tensor, positions: int
+    ) -> torch.Tensor:
         """float32 [positions, dim]: all cosines, then all sines"""
-        frequencies = inverse_frequencies.to(self.device)
-        angles = torch.outer(
-            torch.arange(positions, dtype=torch.float32, device=self.device), frequencies
-        )
-        return torch.cat((angles.cos(), angles.sin()), dim=-1)
+        steps = torch.arange(positions, dtype=torch.float32, device=self.device)
+        angles, factors = torch.outer(steps, frequencies.to(self.device)), factors.to(self.device)
+        return torch.cat((angles.cos() * factors, angles.sin() * factors), dim=-1)
 
     def padded(self, rows: int) -> int:
         return rows
@@ -179,16 +190,22 @@ class FlashInferKernels:
         cuda_write.write(heads, rope, mapping, cache)
 
     def attend(
-        self, q: torch.Tensor, cache: KVLayer, plan: Plan, out: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        cache: KVLayer,
+        plan: Plan,
+        out: torch.Tensor | None = None,
+        options: AttentionOptions = PLAIN,
     ) -> torch.Tensor:
         rows, heads, dim = q.shape
+        scale = options.scale or 1.0 / math.sqrt(dim)
         flat = q.new_empty((rows, heads * dim)) if out is None else out
         made = flat.view(rows, heads, dim)
         if plan.decode is not None:
-            self._decode.run(q[: plan.decodes], cache, plan.decode, made[: plan.decodes])
+            self._decode.run(q[: plan.decodes], cache, plan.decode, scale, made[: plan.decodes])
         if plan.prefill is not None:
             chunk = slice(plan.decodes, plan.rows)
-            self._prefill.run(q[chunk], cache, plan.prefill, made[chunk])
+            self._prefill.run(q[chunk], cache, plan.prefill, scale, made[chunk])
         return flat
 
     def tune(

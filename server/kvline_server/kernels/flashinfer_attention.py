@@ -8,7 +8,6 @@ accesses). Source: flashinfer.prefill, version 0.6.18.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +50,6 @@ class PagedAttention:
             backend, *kinds, dim, dim, none, False, False, False
         )
         self._causal = backend == "fa3"  # a decode attends to all of its tokens
-        self._scale = 1.0 / math.sqrt(dim)
         self._floats = floats
         self._stagings = [
             (
@@ -92,8 +90,11 @@ class PagedAttention:
         )
         return Planned(info, ints, table)
 
-    def run(self, q: torch.Tensor, cache: KVLayer, planned: Planned, out: torch.Tensor) -> None:
-        """q [rows, heads, dim], possibly strided -> out of the same shape"""
+    def run(
+        self, q: torch.Tensor, cache: KVLayer, planned: Planned, scale: float, out: torch.Tensor
+    ) -> None:
+        """`scale` is that of query times key. q [rows, heads, dim], possibly strided -> out of the
+        same shape"""
         table = planned.table
         mask = MaskMode.CAUSAL if self._causal else MaskMode.NON_CAUSAL
         self._module.paged_run(
@@ -115,7 +116,7 @@ class PagedAttention:
             True,  # programmatic dependent launch
             *[None] * 6,  # masks, slopes, items
             0.0,  # no soft cap
-            self._scale,
+            scale,
             *[None] * 3,  # no scales: nothing is quantised
             1.0,
             1e4,

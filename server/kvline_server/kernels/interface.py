@@ -95,6 +95,17 @@ class Heads:
         return q, k, v
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """What a layer's attention call may differ in from that of others."""
+
+    window: int = 0  # tokens that a query sees, itself included; 0: all before it
+    scale: float | None = None  # of query times key; None: 1 / sqrt(dim)
+
+
+PLAIN = AttentionOptions()
+
+
 class Fetch(Protocol):
     """Copies to the host under way."""
 
@@ -157,18 +168,26 @@ class Kernels(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """RMS norm of x + residual, and x + residual itself. Overwrites both inputs."""
 
-    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """silu of the first half times the second. [rows, 2 * d] -> [rows, d]"""
+    def activate_and_mul(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        """silu or gelu_tanh of the first half times the second. [rows, 2 * d] -> [rows, d]"""
 
-    def rope_table(self, inverse_frequencies: torch.Tensor, positions: int) -> torch.Tensor:
-        """cos and sin of every position, in the layout that `write` reads."""
+    def rope_table(
+        self, frequencies: torch.Tensor, factors: torch.Tensor, positions: int
+    ) -> torch.Tensor:
+        """cos and sin of every position times their factors, in the layout that `write` reads.
+        frequencies and factors float32 [dim / 2]"""
 
     def write(self, heads: Heads, rope: torch.Tensor, mapping: SlotMapping, cache: KVLayer) -> None:
         """Applies QK norm (if the model has it) and rotary embedding, writes keys and values to the
         cache. Changes queries in place, and possibly keys."""
 
     def attend(
-        self, q: torch.Tensor, cache: KVLayer, plan: Any, out: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        cache: KVLayer,
+        plan: Any,
+        out: torch.Tensor | None = None,
+        options: AttentionOptions = PLAIN,
     ) -> torch.Tensor:
         """Causal attention of q [rows, heads, dim] over the cache. -> [rows, heads * dim]"""
 

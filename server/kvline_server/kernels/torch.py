@@ -8,17 +8,21 @@ on, which takes the memory before it is measured, and grows to the longest seque
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
 from kvline_server.kernels.interface import (
     LOGIT_BLOCK,
+    PLAIN,
+    AttentionOptions,
     Draws,
     Fetch,
     Heads,
@@ -38,33 +42,32 @@ MASKED = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """Decodes that share a gather: rows start..end of the step, one token each."""
+class Part:
+    """Rows start..end of the step that share a gather: decodes with a token each, or one sequence's
+    chunk."""
 
     start: int
     end: int
+    tokens: int  # gathered of each sequence, padding included
     pages: torch.Tensor  # [sequences * pages per sequence]
-    mask: torch.Tensor | None  # [sequences, 1, 1, tokens], added to the scores
+    positions: torch.Tensor  # of the rows [end - start]
+    decodes: bool
+    masks: dict[int, torch.Tensor] = field(default_factory=dict)  # by window; layers share them
 
-
-@dataclass(frozen=True, slots=True)
-class PrefillPart:
-    """One sequence's chunk: rows start..end of the step, attending to `length` cached tokens."""
-
-    start: int
-    end: int
-    length: int
-    pages: torch.Tensor  # [pages]
-    mask: torch.Tensor | None  # [end - start, length] added to the scores; None: plain causal
-
-
-Part = TypeVar("Part", DecodeGroup, PrefillPart)
-
-
-@dataclass(frozen=True, slots=True)
-class TorchPlan:
-    decodes: tuple[DecodeGroup, ...]
-    prefills: tuple[PrefillPart, ...]
+    def mask(self, window: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Added to the scores. [end - start, tokens]; None: plain causal"""
+        window = window if window < self.tokens else 0
+        if not (self.decodes or window or self.end - self.start < self.tokens):
+            return None
+        if window not in self.masks:
+            keys = torch.arange(self.tokens, device=self.positions.device)
+            behind = self.positions.unsqueeze(1) - keys
+            hidden = behind < 0
+            if window:
+                hidden |= behind >= window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=keys.device)
+            self.masks[window] = mask.masked_fill_(hidden, MASKED)
+        return self.masks[window]
 
 
 class _HostArrays:
@@ -124,14 +127,17 @@ class TorchKernels:
         total = residual + x
         return self.rms_norm(total, weight, eps), total
 
-    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+    def activate_and_mul(self, x: torch.Tensor, activation: str) -> torch.Tensor:
         gate, up = x.chunk(2, dim=-1)
-        return silu(gate).mul_(up)
+        return (silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")).mul_(up)
 
-    def rope_table(self, inverse_frequencies: torch.Tensor, positions: int) -> torch.Tensor:
+    def rope_table(
+        self, frequencies: torch.Tensor, factors: torch.Tensor, positions: int
+    ) -> torch.Tensor:
         """[positions, 2, dim / 2]"""
-        angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse_frequencies)
-        return torch.stack((angles.cos(), angles.sin()), dim=1).to(self.device, self.dtype)
+        angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
+        table = torch.stack((angles.cos() * factors, angles.sin() * factors), dim=1)
+        return table.to(self.device, self.dtype)
 
     def padded(self, rows: int) -> int:
         return padded_rows(rows) if self._compiles else rows
@@ -144,20 +150,30 @@ class TorchKernels:
         """Whether oneDNN runs the GEMMs, which compiles code for each row count."""
         return _onednn_takes(self.device.type, self.dtype)
 
-    def plan(self, layout: Layout) -> TorchPlan:
-        chunks = range(layout.decodes, layout.sequences)
-        return TorchPlan(
-            decodes=tuple(self._on_device(group) for group in _decode_groups(layout)),
-            prefills=tuple(self._on_device(_prefill_part(layout, i)) for i in chunks),
-        )
+    def plan(self, layout: Layout) -> list[Part]:
+        groups = [(*group, True) for group in _decode_groups(layout)]
+        groups += [(i, i + 1, False) for i in range(layout.decodes, layout.sequences)]
+        return [self._part(layout, *group) for group in groups]
 
-    def plan_in_place(self, tables: PageTables) -> TorchPlan:
+    def plan_in_place(self, tables: PageTables) -> list[Part]:
         raise NotImplementedError("nothing is captured: captures is False")
 
-    def _on_device(self, part: Part) -> Part:
-        """Copies a part of the plan to the device."""
-        mask = None if part.mask is None else part.mask.to(self.device, self.dtype)
-        return replace(part, pages=part.pages.to(self.device), mask=mask)
+    def _part(self, layout: Layout, first: int, end: int, decodes: bool) -> Part:
+        """Of the sequences first..end."""
+        starts = layout.page_starts[first : end + 1]
+        pages = np.full((end - first, np.diff(starts).max()), DUMMY_PAGE, dtype=np.int64)
+        for row, (start, stop) in enumerate(itertools.pairwise(starts)):
+            pages[row, : stop - start] = layout.pages[start:stop]
+        rows = slice(int(layout.row_starts[first]), int(layout.row_starts[end]))
+        positions = torch.from_numpy(layout.positions[rows].astype(np.int64))
+        return Part(
+            start=rows.start,
+            end=rows.stop,
+            tokens=pages.shape[1] * PAGE_SIZE if decodes else int(layout.lengths[first]),
+            pages=torch.from_numpy(pages.reshape(-1)).to(self.device),
+            positions=positions.to(self.device),
+            decodes=decodes,
+        )
 
     def write(self, heads: Heads, rope: torch.Tensor, mapping: SlotMapping, cache: KVLayer) -> None:
         q, k, v = heads.split()
@@ -174,17 +190,23 @@ class TorchKernels:
         cache.values[page, token] = v
 
     def attend(
-        self, q: torch.Tensor, cache: KVLayer, plan: TorchPlan, out: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        cache: KVLayer,
+        plan: list[Part],
+        out: torch.Tensor | None = None,
+        options: AttentionOptions = PLAIN,
     ) -> torch.Tensor:
         rows, heads, dim = q.shape
         flat = q.new_empty((rows, heads * dim)) if out is None else out
         made = flat.view(rows, heads, dim)
-        for group in plan.decodes:
-            made[group.start : group.end] = self._decode(q[group.start : group.end], cache, group)
-        for part in plan.prefills:
-            made[part.start : part.end] = self._prefill(q[part.start : part.end], cache, part)
+        for part in plan:
+            own, attention = slice(part.start, part.end), self._prefill
+            if part.decodes:
+                attention = self._decode
+            made[own] = attention(q[own], cache, part, options)
         # Pads go on through the layers into the dummy page, which must stay finite.
-        made[max([g.end for g in plan.decodes] + [p.end for p in plan.prefills]) :] = 0
+        made[plan[-1].end :] = 0
         return flat
 
     def _gather(self, cache: KVLayer, pages: torch.Tensor, sequences: int) -> list[torch.Tensor]:
@@ -202,24 +224,37 @@ class TorchKernels:
             found.append(out.view(sequences, -1, *shape[2:]).transpose(1, 2))
         return found
 
-    def _decode(self, q: torch.Tensor, cache: KVLayer, group: DecodeGroup) -> torch.Tensor:
+    def _decode(
+        self, q: torch.Tensor, cache: KVLayer, part: Part, options: AttentionOptions
+    ) -> torch.Tensor:
         """q [sequences, heads, dim] -> the same shape. Heads of a GQA group act as query
         positions."""
         sequences, heads, dim = q.shape
-        keys, values = self._gather(cache, group.pages, sequences)
-        grouped = q.reshape(sequences, keys.shape[1], -1, dim)
-        out = scaled_dot_product_attention(grouped, keys, values, attn_mask=group.mask)
+        keys, values = self._gather(cache, part.pages, sequences)
+        mask = part.mask(options.window, self.dtype)
+        assert mask is not None  # for the padding
+        out = scaled_dot_product_attention(
+            q.reshape(sequences, keys.shape[1], -1, dim),
+            keys,
+            values,
+            attn_mask=mask.view(sequences, 1, 1, -1),
+            scale=options.scale,
+        )
         return out.reshape(sequences, heads, dim)
 
-    def _prefill(self, q: torch.Tensor, cache: KVLayer, part: PrefillPart) -> torch.Tensor:
+    def _prefill(
+        self, q: torch.Tensor, cache: KVLayer, part: Part, options: AttentionOptions
+    ) -> torch.Tensor:
         """q [rows, heads, dim] of one sequence -> the same shape."""
-        keys, values = (kv[:, :, : part.length] for kv in self._gather(cache, part.pages, 1))
+        keys, values = (kv[:, :, : part.tokens] for kv in self._gather(cache, part.pages, 1))
+        mask = part.mask(options.window, self.dtype)
         out = scaled_dot_product_attention(
             q.transpose(0, 1).unsqueeze(0),
             keys,
             values,
-            attn_mask=part.mask,
-            is_causal=part.mask is None,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=options.scale,
             enable_gqa=True,
         )
         return out.squeeze(0).transpose(0, 1)
@@ -270,9 +305,8 @@ def _apply_rope(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
 
-def _decode_groups(layout: Layout) -> list[DecodeGroup]:
+def _decode_groups(layout: Layout) -> Iterator[tuple[int, int]]:
     """Consecutive decodes share a gather while padding to the longest stays in GATHER_TOKENS."""
-    groups: list[DecodeGroup] = []
     start = 0
     while start < layout.decodes:
         end, widest = start, 0
@@ -281,33 +315,5 @@ def _decode_groups(layout: Layout) -> list[DecodeGroup]:
             if end > start and width * (end + 1 - start) * PAGE_SIZE > GATHER_TOKENS:
                 break
             end, widest = end + 1, width
-        groups.append(_decode_group(layout, start, end, widest))
+        yield start, end
         start = end
-    return groups
-
-
-def _decode_group(layout: Layout, start: int, end: int, width: int) -> DecodeGroup:
-    pages = np.full((end - start, width), DUMMY_PAGE, dtype=np.int64)
-    for row in range(start, end):
-        own = layout.pages[layout.page_starts[row] : layout.page_starts[row + 1]]
-        pages[row - start, : len(own)] = own
-    hidden = np.arange(width * PAGE_SIZE)[None, :] >= layout.lengths[start:end, None]
-    mask = torch.zeros(hidden.shape).masked_fill_(torch.from_numpy(hidden), MASKED)
-    return DecodeGroup(
-        start=start,
-        end=end,
-        pages=torch.from_numpy(pages.reshape(-1)),
-        mask=mask.view(end - start, 1, 1, -1),
-    )
-
-
-def _prefill_part(layout: Layout, index: int) -> PrefillPart:
-    start, end = int(layout.row_starts[index]), int(layout.row_starts[index + 1])
-    length = int(layout.lengths[index])
-    cached = length - (end - start)
-    mask = None
-    if cached:
-        future = torch.ones(end - start, length, dtype=torch.bool).triu_(cached + 1)
-        mask = torch.zeros(end - start, length).masked_fill_(future, MASKED)
-    pages = layout.pages[layout.page_starts[index] : layout.page_starts[index + 1]]
-    return PrefillPart(start, end, length, torch.from_numpy(pages.astype(np.int64)), mask)

@@ -1,4 +1,4 @@
-"""The decoder of Llama, Mistral, Qwen2 and Qwen3, which differ by flags of ModelConfig.
+"""The decoder: a model's blocks in the order of a step, cut at the attention calls.
 
 `forward` returns hidden states and never runs the LM head; `compute_logits` runs it on the rows
 that it is given.
@@ -6,17 +6,18 @@ that it is given.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from kvline_server.kernels.interface import Heads, Kernels, SlotMapping
+from kvline_server.kernels.interface import Kernels, SlotMapping
 from kvline_server.kernels.layout import Layout
 from kvline_server.memory.arena import KVLayer, KVShape
+from kvline_server.model.blocks import Norm, join
 from kvline_server.model.config import ModelConfig
-from kvline_server.model.loader import LayerWeights, Weights
+from kvline_server.model.loader import Weights
+from kvline_server.model.rope import rotations
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,14 @@ class Decoder:
         self.config = config
         self.weights = weights
         self.kernels = kernels
-        self.rope = kernels.rope_table(inverse_frequencies(config), positions)
+        scale = torch.tensor(config.embedding_scale, dtype=kernels.dtype)
+        self.embedding_scale = float(scale)  # rounded, as in training
+        ropes = [config.rope_of(index) for index in range(config.layers)]
+        tables = {
+            rope: kernels.rope_table(*rotations(rope, config.head_dim, positions), positions)
+            for rope in set(ropes)
+        }
+        self.ropes = [tables[rope] for rope in ropes]  # of each layer
 
     def step(
         self,
@@ -70,7 +78,7 @@ class Decoder:
         state = self.start(token_ids, mapping, cache[0])
         for index, kv in enumerate(cache):
             queries = state.heads[:, : self.config.heads]
-            attended = self.kernels.attend(queries, kv, plan)
+            attended = self.attend(index, queries, kv, plan)
             if index + 1 < len(cache):
                 state = self.between(index, attended, state, mapping, cache[index + 1])
         rows = _pad(wanted, self.kernels.padded(len(wanted)))
@@ -96,10 +104,24 @@ class Decoder:
     ) -> State:
         """From token ids to the first layer's queries, with keys and values in the cache; the heads
         are written to `into` if given."""
-        layer = self.weights.layers[0]
+        attention = self.weights.layers[0].attention
         residual = self.weights.embedding[token_ids]
-        normed = self.kernels.rms_norm(residual, layer.input_norm, self.config.norm_eps)
-        return State(residual, self._heads(layer, normed, mapping, kv, into))
+        if self.embedding_scale != 1.0:
+            residual *= self.embedding_scale
+        x = residual if attention.before is None else attention.before(self.kernels, residual)
+        return State(residual, attention.project(self.kernels, x, self.ropes[0], mapping, kv, into))
+
+    def attend(
+        self,
+        index: int,
+        queries: torch.Tensor,
+        kv: KVLayer,
+        plan: Any,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Layer `index`'s attention. queries [rows, heads, dim] -> [rows, heads * dim]"""
+        options = self.weights.layers[index].attention.options
+        return self.kernels.attend(queries, kv, plan, out, options)
 
     def between(
         self,
@@ -111,45 +133,28 @@ class Decoder:
         into: torch.Tensor | None = None,
     ) -> State:
         """From the attention of layer `index` to the queries of the next layer."""
-        following = self.weights.layers[index + 1]
-        normed, residual = self._after(index, attended, state.residual, following.input_norm)
-        return State(residual, self._heads(following, normed, mapping, kv, into))
+        attention, rope = self.weights.layers[index + 1].attention, self.ropes[index + 1]
+        x, residual = self._after(index, attended, state.residual, attention.before)
+        return State(residual, attention.project(self.kernels, x, rope, mapping, kv, into))
 
     def finish(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """From the last layer's attention to hidden states."""
         return self._after(len(self.weights.layers) - 1, attended, residual, self.weights.norm)[0]
 
     def _after(
-        self, index: int, attended: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor
+        self, index: int, attended: torch.Tensor, residual: torch.Tensor, norm: Norm | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        layer, kernels, eps = self.weights.layers[index], self.kernels, self.config.norm_eps
-        out = kernels.linear(attended, layer.output, layer.output_bias)
-        normed, residual = kernels.add_norm(out, residual, layer.post_norm, eps)
-        up = kernels.silu_and_mul(kernels.linear(normed, layer.gate_up, layer.gate_up_bias))
-        down = kernels.linear(up, layer.down, layer.down_bias)
-        return kernels.add_norm(down, residual, norm, eps)
-
-    def _heads(
-        self,
-        layer: LayerWeights,
-        normed: torch.Tensor,
-        mapping: SlotMapping,
-        kv: KVLayer,
-        into: torch.Tensor | None,
-    ) -> torch.Tensor:
-        c = self.config
-        flat = None if into is None else into.view(len(into), -1)
-        fused = self.kernels.linear(normed, layer.qkv, layer.qkv_bias, flat)
-        heads = fused.view(len(fused), -1, c.head_dim)
-        made = Heads(heads, c.heads, c.kv_heads, layer.q_norm, layer.k_norm, c.norm_eps)
-        self.kernels.write(made, self.rope, mapping, kv)
-        return heads
+        """From a layer's attention to the input of what follows the layer, whose norm is given."""
+        layer, kernels = self.weights.layers[index], self.kernels
+        out, mlp = layer.attention.output(kernels, attended), layer.mlp
+        x, residual = join(kernels, out, residual, layer.attention.after, mlp.before)
+        return join(kernels, mlp(kernels, x), residual, mlp.after, norm)
 
     def gemm_weights(self) -> list[list[torch.Tensor]]:
         """One list per kind of GEMM, with its weight of each layer."""
         layers = self.weights.layers
-        kinds = ("qkv", "output", "gate_up", "down")
-        return [[getattr(layer, kind) for layer in layers] for kind in kinds]
+        linears = [(a.attention.qkv, a.attention.output, a.mlp.gate_up, a.mlp.down) for a in layers]
+        return [[linear.weight for linear in kind] for kind in zip(*linears, strict=True)]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the rows given. [rows, hidden] -> [rows, vocabulary]"""
@@ -160,21 +165,3 @@ def _pad(values: torch.Tensor, rows: int) -> torch.Tensor:
     """Pads with zeros at the end. [n] -> [rows]"""
     missing = rows - len(values)
     return torch.cat((values, values.new_zeros(missing))) if missing else values
-
-
-def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
-    """Rotary frequencies, with Llama 3's scaling where configured. float32 [dim / 2]"""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    base = 1.0 / (config.rope_theta**exponents)
-    scaling = config.rope_scaling
-    if scaling is None:
-        return base
-    wavelengths = 2 * math.pi / base
-    low = scaling.original_max_position / scaling.low_freq_factor
-    high = scaling.original_max_position / scaling.high_freq_factor
-    smooth = (scaling.original_max_position / wavelengths - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
-    mixed = (1 - smooth) * base / scaling.factor + smooth * base
-    scaled = torch.where(wavelengths > low, base / scaling.factor, base)
-    return torch.where((wavelengths <= low) & (wavelengths >= high), mixed, scaled)

@@ -12,7 +12,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from kvline_server.errors import ModelInvalid, ModelNotFound
-from kvline_server.model.config import read_json
+from kvline_server.model.fields import read_json
 
 INDEX = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 32 << 20

@@ -1,4 +1,4 @@
-"""Loads weights from safetensors into fused tensors, or makes random ones from the shapes alone.
+"""Loads weights from safetensors into a model's blocks, or makes random ones by shape alone.
 
 Every tensor is first looked up in the files' headers, so a missing one or a wrong shape ends the
 start within seconds, by name. Data is copied to anonymous memory: file-backed pages could be
@@ -7,69 +7,35 @@ evicted by the kernel and would not count against the container's limit.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from kvline_server.errors import ModelInvalid
 from kvline_server.kernels.interface import Kernels
+from kvline_server.model.blocks import Layer, Norm
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.files import open_weights, weight_files
+from kvline_server.model.linear import Part, Tensors, TensorSource
 
 COPY_BYTES = 64 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One decoder layer. GEMMs that share an input are fused along the output axis."""
-
-    input_norm: torch.Tensor  # [hidden]
-    qkv: torch.Tensor  # [(heads + 2 * kv_heads) * dim, hidden]
-    qkv_bias: torch.Tensor | None
-    q_norm: torch.Tensor | None  # [dim]
-    k_norm: torch.Tensor | None
-    output: torch.Tensor  # [hidden, heads * dim]
-    output_bias: torch.Tensor | None
-    post_norm: torch.Tensor
-    gate_up: torch.Tensor  # [2 * intermediate, hidden]
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor  # [hidden, intermediate]
-    down_bias: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
 class Weights:
-    embedding: torch.Tensor  # [vocabulary, hidden]
-    layers: tuple[LayerWeights, ...]
-    norm: torch.Tensor
-    head: torch.Tensor  # [vocabulary, hidden]; the embedding itself when tied
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        yield self.embedding
-        yield self.norm
-        if self.head is not self.embedding:
-            yield self.head
-        for layer in self.layers:
-            for name in LayerWeights.__slots__:
-                tensor = getattr(layer, name)
-                if tensor is not None:
-                    yield tensor
+    def __init__(self, tensors: Tensors, config: ModelConfig) -> None:
+        c = config
+        vocabulary = range(c.vocabulary)
+        self.embedding = tensors.get([Part("model.embed_tokens.weight", vocabulary)], c.hidden)
+        self.layers = [Layer(tensors, c, index) for index in range(c.layers)]
+        self.norm = Norm(tensors, c, "model.norm", c.hidden)
+        self.head = self.embedding  # [vocabulary, hidden]
+        if not c.tied_embeddings:
+            self.head = tensors.get([Part("lm_head.weight", vocabulary)], c.hidden)
+        self.elements = tensors.elements
 
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.tensors())
-
-
-class TensorSource(Protocol):
-    """Tensors by name. `check` is called for all of them before the first `copy`, which copies
-    len(into) rows from `row` on."""
-
-    def check(self, name: str, shape: tuple[int, ...]) -> None: ...
-
-    def copy(self, name: str, into: torch.Tensor, row: int = 0) -> None: ...
+        return self.elements * self.embedding.itemsize
 
 
 class SafetensorsSource:
@@ -124,90 +90,51 @@ def load_weights(
 ) -> Weights:
     """All weights, fused, on the kernels' device. Checks every name and shape before any copy;
     `copied(done, total)` is called at least every COPY_BYTES. Raises ModelInvalid."""
-    plan = _Plan(source, config, kernels, copied)
-    plan.checking = True
-    plan.build()
-    plan.checking = False
-    return plan.build()
+    checked = Weights(Tensors(source), config)
+    total = checked.elements * kernels.dtype.itemsize
+    return Weights(Loading(source, kernels, total, copied), config)
 
 
-class _Plan:
-    """Visits the model's tensors once to check and once to copy them, with the same code."""
+def weight_elements(config: ModelConfig) -> int:
+    """Elements of all tensors, from the shapes alone."""
+    return Weights(Tensors(RandomSource()), config).elements
+
+
+class Loading(Tensors):
+    """Copies what a block asks for to the device."""
 
     def __init__(
         self,
         source: TensorSource,
-        config: ModelConfig,
         kernels: Kernels,
+        total: int,
         copied: Callable[[int, int], None],
     ) -> None:
-        self.source = source
-        self.config = config
+        super().__init__(source)
         self.kernels = kernels
         self.copied = copied
-        self.checking = False
-        self.done = self.total = 0  # bytes
+        self.done, self.total = 0, total  # bytes
 
-    def build(self) -> Weights:
-        c = self.config
-        embedding = self.fused([("model.embed_tokens.weight", c.vocabulary)], c.hidden)
-        layers = tuple(self.layer(f"model.layers.{i}.") for i in range(c.layers))
-        norm = self.fused([("model.norm.weight", c.hidden)])
-        head = embedding
-        if not c.tied_embeddings:
-            head = self.fused([("lm_head.weight", c.vocabulary)], c.hidden)
-        return Weights(embedding, layers, norm, head)
-
-    def layer(self, at: str) -> LayerWeights:
-        c = self.config
-        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        attention, mlp = at + "self_attn.", at + "mlp."
-        projections = [("q_proj", q), ("k_proj", kv), ("v_proj", kv)]
-        gates = [("gate_proj", c.intermediate), ("up_proj", c.intermediate)]
-        return LayerWeights(
-            input_norm=self.fused([(at + "input_layernorm.weight", c.hidden)]),
-            qkv=self.matrix([(f"{attention}{n}.weight", s) for n, s in projections], c.hidden),
-            qkv_bias=self.maybe(c.qkv_bias, [(f"{attention}{n}.bias", s) for n, s in projections]),
-            q_norm=self.maybe(c.qk_norm, [(attention + "q_norm.weight", c.head_dim)]),
-            k_norm=self.maybe(c.qk_norm, [(attention + "k_norm.weight", c.head_dim)]),
-            output=self.matrix([(attention + "o_proj.weight", c.hidden)], q),
-            output_bias=self.maybe(c.output_bias, [(attention + "o_proj.bias", c.hidden)]),
-            post_norm=self.fused([(at + "post_attention_layernorm.weight", c.hidden)]),
-            gate_up=self.matrix([(f"{mlp}{n}.weight", s) for n, s in gates], c.hidden),
-            gate_up_bias=self.maybe(c.mlp_bias, [(f"{mlp}{n}.bias", s) for n, s in gates]),
-            down=self.matrix([(mlp + "down_proj.weight", c.hidden)], c.intermediate),
-            down_bias=self.maybe(c.mlp_bias, [(mlp + "down_proj.bias", c.hidden)]),
-        )
-
-    def matrix(self, parts: list[tuple[str, int]], columns: int) -> torch.Tensor:
-        """A GEMM's weight, in the layout that is fastest for its kernel."""
-        plain = self.fused(parts, columns)
-        return plain if self.checking else self.kernels.pack(plain)
-
-    def maybe(self, wanted: bool, parts: list[tuple[str, int]]) -> torch.Tensor | None:
-        return self.fused(parts) if wanted else None
-
-    def fused(self, parts: list[tuple[str, int]], columns: int | None = None) -> torch.Tensor:
-        """One tensor: the rows of the named tensors, concatenated."""
-        width = () if columns is None else (columns,)
-        shape = (sum(rows for _, rows in parts), *width)
-        if self.checking:
-            for name, rows in parts:
-                self.source.check(name, (rows, *width))
-            self.total += math.prod(shape) * self.kernels.dtype.itemsize
-            return torch.empty(0)
+    def get(
+        self, parts: Sequence[Part], columns: int | None = None, offset: float = 0.0
+    ) -> torch.Tensor:
+        shape = (sum(len(part.rows) for part in parts), *(() if columns is None else (columns,)))
         out = torch.empty(shape, dtype=self.kernels.dtype, device=self.kernels.device)
         start = 0
-        for name, rows in parts:
-            self.copy(name, out[start : start + rows])
-            start += rows
-        return out
+        for part in parts:
+            self._copy(part, out[start : start + len(part.rows)])
+            start += len(part.rows)
+        self.elements += out.numel()
+        return out.add_(offset) if offset else out
 
-    def copy(self, name: str, into: torch.Tensor) -> None:
-        """Copies in parts, because one tensor may take minutes on a slow volume."""
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        return self.kernels.pack(weight)
+
+    def _copy(self, part: Part, into: torch.Tensor) -> None:
+        """Copies in steps, because one tensor may take minutes on a slow volume."""
         step = max(1, COPY_BYTES // max(1, into[:1].nbytes))
         for row in range(0, len(into), step):
-            part = into[row : row + step]
-            self.source.copy(name, part, row)
-            self.done += part.nbytes
+            rows = into[row : row + step]
+            self.source.copy(part.name, rows, part.rows.start + row)
+            self.done += rows.nbytes
             self.copied(self.done, self.total)

@@ -17,7 +17,13 @@ from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.model.config import ModelConfig, read_config
 from kvline_server.model.decoder import Decoder, kv_shape
 from kvline_server.model.files import identity
-from kvline_server.model.loader import RandomSource, SafetensorsSource, TensorSource, load_weights
+from kvline_server.model.linear import TensorSource
+from kvline_server.model.loader import (
+    RandomSource,
+    SafetensorsSource,
+    load_weights,
+    weight_elements,
+)
 from kvline_server.parallel.executor import Local
 from kvline_server.sizing.diagnosis import Diagnosis
 from kvline_server.sizing.profile import Loaded
@@ -140,11 +146,3 @@ def model_revision(launch: LaunchConfig) -> str:
     """The commit of an hf:// source; empty for a folder, which is identified by its contents."""
     source = launch.model.source
     return source.rpartition("@")[2] if source.startswith("hf://") else ""
-
-
-def weight_elements(model: ModelConfig) -> int:
-    """Elements of all large tensors, from the shapes alone."""
-    attention = (2 * model.heads + 2 * model.kv_heads) * model.head_dim * model.hidden
-    mlp = 3 * model.hidden * model.intermediate
-    tables = model.vocabulary * model.hidden * (1 if model.tied_embeddings else 2)
-    return model.layers * (attention + mlp) + tables

@@ -102,7 +102,9 @@ def _cuda_kernels(warn: Callable[[str], None], model: ModelConfig) -> Kernels:
             from kvline_server.kernels.flashinfer import FlashInferKernels
 
             with device_errors.translated("kernels"):  # a device error is no missing kernel
-                return FlashInferKernels(model.heads, model.kv_heads, model.head_dim)
+                return FlashInferKernels(
+                    model.heads, model.kv_heads, model.head_dim, model.activation, model.windowed
+                )
         except (ImportError, RuntimeError, OSError) as error:  # OSError: files are missing
             why = str(error).splitlines()[0]
     warn(f"no prebuilt kernels for this GPU and model, using torch's slower ones: {why}")

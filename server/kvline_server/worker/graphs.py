@@ -87,9 +87,9 @@ class GraphSegments:
         self._place(token_ids, mapping, bucket)
         graphs = self._graphs[bucket]
         queries, out = self.state.heads[:rows, : self.queries], self.attended[:rows]
-        for layer, graph in zip(cache, graphs[:-1], strict=True):
-            graph.replay()
-            self.decoder.kernels.attend(queries, layer, plan, out)
+        for index, layer in enumerate(cache):
+            graphs[index].replay()
+            self.decoder.attend(index, queries, layer, plan, out)
         return self._finish(rows, wanted)
 
     def _finish(self, rows: int, wanted: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,134 @@
+"""The blocks of a decoder layer: attention and MLP, with their norms.
+
+The attention call runs between the two halves of Attention. What it computes depends on which
+sequence a row belongs to, so a captured graph breaks there: `project` ends a segment, `output`
+begins the next one, which has all of the MLP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from kvline_server.kernels.interface import AttentionOptions, Heads, Kernels, SlotMapping
+from kvline_server.memory.arena import KVLayer
+from kvline_server.model.config import ModelConfig
+from kvline_server.model.linear import Linear, Part, Tensors, fused
+
+
+class Norm:
+    """An offset of the weights is added once, at load. In bfloat16 that rounds 1 + weight, by at
+    most one part in 256, where a model's own code adds in float32."""
+
+    def __init__(self, tensors: Tensors, config: ModelConfig, name: str, width: int) -> None:
+        parts = [Part(f"{name}.weight", range(width))]
+        self.weight = tensors.get(parts, offset=config.norms.offset)
+        self.eps = config.norm_eps
+
+    def __call__(self, kernels: Kernels, x: torch.Tensor) -> torch.Tensor:
+        return kernels.rms_norm(x, self.weight, self.eps)
+
+
+def layer_norm(tensors: Tensors, config: ModelConfig, at: str, name: str | None) -> Norm | None:
+    """One of a layer's norms over the hidden states; None where the model has none there."""
+    return None if name is None else Norm(tensors, config, at + name, config.hidden)
+
+
+def join(
+    kernels: Kernels,
+    made: torch.Tensor,
+    residual: torch.Tensor,
+    after: Norm | None,
+    before: Norm | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Adds a block's output to the residual stream: `after` is that block's norm, `before` the next
+    one's. -> the next block's input, the residual. Overwrites both inputs, as kernels.add_norm
+    does: a captured segment finds the residual where it was. All [rows, hidden]"""
+    if after is None and before is not None:
+        return kernels.add_norm(made, residual, before.weight, before.eps)
+    residual.add_(made if after is None else after(kernels, made))
+    return residual if before is None else before(kernels, residual), residual
+
+
+class Attention:
+    def __init__(self, tensors: Tensors, config: ModelConfig, at: str, layer: int) -> None:
+        """`at` is the prefix of the layer's tensors."""
+        c, own = config, at + "self_attn."
+        self.config = c
+        self.options = AttentionOptions(c.window(layer), c.softmax_scale)
+        self.before = layer_norm(tensors, c, at, c.norms.before_attention)
+        self.after = layer_norm(tensors, c, at, c.norms.after_attention)
+        widths = [n * c.head_dim for n in (c.heads, c.kv_heads)]
+        q, k = (_rotary_rows(width, c.head_dim, c.rope_of(layer).rotary_dim) for width in widths)
+        qkv = fused(own, c.qkv, [q, k, [range(widths[1])]])
+        self.qkv = Linear(tensors, qkv, c.hidden, c.qkv_bias)
+        self.q_norm = self.k_norm = None
+        if c.qk_norm:
+            sizes = [c.head_dim] * 2 if c.qk_norm == "head" else widths
+            self.q_norm = Norm(tensors, c, own + "q_norm", sizes[0])
+            self.k_norm = Norm(tensors, c, own + "k_norm", sizes[1])
+        output = [Part(own + "o_proj", range(c.hidden))]
+        self.output = Linear(tensors, output, widths[0], c.output_bias)
+
+    def project(
+        self,
+        kernels: Kernels,
+        x: torch.Tensor,
+        rope: torch.Tensor,
+        mapping: SlotMapping,
+        kv: KVLayer,
+        into: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Writes keys and values to the cache. x [rows, hidden] -> [rows, heads + 2 * kv_heads,
+        dim], queries first, in `into` if given"""
+        c = self.config
+        flat = self.qkv(kernels, x, None if into is None else into.view(len(into), -1))
+        heads = flat.view(len(flat), -1, c.head_dim)
+        made = Heads(heads, c.heads, c.kv_heads, None, None, c.norm_eps)
+        if self.q_norm is not None and self.k_norm is not None:
+            if c.qk_norm == "head":
+                made = replace(made, q_norm=self.q_norm.weight, k_norm=self.k_norm.weight)
+            else:
+                q, k, _ = (part.view(len(part), -1) for part in made.split())
+                q.copy_(self.q_norm(kernels, q))
+                k.copy_(self.k_norm(kernels, k))
+        kernels.write(made, rope, mapping, kv)
+        return heads
+
+
+class MLP:
+    def __init__(self, tensors: Tensors, config: ModelConfig, at: str) -> None:
+        """`at` is the prefix of the layer's tensors."""
+        c, own = config, at + "mlp."
+        whole = [range(c.intermediate)]
+        self.before = layer_norm(tensors, c, at, c.norms.before_mlp)
+        self.after = layer_norm(tensors, c, at, c.norms.after_mlp)
+        self.gate_up = Linear(tensors, fused(own, c.gate_up, [whole] * 2), c.hidden, c.mlp_bias)
+        down = [Part(own + "down_proj", range(c.hidden))]
+        self.down = Linear(tensors, down, c.intermediate, c.mlp_bias)
+        self.activation = c.activation
+
+    def __call__(self, kernels: Kernels, x: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] -> the same shape"""
+        gated = kernels.activate_and_mul(self.gate_up(kernels, x), self.activation)
+        return self.down(kernels, gated)
+
+
+class Layer:
+    def __init__(self, tensors: Tensors, config: ModelConfig, index: int) -> None:
+        at = f"model.layers.{index}."
+        self.attention = Attention(tensors, config, at, index)
+        self.mlp = MLP(tensors, config, at)
+
+
+def _rotary_rows(rows: int, dim: int, rotary: int | None) -> list[range]:
+    """The order of a projection's rows with which a kernel that rotates whole heads by halves
+    rotates the first `rotary` elements: their left half, half of the others, their right half, the
+    rest. The same order of query and key leaves their dot product as it was; the frequency of the
+    others is 0 (rope.py)."""
+    if rotary is None or rotary == dim:
+        return [range(rows)]
+    half, middle = rotary // 2, (rotary + dim) // 2
+    cuts = (range(half), range(rotary, middle), range(half, rotary), range(middle, dim))
+    return [range(at + c.start, at + c.stop) for at in range(0, rows, dim) for c in cuts]

@@ -1,0 +1,14 @@
+"""Mistral: Llama without biases, in early versions with a sliding window in every layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvline_server.model.config import ModelConfig, dense, every_window
+from kvline_server.model.fields import Fields
+
+ARCHITECTURE = "MistralForCausalLM"
+
+
+def read(fields: Fields) -> ModelConfig:
+    return replace(dense(fields), windows=every_window(fields))

@@ -1,0 +1,59 @@
+"""Tiny models of each family, made by the library whose answers are the reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCABULARY = 307  # no power of two, larger than the bytes
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "pad_token_id": 257,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+# Wide enough for scores that differ from one key to another, so that what changes them shows.
+WIDE = {"initializer_range": 0.3}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama3-rope": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    # Wide enough for the GEMMs of real models: oneDNN has another for less than 512 columns.
+    "wide": ("Llama", {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {"use_sliding_window": False}),
+    "qwen3": ("Qwen3", {"use_sliding_window": False}),
+    "mistral-window": ("Mistral", WIDE | {"sliding_window": 21}),
+}
+
+
+def make(folder: Path, family: str, sharded: bool) -> Path:
+    import transformers
+
+    name, extra = FAMILIES[family]
+    torch.manual_seed(7)
+    config = getattr(transformers, f"{name}Config")(**(SMALL | extra))
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    model = kind(config).to(torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, extra.get("initializer_range", 0.08))
+    model.save_pretrained(folder, max_shard_size="40KB" if sharded else "5GB")
+    return folder
