@@ -72,9 +72,10 @@ class PagedAttention:
         heads, kv_heads, dim = self._shape
         rows = len(table.lengths)
         # A sequence's tokens are split among blocks only where the rows leave some idle. A graph is
-        # captured with or without, which must not depend on the lengths there.
+        # captured with or without, which must not depend on the lengths there. Each sequence has
+        # one row in it, or the grid would have blocks for which no sequence is planned.
         whole = in_place and rows * kv_heads > self._blocks
-        extra = () if self._causal else (-1, whole, 0, 0)
+        extra = () if self._causal else (-1, whole, 0, int(in_place))
         info = self._module.plan(
             self._floats,
             ints,
