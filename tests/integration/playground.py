@@ -30,6 +30,7 @@ from api import Api
 
 from kvline_contract.codec import dumps
 from kvline_contract.launch import GateFile
+from kvline_contract.memory import MemoryV1
 from kvline_contract.names import (
     GATE_FILE,
     LABEL_PREPARES,
@@ -42,7 +43,6 @@ from kvline_contract.report import (
     Attempt,
     Effective,
     Load,
-    Memory,
     Outcome,
     Result,
     SizingReport,
@@ -199,11 +199,11 @@ def eventually(check: Callable[[], Any], seconds: float = 30) -> Any:
 def sizing_report(uid: str, state: State, tokens: int = 4096) -> SizingReport:
     result = None
     if state is State.VALIDATED:
-        memory = Memory(100, 20, 10, 0, 50, 10, 10)
-        result = Result(tokens, 512, Source.MEASURED, "f" * 32, 90, 6000, 0, "t", memory)
+        memory = MemoryV1(100, 20, 10, 0, 50, 10, 10).upgraded()
+        result = Result(tokens, 512, Source.MEASURED, "f" * 32, 90, 6000, 0, "t", (memory,))
     attempt = Attempt(1, tokens, Outcome.SURVIVED if result else Outcome.RUNNING, None)
     effective = Effective(1024, 4, 512, 20, 128, 16, 64)
-    return SizingReport(1, uid, "p", "r", 1, state, "t", "t", effective, (), (attempt,), result)
+    return SizingReport(uid, "p", "r", 1, state, "t", "t", effective, (), (attempt,), result)
 
 
 def worker() -> int:

@@ -11,15 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvline_contract.launch import MAX_RECORDS, Records, Reuse
+from kvline_contract.memory import MemoryV1
 from kvline_contract.names import RECORDS_FILE
-from kvline_contract.report import Memory, Result, Source
+from kvline_contract.report import Result, Source
 from kvline_operator import records
 
-MEMORY = Memory(100, 20, 10, 0, 50, 10, 10)
+MEMORY = MemoryV1(100, 20, 10, 0, 50, 10, 10).upgraded()
 
 
 def result(tokens: int = 4096, print: str = "f" * 32, **more: Any) -> Result:
-    base = Result(tokens, 512, Source.MEASURED, print, 90, 6000, 0, "2026-11-21T10:00:00Z", MEMORY)
+    base = Result(
+        tokens, 512, Source.MEASURED, print, 90, 6000, 0, "2026-11-21T10:00:00Z", (MEMORY,)
+    )
     return replace(base, **more)
 
 
