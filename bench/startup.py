@@ -66,5 +66,6 @@ def starts(name: str, folder: Path, *words: str) -> list[list[str]]:
 def parts(report: dict[str, Any]) -> list[str]:
     """Where the time of a start went, and what the memory of its size is."""
     stages = [f"{s['name']} {s['ms']} ms" for s in report["stages"] if s["ms"] >= SHOWN]
-    memory = [f"{name[:-3]} {mib}" for name, mib in report["result"]["memory"].items()]
+    found = report["result"]["memory"].items()
+    memory = [f"{name[:-3]} {mib}" for name, mib in found if name.endswith("MiB")]
     return [", ".join(stages), f"MiB: {', '.join(memory)}"]

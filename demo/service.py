@@ -14,7 +14,6 @@ from typing import Any
 from clusters import Cluster
 from errors import ClusterError
 
-PARTS = ("weightsMiB", "activationsMiB", "graphsMiB", "kvMiB", "headroomMiB", "othersMiB")
 QUESTION = "What is the capital of France?"
 Object = dict[str, Any]
 
@@ -90,15 +89,13 @@ class Service:
     def show_budget(self) -> None:
         print(self.cluster.kubectl("get", "kvl", "-o", "wide").stdout.rstrip())
         capacity = self.status()["capacity"]
-        memory = dict(capacity["memory"])
-        total = memory.pop("totalMiB")
-        at = 0
+        total, at = capacity["memory"]["totalMiB"], 0
         print()
-        for part in PARTS:
-            mib = memory[part]
+        for part in capacity["memory"]["parts"]:
+            mib = part["mib"]
             start, at = at, at + mib
             bar = " " * round(40 * start / total) + "#" * max(1, round(40 * mib / total))
-            print(f"      {part.removesuffix('MiB'):<12}{mib:>6} MiB  {bar if mib else ''}")
+            print(f"      {part['name']:<12}{mib:>6} MiB  {bar if mib else ''}")
         print(f"      {'limit':<12}{total:>6} MiB  {'-' * 40}")
         print(
             f"      {capacity['kvTokens']} KV tokens of {capacity['bytesPerToken']} bytes, "

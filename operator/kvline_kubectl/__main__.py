@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 
 from kvline_contract import times
-from kvline_contract.codec import encode
 from kvline_kubectl import act, show, size
 from kvline_kubectl.cluster import Cluster, Problem, connect
 from kvline_operator.errors import ApiUnavailable, OperatorError
@@ -180,7 +180,8 @@ def sizing(cluster: Cluster, a: argparse.Namespace) -> int:
             report.failure.message if report.failure else f"sizing ended in state {report.state}"
         )
     result, effective = report.result, report.effective
-    _print(a, lambda: show.waterfall(encode(result.memory)), encode(report))
+    table = Group(*(show.waterfall(rank) for rank in result.ranks))
+    _print(a, lambda: table, json.loads(report.dumps(version=1)))
     if a.output == "table":
         length = effective.max_model_len if effective else 0
         out.print(

@@ -11,12 +11,13 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvline_contract.memory import Memory
 from kvline_operator.advice import NOTHING, advise
 from kvline_operator.display import (
-    PARTS,
     changes,
     elapsed,
     measured,
+    memory,
     role,
     verdict,
     wanted,
@@ -67,7 +68,8 @@ def service(body: Object) -> RenderableType:
     parts: list[RenderableType] = [services([body], False)]
     capacity = status.get("capacity")
     if capacity:
-        parts += ["", waterfall(capacity["memory"])]
+        found = memory(status)
+        parts += ["", waterfall(found)] if found is not None else []
         parts.append(
             f"{capacity['bytesPerToken']} bytes per token, {capacity['source']} at "
             f"{capacity['measuredAt']}, validated in attempt {capacity['attempts']}"
@@ -93,15 +95,14 @@ def service(body: Object) -> RenderableType:
     return Group(*parts)
 
 
-def waterfall(memory: Object) -> Table:
+def waterfall(device: Memory) -> Table:
     """Parts of the memory as consecutive bars."""
-    made = table("MEMORY", "MIB", "", right=("MIB",))
-    total, at = memory["totalMiB"], 0
-    for part in PARTS:
-        mib = memory[f"{part}MiB"]
-        start, at = round(at * BAR / total), at + mib
-        end = max(round(at * BAR / total), start + (mib > 0))
-        made.add_row(part, number(mib), " " * start + "█" * (end - start))
+    made = table("MEMORY", "MIB", "", "", right=("MIB",))
+    total, at = device.total_mib, 0
+    for part in device.parts:
+        start, at = round(at * BAR / total), at + part.mib
+        end = max(round(at * BAR / total), start + (part.mib > 0))
+        made.add_row(part.name, number(part.mib), " " * start + "█" * (end - start), part.detail)
     made.add_row("total", number(total), "─" * BAR)
     return made
 

@@ -8,7 +8,8 @@ from datetime import datetime
 from typing import Any
 
 from kvline_contract.codec import ContractError, decode, document, dumps, encode, field, loads
-from kvline_contract.report import Memory, Provenance, SizingReport, Source
+from kvline_contract.memory import MemoryV1
+from kvline_contract.report import Provenance, SizingReport, Source
 from kvline_contract.times import FORMAT
 
 MAX_BYTES = 8192
@@ -28,13 +29,14 @@ class CapacityStatus:
     kv_tokens_total: int = field("kvTokensTotal")
     spread: Spread
     bytes_per_token: int
-    memory: Memory
+    memory: MemoryV1  # users and operators of version 1 read it
     attempts: int
     measured_at: str = field(limit=32)
     source: Source
     fingerprint: str = field(limit=64)
     provenance: Provenance | None = field(omit_none=True, default=None)
     full_length_sequences: int | None = field(omit_none=True, default=None)
+    cache_dtype: str | None = field(limit=16, omit_none=True, default=None)
     as_of: str | None = field(
         limit=32, omit_none=True, default=None
     )  # RFC 3339: when the last replica stopped serving
@@ -61,7 +63,7 @@ class CapacityStatus:
             kv_tokens_total=sum(tokens),
             spread=Spread(min(tokens), max(tokens)),
             bytes_per_token=result.bytes_per_token,
-            memory=result.memory,
+            memory=MemoryV1.of(result.memory),
             attempts=max([1, *(a.number for a in report.attempts)]),
             measured_at=result.measured_at,
             source=result.source,
@@ -70,6 +72,7 @@ class CapacityStatus:
             full_length_sequences=(
                 result.kv_tokens // max(1, effective.max_model_len) if effective else None
             ),
+            cache_dtype=result.cache_dtype,
         )
 
     @classmethod
@@ -105,4 +108,9 @@ def capacity(
     shown = now or kept
     if shown is None:
         return {}
-    return {**encode(shown), "serving": serving}
+    parts = encode(shown.memory.upgraded().parts)
+    return {
+        **encode(shown),
+        "memory": {**encode(shown.memory), "parts": parts},
+        "serving": serving,
+    }

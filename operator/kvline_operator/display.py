@@ -6,16 +6,24 @@ import json
 from datetime import datetime
 from typing import Any
 
+from kvline_contract.codec import decode
+from kvline_contract.memory import Memory, MemoryV1
 from kvline_operator.status_cache import RevisionEntry
 
 Object = dict[str, Any]
-PARTS = ("weights", "activations", "graphs", "kv", "headroom", "others")
 ROLES = ("stable", "candidate", "rejected")
 
 
 def wanted(spec: Object, status: Object) -> int:
     """Desired replicas: of the autoscaler, else of the spec."""
     return int(status.get("desiredReplicas") or spec.get("replicas", 1))
+
+
+def memory(status: Object) -> Memory | None:
+    """Memory by part in a status; None before a replica has served. An operator of an earlier
+    version has written no parts."""
+    found = (status.get("capacity") or {}).get("memory")
+    return decode(MemoryV1, found, strict=False).upgraded() if found else None
 
 
 def role(rollout: Object, revision: str) -> str:

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvline_operator.display import ROLES, wanted
+from kvline_operator.display import ROLES, memory, wanted
 from kvline_operator.kube import Kube
 from kvline_operator.status_cache import StatusCache, View
 from kvline_operator.workqueue import WorkQueue
@@ -113,8 +113,10 @@ def _budget(view: View) -> Values:
 
 
 def _memory(view: View) -> Values:
-    parts = _capacity(view).get("memory") or {}
-    return {key.removesuffix("MiB"): mib * MIB for key, mib in parts.items()}
+    found = memory(view.status)
+    if found is None:
+        return {}
+    return {"total": found.total_mib * MIB, **{p.name: p.mib * MIB for p in found.parts}}
 
 
 def _replicas(view: View) -> Values:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
+from kvline_contract.codec import ContractError
 from kvline_contract.launch import Record, Reuse
 from kvline_contract.names import (
     KIND,
@@ -184,7 +185,12 @@ def _image_outdated(spec: ServiceSpec, rollout_state: RolloutState, settings: Se
 
 def _records(spec: ServiceSpec, observed: Observed) -> dict[str, Record]:
     """The recorded sizes, with those that replicas have measured since."""
-    recorded = records.read(observed.config_map(records_name(spec.base)))
+    name = records_name(spec.base)
+    try:
+        recorded = records.read(observed.config_map(name))
+    except ContractError as error:
+        log.warning("%s/%s is measured and written anew: %s", spec.namespace, name, error)
+        recorded = {}
     return records.merge(recorded, [p.result for p in observed.pods if p.result is not None])
 
 

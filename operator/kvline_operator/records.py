@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from kvline_contract.codec import ContractError, dumps
+from kvline_contract.codec import dumps
 from kvline_contract.launch import MAX_RECORDS, VERSION, Record, Records, Reuse
 from kvline_contract.names import RECORDS_FILE
 from kvline_contract.report import Result, Source
@@ -19,14 +19,12 @@ DRIFT_PERCENT = 3
 
 
 def read(config_map: dict[str, Any] | None) -> dict[str, Record]:
-    """The stored records; none where the ConfigMap is unreadable: then it is written again."""
+    """The stored records. Raises ContractError where they cannot be read, such as those of another
+    version."""
     text = ((config_map or {}).get("data") or {}).get(RECORDS_FILE)
     if not isinstance(text, str):
         return {}
-    try:
-        return Records.parse(text).records
-    except ContractError:
-        return {}
+    return Records.parse(text).records
 
 
 def merge(kept: dict[str, Record], results: Iterable[Result]) -> dict[str, Record]:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvline_contract.codec import ContractError
-from kvline_contract.names import END_PRE_STOP_PATH, OPEN_GATE_PATH
-from kvline_contract.report import MAX_REPORT_BYTES, Load, SizingReport, State
+from kvline_contract.names import END_PRE_STOP_PATH, OPEN_GATE_PATH, SIZING_PATH
+from kvline_contract.report import MAX_REPORT_BYTES, REPORT_VERSION, Load, SizingReport, State
 
 T = TypeVar("T")
 SECONDS = 5.0
@@ -37,9 +37,11 @@ class Reading:
 
 
 def fetch(address: str, port: int, uid: str, seconds: float = SECONDS) -> Reading:
-    """One GET of /sizing; never longer than `seconds`, never more than the contract's bytes."""
+    """One GET of /sizing; never longer than `seconds`, never more than the contract's bytes. A
+    server that knows version 1 alone ignores which one is asked for."""
+    path = f"{SIZING_PATH}?version={REPORT_VERSION}"
     try:
-        raw = _get(address, port, "/sizing", time.monotonic() + seconds)
+        raw = _get(address, port, path, time.monotonic() + seconds)
         report = SizingReport.parse(raw)
     except Unreachable as error:
         return Reading(None, str(error))

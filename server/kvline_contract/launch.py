@@ -9,7 +9,8 @@ from __future__ import annotations
 from enum import StrEnum
 
 from kvline_contract.codec import ContractError, decode, document, dumps, field, loads
-from kvline_contract.report import MAX_GEMM_KERNELS, Memory, Result
+from kvline_contract.memory import MemoryV1
+from kvline_contract.report import MAX_GEMM_KERNELS, Result, check_version
 
 VERSION = 1
 MAX_RECORDS = 16  # fingerprints per service
@@ -109,8 +110,7 @@ class GateFile:
     @classmethod
     def parse(cls, text: str | bytes) -> GateFile:
         value = loads(text, 4096)
-        if value.get("version") != VERSION:
-            raise ContractError(f"version: gate version {VERSION} wanted")
+        check_version(value, "gate file", (VERSION,))
         return decode(cls, value, strict=False)
 
     def threshold(self, gpu: str = "") -> int:
@@ -129,7 +129,7 @@ class Record:
     free_mib: int = field("freeMiB")
     loop_ms: int
     measured_at: str = field(limit=32)
-    memory: Memory
+    memory: MemoryV1  # records of version 1 are read by every server and operator
     gemm_kernels: tuple[str, ...] = field(items=MAX_GEMM_KERNELS, limit=48, default=())
 
     @classmethod
@@ -139,7 +139,7 @@ class Record:
             free_mib=result.free_mib,
             loop_ms=result.loop_ms,
             measured_at=result.measured_at,
-            memory=result.memory,
+            memory=MemoryV1.of(result.memory),
             gemm_kernels=result.gemm_kernels,
         )
 
@@ -153,6 +153,5 @@ class Records:
     @classmethod
     def parse(cls, text: str | bytes) -> Records:
         value = loads(text, 64 * 1024)
-        if value.get("version") != VERSION:
-            raise ContractError(f"version: records version {VERSION} wanted")
+        check_version(value, "records", (VERSION,))
         return decode(cls, value, strict=False)

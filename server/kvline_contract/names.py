@@ -11,7 +11,7 @@ KIND = "InferenceService"
 PLURAL = "inferenceservices"
 # Raised with each field that an older definition would drop in silence; the title of the schema in
 # manifests/crd.yaml says it, so that an operator can tell an older one.
-CRD_SCHEMA = 1
+CRD_SCHEMA = 2
 CRD_TITLE = "kvline.dev schema "
 
 LABEL_SERVICE = "kvline.dev/service"  # base name of the service that owns the object
@@ -48,6 +48,7 @@ ANNOTATION_EXPIRED_POLICY = "kvline.dev/expired-policy"
 
 API_PORT = 8000  # /v1, in the Service
 INTERNAL_PORT = 8001  # probes, sizing, load, metrics; pod address only
+SIZING_PATH = "/sizing"  # GET ?version=: the newest report version that who asks reads
 # The preStop hook waits on the internal port until no new request is sent to the pod.
 PRE_STOP_PATH, PRE_STOP_SECONDS = "/prestop", 15
 END_PRE_STOP_PATH = "/prestop/end"  # POST: that wait serves nobody, another pod needs the GPU

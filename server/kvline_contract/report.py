@@ -1,19 +1,24 @@
 """What a pod reports: SizingReport, Termination, Load. Untrusted input to the operator.
 
 Reports of this version and of the one before are read, and their unknown keys ignored; for any
-other version the error names both.
+other version the error names both. A pod serves the version that the request names (`served`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from enum import StrEnum
 from typing import Any
+from urllib.parse import parse_qs
 
-from kvline_contract.codec import ContractError, decode, document, dumps, field, loads
+from kvline_contract.codec import ContractError, decode, document, dumps, encode, field, loads
+from kvline_contract.memory import HEADROOM, Memory, MemoryV1
 
-VERSION = 1
-READABLE_VERSIONS = (VERSION,)  # version 0 never shipped; the one before joins when there is a 2
+VERSION = 1  # of Termination and Load
+REPORT_VERSIONS = (1, 2)
+REPORT_VERSION = REPORT_VERSIONS[-1]
+MAX_RANKS = 8
 MAX_GEMM_KERNELS = 64
 MAX_REPORT_BYTES = 64 * 1024
 MAX_LOAD_BYTES = 4096
@@ -64,34 +69,6 @@ class Direction(StrEnum):
 
 
 @document
-class Memory:
-    """Use of the device's memory in MiB. The parts add up exactly to the total."""
-
-    total_mib: int = field("totalMiB")
-    weights_mib: int = field("weightsMiB")
-    activations_mib: int = field("activationsMiB")
-    graphs_mib: int = field("graphsMiB")
-    kv_mib: int = field("kvMiB")
-    headroom_mib: int = field("headroomMiB")
-    # The rest; negative when the parts, measured at different moments, overlap.
-    others_mib: int = field("othersMiB", low=-(2**31))
-
-    def __post_init__(self) -> None:
-        if sum(mib for _, mib in self.parts()) != self.total_mib:
-            raise ContractError("the MiB parts do not add up to totalMiB")
-
-    def parts(self) -> tuple[tuple[str, int], ...]:
-        return (
-            ("weights", self.weights_mib),
-            ("activations", self.activations_mib),
-            ("graphs", self.graphs_mib),
-            ("KV cache", self.kv_mib),
-            ("headroom", self.headroom_mib),
-            ("others", self.others_mib),
-        )
-
-
-@document
 class Attempt:
     """One validation at a final size; number 0 is the probe."""
 
@@ -128,7 +105,7 @@ class Termination:
     code: int = field(high=255)
     name: str = field(limit=64)
     message: str = field(limit=1024)
-    memory: Memory | None = field(omit_none=True, default=None)
+    memory: MemoryV1 | None = field(omit_none=True, default=None)
     binding: Binding | None = field(omit_none=True, default=None)
     largest_max_model_len: int | None = field(omit_none=True, default=None)
     knobs: tuple[Knob, ...] = field(items=8, default=())
@@ -141,13 +118,17 @@ class Termination:
         return decode(cls, value, strict=False)
 
     def dumps(self) -> str:
-        """At most MAX_TERMINATION_BYTES; the message is cut until the whole fits."""
-        message = self.message[:1024]
-        while True:
-            text = dumps(dataclasses.replace(self, message=message))
-            if len(text.encode()) <= MAX_TERMINATION_BYTES:
-                return text
-            message = message[: len(message) // 2]
+        """At most MAX_TERMINATION_BYTES; the message is cut until the whole fits, and last the
+        parts beyond those of version 1."""
+        short = dataclasses.replace(self, message=self.message[:1024])
+        while len(dumps(short).encode()) > MAX_TERMINATION_BYTES:
+            if not short.message and short.memory is not None:
+                short = dataclasses.replace(
+                    short, memory=dataclasses.replace(short.memory, parts=None)
+                )
+            message = short.message[: len(short.message) // 2]
+            short = dataclasses.replace(short, message=message)
+        return dumps(short)
 
 
 @document
@@ -175,9 +156,21 @@ class Result:
     loop_ms: int
     saved_ms: int
     measured_at: str = field(limit=32)
-    memory: Memory
+    ranks: tuple[Memory, ...] = field(items=MAX_RANKS)  # of each GPU; one on a CPU
     # The autotuner's choices on a GPU: rows, output width, input width, kernel number.
     gemm_kernels: tuple[str, ...] = field(items=MAX_GEMM_KERNELS, limit=48, default=())
+    # Such as bfloat16; servers of version 1 do not report it.
+    cache_dtype: str | None = field(limit=16, omit_none=True, default=None)
+
+    def __post_init__(self) -> None:
+        if not self.ranks:
+            raise ContractError("ranks: expected one or more")
+
+    @property
+    def memory(self) -> Memory:
+        """Of the rank that limits the budget, which is the smallest over ranks: the one with the
+        least left."""
+        return min(self.ranks, key=lambda rank: rank.mib(HEADROOM))
 
 
 @document
@@ -191,7 +184,8 @@ class Provenance:
 
 @document
 class SizingReport:
-    version: int
+    """As version 2 has it, whichever version was read."""
+
     pod_uid: str = field("podUID", limit=64)
     pod_name: str = field(limit=253)
     revision: str = field(limit=16)
@@ -214,11 +208,35 @@ class SizingReport:
     @classmethod
     def parse(cls, text: str | bytes) -> SizingReport:
         value = loads(text, MAX_REPORT_BYTES)
-        check_version(value, "report")
+        if check_version(value, "report", REPORT_VERSIONS) == 1:
+            _upgrade(value.get("result"))
         return decode(cls, value, strict=False)
 
-    def dumps(self) -> str:
-        return dumps(self)
+    def dumps(self, version: int = REPORT_VERSION) -> str:
+        """Version 1 has the memory of one rank; with more, its readers ignore `ranks`."""
+        value = {"version": version, **encode(self)}
+        check_version(value, "report", REPORT_VERSIONS)
+        if version == 1 and self.result is not None:
+            value["result"]["memory"] = encode(MemoryV1.of(self.result.memory))
+            if len(self.result.ranks) == 1:
+                del value["result"]["ranks"]
+        return dumps(value)
+
+
+def _upgrade(result: Any) -> None:
+    """A result of version 1, changed to one of version 2."""
+    if isinstance(result, dict) and "ranks" not in result and "memory" in result:
+        found = decode(MemoryV1, result["memory"], strict=False, path="result.memory")
+        result["ranks"] = [encode(found.upgraded())]
+
+
+def served(query: str) -> int:
+    """The report's version for a request with this query. `version` is the newest one that who asks
+    reads; operators from before version 2 do not send it. Raises ContractError for no number."""
+    asked = parse_qs(query, keep_blank_values=True).get("version", ["1"])[-1]
+    if not re.fullmatch("[1-9][0-9]{0,8}", asked):
+        raise ContractError(f"version: expected a number from 1, got {asked[:20]!r}")
+    return min(int(asked), REPORT_VERSION)
 
 
 @document
@@ -249,8 +267,9 @@ class Load:
         return decode(cls, value, strict=False)
 
 
-def check_version(value: dict[str, Any], what: str) -> None:
+def check_version(value: dict[str, Any], what: str, known: tuple[int, ...] = (VERSION,)) -> int:
     got = value.get("version")
-    if isinstance(got, bool) or got not in READABLE_VERSIONS:
-        known = ", ".join(map(str, READABLE_VERSIONS))
-        raise ContractError(f"version: {what} of version {got!r:.20}, this operator reads {known}")
+    if type(got) is not int or got not in known:
+        readable = " and ".join(map(str, known))
+        raise ContractError(f"version: {what} of version {got!r:.20}, {readable} can be read here")
+    return got

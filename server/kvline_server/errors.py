@@ -18,7 +18,8 @@ ServerError
 from __future__ import annotations
 
 from kvline_contract.exits import ExitCode, meaning
-from kvline_contract.report import VERSION, Attempt, Binding, Knob, Memory, Termination
+from kvline_contract.memory import Memory, MemoryV1
+from kvline_contract.report import VERSION, Attempt, Binding, Knob, Termination
 
 
 class ServerError(Exception):
@@ -99,7 +100,7 @@ class SizingError(ServerError):
             code=int(self.code),
             name=meaning(self.code).name,
             message=str(self)[:1024],
-            memory=self.memory,
+            memory=MemoryV1.of(self.memory) if self.memory is not None else None,
             binding=self.binding,
             largest_max_model_len=self.largest_max_model_len,
             knobs=self.knobs,

@@ -14,7 +14,8 @@ from rich.table import Table
 from kvline_contract.codec import ContractError
 from kvline_contract.exits import ExitCode
 from kvline_contract.launch import MAX_RECORDS, Record
-from kvline_contract.report import Memory, Result, SizingReport, State
+from kvline_contract.memory import Memory
+from kvline_contract.report import Result, SizingReport, State
 from kvline_server.errors import ConfigInvalid
 from kvline_server.parent.supervisor import Supervisor
 from kvline_server.sizing import record as records
@@ -44,9 +45,11 @@ def show(supervisor: Supervisor, as_json: bool, record: Path | None = None) -> i
     for warning in report.warnings:
         console.print(f"warning: {warning}", markup=False, style="yellow")
     if as_json:
-        sys.stdout.write(report.dumps() + "\n")
+        # Read by `kubectl kvline size`, which may be of an earlier version.
+        sys.stdout.write(report.dumps(version=1) + "\n")
     elif report.result is not None:
-        Console().print(waterfall(report.result.memory))
+        for rank in report.result.ranks:
+            Console().print(waterfall(rank))
         Console().print(summary(report, report.result))
     return code
 
@@ -76,14 +79,15 @@ def _follow(supervisor: Supervisor, console: Console, done: threading.Event) -> 
 
 def waterfall(memory: Memory) -> Table:
     """A waterfall chart: each part's bar begins where the one before ended."""
-    table = Table("part", "MiB", "", box=None, pad_edge=False)
+    table = Table("part", "MiB", "", "", box=None, pad_edge=False)
     table.columns[1].justify = "right"
     at = 0
-    for name, mib in memory.parts():
+    for part in memory.parts:
         start = round(at * BAR_WIDTH / memory.total_mib)
-        at += mib
+        at += part.mib
         end = max(round(at * BAR_WIDTH / memory.total_mib), start)
-        table.add_row(name, str(mib), " " * start + "█" * (end - start))
+        bar = " " * start + "█" * (end - start)
+        table.add_row(part.name, str(part.mib), bar, part.detail)
     table.add_row("total", str(memory.total_mib), "─" * BAR_WIDTH)
     return table
 

@@ -17,16 +17,18 @@ from paths import ROOT
 # The last commit whose operator knew no gate: manifests without a chart, no verdicts, no records of
 # what was accepted.
 COMMIT = "a7a536e77beb"
+# The last commit that knew version 1 of the sizing report alone.
+REPORT_1 = "ca5c733dd5c1"
 SCRIPT = (
     "import build, json; made = build.build(lambda _: None); "
     "print(json.dumps({i.component: i.name for i in made}))"
 )
 
 
-def unpack(folder: Path) -> bool:
+def unpack(folder: Path, commit: str = COMMIT) -> bool:
     """Its tree, in `folder`; false where this clone's history does not reach back to it."""
     packed = subprocess.run(
-        ["git", "archive", COMMIT], cwd=ROOT, capture_output=True, check=False
+        ["git", "archive", commit], cwd=ROOT, capture_output=True, check=False
     ).stdout
     if packed:
         with tarfile.open(fileobj=io.BytesIO(packed)) as tar:

@@ -16,7 +16,15 @@ from itertools import pairwise
 from typing import Any
 
 from kvline_contract.codec import ContractError
-from kvline_contract.report import MAX_LOAD_BYTES, MAX_REPORT_BYTES, Load, SizingReport, State
+from kvline_contract.names import SIZING_PATH
+from kvline_contract.report import (
+    MAX_LOAD_BYTES,
+    MAX_REPORT_BYTES,
+    REPORT_VERSION,
+    Load,
+    SizingReport,
+    State,
+)
 
 # A state may follow those that stand before it; ShrunkRetry leads back to Validating.
 AFTER = {
@@ -57,6 +65,7 @@ def check(base: str, seconds: float = 600, say: Callable[[str], None] = print) -
         _probes(base, report, seen)
         if report.state is State.VALIDATED:
             _load(base, seen)
+            _older(base, seen)
             break
         time.sleep(0.05)
     judge(seen)
@@ -110,7 +119,7 @@ def _judge_result(seen: Seen, report: SizingReport) -> None:
 
 
 def _sizing(base: str, seen: Seen) -> SizingReport | None:
-    status, body = _get(f"{base}/sizing")
+    status, body = _get(f"{base}{SIZING_PATH}?version={REPORT_VERSION}")
     seen.blame(status == 200, f"/sizing answered {status}; it is always 200")
     seen.blame(len(body) <= MAX_REPORT_BYTES, "the report is longer than the contract allows")
     if status != 200:
@@ -120,6 +129,16 @@ def _sizing(base: str, seen: Seen) -> SizingReport | None:
     except ContractError as error:
         seen.blame(False, f"/sizing: {error}")
         return None
+
+
+def _older(base: str, seen: Seen) -> None:
+    """Operators from before version 2 name no version, and read 1 alone."""
+    status, body = _get(f"{base}{SIZING_PATH}")
+    try:
+        good = status == 200 and json.loads(body)["version"] == 1
+    except (ValueError, KeyError, TypeError):
+        good = False
+    seen.blame(good, "/sizing is not of version 1 where the request names none")
 
 
 def _probes(base: str, report: SizingReport, seen: Seen) -> None:

@@ -26,8 +26,10 @@ from kvline_contract.names import (
     LABEL_REVISION,
     LABEL_SERVICE,
     MANAGED_BY,
+    SIZING_PATH,
     gate_name,
 )
+from kvline_contract.report import served
 
 READY = "conformance.kvline.dev/ready"
 EXIT = "conformance.kvline.dev/exit"
@@ -161,11 +163,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, pod: Pod) -> tuple[int, bytes]:
         done = pod.play.validated(pod.seconds)
-        if self.path == "/sizing":
+        path, _, query = self.path.partition("?")
+        if path == SIZING_PATH:
             if pod.play.name == "garbage":
                 return 200, b'{"version": 1, "state": "Happy"}'
             report = pod.play.report(pod.uid, pod.name, pod.revision, pod.seconds)
-            return 200, report.dumps().encode()
+            return 200, report.dumps(served(query)).encode()
         if self.path == "/load" and done:
             return 200, dumps(pod.play.load()).encode()
         if self.path in ("/startupz", "/readyz", "/livez"):

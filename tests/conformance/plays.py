@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvline_contract.exits import MEANINGS
+from kvline_contract.memory import MemoryV1
 from kvline_contract.report import (
     VERSION,
     Attempt,
     Effective,
     Load,
-    Memory,
     Outcome,
     Provenance,
     Result,
@@ -26,7 +26,7 @@ from kvline_contract.report import (
 
 TOKENS = 100_000
 WHEN = "2026-11-22T00:00:00Z"  # the same at each poll, as a real one's is
-MEMORY = Memory(81920, 15000, 3000, 500, 62820, 400, 200)
+MEMORY = MemoryV1(81920, 15000, 3000, 500, 62820, 400, 200).upgraded()
 EFFECTIVE = Effective(8192, 256, 8192, 20, 256, 16, 256)
 ORDER = (State.LOADING, State.AUTOTUNING, State.PROBING, State.STRESSING, State.VALIDATING)
 FAILURES = {m.name.lower(): code for code, m in MEANINGS.items() if code >= 20}
@@ -73,7 +73,6 @@ class Play:
         passed = states[:at]
         state = State.FAILED if failed else State.VALIDATED if validated else states[at]
         return SizingReport(
-            version=VERSION,
             pod_uid=uid,
             pod_name=pod,
             revision=revision,
@@ -104,7 +103,9 @@ class Play:
 
     def _result(self) -> Result:
         loop = round(1000 * self.step * len(self.states()))
-        return Result(self.tokens, 131072, Source.MEASURED, "f" * 32, 80000, loop, 0, WHEN, MEMORY)
+        return Result(
+            self.tokens, 131072, Source.MEASURED, "f" * 32, 80000, loop, 0, WHEN, (MEMORY,)
+        )
 
     def termination(self) -> Termination:
         code = self.exit_code or 0

@@ -20,13 +20,13 @@ from kvline_contract.launch import (
     Model,
     Records,
 )
+from kvline_contract.memory import MemoryV1
 from kvline_contract.report import (
     Attempt,
     Binding,
     Direction,
     Knob,
     Load,
-    Memory,
     Outcome,
     SizingReport,
     Stage,
@@ -71,9 +71,9 @@ launches = st.builds(
 
 
 @st.composite
-def memories(draw: st.DrawFn) -> Memory:
-    parts = draw(st.lists(st.integers(0, 10**6), min_size=6, max_size=6))
-    return Memory(sum(parts), *parts)
+def memories(draw: st.DrawFn) -> MemoryV1:
+    a, b, c, d, e, f = draw(st.lists(st.integers(0, 10**6), min_size=6, max_size=6))
+    return MemoryV1(a + b + c + d + e + f, a, b, c, d, e, f)
 
 
 attempts = st.builds(
@@ -99,7 +99,6 @@ terminations = st.builds(
 )
 reports = st.builds(
     SizingReport,
-    version=st.just(1),
     pod_uid=text,
     pod_name=text,
     revision=st.text(max_size=16),
@@ -152,18 +151,18 @@ def test_an_unknown_launch_key_is_refused_and_named() -> None:
 
 
 def test_an_unknown_report_key_is_ignored() -> None:
-    value = encode(example_report())
+    value = json.loads(example_report().dumps())
     value["somethingNew"] = {"a": 1}
     assert SizingReport.parse(json.dumps(value)) == example_report()
 
 
-@pytest.mark.parametrize("version", [0, 2, 99, None, True, "1"])
+@pytest.mark.parametrize("version", [0, 3, 99, None, True, "1"])
 def test_other_versions_are_refused_with_both_named(version: object) -> None:
-    value = encode(example_report())
+    value = json.loads(example_report().dumps())
     value["version"] = version
     with pytest.raises(ContractError, match="version") as error:
         SizingReport.parse(json.dumps(value))
-    assert "reads 1" in str(error.value)
+    assert repr(version) in str(error.value) and "1 and 2 can be read" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +179,7 @@ def test_other_versions_are_refused_with_both_named(version: object) -> None:
     ],
 )
 def test_a_broken_field_is_named(change: dict[str, object], named: str) -> None:
-    value = encode(example_report()) | change
+    value = json.loads(example_report().dumps()) | change
     with pytest.raises(ContractError, match=named):
         SizingReport.parse(json.dumps(value))
 
@@ -197,11 +196,6 @@ def test_what_is_not_a_json_object_is_refused(raw: bytes) -> None:
 def test_a_long_document_is_refused_before_it_is_parsed() -> None:
     with pytest.raises(ContractError, match="at most 65536"):
         SizingReport.parse(b"{" + b" " * 70000 + b"}")
-
-
-def test_memory_parts_must_add_up() -> None:
-    with pytest.raises(ContractError, match="add up"):
-        Memory(100, 10, 10, 10, 10, 10, 10)
 
 
 def test_a_relative_model_path_is_refused() -> None:
@@ -246,7 +240,7 @@ def test_records_and_load_are_read_by_key() -> None:
         "freeMiB": 1,
         "loopMs": 5,
         "measuredAt": "t",
-        "memory": encode(Memory(6, 1, 1, 1, 1, 1, 1)),
+        "memory": encode(MemoryV1(6, 1, 1, 1, 1, 1, 1)),
     }
     text = json.dumps({"version": 1, "reuse": "Auto", "records": {"ab": record}})
     assert Records.parse(text).records["ab"].kv_tokens == 10
@@ -274,4 +268,4 @@ def example_launch() -> LaunchConfig:
 
 
 def example_report() -> SizingReport:
-    return SizingReport(1, "uid", "pod", "abcde", 3, State.PROBING, "t0", "t1")
+    return SizingReport("uid", "pod", "abcde", 3, State.PROBING, "t0", "t1")

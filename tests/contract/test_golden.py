@@ -18,6 +18,7 @@ def test_version_1_report() -> None:
     assert report.result.kv_tokens == 19280
     assert report.result.memory.total_mib == 2048
     assert [a.number for a in report.attempts] == [0, 1]
+    assert report.result.memory.mib("kv-cache") == 847
 
 
 def test_version_1_launch_file() -> None:

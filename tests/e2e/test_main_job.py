@@ -40,6 +40,7 @@ def test_apply_becomes_a_validated_budget_that_serves_and_scales(space: Any, clu
     assert capacity["kvTokens"] > 10_000
     assert capacity["fullLengthSequences"] == capacity["kvTokens"] // 8192
     memory = dict(capacity["memory"])
+    assert sum(part["mib"] for part in memory.pop("parts")) == memory["totalMiB"]
     assert memory.pop("totalMiB") == 2048 == sum(memory.values())
     assert memory["headroomMiB"] <= 32 + 64  # idle after validation
 

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -30,24 +30,27 @@ from api import Api
 
 from kvline_contract.codec import dumps
 from kvline_contract.launch import GateFile
+from kvline_contract.memory import Memory, MemoryV1
 from kvline_contract.names import (
     GATE_FILE,
     LABEL_PREPARES,
     LABEL_REVISION,
     LABEL_SERVICE,
     OPEN_GATE_PATH,
+    SIZING_PATH,
     gate_name,
 )
 from kvline_contract.report import (
+    REPORT_VERSION,
     Attempt,
     Effective,
     Load,
-    Memory,
     Outcome,
     Result,
     SizingReport,
     Source,
     State,
+    served,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -196,14 +199,18 @@ def eventually(check: Callable[[], Any], seconds: float = 30) -> Any:
         time.sleep(0.1)
 
 
-def sizing_report(uid: str, state: State, tokens: int = 4096) -> SizingReport:
+RANKS = (MemoryV1(100, 20, 10, 0, 50, 10, 10).upgraded(),)
+
+
+def sizing_report(
+    uid: str, state: State, tokens: int = 4096, ranks: tuple[Memory, ...] = RANKS
+) -> SizingReport:
     result = None
     if state is State.VALIDATED:
-        memory = Memory(100, 20, 10, 0, 50, 10, 10)
-        result = Result(tokens, 512, Source.MEASURED, "f" * 32, 90, 6000, 0, "t", memory)
+        result = Result(tokens, 512, Source.MEASURED, "f" * 32, 90, 6000, 0, "t", ranks)
     attempt = Attempt(1, tokens, Outcome.SURVIVED if result else Outcome.RUNNING, None)
     effective = Effective(1024, 4, 512, 20, 128, 16, 64)
-    return SizingReport(1, uid, "p", "r", 1, state, "t", "t", effective, (), (attempt,), result)
+    return SizingReport(uid, "p", "r", 1, state, "t", "t", effective, (), (attempt,), result)
 
 
 def worker() -> int:
@@ -222,7 +229,11 @@ class Node:
 
     def __init__(self, space: Space) -> None:
         self.space = space
-        self.answers: dict[str, bytes] = {}  # address -> body of /sizing
+        # By address: the body of /sizing in the version that is asked for.
+        self.answers: dict[str, Callable[[int], bytes]] = {}
+        self.newest = REPORT_VERSION  # of a report, that the pods' image knows
+        self.served: set[int] = set()  # versions of reports that were served
+        self.ranks = RANKS  # of every replica
         self.addresses: dict[str, str] = {}  # pod uid -> address
         self.was_ready: set[str] = set()  # pod uids
         self.considered: set[str] = set()  # uids of pods that the scheduler has considered
@@ -235,8 +246,13 @@ class Node:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                body = node.answers.get(self.connection.getsockname()[0], b"")
-                if self.path == "/load":
+                body, (path, _, query) = b"", self.path.partition("?")
+                answer = node.answers.get(self.connection.getsockname()[0])
+                if path == SIZING_PATH and answer is not None:
+                    version = min(served(query), node.newest)
+                    node.served.add(version)
+                    body = answer(version)
+                elif path == "/load":
                     body = dumps(node.load).encode() if node.load is not None else b""
                 with suppress(ConnectionError):  # an operator that was killed reads no more
                     self.send_response(200 if body else 503)
@@ -291,10 +307,16 @@ class Node:
                 continue
             uid = pod["metadata"]["uid"]
             address = self._address(uid)
-            report = sizing_report(uid, state, tokens)
-            self.answers[address] = report.dumps().encode() if raw is None else raw
+            self.answers[address] = partial(self._report, uid, state, tokens, raw)
             now = state is State.VALIDATED and self._may(pod, tokens) if ready is None else ready
             self.status(pod, address, now)
+
+    def _report(
+        self, uid: str, state: State, tokens: int, raw: bytes | None, version: int
+    ) -> bytes:
+        if raw is not None:
+            return raw
+        return sizing_report(uid, state, tokens, self.ranks).dumps(version).encode()
 
     def jobs(self) -> list[dict[str, Any]]:
         """Pods of Jobs that have not ended."""

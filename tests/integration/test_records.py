@@ -47,17 +47,26 @@ def test_a_replica_that_measures_less_is_reported_with_both_figures(
     assert "Drifted" in {e["reason"] for e in space.list("events")}
 
 
-def test_a_damaged_record_is_written_anew(
-    space: Any, operator: Any, node: Any, until: Callable[..., Any]
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("nonsense", "not a JSON document"),
+        ('{"version": 9, "records": {}}', "records of version 9"),
+    ],
+)
+def test_a_damaged_record_is_written_anew_and_named(
+    space: Any, operator: Any, node: Any, until: Callable[..., Any], text: str, named: str
 ) -> None:
     serve(space, node)
     until(lambda: kept(space))
-    broken = json.dumps({"data": {"records.json": "nonsense"}})
+    broken = json.dumps({"data": {"records.json": text}})
     space.kubectl("patch", "configmap", "chat-records", "--type=merge", "-p", broken)
 
     def whole() -> bool:
         found = space.get("configmap", "chat-records")
-        return found is not None and found["data"]["records.json"].startswith("{")
+        return found is not None and found["data"]["records.json"] != text
 
     until(whole)
     assert kept(space)["records"]["f" * 32]["kvTokens"] == 4096
+    assert "chat-records is measured and written anew: " in (log := operator.log.read_text())
+    assert named in log

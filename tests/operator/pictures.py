@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from kvline_contract.codec import encode
+from kvline_contract.memory import MemoryV1
 from kvline_contract.report import (
     Attempt,
     Effective,
-    Memory,
     Outcome,
     Result,
     SizingReport,
@@ -22,7 +23,7 @@ from kvline_operator.sizing import Reading
 from kvline_operator.status_cache import RevisionEntry, StatusCache, View
 from kvline_operator.workqueue import Key
 
-MEMORY = Memory(2048, 513, 104, 0, 861, 128, 442)
+MEMORY = MemoryV1(2048, 513, 104, 0, 861, 128, 442)
 INPUTS = {"model": {"source": "pvc://models/smollm2"}, "resources": {"memory": "2Gi"}}
 LOSS = "measured 8528 KV tokens, 18408 are required (95 % of 19376): 9880 short"
 
@@ -34,11 +35,18 @@ def condition(kind: str, status: str, reason: str, message: str = "") -> dict[st
 def report(state: State, tokens: int) -> SizingReport:
     done = state is State.VALIDATED
     result = Result(
-        tokens, 46080, Source.MEASURED, "f" * 32, 1500, 16000, 0, "2026-11-22T00:00:00Z", MEMORY
+        tokens,
+        46080,
+        Source.MEASURED,
+        "f" * 32,
+        1500,
+        16000,
+        0,
+        "2026-11-22T00:00:00Z",
+        (MEMORY.upgraded(),),
     )
     names = (("load", 1300), ("probe", 300), ("stress", 4300), ("map", 600), ("validate", 5200))
     return SizingReport(
-        1,
         "u",
         "p",
         "r",
@@ -78,15 +86,7 @@ def rolled_back(name: str = "smollm2", message: str = LOSS) -> View:
             "attempts": 1,
             "measuredAt": "2026-11-22T00:00:00Z",
             "source": "Measured",
-            "memory": {
-                "totalMiB": 2048,
-                "weightsMiB": 513,
-                "activationsMiB": 104,
-                "graphsMiB": 0,
-                "kvMiB": 861,
-                "headroomMiB": 128,
-                "othersMiB": 442,
-            },
+            "memory": encode(MEMORY),
         },
         "rollout": {
             "stableRevision": "9xqtt",

@@ -9,13 +9,13 @@ import pytest
 
 from kvline_contract.exits import MEANINGS
 from kvline_contract.launch import Record
+from kvline_contract.memory import MemoryV1
 from kvline_contract.report import (
     Attempt,
     Binding,
     Direction,
     Effective,
     Knob,
-    Memory,
     Outcome,
     Result,
     SizingReport,
@@ -70,11 +70,11 @@ PLAIN = PodView(
 def report(state: State, tokens: int = 4096, attempts: int = 1) -> SizingReport:
     result = None
     if state is State.VALIDATED:
-        memory = Memory(100, 20, 10, 0, 50, 10, 10)
-        result = Result(tokens, 512, Source.MEASURED, "f" * 32, 90, 6000, 0, "t", memory)
+        memory = MemoryV1(100, 20, 10, 0, 50, 10, 10).upgraded()
+        result = Result(tokens, 512, Source.MEASURED, "f" * 32, 90, 6000, 0, "t", (memory,))
     made = tuple(Attempt(n, tokens, Outcome.SURVIVED, 5) for n in range(attempts + 1))
     effective = Effective(1024, 4, 512, 20, 128, 16, 64)
-    return SizingReport(1, "u1", "p", "aaaaa", 1, state, "t", "t", effective, (), made, result)
+    return SizingReport("u1", "p", "aaaaa", 1, state, "t", "t", effective, (), made, result)
 
 
 def ready_pod(tokens: int = 4096, name: str = "chat-aaaaa-1", **more: Any) -> PodView:

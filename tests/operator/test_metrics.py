@@ -15,7 +15,9 @@ import yaml
 from kubernetes import client
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvline_contract.report import Memory, Result, SizingReport, Source, State
+from kvline_contract.codec import encode
+from kvline_contract.memory import Memory, MemoryV1, Part
+from kvline_contract.report import Result, SizingReport, Source, State
 from kvline_operator.kube import Kube
 from kvline_operator.metrics import Metrics
 from kvline_operator.status_cache import StatusCache, View
@@ -24,6 +26,7 @@ from kvline_server.messages import Beat, EdgeBeat
 from kvline_server.parent.metrics import render
 
 ROOT = Path(__file__).resolve().parents[2]
+MEMORY = MemoryV1.of(Memory(22, (Part("weights", 5), Part("kv-cache", 15), Part("experts", 2))))
 STATUS: dict[str, Any] = {
     "replicas": 3,
     "readyReplicas": 2,
@@ -34,7 +37,7 @@ STATUS: dict[str, Any] = {
         "spread": {"min": 100, "max": 130},
         "fullLengthSequences": 3,
         "attempts": 2,
-        "memory": {"totalMiB": 20, "weightsMiB": 5, "kvMiB": 15},
+        "memory": encode(MEMORY),
     },
     "rollout": {
         "stableRevision": "aaaaa",
@@ -70,9 +73,9 @@ def operator() -> str:
 
 
 def server() -> str:
-    memory = Memory(100, 20, 10, 0, 50, 10, 10)
-    result = Result(4096, 512, Source.MEASURED, "f", 90, 6000, 0, "t", memory)
-    report = SizingReport(1, "u", "p", "r", 1, State.VALIDATED, "t", "t", result=result)
+    memory = MemoryV1(100, 20, 10, 0, 50, 10, 10).upgraded()
+    result = Result(4096, 512, Source.MEASURED, "f", 90, 6000, 0, "t", (memory,))
+    report = SizingReport("u", "p", "r", 1, State.VALIDATED, "t", "t", result=result)
     return render(report, Beat(False, 1), EdgeBeat(True, 0), 1).decode()
 
 
@@ -94,7 +97,9 @@ def test_a_service_s_figures_are_those_of_its_status() -> None:
 
     assert value("budget_tokens", "figure=min") == 100
     assert value("budget_tokens", "figure=sum") == 230
-    assert value("memory_bytes", "part=kv") == 15 << 20
+    assert value("memory_bytes", "part=kv-cache") == 15 << 20
+    assert value("memory_bytes", "part=experts") == 2 << 20
+    assert value("memory_bytes", "part=total") == 22 << 20
     assert value("replicas", "state=wanted") == 4  # desiredReplicas, not spec.replicas
     assert value("gate_tokens", "figure=required") == 95
     assert value("image_outdated") == 1

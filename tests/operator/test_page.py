@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
+from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -16,8 +17,11 @@ import itertools
 
 from pictures import board, rolled_back
 
+from kvline_contract.codec import encode
+from kvline_contract.memory import FIGURES, Memory, MemoryV1, Part
 from kvline_contract.report import State
-from kvline_operator.display import PARTS
+from kvline_kubectl import show
+from kvline_operator.display import memory
 from kvline_operator.page.app import make
 from kvline_operator.page.view_model import WIDTH, age, line, moment, waterfall
 from kvline_operator.status_cache import StatusCache
@@ -87,13 +91,33 @@ def test_what_a_message_holds_is_text() -> None:
 
 
 def test_the_waterfall_s_bars_follow_each_other() -> None:
-    memory = rolled_back().status["capacity"]["memory"]
-    bars = waterfall(memory)
-    assert [b.name for b in bars] == list(PARTS)
+    bars = waterfall(memory(rolled_back().status))
+    assert [b.name for b in bars] == list(FIGURES)
     assert bars[0].x == 0 and bars[-1].x + bars[-1].width == WIDTH
     for left, right in itertools.pairwise(bars):
         assert abs(left.x + left.width - right.x) <= 2
     assert waterfall(None) == ()
+
+
+def test_a_part_that_no_reader_knows_is_shown_everywhere() -> None:
+    view = rolled_back()
+    parts = (Part("kv-cache", 2000), Part("experts", 40, "of 8"), Part("others", 8))
+    view.status["capacity"]["memory"] = encode(MemoryV1.of(Memory(2048, parts)))
+    shown = StatusCache()
+    shown.put(view)
+    story = page("/services/team/smollm2", shown)
+    assert "experts <small>of 8</small>" in story and "<b>40 <small>MiB</small></b>" in story
+    assert re.findall(r'<li><i class="dot part part-([a-z-]+)', page("/", shown)) == [
+        "kv-cache",
+        "experts",
+        "others",
+    ]
+    found = memory(view.status)
+    assert found is not None
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(show.waterfall(found))
+    assert re.search(r"experts +40 +█ +of 8", captured.get())
 
 
 def test_words_for_times_and_states() -> None:

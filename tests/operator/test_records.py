@@ -10,16 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvline_contract.codec import ContractError
 from kvline_contract.launch import MAX_RECORDS, Records, Reuse
+from kvline_contract.memory import MemoryV1
 from kvline_contract.names import RECORDS_FILE
-from kvline_contract.report import Memory, Result, Source
+from kvline_contract.report import Result, Source
 from kvline_operator import records
 
-MEMORY = Memory(100, 20, 10, 0, 50, 10, 10)
+MEMORY = MemoryV1(100, 20, 10, 0, 50, 10, 10).upgraded()
 
 
 def result(tokens: int = 4096, print: str = "f" * 32, **more: Any) -> Result:
-    base = Result(tokens, 512, Source.MEASURED, print, 90, 6000, 0, "2026-11-21T10:00:00Z", MEMORY)
+    base = Result(
+        tokens, 512, Source.MEASURED, print, 90, 6000, 0, "2026-11-21T10:00:00Z", (MEMORY,)
+    )
     return replace(base, **more)
 
 
@@ -73,11 +77,21 @@ def test_at_most_sixteen_and_the_same_bytes_in_any_order(found: list[tuple[int, 
     [
         None,
         {},
-        {RECORDS_FILE: "nonsense"},
-        {RECORDS_FILE: json.dumps({"version": 9, "reuse": "Auto", "records": {}})},
-        {RECORDS_FILE: json.dumps({"version": 1, "reuse": "Auto", "records": {"f": {}}})},
-        {RECORDS_FILE: "[" * 70_000},
     ],
 )
-def test_a_damaged_file_counts_as_empty(data: dict[str, str] | None) -> None:
+def test_without_a_file_there_are_no_records(data: dict[str, str] | None) -> None:
     assert records.read(None if data is None else {"data": data}) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("nonsense", "not a JSON document"),
+        (json.dumps({"version": 9, "reuse": "Auto", "records": {}}), "records of version 9"),
+        (json.dumps({"version": 1, "reuse": "Auto", "records": {"f": {}}}), "kvTokens: missing"),
+        ("[" * 70_000, "at most 65536"),
+    ],
+)
+def test_a_file_that_cannot_be_read_says_why(text: str, named: str) -> None:
+    with pytest.raises(ContractError, match=named):
+        records.read({"data": {RECORDS_FILE: text}})

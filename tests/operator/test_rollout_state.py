@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from kvline_contract.memory import MemoryV1
 from kvline_contract.names import LABEL_REVISION
-from kvline_contract.report import Memory, Result, SizingReport, Source, State
+from kvline_contract.report import Result, SizingReport, Source, State
 from kvline_operator import render, revision_state
 from kvline_operator.gate import GateResult, Verdict
 from kvline_operator.observe import Observed, PodView, view
@@ -123,10 +124,10 @@ def test_a_promotion_that_expired_can_be_given_again() -> None:
 
 def pod(revision: str, state: State = State.VALIDATED, ready: bool = False) -> PodView:
     """A running pod with its report."""
-    memory = Memory(100, 20, 10, 0, 50, 10, 10)
-    result = Result(4096, 512, Source.MEASURED, "f" * 32, 90, 6000, 0, "t", memory)
+    memory = MemoryV1(100, 20, 10, 0, 50, 10, 10).upgraded()
+    result = Result(4096, 512, Source.MEASURED, "f" * 32, 90, 6000, 0, "t", (memory,))
     validated = result if state is State.VALIDATED else None
-    report = SizingReport(1, revision, "p", "r", 1, state, "t", "t", result=validated)
+    report = SizingReport(revision, "p", "r", 1, state, "t", "t", result=validated)
     running = {"name": "server", "state": {"running": {}}}
     conditions = [{"type": "Ready", "status": str(ready)}]
     return view(

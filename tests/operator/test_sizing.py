@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 
+from kvline_contract.memory import MemoryV1
 from kvline_contract.report import (
-    Memory,
     Result,
     SizingReport,
     Source,
@@ -20,16 +20,20 @@ from kvline_contract.report import (
 )
 from kvline_operator.sizing import Reports, fetch
 
-GOOD = SizingReport(1, "uid", "pod", "abcde", 3, State.PROBING, "t0", "t1")
+GOOD = SizingReport("uid", "pod", "abcde", 3, State.PROBING, "t0", "t1")
 VALIDATED = replace(
     GOOD,
     state=State.VALIDATED,
-    result=Result(4096, 10, Source.MEASURED, "f", 5, 6, 0, "t", Memory(6, 1, 1, 1, 1, 1, 1)),
+    result=Result(
+        4096, 10, Source.MEASURED, "f", 5, 6, 0, "t", (MemoryV1(6, 1, 1, 1, 1, 1, 1).upgraded(),)
+    ),
 )
 
 
 @contextmanager
-def answering(answer: Callable[[socket.socket], None]) -> Iterator[int]:
+def answering(
+    answer: Callable[[socket.socket], None], seen: Callable[[bytes], None] = lambda head: None
+) -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -39,7 +43,7 @@ def answering(answer: Callable[[socket.socket], None]) -> Iterator[int]:
                 except OSError:
                     return
                 with connection:
-                    connection.recv(4096)
+                    seen(connection.recv(4096))
                     try:
                         answer(connection)
                     except OSError:
@@ -72,6 +76,18 @@ def test_a_report_is_read() -> None:
         assert fetch("127.0.0.1", port, "uid").report == GOOD
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_report_is_asked_for_in_this_version_and_read_in_both(version: int) -> None:
+    asked: list[bytes] = []
+
+    def answer(connection: socket.socket) -> None:
+        body(VALIDATED.dumps(version))(connection)
+
+    with answering(answer, asked.append) as port:
+        assert fetch("127.0.0.1", port, "uid").report == VALIDATED
+    assert [head.split(b"\r\n")[0] for head in asked] == [b"GET /sizing?version=2 HTTP/1.0"]
+
+
 BAD = {
     "10 MB": body(b" " * 10_000_000),
     "endless": endless,
@@ -79,7 +95,7 @@ BAD = {
     "NaN": body(GOOD.dumps().replace('"sequence":3', '"sequence":NaN')),
     "negative": body(GOOD.dumps().replace('"sequence":3', '"sequence":-3')),
     "float": body(GOOD.dumps().replace('"sequence":3', '"sequence":3.5')),
-    "other version": body(GOOD.dumps().replace('"version":1', '"version":9')),
+    "other version": body(GOOD.dumps().replace('"version":2', '"version":9')),
     "other pod": body(GOOD.dumps().replace('"podUID":"uid"', '"podUID":"other"')),
     "not found": body(GOOD.dumps(), "404 Not Found"),
     "no HTTP": lambda s: s.sendall(b"hello"),
@@ -99,6 +115,7 @@ def test_a_bad_answer_is_invalid_and_says_why(name: str) -> None:
         assert reading.report is None
         assert reading.invalid
         assert 0 < len(reading.error) < 300
+        assert name != "other version" or "version 9, 1 and 2 can be read" in reading.error
 
 
 @pytest.mark.fault("F38", shows="an answer that drips ends within its time")

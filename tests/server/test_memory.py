@@ -20,7 +20,8 @@ from servers import launch_config
 
 from kvline_contract.codec import encode
 from kvline_contract.launch import Device, EngineOptions
-from kvline_contract.report import Memory, Outcome
+from kvline_contract.memory import MemoryV1
+from kvline_contract.report import Outcome
 from kvline_server.errors import ConfigInvalid, DeviceFailure
 from kvline_server.memory import device as devices
 from kvline_server.memory.arena import HostArena
@@ -304,7 +305,7 @@ def test_a_record_is_used_only_where_as_much_is_free(tmp_path: Path) -> None:
         "freeMiB": 100,
         "loopMs": 9,
         "measuredAt": "t",
-        "memory": encode(Memory(6, 1, 1, 1, 1, 1, 1)),
+        "memory": encode(MemoryV1(6, 1, 1, 1, 1, 1, 1)),
     }
     path, own = tmp_path / "records.json", tmp_path / "own"
     path.write_text(json.dumps({"version": 1, "reuse": "Auto", "records": {print_: record}}))

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated import BYTES_PER_TOKEN, SETTINGS, Killed, Machine, Notes
 
+from kvline_contract.memory import GRAPHS, KV_CACHE, WEIGHTS
 from kvline_contract.report import Binding, Outcome, Result, Source, State
 from kvline_server.errors import ContextDoesNotFit, DeviceOutOfMemory, OutOfMemory
 from kvline_server.memory.device import MIB
@@ -40,7 +41,7 @@ class Start:
 
     def run(self) -> Result:
         made = self.machine
-        loaded = Loaded(made, 1000, BYTES_PER_TOKEN, made.weights, FINGERPRINT)
+        loaded = Loaded(made, 1000, BYTES_PER_TOKEN, made.weights, FINGERPRINT, "bfloat16")
         return ProfileLoop(
             device=made,
             settings=self.wanted,
@@ -73,15 +74,16 @@ def test_all_that_is_left_becomes_cache_but_the_headroom(tmp_path: Path) -> None
         State.VALIDATING,
     ]
     memory = result.memory
-    parts = (memory.weights_mib, memory.activations_mib, memory.kv_mib, memory.headroom_mib)
-    assert sum(parts) + memory.graphs_mib + memory.others_mib == memory.total_mib == 256
+    assert sum(part.mib for part in memory.parts) == memory.total_mib == 256
+    assert memory.mib(KV_CACHE) == made.nbytes // MIB and memory.mib(WEIGHTS) == 100
+    assert result.cache_dtype == "bfloat16"
     assert not (tmp_path / "attempts.json").exists()
 
 
 def test_what_a_capture_leaves_in_the_allocator_s_cache_is_not_the_graphs(tmp_path: Path) -> None:
     """On an H200 802 of 2,166 MiB: half of what smaller graphs freed appeared as others."""
     memory = Start(machine(graphs=20 * MIB, gpu=True), tmp_path).run().memory
-    assert memory.graphs_mib == 20
+    assert memory.mib(GRAPHS) == 20
 
 
 def test_kernels_are_tried_before_any_cache_is_mapped(tmp_path: Path) -> None:
@@ -174,7 +176,7 @@ def shared(folder: Path, leaves: bool) -> tuple[ProfileLoop, list[float], Notes]
     loop = ProfileLoop(
         device=made,
         settings=replace(SETTINGS, max_model_len=40_000, model_max_len=40_000),
-        loaded=Loaded(made, 1000, BYTES_PER_TOKEN, made.weights, FINGERPRINT),
+        loaded=Loaded(made, 1000, BYTES_PER_TOKEN, made.weights, FINGERPRINT, "bfloat16"),
         reporter=notes,
         store=AttemptStore(folder / "attempts.json"),
         record_file=None,

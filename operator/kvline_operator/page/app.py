@@ -59,7 +59,8 @@ def make(cache: StatusCache, now: Callable[[], datetime] = lambda: datetime.now(
     def services() -> HTMLResponse:
         views = cache.all()
         lines = [view_model.line(view) for view in views]
-        return page("services.html", lines=lines, total=view_model.totals(views))
+        parts = dict.fromkeys(bar.name for line in lines for bar in line.memory)
+        return page("services.html", lines=lines, total=view_model.totals(views), parts=parts)
 
     @app.get("/services/{namespace}/{name}")
     def service(namespace: str, name: str) -> HTMLResponse:

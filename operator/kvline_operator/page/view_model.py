@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from kvline_contract.memory import Memory
 from kvline_contract.report import SizingReport
 from kvline_operator.advice import NOTHING, advise
 from kvline_operator.display import (
-    PARTS,
     changes,
     elapsed,
     measured,
+    memory,
     role,
     verdict,
     wanted,
@@ -35,6 +36,7 @@ class Bar:
     x: int
     width: int
     text: str = ""
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,7 @@ def line(view: View) -> Line:
         wanted=wanted(view.spec, status),
         tokens=capacity.get("kvTokens", 0),
         total=capacity.get("kvTokensTotal", 0),
-        memory=waterfall(capacity.get("memory")),
+        memory=waterfall(memory(status)),
         revision=rollout.get("stableRevision", ""),
         note=_note(status),
     )
@@ -169,15 +171,15 @@ def totals(views: list[View]) -> Totals:
 def service(view: View, now: datetime) -> Service:
     status = view.status
     capacity = status.get("capacity") or {}
-    memory = capacity.get("memory")
+    found = memory(status)
     return Service(
         line=line(view),
         message=condition_of(status, "Ready").get("message", ""),
         url=status.get("url", ""),
         source=(view.spec.get("model") or {}).get("source", ""),
         capacity=capacity,
-        memory=waterfall(memory),
-        total_mib=memory["totalMiB"] if memory else 0,
+        memory=waterfall(found),
+        total_mib=found.total_mib if found is not None else 0,
         conditions=tuple(_condition_row(c) for c in plain(status)),
         replicas=replicas(view),
         gate=gate((status.get("rollout") or {}).get("gate")),
@@ -185,16 +187,15 @@ def service(view: View, now: datetime) -> Service:
     )
 
 
-def waterfall(memory: Object | None) -> tuple[Bar, ...]:
+def waterfall(device: Memory | None) -> tuple[Bar, ...]:
     """Parts of the memory as consecutive bars."""
-    if not memory:
+    if device is None:
         return ()
-    total, at, out = max(1, memory["totalMiB"]), 0, []
-    for part in PARTS:
-        mib = memory[f"{part}MiB"]
-        start, at = round(at * WIDTH / total), at + mib
-        width = round(at * WIDTH / total) - start
-        out.append(Bar(part, start, max(width, 2 if mib else 0), f"{mib:,}"))
+    total, at, out = max(1, device.total_mib), 0, []
+    for part in device.parts:
+        start, at = round(at * WIDTH / total), at + part.mib
+        width = max(round(at * WIDTH / total) - start, 2 if part.mib else 0)
+        out.append(Bar(part.name, start, width, f"{part.mib:,}", part.detail or ""))
     return tuple(out)
 
 

@@ -11,8 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Protocol
 
 from kvline_contract import names
-from kvline_contract.codec import dumps
-from kvline_contract.report import Load, SizingReport
+from kvline_contract.codec import ContractError, dumps
+from kvline_contract.report import Load, SizingReport, served
 
 
 class Health(Protocol):
@@ -61,7 +61,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         health = self.server.health
-        path = self.path.partition("?")[0]
+        path, _, query = self.path.partition("?")
         if path == "/startupz":
             self._probe(health.not_started())
         elif path == "/readyz":
@@ -71,8 +71,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == names.PRE_STOP_PATH:
             health.wait_to_leave()  # the kubelet sends SIGTERM after the answer
             self._probe(None)
-        elif path == "/sizing":
-            self._send(200, health.report().dumps().encode())
+        elif path == names.SIZING_PATH:
+            self._report(query)
         elif path == "/load":
             load = health.load()
             if load is None:
@@ -94,6 +94,14 @@ class _Handler(BaseHTTPRequestHandler):
             self._probe(health.open_gate(query.removeprefix("uid=")))
         else:
             self._send(404, b'{"reason":"NoSuchRoute"}')
+
+    def _report(self, query: str) -> None:
+        try:
+            version = served(query)
+        except ContractError as error:
+            self._send(400, json.dumps({"reason": str(error)}).encode())
+        else:
+            self._send(200, self.server.health.report().dumps(version).encode())
 
     def _probe(self, reason: str | None) -> None:
         status = 200 if reason is None else 503

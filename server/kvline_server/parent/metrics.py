@@ -78,9 +78,12 @@ class _Snapshot(Collector):
 
 def _sizes(result: Result) -> Iterator[Metric]:
     yield _gauge("kv_budget_tokens", "Validated KV budget", result.kv_tokens)
-    memory = GaugeMetricFamily("kvline_memory_bytes", "Memory by part", labels=["part"])
-    for name, mib in result.memory.parts():
-        memory.add_metric([name.replace(" ", "_")], mib * MIB)
+    memory = GaugeMetricFamily(
+        "kvline_memory_bytes", "Memory of each GPU by part", labels=["rank", "part"]
+    )
+    for number, rank in enumerate(result.ranks):
+        for part in rank.parts:
+            memory.add_metric([str(number), part.name], part.mib * MIB)
     yield memory
     yield _gauge("profile_loop_seconds", "Time from load to Validated", result.loop_ms / 1000)
     yield _gauge(

@@ -15,7 +15,6 @@ from kvline_contract.report import (
     MAX_REPORT_BYTES,
     MAX_STAGES,
     MAX_WARNINGS,
-    VERSION,
     Attempt,
     Effective,
     Outcome,
@@ -37,7 +36,6 @@ class ReportKeeper:
         self._clock = clock
         self.changed_at = time.monotonic()
         self._report = SizingReport(
-            version=VERSION,
             pod_uid=pod_uid,
             pod_name=pod_name,
             revision=revision,

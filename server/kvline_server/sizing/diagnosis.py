@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvline_contract.report import Attempt, Binding, Direction, Knob, Memory
+from kvline_contract.memory import (
+    ACTIVATIONS,
+    GRAPHS,
+    HEADROOM,
+    KV_CACHE,
+    OTHERS,
+    WEIGHTS,
+    Memory,
+    Part,
+)
+from kvline_contract.report import Attempt, Binding, Direction, Knob
 from kvline_server.errors import ContextDoesNotFit, OutOfMemory
 from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.pages import PAGE_SIZE
@@ -31,18 +41,16 @@ class Diagnosis:
     def memory(self, kv_bytes: int, free_bytes: int) -> Memory:
         """Memory by part; `others` is the rest, so that the parts add up exactly."""
         total = self.device.limit // MIB
-        weights, kv = self.weights_bytes // MIB, kv_bytes // MIB
-        graphs = self.graphs // MIB
-        activations, free = self.growth // MIB, max(0, free_bytes) // MIB
-        return Memory(
-            total_mib=total,
-            weights_mib=weights,
-            activations_mib=activations,
-            graphs_mib=graphs,
-            kv_mib=kv,
-            headroom_mib=free,
-            others_mib=total - weights - activations - graphs - kv - free,
-        )
+        parts = [
+            Part(WEIGHTS, self.weights_bytes // MIB),
+            Part(ACTIVATIONS, self.growth // MIB),
+            Part(GRAPHS, self.graphs // MIB),
+            Part(KV_CACHE, kv_bytes // MIB),
+            Part(HEADROOM, max(0, free_bytes) // MIB),
+        ]
+        rest = total - sum(part.mib for part in parts)
+        held = f"{self._held()} MiB of other processes" if self._crowded() else None
+        return Memory(total, (*parts, Part(OTHERS, rest, held)))
 
     def weights_do_not_fit(self, free: int) -> OutOfMemory:
         need = (max(0, self.weights_bytes - free) + self.settings.reserved()) // MIB + 1
@@ -139,13 +147,13 @@ class Diagnosis:
     def _others(self) -> str:
         if not self._crowded():
             return ""
-        held = (self.neighbours + self.arrived) // MIB
-        if not self.displaced:
-            return f"other processes hold {held} MiB of this GPU; "
-        return (
-            f"other processes hold {held} MiB of this GPU, {self.arrived // MIB} MiB of it taken "
-            "since this start began; "
-        )
+        text = f"other processes hold {self._held()} MiB of this GPU"
+        if self.displaced:
+            text += f", {self.arrived // MIB} MiB of it taken since this start began"
+        return f"{text}; "
+
+    def _held(self) -> int:
+        return (self.neighbours + self.arrived) // MIB
 
     def _crowded(self) -> bool:
         return self.much(self.neighbours + self.arrived)

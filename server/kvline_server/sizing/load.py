@@ -108,6 +108,7 @@ def load_model(
                 **libraries,
             }
         ),
+        cache_dtype=str(backend.dtype).removeprefix("torch."),
     )
 
 

@@ -14,15 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from kvline_contract.report import (
-    Attempt,
-    Effective,
-    Memory,
-    Outcome,
-    Result,
-    Source,
-    State,
-)
+from kvline_contract.memory import Memory
+from kvline_contract.report import Attempt, Effective, Outcome, Result, Source, State
 from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, OutOfMemory
 from kvline_server.kernels import tuning
 from kvline_server.kernels.tuning import Choices
@@ -64,6 +57,7 @@ class Loaded:
     bytes_per_token: int
     weights_bytes: int
     fingerprint: str
+    cache_dtype: str
 
 
 def budget(usage: Usage, reserved: int) -> int:
@@ -370,8 +364,9 @@ class ProfileLoop:
             loop_ms=loop_ms,
             saved_ms=max(0, record.loop_ms - loop_ms) if record is not None else 0,
             measured_at=self.reporter.now(),
-            memory=self._memory(),
+            ranks=(self._memory(),),
             gemm_kernels=tuning.texts(self.choices),
+            cache_dtype=self.loaded.cache_dtype,
         )
 
     def _memory(self) -> Memory:

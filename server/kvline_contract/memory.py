@@ -1,0 +1,92 @@
+"""Memory of a device by part. Its owner names a part, so that a new one changes no reader."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from kvline_contract.codec import ContractError, document, field
+
+WEIGHTS, ACTIVATIONS, GRAPHS = "weights", "activations", "graphs"
+KV_CACHE, HEADROOM, OTHERS = "kv-cache", "headroom", "others"
+FIGURES = (WEIGHTS, ACTIVATIONS, GRAPHS, KV_CACHE, HEADROOM, OTHERS)  # of MemoryV1, in its order
+MAX_PARTS = 16
+LOWEST = -(2**31)
+_NAME = re.compile(r"[a-z][-a-z0-9]{0,31}")
+
+
+@document
+class Part:
+    name: str = field(limit=32)  # lower case, with hyphens
+    mib: int = field(low=LOWEST)
+    detail: str | None = field(limit=64, omit_none=True, default=None)
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ContractError(f"name: expected such as {KV_CACHE}, got {self.name[:32]!r}")
+        # The rest is negative when the parts, measured at different moments, overlap.
+        if self.mib < 0 and self.name != OTHERS:
+            raise ContractError(f"mib: {self.name} has {self.mib} MiB; only {OTHERS} may have < 0")
+
+
+@document
+class Memory:
+    """Use of one rank's device in MiB. The parts add up exactly to the total."""
+
+    total_mib: int = field("totalMiB")
+    parts: tuple[Part, ...] = field(items=MAX_PARTS)
+
+    def __post_init__(self) -> None:
+        if len({part.name for part in self.parts}) != len(self.parts):
+            raise ContractError("parts: two have one name")
+        if sum(part.mib for part in self.parts) != self.total_mib:
+            raise ContractError("the MiB of the parts do not add up to totalMiB")
+
+    def mib(self, name: str) -> int:
+        """MiB of a part, 0 where there is none of this name."""
+        return sum(part.mib for part in self.parts if part.name == name)
+
+
+@document
+class MemoryV1:
+    """A Memory as version 1 has it: of fixed parts, unknown ones counted as others. Documents that
+    have no request to name a version keep it; they have the parts too where these say more."""
+
+    total_mib: int = field("totalMiB")
+    weights_mib: int = field("weightsMiB")
+    activations_mib: int = field("activationsMiB")
+    graphs_mib: int = field("graphsMiB")
+    kv_mib: int = field("kvMiB")
+    headroom_mib: int = field("headroomMiB")
+    others_mib: int = field("othersMiB", low=LOWEST)
+    parts: tuple[Part, ...] | None = field(items=MAX_PARTS, omit_none=True, default=None)
+
+    def __post_init__(self) -> None:
+        if sum(self._figures()) != self.total_mib:
+            raise ContractError("the MiB parts do not add up to totalMiB")
+        self.upgraded()  # parts are checked as those of version 2
+
+    @classmethod
+    def of(cls, memory: Memory) -> MemoryV1:
+        total, known = memory.total_mib, [memory.mib(name) for name in FIGURES[:-1]]
+        weights, activations, graphs, kv, headroom = known
+        rest = total - sum(known)
+        fixed = cls(total, weights, activations, graphs, kv, headroom, rest)
+        if fixed.upgraded() == memory:
+            return fixed
+        return dataclasses.replace(fixed, parts=memory.parts)
+
+    def upgraded(self) -> Memory:
+        fixed = zip(FIGURES, self._figures(), strict=True)
+        parts = tuple(Part(name, mib) for name, mib in fixed) if self.parts is None else self.parts
+        return Memory(self.total_mib, parts)
+
+    def _figures(self) -> tuple[int, ...]:
+        return (
+            self.weights_mib,
+            self.activations_mib,
+            self.graphs_mib,
+            self.kv_mib,
+            self.headroom_mib,
+            self.others_mib,
+        )
