@@ -26,6 +26,7 @@ GPU = (
     "prefill",
     "serving",
     "chat",
+    "decode",
     "highest",
     "startup",
     "soak",

@@ -7,6 +7,7 @@ import random
 import time
 
 import engines
+import offline
 import pool
 from record import record, table
 
@@ -19,7 +20,7 @@ UNCHUNKED = 1 << 20
 
 
 def score(engine: Engine, prompt: list[int], rows: int) -> float:
-    engine.runner.logprob_rows = rows
+    offline.worker(engine).logprob_rows = rows
     pool.renew(engine)
     started = time.perf_counter()
     engine.submit(0, list(prompt), engines.greedy(1, prompt_logprobs=20))
@@ -30,7 +31,7 @@ def score(engine: Engine, prompt: list[int], rows: int) -> float:
 def run() -> None:
     engine = engines.make()
     device = cpu_device(None, os.getpid())
-    chunk = engine.runner.logprob_rows
+    chunk = offline.worker(engine).logprob_rows
     rng = random.Random(0)
     prompt = [rng.randrange(10, 49_000) for _ in range(PROMPT)]
     times = []
@@ -50,7 +51,7 @@ def run() -> None:
         before = device.now()
         score(engine, prompt, limit)
         peak = (device.peak() - before) / MIB
-        matrix = min(limit, PROMPT) * engine.runner.decoder.config.vocabulary * 4 / MIB
+        matrix = min(limit, PROMPT) * offline.worker(engine).decoder.config.vocabulary * 4 / MIB
         rows.append([name, f"{peak:.0f}", f"{matrix:.0f}"])
         record(f"logprobs-peak-{'chunked' if limit == chunk else 'unchunked'}", peak, "MiB", (0, 0))
     print(f"\nchunked against unchunked, {PROMPT} tokens, top 20: {ratio:.3f} of its speed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +12,13 @@ import torch
 from kvline_server.engine.engine import Engine
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import HostArena
+from kvline_server.memory.device import cpu_device
 from kvline_server.model.config import read_config
 from kvline_server.model.decoder import Decoder, kv_shape
 from kvline_server.model.loader import SafetensorsSource, load_weights
+from kvline_server.parallel.executor import Local
 from kvline_server.sampling_params import SamplingParams
-from kvline_server.worker.worker import Runner
+from kvline_server.worker.worker import Worker
 
 THREADS = 2
 PAGES = 1400
@@ -33,8 +36,9 @@ def make(running: int = 32, rows: int = 224) -> Engine:
     weights = load_weights(source, config, kernels)
     arena = HostArena(kv_shape(config, torch.float32), PAGES)
     arena.resize(PAGES)
-    runner = Runner(Decoder(config, weights, 8192, kernels), arena, rows, running)
-    return Engine(runner, PAGES, running, 512, 8192, config.eos_token_ids)
+    worker = Worker(Decoder(config, weights, 8192, kernels), arena, rows, running)
+    executor = Local(worker, cpu_device(None, os.getpid()))
+    return Engine(executor, running, 512, 8192, config.eos_token_ids)
 
 
 def drain(engine: Engine, until: Callable[[], bool] = lambda: False) -> None:

@@ -31,8 +31,10 @@ from kvline_contract.report import Attempt, Effective, Provenance, Result, State
 from kvline_server.engine.engine import Engine
 from kvline_server.engine_process import start as engine_start
 from kvline_server.memory.device import MIB
+from kvline_server.parallel.executor import Local
 from kvline_server.sampling_params import SamplingParams
 from kvline_server.sizing.settings import DEFAULTS
+from kvline_server.worker.worker import Worker
 
 MAX_MODEL_LEN = 8192
 
@@ -108,9 +110,15 @@ def start(
         )
 
 
+def worker(made: Engine) -> Worker:
+    """The worker of an engine whose device is in this process."""
+    assert isinstance(made.executor, Local)
+    return made.executor.worker
+
+
 def shrink(engine: Engine, nbytes: int) -> None:
     """Frees a part of the KV cache, for measurements that need memory which kvline does not."""
-    arena = engine.runner.arena
+    arena = worker(engine).arena
     arena.resize(arena.pages - nbytes // (arena.nbytes // arena.pages))
     pool.renew(engine, arena.pages)
 
@@ -151,7 +159,7 @@ def run() -> None:
             made, shares = busy_share(engine, name, kind, max(rates[kind]))
             rows += made
             kernels += shares
-        engine.runner.arena.resize(0)
+        engine.executor.resize(0)
         del engine
         torch.cuda.empty_cache()
     table("Offline, best run", ["model", "workload", "tokens/s", "worst", "of r512"], rows)

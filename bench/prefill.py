@@ -32,7 +32,7 @@ def run() -> None:
                     [name, str(requests), str(tokens), *compare(engine, name, requests, tokens)]
                 )
                 print(rows[-1], flush=True)
-        engine.runner.arena.resize(0)
+        engine.executor.resize(0)
         del engine
         torch.cuda.empty_cache()
     head = ["model", "requests", "tokens in all", "captured ms", "eager ms", "ratio"]
@@ -41,7 +41,7 @@ def run() -> None:
 
 def compare(engine: Engine, name: str, requests: int, tokens: int) -> list[str]:
     """Captured and eager alternate. The longest prompt leaves room for one output token."""
-    runner = engine.runner
+    runner = offline.worker(engine)
     assert runner.graphs is not None
     ways = {"captured": runner.graphs.step, "eager": runner.decoder.step}
     times: dict[str, list[float]] = {way: [] for way in ways}

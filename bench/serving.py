@@ -1,4 +1,5 @@
-"""r512 over HTTP against the engine alone. Chat is in chat.py."""
+"""r512 over HTTP against the engine alone, and with 20 alternatives of each prompt token, as base64
+arrays. Chat is in chat.py, few requests in decode.py."""
 
 from __future__ import annotations
 
@@ -20,7 +21,15 @@ import torch
 from client import Asked
 from record import record, table
 from shapes import SHAPES, write_config, write_tokenizer
-from workloads import WORKLOADS
+from workloads import WORKLOADS, Workload
+
+SCORED = "http-lp20"
+# Ways over HTTP, and their fields. Prompts must differ between them, or they would be cached.
+WAYS: dict[str, dict[str, Any]] = {
+    "http": {"stream": False},
+    "http-streaming": {"stream": True},
+    SCORED: {"stream": False, "prompt_logprobs": 20, "prompt_logprobs_format": "base64"},
+}
 
 
 def run() -> None:
@@ -28,28 +37,34 @@ def run() -> None:
     rows = []
     for name in offline.models("llama8b"):
         base, gpu = alone(name)
-        rows.append([name, "engine alone", f"{base:.0f}", ""])
+        for kind in WAYS:
+            rows.append([name, f"{kind}: engine alone", f"{base[kind]:.0f}", ""])
         with served(name) as port:
-            for kind, stream in (("http", False), ("http-streaming", True)):
-                rate = over_http(port, name, stream)
+            for kind, fields in WAYS.items():
+                rate = over_http(port, name, kind, fields)
+                ratio = rate / base[kind]
                 record(f"{kind}-r512-{name}", rate, "tokens/s", (rate, rate), gpu)
-                record(f"{kind}-ratio-{name}", rate / base, "ratio", (rate / base,) * 2, gpu)
-                rows.append([name, kind, f"{rate:.0f}", f"{rate / base:.3f}"])
+                record(f"{kind}-ratio-{name}", ratio, "ratio", (ratio, ratio), gpu)
+                rows.append([name, kind, f"{rate:.0f}", f"{ratio:.3f}"])
                 print(rows[-1], flush=True)
     table("r512 over HTTP, token-id prompts", ["model", "path", "tokens/s", "of the engine"], rows)
 
 
-def alone(name: str) -> tuple[float, str]:
-    """Throughput of r512 on the engine without a server, and the GPU's name; in a process of its
-    own, which frees the GPU at its end."""
+def alone(name: str) -> tuple[dict[str, float], str]:
+    """Throughput of each way's workload on the engine without a server, and the GPU's name; in a
+    process of its own, which frees the GPU at its end."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_alone, (name,))
 
 
-def _alone(name: str) -> tuple[float, str]:
+def _alone(name: str) -> tuple[dict[str, float], str]:
     engine, _ = offline.start(name)
-    rate = offline.rate(engine, name, WORKLOADS["r512"])
-    return rate, torch.cuda.get_device_name(0)
+    rates = {kind: offline.rate(engine, name, workload(kind)) for kind in ("http", SCORED)}
+    return {kind: rates.get(kind, rates["http"]) for kind in WAYS}, torch.cuda.get_device_name(0)
+
+
+def workload(kind: str) -> Workload:
+    return WORKLOADS["r512lp-top20" if kind == SCORED else "r512"]
 
 
 @contextlib.contextmanager
@@ -100,11 +115,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def over_http(port: int, name: str, stream: bool) -> float:
-    """Tokens per second. Token ids differ between the two ways, so that no prompt is cached."""
-    workload, shift = WORKLOADS["r512"], 1 if stream else 0
-    requests = workload.make(SHAPES[name].vocabulary)
+def over_http(port: int, name: str, kind: str, fields: dict[str, Any]) -> float:
+    """Tokens per second."""
+    played, shift = workload(kind), list(WAYS).index(kind)
+    requests = played.make(SHAPES[name].vocabulary)
     asked = [Asked([id + shift for id in p], o) for p, o in requests]
-    client.play(port, asked[:8], stream)
-    answers = client.play(port, asked, stream, temperature=workload.temperature)
+    client.play(port, asked[:8], **fields)
+    answers = client.play(port, asked, temperature=played.temperature, **fields)
     return sum(len(a.prompt) + a.output for a in asked) / max(a.ended for a in answers)

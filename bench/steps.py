@@ -15,7 +15,7 @@ from record import record, table
 
 from kvline_server.engine.engine import Engine
 from kvline_server.sampling_params import SamplingParams
-from kvline_server.worker.worker import InFlightStep
+from kvline_server.worker.worker import LaunchedStep
 
 STEPS = 60
 BATCHES = (64, 256, 512, 1024)
@@ -33,7 +33,7 @@ def run() -> None:
                 print(rows[-1], flush=True)
         if os.environ.get("KVLINE_BENCH_PROFILE"):
             profile(engine)
-        engine.runner.arena.resize(0)
+        engine.executor.resize(0)
         del engine
         torch.cuda.empty_cache()
     head = ["model", "requests", "batch", "step ms", "host ms", "waiting ms"]
@@ -60,21 +60,21 @@ def fill(engine: Engine, batch: int, penalty: float = 1.0) -> None:
 def measure(engine: Engine, name: str, batch: int, penalty: float) -> list[str]:
     fill(engine, batch, penalty)
     waited = 0.0
-    wait = InFlightStep.wait
+    wait = LaunchedStep.wait
 
-    def timed(step: InFlightStep):  # type: ignore[no-untyped-def]
+    def timed(step: LaunchedStep):  # type: ignore[no-untyped-def]
         nonlocal waited
         began = time.perf_counter()
         out = wait(step)
         waited += time.perf_counter() - began
         return out
 
-    InFlightStep.wait = timed  # type: ignore[method-assign, assignment]
+    LaunchedStep.wait = timed  # type: ignore[method-assign, assignment]
     began = time.perf_counter()
     for _ in range(STEPS):
         engine.step()
     wall = time.perf_counter() - began
-    InFlightStep.wait = wait  # type: ignore[method-assign]
+    LaunchedStep.wait = wait  # type: ignore[method-assign]
     empty(engine)
     host, kind = 1e6 * (wall - waited) / STEPS, "penalised-" if penalty != 1.0 else ""
     gpu = torch.cuda.get_device_name(0)

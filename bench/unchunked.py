@@ -19,7 +19,7 @@ def run() -> None:
     gpu = torch.cuda.get_device_name(0)
     for name in offline.models("llama8b"):
         engine, _ = offline.start(name)
-        runner, workload = engine.runner, WORKLOADS["r512lp-top0"]
+        runner, workload = offline.worker(engine), WORKLOADS["r512lp-top0"]
         offline.shrink(engine, ROOM)
         sizes = {"chunked": runner.logprob_rows, "whole": engine.scheduler.max_step_tokens}
         rates: dict[str, list[float]] = {kind: [] for kind in sizes}
@@ -33,7 +33,7 @@ def run() -> None:
         for kind, found in rates.items():
             cells = [str(sizes[kind]), f"{max(found):.0f}", f"{min(found):.0f}"]
             rows.append([name, kind, *cells, f"{ratio:.3f}" if kind == "chunked" else ""])
-        engine.runner.arena.resize(0)
+        engine.executor.resize(0)
         del engine, runner
         torch.cuda.empty_cache()
     head = ["model", "logprobs", "rows a chunk", "tokens/s", "worst", "median of pairs"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from kvline_server.memory.pages import pages_for
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.decoder import Decoder, kv_shape
 from kvline_server.model.loader import RandomSource, load_weights
+from kvline_server.parallel.executor import Local
 from kvline_server.sampling_params import SamplingParams
-from kvline_server.worker.worker import Runner
+from kvline_server.worker.worker import Worker
 
 PAGES = 400
 
@@ -49,17 +51,25 @@ def sides(config: ModelConfig, most: int = PAGES) -> list[tuple[Decoder, Arena]]
     return made
 
 
+def worker(made: Engine) -> Worker:
+    """The worker of an engine whose device is in this process."""
+    assert isinstance(made.executor, Local)
+    return made.executor.worker
+
+
 def engine(config: ModelConfig, pages: int = PAGES, running: int = 16, step: int = 256) -> Engine:
     """An engine on the GPU with graphs, without a profile loop."""
+    from kvline_server.memory.cuda import CudaDevice
+
     decoder, arena = sides(config, max(PAGES, pages))[1]
     arena.resize(pages)
-    runner = Runner(decoder, arena, 64, running)
-    runner.capture(step)
-    return Engine(runner, pages, running, step, 4096, ())
+    executor = Local(Worker(decoder, arena, 64, running), CudaDevice())
+    executor.capture(step, 4096)
+    return Engine(executor, running, step, 4096, ())
 
 
 def sequence(rng: np.random.Generator, length: int, free: list[int]) -> Sequence:
     tokens = rng.integers(0, 5000, length).tolist()
     made = Sequence(0, tokens, length, SamplingParams(max_tokens=1))
-    made.pages = [free.pop() for _ in range(pages_for(length))]
+    made.pages = array("i", [free.pop() for _ in range(pages_for(length))])
     return made

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from pairs import engine
+from pairs import engine, worker
 
 from kvline_server.engine.engine import Engine
 from kvline_server.errors import DeviceOutOfMemory
@@ -22,11 +22,11 @@ SHARED = [7] * 48  # a prefix that the cache holds
 
 
 def play(made: Engine, depth: int, steps: int) -> dict[int, list[int]]:
-    """Random arrivals and departures by step number alone, so that both depths see the same
-    batches. -> tokens of each request that was not aborted"""
-    made.runner.kernels.depth = depth  # type: ignore[misc]
+    """Random arrivals and departures by step number alone, and room for all, so that both depths
+    see the same batches. -> tokens of each request that was not aborted"""
+    worker(made).kernels.depth = depth  # type: ignore[misc]
     out: dict[int, list[int]] = {}
-    known = made.runner.decoder.config.vocabulary
+    known = worker(made).decoder.config.vocabulary
     last, seen = 0, -1
     while made.steps < steps or not made.idle:
         rng = random.Random(made.steps)
@@ -54,7 +54,7 @@ def test_ten_thousand_steps_in_flight_output_what_synchronous_steps_output(
     shape: Callable[..., ModelConfig],
 ) -> None:
     config = shape(128, True)
-    waiting, ahead = (play(engine(config), depth, STEPS) for depth in (0, 1))
+    waiting, ahead = (play(engine(config, 4000, 64), depth, STEPS) for depth in (0, 1))
     assert len(ahead) > 1000
     assert ahead == waiting
 
@@ -73,7 +73,7 @@ def test_a_real_out_of_memory_keeps_its_type_and_the_engine_can_go_on(
     shape: Callable[..., ModelConfig],
 ) -> None:
     made = engine(shape(vocabulary=128_000), running=256, step=2048, pages=400)
-    made.runner.logprob_rows = 2048
+    worker(made).logprob_rows = 2048
     params = SamplingParams(1, 0.0, ignore_eos=True, prompt_logprobs=20)
     with full_gpu(64 << 20), pytest.raises(DeviceOutOfMemory):
         made.submit(1, list(range(10, 2010)), params)
@@ -88,7 +88,7 @@ def test_autotuning_leaves_out_the_lm_head_and_its_memory(
     shape: Callable[..., ModelConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = engine(shape(vocabulary=128_000), step=2048)
-    runner = made.runner
+    runner = worker(made)
 
     def forbidden(hidden: torch.Tensor) -> torch.Tensor:
         raise AssertionError("the LM head ran while kernels were tuned")
@@ -105,7 +105,7 @@ def test_autotuning_leaves_out_the_lm_head_and_its_memory(
 def test_an_autotuned_kernel_gives_the_result_that_torch_gives(
     shape: Callable[..., ModelConfig],
 ) -> None:
-    runner = engine(shape()).runner
+    runner = worker(engine(shape()))
     gemms = runner.kernels._gemms  # type: ignore[attr-defined]
     for rows in trial_rows(1024):
         for layers in runner.decoder.gemm_weights():

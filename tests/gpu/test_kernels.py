@@ -10,13 +10,13 @@ import torch
 from pairs import PAGES, sequence, sides
 
 from kvline_server.engine.batch import build
-from kvline_server.engine.logprobs import Table
 from kvline_server.engine.scheduler import Work
 from kvline_server.kernels.interface import NO_TOKEN, Draws, Kernels, SlotMapping
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import Arena
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.decoder import Decoder
+from kvline_server.worker.step import Table
 
 pytestmark = pytest.mark.gpu
 HEADS = (8, 2, 128)  # queries, keys and values, size: the kernels of rows do not depend on it
@@ -24,9 +24,9 @@ HEADS = (8, 2, 128)  # queries, keys and values, size: the kernels of rows do no
 
 def hidden(side: tuple[Decoder, Arena], work: list[Work]) -> torch.Tensor:
     decoder, arena = side
-    batch = build(work)
-    layout = batch.layout
-    ids, positions, slots = decoder.kernels.upload(batch.token_ids, layout.positions, layout.slots)
+    step = build(work).step
+    layout = step.layout
+    ids, positions, slots = decoder.kernels.upload(step.tokens, layout.positions, layout.slots)
     plan = decoder.kernels.plan(layout)
     every = torch.arange(len(ids), device=ids.device)
     with torch.inference_mode():

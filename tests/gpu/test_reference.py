@@ -14,8 +14,9 @@ from kvline_server.engine.engine import Engine, Output
 from kvline_server.model.config import read_config
 from kvline_server.model.decoder import Decoder, kv_shape
 from kvline_server.model.loader import SafetensorsSource, load_weights
+from kvline_server.parallel.executor import Local
 from kvline_server.sampling_params import SamplingParams
-from kvline_server.worker.worker import Runner
+from kvline_server.worker.worker import Worker
 
 pytestmark = pytest.mark.gpu
 SHAPE: dict[str, Any] = {
@@ -65,16 +66,17 @@ def make(folder: Path, family: str, head_dim: int) -> tuple[Path, Any]:
 
 def engine(folder: Path, rows: int = 64, step: int = 256) -> Engine:
     from kvline_server.kernels.flashinfer import FlashInferKernels
-    from kvline_server.memory.cuda import CudaArena
+    from kvline_server.memory.cuda import CudaArena, CudaDevice
 
     config = read_config(folder)
     kernels = FlashInferKernels(config.heads, config.kv_heads, config.head_dim)
     weights = load_weights(SafetensorsSource(folder), config, kernels)
     arena = CudaArena(kv_shape(config, kernels.dtype), 300)
     arena.resize(300)
-    runner = Runner(Decoder(config, weights, 2048, kernels), arena, rows, 8)
-    runner.capture(step)
-    return Engine(runner, 300, 8, step, 2048, ())
+    made = Worker(Decoder(config, weights, 2048, kernels), arena, rows, 8)
+    executor = Local(made, CudaDevice())
+    executor.capture(step, 2048)
+    return Engine(executor, 8, step, 2048, ())
 
 
 def prompts() -> list[list[int]]:

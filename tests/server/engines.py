@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -9,11 +10,13 @@ import torch
 from kvline_server.engine.engine import Engine, Output
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import HostArena
+from kvline_server.memory.device import cpu_device
 from kvline_server.model.config import read_config
 from kvline_server.model.decoder import Decoder, kv_shape
 from kvline_server.model.loader import SafetensorsSource, load_weights
+from kvline_server.parallel.executor import Local
 from kvline_server.sampling_params import SamplingParams
-from kvline_server.worker.worker import Runner
+from kvline_server.worker.worker import Worker
 
 
 def decoder(folder: Path, positions: int | None = None) -> Decoder:
@@ -35,8 +38,14 @@ def engine(
     made = decoder(folder, model_len)
     arena = HostArena(kv_shape(made.config, torch.float32), pages)
     arena.resize(pages)
-    runner = Runner(made, arena, rows, running)
-    return Engine(runner, pages, running, step, model_len, made.config.eos_token_ids)
+    executor = Local(Worker(made, arena, rows, running), cpu_device(None, os.getpid()))
+    return Engine(executor, running, step, model_len, made.config.eos_token_ids)
+
+
+def worker(made: Engine) -> Worker:
+    """The worker of an engine whose device is in this process."""
+    assert isinstance(made.executor, Local)
+    return made.executor.worker
 
 
 def greedy(max_tokens: int = 12, **more: object) -> SamplingParams:

@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
+
+import numpy as np
 
 from kvline_contract.report import Attempt, Effective, State
-from kvline_server.engine.batch import Batch
 from kvline_server.errors import DeviceOutOfMemory
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.device import MIB
 from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.parallel.executor import Usage
 from kvline_server.sizing.settings import EngineSettings
+from kvline_server.worker.step import Results, Step
 
 BYTES_PER_TOKEN = 4096
 
@@ -29,7 +30,7 @@ class Killed(BaseException):
 
 @dataclass
 class Machine:
-    """Device, arena and runner in one."""
+    """Device and executor in one."""
 
     limit: int
     weights: int
@@ -83,28 +84,21 @@ class Machine:
             raise Killed if self.kills else DeviceOutOfMemory("simulated")
         self.highest = max(self.highest, self.used() + nbytes)
 
-    # The arena
+    # The executor
 
     @property
     def nbytes(self) -> int:
         return self.pages * PAGE_SIZE * BYTES_PER_TOKEN
 
-    def layers(self) -> list[Any]:
-        return []
-
     def resize(self, pages: int) -> None:
         self._take((pages - self.pages) * PAGE_SIZE * BYTES_PER_TOKEN)
         self.pages = pages
 
-    # The runner
+    depth = 0
+    eager_steps = None
 
-    @property
-    def arena(self) -> Machine:
-        return self
-
-    @property
-    def decoder(self) -> Any:
-        return SimpleNamespace(config=SimpleNamespace(vocabulary=1000))
+    def usage(self) -> tuple[Usage, ...]:
+        return (Usage(self.limit, self.used(), self.now(), self.peak(), self.nbytes),)
 
     def tune(self, max_rows: int, known: Choices | None) -> Choices | None:
         if self.trial is None:
@@ -119,18 +113,18 @@ class Machine:
         self.left = self.scratch
         return int(bool(self.scratch))
 
-    def capture(self, max_rows: int) -> bool:
+    def capture(self, max_rows: int, longest: int) -> bool:
         self.captured = self.left = self.graphs
         return bool(self.graphs)
 
-    def launch(self, batch: Batch) -> Machine:
+    def launch(self, step: Step) -> Machine:
         self.batches += 1
         extra = self.surprise if self.taken else 0
-        self._take(len(batch.token_ids) * self.price + extra)
+        self._take(len(step.tokens) * self.price + extra)
         return self
 
-    def wait(self) -> None:
-        return
+    def wait(self) -> Results:
+        return Results(np.empty(0, np.int64), None, None)
 
 
 @dataclass

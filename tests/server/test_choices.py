@@ -9,11 +9,10 @@ from argparse import Namespace
 from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
-from engines import engine, finish
+from engines import engine, finish, worker
 
 from kvline_server.engine.engine import Engine
 from kvline_server.engine_process.loop import EngineProcess
@@ -21,6 +20,7 @@ from kvline_server.http.completions import seeded
 from kvline_server.http.engine_client import EngineClient
 from kvline_server.messages import Channel, Delta
 from kvline_server.sampling_params import SamplingParams
+from kvline_server.worker.step import InFlight, Step
 
 PROMPT = [(7 * i) % 300 for i in range(60)]
 CHOICES = 4
@@ -47,13 +47,13 @@ class Served:
         self.here, line = socket.socketpair()
         self.parent, control = socket.socketpair()
         self.process = EngineProcess(Namespace(http_fd=line.detach()), Channel(control))
-        launch, self.stopped = made.runner.launch, False
+        launch, self.stopped = made.executor.launch, False
 
-        def counted(batch: Any) -> Any:
-            self.rows += len(batch.token_ids)
-            return launch(batch)
+        def counted(step: Step) -> InFlight:
+            self.rows += len(step.tokens)
+            return launch(step)
 
-        made.runner.launch = counted  # type: ignore[method-assign]
+        made.executor.launch = counted  # type: ignore[method-assign]
         self.threads = [
             threading.Thread(target=self.process.listen_to_http),
             threading.Thread(target=self.serve),
@@ -115,7 +115,7 @@ def test_a_prompt_of_several_choices_is_computed_and_scored_once(folder: Path) -
     tail = len(PROMPT) % 16 or 16  # no full page: each choice computes it
     decodes = CHOICES * (ASKED.max_tokens - 1)
     assert served.rows == len(PROMPT) + (CHOICES - 1) * tail + decodes
-    assert served.engine.runner.rows_run == len(PROMPT) - 1 + CHOICES * ASKED.max_tokens
+    assert worker(served.engine).rows_run == len(PROMPT) - 1 + CHOICES * ASKED.max_tokens
     scores = [deltas[0].prompt_scores for deltas in found]
     assert sum(part.count for part in scores[0]) == len(PROMPT) - 1
     assert all(score == scores[0] for score in scores)

@@ -53,7 +53,7 @@ OURS: dict[str, Exception] = {
 STAGES: dict[str, tuple[Any, str, str]] = {
     "weights": (kernels.TorchKernels, "pack", "load"),
     "rope table": (kernels.TorchKernels, "rope_table", "load"),
-    "sampled tokens": (load, "Runner", "load"),
+    "sampled tokens": (load, "Worker", "load"),
     "tune": (kernels.TorchKernels, "tune", "tune"),
     "row counts": (Decoder, "warm_up", "warm-up"),
     "capture": (worker, "GraphSegments", "capture"),

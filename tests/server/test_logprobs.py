@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import engine, finish
+from engines import engine, finish, worker
 
 from kvline_server.engine.engine import Engine, Output
 from kvline_server.engine.request import Scores
@@ -28,7 +28,7 @@ LENGTHS = (10, 7, 12, 5)
 
 
 def run(made: Engine, kinds: tuple[int, ...], rows: int) -> dict[int, list[Output]]:
-    made.runner.logprob_rows = rows
+    worker(made).logprob_rows = rows
     for id, kind in enumerate(kinds):
         prompt, start, output = KINDS[kind]
         params = SamplingParams(
@@ -110,11 +110,11 @@ def test_every_request_gets_exactly_the_entries_it_asked_for(made: Engine) -> No
 def test_the_head_sees_only_rows_that_are_sampled_or_scored(made: Engine) -> None:
     """Invariant 7."""
     fresh(made)
-    before = made.runner.rows_run
+    before = worker(made).rows_run
     run(made, (2, 0, 3), 100)
     scored = (LENGTHS[0] - 1) + (LENGTHS[2] - 4)
     sampled = 3 * 2
-    assert made.runner.rows_run - before == scored + sampled
+    assert worker(made).rows_run - before == scored + sampled
 
 
 def test_prompt_cut_into_chunks_and_preempted_scores_once(make_model: Callable[..., Path]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import decoder, engine
+from engines import decoder, engine, worker
 from hypothesis import given
 from hypothesis import strategies as st
 from servers import launch_config
@@ -21,7 +21,6 @@ from servers import launch_config
 from kvline_contract.codec import encode
 from kvline_contract.launch import Device, EngineOptions
 from kvline_contract.report import Memory, Outcome
-from kvline_server.engine.batch import Batch
 from kvline_server.errors import ConfigInvalid, DeviceFailure
 from kvline_server.memory import device as devices
 from kvline_server.memory.arena import HostArena
@@ -34,13 +33,15 @@ from kvline_server.memory.device import (
 )
 from kvline_server.model.config import read_config
 from kvline_server.model.decoder import kv_shape
+from kvline_server.parallel.executor import Usage
 from kvline_server.parent.children import ENGINE_MALLOC
 from kvline_server.sampling_params import SamplingParams
-from kvline_server.sizing.profile import Measured, shrink, whole_pages
+from kvline_server.sizing.profile import budget, shrink, whole_pages
 from kvline_server.sizing.record import FREE_NOISE, AttemptStore, find_record, fingerprint
 from kvline_server.sizing.settings import logprob_rows, resolve
 from kvline_server.sizing.stress import MAX_BIASES, StressSet, worst_params
 from kvline_server.worker.backend import open_backend
+from kvline_server.worker.step import Step
 
 VMSTAT = {"vmstat": "nr_free_pages 1\noom_kill 7\n"}
 
@@ -54,8 +55,8 @@ def test_the_budget_is_what_is_left_of_everything(
     """Engine notes G6: equal to the long formula that attributes every part by itself."""
     headroom = 128 * MIB
     limit = others + weights + probe + growth + files + 2**41
-    free_now = limit - others - weights - probe
-    short = Measured(free_now, probe, growth, files).budget(headroom)
+    usage = Usage(limit, others + weights + probe, weights, weights + growth, probe)
+    short = budget(usage, headroom + files)
     long = limit - others - weights - growth - files - headroom
     assert short == long
 
@@ -268,25 +269,30 @@ def test_the_stress_set_s_steps_are_as_large_as_the_scheduler_s(
     made = engine(make_model("llama"), pages=100, running=8)
     folder = make_model("llama")
     options = launch_config(folder, EngineOptions(512, 8, 64))
-    settings = resolve(options, made.runner.decoder.config, 2 << 30)
-    batches: dict[str, Batch] = {}
-    stress = StressSet(made.runner, settings, 512, 307, aliased)
-    launch = made.runner.launch
+    settings = resolve(options, worker(made).decoder.config, 2 << 30)
+    steps: dict[str, Step] = {}
+    stress = StressSet(made.executor, settings, 512, 307, aliased)
+    launch = made.executor.launch
     for name, action in stress.items():
 
-        def noted(batch: Batch, name: str = name) -> Any:
-            batches[name] = batch
-            return launch(batch)
+        def noted(step: Step, name: str = name) -> Any:
+            steps[name] = step
+            return launch(step)
 
-        monkeypatch.setattr(made.runner, "launch", noted)
+        monkeypatch.setattr(made.executor, "launch", noted)
         action()
-    everything = {n: b for n, b in batches.items() if n != "unfiltered"}
-    for batch in everything.values():
-        assert all(s.params == worst_params(307, 20) for s in batch.sampled)
-    assert len(batches["prefill-one"].token_ids) == len(batches["mixed"].token_ids) == 64
-    assert len(batches["mixed"].sampled) == len(batches["decode"].sampled) == 8
-    assert len(batches["mixed"].targets) == 64 - 7 - 2  # all of the prompt but its ends
-    assert len(batches["last-chunk"].targets) == 62 and batches["unfiltered"].targets.size
+    for name, step in steps.items():
+        rows = len(step.sampled_slots)
+        assert rows and step.listed.tolist() == list(range(rows)) and step.listed_top == 20
+        if name != "unfiltered":  # every option at once
+            assert (step.draws.top_k == 307).all() and (step.draws.min_p > 0).all()
+            penalties, biases = step.edits
+            assert set(penalties.rows) == set(range(rows)) and (penalties.subtracted > 0).any()
+            assert len(biases.rows) == rows * MAX_BIASES
+    assert len(steps["prefill-one"].tokens) == len(steps["mixed"].tokens) == 64
+    assert len(steps["mixed"].sampled_slots) == len(steps["decode"].sampled_slots) == 8
+    assert len(steps["mixed"].targets) == 64 - 7 - 2  # all of the prompt but its ends
+    assert len(steps["last-chunk"].targets) == 62 and steps["unfiltered"].targets.size
 
 
 def test_a_record_is_used_only_where_as_much_is_free(tmp_path: Path) -> None:

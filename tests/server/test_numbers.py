@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from engines import engine, finish, greedy
+from engines import engine, finish, greedy, worker
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
@@ -164,10 +164,10 @@ def test_a_row_that_is_not_finite_fails_its_request_alone(
     generated: list[dict[int, list[int]]] = []
     for breaks in (False, True):
         made = engine(make_model("llama"))
-        made.runner.kernels.depth = depth  # type: ignore[misc]
+        worker(made).kernels.depth = depth  # type: ignore[misc]
         for id in range(3):
             made.submit(id, [9 * id + 1, 4, 200 + id], params)
-        compute, step = made.runner.decoder.compute_logits, 0
+        compute, step = worker(made).decoder.compute_logits, 0
 
         def broken(
             hidden: torch.Tensor, compute: Any = compute, breaks: bool = breaks
@@ -179,7 +179,7 @@ def test_a_row_that_is_not_finite_fails_its_request_alone(
                 logits[1, slice(None) if value == float("-inf") else 40] = value
             return logits
 
-        made.runner.decoder.compute_logits = broken  # type: ignore[method-assign]
+        worker(made).decoder.compute_logits = broken  # type: ignore[method-assign]
         outputs = finish(made)
         generated.append({id: [o.token for o in items] for id, items in outputs.items()})
         if breaks:
@@ -197,7 +197,7 @@ def test_prompt_logprobs_that_are_not_numbers_fail_their_request(
     make_model: Callable[..., Path],
 ) -> None:
     made = engine(make_model("llama"), step=8)
-    compute = made.runner.decoder.compute_logits
+    compute = worker(made).decoder.compute_logits
 
     def broken(hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = compute(hidden)
@@ -205,7 +205,7 @@ def test_prompt_logprobs_that_are_not_numbers_fail_their_request(
             logits[2] = float("nan")
         return logits
 
-    made.runner.decoder.compute_logits = broken  # type: ignore[method-assign]
+    worker(made).decoder.compute_logits = broken  # type: ignore[method-assign]
     made.submit(0, list(range(20)), greedy(4, prompt_logprobs=2))
     made.submit(1, list(range(50, 58)), greedy(4))
     outputs = finish(made)

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from simulated import BYTES_PER_TOKEN, SETTINGS, Killed, Machine, Notes
 
 from kvline_contract.report import Binding, Outcome, Result, Source, State
-from kvline_server.engine.batch import Batch
 from kvline_server.errors import ContextDoesNotFit, DeviceOutOfMemory, OutOfMemory
 from kvline_server.memory.device import MIB
 from kvline_server.sizing.profile import Loaded, ProfileLoop
 from kvline_server.sizing.record import AttemptStore
 from kvline_server.sizing.settings import EngineSettings
+from kvline_server.worker.step import Step
 
 FINGERPRINT = "f" * 32
 
@@ -40,7 +40,7 @@ class Start:
 
     def run(self) -> Result:
         made = self.machine
-        loaded = Loaded(made, made, BYTES_PER_TOKEN, made.weights, FINGERPRINT)  # type: ignore[arg-type]
+        loaded = Loaded(made, 1000, BYTES_PER_TOKEN, made.weights, FINGERPRINT)
         return ProfileLoop(
             device=made,
             settings=self.wanted,
@@ -174,7 +174,7 @@ def shared(folder: Path, leaves: bool) -> tuple[ProfileLoop, list[float], Notes]
     loop = ProfileLoop(
         device=made,
         settings=replace(SETTINGS, max_model_len=40_000, model_max_len=40_000),
-        loaded=Loaded(made, made, BYTES_PER_TOKEN, made.weights, FINGERPRINT),  # type: ignore[arg-type]
+        loaded=Loaded(made, 1000, BYTES_PER_TOKEN, made.weights, FINGERPRINT),
         reporter=notes,
         store=AttemptStore(folder / "attempts.json"),
         record_file=None,
@@ -242,11 +242,11 @@ class Probed(Twin):
 
     before = 2  # batches until then
 
-    def launch(self, batch: Batch) -> Machine:
+    def launch(self, step: Step) -> Machine:
         self.before -= 1
         if not self.before:
             self.others, self.mapped = 1000 * MIB, True
-        return super().launch(batch)
+        return super().launch(step)
 
     def _take(self, nbytes: int) -> None:
         try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import decoder, engine, finish, greedy
+from engines import decoder, engine, finish, greedy, worker
 from servers import Server, serving
 
 from kvline_server.kernels.row_counts import padded_rows, row_counts
@@ -37,7 +37,7 @@ def test_padding_changes_no_output(
     for padded in (True, False):
         made = engine(make_model("qwen2"))
         if not padded:
-            monkeypatch.setattr(made.runner.kernels, "padded", lambda rows: rows)
+            monkeypatch.setattr(worker(made).kernels, "padded", lambda rows: rows)
         for id, length in enumerate((1, 17, 33, 61, 100, 131)):
             made.submit(id, [(7 * id + i) % 300 for i in range(length)], greedy(6, logprobs=2))
         sides.append(finish(made))
@@ -55,14 +55,14 @@ def test_steps_run_only_at_row_counts_of_the_warm_up(
     """Also the last layer's GEMMs, which run for the wanted rows alone."""
     made = engine(make_model("qwen2"), step=128)
     shapes: set[tuple[int, int, int]] = set()
-    linear = made.runner.kernels.linear
+    linear = worker(made).kernels.linear
 
     def noted(x: torch.Tensor, weight: torch.Tensor, *more: Any) -> torch.Tensor:
         shapes.add((len(x), *weight.shape))
         return linear(x, weight, *more)
 
-    monkeypatch.setattr(made.runner.kernels, "linear", noted)
-    assert made.runner.warm_up(128) == len(row_counts(128))
+    monkeypatch.setattr(worker(made).kernels, "linear", noted)
+    assert worker(made).warm_up(128) == len(row_counts(128))
     met = {*shapes, (16, 307, 48)}  # the LM head's blocks have one row count
     for id, length in enumerate(range(1, 300, 7)):
         more = {"prompt_logprobs": 1} if id % 3 == 0 else {}
@@ -89,7 +89,7 @@ def test_the_workspace_of_the_gather_is_whole_from_the_first_step_on(
     for id, length in enumerate((3, 40, 200)):
         made.submit(id, [id + 1] * length, greedy(4))
         finish(made)
-        gathered = made.runner.kernels.gathered  # type: ignore[attr-defined]
+        gathered = worker(made).kernels.gathered  # type: ignore[attr-defined]
         seen.add((gathered.data_ptr(), gathered.numel()))
     assert len(seen) == 1
 

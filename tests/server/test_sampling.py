@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 from kvline_server.engine import penalties
 from kvline_server.engine.request import Sequence
-from kvline_server.engine.sampling import sample
+from kvline_server.engine.sampling import draws
 from kvline_server.kernels.noise import gumbel_max
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.sampling_params import SamplingParams
 from kvline_server.seeds import keys
+from kvline_server.worker import sampling
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 
@@ -33,9 +34,14 @@ def sequences(count: int, tokens: list[int] | None = None, **params: Any) -> lis
     return out
 
 
+def sample(logits: torch.Tensor, sampled: list[Sequence]) -> torch.Tensor:
+    return sampling.sample(TorchKernels(), logits, draws(sampled), penalties.edits(sampled))
+
+
 def draw(count: int = 4000, logits: torch.Tensor = LOGITS, **params: Any) -> np.ndarray:
     rows = logits.expand(count, -1).clone()
-    return sample(TorchKernels(), rows, sequences(count, **params)).numpy()
+    drawn: np.ndarray = sample(rows, sequences(count, **params)).numpy()
+    return drawn
 
 
 def shares(chosen: np.ndarray) -> np.ndarray:
@@ -146,7 +152,8 @@ def test_a_batch_s_penalties_are_each_row_s_by_definition(
         for sequence, (_, output, *_) in zip(made, asked, strict=True):
             sequence.tokens += output[part]
         got = logits.clone()
-        penalties.apply(TorchKernels(), got, made)
+        for edits in penalties.edits(made):
+            sampling.apply(TorchKernels(), got, edits)
         want = torch.stack([by_definition(*pair) for pair in zip(logits, made, strict=True)])
         assert torch.allclose(got, want, atol=1e-5)
 
@@ -201,7 +208,7 @@ def test_a_tiny_chance_is_never_taken_from_rounding() -> None:
     """Tokens of probability zero must not be drawn, even when the draw is next to one."""
     logits = torch.full((4000, 6), float("-inf"))
     logits[:, 2] = 0.0
-    assert (sample(TorchKernels(), logits, sequences(4000)) == 2).all()
+    assert (sample(logits, sequences(4000)) == 2).all()
 
 
 def test_a_seeded_output_is_the_same_alone_in_a_batch_and_after_preemption(
@@ -230,7 +237,7 @@ def test_a_dense_tail_does_not_turn_rounding_into_another_token() -> None:
     one, other = (inverse(rows, uniforms) for rows in (logits, moved))
     assert (one != other).any(), "the rows are too easy to show anything"
     sampled = sequences(200, temperature=1.0)
-    first, second = (sample(TorchKernels(), rows, sampled) for rows in (logits, moved))
+    first, second = (sample(rows, sampled) for rows in (logits, moved))
     assert (first == second).all()
 
 

@@ -22,14 +22,14 @@ def sequence(id: int, length: int, output: int, base: int = 0, scored: bool = Fa
 def step(scheduler: Scheduler, done: list[int], check: bool = True) -> list[Work]:
     """One step of a model that always outputs 7; sequences end at max_tokens."""
     work = scheduler.schedule()
-    assert sum(w.count for w in work) <= scheduler.max_step_tokens
+    assert sum(w.rows for w in work) <= scheduler.max_step_tokens
     assert len(scheduler.running) <= scheduler.max_running
     for w in work:
         assert w.start == w.sequence.computed
-        assert len(w.sequence.pages) * PAGE_SIZE >= w.start + w.count
+        assert len(w.sequence.pages) * PAGE_SIZE >= w.start + w.rows
     scheduler.advance(work)
     for w in work:
-        if w.samples:
+        if w.start + w.rows == w.sequence.length:
             w.sequence.tokens.append(7)
             if w.sequence.output_length >= w.sequence.params.max_tokens:
                 scheduler.remove(w.sequence)
@@ -75,7 +75,7 @@ def test_a_large_step_fills_whole_waves_while_prompts_queue_and_delays_none() ->
     large = whole = 0
     while not scheduler.idle:
         queued = len(scheduler.waiting)
-        rows = sum(w.count for w in step(scheduler, done))
+        rows = sum(w.rows for w in step(scheduler, done))
         if queued and scheduler.waiting and rows >= WAVE:
             large += 1
             whole += rows % WAVE == 0
@@ -122,7 +122,7 @@ def test_chats_that_sit_a_step_out_still_bound_the_prompts_beside_them() -> None
         chat.pending = 1
     scheduler.add(sequence(99, 50_000, 5, 10**6))
     (prompt,) = scheduler.schedule()
-    assert prompt.count <= 1024
+    assert prompt.rows <= 1024
 
 
 @settings(max_examples=30, deadline=None)
@@ -148,18 +148,18 @@ def test_the_oldest_prompt_always_advances(
         scheduler.add(sequence(running + at, 500, 1, 10**8 + at))
     oldest = scheduler.waiting[0]
     work = scheduler.schedule()
-    assert sum(w.count for w in work if w.sequence.id < decoding) == decoding
-    assert [w.count > 0 for w in work if w.sequence is oldest] == [True]
+    assert sum(w.rows for w in work if w.sequence.id < decoding) == decoding
+    assert [w.rows > 0 for w in work if w.sequence is oldest] == [True]
     allowed = max(cap, PREFILL_PER_REQUEST * (running + queued))
-    assert sum(w.count for w in work if w.sequence.id >= decoding) <= allowed
+    assert sum(w.rows for w in work if w.sequence.id >= decoding) <= allowed
 
 
 def test_prompts_have_the_whole_step_while_nobody_decodes() -> None:
     scheduler = Scheduler(PagePool(600), 4, 4096, 256)
     scheduler.add(sequence(0, 4000, 5))
-    assert [w.count for w in step(scheduler, [])] == [4000]
+    assert [w.rows for w in step(scheduler, [])] == [4000]
     scheduler.add(sequence(1, 4000, 5, 10**6))
-    assert [(w.sequence.id, w.count) for w in step(scheduler, [])] == [(0, 1), (1, 256)]
+    assert [(w.sequence.id, w.rows) for w in step(scheduler, [])] == [(0, 1), (1, 256)]
 
 
 def test_prompts_get_more_rows_where_more_requests_run_or_wait() -> None:
@@ -171,7 +171,7 @@ def test_prompts_get_more_rows_where_more_requests_run_or_wait() -> None:
         step(scheduler, [], check=False)
         for id in range(decoding, decoding + 1 + waiting):
             scheduler.add(sequence(id, 12_000, 5, 10**6 * id))
-        assert sum(w.count for w in scheduler.schedule() if w.count > 1) == rows
+        assert sum(w.rows for w in scheduler.schedule() if w.rows > 1) == rows
 
 
 def test_a_penalised_sequence_skips_a_step_while_its_token_is_pending() -> None:
@@ -247,9 +247,9 @@ def test_decodes_go_before_prompt_chunks() -> None:
     step(scheduler, [])
     scheduler.add(sequence(1, 100, 5))
     work = step(scheduler, [])
-    assert [(w.sequence.id, w.count) for w in work] == [(0, 1), (1, 15)]
+    assert [(w.sequence.id, w.rows) for w in work] == [(0, 1), (1, 15)]
     work = step(scheduler, [])
-    assert [(w.sequence.id, w.count) for w in work] == [(0, 1), (1, 15)]
+    assert [(w.sequence.id, w.rows) for w in work] == [(0, 1), (1, 15)]
 
 
 def test_a_shared_prefix_is_computed_once() -> None:
@@ -258,7 +258,7 @@ def test_a_shared_prefix_is_computed_once() -> None:
     step(scheduler, [])
     scheduler.add(sequence(1, 40, 1))
     work = step(scheduler, [])
-    assert [(w.start, w.count) for w in work] == [(32, 8)]
+    assert [(w.start, w.rows) for w in work] == [(32, 8)]
 
 
 def test_a_prefix_hit_never_covers_a_position_whose_logprob_is_asked() -> None:
@@ -266,7 +266,7 @@ def test_a_prefix_hit_never_covers_a_position_whose_logprob_is_asked() -> None:
     scheduler.add(sequence(0, 40, 1))
     step(scheduler, [])
     scheduler.add(sequence(1, 40, 1, scored=True))
-    assert [(w.start, w.count) for w in step(scheduler, [])] == [(0, 40)]
+    assert [(w.start, w.rows) for w in step(scheduler, [])] == [(0, 40)]
 
 
 @pytest.mark.parametrize(("start", "hit"), [(0, 0), (1, 0), (16, 0), (17, 16), (33, 32), (40, 32)])

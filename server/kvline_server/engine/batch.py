@@ -1,20 +1,18 @@
-"""One step's inputs as flat arrays, and which rows of hidden states go to the LM head.
-
-Rows are ordered decodes first, then prompt chunks. The LM head gets the scored rows, then the
-sampled ones, and no others.
-"""
+"""Builds the arrays of one step, and notes which sequences its results belong to."""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import numpy as np
 
+from kvline_server.engine import penalties
 from kvline_server.engine.request import Sequence
+from kvline_server.engine.sampling import draws
 from kvline_server.engine.scheduler import Work
 from kvline_server.kernels.layout import Layout
 from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.worker.step import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,65 +26,105 @@ class ScoredRun:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    token_ids: np.ndarray  # int64 [rows]
-    layout: Layout
-    rows: np.ndarray  # int64 [scored + sampled], rows of hidden states for the LM head
-    targets: np.ndarray  # int64 [scored], the prompt token that each scored row predicts
+    step: Step
     scored: tuple[ScoredRun, ...]
     sampled: tuple[Sequence, ...]  # one per sampled row, in order
-    sampled_slots: np.ndarray  # int64 [sampled], index into Runner.last_tokens for each new token
-    pending_rows: np.ndarray  # int64 [pending], rows whose input token the host has not read yet
-    pending_slots: np.ndarray  # int64 [pending], index of that token in Runner.last_tokens
 
 
 def build(work: list[Work]) -> Batch:
-    """The arrays of one step, from work whose sequences already hold their pages."""
-    ordered = [w for w in work if w.count == 1] + [w for w in work if w.count > 1]
-    rows, targets, scored, sampled = _select_rows(ordered)
-    # Only a decode can have an unread input token, and decodes come first, one row each.
-    pending = [row for row, w in enumerate(ordered) if w.start >= len(w.sequence.tokens)]
-    return Batch(
-        token_ids=_token_ids(ordered),
-        layout=_layout(ordered),
-        rows=rows,
-        targets=targets,
-        scored=tuple(scored),
-        sampled=tuple(sampled),
-        sampled_slots=np.asarray([s.slot for s in sampled], dtype=np.int64),
-        pending_rows=np.asarray(pending, dtype=np.int64),
-        pending_slots=np.asarray([ordered[row].sequence.slot for row in pending], dtype=np.int64),
-    )
+    """The step of this work, whose sequences already hold their pages."""
+    single = [w for w in work if w.rows == 1]
+    chunks = [w for w in work if w.rows > 1]
+    ordered = single + chunks
+    rows = _Rows()
+    for row, w in enumerate(single):
+        rows.add(w, row)
+    at = len(single)
+    for w in chunks:
+        rows.add(w, at)
+        at += w.rows
+    return rows.batch(_token_ids(single, chunks), _layout(ordered, len(single)))
 
 
-def _token_ids(work: list[Work]) -> np.ndarray:
-    out = np.empty(sum(w.count for w in work), dtype=np.int64)
-    at = 0
-    for w in work:
-        known = w.sequence.tokens[w.start : w.start + w.count]
-        out[at : at + w.count] = known or 0  # a pending token is filled in on the device
-        at += w.count
-    return out
+class _Rows:
+    """Collects the rows that the LM head gets, and what is done with each."""
+
+    def __init__(self) -> None:
+        self.scored_rows: list[np.ndarray] = []
+        self.targets: list[int] = []
+        self.scored: list[ScoredRun] = []
+        self.sampled_rows: list[int] = []
+        self.sampled: list[Sequence] = []
+
+    def add(self, work: Work, at: int) -> None:
+        """Work whose rows begin at row `at` of the step."""
+        sequence, start, count = work
+        end = start + count
+        if start < sequence.prompt_length - 1:  # the row of position p predicts the token at p + 1
+            first = max(start + 1, sequence.first_scored)
+            last = min(end, sequence.prompt_length - 1)
+            if first <= last:
+                self.scored_rows.append(np.arange(at + first - 1 - start, at + last - start))
+                self.targets += sequence.tokens[first : last + 1]
+                self.scored.append(ScoredRun(sequence, first, last - first + 1))
+        if end == len(sequence.tokens) + sequence.pending:
+            self.sampled_rows.append(at + count - 1)
+            self.sampled.append(sequence)
+
+    def batch(self, tokens: np.ndarray, layout: Layout) -> Batch:
+        sampled = self.sampled
+        slots = np.asarray([s.slot for s in sampled], dtype=np.int64)
+        # Only a sampled row can have an input token that the host has not read.
+        pending = [i for i, s in enumerate(sampled) if s.pending]
+        listed = [row for row, s in enumerate(sampled) if s.params.logprobs is not None]
+        sampled_rows = np.asarray(self.sampled_rows, dtype=np.int64)
+        step = Step(
+            tokens=tokens,
+            layout=layout,
+            pending_rows=sampled_rows[pending],
+            pending_slots=slots[pending],
+            wanted=np.concatenate([*self.scored_rows, sampled_rows]).astype(np.int64),
+            targets=np.asarray(self.targets, dtype=np.int64),
+            scored_top=max(
+                (r.sequence.params.prompt_logprobs or 0 for r in self.scored), default=0
+            ),
+            sampled_slots=slots,
+            draws=draws(sampled),
+            edits=penalties.edits(sampled),
+            listed=np.asarray(listed, dtype=np.int64),
+            listed_top=max((sampled[row].params.logprobs or 0 for row in listed), default=0),
+        )
+        return Batch(step, tuple(self.scored), tuple(sampled))
 
 
-def _layout(work: list[Work]) -> Layout:
-    counts = np.asarray([w.count for w in work], dtype=np.int32)
+def _token_ids(single: list[Work], chunks: list[Work]) -> np.ndarray:
+    """A pending token is filled in on the device."""
+    known = [s.tokens[start] if start < len(s.tokens) else 0 for s, start, _ in single]
+    parts = [np.asarray(s.tokens[start : start + count]) for s, start, count in chunks]
+    return np.concatenate([np.asarray(known, dtype=np.int64), *parts]).astype(np.int64)
+
+
+def _layout(work: list[Work], decodes: int) -> Layout:
+    counts = np.ones(len(work), dtype=np.int32)
+    counts[decodes:] = [w.rows for w in work[decodes:]]
     first = np.asarray([w.start for w in work], dtype=np.int32)
     lengths = first + counts
     held = -(-lengths // PAGE_SIZE)
     row_starts, page_starts = _starts(counts), _starts(held)
-    pages = np.fromiter(
-        itertools.chain.from_iterable(
-            w.sequence.pages[:count] for w, count in zip(work, held, strict=True)
-        ),
-        dtype=np.int32,
-        count=int(page_starts[-1]),
-    )
-    # Row r of sequence s is at position first[s] + (r - row_starts[s]).
-    rows = np.arange(row_starts[-1], dtype=np.int32)
-    positions = rows + np.repeat(first - row_starts[:-1], counts)
-    page = pages[np.repeat(page_starts[:-1], counts) + positions // PAGE_SIZE]
+    tables = [
+        w.sequence.pages if len(w.sequence.pages) == count else w.sequence.pages[:count]
+        for w, count in zip(work, held.tolist(), strict=True)
+    ]
+    pages = np.frombuffer(bytearray().join(tables), dtype=np.int32)
+    if len(work) == decodes:
+        positions, page = first, pages[page_starts[1:] - 1]
+    else:
+        # Row r of sequence s is at position first[s] + (r - row_starts[s]).
+        rows = np.arange(row_starts[-1], dtype=np.int32)
+        positions = rows + np.repeat(first - row_starts[:-1], counts)
+        page = pages[np.repeat(page_starts[:-1], counts) + positions // PAGE_SIZE]
     return Layout(
-        decodes=int((counts == 1).sum()),
+        decodes=decodes,
         row_starts=row_starts,
         lengths=lengths,
         page_starts=page_starts,
@@ -100,28 +138,3 @@ def _starts(counts: np.ndarray) -> np.ndarray:
     out = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=out[1:])
     return out
-
-
-def _select_rows(
-    work: list[Work],
-) -> tuple[np.ndarray, np.ndarray, list[ScoredRun], list[Sequence]]:
-    scored_rows: list[np.ndarray] = []
-    targets: list[int] = []
-    scored: list[ScoredRun] = []
-    sampled_rows: list[int] = []
-    sampled: list[Sequence] = []
-    at = 0
-    for w in work:
-        # The row of position p predicts the token at p + 1.
-        first = max(w.start + 1, w.sequence.first_scored)
-        last = min(w.start + w.count, w.sequence.prompt_length - 1)
-        if first <= last:
-            scored_rows.append(np.arange(at + first - 1 - w.start, at + last - w.start))
-            targets += w.sequence.tokens[first : last + 1]
-            scored.append(ScoredRun(w.sequence, first, last - first + 1))
-        if w.samples:
-            sampled_rows.append(at + w.count - 1)
-            sampled.append(w.sequence)
-        at += w.count
-    rows = np.concatenate([*scored_rows, np.asarray(sampled_rows, dtype=np.int64)])
-    return rows.astype(np.int64), np.asarray(targets, dtype=np.int64), scored, sampled

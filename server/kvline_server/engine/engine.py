@@ -15,12 +15,13 @@ from typing import Literal
 import numpy as np
 
 from kvline_server.engine import batch as batches
-from kvline_server.engine.logprobs import Table, join
+from kvline_server.engine.logprobs import cut, join
 from kvline_server.engine.request import Scores, Sequence
 from kvline_server.engine.scheduler import Scheduler, Work
 from kvline_server.memory.pages import PagePool
+from kvline_server.parallel.executor import Executor
 from kvline_server.sampling_params import SamplingParams
-from kvline_server.worker.worker import InFlightStep, Runner
+from kvline_server.worker.step import InFlight, Results
 
 # error: the model's numbers for this sequence are not finite, so there is no next token.
 FinishReason = Literal["stop", "length", "error"]
@@ -40,8 +41,7 @@ class Output:
 class Engine:
     def __init__(
         self,
-        runner: Runner,
-        pages: int,
+        executor: Executor,
         max_running: int,
         max_step_tokens: int,
         max_model_len: int,
@@ -49,14 +49,14 @@ class Engine:
         mixed_prefill_tokens: int
         | None = None,  # prompt rows that a mixed step always allows; None: no limit
     ) -> None:
-        self.runner = runner
-        self.pool = PagePool(pages)
+        self.executor = executor
+        self.pool = PagePool(executor.pages)
         self.scheduler = Scheduler(self.pool, max_running, max_step_tokens, mixed_prefill_tokens)
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
         self.sequences: dict[int, Sequence] = {}
         self.steps = 0
-        self._in_flight: deque[InFlightStep] = deque()
+        self._in_flight: deque[tuple[batches.Batch, InFlight]] = deque()
 
     @property
     def idle(self) -> bool:
@@ -64,6 +64,7 @@ class Engine:
 
     def submit(self, id: int, tokens: list[int], params: SamplingParams) -> None:
         sequence = Sequence(id=id, tokens=tokens, prompt_length=len(tokens), params=params)
+        sequence.limit = min(sequence.limit, self.max_model_len)
         self.sequences[id] = sequence
         self.scheduler.add(sequence)
 
@@ -82,10 +83,10 @@ class Engine:
         if work:
             _admit(work)
             batch = batches.build(work)
-            self._in_flight.append(self.runner.launch(batch))
+            self._in_flight.append((batch, self.executor.launch(batch.step)))
             self._advance(batch, work)
             self.steps += 1
-        return self._collect(self.runner.kernels.depth if work else 0)
+        return self._collect(self.executor.depth if work else 0)
 
     def _advance(self, batch: batches.Batch, work: list[Work]) -> None:
         """Updates the sequences with what is known of a step before its tokens are read."""
@@ -93,51 +94,43 @@ class Engine:
         for run in batch.scored:
             run.sequence.scored = run.first + run.count
         for sequence in batch.sampled:
-            if sequence.params.max_tokens:
-                sequence.pending += 1
-            if self._is_full(sequence, sequence.length):
-                self.scheduler.remove(sequence)
-
-    def _is_full(self, sequence: Sequence, length: int) -> bool:
-        """Whether `length` tokens end it by max_tokens or max_model_len."""
-        generated = length - sequence.prompt_length
-        return generated >= sequence.params.max_tokens or length >= self.max_model_len
+            sequence.pending += 1
 
     def _collect(self, depth: int) -> list[Output]:
         """Waits for all steps in flight but the last `depth` and publishes their tokens."""
         out: list[Output] = []
         while len(self._in_flight) > depth:
-            step = self._in_flight.popleft()
-            tokens, scores, prompts = step.wait()
-            if prompts is not None:
-                _distribute(step.batch, prompts)
-            for sequence, token, score in zip(step.batch.sampled, tokens, scores, strict=True):
+            batch, launched = self._in_flight.popleft()
+            results = launched.wait()
+            _distribute(batch, results)
+            scores = _listed(batch, results)
+            for row, (sequence, token) in enumerate(
+                zip(batch.sampled, results.tokens.tolist(), strict=True)
+            ):
                 if not sequence.ended:
-                    out.append(self._publish(sequence, int(token), score))
+                    out.append(self._publish(sequence, token, scores.get(row)))
         return out
 
     def _publish(self, sequence: Sequence, token: int, scores: Scores | None) -> Output:
         if token < 0 or sequence.not_finite:
             self.abort(sequence.id)
             return Output(sequence, 0, None, "error")
-        first = len(sequence.tokens) == sequence.prompt_length
-        finish: FinishReason | None = "length"
-        if sequence.params.max_tokens:  # 0: only prompt logprobs were requested
-            sequence.tokens.append(token)
-            sequence.pending -= 1
-            finish = self._finish_reason(sequence, token)
+        tokens = sequence.tokens
+        finish: FinishReason | None = None
+        first = len(tokens) == sequence.prompt_length
+        tokens.append(token)
+        sequence.pending -= 1
+        if token in self.eos_token_ids and not sequence.params.ignore_eos:
+            finish = "stop"
+        elif len(tokens) >= sequence.limit:  # with max_tokens 0, only prompt logprobs were asked
+            finish = "length"
+        out = Output(sequence, token, scores, finish)
         if finish is not None:
             self.abort(sequence.id)
-        out = Output(sequence, token, scores, finish)
         if first and sequence.scores:
             out.prompt_scores = join(sequence.scores)
             sequence.scores = []
         return out
-
-    def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
-        if token in self.eos_token_ids and not sequence.params.ignore_eos:
-            return "stop"
-        return "length" if self._is_full(sequence, len(sequence.tokens)) else None
 
 
 def _admit(work: list[Work]) -> None:
@@ -149,12 +142,24 @@ def _admit(work: list[Work]) -> None:
         item.sequence.waited = now - item.sequence.submitted
 
 
-def _distribute(batch: batches.Batch, table: Table) -> None:
+def _listed(batch: batches.Batch, results: Results) -> dict[int, Scores]:
+    """The logprobs of sampled tokens, by row."""
+    found: dict[int, Scores] = {}
+    if results.listed is not None:
+        for at, row in enumerate(batch.step.listed.tolist()):
+            top = batch.sampled[row].params.logprobs or 0
+            found[row] = cut(results.listed, at, at + 1, top, results.tokens[row : row + 1])
+    return found
+
+
+def _distribute(batch: batches.Batch, results: Results) -> None:
     """Gives each sequence the scores of its own prompt positions."""
-    at = 0
+    table, at = results.scored, 0
+    if table is None:
+        return
     for run in batch.scored:
         end = at + run.count
         top = run.sequence.params.prompt_logprobs or 0
         run.sequence.not_finite |= bool(np.isnan(table.values[at:end]).any())
-        run.sequence.scores.append(table.cut(at, end, top, batch.targets[at:end]))
+        run.sequence.scores.append(cut(table, at, end, top, batch.step.targets[at:end]))
         at = end

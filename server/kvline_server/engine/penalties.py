@@ -1,4 +1,4 @@
-"""Penalties and logit biases of a batch, applied on the device at (row, token) pairs.
+"""Penalties and logit biases of sampled rows, as edits of (row, token) pairs.
 
 Presence and frequency penalties are OpenAI's and count output tokens; the repetition penalty is
 CTRL's (Keskar et al. 2019) and counts the prompt too. Each sequence keeps its token counts, so a
@@ -7,41 +7,51 @@ step costs the host a few array operations per request, whatever its length.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Rows
+
 import numpy as np
-import torch
 
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.token_counts import TokenCounts
-from kvline_server.kernels.interface import Kernels
+from kvline_server.worker.step import Edits
 
 
-def apply(kernels: Kernels, logits: torch.Tensor, sequences: list[Sequence]) -> None:
-    """Applies penalties and biases in place. logits [rows, vocabulary], one row per sequence"""
-    flat, vocabulary = logits.view(-1), logits.shape[1]
-    penalised = [(row, s, _counts(s)) for row, s in enumerate(sequences) if s.params.has_penalties]
-    if penalised:
-        lengths = [len(counts.ids) for _, _, counts in penalised]
-        params = np.asarray(
-            [
-                (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
-                for p in (s.params for _, s, _ in penalised)
-            ],
-            dtype=np.float32,
-        )
-        repetition, presence, frequency = np.repeat(params, lengths, axis=0).T
-        output = np.concatenate([counts.output for _, _, counts in penalised])
-        less = np.where(output > 0, presence + frequency * output, np.float32(0))
-        pairs = np.concatenate([row * vocabulary + counts.ids for row, _, counts in penalised])
-        at, factor, subtracted = kernels.upload(pairs, np.ascontiguousarray(repetition), less)
-        values = flat[at].float()
-        values = torch.where(values > 0, values / factor, values * factor) - subtracted
-        flat[at] = values.to(logits.dtype)
+def edits(sequences: Rows[Sequence]) -> tuple[Edits, ...]:
+    """Penalties, then biases, which may be of the same tokens. One sampled row per sequence."""
+    penalised = [(row, s) for row, s in enumerate(sequences) if s.has_penalties]
     biased = [(row, s.params.logit_bias) for row, s in enumerate(sequences) if s.params.logit_bias]
-    if biased:
-        pairs = np.concatenate([row * vocabulary + np.fromiter(b, np.int64) for row, b in biased])
-        added = np.concatenate([np.fromiter(b.values(), np.float32) for _, b in biased])
-        at, bias = kernels.upload(pairs, added)
-        flat[at] = (flat[at].float() + bias).to(logits.dtype)
+    found = [_penalties(penalised)] if penalised else []
+    return (*found, _biases(biased)) if biased else tuple(found)
+
+
+def _penalties(penalised: list[tuple[int, Sequence]]) -> Edits:
+    counts = [_counts(sequence) for _, sequence in penalised]
+    lengths = [len(each.ids) for each in counts]
+    params = np.asarray(
+        [
+            (row, p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+            for row, p in ((row, s.params) for row, s in penalised)
+        ],
+        dtype=np.float32,
+    )
+    rows, repetition, presence, frequency = np.repeat(params, lengths, axis=0).T
+    output = np.concatenate([each.output for each in counts])
+    return Edits(
+        rows=rows.astype(np.int64),
+        tokens=np.concatenate([each.ids for each in counts]),
+        factors=np.ascontiguousarray(repetition),
+        subtracted=np.where(output > 0, presence + frequency * output, np.float32(0)),
+    )
+
+
+def _biases(biased: list[tuple[int, dict[int, float]]]) -> Edits:
+    rows = np.repeat([row for row, _ in biased], [len(b) for _, b in biased]).astype(np.int64)
+    return Edits(
+        rows=rows,
+        tokens=np.concatenate([np.fromiter(b, np.int64) for _, b in biased]),
+        factors=np.ones(len(rows), np.float32),
+        subtracted=np.concatenate([-np.fromiter(b.values(), np.float32) for _, b in biased]),
+    )
 
 
 def _counts(sequence: Sequence) -> TokenCounts:

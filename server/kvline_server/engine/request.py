@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 import time
+from array import array
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,6 +29,15 @@ class Scores:
         return Scores(*(column[some] for column in columns))
 
 
+# How a sequence's tokens are drawn, as one row of a step's array.
+DRAW = np.dtype(
+    [("temperature", "<f4"), ("top_k", "<i4"), ("top_p", "<f4"), ("min_p", "<f4"), ("seed", "<u8")]
+)
+_PACK = struct.Struct("<fiffQ").pack
+_MASK = 0xFFFFFFFFFFFFFFFF
+MIN_TOP_P = 1e-6  # a smaller value keeps the same one token, and may be 0 as a float32
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """Prompt and output tokens; the first `computed` have their keys and values in the cache."""
@@ -36,7 +47,7 @@ class Sequence:
     prompt_length: int
     params: SamplingParams
     computed: int = 0
-    pages: list[int] = field(default_factory=list)
+    pages: array[int] = field(default_factory=lambda: array("i"))
     chain: list[bytes] = field(default_factory=list)  # hashes of its full pages
     published: int = 0  # full pages that the prefix cache knows
     scored: int = 0  # prompt positions whose logprob has left the engine; survives preemption
@@ -44,20 +55,26 @@ class Sequence:
     preemptions: int = 0
     cached: int = 0  # tokens found in the prefix cache at first admission
     pending: int = 0  # tokens sampled on the device that the host has not read yet
-    slot: int = 0  # its index in Runner.last_tokens, while it runs
+    slot: int = 0  # its index in Worker.last_tokens, while it runs
     counts: TokenCounts | None = None  # with penalties
     ended: bool = False  # results still in flight are discarded
+    limit: int = field(init=False)  # tokens that it may have at most
     has_penalties: bool = field(init=False)  # of its params, cached because each step reads it
+    draw: bytes = field(init=False)  # one element of DRAW
     not_finite: bool = False  # a prompt position's logits were not finite
     submitted: float = field(default_factory=time.monotonic)
     waited: float | None = None  # seconds until its first step
 
     def __post_init__(self) -> None:
-        self.has_penalties = self.params.has_penalties
+        p = self.params
+        self.limit = self.prompt_length + p.max_tokens
+        self.has_penalties = p.has_penalties
+        self.draw = _PACK(p.temperature, p.top_k, max(p.top_p, MIN_TOP_P), p.min_p, p.seed & _MASK)
 
     @property
     def length(self) -> int:
-        """Tokens it has, read by the host or not."""
+        """Tokens it has, read by the host or not. An upper bound: what is not read yet may be fewer
+        tokens, so nothing about its end follows from it."""
         return len(self.tokens) + self.pending
 
     @property

@@ -1,4 +1,4 @@
-"""The next token of each sampled row: penalties and biases, then sampling in the kernels.
+"""How the next token of each sequence is drawn, as arrays.
 
 The noise of a sequence's n-th token depends on its seed and n alone. Other requests of the batch
 and preemption change a seeded output only where they change its logits by more than the margin
@@ -7,33 +7,22 @@ between the two best tokens of the draw (docs/decisions/009).
 
 from __future__ import annotations
 
-import numpy as np
-import torch
+from collections.abc import Sequence as Rows
 
-from kvline_server.engine import penalties
-from kvline_server.engine.request import Sequence
-from kvline_server.kernels.interface import Draws, Kernels
+import numpy as np
+
+from kvline_server.engine.request import DRAW, Sequence
+from kvline_server.kernels.interface import Draws
 from kvline_server.seeds import keys
 
-_MASK = 0xFFFFFFFFFFFFFFFF
-MIN_TOP_P = np.float32(1e-6)  # a smaller value keeps the same one token, and may be 0 as a float32
 
-
-def sample(kernels: Kernels, logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
-    """Token ids, one per row. May change `logits` in place. [rows, vocabulary] -> int64 [rows]"""
-    penalties.apply(kernels, logits, sequences)
-    return kernels.choose(logits, draws(sequences))
-
-
-def draws(sequences: list[Sequence]) -> Draws:
-    params = [s.params for s in sequences]
+def draws(sequences: Rows[Sequence]) -> Draws:
+    rows = np.frombuffer(b"".join([s.draw for s in sequences]), DRAW)
+    generated = [len(s.tokens) + s.pending - s.prompt_length for s in sequences]
     return Draws(
-        temperatures=np.asarray([p.temperature for p in params], dtype=np.float32),
-        top_k=np.asarray([p.top_k for p in params], dtype=np.int32),
-        top_p=np.maximum(np.asarray([p.top_p for p in params], dtype=np.float32), MIN_TOP_P),
-        min_p=np.asarray([p.min_p for p in params], dtype=np.float32),
-        keys=keys(
-            np.asarray([p.seed & _MASK for p in params], dtype=np.uint64),
-            np.asarray([s.output_length for s in sequences], dtype=np.uint64),
-        ),
+        temperatures=rows["temperature"].copy(),
+        top_k=rows["top_k"].copy(),
+        top_p=rows["top_p"].copy(),
+        min_p=rows["min_p"].copy(),
+        keys=keys(rows["seed"], np.asarray(generated, dtype=np.uint64)),
     )

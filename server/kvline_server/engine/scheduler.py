@@ -10,8 +10,9 @@ the budget was validated with a full-length one.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvline_server.engine.request import Sequence
 from kvline_server.memory.pages import PAGE_SIZE, PagePool, pages_for
@@ -25,17 +26,12 @@ WAVE = 1024
 PREFILL_PER_REQUEST = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """`count` tokens of a sequence from position `start`; it samples when these are its last."""
+class Work(NamedTuple):
+    """`rows` tokens of a sequence from position `start`; it samples when these are its last."""
 
     sequence: Sequence
     start: int
-    count: int
-
-    @property
-    def samples(self) -> bool:
-        return self.start + self.count == self.sequence.length
+    rows: int
 
 
 class Scheduler:
@@ -74,15 +70,21 @@ class Scheduler:
     def schedule(self) -> list[Work]:
         budget = self.max_step_tokens
         work: list[Work] = []
-        ready = [
-            s for s in self.running if s.uncomputed == 1 and not (s.has_penalties and s.pending)
-        ]
-        prefilling = [s for s in self.running if s.uncomputed > 1]
-        for sequence in ready:
-            if budget and sequence in self.running:
-                budget -= self._continue(sequence, budget, work)
-        if len(prefilling) < len(self.running):  # those that sit this step out decode in the next
-            wanted = self.prefill_per_request * (len(self.running) + len(self.waiting))
+        prefilling: list[Sequence] = []
+        ready: list[Sequence] = []
+        ending = 0  # their last token is not read yet
+        for sequence in self.running:
+            length = len(sequence.tokens) + sequence.pending
+            if length - sequence.computed > 1:
+                prefilling.append(sequence)
+            elif length >= sequence.limit:
+                ending += 1
+            elif not (sequence.pending and sequence.has_penalties):
+                ready.append(sequence)
+        live = len(self.running) - ending
+        budget -= self._decode(ready, budget, work)
+        if len(prefilling) < live:  # those that sit this step out decode in the next
+            wanted = self.prefill_per_request * (live + len(self.waiting))
             budget = min(budget, max(self.mixed_prefill_tokens, wanted))
         for sequence in prefilling:
             if budget and sequence in self.running:
@@ -100,15 +102,33 @@ class Scheduler:
 
     def advance(self, work: list[Work]) -> None:
         """After a step's launch: its tokens count as computed, and full pages can be shared."""
-        for item in work:
-            sequence = item.sequence
-            sequence.computed = item.start + item.count
-            known = min(sequence.computed, len(sequence.tokens))
-            extend_chain(sequence.chain, sequence.tokens, known)
-            full = known // PAGE_SIZE
-            for index in range(sequence.published, full):
-                self.pool.publish(sequence.pages[index], sequence.chain[index])
-            sequence.published = max(sequence.published, full)
+        for sequence, start, rows in work:
+            sequence.computed = start + rows
+            if (sequence.published + 1) * PAGE_SIZE <= sequence.computed:
+                self._publish(sequence)
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Enters full pages in the prefix cache, but for one whose last token is not read yet."""
+        known = min(sequence.computed, len(sequence.tokens))
+        extend_chain(sequence.chain, sequence.tokens, known)
+        full = known // PAGE_SIZE
+        for index in range(sequence.published, full):
+            self.pool.publish(sequence.pages[index], sequence.chain[index])
+        sequence.published = max(sequence.published, full)
+
+    def _decode(self, ready: list[Sequence], budget: int, work: list[Work]) -> int:
+        """A row for each, the common case: most have room in their last page. Returns the rows."""
+        rows, preemptions = len(work), self.preemptions
+        for sequence in ready:
+            if len(work) - rows == budget:
+                break
+            if self.preemptions != preemptions and sequence not in self.running:
+                continue
+            if sequence.computed < len(sequence.pages) * PAGE_SIZE:
+                work.append(Work(sequence, sequence.computed, 1))
+            else:
+                self._continue(sequence, 1, work)
+        return len(work) - rows
 
     def _continue(self, sequence: Sequence, budget: int, work: list[Work]) -> int:
         count = min(sequence.uncomputed, budget)
@@ -121,7 +141,7 @@ class Scheduler:
             if victim is sequence:
                 return 0
         if missing > 0:
-            sequence.pages += self.pool.take(missing)
+            sequence.pages.extend(self.pool.take(missing))
         work.append(Work(sequence, sequence.computed, count))
         return count
 
@@ -138,7 +158,7 @@ class Scheduler:
         self.waiting.popleft()
         self.running[sequence] = None
         sequence.slot = self._slots.pop()
-        sequence.pages = matched
+        sequence.pages = array("i", matched)
         sequence.computed = len(matched) * PAGE_SIZE
         sequence.published = len(matched)
         if not sequence.preemptions:
@@ -156,7 +176,7 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self._slots.append(sequence.slot)
         self.pool.release(sequence.pages)
-        sequence.pages = []
+        sequence.pages = array("i")
         sequence.computed = sequence.published = 0
 
 
@@ -165,8 +185,8 @@ def _trim_to_wave(work: list[Work]) -> None:
     tiles; called while prompts queue. The rows cut off cost a whole wave here, and almost nothing
     in the next step, which is full anyway. Prompts never lose most of their rows: where decodes
     alone exceed the last whole wave, they would get one row a step."""
-    rows = sum(chunk.count for chunk in work)
-    prompts = sum(chunk.count for chunk in work if chunk.count > 1)
+    rows = sum(chunk.rows for chunk in work)
+    prompts = sum(chunk.rows for chunk in work if chunk.rows > 1)
     over = rows % WAVE if rows > WAVE else 0
     if 2 * over > prompts:
         return
@@ -174,8 +194,8 @@ def _trim_to_wave(work: list[Work]) -> None:
         chunk = work[at]
         if not over:
             break
-        if chunk.count > 1:  # a single row is treated as a decode
-            less = min(over, chunk.count)
+        if chunk.rows > 1:  # a single row is treated as a decode
+            less = min(over, chunk.rows)
             over -= less
-            left = Work(chunk.sequence, chunk.start, chunk.count - less)
-            work[at : at + 1] = [left] if left.count else []
+            left = Work(chunk.sequence, chunk.start, chunk.rows - less)
+            work[at : at + 1] = [left] if left.rows else []

@@ -157,7 +157,7 @@ class EngineProcess:
         if now - self.beat_at < BEAT_SECONDS:
             return
         self.beat_at = now
-        scheduler, pool, graphs = engine.scheduler, engine.pool, engine.runner.graphs
+        scheduler, pool, eager = engine.scheduler, engine.pool, engine.executor.eager_steps
         self.parent.send(
             Beat(
                 busy=not engine.idle,
@@ -171,8 +171,8 @@ class EngineProcess:
                 preemptions=scheduler.preemptions,
                 prompt_tokens=self.prompt_tokens,
                 output_tokens=self.output_tokens,
-                graphs=graphs is not None,
-                eager_steps=0 if graphs is None else graphs.eager,
+                graphs=eager is not None,
+                eager_steps=eager or 0,
             )
         )
 

@@ -51,8 +51,7 @@ def start(
         free_before_weights=free_before,
     ).run(started)
     engine = Engine(
-        runner=loaded.runner,
-        pages=loaded.arena.pages,
+        executor=loaded.executor,
         max_running=settings.max_running_requests,
         max_step_tokens=settings.max_prefill_tokens,
         max_model_len=min(settings.wanted_len, result.kv_tokens),

@@ -17,7 +17,7 @@ from flashinfer import norm, sampling
 from torch.nn import functional
 
 from kvline_server.kernels import cuda_rows, cuda_write
-from kvline_server.kernels.flashinfer_attention import FLOAT_BYTES, PagedAttention, Planned, Table
+from kvline_server.kernels.flashinfer_attention import FLOAT_BYTES, PagedAttention, Planned
 from kvline_server.kernels.gemm import Gemms
 from kvline_server.kernels.interface import (
     GREEDY,
@@ -27,6 +27,7 @@ from kvline_server.kernels.interface import (
     Draws,
     Fetch,
     Heads,
+    PageTables,
     RowScores,
     SlotMapping,
 )
@@ -157,7 +158,7 @@ class FlashInferKernels:
         decode = prefill = None
         if count:
             decode = self._decode.plan(
-                Table(
+                PageTables(
                     row_starts=layout.row_starts[: count + 1],
                     page_starts=layout.page_starts[: count + 1],
                     lengths=layout.lengths[:count],
@@ -169,7 +170,7 @@ class FlashInferKernels:
             )
         if count < layout.sequences:
             prefill = self._prefill.plan(
-                Table(
+                PageTables(
                     row_starts=row_starts,
                     page_starts=page_starts,
                     lengths=layout.lengths[count:],
@@ -180,6 +181,10 @@ class FlashInferKernels:
                 )
             )
         return Plan(count, layout.rows, decode, prefill)
+
+    def plan_in_place(self, tables: PageTables) -> Plan:
+        rows = len(tables.lengths)
+        return Plan(rows, rows, self._decode.plan(tables, in_place=True), None)
 
     def write(self, heads: Heads, rope: torch.Tensor, mapping: SlotMapping, cache: KVLayer) -> None:
         cuda_write.write(heads, rope, mapping, cache)

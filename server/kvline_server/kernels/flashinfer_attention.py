@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from flashinfer.prefill import get_batch_prefill_module
 from flashinfer.utils import MaskMode, PosEncodingMode, TensorLayout
 
+from kvline_server.kernels.interface import PageTables
 from kvline_server.memory.arena import KVLayer
 from kvline_server.memory.pages import PAGE_SIZE
 
@@ -25,23 +25,10 @@ STAGINGS = 2  # the number of steps in flight, plus one
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """Rows and pages of the sequences of one attention call, on host and device."""
-
-    row_starts: np.ndarray  # int32 [sequences + 1], from 0
-    page_starts: np.ndarray  # int32 [sequences + 1], from 0
-    lengths: np.ndarray  # int32 [sequences]
-    device_row_starts: torch.Tensor
-    device_page_starts: torch.Tensor
-    pages: torch.Tensor  # int32
-    last_page: torch.Tensor  # int32 [sequences]
-
-
-@dataclass(frozen=True, slots=True)
 class Planned:
     info: Any
     ints: torch.Tensor
-    table: Table
+    table: PageTables
 
 
 class PagedAttention:
@@ -73,9 +60,13 @@ class PagedAttention:
         ]
         self._turn = 0
 
-    def plan(self, table: Table) -> Planned:
+    def plan(self, table: PageTables, in_place: bool = False) -> Planned:
+        """`in_place` is for a captured graph: the workspace has one address, and the kernels' grid
+        depends on the number of rows alone."""
         self._turn = (self._turn + 1) % STAGINGS
         ints, pinned = self._stagings[self._turn]
+        if in_place:  # copies to it are queued behind the graph that reads it
+            ints = self._stagings[0][0]
         heads, kv_heads, dim = self._shape
         extra = () if self._causal else (-1, False, 0, 0)
         info = self._module.plan(
@@ -90,7 +81,7 @@ class PagedAttention:
             heads,
             kv_heads,
             PAGE_SIZE,
-            False,  # not in a graph
+            in_place,
             dim,
             dim,
             self._causal,

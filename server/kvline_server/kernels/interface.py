@@ -31,6 +31,11 @@ class Draws:
     min_p: np.ndarray  # float32 [rows], 0: off
     keys: np.ndarray  # uint64 [rows], seeds of the noise
 
+    def between(self, first: int, last: int) -> Draws:
+        some = slice(first, last)
+        columns = (self.temperatures, self.top_k, self.top_p, self.min_p, self.keys)
+        return Draws(*(column[some] for column in columns))
+
 
 @dataclass(frozen=True, slots=True)
 class RowScores:
@@ -59,6 +64,19 @@ class SlotMapping:
 
     positions: torch.Tensor  # int32 or int64 [rows]
     slots: torch.Tensor  # int64 [rows]
+
+
+@dataclass(frozen=True, slots=True)
+class PageTables:
+    """Rows and pages of the sequences of one attention call, on host and device."""
+
+    row_starts: np.ndarray  # int32 [sequences + 1], from 0
+    page_starts: np.ndarray  # int32 [sequences + 1], from 0
+    lengths: np.ndarray  # int32 [sequences]
+    device_row_starts: torch.Tensor
+    device_page_starts: torch.Tensor
+    pages: torch.Tensor  # int32
+    last_page: torch.Tensor  # int32 [sequences], tokens in each one's last page
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +146,10 @@ class Kernels(Protocol):
 
     def plan(self, layout: Layout) -> Any:
         """Prepares attention for a step; the result is used by every layer."""
+
+    def plan_in_place(self, tables: PageTables) -> Any:
+        """A plan of decodes for a captured graph, where `captures`: planned again with the same
+        addresses and number of sequences, it changes what the graph attends to."""
 
     def linear(
         self,

@@ -26,6 +26,7 @@ from kvline_server.kernels.interface import (
     Draws,
     Fetch,
     Heads,
+    PageTables,
     RowScores,
     SlotMapping,
 )
@@ -153,6 +154,9 @@ class TorchKernels:
         groups = [(*group, True) for group in _decode_groups(layout)]
         groups += [(i, i + 1, False) for i in range(layout.decodes, layout.sequences)]
         return [self._part(layout, *group) for group in groups]
+
+    def plan_in_place(self, tables: PageTables) -> list[Part]:
+        raise NotImplementedError("nothing is captured: captures is False")
 
     def _part(self, layout: Layout, first: int, end: int, decodes: bool) -> Part:
         """Of the sequences first..end."""

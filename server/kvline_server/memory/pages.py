@@ -7,6 +7,7 @@ is the dummy page that padding rows write to; it is never allocated.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 PAGE_SIZE = 16  # tokens; the fastest for the kernels
 DUMMY_PAGE = 0
@@ -75,7 +76,7 @@ class PagePool:
             self._page_of[digest] = page
             self._hash_of[page] = digest
 
-    def release(self, pages: list[int]) -> None:
+    def release(self, pages: Sequence[int]) -> None:
         """Drops one reference each; a sequence's last page becomes evictable first."""
         for page in reversed(pages):
             left = self._references[page] - 1

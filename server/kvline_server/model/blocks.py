@@ -18,7 +18,7 @@ from kvline_server.model.linear import Linear, Part, Tensors, fused
 
 
 class Norm:
-    """An offset of the weights is added once, at load. In bfloat16 that rounds 1 + weight, by at
+    """An offset of the weights is added once, at load. In bfloat16 1 + weight is off by then, by at
     most one part in 256, where a model's own code adds in float32."""
 
     def __init__(self, tensors: Tensors, config: ModelConfig, name: str, width: int) -> None:

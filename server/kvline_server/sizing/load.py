@@ -24,12 +24,13 @@ from kvline_server.model.loader import (
     load_weights,
     weight_elements,
 )
+from kvline_server.parallel.executor import Local
 from kvline_server.sizing.diagnosis import Diagnosis
 from kvline_server.sizing.profile import Loaded
 from kvline_server.sizing.record import fingerprint
 from kvline_server.sizing.settings import EngineSettings
 from kvline_server.worker.backend import Backend
-from kvline_server.worker.worker import Runner
+from kvline_server.worker.worker import Worker
 
 REPORT_SECONDS = 1.0
 
@@ -72,7 +73,7 @@ def load_model(
         raise too_large
     try:
         with device_errors.translated("load"), compact_heap():
-            runner = _build(source, model, settings, backend, _LoadProgress(progress, started))
+            worker = _build(source, model, settings, backend, _LoadProgress(progress, started))
             del source
             device.settle()
     except DeviceOutOfMemory as error:
@@ -90,17 +91,17 @@ def load_model(
         )
     )
     return Loaded(
-        runner=runner,
-        arena=runner.arena,
+        executor=Local(worker, device),
+        vocabulary=model.vocabulary,
         bytes_per_token=kv_shape(model, backend.dtype).bytes_per_token,
-        weights_bytes=runner.decoder.weights.nbytes(),
+        weights_bytes=worker.decoder.weights.nbytes(),
         fingerprint=fingerprint(
             {
                 "model": model_revision(launch) or identity(folder, with_weights=not random),
                 "loadFormat": str(launch.model.load_format),
                 "settings": repr(settings),
                 "device": device.name,
-                "kernels": type(runner.kernels).__name__,
+                "kernels": type(worker.kernels).__name__,
                 "totalMiB": device.limit // MIB,
                 "tensorParallel": launch.tensor_parallel,
                 "driver": device.driver,
@@ -130,7 +131,7 @@ def _build(
     settings: EngineSettings,
     backend: Backend,
     copied: Callable[[int, int], None],
-) -> Runner:
+) -> Worker:
     """Kernels, weights, KV arena (addresses only) and decoder on the device."""
     kernels = backend.kernels(model)
     weights = load_weights(source, model, kernels, copied)
@@ -138,7 +139,7 @@ def _build(
     most = backend.device.limit // (shape.bytes_per_token * PAGE_SIZE) + 2  # pages
     arena = backend.arena(shape, most)
     decoder = Decoder(model, weights, settings.wanted_len, kernels)
-    return Runner(decoder, arena, settings.logprob_rows, settings.max_running_requests)
+    return Worker(decoder, arena, settings.logprob_rows, settings.max_running_requests)
 
 
 def model_revision(launch: LaunchConfig) -> str:

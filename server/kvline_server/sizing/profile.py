@@ -26,14 +26,13 @@ from kvline_contract.report import (
 from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, OutOfMemory
 from kvline_server.kernels import tuning
 from kvline_server.kernels.tuning import Choices
-from kvline_server.memory.arena import Arena
 from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
+from kvline_server.parallel.executor import Executor, Usage
 from kvline_server.sizing.diagnosis import Diagnosis
 from kvline_server.sizing.record import AttemptStore, find_record, keep_record
 from kvline_server.sizing.settings import EngineSettings
 from kvline_server.sizing.stress import StressSet
-from kvline_server.worker.worker import Runner
 
 PROBE_PAGES = 64
 SHRINK_PERCENT = 95
@@ -58,27 +57,19 @@ class Reporter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The result of step 1: a model on the device and an empty arena."""
+    """The result of step 1: a model on the devices and empty arenas."""
 
-    runner: Runner
-    arena: Arena
+    executor: Executor
+    vocabulary: int
     bytes_per_token: int
     weights_bytes: int
     fingerprint: str
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Measurements of step 6, in bytes."""
-
-    free: int
-    probe_kv: int
-    growth: int  # peak above what was in use when the stress began
-    files: int  # file pages that must stay in memory
-
-    def budget(self, reserved: int) -> int:
-        """Bytes left for the KV cache beside `reserved` bytes."""
-        return self.free + self.probe_kv - self.growth - self.files - reserved
+def budget(usage: Usage, reserved: int) -> int:
+    """Bytes of a rank for the KV cache beside `reserved` bytes, after the stress (step 6)."""
+    growth = max(0, usage.peak - usage.now)
+    return usage.limit - usage.used + usage.kv - growth - reserved
 
 
 class ProfileLoop:
@@ -130,7 +121,7 @@ class ProfileLoop:
         known, how = tuning.known(file, key, self.record.gemm_kernels if self.record else ())
         with self._stage("autotune", State.AUTOTUNING) as details:
             try:
-                choices = self.loaded.runner.tune(self.settings.max_prefill_tokens, known)
+                choices = self.loaded.executor.tune(self.settings.max_prefill_tokens, known)
             except DeviceOutOfMemory as error:
                 raise self._out_of_memory(()) from error
             if choices is None:
@@ -146,10 +137,12 @@ class ProfileLoop:
         """Captures graphs once, before sizing: they stay valid when the arena is resized."""
         started, before = time.monotonic(), self.device.used()
         try:
-            self.loaded.arena.resize(PROBE_PAGES)
+            self.loaded.executor.resize(PROBE_PAGES)
             arena = self.device.used() - before
             self._warm_up_row_counts()
-            captured = self.loaded.runner.capture(self.settings.max_prefill_tokens)
+            captured = self.loaded.executor.capture(
+                self.settings.max_prefill_tokens, self.settings.wanted_len
+            )
         except DeviceOutOfMemory as error:
             raise self._out_of_memory(()) from error
         if captured:
@@ -162,7 +155,7 @@ class ProfileLoop:
         """Runs each row count once before memory is measured, because kernels allocate memory at
         the first step of a row count."""
         started, before = time.monotonic(), self.device.used()
-        if counts := self.loaded.runner.warm_up(self.settings.max_prefill_tokens):
+        if counts := self.loaded.executor.warm_up(self.settings.max_prefill_tokens):
             self.device.settle()
             ms, taken = round((time.monotonic() - started) * 1000), self.device.used() - before
             self.reporter.stage("row counts", ms, max(0, taken), f"{counts} row counts")
@@ -218,7 +211,7 @@ class ProfileLoop:
         """Step 4: maps a few pages, which page tables repeat during the stress."""
         with self._stage("probe", State.PROBING, f"{PROBE_PAGES} pages"):
             self.device.settle()
-            self.loaded.arena.resize(PROBE_PAGES)
+            self.loaded.executor.resize(PROBE_PAGES)
 
     def _stress(self) -> None:
         """Step 5: runs the stress set on aliased pages and measures the peak."""
@@ -243,20 +236,16 @@ class ProfileLoop:
     def _left(self) -> int:
         """Tokens that fit now."""
         with self._stage("measure", None):
-            measured = Measured(
-                free=self.device.limit - self.device.used(),
-                probe_kv=self.loaded.arena.nbytes,
-                growth=self._above_now(),
-                files=self.device.working_files(),
-            )
+            usage = self.loaded.executor.usage()
             # What the stress took, whether freed since or kept by the allocator.
             self.diagnosis.growth = max(0, self.device.peak() - self.resting)
             self._count_arrived()
-            reserved = self.settings.reserved() + self.device.slack
-            budget = measured.budget(reserved)
+            files = self.device.working_files()  # must stay in memory
+            reserved = self.settings.reserved() + self.device.slack + files
+            smallest = min(budget(rank, reserved) for rank in usage)
             # One page more is the dummy's, which holds no token of anybody.
             token = self.loaded.bytes_per_token + self.settings.client_bytes_per_token
-            return (budget // token // PAGE_SIZE - 1) * PAGE_SIZE
+            return (smallest // token // PAGE_SIZE - 1) * PAGE_SIZE
 
     def _check_context(self, tokens: int) -> int:
         asked = self.settings.max_model_len
@@ -294,7 +283,7 @@ class ProfileLoop:
         self._count_arrived()
         if not self.diagnosis.much(self.diagnosis.arrived - known):
             return shrink(target)
-        self.loaded.arena.resize(PROBE_PAGES)
+        self.loaded.executor.resize(PROBE_PAGES)
         self.pause(NEIGHBOUR_PAUSE)
         self._count_arrived()
         taken = self.diagnosis.arrived - known
@@ -309,14 +298,14 @@ class ProfileLoop:
 
     def _count_arrived(self) -> None:
         """Bytes that others took since this start began."""
-        ours = self.device.now() + self.loaded.arena.nbytes + self.diagnosis.graphs
+        ours = self.device.now() + self._kv_bytes() + self.diagnosis.graphs
         self.diagnosis.arrived = max(0, self.device.used() - ours - self.diagnosis.neighbours)
 
     def _validate(self, tokens: int) -> None:
         """Step 7: the whole stress set at the final size, with all that is reserved allocated."""
         self.reporter.state(State.VALIDATING)
         with self._stage("map", None, f"{tokens} tokens"):
-            self.loaded.arena.resize(pages_for(tokens) + 1)
+            self.loaded.executor.resize(pages_for(tokens) + 1)
         self.reporter.effective(self.settings.effective(self._model_len(tokens)))
         with self.device.held(self.settings.reserved(tokens)):
             self.device.reset_peak()
@@ -335,22 +324,22 @@ class ProfileLoop:
     def _model_len(self, tokens: int) -> int:
         return min(self.settings.wanted_len, tokens)
 
-    def _above_now(self) -> int:
-        return max(0, self.device.peak() - self.device.now())
+    def _kv_bytes(self) -> int:
+        return self.loaded.executor.usage()[0].kv
 
     def _lowest_free(self) -> int:
         return self._free_at_peak() // MIB
 
     def _free_at_peak(self) -> int:
-        used = self.device.used() + self._above_now() + self.device.working_files()
-        return self.device.limit - used
+        free = min(u.limit - u.used - max(0, u.peak - u.now) for u in self.loaded.executor.usage())
+        return free - self.device.working_files()
 
     def _run_stress(self, max_model_len: int, aliased: bool) -> None:
         stress = StressSet(
-            runner=self.loaded.runner,
+            executor=self.loaded.executor,
             settings=self.settings,
             max_model_len=max_model_len,
-            vocabulary=self.loaded.runner.decoder.config.vocabulary,
+            vocabulary=self.loaded.vocabulary,
             aliased=aliased,
         )
         for name, action in stress.items():
@@ -370,7 +359,7 @@ class ProfileLoop:
 
     def _result(self, source: Source, started: float) -> Result:
         record = self.record if source is Source.RECORDED else None
-        tokens = (self.loaded.arena.pages - 1) * PAGE_SIZE
+        tokens = (self.loaded.executor.pages - 1) * PAGE_SIZE
         loop_ms = round((time.monotonic() - started) * 1000)
         return Result(
             kv_tokens=tokens,
@@ -388,7 +377,7 @@ class ProfileLoop:
     def _memory(self) -> Memory:
         """Memory by part at the final size; activations are what the stress added."""
         free = self.settings.headroom_mib * MIB + max(0, self.lowest_free)
-        return self.diagnosis.memory(self.loaded.arena.nbytes, free)
+        return self.diagnosis.memory(self._kv_bytes(), free)
 
 
 def whole_pages(tokens: int) -> int:

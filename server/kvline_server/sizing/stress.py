@@ -1,6 +1,6 @@
 """The stress set: the largest batches that the scheduler can produce.
 
-They run through the same batch builder and runner as requests. While probing, page tables repeat a
+They run through the same batch builder and workers as requests. While probing, page tables repeat a
 few physical pages, so that full lengths run with little memory; at the final size every sequence
 has its own pages.
 """
@@ -8,6 +8,7 @@ has its own pages.
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -15,9 +16,9 @@ from kvline_server.engine.batch import build
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.scheduler import Work
 from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
+from kvline_server.parallel.executor import Executor
 from kvline_server.sampling_params import SamplingParams
 from kvline_server.sizing.settings import EngineSettings
-from kvline_server.worker.worker import Runner
 
 MAX_BIASES = 300  # per request; the API's limit
 
@@ -42,7 +43,7 @@ def worst_params(vocabulary: int, top: int) -> SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class StressSet:
-    runner: Runner
+    executor: Executor
     settings: EngineSettings
     max_model_len: int
     vocabulary: int
@@ -75,7 +76,7 @@ class StressSet:
         """Tokens that the sequences of one item may have in total."""
         if self.aliased:
             return self.max_model_len * self.settings.max_running_requests
-        return (self.runner.arena.pages - 1) * PAGE_SIZE
+        return (self.executor.pages - 1) * PAGE_SIZE
 
     def _prefill(self, sequences: int, params: SamplingParams) -> None:
         """A step full of prompt tokens, from at least `sequences` prompts."""
@@ -122,11 +123,11 @@ class StressSet:
             sequence = Sequence(
                 id=-1, tokens=tokens, prompt_length=max(1, length - 1), params=params
             )
-            sequence.pages = list(itertools.islice(pages, pages_for(length)))
+            sequence.pages = array("i", itertools.islice(pages, pages_for(length)))
             sequence.computed = start
             work.append(Work(sequence, start, length - start))
-        self.runner.launch(build(work)).wait()
+        self.executor.launch(build(work).step).wait()
 
     def _pages(self) -> Iterator[int]:
-        real = range(DUMMY_PAGE + 1, self.runner.arena.pages)
+        real = range(DUMMY_PAGE + 1, self.executor.pages)
         return itertools.cycle(real) if self.aliased else iter(real)

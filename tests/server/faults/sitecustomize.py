@@ -27,10 +27,10 @@ def break_step() -> None:
     import kvline_server.worker.worker as module
 
     number, kind = STEP.split(":")
-    launch = module.Runner._launch
+    launch = module.Worker._launch
     count = 0
 
-    def broken(self, batch):  # type: ignore[no-untyped-def]
+    def broken(self, step):  # type: ignore[no-untyped-def]
         nonlocal count
         count += 1
         if count == int(number) or (ALWAYS and count > int(number)):
@@ -40,7 +40,7 @@ def break_step() -> None:
             if kind in ("kill", "signal"):
                 os.kill(os.getpid(), 9)
             if kind == "nan":
-                return launch_nan(self, batch)
+                return launch_nan(self, step)
             if kind == "oom":
                 raise torch.OutOfMemoryError(
                     "CUDA out of memory. Tried to allocate 1 GiB: injected"
@@ -48,17 +48,17 @@ def break_step() -> None:
             if kind == "device":
                 raise torch.AcceleratorError("CUDA error: an illegal memory access: injected")
             raise RuntimeError("injected")
-        return launch(self, batch)
+        return launch(self, step)
 
-    def launch_nan(self: Any, batch: Any) -> Any:
+    def launch_nan(self: Any, step: Any) -> Any:
         compute = self.decoder.compute_logits
         self.decoder.compute_logits = lambda hidden: compute(hidden).fill_(float("nan"))
         try:
-            return launch(self, batch)
+            return launch(self, step)
         finally:
             self.decoder.compute_logits = compute
 
-    module.Runner._launch = broken  # type: ignore[method-assign]
+    module.Worker._launch = broken  # type: ignore[method-assign]
 
 
 def slow_copies() -> None:

@@ -1,0 +1,1 @@
+"""Runs one engine's steps on its devices; the engine and sizing know nothing else of them."""

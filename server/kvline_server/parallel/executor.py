@@ -1,0 +1,81 @@
+"""Runs steps on every device of a pod. `Local` has one device, in the engine's own process.
+
+Another one would send each step to a worker in every rank's process: a step is plain arrays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvline_server.kernels.tuning import Choices
+from kvline_server.memory.device import Device
+from kvline_server.worker.step import InFlight, Step
+from kvline_server.worker.worker import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Memory of one rank's device, in bytes."""
+
+    limit: int
+    used: int  # by all processes
+    now: int  # by this rank
+    peak: int  # the highest `now` since the last reset
+    kv: int  # of the KV cache; part of `now` on a CPU alone
+
+
+class Executor(Protocol):
+    @property
+    def depth(self) -> int:
+        """Steps in flight while the host prepares the next one."""
+
+    @property
+    def pages(self) -> int:
+        """Of the KV cache, the dummy page included."""
+
+    @property
+    def eager_steps(self) -> int | None:
+        """Steps that no captured graph fits; None where steps are not captured."""
+
+    def tune(self, max_rows: int, known: Choices | None) -> Choices | None: ...
+
+    def warm_up(self, max_rows: int) -> int: ...
+
+    def capture(self, max_rows: int, longest: int) -> bool: ...
+
+    def launch(self, step: Step) -> InFlight: ...
+
+    def resize(self, pages: int) -> None:
+        """Maps or unmaps pages at the end of every rank's cache. Raises DeviceOutOfMemory."""
+
+    def usage(self) -> tuple[Usage, ...]:
+        """By rank."""
+
+
+class Local:
+    def __init__(self, worker: Worker, device: Device) -> None:
+        self.worker = worker
+        self.device = device
+        self.tune, self.warm_up, self.capture = worker.tune, worker.warm_up, worker.capture
+        self.resize = worker.arena.resize
+
+    @property
+    def depth(self) -> int:
+        return self.worker.kernels.depth
+
+    @property
+    def pages(self) -> int:
+        return self.worker.arena.pages
+
+    @property
+    def eager_steps(self) -> int | None:
+        return None if self.worker.graphs is None else self.worker.graphs.eager
+
+    def launch(self, step: Step) -> InFlight:
+        return self.worker.launch(step)
+
+    def usage(self) -> tuple[Usage, ...]:
+        device = self.device
+        kv = self.worker.arena.nbytes
+        return (Usage(device.limit, device.used(), device.now(), device.peak(), kv),)

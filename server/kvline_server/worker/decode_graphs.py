@@ -1,0 +1,162 @@
+"""Whole steps as CUDA graphs: decodes of few rows, attention inside, one graph per row bucket.
+
+A GPU runs the kernels of few rows faster than the host launches them, even between attentions
+alone. All that a graph reads is at fixed addresses: one copy from pinned memory brings a step's
+inputs, and attention is planned into a fixed workspace. Padding rows attend to the dummy page.
+"""
+
+from __future__ import annotations
+
+import bisect
+
+import numpy as np
+import torch
+
+from kvline_server.kernels.interface import PageTables, SlotMapping
+from kvline_server.memory.arena import KVLayer
+from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
+from kvline_server.model.decoder import Decoder
+from kvline_server.worker.step import Step
+
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+ROWS = BUCKETS[-1]
+STAGINGS = 2  # the number of steps in flight, plus one: a copy reads one while the next is written
+UNREAD = -1  # for a row whose input token the host has, in place of its slot
+
+
+class _Inputs:
+    """A step's inputs as views of one buffer, on the host or on the device; the pages come last,
+    so that one copy of what is used brings all."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        at = 0
+
+        def part(dtype: torch.dtype, count: int) -> torch.Tensor:
+            nonlocal at
+            start, at = at, at + -(-count * dtype.itemsize // 16) * 16
+            return buffer[start : start + count * dtype.itemsize].view(dtype)
+
+        self.buffer = buffer
+        self.tokens = part(torch.int64, ROWS)
+        self.unread = part(torch.int64, ROWS)  # the slot of its last token, or UNREAD
+        self.slots = part(torch.int64, ROWS)
+        self.positions = part(torch.int32, ROWS)
+        self.row_starts = part(torch.int32, ROWS + 1)
+        self.page_starts = part(torch.int32, ROWS + 1)
+        self.last_page = part(torch.int32, ROWS)
+        self.head = at
+        self.pages = buffer[at:].view(torch.int32)
+
+
+class DecodeGraphs:
+    def __init__(
+        self, decoder: Decoder, cache: list[KVLayer], last_tokens: torch.Tensor, longest: int
+    ) -> None:
+        """`last_tokens` are the worker's; no sequence has more than `longest` tokens."""
+        self.decoder = decoder
+        self.kernels = decoder.kernels
+        self.last_tokens = last_tokens
+        self.most_pages = ROWS * pages_for(longest)
+        size = 16 * 8 * ROWS + 4 * self.most_pages
+        device = self.kernels.device
+        self.device = _Inputs(torch.zeros(size, dtype=torch.uint8, device=device))
+        self.stagings = [
+            _Inputs(torch.zeros(size, dtype=torch.uint8, pin_memory=True)) for _ in range(STAGINGS)
+        ]
+        self.turn = 0
+        self.every = torch.arange(ROWS, device=device)
+        hidden = (ROWS, decoder.config.hidden)
+        self.hidden = torch.zeros(hidden, dtype=self.kernels.dtype, device=device)
+        self.pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._capture_all(cache)
+
+    def fits(self, step: Step) -> bool:
+        """Whether it is one of decodes alone, which are all sampled."""
+        rows = len(step.tokens)
+        return 0 < rows <= ROWS and rows == step.layout.decodes == len(step.sampled_slots)
+
+    def run(self, step: Step) -> torch.Tensor:
+        """Hidden states of all rows, valid until the next run. -> [rows, hidden]"""
+        rows = len(step.tokens)
+        bucket = BUCKETS[bisect.bisect_left(BUCKETS, rows)]
+        self._place(step, bucket)
+        self._graphs[bucket].replay()
+        return self.hidden[:rows]
+
+    def _place(self, step: Step, bucket: int) -> None:
+        """Copies the inputs and plans attention, padded to the bucket."""
+        layout, rows = step.layout, len(step.tokens)
+        self.turn = (self.turn + 1) % STAGINGS
+        host = self.stagings[self.turn]
+        pages = len(layout.pages)
+        lengths = _padded(layout.lengths, bucket, 1)
+        host.tokens.numpy()[:bucket] = _padded(step.tokens, bucket, 0)
+        host.slots.numpy()[:bucket] = _padded(layout.slots, bucket, DUMMY_PAGE * PAGE_SIZE)
+        host.positions.numpy()[:bucket] = _padded(layout.positions, bucket, 0)
+        unread = host.unread.numpy()[:bucket]
+        unread.fill(UNREAD)
+        unread[step.pending_rows] = step.pending_slots
+        row_starts = np.arange(bucket + 1, dtype=np.int32)
+        page_starts = row_starts - rows + pages
+        page_starts[: rows + 1] = layout.page_starts
+        host.row_starts.numpy()[: bucket + 1] = row_starts
+        host.page_starts.numpy()[: bucket + 1] = page_starts
+        host.last_page.numpy()[:bucket] = (lengths - 1) % PAGE_SIZE + 1
+        used = pages + bucket - rows
+        host.pages.numpy()[:used] = _padded(layout.pages, used, DUMMY_PAGE)
+        end = host.head + 4 * used
+        self.device.buffer[:end].copy_(host.buffer[:end], non_blocking=True)
+        self._plan(row_starts, page_starts, lengths)
+
+    def _plan(self, row_starts: np.ndarray, page_starts: np.ndarray, lengths: np.ndarray) -> object:
+        rows, device = len(lengths), self.device
+        return self.kernels.plan_in_place(
+            PageTables(
+                row_starts=row_starts,
+                page_starts=page_starts,
+                lengths=lengths,
+                device_row_starts=device.row_starts[: rows + 1],
+                device_page_starts=device.page_starts[: rows + 1],
+                pages=device.pages,
+                last_page=device.last_page[:rows],
+            )
+        )
+
+    def _capture_all(self, cache: list[KVLayer]) -> None:
+        """Captures the largest bucket first, so that the smaller ones reuse its memory pool."""
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), torch.inference_mode():
+            for rows in reversed(BUCKETS):
+                starts = np.arange(rows + 1, dtype=np.int32)
+                self.device.last_page.fill_(1)
+                self.device.unread.fill_(UNREAD)
+                for into in (self.device.row_starts, self.device.page_starts):
+                    into[: rows + 1].copy_(torch.from_numpy(starts))
+                plan = self._plan(starts, starts, np.ones(rows, dtype=np.int32))
+                self._run(rows, cache, plan)  # lazy initialisation is not allowed in a capture
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+                try:
+                    self._run(rows, cache, plan)
+                finally:
+                    graph.capture_end()
+                self._graphs[rows] = graph
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def _run(self, rows: int, cache: list[KVLayer], plan: object) -> None:
+        inputs = self.device
+        unread = inputs.unread[:rows]
+        last = self.last_tokens[unread.clamp(min=0)]
+        tokens = torch.where(unread == UNREAD, inputs.tokens[:rows], last)
+        mapping = SlotMapping(inputs.positions[:rows], inputs.slots[:rows])
+        made = self.decoder.forward(tokens, mapping, cache, plan, self.every[:rows])
+        self.hidden[:rows].copy_(made)
+
+
+def _padded(values: np.ndarray, size: int, value: int) -> np.ndarray:
+    out = np.full(size, value, dtype=values.dtype)
+    out[: len(values)] = values
+    return out

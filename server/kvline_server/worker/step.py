@@ -1,0 +1,75 @@
+"""One step as plain arrays, and its results: all that passes between the engine and a device.
+
+Nothing here refers to a sequence or a tensor, so a step can be sent to another process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from kvline_server.kernels.interface import Draws
+from kvline_server.kernels.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """Changes to the logits of sampled rows, in the order of their rows; no (row, token) twice.
+    A positive logit is divided by its factor, another one multiplied, then the rest subtracted."""
+
+    rows: np.ndarray  # int64 [edits], of the sampled rows
+    tokens: np.ndarray  # int64 [edits]
+    factors: np.ndarray  # float32 [edits]
+    subtracted: np.ndarray  # float32 [edits]
+
+    def between(self, first: int, last: int) -> Edits:
+        """Those of rows first..last, which become rows 0..last - first."""
+        a, b = np.searchsorted(self.rows, (first, last))
+        return Edits(
+            self.rows[a:b] - first, self.tokens[a:b], self.factors[a:b], self.subtracted[a:b]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Rows are ordered decodes first, then prompt chunks. The LM head gets the scored rows, then
+    the sampled ones, and no others."""
+
+    tokens: np.ndarray  # int64 [rows]; 0 where the host has not read the token yet
+    layout: Layout
+    pending_rows: np.ndarray  # int64 [pending], rows whose token the host has not read yet
+    pending_slots: np.ndarray  # int64 [pending], slots of the sequences that those are of
+    wanted: np.ndarray  # int64 [scored + sampled], rows whose hidden states are needed
+    targets: np.ndarray  # int64 [scored], the prompt token that each scored row predicts
+    scored_top: int  # alternatives of each scored row
+    sampled_slots: np.ndarray  # int64 [sampled], where each new token is kept for the next step
+    draws: Draws  # of the sampled rows
+    edits: tuple[Edits, ...]  # applied one after the other
+    listed: np.ndarray  # int64 [listed], sampled rows whose token's logprob is returned
+    listed_top: int  # alternatives of each of them
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """kernels.interface.RowScores, copied to the host."""
+
+    values: np.ndarray  # float32 [rows]
+    ranks: np.ndarray  # int32 [rows]
+    top_ids: np.ndarray  # int32 [rows, top]
+    top_values: np.ndarray  # float32 [rows, top]
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    tokens: np.ndarray  # int64 [sampled]; NO_TOKEN where the logits were not finite
+    scored: Table | None  # None without scored rows
+    listed: Table | None  # None without listed rows
+
+
+class InFlight(Protocol):
+    """A launched step whose results have not been read yet."""
+
+    def wait(self) -> Results:
+        """Raises DeviceOutOfMemory or DeviceFailure: errors of a device surface here."""

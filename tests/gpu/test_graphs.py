@@ -1,0 +1,109 @@
+"""Captured graphs equal eager steps, for any number of requests and with padding rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from pairs import sequence, sides
+
+from kvline_server.engine.batch import build
+from kvline_server.engine.request import Sequence
+from kvline_server.engine.scheduler import Work
+from kvline_server.kernels.interface import SlotMapping
+from kvline_server.memory.arena import Arena
+from kvline_server.model.config import ModelConfig
+from kvline_server.model.decoder import Decoder
+from kvline_server.worker.decode_graphs import DecodeGraphs
+from kvline_server.worker.graphs import GraphSegments
+from kvline_server.worker.step import Step
+
+pytestmark = pytest.mark.gpu
+
+
+def test_replay_is_eager_for_one_request_and_for_many(
+    shape: Callable[..., ModelConfig],
+) -> None:
+    decoder, arena = sides(shape(128, True))[1]
+    segments = GraphSegments(decoder, arena.layers(), 512)
+    rng = np.random.default_rng(5)
+    for number, rows in ((1, 500), (17, 28), (2, 100), (60, 1), (7, 9)):
+        free = rng.permutation(np.arange(1, 400)).tolist()
+        members: list[Sequence] = [sequence(rng, rows, free) for _ in range(number)]
+        step = build([Work(s, 0, rows) for s in members]).step
+        kernels, layout = decoder.kernels, step.layout
+        ids, positions, slots = kernels.upload(step.tokens, layout.positions, layout.slots)
+        where, layers = SlotMapping(positions, slots), arena.layers()
+        wanted = torch.randperm(number * rows, device="cuda")[: max(1, number * rows // 3)]
+        segments.attended.fill_(float("nan"))  # what an earlier, larger step left must not matter
+        with torch.inference_mode():
+            replayed = segments.step(ids, where, layers, layout, wanted).clone()
+            eager = decoder.step(ids, where, layers, layout, wanted)
+        distance = float((replayed - eager).float().norm() / eager.float().norm())
+        assert distance < 1e-2, (number, rows, distance)
+    assert segments.eager == 0
+
+
+def test_graphs_survive_growth_of_the_arena(shape: Callable[..., ModelConfig]) -> None:
+    decoder, arena = sides(shape(), most=50_000)[1]
+    segments = GraphSegments(decoder, arena.layers(), 64)
+    rng = np.random.default_rng(6)
+    work = [Work(sequence(rng, 40, list(range(1, 400))), 0, 40)]
+    step = build(work).step
+    outs = []
+    for pages in (400, 50_000, 400):
+        arena.resize(pages)
+        kernels = decoder.kernels
+        ids, positions, slots = kernels.upload(
+            step.tokens, step.layout.positions, step.layout.slots
+        )
+        with torch.inference_mode():
+            where, wanted = SlotMapping(positions, slots), torch.arange(40, device="cuda")
+            outs.append(segments.step(ids, where, arena.layers(), step.layout, wanted).clone())
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[1], outs[2])
+
+
+def test_whole_steps_of_decodes_are_eager_ones(shape: Callable[..., ModelConfig]) -> None:
+    """For any number of decodes, of any lengths, over one cache that grows; a token that the host
+    has not read is taken on the device."""
+    decoder, arena = sides(shape(128, True), most=3000)[1]
+    last = torch.arange(100, 228, device="cuda")
+    graphs = DecodeGraphs(decoder, arena.layers(), last, 4096)
+    arena.resize(3000)
+    rng = np.random.default_rng(8)
+    for number in (64, 1, 3, 33, 8, 2, 64):
+        free = rng.permutation(np.arange(1, 3000)).tolist()
+        members = [sequence(rng, int(n), free) for n in rng.integers(1, 700, number)]
+        for slot, member in enumerate(members):
+            member.slot = slot + 5
+            member.prompt_length = len(member.tokens)
+            if len(member.tokens) > 1:
+                forward(decoder, arena, build([Work(member, 0, len(member.tokens) - 1)]).step)
+        unread = members[0]
+        unread.pending, length = 1, len(unread.tokens)
+        read = unread.tokens.pop()
+        last[unread.slot] = read
+        work = [Work(m, len(m.tokens) + m.pending - 1, 1) for m in members]
+        assert work[0].start == length - 1
+        step = build(work).step
+        assert graphs.fits(step)
+        with torch.inference_mode():
+            got = graphs.run(step).clone()
+        unread.tokens.append(read)
+        unread.pending = 0
+        want = forward(decoder, arena, build(work).step)
+        distance = float((got - want).float().norm() / want.float().norm())
+        assert distance < 1e-2, (number, distance)
+
+
+def forward(decoder: Decoder, arena: Arena, step: Step) -> torch.Tensor:
+    ids, positions, slots, wanted = decoder.kernels.upload(
+        step.tokens, step.layout.positions, step.layout.slots, step.wanted
+    )
+    with torch.inference_mode():
+        out: torch.Tensor = decoder.step(
+            ids, SlotMapping(positions, slots), arena.layers(), step.layout, wanted
+        )
+    return out
