@@ -60,11 +60,11 @@ class Part:
         if not (self.decodes or window or self.end - self.start < self.tokens):
             return None
         if window not in self.masks:
-            keys = torch.arange(self.tokens, device=self.positions.device)
-            behind = self.positions.unsqueeze(1) - keys
-            hidden = behind < 0
+            queries = self.positions.unsqueeze(1)
+            keys = torch.arange(self.tokens, device=queries.device)
+            hidden = keys > queries
             if window:
-                hidden |= behind >= window
+                hidden |= keys <= queries - window
             mask = torch.zeros(hidden.shape, dtype=dtype, device=keys.device)
             self.masks[window] = mask.masked_fill_(hidden, MASKED)
         return self.masks[window]
