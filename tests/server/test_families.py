@@ -12,7 +12,7 @@ import pytest
 from kvline_server.errors import ModelInvalid, ModelUnsupported, ServerError
 from kvline_server.kernels import cuda_write
 from kvline_server.model.config import LongScaling, ModelConfig, Rope, read_config
-from kvline_server.model.rope import rotations
+from kvline_server.model.rope import cos_sin
 
 PHI4_MINI: dict[str, Any] = {
     "architectures": ["Phi3ForCausalLM"],
@@ -106,11 +106,12 @@ def test_longrope_takes_its_factors_by_the_served_length(tmp_path: Path) -> None
     rope = read(tmp_path, PHI4_MINI).rope
     assert isinstance(rope.scaling, LongScaling)
     for positions, divisor in ((4096, 1.5), (4097, 8.0)):
-        frequencies, factors = rotations(rope, 128, positions)
-        assert len(frequencies) == len(factors) == 64
-        assert float(frequencies[0]) == pytest.approx(1 / divisor)
-        assert factors[:48].tolist() == pytest.approx([rope.scaling.attention_factor] * 48)
-        assert not frequencies[48:].any() and (factors[48:] == 1).all()
+        cos, sin = cos_sin(rope, 128, positions)
+        assert cos.shape == sin.shape == (positions, 64)
+        factor = rope.scaling.attention_factor
+        assert cos[0].tolist() == pytest.approx([factor] * 48 + [1.0] * 16)
+        assert float(sin[1, 0]) == pytest.approx(factor * math.sin(1 / divisor))
+        assert (cos[:, 48:] == 1).all() and not sin[:, 48:].any()
 
 
 def test_phi3_mini_has_a_window_in_every_layer(tmp_path: Path) -> None:
