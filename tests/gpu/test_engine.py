@@ -30,8 +30,8 @@ def play(made: Engine, depth: int, steps: int) -> dict[int, list[int]]:
     last, seen = 0, -1
     while made.steps < steps or not made.idle:
         rng = random.Random(made.steps)
-        if made.steps < steps and (made.scheduler.idle or made.steps != seen):
-            if made.scheduler.idle or rng.random() < 0.4:
+        if made.steps < steps and (rests(made) or made.steps != seen):
+            if rests(made) or rng.random() < 0.4:
                 last += 1
                 prompt = SHARED * (rng.random() < 0.3)
                 prompt = prompt + [rng.randrange(known) for _ in range(rng.randint(1, 120))]
@@ -48,6 +48,12 @@ def play(made: Engine, depth: int, steps: int) -> dict[int, list[int]]:
     made.pool.check()
     assert made.pool.used == 0 and not made.sequences
     return out
+
+
+def rests(made: Engine) -> bool:
+    """Whether no step can follow, whichever tokens are not read yet."""
+    scheduler = made.scheduler
+    return not scheduler.waiting and all(s.length >= s.limit for s in scheduler.running)
 
 
 def test_ten_thousand_steps_in_flight_output_what_synchronous_steps_output(

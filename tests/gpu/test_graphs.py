@@ -99,9 +99,10 @@ def test_whole_steps_of_decodes_are_eager_ones(shape: Callable[..., ModelConfig]
 
 
 def forward(decoder: Decoder, arena: Arena, step: Step) -> torch.Tensor:
-    ids, positions, slots, wanted = decoder.kernels.upload(
-        step.tokens, step.layout.positions, step.layout.slots, step.wanted
+    ids, positions, slots = decoder.kernels.upload(
+        step.tokens, step.layout.positions, step.layout.slots
     )
+    wanted = torch.arange(len(ids), device=ids.device)
     with torch.inference_mode():
         out: torch.Tensor = decoder.step(
             ids, SlotMapping(positions, slots), arena.layers(), step.layout, wanted

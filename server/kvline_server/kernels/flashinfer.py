@@ -36,6 +36,8 @@ from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.arena import KVLayer
 from kvline_server.memory.pages import PAGE_SIZE
 
+HEAD_TILE = 16  # rows
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -209,7 +211,11 @@ class FlashInferKernels:
         return self._gemms.choices
 
     def logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-        return functional.linear(hidden, head)
+        """Row counts beyond a tile are padded to whole ones: cuBLAS looks for a kernel at each row
+        count that it has not met, on the host."""
+        rows = len(hidden)
+        more = -rows % HEAD_TILE if rows > HEAD_TILE else 0
+        return functional.linear(functional.pad(hidden, (0, 0, 0, more)), head)[:rows]
 
     def score(self, logits: torch.Tensor, targets: torch.Tensor, top: int) -> RowScores:
         values, ranks, normalisers = cuda_rows.score(logits, targets)

@@ -49,6 +49,8 @@ class PagedAttention:
         self._module = get_batch_prefill_module(
             backend, *kinds, dim, dim, none, False, False, False
         )
+        processors = torch.cuda.get_device_properties(floats.device).multi_processor_count
+        self._blocks = 2 * processors  # that run at once, as FlashInfer's plan counts them
         self._causal = backend == "fa3"  # a decode attends to all of its tokens
         self._floats = floats
         self._stagings = [
@@ -68,7 +70,12 @@ class PagedAttention:
         if in_place:  # copies to it are queued behind the graph that reads it
             ints = self._stagings[0][0]
         heads, kv_heads, dim = self._shape
-        extra = () if self._causal else (-1, False, 0, 0)
+        rows = len(table.lengths)
+        # A sequence's tokens are split among blocks only where the rows leave some idle. A graph is
+        # captured with or without, which must not depend on the lengths there. Each sequence has
+        # one row in it, or the grid would have blocks for which no sequence is planned.
+        whole = in_place and rows * kv_heads > self._blocks
+        extra = () if self._causal else (-1, whole, 0, int(in_place))
         info = self._module.plan(
             self._floats,
             ints,
@@ -77,7 +84,7 @@ class PagedAttention:
             torch.from_numpy(table.page_starts),
             torch.from_numpy(table.lengths),
             int(table.row_starts[-1]),
-            len(table.lengths),
+            rows,
             heads,
             kv_heads,
             PAGE_SIZE,

@@ -1,4 +1,4 @@
-"""Whole steps as CUDA graphs: decodes of few rows, attention inside, one graph per row bucket.
+"""Whole steps as CUDA graphs: decodes alone, attention inside, one graph per row bucket.
 
 A GPU runs the kernels of few rows faster than the host launches them, even between attentions
 alone. All that a graph reads is at fixed addresses: one copy from pinned memory brings a step's
@@ -8,6 +8,7 @@ inputs, and attention is planned into a fixed workspace. Padding rows attend to 
 from __future__ import annotations
 
 import bisect
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +19,7 @@ from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
 from kvline_server.model.decoder import Decoder
 from kvline_server.worker.step import Step
 
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
-ROWS = BUCKETS[-1]
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 513, 32))
 STAGINGS = 2  # the number of steps in flight, plus one: a copy reads one while the next is written
 UNREAD = -1  # for a row whose input token the host has, in place of its slot
 
@@ -28,7 +28,7 @@ class _Inputs:
     """A step's inputs as views of one buffer, on the host or on the device; the pages come last,
     so that one copy of what is used brings all."""
 
-    def __init__(self, buffer: torch.Tensor) -> None:
+    def __init__(self, buffer: torch.Tensor, rows: int) -> None:
         at = 0
 
         def part(dtype: torch.dtype, count: int) -> torch.Tensor:
@@ -37,15 +37,22 @@ class _Inputs:
             return buffer[start : start + count * dtype.itemsize].view(dtype)
 
         self.buffer = buffer
-        self.tokens = part(torch.int64, ROWS)
-        self.unread = part(torch.int64, ROWS)  # the slot of its last token, or UNREAD
-        self.slots = part(torch.int64, ROWS)
-        self.positions = part(torch.int32, ROWS)
-        self.row_starts = part(torch.int32, ROWS + 1)
-        self.page_starts = part(torch.int32, ROWS + 1)
-        self.last_page = part(torch.int32, ROWS)
+        self.tokens = part(torch.int64, rows)
+        self.unread = part(torch.int64, rows)  # the slot of its last token, or UNREAD
+        self.slots = part(torch.int64, rows)
+        self.positions = part(torch.int32, rows)
+        self.row_starts = part(torch.int32, rows + 1)
+        self.page_starts = part(torch.int32, rows + 1)
+        self.last_page = part(torch.int32, rows)
         self.head = at
         self.pages = buffer[at:].view(torch.int32)
+
+
+def _inputs(rows: int, longest: int, **options: Any) -> _Inputs:
+    """For `rows` sequences of `longest` tokens; `options` of torch.zeros."""
+    head = rows * (3 * 8 + 4 * 4) + 256  # what stands before the pages, and what aligns it
+    size = head + 4 * rows * pages_for(longest)
+    return _Inputs(torch.zeros(size, dtype=torch.uint8, **options), rows)
 
 
 class DecodeGraphs:
@@ -56,16 +63,13 @@ class DecodeGraphs:
         self.decoder = decoder
         self.kernels = decoder.kernels
         self.last_tokens = last_tokens
-        self.most_pages = ROWS * pages_for(longest)
-        size = 16 * 8 * ROWS + 4 * self.most_pages
-        device = self.kernels.device
-        self.device = _Inputs(torch.zeros(size, dtype=torch.uint8, device=device))
-        self.stagings = [
-            _Inputs(torch.zeros(size, dtype=torch.uint8, pin_memory=True)) for _ in range(STAGINGS)
-        ]
+        self.sizes = BUCKETS[: bisect.bisect_left(BUCKETS, len(last_tokens)) + 1]
+        rows, device = self.sizes[-1], self.kernels.device
+        self.device = _inputs(rows, longest, device=device)
+        self.stagings = [_inputs(rows, longest, pin_memory=True) for _ in range(STAGINGS)]
         self.turn = 0
-        self.every = torch.arange(ROWS, device=device)
-        hidden = (ROWS, decoder.config.hidden)
+        self.every = torch.arange(rows, device=device)
+        hidden = (rows, decoder.config.hidden)
         self.hidden = torch.zeros(hidden, dtype=self.kernels.dtype, device=device)
         self.pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -74,12 +78,12 @@ class DecodeGraphs:
     def fits(self, step: Step) -> bool:
         """Whether it is one of decodes alone, which are all sampled."""
         rows = len(step.tokens)
-        return 0 < rows <= ROWS and rows == step.layout.decodes == len(step.sampled_slots)
+        return 0 < rows <= self.sizes[-1] and rows == step.layout.decodes == len(step.sampled_slots)
 
     def run(self, step: Step) -> torch.Tensor:
         """Hidden states of all rows, valid until the next run. -> [rows, hidden]"""
         rows = len(step.tokens)
-        bucket = BUCKETS[bisect.bisect_left(BUCKETS, rows)]
+        bucket = self.sizes[bisect.bisect_left(self.sizes, rows)]
         self._place(step, bucket)
         self._graphs[bucket].replay()
         return self.hidden[:rows]
@@ -128,7 +132,7 @@ class DecodeGraphs:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), torch.inference_mode():
-            for rows in reversed(BUCKETS):
+            for rows in reversed(self.sizes):
                 starts = np.arange(rows + 1, dtype=np.int32)
                 self.device.last_page.fill_(1)
                 self.device.unread.fill_(UNREAD)
