@@ -101,6 +101,11 @@ def test_phi4_mini_rotates_three_quarters_of_a_head(tmp_path: Path) -> None:
     assert model.qkv == ("qkv_proj",) and model.gate_up == ("gate_up_proj",)
 
 
+def test_an_original_length_of_one_is_no_division_by_zero(tmp_path: Path) -> None:
+    rope = read(tmp_path, PHI4_MINI | {"original_max_position_embeddings": 1}).rope
+    assert isinstance(rope.scaling, LongScaling) and rope.scaling.attention_factor == 1.0
+
+
 def test_longrope_takes_its_factors_by_the_served_length(tmp_path: Path) -> None:
     """Above the original length the long ones; pairs that are not rotated have no factor."""
     rope = read(tmp_path, PHI4_MINI).rope

@@ -49,7 +49,7 @@ def _rope(fields: Fields) -> Rope:
     trained = scaling.value("original_max_position_embeddings", 4096)
     trained = fields.integer("original_max_position_embeddings", trained)
     ratio = scaling.number("factor", fields.integer("max_position_embeddings") / trained)
-    factor = math.sqrt(1 + math.log(ratio) / math.log(trained)) if ratio > 1 else 1.0
+    factor = math.sqrt(1 + math.log(ratio) / math.log(trained)) if min(ratio, trained) > 1 else 1.0
     long = LongScaling(
         short=scaling.numbers("short_factor", dim // 2),
         long=scaling.numbers("long_factor", dim // 2),
