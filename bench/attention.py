@@ -97,7 +97,7 @@ def measure(kernels: Kernels, held: dict[str, list[KVLayer]], name: str, made: L
     plan = kernels.plan(made)
     count = LLAMA8B.heads + 2 * LLAMA8B.kv_heads
     heads = torch.randn(made.rows, count, 128, device="cuda", dtype=torch.bfloat16)
-    rope = kernels.rope_table(torch.ones(64), torch.ones(64), 8192)
+    rope = kernels.rope_table(*torch.ones(2, 8192, 64))
     where = SlotMapping(*kernels.upload(made.positions, made.slots))
     fused = Heads(heads, LLAMA8B.heads, LLAMA8B.kv_heads, None, None, 1e-5)
 

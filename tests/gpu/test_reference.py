@@ -27,20 +27,39 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "max_position_embeddings": 2048,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
 }
 LENGTHS = (9, 64, 333, 700)
+# Phi-4-mini's: three quarters of a head are rotated, by the long factors from the first token on.
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 48,
+    "long_factor": [1.0 + i / 8 for i in range(48)],
+    "attention_factor": 1.19,
+}
+MORE: dict[str, dict[str, Any]] = {
+    "Phi3": {
+        "hidden_size": 1024,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 8,
+        "rope_parameters": LONGROPE,
+    }
+}
 
 
 def make(folder: Path, family: str, head_dim: int) -> tuple[Path, Any]:
     import transformers
 
     torch.manual_seed(1)
-    config = getattr(transformers, f"{family}Config")(**SHAPE, head_dim=head_dim)
+    config = getattr(transformers, f"{family}Config")(
+        **(SHAPE | MORE.get(family, {})), head_dim=head_dim
+    )
     model = getattr(transformers, f"{family}ForCausalLM")(config).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:
-                parameter.normal_(0, 0.05)
+                parameter.normal_(0, 0.05 * (512 / config.hidden_size) ** 0.5)
     model.save_pretrained(folder)
     return folder, model.cuda()
 
@@ -83,7 +102,15 @@ def prompt_values(outputs: dict[int, list[Output]]) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("family", "head_dim"), [("Llama", 128), ("Llama", 64), ("Qwen3", 128), ("Mistral", 128)]
+    ("family", "head_dim"),
+    [
+        ("Llama", 128),
+        ("Llama", 64),
+        ("Qwen3", 128),
+        ("Mistral", 128),
+        ("Phi3", 128),
+        ("Olmo2", 128),
+    ],
 )
 def test_logprobs_and_greedy_tokens_are_the_reference_s(
     tmp_path: Path, family: str, head_dim: int

@@ -29,8 +29,25 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 100000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+}
+
+
+def longrope(dim: int, trained: int) -> dict[str, Any]:
+    """Phi-3's configuration for `dim` rotated elements a head; head_dim is not its field."""
+    scaling = {
+        "rope_type": "longrope",
+        "short_factor": [1.0 + 0.1 * i for i in range(dim // 2)],
+        "long_factor": [1.5 + 0.7 * i for i in range(dim // 2)],
+    }
+    return PHI3 | {"rope_parameters": scaling, "original_max_position_embeddings": trained}
+
+
 # Wide enough for scores that differ from one key to another, so that what changes them shows.
 WIDE = {"initializer_range": 0.3}
+PHI3: dict[str, Any] = WIDE | {"head_dim": 16, "hidden_size": 96}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -41,6 +58,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"use_sliding_window": False}),
     "qwen3": ("Qwen3", {"use_sliding_window": False}),
     "mistral-window": ("Mistral", WIDE | {"sliding_window": 21}),
+    "phi3": ("Phi3", PHI3 | {"sliding_window": 21}),
+    # Of the reference the first takes the short factors for all of our prompts, the other the long.
+    "phi3-short": ("Phi3", longrope(16, 256)),
+    "phi3-long": ("Phi3", longrope(16, 4)),
+    "phi4-mini": ("Phi3", longrope(12, 4) | {"partial_rotary_factor": 0.75}),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 21,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "query_pre_attn_scalar": 20,
+            "rope_parameters": GEMMA3_ROPE,
+        },
+    ),
+    "olmo2": ("Olmo2", WIDE),
 }
 
 
@@ -50,7 +83,7 @@ def make(folder: Path, family: str, sharded: bool) -> Path:
     name, extra = FAMILIES[family]
     torch.manual_seed(7)
     config = getattr(transformers, f"{name}Config")(**(SMALL | extra))
-    kind = getattr(transformers, f"{name}ForCausalLM")
+    kind = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")
     model = kind(config).to(torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -33,6 +33,7 @@ def changed(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Pa
     [
         ({"architectures": ["GPT2LMHeadModel"]}, ModelUnsupported, "Qwen3ForCausalLM"),
         ({"architectures": None}, ModelUnsupported, "architectures"),
+        ({"architectures": [[]]}, ModelUnsupported, "architectures"),
         ({"auto_map": {"AutoModel": "x.Y"}}, ModelUnsupported, "auto_map"),
         ({"quantization_config": {"a": 1}}, ModelUnsupported, "quantization_config"),
         ({"sliding_window": 64}, ModelUnsupported, "sliding_window"),

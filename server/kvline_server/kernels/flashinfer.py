@@ -66,16 +66,9 @@ class FlashInferKernels:
     depth = 1
     captures = True
 
-    def __init__(
-        self,
-        heads: int,
-        kv_heads: int,
-        dim: int,
-        activation: str = "silu",
-        windowed: bool = False,
-    ) -> None:
-        """Raises RuntimeError or ImportError where no kernels were built for the model."""
-        cuda_write.check(heads, kv_heads, dim, activation, windowed)
+    def __init__(self, heads: int, kv_heads: int, dim: int) -> None:
+        """For shapes that cuda_write.check lets pass. Raises RuntimeError or ImportError where the
+        kernels are missing."""
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.dtype = torch.bfloat16
         floats = torch.empty(FLOAT_BYTES, dtype=torch.uint8, device=self.device)
@@ -129,13 +122,9 @@ class FlashInferKernels:
         out: torch.Tensor = flashinfer.silu_and_mul(x)
         return out
 
-    def rope_table(
-        self, frequencies: torch.Tensor, factors: torch.Tensor, positions: int
-    ) -> torch.Tensor:
+    def rope_table(self, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """float32 [positions, dim]: all cosines, then all sines"""
-        steps = torch.arange(positions, dtype=torch.float32, device=self.device)
-        angles, factors = torch.outer(steps, frequencies.to(self.device)), factors.to(self.device)
-        return torch.cat((angles.cos() * factors, angles.sin() * factors), dim=-1)
+        return torch.cat((cos, sin), dim=-1).to(self.device)
 
     def padded(self, rows: int) -> int:
         return rows

@@ -171,11 +171,8 @@ class Kernels(Protocol):
     def activate_and_mul(self, x: torch.Tensor, activation: str) -> torch.Tensor:
         """silu or gelu_tanh of the first half times the second. [rows, 2 * d] -> [rows, d]"""
 
-    def rope_table(
-        self, frequencies: torch.Tensor, factors: torch.Tensor, positions: int
-    ) -> torch.Tensor:
-        """cos and sin of every position times their factors, in the layout that `write` reads.
-        frequencies and factors float32 [dim / 2]"""
+    def rope_table(self, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """float32 [positions, dim / 2], twice -> both in the layout that `write` reads."""
 
     def write(self, heads: Heads, rope: torch.Tensor, mapping: SlotMapping, cache: KVLayer) -> None:
         """Applies QK norm (if the model has it) and rotary embedding, writes keys and values to the

@@ -60,11 +60,11 @@ class Part:
         if not (self.decodes or window or self.end - self.start < self.tokens):
             return None
         if window not in self.masks:
-            keys = torch.arange(self.tokens, device=self.positions.device)
-            behind = self.positions.unsqueeze(1) - keys
-            hidden = behind < 0
+            queries = self.positions.unsqueeze(1)
+            keys = torch.arange(self.tokens, device=queries.device)
+            hidden = keys > queries
             if window:
-                hidden |= behind >= window
+                hidden |= keys <= queries - window
             mask = torch.zeros(hidden.shape, dtype=dtype, device=keys.device)
             self.masks[window] = mask.masked_fill_(hidden, MASKED)
         return self.masks[window]
@@ -131,13 +131,9 @@ class TorchKernels:
         gate, up = x.chunk(2, dim=-1)
         return (silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")).mul_(up)
 
-    def rope_table(
-        self, frequencies: torch.Tensor, factors: torch.Tensor, positions: int
-    ) -> torch.Tensor:
+    def rope_table(self, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """[positions, 2, dim / 2]"""
-        angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
-        table = torch.stack((angles.cos() * factors, angles.sin() * factors), dim=1)
-        return table.to(self.device, self.dtype)
+        return torch.stack((cos, sin), dim=1).to(self.device, self.dtype)
 
     def padded(self, rows: int) -> int:
         return padded_rows(rows) if self._compiles else rows

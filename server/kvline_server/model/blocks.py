@@ -125,7 +125,7 @@ class Layer:
 def _rotary_rows(rows: int, dim: int, rotary: int | None) -> list[range]:
     """The order of a projection's rows with which a kernel that rotates whole heads by halves
     rotates the first `rotary` elements: their left half, half of the others, their right half, the
-    rest. The same order of query and key leaves their dot product as it was; the frequency of the
+    rest. The same order of query and key leaves their dot product as it was; the angle of the
     others is 0 (rope.py)."""
     if rotary is None or rotary == dim:
         return [range(rows)]

@@ -87,7 +87,6 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
@@ -107,19 +106,13 @@ def read_config(folder: Path) -> ModelConfig:
     fields = Fields(read_json(path), path)
     listed, known = fields.value("architectures"), families.known()
     name = listed[0] if isinstance(listed, list) and listed else None
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise ModelUnsupported(
             f"{path}: architectures is {listed!r:.120}; this server runs {', '.join(known)}"
         )
     model: ModelConfig = known[name](fields)
     fields.refuse_unread()
-    bos = fields.value("bos_token_id")
-    return replace(
-        model,
-        architecture=name,
-        eos_token_ids=_eos_ids(fields.raw, folder),
-        bos_token_id=bos if isinstance(bos, int) else None,
-    )
+    return replace(model, architecture=name, eos_token_ids=_eos_ids(fields.raw, folder))
 
 
 def dense(fields: Fields, rope: Rope | None = None) -> ModelConfig:

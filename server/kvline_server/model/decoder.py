@@ -17,7 +17,7 @@ from kvline_server.memory.arena import KVLayer, KVShape
 from kvline_server.model.blocks import Norm, join
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.loader import Weights
-from kvline_server.model.rope import rotations
+from kvline_server.model.rope import cos_sin
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Decoder:
         self.embedding_scale = float(scale)  # rounded, as in training
         ropes = [config.rope_of(index) for index in range(config.layers)]
         tables = {
-            rope: kernels.rope_table(*rotations(rope, config.head_dim, positions), positions)
+            rope: kernels.rope_table(*cos_sin(rope, config.head_dim, positions))
             for rope in set(ropes)
         }
         self.ropes = [tables[rope] for rope in ropes]  # of each layer

@@ -1,4 +1,4 @@
-"""Rotary frequencies."""
+"""Rotary tables."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.nn.functional import pad
 from kvline_server.model.config import Llama3Scaling, LongScaling, Rope
 
 
-def rotations(rope: Rope, dim: int, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Frequency of each pair of a head's elements, and factor of its cosine and sine; pairs that
-    are not rotated come last, with 0 and 1. LongRoPE takes the factors of long contexts if
-    `positions`, the served length, is above the original one: for sequences of any length, so that
-    a key in the cache stays valid while its sequence grows. float32 [dim / 2], twice"""
+def cos_sin(rope: Rope, dim: int, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of every position's angle of each pair of a head's elements; pairs that are not rotated come
+    last, with angle 0. LongRoPE takes the factors of long contexts if `positions`, the served
+    length, is above the original one: for sequences of any length, so that a key in the cache stays
+    valid while its sequence grows. float32 [positions, dim / 2], twice"""
     rotary, factor = rope.rotary_dim or dim, 1.0
     exponents = torch.arange(0, rotary, 2, dtype=torch.int64).float() / rotary
     divisors, scaling = rope.theta**exponents, rope.scaling
@@ -25,8 +25,9 @@ def rotations(rope: Rope, dim: int, positions: int) -> tuple[torch.Tensor, torch
     frequencies = 1.0 / divisors / rope.factor
     if isinstance(scaling, Llama3Scaling):
         frequencies = _llama3(frequencies, scaling)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
     rest = (0, (dim - rotary) // 2)
-    return pad(frequencies, rest), pad(torch.full_like(frequencies, factor), rest, value=1.0)
+    return pad(angles.cos() * factor, rest, value=1.0), pad(angles.sin() * factor, rest)
 
 
 def _llama3(base: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:

@@ -99,12 +99,13 @@ def _cuda_kernels(warn: Callable[[str], None], model: ModelConfig) -> Kernels:
         why = f"compute capability {capability[0]}.{capability[1]} is not {HOPPER}.x"
     else:
         try:
+            from kvline_server.kernels import cuda_write
             from kvline_server.kernels.flashinfer import FlashInferKernels
 
+            shape = model.heads, model.kv_heads, model.head_dim
+            cuda_write.check(*shape, model.activation, model.windowed)
             with device_errors.translated("kernels"):  # a device error is no missing kernel
-                return FlashInferKernels(
-                    model.heads, model.kv_heads, model.head_dim, model.activation, model.windowed
-                )
+                return FlashInferKernels(*shape)
         except (ImportError, RuntimeError, OSError) as error:  # OSError: files are missing
             why = str(error).splitlines()[0]
     warn(f"no prebuilt kernels for this GPU and model, using torch's slower ones: {why}")

@@ -1,0 +1,189 @@
+"""Configurations as the models' authors publish them, in the fields that matter here."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvline_server.errors import ModelInvalid, ModelUnsupported, ServerError
+from kvline_server.kernels import cuda_write
+from kvline_server.model.config import LongScaling, ModelConfig, Rope, read_config
+from kvline_server.model.rope import cos_sin
+
+PHI4_MINI: dict[str, Any] = {
+    "architectures": ["Phi3ForCausalLM"],
+    "auto_map": {
+        "AutoConfig": "configuration_phi3.Phi3Config",
+        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+        "AutoTokenizer": "Xenova/gpt-4o",
+    },
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "lm_head_bias": False,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 24,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "original_max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.75,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {"long_factor": [8.0] * 48, "short_factor": [1.5] * 48, "type": "longrope"},
+    "rope_theta": 10000.0,
+    "sliding_window": 262144,
+    "tie_word_embeddings": True,
+    "vocab_size": 200064,
+}
+PHI3_MINI = PHI4_MINI | {
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "partial_rotary_factor": None,
+    "rope_scaling": None,
+    "sliding_window": 2047,
+    "tie_word_embeddings": False,
+}
+GEMMA3_1B: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "eos_token_id": [1, 106],
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}
+OLMO2: dict[str, Any] = {
+    "architectures": ["Olmo2ForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 500000,
+    "tie_word_embeddings": False,
+    "vocab_size": 100352,
+}
+
+
+def read(folder: Path, raw: dict[str, Any]) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(raw))
+    return read_config(folder)
+
+
+def test_phi4_mini_rotates_three_quarters_of_a_head(tmp_path: Path) -> None:
+    model = read(tmp_path, PHI4_MINI)
+    factor = math.sqrt(1 + math.log(32) / math.log(4096))
+    scaling = LongScaling((1.5,) * 48, (8.0,) * 48, 4096, factor)
+    assert model.rope == Rope(10000.0, scaling, rotary_dim=96)
+    assert (model.head_dim, model.tied_embeddings, model.windowed) == (128, True, False)
+    assert model.qkv == ("qkv_proj",) and model.gate_up == ("gate_up_proj",)
+
+
+def test_an_original_length_of_one_is_no_division_by_zero(tmp_path: Path) -> None:
+    rope = read(tmp_path, PHI4_MINI | {"original_max_position_embeddings": 1}).rope
+    assert isinstance(rope.scaling, LongScaling) and rope.scaling.attention_factor == 1.0
+
+
+def test_longrope_takes_its_factors_by_the_served_length(tmp_path: Path) -> None:
+    """Above the original length the long ones; pairs that are not rotated have no factor."""
+    rope = read(tmp_path, PHI4_MINI).rope
+    assert isinstance(rope.scaling, LongScaling)
+    for positions, divisor in ((4096, 1.5), (4097, 8.0)):
+        cos, sin = cos_sin(rope, 128, positions)
+        assert cos.shape == sin.shape == (positions, 64)
+        factor = rope.scaling.attention_factor
+        assert cos[0].tolist() == pytest.approx([factor] * 48 + [1.0] * 16)
+        assert float(sin[1, 0]) == pytest.approx(factor * math.sin(1 / divisor))
+        assert (cos[:, 48:] == 1).all() and not sin[:, 48:].any()
+
+
+def test_phi3_mini_has_a_window_in_every_layer(tmp_path: Path) -> None:
+    model = read(tmp_path, PHI3_MINI)
+    assert model.rope == Rope(10000.0, rotary_dim=96) and model.head_dim == 96
+    assert model.windows == (2047,) * 32 and model.windowed
+
+
+def test_gemma3_has_a_window_in_five_of_six_layers(tmp_path: Path) -> None:
+    model = read(tmp_path, GEMMA3_1B)
+    assert model.windows == (((512,) * 5 + (0,)) * 5)[:26]
+    assert (model.rope_of(5), model.rope_of(4)) == (Rope(1e6), Rope(1e4))
+    assert model.softmax_scale == 1 / 16 and model.embedding_scale == math.sqrt(1152)
+    assert model.tied_embeddings and model.norms.offset == 1.0
+
+
+def test_olmo2_has_norms_after_its_blocks_alone(tmp_path: Path) -> None:
+    model = read(tmp_path, OLMO2)
+    assert model.norms.before_attention is model.norms.before_mlp is None
+    assert model.qk_norm == "projection" and model.rope == Rope(500000.0)
+
+
+@pytest.mark.parametrize(
+    ("raw", "prebuilt"),
+    [(PHI4_MINI, True), (OLMO2, True), (PHI3_MINI, False), (GEMMA3_1B, False)],
+    ids=["phi4-mini", "olmo2", "phi3-mini", "gemma3"],
+)
+def test_which_families_the_prebuilt_kernels_run(
+    tmp_path: Path, raw: dict[str, Any], prebuilt: bool
+) -> None:
+    c = read(tmp_path, raw)
+    needs = c.heads, c.kv_heads, c.head_dim, c.activation, c.windowed
+    if prebuilt:
+        cuda_write.check(*needs)
+    else:
+        with pytest.raises(RuntimeError, match=f"head size {c.head_dim}"):
+            cuda_write.check(*needs)
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "error", "named"),
+    [
+        (PHI4_MINI, {"rope_scaling": {"type": "yarn"}}, ModelUnsupported, "yarn"),
+        (PHI4_MINI, {"partial_rotary_factor": 0.67}, ModelInvalid, "partial_rotary_factor"),
+        (PHI4_MINI, {"partial_rotary_factor": 0.5}, ModelInvalid, "short_factor: .*32 numbers"),
+        (PHI4_MINI, {"lm_head_bias": True}, ModelUnsupported, "lm_head_bias"),
+        (PHI4_MINI, {"auto_map": {"AutoModelForCausalLM": "a.B"}}, ModelUnsupported, "auto_map"),
+        (PHI4_MINI, {"auto_map": 3}, ModelInvalid, "auto_map: expected an object"),
+        (GEMMA3_1B, {"hidden_activation": "gelu"}, ModelUnsupported, "hidden_activation"),
+        (GEMMA3_1B, {"final_logit_softcapping": 30.0}, ModelUnsupported, "final_logit_softcapping"),
+        (GEMMA3_1B, {"attn_logit_softcapping": 50.0}, ModelUnsupported, "attn_logit_softcapping"),
+        (GEMMA3_1B, {"use_bidirectional_attention": True}, ModelUnsupported, "use_bidirectional"),
+        (GEMMA3_1B, {"layer_types": ["full_attention"]}, ModelInvalid, "layer_types.*26 layers"),
+        (GEMMA3_1B, {"layer_types": [[]] * 26}, ModelInvalid, "layer_types"),
+        (GEMMA3_1B, {"rope_scaling": {"rope_type": "yarn"}}, ModelUnsupported, "yarn"),
+        (OLMO2, {"layer_types": ["sliding_attention"] * 32}, ModelUnsupported, "layer_types"),
+        (OLMO2, {"hidden_act": "gelu"}, ModelUnsupported, "hidden_act"),
+        (OLMO2, {"sliding_window": 4095}, ModelUnsupported, "sliding_window"),
+    ],
+)
+@pytest.mark.fault("F56", shows="so is each option of a family that is not implemented")
+def test_an_option_that_is_not_run_is_refused_by_name(
+    tmp_path: Path,
+    base: dict[str, Any],
+    change: dict[str, Any],
+    error: type[ServerError],
+    named: str,
+) -> None:
+    with pytest.raises(error, match=named):
+        read(tmp_path, base | change)
