@@ -116,6 +116,7 @@ class Serve(msgspec.Struct, tag="serve", array_like=True):
     max_running: int
     max_top_logprobs: int
     kv_tokens: int
+    page_size: int
 
 
 class NeighboursReady(msgspec.Struct, tag="neighbours", array_like=True):

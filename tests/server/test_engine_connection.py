@@ -143,7 +143,7 @@ def test_large_prompt_logprobs_back_to_back_all_arrive(
 
     async def story() -> None:
         client = EngineClient(100)
-        await client.connect(here)
+        await client.connect(here, 16)
         prompts = [[id] for id in ids]
         tasks = [asyncio.create_task(ask(client, prompt)) for prompt in prompts]
         await asyncio.sleep(0)
@@ -163,7 +163,7 @@ def test_large_prompt_logprobs_back_to_back_all_arrive(
 async def connected(unread: int = 100) -> AsyncIterator[tuple[EngineClient, asyncio.StreamWriter]]:
     ours, theirs = socket.socketpair()
     client = EngineClient(unread)
-    await client.connect(ours)
+    await client.connect(ours, 16)
     _, writer = await asyncio.open_connection(sock=theirs)
     yield client, writer
     writer.close()

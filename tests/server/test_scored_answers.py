@@ -46,7 +46,7 @@ class Scripted:
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Scripted]:
         here, line = socket.socketpair()
-        await self.client.connect(here)
+        await self.client.connect(here, 16)
         reader, self._writer = await asyncio.open_connection(sock=line)
         reading = asyncio.create_task(self._read(reader))
         async with self.http:

@@ -70,7 +70,8 @@ class EngineClient:
     def connected(self) -> bool:
         return self._writer is not None
 
-    async def connect(self, connection: socket.socket) -> None:
+    async def connect(self, connection: socket.socket, page_size: int) -> None:
+        self._prompts.page_size = page_size
         reader, self._writer = await asyncio.open_connection(sock=connection)
         self._reading = asyncio.create_task(self._read(reader))
 

@@ -136,7 +136,7 @@ class Edge:
 
     async def _open(self, message: Serve) -> None:
         _, (engine,), *_ = socket.recv_fds(self.handover, 1, 1)
-        await self.client.connect(socket.socket(fileno=engine))
+        await self.client.connect(socket.socket(fileno=engine), message.page_size)
         limits, admission = self.service.limits, self.service.admission
         admission.open(message.max_running, message.kv_tokens)
         self.service.limits = Limits(

@@ -218,6 +218,7 @@ class Supervisor:
                 effective.max_running_requests,
                 effective.max_top_logprobs,
                 result.kv_tokens,
+                effective.page_size,
             )
         )
 
