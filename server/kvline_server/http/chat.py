@@ -30,11 +30,19 @@ class Chat:
 
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, id: str, request: ChatRequest, generator: Generator, limits: Limits) -> None:
+    def __init__(
+        self,
+        id: str,
+        request: ChatRequest,
+        generator: Generator,
+        limits: Limits,
+        arrived: float,
+    ) -> None:
         self.id = id
         self.request = request
         self.generator = generator
         self.limits = limits
+        self.arrived = arrived
         self.created = int(time.time())
         self.prompts: list[list[int]] = []
 
@@ -99,7 +107,8 @@ class Chat:
     async def events(
         self, index: int, prompt: list[int], params: SamplingParams, totals: list[Answer]
     ) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self.generator.follow(prompt, params, self.request.stops())) as pieces:
+        stops, arrived = self.request.stops(), self.arrived
+        async with aclosing(self.generator.follow(prompt, params, stops, arrived)) as pieces:
             async for piece in pieces:
                 totals[index].count(piece)
                 if piece.text or piece.scores or piece.finish:

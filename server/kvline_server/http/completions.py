@@ -37,12 +37,18 @@ class Completion:
     chunk_kind = "text_completion"
 
     def __init__(
-        self, id: str, request: CompletionRequest, generator: Generator, limits: Limits
+        self,
+        id: str,
+        request: CompletionRequest,
+        generator: Generator,
+        limits: Limits,
+        arrived: float,
     ) -> None:
         self.id = id
         self.request = request
         self.generator = generator
         self.limits = limits
+        self.arrived = arrived
         self.created = int(time.time())
         self.prompts: list[list[int]] = []
         self._echoes: list[Echoed] = []  # by prompt, if asked for
@@ -136,7 +142,8 @@ class Completion:
         echoed, shift = None, 0
         if self.request.echo:
             echoed = self._echoes[index // self.request.n]
-        async with aclosing(self.generator.follow(prompt, params, self.request.stops())) as pieces:
+        stops, arrived = self.request.stops(), self.arrived
+        async with aclosing(self.generator.follow(prompt, params, stops, arrived)) as pieces:
             async for piece in pieces:
                 totals[index].count(piece)
                 if echoed is not None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from kvline_server import messages
+from kvline_server.histogram import Latencies
 from kvline_server.http.errors import ApiError, EngineFailed, NotRead
 from kvline_server.http.shared_prompts import SharedPrompts
 from kvline_server.messages import (
@@ -30,6 +32,7 @@ class Received:
     def __init__(self) -> None:
         self.items: list[Delta | ApiError] = []
         self.prompt_scores: list[PackedScores] = []  # that came before the first delta
+        self.came_at = 0.0  # the last delta
         self._awaited: asyncio.Future[None] | None = None  # the request waits for the next delta
 
     def put(self, item: Delta | ApiError) -> None:
@@ -58,6 +61,8 @@ class EngineClient:
     def __init__(self, unread_tokens: int) -> None:
         self.lost = asyncio.Event()
         self.why_lost = ""
+        self.latencies = Latencies()
+        self._frame_at = -1.0  # when the last deltas came
         self._unread_tokens = unread_tokens
         self._ids = itertools.count(1)
         self._prompts = SharedPrompts()
@@ -145,10 +150,18 @@ class EngineClient:
             self.lost.set()
 
     def _dispatch(self, message: Deltas) -> None:
+        """Most sequences have a token in each frame: one duration counts for all of them."""
+        now, before, together = time.monotonic(), self._frame_at, 0
+        self._frame_at = now
         for delta in message.items:
             received = self._received.get(delta.id)
             if received is None:
                 continue
+            if received.came_at == before:
+                together += 1
+            elif received.came_at:
+                self.latencies.between_tokens.add(now - received.came_at)
+            received.came_at = now
             if received.overflows(self._unread_tokens):
                 received.put(NotRead("the answer was not read as fast as it came"))
                 del self._received[delta.id]
@@ -157,3 +170,5 @@ class EngineClient:
                 if received.prompt_scores:
                     delta.prompt_scores, received.prompt_scores = received.prompt_scores, []
                 received.put(delta)
+        if together:
+            self.latencies.between_tokens.add(now - before, together)

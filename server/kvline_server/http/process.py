@@ -196,6 +196,7 @@ class Edge:
             failed=a.failed,
             rejected=a.rejected,
             ended=a.ended,
+            latencies=self.client.latencies,
         )
         assert self.parent is not None
         self.parent.write(messages.encode(beat))

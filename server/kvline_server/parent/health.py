@@ -21,8 +21,9 @@ from kvline_server.parent.report_keeper import ReportKeeper
 
 
 class Health:
-    def __init__(self, options: Options, keeper: ReportKeeper) -> None:
+    def __init__(self, options: Options, keeper: ReportKeeper, served: str) -> None:
         self.options = options
+        self.served = served  # the model's name in requests
         self.keeper = keeper
         self.draining = False
         self.engine_gone = False
@@ -41,7 +42,9 @@ class Health:
 
     def on_http_heartbeat(self, beat: EdgeBeat) -> None:
         now = time.monotonic()
-        self._recent.add(now, beat.rejected, beat.ended, self._beat.running, self._beat.waiting)
+        self._recent.add(
+            now, beat.rejected, beat.ended, self._beat.running, self._beat.waiting, beat.latencies
+        )
         self.edge = beat
         self._http_alive_at = now
 
@@ -158,7 +161,11 @@ class Health:
             draining=self.draining,
             retrying=recent.retrying(now),
             arriving_milli=recent.arriving_milli(now),
+            time_to_first_token_us=recent.first_token(now),
+            inter_token_latency_us=recent.between_tokens(now),
         )
 
     def metrics(self) -> bytes:
-        return metrics.render(self.keeper.report, self._beat, self.edge, self.engine_starts)
+        return metrics.render(
+            self.keeper.report, self._beat, self.edge, self.engine_starts, self.served
+        )

@@ -53,7 +53,7 @@ class Supervisor:
             launch.revision,
             times.now,
         )
-        self.health = Health(options, self.keeper)
+        self.health = Health(options, self.keeper, launch.model.served_name)
         self.engine: Child | None = None
         self.http: Child | None = None
         self.internal: InternalServer | None = None
