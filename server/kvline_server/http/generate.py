@@ -39,6 +39,10 @@ class Piece:
     prompt_scores: list[PackedScores] = field(default_factory=list)
     cached: int = 0
 
+    @property
+    def text_alone(self) -> bool:
+        return self.finish is None and not self.offsets and not self.scores
+
 
 @dataclass(slots=True)
 class Answer:
