@@ -46,7 +46,7 @@ class Served:
         self.engine = made
         self.here, line = socket.socketpair()
         self.parent, control = socket.socketpair()
-        self.process = EngineProcess(Namespace(http_fd=line.detach()), Channel(control))
+        self.process = EngineProcess(Namespace(http_fd=[line.detach()]), Channel(control))
         launch, self.stopped = made.runner.launch, False
 
         def counted(batch: Any) -> Any:
@@ -55,7 +55,7 @@ class Served:
 
         made.runner.launch = counted  # type: ignore[method-assign]
         self.threads = [
-            threading.Thread(target=self.process.listen_to_http),
+            threading.Thread(target=self.process.listen_to_http, args=self.process.http),
             threading.Thread(target=self.serve),
         ]
         for thread in self.threads:
@@ -73,7 +73,7 @@ class Served:
             thread.join()
         for connection in (self.parent, self.process.parent.connection):
             connection.close()
-        self.process.http.connection.close()
+        self.process.http[0].connection.close()
 
 
 async def follow(client: EngineClient, params: SamplingParams, leave: bool) -> list[Delta]:

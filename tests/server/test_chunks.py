@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from array import array
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ LINE_BREAKS = {c: f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}
 USAGES: list[dict[str, bool] | None] = [None]
 USAGES += [
     {"include_usage": include, "continuous_usage_stats": each}
-    for include, each in product((False, True), repeat=2)
+    for include, each in itertools.product((False, True), repeat=2)
 ]
 
 
@@ -96,7 +96,7 @@ def test_chunks_are_those_of_a_plain_encoder(
     tokens = Tokens(tiny_model)
     engine = Scripted(tokens, finish)
     generator = Generator(engine, tokens, Traces(None))
-    for top, n, echo in product((None, 0, 2), (1, 3), (False, True)):
+    for top, n, echo in itertools.product((None, 0, 2), (1, 3), (False, True)):
         body: dict[str, Any] = {"model": "m", "n": n, "stream": True, "stream_options": options}
         if kind is Chat:
             logprobs = {} if top is None else {"logprobs": True, "top_logprobs": top}
@@ -129,8 +129,8 @@ def test_chunks_are_those_of_a_plain_encoder(
             found = choice["logprobs"] or {}
             entries[index] += len(found.get("tokens", found.get("content", ())))
         # The end token is no part of the text.
-        said = OUTPUT if finish == "length" else OUTPUT[:-1]
-        assert texts == [("hello" if echo else "") + said] * n
+        shown = OUTPUT if finish == "length" else OUTPUT[:-1]
+        assert texts == [("hello" if echo else "") + shown] * n
         assert ends == [finish] * n
         listed = len(engine.ids) + (5 if echo else 0)
         assert entries == [0 if top is None else listed] * n

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import socket
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 
 from kvline_server import messages
@@ -58,13 +58,14 @@ NOT_FINITE = "the model computed no finite numbers for this request, so there is
 
 
 class EngineClient:
-    def __init__(self, unread_tokens: int) -> None:
+    def __init__(self, unread_tokens: int, ids: Iterator[int] | None = None) -> None:
+        """`ids`: of sequences; no other process has the same."""
         self.lost = asyncio.Event()
         self.why_lost = ""
         self.latencies = Latencies()
         self._frame_at = -1.0  # when the last deltas came
         self._unread_tokens = unread_tokens
-        self._ids = itertools.count(1)
+        self._ids = itertools.count(1) if ids is None else ids
         self._prompts = SharedPrompts()
         self._received: dict[int, Received] = {}
         self._writer: asyncio.StreamWriter | None = None
