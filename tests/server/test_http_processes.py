@@ -96,7 +96,7 @@ def test_the_pod_admits_exactly_as_much_as_one_process_would(
         def ask(_: int) -> int:
             return httpx.post(f"{server.url}/v1/completions", json=body, timeout=90).status_code
 
-        for times in (1, 2):  # what the first round held is free for the second
+        for times in (1, 2):  # what was held first is free the second time
             os.kill(engine, signal.SIGSTOP)  # no request ends before all have been sent
             with ThreadPoolExecutor(12) as pool:
                 answers = [pool.submit(ask, i) for i in range(12)]
