@@ -240,6 +240,15 @@ def served(query: str) -> int:
 
 
 @document
+class Percentiles:
+    """In microseconds."""
+
+    p50: int
+    p90: int
+    p99: int
+
+
+@document
 class Load:
     """A replica's current load, for autoscaling; 503 before Validated."""
 
@@ -259,6 +268,9 @@ class Load:
     # Running requests that the arrival rate needs in the long run (Little's law), in thousandths;
     # negative while a queue shrinks, absent while no sequence has ended.
     arriving_milli: int | None = field(low=-(2**53), omit_none=True, default=None)
+    # Of the last minute; absent where no sequence had a token in it, and from older servers.
+    time_to_first_token_us: Percentiles | None = field(omit_none=True, default=None)
+    inter_token_latency_us: Percentiles | None = field(omit_none=True, default=None)
 
     @classmethod
     def parse(cls, text: str | bytes) -> Load:

@@ -66,6 +66,11 @@ def build_parser() -> argparse.ArgumentParser:
         type=number(1, 3600),
         help="time for requests to finish after SIGTERM or Ctrl-C; default: 120",
     )
+    serve.add_argument(
+        "--http-processes",
+        type=number(1, 16),
+        help="processes that serve the API port; default: by the CPUs, 1 to 4, and 1 on the CPU",
+    )
     size = commands.add_parser("size", help="run the profile loop and print the KV budget")
     _add_model(size)
     size.add_argument(
@@ -247,6 +252,7 @@ def _options(arguments: argparse.Namespace, config: Path, state: Path) -> Option
         termination_log=log if log.exists() else None,
         from_flags=arguments.config is None,
         drain=arguments.drain_seconds if serve else None,
+        http_processes=arguments.http_processes if serve else 1,
     )
 
 

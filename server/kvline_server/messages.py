@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from kvline_server.histogram import Latencies
 from kvline_server.sampling_params import SamplingParams
 
 MAX_FRAME = 64 << 20
@@ -94,6 +95,7 @@ class EdgeBeat(msgspec.Struct, tag="edge", array_like=True):
     failed: int = 0
     rejected: int = 0  # sequences answered 429
     ended: int = 0  # admitted sequences that have ended
+    latencies: Latencies = msgspec.field(default_factory=Latencies)
 
 
 class Progress(msgspec.Struct, tag="progress", array_like=True):
@@ -116,6 +118,7 @@ class Serve(msgspec.Struct, tag="serve", array_like=True):
     max_running: int
     max_top_logprobs: int
     kv_tokens: int
+    page_size: int
 
 
 class NeighboursReady(msgspec.Struct, tag="neighbours", array_like=True):

@@ -91,9 +91,16 @@ class ClientLimits:
         """Bytes of a text that is tokenised, for a context of so many tokens."""
         return min(max(self.text_bytes, self.token_bytes * context), self.most_text_bytes)
 
-    def memory(self, context: int, running: int) -> int:
-        """Bytes that clients may make the HTTP process hold at once, beside QUEUED_BYTES."""
-        texts = self.parsing * self.longest_text(context) + self.small * FREE_BYTES
+    def of_each(self, processes: int) -> ClientLimits:
+        """Of each of so many HTTP processes. Connections and turns to tokenise are divided; bytes
+        in all are not, because the processes count them together."""
+        divided = {name: getattr(self, name) for name in ("connections", "parsing", "small")}
+        return replace(self, **{name: max(1, n // processes) for name, n in divided.items()})
+
+    def memory(self, context: int, running: int, processes: int = 1) -> int:
+        """Bytes that clients may make so many HTTP processes hold at once, beside QUEUED_BYTES."""
+        each = self.of_each(processes)
+        texts = processes * (each.parsing * self.longest_text(context) + each.small * FREE_BYTES)
         unread = max_sequences(running) * self.unread_tokens
         return texts * PER_TEXT_BYTE + unread * PER_UNREAD_TOKEN + OTHER
 
@@ -117,6 +124,7 @@ class Options:
     memory: int | None = None
     threads: int | None = None
     termination_log: Path | None = None
+    http_processes: int | None = None  # None: as many as the pod's CPUs allow
     drain: int | None = None  # seconds; overrides the launch and the limits
     from_flags: bool = False  # started with flags, not a launch file: messages name flags
     limits: Limits = field(default_factory=Limits)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from kvline_contract.codec import decode, loads
+from kvline_contract.codec import decode, dumps, loads
 from kvline_contract.launch import GateFile, LaunchConfig, Records
-from kvline_contract.report import Load, SizingReport, State, Termination
+from kvline_contract.report import Load, Percentiles, SizingReport, State, Termination
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -35,3 +36,12 @@ def test_version_1_termination_gate_records_and_load() -> None:
     assert list(Records.parse((GOLDEN / "records-v1.json").read_bytes()).records)
     load = decode(Load, loads((GOLDEN / "load-v1.json").read_bytes(), 4096), strict=True)
     assert load.refused_last60s == 2
+    assert load.time_to_first_token_us is load.inter_token_latency_us is None
+
+
+def test_a_load_with_fields_of_a_newer_server_is_read() -> None:
+    old = loads((GOLDEN / "load-v1.json").read_bytes(), 4096)
+    first = {"p50": 1200, "p90": 1900, "p99": 2_000_000}
+    load = Load.parse(json.dumps({**old, "timeToFirstTokenUs": {**first, "p999": 3}, "later": {}}))
+    assert load.time_to_first_token_us == Percentiles(1200, 1900, 2_000_000)
+    assert loads(dumps(load), 4096) == {**old, "timeToFirstTokenUs": first}

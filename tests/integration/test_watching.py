@@ -177,7 +177,7 @@ def test_what_is_scraped_has_nothing_to_be_linted(space: Any, operator: Any, nod
     metrics = eventually(lambda: urllib.request.urlopen(url, timeout=5).read().decode())
     assert 'service="chat"' in metrics
     report = sizing_report("u", State.VALIDATED)
-    pod = render(report, Beat(False, 1), EdgeBeat(True, 0), 1).decode()
+    pod = render(report, Beat(False, 1), EdgeBeat(True, 0), 1, "m").decode()
     for text in (metrics, pod):
         done = promtool("check", "metrics", "--extended", input=text)
         assert done.returncode == 0, done.stdout + done.stderr

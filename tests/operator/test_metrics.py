@@ -76,7 +76,7 @@ def server() -> str:
     memory = MemoryV1(100, 20, 10, 0, 50, 10, 10).upgraded()
     result = Result(4096, 512, Source.MEASURED, "f", 90, 6000, 0, "t", (memory,))
     report = SizingReport("u", "p", "r", 1, State.VALIDATED, "t", "t", result=result)
-    return render(report, Beat(False, 1), EdgeBeat(True, 0), 1).decode()
+    return render(report, Beat(False, 1), EdgeBeat(True, 0), 1, "m").decode()
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
@@ -185,11 +185,11 @@ def test_alerts_and_dashboard_name_metrics_and_labels_that_exist() -> None:
                 labels.setdefault(sample.name, set()).update(sample.labels)
     scraped = {"namespace", "pod", "kvline_dev_service"}  # labels added by the scrape
     for where, expression in expressions():
-        names = re.findall(r"\bkvline_[a-z_]+(?=[{\[\s)]|$)", expression)
+        names = re.findall(r"\bkvline_[a-z0-9_]+(?=[{\[\s)]|$)", expression)
         assert names, where
         for name in names:
             assert name in labels, (where, name)
-        for name, selector in re.findall(r"(kvline_[a-z_]+)\{([^}]*)\}", expression):
+        for name, selector in re.findall(r"(kvline_[a-z0-9_]+)\{([^}]*)\}", expression):
             used = set(re.findall(r"(\w+)(?:=|!=|=~)\"", selector))
             assert used <= labels[name] | scraped, (where, name)
 

@@ -125,7 +125,8 @@ class Stage:
         self.engine = Engine(self.limits, tokens)
         generator = Generator(self.engine, self.tokens, Traces(None))
         made = Limits("m", VOCABULARY, CONTEXT, TOP, self.admission.max_tokens)
-        service = Service(generator, self.admission, Bodies(self.limits), made, 0)
+        bodies = Bodies(self.limits, self.admission.totals)
+        service = Service(generator, self.admission, bodies, made, 0)
         self.config = uvicorn.Config(
             create_app(service),
             http=self.connections.make,  # type: ignore[arg-type]

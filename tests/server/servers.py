@@ -41,12 +41,12 @@ from pathlib import Path
 from kvline_contract.launch import LaunchConfig
 from kvline_server.options import ClientLimits, Limits, Options
 from kvline_server.parent.supervisor import Supervisor
-config, state, gate, port, internal, memory, limits, key, clients, tls = sys.argv[1:11]
+config, state, gate, port, internal, memory, limits, key, clients, tls, http = sys.argv[1:12]
 options = Options(
     config=Path(config), state_dir=Path(state), gate=Path(gate) if gate else None,
     host="127.0.0.1", port=int(port), internal_port=int(internal), memory=int(memory) or None,
     termination_log=Path(state) / "termination", threads=1, key=Path(key),
-    tls=Path(tls),
+    tls=Path(tls), http_processes=int(http) or None,
     limits=Limits(**__import__("json").loads(limits)),
     clients=ClientLimits(**__import__("json").loads(clients)),
 )
@@ -92,6 +92,7 @@ class Server:
     memory: int = 0
     key: Path | None = None  # a file; asked of every request
     tls: Path | None = None  # a folder with a certificate and its key
+    http_processes: int = 0  # 0: as many as it takes by itself
     port: int = 0
     internal_port: int = 0
     client: httpx.Client = field(default_factory=httpx.Client)
@@ -127,6 +128,7 @@ class Server:
             str(self.key or "/nowhere"),
             json.dumps(self.clients),
             str(self.tls or "/nowhere"),
+            str(self.http_processes),
         ]
         self.process = subprocess.Popen(command, env=environment, stdout=self.log, stderr=self.log)
         return self
@@ -160,7 +162,7 @@ class Server:
         raise AssertionError(f"{path} is not {status}: {self.output()}")
 
     def children(self) -> dict[str, int]:
-        """Pids of the HTTP and engine processes."""
+        """Pids of the HTTP processes (http, http1, ...) and the engine process."""
         out = {}
         for entry in Path("/proc").glob("[0-9]*"):
             try:
@@ -169,9 +171,11 @@ class Server:
             except OSError:
                 continue
             if int(stat.rpartition(")")[2].split()[1]) == self.process.pid:
-                for name in ("http", "engine"):
-                    if f"\0kvline_server.{name}" in line:
-                        out[name] = int(entry.name)
+                if "\0kvline_server.engine" in line:
+                    out["engine"] = int(entry.name)
+                elif "\0kvline_server.http" in line:
+                    index = line.partition("--index\0")[2].split("\0")[0]
+                    out[f"http{index if index != '0' else ''}"] = int(entry.name)
         return out
 
     def ends(self) -> dict[str, float]:

@@ -21,6 +21,7 @@ from kvline_server.http.packed import ROWS, base64_arrays
 from kvline_server.http.scores import chosen, cut, held, unpack
 from kvline_server.http.tokens import PART, Tokens
 from kvline_server.messages import PackedScores
+from kvline_server.totals import KINDS
 
 MIB = 1 << 20
 
@@ -129,7 +130,7 @@ def test_admission_counts_unsent_logprobs_and_prompt_tokens() -> None:
             pass
         with admission.room(1, 8192):  # a request without scores does not wait for them
             pass
-    assert (admission.nbytes, admission.tokens, admission.sequences) == (0, 0, 0)
+    assert [admission.totals[kind] for kind in KINDS] == [0] * 4
 
 
 def test_a_text_far_beyond_the_context_is_refused_before_it_is_tokenised(tiny_model: Path) -> None:

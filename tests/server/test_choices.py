@@ -46,7 +46,7 @@ class Served:
         self.engine = made
         self.here, line = socket.socketpair()
         self.parent, control = socket.socketpair()
-        self.process = EngineProcess(Namespace(http_fd=line.detach()), Channel(control))
+        self.process = EngineProcess(Namespace(http_fd=[line.detach()]), Channel(control))
         launch, self.stopped = made.executor.launch, False
 
         def counted(step: Step) -> InFlight:
@@ -55,7 +55,7 @@ class Served:
 
         made.executor.launch = counted  # type: ignore[method-assign]
         self.threads = [
-            threading.Thread(target=self.process.listen_to_http),
+            threading.Thread(target=self.process.listen_to_http, args=self.process.http),
             threading.Thread(target=self.serve),
         ]
         for thread in self.threads:
@@ -73,7 +73,7 @@ class Served:
             thread.join()
         for connection in (self.parent, self.process.parent.connection):
             connection.close()
-        self.process.http.connection.close()
+        self.process.http[0].connection.close()
 
 
 async def follow(client: EngineClient, params: SamplingParams, leave: bool) -> list[Delta]:
@@ -89,7 +89,7 @@ async def follow(client: EngineClient, params: SamplingParams, leave: bool) -> l
 async def choices(served: Served, leave: bool = False) -> list[list[Delta]]:
     """All choices at once, of which the first leaves before its first token when asked to."""
     client = EngineClient(1000)
-    await client.connect(served.here)
+    await client.connect(served.here, 16)
     jobs = [asyncio.create_task(follow(client, seeded(ASKED, i), False)) for i in range(CHOICES)]
     if leave:
         await asyncio.sleep(0)
@@ -147,7 +147,7 @@ def test_choices_wait_only_for_what_they_can_use(
     async def story() -> None:
         here, line = socket.socketpair()
         client = EngineClient(1000)
-        await client.connect(here)
+        await client.connect(here, 16)
         params = msgspec.structs.replace(ASKED, prompt_logprobs=logprobs)
         prompt = list(range(length))
 

@@ -74,7 +74,7 @@ class Engine:
         arguments = Namespace(
             record=None,
             state_dir=str(scratch),
-            http_fd=connection.detach(),
+            http_fd=[connection.detach()],
             root=os.getpid(),
             memory=4 << 30,
             threads=None,
@@ -104,7 +104,7 @@ class Engine:
             self.listener.join()
         self.process.parent.connection.close()
         self.parent.connection.close()
-        self.process.http.connection.close()
+        self.process.http[0].connection.close()
         self.http.close()
 
 
@@ -192,7 +192,7 @@ def test_errors_after_validation(
     running.start()
     assert made.ready.wait(60)
     break_stage(monkeypatch, stage, error)
-    made.process.inbox.put((made.process.http, Submit(1, [1, 2, 3], SamplingParams(4))))
+    made.process.inbox.put((made.process.http[0], Submit(1, [1, 2, 3], SamplingParams(4))))
     running.join(30)
     assert codes == [code]
     assert stage in made.failure()["message"]

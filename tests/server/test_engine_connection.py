@@ -114,12 +114,12 @@ def outputs(id: int, scores: Scores) -> list[Output]:
 def publisher() -> Iterator[tuple[EngineProcess, socket.socket]]:
     here, line = socket.socketpair()
     parent, control = socket.socketpair()
-    process = EngineProcess(Namespace(http_fd=line.detach()), Channel(control))
+    process = EngineProcess(Namespace(http_fd=[line.detach()]), Channel(control))
     yield process, here
     here.close()
     parent.close()
     control.close()
-    process.http.connection.close()
+    process.http[0].connection.close()
 
 
 @pytest.mark.parametrize("count", [0, 1, 190_000, 450_000])
@@ -143,12 +143,12 @@ def test_large_prompt_logprobs_back_to_back_all_arrive(
 
     async def story() -> None:
         client = EngineClient(100)
-        await client.connect(here)
+        await client.connect(here, 16)
         prompts = [[id] for id in ids]
         tasks = [asyncio.create_task(ask(client, prompt)) for prompt in prompts]
         await asyncio.sleep(0)
         for id in ids:
-            process.clients[id] = process.http
+            process.clients[id] = process.http[0]
             process._publish(outputs(id, large(count)))
         for (delta,) in await asyncio.wait_for(asyncio.gather(*tasks), 60):
             assert sum(part.count for part in delta.prompt_scores) == count
@@ -163,7 +163,7 @@ def test_large_prompt_logprobs_back_to_back_all_arrive(
 async def connected(unread: int = 100) -> AsyncIterator[tuple[EngineClient, asyncio.StreamWriter]]:
     ours, theirs = socket.socketpair()
     client = EngineClient(unread)
-    await client.connect(ours)
+    await client.connect(ours, 16)
     _, writer = await asyncio.open_connection(sock=theirs)
     yield client, writer
     writer.close()

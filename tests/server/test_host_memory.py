@@ -108,9 +108,9 @@ def test_prompts_of_one_request_are_bounded_together_before_all_are_tokenised(
     generator = Generator(EngineClient(9), Tokens(tiny_model, max_text=1000), Traces(None))
     body = {"model": "tiny", "prompt": ["x" * 400] * 3}
     with pytest.raises(BadRequest, match="takes 1000 tokens in a request"):
-        Completion("id", parse(CompletionRequest, body), generator, limits).plan()
+        Completion("id", parse(CompletionRequest, body), generator, limits, 0.0).plan()
     body["prompt"] = ["x" * 400] * 2
-    assert len(Completion("id", parse(CompletionRequest, body), generator, limits).plan()) == 2
+    assert len(Completion("id", parse(CompletionRequest, body), generator, limits, 0.0).plan()) == 2
 
 
 def test_a_text_that_takes_too_much_to_tokenise_is_refused_by_its_size(tiny_model: Path) -> None:

@@ -24,6 +24,7 @@ from kvline_server.http.tokens import Tokens
 from kvline_server.http.trace import Traces
 from kvline_server.messages import Delta, Deltas, PackedScores, Submit
 from kvline_server.options import ClientLimits
+from kvline_server.totals import SCORE_BYTES, SEQUENCES
 
 CONTEXT, TOP = 40_960, 5
 TOKEN_BYTES = held(1, TOP) + ENTRY
@@ -38,7 +39,8 @@ class Scripted:
         self.admission.open(16, 65_536)
         generator = Generator(self.client, Tokens(folder), Traces(None))
         limits = Limits("tiny", 307, CONTEXT, 20, 1 << 20)
-        service = Service(generator, self.admission, Bodies(ClientLimits()), limits, 0)
+        bodies = Bodies(ClientLimits(), self.admission.totals)
+        service = Service(generator, self.admission, bodies, limits, 0)
         transport = httpx.ASGITransport(create_app(service))
         self.http = httpx.AsyncClient(transport=transport, base_url="http://tiny", timeout=60)
         self.submitted: asyncio.Queue[Submit] = asyncio.Queue()
@@ -46,7 +48,7 @@ class Scripted:
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Scripted]:
         here, line = socket.socketpair()
-        await self.client.connect(here)
+        await self.client.connect(here, 16)
         reader, self._writer = await asyncio.open_connection(sock=line)
         reading = asyncio.create_task(self._read(reader))
         async with self.http:
@@ -86,7 +88,8 @@ def play(tiny_model: Path) -> Callable[..., None]:
         async def whole() -> None:
             async with Scripted(tiny_model, max_held).open() as scripted:
                 await story(scripted)
-                assert scripted.admission.nbytes == scripted.admission.sequences == 0
+                totals = scripted.admission.totals
+                assert totals[SCORE_BYTES] == totals[SEQUENCES] == 0
 
         asyncio.run(whole())
 
@@ -114,12 +117,12 @@ def test_scores_are_counted_as_they_come(play: Callable[..., None]) -> None:
     async def story(scripted: Scripted) -> None:
         long = scripted.ask()
         await scripted.answer(700, finish=None)
-        while scripted.admission.nbytes < 700 * TOKEN_BYTES:
+        while scripted.admission.totals[SCORE_BYTES] < 700 * TOKEN_BYTES:
             await asyncio.sleep(0.001)
         other = scripted.ask()
         await scripted.answer(400)
         assert (await other).status_code == 429
-        assert scripted.admission.nbytes == 700 * TOKEN_BYTES
+        assert scripted.admission.totals[SCORE_BYTES] == 700 * TOKEN_BYTES
         other = scripted.ask()
         await scripted.answer(200)
         assert (await other).status_code == 200

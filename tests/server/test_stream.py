@@ -19,15 +19,17 @@ class Failing:
     """One chunk of each choice, then an error."""
 
     request = SimpleNamespace(stream_options=None)
+    limits = SimpleNamespace(served_name="m")
+    id, created, chunk_kind = "x", 1, "text_completion"
 
     def __init__(self, error: Exception) -> None:
         self.error = error
 
-    def opening(self, totals: Any) -> list[bytes]:
-        return [b"opening"]
+    def opening(self, chunks: Any) -> list[bytes]:
+        return [b"data: opening\n\n"]
 
     async def events(self, *_: Any) -> AsyncGenerator[bytes, None]:
-        yield b"chunk"
+        yield b"data: chunk\n\n"
         raise self.error
 
 

@@ -24,7 +24,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--record")
     parser.add_argument("--state-dir", required=True)
     parser.add_argument("--control-fd", type=int, required=True)
-    parser.add_argument("--http-fd", type=int, required=True, help="socket to the HTTP process")
+    parser.add_argument(
+        "--http-fd",
+        type=int,
+        action="append",
+        required=True,
+        help="socket to an HTTP process; once for each",
+    )
     parser.add_argument(
         "--root", type=int, required=True, help="pid of the process tree whose memory counts"
     )

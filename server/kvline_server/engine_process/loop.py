@@ -1,6 +1,6 @@
 """The engine process: loads and sizes the model, then runs the engine loop.
 
-Started by the parent with two sockets: one to the parent, one to the HTTP process. The main thread
+Started by the parent with sockets to the parent and to each HTTP process. The main thread
 owns the engine; other threads only put messages into its inbox.
 """
 
@@ -87,11 +87,11 @@ class EngineProcess:
     def __init__(self, arguments: argparse.Namespace, parent: Channel) -> None:
         self.arguments = arguments
         self.parent = parent
-        self.http = Outbox(socket.socket(fileno=arguments.http_fd))
+        self.http = [Outbox(socket.socket(fileno=fd)) for fd in arguments.http_fd]
         self.reporter = ParentReporter(parent)
         self.inbox: queue.SimpleQueue[tuple[Channel | None, messages.Message]] = queue.SimpleQueue()
         self.neighbours = threading.Event()
-        self.clients: dict[int, Channel] = {}  # by sequence id
+        self.clients: dict[int, Channel] = {}  # by sequence id, unique over the HTTP processes
         self.beat_at = 0.0
         self.prompt_tokens = 0
         self.output_tokens = 0
@@ -107,6 +107,7 @@ class EngineProcess:
             wait_for_neighbours=self._wait_for_neighbours,
             memory=arguments.memory,
             root=arguments.root,
+            http_processes=len(self.http),
         )
         self.reporter.send("result", result)
         return engine
@@ -178,7 +179,7 @@ class EngineProcess:
 
     def _wait_for_neighbours(self) -> None:
         if not self.neighbours.wait(NEIGHBOUR_SECONDS):
-            raise ServerError("the HTTP process did not start within two minutes")
+            raise ServerError("the HTTP processes did not start within two minutes")
 
     def listen_to_parent(self) -> None:
         """Reads the parent's messages; exits when the parent does."""
@@ -188,11 +189,11 @@ class EngineProcess:
                     self.neighbours.set()
         os._exit(int(ExitCode.ENGINE_DIED))
 
-    def listen_to_http(self) -> None:
+    def listen_to_http(self, client: Outbox) -> None:
         """Reads requests; answers go back on the same socket, without blocking a step."""
         with contextlib.suppress(OSError):
-            for message in self.http.receive():
-                self.inbox.put((self.http, message))
+            for message in client.receive():
+                self.inbox.put((client, message))
 
 
 def _send(client: Channel, message: messages.Message) -> None:
@@ -235,8 +236,9 @@ def main(arguments: argparse.Namespace, launch: LaunchConfig) -> int:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     process = EngineProcess(arguments, parent)
-    for listen in (process.listen_to_parent, process.listen_to_http):
-        threading.Thread(target=listen, daemon=True).start()
+    threading.Thread(target=process.listen_to_parent, daemon=True).start()
+    for client in process.http:
+        threading.Thread(target=process.listen_to_http, args=(client,), daemon=True).start()
     return run(process, launch)
 
 

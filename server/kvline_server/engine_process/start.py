@@ -28,6 +28,7 @@ def start(
     wait_for_neighbours: Callable[[], None],
     memory: int | None,
     root: int,
+    http_processes: int = 1,
 ) -> tuple[Engine, Result]:
     """`memory` (bytes) and `root` (a process id) are for the CPU: the limit, and the process tree
     whose memory counts. Raises ServerError with the reason when no budget can be validated."""
@@ -36,7 +37,7 @@ def start(
     backend = open_backend(launch, memory, root, reporter.warn)
     device = backend.device
     model = load.read_model(launch)
-    settings = resolve(launch, model, device.limit)
+    settings = resolve(launch, model, device.limit, http_processes)
     device.settle()
     free_before = device.limit - device.used()
     loaded = load.load_model(launch, model, settings, backend, reporter)

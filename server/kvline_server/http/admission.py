@@ -1,4 +1,4 @@
-"""Admission control: bounds the sequences, prompt tokens and response bytes under way.
+"""Admission control: bounds the sequences, prompt tokens and response bytes under way in the pod.
 
 A rejection is cheap; an unbounded queue fails first under overload. Each accepted request ends in
 exactly one of finished, aborted, failed, so the counters add up.
@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.requests import ClientDisconnect
 
 from kvline_server.http.errors import ApiError, BadRequest, NotRead, TooMany, Unavailable
 from kvline_server.options import QUEUE_FACTOR, max_sequences
+from kvline_server.totals import SCORE_BYTES, SEQUENCES, TOKENS, Totals
 
 
 class Room:
@@ -26,10 +27,11 @@ class Room:
 
     def hold(self, nbytes: int) -> None:
         """Room for more scores. Raises TooMany, and BadRequest where no wait would help."""
+        if not nbytes:
+            return
         self._admission.check_held(self.nbytes + nbytes)
-        if self._admission.nbytes + nbytes > self._admission.max_held:
+        if not self._admission.totals.take((SCORE_BYTES, nbytes, self._admission.max_held)):
             raise TooMany("too many logprobs are waiting to be sent; try again later")
-        self._admission.nbytes += nbytes
         self.nbytes += nbytes
 
 
@@ -39,9 +41,7 @@ class Admission:
     max_tokens: int = 0
     max_held: int = 64 << 20  # bytes of scores that wait to be sent
     max_requests: int = 4096  # those of clients that have left included, until they notice
-    sequences: int = 0
-    tokens: int = 0
-    nbytes: int = 0
+    totals: Totals = field(default_factory=Totals)
     requests: int = 0
     received: int = 0
     finished: int = 0
@@ -116,23 +116,18 @@ class Admission:
                 "prompt",
             )
         self.check_held(nbytes)
-        if (
-            self.nbytes + nbytes > self.max_held
-            or self.sequences + sequences > self.max_sequences
-            or self.tokens + tokens > self.max_tokens
+        if not self.totals.take(
+            (SEQUENCES, sequences, self.max_sequences),
+            (TOKENS, tokens, self.max_tokens),
+            (SCORE_BYTES, nbytes, self.max_held),
         ):
             raise TooMany("too many requests are waiting; try again later", sequences)
-        self.sequences += sequences
-        self.tokens += tokens
-        self.nbytes += nbytes
         room = Room(self, nbytes)
         try:
             yield room
         finally:
-            self.sequences -= sequences
-            self.tokens -= tokens
+            self.totals.give((SEQUENCES, sequences), (TOKENS, tokens), (SCORE_BYTES, room.nbytes))
             self.ended += sequences
-            self.nbytes -= room.nbytes
 
     def check_held(self, nbytes: int) -> None:
         """Raises BadRequest where one answer has more scores than all may have."""

@@ -90,19 +90,22 @@ async def _generate(
         )
         stack.enter_context(service.admission.request())
         raw = await read_json(request, stack.enter_context(service.bodies.hold()))
+        arrived = time.monotonic()
         async with service.bodies.turn(len(raw)):
             parsed = parse(kind, parse_object(raw))
             del raw
             _check_model(parsed.model, service.limits)
             id = request_id(request.headers.get("x-request-id"))
-            work = route(id, parsed, service.generator, service.limits)
+            work = route(id, parsed, service.generator, service.limits, arrived)
             jobs = await asyncio.to_thread(work.plan)
             room = stack.enter_context(service.admission.room(len(jobs), *_wanted(jobs)))
         headers = {"x-request-id": id}
         if parsed.stream:
             stream = events(work, jobs, stack.pop_all())
             return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
-        answers = await _unless_gone(request, service.generator.answers(jobs, parsed.stops(), room))
+        answers = await _unless_gone(
+            request, service.generator.answers(jobs, parsed.stops(), arrived, room)
+        )
         pieces = await asyncio.to_thread(lambda: encode(work.response(answers)))
         whole = await asyncio.to_thread(next, pieces)
         if (more := next(pieces, None)) is None:

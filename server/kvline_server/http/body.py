@@ -15,6 +15,7 @@ from starlette.requests import Request
 
 from kvline_server.http.errors import BadRequest, TimedOut, TooLarge, TooMany, UnsupportedType
 from kvline_server.options import FREE_BYTES, ClientLimits
+from kvline_server.totals import BODY_BYTES, Totals
 
 MAX_BODY_BYTES = 2 << 20
 MAX_VALUES = 1 << 15  # texts, lists and objects in a body: 2 MiB of empty lists take 70 MiB
@@ -25,9 +26,9 @@ class Bodies:
     """Bodies of all requests: bounded in time, each in size, and all together until their requests
     end, because a request keeps what came in its body."""
 
-    def __init__(self, limits: ClientLimits) -> None:
+    def __init__(self, limits: ClientLimits, totals: Totals) -> None:
         self.limits = limits
-        self.held = 0
+        self.totals = totals
         self._large = asyncio.Semaphore(limits.parsing)
         self._small = asyncio.Semaphore(limits.small)
 
@@ -38,7 +39,8 @@ class Bodies:
         try:
             yield body
         finally:
-            self.held -= body.held
+            if body.held:
+                self.totals.give((BODY_BYTES, body.held))
 
     def turn(self, size: int) -> AbstractAsyncContextManager[None]:
         """A turn to be parsed and tokenised, which takes many times a body's size."""
@@ -70,9 +72,10 @@ class Body:
         return body
 
     def _hold(self, grown: int) -> None:
-        if self.all.held + grown > self.all.limits.body_bytes:
+        if not grown:
+            return
+        if not self.all.totals.take((BODY_BYTES, grown, self.all.limits.body_bytes)):
             raise TooMany("too many large bodies are under way; try again later")
-        self.all.held += grown
         self.held += grown
 
 

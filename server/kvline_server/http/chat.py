@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 from kvline_server.http.completions import prompt_logprobs, seeded
-from kvline_server.http.envelope import chunk, whole
+from kvline_server.http.envelope import Chunks, whole
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.generate import (
     Answer,
@@ -30,11 +30,19 @@ class Chat:
 
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, id: str, request: ChatRequest, generator: Generator, limits: Limits) -> None:
+    def __init__(
+        self,
+        id: str,
+        request: ChatRequest,
+        generator: Generator,
+        limits: Limits,
+        arrived: float,
+    ) -> None:
         self.id = id
         self.request = request
         self.generator = generator
         self.limits = limits
+        self.arrived = arrived
         self.created = int(time.time())
         self.prompts: list[list[int]] = []
 
@@ -97,13 +105,16 @@ class Chat:
         }
 
     async def events(
-        self, index: int, prompt: list[int], params: SamplingParams, totals: list[Answer]
+        self, index: int, prompt: list[int], params: SamplingParams, chunks: Chunks
     ) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self.generator.follow(prompt, params, self.request.stops())) as pieces:
+        stops, arrived = self.request.stops(), self.arrived
+        async with aclosing(self.generator.follow(prompt, params, stops, arrived)) as pieces:
             async for piece in pieces:
-                totals[index].count(piece)
-                if piece.text or piece.scores or piece.finish:
-                    yield chunk(self, [self._part(index, piece)], totals)
+                chunks.totals[index].count(piece)
+                if not piece.text_alone:
+                    yield chunks.choice(self._part(index, piece))
+                elif piece.text:
+                    yield chunks.text(index, piece.text)
 
     def _part(self, index: int, piece: Piece) -> dict[str, Any]:
         return {
@@ -113,8 +124,11 @@ class Chat:
             "logprobs": self._logprobs(piece.scores) if piece.scores else None,
         }
 
-    def opening(self, totals: list[Answer]) -> list[bytes]:
+    def text_alone(self, index: int, text: str) -> dict[str, Any]:
+        return self._part(index, Piece(text))
+
+    def opening(self, chunks: Chunks) -> list[bytes]:
         """As in OpenAI's API, the first chunk of each choice has the role."""
         delta = {"role": "assistant", "content": ""}
         first = {"delta": delta, "finish_reason": None, "logprobs": None}
-        return [chunk(self, [{"index": i, **first}], totals) for i in range(len(totals))]
+        return [chunks.choice({"index": i, **first}) for i in range(len(chunks.totals))]

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from kvline_server import seeds
-from kvline_server.http.envelope import chunk, whole
+from kvline_server.http.envelope import Chunks, whole
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.generate import (
     Answer,
@@ -37,12 +37,18 @@ class Completion:
     chunk_kind = "text_completion"
 
     def __init__(
-        self, id: str, request: CompletionRequest, generator: Generator, limits: Limits
+        self,
+        id: str,
+        request: CompletionRequest,
+        generator: Generator,
+        limits: Limits,
+        arrived: float,
     ) -> None:
         self.id = id
         self.request = request
         self.generator = generator
         self.limits = limits
+        self.arrived = arrived
         self.created = int(time.time())
         self.prompts: list[list[int]] = []
         self._echoes: list[Echoed] = []  # by prompt, if asked for
@@ -130,26 +136,27 @@ class Completion:
         return Echoed(text, tokens.offsets(ids, text) if listed else [])
 
     async def events(
-        self, index: int, prompt: list[int], params: SamplingParams, totals: list[Answer]
+        self, index: int, prompt: list[int], params: SamplingParams, chunks: Chunks
     ) -> AsyncGenerator[bytes, None]:
-        """Server-sent chunks of one choice; adds its usage to `totals[index]`."""
+        """Server-sent chunks of one choice; adds its usage to `chunks.totals`."""
         echoed, shift = None, 0
         if self.request.echo:
             echoed = self._echoes[index // self.request.n]
-        async with aclosing(self.generator.follow(prompt, params, self.request.stops())) as pieces:
+        stops, arrived = self.request.stops(), self.arrived
+        async with aclosing(self.generator.follow(prompt, params, stops, arrived)) as pieces:
             async for piece in pieces:
-                totals[index].count(piece)
+                chunks.totals[index].count(piece)
                 if echoed is not None:
                     for choice in self._echo(index, prompt, echoed, piece.prompt_scores):
-                        yield chunk(self, [choice], totals)
+                        yield chunks.choice(choice)
                     shift, echoed = len(echoed.text), None
-                if piece.text or piece.scores or piece.finish:
+                if not piece.text_alone:
                     offsets = [shift + at for at in piece.offsets]
-                    yield chunk(
-                        self,
-                        [self._worded(index, piece.text, piece.finish, piece.scores, offsets)],
-                        totals,
+                    yield chunks.choice(
+                        self._worded(index, piece.text, piece.finish, piece.scores, offsets)
                     )
+                elif piece.text:
+                    yield chunks.text(index, piece.text)
 
     def _echo(
         self, index: int, prompt: list[int], echoed: Echoed, scores: list[PackedScores]
@@ -170,7 +177,10 @@ class Completion:
                 prompt[0] if start == 0 else None,
             )
 
-    def opening(self, totals: list[Answer]) -> list[bytes]:
+    def text_alone(self, index: int, text: str) -> dict[str, Any]:
+        return self._worded(index, text, None, [], [])
+
+    def opening(self, chunks: Chunks) -> list[bytes]:
         return []
 
 

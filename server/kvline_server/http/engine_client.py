@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 
 from kvline_server import messages
+from kvline_server.histogram import Latencies
 from kvline_server.http.errors import ApiError, EngineFailed, NotRead
 from kvline_server.http.shared_prompts import SharedPrompts
 from kvline_server.messages import (
@@ -30,6 +32,7 @@ class Received:
     def __init__(self) -> None:
         self.items: list[Delta | ApiError] = []
         self.prompt_scores: list[PackedScores] = []  # that came before the first delta
+        self.came_at = 0.0  # the last delta
         self._awaited: asyncio.Future[None] | None = None  # the request waits for the next delta
 
     def put(self, item: Delta | ApiError) -> None:
@@ -55,11 +58,14 @@ NOT_FINITE = "the model computed no finite numbers for this request, so there is
 
 
 class EngineClient:
-    def __init__(self, unread_tokens: int) -> None:
+    def __init__(self, unread_tokens: int, ids: Iterator[int] | None = None) -> None:
+        """`ids`: of sequences; no other process has the same."""
         self.lost = asyncio.Event()
         self.why_lost = ""
+        self.latencies = Latencies()
+        self._frame_at = -1.0  # when the last deltas came
         self._unread_tokens = unread_tokens
-        self._ids = itertools.count(1)
+        self._ids = itertools.count(1) if ids is None else ids
         self._prompts = SharedPrompts()
         self._received: dict[int, Received] = {}
         self._writer: asyncio.StreamWriter | None = None
@@ -70,7 +76,8 @@ class EngineClient:
     def connected(self) -> bool:
         return self._writer is not None
 
-    async def connect(self, connection: socket.socket) -> None:
+    async def connect(self, connection: socket.socket, page_size: int) -> None:
+        self._prompts.page_size = page_size
         reader, self._writer = await asyncio.open_connection(sock=connection)
         self._reading = asyncio.create_task(self._read(reader))
 
@@ -144,10 +151,18 @@ class EngineClient:
             self.lost.set()
 
     def _dispatch(self, message: Deltas) -> None:
+        """Most sequences have a token in each frame: one duration counts for all of them."""
+        now, before, together = time.monotonic(), self._frame_at, 0
+        self._frame_at = now
         for delta in message.items:
             received = self._received.get(delta.id)
             if received is None:
                 continue
+            if received.came_at == before:
+                together += 1
+            elif received.came_at:
+                self.latencies.between_tokens.add(now - received.came_at)
+            received.came_at = now
             if received.overflows(self._unread_tokens):
                 received.put(NotRead("the answer was not read as fast as it came"))
                 del self._received[delta.id]
@@ -156,3 +171,5 @@ class EngineClient:
                 if received.prompt_scores:
                     delta.prompt_scores, received.prompt_scores = received.prompt_scores, []
                 received.put(delta)
+        if together:
+            self.latencies.between_tokens.add(now - before, together)

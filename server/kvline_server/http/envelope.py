@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import msgspec
+
+from kvline_server.http.errors import ApiError
 from kvline_server.http.generate import Answer, Limits
 from kvline_server.http.later import encode
 from kvline_server.http.protocol import GenerationRequest, StreamOptions
 
 NO_OPTIONS = StreamOptions()
+LINE_BREAKS = [(c.encode(), b"\\u%04x" % ord(c)) for c in "\x85\u2028\u2029"]
+MARK, ENCODED_MARK = "\0", b'"\\u0000"'  # stands for a text
+_encode_text = msgspec.json.Encoder().encode
 
 
 class Work(Protocol):
@@ -23,6 +29,9 @@ class Work(Protocol):
     @property
     def request(self) -> GenerationRequest: ...
 
+    def text_alone(self, index: int, text: str) -> dict[str, Any]:
+        """A choice of a chunk with nothing but text."""
+
 
 def whole(
     work: Work, kind: str, choices: list[dict[str, Any]], answers: list[Answer]
@@ -30,18 +39,55 @@ def whole(
     return {**_fields(work, kind, choices), "usage": usage(work.prompts, answers)}
 
 
-def chunk(
-    work: Work, choices: list[dict[str, Any]], totals: list[Answer], last: bool = False
-) -> bytes:
-    """One event of a stream. With include_usage each has `usage`: null except in the last one; with
+class Chunks:
+    """The chunks of one request's stream, as events. What all of them have in common is encoded
+    once; for a chunk with nothing but text only the text is.
+
+    With include_usage each chunk has `usage`: null except in the last one; with
     continuous_usage_stats, the usage so far in each."""
-    value = _fields(work, work.chunk_kind, choices)
-    options = work.request.stream_options or NO_OPTIONS
-    if last or options.continuous_usage_stats:
-        value["usage"] = usage(work.prompts, totals)
-    elif options.include_usage:
-        value["usage"] = None
-    return b"".join(encode(value))
+
+    def __init__(self, work: Work, totals: list[Answer]) -> None:
+        options = work.request.stream_options or NO_OPTIONS
+        self.totals = totals
+        self._work = work
+        fields = msgspec.json.encode(_fields(work, work.chunk_kind, []))
+        self._head = b"data: " + _escaped(fields[:-2])  # without the end of the list of choices
+        self._tail = b'],"usage":null}\n\n' if options.include_usage else b"]}\n\n"
+        self._counts = options.continuous_usage_stats
+        self._around: dict[int, list[bytes]] = {}  # the text of a choice
+
+    def choice(self, choice: dict[str, Any]) -> bytes:
+        tail = self._usage() if self._counts else self._tail
+        return self._head + _escaped(b"".join(encode(choice))) + tail
+
+    def text(self, index: int, text: str) -> bytes:
+        """Of a choice that goes on, without logprobs."""
+        if self._counts:
+            return self.choice(self._work.text_alone(index, text))
+        around = self._around.get(index)
+        if around is None:
+            marked = self.choice(self._work.text_alone(index, MARK))
+            around = self._around[index] = marked.rsplit(ENCODED_MARK, 1)
+        return around[0] + _escaped(_encode_text(text)) + around[1]
+
+    def last(self) -> bytes:
+        return self._head + self._usage()
+
+    def _usage(self) -> bytes:
+        counted = usage(self._work.prompts, self.totals)
+        return b'],"usage":' + msgspec.json.encode(counted) + b"}\n\n"
+
+
+def error_event(error: ApiError) -> bytes:
+    return b"data: " + _escaped(msgspec.json.encode(error.body())) + b"\n\n"
+
+
+def _escaped(data: bytes) -> bytes:
+    """Escapes Unicode line breaks: some clients would split the event at them."""
+    if not data.isascii():
+        for raw, escaped in LINE_BREAKS:
+            data = data.replace(raw, escaped)
+    return data
 
 
 def _fields(work: Work, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
@@ -37,6 +38,10 @@ class Piece:
     finish: str | None = None
     prompt_scores: list[PackedScores] = field(default_factory=list)
     cached: int = 0
+
+    @property
+    def text_alone(self) -> bool:
+        return self.finish is None and not self.offsets and not self.scores
 
 
 @dataclass(slots=True)
@@ -84,9 +89,11 @@ class Generator:
         self.traces = traces
 
     async def follow(
-        self, prompt: list[int], params: SamplingParams, stops: list[str]
+        self, prompt: list[int], params: SamplingParams, stops: list[str], arrived: float
     ) -> AsyncGenerator[Piece, None]:
-        """Yields pieces until the end; closing the generator early aborts the sequence."""
+        """Yields pieces until the end; closing the generator early aborts the sequence. `arrived`:
+        when its request had come, by time.monotonic."""
+        latencies, first = self.engine.latencies, True
         stream = self.tokens.stream() if self.tokens is not None else None
         matcher = StopMatcher(stops)
         most = min(MOST, max(1, MOST_SCORED // (1 + (params.logprobs or 0))))
@@ -96,6 +103,10 @@ class Generator:
                 stack.callback(trace.end)
             deltas = await stack.enter_async_context(aclosing(self.engine.generate(prompt, params)))
             async for batch in deltas:
+                if first:
+                    first = False
+                    latencies.first_token.add(time.monotonic() - arrived)
+                    latencies.queue.add(batch[0].waited_ms / 1000)
                 if trace is not None:
                     trace.receive(batch)
                 for start in range(0, len(batch), most):
@@ -106,7 +117,10 @@ class Generator:
                             break
                     yield piece
                     if matcher.found:
-                        return
+                        break
+                if matcher.found:
+                    break
+            latencies.whole.add(time.monotonic() - arrived)
 
     @staticmethod
     def _add(
@@ -135,22 +149,34 @@ class Generator:
             piece.finish = "stop"
 
     async def answer(
-        self, prompt: list[int], params: SamplingParams, stops: list[str], room: Room
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        stops: list[str],
+        arrived: float,
+        room: Room,
     ) -> Answer:
         out = Answer()
-        async with aclosing(self.follow(prompt, params, stops)) as pieces:
+        async with aclosing(self.follow(prompt, params, stops, arrived)) as pieces:
             async for piece in pieces:
                 room.hold(held_outputs(piece.scores))
                 out.add(piece)
         return out
 
     async def answers(
-        self, jobs: list[tuple[list[int], SamplingParams]], stops: list[str], room: Room
+        self,
+        jobs: list[tuple[list[int], SamplingParams]],
+        stops: list[str],
+        arrived: float,
+        room: Room,
     ) -> list[Answer]:
         """All answers of a request at once, with room for their scores; one failure ends the
         others."""
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self.answer(p, params, stops, room)) for p, params in jobs]
+            tasks = [
+                group.create_task(self.answer(prompt, params, stops, arrived, room))
+                for prompt, params in jobs
+            ]
         return [task.result() for task in tasks]
 
     def token_text(self, token: int) -> str:

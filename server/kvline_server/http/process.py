@@ -1,4 +1,5 @@
-"""The HTTP process: serves the public port, sends requests to the engine, reports to the parent.
+"""An HTTP process: serves the public port, alone or beside others, sends requests to the engine,
+reports to the parent.
 
 Imports no torch. The listener opens at once, so that a taken port ends the start early; requests
 get a 503 until the engine is validated.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import math
@@ -42,6 +44,7 @@ from kvline_server.http.trace import Traces
 from kvline_server.messages import Drain, EdgeBeat, Serve
 from kvline_server.model.config import read_config
 from kvline_server.options import ClientLimits
+from kvline_server.totals import Totals
 
 BEAT_SECONDS = 0.5
 PARENT_SECONDS = 2.0
@@ -71,12 +74,16 @@ class Edge:
         model = read_config(folder)
         context = launch.engine.max_model_len or model.max_position
         tokens = open_tokens(folder, edge.longest_text(context))
-        self.client = EngineClient(edge.unread_tokens)
+        totals = Totals(arguments.totals_fd)
+        ids = itertools.count(1 + arguments.index, arguments.processes)
+        self.client = EngineClient(edge.unread_tokens, ids)
         self.connections = Connections(edge)
         self.service = Service(
             generator=Generator(self.client, tokens, Traces(_tracer())),
-            admission=Admission(max_held=edge.score_bytes, max_requests=edge.connections),
-            bodies=Bodies(edge),
+            admission=Admission(
+                max_held=edge.score_bytes, max_requests=edge.connections, totals=totals
+            ),
+            bodies=Bodies(edge, totals),
             limits=Limits(launch.model.served_name, model.vocabulary, 0, 0, 0),
             started=now(),
         )
@@ -136,7 +143,7 @@ class Edge:
 
     async def _open(self, message: Serve) -> None:
         _, (engine,), *_ = socket.recv_fds(self.handover, 1, 1)
-        await self.client.connect(socket.socket(fileno=engine))
+        await self.client.connect(socket.socket(fileno=engine), message.page_size)
         limits, admission = self.service.limits, self.service.admission
         admission.open(message.max_running, message.kv_tokens)
         self.service.limits = Limits(
@@ -196,6 +203,7 @@ class Edge:
             failed=a.failed,
             rejected=a.rejected,
             ended=a.ended,
+            latencies=self.client.latencies,
         )
         assert self.parent is not None
         self.parent.write(messages.encode(beat))
@@ -216,6 +224,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--handover-fd", type=int, required=True, help="receives the socket to the engine"
     )
     parser.add_argument("--listen-fd", type=int, required=True)
+    parser.add_argument("--totals-fd", type=int, required=True, help="of what all processes hold")
+    parser.add_argument("--index", type=int, required=True, help="of this process")
+    parser.add_argument("--processes", type=int, required=True)
     parser.add_argument("--api-key-file", type=Path, required=True)
     parser.add_argument("--tls-dir", type=Path, required=True)
     parser.add_argument("--limits", required=True, help="ClientLimits as JSON")

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.messages import Delta, PackedScores
 from kvline_server.sampling_params import SamplingParams
 
@@ -32,12 +31,13 @@ class Share:
 
     prompt: Prompt
     first: bool
+    page_size: int
     received: bool = False  # any deltas
 
     async def params(self, tokens: list[int], params: SamplingParams) -> SamplingParams:
         """Waits until the prompt is computed, where this choice can use it; returns the parameters
         to submit."""
-        full_page = len(tokens) > PAGE_SIZE  # the last token is always computed
+        full_page = len(tokens) > self.page_size  # the last token is always computed
         if not self.first and (full_page or params.prompt_logprobs is not None):
             await self.prompt.computed.wait()
             if self.prompt.scores:
@@ -58,6 +58,7 @@ class Share:
 
 class SharedPrompts:
     def __init__(self) -> None:
+        self.page_size = 1  # tokens; the engine's, once it is known
         self._known: dict[int, Prompt] = {}
 
     @contextmanager
@@ -65,11 +66,11 @@ class SharedPrompts:
         """If the first choice leaves early, each of the others prefills for itself."""
         known = self._known.get(id(tokens))
         if known is not None:
-            yield Share(known, first=False)
+            yield Share(known, False, self.page_size)
             return
         known = self._known[id(tokens)] = Prompt()
         try:
-            yield Share(known, first=True)
+            yield Share(known, True, self.page_size)
         finally:
             known.computed.set()
             del self._known[id(tokens)]

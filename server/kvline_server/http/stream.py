@@ -11,47 +11,44 @@ from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing, suppress
 from typing import Protocol
 
-import msgspec
-
-from kvline_server.http.envelope import Work, chunk
+from kvline_server.http.envelope import Chunks, Work, error_event
 from kvline_server.http.errors import ApiError, EngineFailed
 from kvline_server.http.generate import Answer
 from kvline_server.sampling_params import SamplingParams
 
 log = logging.getLogger("kvline")
 UNREAD_BYTES = 16 << 10  # buffered here; what follows waits in engine_client, which limits it
-LINE_BREAKS = [(c.encode(), b"\\u%04x" % ord(c)) for c in "\x85\u2028\u2029"]
 Jobs = list[tuple[list[int], SamplingParams]]
 
 
 class Streamed(Work, Protocol):
     def events(
-        self, index: int, prompt: list[int], params: SamplingParams, totals: list[Answer]
+        self, index: int, prompt: list[int], params: SamplingParams, chunks: Chunks
     ) -> AsyncGenerator[bytes, None]: ...
 
-    def opening(self, totals: list[Answer]) -> list[bytes]: ...
+    def opening(self, chunks: Chunks) -> list[bytes]: ...
 
 
 async def events(work: Streamed, jobs: Jobs, holding: ExitStack) -> AsyncGenerator[bytes, None]:
     """The event stream of a request. `holding` is closed when it ends, for any reason. An error
     becomes an event, because the status line has been sent."""
     with suppress(ApiError), holding:
-        totals = [Answer() for _ in jobs]
-        for opening in work.opening(totals):
-            yield _event(opening)
+        chunks = Chunks(work, [Answer() for _ in jobs])
+        for opening in work.opening(chunks):
+            yield opening
         try:
-            async with aclosing(_parts(work, jobs, totals)) as parts:
+            async with aclosing(_parts(work, jobs, chunks)) as parts:
                 async for part in parts:
-                    yield _event(part)
+                    yield part
         except Exception as failure:
             error = api_error(failure)
-            yield _event(msgspec.json.encode(error.body()))
+            yield error_event(error)
             if error is failure:
                 raise
             raise error from failure
         options = work.request.stream_options
         if options is not None and options.include_usage:
-            yield _event(chunk(work, [], totals, last=True))
+            yield chunks.last()
         yield b"data: [DONE]\n\n"
 
 
@@ -71,21 +68,14 @@ def _ignore_error(task: asyncio.Task[None]) -> None:
         task.exception()
 
 
-def _event(data: bytes) -> bytes:
-    """Escapes Unicode line breaks: some clients would split the event at them."""
-    for raw, escaped in LINE_BREAKS:
-        data = data.replace(raw, escaped)
-    return b"data: " + data + b"\n\n"
-
-
-def _parts(work: Streamed, jobs: Jobs, totals: list[Answer]) -> AsyncGenerator[bytes, None]:
+def _parts(work: Streamed, jobs: Jobs, chunks: Chunks) -> AsyncGenerator[bytes, None]:
     """A single choice needs no task and no buffer of its own."""
     if len(jobs) == 1:
-        return work.events(0, *jobs[0], totals)
-    return _merge(work, jobs, totals)
+        return work.events(0, *jobs[0], chunks)
+    return _merge(work, jobs, chunks)
 
 
-async def _merge(work: Streamed, jobs: Jobs, totals: list[Answer]) -> AsyncGenerator[bytes, None]:
+async def _merge(work: Streamed, jobs: Jobs, chunks: Chunks) -> AsyncGenerator[bytes, None]:
     queue: asyncio.Queue[bytes | None] = asyncio.Queue()
     room = asyncio.Event()
     turn = asyncio.Lock()  # choices take turns, in the order in which they came
@@ -93,7 +83,7 @@ async def _merge(work: Streamed, jobs: Jobs, totals: list[Answer]) -> AsyncGener
 
     async def drain(index: int, prompt: list[int], params: SamplingParams) -> None:
         nonlocal unread
-        async with aclosing(work.events(index, prompt, params, totals)) as parts:
+        async with aclosing(work.events(index, prompt, params, chunks)) as parts:
             async for part in parts:
                 async with turn:
                     while unread >= UNREAD_BYTES:

@@ -1,4 +1,4 @@
-"""Starts the HTTP and the engine process, each with a control socket to the parent."""
+"""Starts the HTTP processes and the engine process, each with a control socket to the parent."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
+from kvline_server import totals
 from kvline_server.messages import Channel, Message
 from kvline_server.options import ClientLimits, Options
+
+BACKLOG = 1024
 
 # The engine's heap is never trimmed, so that small blocks need no new memory from the kernel after
 # Ready. Blocks of 2 MiB and more are mapped for each use: on the heap they would leave gaps that
@@ -25,7 +29,7 @@ ENGINE_MALLOC = {
 }
 
 
-# The HTTP process returns the memory of a large body at once.
+# An HTTP process returns the memory of a large body at once.
 HTTP_MALLOC = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
 
 
@@ -33,7 +37,8 @@ HTTP_MALLOC = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(128 << 10)
 class Child:
     process: subprocess.Popen[bytes]
     channel: Channel
-    other: socket.socket  # HTTP: receives the engine's socket; engine: the HTTP end of that socket
+    # HTTP: receives the engine's socket. Engine: the HTTP ends of its sockets.
+    others: list[socket.socket]
 
     def tell(self, message: Message) -> None:
         """Sends, unless it has ended, which the parent sees for itself."""
@@ -58,18 +63,43 @@ class Child:
     def hand(self, engine: socket.socket) -> None:
         """Passes the HTTP process its socket to the engine, and closes it here."""
         with contextlib.suppress(OSError), engine:
-            socket.send_fds(self.other, [b"e"], [engine.fileno()])
+            socket.send_fds(self.others[0], [b"e"], [engine.fileno()])
 
 
-def start_http(options: Options, clients: ClientLimits, listener: socket.socket) -> Child:
-    fd = listener.fileno()
-    extra = ["--listen-fd", str(fd), "--api-key-file", str(options.key)]
-    extra += ["--tls-dir", str(options.tls)]
-    extra += ["--limits", json.dumps(asdict(clients))]
-    return _spawn("kvline_server.http.process", options, "--handover-fd", extra, HTTP_MALLOC, (fd,))
+def listen(host: str, port: int, processes: int) -> list[socket.socket]:
+    """A listener for each HTTP process, on one port. The kernel spreads connections over them by
+    their addresses (docs/decisions/030). Raises OSError where another program has the port, also
+    one that would share it."""
+    alone = socket.create_server((host, port), backlog=BACKLOG)
+    if processes == 1:
+        return [alone]
+    with alone:
+        port = alone.getsockname()[1]
+    return [
+        socket.create_server((host, port), backlog=BACKLOG, reuse_port=True)
+        for _ in range(processes)
+    ]
 
 
-def start_engine(options: Options) -> Child:
+def start_http(
+    options: Options, clients: ClientLimits, listeners: list[socket.socket]
+) -> list[Child]:
+    """A process for each listener; they share one count of what clients hold."""
+    counted, processes = totals.create(), len(listeners)
+    common = ["--api-key-file", str(options.key), "--tls-dir", str(options.tls)]
+    common += ["--limits", json.dumps(asdict(clients.of_each(processes)))]
+    common += ["--totals-fd", str(counted), "--processes", str(processes)]
+    started = []
+    for index, listener in enumerate(listeners):
+        fd = listener.fileno()
+        extra = [*common, "--listen-fd", str(fd), "--index", str(index)]
+        module, flag = "kvline_server.http.process", "--handover-fd"
+        started.append(_spawn(module, options, flag, extra, HTTP_MALLOC, (fd, counted)))
+    os.close(counted)
+    return started
+
+
+def start_engine(options: Options, http_processes: int) -> Child:
     extra = ["--state-dir", str(options.state_dir), "--root", str(os.getpid())]
     for flag, value in (
         ("--record", options.record),
@@ -78,7 +108,8 @@ def start_engine(options: Options) -> Child:
     ):
         if value is not None:
             extra += [flag, str(value)]
-    return _spawn("kvline_server.engine_process", options, "--http-fd", extra, ENGINE_MALLOC, ())
+    module = "kvline_server.engine_process"
+    return _spawn(module, options, "--http-fd", extra, ENGINE_MALLOC, (), http_processes)
 
 
 def _spawn(
@@ -88,19 +119,24 @@ def _spawn(
     extra: list[str],
     environment: dict[str, str],
     fds: tuple[int, ...],
+    others: int = 1,
 ) -> Child:
     ours, theirs = socket.socketpair()
-    other, their_other = socket.socketpair()
-    with theirs, their_other:
+    pairs = [socket.socketpair() for _ in range(others)]
+    with ExitStack() as passed:
+        passed.enter_context(theirs)
+        for _, other in pairs:
+            passed.enter_context(other)
+            extra = [*extra, other_flag, str(other.fileno())]
         command = [sys.executable, "-m", module, "--config", str(options.config)]
         command += ["--control-fd", str(theirs.fileno())]
-        command += [other_flag, str(their_other.fileno()), *extra]
+        command += extra
         process = subprocess.Popen(
             command,
-            pass_fds=(theirs.fileno(), their_other.fileno(), *fds),
+            pass_fds=(theirs.fileno(), *(other.fileno() for _, other in pairs), *fds),
             env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             # Ctrl-C in a terminal goes to the parent alone, which drains.
             process_group=0,
         )
-    return Child(process, Channel(ours), other)
+    return Child(process, Channel(ours), [ours for ours, _ in pairs])

@@ -1,4 +1,4 @@
-"""Answers of the internal port, computed from the last heartbeats of the two child processes.
+"""Answers of the internal port, computed from the last heartbeats of the child processes.
 
 Threads that read the children write here, threads that answer probes read. Attributes are replaced
 as a whole, so no lock is needed beyond the report keeper's own.
@@ -13,23 +13,41 @@ import time
 from kvline_contract.codec import ContractError
 from kvline_contract.launch import GateFile
 from kvline_contract.report import VERSION, Load, SizingReport, State
+from kvline_server.histogram import total
 from kvline_server.messages import Beat, EdgeBeat
 from kvline_server.options import Options
 from kvline_server.parent import metrics
 from kvline_server.parent.recent import Recent
 from kvline_server.parent.report_keeper import ReportKeeper
 
+COUNTS = ("active", "received", "finished", "refused", "aborted", "failed", "rejected", "ended")
+
+
+def together(edges: list[EdgeBeat]) -> EdgeBeat:
+    """The HTTP processes as one."""
+    return EdgeBeat(
+        ready=all(edge.ready for edge in edges),
+        connected=all(edge.connected for edge in edges),
+        latencies=total(edge.latencies for edge in edges),
+        **{name: sum(getattr(edge, name) for edge in edges) for name in COUNTS},
+    )
+
 
 class Health:
-    def __init__(self, options: Options, keeper: ReportKeeper) -> None:
+    def __init__(self, options: Options, keeper: ReportKeeper, served: str, processes: int) -> None:
+        """`processes`: that serve HTTP."""
         self.options = options
+        self.served = served  # the model's name in requests
         self.keeper = keeper
         self.draining = False
         self.engine_gone = False
         self.engine_starts = 0
-        self.edge = EdgeBeat(ready=False, active=0)
+        self._edges = [EdgeBeat(ready=False, active=0)] * processes
+        self.edge = together(self._edges)
+        self._edge_lock = threading.Lock()  # each process's beats come on a thread of their own
         self._beat = Beat(busy=False, steps=0)
-        self._engine_alive_at = self._http_alive_at = time.monotonic()
+        self._engine_alive_at = time.monotonic()
+        self._http_alive_at = [self._engine_alive_at] * processes
         self._recent = Recent()
         self._was_ready = False
         self._need_not_wait = threading.Event()
@@ -39,11 +57,21 @@ class Health:
 
     # Heartbeats of the children -------------------------------------------------------------
 
-    def on_http_heartbeat(self, beat: EdgeBeat) -> None:
+    def on_http_heartbeat(self, process: int, beat: EdgeBeat) -> bool:
+        """-> whether all processes are ready since this one"""
         now = time.monotonic()
-        self._recent.add(now, beat.rejected, beat.ended, self._beat.running, self._beat.waiting)
-        self.edge = beat
-        self._http_alive_at = now
+        with self._edge_lock:
+            self._edges[process] = beat
+            before, edge = self.edge, together(self._edges)
+            running, waiting = self._beat.running, self._beat.waiting
+            self._recent.add(now, edge.rejected, edge.ended, running, waiting, edge.latencies)
+            self.edge = edge
+            self._http_alive_at[process] = now
+        return edge.ready and not before.ready
+
+    def on_http_drained(self, process: int) -> None:
+        """It has ended and sends no more heartbeats; what it counted stays."""
+        self._http_alive_at[process] = float("inf")
 
     def on_engine_heartbeat(self, beat: Beat | None = None) -> None:
         """A busy engine counts as alive only if it has run a step since its last heartbeat."""
@@ -133,7 +161,7 @@ class Health:
 
     def _stalled(self, limit: float) -> str | None:
         now = time.monotonic()
-        if now - self._http_alive_at > limit:
+        if now - min(self._http_alive_at) > limit:
             return "HttpStalled"
         if self.keeper.report.state is State.VALIDATED and now - self._engine_alive_at > limit:
             return "EngineStalled"
@@ -158,7 +186,11 @@ class Health:
             draining=self.draining,
             retrying=recent.retrying(now),
             arriving_milli=recent.arriving_milli(now),
+            time_to_first_token_us=recent.first_token(now),
+            inter_token_latency_us=recent.between_tokens(now),
         )
 
     def metrics(self) -> bytes:
-        return metrics.render(self.keeper.report, self._beat, self.edge, self.engine_starts)
+        return metrics.render(
+            self.keeper.report, self._beat, self.edge, self.engine_starts, self.served
+        )

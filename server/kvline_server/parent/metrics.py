@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from kvline_contract.report import Result, SizingReport
@@ -17,21 +22,31 @@ from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.messages import Beat, EdgeBeat
 
 MIB = 1 << 20
+# By the names of vLLM's, each with what it measures of a sequence; `model_name` is vLLM's label.
+LATENCIES = {
+    "time_to_first_token": ("first_token", "From its request to its first token"),
+    "inter_token_latency": ("between_tokens", "From an output token to the next"),
+    "request_queue_time": ("queue", "In the queue, before its first step"),
+    "e2e_request_latency": ("whole", "From its request to its last token"),
+}
 
 
-def render(report: SizingReport, beat: Beat, edge: EdgeBeat, starts: int) -> bytes:
+def render(report: SizingReport, beat: Beat, edge: EdgeBeat, starts: int, model: str) -> bytes:
     """The metrics in Prometheus' text format."""
     registry = CollectorRegistry()
-    registry.register(_Snapshot(report, beat, edge, starts))
+    registry.register(_Snapshot(report, beat, edge, starts, model))
     return generate_latest(registry)
 
 
 class _Snapshot(Collector):
-    def __init__(self, report: SizingReport, beat: Beat, edge: EdgeBeat, starts: int) -> None:
+    def __init__(
+        self, report: SizingReport, beat: Beat, edge: EdgeBeat, starts: int, model: str
+    ) -> None:
         self.report = report
         self.beat = beat
         self.edge = edge
         self.starts = starts
+        self.model = model
 
     def collect(self) -> Iterator[Metric]:
         b = self.beat
@@ -57,6 +72,7 @@ class _Snapshot(Collector):
             "Sequences answered 429; one for a request whose prompts are not known yet",
             self.edge.rejected,
         )
+        yield from self._latencies()
         if self.report.result is not None:
             yield from _sizes(self.report.result)
 
@@ -68,6 +84,13 @@ class _Snapshot(Collector):
         family.add_metric(["eager_no_bucket"], b.eager_steps)
         family.add_metric(["eager_no_graphs"], 0 if b.graphs else b.steps)
         return family
+
+    def _latencies(self) -> Iterator[Metric]:
+        for name, (field, text) in LATENCIES.items():
+            family = HistogramMetricFamily(f"kvline_{name}_seconds", text, labels=["model_name"])
+            counted = getattr(self.edge.latencies, field)
+            family.add_metric([self.model], counted.buckets(), counted.seconds)
+            yield family
 
     def _requests(self) -> Metric:
         family = CounterMetricFamily("kvline_requests", "Requests by outcome", labels=["end"])

@@ -10,10 +10,14 @@ The counters of HTTP process and engine start at 0 with the process; each heartb
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from kvline_contract.report import Percentiles
+from kvline_server.histogram import Histogram, Latencies, quantile
 
 RETRY_SECONDS = 1.0  # a 429's Retry-After
 REJECTED_SECONDS = 60.0
+LATENCY_SECONDS = 60.0
 WINDOW = 60.0  # over which the queue's growth is measured
 SERVICE_SECONDS = 300.0  # over which service times are averaged; long answers end rarely
 
@@ -25,6 +29,7 @@ class Sample:
     ended: int = 0  # admitted sequences that have ended
     held: float = 0.0  # seconds of running, summed over sequences
     waiting: int = 0
+    latencies: Latencies = field(default_factory=Latencies)
 
 
 class Recent:
@@ -32,14 +37,22 @@ class Recent:
         self._samples: deque[Sample] = deque()
         self._running = 0
 
-    def add(self, now: float, rejected: int, ended: int, running: int, waiting: int) -> None:
+    def add(
+        self,
+        now: float,
+        rejected: int,
+        ended: int,
+        running: int,
+        waiting: int,
+        latencies: Latencies | None = None,
+    ) -> None:
         """Keeps at most one sample per second."""
         last = self._samples[-1] if self._samples else Sample(now, rejected, ended)
         held = last.held + self._running * (now - last.at)
         self._running = running
         if len(self._samples) > 1 and last.at - self._samples[-2].at < 1.0:
             self._samples.pop()
-        self._samples.append(Sample(now, rejected, ended, held, waiting))
+        self._samples.append(Sample(now, rejected, ended, held, waiting, latencies or Latencies()))
         while len(self._samples) > 1 and now - self._samples[1].at >= SERVICE_SECONDS:
             self._samples.popleft()
 
@@ -66,6 +79,15 @@ class Recent:
         growth = (last.waiting - begin.waiting) / WINDOW + outside / (WINDOW / 2) ** 2
         return round(1000 * (held + growth * service))
 
+    def first_token(self, now: float) -> Percentiles | None:
+        """Of the sequences that had their first token within the last minute."""
+        begin = self._at(now - LATENCY_SECONDS)
+        return _percentiles(begin.latencies.first_token, self._last().latencies.first_token)
+
+    def between_tokens(self, now: float) -> Percentiles | None:
+        begin = self._at(now - LATENCY_SECONDS)
+        return _percentiles(begin.latencies.between_tokens, self._last().latencies.between_tokens)
+
     def _last(self) -> Sample:
         return self._samples[-1] if self._samples else Sample(0.0)
 
@@ -74,3 +96,10 @@ class Recent:
         samples = list(self._samples)  # a copy: another thread adds
         found = next((s for s in reversed(samples) if s.at <= moment), None)
         return found or (samples[0] if samples else Sample(0.0))
+
+
+def _percentiles(begin: Histogram, end: Histogram) -> Percentiles | None:
+    counts = [b - a for a, b in zip(begin.counts, end.counts, strict=True)]
+    if not any(counts):
+        return None
+    return Percentiles(*(round(1e6 * (quantile(counts, share) or 0)) for share in (0.5, 0.9, 0.99)))

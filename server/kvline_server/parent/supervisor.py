@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 from kvline_contract import times
 from kvline_contract.exits import ExitCode, meaning
@@ -33,7 +34,8 @@ from kvline_server.messages import (
     Serve,
 )
 from kvline_server.options import LARGE_HOST, ClientLimits, Options
-from kvline_server.parent.children import Child, start_engine, start_http
+from kvline_server.parent.children import Child, listen, start_engine, start_http
+from kvline_server.parent.cpus import cpus, http_processes
 from kvline_server.parent.health import Health
 from kvline_server.parent.internal import InternalServer
 from kvline_server.parent.report_keeper import ReportKeeper
@@ -53,16 +55,18 @@ class Supervisor:
             launch.revision,
             times.now,
         )
-        self.health = Health(options, self.keeper)
+        self.served, self.device = launch.model.served_name, launch.device
+        self.clients = self._clients()
+        self.processes = options.http_processes or http_processes(self.clients, cpus())
+        self.health = Health(options, self.keeper, self.served, self.processes)
         self.engine: Child | None = None
-        self.http: Child | None = None
+        self.http: list[Child] = []
         self.internal: InternalServer | None = None
         self.stop_now = False
         self.interrupted = False  # the current attempt says nothing about its size
         self.oom_kills: int | None = None  # when the engine started
         self.thrashed = False  # the engine was killed here, for lack of memory
         self.drain_seconds = options.drain or launch.drain_seconds or options.limits.drain
-        self.served, self.device = launch.model.served_name, launch.device
 
     def report(self) -> SizingReport:
         return self.keeper.report
@@ -72,9 +76,11 @@ class Supervisor:
     def run(self, until: Callable[[], bool] | None = None) -> int:
         """Serves until a signal, a failure, or `until` returns true; returns the exit code."""
         try:
-            with self._open_ports() as listener:  # only the HTTP process keeps it open
-                self.http = start_http(self.options, self._clients(), listener)
-            self.http.follow(self._from_http)
+            listeners = self._open_ports()
+            self.http = start_http(self.options, self.clients, listeners)
+            for index, child in enumerate(self.http):
+                child.follow(partial(self._from_http, index))
+                listeners[index].close()  # only its process keeps it open
             self._start_engine()
             if until is None:
                 return self._watch(lambda: False, self._announce)
@@ -83,9 +89,8 @@ class Supervisor:
             return self._end(error.termination())
         finally:
             working = self.engine is not None and self.engine.process.poll() is None
-            for child in (self.http, self.engine):
-                if child is not None:
-                    child.kill()
+            for child in (*self.http, *([self.engine] if self.engine else [])):
+                child.kill()
             if self.interrupted or (working and self.health.draining):
                 AttemptStore(self.options.state_dir / ATTEMPTS_FILE).interrupt()
 
@@ -112,7 +117,10 @@ class Supervisor:
         return int(ExitCode.DRAINED)
 
     def _is_drained(self, drain: DrainState) -> bool:
-        if self.http is not None and self.http.process.poll() is not None:
+        ended = [i for i, child in enumerate(self.http) if child.process.poll() is not None]
+        for index in ended:
+            self.health.on_http_drained(index)
+        if len(ended) == len(self.http):
             self._end_engine()
             time.sleep(LAST_WORDS_SECONDS)
             return True
@@ -150,7 +158,7 @@ class Supervisor:
 
     # Start and messages -----------------------------------------------------------------------
 
-    def _open_ports(self) -> socket.socket:
+    def _open_ports(self) -> list[socket.socket]:
         """Opens both ports. The internal one answers from here on; the API port is bound early, so
         that a taken port fails early."""
         o = self.options
@@ -162,11 +170,11 @@ class Supervisor:
         self.internal_port = self.internal.server_port  # the kernel's choice for port 0
         self.internal.start()
         try:
-            listener = socket.create_server((o.host, o.port), backlog=1024)
+            listeners = listen(o.host, o.port, self.processes)
         except OSError as error:
             raise PortTaken(f"API port {o.host}:{o.port}: {error.strerror}") from None
-        self.port = listener.getsockname()[1]
-        return listener
+        self.port = listeners[0].getsockname()[1]
+        return listeners
 
     def _clients(self) -> ClientLimits:
         memory = container_limit()
@@ -182,15 +190,14 @@ class Supervisor:
         self.health.engine_starts += 1
         self.health.on_engine_heartbeat()
         self.oom_kills, self.thrashed = oom_kills(), False
-        self.engine = start_engine(self.options)
+        self.engine = start_engine(self.options, self.processes)
         self.engine.follow(self._from_engine)
         if self.health.edge.ready:
             self.engine.tell(NeighboursReady())
 
-    def _from_http(self, message: Message) -> None:
+    def _from_http(self, process: int, message: Message) -> None:
         if isinstance(message, EdgeBeat):
-            first = message.ready and not self.health.edge.ready
-            self.health.on_http_heartbeat(message)
+            first = self.health.on_http_heartbeat(process, message)
             if first and self.engine is not None:
                 self.engine.tell(NeighboursReady())
         elif isinstance(message, Progress):
@@ -210,29 +217,31 @@ class Supervisor:
     def _serve(self) -> None:
         effective, result = self.keeper.report.effective, self.keeper.report.result
         assert effective is not None and result is not None, "a result without its settings"
-        if self.http is not None and self.engine is not None:
-            self.http.hand(self.engine.other)
+        if self.engine is not None:
+            for child, connection in zip(self.http, self.engine.others, strict=True):
+                child.hand(connection)
         self._tell_http(
             Serve(
                 effective.max_model_len,
                 effective.max_running_requests,
                 effective.max_top_logprobs,
                 result.kv_tokens,
+                effective.page_size,
             )
         )
 
     def _tell_http(self, message: Message) -> None:
-        if self.http is not None:
-            self.http.tell(message)
+        for child in self.http:
+            child.tell(message)
 
     # Ends -------------------------------------------------------------------------------------
 
     def _failure(self) -> Termination | None:
         """Why the pod must end, if it must. Restarts an engine that was killed while sizing."""
-        http = self.http.process.poll() if self.http is not None else None
-        if http is not None and not self.health.draining:
+        ended = [code for child in self.http if (code := child.process.poll()) is not None]
+        if ended and not self.health.draining:
             time.sleep(LAST_WORDS_SECONDS)
-            return self.keeper.report.failure or self._died("HTTP", http)
+            return self.keeper.report.failure or self._died("HTTP", ended[0])
         engine = self.engine.process.poll() if self.engine is not None else None
         if engine is None:
             return self._stalled()

@@ -47,8 +47,8 @@ class EngineSettings:
     # Prompt rows that a mixed step may always have, although its decodes wait for them. Left out
     # of repr, and so of the fingerprint: it is below a full step, so no size depends on it.
     mixed_prefill_tokens: int | None = field(default=None, repr=False)
-    # What clients may make the HTTP process hold, in all and for each token of the KV cache; 0 on a
-    # GPU, whose memory HTTP does not share.
+    # What clients may make the HTTP processes hold, in all and for each token of the KV cache; 0 on
+    # a GPU, whose memory HTTP does not share.
     client_bytes: int = 0
     client_bytes_per_token: int = 0
 
@@ -80,7 +80,9 @@ def logprob_rows(memory_limit: int, vocabulary: int, block: int = LOGIT_BLOCK) -
     return max(1, rows // block) * block
 
 
-def resolve(launch: LaunchConfig, model: ModelConfig, memory_limit: int) -> EngineSettings:
+def resolve(
+    launch: LaunchConfig, model: ModelConfig, memory_limit: int, http_processes: int = 1
+) -> EngineSettings:
     """Fills in defaults and checks the settings against the model. Raises ConfigInvalid or
     ModelUnsupported, which name the field."""
     defaults = DEFAULTS[launch.device]
@@ -107,7 +109,7 @@ def resolve(launch: LaunchConfig, model: ModelConfig, memory_limit: int) -> Engi
     clients = 0
     if launch.device is Device.CPU:
         context = requested.max_model_len or model.max_position
-        clients = ClientLimits().on(launch.device).memory(context, running)
+        clients = ClientLimits().on(launch.device).memory(context, running, http_processes)
     return EngineSettings(
         max_model_len=requested.max_model_len,
         model_max_len=model.max_position,
