@@ -68,7 +68,7 @@ class Child:
 
 def listen(host: str, port: int, processes: int) -> list[socket.socket]:
     """A listener for each HTTP process, on one port. The kernel spreads connections over them by
-    their addresses (docs/decisions/030). Raises OSError where another program has the port, also
+    their addresses (docs/decisions/031). Raises OSError where another program has the port, also
     one that would share it."""
     alone = socket.create_server((host, port), backlog=BACKLOG)
     if processes == 1:

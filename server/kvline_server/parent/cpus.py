@@ -26,5 +26,5 @@ def cpus(cgroup: Path = CGROUP) -> int:
 
 def http_processes(clients: ClientLimits, allowed: int) -> int:
     """One for each CPU that is left over, but none that may not tokenise a large body: so one on
-    the CPU, where the engine needs the cores, and in small containers (docs/decisions/030)."""
+    the CPU, where the engine needs the cores, and in small containers (docs/decisions/031)."""
     return max(1, min(MOST, allowed - OTHERS, clients.parsing))
