@@ -8,6 +8,7 @@ inputs, and attention is planned into a fixed workspace. Padding rows attend to 
 from __future__ import annotations
 
 import bisect
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from kvline_server.kernels.interface import PageTables, SlotMapping
 from kvline_server.memory.arena import KVLayer
 from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
 from kvline_server.model.decoder import Decoder
+from kvline_server.worker.graphs import capture_stream, captured
 from kvline_server.worker.step import Step
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 513, 32))
@@ -129,9 +131,7 @@ class DecodeGraphs:
 
     def _capture_all(self, cache: list[KVLayer]) -> None:
         """Captures the largest bucket first, so that the smaller ones reuse its memory pool."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), torch.inference_mode():
+        with capture_stream():
             for rows in reversed(self.sizes):
                 starts = np.arange(rows + 1, dtype=np.int32)
                 self.device.last_page.fill_(1)
@@ -139,16 +139,9 @@ class DecodeGraphs:
                 for into in (self.device.row_starts, self.device.page_starts):
                     into[: rows + 1].copy_(torch.from_numpy(starts))
                 plan = self._plan(starts, starts, np.ones(rows, dtype=np.int32))
-                self._run(rows, cache, plan)  # lazy initialisation is not allowed in a capture
+                self._run(rows, cache, plan)
                 torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-                try:
-                    self._run(rows, cache, plan)
-                finally:
-                    graph.capture_end()
-                self._graphs[rows] = graph
-        torch.cuda.current_stream().wait_stream(stream)
+                self._graphs[rows] = captured(partial(self._run, rows, cache, plan), self.pool)
 
     def _run(self, rows: int, cache: list[KVLayer], plan: object) -> None:
         inputs = self.device

@@ -8,6 +8,9 @@ rows write to the dummy page.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +43,27 @@ def bucket_for(rows: int, known: list[int]) -> int | None:
     if index == len(known) or known[index] > 2 * rows:
         return None
     return known[index]
+
+
+@contextmanager
+def capture_stream() -> Iterator[None]:
+    """A stream of its own, as captures need, after and before all other work."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.inference_mode():
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def captured(work: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+    """Lazy initialisation is not allowed in a capture: the work must have run before."""
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        work()
+    finally:
+        graph.capture_end()
+    return graph
 
 
 class GraphSegments:
@@ -112,30 +136,15 @@ class GraphSegments:
 
     def _capture_all(self, cache: list[KVLayer]) -> None:
         """Captures the largest bucket first, so that the smaller ones reuse its memory pool."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), torch.inference_mode():
+        with capture_stream():
             for rows in reversed(self.sizes):
-                for segment in (
-                    0,
-                    1,
-                    len(cache),
-                ):  # lazy initialisation is not allowed in a capture
+                for segment in (0, 1, len(cache)):
                     self._run(segment, rows, cache)
                 torch.cuda.synchronize()
                 self._graphs[rows] = [
-                    self._capture(segment, rows, cache) for segment in range(len(cache) + 1)
+                    captured(partial(self._run, segment, rows, cache), self.pool)
+                    for segment in range(len(cache) + 1)
                 ]
-        torch.cuda.current_stream().wait_stream(stream)
-
-    def _capture(self, segment: int, rows: int, cache: list[KVLayer]) -> Any:
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-        try:
-            self._run(segment, rows, cache)
-        finally:
-            graph.capture_end()
-        return graph
 
     def _run(self, segment: int, rows: int, cache: list[KVLayer]) -> None:
         """Segment 0 ends at the first attention; segment i is between attentions i - 1 and i."""
