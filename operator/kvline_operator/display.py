@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
-from kvline_contract.codec import decode
+from kvline_contract.codec import ContractError, decode
 from kvline_contract.memory import Memory, MemoryV1
 from kvline_operator.status_cache import RevisionEntry
 
@@ -20,10 +21,12 @@ def wanted(spec: Object, status: Object) -> int:
 
 
 def memory(status: Object) -> Memory | None:
-    """Memory by part in a status; None before a replica has served. An operator of an earlier
-    version has written no parts."""
+    """Memory by part in a status; None before a replica has served, or where another writer left
+    what is no memory. An operator of an earlier version has written no parts."""
     found = (status.get("capacity") or {}).get("memory")
-    return decode(MemoryV1, found, strict=False).upgraded() if found else None
+    with suppress(ContractError):
+        return decode(MemoryV1, found, strict=False).upgraded() if found else None
+    return None
 
 
 def role(rollout: Object, revision: str) -> str:

@@ -262,9 +262,8 @@ class Load:
     refused_last60s: int  # sequences answered 429; older servers, without `retrying`: any 4xx
     max_running_requests: int
     draining: bool
-    retrying: int | None = field(
-        omit_none=True, default=None
-    )  # distinct sequences that keep being answered 429
+    # Distinct sequences that keep being answered 429.
+    retrying: int | None = field(omit_none=True, default=None)
     # Running requests that the arrival rate needs in the long run (Little's law), in thousandths;
     # negative while a queue shrinks, absent while no sequence has ended.
     arriving_milli: int | None = field(low=-(2**53), omit_none=True, default=None)

@@ -83,7 +83,7 @@ class Beat(msgspec.Struct, tag="beat", array_like=True):
 
 
 class EdgeBeat(msgspec.Struct, tag="edge", array_like=True):
-    """The HTTP process's pulse, sent from its event loop."""
+    """An HTTP process's pulse, sent from its event loop."""
 
     ready: bool
     active: int

@@ -44,9 +44,8 @@ class Limits:
 
     stage: float = 300.0  # a stage without progress ends the start
     liveness: float = 60.0  # without a step while busy, or without a heartbeat of the event loop
-    drain: float = (
-        120.0  # where the launch sets none; preStop + drain + 5 s to exit < the grace period
-    )
+    # Where the launch sets none; preStop + drain + 5 s to exit < the grace period.
+    drain: float = 120.0
     leave: float = names.PRE_STOP_SECONDS  # until the last client knows that the pod ends
     poll: float = 0.1
     gate: float = 1.0

@@ -26,6 +26,7 @@ def play(made: Engine, depth: int, steps: int) -> dict[int, list[int]]:
     see the same batches. -> tokens of each request that was not aborted"""
     worker(made).kernels.depth = depth  # type: ignore[misc]
     out: dict[int, list[int]] = {}
+    wanted: dict[int, int] = {}
     known = worker(made).decoder.config.vocabulary
     last, seen = 0, -1
     while made.steps < steps or not made.idle:
@@ -35,8 +36,8 @@ def play(made: Engine, depth: int, steps: int) -> dict[int, list[int]]:
                 last += 1
                 prompt = SHARED * (rng.random() < 0.3)
                 prompt = prompt + [rng.randrange(known) for _ in range(rng.randint(1, 120))]
-                made.submit(last, prompt, SamplingParams(rng.randint(1, 60), 0.0, ignore_eos=True))
-                out[last] = []
+                out[last], wanted[last] = [], rng.randint(1, 60)
+                made.submit(last, prompt, SamplingParams(wanted[last], 0.0, ignore_eos=True))
             if rng.random() < 0.05:
                 gone = last - rng.randint(0, 12)
                 made.abort(gone)
@@ -47,6 +48,7 @@ def play(made: Engine, depth: int, steps: int) -> dict[int, list[int]]:
                 out[output.sequence.id].append(output.token)
     made.pool.check()
     assert made.pool.used == 0 and not made.sequences
+    assert {id: len(tokens) for id, tokens in out.items()} == {id: wanted[id] for id in out}
     return out
 
 
@@ -63,6 +65,14 @@ def test_ten_thousand_steps_in_flight_output_what_synchronous_steps_output(
     waiting, ahead = (play(engine(config, 4000, 64), depth, STEPS) for depth in (0, 1))
     assert len(ahead) > 1000
     assert ahead == waiting
+
+
+def test_steps_in_flight_lose_no_token_where_pages_and_slots_run_out(
+    shape: Callable[..., ModelConfig],
+) -> None:
+    made = engine(shape(128, True), pages=60)
+    assert len(play(made, 1, STEPS // 4)) > 200
+    assert made.scheduler.preemptions > 10
 
 
 @contextmanager

@@ -11,7 +11,8 @@ from pairs import PAGES, sequence, sides
 
 from kvline_server.engine.batch import build
 from kvline_server.engine.scheduler import Work
-from kvline_server.kernels.interface import NO_TOKEN, Draws, Kernels, SlotMapping
+from kvline_server.kernels.interface import NO_TOKEN, Kernels, SlotMapping
+from kvline_server.kernels.layout import Draws
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import Arena
 from kvline_server.model.config import ModelConfig

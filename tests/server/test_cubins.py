@@ -76,7 +76,7 @@ DRAW = """
 import numpy as np, torch, triton.language as tl
 from kvline_server.seeds import keys
 from kvline_server.kernels import triton_kernels
-from kvline_server.kernels.interface import Draws
+from kvline_server.kernels.layout import Draws
 from kvline_server.kernels.noise import gumbel_max
 from kvline_server.kernels.torch_rows import choose_rows
 

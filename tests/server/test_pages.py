@@ -7,8 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from kvline_server.memory.pages import DUMMY_PAGE, PagePool, pages_for
-from kvline_server.memory.prefix import extend_chain
+from kvline_server.memory.pages import DUMMY_PAGE, PagePool, extend_chain, pages_for
 
 
 class Pool(RuleBasedStateMachine):

@@ -31,7 +31,7 @@ def step(scheduler: Scheduler, done: list[int], check: bool = True) -> list[Work
     for w in work:
         if w.start + w.rows == w.sequence.length:
             w.sequence.tokens.append(7)
-            if w.sequence.output_length >= w.sequence.params.max_tokens:
+            if w.sequence.length - w.sequence.prompt_length >= w.sequence.params.max_tokens:
                 scheduler.remove(w.sequence)
                 done.append(w.sequence.id)
     if check:
@@ -295,7 +295,7 @@ def test_pages_come_from_the_youngest_and_it_starts_again() -> None:
         step(scheduler, done)
     assert done == [0, 1]
     assert young.tokens[: len(before)] == before
-    assert young.output_length == 60
+    assert young.length - young.prompt_length == 60
 
 
 def test_a_full_pool_admits_nobody_new() -> None:
@@ -305,3 +305,18 @@ def test_a_full_pool_admits_nobody_new() -> None:
     step(scheduler, [])
     assert [s.id for s in scheduler.running] == [0]
     assert pages_for(60) == scheduler.pool.used
+
+
+@pytest.mark.parametrize("beside", [0, 1])
+def test_a_prompt_s_last_row_runs_where_no_token_is_wanted(beside: int) -> None:
+    """With max_tokens 0 a prompt is at its limit from the start: a step that leaves one row of it
+    must be followed by one that has it."""
+    scheduler = Scheduler(PagePool(600), 4, 64, 32)
+    for id in range(beside):
+        scheduler.add(sequence(id, 1, 1000))
+        step(scheduler, [])
+    scheduler.add(sequence(9, 32 * 4 + 1, 0, 1000, scored=True))
+    done: list[int] = []
+    for _ in range(9):
+        step(scheduler, done)
+    assert done == [9]

@@ -1,8 +1,7 @@
 """The engine: a step schedules, launches a batch, reads the results of the step before, publishes.
 
 On a GPU the host prepares a step while the one before runs (asynchronous scheduling): a sequence's
-next token may be scheduled before the host has read its last one. The engine works on sequences
-and tensors; sockets, text and HTTP are left to other modules.
+next token may be scheduled before the host has read its last one.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ class Engine:
         max_step_tokens: int,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
-        mixed_prefill_tokens: int
-        | None = None,  # prompt rows that a mixed step always allows; None: no limit
+        mixed_prefill_tokens: int | None = None,
     ) -> None:
+        """`mixed_prefill_tokens`: prompt rows that a mixed step always allows; None: no limit."""
         self.executor = executor
         self.pool = PagePool(executor.pages)
         self.scheduler = Scheduler(self.pool, max_running, max_step_tokens, mixed_prefill_tokens)
@@ -134,12 +133,11 @@ class Engine:
 
 
 def _admit(work: list[Work]) -> None:
-    """Records the queueing time of sequences in their first step; these are the last of `work`."""
+    """Records the time in the queue of sequences in their first step."""
     now = time.monotonic()
-    for item in reversed(work):
-        if item.sequence.waited is not None:
-            break
-        item.sequence.waited = now - item.sequence.submitted
+    for sequence, _, _ in work:
+        if sequence.waited is None:
+            sequence.waited = now - sequence.submitted
 
 
 def _listed(batch: batches.Batch, results: Results) -> dict[int, Scores]:

@@ -74,12 +74,8 @@ class Sequence:
     @property
     def length(self) -> int:
         """Tokens it has, read by the host or not. An upper bound: what is not read yet may be fewer
-        tokens, so nothing about its end follows from it."""
+        tokens. At its limit a sequence waits until they are read, and ends only then."""
         return len(self.tokens) + self.pending
-
-    @property
-    def output_length(self) -> int:
-        return self.length - self.prompt_length
 
     @property
     def uncomputed(self) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Rows
 import numpy as np
 
 from kvline_server.engine.request import DRAW, Sequence
-from kvline_server.kernels.interface import Draws
+from kvline_server.kernels.layout import Draws
 from kvline_server.seeds import keys
 
 

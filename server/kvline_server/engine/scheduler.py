@@ -15,8 +15,7 @@ from collections import deque
 from typing import NamedTuple
 
 from kvline_server.engine.request import Sequence
-from kvline_server.memory.pages import PAGE_SIZE, PagePool, pages_for
-from kvline_server.memory.prefix import extend_chain
+from kvline_server.memory.pages import PAGE_SIZE, PagePool, extend_chain, pages_for
 
 # Rows with which a GEMM's tiles fill a large GPU once: 8 tiles down by 16 across are 128 of an
 # H200's 132 multiprocessors. Rows beyond it cost nearly as much as another wave of tiles.
@@ -77,7 +76,7 @@ class Scheduler:
             length = len(sequence.tokens) + sequence.pending
             if length - sequence.computed > 1:
                 prefilling.append(sequence)
-            elif length >= sequence.limit:
+            elif sequence.pending and length >= sequence.limit:
                 ending += 1
             elif not (sequence.pending and sequence.has_penalties):
                 ready.append(sequence)

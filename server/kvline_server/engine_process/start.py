@@ -16,7 +16,7 @@ from kvline_server.sizing.settings import resolve
 from kvline_server.worker.backend import open_backend
 
 
-class Reporter(profile.Reporter, load.Progress, Protocol):
+class Reporter(profile.Reporter, load.LoadReporter, Protocol):
     """Receives the progress of loading and sizing."""
 
 

@@ -1,1 +1,1 @@
-"""The HTTP process: validates, tokenises, streams. Imports no torch."""
+"""An HTTP process: validates, tokenises, streams. Imports no torch."""

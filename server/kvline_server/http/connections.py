@@ -96,8 +96,6 @@ class Connection(HttpToolsProtocol):
         # more request is waited for: a client that has sent it would take a close for a failure.
         self.owes = False
 
-    # Open and closed --------------------------------------------------------------------------
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(_Gentle(transport, self))  # type: ignore[arg-type]
         if not self.all.room():
@@ -134,8 +132,6 @@ class Connection(HttpToolsProtocol):
             self._refuse(TimedOut("the head of the request did not come in time"))
         else:
             self.drop()
-
-    # What comes in ------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
         if self._lingering:
@@ -206,8 +202,6 @@ class Connection(HttpToolsProtocol):
         if self._extra > self.limits.linger_bytes:
             self.drop()
 
-    # What goes out ------------------------------------------------------------------------------
-
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.is_closing() or not self.cycle.response_complete:
@@ -247,8 +241,6 @@ class Connection(HttpToolsProtocol):
         self._in_request, self._in_head = True, False
         self.transport.write(STATUS_LINE[error.status] + HEAD % len(body) + body)
         self.transport.close()
-
-    # Ends ---------------------------------------------------------------------------------------
 
     def _until(self, seconds: float) -> None:
         self.deadline = self.loop.time() + seconds

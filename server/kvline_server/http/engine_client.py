@@ -1,4 +1,4 @@
-"""The HTTP process's connection to the engine: submit, receive, abort."""
+"""An HTTP process's connection to the engine: submit, receive, abort."""
 
 from __future__ import annotations
 

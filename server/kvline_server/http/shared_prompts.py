@@ -19,9 +19,8 @@ from kvline_server.sampling_params import SamplingParams
 
 @dataclass(slots=True)
 class Prompt:
-    computed: asyncio.Event = field(
-        default_factory=asyncio.Event
-    )  # also set when the first choice leaves early
+    # Also set when the first choice leaves early.
+    computed: asyncio.Event = field(default_factory=asyncio.Event)
     scores: list[PackedScores] = field(default_factory=list)
 
 

@@ -1,1 +1,1 @@
-"""The operations under the model; the only place that knows a backend."""
+"""The operations under the model, by backend; worker/backend.py chooses one."""

@@ -20,18 +20,16 @@ from kvline_server.kernels import cuda_rows, cuda_write
 from kvline_server.kernels.flashinfer_attention import FLOAT_BYTES, PagedAttention, Planned
 from kvline_server.kernels.gemm import Gemms
 from kvline_server.kernels.interface import (
-    GREEDY,
     NO_TOKEN,
     PLAIN,
     AttentionOptions,
-    Draws,
     Fetch,
     Heads,
     PageTables,
     RowScores,
     SlotMapping,
 )
-from kvline_server.kernels.layout import Layout
+from kvline_server.kernels.layout import GREEDY, Draws, Layout
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.arena import KVLayer
 from kvline_server.memory.pages import PAGE_SIZE

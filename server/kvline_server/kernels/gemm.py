@@ -23,11 +23,8 @@ from kvline_server.kernels.tuning import Choices, Shape
 WORKSPACE = 32 << 20  # bytes; cuBLAS's own default on Hopper
 TINY_ROWS = 8  # tinygemm's tile
 ALGORITHMS = 8  # first ones that cuBLASLt proposes; no later one was ever faster
-LAYERS, LARGE_LAYERS, LARGE_ROWS = (
-    6,
-    2,
-    512,
-)  # weights to cycle through; large inputs evict the cache anyway
+# Weights to cycle through; large inputs evict the cache anyway.
+LAYERS, LARGE_LAYERS, LARGE_ROWS = 6, 2, 512
 REPLAYS = 2
 GIVE_UP = 1.1  # times the best so far: no further replay
 GAIN = 0.98  # of torch's time; a smaller gain is within run-to-run noise

@@ -12,29 +12,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from kvline_server.kernels.layout import Layout
+from kvline_server.kernels.layout import Draws, Layout
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.arena import KVLayer
 
-GREEDY = 1e-5  # lower temperatures mean argmax; dividing by them would overflow
 NO_TOKEN = -1  # the result for a row whose logits are not finite
 LOGIT_BLOCK = 16  # rows of one LM-head GEMM on the CPU, fixed because results depend on it
-
-
-@dataclass(frozen=True, slots=True)
-class Draws:
-    """Sampling parameters of each row."""
-
-    temperatures: np.ndarray  # float32 [rows]; argmax below GREEDY
-    top_k: np.ndarray  # int32 [rows], 0: off
-    top_p: np.ndarray  # float32 [rows], 1: off
-    min_p: np.ndarray  # float32 [rows], 0: off
-    keys: np.ndarray  # uint64 [rows], seeds of the noise
-
-    def between(self, first: int, last: int) -> Draws:
-        some = slice(first, last)
-        columns = (self.temperatures, self.top_k, self.top_p, self.min_p, self.keys)
-        return Draws(*(column[some] for column in columns))
 
 
 @dataclass(frozen=True, slots=True)

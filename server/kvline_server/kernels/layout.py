@@ -1,13 +1,13 @@
-"""The metadata of attention: a step's rows by sequence, and the pages of each sequence.
-
-Arrays in host memory; each backend converts them for its kernels.
-"""
+"""What kernels read of a step, as arrays in host memory: the rows and pages of each sequence, and
+how tokens are drawn. Each backend converts them for its kernels. Imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
+
+GREEDY = 1e-5  # lower temperatures mean argmax; dividing by them would overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +29,19 @@ class Layout:
     @property
     def rows(self) -> int:
         return int(self.row_starts[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Sampling parameters of each row."""
+
+    temperatures: np.ndarray  # float32 [rows]; argmax below GREEDY
+    top_k: np.ndarray  # int32 [rows], 0: off
+    top_p: np.ndarray  # float32 [rows], 1: off
+    min_p: np.ndarray  # float32 [rows], 0: off
+    keys: np.ndarray  # uint64 [rows], seeds of the noise
+
+    def between(self, first: int, last: int) -> Draws:
+        some = slice(first, last)
+        columns = (self.temperatures, self.top_k, self.top_p, self.min_p, self.keys)
+        return Draws(*(column[some] for column in columns))

@@ -12,7 +12,6 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,14 +22,13 @@ from kvline_server.kernels.interface import (
     LOGIT_BLOCK,
     PLAIN,
     AttentionOptions,
-    Draws,
     Fetch,
     Heads,
     PageTables,
     RowScores,
     SlotMapping,
 )
-from kvline_server.kernels.layout import Layout
+from kvline_server.kernels.layout import Draws, Layout
 from kvline_server.kernels.row_counts import padded_rows, row_counts
 from kvline_server.kernels.torch_rows import choose_rows, score_rows
 from kvline_server.kernels.tuning import Choices
@@ -42,7 +40,7 @@ MASKED = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Group:
     """Rows start..end of the step that share a gather: decodes with a token each, or one sequence's
     chunk."""
 
@@ -146,15 +144,15 @@ class TorchKernels:
         """Whether oneDNN runs the GEMMs, which compiles code for each row count."""
         return _onednn_takes(self.device.type, self.dtype)
 
-    def plan(self, layout: Layout) -> list[Part]:
+    def plan(self, layout: Layout) -> list[Group]:
         groups = [(*group, True) for group in _decode_groups(layout)]
         groups += [(i, i + 1, False) for i in range(layout.decodes, layout.sequences)]
         return [self._part(layout, *group) for group in groups]
 
-    def plan_in_place(self, tables: PageTables) -> list[Part]:
+    def plan_in_place(self, tables: PageTables) -> list[Group]:
         raise NotImplementedError("nothing is captured: captures is False")
 
-    def _part(self, layout: Layout, first: int, end: int, decodes: bool) -> Part:
+    def _part(self, layout: Layout, first: int, end: int, decodes: bool) -> Group:
         """Of the sequences first..end."""
         starts = layout.page_starts[first : end + 1]
         pages = np.full((end - first, np.diff(starts).max()), DUMMY_PAGE, dtype=np.int64)
@@ -162,7 +160,7 @@ class TorchKernels:
             pages[row, : stop - start] = layout.pages[start:stop]
         rows = slice(int(layout.row_starts[first]), int(layout.row_starts[end]))
         positions = torch.from_numpy(layout.positions[rows].astype(np.int64))
-        return Part(
+        return Group(
             start=rows.start,
             end=rows.stop,
             tokens=pages.shape[1] * PAGE_SIZE if decodes else int(layout.lengths[first]),
@@ -189,7 +187,7 @@ class TorchKernels:
         self,
         q: torch.Tensor,
         cache: KVLayer,
-        plan: list[Part],
+        plan: list[Group],
         out: torch.Tensor | None = None,
         options: AttentionOptions = PLAIN,
     ) -> torch.Tensor:
@@ -221,7 +219,7 @@ class TorchKernels:
         return found
 
     def _decode(
-        self, q: torch.Tensor, cache: KVLayer, part: Part, options: AttentionOptions
+        self, q: torch.Tensor, cache: KVLayer, part: Group, options: AttentionOptions
     ) -> torch.Tensor:
         """q [sequences, heads, dim] -> the same shape. Heads of a GQA group act as query
         positions."""
@@ -239,7 +237,7 @@ class TorchKernels:
         return out.reshape(sequences, heads, dim)
 
     def _prefill(
-        self, q: torch.Tensor, cache: KVLayer, part: Part, options: AttentionOptions
+        self, q: torch.Tensor, cache: KVLayer, part: Group, options: AttentionOptions
     ) -> torch.Tensor:
         """q [rows, heads, dim] of one sequence -> the same shape."""
         keys, values = (kv[:, :, : part.tokens] for kv in self._gather(cache, part.pages, 1))
@@ -258,9 +256,6 @@ class TorchKernels:
     def tune(
         self, weights: list[list[torch.Tensor]], rows: list[int], known: Choices | None
     ) -> None:
-        return
-
-    def graphs(self, decoder: Any, cache: list[KVLayer], max_rows: int) -> None:
         return
 
     def logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:

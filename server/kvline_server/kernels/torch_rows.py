@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kvline_server.kernels.interface import GREEDY, LOGIT_BLOCK, NO_TOKEN, Draws, RowScores
+from kvline_server.kernels.interface import LOGIT_BLOCK, NO_TOKEN, RowScores
+from kvline_server.kernels.layout import GREEDY, Draws
 from kvline_server.kernels.noise import gumbel_max
 
 

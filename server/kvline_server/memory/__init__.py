@@ -1,1 +1,1 @@
-"""Memory: the profile loop, device accounting, the KV arena, pages and the prefix cache."""
+"""Memory: device accounting, the KV cache's arena, pages and the prefix cache."""

@@ -105,8 +105,7 @@ class HostArena:
     def _unmap(self, region: int, pages: int) -> None:
         start = region * self._stride + pages * self._page_bytes
         end = region * self._stride + self._pages * self._page_bytes
-        start = (
-            -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-        )  # keep an operating-system page that a kept KV page shares
+        # Keep an operating-system page that a kept KV page shares.
+        start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         if end > start:
             self._memory.madvise(mmap.MADV_DONTNEED, start, end - start)

@@ -240,9 +240,8 @@ def referenced_files() -> int:
     total, of_file = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         key, _, rest = line.partition(":")
-        if (
-            "-" in key and " " in key
-        ):  # first line of a mapping: range, permissions, offset, device, inode
+        # The first line of a mapping: range, permissions, offset, device, inode.
+        if "-" in key and " " in key:
             of_file = key.split()[-1].startswith("/") or line.split()[4] != "0"
         elif key == "Referenced" and of_file:
             total += int(rest.split()[0]) * 1024

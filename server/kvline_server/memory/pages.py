@@ -6,6 +6,8 @@ is the dummy page that padding rows write to; it is never allocated.
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -15,6 +17,15 @@ DUMMY_PAGE = 0
 
 def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE_SIZE)
+
+
+def extend_chain(chain: list[bytes], tokens: list[int], upto: int) -> None:
+    """Appends the keys of pages that are full within tokens[:upto]. A page's key is a hash of all
+    tokens up to its end: cryptographic and chained, so that different prefixes do not collide."""
+    while (end := (len(chain) + 1) * PAGE_SIZE) <= upto:
+        digest = hashlib.blake2b(chain[-1] if chain else b"", digest_size=16)
+        digest.update(array("i", tokens[end - PAGE_SIZE : end]).tobytes())
+        chain.append(digest.digest())
 
 
 class PagePool:

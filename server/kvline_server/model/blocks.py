@@ -14,7 +14,7 @@ import torch
 from kvline_server.kernels.interface import AttentionOptions, Heads, Kernels, SlotMapping
 from kvline_server.memory.arena import KVLayer
 from kvline_server.model.config import ModelConfig
-from kvline_server.model.linear import Linear, Part, Tensors, fused
+from kvline_server.model.linear import Linear, Rows, Tensors, fused
 
 
 class Norm:
@@ -22,7 +22,7 @@ class Norm:
     most one part in 256, where a model's own code adds in float32."""
 
     def __init__(self, tensors: Tensors, config: ModelConfig, name: str, width: int) -> None:
-        parts = [Part(f"{name}.weight", range(width))]
+        parts = [Rows(f"{name}.weight", range(width))]
         self.weight = tensors.get(parts, offset=config.norms.offset)
         self.eps = config.norm_eps
 
@@ -68,7 +68,7 @@ class Attention:
             sizes = [c.head_dim] * 2 if c.qk_norm == "head" else widths
             self.q_norm = Norm(tensors, c, own + "q_norm", sizes[0])
             self.k_norm = Norm(tensors, c, own + "k_norm", sizes[1])
-        output = [Part(own + "o_proj", range(c.hidden))]
+        output = [Rows(own + "o_proj", range(c.hidden))]
         self.output = Linear(tensors, output, widths[0], c.output_bias)
 
     def project(
@@ -105,7 +105,7 @@ class MLP:
         self.before = layer_norm(tensors, c, at, c.norms.before_mlp)
         self.after = layer_norm(tensors, c, at, c.norms.after_mlp)
         self.gate_up = Linear(tensors, fused(own, c.gate_up, [whole] * 2), c.hidden, c.mlp_bias)
-        down = [Part(own + "down_proj", range(c.hidden))]
+        down = [Rows(own + "down_proj", range(c.hidden))]
         self.down = Linear(tensors, down, c.intermediate, c.mlp_bias)
         self.activation = c.activation
 

@@ -72,9 +72,8 @@ class ModelConfig:
     norm_eps: float
     rope: Rope
     local_rope: Rope | None = None  # of layers with a window, where theirs is another
-    windows: tuple[
-        int, ...
-    ] = ()  # of each layer: tokens that a query sees, itself included; 0: all
+    # Of each layer: tokens that a query sees, itself included; 0: all.
+    windows: tuple[int, ...] = ()
     softmax_scale: float | None = None  # of query times key; None: 1 / sqrt(head_dim)
     norms: Norms = Norms()
     qk_norm: Literal["", "head", "projection"] = ""  # over each head, or over all heads at once

@@ -21,7 +21,7 @@ from kvline_server.model.rope import cos_sin
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class LayerState:
     """A layer's state before attention: the residual stream and the QKV heads."""
 
     residual: torch.Tensor  # [rows, hidden]
@@ -101,7 +101,7 @@ class Decoder:
         mapping: SlotMapping,
         kv: KVLayer,
         into: torch.Tensor | None = None,
-    ) -> State:
+    ) -> LayerState:
         """From token ids to the first layer's queries, with keys and values in the cache; the heads
         are written to `into` if given."""
         attention = self.weights.layers[0].attention
@@ -109,7 +109,8 @@ class Decoder:
         if self.embedding_scale != 1.0:
             residual *= self.embedding_scale
         x = residual if attention.before is None else attention.before(self.kernels, residual)
-        return State(residual, attention.project(self.kernels, x, self.ropes[0], mapping, kv, into))
+        heads = attention.project(self.kernels, x, self.ropes[0], mapping, kv, into)
+        return LayerState(residual, heads)
 
     def attend(
         self,
@@ -127,15 +128,15 @@ class Decoder:
         self,
         index: int,
         attended: torch.Tensor,
-        state: State,
+        state: LayerState,
         mapping: SlotMapping,
         kv: KVLayer,
         into: torch.Tensor | None = None,
-    ) -> State:
+    ) -> LayerState:
         """From the attention of layer `index` to the queries of the next layer."""
         attention, rope = self.weights.layers[index + 1].attention, self.ropes[index + 1]
         x, residual = self._after(index, attended, state.residual, attention.before)
-        return State(residual, attention.project(self.kernels, x, rope, mapping, kv, into))
+        return LayerState(residual, attention.project(self.kernels, x, rope, mapping, kv, into))
 
     def finish(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """From the last layer's attention to hidden states."""

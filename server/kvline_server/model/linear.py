@@ -1,4 +1,4 @@
-"""The tensors of a model, as its blocks declare them: linears here, norms in norm.py.
+"""The tensors of a model, as its blocks declare them: linears here, norms in blocks.py.
 
 A block names its tensors once, in its constructor, and gets them from a `Tensors`. This one counts
 them and checks names and shapes; `Loading` (loader.py) loads them.
@@ -17,7 +17,7 @@ from kvline_server.kernels.interface import Kernels
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Rows:
     """Rows of a named tensor."""
 
     name: str
@@ -41,7 +41,7 @@ class Tensors:
         self.elements = 0
 
     def get(
-        self, parts: Sequence[Part], columns: int | None = None, offset: float = 0.0
+        self, parts: Sequence[Rows], columns: int | None = None, offset: float = 0.0
     ) -> torch.Tensor:
         """The parts' rows in their order, `offset` added to each element; empty here. The parts
         hold each row of a named tensor once. -> [rows], or [rows, columns]"""
@@ -67,11 +67,11 @@ class Linear:
     rank loads its rows of each part) or row-parallel (its columns of all of them)."""
 
     def __init__(
-        self, tensors: Tensors, parts: Sequence[Part], columns: int, bias: bool = False
+        self, tensors: Tensors, parts: Sequence[Rows], columns: int, bias: bool = False
     ) -> None:
         """`parts` name tensors without the ending .weight or .bias."""
         weights, biases = (
-            [Part(f"{part.name}.{kind}", part.rows) for part in parts]
+            [Rows(f"{part.name}.{kind}", part.rows) for part in parts]
             for kind in ("weight", "bias")
         )
         self.weight = tensors.pack(tensors.get(weights, columns))
@@ -84,14 +84,14 @@ class Linear:
         return kernels.linear(x, self.weight, self.bias, out)
 
 
-def fused(at: str, names: Sequence[str], outputs: Sequence[Sequence[range]]) -> list[Part]:
+def fused(at: str, names: Sequence[str], outputs: Sequence[Sequence[range]]) -> list[Rows]:
     """Several outputs of one Linear, each by its ranges of rows: of a tensor each, or of the one
     tensor in which a checkpoint already has them one after the other."""
-    parts: list[Part] = []
+    parts: list[Rows] = []
     start = 0
     for index, ranges in enumerate(outputs):
         name = at + names[index if len(names) > 1 else 0]
-        parts += [Part(name, range(start + r.start, start + r.stop)) for r in ranges]
+        parts += [Rows(name, range(start + r.start, start + r.stop)) for r in ranges]
         if len(names) == 1:
             start += sum(len(r) for r in ranges)
     return parts

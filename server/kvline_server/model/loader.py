@@ -17,7 +17,7 @@ from kvline_server.kernels.interface import Kernels
 from kvline_server.model.blocks import Layer, Norm
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.files import open_weights, weight_files
-from kvline_server.model.linear import Part, Tensors, TensorSource
+from kvline_server.model.linear import Rows, Tensors, TensorSource
 
 COPY_BYTES = 64 << 20
 
@@ -26,12 +26,12 @@ class Weights:
     def __init__(self, tensors: Tensors, config: ModelConfig) -> None:
         c = config
         vocabulary = range(c.vocabulary)
-        self.embedding = tensors.get([Part("model.embed_tokens.weight", vocabulary)], c.hidden)
+        self.embedding = tensors.get([Rows("model.embed_tokens.weight", vocabulary)], c.hidden)
         self.layers = [Layer(tensors, c, index) for index in range(c.layers)]
         self.norm = Norm(tensors, c, "model.norm", c.hidden)
         self.head = self.embedding  # [vocabulary, hidden]
         if not c.tied_embeddings:
-            self.head = tensors.get([Part("lm_head.weight", vocabulary)], c.hidden)
+            self.head = tensors.get([Rows("lm_head.weight", vocabulary)], c.hidden)
         self.elements = tensors.elements
 
     def nbytes(self) -> int:
@@ -116,7 +116,7 @@ class Loading(Tensors):
         self.done, self.total = 0, total  # bytes
 
     def get(
-        self, parts: Sequence[Part], columns: int | None = None, offset: float = 0.0
+        self, parts: Sequence[Rows], columns: int | None = None, offset: float = 0.0
     ) -> torch.Tensor:
         shape = (sum(len(part.rows) for part in parts), *(() if columns is None else (columns,)))
         out = torch.empty(shape, dtype=self.kernels.dtype, device=self.kernels.device)
@@ -130,7 +130,7 @@ class Loading(Tensors):
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
         return self.kernels.pack(weight)
 
-    def _copy(self, part: Part, into: torch.Tensor) -> None:
+    def _copy(self, part: Rows, into: torch.Tensor) -> None:
         """Copies in steps, because one tensor may take minutes on a slow volume."""
         step = max(1, COPY_BYTES // max(1, into[:1].nbytes))
         for row in range(0, len(into), step):

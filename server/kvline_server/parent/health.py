@@ -55,8 +55,6 @@ class Health:
         self._notified_open = False
         self._gate_read_at = float("-inf")
 
-    # Heartbeats of the children -------------------------------------------------------------
-
     def on_http_heartbeat(self, process: int, beat: EdgeBeat) -> bool:
         """-> whether all processes are ready since this one"""
         now = time.monotonic()
@@ -89,8 +87,6 @@ class Health:
             self._gate = GateFile.parse(self.options.gate.read_bytes())
             if self._gate.open:  # the file has arrived
                 self._notified_open = False
-
-    # Answers to probes ----------------------------------------------------------------------
 
     def report(self) -> SizingReport:
         return self.keeper.report

@@ -8,34 +8,11 @@ from __future__ import annotations
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Protocol
 
 from kvline_contract import names
 from kvline_contract.codec import ContractError, dumps
-from kvline_contract.report import Load, SizingReport, served
-
-
-class Health(Protocol):
-    """What the port serves. Probes return the reason of a failure, None for success."""
-
-    def not_started(self) -> str | None: ...
-
-    def not_ready(self) -> str | None: ...
-
-    def not_alive(self) -> str | None: ...
-
-    def wait_to_leave(self) -> None:
-        """As long as requests may still be sent to this pod after its deletion."""
-
-    def end_wait(self) -> None: ...
-
-    def open_gate(self, uid: str) -> str | None: ...
-
-    def report(self) -> SizingReport: ...
-
-    def load(self) -> Load | None: ...
-
-    def metrics(self) -> bytes: ...
+from kvline_contract.report import served
+from kvline_server.parent.health import Health
 
 
 class InternalServer(ThreadingHTTPServer):

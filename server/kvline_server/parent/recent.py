@@ -4,7 +4,7 @@ The result is a number of running requests: those that run now, plus the queue's
 times the mean service time. The queue includes rejected clients: one that was answered 429 and
 retries after the answer's Retry-After counts as one sequence, however often it retries.
 
-The counters of HTTP process and engine start at 0 with the process; each heartbeat adds a sample.
+The counters of HTTP processes and engine start at 0 with the process; each heartbeat adds a sample.
 """
 
 from __future__ import annotations

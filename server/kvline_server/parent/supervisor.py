@@ -1,6 +1,6 @@
 """The parent process of a server pod: starts HTTP and engine, keeps the report, answers probes.
 
-It imports neither torch nor a tokenizer, so failures of the other two do not affect it. On a CPU an
+It imports neither torch nor a tokenizer, so failures of the others do not affect it. On a CPU an
 engine killed for memory before it is Validated is restarted with the next attempt; any other end of
 an engine ends the pod with an exit code of the contract.
 """
@@ -70,8 +70,6 @@ class Supervisor:
 
     def report(self) -> SizingReport:
         return self.keeper.report
-
-    # Life cycle -----------------------------------------------------------------------------
 
     def run(self, until: Callable[[], bool] | None = None) -> int:
         """Serves until a signal, a failure, or `until` returns true; returns the exit code."""
@@ -156,8 +154,6 @@ class Supervisor:
                 self.options.termination_log.write_text(failure.dumps())
         return failure.code
 
-    # Start and messages -----------------------------------------------------------------------
-
     def _open_ports(self) -> list[socket.socket]:
         """Opens both ports. The internal one answers from here on; the API port is bound early, so
         that a taken port fails early."""
@@ -233,8 +229,6 @@ class Supervisor:
     def _tell_http(self, message: Message) -> None:
         for child in self.http:
             child.tell(message)
-
-    # Ends -------------------------------------------------------------------------------------
 
     def _failure(self) -> Termination | None:
         """Why the pod must end, if it must. Restarts an engine that was killed while sizing."""

@@ -14,16 +14,11 @@ from kvline_server import device_errors
 from kvline_server.errors import DeviceOutOfMemory, ModelNotFound
 from kvline_server.memory.device import MIB, compact_heap
 from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.model import loader
 from kvline_server.model.config import ModelConfig, read_config
 from kvline_server.model.decoder import Decoder, kv_shape
 from kvline_server.model.files import identity
 from kvline_server.model.linear import TensorSource
-from kvline_server.model.loader import (
-    RandomSource,
-    SafetensorsSource,
-    load_weights,
-    weight_elements,
-)
 from kvline_server.parallel.executor import Local
 from kvline_server.sizing.diagnosis import Diagnosis
 from kvline_server.sizing.profile import Loaded
@@ -35,7 +30,7 @@ from kvline_server.worker.worker import Worker
 REPORT_SECONDS = 1.0
 
 
-class Progress(Protocol):
+class LoadReporter(Protocol):
     def stage(self, name: str, ms: int, nbytes: int, detail: str | None = None) -> None: ...
 
     def loading(self, ms: int, done: int, total: int) -> None:
@@ -58,7 +53,7 @@ def load_model(
     model: ModelConfig,
     settings: EngineSettings,
     backend: Backend,
-    progress: Progress,
+    progress: LoadReporter,
 ) -> Loaded:
     """Step 1 of the profile loop. Raises ModelInvalid, or OutOfMemory where the weights do not fit,
     before the kernel's OOM killer acts."""
@@ -66,8 +61,8 @@ def load_model(
     started, before, used = time.monotonic(), device.now(), device.used()
     folder = Path(launch.model.path)
     random = launch.model.load_format is LoadFormat.RANDOM
-    source: TensorSource = RandomSource() if random else SafetensorsSource(folder)
-    expected = weight_elements(model) * backend.dtype.itemsize
+    source: TensorSource = loader.RandomSource() if random else loader.SafetensorsSource(folder)
+    expected = loader.weight_elements(model) * backend.dtype.itemsize
     too_large = Diagnosis(device, settings, expected, used).weights_do_not_fit(device.limit - used)
     if expected > device.limit - used:
         raise too_large
@@ -115,7 +110,7 @@ def load_model(
 class _LoadProgress:
     """Reports progress at most once a second, so that a slow volume does not count as stalled."""
 
-    def __init__(self, progress: Progress, started: float) -> None:
+    def __init__(self, progress: LoadReporter, started: float) -> None:
         self.progress = progress
         self.started = self.reported = started
 
@@ -135,7 +130,7 @@ def _build(
 ) -> Worker:
     """Kernels, weights, KV arena (addresses only) and decoder on the device."""
     kernels = backend.kernels(model)
-    weights = load_weights(source, model, kernels, copied)
+    weights = loader.load_weights(source, model, kernels, copied)
     shape = kv_shape(model, backend.dtype)
     most = backend.device.limit // (shape.bytes_per_token * PAGE_SIZE) + 2  # pages
     arena = backend.arena(shape, most)

@@ -154,8 +154,6 @@ class ProfileLoop:
             ms, taken = round((time.monotonic() - started) * 1000), self.device.used() - before
             self.reporter.stage("row counts", ms, max(0, taken), f"{counts} row counts")
 
-    # Steps 4 to 6 ------------------------------------------------------------------------------
-
     def _target(self) -> tuple[int, Source]:
         """The budget to validate first, in tokens, and its source."""
         pinned = self.settings.pinned_kv_tokens
@@ -247,8 +245,6 @@ class ProfileLoop:
             raise self.diagnosis.context_does_not_fit(tokens, asked)
         return tokens
 
-    # Steps 7 and 8 -----------------------------------------------------------------------------
-
     def _fit(self, target: int, may_shrink: bool) -> None:
         number = self.store.attempts[-1].number + 1 if self.store.attempts else 1
         while True:
@@ -312,8 +308,6 @@ class ProfileLoop:
             self.lowest_free = self._free_at_peak()
         if self.lowest_free < 0 and not self.device.gpu:  # on a GPU the allocation itself fails
             raise DeviceOutOfMemory(f"{-self.lowest_free // MIB} MiB of what is reserved were used")
-
-    # Parts -------------------------------------------------------------------------------------
 
     def _model_len(self, tokens: int) -> int:
         return min(self.settings.wanted_len, tokens)

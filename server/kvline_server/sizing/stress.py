@@ -60,10 +60,8 @@ class StressSet:
             ("last-chunk", lambda: self._last_chunk(params)),
             ("decode", lambda: self._decode(params)),
             ("mixed", lambda: self._mixed(params)),
-            (
-                "unfiltered",
-                lambda: self._mixed(plain),
-            ),  # sampling without filters uses other kernels
+            # Sampling without filters uses other kernels.
+            ("unfiltered", lambda: self._mixed(plain)),
         ]
 
     @property

@@ -18,7 +18,7 @@ import torch
 from kvline_server.kernels.interface import SlotMapping
 from kvline_server.kernels.layout import Layout
 from kvline_server.memory.arena import KVLayer
-from kvline_server.model.decoder import Decoder, State
+from kvline_server.model.decoder import Decoder, LayerState
 
 
 def buckets(largest: int) -> list[int]:
@@ -79,7 +79,7 @@ class GraphSegments:
             torch.zeros(max_rows, dtype=torch.int64, device=device),
         )
         residual = torch.zeros((max_rows, c.hidden), dtype=dtype, device=device)
-        self.state = State(residual, torch.zeros(fused, dtype=dtype, device=device))
+        self.state = LayerState(residual, torch.zeros(fused, dtype=dtype, device=device))
         width = c.heads * c.head_dim
         self.attended = torch.zeros((max_rows, width), dtype=dtype, device=device)
         # The last segment runs for the wanted rows alone. Its inputs reuse buffers that are free by
@@ -149,7 +149,7 @@ class GraphSegments:
     def _run(self, segment: int, rows: int, cache: list[KVLayer]) -> None:
         """Segment 0 ends at the first attention; segment i is between attentions i - 1 and i."""
         mapping = SlotMapping(self.mapping.positions[:rows], self.mapping.slots[:rows])
-        state = State(self.state.residual[:rows], self.state.heads[:rows])
+        state = LayerState(self.state.residual[:rows], self.state.heads[:rows])
         if segment == 0:
             made = self.decoder.start(self.ids[:rows], mapping, cache[0], state.heads)
             state.residual.copy_(made.residual)

@@ -10,8 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvline_server.kernels.interface import Draws
-from kvline_server.kernels.layout import Layout
+from kvline_server.kernels.layout import Draws, Layout
 
 
 @dataclass(frozen=True, slots=True)
