@@ -76,7 +76,9 @@ def test_whole_steps_of_decodes_are_eager_ones(
     and attention is then captured without splitting a sequence."""
     decoder, arena = sides(shape(128, True, kv_heads=kv_heads), most=20_000)[1]
     last = torch.arange(100, 700, device="cuda")
-    graphs = DecodeGraphs(decoder, arena.layers(), last, 4096)
+    plan = decoder.kernels.plan_in_place
+    assert plan is not None
+    graphs = DecodeGraphs(decoder, plan, arena.layers(), last, 4096)
     arena.resize(20_000)
     rng = np.random.default_rng(8)
     for number in numbers:

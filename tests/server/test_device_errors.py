@@ -128,7 +128,8 @@ def break_stage(monkeypatch: pytest.MonkeyPatch, stage: str, error: Exception) -
         raise error
 
     monkeypatch.setattr(where, name, broken)
-    monkeypatch.setattr(kernels.TorchKernels, "captures", stage == "capture")
+    if stage == "capture":
+        monkeypatch.setattr(kernels.TorchKernels, "plan_in_place", lambda _kernels, tables: tables)
 
 
 # Each error's meaning is one function's (see the last test), so each stage plays one of them.

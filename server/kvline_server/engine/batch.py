@@ -36,11 +36,8 @@ def build(work: list[Work]) -> Batch:
     single = [w for w in work if w.rows == 1]
     chunks = [w for w in work if w.rows > 1]
     ordered = single + chunks
-    rows = _Rows()
-    for row, w in enumerate(single):
-        rows.add(w, row)
-    at = len(single)
-    for w in chunks:
+    rows, at = _Rows(), 0
+    for w in ordered:
         rows.add(w, at)
         at += w.rows
     return rows.batch(_token_ids(single, chunks), _layout(ordered, len(single)))

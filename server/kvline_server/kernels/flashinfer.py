@@ -62,7 +62,6 @@ class _PinnedCopies:
 
 class FlashInferKernels:
     depth = 1
-    captures = True
 
     def __init__(self, heads: int, kv_heads: int, dim: int) -> None:
         """For shapes that cuda_write.check lets pass. Raises RuntimeError or ImportError where the

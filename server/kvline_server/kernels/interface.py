@@ -6,6 +6,7 @@ planned once per step and used by every layer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -108,8 +109,9 @@ class Kernels(Protocol):
         """Steps in flight while the host prepares the next one: 1 on a GPU, 0 on the CPU."""
 
     @property
-    def captures(self) -> bool:
-        """Whether its operations can be captured in CUDA graphs."""
+    def plan_in_place(self) -> Callable[[PageTables], Any] | None:
+        """A plan of decodes for a captured graph: planned again with the same addresses and number
+        of sequences, it changes what the graph attends to. None where nothing can be captured."""
 
     def upload(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         """Copies the arrays to the device, as one transfer on a GPU."""
@@ -129,10 +131,6 @@ class Kernels(Protocol):
 
     def plan(self, layout: Layout) -> Any:
         """Prepares attention for a step; the result is used by every layer."""
-
-    def plan_in_place(self, tables: PageTables) -> Any:
-        """A plan of decodes for a captured graph, where `captures`: planned again with the same
-        addresses and number of sequences, it changes what the graph attends to."""
 
     def linear(
         self,

@@ -24,7 +24,6 @@ from kvline_server.kernels.interface import (
     AttentionOptions,
     Fetch,
     Heads,
-    PageTables,
     RowScores,
     SlotMapping,
 )
@@ -79,7 +78,7 @@ class _HostArrays:
 
 
 class TorchKernels:
-    captures = False
+    plan_in_place = None  # nothing is captured
 
     def __init__(
         self, dtype: torch.dtype = torch.float32, depth: int = 0, device: str = "cpu"
@@ -148,9 +147,6 @@ class TorchKernels:
         groups = [(*group, True) for group in _decode_groups(layout)]
         groups += [(i, i + 1, False) for i in range(layout.decodes, layout.sequences)]
         return [self._part(layout, *group) for group in groups]
-
-    def plan_in_place(self, tables: PageTables) -> list[Group]:
-        raise NotImplementedError("nothing is captured: captures is False")
 
     def _part(self, layout: Layout, first: int, end: int, decodes: bool) -> Group:
         """Of the sequences first..end."""

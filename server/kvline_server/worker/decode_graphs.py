@@ -8,6 +8,7 @@ inputs, and attention is planned into a fixed workspace. Padding rows attend to 
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -59,20 +60,26 @@ def _inputs(rows: int, longest: int, **options: Any) -> _Inputs:
 
 class DecodeGraphs:
     def __init__(
-        self, decoder: Decoder, cache: list[KVLayer], last_tokens: torch.Tensor, longest: int
+        self,
+        decoder: Decoder,
+        plan: Callable[[PageTables], Any],
+        cache: list[KVLayer],
+        last_tokens: torch.Tensor,
+        longest: int,
     ) -> None:
-        """`last_tokens` are the worker's; no sequence has more than `longest` tokens."""
+        """`plan` is kernels.plan_in_place, `last_tokens` are the worker's; no sequence has more
+        than `longest` tokens."""
         self.decoder = decoder
-        self.kernels = decoder.kernels
+        self.plan_in_place = plan
         self.last_tokens = last_tokens
         self.sizes = BUCKETS[: bisect.bisect_left(BUCKETS, len(last_tokens)) + 1]
-        rows, device = self.sizes[-1], self.kernels.device
+        rows, device = self.sizes[-1], decoder.kernels.device
         self.device = _inputs(rows, longest, device=device)
         self.stagings = [_inputs(rows, longest, pin_memory=True) for _ in range(STAGINGS)]
         self.turn = 0
         self.every = torch.arange(rows, device=device)
         hidden = (rows, decoder.config.hidden)
-        self.hidden = torch.zeros(hidden, dtype=self.kernels.dtype, device=device)
+        self.hidden = torch.zeros(hidden, dtype=decoder.kernels.dtype, device=device)
         self.pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._capture_all(cache)
@@ -115,9 +122,9 @@ class DecodeGraphs:
         self.device.buffer[:end].copy_(host.buffer[:end], non_blocking=True)
         self._plan(row_starts, page_starts, lengths)
 
-    def _plan(self, row_starts: np.ndarray, page_starts: np.ndarray, lengths: np.ndarray) -> object:
+    def _plan(self, row_starts: np.ndarray, page_starts: np.ndarray, lengths: np.ndarray) -> Any:
         rows, device = len(lengths), self.device
-        return self.kernels.plan_in_place(
+        return self.plan_in_place(
             PageTables(
                 row_starts=row_starts,
                 page_starts=page_starts,
@@ -143,7 +150,7 @@ class DecodeGraphs:
                 torch.cuda.synchronize()
                 self._graphs[rows] = captured(partial(self._run, rows, cache, plan), self.pool)
 
-    def _run(self, rows: int, cache: list[KVLayer], plan: object) -> None:
+    def _run(self, rows: int, cache: list[KVLayer], plan: Any) -> None:
         inputs = self.device
         unread = inputs.unread[:rows]
         last = self.last_tokens[unread.clamp(min=0)]

@@ -60,7 +60,7 @@ class Worker:
         self.rows_run = 0  # rows given to the LM head, for the invariant rows == sampled + scored
         self.forward = decoder.step
         self.graphs: GraphSegments | None = None
-        self.decodes: DecodeGraphs | None = None  # for steps of few decodes
+        self.decodes: DecodeGraphs | None = None  # for steps of decodes alone
         # The last sampled token of each running sequence, by its slot. int64 [slots]
         self.last_tokens = torch.zeros(slots, dtype=torch.int64, device=self.kernels.device)
 
@@ -85,13 +85,14 @@ class Worker:
         """Captures CUDA graphs where the device has them, for steps of up to `max_rows` rows and
         sequences of up to `longest` tokens; the arena must have a page. Its addresses never change,
         so the graphs stay valid. Raises as launch does."""
+        plan, cache = self.kernels.plan_in_place, self.arena.layers()
+        if plan is None:
+            return False
         with device_errors.translated("capture"):
-            if self.kernels.captures:
-                cache = self.arena.layers()
-                self.graphs = GraphSegments(self.decoder, cache, max_rows)
-                self.decodes = DecodeGraphs(self.decoder, cache, self.last_tokens, longest)
-                self.forward = self.graphs.step
-        return self.kernels.captures
+            self.graphs = GraphSegments(self.decoder, cache, max_rows)
+            self.decodes = DecodeGraphs(self.decoder, plan, cache, self.last_tokens, longest)
+            self.forward = self.graphs.step
+        return True
 
     def launch(self, step: Step) -> LaunchedStep:
         """Raises DeviceOutOfMemory when the device refuses memory, DeviceFailure when it fails."""
