@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
 
 from kvline_server.http.completions import prompt_logprobs, seeded
-from kvline_server.http.envelope import Chunks, whole
+from kvline_server.http.envelope import Chunks, Route, whole
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.generate import (
     Answer,
-    Generator,
-    Limits,
     Piece,
     check_prompt,
     sampling,
@@ -25,26 +22,8 @@ from kvline_server.messages import PackedScores
 from kvline_server.sampling_params import SamplingParams
 
 
-class Chat:
-    """A chat request; the same interface as Completion."""
-
+class Chat(Route[ChatRequest]):
     chunk_kind = "chat.completion.chunk"
-
-    def __init__(
-        self,
-        id: str,
-        request: ChatRequest,
-        generator: Generator,
-        limits: Limits,
-        arrived: float,
-    ) -> None:
-        self.id = id
-        self.request = request
-        self.generator = generator
-        self.limits = limits
-        self.arrived = arrived
-        self.created = int(time.time())
-        self.prompts: list[list[int]] = []
 
     def plan(self) -> list[tuple[list[int], SamplingParams]]:
         """Renders and tokenises; runs off the event loop. Raises BadRequest.

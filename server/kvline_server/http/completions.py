@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 import msgspec
 
 from kvline_server import seeds
-from kvline_server.http.envelope import Chunks, whole
+from kvline_server.http.envelope import Chunks, Route, whole
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.generate import (
     Answer,
@@ -31,8 +30,8 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 ECHO_TOKENS = 8  # tokens per event of a streamed prompt with logprobs; events are buffered
 
 
-class Completion:
-    """A completion request: its prompts, one job per choice, and the JSON of its answers."""
+class Completion(Route[CompletionRequest]):
+    """Its prompts, one job per choice, and the JSON of its answers."""
 
     chunk_kind = "text_completion"
 
@@ -44,13 +43,7 @@ class Completion:
         limits: Limits,
         arrived: float,
     ) -> None:
-        self.id = id
-        self.request = request
-        self.generator = generator
-        self.limits = limits
-        self.arrived = arrived
-        self.created = int(time.time())
-        self.prompts: list[list[int]] = []
+        super().__init__(id, request, generator, limits, arrived)
         self._echoes: list[Echoed] = []  # by prompt, if asked for
 
     def plan(self) -> list[tuple[list[int], SamplingParams]]:
@@ -138,7 +131,6 @@ class Completion:
     async def events(
         self, index: int, prompt: list[int], params: SamplingParams, chunks: Chunks
     ) -> AsyncGenerator[bytes, None]:
-        """Server-sent chunks of one choice; adds its usage to `chunks.totals`."""
         echoed, shift = None, 0
         if self.request.echo:
             echoed = self._echoes[index // self.request.n]

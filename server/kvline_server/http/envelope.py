@@ -2,39 +2,59 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from kvline_server.http.errors import ApiError
-from kvline_server.http.generate import Answer, Limits
+from kvline_server.http.generate import Answer, Generator, Limits
 from kvline_server.http.later import encode
 from kvline_server.http.protocol import GenerationRequest, StreamOptions
+from kvline_server.sampling_params import SamplingParams
 
+Request = TypeVar("Request", bound=GenerationRequest)
 NO_OPTIONS = StreamOptions()
 LINE_BREAKS = [(c.encode(), b"\\u%04x" % ord(c)) for c in "\x85\u2028\u2029"]
 MARK, ENCODED_MARK = "\0", b'"\\u0000"'  # stands for a text
 _encode_text = msgspec.json.Encoder().encode
 
 
-class Work(Protocol):
-    """A planned request."""
+class Route(ABC, Generic[Request]):
+    """A request of one of the routes, and the JSON of its answers."""
 
-    id: str
-    created: int
-    limits: Limits
-    prompts: list[list[int]]
     chunk_kind: str
 
-    @property
-    def request(self) -> GenerationRequest: ...
+    def __init__(
+        self, id: str, request: Request, generator: Generator, limits: Limits, arrived: float
+    ) -> None:
+        self.id = id
+        self.request = request
+        self.generator = generator
+        self.limits = limits
+        self.arrived = arrived
+        self.created = int(time.time())
+        self.prompts: list[list[int]] = []
 
+    @abstractmethod
     def text_alone(self, index: int, text: str) -> dict[str, Any]:
         """A choice of a chunk with nothing but text."""
 
+    @abstractmethod
+    def events(
+        self, index: int, prompt: list[int], params: SamplingParams, chunks: Chunks
+    ) -> AsyncGenerator[bytes, None]:
+        """Server-sent chunks of one choice; adds its usage to `chunks.totals`."""
+
+    @abstractmethod
+    def opening(self, chunks: Chunks) -> list[bytes]:
+        """Chunks before those of any choice."""
+
 
 def whole(
-    work: Work, kind: str, choices: list[dict[str, Any]], answers: list[Answer]
+    work: Route[Any], kind: str, choices: list[dict[str, Any]], answers: list[Answer]
 ) -> dict[str, Any]:
     return {**_fields(work, kind, choices), "usage": usage(work.prompts, answers)}
 
@@ -46,7 +66,7 @@ class Chunks:
     With include_usage each chunk has `usage`: null except in the last one; with
     continuous_usage_stats, the usage so far in each."""
 
-    def __init__(self, work: Work, totals: list[Answer]) -> None:
+    def __init__(self, work: Route[Any], totals: list[Answer]) -> None:
         options = work.request.stream_options or NO_OPTIONS
         self.totals = totals
         self._work = work
@@ -90,7 +110,7 @@ def _escaped(data: bytes) -> bytes:
     return data
 
 
-def _fields(work: Work, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+def _fields(work: Route[Any], kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
     """In OpenAI's order."""
     return {
         "id": work.id,

@@ -9,9 +9,9 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing, suppress
-from typing import Protocol
+from typing import Any
 
-from kvline_server.http.envelope import Chunks, Work, error_event
+from kvline_server.http.envelope import Chunks, Route, error_event
 from kvline_server.http.errors import ApiError, EngineFailed
 from kvline_server.http.generate import Answer
 from kvline_server.sampling_params import SamplingParams
@@ -21,15 +21,7 @@ UNREAD_BYTES = 16 << 10  # buffered here; what follows waits in engine_client, w
 Jobs = list[tuple[list[int], SamplingParams]]
 
 
-class Streamed(Work, Protocol):
-    def events(
-        self, index: int, prompt: list[int], params: SamplingParams, chunks: Chunks
-    ) -> AsyncGenerator[bytes, None]: ...
-
-    def opening(self, chunks: Chunks) -> list[bytes]: ...
-
-
-async def events(work: Streamed, jobs: Jobs, holding: ExitStack) -> AsyncGenerator[bytes, None]:
+async def events(work: Route[Any], jobs: Jobs, holding: ExitStack) -> AsyncGenerator[bytes, None]:
     """The event stream of a request. `holding` is closed when it ends, for any reason. An error
     becomes an event, because the status line has been sent."""
     with suppress(ApiError), holding:
@@ -68,14 +60,14 @@ def _ignore_error(task: asyncio.Task[None]) -> None:
         task.exception()
 
 
-def _parts(work: Streamed, jobs: Jobs, chunks: Chunks) -> AsyncGenerator[bytes, None]:
+def _parts(work: Route[Any], jobs: Jobs, chunks: Chunks) -> AsyncGenerator[bytes, None]:
     """A single choice needs no task and no buffer of its own."""
     if len(jobs) == 1:
         return work.events(0, *jobs[0], chunks)
     return _merge(work, jobs, chunks)
 
 
-async def _merge(work: Streamed, jobs: Jobs, chunks: Chunks) -> AsyncGenerator[bytes, None]:
+async def _merge(work: Route[Any], jobs: Jobs, chunks: Chunks) -> AsyncGenerator[bytes, None]:
     queue: asyncio.Queue[bytes | None] = asyncio.Queue()
     room = asyncio.Event()
     turn = asyncio.Lock()  # choices take turns, in the order in which they came
