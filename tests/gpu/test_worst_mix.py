@@ -23,8 +23,8 @@ from kvline_contract.launch import (
     Model,
 )
 from kvline_server.engine.engine import Engine
+from kvline_server.engine.largest_steps import worst_params
 from kvline_server.engine_process.start import start
-from kvline_server.sizing.stress import worst_params
 
 pytestmark = pytest.mark.gpu
 RUNNING, STEPS, VOCABULARY = 512, 150, 128_256

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvline_contract.memory import KV_CACHE, WEIGHTS
 from kvline_contract.report import Attempt, Effective, State
 from kvline_server.errors import DeviceOutOfMemory
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.device import MIB
 from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.memory.pools import Pool
 from kvline_server.parallel.executor import Usage
 from kvline_server.sizing.settings import EngineSettings
 from kvline_server.worker.step import Results, Step
@@ -50,6 +52,7 @@ class Machine:
     batches: int = 0
     left: int = 0
     captured: int = 0
+    experts: int = 0  # bytes of the weights that are a part of their own
 
     # The device
 
@@ -85,6 +88,12 @@ class Machine:
         self.highest = max(self.highest, self.used() + nbytes)
 
     # The executor
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        experts = (Pool("experts", fixed=self.experts),) if self.experts else ()
+        weights = Pool(WEIGHTS, fixed=self.weights - self.experts)
+        return (weights, *experts, Pool(KV_CACHE, per_token=BYTES_PER_TOKEN))
 
     @property
     def nbytes(self) -> int:

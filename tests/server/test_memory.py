@@ -9,11 +9,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from engines import decoder, engine, worker
+from engines import decoder
 from hypothesis import given
 from hypothesis import strategies as st
 from servers import launch_config
@@ -22,6 +21,7 @@ from kvline_contract.codec import encode
 from kvline_contract.launch import Device, EngineOptions
 from kvline_contract.memory import MemoryV1
 from kvline_contract.report import Outcome
+from kvline_server.engine.largest_steps import MAX_BIASES, LargestSteps, worst_params
 from kvline_server.errors import ConfigInvalid, DeviceFailure
 from kvline_server.memory import device as devices
 from kvline_server.memory.arena import HostArena
@@ -40,9 +40,7 @@ from kvline_server.sampling_params import SamplingParams
 from kvline_server.sizing.profile import budget, shrink, whole_pages
 from kvline_server.sizing.record import FREE_NOISE, AttemptStore, find_record, fingerprint
 from kvline_server.sizing.settings import logprob_rows, resolve
-from kvline_server.sizing.stress import MAX_BIASES, StressSet, worst_params
 from kvline_server.worker.backend import open_backend
-from kvline_server.worker.step import Step
 
 VMSTAT = {"vmstat": "nr_free_pages 1\noom_kill 7\n"}
 
@@ -265,23 +263,10 @@ def test_the_stress_set_plays_every_option_at_once() -> None:
 
 @pytest.mark.parametrize("aliased", [True, False])
 def test_the_stress_set_s_steps_are_as_large_as_the_scheduler_s(
-    aliased: bool, make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    aliased: bool,
 ) -> None:
-    made = engine(make_model("llama"), pages=100, running=8)
-    folder = make_model("llama")
-    options = launch_config(folder, EngineOptions(512, 8, 64))
-    settings = resolve(options, worker(made).decoder.config, 2 << 30)
-    steps: dict[str, Step] = {}
-    stress = StressSet(made.executor, settings, 512, 307, aliased)
-    launch = made.executor.launch
-    for name, action in stress.items():
-
-        def noted(step: Step, name: str = name) -> Any:
-            steps[name] = step
-            return launch(step)
-
-        monkeypatch.setattr(made.executor, "launch", noted)
-        action()
+    pages = 100
+    steps = dict(LargestSteps(8, 64, 512, 307, 20, pages, aliased))
     for name, step in steps.items():
         rows = len(step.sampled_slots)
         assert rows and step.listed.tolist() == list(range(rows)) and step.listed_top == 20

@@ -41,7 +41,7 @@ class Start:
 
     def run(self) -> Result:
         made = self.machine
-        loaded = Loaded(made, 1000, BYTES_PER_TOKEN, made.weights, FINGERPRINT, "bfloat16")
+        loaded = Loaded(made, 1000, made.pools, FINGERPRINT, "bfloat16")
         return ProfileLoop(
             device=made,
             settings=self.wanted,
@@ -78,6 +78,21 @@ def test_all_that_is_left_becomes_cache_but_the_headroom(tmp_path: Path) -> None
     assert memory.mib(KV_CACHE) == made.nbytes // MIB and memory.mib(WEIGHTS) == 100
     assert result.cache_dtype == "bfloat16"
     assert not (tmp_path / "attempts.json").exists()
+
+
+def test_memory_that_an_owner_names_is_a_part_of_the_report(tmp_path: Path) -> None:
+    def start(name: str, **changed: int) -> Start:
+        (folder := tmp_path / name).mkdir()
+        return Start(machine(**changed), folder)
+
+    plain = start("plain").run()
+    named = start("named", experts=70 * MIB).run()
+    assert named.kv_tokens == plain.kv_tokens
+    assert (named.memory.mib(WEIGHTS), named.memory.mib("experts")) == (30, 70)
+    assert sum(part.mib for part in named.memory.parts) == named.memory.total_mib
+    with pytest.raises(OutOfMemory, match="weights 30 MiB, experts 70 MiB") as caught:
+        start("small", experts=70 * MIB, limit=104 * MIB).run()
+    assert caught.value.memory is not None and caught.value.memory.mib("experts") == 70
 
 
 def test_what_a_capture_leaves_in_the_allocator_s_cache_is_not_the_graphs(tmp_path: Path) -> None:
@@ -176,7 +191,7 @@ def shared(folder: Path, leaves: bool) -> tuple[ProfileLoop, list[float], Notes]
     loop = ProfileLoop(
         device=made,
         settings=replace(SETTINGS, max_model_len=40_000, model_max_len=40_000),
-        loaded=Loaded(made, 1000, BYTES_PER_TOKEN, made.weights, FINGERPRINT, "bfloat16"),
+        loaded=Loaded(made, 1000, made.pools, FINGERPRINT, "bfloat16"),
         reporter=notes,
         store=AttemptStore(folder / "attempts.json"),
         record_file=None,

@@ -6,11 +6,14 @@ import struct
 import time
 from array import array
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvline_server.engine.token_counts import TokenCounts
 from kvline_server.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from kvline_server.engine.penalties import TokenCounts
 
 
 @dataclass(slots=True)

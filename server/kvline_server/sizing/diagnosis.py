@@ -14,7 +14,6 @@ from kvline_contract.memory import (
     HEADROOM,
     KV_CACHE,
     OTHERS,
-    WEIGHTS,
     Memory,
     Part,
 )
@@ -22,6 +21,7 @@ from kvline_contract.report import Attempt, Binding, Direction, Knob
 from kvline_server.errors import ContextDoesNotFit, OutOfMemory
 from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.memory.pools import Pool
 from kvline_server.sizing.settings import EngineSettings
 
 MEMORY_FIELD = "spec.resources.memory"
@@ -32,7 +32,7 @@ CROWDED = 20  # other processes are named as the reason above 1/CROWDED of the d
 class Diagnosis:
     device: Device
     settings: EngineSettings
-    weights_bytes: int
+    pools: tuple[Pool, ...]  # whose fixed bytes the load puts on the device
     neighbours: int = 0  # bytes that other processes held before the weights were loaded
     arrived: int = 0  # bytes that other processes have taken since
     growth: int = 0  # bytes that the stress added
@@ -42,7 +42,7 @@ class Diagnosis:
         """Memory by part; `others` is the rest, so that the parts add up exactly."""
         total = self.device.limit // MIB
         parts = [
-            Part(WEIGHTS, self.weights_bytes // MIB),
+            *(Part(pool.name, pool.fixed // MIB) for pool in self.pools if pool.fixed),
             Part(ACTIVATIONS, self.growth // MIB),
             Part(GRAPHS, self.graphs // MIB),
             Part(KV_CACHE, kv_bytes // MIB),
@@ -52,10 +52,15 @@ class Diagnosis:
         held = f"{self._held()} MiB of other processes" if self._crowded() else None
         return Memory(total, (*parts, Part(OTHERS, rest, held)))
 
+    @property
+    def loaded(self) -> int:
+        """Bytes that the load puts on the device: weights, nearly all."""
+        return sum(pool.fixed for pool in self.pools)
+
     def weights_do_not_fit(self, free: int) -> OutOfMemory:
-        need = (max(0, self.weights_bytes - free) + self.settings.reserved()) // MIB + 1
+        need = (max(0, self.loaded - free) + self.settings.reserved()) // MIB + 1
         return OutOfMemory(
-            f"the weights ({self.weights_bytes // MIB} MiB) and their runtime do not fit: "
+            f"the weights ({self.loaded // MIB} MiB) and their runtime do not fit: "
             f"{max(0, free) // MIB} MiB of {self.device.limit // MIB} MiB are free; "
             + self._more(f"by at least {need} MiB"),
             memory=self.memory(0, free),
@@ -65,12 +70,12 @@ class Diagnosis:
 
     def nothing_left(self, tokens: int) -> OutOfMemory:
         return OutOfMemory(
-            f"no memory is left for the KV cache: weights {self.weights_bytes // MIB} MiB and "
-            f"activations {self.growth // MIB} MiB leave room for {max(tokens, 0)} tokens under a "
-            f"limit of {self.device.limit // MIB} MiB beside {self._reserved()}; {self._advice()}",
+            f"no memory is left for the KV cache: {self._named()} and "
+            f"activations {self.growth // MIB} MiB leave room for {max(tokens, 0)} tokens "
+            f"{self._limit()} beside {self._reserved()}; {self._advice()}",
             memory=self.memory(0, max(0, self.device.limit - self.device.used())),
             binding=self._binding(
-                Binding.ACTIVATIONS if self.growth > self.weights_bytes else Binding.WEIGHTS
+                Binding.ACTIVATIONS if self.growth > self.loaded else Binding.WEIGHTS
             ),
             knobs=self._knobs(),
         )
@@ -91,9 +96,8 @@ class Diagnosis:
 
     def killed_while_probing(self, attempts: tuple[Attempt, ...]) -> OutOfMemory:
         return OutOfMemory(
-            f"killed for memory while probing with the smallest KV cache: weights "
-            f"{self.weights_bytes // MIB} MiB under a limit of {self.device.limit // MIB} MiB; "
-            f"{self._advice()}",
+            f"killed for memory while probing with the smallest KV cache: {self._named()} "
+            f"{self._limit()}; {self._advice()}",
             memory=self.memory(0, 0),
             binding=Binding.ACTIVATIONS,
             knobs=self._knobs(),
@@ -112,14 +116,19 @@ class Diagnosis:
             knobs = self._knobs()
             text = f"no size survived the stress; tried {tried or 'the probe alone'} tokens"
         return OutOfMemory(
-            f"{text}: weights {self.weights_bytes // MIB} MiB, activations "
-            f"{self.growth // MIB} MiB, {self._reserved()}, under a limit of "
-            f"{self.device.limit // MIB} MiB; {self._others()}{_advice(knobs)}",
+            f"{text}: {self._named()}, activations {self.growth // MIB} MiB, "
+            f"{self._reserved()}, {self._limit()}; {self._others()}{_advice(knobs)}",
             memory=self.memory(0, max(0, self.device.limit - self.device.used())),
             binding=self._binding(Binding.HOST_MEMORY),
             knobs=knobs,
             attempts=attempts[-5:],
         )
+
+    def _named(self) -> str:
+        return ", ".join(f"{p.name} {p.fixed // MIB} MiB" for p in self.pools if p.fixed)
+
+    def _limit(self) -> str:
+        return f"under a limit of {self.device.limit // MIB} MiB"
 
     def _knobs(self) -> tuple[Knob, ...]:
         return (

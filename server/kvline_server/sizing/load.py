@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Protocol
 
 from kvline_contract.launch import LaunchConfig, LoadFormat
+from kvline_contract.memory import KV_CACHE, WEIGHTS
 from kvline_contract.report import Provenance
 from kvline_server import device_errors
 from kvline_server.errors import DeviceOutOfMemory, ModelNotFound
 from kvline_server.memory.device import MIB, compact_heap
 from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.memory.pools import Pool
 from kvline_server.model import loader
 from kvline_server.model.config import ModelConfig, read_config
 from kvline_server.model.decoder import Decoder, kv_shape
@@ -63,7 +65,8 @@ def load_model(
     random = launch.model.load_format is LoadFormat.RANDOM
     source: TensorSource = loader.RandomSource() if random else loader.SafetensorsSource(folder)
     expected = loader.weight_elements(model) * backend.dtype.itemsize
-    too_large = Diagnosis(device, settings, expected, used).weights_do_not_fit(device.limit - used)
+    needed = (Pool(WEIGHTS, fixed=expected),)
+    too_large = Diagnosis(device, settings, needed, used).weights_do_not_fit(device.limit - used)
     if expected > device.limit - used:
         raise too_large
     try:
@@ -88,8 +91,10 @@ def load_model(
     return Loaded(
         executor=Local(worker, device),
         vocabulary=model.vocabulary,
-        bytes_per_token=kv_shape(model, backend.dtype).bytes_per_token,
-        weights_bytes=worker.decoder.weights.nbytes(),
+        pools=(
+            *worker.decoder.weights.pools(),
+            Pool(KV_CACHE, per_token=kv_shape(model, backend.dtype).bytes_per_token),
+        ),
         fingerprint=fingerprint(
             {
                 "model": model_revision(launch) or identity(folder, with_weights=not random),

@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from kvline_contract.memory import Memory
 from kvline_contract.report import Attempt, Effective, Outcome, Result, Source, State
+from kvline_server.engine.largest_steps import LargestSteps
 from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, OutOfMemory
 from kvline_server.kernels import tuning
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
+from kvline_server.memory.pools import Pool
 from kvline_server.parallel.executor import Executor, Usage
 from kvline_server.sizing.diagnosis import Diagnosis
 from kvline_server.sizing.record import AttemptStore, find_record, keep_record
 from kvline_server.sizing.settings import EngineSettings
-from kvline_server.sizing.stress import StressSet
 
 PROBE_PAGES = 64
 SHRINK_PERCENT = 95
@@ -54,10 +54,13 @@ class Loaded:
 
     executor: Executor
     vocabulary: int
-    bytes_per_token: int
-    weights_bytes: int
+    pools: tuple[Pool, ...]  # on every rank, loaded or of each token
     fingerprint: str
     cache_dtype: str
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(pool.per_token for pool in self.pools)
 
 
 def budget(usage: Usage, reserved: int) -> int:
@@ -93,7 +96,7 @@ class ProfileLoop:
         self.choices: Choices = {}
         self.lowest_free = self.resting = 0  # bytes
         neighbours = device.limit - free_before_weights
-        self.diagnosis = Diagnosis(device, settings, loaded.weights_bytes, neighbours)
+        self.diagnosis = Diagnosis(device, settings, loaded.pools, neighbours)
 
     def run(self, started: float) -> Result:
         """Steps 3 to 8. `started` is the monotonic time at which loading began."""
@@ -323,16 +326,19 @@ class ProfileLoop:
         return free - self.device.working_files()
 
     def _run_stress(self, max_model_len: int, aliased: bool) -> None:
-        stress = StressSet(
-            executor=self.loaded.executor,
-            settings=self.settings,
-            max_model_len=max_model_len,
-            vocabulary=self.loaded.vocabulary,
-            aliased=aliased,
+        executor, settings = self.loaded.executor, self.settings
+        stress = LargestSteps(
+            settings.max_running_requests,
+            settings.max_prefill_tokens,
+            max_model_len,
+            self.loaded.vocabulary,
+            settings.max_top_logprobs,
+            executor.pages,
+            aliased,
         )
-        for name, action in stress.items():
+        for name, step in stress:
             with self._stage(f"{'stress' if aliased else 'validate'} {name}", None):
-                action()
+                executor.launch(step).wait()
 
     @contextmanager
     def _stage(self, name: str, state: State | None, *details: str) -> Iterator[list[str]]:
@@ -349,6 +355,7 @@ class ProfileLoop:
         record = self.record if source is Source.RECORDED else None
         tokens = (self.loaded.executor.pages - 1) * PAGE_SIZE
         loop_ms = round((time.monotonic() - started) * 1000)
+        free = self.settings.headroom_mib * MIB + max(0, self.lowest_free)
         return Result(
             kv_tokens=tokens,
             bytes_per_token=self.loaded.bytes_per_token,
@@ -358,15 +365,10 @@ class ProfileLoop:
             loop_ms=loop_ms,
             saved_ms=max(0, record.loop_ms - loop_ms) if record is not None else 0,
             measured_at=self.reporter.now(),
-            ranks=(self._memory(),),
+            ranks=(self.diagnosis.memory(self._kv_bytes(), free),),
             gemm_kernels=tuning.texts(self.choices),
             cache_dtype=self.loaded.cache_dtype,
         )
-
-    def _memory(self) -> Memory:
-        """Memory by part at the final size; activations are what the stress added."""
-        free = self.settings.headroom_mib * MIB + max(0, self.lowest_free)
-        return self.diagnosis.memory(self._kv_bytes(), free)
 
 
 def whole_pages(tokens: int) -> int:

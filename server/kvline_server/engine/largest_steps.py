@@ -1,0 +1,122 @@
+"""The largest steps that the scheduler can make: the stress set, which sizing runs.
+
+They are built as those of requests. While probing, page tables repeat a few physical pages, so that
+full lengths run with little memory; at the final size every sequence has its own pages.
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvline_server.engine.batch import build
+from kvline_server.engine.request import Sequence
+from kvline_server.engine.scheduler import Work
+from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
+from kvline_server.sampling_params import SamplingParams
+from kvline_server.worker.step import Step
+
+MAX_BIASES = 300  # per request; the API's limit
+Rows = tuple[int, int]  # length of a sequence, and the first position that the step computes
+
+
+def worst_params(vocabulary: int, top: int) -> SamplingParams:
+    """Every option of a request at once. The largest top_k needs the largest sort."""
+    return SamplingParams(
+        max_tokens=1 << 30,
+        temperature=0.8,
+        top_p=0.9,
+        top_k=vocabulary,
+        min_p=0.01,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        repetition_penalty=1.1,
+        logit_bias={i * vocabulary // MAX_BIASES: -1.0 for i in range(MAX_BIASES)},
+        ignore_eos=True,
+        logprobs=top,
+        prompt_logprobs=top,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LargestSteps:
+    max_running: int
+    max_rows: int
+    max_model_len: int
+    vocabulary: int
+    top: int  # logprobs of each row
+    pages: int  # of the KV cache, the dummy page included
+    aliased: bool  # page tables may repeat physical pages
+
+    def __iter__(self) -> Iterator[tuple[str, Step]]:
+        """Name and step; those that fail soonest come first."""
+        every = worst_params(self.vocabulary, self.top)
+        plain = SamplingParams(
+            1 << 30, ignore_eos=True, logprobs=self.top, prompt_logprobs=self.top
+        )
+        yield "prefill-one", self._step(self._prefill(1), every)
+        yield "prefill-many", self._step(self._prefill(self._running), every)
+        yield "last-chunk", self._step(self._last_chunk(), every)
+        yield "decode", self._step(self._decode(), every)
+        yield "mixed", self._step(self._mixed(), every)
+        # Sampling without filters uses other kernels.
+        yield "unfiltered", self._step(self._mixed(), plain)
+
+    @property
+    def _running(self) -> int:
+        """The number of sequences that run at once with at least one page each."""
+        return max(1, min(self.max_running, self._capacity // PAGE_SIZE))
+
+    @property
+    def _capacity(self) -> int:
+        """Tokens that the sequences of one step may have in total."""
+        if self.aliased:
+            return self.max_model_len * self.max_running
+        return (self.pages - 1) * PAGE_SIZE
+
+    def _prefill(self, sequences: int) -> list[Rows]:
+        """Prompt tokens alone, from at least `sequences` prompts."""
+        chunk = min(self.max_rows, self._capacity)
+        longest = min(self.max_model_len, max(2, chunk // sequences))
+        return [(length, 0) for length in [longest] * (chunk // longest) or [chunk]]
+
+    def _last_chunk(self) -> list[Rows]:
+        length = min(self.max_model_len, self._capacity)
+        return [(length, max(0, length - self.max_rows))]
+
+    def _decode(self) -> list[Rows]:
+        """One token per sequence: the first has the full length, the others share what is left."""
+        others = self._running - 1
+        first = min(self.max_model_len, self._capacity - others * PAGE_SIZE)
+        return [(first, first - 1), *self._sharing(others, first)]
+
+    def _mixed(self) -> list[Rows]:
+        """All sequences but one decode, and one prompt fills the rest of the step."""
+        decodes = self._running - 1
+        prompt = min(
+            self.max_model_len, self.max_rows - decodes, self._capacity - decodes * PAGE_SIZE
+        )
+        return [*self._sharing(decodes, prompt), (prompt, 0)]
+
+    def _sharing(self, decodes: int, taken: int) -> list[Rows]:
+        """Decodes of equal lengths in what a sequence of `taken` tokens leaves."""
+        share = (self._capacity - pages_for(taken) * PAGE_SIZE) // max(1, decodes)
+        length = min(self.max_model_len, share // PAGE_SIZE * PAGE_SIZE)
+        return [(length, length - 1)] * decodes
+
+    def _step(self, rows: list[Rows], params: SamplingParams) -> Step:
+        real = range(DUMMY_PAGE + 1, self.pages)
+        pages = itertools.cycle(real) if self.aliased else iter(real)
+        longest = max(length for length, _ in rows)
+        ids = [i % self.vocabulary for i in range(longest + len(rows))]
+        work = []
+        for index, (length, start) in enumerate(rows):
+            tokens = ids[index : index + length]
+            prompt = max(1, length - 1)
+            sequence = Sequence(id=-1, tokens=tokens, prompt_length=prompt, params=params)
+            sequence.pages = array("i", itertools.islice(pages, pages_for(length)))
+            sequence.computed = start
+            work.append(Work(sequence, start, length - start))
+        return build(work).step
