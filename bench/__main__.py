@@ -35,7 +35,7 @@ GPU = (
 
 def main(names: list[str]) -> int:
     known = CPU | {name: name for name in (*GPU, "reads", "lengths", "plot", "rollouts", "scale")}
-    known |= {"http": "http_memory", "http-cpu": "http_cpu"}
+    known |= {"http": "http_memory", "http-cpu": "http_cpu", "lm-eval": "lm_eval_scores"}
     unknown = [n for n in names if n not in known]
     if unknown:
         print(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr)

@@ -29,7 +29,7 @@ def main() -> None:
     sets = {"dev": ["pyproject.toml", "--extra", "dev"]}
     for image in ("operator", "server", "cuda"):  # traces are asked for by a chart value
         sets[image] = ["pyproject.toml", "--extra", image, "--extra", "otel"]
-    for alone in ("convert", "plot"):
+    for alone in ("convert", "lm-eval", "plot"):
         sets[alone] = [f"requirements/{alone}.in"]
     for name, source in sets.items():
         if sys.argv[1:] and name not in sys.argv[1:]:
