@@ -86,7 +86,7 @@ def failure(pod: PodView, gpus: int) -> str:
         return ""
     if gpus and ended.oom_killed:
         return f"{pod.name}: {host_memory(count)}"
-    what = "OOMKilled" if ended.oom_killed else meaning(ended.code).name
+    what = "OOMKilled" if ended.oom_killed else meaning(ended.code).title
     return f"{pod.name} ended {count} times, with code {ended.code} ({what}): {ended.message}"
 
 
@@ -108,7 +108,7 @@ def blocker(pod: PodView) -> str:
         return f"{pod.name}: {pod.killed.killed_text}"
     for ended in (pod.failed, pod.download_ended):
         if ended is not None and ended.code and not meaning(ended.code).rejects:
-            return f"{pod.name}: {meaning(ended.code).name}: {ended.message}"
+            return f"{pod.name}: {meaning(ended.code).title}: {ended.message}"
     if pod.report_invalid:
         return f"{pod.name}: its sizing report cannot be read: {pod.report_error}"
     return ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvline_contract.exits import MEANINGS, meaning
+from kvline_contract.exits import meaning
 from kvline_contract.names import records_name
 from kvline_contract.report import SizingReport, State
 from kvline_operator.candidate import OOM_RETRIES, host_memory
@@ -85,7 +85,7 @@ def _oom_reason(pods: tuple[PodView, ...], gpus: int) -> str:
 
 
 def _reason(ended: Ended) -> str:
-    return (meaning(ended.code) if ended.code in MEANINGS else meaning(1)).reason
+    return meaning(ended.code).reason
 
 
 def _oom_kills(pods: tuple[PodView, ...]) -> int:

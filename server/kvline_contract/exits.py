@@ -5,57 +5,43 @@ The server exits with these codes and the operator reads them (docs/operations.m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    DRAINED = 0
-    UNEXPECTED = 1
-    USAGE = 2
-    CONFIG_INVALID = 20
-    PORT_TAKEN = 21
-    SECRET_MISSING = 22
-    MODEL_NOT_FOUND = 30
-    MODEL_INVALID = 31
-    MODEL_UNSUPPORTED = 32
-    DOWNLOAD_FAILED = 33
-    OUT_OF_MEMORY = 40
-    CONTEXT_DOES_NOT_FIT = 41
-    DEVICE_FAILURE = 43
-    ENGINE_DIED = 50
-    OUT_OF_MEMORY_SERVING = 51
-    STALLED = 52
-
-
-@dataclass(frozen=True, slots=True)
-class Meaning:
-    name: str
     condition: str
     reason: str
     rejects: bool  # when the container exits with this code a second time; else the rollout holds
 
+    def __new__(cls, code: int, condition: str, reason: str, rejects: bool) -> ExitCode:
+        made = int.__new__(cls, code)
+        made._value_ = code
+        made.condition, made.reason, made.rejects = condition, reason, rejects
+        return made
 
-MEANINGS: dict[int, Meaning] = {
-    0: Meaning("Drained", "", "", False),
-    1: Meaning("Unexpected", "CapacityMeasured", "EngineExited", True),
-    2: Meaning("Usage", "CapacityMeasured", "EngineExited", True),
-    20: Meaning("ConfigInvalid", "Accepted", "SpecInvalid", True),
-    21: Meaning("PortTaken", "CapacityMeasured", "EngineExited", False),
-    22: Meaning("SecretMissing", "ModelAvailable", "SecretMissing", False),
-    30: Meaning("ModelNotFound", "ModelAvailable", "NotFound", False),
-    31: Meaning("ModelInvalid", "ModelAvailable", "Invalid", True),
-    32: Meaning("ModelUnsupported", "ModelAvailable", "Unsupported", True),
-    33: Meaning("DownloadFailed", "ModelAvailable", "DownloadFailed", False),
-    40: Meaning("OutOfMemory", "CapacityMeasured", "OutOfMemory", True),
-    41: Meaning("ContextDoesNotFit", "CapacityMeasured", "ContextDoesNotFit", True),
-    43: Meaning("DeviceFailure", "Progressing", "DeviceFailure", False),
-    50: Meaning("EngineDied", "CapacityMeasured", "EngineExited", True),
-    51: Meaning("OutOfMemoryServing", "CapacityMeasured", "OutOfMemory", True),
-    52: Meaning("Stalled", "CapacityMeasured", "EngineExited", True),
-}
+    DRAINED = 0, "", "", False
+    UNEXPECTED = 1, "CapacityMeasured", "EngineExited", True
+    USAGE = 2, "CapacityMeasured", "EngineExited", True
+    CONFIG_INVALID = 20, "Accepted", "SpecInvalid", True
+    PORT_TAKEN = 21, "CapacityMeasured", "EngineExited", False
+    SECRET_MISSING = 22, "ModelAvailable", "SecretMissing", False
+    MODEL_NOT_FOUND = 30, "ModelAvailable", "NotFound", False
+    MODEL_INVALID = 31, "ModelAvailable", "Invalid", True
+    MODEL_UNSUPPORTED = 32, "ModelAvailable", "Unsupported", True
+    DOWNLOAD_FAILED = 33, "ModelAvailable", "DownloadFailed", False
+    OUT_OF_MEMORY = 40, "CapacityMeasured", "OutOfMemory", True
+    CONTEXT_DOES_NOT_FIT = 41, "CapacityMeasured", "ContextDoesNotFit", True
+    DEVICE_FAILURE = 43, "Progressing", "DeviceFailure", False
+    ENGINE_DIED = 50, "CapacityMeasured", "EngineExited", True
+    OUT_OF_MEMORY_SERVING = 51, "CapacityMeasured", "OutOfMemory", True
+    STALLED = 52, "CapacityMeasured", "EngineExited", True
+
+    @property
+    def title(self) -> str:
+        """Its name in termination messages and logs, such as OutOfMemory."""
+        return self.name.title().replace("_", "")
 
 
-def meaning(code: int) -> Meaning:
+def meaning(code: int) -> ExitCode:
     """The meaning of any code; an unknown one counts as Unexpected."""
-    return MEANINGS.get(code, MEANINGS[1])
+    return next((known for known in ExitCode if known == code), ExitCode.UNEXPECTED)

@@ -17,7 +17,7 @@ ServerError
 
 from __future__ import annotations
 
-from kvline_contract.exits import ExitCode, meaning
+from kvline_contract.exits import ExitCode
 from kvline_contract.memory import Memory, MemoryV1
 from kvline_contract.report import VERSION, Attempt, Binding, Knob, Termination
 
@@ -31,7 +31,7 @@ class ServerError(Exception):
         return Termination(
             version=VERSION,
             code=int(self.code),
-            name=meaning(self.code).name,
+            name=self.code.title,
             message=str(self)[:1024],
         )
 
@@ -98,7 +98,7 @@ class SizingError(ServerError):
         return Termination(
             version=VERSION,
             code=int(self.code),
-            name=meaning(self.code).name,
+            name=self.code.title,
             message=str(self)[:1024],
             memory=MemoryV1.of(self.memory) if self.memory is not None else None,
             binding=self.binding,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvline_contract.exits import MEANINGS
+from kvline_contract.exits import ExitCode, meaning
 from kvline_contract.memory import MemoryV1
 from kvline_contract.report import (
     VERSION,
@@ -29,7 +29,7 @@ WHEN = "2026-11-22T00:00:00Z"  # the same at each poll, as a real one's is
 MEMORY = MemoryV1(81920, 15000, 3000, 500, 62820, 400, 200).upgraded()
 EFFECTIVE = Effective(8192, 256, 8192, 20, 256, 16, 256)
 ORDER = (State.LOADING, State.AUTOTUNING, State.PROBING, State.STRESSING, State.VALIDATING)
-FAILURES = {m.name.lower(): code for code, m in MEANINGS.items() if code >= 20}
+FAILURES = {code.title.lower(): code for code in ExitCode if code >= 20}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +108,9 @@ class Play:
         )
 
     def termination(self) -> Termination:
-        code = self.exit_code or 0
-        message = f"the conformance fake plays {MEANINGS[code].name}"
-        return Termination(VERSION, code, MEANINGS[code].name, message)
+        code = meaning(self.exit_code or 0)
+        message = f"the conformance fake plays {code.title}"
+        return Termination(VERSION, int(code), code.title, message)
 
     def load(self) -> Load:
         return Load(VERSION, self.tokens, self.tokens // 10, 0, 0, 1, 0, 0, 256, False)

@@ -101,18 +101,18 @@ def test_the_api_page_is_what_the_crd_says() -> None:
 
 
 def test_the_exit_codes_of_the_page_are_those_of_the_contract() -> None:
-    from kvline_contract.exits import MEANINGS
+    from kvline_contract.exits import ExitCode
 
     page = (ROOT / "docs" / "operations.md").read_text()
     rows = re.findall(r"^\| (\d+) \| (\w+) \| .+ \| (.+) \| (yes|no) \|$", page, re.M)
     expected = [
         (
             str(code),
-            meaning.name,
-            f"{meaning.condition} / {meaning.reason}" if meaning.condition else "-",
-            "yes" if meaning.rejects else "no",
+            code.title,
+            f"{code.condition} / {code.reason}" if code.condition else "-",
+            "yes" if code.rejects else "no",
         )
-        for code, meaning in MEANINGS.items()
+        for code in ExitCode
     ]
     assert rows == expected
 

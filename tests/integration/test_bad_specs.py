@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rolling import Service, up_to_date
 
-from kvline_contract.exits import MEANINGS, meaning
+from kvline_contract.exits import ExitCode
 from kvline_contract.report import State
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -56,7 +56,7 @@ def no_node(service: Service, pod: dict[str, Any]) -> None:
 
 def kinds() -> dict[str, Act]:
     found: dict[str, Act] = {f"measures {n}": measures(n) for n in SHORT}
-    found |= {f"ends with {MEANINGS[c].name}": ends(c) for c in MEANINGS if c}
+    found |= {f"ends with {c.title}": ends(c) for c in ExitCode if c}
     found |= {
         "garbage for a report": says(b"{}"),
         "no report": says(b"<html>"),
@@ -69,8 +69,8 @@ def kinds() -> dict[str, Act]:
 
 def wanted(name: str) -> str:
     """Only a measured shortfall or the engine's own failure rejects; everything else holds."""
-    code = next((c for c in MEANINGS if name == f"ends with {MEANINGS[c].name}"), None)
-    rejects = name.startswith("measures") or (code is not None and meaning(code).rejects)
+    code = next((c for c in ExitCode if name == f"ends with {c.title}"), None)
+    rejects = name.startswith("measures") or (code is not None and code.rejects)
     return "RevisionRejected" if rejects else "GateHeld"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 
-from kvline_contract.exits import MEANINGS
+from kvline_contract.exits import ExitCode
 from kvline_contract.report import State
 from kvline_operator import autoscale, capacity, conditions, prepare, reconcile
 from kvline_operator.advice import ADVICE, advise
@@ -17,7 +17,7 @@ KIND = re.compile(r'kind = "(\w+)"')
 
 def created() -> set[tuple[str, str]]:
     """Condition and reason of every condition that the code creates."""
-    found = {(m.condition, m.reason) for m in MEANINGS.values() if m.condition and m.reason}
+    found = {(m.condition, m.reason) for m in ExitCode if m.condition and m.reason}
     sizing = set(State) - {State.FAILED}
     found |= {("CapacityMeasured", str(state)) for state in sizing}
     found |= {("ScalingActive", str(activity)) for activity in autoscale.Activity}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvline_contract.exits import MEANINGS
+from kvline_contract.exits import ExitCode
 from kvline_contract.launch import Record
 from kvline_contract.memory import MemoryV1
 from kvline_contract.report import (
@@ -198,15 +198,14 @@ def test_a_candidate_s_replica_that_the_gate_holds_back_names_what_binds_it() ->
     )
 
 
-@pytest.mark.parametrize("code", [c for c in MEANINGS if c])
-def test_every_exit_code_becomes_its_condition(code: int) -> None:
+@pytest.mark.parametrize("code", [c for c in ExitCode if c])
+def test_every_exit_code_becomes_its_condition(code: ExitCode) -> None:
     """F31: the reason stands through restarts until the replica is validated."""
-    meaning = MEANINGS[code]
     crashed = replace(PLAIN, ended=ended(code), restarts=3)
     again = replace(crashed, running=True, report=report(State.LOADING))
     for pod in (crashed, again):
-        condition = by_type(service_state(pod))[meaning.condition]
-        assert (condition.status, condition.reason) == ("False", meaning.reason)
+        condition = by_type(service_state(pod))[code.condition]
+        assert (condition.status, condition.reason) == ("False", code.reason)
         assert condition.message == "why"
     recovered = replace(ready_pod(), ended=ended(code))
     assert by_type(service_state(recovered))["Ready"].reason == "Serving"

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kvline_contract import times
-from kvline_contract.exits import ExitCode, meaning
+from kvline_contract.exits import ExitCode
 from kvline_contract.launch import Device, LaunchConfig
 from kvline_contract.names import ATTEMPTS_FILE, ENV_POD_NAME, ENV_POD_UID
 from kvline_contract.report import VERSION, Outcome, SizingReport, State, Termination
@@ -335,4 +335,4 @@ def log(text: str) -> None:
 
 
 def _termination(code: ExitCode, message: str) -> Termination:
-    return Termination(VERSION, int(code), meaning(code).name, message)
+    return Termination(VERSION, int(code), code.title, message)
