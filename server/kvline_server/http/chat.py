@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from collections.abc import Iterator
 from typing import Any
 
 from kvline_server.http.completions import prompt_logprobs, seeded
@@ -83,28 +82,13 @@ class Chat(Route[ChatRequest]):
             "bytes": list(raw),
         }
 
-    async def events(
-        self, index: int, prompt: list[int], params: SamplingParams, chunks: Chunks
-    ) -> AsyncGenerator[bytes, None]:
-        stops, arrived = self.request.stops(), self.arrived
-        async with aclosing(self.generator.follow(prompt, params, stops, arrived)) as pieces:
-            async for piece in pieces:
-                chunks.totals[index].count(piece)
-                if not piece.text_alone:
-                    yield chunks.choice(self._part(index, piece))
-                elif piece.text:
-                    yield chunks.text(index, piece.text)
-
-    def _part(self, index: int, piece: Piece) -> dict[str, Any]:
+    def part(self, index: int, piece: Piece) -> dict[str, Any]:
         return {
             "index": index,
             "delta": {"content": piece.text} if piece.text else {},
             "finish_reason": piece.finish,
             "logprobs": self._logprobs(piece.scores) if piece.scores else None,
         }
-
-    def text_alone(self, index: int, text: str) -> dict[str, Any]:
-        return self._part(index, Piece(text))
 
     def opening(self, chunks: Chunks) -> list[bytes]:
         """As in OpenAI's API, the first chunk of each choice has the role."""

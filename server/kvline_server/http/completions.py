@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from kvline_server import seeds
-from kvline_server.http.envelope import Chunks, Route, whole
+from kvline_server.http.envelope import Route, whole
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.generate import (
     Answer,
     Generator,
-    Limits,
+    Piece,
     check_prompt,
     sampling,
 )
@@ -30,21 +29,21 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 ECHO_TOKENS = 8  # tokens per event of a streamed prompt with logprobs; events are buffered
 
 
+@dataclass(frozen=True, slots=True)
+class Echoed:
+    """An echoed prompt, with the offsets of its tokens if logprobs are listed."""
+
+    text: str
+    offsets: list[int]
+
+
+@dataclass(eq=False)
 class Completion(Route[CompletionRequest]):
     """Its prompts, one job per choice, and the JSON of its answers."""
 
     chunk_kind = "text_completion"
 
-    def __init__(
-        self,
-        id: str,
-        request: CompletionRequest,
-        generator: Generator,
-        limits: Limits,
-        arrived: float,
-    ) -> None:
-        super().__init__(id, request, generator, limits, arrived)
-        self._echoes: list[Echoed] = []  # by prompt, if asked for
+    _echoes: list[Echoed] = field(default_factory=list)  # by prompt, if asked for
 
     def plan(self) -> list[tuple[list[int], SamplingParams]]:
         """Tokenises; may take a while, so it runs off the event loop. Raises BadRequest."""
@@ -91,31 +90,31 @@ class Completion(Route[CompletionRequest]):
 
     def _choice(self, index: int, prompt: int, answer: Answer) -> dict[str, Any]:
         request = self.request
-        text, scores, offsets, head = answer.text, answer.scores, answer.offsets, None
+        shown, head = answer, None
         if request.echo:
-            echoed = self._echoes[prompt]
-            text, head = echoed.text + text, self.prompts[prompt][0]
-            scores = answer.prompt_scores + scores
-            offsets = echoed.offsets + [len(echoed.text) + at for at in offsets]
-        choice = self._worded(index, text, answer.finish, scores, offsets, head)
+            echoed, head = self._echoes[prompt], self.prompts[prompt][0]
+            shown = replace(
+                answer,
+                text=echoed.text + answer.text,
+                scores=answer.prompt_scores + answer.scores,
+                offsets=echoed.offsets + [len(echoed.text) + at for at in answer.offsets],
+            )
+        choice = self._worded(index, shown, head)
         if request.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(self.generator, request, answer)
         return choice
 
-    def _worded(
-        self,
-        index: int,
-        text: str,
-        finish: str | None,
-        scores: list[PackedScores],
-        offsets: list[int],
-        head: int | None = None,
-    ) -> dict[str, Any]:
+    def _worded(self, index: int, piece: Piece, head: int | None = None) -> dict[str, Any]:
         """The JSON of a choice, or of a chunk of it."""
         top, logprobs = self.request.logprobs, None
-        if top is not None and offsets:
-            logprobs = legacy_logprobs(self.generator, scores, top, head, offsets)
-        return {"index": index, "text": text, "finish_reason": finish, "logprobs": logprobs}
+        if top is not None and piece.offsets:
+            logprobs = legacy_logprobs(self.generator, piece.scores, top, head, piece.offsets)
+        return {
+            "index": index,
+            "text": piece.text,
+            "finish_reason": piece.finish,
+            "logprobs": logprobs,
+        }
 
     def _echo_of(self, given: str | list[int], ids: list[int]) -> Echoed:
         """May take as long as tokenising, and as much memory."""
@@ -128,60 +127,29 @@ class Completion(Route[CompletionRequest]):
         text = tokens.decode(ids)
         return Echoed(text, tokens.offsets(ids, text) if listed else [])
 
-    async def events(
-        self, index: int, prompt: list[int], params: SamplingParams, chunks: Chunks
-    ) -> AsyncGenerator[bytes, None]:
-        echoed, shift = None, 0
+    def part(self, index: int, piece: Piece) -> dict[str, Any]:
         if self.request.echo:
-            echoed = self._echoes[index // self.request.n]
-        stops, arrived = self.request.stops(), self.arrived
-        async with aclosing(self.generator.follow(prompt, params, stops, arrived)) as pieces:
-            async for piece in pieces:
-                chunks.totals[index].count(piece)
-                if echoed is not None:
-                    for choice in self._echo(index, prompt, echoed, piece.prompt_scores):
-                        yield chunks.choice(choice)
-                    shift, echoed = len(echoed.text), None
-                if not piece.text_alone:
-                    offsets = [shift + at for at in piece.offsets]
-                    yield chunks.choice(
-                        self._worded(index, piece.text, piece.finish, piece.scores, offsets)
-                    )
-                elif piece.text:
-                    yield chunks.text(index, piece.text)
+            shift = len(self._echoes[index // self.request.n].text)
+            piece = replace(piece, offsets=[shift + at for at in piece.offsets])
+        return self._worded(index, piece)
 
-    def _echo(
-        self, index: int, prompt: list[int], echoed: Echoed, scores: list[PackedScores]
-    ) -> Iterator[dict[str, Any]]:
+    def echo(self, index: int, prompt: list[int], first: Piece) -> Iterator[dict[str, Any]]:
         """The echoed prompt as chunks; several of them where its logprobs are listed."""
+        if not self.request.echo:
+            return
+        echoed = self._echoes[index // self.request.n]
         text, offsets = echoed.text, echoed.offsets
         if not offsets:
-            yield self._worded(index, text, None, [], [])
+            yield self._worded(index, Piece(text))
         for start in range(0, len(offsets), ECHO_TOKENS):
             end = start + ECHO_TOKENS
             until = offsets[end] if end < len(offsets) else len(text)
-            yield self._worded(
-                index,
+            piece = Piece(
                 text[offsets[start] if start else 0 : until],
-                None,
-                between(scores, max(0, start - 1), end - 1),
-                offsets[start:end],
-                prompt[0] if start == 0 else None,
+                scores=between(first.prompt_scores, max(0, start - 1), end - 1),
+                offsets=offsets[start:end],
             )
-
-    def text_alone(self, index: int, text: str) -> dict[str, Any]:
-        return self._worded(index, text, None, [], [])
-
-    def opening(self, chunks: Chunks) -> list[bytes]:
-        return []
-
-
-@dataclass(frozen=True, slots=True)
-class Echoed:
-    """An echoed prompt, with the offsets of its tokens if logprobs are listed."""
-
-    text: str
-    offsets: list[int]
+            yield self._worded(index, piece, None if start else prompt[0])
 
 
 def legacy_logprobs(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
-from typing import Any, Generic, TypeVar
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
 from kvline_server.http.errors import ApiError
-from kvline_server.http.generate import Answer, Generator, Limits
+from kvline_server.http.generate import Answer, Generator, Limits, Piece
 from kvline_server.http.later import encode
 from kvline_server.http.protocol import GenerationRequest, StreamOptions
 from kvline_server.sampling_params import SamplingParams
@@ -22,35 +24,48 @@ MARK, ENCODED_MARK = "\0", b'"\\u0000"'  # stands for a text
 _encode_text = msgspec.json.Encoder().encode
 
 
+@dataclass(eq=False)
 class Route(ABC, Generic[Request]):
     """A request of one of the routes, and the JSON of its answers."""
 
-    chunk_kind: str
+    chunk_kind: ClassVar[str]
 
-    def __init__(
-        self, id: str, request: Request, generator: Generator, limits: Limits, arrived: float
-    ) -> None:
-        self.id = id
-        self.request = request
-        self.generator = generator
-        self.limits = limits
-        self.arrived = arrived
-        self.created = int(time.time())
-        self.prompts: list[list[int]] = []
+    id: str
+    request: Request
+    generator: Generator
+    limits: Limits
+    arrived: float  # when the request had come, by time.monotonic
+    created: int = field(default_factory=lambda: int(time.time()))
+    prompts: list[list[int]] = field(default_factory=list)
+
+    def opening(self, chunks: Chunks) -> list[bytes]:
+        """Chunks before those of any choice."""
+        return []
+
+    def echo(self, index: int, prompt: list[int], first: Piece) -> Iterable[dict[str, Any]]:
+        """Of a choice, before its first piece."""
+        return ()
 
     @abstractmethod
-    def text_alone(self, index: int, text: str) -> dict[str, Any]:
-        """A choice of a chunk with nothing but text."""
+    def part(self, index: int, piece: Piece) -> dict[str, Any]:
+        """The piece as a choice of a chunk."""
 
-    @abstractmethod
-    def events(
+    async def events(
         self, index: int, prompt: list[int], params: SamplingParams, chunks: Chunks
     ) -> AsyncGenerator[bytes, None]:
         """Server-sent chunks of one choice; adds its usage to `chunks.totals`."""
-
-    @abstractmethod
-    def opening(self, chunks: Chunks) -> list[bytes]:
-        """Chunks before those of any choice."""
+        stops, first = self.request.stops(), True
+        async with aclosing(self.generator.follow(prompt, params, stops, self.arrived)) as pieces:
+            async for piece in pieces:
+                chunks.totals[index].count(piece)
+                if first:
+                    for choice in self.echo(index, prompt, piece):
+                        yield chunks.choice(choice)
+                    first = False
+                if not piece.text_alone:
+                    yield chunks.choice(self.part(index, piece))
+                elif piece.text:
+                    yield chunks.text(index, piece.text)
 
 
 def whole(
@@ -83,10 +98,10 @@ class Chunks:
     def text(self, index: int, text: str) -> bytes:
         """Of a choice that goes on, without logprobs."""
         if self._counts:
-            return self.choice(self._work.text_alone(index, text))
+            return self.choice(self._work.part(index, Piece(text)))
         around = self._around.get(index)
         if around is None:
-            marked = self.choice(self._work.text_alone(index, MARK))
+            marked = self.choice(self._work.part(index, Piece(MARK)))
             around = self._around[index] = marked.rsplit(ENCODED_MARK, 1)
         return around[0] + _escaped(_encode_text(text)) + around[1]
 

@@ -44,17 +44,8 @@ class Piece:
         return self.finish is None and not self.offsets and not self.scores
 
 
-@dataclass(slots=True)
-class Answer:
-    """A whole answer, for clients that do not stream."""
-
-    text: str = ""
-    tokens: int = 0
-    scores: list[PackedScores] = field(default_factory=list)  # arrays until they are worded
-    offsets: list[int] = field(default_factory=list)
-    finish: str = "length"
-    prompt_scores: list[PackedScores] = field(default_factory=list)
-    cached: int = 0
+class Answer(Piece):
+    """All pieces of a sequence as one, for clients that do not stream."""
 
     def count(self, piece: Piece) -> None:
         """Adds what `usage` needs; a stream keeps nothing else."""
@@ -67,8 +58,7 @@ class Answer:
         self.prompt_scores = piece.prompt_scores or self.prompt_scores
         self.scores += piece.scores
         self.offsets += piece.offsets
-        if piece.finish is not None:
-            self.finish = piece.finish
+        self.finish = piece.finish or self.finish
 
 
 @dataclass(frozen=True, slots=True)
