@@ -7,8 +7,9 @@ endpoint picker is configured with their names. Names contain units.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -33,20 +34,16 @@ LATENCIES = {
 
 def render(report: SizingReport, beat: Beat, edge: EdgeBeat, starts: int, model: str) -> bytes:
     """The metrics in Prometheus' text format."""
-    registry = CollectorRegistry()
-    registry.register(_Snapshot(report, beat, edge, starts, model))
-    return generate_latest(registry)
+    return generate_latest(_Snapshot(report, beat, edge, starts, model))
 
 
+@dataclass(frozen=True, slots=True)
 class _Snapshot(Collector):
-    def __init__(
-        self, report: SizingReport, beat: Beat, edge: EdgeBeat, starts: int, model: str
-    ) -> None:
-        self.report = report
-        self.beat = beat
-        self.edge = edge
-        self.starts = starts
-        self.model = model
+    report: SizingReport
+    beat: Beat
+    edge: EdgeBeat
+    starts: int
+    model: str
 
     def collect(self) -> Iterator[Metric]:
         b = self.beat
