@@ -82,6 +82,9 @@ class Beat(msgspec.Struct, tag="beat", array_like=True):
     eager_steps: int = 0  # of those, steps that no graph fits
 
 
+COUNTS = ("active", "received", "finished", "refused", "aborted", "failed", "rejected", "ended")
+
+
 class EdgeBeat(msgspec.Struct, tag="edge", array_like=True):
     """An HTTP process's pulse, sent from its event loop."""
 

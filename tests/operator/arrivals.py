@@ -16,6 +16,7 @@ from datetime import UTC, datetime, timedelta
 from kvline_contract.report import VERSION, Load
 from kvline_operator.autoscale import Scale, decide, demand
 from kvline_operator.spec import Autoscaling
+from kvline_server.messages import EdgeBeat
 from kvline_server.parent.recent import Recent
 
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
@@ -48,7 +49,8 @@ class Replica:
     recent: Recent = field(default_factory=Recent)
 
     def beat(self, now: float) -> None:
-        self.recent.add(now, self.rejected, self.ended, self.running, len(self.queue))
+        edge = EdgeBeat(ready=True, active=0, rejected=self.rejected, ended=self.ended)
+        self.recent.add(now, edge, self.running, len(self.queue))
 
     def load(self, now: float) -> Load:
         tokens = 100 * self.places

@@ -98,7 +98,7 @@ def test_a_request_counts_until_it_notices_that_its_client_has_left() -> None:
         pass
     assert (admission.received, admission.refused, admission.rejected) == (2, 1, 1)
     with admission.request():
-        assert admission.requests == 1
+        assert admission.active == 1
 
 
 def test_prompts_of_one_request_are_bounded_together_before_all_are_tokenised(

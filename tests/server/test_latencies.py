@@ -68,7 +68,7 @@ def test_the_last_minute_forgets_what_came_before() -> None:
     assert recent.first_token(0.0) is None
     for now in range(200):
         so_far.first_token.add(4.0 if now < 100 else 0.02)
-        recent.add(float(now), 0, 0, 0, 0, total([so_far]))
+        recent.add(float(now), EdgeBeat(True, 0, latencies=total([so_far])), 0, 0)
     found = recent.first_token(199.0)
     assert found is not None and 15_000 <= found.p50 <= found.p99 <= 20_000
     assert recent.between_tokens(199.0) is None

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from kvline_server.messages import EdgeBeat
 from kvline_server.parent.recent import Recent
+
+
+def beat(rejected: int, ended: int) -> EdgeBeat:
+    return EdgeBeat(ready=True, active=0, rejected=rejected, ended=ended)
 
 
 def seconds(recent: Recent, first: int, last: int, **each: float) -> None:
@@ -12,8 +17,7 @@ def seconds(recent: Recent, first: int, last: int, **each: float) -> None:
     for now in range(first, last + 1):
         recent.add(
             float(now),
-            round(each.get("rejected", 0) * now),
-            round(each.get("ended", 0) * now),
+            beat(round(each.get("rejected", 0) * now), round(each.get("ended", 0) * now)),
             int(each.get("running", 0)),
             round(each.get("waiting", 0) + each.get("growth", 0) * now),
         )
@@ -38,7 +42,7 @@ def test_clients_that_join_the_storm_arrive_at_the_rate_they_join() -> None:
     """Three more a second, each rejected once a second; an answer takes 5 s of a place."""
     recent = Recent()
     for now in range(121):
-        recent.add(float(now), 3 * now * now // 2, 2 * now, 10, 40)
+        recent.add(float(now), beat(3 * now * now // 2, 2 * now), 10, 40)
     assert recent.arriving_milli(120) == pytest.approx(10_000 + 3 * 5000, rel=0.02)
 
 
@@ -50,7 +54,7 @@ def test_a_queue_that_is_worked_off_takes_load_off() -> None:
 
 def test_rejections_are_forgotten_after_a_minute_and_samples_stay_few() -> None:
     recent = Recent()
-    for beat in range(4000):  # two a second
-        recent.add(beat / 2, min(beat, 10), 0, 0, 0)
+    for number in range(4000):  # two a second
+        recent.add(number / 2, beat(min(number, 10), 0), 0, 0)
     assert recent.rejected(2000.0) == 0
     assert len(recent._samples) <= 310

@@ -42,7 +42,7 @@ class Admission:
     max_held: int = 64 << 20  # bytes of scores that wait to be sent
     max_requests: int = 4096  # those of clients that have left included, until they notice
     totals: Totals = field(default_factory=Totals)
-    requests: int = 0
+    active: int = 0  # requests
     received: int = 0
     finished: int = 0
     refused: int = 0
@@ -73,9 +73,9 @@ class Admission:
         """Counts one request and its outcome."""
         self._check_sized()
         self.received += 1
-        self.requests += 1
+        self.active += 1
         try:
-            if self.requests > self.max_requests:
+            if self.active > self.max_requests:
                 raise TooMany("too many requests are under way; try again later")
             yield
         except (ClientDisconnect, NotRead):  # the client left, or does not read
@@ -98,7 +98,7 @@ class Admission:
         else:
             self.finished += 1
         finally:
-            self.requests -= 1
+            self.active -= 1
 
     @contextmanager
     def room(self, sequences: int, tokens: int, nbytes: int = 0) -> Iterator[Room]:

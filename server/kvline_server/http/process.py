@@ -41,7 +41,7 @@ from kvline_server.http.generate import Generator, Limits
 from kvline_server.http.tls import Certificate
 from kvline_server.http.tokenizer_files import open_tokens
 from kvline_server.http.trace import Traces
-from kvline_server.messages import Drain, EdgeBeat, Serve
+from kvline_server.messages import COUNTS, Drain, EdgeBeat, Serve
 from kvline_server.model.config import read_config
 from kvline_server.options import ClientLimits
 from kvline_server.totals import Totals
@@ -169,11 +169,11 @@ class Edge:
             await asyncio.sleep(0.05)
         self.server.config.timeout_graceful_shutdown = math.ceil(end - clock()) + 2
         self.server.should_exit = True
-        while (self.service.admission.requests or self.connections.owing()) and clock() < end:
+        while (self.service.admission.active or self.connections.owing()) and clock() < end:
             await asyncio.sleep(0.05)
         self.client.end(Unavailable("this server shut down before the answer was complete"))
         end += LAST_WORDS_SECONDS
-        while self.service.admission.requests and clock() < end:
+        while self.service.admission.active and clock() < end:
             await asyncio.sleep(0.05)
         self.connections.drop()  # clients that have not read even that, or are still sending
 
@@ -191,19 +191,11 @@ class Edge:
             await asyncio.sleep(BEAT_SECONDS if self.server.started else 0.05)
 
     def _tell_parent(self) -> None:
-        a = self.service.admission
         beat = EdgeBeat(
             ready=self.server.started,
-            active=a.requests,
             connected=self.client.connected,
-            received=a.received,
-            finished=a.finished,
-            refused=a.refused,
-            aborted=a.aborted,
-            failed=a.failed,
-            rejected=a.rejected,
-            ended=a.ended,
             latencies=self.client.latencies,
+            **{name: getattr(self.service.admission, name) for name in COUNTS},
         )
         assert self.parent is not None
         self.parent.write(messages.encode(beat))

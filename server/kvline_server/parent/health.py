@@ -14,13 +14,11 @@ from kvline_contract.codec import ContractError
 from kvline_contract.launch import GateFile
 from kvline_contract.report import VERSION, Load, SizingReport, State
 from kvline_server.histogram import total
-from kvline_server.messages import Beat, EdgeBeat
+from kvline_server.messages import COUNTS, Beat, EdgeBeat
 from kvline_server.options import Options
 from kvline_server.parent import metrics
 from kvline_server.parent.recent import Recent
 from kvline_server.parent.report_keeper import ReportKeeper
-
-COUNTS = ("active", "received", "finished", "refused", "aborted", "failed", "rejected", "ended")
 
 
 def together(edges: list[EdgeBeat]) -> EdgeBeat:
@@ -61,8 +59,7 @@ class Health:
         with self._edge_lock:
             self._edges[process] = beat
             before, edge = self.edge, together(self._edges)
-            running, waiting = self._beat.running, self._beat.waiting
-            self._recent.add(now, edge.rejected, edge.ended, running, waiting, edge.latencies)
+            self._recent.add(now, edge, self._beat.running, self._beat.waiting)
             self.edge = edge
             self._http_alive_at[process] = now
         return edge.ready and not before.ready
