@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import busy
+import msgspec
 import pool
 import torch
 from record import record, table
@@ -27,10 +28,11 @@ from kvline_contract.launch import (
     LoadFormat,
     Model,
 )
-from kvline_contract.report import Attempt, Effective, Provenance, Result, State
+from kvline_contract.report import Result
 from kvline_server.engine.engine import Engine
 from kvline_server.engine_process import start as engine_start
 from kvline_server.memory.device import MIB
+from kvline_server.messages import Progress
 from kvline_server.parallel.executor import Local
 from kvline_server.sampling_params import SamplingParams
 from kvline_server.sizing.settings import DEFAULTS
@@ -43,37 +45,15 @@ PROFILED = ("r512", "nano")
 
 
 class Printed:
-    """A reporter that prints one line per stage."""
+    """Prints one line for each update of the report."""
 
     def __init__(self) -> None:
         self.started = time.monotonic()
 
-    def _print(self, text: str) -> None:
-        print(f"  {time.monotonic() - self.started:6.1f} s  {text}", flush=True)
-
-    def state(self, state: State) -> None:
-        self._print(f"[{state}]")
-
-    def stage(self, name: str, ms: int, nbytes: int, detail: str | None = None) -> None:
-        self._print(f"{name}: {ms} ms, {nbytes / 2**20:.0f} MiB {detail or ''}")
-
-    def loading(self, ms: int, done: int, total: int) -> None:
-        self._print(f"loading: {done / 2**20:,.0f} of {total / 2**20:,.0f} MiB")
-
-    def effective(self, effective: Effective) -> None:
-        self._print(str(effective))
-
-    def attempt(self, attempt: Attempt) -> None:
-        self._print(str(attempt))
-
-    def provenance(self, provenance: Provenance) -> None:
-        self._print(str(provenance))
-
-    def warn(self, text: str) -> None:
-        self._print(text)
-
-    def now(self) -> str:
-        return "2026-01-01T00:00:00Z"
+    def __call__(self, progress: Progress) -> None:
+        for name, update in msgspec.structs.asdict(progress).items():
+            if update is not None:
+                print(f"  {time.monotonic() - self.started:6.1f} s  {name}: {update}", flush=True)
 
 
 def models(default: str = ",".join(SHAPES)) -> list[str]:
@@ -101,7 +81,7 @@ def start(
         )
         return engine_start.start(
             launch=launch,
-            reporter=Printed(),
+            report=Printed(),
             attempts=Path(scratch) / "attempts.json",
             record=None,
             wait_for_neighbours=lambda: None,

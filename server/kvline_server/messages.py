@@ -9,10 +9,19 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
+from kvline_contract.report import (
+    Attempt,
+    Effective,
+    Provenance,
+    Result,
+    Stage,
+    State,
+    Termination,
+)
 from kvline_server.histogram import Latencies
 from kvline_server.sampling_params import SamplingParams
 
@@ -102,10 +111,19 @@ class EdgeBeat(msgspec.Struct, tag="edge", array_like=True):
 
 
 class Progress(msgspec.Struct, tag="progress", array_like=True):
-    """One update of the sizing report, as the contract's JSON."""
+    """One update of the sizing report."""
 
-    kind: str  # state, stage, effective, attempt, provenance, result, failure, warning
-    body: bytes
+    state: State | None = None
+    stage: Stage | None = None
+    effective: Effective | None = None
+    attempt: Attempt | None = None
+    provenance: Provenance | None = None
+    result: Result | None = None
+    failure: Termination | None = None
+    warning: str | None = None
+
+
+Report = Callable[[Progress], None]
 
 
 class Drain(msgspec.Struct, tag="drain", array_like=True):

@@ -7,7 +7,6 @@ import json
 import os
 import random
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -30,13 +29,6 @@ pytestmark = pytest.mark.gpu
 RUNNING, STEPS, VOCABULARY = 512, 150, 128_256
 
 
-class Silent:
-    """A reporter that keeps what loading and sizing report."""
-
-    def __getattr__(self, name: str) -> Any:
-        return (lambda: "2026-01-01T00:00:00Z") if name == "now" else (lambda *_: None)
-
-
 def sized(folder: Path) -> Engine:
     (folder / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": VOCABULARY}))
     model = Model(str(folder), str(folder), "m", LoadFormat.RANDOM)
@@ -53,7 +45,7 @@ def sized(folder: Path) -> Engine:
         capacity=CapacityOptions(headroom_mib=0),
     )
     state = folder / "attempts.json"
-    made, _ = start(launch, Silent(), state, None, lambda: None, None, os.getpid())
+    made, _ = start(launch, lambda _: None, state, None, lambda: None, None, os.getpid())
     return made
 
 

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvline_contract.memory import KV_CACHE, WEIGHTS
-from kvline_contract.report import Attempt, Effective, State
+from kvline_contract.report import Attempt, State
 from kvline_server.errors import DeviceOutOfMemory
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.device import MIB
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.memory.pools import Pool
+from kvline_server.messages import Progress
 from kvline_server.parallel.executor import Usage
 from kvline_server.sizing.settings import EngineSettings
 from kvline_server.worker.step import Results, Step
@@ -138,27 +139,22 @@ class Machine:
 
 @dataclass
 class Notes:
-    """A reporter that keeps what the loop reports."""
+    """Keeps what the loop reports."""
 
     states: list[State] = field(default_factory=list)
     attempts: dict[int, Attempt] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
     stages: dict[str, str | None] = field(default_factory=dict)
 
-    def state(self, state: State) -> None:
-        self.states.append(state)
-
-    def stage(self, name: str, ms: int, nbytes: int, detail: str | None = None) -> None:
-        self.stages[name] = detail
-
-    def effective(self, effective: Effective) -> None:
-        self.lengths.append(effective.max_model_len)
-
-    def attempt(self, attempt: Attempt) -> None:
-        self.attempts[attempt.number] = attempt
-
-    def now(self) -> str:
-        return "2026-11-21T10:00:00Z"
+    def __call__(self, progress: Progress) -> None:
+        if progress.state is not None:
+            self.states.append(progress.state)
+        if progress.stage is not None:
+            self.stages[progress.stage.name] = progress.stage.detail
+        if progress.effective is not None:
+            self.lengths.append(progress.effective.max_model_len)
+        if progress.attempt is not None:
+            self.attempts[progress.attempt.number] = progress.attempt
 
 
 SETTINGS = EngineSettings(

@@ -19,8 +19,8 @@ import pytest
 import torch
 from servers import launch_config
 
-from kvline_contract.codec import loads
 from kvline_contract.launch import CapacityOptions, EngineOptions
+from kvline_contract.report import Termination
 from kvline_server import device_errors
 from kvline_server.engine_process.loop import EngineProcess, run
 from kvline_server.errors import DeviceFailure, DeviceOutOfMemory
@@ -90,13 +90,13 @@ class Engine:
         for message in self.parent.receive():
             if isinstance(message, Progress):
                 self.received.append(message)
-                if message.kind == "result":
+                if message.result is not None:
                     self.ready.set()
 
-    def failure(self) -> dict[str, Any]:
+    def failure(self) -> Termination:
         self.close()
-        (body,) = [m.body for m in self.received if m.kind == "failure"]
-        return loads(body, 1 << 16)
+        (failure,) = [m.failure for m in self.received if m.failure is not None]
+        return failure
 
     def close(self) -> None:
         if self.listener.is_alive():
@@ -141,10 +141,10 @@ def test_memory_refused_at_any_stage_of_a_start_is_diagnosed(
     made = engine()
     assert run(made.process, made.launch) == 40
     failure = made.failure()
-    assert failure["name"] == "OutOfMemory"
-    assert failure["knobs"] and failure["memory"]["totalMiB"] == 4096
+    assert failure.name == "OutOfMemory"
+    assert failure.knobs and failure.memory is not None and failure.memory.total_mib == 4096
     known = {"load": "their runtime do not fit", "launch": "pins 1024", "wait": "pins 1024"}
-    assert known.get(STAGES[stage][2], "no size survived the stress") in failure["message"]
+    assert known.get(STAGES[stage][2], "no size survived the stress") in failure.message
 
 
 @pytest.mark.parametrize(("stage", "error"), list(zip(STAGES, cycle(FAILED))))
@@ -160,8 +160,8 @@ def test_a_device_that_fails_at_any_stage_of_a_start_holds(
     made = engine()
     assert run(made.process, made.launch) == 43
     failure = made.failure()
-    assert failure["name"] == "DeviceFailure"
-    assert f"the device failed at {STAGES[stage][2]}: {FAILED[error]}" in failure["message"]
+    assert failure.name == "DeviceFailure"
+    assert f"the device failed at {STAGES[stage][2]}: {FAILED[error]}" in failure.message
     left = tmp_path / "attempts.json"
     assert not left.exists() or "Running" not in left.read_text()
 
@@ -196,7 +196,7 @@ def test_errors_after_validation(
     made.process.inbox.put((made.process.http[0], Submit(1, [1, 2, 3], SamplingParams(4))))
     running.join(30)
     assert codes == [code]
-    assert stage in made.failure()["message"]
+    assert stage in made.failure().message
 
 
 def test_memory_refused_in_a_capture_is_not_what_ending_the_capture_says() -> None:

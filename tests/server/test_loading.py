@@ -15,8 +15,7 @@ import torch
 from servers import launch_config
 
 from kvline_contract.launch import CapacityOptions, Device, EngineOptions, LaunchConfig
-from kvline_contract.report import SizingReport, State
-from kvline_server.engine_process.loop import ParentReporter
+from kvline_contract.report import SizingReport, Stage, State
 from kvline_server.messages import Progress
 from kvline_server.model.loader import SafetensorsSource
 from kvline_server.options import Limits, Options
@@ -63,13 +62,12 @@ def test_a_load_longer_than_the_limit_goes_on_while_bytes_arrive(
 
     monkeypatch.setattr(SafetensorsSource, "copy", throttled)
     monkeypatch.setattr(load, "REPORT_SECONDS", 0.1)
-    reporter = ParentReporter(cast(Any, parent))
     model = load.read_model(launch)
-    backend = open_backend(launch, 8 << 30, os.getpid(), reporter.warn)
+    backend = open_backend(launch, 8 << 30, os.getpid(), lambda text: None)
     settings = resolve(launch, model, backend.device.limit)
     started = time.monotonic()
     loading = threading.Thread(
-        target=load.load_model, args=(launch, model, settings, backend, reporter)
+        target=load.load_model, args=(launch, model, settings, backend, parent.send)
     )
     loading.start()
     while loading.is_alive():
@@ -88,7 +86,7 @@ def test_a_load_longer_than_the_limit_goes_on_while_bytes_arrive(
 
 
 def test_a_load_that_hangs_is_stalled_and_named(parent: Parent) -> None:
-    ParentReporter(cast(Any, parent)).loading(1, 10, 100)
+    parent.send(Progress(stage=Stage("load", 1, 10, total_bytes=100)))
     assert parent._stalled() is None
     parent.keeper.changed_at -= LIMIT
     ended = parent._stalled()
@@ -105,7 +103,7 @@ def test_a_validation_that_thrashes_is_killed_on_a_cpu_alone(
     killed: list[bool] = []
     parent.device = device
     parent.engine = cast(Any, SimpleNamespace(kill=lambda: killed.append(True)))
-    parent.keeper.apply(Progress("state", b"Validating"))
+    parent.keeper.apply(Progress(state=State.VALIDATING))
     monkeypatch.setattr(parent, "_patience", lambda: 0.0)
     parent.keeper.changed_at -= LIMIT
     ended = parent._stalled()

@@ -18,10 +18,9 @@ from pathlib import Path
 
 import torch
 
-from kvline_contract import codec, names, times
+from kvline_contract import names
 from kvline_contract.exits import ExitCode
 from kvline_contract.launch import LaunchConfig
-from kvline_contract.report import Attempt, Effective, Provenance, Stage, State
 from kvline_server import device_errors, messages
 from kvline_server.engine.engine import Engine, Output
 from kvline_server.engine.request import Scores
@@ -49,46 +48,11 @@ NEIGHBOUR_SECONDS = 120.0
 SCORES_BYTES = 1 << 20  # of prompt logprobs in one frame
 
 
-class ParentReporter:
-    """Sends progress to the parent, which keeps the report."""
-
-    def __init__(self, parent: Channel) -> None:
-        self.parent = parent
-
-    def send(self, kind: str, value: object) -> None:
-        self.parent.send(Progress(kind, codec.dumps(value).encode()))
-
-    def state(self, state: State) -> None:
-        self.parent.send(Progress("state", str(state).encode()))
-
-    def stage(self, name: str, ms: int, nbytes: int, detail: str | None = None) -> None:
-        self.send("stage", Stage(name, ms, nbytes, detail))
-
-    def loading(self, ms: int, done: int, total: int) -> None:
-        self.send("stage", Stage("load", ms, done, total_bytes=total))
-
-    def effective(self, effective: Effective) -> None:
-        self.send("effective", effective)
-
-    def attempt(self, attempt: Attempt) -> None:
-        self.send("attempt", attempt)
-
-    def provenance(self, provenance: Provenance) -> None:
-        self.send("provenance", provenance)
-
-    def warn(self, text: str) -> None:
-        self.parent.send(Progress("warning", text.encode()))
-
-    def now(self) -> str:
-        return times.now()
-
-
 class EngineProcess:
     def __init__(self, arguments: argparse.Namespace, parent: Channel) -> None:
         self.arguments = arguments
         self.parent = parent
         self.http = [Outbox(socket.socket(fileno=fd)) for fd in arguments.http_fd]
-        self.reporter = ParentReporter(parent)
         self.inbox: queue.SimpleQueue[tuple[Channel | None, messages.Message]] = queue.SimpleQueue()
         self.neighbours = threading.Event()
         self.clients: dict[int, Channel] = {}  # by sequence id, unique over the HTTP processes
@@ -101,7 +65,7 @@ class EngineProcess:
         arguments = self.arguments
         engine, result = start(
             launch=launch,
-            reporter=self.reporter,
+            report=self.parent.send,
             attempts=Path(arguments.state_dir) / names.ATTEMPTS_FILE,
             record=Path(arguments.record) if arguments.record else None,
             wait_for_neighbours=self._wait_for_neighbours,
@@ -109,7 +73,7 @@ class EngineProcess:
             root=arguments.root,
             http_processes=len(self.http),
         )
-        self.reporter.send("result", result)
+        self.parent.send(Progress(result=result))
         return engine
 
     def serve(self, engine: Engine) -> None:
@@ -262,5 +226,5 @@ def run(process: EngineProcess, launch: LaunchConfig) -> int:
 
 
 def _fail(process: EngineProcess, error: ServerError) -> int:
-    process.reporter.send("failure", error.termination())
+    process.parent.send(Progress(failure=error.termination()))
     return int(error.code)

@@ -5,24 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from kvline_contract.launch import LaunchConfig
 from kvline_contract.report import Result, State
 from kvline_server.engine.engine import Engine
+from kvline_server.messages import Progress, Report
 from kvline_server.sizing import load, profile
 from kvline_server.sizing.record import AttemptStore
 from kvline_server.sizing.settings import resolve
 from kvline_server.worker.backend import open_backend
 
 
-class Reporter(profile.Reporter, load.LoadReporter, Protocol):
-    """Receives the progress of loading and sizing."""
-
-
 def start(
     launch: LaunchConfig,
-    reporter: Reporter,
+    report: Report,
     attempts: Path,
     record: Path | None,
     wait_for_neighbours: Callable[[], None],
@@ -33,19 +29,19 @@ def start(
     """`memory` (bytes) and `root` (a process id) are for the CPU: the limit, and the process tree
     whose memory counts. Raises ServerError with the reason when no budget can be validated."""
     started = time.monotonic()
-    reporter.state(State.LOADING)
-    backend = open_backend(launch, memory, root, reporter.warn)
+    report(Progress(state=State.LOADING))
+    backend = open_backend(launch, memory, root, lambda text: report(Progress(warning=text)))
     device = backend.device
     model = load.read_model(launch)
     settings = resolve(launch, model, device.limit, http_processes)
     device.settle()
     free_before = device.limit - device.used()
-    loaded = load.load_model(launch, model, settings, backend, reporter)
+    loaded = load.load_model(launch, model, settings, backend, report)
     result = profile.ProfileLoop(
         device=device,
         settings=settings,
         loaded=loaded,
-        reporter=reporter,
+        report=report,
         store=AttemptStore(attempts),
         record_file=record,
         wait_for_neighbours=wait_for_neighbours,

@@ -24,7 +24,6 @@ from typing import Any
 
 import uvicorn
 
-from kvline_contract import codec
 from kvline_contract.exits import ExitCode
 from kvline_contract.launch import LaunchConfig
 from kvline_contract.tracing import NoTracing, tracer
@@ -41,7 +40,7 @@ from kvline_server.http.generate import Generator, Limits
 from kvline_server.http.tls import Certificate
 from kvline_server.http.tokenizer_files import open_tokens
 from kvline_server.http.trace import Traces
-from kvline_server.messages import COUNTS, Drain, EdgeBeat, Serve
+from kvline_server.messages import COUNTS, Drain, EdgeBeat, Progress, Serve
 from kvline_server.model.config import read_config
 from kvline_server.options import ClientLimits
 from kvline_server.totals import Totals
@@ -126,8 +125,7 @@ class Edge:
         if not self.client.lost.is_set():
             return int(ExitCode.DRAINED)
         ended = EngineConnectionLost(self.client.why_lost).termination()
-        body = codec.dumps(ended).encode()
-        self.parent.write(messages.encode(messages.Progress("failure", body)))
+        self.parent.write(messages.encode(Progress(failure=ended)))
         await self.parent.drain()
         return ended.code
 
@@ -236,8 +234,7 @@ def main(argv: list[str]) -> int:
     try:
         edge = Edge(arguments, control)
     except ServerError as error:
-        body = codec.dumps(error.termination()).encode()
-        messages.Channel(control).send(messages.Progress("failure", body))
+        messages.Channel(control).send(Progress(failure=error.termination()))
         return int(error.code)
     listener = socket.socket(fileno=arguments.listen_fd)
     # Limits what the kernel buffers; else a client that reads nothing goes unnoticed for long.

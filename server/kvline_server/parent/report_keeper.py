@@ -10,18 +10,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from kvline_contract.codec import decode, loads
 from kvline_contract.report import (
-    MAX_REPORT_BYTES,
+    MAX_ATTEMPTS,
     MAX_STAGES,
     MAX_WARNINGS,
-    Attempt,
-    Effective,
     Outcome,
-    Provenance,
-    Result,
     SizingReport,
-    Stage,
     State,
     Termination,
 )
@@ -51,28 +45,25 @@ class ReportKeeper:
 
     def apply(self, progress: Progress) -> None:
         """Applies one progress message."""
-        if progress.kind == "state":
-            self._change(state=State(progress.body.decode()))
-            return
-        if progress.kind == "warning":
-            self.warn(progress.body.decode())
-            return
-        value = loads(progress.body, MAX_REPORT_BYTES)
-        if progress.kind == "stage":
-            known = tuple(s for s in self._report.stages if s.total_bytes is None)
-            self._change(stages=(*known, decode(Stage, value, strict=True))[-MAX_STAGES:])
-        elif progress.kind == "effective":
-            self._change(effective=decode(Effective, value, strict=True))
-        elif progress.kind == "attempt":
-            self._change(
-                attempts=_merge(self._report.attempts, decode(Attempt, value, strict=True))
-            )
-        elif progress.kind == "provenance":
-            self._change(provenance=decode(Provenance, value, strict=True))
-        elif progress.kind == "result":
-            self._change(state=State.VALIDATED, result=decode(Result, value, strict=True))
-        elif progress.kind == "failure":
-            self.fail(decode(Termination, value, strict=True))
+        known = self._report
+        if progress.state is not None:
+            self._change(state=progress.state)
+        if progress.stage is not None:
+            ended = tuple(s for s in known.stages if s.total_bytes is None)
+            self._change(stages=(*ended, progress.stage)[-MAX_STAGES:])
+        if progress.effective is not None:
+            self._change(effective=progress.effective)
+        if (attempt := progress.attempt) is not None:
+            kept = tuple(a for a in known.attempts if a.number != attempt.number)
+            self._change(attempts=(*kept, attempt)[-MAX_ATTEMPTS:])
+        if progress.provenance is not None:
+            self._change(provenance=progress.provenance)
+        if progress.result is not None:
+            self._change(state=State.VALIDATED, result=progress.result)
+        if progress.failure is not None:
+            self.fail(progress.failure)
+        if progress.warning is not None:
+            self.warn(progress.warning)
 
     def fail(self, failure: Termination) -> None:
         self._change(state=State.FAILED, failure=failure, result=None)
@@ -98,8 +89,3 @@ class ReportKeeper:
                 **values,  # type: ignore[arg-type]
             )
             self.changed_at = time.monotonic()
-
-
-def _merge(attempts: tuple[Attempt, ...], update: Attempt) -> tuple[Attempt, ...]:
-    kept = tuple(a for a in attempts if a.number != update.number)
-    return (*kept, update)[-5:]

@@ -205,10 +205,10 @@ class Supervisor:
         elif isinstance(message, Progress):
             self.health.on_engine_heartbeat()
             self.keeper.apply(message)
-            if message.kind == "result":
+            if message.result is not None:
                 self._serve()
-            if message.kind == "warning":
-                log(f"warning: {message.body.decode()}")
+            if message.warning is not None:
+                log(f"warning: {message.warning}")
 
     def _serve(self) -> None:
         effective, result = self.keeper.report.effective, self.keeper.report.result

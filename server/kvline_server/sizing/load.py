@@ -6,16 +6,16 @@ import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Protocol
 
 from kvline_contract.launch import LaunchConfig, LoadFormat
 from kvline_contract.memory import KV_CACHE, WEIGHTS
-from kvline_contract.report import Provenance
+from kvline_contract.report import Provenance, Stage
 from kvline_server import device_errors
 from kvline_server.errors import DeviceOutOfMemory, ModelNotFound
 from kvline_server.memory.device import MIB, compact_heap
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.memory.pools import Pool
+from kvline_server.messages import Progress, Report
 from kvline_server.model import loader
 from kvline_server.model.config import ModelConfig, read_config
 from kvline_server.model.decoder import Decoder, kv_shape
@@ -32,17 +32,6 @@ from kvline_server.worker.worker import Worker
 REPORT_SECONDS = 1.0
 
 
-class LoadReporter(Protocol):
-    def stage(self, name: str, ms: int, nbytes: int, detail: str | None = None) -> None: ...
-
-    def loading(self, ms: int, done: int, total: int) -> None:
-        """`done` of `total` bytes of the weights are on the device, after `ms`."""
-
-    def provenance(self, provenance: Provenance) -> None: ...
-
-    def warn(self, text: str) -> None: ...
-
-
 def read_model(launch: LaunchConfig) -> ModelConfig:
     folder = Path(launch.model.path)
     if not folder.is_dir():
@@ -55,7 +44,7 @@ def load_model(
     model: ModelConfig,
     settings: EngineSettings,
     backend: Backend,
-    progress: LoadReporter,
+    report: Report,
 ) -> Loaded:
     """Step 1 of the profile loop. Raises ModelInvalid, or OutOfMemory where the weights do not fit,
     before the kernel's OOM killer acts."""
@@ -71,23 +60,23 @@ def load_model(
         raise too_large
     try:
         with device_errors.translated("load"), compact_heap():
-            worker = _build(source, model, settings, backend, _LoadProgress(progress, started))
+            worker = _build(source, model, settings, backend, _LoadProgress(report, started))
             del source
             device.settle()
     except DeviceOutOfMemory as error:
         raise too_large from error
     ms = round((time.monotonic() - started) * 1000)
-    progress.stage("load", ms, device.now() - before, "random" if random else None)
+    taken, detail = device.now() - before, "random" if random else None
+    report(Progress(stage=Stage("load", ms, taken, detail)))
     libraries = {name: version(name) for name in backend.libraries}
-    progress.provenance(
-        Provenance(
-            gpu=device.name,
-            driver=device.driver,
-            image=launch.image,
-            model_revision=model_revision(launch),
-            libraries=libraries,
-        )
+    provenance = Provenance(
+        gpu=device.name,
+        driver=device.driver,
+        image=launch.image,
+        model_revision=model_revision(launch),
+        libraries=libraries,
     )
+    report(Progress(provenance=provenance))
     return Loaded(
         executor=Local(worker, device),
         vocabulary=model.vocabulary,
@@ -115,15 +104,16 @@ def load_model(
 class _LoadProgress:
     """Reports progress at most once a second, so that a slow volume does not count as stalled."""
 
-    def __init__(self, progress: LoadReporter, started: float) -> None:
-        self.progress = progress
+    def __init__(self, report: Report, started: float) -> None:
+        self.report = report
         self.started = self.reported = started
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
         if now - self.reported >= REPORT_SECONDS:
             self.reported = now
-            self.progress.loading(round((now - self.started) * 1000), done, total)
+            ms = round((now - self.started) * 1000)
+            self.report(Progress(stage=Stage("load", ms, done, total_bytes=total)))
 
 
 def _build(

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from kvline_contract.report import Attempt, Effective, Outcome, Result, Source, State
+from kvline_contract import times
+from kvline_contract.report import Attempt, Outcome, Result, Source, Stage, State
 from kvline_server.engine.largest_steps import LargestSteps
 from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, OutOfMemory
 from kvline_server.kernels import tuning
@@ -22,6 +22,7 @@ from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
 from kvline_server.memory.pools import Pool
+from kvline_server.messages import Progress, Report
 from kvline_server.parallel.executor import Executor, Usage
 from kvline_server.sizing.diagnosis import Diagnosis
 from kvline_server.sizing.record import AttemptStore, find_record, keep_record
@@ -31,21 +32,6 @@ PROBE_PAGES = 64
 SHRINK_PERCENT = 95
 MAX_TRIES = 4
 NEIGHBOUR_PAUSE = 15.0  # seconds
-
-
-class Reporter(Protocol):
-    """Receives the loop's progress."""
-
-    def state(self, state: State) -> None: ...
-
-    def stage(self, name: str, ms: int, nbytes: int, detail: str | None = None) -> None: ...
-
-    def effective(self, effective: Effective) -> None: ...
-
-    def attempt(self, attempt: Attempt) -> None: ...
-
-    def now(self) -> str:
-        """The wall clock, RFC 3339 UTC."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +61,7 @@ class ProfileLoop:
         device: Device,
         settings: EngineSettings,
         loaded: Loaded,
-        reporter: Reporter,
+        report: Report,
         store: AttemptStore,
         record_file: Path | None,
         wait_for_neighbours: Callable[[], None],
@@ -85,7 +71,7 @@ class ProfileLoop:
         self.device = device
         self.settings = settings
         self.loaded = loaded
-        self.reporter = reporter
+        self.report = report
         self.store = store
         self.wait_for_neighbours = wait_for_neighbours
         self.free_before_weights = free_before_weights
@@ -146,7 +132,7 @@ class ProfileLoop:
             self.device.settle()  # or what the capture leaves in the allocator's cache counts
             self.diagnosis.graphs = max(0, self.device.used() - before - arena)
             ms = round((time.monotonic() - started) * 1000)
-            self.reporter.stage("graphs", ms, self.diagnosis.graphs)
+            self.report(Progress(stage=Stage("graphs", ms, self.diagnosis.graphs)))
 
     def _warm_up_row_counts(self) -> None:
         """Runs each row count once before memory is measured, because kernels allocate memory at
@@ -155,14 +141,16 @@ class ProfileLoop:
         if counts := self.loaded.executor.warm_up(self.settings.max_prefill_tokens):
             self.device.settle()
             ms, taken = round((time.monotonic() - started) * 1000), self.device.used() - before
-            self.reporter.stage("row counts", ms, max(0, taken), f"{counts} row counts")
+            self.report(
+                Progress(stage=Stage("row counts", ms, max(0, taken), f"{counts} row counts"))
+            )
 
     def _target(self) -> tuple[int, Source]:
         """The budget to validate first, in tokens, and its source."""
         pinned = self.settings.pinned_kv_tokens
         failed = self.store.attempts
         for attempt in failed:
-            self.reporter.attempt(attempt)
+            self.report(Progress(attempt=attempt))
         if failed and failed[-1].number:
             if pinned is not None or failed[-1].number >= MAX_TRIES:
                 self.store.clear()  # who fixes the cause outside needs no new state folder
@@ -182,7 +170,7 @@ class ProfileLoop:
         """Attempt 0: the stress set on the smallest cache. Repeated where other processes took the
         GPU's memory meanwhile, and once in any case: they may be gone when they are counted."""
         for number in range(MAX_TRIES):
-            self.reporter.attempt(self.store.begin(0, PROBE_PAGES * PAGE_SIZE))
+            self.report(Progress(attempt=self.store.begin(0, PROBE_PAGES * PAGE_SIZE)))
             try:
                 self._probe()
                 self._stress()
@@ -200,7 +188,7 @@ class ProfileLoop:
                 raise
             else:
                 break
-        self.reporter.attempt(self.store.end(Outcome.SURVIVED, self._lowest_free()))
+        self.report(Progress(attempt=self.store.end(Outcome.SURVIVED, self._lowest_free())))
 
     def _probe(self) -> None:
         """Step 4: maps a few pages, which page tables repeat during the stress."""
@@ -210,7 +198,7 @@ class ProfileLoop:
 
     def _stress(self) -> None:
         """Step 5: runs the stress set on aliased pages and measures the peak."""
-        self.reporter.state(State.STRESSING)
+        self.report(Progress(state=State.STRESSING))
         self.device.reset_peak()
         self.resting = self.device.now()
         self._run_stress(self.settings.wanted_len, aliased=True)
@@ -251,21 +239,21 @@ class ProfileLoop:
     def _fit(self, target: int, may_shrink: bool) -> None:
         number = self.store.attempts[-1].number + 1 if self.store.attempts else 1
         while True:
-            self.reporter.attempt(self.store.begin(number, target))
+            self.report(Progress(attempt=self.store.begin(number, target)))
             try:
                 self._validate(target)
             except DeviceOutOfMemory as error:
-                self.reporter.attempt(self.store.end(Outcome.OUT_OF_MEMORY, None))
+                self.report(Progress(attempt=self.store.end(Outcome.OUT_OF_MEMORY, None)))
                 if not may_shrink or number >= MAX_TRIES:
                     raise self._out_of_memory(self.store.attempts, not may_shrink) from error
-                self.reporter.state(State.SHRUNK_RETRY)
+                self.report(Progress(state=State.SHRUNK_RETRY))
                 target = self._check_context(self._smaller(target))
                 number += 1
             except DeviceFailure:
                 self.store.forget()
                 raise
             else:
-                self.reporter.attempt(self.store.end(Outcome.SURVIVED, self._lowest_free()))
+                self.report(Progress(attempt=self.store.end(Outcome.SURVIVED, self._lowest_free())))
                 return
 
     def _smaller(self, target: int) -> int:
@@ -296,10 +284,10 @@ class ProfileLoop:
 
     def _validate(self, tokens: int) -> None:
         """Step 7: the whole stress set at the final size, with all that is reserved allocated."""
-        self.reporter.state(State.VALIDATING)
+        self.report(Progress(state=State.VALIDATING))
         with self._stage("map", None, f"{tokens} tokens"):
             self.loaded.executor.resize(pages_for(tokens) + 1)
-        self.reporter.effective(self.settings.effective(self._model_len(tokens)))
+        self.report(Progress(effective=self.settings.effective(self._model_len(tokens))))
         with self.device.held(self.settings.reserved(tokens)):
             self.device.reset_peak()
             resting = self.device.now()
@@ -345,11 +333,13 @@ class ProfileLoop:
         """Reports a stage with its time and the memory that it left allocated. The caller may add
         details to the list that it yields."""
         if state is not None:
-            self.reporter.state(state)
+            self.report(Progress(state=state))
         before, start, texts = self.device.now(), time.monotonic(), list(details)
         yield texts
         ms = round((time.monotonic() - start) * 1000)
-        self.reporter.stage(name, ms, self.device.now() - before, ", ".join(texts) or None)
+        self.report(
+            Progress(stage=Stage(name, ms, self.device.now() - before, ", ".join(texts) or None))
+        )
 
     def _result(self, source: Source, started: float) -> Result:
         record = self.record if source is Source.RECORDED else None
@@ -364,7 +354,7 @@ class ProfileLoop:
             free_mib=max(0, self.free_before_weights // MIB),
             loop_ms=loop_ms,
             saved_ms=max(0, record.loop_ms - loop_ms) if record is not None else 0,
-            measured_at=self.reporter.now(),
+            measured_at=times.now(),
             ranks=(self.diagnosis.memory(self._kv_bytes(), free),),
             gemm_kernels=tuning.texts(self.choices),
             cache_dtype=self.loaded.cache_dtype,
