@@ -1,9 +1,12 @@
-"""Options of the parent process: paths, ports, time limits. Tests shorten the limits."""
+"""Options of the server: paths, ports, time limits. Tests shorten the limits."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Self
+
+import msgspec
 
 from kvline_contract import names
 from kvline_contract.launch import Device
@@ -128,3 +131,29 @@ class Options:
     from_flags: bool = False  # started with flags, not a launch file: messages name flags
     limits: Limits = field(default_factory=Limits)
     clients: ClientLimits = field(default_factory=ClientLimits)
+
+
+class ChildArguments(msgspec.Struct, kw_only=True):
+    """Of a process that the parent starts: JSON, as its one argument."""
+
+    options: Options
+    control_fd: int = -1  # socket to the parent
+    other_fds: list[int] = []  # HTTP: receives its socket to the engine. Engine: one to each HTTP
+
+    def dumps(self) -> str:
+        return msgspec.json.encode(self, enc_hook=str).decode()
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        return msgspec.json.decode(text, type=cls, dec_hook=lambda kind, value: kind(value))
+
+
+class HttpArguments(ChildArguments, kw_only=True):
+    listen_fd: int
+    totals_fd: int  # of what all HTTP processes hold
+    index: int  # of this process
+    processes: int
+
+
+class EngineArguments(ChildArguments, kw_only=True):
+    root: int  # pid of the process tree whose memory counts

@@ -27,6 +27,7 @@ from kvline_contract.launch import (
     LoadFormat,
     Model,
 )
+from kvline_server.options import HttpArguments
 
 ENGINE, CAPACITY = EngineOptions(), CapacityOptions()
 SIZES = ["hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"]
@@ -174,8 +175,8 @@ class Server:
                 if "\0kvline_server.engine" in line:
                     out["engine"] = int(entry.name)
                 elif "\0kvline_server.http" in line:
-                    index = line.partition("--index\0")[2].split("\0")[0]
-                    out[f"http{index if index != '0' else ''}"] = int(entry.name)
+                    arguments = HttpArguments.parse(line.rstrip("\0").rpartition("\0")[2])
+                    out[f"http{arguments.index or ''}"] = int(entry.name)
         return out
 
     def ends(self) -> dict[str, float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from argparse import Namespace
 from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -19,6 +18,7 @@ from kvline_server.engine_process.loop import EngineProcess
 from kvline_server.http.completions import seeded
 from kvline_server.http.engine_client import EngineClient
 from kvline_server.messages import Channel, Delta
+from kvline_server.options import EngineArguments, Options
 from kvline_server.sampling_params import SamplingParams
 from kvline_server.worker.step import InFlight, Step
 
@@ -46,7 +46,10 @@ class Served:
         self.engine = made
         self.here, line = socket.socketpair()
         self.parent, control = socket.socketpair()
-        self.process = EngineProcess(Namespace(http_fd=[line.detach()]), Channel(control))
+        arguments = EngineArguments(
+            options=Options(Path(), Path()), other_fds=[line.detach()], root=0
+        )
+        self.process = EngineProcess(arguments, Channel(control))
         launch, self.stopped = made.executor.launch, False
 
         def counted(step: Step) -> InFlight:

@@ -8,7 +8,6 @@ import os
 import socket
 import sys
 import threading
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from itertools import cycle
 from pathlib import Path
@@ -27,6 +26,7 @@ from kvline_server.errors import DeviceFailure, DeviceOutOfMemory
 from kvline_server.kernels import torch as kernels
 from kvline_server.messages import Channel, Progress, Submit
 from kvline_server.model.decoder import Decoder
+from kvline_server.options import EngineArguments, Options
 from kvline_server.sampling_params import SamplingParams
 from kvline_server.sizing import load
 from kvline_server.worker import backend, worker
@@ -71,13 +71,10 @@ class Engine:
         self.parent = Channel(ours)
         capacity = CapacityOptions(kv_tokens=1024, headroom_mib=8)
         self.launch = launch_config(model, EngineOptions(256, 2, 64), capacity)
-        arguments = Namespace(
-            record=None,
-            state_dir=str(scratch),
-            http_fd=[connection.detach()],
+        arguments = EngineArguments(
+            options=Options(scratch / "launch.json", scratch, memory=4 << 30),
+            other_fds=[connection.detach()],
             root=os.getpid(),
-            memory=4 << 30,
-            threads=None,
         )
         self.process = EngineProcess(arguments, Channel(theirs))
         self.process.neighbours.set()

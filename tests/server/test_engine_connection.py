@@ -6,9 +6,9 @@ import asyncio
 import socket
 import threading
 import time
-from argparse import Namespace
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from kvline_server.engine_process.outbox import PATIENCE, Outbox
 from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.errors import ApiError, EngineFailed, NotRead
 from kvline_server.messages import Channel, Delta, Deltas, Message, Submit, encode
+from kvline_server.options import EngineArguments, Options
 from kvline_server.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=4)
@@ -114,7 +115,9 @@ def outputs(id: int, scores: Scores) -> list[Output]:
 def publisher() -> Iterator[tuple[EngineProcess, socket.socket]]:
     here, line = socket.socketpair()
     parent, control = socket.socketpair()
-    process = EngineProcess(Namespace(http_fd=[line.detach()]), Channel(control))
+    options = Options(Path("launch.json"), Path("state"))
+    arguments = EngineArguments(options=options, other_fds=[line.detach()], root=0)
+    process = EngineProcess(arguments, Channel(control))
     yield process, here
     here.close()
     parent.close()

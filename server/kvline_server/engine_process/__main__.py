@@ -3,47 +3,25 @@ context is created beside them, and the garbage collector does not slow them dow
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import sys
 import threading
 from contextlib import suppress
-from pathlib import Path
 from types import ModuleType
 
 from kvline_contract.launch import Device, LaunchConfig
+from kvline_server.options import EngineArguments
 
 # torch's shape functions for tracing and for tensors without data, of which an engine has neither.
 TRACING = "torch._meta_registrations"
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="kvline-engine")
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--record")
-    parser.add_argument("--state-dir", required=True)
-    parser.add_argument("--control-fd", type=int, required=True)
-    parser.add_argument(
-        "--http-fd",
-        type=int,
-        action="append",
-        required=True,
-        help="socket to an HTTP process; once for each",
-    )
-    parser.add_argument(
-        "--root", type=int, required=True, help="pid of the process tree whose memory counts"
-    )
-    parser.add_argument("--memory", type=int)
-    parser.add_argument("--threads", type=int)
-    return parser.parse_args(argv)
-
-
 def main(argv: list[str]) -> int:
-    arguments = parse(argv)
+    arguments = EngineArguments.parse(argv[0])
     gc.disable()  # imports make many objects, hardly any of them garbage
     sys.modules[TRACING] = ModuleType(TRACING)
-    launch = LaunchConfig.parse(arguments.config.read_bytes())
+    launch = LaunchConfig.parse(arguments.options.config.read_bytes())
     if launch.device is Device.CUDA:
         threading.Thread(target=create_context, daemon=True).start()
     from kvline_server.engine_process import loop  # imports torch

@@ -6,7 +6,6 @@ owns the engine; other threads only put messages into its inbox.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import queue
@@ -14,7 +13,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
@@ -42,6 +40,7 @@ from kvline_server.messages import (
     Progress,
     PromptScores,
 )
+from kvline_server.options import EngineArguments
 
 BEAT_SECONDS = 0.5
 NEIGHBOUR_SECONDS = 120.0
@@ -49,10 +48,10 @@ SCORES_BYTES = 1 << 20  # of prompt logprobs in one frame
 
 
 class EngineProcess:
-    def __init__(self, arguments: argparse.Namespace, parent: Channel) -> None:
+    def __init__(self, arguments: EngineArguments, parent: Channel) -> None:
         self.arguments = arguments
         self.parent = parent
-        self.http = [Outbox(socket.socket(fileno=fd)) for fd in arguments.http_fd]
+        self.http = [Outbox(socket.socket(fileno=fd)) for fd in arguments.other_fds]
         self.inbox: queue.SimpleQueue[tuple[Channel | None, messages.Message]] = queue.SimpleQueue()
         self.neighbours = threading.Event()
         self.clients: dict[int, Channel] = {}  # by sequence id, unique over the HTTP processes
@@ -62,15 +61,15 @@ class EngineProcess:
 
     def size(self, launch: LaunchConfig) -> Engine:
         """Loads and profiles; returns an engine with a validated KV budget."""
-        arguments = self.arguments
+        options = self.arguments.options
         engine, result = start(
             launch=launch,
             report=self.parent.send,
-            attempts=Path(arguments.state_dir) / names.ATTEMPTS_FILE,
-            record=Path(arguments.record) if arguments.record else None,
+            attempts=options.state_dir / names.ATTEMPTS_FILE,
+            record=options.record,
             wait_for_neighbours=self._wait_for_neighbours,
-            memory=arguments.memory,
-            root=arguments.root,
+            memory=options.memory,
+            root=self.arguments.root,
             http_processes=len(self.http),
         )
         self.parent.send(Progress(result=result))
@@ -195,10 +194,10 @@ def pack(scores: Scores) -> PackedScores:
     )
 
 
-def main(arguments: argparse.Namespace, launch: LaunchConfig) -> int:
+def main(arguments: EngineArguments, launch: LaunchConfig) -> int:
     parent = Channel(socket.socket(fileno=arguments.control_fd))
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
+    if arguments.options.threads:
+        torch.set_num_threads(arguments.options.threads)
     process = EngineProcess(arguments, parent)
     threading.Thread(target=process.listen_to_parent, daemon=True).start()
     for client in process.http:

@@ -7,11 +7,9 @@ get a 503 until the engine is validated.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import itertools
-import json
 import logging
 import math
 import resource
@@ -42,7 +40,7 @@ from kvline_server.http.tokenizer_files import open_tokens
 from kvline_server.http.trace import Traces
 from kvline_server.messages import COUNTS, Drain, EdgeBeat, Progress, Serve
 from kvline_server.model.config import read_config
-from kvline_server.options import ClientLimits
+from kvline_server.options import HttpArguments
 from kvline_server.totals import Totals
 
 BEAT_SECONDS = 0.5
@@ -62,13 +60,14 @@ class Server(uvicorn.Server):
 
 
 class Edge:
-    def __init__(self, arguments: argparse.Namespace, control: socket.socket) -> None:
+    def __init__(self, arguments: HttpArguments, control: socket.socket) -> None:
+        options = arguments.options
         self.control = control
         self.parent: asyncio.StreamWriter | None = None
-        self.handover = socket.socket(fileno=arguments.handover_fd)
-        launch = LaunchConfig.parse(Path(arguments.config).read_bytes())
-        edge = ClientLimits(**json.loads(arguments.limits))
-        edge = replace(edge, connections=min(edge.connections, _allow_files() - OTHER_FILES))
+        self.handover = socket.socket(fileno=arguments.other_fds[0])
+        launch = LaunchConfig.parse(options.config.read_bytes())
+        edge, files = options.clients, _allow_files() - OTHER_FILES
+        edge = replace(edge, connections=min(edge.connections, files))
         folder = Path(launch.model.path)
         model = read_config(folder)
         context = launch.engine.max_model_len or model.max_position
@@ -86,8 +85,8 @@ class Edge:
             limits=Limits(launch.model.served_name, model.vocabulary, 0, 0, 0),
             started=now(),
         )
-        self.key = Key(arguments.api_key_file) if launch.require_api_key else None
-        tls = Certificate(arguments.tls_dir) if launch.require_tls else None
+        self.key = Key(options.key) if launch.require_api_key else None
+        tls = Certificate(options.tls) if launch.require_tls else None
         self.certificate = tls
         app = create_app(self.service)
         self.server = Server(
@@ -206,27 +205,10 @@ def _tracer() -> Any | None:
         raise ConfigInvalid(str(error)) from None
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="kvline-http")
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--control-fd", type=int, required=True)
-    parser.add_argument(
-        "--handover-fd", type=int, required=True, help="receives the socket to the engine"
-    )
-    parser.add_argument("--listen-fd", type=int, required=True)
-    parser.add_argument("--totals-fd", type=int, required=True, help="of what all processes hold")
-    parser.add_argument("--index", type=int, required=True, help="of this process")
-    parser.add_argument("--processes", type=int, required=True)
-    parser.add_argument("--api-key-file", type=Path, required=True)
-    parser.add_argument("--tls-dir", type=Path, required=True)
-    parser.add_argument("--limits", required=True, help="ClientLimits as JSON")
-    return parser.parse_args(argv)
-
-
 def main(argv: list[str]) -> int:
     import uvloop
 
-    arguments = parse(argv)
+    arguments = HttpArguments.parse(argv[0])
     control = socket.socket(fileno=arguments.control_fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent sends Drain
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

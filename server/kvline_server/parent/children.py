@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import subprocess
@@ -11,11 +10,17 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 
 from kvline_server import totals
 from kvline_server.messages import Channel, Message
-from kvline_server.options import ClientLimits, Options
+from kvline_server.options import (
+    ChildArguments,
+    ClientLimits,
+    EngineArguments,
+    HttpArguments,
+    Options,
+)
 
 BACKLOG = 1024
 
@@ -86,37 +91,30 @@ def start_http(
 ) -> list[Child]:
     """A process for each listener; they share one count of what clients hold."""
     counted, processes = totals.create(), len(listeners)
-    common = ["--api-key-file", str(options.key), "--tls-dir", str(options.tls)]
-    common += ["--limits", json.dumps(asdict(clients.of_each(processes)))]
-    common += ["--totals-fd", str(counted), "--processes", str(processes)]
+    options = replace(options, clients=clients.of_each(processes))
     started = []
     for index, listener in enumerate(listeners):
-        fd = listener.fileno()
-        extra = [*common, "--listen-fd", str(fd), "--index", str(index)]
-        module, flag = "kvline_server.http.process", "--handover-fd"
-        started.append(_spawn(module, options, flag, extra, HTTP_MALLOC, (fd, counted)))
+        arguments = HttpArguments(
+            options=options,
+            listen_fd=listener.fileno(),
+            totals_fd=counted,
+            index=index,
+            processes=processes,
+        )
+        fds = (listener.fileno(), counted)
+        started.append(_spawn("kvline_server.http.process", arguments, HTTP_MALLOC, fds))
     os.close(counted)
     return started
 
 
 def start_engine(options: Options, http_processes: int) -> Child:
-    extra = ["--state-dir", str(options.state_dir), "--root", str(os.getpid())]
-    for flag, value in (
-        ("--record", options.record),
-        ("--memory", options.memory),
-        ("--threads", options.threads),
-    ):
-        if value is not None:
-            extra += [flag, str(value)]
-    module = "kvline_server.engine_process"
-    return _spawn(module, options, "--http-fd", extra, ENGINE_MALLOC, (), http_processes)
+    arguments = EngineArguments(options=options, root=os.getpid())
+    return _spawn("kvline_server.engine_process", arguments, ENGINE_MALLOC, (), http_processes)
 
 
 def _spawn(
     module: str,
-    options: Options,
-    other_flag: str,
-    extra: list[str],
+    arguments: ChildArguments,
     environment: dict[str, str],
     fds: tuple[int, ...],
     others: int = 1,
@@ -124,16 +122,13 @@ def _spawn(
     ours, theirs = socket.socketpair()
     pairs = [socket.socketpair() for _ in range(others)]
     with ExitStack() as passed:
-        passed.enter_context(theirs)
-        for _, other in pairs:
-            passed.enter_context(other)
-            extra = [*extra, other_flag, str(other.fileno())]
-        command = [sys.executable, "-m", module, "--config", str(options.config)]
-        command += ["--control-fd", str(theirs.fileno())]
-        command += extra
+        for end in (theirs, *(other for _, other in pairs)):
+            passed.enter_context(end)
+        arguments.control_fd = theirs.fileno()
+        arguments.other_fds = [other.fileno() for _, other in pairs]
         process = subprocess.Popen(
-            command,
-            pass_fds=(theirs.fileno(), *(other.fileno() for _, other in pairs), *fds),
+            [sys.executable, "-m", module, arguments.dumps()],
+            pass_fds=(arguments.control_fd, *arguments.other_fds, *fds),
             env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             # Ctrl-C in a terminal goes to the parent alone, which drains.
