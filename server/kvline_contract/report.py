@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from kvline_contract.codec import ContractError, decode, document, dumps, encode, field, loads
+from kvline_contract.exits import ExitCode
 from kvline_contract.memory import HEADROOM, Memory, MemoryV1
 
 VERSION = 1  # of Termination and Load
@@ -110,6 +111,10 @@ class Termination:
     largest_max_model_len: int | None = field(omit_none=True, default=None)
     knobs: tuple[Knob, ...] = field(items=8, default=())
     attempts: tuple[Attempt, ...] = field(items=MAX_ATTEMPTS, default=())
+
+    @classmethod
+    def of(cls, code: ExitCode, message: str) -> Termination:
+        return cls(VERSION, int(code), code.title, message[:1024])
 
     @classmethod
     def parse(cls, text: str | bytes) -> Termination:

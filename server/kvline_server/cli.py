@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import tempfile
 from collections.abc import Iterable
@@ -22,7 +21,7 @@ from kvline_contract.launch import (
     Model,
 )
 from kvline_server.errors import ConfigInvalid, ServerError
-from kvline_server.flags import Parser, number, quantity, with_flag_names
+from kvline_server.flags import Parser, number, quantity
 from kvline_server.options import KEY_FILE, TLS_FOLDER, Options
 from kvline_server.scratch import scratch
 
@@ -159,8 +158,9 @@ def main(argv: list[str]) -> int:
             return 0
         return _run(arguments)
     except ServerError as error:
-        _report_failure(error, from_flags=arguments.config is None)
-        return int(error.code)
+        from kvline_server.parent.supervisor import leave
+
+        return leave(error.termination(), arguments.config is None, _termination_log())
 
 
 def _read_launch(path: Path) -> LaunchConfig:
@@ -236,7 +236,6 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _options(arguments: argparse.Namespace, config: Path, state: Path) -> Options:
     serve = arguments.command == "serve"
-    log = Path(names.TERMINATION_LOG)
     return Options(
         config=config,
         state_dir=state,
@@ -249,20 +248,14 @@ def _options(arguments: argparse.Namespace, config: Path, state: Path) -> Option
         internal_port=arguments.internal_port if serve else 0,
         memory=arguments.memory,
         threads=arguments.threads,
-        termination_log=log if log.exists() else None,
+        termination_log=_termination_log(),
         from_flags=arguments.config is None,
         drain=arguments.drain_seconds if serve else None,
         http_processes=arguments.http_processes if serve else 1,
     )
 
 
-def _report_failure(error: ServerError, from_flags: bool) -> None:
-    from kvline_server.parent.supervisor import log
-
-    ended = error.termination()
-    log(f"{ended.name}: {with_flag_names(ended.message) if from_flags else ended.message}")
-    if os.path.exists(names.TERMINATION_LOG):
-        try:
-            Path(names.TERMINATION_LOG).write_text(ended.dumps())
-        except OSError as failed:
-            log(f"termination message not written: {failed}")
+def _termination_log() -> Path | None:
+    """Only a container has one."""
+    log = Path(names.TERMINATION_LOG)
+    return log if log.exists() else None

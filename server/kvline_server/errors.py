@@ -17,9 +17,11 @@ ServerError
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvline_contract.exits import ExitCode
 from kvline_contract.memory import Memory, MemoryV1
-from kvline_contract.report import VERSION, Attempt, Binding, Knob, Termination
+from kvline_contract.report import Attempt, Binding, Knob, Termination
 
 
 class ServerError(Exception):
@@ -28,12 +30,7 @@ class ServerError(Exception):
     code = ExitCode.UNEXPECTED
 
     def termination(self) -> Termination:
-        return Termination(
-            version=VERSION,
-            code=int(self.code),
-            name=self.code.title,
-            message=str(self)[:1024],
-        )
+        return Termination.of(self.code, str(self))
 
 
 class ConfigInvalid(ServerError):
@@ -95,11 +92,8 @@ class SizingError(ServerError):
         self.attempts = attempts
 
     def termination(self) -> Termination:
-        return Termination(
-            version=VERSION,
-            code=int(self.code),
-            name=self.code.title,
-            message=str(self)[:1024],
+        return replace(
+            super().termination(),
             memory=MemoryV1.of(self.memory) if self.memory is not None else None,
             binding=self.binding,
             largest_max_model_len=self.largest_max_model_len,

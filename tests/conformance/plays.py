@@ -110,7 +110,7 @@ class Play:
     def termination(self) -> Termination:
         code = meaning(self.exit_code or 0)
         message = f"the conformance fake plays {code.title}"
-        return Termination(VERSION, int(code), code.title, message)
+        return Termination.of(code, message)
 
     def load(self) -> Load:
         return Load(VERSION, self.tokens, self.tokens // 10, 0, 0, 1, 0, 0, 256, False)

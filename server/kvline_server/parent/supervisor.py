@@ -7,7 +7,6 @@ an engine ends the pod with an exit code of the contract.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -15,12 +14,13 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from kvline_contract import times
 from kvline_contract.exits import ExitCode
 from kvline_contract.launch import Device, LaunchConfig
 from kvline_contract.names import ATTEMPTS_FILE, ENV_POD_NAME, ENV_POD_UID
-from kvline_contract.report import VERSION, Outcome, SizingReport, State, Termination
+from kvline_contract.report import Outcome, SizingReport, State, Termination
 from kvline_server.errors import PortTaken, ServerError
 from kvline_server.flags import with_flag_names
 from kvline_server.memory.device import container_limit, oom_kills
@@ -145,14 +145,8 @@ class Supervisor:
         return True
 
     def _end(self, failure: Termination) -> int:
-        """Leaves the reason in the report, the log and the termination message."""
         self.keeper.fail(failure)
-        text = with_flag_names(failure.message) if self.options.from_flags else failure.message
-        log(f"{failure.name}: {text}")
-        if self.options.termination_log is not None:
-            with contextlib.suppress(OSError):
-                self.options.termination_log.write_text(failure.dumps())
-        return failure.code
+        return leave(failure, self.options.from_flags, self.options.termination_log)
 
     def _open_ports(self) -> list[socket.socket]:
         """Opens both ports. The internal one answers from here on; the API port is bound early, so
@@ -268,20 +262,20 @@ class Supervisor:
         state = self.keeper.report.state
         if self._killed_for_memory(code):
             serving = state is State.VALIDATED
-            return _termination(
+            return Termination.of(
                 ExitCode.OUT_OF_MEMORY_SERVING if serving else ExitCode.OUT_OF_MEMORY,
                 f"the {what} process was killed for host memory in state {state}; "
                 "raise spec.resources.memory",
             )
         self.interrupted = True  # whatever ended it was not the size that was tried
         if code == int(ExitCode.OUT_OF_MEMORY_SERVING):
-            return _termination(
+            return Termination.of(
                 ExitCode.OUT_OF_MEMORY_SERVING, f"the {what} process ran out of memory"
             )
         how = f"signal {-code}" if code < 0 else f"code {code}"
         if code == -signal.SIGKILL:
             how += ", which the kernel did not send for memory"
-        return _termination(ExitCode.ENGINE_DIED, f"the {what} process ended with {how}")
+        return Termination.of(ExitCode.ENGINE_DIED, f"the {what} process ended with {how}")
 
     def _stalled(self) -> Termination | None:
         """Ends a start without progress. A validation that takes far longer than the same work took
@@ -296,7 +290,7 @@ class Supervisor:
             return None
         if quiet < limit:
             return None
-        return _termination(ExitCode.STALLED, f"no progress in state {state} for {limit:.0f} s")
+        return Termination.of(ExitCode.STALLED, f"no progress in state {state} for {limit:.0f} s")
 
     def _patience(self) -> float:
         """Seconds that one item of the validation may take, from the times of the probe's items."""
@@ -334,5 +328,12 @@ def log(text: str) -> None:
     print(f"kvline-server: {text}", file=sys.stderr, flush=True)
 
 
-def _termination(code: ExitCode, message: str) -> Termination:
-    return Termination(VERSION, int(code), code.title, message)
+def leave(failure: Termination, from_flags: bool, file: Path | None) -> int:
+    """Leaves the reason in the log and the termination message. -> the exit code"""
+    log(f"{failure.name}: {with_flag_names(failure.message) if from_flags else failure.message}")
+    if file is not None:
+        try:
+            file.write_text(failure.dumps())
+        except OSError as failed:
+            log(f"termination message not written: {failed}")
+    return failure.code
