@@ -135,11 +135,8 @@ class Drain(msgspec.Struct, tag="drain", array_like=True):
 class Serve(msgspec.Struct, tag="serve", array_like=True):
     """Parent to HTTP: the engine is validated; its socket follows on the handover socket."""
 
-    max_model_len: int
-    max_running: int
-    max_top_logprobs: int
+    effective: Effective
     kv_tokens: int
-    page_size: int
 
 
 class NeighboursReady(msgspec.Struct, tag="neighbours", array_like=True):

@@ -140,15 +140,14 @@ class Edge:
 
     async def _open(self, message: Serve) -> None:
         _, (engine,), *_ = socket.recv_fds(self.handover, 1, 1)
-        await self.client.connect(socket.socket(fileno=engine), message.page_size)
-        limits, admission = self.service.limits, self.service.admission
-        admission.open(message.max_running, message.kv_tokens)
-        self.service.limits = Limits(
-            limits.served_name,
-            limits.vocabulary,
-            message.max_model_len,
-            message.max_top_logprobs,
-            admission.max_tokens,
+        effective, admission = message.effective, self.service.admission
+        await self.client.connect(socket.socket(fileno=engine), effective.page_size)
+        admission.open(effective.max_running_requests, message.kv_tokens)
+        self.service.limits = replace(
+            self.service.limits,
+            max_model_len=effective.max_model_len,
+            max_top_logprobs=effective.max_top_logprobs,
+            max_prompt_tokens=admission.max_tokens,
         )
         self._tell_parent()
 

@@ -210,15 +210,7 @@ class Supervisor:
         if self.engine is not None:
             for child, connection in zip(self.http, self.engine.others, strict=True):
                 child.hand(connection)
-        self._tell_http(
-            Serve(
-                effective.max_model_len,
-                effective.max_running_requests,
-                effective.max_top_logprobs,
-                result.kv_tokens,
-                effective.page_size,
-            )
-        )
+        self._tell_http(Serve(effective, result.kv_tokens))
 
     def _tell_http(self, message: Message) -> None:
         for child in self.http:
