@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import NoReturn
 
 import torch
 
@@ -75,7 +76,7 @@ class EngineProcess:
         self.parent.send(Progress(result=result))
         return engine
 
-    def serve(self, engine: Engine) -> None:
+    def serve(self, engine: Engine) -> NoReturn:
         """The engine loop: steps while there is work, else waits for messages."""
         while True:
             self._take(engine)
@@ -207,23 +208,16 @@ def main(arguments: EngineArguments, launch: LaunchConfig) -> int:
 
 def run(process: EngineProcess, launch: LaunchConfig) -> int:
     """Sizes and serves; returns the exit code."""
+    refused: type[ServerError] = OutOfMemory  # outside sizing, which has its own diagnosis
     try:
         with device_errors.translated("start"):
             engine = process.size(launch)
-    except DeviceOutOfMemory as error:  # outside the profile loop, which has its own diagnosis
-        return _fail(process, OutOfMemory(f"the device refused memory: {error}"))
-    except ServerError as error:
-        return _fail(process, error)
-    try:
+        refused = OutOfMemoryServing
         with device_errors.translated("serve"):
             process.serve(engine)
     except DeviceOutOfMemory as error:
-        return _fail(process, OutOfMemoryServing(f"the device refused memory: {error}"))
+        failure = refused(f"the device refused memory: {error}").termination()
     except ServerError as error:
-        return _fail(process, error)
-    return 0
-
-
-def _fail(process: EngineProcess, error: ServerError) -> int:
-    process.parent.send(Progress(failure=error.termination()))
-    return int(error.code)
+        failure = error.termination()
+    process.parent.send(Progress(failure=failure))
+    return failure.code
