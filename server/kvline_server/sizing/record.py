@@ -44,11 +44,8 @@ class AttemptStore:
         survived are ignored: that start ended for another reason."""
         self.fingerprint = fingerprint
         self.attempts = ()
-        try:
-            found = decode(_AttemptsFile, loads(self.path.read_bytes(), 16384), strict=False)
-        except (FileNotFoundError, ContractError):
-            return
-        if found.version == VERSION and found.fingerprint == fingerprint:
+        found = self._read()
+        if found is not None and (found.version, found.fingerprint) == (VERSION, fingerprint):
             self.attempts = tuple(
                 replace(a, outcome=Outcome.KILLED) if a.outcome is Outcome.RUNNING else a
                 for a in found.attempts
@@ -75,9 +72,8 @@ class AttemptStore:
 
     def interrupt(self) -> None:
         """Drops the current attempt: its engine was stopped on purpose, not by its size."""
-        try:
-            found = decode(_AttemptsFile, loads(self.path.read_bytes(), 16384), strict=False)
-        except (FileNotFoundError, ContractError):
+        found = self._read()
+        if found is None:
             return
         self.fingerprint = found.fingerprint
         self.attempts = tuple(a for a in found.attempts if a.outcome is not Outcome.RUNNING)
@@ -86,6 +82,12 @@ class AttemptStore:
     def clear(self) -> None:
         """Called at Validated: a later kill is no failed attempt."""
         self.path.unlink(missing_ok=True)
+
+    def _read(self) -> _AttemptsFile | None:
+        try:
+            return decode(_AttemptsFile, loads(self.path.read_bytes(), 16384), strict=False)
+        except (FileNotFoundError, ContractError):
+            return None
 
     def _write(self) -> None:
         part = self.path.with_suffix(".part")
