@@ -31,12 +31,13 @@ def show(supervisor: Supervisor, as_json: bool, record: Path | None = None) -> i
     done = threading.Event()
     watcher = threading.Thread(target=_follow, args=(supervisor, console, done), daemon=True)
     watcher.start()
+    keeper, health = supervisor.keeper, supervisor.health
     code = supervisor.run(  # there is no request to drain
-        until=lambda: supervisor.report().state is State.VALIDATED or supervisor.health.draining
+        until=lambda: keeper.report.state is State.VALIDATED or health.draining
     )
     done.set()
     watcher.join(2)
-    report = supervisor.report()
+    report = keeper.report
     if code == ExitCode.DRAINED and report.result is None:
         console.print("interrupted before a size was validated", style="yellow")
         return INTERRUPTED
@@ -60,7 +61,7 @@ def _follow(supervisor: Supervisor, console: Console, done: threading.Event) -> 
     started = time.monotonic()
     with console.status("starting") as status:
         while True:
-            report = supervisor.report()
+            report = supervisor.keeper.report
             running = [s for s in report.stages if s.total_bytes is not None]
             passed = [s for s in report.stages if s.total_bytes is None]
             for stage in passed[shown:]:

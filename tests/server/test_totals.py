@@ -173,7 +173,7 @@ def test_a_port_that_another_shares_is_taken() -> None:
 
 def test_beats_of_several_processes_are_those_of_one_server() -> None:
     options = Options(Path("launch.json"), Path("state"), limits=Limits(liveness=0.2))
-    health = Health(options, ReportKeeper("u", "p", "r", lambda: "now"), "m", 2)
+    health = Health(options, ReportKeeper("u", "p", "r"), "m", 2)
     beats = [
         EdgeBeat(True, active=index, connected=True, finished=10 * index, rejected=1)
         for index in (1, 2)

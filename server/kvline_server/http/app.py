@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -43,7 +43,7 @@ class Service:
     admission: Admission
     bodies: Bodies
     limits: Limits
-    started: int
+    started: int = field(default_factory=lambda: int(time.time()))
 
 
 def create_app(service: Service) -> FastAPI:
@@ -194,7 +194,3 @@ async def _gone(request: Request, error: Exception) -> Response:
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     return EngineFailed("the request failed inside the server").response()
-
-
-def now() -> int:
-    return int(time.time())

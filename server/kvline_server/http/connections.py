@@ -90,7 +90,7 @@ class Connection(HttpToolsProtocol):
         self._head = self._raw = 0  # bytes of a head: parsed, and received
         self._parsed = self._before = 0  # bytes of what was just received; those of other requests
         self._extra = 0  # bytes of a body that is thrown away
-        self._lingering = False
+        self.lingering = False
         self._why: ApiError | None = None
         # The drain began within its last answer, whose head kept the connection alive. One
         # more request is waited for: a client that has sent it would take a close for a failure.
@@ -104,7 +104,7 @@ class Connection(HttpToolsProtocol):
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._lingering = True
+        self.lingering = True
         self.all.forget(self)
         super().connection_lost(exc)
 
@@ -128,13 +128,13 @@ class Connection(HttpToolsProtocol):
         """Past its deadline: a late head gets a 408; idle or unread connections are just closed."""
         if self.stalled_until < now and self._reads():
             return
-        if self._in_head and self.stalled_until > now and not self._lingering:
+        if self._in_head and self.stalled_until > now and not self.lingering:
             self._refuse(TimedOut("the head of the request did not come in time"))
         else:
             self.drop()
 
     def data_received(self, data: bytes) -> None:
-        if self._lingering:
+        if self.lingering:
             self._discard(data)
             return
         self._parsed = self._before = 0
@@ -250,15 +250,11 @@ class Connection(HttpToolsProtocol):
         self.owes = self.all.draining and self.cycle is not None
         self._until(self.limits.late if self.owes else self.limits.idle)
 
-    @property
-    def lingering(self) -> bool:
-        return self._lingering
-
     def linger(self, transport: asyncio.Transport) -> None:
         """Closes after discarding what the client still sends, so that it can read the answer."""
-        if self._lingering:
+        if self.lingering:
             return
-        self._lingering = True
+        self.lingering = True
         if not self._in_request or transport.is_closing() or not transport.can_write_eof():
             transport.close()
             return

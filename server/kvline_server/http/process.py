@@ -29,7 +29,7 @@ from kvline_server import messages
 from kvline_server.errors import ConfigInvalid, EngineConnectionLost, ServerError
 from kvline_server.http.access import Guard, Key
 from kvline_server.http.admission import Admission
-from kvline_server.http.app import Service, create_app, now
+from kvline_server.http.app import Service, create_app
 from kvline_server.http.body import Bodies
 from kvline_server.http.connections import Connections
 from kvline_server.http.engine_client import EngineClient
@@ -83,7 +83,6 @@ class Edge:
             ),
             bodies=Bodies(edge, totals),
             limits=Limits(launch.model.served_name, model.vocabulary, 0, 0, 0),
-            started=now(),
         )
         self.key = Key(options.key) if launch.require_api_key else None
         tls = Certificate(options.tls) if launch.require_tls else None

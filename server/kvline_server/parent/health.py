@@ -12,7 +12,7 @@ import time
 
 from kvline_contract.codec import ContractError
 from kvline_contract.launch import GateFile
-from kvline_contract.report import VERSION, Load, SizingReport, State
+from kvline_contract.report import VERSION, Load, State
 from kvline_server.histogram import total
 from kvline_server.messages import COUNTS, Beat, EdgeBeat
 from kvline_server.options import Options
@@ -84,9 +84,6 @@ class Health:
             self._gate = GateFile.parse(self.options.gate.read_bytes())
             if self._gate.open:  # the file has arrived
                 self._notified_open = False
-
-    def report(self) -> SizingReport:
-        return self.keeper.report
 
     def not_started(self) -> str | None:
         """The state while the budget is not validated; the gate does not matter here."""

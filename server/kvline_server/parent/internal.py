@@ -78,7 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
         except ContractError as error:
             self._send(400, json.dumps({"reason": str(error)}).encode())
         else:
-            self._send(200, self.server.health.report().dumps(version).encode())
+            self._send(200, self.server.health.keeper.report.dumps(version).encode())
 
     def _probe(self, reason: str | None) -> None:
         status = 200 if reason is None else 503

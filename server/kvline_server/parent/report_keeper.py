@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
+from kvline_contract import times
 from kvline_contract.report import (
     MAX_ATTEMPTS,
     MAX_STAGES,
@@ -21,13 +21,10 @@ from kvline_contract.report import (
 )
 from kvline_server.messages import Progress
 
-Clock = Callable[[], str]
-
 
 class ReportKeeper:
-    def __init__(self, pod_uid: str, pod_name: str, revision: str, clock: Clock) -> None:
+    def __init__(self, pod_uid: str, pod_name: str, revision: str) -> None:
         self._lock = threading.Lock()
-        self._clock = clock
         self.changed_at = time.monotonic()
         self._report = SizingReport(
             pod_uid=pod_uid,
@@ -35,8 +32,8 @@ class ReportKeeper:
             revision=revision,
             sequence=0,
             state=State.LOADING,
-            started_at=clock(),
-            updated_at=clock(),
+            started_at=times.now(),
+            updated_at=times.now(),
         )
 
     @property
@@ -85,7 +82,7 @@ class ReportKeeper:
             self._report = replace(
                 self._report,
                 sequence=self._report.sequence + 1,
-                updated_at=self._clock(),
+                updated_at=times.now(),
                 **values,  # type: ignore[arg-type]
             )
             self.changed_at = time.monotonic()

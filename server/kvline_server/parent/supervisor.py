@@ -16,11 +16,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from kvline_contract import times
 from kvline_contract.exits import ExitCode
 from kvline_contract.launch import Device, LaunchConfig
 from kvline_contract.names import ATTEMPTS_FILE, ENV_POD_NAME, ENV_POD_UID
-from kvline_contract.report import Outcome, SizingReport, State, Termination
+from kvline_contract.report import Outcome, State, Termination
 from kvline_server.errors import PortTaken, ServerError
 from kvline_server.flags import with_flag_names
 from kvline_server.memory.device import container_limit, oom_kills
@@ -53,7 +52,6 @@ class Supervisor:
             os.environ.get(ENV_POD_UID, ""),
             os.environ.get(ENV_POD_NAME, ""),
             launch.revision,
-            times.now,
         )
         self.served, self.device = launch.model.served_name, launch.device
         self.clients = self._clients()
@@ -67,9 +65,6 @@ class Supervisor:
         self.oom_kills: int | None = None  # when the engine started
         self.thrashed = False  # the engine was killed here, for lack of memory
         self.drain_seconds = options.drain or launch.drain_seconds or options.limits.drain
-
-    def report(self) -> SizingReport:
-        return self.keeper.report
 
     def run(self, until: Callable[[], bool] | None = None) -> int:
         """Serves until a signal, a failure, or `until` returns true; returns the exit code."""
