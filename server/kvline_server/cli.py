@@ -7,6 +7,7 @@ import signal
 import tempfile
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,18 +26,9 @@ from kvline_server.flags import Parser, number, quantity
 from kvline_server.options import KEY_FILE, TLS_FOLDER, Options
 from kvline_server.scratch import scratch
 
+ENGINE = [field.name for field in fields(EngineOptions)]
 # What a launch.json says itself; the flag would be overruled in silence.
-OF_THE_FILE = (
-    "served_name",
-    "load",
-    "device",
-    "max_model_len",
-    "max_running_requests",
-    "max_prefill_tokens",
-    "max_top_logprobs",
-    "kv_tokens",
-    "headroom_mib",
-)
+OF_THE_FILE = ["served_name", "load", "device", *ENGINE, "kv_tokens", "headroom_mib"]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -128,12 +120,7 @@ def launch_from_flags(arguments: argparse.Namespace) -> LaunchConfig:
             served_name=arguments.served_name or folder.name,
             load_format=LoadFormat(arguments.load or LoadFormat.WEIGHTS),
         ),
-        engine=EngineOptions(
-            arguments.max_model_len,
-            arguments.max_running_requests,
-            arguments.max_prefill_tokens,
-            arguments.max_top_logprobs,
-        ),
+        engine=EngineOptions(*(getattr(arguments, name) for name in ENGINE)),
         capacity=CapacityOptions(arguments.kv_tokens, arguments.headroom_mib),
         require_api_key=getattr(arguments, "api_key_file", None) is not None,
         require_tls=getattr(arguments, "tls_dir", None) is not None or None,
