@@ -81,7 +81,7 @@ def start(
         )
         return engine_start.start(
             launch=launch,
-            report=Printed(),
+            send=Printed(),
             attempts=Path(scratch) / "attempts.json",
             record=None,
             wait_for_neighbours=lambda: None,

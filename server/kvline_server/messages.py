@@ -91,9 +91,6 @@ class Beat(msgspec.Struct, tag="beat", array_like=True):
     eager_steps: int = 0  # of those, steps that no graph fits
 
 
-COUNTS = ("active", "received", "finished", "refused", "aborted", "failed", "rejected", "ended")
-
-
 class EdgeBeat(msgspec.Struct, tag="edge", array_like=True):
     """An HTTP process's pulse, sent from its event loop."""
 
@@ -110,6 +107,12 @@ class EdgeBeat(msgspec.Struct, tag="edge", array_like=True):
     latencies: Latencies = msgspec.field(default_factory=Latencies)
 
 
+# What admission counts, and what is summed over the HTTP processes.
+COUNTS = tuple(
+    name for name in EdgeBeat.__struct_fields__ if name not in ("ready", "connected", "latencies")
+)
+
+
 class Progress(msgspec.Struct, tag="progress", array_like=True):
     """One update of the sizing report."""
 
@@ -123,7 +126,7 @@ class Progress(msgspec.Struct, tag="progress", array_like=True):
     warning: str | None = None
 
 
-Report = Callable[[Progress], None]
+SendProgress = Callable[[Progress], None]
 
 
 class Drain(msgspec.Struct, tag="drain", array_like=True):

@@ -137,8 +137,7 @@ class ChildArguments(msgspec.Struct, kw_only=True):
     """Of a process that the parent starts: JSON, as its one argument."""
 
     options: Options
-    control_fd: int = -1  # socket to the parent
-    other_fds: list[int] = []  # HTTP: receives its socket to the engine. Engine: one to each HTTP
+    control_fd: int  # socket to the parent
 
     def dumps(self) -> str:
         return msgspec.json.encode(self, enc_hook=str).decode()
@@ -149,6 +148,9 @@ class ChildArguments(msgspec.Struct, kw_only=True):
 
 
 class HttpArguments(ChildArguments, kw_only=True):
+    """Its options have the limits of one of the HTTP processes."""
+
+    handover_fd: int  # receives the socket to the engine
     listen_fd: int
     totals_fd: int  # of what all HTTP processes hold
     index: int  # of this process
@@ -156,4 +158,5 @@ class HttpArguments(ChildArguments, kw_only=True):
 
 
 class EngineArguments(ChildArguments, kw_only=True):
+    http_fds: list[int]  # sockets, one to each HTTP process
     root: int  # pid of the process tree whose memory counts

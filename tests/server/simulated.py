@@ -18,7 +18,7 @@ from kvline_server.errors import DeviceOutOfMemory
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.device import MIB
 from kvline_server.memory.pages import PAGE_SIZE
-from kvline_server.memory.pools import Pool
+from kvline_server.memory.parts import OwnedPart
 from kvline_server.messages import Progress
 from kvline_server.parallel.executor import Usage
 from kvline_server.sizing.settings import EngineSettings
@@ -50,7 +50,7 @@ class Machine:
     pages: int = 0
     taken: int = 0  # by the canary
     highest: int = 0
-    batches: int = 0
+    steps: list[Step] = field(default_factory=list)  # launched
     left: int = 0
     captured: int = 0
     experts: int = 0  # bytes of the weights that are a part of their own
@@ -91,10 +91,10 @@ class Machine:
     # The executor
 
     @property
-    def pools(self) -> tuple[Pool, ...]:
-        experts = (Pool("experts", fixed=self.experts),) if self.experts else ()
-        weights = Pool(WEIGHTS, fixed=self.weights - self.experts)
-        return (weights, *experts, Pool(KV_CACHE, per_token=BYTES_PER_TOKEN))
+    def owned(self) -> tuple[OwnedPart, ...]:
+        experts = (OwnedPart("experts", fixed=self.experts),) if self.experts else ()
+        weights = OwnedPart(WEIGHTS, fixed=self.weights - self.experts)
+        return (weights, *experts, OwnedPart(KV_CACHE, per_token=BYTES_PER_TOKEN))
 
     @property
     def nbytes(self) -> int:
@@ -128,7 +128,7 @@ class Machine:
         return bool(self.graphs)
 
     def launch(self, step: Step) -> Machine:
-        self.batches += 1
+        self.steps.append(step)
         extra = self.surprise if self.taken else 0
         self._take(len(step.tokens) * self.price + extra)
         return self

@@ -47,7 +47,7 @@ class Served:
         self.here, line = socket.socketpair()
         self.parent, control = socket.socketpair()
         arguments = EngineArguments(
-            options=Options(Path(), Path()), other_fds=[line.detach()], root=0
+            options=Options(Path(), Path()), control_fd=-1, http_fds=[line.detach()], root=0
         )
         self.process = EngineProcess(arguments, Channel(control))
         launch, self.stopped = made.executor.launch, False

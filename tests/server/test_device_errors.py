@@ -73,7 +73,8 @@ class Engine:
         self.launch = launch_config(model, EngineOptions(256, 2, 64), capacity)
         arguments = EngineArguments(
             options=Options(scratch / "launch.json", scratch, memory=4 << 30),
-            other_fds=[connection.detach()],
+            control_fd=-1,
+            http_fds=[connection.detach()],
             root=os.getpid(),
         )
         self.process = EngineProcess(arguments, Channel(theirs))

@@ -116,7 +116,7 @@ def publisher() -> Iterator[tuple[EngineProcess, socket.socket]]:
     here, line = socket.socketpair()
     parent, control = socket.socketpair()
     options = Options(Path("launch.json"), Path("state"))
-    arguments = EngineArguments(options=options, other_fds=[line.detach()], root=0)
+    arguments = EngineArguments(options=options, control_fd=-1, http_fds=[line.detach()], root=0)
     process = EngineProcess(arguments, Channel(control))
     yield process, here
     here.close()

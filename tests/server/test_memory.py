@@ -262,11 +262,17 @@ def test_the_stress_set_plays_every_option_at_once() -> None:
 
 
 @pytest.mark.parametrize("aliased", [True, False])
-def test_the_stress_set_s_steps_are_as_large_as_the_scheduler_s(
-    aliased: bool,
-) -> None:
-    pages = 100
-    steps = dict(LargestSteps(8, 64, 512, 307, 20, pages, aliased))
+def test_the_stress_set_s_steps_are_as_large_as_the_scheduler_s(aliased: bool) -> None:
+    largest = LargestSteps(
+        max_running_requests=8,
+        max_prefill_tokens=64,
+        max_top_logprobs=20,
+        max_model_len=512,
+        vocabulary=307,
+        pages=100,
+        aliased=aliased,
+    )
+    steps = {name: make().step for name, make in largest.makers()}
     for name, step in steps.items():
         rows = len(step.sampled_slots)
         assert rows and step.listed.tolist() == list(range(rows)) and step.listed_top == 20

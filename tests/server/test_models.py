@@ -113,7 +113,7 @@ def test_a_copy_tells_how_far_it_is_and_large_tensors_come_in_parts(
             assert torch.equal(a.weight, b.weight)
     done = [at for at, _ in heard]
     assert done == sorted(done) and {total for _, total in heard} == {done[-1]}
-    assert done[-1] == parts.pools()[0].fixed
+    assert done[-1] == parts.parts()[0].fixed
     assert max(b - a for a, b in zip([0, *done], done, strict=False)) <= 1000
 
 

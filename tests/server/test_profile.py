@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections.abc import Callable
@@ -16,12 +17,13 @@ from simulated import BYTES_PER_TOKEN, SETTINGS, Killed, Machine, Notes
 
 from kvline_contract.memory import GRAPHS, KV_CACHE, WEIGHTS
 from kvline_contract.report import Binding, Outcome, Result, Source, State
+from kvline_server.engine.batch import Batch
 from kvline_server.errors import ContextDoesNotFit, DeviceOutOfMemory, OutOfMemory
 from kvline_server.memory.device import MIB
 from kvline_server.sizing.profile import Loaded, ProfileLoop
 from kvline_server.sizing.record import AttemptStore
 from kvline_server.sizing.settings import EngineSettings
-from kvline_server.worker.step import Step
+from kvline_server.worker.step import Results, Step
 
 FINGERPRINT = "f" * 32
 
@@ -41,12 +43,12 @@ class Start:
 
     def run(self) -> Result:
         made = self.machine
-        loaded = Loaded(made, 1000, made.pools, FINGERPRINT, "bfloat16")
+        loaded = Loaded(made, 1000, made.owned, FINGERPRINT, "bfloat16")
         return ProfileLoop(
             device=made,
             settings=self.wanted,
             loaded=loaded,
-            report=self.notes,
+            send=self.notes,
             store=AttemptStore(self.folder / "attempts.json"),
             record_file=self.record,
             wait_for_neighbours=lambda: None,
@@ -78,6 +80,41 @@ def test_all_that_is_left_becomes_cache_but_the_headroom(tmp_path: Path) -> None
     assert memory.mib(KV_CACHE) == made.nbytes // MIB and memory.mib(WEIGHTS) == 100
     assert result.cache_dtype == "bfloat16"
     assert not (tmp_path / "attempts.json").exists()
+
+
+def test_the_stress_set_is_that_of_the_settings(tmp_path: Path) -> None:
+    """Of the model's length while probing, with pages that repeat; of the budget at its size."""
+    start = Start(machine(), tmp_path)
+    tokens = start.run().kv_tokens
+    probed, validated = start.machine.steps[:6], start.machine.steps[6:]
+    assert len(validated) == 6 and tokens > SETTINGS.model_max_len
+    for step in start.machine.steps:
+        assert step.listed_top == SETTINGS.max_top_logprobs
+        assert len(step.tokens) <= SETTINGS.max_prefill_tokens
+        assert len(step.sampled_slots) <= SETTINGS.max_running_requests
+    for steps in (probed, validated):
+        *_, decode, mixed, plain = steps
+        assert len(mixed.tokens) == len(plain.tokens) == SETTINGS.max_prefill_tokens
+        assert len(decode.tokens) == SETTINGS.max_running_requests
+        assert decode.layout.lengths.max() == SETTINGS.model_max_len
+        assert (decode.draws.top_k == 1000).all() and not plain.draws.top_k.any()
+    once = [len(set(steps[3].layout.pages)) for steps in (probed, validated)]
+    assert once[0] < len(probed[3].layout.pages) and once[1] == len(validated[3].layout.pages)
+
+
+def test_the_sequences_of_a_step_live_until_its_results_are_read(tmp_path: Path) -> None:
+    """As in service, and no longer: another step's would be measured beside them."""
+    alive: list[int] = []
+
+    class Counting(Machine):
+        def wait(self) -> Results:
+            gc.collect()
+            alive.append(sum(type(each) is Batch for each in gc.get_objects()))
+            return super().wait()
+
+    made = Counting(limit=256 * MIB, weights=100 * MIB, price=64 << 10)
+    Start(made, tmp_path).run()
+    assert alive == [1] * 12
 
 
 def test_memory_that_an_owner_names_is_a_part_of_the_report(tmp_path: Path) -> None:
@@ -191,8 +228,8 @@ def shared(folder: Path, leaves: bool) -> tuple[ProfileLoop, list[float], Notes]
     loop = ProfileLoop(
         device=made,
         settings=replace(SETTINGS, max_model_len=40_000, model_max_len=40_000),
-        loaded=Loaded(made, 1000, made.pools, FINGERPRINT, "bfloat16"),
-        report=notes,
+        loaded=Loaded(made, 1000, made.owned, FINGERPRINT, "bfloat16"),
+        send=notes,
         store=AttemptStore(folder / "attempts.json"),
         record_file=None,
         wait_for_neighbours=lambda: None,

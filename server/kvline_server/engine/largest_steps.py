@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
-from kvline_server.engine.batch import build
+from kvline_server.engine.batch import Batch, build
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.scheduler import Work
 from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
 from kvline_server.sampling_params import SamplingParams
-from kvline_server.worker.step import Step
 
 MAX_BIASES = 300  # per request; the API's limit
 Rows = tuple[int, int]  # length of a sequence, and the first position that the step computes
@@ -40,51 +40,54 @@ def worst_params(vocabulary: int, top: int) -> SamplingParams:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LargestSteps:
-    max_running: int
-    max_rows: int
+    """Under these settings; `pages` are those of the KV cache, the dummy page included, and with
+    `aliased` page tables may repeat them."""
+
+    max_running_requests: int
+    max_prefill_tokens: int
+    max_top_logprobs: int
     max_model_len: int
     vocabulary: int
-    top: int  # logprobs of each row
-    pages: int  # of the KV cache, the dummy page included
-    aliased: bool  # page tables may repeat physical pages
+    pages: int
+    aliased: bool
 
-    def __iter__(self) -> Iterator[tuple[str, Step]]:
-        """Name and step; those that fail soonest come first."""
-        every = worst_params(self.vocabulary, self.top)
-        plain = SamplingParams(
-            1 << 30, ignore_eos=True, logprobs=self.top, prompt_logprobs=self.top
-        )
-        yield "prefill-one", self._step(self._prefill(1), every)
-        yield "prefill-many", self._step(self._prefill(self._running), every)
-        yield "last-chunk", self._step(self._last_chunk(), every)
-        yield "decode", self._step(self._decode(), every)
-        yield "mixed", self._step(self._mixed(), every)
+    def makers(self) -> Iterator[tuple[str, Callable[[], Batch]]]:
+        """Name of each step and what builds it, for its sequences to live as long as in service:
+        until its results are read. Those that fail soonest come first."""
+        top = self.max_top_logprobs
+        every = worst_params(self.vocabulary, top)
+        plain = SamplingParams(1 << 30, ignore_eos=True, logprobs=top, prompt_logprobs=top)
+        yield "prefill-one", partial(self._batch, self._prefill(1), every)
+        yield "prefill-many", partial(self._batch, self._prefill(self._running), every)
+        yield "last-chunk", partial(self._batch, self._last_chunk(), every)
+        yield "decode", partial(self._batch, self._decode(), every)
+        yield "mixed", partial(self._batch, self._mixed(), every)
         # Sampling without filters uses other kernels.
-        yield "unfiltered", self._step(self._mixed(), plain)
+        yield "unfiltered", partial(self._batch, self._mixed(), plain)
 
     @property
     def _running(self) -> int:
         """The number of sequences that run at once with at least one page each."""
-        return max(1, min(self.max_running, self._capacity // PAGE_SIZE))
+        return max(1, min(self.max_running_requests, self._capacity // PAGE_SIZE))
 
     @property
     def _capacity(self) -> int:
         """Tokens that the sequences of one step may have in total."""
         if self.aliased:
-            return self.max_model_len * self.max_running
+            return self.max_model_len * self.max_running_requests
         return (self.pages - 1) * PAGE_SIZE
 
     def _prefill(self, sequences: int) -> list[Rows]:
         """Prompt tokens alone, from at least `sequences` prompts."""
-        chunk = min(self.max_rows, self._capacity)
+        chunk = min(self.max_prefill_tokens, self._capacity)
         longest = min(self.max_model_len, max(2, chunk // sequences))
         return [(length, 0) for length in [longest] * (chunk // longest) or [chunk]]
 
     def _last_chunk(self) -> list[Rows]:
         length = min(self.max_model_len, self._capacity)
-        return [(length, max(0, length - self.max_rows))]
+        return [(length, max(0, length - self.max_prefill_tokens))]
 
     def _decode(self) -> list[Rows]:
         """One token per sequence: the first has the full length, the others share what is left."""
@@ -95,9 +98,8 @@ class LargestSteps:
     def _mixed(self) -> list[Rows]:
         """All sequences but one decode, and one prompt fills the rest of the step."""
         decodes = self._running - 1
-        prompt = min(
-            self.max_model_len, self.max_rows - decodes, self._capacity - decodes * PAGE_SIZE
-        )
+        left = self._capacity - decodes * PAGE_SIZE
+        prompt = min(self.max_model_len, self.max_prefill_tokens - decodes, left)
         return [*self._sharing(decodes, prompt), (prompt, 0)]
 
     def _sharing(self, decodes: int, taken: int) -> list[Rows]:
@@ -106,7 +108,7 @@ class LargestSteps:
         length = min(self.max_model_len, share // PAGE_SIZE * PAGE_SIZE)
         return [(length, length - 1)] * decodes
 
-    def _step(self, rows: list[Rows], params: SamplingParams) -> Step:
+    def _batch(self, rows: list[Rows], params: SamplingParams) -> Batch:
         real = range(DUMMY_PAGE + 1, self.pages)
         pages = itertools.cycle(real) if self.aliased else iter(real)
         longest = max(length for length, _ in rows)
@@ -119,4 +121,4 @@ class LargestSteps:
             sequence.pages = array("i", itertools.islice(pages, pages_for(length)))
             sequence.computed = start
             work.append(Work(sequence, start, length - start))
-        return build(work).step
+        return build(work)

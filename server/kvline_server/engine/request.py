@@ -12,7 +12,7 @@ import numpy as np
 
 from kvline_server.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # penalties has the sequences of this module
     from kvline_server.engine.penalties import TokenCounts
 
 

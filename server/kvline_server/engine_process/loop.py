@@ -52,7 +52,7 @@ class EngineProcess:
     def __init__(self, arguments: EngineArguments, parent: Channel) -> None:
         self.arguments = arguments
         self.parent = parent
-        self.http = [Outbox(socket.socket(fileno=fd)) for fd in arguments.other_fds]
+        self.http = [Outbox(socket.socket(fileno=fd)) for fd in arguments.http_fds]
         self.inbox: queue.SimpleQueue[tuple[Channel | None, messages.Message]] = queue.SimpleQueue()
         self.neighbours = threading.Event()
         self.clients: dict[int, Channel] = {}  # by sequence id, unique over the HTTP processes
@@ -65,7 +65,7 @@ class EngineProcess:
         options = self.arguments.options
         engine, result = start(
             launch=launch,
-            report=self.parent.send,
+            send=self.parent.send,
             attempts=options.state_dir / names.ATTEMPTS_FILE,
             record=options.record,
             wait_for_neighbours=self._wait_for_neighbours,

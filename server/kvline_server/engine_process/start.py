@@ -9,7 +9,7 @@ from pathlib import Path
 from kvline_contract.launch import LaunchConfig
 from kvline_contract.report import Result, State
 from kvline_server.engine.engine import Engine
-from kvline_server.messages import Progress, Report
+from kvline_server.messages import Progress, SendProgress
 from kvline_server.sizing import load, profile
 from kvline_server.sizing.record import AttemptStore
 from kvline_server.sizing.settings import resolve
@@ -18,7 +18,7 @@ from kvline_server.worker.backend import open_backend
 
 def start(
     launch: LaunchConfig,
-    report: Report,
+    send: SendProgress,
     attempts: Path,
     record: Path | None,
     wait_for_neighbours: Callable[[], None],
@@ -29,19 +29,19 @@ def start(
     """`memory` (bytes) and `root` (a process id) are for the CPU: the limit, and the process tree
     whose memory counts. Raises ServerError with the reason when no budget can be validated."""
     started = time.monotonic()
-    report(Progress(state=State.LOADING))
-    backend = open_backend(launch, memory, root, lambda text: report(Progress(warning=text)))
+    send(Progress(state=State.LOADING))
+    backend = open_backend(launch, memory, root, lambda text: send(Progress(warning=text)))
     device = backend.device
     model = load.read_model(launch)
     settings = resolve(launch, model, device.limit, http_processes)
     device.settle()
     free_before = device.limit - device.used()
-    loaded = load.load_model(launch, model, settings, backend, report)
+    loaded = load.load_model(launch, model, settings, backend, send)
     result = profile.ProfileLoop(
         device=device,
         settings=settings,
         loaded=loaded,
-        report=report,
+        send=send,
         store=AttemptStore(attempts),
         record_file=record,
         wait_for_neighbours=wait_for_neighbours,

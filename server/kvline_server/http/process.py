@@ -64,7 +64,7 @@ class Edge:
         options = arguments.options
         self.control = control
         self.parent: asyncio.StreamWriter | None = None
-        self.handover = socket.socket(fileno=arguments.other_fds[0])
+        self.handover = socket.socket(fileno=arguments.handover_fd)
         launch = LaunchConfig.parse(options.config.read_bytes())
         edge, files = options.clients, _allow_files() - OTHER_FILES
         edge = replace(edge, connections=min(edge.connections, files))

@@ -15,7 +15,7 @@ import torch
 from kvline_contract.memory import WEIGHTS
 from kvline_server.errors import ModelInvalid
 from kvline_server.kernels.interface import Kernels
-from kvline_server.memory.pools import Pool
+from kvline_server.memory.parts import OwnedPart
 from kvline_server.model.blocks import Layer, Norm
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.files import open_weights, weight_files
@@ -36,8 +36,8 @@ class Weights:
             self.head = tensors.get([Rows("lm_head.weight", vocabulary)], c.hidden)
         self.elements = tensors.elements
 
-    def pools(self) -> tuple[Pool, ...]:
-        return (Pool(WEIGHTS, fixed=self.elements * self.embedding.itemsize),)
+    def parts(self) -> tuple[OwnedPart, ...]:
+        return (OwnedPart(WEIGHTS, fixed=self.elements * self.embedding.itemsize),)
 
 
 class SafetensorsSource:

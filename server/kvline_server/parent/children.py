@@ -92,29 +92,39 @@ def start_http(
     """A process for each listener; they share one count of what clients hold."""
     counted, processes = totals.create(), len(listeners)
     options = replace(options, clients=clients.of_each(processes))
-    started = []
-    for index, listener in enumerate(listeners):
-        arguments = HttpArguments(
-            options=options,
-            listen_fd=listener.fileno(),
-            totals_fd=counted,
-            index=index,
-            processes=processes,
-        )
+
+    def start(index: int, listener: socket.socket) -> Child:
+        def make(control_fd: int, others: list[int]) -> HttpArguments:
+            return HttpArguments(
+                options=options,
+                control_fd=control_fd,
+                handover_fd=others[0],
+                listen_fd=listener.fileno(),
+                totals_fd=counted,
+                index=index,
+                processes=processes,
+            )
+
         fds = (listener.fileno(), counted)
-        started.append(_spawn("kvline_server.http.process", arguments, HTTP_MALLOC, fds))
+        return _spawn("kvline_server.http.process", make, HTTP_MALLOC, fds)
+
+    started = [start(index, listener) for index, listener in enumerate(listeners)]
     os.close(counted)
     return started
 
 
 def start_engine(options: Options, http_processes: int) -> Child:
-    arguments = EngineArguments(options=options, root=os.getpid())
-    return _spawn("kvline_server.engine_process", arguments, ENGINE_MALLOC, (), http_processes)
+    def make(control_fd: int, others: list[int]) -> EngineArguments:
+        return EngineArguments(
+            options=options, control_fd=control_fd, http_fds=others, root=os.getpid()
+        )
+
+    return _spawn("kvline_server.engine_process", make, ENGINE_MALLOC, (), http_processes)
 
 
 def _spawn(
     module: str,
-    arguments: ChildArguments,
+    make: Callable[[int, list[int]], ChildArguments],
     environment: dict[str, str],
     fds: tuple[int, ...],
     others: int = 1,
@@ -124,11 +134,10 @@ def _spawn(
     with ExitStack() as passed:
         for end in (theirs, *(other for _, other in pairs)):
             passed.enter_context(end)
-        arguments.control_fd = theirs.fileno()
-        arguments.other_fds = [other.fileno() for _, other in pairs]
+        control_fd, other_fds = theirs.fileno(), [other.fileno() for _, other in pairs]
         process = subprocess.Popen(
-            [sys.executable, "-m", module, arguments.dumps()],
-            pass_fds=(arguments.control_fd, *arguments.other_fds, *fds),
+            [sys.executable, "-m", module, make(control_fd, other_fds).dumps()],
+            pass_fds=(control_fd, *other_fds, *fds),
             env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             # Ctrl-C in a terminal goes to the parent alone, which drains.

@@ -1,1 +1,1 @@
-"""Sizes the KV cache: the profile loop, its stress set, records of earlier results."""
+"""Sizes the KV cache: the profile loop, memory by part, records of earlier results."""

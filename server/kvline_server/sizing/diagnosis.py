@@ -21,7 +21,7 @@ from kvline_contract.report import Attempt, Binding, Direction, Knob
 from kvline_server.errors import ContextDoesNotFit, OutOfMemory
 from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.pages import PAGE_SIZE
-from kvline_server.memory.pools import Pool
+from kvline_server.memory.parts import OwnedPart
 from kvline_server.sizing.settings import EngineSettings
 
 MEMORY_FIELD = "spec.resources.memory"
@@ -32,7 +32,7 @@ CROWDED = 20  # other processes are named as the reason above 1/CROWDED of the d
 class Diagnosis:
     device: Device
     settings: EngineSettings
-    pools: tuple[Pool, ...]  # whose fixed bytes the load puts on the device
+    owned: tuple[OwnedPart, ...]  # whose fixed bytes the load puts on the device
     neighbours: int = 0  # bytes that other processes held before the weights were loaded
     arrived: int = 0  # bytes that other processes have taken since
     growth: int = 0  # bytes that the stress added
@@ -42,7 +42,7 @@ class Diagnosis:
         """Memory by part; `others` is the rest, so that the parts add up exactly."""
         total = self.device.limit // MIB
         parts = [
-            *(Part(pool.name, pool.fixed // MIB) for pool in self.pools if pool.fixed),
+            *(Part(part.name, part.fixed // MIB) for part in self.owned if part.fixed),
             Part(ACTIVATIONS, self.growth // MIB),
             Part(GRAPHS, self.graphs // MIB),
             Part(KV_CACHE, kv_bytes // MIB),
@@ -53,14 +53,14 @@ class Diagnosis:
         return Memory(total, (*parts, Part(OTHERS, rest, held)))
 
     @property
-    def loaded(self) -> int:
-        """Bytes that the load puts on the device: weights, nearly all."""
-        return sum(pool.fixed for pool in self.pools)
+    def loaded_bytes(self) -> int:
+        """What the load puts on the device: weights, nearly all."""
+        return sum(part.fixed for part in self.owned)
 
     def weights_do_not_fit(self, free: int) -> OutOfMemory:
-        need = (max(0, self.loaded - free) + self.settings.reserved()) // MIB + 1
+        need = (max(0, self.loaded_bytes - free) + self.settings.reserved()) // MIB + 1
         return OutOfMemory(
-            f"the weights ({self.loaded // MIB} MiB) and their runtime do not fit: "
+            f"the weights ({self.loaded_bytes // MIB} MiB) and their runtime do not fit: "
             f"{max(0, free) // MIB} MiB of {self.device.limit // MIB} MiB are free; "
             + self._more(f"by at least {need} MiB"),
             memory=self.memory(0, free),
@@ -75,7 +75,7 @@ class Diagnosis:
             f"{self._limit()} beside {self._reserved()}; {self._advice()}",
             memory=self.memory(0, max(0, self.device.limit - self.device.used())),
             binding=self._binding(
-                Binding.ACTIVATIONS if self.growth > self.loaded else Binding.WEIGHTS
+                Binding.ACTIVATIONS if self.growth > self.loaded_bytes else Binding.WEIGHTS
             ),
             knobs=self._knobs(),
         )
@@ -125,7 +125,7 @@ class Diagnosis:
         )
 
     def _named(self) -> str:
-        return ", ".join(f"{p.name} {p.fixed // MIB} MiB" for p in self.pools if p.fixed)
+        return ", ".join(f"{p.name} {p.fixed // MIB} MiB" for p in self.owned if p.fixed)
 
     def _limit(self) -> str:
         return f"under a limit of {self.device.limit // MIB} MiB"

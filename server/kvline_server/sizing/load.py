@@ -14,8 +14,8 @@ from kvline_server import device_errors
 from kvline_server.errors import DeviceOutOfMemory, ModelNotFound
 from kvline_server.memory.device import MIB, compact_heap
 from kvline_server.memory.pages import PAGE_SIZE
-from kvline_server.memory.pools import Pool
-from kvline_server.messages import Progress, Report
+from kvline_server.memory.parts import OwnedPart
+from kvline_server.messages import Progress, SendProgress
 from kvline_server.model import loader
 from kvline_server.model.config import ModelConfig, read_config
 from kvline_server.model.decoder import Decoder, kv_shape
@@ -44,7 +44,7 @@ def load_model(
     model: ModelConfig,
     settings: EngineSettings,
     backend: Backend,
-    report: Report,
+    send: SendProgress,
 ) -> Loaded:
     """Step 1 of the profile loop. Raises ModelInvalid, or OutOfMemory where the weights do not fit,
     before the kernel's OOM killer acts."""
@@ -54,20 +54,20 @@ def load_model(
     random = launch.model.load_format is LoadFormat.RANDOM
     source: TensorSource = loader.RandomSource() if random else loader.SafetensorsSource(folder)
     expected = loader.weight_elements(model) * backend.dtype.itemsize
-    needed = (Pool(WEIGHTS, fixed=expected),)
+    needed = (OwnedPart(WEIGHTS, fixed=expected),)
     too_large = Diagnosis(device, settings, needed, used).weights_do_not_fit(device.limit - used)
     if expected > device.limit - used:
         raise too_large
     try:
         with device_errors.translated("load"), compact_heap():
-            worker = _build(source, model, settings, backend, _LoadProgress(report, started))
+            worker = _build(source, model, settings, backend, _LoadProgress(send, started))
             del source
             device.settle()
     except DeviceOutOfMemory as error:
         raise too_large from error
     ms = round((time.monotonic() - started) * 1000)
     taken, detail = device.now() - before, "random" if random else None
-    report(Progress(stage=Stage("load", ms, taken, detail)))
+    send(Progress(stage=Stage("load", ms, taken, detail)))
     libraries = {name: version(name) for name in backend.libraries}
     provenance = Provenance(
         gpu=device.name,
@@ -76,13 +76,13 @@ def load_model(
         model_revision=model_revision(launch),
         libraries=libraries,
     )
-    report(Progress(provenance=provenance))
+    send(Progress(provenance=provenance))
     return Loaded(
         executor=Local(worker, device),
         vocabulary=model.vocabulary,
-        pools=(
-            *worker.decoder.weights.pools(),
-            Pool(KV_CACHE, per_token=kv_shape(model, backend.dtype).bytes_per_token),
+        owned=(
+            *worker.decoder.weights.parts(),
+            OwnedPart(KV_CACHE, per_token=kv_shape(model, backend.dtype).bytes_per_token),
         ),
         fingerprint=fingerprint(
             {
@@ -104,8 +104,8 @@ def load_model(
 class _LoadProgress:
     """Reports progress at most once a second, so that a slow volume does not count as stalled."""
 
-    def __init__(self, report: Report, started: float) -> None:
-        self.report = report
+    def __init__(self, send: SendProgress, started: float) -> None:
+        self.send = send
         self.started = self.reported = started
 
     def __call__(self, done: int, total: int) -> None:
@@ -113,7 +113,7 @@ class _LoadProgress:
         if now - self.reported >= REPORT_SECONDS:
             self.reported = now
             ms = round((now - self.started) * 1000)
-            self.report(Progress(stage=Stage("load", ms, done, total_bytes=total)))
+            self.send(Progress(stage=Stage("load", ms, done, total_bytes=total)))
 
 
 def _build(

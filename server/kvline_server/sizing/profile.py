@@ -21,8 +21,8 @@ from kvline_server.kernels import tuning
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
-from kvline_server.memory.pools import Pool
-from kvline_server.messages import Progress, Report
+from kvline_server.memory.parts import OwnedPart
+from kvline_server.messages import Progress, SendProgress
 from kvline_server.parallel.executor import Executor, Usage
 from kvline_server.sizing.diagnosis import Diagnosis
 from kvline_server.sizing.record import AttemptStore, find_record, keep_record
@@ -40,13 +40,13 @@ class Loaded:
 
     executor: Executor
     vocabulary: int
-    pools: tuple[Pool, ...]  # on every rank, loaded or of each token
+    owned: tuple[OwnedPart, ...]  # on every rank, loaded or of each token
     fingerprint: str
     cache_dtype: str
 
     @property
     def bytes_per_token(self) -> int:
-        return sum(pool.per_token for pool in self.pools)
+        return sum(part.per_token for part in self.owned)
 
 
 def budget(usage: Usage, reserved: int) -> int:
@@ -61,7 +61,7 @@ class ProfileLoop:
         device: Device,
         settings: EngineSettings,
         loaded: Loaded,
-        report: Report,
+        send: SendProgress,
         store: AttemptStore,
         record_file: Path | None,
         wait_for_neighbours: Callable[[], None],
@@ -71,7 +71,7 @@ class ProfileLoop:
         self.device = device
         self.settings = settings
         self.loaded = loaded
-        self.report = report
+        self.send = send
         self.store = store
         self.wait_for_neighbours = wait_for_neighbours
         self.free_before_weights = free_before_weights
@@ -82,7 +82,7 @@ class ProfileLoop:
         self.choices: Choices = {}
         self.lowest_free = self.resting = 0  # bytes
         neighbours = device.limit - free_before_weights
-        self.diagnosis = Diagnosis(device, settings, loaded.pools, neighbours)
+        self.diagnosis = Diagnosis(device, settings, loaded.owned, neighbours)
 
     def run(self, started: float) -> Result:
         """Steps 3 to 8. `started` is the monotonic time at which loading began."""
@@ -132,7 +132,7 @@ class ProfileLoop:
             self.device.settle()  # or what the capture leaves in the allocator's cache counts
             self.diagnosis.graphs = max(0, self.device.used() - before - arena)
             ms = round((time.monotonic() - started) * 1000)
-            self.report(Progress(stage=Stage("graphs", ms, self.diagnosis.graphs)))
+            self.send(Progress(stage=Stage("graphs", ms, self.diagnosis.graphs)))
 
     def _warm_up_row_counts(self) -> None:
         """Runs each row count once before memory is measured, because kernels allocate memory at
@@ -141,7 +141,7 @@ class ProfileLoop:
         if counts := self.loaded.executor.warm_up(self.settings.max_prefill_tokens):
             self.device.settle()
             ms, taken = round((time.monotonic() - started) * 1000), self.device.used() - before
-            self.report(
+            self.send(
                 Progress(stage=Stage("row counts", ms, max(0, taken), f"{counts} row counts"))
             )
 
@@ -150,7 +150,7 @@ class ProfileLoop:
         pinned = self.settings.pinned_kv_tokens
         failed = self.store.attempts
         for attempt in failed:
-            self.report(Progress(attempt=attempt))
+            self.send(Progress(attempt=attempt))
         if failed and failed[-1].number:
             if pinned is not None or failed[-1].number >= MAX_TRIES:
                 self.store.clear()  # who fixes the cause outside needs no new state folder
@@ -170,7 +170,7 @@ class ProfileLoop:
         """Attempt 0: the stress set on the smallest cache. Repeated where other processes took the
         GPU's memory meanwhile, and once in any case: they may be gone when they are counted."""
         for number in range(MAX_TRIES):
-            self.report(Progress(attempt=self.store.begin(0, PROBE_PAGES * PAGE_SIZE)))
+            self.send(Progress(attempt=self.store.begin(0, PROBE_PAGES * PAGE_SIZE)))
             try:
                 self._probe()
                 self._stress()
@@ -188,7 +188,7 @@ class ProfileLoop:
                 raise
             else:
                 break
-        self.report(Progress(attempt=self.store.end(Outcome.SURVIVED, self._lowest_free())))
+        self.send(Progress(attempt=self.store.end(Outcome.SURVIVED, self._lowest_free())))
 
     def _probe(self) -> None:
         """Step 4: maps a few pages, which page tables repeat during the stress."""
@@ -198,7 +198,7 @@ class ProfileLoop:
 
     def _stress(self) -> None:
         """Step 5: runs the stress set on aliased pages and measures the peak."""
-        self.report(Progress(state=State.STRESSING))
+        self.send(Progress(state=State.STRESSING))
         self.device.reset_peak()
         self.resting = self.device.now()
         self._run_stress(self.settings.wanted_len, aliased=True)
@@ -239,21 +239,21 @@ class ProfileLoop:
     def _fit(self, target: int, may_shrink: bool) -> None:
         number = self.store.attempts[-1].number + 1 if self.store.attempts else 1
         while True:
-            self.report(Progress(attempt=self.store.begin(number, target)))
+            self.send(Progress(attempt=self.store.begin(number, target)))
             try:
                 self._validate(target)
             except DeviceOutOfMemory as error:
-                self.report(Progress(attempt=self.store.end(Outcome.OUT_OF_MEMORY, None)))
+                self.send(Progress(attempt=self.store.end(Outcome.OUT_OF_MEMORY, None)))
                 if not may_shrink or number >= MAX_TRIES:
                     raise self._out_of_memory(self.store.attempts, not may_shrink) from error
-                self.report(Progress(state=State.SHRUNK_RETRY))
+                self.send(Progress(state=State.SHRUNK_RETRY))
                 target = self._check_context(self._smaller(target))
                 number += 1
             except DeviceFailure:
                 self.store.forget()
                 raise
             else:
-                self.report(Progress(attempt=self.store.end(Outcome.SURVIVED, self._lowest_free())))
+                self.send(Progress(attempt=self.store.end(Outcome.SURVIVED, self._lowest_free())))
                 return
 
     def _smaller(self, target: int) -> int:
@@ -284,10 +284,10 @@ class ProfileLoop:
 
     def _validate(self, tokens: int) -> None:
         """Step 7: the whole stress set at the final size, with all that is reserved allocated."""
-        self.report(Progress(state=State.VALIDATING))
+        self.send(Progress(state=State.VALIDATING))
         with self._stage("map", None, f"{tokens} tokens"):
             self.loaded.executor.resize(pages_for(tokens) + 1)
-        self.report(Progress(effective=self.settings.effective(self._model_len(tokens))))
+        self.send(Progress(effective=self.settings.effective(self._model_len(tokens))))
         with self.device.held(self.settings.reserved(tokens)):
             self.device.reset_peak()
             resting = self.device.now()
@@ -316,28 +316,30 @@ class ProfileLoop:
     def _run_stress(self, max_model_len: int, aliased: bool) -> None:
         executor, settings = self.loaded.executor, self.settings
         stress = LargestSteps(
-            settings.max_running_requests,
-            settings.max_prefill_tokens,
-            max_model_len,
-            self.loaded.vocabulary,
-            settings.max_top_logprobs,
-            executor.pages,
-            aliased,
+            max_running_requests=settings.max_running_requests,
+            max_prefill_tokens=settings.max_prefill_tokens,
+            max_top_logprobs=settings.max_top_logprobs,
+            max_model_len=max_model_len,
+            vocabulary=self.loaded.vocabulary,
+            pages=executor.pages,
+            aliased=aliased,
         )
-        for name, step in stress:
+        for name, make in stress.makers():
             with self._stage(f"{'stress' if aliased else 'validate'} {name}", None):
-                executor.launch(step).wait()
+                batch = make()
+                executor.launch(batch.step).wait()
+                del batch  # or the next one is built beside it
 
     @contextmanager
     def _stage(self, name: str, state: State | None, *details: str) -> Iterator[list[str]]:
         """Reports a stage with its time and the memory that it left allocated. The caller may add
         details to the list that it yields."""
         if state is not None:
-            self.report(Progress(state=state))
+            self.send(Progress(state=state))
         before, start, texts = self.device.now(), time.monotonic(), list(details)
         yield texts
         ms = round((time.monotonic() - start) * 1000)
-        self.report(
+        self.send(
             Progress(stage=Stage(name, ms, self.device.now() - before, ", ".join(texts) or None))
         )
 

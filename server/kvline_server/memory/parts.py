@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class OwnedPart:
     name: str  # as kvline_contract.memory has it
     fixed: int = 0  # bytes, whatever the size of the KV cache
     per_token: int = 0  # bytes of each of its tokens
