@@ -7,7 +7,7 @@ from kvline_contract.names import records_name
 from kvline_contract.report import SizingReport, State
 from kvline_operator.candidate import OOM_RETRIES, host_memory
 from kvline_operator.gate import GateResult, Measured
-from kvline_operator.observe import Ended, PodView
+from kvline_operator.observe import PodView
 from kvline_operator.records import DRIFT_PERCENT, drifted
 from kvline_operator.service_state import Condition, ServiceState, failed_end
 from kvline_operator.threshold import Threshold, Thresholds, device
@@ -42,7 +42,7 @@ def measured(state: ServiceState) -> Condition:
     if failed is not None and failed.oom_killed:
         return Condition(kind, "False", _oom_reason(pods, gpus), _killed_message(pods, gpus))
     if failed is not None and meaning(failed.code).condition == kind:
-        return Condition(kind, "False", _reason(failed), failed.message)
+        return Condition(kind, "False", meaning(failed.code).reason, failed.message)
     return _measuring(kind, pods)
 
 
@@ -82,10 +82,6 @@ def _loading(report: SizingReport) -> str:
 def _oom_reason(pods: tuple[PodView, ...], gpus: int) -> str:
     shrinks = not gpus and _oom_kills(pods) <= OOM_RETRIES
     return "ShrunkRetry" if shrinks else "OutOfMemory"
-
-
-def _reason(ended: Ended) -> str:
-    return meaning(ended.code).reason
 
 
 def _oom_kills(pods: tuple[PodView, ...]) -> int:

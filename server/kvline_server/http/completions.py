@@ -43,7 +43,7 @@ class Completion(Route[CompletionRequest]):
 
     chunk_kind = "text_completion"
 
-    _echoes: list[Echoed] = field(default_factory=list)  # by prompt, if asked for
+    _echoes: list[Echoed] = field(init=False, default_factory=list)  # by prompt, if asked for
 
     def plan(self) -> list[tuple[list[int], SamplingParams]]:
         """Tokenises; may take a while, so it runs off the event loop. Raises BadRequest."""

@@ -35,15 +35,15 @@ class Route(ABC, Generic[Request]):
     generator: Generator
     limits: Limits
     arrived: float  # when the request had come, by time.monotonic
-    created: int = field(default_factory=lambda: int(time.time()))
-    prompts: list[list[int]] = field(default_factory=list)
+    created: int = field(init=False, default_factory=lambda: int(time.time()))
+    prompts: list[list[int]] = field(init=False, default_factory=list)
 
     def opening(self, chunks: Chunks) -> list[bytes]:
         """Chunks before those of any choice."""
         return []
 
     def echo(self, index: int, prompt: list[int], first: Piece) -> Iterable[dict[str, Any]]:
-        """Of a choice, before its first piece."""
+        """The echoed prompt as choices of chunks, before `first`, which has the prompt's scores."""
         return ()
 
     @abstractmethod

@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from kvline_contract.report import Percentiles
-from kvline_server.histogram import quantile
+from kvline_server.histogram import Histogram, Latencies, quantile
 from kvline_server.messages import EdgeBeat
 
 RETRY_SECONDS = 1.0  # a 429's Retry-After
@@ -76,19 +76,16 @@ class Recent:
 
     def first_token(self, now: float) -> Percentiles | None:
         """Of the sequences that had their first token within the last minute."""
-        return self._percentiles("first_token", now)
+        begin, end = self._latencies(now)
+        return _percentiles(begin.first_token, end.first_token)
 
     def between_tokens(self, now: float) -> Percentiles | None:
-        return self._percentiles("between_tokens", now)
+        begin, end = self._latencies(now)
+        return _percentiles(begin.between_tokens, end.between_tokens)
 
-    def _percentiles(self, latency: str, now: float) -> Percentiles | None:
+    def _latencies(self, now: float) -> tuple[Latencies, Latencies]:
         samples = self._at(now - LATENCY_SECONDS), self._last()
-        begin, end = (getattr(sample.edge.latencies, latency).counts for sample in samples)
-        counts = [b - a for a, b in zip(begin, end, strict=True)]
-        if not any(counts):
-            return None
-        shares = (0.5, 0.9, 0.99)
-        return Percentiles(*(round(1e6 * (quantile(counts, share) or 0)) for share in shares))
+        return samples[0].edge.latencies, samples[1].edge.latencies
 
     def _last(self) -> Sample:
         return self._samples[-1] if self._samples else NOTHING
@@ -98,3 +95,12 @@ class Recent:
         samples = list(self._samples)  # a copy: another thread adds
         found = next((s for s in reversed(samples) if s.at <= moment), None)
         return found or (samples[0] if samples else NOTHING)
+
+
+def _percentiles(begin: Histogram, end: Histogram) -> Percentiles | None:
+    """Of what was counted between the two."""
+    counts = [b - a for a, b in zip(begin.counts, end.counts, strict=True)]
+    if not any(counts):
+        return None
+    shares = (0.5, 0.9, 0.99)
+    return Percentiles(*(round(1e6 * (quantile(counts, share) or 0)) for share in shares))
