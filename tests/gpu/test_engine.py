@@ -24,7 +24,7 @@ SHARED = [7] * 48  # a prefix that the cache holds
 def play(made: Engine, depth: int, steps: int) -> dict[int, list[int]]:
     """Random arrivals and departures by step number alone, and room for all, so that both depths
     see the same batches. -> tokens of each request that was not aborted"""
-    worker(made).kernels.depth = depth  # type: ignore[misc]
+    worker(made).kernels.depth = depth
     out: dict[int, list[int]] = {}
     wanted: dict[int, int] = {}
     known = worker(made).decoder.config.vocabulary
@@ -70,7 +70,7 @@ def test_ten_thousand_steps_in_flight_output_what_synchronous_steps_output(
 def test_steps_in_flight_lose_no_token_where_pages_and_slots_run_out(
     shape: Callable[..., ModelConfig],
 ) -> None:
-    made = engine(shape(128, True), pages=60)
+    made = engine(shape(128, True), pages=30)
     assert len(play(made, 1, STEPS // 4)) > 200
     assert made.scheduler.preemptions > 10
 
@@ -114,8 +114,10 @@ def test_autotuning_leaves_out_the_lm_head_and_its_memory(
     before = torch.cuda.memory_allocated()
     done = runner.tune(2048, None)
     grown = torch.cuda.max_memory_allocated() - before
-    assert done and grown < 2048 * 128_000 * 2 / 4
-    assert runner.tune(2048, parse(texts(done))) == done
+    assert done is not None and grown < 2048 * 128_000 * 2 / 4
+    # Shapes this small may have no kernel faster than torch's, so one is recorded here.
+    recorded = {(64, 512, 1024): 0}
+    assert runner.tune(2048, parse(texts(recorded))) == done | recorded
 
 
 def test_an_autotuned_kernel_gives_the_result_that_torch_gives(

@@ -56,6 +56,38 @@ def test_a_mixed_step_gives_the_reference_s_logits(
         assert distance < 2e-2, distance
 
 
+def linears(kernels: Kernels, x: torch.Tensor, shift: bool) -> list[torch.Tensor]:
+    """What two blocks do between them: a linear, the sum, a norm, the next linear. Weights are
+    those of the seed."""
+    outputs, inputs = 1056, x.shape[1]
+    torch.manual_seed(0)
+
+    def to(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(kernels.device, kernels.dtype)
+
+    residual, norm, bias = torch.randn(len(x), outputs), torch.rand(outputs), torch.randn(outputs)
+    last = torch.randn(outputs, inputs) / inputs**0.5
+    first = to(torch.randn(2 * outputs, outputs) / outputs**0.5)
+    made, total = kernels.linear_add_norm(
+        to(x), to(last), to(bias) if shift else None, to(residual), to(norm + 0.5), 1e-5
+    )
+    plain = kernels.linear(made, first[:outputs].contiguous(), to(bias) if shift else None)
+    return [total, plain, kernels.gated_linear(made, first, "silu")]
+
+
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_linears_between_blocks_are_the_reference_s(rows: int, shift: bool) -> None:
+    """With the norm before them, the activation or the sum after them; one row's are one kernel."""
+    from kvline_server.kernels.flashinfer import FlashInferKernels
+
+    x = torch.randn(rows, 1344)
+    want, got = (linears(k, x, shift) for k in (TorchKernels(), FlashInferKernels(*HEADS)))
+    for one, other in zip(want, got, strict=True):
+        distance = float((other.float().cpu() - one).norm() / one.norm())
+        assert distance < 2e-2, distance
+
+
 def table(kernels: Kernels, logits: torch.Tensor, targets: np.ndarray) -> Table:
     made = kernels.score(logits, kernels.upload(targets)[0], 20)
     return Table(*kernels.fetch(made.tensors()).wait())
@@ -78,16 +110,16 @@ def test_scores_are_the_reference_s(shape: Callable[..., ModelConfig]) -> None:
     assert all(len(set(row)) == 20 for row in got.top_ids)
 
 
+@pytest.mark.parametrize("rows", [512, 16])
 @pytest.mark.parametrize(
     "filters", [{}, {"top_k": 40}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 9, "top_p": 0.9}]
 )
 def test_draws_are_the_reference_s(
-    shape: Callable[..., ModelConfig], filters: dict[str, float]
+    shape: Callable[..., ModelConfig], filters: dict[str, float], rows: int
 ) -> None:
     from kvline_server.kernels.flashinfer import FlashInferKernels
 
     kernels = FlashInferKernels(*HEADS)
-    rows = 512
     logits = torch.randn(rows, 32_003, device="cuda").mul_(2.5).bfloat16()
     rng = np.random.default_rng(1)
     temperatures = rng.choice([0.0, 0.6, 1.0, 1.5], rows).astype(np.float32)

@@ -12,14 +12,15 @@ import msgspec
 import pytest
 import torch
 
-from kvline_server.kernels import build, cubins, cuda_rows, cuda_write
+from kvline_server.kernels import build, cubins, cuda_linear, cuda_rows, cuda_write
 from kvline_server.kernels.cubins import Built, Variant
 
 ELF = b"\x7fELF"
 
 
 def variants() -> list[Variant]:
-    return [*cuda_rows.variants(), *cuda_write.variants(torch.bfloat16)]
+    dtype = torch.bfloat16
+    return [*cuda_rows.variants(), *cuda_linear.variants(dtype), *cuda_write.variants(dtype)]
 
 
 def test_each_variant_has_a_name_of_its_own() -> None:
@@ -36,6 +37,7 @@ def test_kernels_are_made_without_a_compiler_and_found_again(
     all_of_them = variants()
     some = [v for v in all_of_them if v.name.startswith(("score-*bf16", "draw-*fp32"))][:2]
     monkeypatch.setattr(cuda_rows, "variants", lambda: iter(some))
+    monkeypatch.setattr(cuda_linear, "variants", lambda _: iter(()))
     monkeypatch.setattr(cuda_write, "variants", lambda _: iter(all_of_them[-1:]))
     file = tmp_path / "cubins.bin"
     assert build.build(file) == len(some) + 1
@@ -80,11 +82,13 @@ from kvline_server.kernels.layout import Draws
 from kvline_server.kernels.noise import gumbel_max
 from kvline_server.kernels.torch_rows import choose_rows
 
-rows, vocabulary = 24, 5003
+rows, vocabulary, PARTS = 24, 5003, 8
 rng = np.random.default_rng(1)
 logits = torch.from_numpy(rng.normal(0, 2.5, (rows, vocabulary)).astype(np.float32))
 logits[3, 7], logits[4, 9], logits[5] = float("nan"), float("inf"), float("-inf")
-temperatures = rng.choice([0.6, 1.0, 1.5], rows).astype(np.float32)
+logits[8, 4000] = logits[8, 100] = 99.0
+temperatures = rng.choice([0.0, 0.6, 1.0, 1.5], rows).astype(np.float32)
+temperatures[8] = 0.0
 made = keys(np.arange(rows, dtype=np.uint64), np.zeros(rows, np.uint64))
 ones = np.ones(rows, np.float32)
 off = (0 * ones).astype(np.int32)
@@ -92,29 +96,68 @@ want = choose_rows(logits.clone(), Draws(temperatures, off, ones, 0 * ones, made
 
 def draw(weights, temperatures, logits):
     chosen = torch.empty(rows, dtype=torch.int64)
+    tops = torch.empty(rows * PARTS)
+    founds = torch.empty(rows * PARTS, dtype=torch.int32)
+    scratch = (tops, founds, torch.zeros(rows, dtype=torch.int32))
     key = torch.from_numpy(made.view(np.int64))
     at = key if temperatures is None else torch.from_numpy(temperatures)
-    triton_kernels.draw[(rows,)](
-        weights, vocabulary, at, key, chosen, tl.constexpr(vocabulary), LOGITS=logits, BLOCK=1024
+    triton_kernels.draw[(rows * PARTS,)](
+        weights, vocabulary, at, key, chosen, *scratch, tl.constexpr(vocabulary),
+        LOGITS=logits, BLOCK=512, PARTS=PARTS
     )
     return chosen
 
-got = draw(logits, temperatures, 1)
-assert (got == want).all(), (got, want)
-assert (got[3:6] == -1).all() and (got >= 0).sum() == rows - 3
 weights = torch.softmax(logits, dim=-1)
 weights[5] = 0
-got = draw(weights, None, 0)
-assert (got[3:6] == -1).all()
 whole = torch.arange(rows) != 5
 whole[3:5] = False
+got = draw(logits, temperatures, 1)
+assert (got == want).all(), (got, want)
+assert (got[3:6] == -1).all() and (got >= 0).sum() == rows - 3 and got[8] == 100
+got = draw(weights, None, 0)
+assert (got[3:6] == -1).all()
 assert (got == gumbel_max(weights, made))[whole].all()
 """
 
 
-def test_the_gpu_s_draw_is_the_reference_s_token_for_token() -> None:
-    """In Triton's interpreter: the same noise from the same keys, and no token where a row has a
-    NaN, an infinity or nothing at all."""
-    subprocess.run(
-        [sys.executable, "-c", DRAW], env={**os.environ, "TRITON_INTERPRET": "1"}, check=True
+ONE_ROW = """
+import torch, triton.language as tl
+from torch.nn.functional import linear, rms_norm, silu
+from kvline_server.kernels import triton_kernels
+
+triton_kernels._after_the_last = lambda: None  # an instruction that the interpreter has not
+torch.manual_seed(0)
+EPS = 1e-5
+
+def run(x, norm, weight, bias, out, **options):
+    outputs, inputs = out.shape[1], x.shape[1]
+    triton_kernels.one_row[(-(-outputs // 8),)](
+        x, norm, EPS, weight, bias, out, outputs, tl.constexpr(inputs),
+        OUTPUTS=8, INPUTS=256, **options
     )
+    return out
+
+for outputs, inputs in ((48, 576), (44, 128)):
+    x, norm, bias = torch.randn(1, inputs), torch.rand(inputs) + 0.5, torch.randn(outputs)
+    both = torch.randn(2 * outputs, inputs) / inputs**0.5
+    weight, residual = both[:outputs].contiguous(), torch.randn(1, outputs)
+    normed = rms_norm(x, (inputs,), norm, EPS)
+    for on in (0, 1):
+        b = bias if on else None
+        got = run(x, norm, weight, bias, residual.clone(), NORM=0, GATED=0, BIAS=on, ADD=1)
+        torch.testing.assert_close(got, residual + linear(x, weight, b))
+        empty = torch.empty(1, outputs)
+        got = run(x, norm, weight, bias, empty, NORM=1, GATED=0, BIAS=on, ADD=0)
+        torch.testing.assert_close(got, linear(normed, weight, b))
+    gate, up = linear(normed, both).chunk(2, dim=1)
+    got = run(x, norm, both, bias, empty, NORM=1, GATED=1, BIAS=0, ADD=0)
+    torch.testing.assert_close(got, silu(gate) * up)
+"""
+
+
+@pytest.mark.parametrize("script", [DRAW, ONE_ROW], ids=["draw", "one_row"])
+def test_the_gpu_s_kernels_are_the_reference_s(script: str) -> None:
+    """In Triton's interpreter. Tokens are the same ones: the same noise from the same keys, and
+    none where a row has a NaN, an infinity or nothing at all."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)

@@ -164,7 +164,7 @@ def test_a_row_that_is_not_finite_fails_its_request_alone(
     generated: list[dict[int, list[int]]] = []
     for breaks in (False, True):
         made = engine(make_model("llama"))
-        worker(made).kernels.depth = depth  # type: ignore[misc]
+        worker(made).kernels.depth = depth
         for id in range(3):
             made.submit(id, [9 * id + 1, 4, 200 + id], params)
         compute, step = worker(made).decoder.compute_logits, 0

@@ -42,7 +42,7 @@ def requests(seed: int, count: int) -> list[tuple[list[int], SamplingParams]]:
 
 def play(made: Engine, depth: int, wanted: list[tuple[list[int], SamplingParams]]) -> Any:
     """Requests come in bursts, some clients leave; all outputs by request."""
-    worker(made).kernels.depth = depth  # type: ignore[misc]
+    worker(made).kernels.depth = depth
     rng = random.Random(1)
     out: dict[int, list[Output]] = {id: [] for id in range(len(wanted))}
     left = iter(enumerate(wanted))
@@ -103,7 +103,7 @@ BIASED = SamplingParams(max_tokens=12, temperature=0.0, logit_bias={3: 1.0}, ign
 
 def in_flight(made: Engine, steps: int) -> list[int]:
     """Steps in flight after each of `steps` engine steps."""
-    worker(made).kernels.depth = 1  # type: ignore[misc]
+    worker(made).kernels.depth = 1
     seen = []
     for _ in range(steps):
         made.step()

@@ -13,14 +13,15 @@ from pathlib import Path
 import msgspec
 import torch
 
-from kvline_server.kernels import cubins, cuda_rows, cuda_write
+from kvline_server.kernels import cubins, cuda_linear, cuda_rows, cuda_write
 
 CAPABILITY = 90  # FlashInfer's kernels are prebuilt for it too (docs/decisions/011)
 
 
 def build(file: Path) -> int:
     """Writes the file atomically; returns the number of kernels."""
-    variants = [*cuda_rows.variants(), *cuda_write.variants(torch.bfloat16)]
+    dtype = torch.bfloat16
+    variants = [*cuda_rows.variants(), *cuda_write.variants(dtype), *cuda_linear.variants(dtype)]
     made = {}
     printed = time.monotonic()
     for done, variant in enumerate(variants):

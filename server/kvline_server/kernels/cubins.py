@@ -30,6 +30,8 @@ TRITON_TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
+# They may start before the kernel before them has ended, for which they wait.
+CHAINED = ("one_row", "write")
 SHARED_BY_DEFAULT = 48 << 10  # bytes; a larger kernel needs a function attribute
 
 
@@ -80,17 +82,22 @@ def launch(variant: Variant, programs: int, *arguments: torch.Tensor | int | flo
     loaded = _load(variant, torch.cuda.current_device())
     values = tuple(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments)
     stream = torch.cuda.current_stream().cuda_stream
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.blockDimX = programs, loaded.threads
+    config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+    config.sharedMemBytes, config.hStream = loaded.shared, stream
+    if variant.kernel in CHAINED:
+        config.attrs, config.numAttrs = [_chained()], 1
     # After its own arguments a Triton kernel takes two scratch pointers, unused by these kernels.
-    call(
-        driver.cuLaunchKernel,
-        loaded.function,
-        *(programs, 1, 1),
-        *(loaded.threads, 1, 1),
-        loaded.shared,
-        stream,
-        ((*values, 0, 0), loaded.types),
-        0,
-    )
+    call(driver.cuLaunchKernelEx, config, loaded.function, ((*values, 0, 0), loaded.types), 0)
+
+
+@functools.cache
+def _chained() -> Any:
+    made = driver.CUlaunchAttribute()
+    made.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    made.value.programmaticStreamSerializationAllowed = 1
+    return made
 
 
 @functools.cache

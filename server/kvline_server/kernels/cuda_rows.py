@@ -9,7 +9,7 @@ import torch
 from kvline_server.kernels.cubins import TRITON_TYPES, Variant, launch
 
 BLOCK, WARPS = 4096, 8
-DRAW_BLOCK, DRAW_WARPS = 16384, 16  # few rows: one program must keep its multiprocessor busy
+DRAW_PARTS = 8  # programs of a row: few rows must keep the GPU busy
 ALIGN = 16
 LOGITS = (torch.bfloat16, torch.float32)
 
@@ -32,15 +32,19 @@ def score(
 def draw(
     weights: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Samples a token per row, from logits with temperatures or from probabilities without;
-    NO_TOKEN where a row is not finite or all 0.
+    """Samples a token per row, from logits with temperatures or from probabilities without: the
+    highest logit at temperature 0; NO_TOKEN where a row is not finite or all 0.
     weights [rows, vocabulary]; keys int64, temperatures float32 [rows] -> int64 [rows]"""
     rows, vocabulary = weights.shape
     chosen = torch.empty(rows, dtype=torch.int64, device=weights.device)
     variant = _draw_variant(weights.dtype, temperatures is not None, _aligned(weights))
     # The kernel for probabilities does not read this argument; any pointer will do.
     at = keys if temperatures is None else temperatures
-    launch(variant, rows, weights, weights.stride(0), at, keys, chosen, vocabulary)
+    tops = torch.empty(rows * DRAW_PARTS, dtype=torch.float32, device=weights.device)
+    founds = torch.empty_like(tops, dtype=torch.int32)
+    done = torch.zeros_like(founds[:rows])
+    arguments = (weights, weights.stride(0), at, keys, chosen, tops, founds, done, vocabulary)
+    launch(variant, rows * DRAW_PARTS, *arguments)
     return chosen
 
 
@@ -67,6 +71,7 @@ def _score_variant(dtype: torch.dtype, aligned: bool) -> Variant:
 
 def _draw_variant(dtype: torch.dtype, logits: bool, aligned: bool) -> Variant:
     temperatures = "*fp32" if logits else "*i64"
-    arguments = (f"*{TRITON_TYPES[dtype]}", "i32", temperatures, "*i64", "*i64", "i32")
-    constants = (("LOGITS", int(logits)), ("BLOCK", DRAW_BLOCK))
-    return Variant("draw", arguments, (0, 1, 5) if aligned else (), constants, warps=DRAW_WARPS)
+    scratch = ("*fp32", "*i32", "*i32")
+    arguments = (f"*{TRITON_TYPES[dtype]}", "i32", temperatures, "*i64", "*i64", *scratch, "i32")
+    constants = (("LOGITS", int(logits)), ("BLOCK", BLOCK), ("PARTS", DRAW_PARTS))
+    return Variant("draw", arguments, (0, 1, 8) if aligned else (), constants, warps=WARPS)

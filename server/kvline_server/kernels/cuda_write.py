@@ -43,27 +43,13 @@ def write(heads: Heads, rope: torch.Tensor, mapping: SlotMapping, cache: KVLayer
     rope float32 [positions, dim]: all cosines, then all sines"""
     rows, _, dim = heads.fused.shape
     normed = heads.q_norm is not None and heads.k_norm is not None
-    variant = _variant(
-        heads.fused.dtype, _padded(heads.queries, QUERIES), _padded(heads.keys, KEYS), dim, normed
-    )
-    launch(
-        variant,
-        rows,
-        heads.fused,
-        heads.fused.stride(0),
-        heads.q_norm if heads.q_norm is not None else heads.fused,
-        heads.k_norm if heads.k_norm is not None else heads.fused,
-        heads.eps,
-        rope,
-        mapping.positions,
-        mapping.slots,
-        cache.keys,
-        cache.values,
-        cache.keys.stride(0),
-        cache.keys.stride(1),
-        heads.queries,
-        heads.keys,
-    )
+    padded = _padded(heads.queries, QUERIES), _padded(heads.keys, KEYS)
+    variant = _variant(heads.fused.dtype, *padded, dim, normed)
+    # The kernel without norms does not read these arguments; any pointer will do.
+    norms = [heads.fused if n is None else n for n in (heads.q_norm, heads.k_norm)]
+    where = (rope, mapping.positions, mapping.slots, cache.keys, cache.values)
+    sizes = (cache.keys.stride(0), cache.keys.stride(1), heads.queries, heads.keys)
+    launch(variant, rows, heads.fused, heads.fused.stride(0), *norms, heads.eps, *where, *sizes)
 
 
 def variants(dtype: torch.dtype) -> Iterator[Variant]:

@@ -16,7 +16,7 @@ import torch
 from flashinfer import norm, sampling
 from torch.nn import functional
 
-from kvline_server.kernels import cuda_rows, cuda_write
+from kvline_server.kernels import cuda_linear, cuda_rows, cuda_write
 from kvline_server.kernels.flashinfer_attention import FLOAT_BYTES, PagedAttention, Planned
 from kvline_server.kernels.gemm import Gemms
 from kvline_server.kernels.interface import (
@@ -25,9 +25,12 @@ from kvline_server.kernels.interface import (
     AttentionOptions,
     Fetch,
     Heads,
+    Kernels,
+    Normed,
     PageTables,
     RowScores,
     SlotMapping,
+    Unnormed,
 )
 from kvline_server.kernels.layout import GREEDY, Draws, Layout
 from kvline_server.kernels.tuning import Choices
@@ -60,7 +63,7 @@ class _PinnedCopies:
         return [tensor.numpy() for tensor in self.host]
 
 
-class FlashInferKernels:
+class FlashInferKernels(Kernels):
     depth = 1
 
     def __init__(self, heads: int, kv_heads: int, dim: int) -> None:
@@ -97,12 +100,35 @@ class FlashInferKernels:
 
     def linear(
         self,
-        x: torch.Tensor,
+        x: Normed,
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if isinstance(x, Unnormed):
+            if cuda_linear.fits(x.hidden, weight):
+                return cuda_linear.run(x, weight, bias, out)
+            x = self.rms_norm(x.hidden, x.weight, x.eps)
         return self._gemms.linear(x, weight, bias, out)
+
+    def linear_add_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+    ) -> tuple[Normed, torch.Tensor]:
+        if cuda_linear.fits(x, weight):
+            cuda_linear.run(x, weight, bias, residual, added=True)
+            return Unnormed(residual, norm, eps), residual
+        return super().linear_add_norm(x, weight, bias, residual, norm, eps)
+
+    def gated_linear(self, x: Normed, weight: torch.Tensor, activation: str) -> torch.Tensor:
+        if isinstance(x, Unnormed) and cuda_linear.fits(x.hidden, weight):
+            return cuda_linear.run(x, weight, gated=True)
+        return super().gated_linear(x, weight, activation)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out: torch.Tensor = norm.rmsnorm(x, weight, eps=eps)
@@ -130,45 +156,25 @@ class FlashInferKernels:
         return []
 
     def plan(self, layout: Layout) -> Plan:
-        count = layout.decodes
-        row_starts = layout.row_starts[count:] - layout.row_starts[count]
-        page_starts = layout.page_starts[count:] - layout.page_starts[count]
         last_page = (layout.lengths - 1) % PAGE_SIZE + 1
-        device = self.upload(
-            layout.row_starts[: count + 1],
-            layout.page_starts[: count + 1],
-            row_starts,
-            page_starts,
-            layout.pages,
-            last_page,
+        kinds = slice(0, layout.decodes), slice(layout.decodes, layout.sequences)
+        arrays = []
+        for own in kinds:
+            ends = slice(own.start, own.stop + 1)
+            rows, pages = layout.row_starts[ends], layout.page_starts[ends]
+            used = layout.pages[pages[0] : pages[-1]]
+            arrays.append((rows - rows[0], pages - pages[0], used, last_page[own]))
+        device = self.upload(*arrays[0], *arrays[1])
+        decode, prefill = (
+            PageTables(rows, pages, layout.lengths[own], *device[at : at + 4])
+            for own, (rows, pages, *_), at in zip(kinds, arrays, (0, 4), strict=True)
         )
-        held = int(layout.page_starts[count])
-        decode = prefill = None
-        if count:
-            decode = self._decode.plan(
-                PageTables(
-                    row_starts=layout.row_starts[: count + 1],
-                    page_starts=layout.page_starts[: count + 1],
-                    lengths=layout.lengths[:count],
-                    device_row_starts=device[0],
-                    device_page_starts=device[1],
-                    pages=device[4][:held],
-                    last_page=device[5][:count],
-                )
-            )
-        if count < layout.sequences:
-            prefill = self._prefill.plan(
-                PageTables(
-                    row_starts=row_starts,
-                    page_starts=page_starts,
-                    lengths=layout.lengths[count:],
-                    device_row_starts=device[2],
-                    device_page_starts=device[3],
-                    pages=device[4][held:],
-                    last_page=device[5][count:],
-                )
-            )
-        return Plan(count, layout.rows, decode, prefill)
+        return Plan(
+            layout.decodes,
+            layout.rows,
+            self._decode.plan(decode) if len(decode.lengths) else None,
+            self._prefill.plan(prefill) if len(prefill.lengths) else None,
+        )
 
     def plan_in_place(self, tables: PageTables) -> Plan:
         rows = len(tables.lengths)
@@ -226,21 +232,16 @@ class FlashInferKernels:
 
     def choose(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
         greedy = draws.temperatures < GREEDY
-        if greedy.all():
-            return _best(logits)
-        temperatures, keys, best = self.upload(
-            np.where(greedy, np.float32(1.0), draws.temperatures),
-            draws.keys.view(np.int64),
-            greedy,
-        )
+        scaled = np.where(greedy, np.float32(0.0), draws.temperatures)
+        temperatures, keys = self.upload(scaled, draws.keys.view(np.int64))
         filtered = (draws.top_k > 0) | (draws.top_p < 1.0) | (draws.min_p > 0.0)
-        if filtered.any():
-            weights, not_finite = self._filtered(logits, temperatures, draws)
-            chosen = cuda_rows.draw(weights, keys).masked_fill_(not_finite, NO_TOKEN)
-        else:
-            chosen = cuda_rows.draw(logits, keys, temperatures)
+        if greedy.all() or not filtered.any():
+            return cuda_rows.draw(logits, keys, temperatures)
+        best = temperatures == 0.0
+        weights, not_finite = self._filtered(logits, temperatures.masked_fill(best, 1.0), draws)
+        chosen = cuda_rows.draw(weights, keys).masked_fill_(not_finite, NO_TOKEN)
         if greedy.any():
-            chosen = torch.where(best, _best(logits), chosen)
+            chosen = torch.where(best, cuda_rows.draw(logits, keys, temperatures), chosen)
         return chosen
 
     def _filtered(
@@ -262,10 +263,3 @@ class FlashInferKernels:
             threshold = self.upload(draws.min_p)[0] * weights.amax(dim=-1)
             weights = weights.masked_fill_(weights < threshold.unsqueeze(1), 0.0)
         return weights, not_finite
-
-
-def _best(logits: torch.Tensor) -> torch.Tensor:
-    """The token with the highest logit; NO_TOKEN for a row with NaN or an infinite maximum."""
-    chosen = logits.argmax(dim=-1)
-    highest = logits.gather(1, chosen.unsqueeze(1)).squeeze(1)
-    return torch.where(highest.isfinite(), chosen, NO_TOKEN)

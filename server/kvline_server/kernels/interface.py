@@ -43,6 +43,18 @@ class RowScores:
 
 
 @dataclass(frozen=True, slots=True)
+class Unnormed:
+    """Hidden states whose RMS norm is left to the linear that reads them."""
+
+    hidden: torch.Tensor  # [rows, hidden]
+    weight: torch.Tensor  # [hidden]
+    eps: float
+
+
+Normed = torch.Tensor | Unnormed  # [rows, hidden]
+
+
+@dataclass(frozen=True, slots=True)
 class SlotMapping:
     """Each row's position in its sequence, and the KV-cache slot of its key and value."""
 
@@ -97,16 +109,9 @@ class Fetch(Protocol):
 
 
 class Kernels(Protocol):
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of weights, hidden states and KV cache."""
-
-    @property
-    def depth(self) -> int:
-        """Steps in flight while the host prepares the next one: 1 on a GPU, 0 on the CPU."""
+    device: torch.device
+    dtype: torch.dtype  # of weights, hidden states and KV cache
+    depth: int  # steps in flight while the host prepares the next one: 1 on a GPU, 0 on the CPU
 
     @property
     def plan_in_place(self) -> Callable[[PageTables], Any] | None:
@@ -134,12 +139,28 @@ class Kernels(Protocol):
 
     def linear(
         self,
-        x: torch.Tensor,
+        x: Normed,
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x [rows, in] times weight [out, in] transposed. -> [rows, out], in `out` if given"""
+
+    def linear_add_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+    ) -> tuple[Normed, torch.Tensor]:
+        """`linear`, then `add_norm` of it. Overwrites the residual."""
+        return self.add_norm(self.linear(x, weight, bias), residual, norm, eps)
+
+    def gated_linear(self, x: Normed, weight: torch.Tensor, activation: str) -> torch.Tensor:
+        """`linear`, then `activate_and_mul`. weight [2 * d, in] -> [rows, d]"""
+        return self.activate_and_mul(self.linear(x, weight), activation)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Over the last dimension."""

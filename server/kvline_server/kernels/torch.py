@@ -24,8 +24,11 @@ from kvline_server.kernels.interface import (
     AttentionOptions,
     Fetch,
     Heads,
+    Kernels,
+    Normed,
     RowScores,
     SlotMapping,
+    Unnormed,
 )
 from kvline_server.kernels.layout import Draws, Layout
 from kvline_server.kernels.row_counts import padded_rows, row_counts
@@ -77,7 +80,7 @@ class _HostArrays:
         return self.arrays
 
 
-class TorchKernels:
+class TorchKernels(Kernels):
     plan_in_place = None  # nothing is captured
 
     def __init__(
@@ -104,11 +107,13 @@ class TorchKernels:
 
     def linear(
         self,
-        x: torch.Tensor,
+        x: Normed,
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if isinstance(x, Unnormed):
+            x = self.rms_norm(x.hidden, x.weight, x.eps)
         if weight.is_mkldnn or _use_onednn(weight):
             made: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         else:

@@ -4,12 +4,22 @@
 fp32 copy of the chunk. `draw` derives its noise from the row's key and the token id
 (kernels/noise.py), so each seeded request has noise of its own; library generators are shared by
 the batch. `write` runs one program per row of a step, between the QKV GEMM and attention: QK norm
-where the model has it, rotary embedding, keys and values into the cache. Reference:
-kernels/torch_rows.py and kernels/torch.py; the tests compare the two.
+where the model has it, rotary embedding, keys and values into the cache. `one_row` is a linear of
+one row with the norm before or the sum after it.
+Reference: kernels/torch_rows.py and kernels/torch.py; the tests compare the two.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _after_the_last():
+    """For a kernel that is launched while the one before it runs: waits for its results, and lets
+    the next one be launched (programmatic dependent launch)."""
+    gdc_wait()
+    gdc_launch_dependents()
 
 
 @triton.jit
@@ -44,44 +54,70 @@ def _mixed(x):
 
 
 @triton.jit
+def _noise(at, low, high):
+    """Exponential noise of each token id, from the row's key."""
+    hashed = _mixed(_mixed(at.to(tl.uint32) * 0x9E3779B1 + low) ^ high)
+    u = tl.minimum(((hashed >> 1).to(tl.float32) + 0.5) * (1.0 / 2147483648.0), 1.0 - 2.0**-24)
+    # -log1p(-u), which Triton has only from a library: a series where 1 - u loses digits.
+    return tl.where(u < 0.015625, u * (1.0 + u * (0.5 + u * (1.0 / 3.0))), -tl.log(1.0 - u))
+
+
+@triton.jit
 def draw(
     weights,
     stride,
     temperatures,
     keys,
     chosen,
+    tops,
+    founds,
+    done,
     vocabulary,
     LOGITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    row = tl.program_id(0)
+    """A row's vocabulary in PARTS programs, of which the last to end compares all. A temperature of
+    0 takes the highest logit."""
+    row = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
     start_of_row = weights + row.to(tl.int64) * stride
     key = tl.load(keys + row)
     low = key.to(tl.uint32)
     high = (key >> 32).to(tl.uint32)
     least = float("-inf") if LOGITS else 0.0
-    scale = 1.0
-    if LOGITS:
-        scale = 1.0 / tl.load(temperatures + row)
+    temperature = tl.load(temperatures + row) if LOGITS else 1.0
+    scale = tl.where(temperature > 0.0, 1.0 / temperature, 1.0) if LOGITS else 1.0
     best = tl.full((BLOCK,), least, tl.float32)
     index = tl.zeros((BLOCK,), tl.int32)
     broken = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, vocabulary, BLOCK):
-        at = start + tl.arange(0, BLOCK)
+    for block in range(0, vocabulary, BLOCK * PARTS):
+        at = block + part * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(start_of_row + at, mask=at < vocabulary, other=least).to(tl.float32)
-        hashed = _mixed(_mixed(at.to(tl.uint32) * 0x9E3779B1 + low) ^ high)
-        u = tl.minimum(((hashed >> 1).to(tl.float32) + 0.5) * (1.0 / 2147483648.0), 1.0 - 2.0**-24)
-        # -log1p(-u), which Triton has only from a library: a series where 1 - u loses digits.
-        noise = tl.where(u < 0.015625, u * (1.0 + u * (0.5 + u * (1.0 / 3.0))), -tl.log(1.0 - u))
-        score = x * scale - tl.log(noise) if LOGITS else x / noise
+        score = x * scale
+        if LOGITS:
+            if temperature > 0.0:
+                score -= tl.log(_noise(at, low, high))
+        else:
+            score = x / _noise(at, low, high)
         broken |= (x != x).to(tl.int32)
         better = score > best
         best = tl.where(better, score, best)
         index = tl.where(better, at, index)
     top = tl.max(best, axis=0)
     found = tl.min(tl.where(best == top, index, vocabulary), axis=0)
-    good = (tl.max(broken, axis=0) == 0) & (top > least) & (top < float("inf"))
-    tl.store(chosen + row, tl.where(good, found, -1).to(tl.int64))
+    top = tl.where(tl.max(broken, axis=0) == 0, top, float("inf"))
+    tl.store(tops + tl.program_id(0), top)
+    tl.store(founds + tl.program_id(0), found)
+    last = tl.atomic_add(done + row, 1) == PARTS - 1
+    if last:
+        every = row * PARTS + tl.arange(0, PARTS)
+        values = tl.load(tops + every, volatile=True)
+        top = tl.max(values, axis=0)
+        indices = tl.load(founds + every, volatile=True)
+        found = tl.min(tl.where(values == top, indices, vocabulary), axis=0)
+    good = (top > least) & (top < float("inf"))
+    tl.store(chosen + row, tl.where(good, found, -1).to(tl.int64), mask=last)
 
 
 @triton.jit
@@ -132,6 +168,7 @@ def write(
     PAGE: tl.constexpr,
     NORM: tl.constexpr,
 ):
+    _after_the_last()
     row = tl.program_id(0)
     base = heads + row.to(tl.int64) * row_stride
     half = tl.arange(0, DIM // 2)
@@ -152,3 +189,55 @@ def write(
     for part in tl.static_range(2):
         offset = at + part * (DIM // 2)
         tl.store(values + place + offset, tl.load(base + offset, mask=there), mask=there)
+
+
+@triton.jit
+def one_row(
+    x,
+    norm,
+    eps,
+    weight,
+    bias,
+    out,
+    outputs,
+    inputs,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """OUTPUTS numbers of W x: of rms_norm(x) with NORM, added to `out` with ADD; GATED: silu of W's
+    first half times its second."""
+    _after_the_last()
+    column = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    there = column < outputs
+    gates = weight + column[:, None].to(tl.int64) * inputs
+    ups = gates + outputs.to(tl.int64) * inputs
+    # Summed over the inputs at the end: one row has no use for tensor cores.
+    first = tl.zeros((OUTPUTS, INPUTS), tl.float32)
+    second = first
+    squares = tl.zeros((INPUTS,), tl.float32)
+    for start in tl.range(0, inputs, INPUTS, num_stages=4):
+        at = start + tl.arange(0, INPUTS)
+        inside = at < inputs
+        whole = there[:, None] & inside[None, :]
+        w = tl.load(gates + at[None, :], mask=whole, other=0.0)
+        a = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        if NORM:
+            squares += a * a
+            a *= tl.load(norm + at, mask=inside, other=0.0).to(tl.float32)
+        first += a[None, :] * w.to(tl.float32)
+        if GATED:
+            w = tl.load(ups + at[None, :], mask=whole, other=0.0)
+            second += a[None, :] * w.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(squares, axis=0) / inputs + eps) if NORM else 1.0
+    made = tl.sum(first, axis=1) * scale
+    if BIAS:
+        made += tl.load(bias + column, mask=there, other=0.0).to(tl.float32)
+    if GATED:
+        made *= tl.sigmoid(made) * tl.sum(second, axis=1) * scale
+    if ADD:
+        made += tl.load(out + column, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + column, made.to(out.dtype.element_ty), mask=there)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from kvline_server.kernels.interface import AttentionOptions, Heads, Kernels, SlotMapping
+from kvline_server.kernels.interface import AttentionOptions, Heads, Kernels, Normed, SlotMapping
 from kvline_server.memory.arena import KVLayer
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.linear import Linear, Rows, Tensors, fused
@@ -37,16 +37,20 @@ def layer_norm(tensors: Tensors, config: ModelConfig, at: str, name: str | None)
 
 def join(
     kernels: Kernels,
-    made: torch.Tensor,
+    last: Linear,
+    x: torch.Tensor,
     residual: torch.Tensor,
     after: Norm | None,
     before: Norm | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adds a block's output to the residual stream: `after` is that block's norm, `before` the next
-    one's. -> the next block's input, the residual. Overwrites both inputs, as kernels.add_norm
-    does: a captured segment finds the residual where it was. All [rows, hidden]"""
+) -> tuple[Normed, torch.Tensor]:
+    """Adds a block's output, x through its last linear, to the residual stream: `after` is that
+    block's norm, `before` the next one's. -> the next block's input, the residual, which is
+    overwritten: a captured segment finds it where it was. Both [rows, hidden]"""
     if after is None and before is not None:
-        return kernels.add_norm(made, residual, before.weight, before.eps)
+        return kernels.linear_add_norm(
+            x, last.weight, last.bias, residual, before.weight, before.eps
+        )
+    made = last(kernels, x)
     residual.add_(made if after is None else after(kernels, made))
     return residual if before is None else before(kernels, residual), residual
 
@@ -74,7 +78,7 @@ class Attention:
     def project(
         self,
         kernels: Kernels,
-        x: torch.Tensor,
+        x: Normed,
         rope: torch.Tensor,
         mapping: SlotMapping,
         kv: KVLayer,
@@ -109,10 +113,11 @@ class MLP:
         self.down = Linear(tensors, down, c.intermediate, c.mlp_bias)
         self.activation = c.activation
 
-    def __call__(self, kernels: Kernels, x: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] -> the same shape"""
-        gated = kernels.activate_and_mul(self.gate_up(kernels, x), self.activation)
-        return self.down(kernels, gated)
+    def gated(self, kernels: Kernels, x: Normed) -> torch.Tensor:
+        """What `down` takes. [rows, hidden] -> [rows, intermediate]"""
+        if self.gate_up.bias is None:
+            return kernels.gated_linear(x, self.gate_up.weight, self.activation)
+        return kernels.activate_and_mul(self.gate_up(kernels, x), self.activation)
 
 
 class Layer:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvline_server.kernels.interface import Kernels, SlotMapping
+from kvline_server.kernels.interface import Kernels, Normed, SlotMapping
 from kvline_server.kernels.layout import Layout
 from kvline_server.memory.arena import KVLayer, KVShape
 from kvline_server.model.blocks import Norm, join
@@ -140,16 +140,19 @@ class Decoder:
 
     def finish(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """From the last layer's attention to hidden states."""
-        return self._after(len(self.weights.layers) - 1, attended, residual, self.weights.norm)[0]
+        x, _ = self._after(len(self.weights.layers) - 1, attended, residual, self.weights.norm)
+        return x if isinstance(x, torch.Tensor) else self.weights.norm(self.kernels, x.hidden)
 
     def _after(
         self, index: int, attended: torch.Tensor, residual: torch.Tensor, norm: Norm | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Normed, torch.Tensor]:
         """From a layer's attention to the input of what follows the layer, whose norm is given."""
         layer, kernels = self.weights.layers[index], self.kernels
-        out, mlp = layer.attention.output(kernels, attended), layer.mlp
-        x, residual = join(kernels, out, residual, layer.attention.after, mlp.before)
-        return join(kernels, mlp(kernels, x), residual, mlp.after, norm)
+        attention, mlp = layer.attention, layer.mlp
+        x, residual = join(
+            kernels, attention.output, attended, residual, attention.after, mlp.before
+        )
+        return join(kernels, mlp.down, mlp.gated(kernels, x), residual, mlp.after, norm)
 
     def gemm_weights(self) -> list[list[torch.Tensor]]:
         """One list per kind of GEMM, with its weight of each layer."""

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from kvline_server.kernels.interface import Kernels
+from kvline_server.kernels.interface import Kernels, Normed
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Linear:
         self.bias = tensors.get(biases) if bias else None
 
     def __call__(
-        self, kernels: Kernels, x: torch.Tensor, out: torch.Tensor | None = None
+        self, kernels: Kernels, x: Normed, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x [rows, columns] -> [rows, output], in `out` if given"""
         return kernels.linear(x, self.weight, self.bias, out)

@@ -1,0 +1,64 @@
+"""Linears of one row on a GPU, fused with the norm before them or the sum after them.
+
+Decoding one sequence reads every weight once a step, and the kernels between the GEMMs take as long
+as small GEMMs. Here a layer's norms, its activation and its sums are part of the GEMMs. From two
+rows on cuBLAS is as fast (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from kvline_server.kernels.cubins import TRITON_TYPES, Variant, launch
+from kvline_server.kernels.interface import Normed, Unnormed
+
+OUTPUTS, INPUTS = 8, 512  # of a program, of its iteration
+ALIGN = 16  # of the numbers of inputs and outputs, for vector loads
+ALIGNED = (0, 1, 3, 4, 5, 6, 7)  # indices of arguments: tensors, which are torch's, and sizes
+
+
+def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether x [rows, inputs] times weight [outputs, inputs] transposed can run here."""
+    return len(x) == 1 and not any(n % ALIGN for n in weight.shape) and weight.is_contiguous()
+
+
+def run(
+    x: Normed,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    gated: bool = False,
+    added: bool = False,
+) -> torch.Tensor:
+    """x W^T + b -> [1, outputs], in `out` if given, to which it is `added` if asked; gated: silu of
+    the first half, times the second -> [1, outputs / 2]"""
+    norm = x if isinstance(x, Unnormed) else None
+    hidden = x.hidden if isinstance(x, Unnormed) else x
+    made = hidden.new_empty((1, len(weight) // (1 + gated))) if out is None else out
+    variant = _variant(weight.dtype, norm is not None, gated, bias is not None, added)
+    outputs, inputs = made.shape[1], weight.shape[1]
+    # What a variant does not read may be any pointer.
+    scale, eps = (hidden, 0.0) if norm is None else (norm.weight, norm.eps)
+    shift = hidden if bias is None else bias
+    launch(
+        variant, -(-outputs // OUTPUTS), hidden, scale, eps, weight, shift, made, outputs, inputs
+    )
+    return made
+
+
+def variants(dtype: torch.dtype) -> Iterator[Variant]:
+    """All variants that are launched here."""
+    yield _variant(dtype, True, True, False, False)
+    for bias in (False, True):
+        yield _variant(dtype, True, False, bias, False)
+        yield _variant(dtype, False, False, bias, True)
+
+
+def _variant(dtype: torch.dtype, norm: bool, gated: bool, bias: bool, added: bool) -> Variant:
+    kind = f"*{TRITON_TYPES[dtype]}"
+    arguments = (kind, kind, "fp32", kind, kind, kind, "i32", "i32")
+    constants = {"OUTPUTS": OUTPUTS, "INPUTS": INPUTS, "NORM": int(norm)}
+    constants |= {"GATED": int(gated), "BIAS": int(bias), "ADD": int(added)}
+    return Variant("one_row", arguments, ALIGNED, tuple(constants.items()))
