@@ -22,7 +22,7 @@ from kvline_server.model.decoder import Decoder
 from kvline_server.worker.graphs import capture_stream, captured
 from kvline_server.worker.step import Step
 
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 513, 32))
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 513, 32), *range(576, 1025, 64))
 STAGINGS = 2  # the number of steps in flight, plus one: a copy reads one while the next is written
 UNREAD = -1  # for a row whose input token the host has, in place of its slot
 
