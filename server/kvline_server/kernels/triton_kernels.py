@@ -219,7 +219,7 @@ def one_row(
     first = tl.zeros((OUTPUTS, INPUTS), tl.float32)
     second = first
     squares = tl.zeros((INPUTS,), tl.float32)
-    for start in tl.range(0, inputs, INPUTS, num_stages=4):
+    for start in tl.range(0, inputs, INPUTS, num_stages=3):
         at = start + tl.arange(0, INPUTS)
         inside = at < inputs
         whole = there[:, None] & inside[None, :]
