@@ -1,14 +1,18 @@
-"""GEMMs by shape: torch's kernel against cuBLASLt's algorithms and tinygemm."""
+"""GEMMs by shape: torch's kernel against cuBLASLt's algorithms and tinygemm, and at one row our own
+kernel with the norm, the activation or the sum that stands beside the GEMM."""
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch
 from record import table
 from shapes import SHAPES
 
-from kvline_server.kernels.gemm import TINY, TORCH, Gemms
+from kvline_server.kernels import cuda_linear
+from kvline_server.kernels.gemm import TINY, TORCH, Gemms, replay_time
+from kvline_server.kernels.interface import Unnormed
 from kvline_server.model.config import ModelConfig
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
@@ -43,8 +47,26 @@ def run() -> None:
                 which = {TORCH: "torch", TINY: "tinygemm"}.get(timing.choice, str(timing.choice))
                 figures = [f"{timing.torch:.1f}", f"{timing.best:.1f}"]
                 ratio = f"{timing.best / timing.torch:.3f}"
-                rows.append([name, gemm, str(count), *figures, ratio, which, f"{took:.2f}"])
+                fused = f"{one_row(gemm, held):.1f}" if count == 1 else ""
+                rows.append([name, gemm, str(count), *figures, ratio, which, f"{took:.2f}", fused])
             del held
         print(f"{name}: tuned in {total:.1f} s", flush=True)
-    head = ["model", "GEMM", "rows", "torch us", "best us", "ratio", "which", "seconds"]
+    head = ["model", "GEMM", "rows", "torch us", "best us", "ratio", "which", "seconds", "fused us"]
     table("GEMMs, one layer's, in a captured graph", head, rows)
+
+
+@torch.inference_mode()
+def one_row(gemm: str, weights: list[torch.Tensor]) -> float:
+    """Microseconds of the kernel that a step of one request runs in place of the GEMM."""
+    out, inner = weights[0].shape
+    x, residual = (torch.randn((1, n), device="cuda", dtype=torch.bfloat16) for n in (inner, out))
+    normed = Unnormed(x, torch.ones_like(x[0]), 1e-5)
+
+    def work(count: int) -> None:
+        for weight in weights[:count]:
+            if gemm in ("output", "down"):
+                cuda_linear.run(x, weight, None, residual, added=True)
+            else:
+                cuda_linear.run(normed, weight, gated=gemm == "gate, up")
+
+    return replay_time(work, len(weights), math.inf)

@@ -22,8 +22,8 @@ BATCHES = (64, 256, 512, 1024)
 
 
 def run() -> None:
-    """KVLINE_BENCH_MODELS, comma-separated, selects models; KVLINE_BENCH_PROFILE=1 prints a profile
-    by function."""
+    """KVLINE_BENCH_MODELS, comma-separated, selects models; KVLINE_BENCH_PROFILE=1,256 prints
+    profiles of that many requests, by function and by kernel."""
     rows = []
     for name in offline.models():
         engine, _ = offline.start(name, running=max(BATCHES))
@@ -31,8 +31,8 @@ def run() -> None:
             for batch in BATCHES:
                 rows.append([name, kind, str(batch), *measure(engine, name, batch, penalty)])
                 print(rows[-1], flush=True)
-        if os.environ.get("KVLINE_BENCH_PROFILE"):
-            profile(engine)
+        for wanted in filter(None, os.environ.get("KVLINE_BENCH_PROFILE", "").split(",")):
+            profile(engine, int(wanted))
         engine.executor.resize(0)
         del engine
         torch.cuda.empty_cache()
@@ -89,8 +89,9 @@ def empty(engine: Engine) -> None:
         engine.step()
 
 
-def profile(engine: Engine) -> None:
-    fill(engine, 256)
+def profile(engine: Engine, batch: int) -> None:
+    print(f"{batch} requests: 30 steps by function, 8 by kernel", flush=True)
+    fill(engine, batch)
     profiler = cProfile.Profile()
     profiler.enable()
     for _ in range(30):
