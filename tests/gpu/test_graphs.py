@@ -66,7 +66,7 @@ def test_graphs_survive_growth_of_the_arena(shape: Callable[..., ModelConfig]) -
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "numbers"), [(2, (64, 1, 3, 33, 8, 2, 64)), (8, (512, 1, 160, 300, 40, 512))]
+    ("kv_heads", "numbers"), [(2, (64, 1, 3, 33, 8, 2, 64)), (8, (800, 1, 160, 300, 40, 512, 800))]
 )
 def test_whole_steps_of_decodes_are_eager_ones(
     kv_heads: int, numbers: tuple[int, ...], shape: Callable[..., ModelConfig]
@@ -75,7 +75,7 @@ def test_whole_steps_of_decodes_are_eager_ones(
     has not read is taken on the device. Many rows of eight heads leave no block of the GPU idle,
     and attention is then captured without splitting a sequence."""
     decoder, arena = sides(shape(128, True, kv_heads=kv_heads), most=20_000)[1]
-    last = torch.arange(100, 700, device="cuda")
+    last = torch.arange(100, 1000, device="cuda")
     plan = decoder.kernels.plan_in_place
     assert plan is not None
     graphs = DecodeGraphs(decoder, plan, arena.layers(), last, 4096)

@@ -11,7 +11,7 @@ from pairs import PAGES, sequence, sides
 
 from kvline_server.engine.batch import build
 from kvline_server.engine.scheduler import Work
-from kvline_server.kernels.interface import NO_TOKEN, Kernels, SlotMapping
+from kvline_server.kernels.interface import NO_TOKEN, Kernels, SlotMapping, Unnormed
 from kvline_server.kernels.layout import Draws
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import Arena
@@ -71,6 +71,7 @@ def linears(kernels: Kernels, x: torch.Tensor, shift: bool) -> list[torch.Tensor
     made, total = kernels.linear_add_norm(
         to(x), to(last), to(bias) if shift else None, to(residual), to(norm + 0.5), 1e-5
     )
+    assert isinstance(made, Unnormed) == (kernels.device.type == "cuda" and len(x) == 1)
     plain = kernels.linear(made, first[:outputs].contiguous(), to(bias) if shift else None)
     return [total, plain, kernels.gated_linear(made, first, "silu")]
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import triton
 
 from kvline_server.kernels import build, cubins, cuda_linear, cuda_rows, cuda_write
 from kvline_server.kernels.cubins import Built, Variant
@@ -56,6 +57,26 @@ def test_kernels_are_made_without_a_compiler_and_found_again(
     cubins._built.cache_clear()
     assert cubins._built(90) == {}, "made from another source"
     cubins._built.cache_clear()
+
+
+@pytest.mark.parametrize("kernel", ["score", "draw", "write", "one_row"])
+def test_a_kernel_that_starts_early_waits_before_it_reads(
+    kernel: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    made, compile = [], triton.compile
+
+    def kept(*words: Any, **options: Any) -> Any:
+        made.append(compile(*words, **options))
+        return made[-1]
+
+    monkeypatch.setattr(triton, "compile", kept)
+    cubins.compile(next(v for v in variants() if v.kernel == kernel), build.CAPABILITY)
+    code = made[0].asm["ptx"]
+    assert ("griddepcontrol.wait" in code) == (kernel in cubins.CHAINED)
+    if kernel in cubins.CHAINED:
+        reads = [code.index(name) for name in ("ld.global", "cp.async") if name in code]
+        assert reads and code.index("griddepcontrol.wait") < min(reads)
 
 
 @pytest.mark.parametrize(

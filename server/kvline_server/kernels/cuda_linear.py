@@ -1,8 +1,8 @@
 """Linears of one row on a GPU, fused with the norm before them or the sum after them.
 
 Decoding one sequence reads every weight once a step, and the kernels between the GEMMs take as long
-as small GEMMs. Here a layer's norms, its activation and its sums are part of the GEMMs. From two
-rows on cuBLAS is as fast (docs/performance.md).
+as small GEMMs. Here a layer's norms, its activation and its sums are part of the GEMMs. For more
+rows cuBLAS is faster (docs/decisions/011).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from kvline_server.kernels.cubins import TRITON_TYPES, Variant, launch
 from kvline_server.kernels.interface import Normed, Unnormed
 
-OUTPUTS, INPUTS = 8, 512  # of a program, of its iteration
+OUTPUTS, INPUTS = 8, 512  # of a program, and of one iteration of its loop
 ALIGN = 16  # of the numbers of inputs and outputs, for vector loads
-ALIGNED = (0, 1, 3, 4, 5, 6, 7)  # indices of arguments: tensors, which are torch's, and sizes
+ALIGNED = (0, 1, 3, 4, 5, 7)  # indices of the tensors, and of the number of inputs
 
 
 def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Logprobs and sampling on a GPU: Triton kernels with one program per row of logits."""
+"""Logprobs and sampling on a GPU: Triton kernels with one program per row of logits, or several."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def draw(
     at = keys if temperatures is None else temperatures
     tops = torch.empty(rows * DRAW_PARTS, dtype=torch.float32, device=weights.device)
     founds = torch.empty_like(tops, dtype=torch.int32)
-    done = torch.zeros_like(founds[:rows])
+    done = torch.zeros(rows, dtype=torch.int32, device=weights.device)
     arguments = (weights, weights.stride(0), at, keys, chosen, tops, founds, done, vocabulary)
     launch(variant, rows * DRAW_PARTS, *arguments)
     return chosen

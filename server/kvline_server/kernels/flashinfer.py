@@ -126,7 +126,7 @@ class FlashInferKernels(Kernels):
         return super().linear_add_norm(x, weight, bias, residual, norm, eps)
 
     def gated_linear(self, x: Normed, weight: torch.Tensor, activation: str) -> torch.Tensor:
-        if isinstance(x, Unnormed) and cuda_linear.fits(x.hidden, weight):
+        if isinstance(x, Unnormed) and cuda_linear.fits(x.hidden, weight) and activation == "silu":
             return cuda_linear.run(x, weight, gated=True)
         return super().gated_linear(x, weight, activation)
 
@@ -234,8 +234,8 @@ class FlashInferKernels(Kernels):
         greedy = draws.temperatures < GREEDY
         scaled = np.where(greedy, np.float32(0.0), draws.temperatures)
         temperatures, keys = self.upload(scaled, draws.keys.view(np.int64))
-        filtered = (draws.top_k > 0) | (draws.top_p < 1.0) | (draws.min_p > 0.0)
-        if greedy.all() or not filtered.any():
+        filtered = ~greedy & ((draws.top_k > 0) | (draws.top_p < 1.0) | (draws.min_p > 0.0))
+        if not filtered.any():
             return cuda_rows.draw(logits, keys, temperatures)
         best = temperatures == 0.0
         weights, not_finite = self._filtered(logits, temperatures.masked_fill(best, 1.0), draws)

@@ -44,7 +44,7 @@ class RowScores:
 
 @dataclass(frozen=True, slots=True)
 class Unnormed:
-    """Hidden states whose RMS norm is left to the linear that reads them."""
+    """The residual, whose RMS norm is left to the linear that reads it before it changes."""
 
     hidden: torch.Tensor  # [rows, hidden]
     weight: torch.Tensor  # [hidden]

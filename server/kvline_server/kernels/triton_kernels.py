@@ -1,11 +1,11 @@
 """Our own Triton kernels; kernels/cubins.py compiles and launches them.
 
-`score` and `draw` run one program per row of logits. `score` reads each logit once and needs no
-fp32 copy of the chunk. `draw` derives its noise from the row's key and the token id
+`score` runs one program per row of logits, reads each once and needs no fp32 copy of the chunk.
+`draw` runs several per row, and derives its noise from the row's key and the token id
 (kernels/noise.py), so each seeded request has noise of its own; library generators are shared by
 the batch. `write` runs one program per row of a step, between the QKV GEMM and attention: QK norm
 where the model has it, rotary embedding, keys and values into the cache. `one_row` is a linear of
-one row with the norm before or the sum after it.
+one row with the norm before it, the activation or the sum after it.
 Reference: kernels/torch_rows.py and kernels/torch.py; the tests compare the two.
 """
 
