@@ -32,6 +32,7 @@ from kvline_server.memory.device import (
     referenced_files,
     tree_used,
 )
+from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.model.config import read_config
 from kvline_server.model.decoder import kv_shape
 from kvline_server.parallel.executor import Usage
@@ -285,6 +286,26 @@ def test_the_stress_set_s_steps_are_as_large_as_the_scheduler_s(aliased: bool) -
     assert len(steps["mixed"].sampled_slots) == len(steps["decode"].sampled_slots) == 8
     assert len(steps["mixed"].targets) == 64 - 7 - 2  # all of the prompt but its ends
     assert len(steps["last-chunk"].targets) == 62 and steps["unfiltered"].targets.size
+
+
+@given(st.integers(2, 40), st.integers(1, 8), st.integers(8, 300), st.integers(16, 600))
+def test_the_stress_set_s_sequences_fit_whatever_the_pages(
+    pages: int, running: int, prefill: int, longest: int
+) -> None:
+    """With 7 pages, four prompts of 28 tokens were to share them, each of which needs two."""
+    largest = LargestSteps(
+        max_running_requests=running,
+        max_prefill_tokens=max(running, prefill),
+        max_top_logprobs=5,
+        max_model_len=min(longest, (pages - 1) * PAGE_SIZE),
+        vocabulary=307,
+        pages=pages,
+        aliased=False,
+    )
+    for name, make in largest.makers():
+        layout = make().step.layout
+        assert layout.rows, name
+        assert 0 not in layout.pages and len(set(layout.pages)) == len(layout.pages) < pages, name
 
 
 def test_a_record_is_used_only_where_as_much_is_free(tmp_path: Path) -> None:

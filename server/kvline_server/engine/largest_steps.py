@@ -83,7 +83,8 @@ class LargestSteps:
         """Prompt tokens alone, from at least `sequences` prompts."""
         chunk = min(self.max_prefill_tokens, self._capacity)
         longest = min(self.max_model_len, max(2, chunk // sequences))
-        return [(length, 0) for length in [longest] * (chunk // longest) or [chunk]]
+        count = min(chunk // longest, self._capacity // PAGE_SIZE // pages_for(longest))
+        return [(longest, 0)] * count or [(chunk, 0)]
 
     def _last_chunk(self) -> list[Rows]:
         length = min(self.max_model_len, self._capacity)

@@ -38,13 +38,12 @@ def run(
     hidden = x.hidden if isinstance(x, Unnormed) else x
     made = hidden.new_empty((1, len(weight) // (1 + gated))) if out is None else out
     variant = _variant(weight.dtype, norm is not None, gated, bias is not None, added)
-    outputs, inputs = made.shape[1], weight.shape[1]
+    outputs = made.shape[1]
+    programs = -(-outputs // OUTPUTS)
     # What a variant does not read may be any pointer.
     scale, eps = (hidden, 0.0) if norm is None else (norm.weight, norm.eps)
     shift = hidden if bias is None else bias
-    launch(
-        variant, -(-outputs // OUTPUTS), hidden, scale, eps, weight, shift, made, outputs, inputs
-    )
+    launch(variant, programs, hidden, scale, eps, weight, shift, made, outputs, weight.shape[1])
     return made
 
 
