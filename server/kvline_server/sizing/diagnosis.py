@@ -62,7 +62,7 @@ class Diagnosis:
         return OutOfMemory(
             f"the weights ({self.loaded_bytes // MIB} MiB) and their runtime do not fit: "
             f"{max(0, free) // MIB} MiB of {self.device.limit // MIB} MiB are free; "
-            + self._more(f"by at least {need} MiB"),
+            + self._more(f"by {need} MiB and what activations and the KV cache take"),
             memory=self.memory(0, free),
             binding=self._binding(Binding.WEIGHTS),
             knobs=self._memory_knob(),
