@@ -51,7 +51,7 @@ def services(bodies: list[Object], with_namespace: bool) -> Table:
             *([meta["namespace"]] if with_namespace else []),
             meta["name"],
             Text(ready.get("status", "-"), COLORS.get(ready.get("status", ""), "")),
-            ready.get("reason", "-"),
+            status.get("reason") or ready.get("reason", "-"),
             f"{status.get('readyReplicas', 0)}/{wanted(body['spec'], status)}",
             number(capacity.get("kvTokens")),
             number(capacity.get("kvTokensTotal")),

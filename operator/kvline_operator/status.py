@@ -78,6 +78,7 @@ def build(state: ServiceState, previous: Object, now: str) -> tuple[Object, list
         "replicas": len(state.pods),
         "readyReplicas": ready,
         "ready": f"{ready}/{state.spec.replicas}",
+        "reason": _reason(made),
         "endedPods": len(state.ended),
         "selector": f"{LABEL_SERVICE}={state.spec.base}",
         "url": state.url,
@@ -118,7 +119,14 @@ def refused(spec_error: Condition, body: Object, now: str) -> tuple[Object, list
     if was_ready:
         kept.append(condition_of(previous, "Ready"))
     status = {**previous, "conditions": [*stamped, *kept], "observedGeneration": generation}
+    status["reason"] = spec_error.reason
     return status, _condition_events(made, previous)
+
+
+def _reason(made: list[Condition]) -> str:
+    """What a list of services shows: why one is not ready, or else why its spec is not served."""
+    ready, current = (next(c for c in made if c.type == t) for t in ("Ready", "UpToDate"))
+    return current.reason if ready.status == "True" != current.status else ready.reason
 
 
 def _rollout(state: ServiceState, previous: Object, now: str) -> Object:

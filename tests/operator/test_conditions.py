@@ -315,9 +315,11 @@ def test_a_candidate_leaves_ready_true_and_says_why_it_does_not_serve(
     )
     name = {"rejected" if rejected else "candidate": "bbbbb"}
     plan = RolloutPlan({"aaaaa": 1}, "aaaaa", gate=gate, paused=paused, **name)
-    got = by_type(service_state(ready_pod(), candidate, plan=plan))
+    state = service_state(ready_pod(), candidate, plan=plan)
+    got = by_type(state)
     assert got["Ready"].status == "True"
     assert (got["UpToDate"].status, got["UpToDate"].reason) == ("False", reason)
+    assert status.build(state, {}, "now")[0]["reason"] == reason, "what kubectl get shows"
     assert text in got["UpToDate"].message
 
 
@@ -641,6 +643,7 @@ def test_a_refused_spec_leaves_a_serving_one_ready() -> None:
     out, news = status.refused(wrong, body, "t2")
     found = {c["type"]: c["status"] for c in out["conditions"]}
     assert (found["Accepted"], found["Ready"]) == ("False", "True")
+    assert (serving["reason"], out["reason"]) == ("Serving", "SpecInvalid")
     assert out["capacity"] == serving["capacity"]
     assert [e.reason for e in news] == ["SpecInvalid"]
 
