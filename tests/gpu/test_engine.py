@@ -13,7 +13,6 @@ from pairs import engine, worker
 
 from kvline_server.engine.engine import Engine
 from kvline_server.errors import DeviceOutOfMemory
-from kvline_server.kernels import gemm
 from kvline_server.kernels.tuning import parse, texts, trial_rows
 from kvline_server.model.config import ModelConfig
 from kvline_server.sampling_params import SamplingParams
@@ -107,7 +106,8 @@ def test_autotuning_leaves_out_the_lm_head_and_its_memory(
 ) -> None:
     made = engine(shape(vocabulary=128_000), step=2048)
     runner = worker(made)
-    monkeypatch.setattr(gemm, "GAIN", math.inf)  # the fastest is chosen, however little it gains
+    # The fastest is chosen, however little it gains.
+    monkeypatch.setattr("kvline_server.kernels.gemm.GAIN", math.inf)
 
     def forbidden(hidden: torch.Tensor) -> torch.Tensor:
         raise AssertionError("the LM head ran while kernels were tuned")
