@@ -14,7 +14,7 @@ import msgspec
 Shape = tuple[int, int, int]  # rows, out, in
 Choices = dict[Shape, int]  # kernel by shape, where one is faster than torch's
 
-FEW = (2, 4, 8)  # one row has a kernel of its own (cuda_linear.py)
+FEW = (1, 2, 4, 8)
 DECODES = (64, 128, 192, 256)
 LOADED = (1024, 2048, 3072)  # many decodes and some prompts, in whole waves
 MAX_BYTES = 1 << 20
