@@ -116,3 +116,7 @@ class OutOfMemoryServing(ServerError):
 
 class DeviceOutOfMemory(Exception):
     """The device is out of memory; the profile loop retries with a smaller budget."""
+
+    def __init__(self, message: str, rank: int = 0) -> None:
+        super().__init__(message)
+        self.rank = rank  # whose device it is

@@ -157,6 +157,27 @@ class HttpArguments(ChildArguments, kw_only=True):
     processes: int
 
 
+class Ranks(msgspec.Struct):
+    """What the processes of a model's ranks share."""
+
+    count: int
+    folder: Path  # where they meet, empty at first
+    steps_fd: int  # shared memory for the steps
+
+
 class EngineArguments(ChildArguments, kw_only=True):
+    """Of rank 0."""
+
     http_fds: list[int]  # sockets, one to each HTTP process
     root: int  # pid of the process tree whose memory counts
+    ranks: Ranks | None = None  # None: one rank
+    rank_fds: list[int] = []  # sockets, one to each other rank, in their order
+
+
+class RankArguments(ChildArguments, kw_only=True):
+    """Of each other rank."""
+
+    rank: int  # from 1
+    ranks: Ranks
+    engine_fd: int  # socket to rank 0
+    root: int

@@ -104,11 +104,13 @@ class Machine:
         self._take((pages - self.pages) * PAGE_SIZE * BYTES_PER_TOKEN)
         self.pages = pages
 
+    ranks = 1
     depth = 0
     eager_steps = None
 
     def usage(self) -> tuple[Usage, ...]:
-        return (Usage(self.limit, self.used(), self.now(), self.peak(), self.nbytes),)
+        kv, files = self.nbytes, self.working_files()
+        return (Usage(self.limit, self.used(), self.now(), self.peak(), kv, files),)
 
     def tune(self, max_rows: int, known: Choices | None) -> Choices | None:
         if self.trial is None:
@@ -132,6 +134,9 @@ class Machine:
         extra = self.surprise if self.taken else 0
         self._take(len(step.tokens) * self.price + extra)
         return self
+
+    def rehearse(self, step: Step) -> None:
+        return
 
     def wait(self) -> Results:
         return Results(np.empty(0, np.int64), None, None)

@@ -1,10 +1,10 @@
-"""Runs steps on every device of a pod. `Local` has one device, in the engine's own process.
-
-Another one would send each step to a worker in every rank's process: a step is plain arrays.
+"""Runs steps on every device of a pod. `Local` has one device, in its own process; `Ranks`
+(ranks.py) sends each call and each step to the Local of every rank's process.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,9 +23,16 @@ class Usage:
     now: int  # by this rank
     peak: int  # the highest `now` since the last reset
     kv: int  # of the KV cache; part of `now` on a CPU alone
+    files: int = 0  # file pages that must stay in memory (Device.working_files)
 
 
 class Executor(Protocol):
+    """Of one rank or several. What raises DeviceOutOfMemory names the rank, and leaves every rank
+    in the same state."""
+
+    @property
+    def ranks(self) -> int: ...
+
     @property
     def depth(self) -> int:
         """Steps in flight while the host prepares the next one."""
@@ -46,19 +53,35 @@ class Executor(Protocol):
 
     def launch(self, step: Step) -> InFlight: ...
 
+    def rehearse(self, step: Step) -> None:
+        """Runs a step on each rank without the others, to its end: where a device has too little
+        memory, no rank waits for it. Results mean nothing. Nothing to do on one rank."""
+
     def resize(self, pages: int) -> None:
         """Maps or unmaps pages at the end of every rank's cache. Raises DeviceOutOfMemory."""
 
     def usage(self) -> tuple[Usage, ...]:
         """By rank."""
 
+    def settle(self) -> None:
+        """Device.settle, on every rank."""
+
+    def reset_peak(self) -> None:
+        """Device.reset_peak, on every rank."""
+
+    def held(self, nbytes: int) -> AbstractContextManager[None]:
+        """Device.held, on every rank."""
+
 
 class Local:
+    ranks = 1
+
     def __init__(self, worker: Worker, device: Device) -> None:
         self.worker = worker
         self.device = device
         self.tune, self.warm_up, self.capture = worker.tune, worker.warm_up, worker.capture
         self.resize = worker.arena.resize
+        self.settle, self.reset_peak, self.held = device.settle, device.reset_peak, device.held
 
     @property
     def depth(self) -> int:
@@ -75,7 +98,10 @@ class Local:
     def launch(self, step: Step) -> InFlight:
         return self.worker.launch(step)
 
+    def rehearse(self, step: Step) -> None:
+        return
+
     def usage(self) -> tuple[Usage, ...]:
         device = self.device
-        kv = self.worker.arena.nbytes
-        return (Usage(device.limit, device.used(), device.now(), device.peak(), kv),)
+        kv, files = self.worker.arena.nbytes, device.working_files()
+        return (Usage(device.limit, device.used(), device.now(), device.peak(), kv, files),)

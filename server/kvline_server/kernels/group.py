@@ -1,0 +1,62 @@
+"""What the ranks of a model exchange: sums of hidden states, and small tables about logits.
+
+Every rank calls the same in the same order, with the same shapes. `parallel` has the groups of
+several ranks; a single one has nothing to exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+import torch
+
+
+class Group(Protocol):
+    rank: int
+    ranks: int
+    sent: int  # bytes that this rank has given to collectives, also to those that ran apart
+
+    def buffer(self, rows: int, width: int) -> torch.Tensor | None:
+        """Where a kernel may write what `sum` adds next, to save a copy. None: anywhere.
+        [rows, width], valid until the next `sum` has been read"""
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Over ranks, in place or in memory of the group. -> the shape of x"""
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Every rank's x, by rank. [...] -> [ranks, ...]"""
+
+    def exchange(self, x: torch.Tensor) -> torch.Tensor:
+        """All-to-all: part r of x goes to rank r. -> the part of each rank that is for this one, by
+        rank. [ranks, ...] -> [ranks, ...]"""
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Within it nothing is exchanged and nobody is waited for: this rank's own numbers stand
+        for those of the others. Memory is taken as when they exchange."""
+
+
+class Alone:
+    """The group of a single rank."""
+
+    rank, ranks, sent = 0, 1, 0
+
+    def buffer(self, rows: int, width: int) -> torch.Tensor | None:
+        return None
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unsqueeze(0)
+
+    def exchange(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        yield
+
+
+ALONE = Alone()
