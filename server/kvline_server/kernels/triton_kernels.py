@@ -5,7 +5,8 @@
 (kernels/noise.py), so each seeded request has noise of its own; library generators are shared by
 the batch. `write` runs one program per row of a step, between the QKV GEMM and attention: QK norm
 where the model has it, rotary embedding, keys and values into the cache. `one_row` is a linear of
-one row with the norm before it, the activation or the sum after it.
+one row with the norm before it, the activation or the sum after it. `sum_add` adds up what the
+ranks made of few rows.
 Reference: kernels/torch_rows.py and kernels/torch.py; the tests compare the two.
 """
 
@@ -241,3 +242,32 @@ def one_row(
     if ADD:
         made += tl.load(out + column, mask=there, other=0.0).to(tl.float32)
     tl.store(out + column, made.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def sum_add(buffers, flags, residual, elements, rank, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Adds every rank's buffer to the residual. A program needs of another rank only that its
+    buffer is written, which that rank's program of the same number says with a flag. Buffers are
+    used in turn, so nobody has to wait for who still reads this one."""
+    _after_the_last()
+    program = tl.program_id(0)
+    own = tl.load(flags + rank).to(tl.pointer_type(tl.int32)) + program * RANKS
+    for step in tl.static_range(1, RANKS):
+        peer = (rank + step) % RANKS
+        flag = tl.load(flags + peer).to(tl.pointer_type(tl.int32)) + program * RANKS + rank
+        while tl.atomic_cas(flag, 0, 1, sem="release", scope="sys") != 0:
+            pass
+    for step in tl.static_range(1, RANKS):
+        flag = own + (rank + step) % RANKS
+        while tl.atomic_cas(flag, 1, 0, sem="acquire", scope="sys") != 1:
+            pass
+    kind = residual.dtype.element_ty
+    for start in range(program * BLOCK, elements, tl.num_programs(0) * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < elements
+        total = tl.load(residual + at, mask=inside).to(tl.float32)
+        for other in tl.static_range(RANKS):  # in one order: the same sum on every rank
+            buffer = tl.load(buffers + other).to(tl.pointer_type(kind))
+            part = tl.load(tl.multiple_of(buffer, 16) + at, mask=inside, cache_modifier=".cg")
+            total += part.to(tl.float32)
+        tl.store(residual + at, total.to(kind), mask=inside)

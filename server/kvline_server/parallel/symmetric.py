@@ -1,0 +1,156 @@
+"""Ranks on GPUs that reach each other's memory: torch's symmetric memory.
+
+A buffer of each rank is mapped into all of them, and kernels of torch add the buffers over NVLink.
+For the sizes of a step they are faster than NCCL, take no memory beside the buffers, and run in
+captured graphs (docs/decisions/034). NVLink multicast is never used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import _symmetric_memory as symmetric
+
+from kvline_server.kernels import cuda_sum
+from kvline_server.parallel.groups import meet
+
+TABLE_BYTES = 16 << 20  # of one gather or exchange
+SMALL_BYTES = (
+    8 << 20
+)  # of hidden states that every rank adds up itself; above, two shots are faster
+HALVES = 2  # of such memory: one is written while another rank still reads the other
+
+
+def reachable(ranks: int) -> bool:
+    """Whether each of these GPUs can map the memory of the others."""
+    pairs = ((a, b) for a in range(ranks) for b in range(ranks) if a != b)
+    return all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
+
+
+class SymmetricGroup:
+    """kernels.group.Group of one GPU each. Adds hidden states where a linear wrote them, in
+    `buffer`. Graphs may hold its sums, an even number in each, but no gathers and exchanges."""
+
+    def __init__(
+        self, rank: int, ranks: int, folder: Path, elements: int, dtype: torch.dtype
+    ) -> None:
+        """`elements` of the largest hidden states that are summed."""
+        self.rank, self.ranks, self.sent = rank, ranks, 0
+        self._apart = False
+        self._name = meet(rank, ranks, folder)
+        self._hidden, _ = self._share(elements, dtype)
+        small = SMALL_BYTES // dtype.itemsize
+        self._small, shown = self._share(HALVES * small, dtype)
+        self._turn = 0  # which half of it is written next
+        self._halves = self._small.view(HALVES, small)
+        # Where each rank's half is, by half.
+        self._parts = [self._pointers(shown, at * SMALL_BYTES) for at in range(HALVES)]
+        # What `buffer` gives: the half, or None for the memory of many rows.
+        self._places: dict[int, int | None] = {self._hidden.data_ptr(): None}
+        self._places |= {half.data_ptr(): at for at, half in enumerate(self._halves)}
+        self._flags, shown = self._share(cuda_sum.PROGRAMS * ranks, torch.int32)
+        self._flags.zero_()
+        self._every_flags = self._pointers(shown, 0)
+        self._tables, self._shown = self._share(HALVES * TABLE_BYTES, torch.uint8)
+        self._half = 0
+        size = self._tables.shape
+        self._seen = [self._shown.get_buffer(r, size, torch.uint8) for r in range(ranks)]
+        torch.cuda.synchronize()
+        self._shown.barrier()  # every rank's flags are 0
+        self._warm_up(dtype)
+
+    def _share(self, elements: int, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
+        """Memory of this rank that the others see, and the handle of all of it."""
+        device = torch.device("cuda", torch.cuda.current_device())
+        own = symmetric.empty(elements, dtype=dtype, device=device)
+        return own, symmetric.rendezvous(own, self._name)
+
+    def _pointers(self, shown: Any, offset: int) -> torch.Tensor:
+        """On the device. int64 [ranks]"""
+        return torch.tensor([at + offset for at in shown.buffer_ptrs], device="cuda")
+
+    def _warm_up(self, dtype: torch.dtype) -> None:
+        """Loads every kernel, while nothing is measured yet."""
+        for count in (16, len(self._hidden)):
+            residual = torch.zeros((1, count), dtype=dtype, device="cuda")
+            for use in (self.sum, partial(self.add, residual=residual)) * HALVES:
+                use(self.buffer(1, count).zero_())
+        self.gather(self._flags)
+        torch.cuda.synchronize()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        self._apart = True
+        try:
+            yield
+        finally:
+            self._apart = False
+
+    @property
+    def _waits(self) -> bool:
+        """Whether ranks wait for each other. A graph is captured as it will be replayed, and waits
+        for nobody meanwhile."""
+        return not self._apart or torch.cuda.is_current_stream_capturing()
+
+    def buffer(self, rows: int, width: int) -> torch.Tensor:
+        count = rows * width
+        # A half may still be read by a rank that is behind, until its next sum.
+        if count > len(self._halves[0]) or not self._waits:
+            return self._hidden[:count].view(rows, width)
+        self._turn = 1 - self._turn
+        return self._halves[self._turn][:count].view(rows, width)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        if x.data_ptr() not in self._places:
+            return self.gather(x).sum(0)  # in the same order on every rank
+        self.sent += x.nbytes
+        if self._waits:
+            torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", self._name)
+        return x
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
+        half = self._places.get(x.data_ptr())
+        if half is None:
+            residual.add_(self.sum(x))
+            return
+        self.sent += x.nbytes
+        parts, flags = self._parts[half].data_ptr(), self._every_flags.data_ptr()
+        cuda_sum.run(parts, flags, residual, self.rank, self.ranks)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty((self.ranks, *x.shape))
+        self._read(x, [x] * self.ranks, [0] * self.ranks, out)
+        return out
+
+    def exchange(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        self._read(x, list(x), [self.rank * x[0].nbytes] * self.ranks, out)
+        return out
+
+    def _read(
+        self, x: torch.Tensor, own: list[torch.Tensor], starts: list[int], out: torch.Tensor
+    ) -> None:
+        """Shows x to all ranks, and copies a part of each rank's to `out`: from byte starts[rank]
+        on, or own[rank] where nothing is exchanged."""
+        assert x.nbytes <= TABLE_BYTES and x.is_contiguous()
+        self.sent += x.nbytes
+        if not self._waits:
+            for part, into in zip(own, out, strict=True):
+                into.copy_(part)
+            return
+        self._half = 1 - self._half
+        at = self._half * TABLE_BYTES
+        self._tables[at : at + x.nbytes].copy_(_bytes(x))
+        # Who has passed it has read what is in the other half, which is written next.
+        self._shown.barrier()
+        for seen, start, into in zip(self._seen, starts, out, strict=True):
+            _bytes(into).copy_(seen[at + start : at + start + into.nbytes])
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1).view(torch.uint8)
