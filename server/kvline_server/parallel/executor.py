@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvline_server.kernels.group import ALONE, Group
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.device import Device
 from kvline_server.worker.step import InFlight, Step
@@ -25,13 +24,13 @@ class Usage:
     peak: int  # the highest `now` since the last reset
     kv: int  # of the KV cache; part of `now` on a CPU alone
     files: int = 0  # file pages that must stay in memory (Device.working_files)
-    shared: bool = False  # limit and used are those of one container with all ranks
 
 
 class Executor(Protocol):
     """Of one rank or several. What raises DeviceOutOfMemory names the rank, and leaves every rank
-    in the same state: with as many pages as before, and nothing held. Only a launch may leave the
-    others waiting; where they had to be ended, the next call raises DeviceFailure."""
+    in the same state: with as many pages as before, and nothing held. A launch of several ranks may
+    leave the others waiting for one that failed; what it raises then is no DeviceOutOfMemory, and
+    only a new start helps."""
 
     @property
     def ranks(self) -> int: ...
@@ -73,18 +72,15 @@ class Executor(Protocol):
         """Device.reset_peak, on every rank."""
 
     def held(self, nbytes: int) -> AbstractContextManager[None]:
-        """Device.held, on every rank."""
+        """Device.held, on every rank or, after an error, on none."""
 
 
 class Local:
-    """One rank: the only one without a `group`, else one of those that Ranks calls."""
-
     ranks = 1
 
-    def __init__(self, worker: Worker, device: Device, group: Group = ALONE) -> None:
+    def __init__(self, worker: Worker, device: Device) -> None:
         self.worker = worker
         self.device = device
-        self.group = group
         self.tune, self.warm_up, self.capture = worker.tune, worker.warm_up, worker.capture
         self.resize = worker.arena.resize
         self.settle, self.reset_peak, self.held = device.settle, device.reset_peak, device.held
@@ -105,21 +101,9 @@ class Local:
         return self.worker.launch(step)
 
     def rehearse(self, step: Step) -> None:
-        if self.group.ranks == 1:
-            return
-        with self.group.apart():
-            self.worker.launch(step).wait()
+        return
 
     def usage(self) -> tuple[Usage, ...]:
         device = self.device
-        return (
-            Usage(
-                limit=device.limit,
-                used=device.used(),
-                now=device.now(),
-                peak=device.peak(),
-                kv=self.worker.arena.nbytes,
-                files=device.working_files(),
-                shared=not device.gpu and self.group.ranks > 1,
-            ),
-        )
+        kv, files = self.worker.arena.nbytes, device.working_files()
+        return (Usage(device.limit, device.used(), device.now(), device.peak(), kv, files),)

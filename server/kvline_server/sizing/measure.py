@@ -23,19 +23,6 @@ def budget(usage: Usage, reserved: int) -> int:
     return usage.limit - usage.used + usage.kv - growth - usage.files - reserved
 
 
-def divided(usage: tuple[Usage, ...]) -> tuple[Usage, ...]:
-    """Ranks that share one container: each has an equal part of its limit, and of what none of them
-    took. What fits every part fits the container."""
-    ranks = len(usage)
-    ours = sum(each.now for each in usage)
-    return tuple(
-        replace(each, limit=each.limit // ranks, used=each.now + (each.used - ours) // ranks)
-        if each.shared
-        else each
-        for each in usage
-    )
-
-
 class Measurement:
     def __init__(
         self,
@@ -46,7 +33,7 @@ class Measurement:
         free_before_weights: tuple[int, ...],
     ) -> None:
         self.executor = executor
-        usage = divided(executor.usage())
+        usage = executor.usage()
         self.ranks = tuple(
             Diagnosis(
                 device=device,
@@ -61,8 +48,8 @@ class Measurement:
         )
 
     def read(self) -> tuple[Usage, ...]:
-        """By rank. Kept for texts too: a diagnosis must not ask a rank that may be gone."""
-        usage = divided(self.executor.usage())
+        """By rank. Kept for the texts of a diagnosis too."""
+        usage = self.executor.usage()
         for rank, each in zip(self.ranks, usage, strict=True):
             rank.usage = each
         return usage
