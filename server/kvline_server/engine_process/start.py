@@ -45,7 +45,7 @@ def start(
         store=AttemptStore(attempts),
         record_file=record,
         wait_for_neighbours=wait_for_neighbours,
-        free_before_weights=free_before,
+        free_before_weights=(free_before,),
     ).run(started)
     engine = Engine(
         executor=loaded.executor,
