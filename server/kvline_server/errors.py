@@ -67,6 +67,8 @@ class DeviceFailure(ServerError):
 
 
 class RankLost(ServerError):
+    """A rank of this pod is gone, so the others cannot go on."""
+
     code = ExitCode.RANK_LOST
 
 

@@ -27,9 +27,9 @@ PAGES = 400
 class SameOnBoth(RandomSource):
     """Drawn on the CPU in float32, whatever they are copied to."""
 
-    def copy(self, name: str, into: torch.Tensor, row: int = 0) -> None:
+    def copy(self, name: str, into: torch.Tensor, row: int = 0, column: int = 0) -> None:
         drawn = torch.empty(into.shape)
-        super().copy(name, drawn, row)
+        super().copy(name, drawn, row, column)
         into.copy_(drawn)
 
 

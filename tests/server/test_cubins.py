@@ -97,8 +97,10 @@ def test_what_no_prebuilt_kernel_does_is_named(needs: Any, why: str) -> None:
 
 DRAW = """
 import numpy as np, torch, triton.language as tl
+from kvline_server.model.shard import Shard, tokens
 from kvline_server.seeds import keys
 from kvline_server.kernels import triton_kernels
+from kvline_server.kernels.best import token_of
 from kvline_server.kernels.layout import Draws
 from kvline_server.kernels.noise import gumbel_max
 from kvline_server.kernels.torch_rows import choose_rows
@@ -115,7 +117,7 @@ ones = np.ones(rows, np.float32)
 off = (0 * ones).astype(np.int32)
 want = choose_rows(logits.clone(), Draws(temperatures, off, ones, 0 * ones, made))
 
-def draw(weights, temperatures, logits):
+def draw(weights, temperatures, logits, first=None):
     chosen = torch.empty(rows, dtype=torch.int64)
     tops = torch.empty(rows * PARTS)
     founds = torch.empty(rows * PARTS, dtype=torch.int32)
@@ -123,8 +125,8 @@ def draw(weights, temperatures, logits):
     key = torch.from_numpy(made.view(np.int64))
     at = key if temperatures is None else torch.from_numpy(temperatures)
     triton_kernels.draw[(rows * PARTS,)](
-        weights, vocabulary, at, key, chosen, *scratch, tl.constexpr(vocabulary),
-        LOGITS=logits, BLOCK=512, PARTS=PARTS
+        weights, weights.stride(0), at, key, chosen, *scratch, tl.constexpr(weights.shape[1]),
+        first or 0, LOGITS=logits, RANKS=int(first is not None), BLOCK=512, PARTS=PARTS
     )
     return chosen
 
@@ -135,9 +137,42 @@ whole[3:5] = False
 got = draw(logits, temperatures, 1)
 assert (got == want).all(), (got, want)
 assert (got[3:6] == -1).all() and (got >= 0).sum() == rows - 3 and got[8] == 100
+for ranks in (2, 3):
+    shares = [tokens(vocabulary, Shard(rank, ranks)) for rank in range(ranks)]
+    every = [draw(logits[:, own.start : own.stop], temperatures, 1, own.start) for own in shares]
+    assert (token_of(torch.stack(every).amax(dim=0)) == want).all()
 got = draw(weights, None, 0)
 assert (got[3:6] == -1).all()
 assert (got == gumbel_max(weights, made))[whole].all()
+"""
+
+
+SCORE = """
+import torch, triton.language as tl
+from kvline_server.kernels import triton_kernels
+from kvline_server.kernels.torch_rows import part_rows, score_rows
+
+rows, vocabulary = 9, 1501
+torch.manual_seed(2)
+logits, targets = 3 * torch.randn(rows, vocabulary), torch.randint(vocabulary, (rows,))
+
+def score(logits, targets, given):
+    values, normalisers = torch.empty(2, rows)
+    ranks = torch.empty(rows, dtype=torch.int32)
+    triton_kernels.score[(rows,)](
+        logits, logits.stride(0), targets, values, ranks, normalisers,
+        tl.constexpr(logits.shape[1]), GIVEN=given, BLOCK=512
+    )
+    return values, ranks, normalisers
+
+want, (values, ranks, _) = score_rows(logits, targets, 0), score(logits, targets, 0)
+torch.testing.assert_close(values, want.values)
+assert (ranks == want.ranks).all()
+chosen = logits.gather(1, targets[:, None])[:, 0]
+for part in logits[:, :700], logits[:, 700:]:
+    want, (_, ranks, normalisers) = part_rows(part, chosen, 0), score(part, chosen, 1)
+    torch.testing.assert_close(normalisers, want.normalisers)
+    assert (ranks == want.above + 1).all()
 """
 
 
@@ -168,6 +203,8 @@ for outputs, inputs in ((48, 576), (44, 128)):
         got = run(x, norm, weight, bias, residual.clone(), NORM=0, GATED=0, BIAS=on, ADD=1)
         torch.testing.assert_close(got, residual + linear(x, weight, b))
         empty = torch.empty(1, outputs)
+        got = run(x, norm, weight, bias, empty, NORM=0, GATED=0, BIAS=on, ADD=0)
+        torch.testing.assert_close(got, linear(x, weight, b))
         got = run(x, norm, weight, bias, empty, NORM=1, GATED=0, BIAS=on, ADD=0)
         torch.testing.assert_close(got, linear(normed, weight, b))
     gate, up = linear(normed, both).chunk(2, dim=1)
@@ -176,7 +213,7 @@ for outputs, inputs in ((48, 576), (44, 128)):
 """
 
 
-@pytest.mark.parametrize("script", [DRAW, ONE_ROW], ids=["draw", "one_row"])
+@pytest.mark.parametrize("script", [SCORE, DRAW, ONE_ROW], ids=["score", "draw", "one_row"])
 def test_the_gpu_s_kernels_are_the_reference_s(script: str) -> None:
     """In Triton's interpreter. Tokens are the same ones: the same noise from the same keys, and
     none where a row has a NaN, an infinity or nothing at all."""

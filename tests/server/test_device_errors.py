@@ -24,6 +24,7 @@ from kvline_server import device_errors
 from kvline_server.engine_process.loop import EngineProcess, run
 from kvline_server.errors import DeviceFailure, DeviceOutOfMemory
 from kvline_server.kernels import torch as kernels
+from kvline_server.kernels.group import ALONE
 from kvline_server.messages import Channel, Progress, Submit
 from kvline_server.model.decoder import Decoder
 from kvline_server.options import EngineArguments, Options
@@ -226,12 +227,14 @@ def test_kernels_that_an_image_lacks_are_a_warning(
     flashinfer = SimpleNamespace(FlashInferKernels=lacking)
     monkeypatch.setitem(sys.modules, "kvline_server.kernels.flashinfer", flashinfer)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
-    monkeypatch.setattr(backend, "TorchKernels", lambda dtype, device: ("torch's", dtype, device))
+    monkeypatch.setattr(
+        backend, "TorchKernels", lambda dtype, device, group: ("torch's", dtype, device)
+    )
     warnings: list[str] = []
     model: Any = SimpleNamespace(
         heads=8, kv_heads=2, head_dim=64, activation="silu", windowed=False
     )
-    found: Any = backend._cuda_kernels(warnings.append, model)
+    found: Any = backend._cuda_kernels(warnings.append, model, ALONE)
     assert found == ("torch's", torch.bfloat16, "cuda")
     (text,) = warnings
     assert "using torch's slower ones" in text and str(error) in text

@@ -21,7 +21,7 @@ from kvline_server.kernels.noise import gumbel_max
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.sampling_params import SamplingParams
 from kvline_server.seeds import keys
-from kvline_server.worker import sampling
+from kvline_server.worker.vocabulary import Vocabulary, apply
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 
@@ -35,7 +35,8 @@ def sequences(count: int, tokens: list[int] | None = None, **params: Any) -> lis
 
 
 def sample(logits: torch.Tensor, sampled: list[Sequence]) -> torch.Tensor:
-    return sampling.sample(TorchKernels(), logits, draws(sampled), penalties.edits(sampled))
+    vocabulary = Vocabulary(TorchKernels(), logits.shape[1])
+    return vocabulary.sample(logits, draws(sampled), penalties.edits(sampled))
 
 
 def draw(count: int = 4000, logits: torch.Tensor = LOGITS, **params: Any) -> np.ndarray:
@@ -153,7 +154,7 @@ def test_a_batch_s_penalties_are_each_row_s_by_definition(
             sequence.tokens += output[part]
         got = logits.clone()
         for edits in penalties.edits(made):
-            sampling.apply(TorchKernels(), got, edits)
+            apply(TorchKernels(), got, edits)
         want = torch.stack([by_definition(*pair) for pair in zip(logits, made, strict=True)])
         assert torch.allclose(got, want, atol=1e-5)
 

@@ -15,7 +15,6 @@ from kvline_contract.report import Result, State
 from kvline_server.engine.engine import Engine
 from kvline_server.messages import Progress, SendProgress
 from kvline_server.model.config import ModelConfig
-from kvline_server.model.shard import Shard
 from kvline_server.options import Options, Ranks
 from kvline_server.parallel import wire
 from kvline_server.parallel.executor import Local
@@ -78,8 +77,7 @@ def load_rank(
     elements = settings.max_prefill_tokens * model.hidden
     shared = launch.device, rank, ranks.count, ranks.folder, elements, backend.dtype
     group = Meeting(rank, ranks.count, partial(connect, *shared))
-    shard = Shard(rank, ranks.count)
-    loaded = load.load_model(launch, model, settings, backend, send, shard, group)
+    loaded = load.load_model(launch, model, settings, backend, send, group)
     return LoadedRank(backend, model, settings, loaded, free_before, group)
 
 

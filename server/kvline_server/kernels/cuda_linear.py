@@ -53,6 +53,7 @@ def variants(dtype: torch.dtype) -> Iterator[Variant]:
     for bias in (False, True):
         yield _variant(dtype, True, False, bias, False)
         yield _variant(dtype, False, False, bias, True)
+        yield _variant(dtype, False, False, bias, False)  # a rank's term of a sum
 
 
 def _variant(dtype: torch.dtype, norm: bool, gated: bool, bias: bool, added: bool) -> Variant:

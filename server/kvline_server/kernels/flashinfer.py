@@ -19,6 +19,7 @@ from torch.nn import functional
 from kvline_server.kernels import cuda_linear, cuda_rows, cuda_write
 from kvline_server.kernels.flashinfer_attention import FLOAT_BYTES, PagedAttention, Planned
 from kvline_server.kernels.gemm import Gemms
+from kvline_server.kernels.group import ALONE, Group
 from kvline_server.kernels.interface import (
     NO_TOKEN,
     PLAIN,
@@ -28,6 +29,7 @@ from kvline_server.kernels.interface import (
     Kernels,
     Normed,
     PageTables,
+    PartScores,
     RowScores,
     SlotMapping,
     Unnormed,
@@ -66,11 +68,12 @@ class _PinnedCopies:
 class FlashInferKernels(Kernels):
     depth = 1
 
-    def __init__(self, heads: int, kv_heads: int, dim: int) -> None:
+    def __init__(self, heads: int, kv_heads: int, dim: int, group: Group = ALONE) -> None:
         """For shapes that cuda_write.check lets pass. Raises RuntimeError or ImportError where the
         kernels are missing."""
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.dtype = torch.bfloat16
+        self.group = group
         floats = torch.empty(FLOAT_BYTES, dtype=torch.uint8, device=self.device)
         shape = (heads, kv_heads, dim)
         self._decode = PagedAttention(shape, self.dtype, "fa2", floats)
@@ -121,7 +124,11 @@ class FlashInferKernels(Kernels):
         eps: float,
     ) -> tuple[Normed, torch.Tensor]:
         if cuda_linear.fits(x, weight):
-            cuda_linear.run(x, weight, bias, residual, added=True)
+            if self.group.ranks == 1:
+                cuda_linear.run(x, weight, bias, residual, added=True)
+            else:
+                out = self.group.buffer(1, len(weight))
+                residual.add_(self.group.sum(cuda_linear.run(x, weight, bias, out)))
             return Unnormed(residual, norm, eps), residual
         return super().linear_add_norm(x, weight, bias, residual, norm, eps)
 
@@ -222,20 +229,23 @@ class FlashInferKernels(Kernels):
 
     def score(self, logits: torch.Tensor, targets: torch.Tensor, top: int) -> RowScores:
         values, ranks, normalisers = cuda_rows.score(logits, targets)
-        top = min(top, logits.shape[1])
-        if not top:
-            none = values.new_empty((len(values), 0))
-            return RowScores(values, ranks, none.to(torch.int32), none)
-        best, ids = flashinfer.top_k(logits, top, sorted=True)
-        top_values = best.float() - normalisers.unsqueeze(1)
-        return RowScores(values, ranks, ids.to(torch.int32), top_values)
+        ids, best = _most_likely(logits, top)
+        return RowScores(values, ranks, ids, best.sub_(normalisers.unsqueeze(1)))
+
+    def part_scores(self, logits: torch.Tensor, chosen: torch.Tensor, top: int) -> PartScores:
+        _, ranks, normalisers = cuda_rows.score(logits, chosen)
+        return PartScores(normalisers, ranks.sub_(1), *_most_likely(logits, top))
+
+    def best(self, logits: torch.Tensor, draws: Draws, first: int) -> torch.Tensor:
+        scaled = np.where(draws.temperatures < GREEDY, np.float32(0.0), draws.temperatures)
+        temperatures, keys = self.upload(scaled, draws.keys.view(np.int64))
+        return cuda_rows.draw(logits, keys, temperatures, first)
 
     def choose(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
         greedy = draws.temperatures < GREEDY
         scaled = np.where(greedy, np.float32(0.0), draws.temperatures)
         temperatures, keys = self.upload(scaled, draws.keys.view(np.int64))
-        filtered = ~greedy & ((draws.top_k > 0) | (draws.top_p < 1.0) | (draws.min_p > 0.0))
-        if not filtered.any():
+        if not draws.filtered.any():
             return cuda_rows.draw(logits, keys, temperatures)
         best = temperatures == 0.0
         weights, not_finite = self._filtered(logits, temperatures.masked_fill(best, 1.0), draws)
@@ -263,3 +273,13 @@ class FlashInferKernels(Kernels):
             threshold = self.upload(draws.min_p)[0] * weights.amax(dim=-1)
             weights = weights.masked_fill_(weights < threshold.unsqueeze(1), 0.0)
         return weights, not_finite
+
+
+def _most_likely(logits: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and logits, best first. -> int32, float32 [rows, top]"""
+    rows, tokens = logits.shape
+    if not top:
+        none = torch.empty((rows, 0), device=logits.device)
+        return none.to(torch.int32), none
+    best, ids = flashinfer.top_k(logits, min(top, tokens), sorted=True)
+    return ids.to(torch.int32), best.float()

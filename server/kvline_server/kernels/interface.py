@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from kvline_server.kernels.group import Group
 from kvline_server.kernels.layout import Draws, Layout
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.arena import KVLayer
@@ -40,6 +41,16 @@ class RowScores:
             return parts[0]
         columns = zip(*(part.tensors() for part in parts), strict=True)
         return cls(*(torch.cat(column) for column in columns))
+
+
+@dataclass(frozen=True, slots=True)
+class PartScores:
+    """Of some rows, what a rank knows from its own tokens."""
+
+    normalisers: torch.Tensor  # float32 [rows], log of the sum of exponentials
+    above: torch.Tensor  # int32 [rows], tokens more likely than the target
+    top_ids: torch.Tensor  # int32 [rows, top], counted from the rank's first
+    top_logits: torch.Tensor  # float32 [rows, top]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +123,7 @@ class Kernels(Protocol):
     device: torch.device
     dtype: torch.dtype  # of weights, hidden states and KV cache
     depth: int  # steps in flight while the host prepares the next one: 1 on a GPU, 0 on the CPU
+    group: Group  # the ranks that have the other parts of the model
 
     @property
     def plan_in_place(self) -> Callable[[PageTables], Any] | None:
@@ -146,6 +158,14 @@ class Kernels(Protocol):
     ) -> torch.Tensor:
         """x [rows, in] times weight [out, in] transposed. -> [rows, out], in `out` if given"""
 
+    def linear_sum(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`linear` of which each rank has some columns, summed over ranks. -> [rows, out], valid
+        until the group's next sum"""
+        out = self.group.buffer(len(x), len(weight))
+        return self.group.sum(self.linear(x, weight, bias, out))
+
     def linear_add_norm(
         self,
         x: torch.Tensor,
@@ -155,8 +175,8 @@ class Kernels(Protocol):
         norm: torch.Tensor,
         eps: float,
     ) -> tuple[Normed, torch.Tensor]:
-        """`linear`, then `add_norm` of it. Overwrites the residual."""
-        return self.add_norm(self.linear(x, weight, bias), residual, norm, eps)
+        """`linear_sum`, then `add_norm` of it. Overwrites the residual."""
+        return self.add_norm(self.linear_sum(x, weight, bias), residual, norm, eps)
 
     def gated_linear(self, x: Normed, weight: torch.Tensor, activation: str) -> torch.Tensor:
         """`linear`, then `activate_and_mul`. weight [2 * d, in] -> [rows, d]"""
@@ -198,11 +218,20 @@ class Kernels(Protocol):
         -> the choices, None where there is nothing to tune"""
 
     def logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-        """The LM head's GEMM. [rows, hidden] -> [rows, vocabulary]"""
+        """The LM head's GEMM. [rows, hidden] -> [rows, tokens of the head]"""
+
+    def part_scores(self, logits: torch.Tensor, chosen: torch.Tensor, top: int) -> PartScores:
+        """What a rank knows of some rows' scores, from raw logits of its own tokens and `chosen`,
+        each row's logit of its target, float32 [rows]. [rows, tokens]"""
+
+    def best(self, logits: torch.Tensor, draws: Draws, first: int) -> torch.Tensor:
+        """`choose` without filters among a rank's own tokens, the first of which is `first`. Ranks
+        compare the results (kernels/best.py). Leaves `logits` as they are. -> int64 [rows]"""
 
     def score(self, logits: torch.Tensor, targets: torch.Tensor, top: int) -> RowScores:
         """Each row's logprob of its target, the target's rank, and the `top` best tokens, from raw
-        logits: before temperature, penalties and filters. targets int64 [rows]"""
+        logits of the whole vocabulary: before temperature, penalties and filters. targets int64
+        [rows]"""
 
     def choose(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
         """Samples a token per row: temperature, top-k, top-p, min-p, then Gumbel-max

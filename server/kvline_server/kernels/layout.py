@@ -41,7 +41,16 @@ class Draws:
     min_p: np.ndarray  # float32 [rows], 0: off
     keys: np.ndarray  # uint64 [rows], seeds of the noise
 
+    @property
+    def filtered(self) -> np.ndarray:
+        """Which rows have a filter that matters. bool [rows]"""
+        filters = (self.top_k > 0) | (self.top_p < 1.0) | (self.min_p > 0.0)
+        made: np.ndarray = (self.temperatures >= GREEDY) & filters
+        return made
+
     def between(self, first: int, last: int) -> Draws:
-        some = slice(first, last)
+        return self.at(slice(first, last))
+
+    def at(self, rows: slice | np.ndarray) -> Draws:
         columns = (self.temperatures, self.top_k, self.top_p, self.min_p, self.keys)
-        return Draws(*(column[some] for column in columns))
+        return Draws(*(column[rows] for column in columns))

@@ -25,14 +25,29 @@ def gumbel_max(weights: torch.Tensor, keys: np.ndarray) -> torch.Tensor:
     device = weights.device
     block = CUDA_ROWS if weights.is_cuda else max(1, CPU_NUMBERS // vocabulary)
     words = torch.from_numpy(keys.view(np.int32).reshape(rows, 2)).to(device)
-    tokens = torch.arange(vocabulary, dtype=torch.int32, device=device).mul_(_signed(SPREAD))
+    tokens = _spread(0, vocabulary, device)
     winners = torch.empty(rows, dtype=torch.int64, device=device)
     for start in range(0, rows, block):
         part = slice(start, start + block)
-        low, high = words[part, :1], words[part, 1:]
-        hashed = _mix(_mix(tokens + low).bitwise_xor_(high))
-        torch.argmax(weights[part].div_(_exponential(hashed)), dim=-1, out=winners[part])
+        noise = _exponential(_hashed(tokens, words[part]))
+        torch.argmax(weights[part].div_(noise), dim=-1, out=winners[part])
     return winners
+
+
+def exponential(keys: np.ndarray, first: int, like: torch.Tensor) -> torch.Tensor:
+    """The noise of the tokens from `first` on, float32, of the shape of `like` [rows, tokens]."""
+    words = torch.from_numpy(keys.view(np.int32).reshape(len(keys), 2)).to(like.device)
+    return _exponential(_hashed(_spread(first, like.shape[1], like.device), words))
+
+
+def _spread(first: int, count: int, device: torch.device) -> torch.Tensor:
+    tokens = torch.arange(first, first + count, dtype=torch.int32, device=device)
+    return tokens.mul_(_signed(SPREAD))
+
+
+def _hashed(tokens: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    """tokens [tokens], words int32 [rows, 2] -> [rows, tokens]"""
+    return _mix(_mix(tokens + words[:, :1]).bitwise_xor_(words[:, 1:]))
 
 
 def _exponential(hashed: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
+from kvline_server.kernels.group import ALONE, Group
 from kvline_server.kernels.interface import (
     LOGIT_BLOCK,
     PLAIN,
@@ -26,13 +27,14 @@ from kvline_server.kernels.interface import (
     Heads,
     Kernels,
     Normed,
+    PartScores,
     RowScores,
     SlotMapping,
     Unnormed,
 )
 from kvline_server.kernels.layout import Draws, Layout
 from kvline_server.kernels.row_counts import padded_rows, row_counts
-from kvline_server.kernels.torch_rows import choose_rows, score_rows
+from kvline_server.kernels.torch_rows import best_rows, choose_rows, part_rows, score_rows
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.arena import KVLayer
 from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
@@ -42,7 +44,7 @@ MASKED = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class Part:
     """Rows start..end of the step that share a gather: decodes with a token each, or one sequence's
     chunk."""
 
@@ -84,11 +86,16 @@ class TorchKernels(Kernels):
     plan_in_place = None  # nothing is captured
 
     def __init__(
-        self, dtype: torch.dtype = torch.float32, depth: int = 0, device: str = "cpu"
+        self,
+        dtype: torch.dtype = torch.float32,
+        depth: int = 0,
+        device: str = "cpu",
+        group: Group = ALONE,
     ) -> None:
         self.device = torch.device(device)
         self.dtype = dtype
         self.depth = depth  # tests set 1 for the order of steps that a GPU has
+        self.group = group
         self.gathered = torch.empty((2, 0))  # keys and values of one gather
 
     def upload(self, *arrays: np.ndarray) -> list[torch.Tensor]:
@@ -148,12 +155,12 @@ class TorchKernels(Kernels):
         """Whether oneDNN runs the GEMMs, which compiles code for each row count."""
         return _onednn_takes(self.device.type, self.dtype)
 
-    def plan(self, layout: Layout) -> list[Group]:
+    def plan(self, layout: Layout) -> list[Part]:
         groups = [(*group, True) for group in _decode_groups(layout)]
         groups += [(i, i + 1, False) for i in range(layout.decodes, layout.sequences)]
         return [self._part(layout, *group) for group in groups]
 
-    def _part(self, layout: Layout, first: int, end: int, decodes: bool) -> Group:
+    def _part(self, layout: Layout, first: int, end: int, decodes: bool) -> Part:
         """Of the sequences first..end."""
         starts = layout.page_starts[first : end + 1]
         pages = np.full((end - first, np.diff(starts).max()), DUMMY_PAGE, dtype=np.int64)
@@ -161,7 +168,7 @@ class TorchKernels(Kernels):
             pages[row, : stop - start] = layout.pages[start:stop]
         rows = slice(int(layout.row_starts[first]), int(layout.row_starts[end]))
         positions = torch.from_numpy(layout.positions[rows].astype(np.int64))
-        return Group(
+        return Part(
             start=rows.start,
             end=rows.stop,
             tokens=pages.shape[1] * PAGE_SIZE if decodes else int(layout.lengths[first]),
@@ -188,7 +195,7 @@ class TorchKernels(Kernels):
         self,
         q: torch.Tensor,
         cache: KVLayer,
-        plan: list[Group],
+        plan: list[Part],
         out: torch.Tensor | None = None,
         options: AttentionOptions = PLAIN,
     ) -> torch.Tensor:
@@ -220,7 +227,7 @@ class TorchKernels(Kernels):
         return found
 
     def _decode(
-        self, q: torch.Tensor, cache: KVLayer, part: Group, options: AttentionOptions
+        self, q: torch.Tensor, cache: KVLayer, part: Part, options: AttentionOptions
     ) -> torch.Tensor:
         """q [sequences, heads, dim] -> the same shape. Heads of a GQA group act as query
         positions."""
@@ -238,7 +245,7 @@ class TorchKernels(Kernels):
         return out.reshape(sequences, heads, dim)
 
     def _prefill(
-        self, q: torch.Tensor, cache: KVLayer, part: Group, options: AttentionOptions
+        self, q: torch.Tensor, cache: KVLayer, part: Part, options: AttentionOptions
     ) -> torch.Tensor:
         """q [rows, heads, dim] of one sequence -> the same shape."""
         keys, values = (kv[:, :, : part.tokens] for kv in self._gather(cache, part.pages, 1))
@@ -273,6 +280,12 @@ class TorchKernels(Kernels):
                 block = torch.cat((block, block.new_zeros(LOGIT_BLOCK - have, block.shape[1])))
             out[start : start + have] = self.linear(block, head)[:have]
         return out
+
+    def part_scores(self, logits: torch.Tensor, chosen: torch.Tensor, top: int) -> PartScores:
+        return part_rows(logits, chosen, top)
+
+    def best(self, logits: torch.Tensor, draws: Draws, first: int) -> torch.Tensor:
+        return best_rows(logits, draws, first)
 
     def score(self, logits: torch.Tensor, targets: torch.Tensor, top: int) -> RowScores:
         return score_rows(logits, targets, top)

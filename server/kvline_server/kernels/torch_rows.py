@@ -6,46 +6,59 @@ depend on its row count.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
-from kvline_server.kernels.interface import LOGIT_BLOCK, NO_TOKEN, RowScores
+from kvline_server.kernels.best import ordered
+from kvline_server.kernels.interface import LOGIT_BLOCK, NO_TOKEN, PartScores, RowScores
 from kvline_server.kernels.layout import GREEDY, Draws
-from kvline_server.kernels.noise import gumbel_max
+from kvline_server.kernels.noise import CPU_NUMBERS, exponential, gumbel_max
 
 
 def score_rows(logits: torch.Tensor, targets: torch.Tensor, top: int) -> RowScores:
     """Kernels.score. logits float32 [rows, vocabulary], targets int64 [rows]"""
-    rows, vocabulary = logits.shape
-    top = min(top, vocabulary)
-    out = RowScores(
-        values=logits.new_empty(rows, dtype=torch.float32),
-        ranks=logits.new_empty(rows, dtype=torch.int32),
+    chosen = logits.gather(1, targets.unsqueeze(1)).squeeze(1)
+    part = part_rows(logits, chosen, top)
+    return RowScores(
+        values=chosen - part.normalisers,
+        ranks=part.above + 1,
+        top_ids=part.top_ids,
+        top_values=part.top_logits - part.normalisers.unsqueeze(1),
+    )
+
+
+def part_rows(logits: torch.Tensor, chosen: torch.Tensor, top: int) -> PartScores:
+    """Kernels.part_scores. logits [rows, tokens], chosen float32 [rows]"""
+    rows, tokens = logits.shape
+    top = min(top, tokens)
+    out = PartScores(
+        normalisers=logits.new_empty(rows, dtype=torch.float32),
+        above=logits.new_empty(rows, dtype=torch.int32),
         top_ids=logits.new_empty((rows, top), dtype=torch.int32),
-        top_values=logits.new_empty((rows, top), dtype=torch.float32),
+        top_logits=logits.new_empty((rows, top), dtype=torch.float32),
     )
     for start in range(0, rows, LOGIT_BLOCK):
         end = min(start + LOGIT_BLOCK, rows)
-        _score_block(logits[start:end], targets[start:end], top, out, start)
+        _score_block(logits[start:end], chosen[start:end], top, out, start)
     return out
 
 
 def _score_block(
-    logits: torch.Tensor, targets: torch.Tensor, top: int, out: RowScores, start: int
+    logits: torch.Tensor, chosen: torch.Tensor, top: int, out: PartScores, start: int
 ) -> None:
     count = logits.shape[0]
     if count < LOGIT_BLOCK:
         logits = torch.cat((logits, logits[-1:].expand(LOGIT_BLOCK - count, -1)))
-        targets = torch.cat((targets, targets[-1:].expand(LOGIT_BLOCK - count)))
-    normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)  # [block, 1]
-    chosen = logits.gather(1, targets.unsqueeze(1))
+        chosen = torch.cat((chosen, chosen[-1:].expand(LOGIT_BLOCK - count)))
     end = start + count
-    out.values[start:end] = (chosen - normaliser)[:count, 0]
-    out.ranks[start:end] = ((logits > chosen).sum(dim=-1) + 1)[:count]
+    out.normalisers[start:end] = torch.logsumexp(logits, dim=-1)[:count]
+    out.above[start:end] = (logits > chosen.unsqueeze(1)).sum(dim=-1)[:count]
     if top:
         values, ids = logits.topk(top, dim=-1)
         out.top_ids[start:end] = ids[:count]
-        out.top_values[start:end] = (values - normaliser)[:count]
+        out.top_logits[start:end] = values[:count]
 
 
 def choose_rows(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
@@ -57,6 +70,26 @@ def choose_rows(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
         rows = logits if drawn.size == len(logits) else logits[at]
         chosen[at] = _draw(rows.sub_(highest[at]), draws, drawn)
     return torch.where(highest.squeeze(1).isfinite(), chosen, NO_TOKEN)
+
+
+def best_rows(logits: torch.Tensor, draws: Draws, first: int) -> torch.Tensor:
+    """Kernels.best. logits [rows, tokens]"""
+    rows, tokens = logits.shape
+    made = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    step = max(1, CPU_NUMBERS // tokens)
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        some = draws.between(start, start + step)
+        temperatures = torch.from_numpy(some.temperatures).to(logits.device, torch.float64)
+        greedy = (temperatures < GREEDY).unsqueeze(1)
+        # More digits than a logit's own, so that only the noise decides between near ones.
+        scores = logits[part].double()
+        drawn = scores / temperatures.unsqueeze(1) - exponential(some.keys, first, logits).log()
+        scores = torch.where(greedy, scores, drawn)
+        highest, at = scores.max(dim=-1)
+        highest = torch.where(highest.isnan(), math.inf, highest).float()
+        made[part] = ordered(highest, at + first)
+    return made
 
 
 def _draw(logits: torch.Tensor, draws: Draws, drawn: np.ndarray) -> torch.Tensor:

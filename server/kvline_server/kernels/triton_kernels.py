@@ -23,10 +23,25 @@ def _after_the_last():
 
 
 @triton.jit
-def score(logits, stride, targets, values, ranks, normalisers, vocabulary, BLOCK: tl.constexpr):
+def score(
+    logits,
+    stride,
+    targets,
+    values,
+    ranks,
+    normalisers,
+    vocabulary,
+    GIVEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """With GIVEN, `targets` holds the targets' logits and `logits` may be a rank's part of them;
+    else it holds the targets' ids."""
     row = tl.program_id(0)
     start_of_row = logits + row.to(tl.int64) * stride
-    chosen = tl.load(start_of_row + tl.load(targets + row)).to(tl.float32)
+    if GIVEN:
+        chosen = tl.load(targets + row)
+    else:
+        chosen = tl.load(start_of_row + tl.load(targets + row)).to(tl.float32)
     most = -1.0e30
     total = tl.zeros((BLOCK,), tl.float32)
     above = tl.zeros((BLOCK,), tl.int32)
@@ -63,6 +78,14 @@ def _noise(at, low, high):
 
 
 @triton.jit
+def _ordered(score, token):
+    """One number of both, as in kernels/best.py."""
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)  # no -0.0
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) << 32
+    return order | (0xFFFFFFFF - token.to(tl.int64))
+
+
+@triton.jit
 def draw(
     weights,
     stride,
@@ -73,12 +96,14 @@ def draw(
     founds,
     done,
     vocabulary,
+    first,
     LOGITS: tl.constexpr,
+    RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     """A row's vocabulary in PARTS programs, of which the last to end compares all. A temperature of
-    0 takes the highest logit."""
+    0 takes the highest logit. With RANKS they are tokens from `first` on, `chosen` for best.py."""
     row = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
     start_of_row = weights + row.to(tl.int64) * stride
@@ -97,7 +122,7 @@ def draw(
         score = x * scale
         if LOGITS:
             if temperature > 0.0:
-                score -= tl.log(_noise(at, low, high))
+                score -= tl.log(_noise(at + first, low, high))
         else:
             score = x / _noise(at, low, high)
         broken |= (x != x).to(tl.int32)
@@ -116,8 +141,11 @@ def draw(
         top = tl.max(values, axis=0)
         indices = tl.load(founds + every, volatile=True)
         found = tl.min(tl.where(values == top, indices, vocabulary), axis=0)
-    good = (top > least) & (top < float("inf"))
-    tl.store(chosen + row, tl.where(good, found, -1).to(tl.int64), mask=last)
+    if RANKS:
+        result = _ordered(top, found + first)
+    else:
+        result = tl.where((top > least) & (top < float("inf")), found, -1).to(tl.int64)
+    tl.store(chosen + row, result, mask=last)
 
 
 @triton.jit

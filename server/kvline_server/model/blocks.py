@@ -7,6 +7,7 @@ begins the next one, which has all of the MLP.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -14,15 +15,24 @@ import torch
 from kvline_server.kernels.interface import AttentionOptions, Heads, Kernels, Normed, SlotMapping
 from kvline_server.memory.arena import KVLayer
 from kvline_server.model.config import ModelConfig
-from kvline_server.model.linear import Linear, Rows, Tensors, fused
+from kvline_server.model.linear import Linear, Output, Rows, Tensors, fused
+from kvline_server.model.shard import kv_heads, local
 
 
 class Norm:
     """An offset of the weights is added once, at load. In bfloat16 1 + weight is off by then, by at
     most one part in 256, where a model's own code adds in float32."""
 
-    def __init__(self, tensors: Tensors, config: ModelConfig, name: str, width: int) -> None:
-        parts = [Rows(f"{name}.weight", range(width))]
+    def __init__(
+        self,
+        tensors: Tensors,
+        config: ModelConfig,
+        name: str,
+        width: int,
+        own: range | None = None,
+    ) -> None:
+        """Of `width` elements, of which this rank has its `own` if given."""
+        parts = [Rows(f"{name}.weight", own or range(width), width)]
         self.weight = tensors.get(parts, offset=config.norms.offset)
         self.eps = config.norm_eps
 
@@ -33,6 +43,16 @@ class Norm:
 def layer_norm(tensors: Tensors, config: ModelConfig, at: str, name: str | None) -> Norm | None:
     """One of a layer's norms over the hidden states; None where the model has none there."""
     return None if name is None else Norm(tensors, config, at + name, config.hidden)
+
+
+def norm_across(kernels: Kernels, vectors: Sequence[tuple[torch.Tensor, Norm]]) -> None:
+    """In place: norms of vectors of which each rank has a part, all of one width; parts that
+    several ranks have, all have as often. Each [rows, part]"""
+    squares = torch.stack([x.float().square().mean(dim=-1) for x, _ in vectors], dim=1)
+    means = kernels.group.sum(squares).div_(kernels.group.ranks)
+    for index, (x, norm) in enumerate(vectors):
+        scale = torch.rsqrt(means[:, index : index + 1] + norm.eps)
+        x.copy_(x.float().mul(scale).mul_(norm.weight))
 
 
 def join(
@@ -50,7 +70,7 @@ def join(
         return kernels.linear_add_norm(
             x, last.weight, last.bias, residual, before.weight, before.eps
         )
-    made = last(kernels, x)
+    made = kernels.linear_sum(x, last.weight, last.bias)
     residual.add_(made if after is None else after(kernels, made))
     return residual if before is None else before(kernels, residual), residual
 
@@ -58,22 +78,27 @@ def join(
 class Attention:
     def __init__(self, tensors: Tensors, config: ModelConfig, at: str, layer: int) -> None:
         """`at` is the prefix of the layer's tensors."""
-        c, own = config, at + "self_attn."
-        self.config = c
+        c, own, shard = config, at + "self_attn.", tensors.shard
+        self.config = local(c, shard)  # of this rank
         self.options = AttentionOptions(c.window(layer), c.softmax_scale)
         self.before = layer_norm(tensors, c, at, c.norms.before_attention)
         self.after = layer_norm(tensors, c, at, c.norms.after_attention)
         widths = [n * c.head_dim for n in (c.heads, c.kv_heads)]
-        q, k = (_rotary_rows(width, c.head_dim, c.rope_of(layer).rotary_dim) for width in widths)
-        qkv = fused(own, c.qkv, [q, k, [range(widths[1])]])
-        self.qkv = Linear(tensors, qkv, c.hidden, c.qkv_bias)
+        heads = shard.of(c.heads), kv_heads(c, shard)
+        rows = [range(n.start * c.head_dim, n.stop * c.head_dim) for n in heads]
+        q, k = (_rotary_rows(some, c.head_dim, c.rope_of(layer).rotary_dim) for some in rows)
+        outputs = [Output(q, widths[0]), Output(k, widths[1]), Output([rows[1]], widths[1])]
+        self.qkv = Linear(tensors, fused(own, c.qkv, outputs), c.hidden, c.qkv_bias)
         self.q_norm = self.k_norm = None
-        if c.qk_norm:
-            sizes = [c.head_dim] * 2 if c.qk_norm == "head" else widths
-            self.q_norm = Norm(tensors, c, own + "q_norm", sizes[0])
-            self.k_norm = Norm(tensors, c, own + "k_norm", sizes[1])
-        output = [Rows(own + "o_proj", range(c.hidden))]
-        self.output = Linear(tensors, output, widths[0], c.output_bias)
+        if c.qk_norm == "head":
+            self.q_norm, self.k_norm = (
+                Norm(tensors, c, own + name, c.head_dim) for name in ("q_norm", "k_norm")
+            )
+        elif c.qk_norm:
+            self.q_norm = Norm(tensors, c, own + "q_norm", widths[0], rows[0])
+            self.k_norm = Norm(tensors, c, own + "k_norm", widths[1], rows[1])
+        output = [Rows(own + "o_proj", range(c.hidden), c.hidden)]
+        self.output = Linear(tensors, output, widths[0], c.output_bias, rows[0])
 
     def project(
         self,
@@ -95,8 +120,11 @@ class Attention:
                 made = replace(made, q_norm=self.q_norm.weight, k_norm=self.k_norm.weight)
             else:
                 q, k, _ = (part.view(len(part), -1) for part in made.split())
-                q.copy_(self.q_norm(kernels, q))
-                k.copy_(self.k_norm(kernels, k))
+                if kernels.group.ranks > 1:
+                    norm_across(kernels, [(q, self.q_norm), (k, self.k_norm)])
+                else:
+                    q.copy_(self.q_norm(kernels, q))
+                    k.copy_(self.k_norm(kernels, k))
         kernels.write(made, rope, mapping, kv)
         return heads
 
@@ -104,13 +132,13 @@ class Attention:
 class MLP:
     def __init__(self, tensors: Tensors, config: ModelConfig, at: str) -> None:
         """`at` is the prefix of the layer's tensors."""
-        c, own = config, at + "mlp."
-        whole = [range(c.intermediate)]
+        c, own, columns = config, at + "mlp.", tensors.shard.of(config.intermediate)
+        both = [Output([columns], c.intermediate)] * 2
         self.before = layer_norm(tensors, c, at, c.norms.before_mlp)
         self.after = layer_norm(tensors, c, at, c.norms.after_mlp)
-        self.gate_up = Linear(tensors, fused(own, c.gate_up, [whole] * 2), c.hidden, c.mlp_bias)
-        down = [Rows(own + "down_proj", range(c.hidden))]
-        self.down = Linear(tensors, down, c.intermediate, c.mlp_bias)
+        self.gate_up = Linear(tensors, fused(own, c.gate_up, both), c.hidden, c.mlp_bias)
+        down = [Rows(own + "down_proj", range(c.hidden), c.hidden)]
+        self.down = Linear(tensors, down, c.intermediate, c.mlp_bias, columns)
         self.activation = c.activation
 
     def gated(self, kernels: Kernels, x: Normed) -> torch.Tensor:
@@ -127,13 +155,14 @@ class Layer:
         self.mlp = MLP(tensors, config, at)
 
 
-def _rotary_rows(rows: int, dim: int, rotary: int | None) -> list[range]:
-    """The order of a projection's rows with which a kernel that rotates whole heads by halves
-    rotates the first `rotary` elements: their left half, half of the others, their right half, the
-    rest. The same order of query and key leaves their dot product as it was; the angle of the
-    others is 0 (rope.py)."""
+def _rotary_rows(rows: range, dim: int, rotary: int | None) -> list[range]:
+    """The order of a projection's rows, those of some heads, with which a kernel that rotates whole
+    heads by halves rotates the first `rotary` elements: their left half, half of the others, their
+    right half, the rest. The same order of query and key leaves their dot product as it was; the
+    angle of the others is 0 (rope.py)."""
     if rotary is None or rotary == dim:
-        return [range(rows)]
+        return [rows]
     half, middle = rotary // 2, (rotary + dim) // 2
     cuts = (range(half), range(rotary, middle), range(half, rotary), range(middle, dim))
-    return [range(at + c.start, at + c.stop) for at in range(0, rows, dim) for c in cuts]
+    heads = range(rows.start, rows.stop, dim)
+    return [range(at + c.start, at + c.stop) for at in heads for c in cuts]

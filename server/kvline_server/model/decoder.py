@@ -36,6 +36,7 @@ class Decoder:
     def __init__(
         self, config: ModelConfig, weights: Weights, positions: int, kernels: Kernels
     ) -> None:
+        """`config` is the rank's (shard.local)."""
         self.config = config
         self.weights = weights
         self.kernels = kernels
@@ -161,7 +162,7 @@ class Decoder:
         return [[linear.weight for linear in kind] for kind in zip(*linears, strict=True)]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of the rows given. [rows, hidden] -> [rows, vocabulary]"""
+        """Logits of the rows given, of this rank's tokens. [rows, hidden] -> [rows, tokens]"""
         return self.kernels.logits(hidden, self.weights.head)
 
 

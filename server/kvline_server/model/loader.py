@@ -7,6 +7,7 @@ evicted by the kernel and would not count against the container's limit.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,20 +21,25 @@ from kvline_server.model.blocks import Layer, Norm
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.files import open_weights, weight_files
 from kvline_server.model.linear import Rows, Tensors, TensorSource
+from kvline_server.model.shard import WHOLE, Shard
+from kvline_server.model.shard import vocabulary as own_tokens
 
 COPY_BYTES = 64 << 20
+DRAWN = 1 << 24  # random numbers at a time: 32 MiB in bfloat16
 
 
 class Weights:
+    """Of one rank. Each has the whole embedding, and its own rows of the LM head."""
+
     def __init__(self, tensors: Tensors, config: ModelConfig) -> None:
-        c = config
-        vocabulary = range(c.vocabulary)
-        self.embedding = tensors.get([Rows("model.embed_tokens.weight", vocabulary)], c.hidden)
+        c, own = config, own_tokens(config, tensors.shard)
+        every = Rows("model.embed_tokens.weight", range(c.vocabulary), c.vocabulary)
+        self.embedding = tensors.get([every], c.hidden)
         self.layers = [Layer(tensors, c, index) for index in range(c.layers)]
         self.norm = Norm(tensors, c, "model.norm", c.hidden)
-        self.head = self.embedding  # [vocabulary, hidden]
+        self.head = self.embedding[own.start : own.stop]  # a view [own tokens, hidden]
         if not c.tied_embeddings:
-            self.head = tensors.get([Rows("lm_head.weight", vocabulary)], c.hidden)
+            self.head = tensors.get([Rows("lm_head.weight", own, c.vocabulary)], c.hidden)
         self.elements = tensors.elements
 
     def parts(self) -> tuple[OwnedPart, ...]:
@@ -60,28 +66,59 @@ class SafetensorsSource:
                 f"{path}: tensor {name} has shape {list(got)}, config.json requires {list(shape)}"
             )
 
-    def copy(self, name: str, into: torch.Tensor, row: int = 0) -> None:
-        # A view of the mapped file: only the rows copied here are read from the disk.
+    def copy(self, name: str, into: torch.Tensor, row: int = 0, column: int = 0) -> None:
+        # A view of the mapped file: only what is copied here is read from the disk.
         whole = self.files[self.where[name]].get_tensor(name)
-        into.copy_(whole[row : row + len(into)])
+        into.copy_(_slice(whole, into, row, column))
 
 
 class RandomSource:
-    """Small normal weights from a fixed seed: the model's shapes and speed, meaningless output."""
+    """Small normal weights: the model's shapes and speed, meaningless output. A tensor's numbers
+    follow from its name, so those of several ranks are the slices of the one that a single rank
+    has. They are drawn in blocks of whole rows, the last of which is kept: a tensor's parts come
+    in the order of its rows, mostly."""
 
     def __init__(self) -> None:
-        self.generator: torch.Generator | None = None
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.drawn: tuple[str, int, torch.Tensor] = ("", 0, torch.empty(0))
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        return
+        self.shapes[name] = shape
 
-    def copy(self, name: str, into: torch.Tensor, row: int = 0) -> None:
-        if self.generator is None:  # each device needs a generator of its own
-            self.generator = torch.Generator(into.device).manual_seed(0)
+    def copy(self, name: str, into: torch.Tensor, row: int = 0, column: int = 0) -> None:
         if name.endswith("norm.weight"):
             into.fill_(1.0)
-        else:
-            into.normal_(0.0, 0.02, generator=self.generator)
+            return
+        rows, *width = self.shapes[name]
+        step = min(rows, max(1, DRAWN // max(1, *width, 1)))
+        end = row + len(into)
+        for start in range(row - row % step, end, step):
+            block = self._block(name, start, (min(step, rows - start), *width), into)
+            first, last = max(row, start), min(end, start + step)
+            part = into[first - row : last - row]
+            part.copy_(_slice(block, part, first - start, column))
+
+    def _block(
+        self, name: str, start: int, shape: tuple[int, ...], like: torch.Tensor
+    ) -> torch.Tensor:
+        """A tensor's rows from `start` on, on the device and of the dtype of `like`."""
+        kept = self.drawn[2]
+        same = (kept.shape, kept.device, kept.dtype) == (shape, like.device, like.dtype)
+        if self.drawn[:2] != (name, start) or not same:
+            digest = hashlib.blake2b(f"{name} {start}".encode(), digest_size=8).digest()
+            seed = int.from_bytes(digest, "big") >> 1
+            generator = torch.Generator(like.device).manual_seed(seed)
+            self.drawn = ("", 0, kept[:0])  # frees its memory before more is taken
+            del kept
+            made = torch.empty(shape, dtype=like.dtype, device=like.device)
+            self.drawn = (name, start, made.normal_(0.0, 0.02, generator=generator))
+        return self.drawn[2]
+
+
+def _slice(whole: torch.Tensor, into: torch.Tensor, row: int, column: int) -> torch.Tensor:
+    """Of the shape of `into`."""
+    rows = whole[row : row + len(into)]
+    return rows if into.dim() == 1 else rows[:, column : column + into.shape[1]]
 
 
 def load_weights(
@@ -89,17 +126,19 @@ def load_weights(
     config: ModelConfig,
     kernels: Kernels,
     copied: Callable[[int, int], None] = lambda done, total: None,
+    shard: Shard = WHOLE,
 ) -> Weights:
-    """All weights, fused, on the kernels' device. Checks every name and shape before any copy;
-    `copied(done, total)` is called at least every COPY_BYTES. Raises ModelInvalid."""
-    checked = Weights(Tensors(source), config)
+    """All weights of a rank, fused, on the kernels' device; `config` is that of the whole model.
+    Checks every name and shape before any copy; `copied(done, total)` is called at least every
+    COPY_BYTES. Raises ModelInvalid."""
+    checked = Weights(Tensors(source, shard), config)
     total = checked.elements * kernels.dtype.itemsize
-    return Weights(Loading(source, kernels, total, copied), config)
+    return Weights(Loading(source, kernels, total, copied, shard), config)
 
 
-def weight_elements(config: ModelConfig) -> int:
-    """Elements of all tensors, from the shapes alone."""
-    return Weights(Tensors(RandomSource()), config).elements
+def weight_elements(config: ModelConfig, shard: Shard = WHOLE) -> int:
+    """Elements of all tensors of a rank, from the shapes alone."""
+    return Weights(Tensors(RandomSource(), shard), config).elements
 
 
 class Loading(Tensors):
@@ -111,20 +150,27 @@ class Loading(Tensors):
         kernels: Kernels,
         total: int,
         copied: Callable[[int, int], None],
+        shard: Shard,
     ) -> None:
-        super().__init__(source)
+        super().__init__(source, shard)
         self.kernels = kernels
         self.copied = copied
         self.done, self.total = 0, total  # bytes
 
     def get(
-        self, parts: Sequence[Rows], columns: int | None = None, offset: float = 0.0
+        self,
+        parts: Sequence[Rows],
+        columns: int | None = None,
+        own: range | None = None,
+        offset: float = 0.0,
     ) -> torch.Tensor:
-        shape = (sum(len(part.rows) for part in parts), *(() if columns is None else (columns,)))
+        width = () if columns is None else (columns if own is None else len(own),)
+        shape = (sum(len(part.rows) for part in parts), *width)
         out = torch.empty(shape, dtype=self.kernels.dtype, device=self.kernels.device)
         start = 0
         for part in parts:
-            self._copy(part, out[start : start + len(part.rows)])
+            into = out[start : start + len(part.rows)]
+            self._copy(part, into, 0 if own is None else own.start)
             start += len(part.rows)
         self.elements += out.numel()
         return out.add_(offset) if offset else out
@@ -132,11 +178,11 @@ class Loading(Tensors):
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
         return self.kernels.pack(weight)
 
-    def _copy(self, part: Rows, into: torch.Tensor) -> None:
+    def _copy(self, part: Rows, into: torch.Tensor, column: int) -> None:
         """Copies in steps, because one tensor may take minutes on a slow volume."""
         step = max(1, COPY_BYTES // max(1, into[:1].nbytes))
         for row in range(0, len(into), step):
             rows = into[row : row + step]
-            self.source.copy(part.name, rows, part.rows.start + row)
+            self.source.copy(part.name, rows, part.rows.start + row, column)
             self.done += rows.nbytes
             self.copied(self.done, self.total)

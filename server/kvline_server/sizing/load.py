@@ -12,6 +12,7 @@ from kvline_contract.memory import KV_CACHE, WEIGHTS
 from kvline_contract.report import Provenance, Stage
 from kvline_server import device_errors
 from kvline_server.errors import DeviceOutOfMemory, ModelNotFound
+from kvline_server.kernels.group import ALONE, Group
 from kvline_server.memory.device import MIB, compact_heap
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.memory.parts import OwnedPart
@@ -21,6 +22,7 @@ from kvline_server.model.config import ModelConfig, read_config
 from kvline_server.model.decoder import Decoder, kv_shape
 from kvline_server.model.files import identity
 from kvline_server.model.linear import TensorSource
+from kvline_server.model.shard import Shard, local
 from kvline_server.parallel.executor import Local
 from kvline_server.sizing.diagnosis import Diagnosis
 from kvline_server.sizing.profile import Loaded
@@ -45,22 +47,25 @@ def load_model(
     settings: EngineSettings,
     backend: Backend,
     send: SendProgress,
+    group: Group = ALONE,
 ) -> Loaded:
-    """Step 1 of the profile loop. Raises ModelInvalid, or OutOfMemory where the weights do not fit,
-    before the kernel's OOM killer acts."""
+    """Step 1 of the profile loop, for this rank of the group. Raises ModelInvalid, or OutOfMemory
+    where the weights do not fit, before the kernel's OOM killer acts."""
     device = backend.device
     started, before, used = time.monotonic(), device.now(), device.used()
     folder = Path(launch.model.path)
     random = launch.model.load_format is LoadFormat.RANDOM
     source: TensorSource = loader.RandomSource() if random else loader.SafetensorsSource(folder)
-    expected = loader.weight_elements(model) * backend.dtype.itemsize
+    expected = (
+        loader.weight_elements(model, Shard(group.rank, group.ranks)) * backend.dtype.itemsize
+    )
     needed = (OwnedPart(WEIGHTS, fixed=expected),)
     too_large = Diagnosis(device, settings, needed, used).weights_do_not_fit(device.limit - used)
     if expected > device.limit - used:
         raise too_large
     try:
         with device_errors.translated("load"), compact_heap():
-            worker = _build(source, model, settings, backend, _LoadProgress(send, started))
+            worker = _build(source, model, settings, backend, group, _LoadProgress(send, started))
             del source
             device.settle()
     except DeviceOutOfMemory as error:
@@ -69,24 +74,20 @@ def load_model(
     taken, detail = device.now() - before, "random" if random else None
     send(Progress(stage=Stage("load", ms, taken, detail)))
     libraries = {name: version(name) for name in backend.libraries}
-    provenance = Provenance(
-        gpu=device.name,
-        driver=device.driver,
-        image=launch.image,
-        model_revision=model_revision(launch),
-        libraries=libraries,
-    )
+    kept = kv_shape(worker.decoder.config, backend.dtype)
+    revision = model_revision(launch)
+    provenance = Provenance(device.name, device.driver, launch.image, revision, libraries)
     send(Progress(provenance=provenance))
     return Loaded(
         executor=Local(worker, device),
         vocabulary=model.vocabulary,
         owned=(
             *worker.decoder.weights.parts(),
-            OwnedPart(KV_CACHE, per_token=kv_shape(model, backend.dtype).bytes_per_token),
+            OwnedPart(KV_CACHE, per_token=kept.bytes_per_token),
         ),
         fingerprint=fingerprint(
             {
-                "model": model_revision(launch) or identity(folder, with_weights=not random),
+                "model": revision or identity(folder, with_weights=not random),
                 "loadFormat": str(launch.model.load_format),
                 "settings": repr(settings),
                 "device": device.name,
@@ -121,15 +122,18 @@ def _build(
     model: ModelConfig,
     settings: EngineSettings,
     backend: Backend,
+    group: Group,
     copied: Callable[[int, int], None],
 ) -> Worker:
-    """Kernels, weights, KV arena (addresses only) and decoder on the device."""
-    kernels = backend.kernels(model)
-    weights = loader.load_weights(source, model, kernels, copied)
-    shape = kv_shape(model, backend.dtype)
+    """Kernels, weights, KV arena (addresses only) and decoder of this rank on the device."""
+    shard = Shard(group.rank, group.ranks)
+    mine = local(model, shard)
+    kernels = backend.kernels(mine, group)
+    weights = loader.load_weights(source, model, kernels, copied, shard)
+    shape = kv_shape(mine, backend.dtype)
     most = backend.device.limit // (shape.bytes_per_token * PAGE_SIZE) + 2  # pages
     arena = backend.arena(shape, most)
-    decoder = Decoder(model, weights, settings.wanted_len, kernels)
+    decoder = Decoder(mine, weights, settings.wanted_len, kernels)
     return Worker(decoder, arena, settings.logprob_rows, settings.max_running_requests)
 
 

@@ -17,6 +17,7 @@ from kvline_contract.launch import Device as Kind
 from kvline_contract.launch import LaunchConfig
 from kvline_server import device_errors
 from kvline_server.errors import DeviceFailure
+from kvline_server.kernels.group import Group
 from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import Arena, HostArena, KVShape
@@ -31,7 +32,7 @@ HOPPER = 9  # the compute capability that kernels are built for
 class Backend:
     device: Device
     dtype: torch.dtype  # of weights and cache
-    kernels: Callable[[ModelConfig], Kernels]
+    kernels: Callable[[ModelConfig, Group], Kernels]  # of a rank's share of the model
     arena: Callable[[KVShape, int], Arena]
     libraries: tuple[str, ...]  # their versions are part of the fingerprint
 
@@ -51,13 +52,17 @@ def open_backend(
         if not device.bounded:
             warn(unbounded(device.limit))
         libraries = ("kvline", "torch")
-        return Backend(device, torch.float32, lambda _: TorchKernels(), HostArena, libraries)
+        return Backend(device, torch.float32, _cpu_kernels, HostArena, libraries)
     return _cuda(launch, warn, rank)
 
 
 def gpu(rank: int, ranks: int) -> str:
     """Its name in messages."""
     return "the GPU" if ranks == 1 else f"GPU {rank}"
+
+
+def _cpu_kernels(model: ModelConfig, group: Group) -> Kernels:
+    return TorchKernels(group=group)
 
 
 def _driver() -> str:
@@ -101,7 +106,7 @@ def _cuda(launch: LaunchConfig, warn: Callable[[str], None], rank: int) -> Backe
     return Backend(device, torch.bfloat16, kernels, CudaArena, libraries)
 
 
-def _cuda_kernels(warn: Callable[[str], None], model: ModelConfig) -> Kernels:
+def _cuda_kernels(warn: Callable[[str], None], model: ModelConfig, group: Group) -> Kernels:
     """FlashInfer's where they were built for this GPU and model, else torch's with a warning."""
     # FlashInfer's other norm kernels are compiled at first use, and a pod has no compiler.
     os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
@@ -116,8 +121,8 @@ def _cuda_kernels(warn: Callable[[str], None], model: ModelConfig) -> Kernels:
             shape = model.heads, model.kv_heads, model.head_dim
             cuda_write.check(*shape, model.activation, model.windowed)
             with device_errors.translated("kernels"):  # a device error is no missing kernel
-                return FlashInferKernels(*shape)
+                return FlashInferKernels(*shape, group)
         except (ImportError, RuntimeError, OSError) as error:  # OSError: files are missing
             why = str(error).splitlines()[0]
     warn(f"no prebuilt kernels for this GPU and model, using torch's slower ones: {why}")
-    return TorchKernels(torch.bfloat16, device="cuda")
+    return TorchKernels(torch.bfloat16, device="cuda", group=group)

@@ -23,6 +23,14 @@ class Edits:
     factors: np.ndarray  # float32 [edits]
     subtracted: np.ndarray  # float32 [edits]
 
+    def within(self, own: range) -> Edits:
+        """Those of some tokens, which are counted from the first of them."""
+        mine = (self.tokens >= own.start) & (self.tokens < own.stop)
+        if mine.all() and not own.start:
+            return self
+        tokens = self.tokens[mine] - own.start
+        return Edits(self.rows[mine], tokens, self.factors[mine], self.subtracted[mine])
+
     def between(self, first: int, last: int) -> Edits:
         """Those of rows first..last, which become rows 0..last - first."""
         a, b = np.searchsorted(self.rows, (first, last))

@@ -21,8 +21,8 @@ from kvline_server.memory.arena import Arena
 from kvline_server.model.decoder import Decoder
 from kvline_server.worker.decode_graphs import DecodeGraphs
 from kvline_server.worker.graphs import GraphSegments
-from kvline_server.worker.sampling import sample
 from kvline_server.worker.step import Results, Step, Table
+from kvline_server.worker.vocabulary import Vocabulary
 
 
 @dataclass(slots=True)
@@ -57,6 +57,7 @@ class Worker:
     def __init__(self, decoder: Decoder, arena: Arena, logprob_rows: int, slots: int) -> None:
         self.decoder = decoder
         self.kernels = decoder.kernels
+        self.vocabulary = Vocabulary(self.kernels, decoder.config.vocabulary)
         self.arena = arena
         self.logprob_rows = logprob_rows
         self.rows_run = 0  # rows given to the LM head, for the invariant rows == sampled + scored
@@ -162,7 +163,7 @@ class Worker:
         count = max(0, min(scored, end) - start)
         if count:
             own = targets[start : start + count]
-            outputs.scored.append(self.kernels.score(logits[:count], own, step.scored_top))
+            outputs.scored.append(self.vocabulary.score(logits[:count], own, step.scored_top))
         if end > scored:
             self._sample(logits[count:], step, max(start, scored) - scored, outputs)
 
@@ -175,8 +176,8 @@ class Worker:
             (at,) = self.kernels.upload(step.listed[a:b] - first)
             raw = logits[at]  # before edits and temperature, which may be written in place
         edits = tuple(each.between(first, last) for each in step.edits)
-        chosen = sample(self.kernels, logits, step.draws.between(first, last), edits)
+        chosen = self.vocabulary.sample(logits, step.draws.between(first, last), edits)
         outputs.tokens.append(chosen)
         if at is not None and raw is not None:
             targets = chosen[at].clamp_(min=0)
-            outputs.listed.append(self.kernels.score(raw, targets, step.listed_top))
+            outputs.listed.append(self.vocabulary.score(raw, targets, step.listed_top))

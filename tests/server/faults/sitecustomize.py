@@ -71,9 +71,9 @@ def slow_copies() -> None:
 
     copy = module.SafetensorsSource.copy
 
-    def slow(self: Any, name: str, into: Any, row: int = 0) -> None:
+    def slow(self: Any, name: str, into: Any, row: int = 0, column: int = 0) -> None:
         time.sleep(float(os.environ["KVLINE_FAULT_COPY"]))
-        copy(self, name, into, row)
+        copy(self, name, into, row, column)
 
     module.SafetensorsSource.copy = slow  # type: ignore[method-assign]
 
