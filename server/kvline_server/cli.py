@@ -28,7 +28,7 @@ from kvline_server.scratch import scratch
 
 ENGINE = [field.name for field in fields(EngineOptions)]
 # What a launch.json says itself; the flag would be overruled in silence.
-OF_THE_FILE = ["served_name", "load", "device", *ENGINE, "kv_tokens", "headroom_mib"]
+OF_THE_FILE = ["served_name", "load", "device", "gpus", *ENGINE, "kv_tokens", "headroom_mib"]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -84,6 +84,11 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--device", choices=[str(d) for d in Device], help="default: the GPU where there is one"
     )
     parser.add_argument(
+        "--gpus",
+        type=number(1, 8),
+        help="GPUs that serve the model together; with --device cpu, processes; default: 1",
+    )
+    parser.add_argument(
         "--memory",
         type=quantity,
         help="CPU: memory limit, such as 2Gi; default: the container's, or half of the free",
@@ -113,7 +118,7 @@ def launch_from_flags(arguments: argparse.Namespace) -> LaunchConfig:
         revision="",
         image="",
         device=Device(arguments.device) if arguments.device else _found_device(),
-        tensor_parallel=1,
+        tensor_parallel=arguments.gpus or 1,
         model=Model(
             source=str(folder),
             path=str(folder),

@@ -18,6 +18,7 @@ FLAGS = {
     "drainSeconds": "--drain-seconds",
     "servedName": "--served-name",
     "memory": "--memory",
+    "gpus": "--gpus",
     "source": "--model",
 }
 _FIELD = re.compile(

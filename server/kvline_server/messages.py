@@ -1,7 +1,7 @@
 """Messages between the server's processes: tagged msgpack structs, length-prefixed, never pickle.
 
-HTTP sends Submit and Abort to the engine and gets Deltas back; both report to the parent. Arrays
-are sent as bytes.
+HTTP sends Submit and Abort to the engine and gets Deltas back; both report to the parent. Rank 0 of
+several sends Call and Run to the others. Arrays are sent as bytes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import msgspec
 
@@ -129,6 +130,41 @@ class Progress(msgspec.Struct, tag="progress", array_like=True):
 SendProgress = Callable[[Progress], None]
 
 
+class Pulse(msgspec.Struct, tag="pulse", array_like=True):
+    """A rank's, where there are several: its process runs, whatever its main thread waits for."""
+
+
+class Apart(msgspec.Struct, tag="apart", array_like=True):
+    """Rank to parent: errors.RanksApart. A smaller size may do."""
+
+    text: str
+
+
+Choice = tuple[int, int, int, int]  # rows, out, in, kernel: an item of kernels.tuning.Choices
+
+
+class Call(msgspec.Struct, tag="call", array_like=True):
+    """Rank 0 to another: the method of its executor to call, for an Answer."""
+
+    name: str
+    numbers: list[int] = []
+    choices: list[Choice] | None = None
+
+
+class Run(msgspec.Struct, tag="run", array_like=True):
+    """Rank 0 to another: launch the step in this slot. It is not answered."""
+
+    slot: int
+
+
+class Answer(msgspec.Struct, tag="answer", array_like=True):
+    """A rank's, to a Call; the first one, without a call, says that its model is loaded."""
+
+    numbers: list[int] = []
+    text: str = ""  # why there is no result, or the device's name
+    failed: Literal["", "memory", "device"] = ""
+
+
 class Drain(msgspec.Struct, tag="drain", array_like=True):
     """Parent to HTTP: finish the requests under way within `seconds`, then exit."""
 
@@ -154,6 +190,11 @@ Message = (
     | Beat
     | EdgeBeat
     | Progress
+    | Pulse
+    | Apart
+    | Call
+    | Run
+    | Answer
     | Drain
     | Serve
     | NeighboursReady

@@ -50,6 +50,7 @@ class Limits:
     # Where the launch sets none; preStop + drain + 5 s to exit < the grace period.
     drain: float = 120.0
     leave: float = names.PRE_STOP_SECONDS  # until the last client knows that the pod ends
+    rank: float = 30.0  # without a pulse of one of several ranks
     poll: float = 0.1
     gate: float = 1.0
 

@@ -19,7 +19,7 @@ from kvline_contract.report import SizingReport, Stage, State
 from kvline_server.messages import Progress
 from kvline_server.model.loader import SafetensorsSource
 from kvline_server.options import Limits, Options
-from kvline_server.parent.children import Child
+from kvline_server.parent.engine import Engine
 from kvline_server.parent.supervisor import Supervisor
 from kvline_server.sizing import load
 from kvline_server.sizing.settings import resolve
@@ -34,11 +34,11 @@ class Parent(Supervisor):
     def __init__(self, config: Path) -> None:
         options = Options(config=config, state_dir=config.parent, limits=Limits(stage=LIMIT))
         super().__init__(options, LaunchConfig.parse(config.read_bytes()))
-        self.engine = cast(Child, object())
+        self.engine = cast(Engine, object())
         self.seen: list[SizingReport] = []
 
     def send(self, message: Progress) -> None:
-        self._from_engine(message)
+        self._from_engine(0, message)
         self.seen.append(self.keeper.report)
 
 

@@ -15,8 +15,6 @@ import time
 from collections.abc import Iterator
 from typing import NoReturn
 
-import torch
-
 from kvline_contract import names
 from kvline_contract.exits import ExitCode
 from kvline_contract.launch import LaunchConfig
@@ -24,15 +22,18 @@ from kvline_server import device_errors, messages
 from kvline_server.engine.engine import Engine, Output
 from kvline_server.engine.request import Scores
 from kvline_server.engine_process.outbox import Outbox
-from kvline_server.engine_process.start import start
+from kvline_server.engine_process.pulse import pulse
+from kvline_server.engine_process.start import set_threads, start
 from kvline_server.errors import (
     DeviceOutOfMemory,
     OutOfMemory,
     OutOfMemoryServing,
+    RanksApart,
     ServerError,
 )
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.messages import (
+    Apart,
     Beat,
     Channel,
     Delta,
@@ -42,6 +43,7 @@ from kvline_server.messages import (
     PromptScores,
 )
 from kvline_server.options import EngineArguments
+from kvline_server.parallel.link import Link
 
 BEAT_SECONDS = 0.5
 NEIGHBOUR_SECONDS = 120.0
@@ -53,6 +55,8 @@ class EngineProcess:
         self.arguments = arguments
         self.parent = parent
         self.http = [Outbox(socket.socket(fileno=fd)) for fd in arguments.http_fds]
+        others = enumerate(arguments.rank_fds, 1)
+        self.links = [Link(socket.socket(fileno=fd), rank) for rank, fd in others]
         self.inbox: queue.SimpleQueue[tuple[Channel | None, messages.Message]] = queue.SimpleQueue()
         self.neighbours = threading.Event()
         self.clients: dict[int, Channel] = {}  # by sequence id, unique over the HTTP processes
@@ -72,6 +76,8 @@ class EngineProcess:
             memory=options.memory,
             root=self.arguments.root,
             http_processes=len(self.http),
+            ranks=self.arguments.ranks,
+            links=self.links,
         )
         self.parent.send(Progress(result=result))
         return engine
@@ -197,10 +203,11 @@ def pack(scores: Scores) -> PackedScores:
 
 def main(arguments: EngineArguments, launch: LaunchConfig) -> int:
     parent = Channel(socket.socket(fileno=arguments.control_fd))
-    if arguments.options.threads:
-        torch.set_num_threads(arguments.options.threads)
+    set_threads(arguments.options, launch)
     process = EngineProcess(arguments, parent)
     threading.Thread(target=process.listen_to_parent, daemon=True).start()
+    if arguments.ranks is not None:
+        threading.Thread(target=pulse, args=(parent,), daemon=True).start()
     for client in process.http:
         threading.Thread(target=process.listen_to_http, args=(client,), daemon=True).start()
     return run(process, launch)
@@ -215,6 +222,9 @@ def run(process: EngineProcess, launch: LaunchConfig) -> int:
         refused = OutOfMemoryServing
         with device_errors.translated("serve"):
             process.serve(engine)
+    except RanksApart as error:
+        process.parent.send(Apart(str(error)))
+        return int(refused.code)
     except DeviceOutOfMemory as error:
         failure = refused(f"the device refused memory: {error}").termination()
     except ServerError as error:

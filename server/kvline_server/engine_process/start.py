@@ -3,17 +3,82 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from kvline_contract.launch import LaunchConfig
+import torch
+
+from kvline_contract.launch import Device, LaunchConfig
 from kvline_contract.report import Result, State
 from kvline_server.engine.engine import Engine
 from kvline_server.messages import Progress, SendProgress
+from kvline_server.model.config import ModelConfig
+from kvline_server.options import Options, Ranks
+from kvline_server.parallel import wire
+from kvline_server.parallel.executor import Local
+from kvline_server.parallel.join import join
+from kvline_server.parallel.link import Link
+from kvline_server.parallel.meeting import Meeting, connect
 from kvline_server.sizing import load, profile
 from kvline_server.sizing.record import AttemptStore
-from kvline_server.sizing.settings import resolve
-from kvline_server.worker.backend import open_backend
+from kvline_server.sizing.settings import EngineSettings, resolve
+from kvline_server.worker.backend import Backend, open_backend
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRank:
+    """A rank's process, once its part of the model is on its device."""
+
+    backend: Backend
+    model: ModelConfig
+    settings: EngineSettings
+    loaded: profile.Loaded
+    free_before: int  # bytes, before the weights
+    group: Meeting | None  # None: there is one rank
+
+    @property
+    def local(self) -> Local:
+        assert isinstance(self.loaded.executor, Local), "the rank's own"
+        return self.loaded.executor
+
+    def steps(self, ranks: Ranks) -> wire.Steps:
+        settings, model = self.settings, self.model
+        size = wire.step_bytes(
+            settings.max_prefill_tokens,
+            settings.max_running_requests,
+            settings.wanted_len,
+            model.vocabulary,
+        )
+        return wire.Steps(ranks.steps_fd, size, self.local.depth + 1, ranks.count - 1)
+
+
+def load_rank(
+    launch: LaunchConfig,
+    send: SendProgress,
+    memory: int | None,
+    root: int,
+    http_processes: int = 1,
+    ranks: Ranks | None = None,
+    rank: int = 0,
+) -> LoadedRank:
+    """`memory` (bytes) and `root` (a process id) are for the CPU: the limit, and the process tree
+    whose memory counts. Raises ServerError."""
+    backend = open_backend(launch, memory, root, lambda text: send(Progress(warning=text)), rank)
+    device = backend.device
+    model = load.read_model(launch)
+    settings = resolve(launch, model, device.limit, http_processes)
+    device.settle()
+    free_before = device.limit - device.used()
+    if ranks is None:
+        loaded = load.load_model(launch, model, settings, backend, send)
+        return LoadedRank(backend, model, settings, loaded, free_before, None)
+    elements = settings.max_prefill_tokens * model.hidden
+    shared = launch.device, rank, ranks.count, ranks.folder, elements, backend.dtype
+    group = Meeting(rank, ranks.count, partial(connect, *shared))
+    loaded = load.load_model(launch, model, settings, backend, send, group)
+    return LoadedRank(backend, model, settings, loaded, free_before, group)
 
 
 def start(
@@ -25,18 +90,19 @@ def start(
     memory: int | None,
     root: int,
     http_processes: int = 1,
+    ranks: Ranks | None = None,
+    links: Sequence[Link] = (),
 ) -> tuple[Engine, Result]:
-    """`memory` (bytes) and `root` (a process id) are for the CPU: the limit, and the process tree
-    whose memory counts. Raises ServerError with the reason when no budget can be validated."""
+    """Rank 0's; `links` are to the other `ranks`. Raises ServerError with the reason when no budget
+    can be validated."""
     started = time.monotonic()
     send(Progress(state=State.LOADING))
-    backend = open_backend(launch, memory, root, lambda text: send(Progress(warning=text)))
-    device = backend.device
-    model = load.read_model(launch)
-    settings = resolve(launch, model, device.limit, http_processes)
-    device.settle()
-    free_before = device.limit - device.used()
-    loaded = load.load_model(launch, model, settings, backend, send)
+    rank = load_rank(launch, send, memory, root, http_processes, ranks)
+    settings, loaded, device = rank.settings, rank.loaded, rank.backend.device
+    free: tuple[int, ...] = (rank.free_before,)
+    if ranks is not None and rank.group is not None:
+        joined = join(rank.local, rank.group, links, rank.steps(ranks), rank.free_before)
+        loaded, free = loaded.on(joined.executor, joined.collectives), joined.free_before
     result = profile.ProfileLoop(
         device=device,
         settings=settings,
@@ -45,14 +111,23 @@ def start(
         store=AttemptStore(attempts),
         record_file=record,
         wait_for_neighbours=wait_for_neighbours,
-        free_before_weights=(free_before,),
+        free_before_weights=free,
     ).run(started)
     engine = Engine(
         executor=loaded.executor,
         max_running=settings.max_running_requests,
         max_step_tokens=settings.max_prefill_tokens,
         max_model_len=min(settings.wanted_len, result.kv_tokens),
-        eos_token_ids=model.eos_token_ids,
+        eos_token_ids=rank.model.eos_token_ids,
         mixed_prefill_tokens=settings.mixed_prefill_tokens,
     )
     return engine, result
+
+
+def set_threads(options: Options, launch: LaunchConfig) -> None:
+    """Ranks on a CPU share its cores."""
+    threads = options.threads
+    if launch.device is Device.CPU and launch.tensor_parallel > 1:
+        threads = max(1, (threads or torch.get_num_threads()) // launch.tensor_parallel)
+    if threads:
+        torch.set_num_threads(threads)

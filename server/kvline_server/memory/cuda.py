@@ -24,15 +24,15 @@ CHUNK = 64 << 20  # of one mapping; large for few calls, and the granularity of 
 
 
 class CudaDevice:
-    """One GPU; `used` covers all processes, as the driver counts."""
+    """The GPU that is torch's current one; `used` covers all processes, as the driver counts."""
 
     gpu = True
 
     def __init__(self) -> None:
-        properties = torch.cuda.get_device_properties(0)
-        self.name = properties.name
+        self.index = torch.cuda.current_device()
+        self.name = torch.cuda.get_device_properties(self.index).name
         self.driver = _driver_version()
-        self.limit = torch.cuda.mem_get_info(0)[1]
+        self.limit = torch.cuda.mem_get_info(self.index)[1]
 
     @property
     def slack(self) -> int:
@@ -42,18 +42,18 @@ class CudaDevice:
         return SLACK
 
     def used(self) -> int:
-        free, total = torch.cuda.mem_get_info(0)
+        free, total = torch.cuda.mem_get_info(self.index)
         return total - free
 
     def now(self) -> int:
-        return torch.cuda.memory_reserved(0)
+        return torch.cuda.memory_reserved(self.index)
 
     def peak(self) -> int:
         """Reserved, not allocated: no other process can use free blocks of the allocator."""
-        return torch.cuda.max_memory_reserved(0)
+        return torch.cuda.max_memory_reserved(self.index)
 
     def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(0)
+        torch.cuda.reset_peak_memory_stats(self.index)
 
     def working_files(self) -> int:
         return 0

@@ -119,20 +119,43 @@ class CpuDevice:
             memory.close()
 
 
-def cpu_device(memory: int | None, root: int) -> CpuDevice:
+def cpu_device(memory: int | None, root: int, ranks: int = 1) -> CpuDevice:
     """The CPU device: the container's cgroup, or `memory` bytes for the process tree of `root`.
 
     A `memory` below the container's limit wins. Without either, half of the free memory, because
-    other programs run on the machine.
+    other programs run on the machine. Each of several ranks has its share of the limit, and of what
+    all processes use.
     """
+    limit, used, bounded = _host_memory(memory, root)
+    name = f"CPU {platform.machine()}"
+    release, share = platform.release(), partial(_share, used, ranks)
+    return CpuDevice(name, release, limit // ranks, share, bounded=bounded)
+
+
+def host_limit(memory: int | None, root: int) -> tuple[int, bool]:
+    """Of all ranks, and whether a container or `memory` sets it: what is free changes, and ranks
+    must go by the same figure."""
+    limit, _, bounded = _host_memory(memory, root)
+    return limit, bounded
+
+
+def unbounded(limit: int) -> str:
+    """A warning."""
+    mib = limit // MIB
+    return f"no container limits memory: sized for {mib} MiB, half of it free; see --memory"
+
+
+def _share(used: Callable[[], int], ranks: int) -> int:
+    return used() // ranks
+
+
+def _host_memory(memory: int | None, root: int) -> tuple[int, Callable[[], int], bool]:
     tree = partial(tree_used, root)
     limit, used = _cgroup() or (UNLIMITED, tree)
     bounded = limit < UNLIMITED or memory is not None
     if limit >= UNLIMITED:  # no container limit
         limit, used = memory or _available() // FREE_PART + tree(), tree
-    limit = min(limit, memory or limit)
-    name = f"CPU {platform.machine()}"
-    return CpuDevice(name, platform.release(), limit, used, bounded=bounded)
+    return min(limit, memory or limit), used, bounded
 
 
 @contextmanager

@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import distributed
+import torch.distributed
 
-from kvline_server.parallel.groups import meet
+distributed: Any = torch.distributed  # whose own annotations lack what is used here
 
 
 class NcclGroup:
     """kernels.group.Group of one GPU each."""
 
     def __init__(self, rank: int, ranks: int, folder: Path) -> None:
+        """Ranks meet through a file in `folder`, which must be new to them."""
         self.rank, self.ranks, self.sent = rank, ranks, 0
         self._apart = False
-        meet(rank, ranks, folder)
-        self._group = distributed.new_group(backend="nccl")
+        store = distributed.FileStore(str(folder / "ranks"), ranks)
+        self._group = distributed.ProcessGroupNCCL(store, rank, ranks)
         # It takes its memory at the first call of each kind, before anything is measured.
         some = torch.zeros(ranks, device=torch.device("cuda", torch.cuda.current_device()))
         for use in (self.sum, self.gather, self.exchange):
@@ -45,7 +47,7 @@ class NcclGroup:
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         self.sent += x.nbytes
         if self._waits:
-            distributed.all_reduce(x, group=self._group)
+            self._group.allreduce([x]).wait()
         return x
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
@@ -56,7 +58,7 @@ class NcclGroup:
         out = x.new_empty((self.ranks, *x.shape))
         if not self._waits:
             return out.copy_(x)
-        distributed.all_gather_into_tensor(out, x, group=self._group)
+        self._group._allgather_base(out, x).wait()
         return out
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
@@ -64,5 +66,5 @@ class NcclGroup:
         out = torch.empty_like(x)
         if not self._waits:
             return out.copy_(x)
-        distributed.all_to_all_single(out, x, group=self._group)
+        self._group.alltoall_base(out, x, [], []).wait()
         return out

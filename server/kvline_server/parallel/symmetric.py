@@ -7,22 +7,27 @@ captured graphs (docs/decisions/034). NVLink multicast is never used.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import _symmetric_memory as symmetric
+import torch.distributed
+import torch.distributed._symmetric_memory
 
 from kvline_server.kernels import cuda_sum
-from kvline_server.parallel.groups import meet
+from kvline_server.kernels.group import TABLE_BYTES
 
-TABLE_BYTES = 16 << 20  # of one gather or exchange
-SMALL_BYTES = (
-    8 << 20
-)  # of hidden states that every rank adds up itself; above, two shots are faster
+distributed: Any = torch.distributed  # whose own annotations lack what is used here
+symmetric: Any = torch.distributed._symmetric_memory
+NAME = "ranks"
+SECONDS = 60.0  # for the other ranks to come
+SMALL_BYTES = 2 << 20  # of hidden states that each rank adds up itself, at most
+ALIGN = 1024
 HALVES = 2  # of such memory: one is written while another rank still reads the other
 
 
@@ -39,40 +44,41 @@ class SymmetricGroup:
     def __init__(
         self, rank: int, ranks: int, folder: Path, elements: int, dtype: torch.dtype
     ) -> None:
-        """`elements` of the largest hidden states that are summed."""
+        """Ranks meet through a file in `folder`, which must be new to them. `elements` of the
+        largest hidden states that are summed."""
         self.rank, self.ranks, self.sent = rank, ranks, 0
         self._apart = False
-        self._name = meet(rank, ranks, folder)
-        self._hidden, _ = self._share(elements, dtype)
         small = SMALL_BYTES // dtype.itemsize
-        self._small, shown = self._share(HALVES * small, dtype)
-        self._turn = 0  # which half of it is written next
-        self._halves = self._small.view(HALVES, small)
+        flags = torch.int32.itemsize * cuda_sum.PROGRAMS * ranks
+        sizes = (elements * dtype.itemsize, HALVES * SMALL_BYTES, flags, HALVES * TABLE_BYTES)
+        hidden, halves, flags, tables = itertools.accumulate((0, *sizes[:3]), _aligned)
+        store = distributed.FileStore(str(folder / "ranks"), ranks)
+        store.set_timeout(timedelta(seconds=SECONDS))
+        symmetric._SymmetricMemory.set_group_info(NAME, rank, ranks, store)
+        device = torch.device("cuda", torch.cuda.current_device())
+        size = tables + sizes[3]
+        self._memory: torch.Tensor = symmetric.empty(size, dtype=torch.uint8, device=device)
+        self._shown: Any = symmetric.rendezvous(self._memory, NAME)
+        self._hidden: torch.Tensor = self._memory[hidden : hidden + sizes[0]].view(dtype)
+        self._halves = self._memory[halves : halves + sizes[1]].view(dtype).view(HALVES, small)
         # Where each rank's half is, by half.
-        self._parts = [self._pointers(shown, at * SMALL_BYTES) for at in range(HALVES)]
+        self._parts = [self._pointers(halves + at * SMALL_BYTES) for at in range(HALVES)]
+        self._turn = 0  # which half of it is written next
         # What `buffer` gives: the half, or None for the memory of many rows.
         self._places: dict[int, int | None] = {self._hidden.data_ptr(): None}
         self._places |= {half.data_ptr(): at for at, half in enumerate(self._halves)}
-        self._flags, shown = self._share(cuda_sum.PROGRAMS * ranks, torch.int32)
-        self._flags.zero_()
-        self._every_flags = self._pointers(shown, 0)
-        self._tables, self._shown = self._share(HALVES * TABLE_BYTES, torch.uint8)
+        self._flags = self._pointers(flags)
+        # Every rank's tables, as this rank sees them.
+        views = [self._shown.get_buffer(r, (size,), torch.uint8) for r in range(ranks)]
+        self._seen = [view[tables:] for view in views]
         self._half = 0
-        size = self._tables.shape
-        self._seen = [self._shown.get_buffer(r, size, torch.uint8) for r in range(ranks)]
-        torch.cuda.synchronize()
+        self._memory.zero_()
         self._shown.barrier()  # every rank's flags are 0
         self._warm_up(dtype)
 
-    def _share(self, elements: int, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
-        """Memory of this rank that the others see, and the handle of all of it."""
-        device = torch.device("cuda", torch.cuda.current_device())
-        own = symmetric.empty(elements, dtype=dtype, device=device)
-        return own, symmetric.rendezvous(own, self._name)
-
-    def _pointers(self, shown: Any, offset: int) -> torch.Tensor:
-        """On the device. int64 [ranks]"""
-        return torch.tensor([at + offset for at in shown.buffer_ptrs], device="cuda")
+    def _pointers(self, offset: int) -> torch.Tensor:
+        """To this byte of each rank's memory, on the device. int64 [ranks]"""
+        return torch.tensor([at + offset for at in self._shown.buffer_ptrs], device="cuda")
 
     def _warm_up(self, dtype: torch.dtype) -> None:
         """Loads every kernel, while nothing is measured yet."""
@@ -110,7 +116,7 @@ class SymmetricGroup:
             return self.gather(x).sum(0)  # in the same order on every rank
         self.sent += x.nbytes
         if self._waits:
-            torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", self._name)
+            torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", NAME)
         return x
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
@@ -119,7 +125,7 @@ class SymmetricGroup:
             residual.add_(self.sum(x))
             return
         self.sent += x.nbytes
-        parts, flags = self._parts[half].data_ptr(), self._every_flags.data_ptr()
+        parts, flags = self._parts[half].data_ptr(), self._flags.data_ptr()
         cuda_sum.run(parts, flags, residual, self.rank, self.ranks)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -145,7 +151,7 @@ class SymmetricGroup:
             return
         self._half = 1 - self._half
         at = self._half * TABLE_BYTES
-        self._tables[at : at + x.nbytes].copy_(_bytes(x))
+        self._seen[self.rank][at : at + x.nbytes].copy_(_bytes(x))
         # Who has passed it has read what is in the other half, which is written next.
         self._shown.barrier()
         for seen, start, into in zip(self._seen, starts, out, strict=True):
@@ -154,3 +160,8 @@ class SymmetricGroup:
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.view(-1).view(torch.uint8)
+
+
+def _aligned(start: int, size: int) -> int:
+    """Where what follows begins."""
+    return -(-(start + size) // ALIGN) * ALIGN

@@ -1,8 +1,9 @@
-"""Starts the HTTP processes and the engine process, each with a control socket to the parent."""
+"""Starts the HTTP processes and the engine's, each with a control socket to the parent."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from kvline_server import totals
 from kvline_server.messages import Channel, Message
@@ -20,6 +22,8 @@ from kvline_server.options import (
     EngineArguments,
     HttpArguments,
     Options,
+    RankArguments,
+    Ranks,
 )
 
 BACKLOG = 1024
@@ -42,7 +46,7 @@ HTTP_MALLOC = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(128 << 10)
 class Child:
     process: subprocess.Popen[bytes]
     channel: Channel
-    # HTTP: receives the engine's socket. Engine: the HTTP ends of its sockets.
+    # HTTP: receives the engine's socket. Rank 0: the HTTP ends of its sockets.
     others: list[socket.socket]
 
     def tell(self, message: Message) -> None:
@@ -113,13 +117,58 @@ def start_http(
     return started
 
 
-def start_engine(options: Options, http_processes: int) -> Child:
-    def make(control_fd: int, others: list[int]) -> EngineArguments:
-        return EngineArguments(
-            options=options, control_fd=control_fd, http_fds=others, root=os.getpid()
+def start_engine(
+    options: Options, http_processes: int, ranks: int = 1, folder: Path | None = None
+) -> list[Child]:
+    """A process for each rank, in their order. Several meet in `folder`, each has a socket to rank
+    0, and they share memory for steps."""
+    with ExitStack() as passed:
+        pairs = [socket.socketpair() for _ in range(1, ranks)]
+        for end in itertools.chain(*pairs):
+            passed.enter_context(end)
+        shared, fds, root = None, [ours.fileno() for ours, _ in pairs], os.getpid()
+        if folder is not None:
+            steps = os.memfd_create("kvline-steps")
+            passed.callback(os.close, steps)
+            shared = Ranks(ranks, folder, steps)
+
+        def engine(control_fd: int, others: list[int]) -> EngineArguments:
+            return EngineArguments(
+                options=options,
+                control_fd=control_fd,
+                http_fds=others,
+                root=root,
+                ranks=shared,
+                rank_fds=fds,
+            )
+
+        every = (*fds, shared.steps_fd) if shared is not None else ()
+        started = [
+            _spawn("kvline_server.engine_process", engine, ENGINE_MALLOC, every, http_processes)
+        ]
+        if shared is not None:
+            started += [
+                start_rank(options, rank, shared, end, root)
+                for rank, (_, end) in enumerate(pairs, 1)
+            ]
+    return started
+
+
+def start_rank(options: Options, rank: int, shared: Ranks, end: socket.socket, root: int) -> Child:
+    """`end`: of its socket to rank 0."""
+
+    def make(control_fd: int, others: list[int]) -> RankArguments:
+        return RankArguments(
+            options=options,
+            control_fd=control_fd,
+            rank=rank,
+            ranks=shared,
+            engine_fd=end.fileno(),
+            root=root,
         )
 
-    return _spawn("kvline_server.engine_process", make, ENGINE_MALLOC, (), http_processes)
+    fds = (end.fileno(), shared.steps_fd)
+    return _spawn("kvline_server.engine_process.rank", make, ENGINE_MALLOC, fds, 0)
 
 
 def _spawn(

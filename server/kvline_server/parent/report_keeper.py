@@ -62,6 +62,10 @@ class ReportKeeper:
         if progress.warning is not None:
             self.warn(progress.warning)
 
+    def touch(self) -> None:
+        """There is progress that the report does not show."""
+        self.changed_at = time.monotonic()
+
     def fail(self, failure: Termination) -> None:
         self._change(state=State.FAILED, failure=failure, result=None)
 

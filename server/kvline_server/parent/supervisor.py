@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from kvline_contract.names import ATTEMPTS_FILE, ENV_POD_NAME, ENV_POD_UID
 from kvline_contract.report import Outcome, State, Termination
 from kvline_server.errors import PortTaken, ServerError
 from kvline_server.flags import with_flag_names
-from kvline_server.memory.device import container_limit, oom_kills
+from kvline_server.memory.device import container_limit, host_limit, oom_kills, unbounded
 from kvline_server.messages import (
     Beat,
     Drain,
@@ -33,8 +34,9 @@ from kvline_server.messages import (
     Serve,
 )
 from kvline_server.options import LARGE_HOST, ClientLimits, Options
-from kvline_server.parent.children import Child, listen, start_engine, start_http
+from kvline_server.parent.children import Child, listen, start_http
 from kvline_server.parent.cpus import cpus, http_processes
+from kvline_server.parent.engine import End, Engine, signal_name
 from kvline_server.parent.health import Health
 from kvline_server.parent.internal import InternalServer
 from kvline_server.parent.report_keeper import ReportKeeper
@@ -57,7 +59,8 @@ class Supervisor:
         self.clients = self._clients()
         self.processes = options.http_processes or http_processes(self.clients, cpus())
         self.health = Health(options, self.keeper, self.served, self.processes)
-        self.engine: Child | None = None
+        self.engine: Engine | None = None
+        self.ranks = launch.tensor_parallel
         self.http: list[Child] = []
         self.internal: InternalServer | None = None
         self.stop_now = False
@@ -81,11 +84,13 @@ class Supervisor:
         except ServerError as error:
             return self._end(error.termination())
         finally:
-            working = self.engine is not None and self.engine.process.poll() is None
-            for child in (*self.http, *([self.engine] if self.engine else [])):
+            working = self.engine is not None and self.engine.working
+            for child in self.http:
                 child.kill()
+            if self.engine is not None:
+                self.engine.kill()
             if self.interrupted or (working and self.health.draining):
-                AttemptStore(self.options.state_dir / ATTEMPTS_FILE).interrupt()
+                self._attempts().interrupt()
 
     def stop(self) -> None:
         """Drains on SIGTERM or Ctrl-C; exits at once on a second one."""
@@ -121,9 +126,9 @@ class Supervisor:
 
     def _end_engine(self) -> None:
         """Does not wait for its end, as the driver takes time to free a GPU's memory."""
-        if self.engine is not None and self.engine.process.poll() is None:
+        if self.engine is not None and self.engine.working:
             self.interrupted = True
-            self.engine.process.kill()
+            self.engine.end(None)
 
     def _announce(self) -> bool:
         """Logs one line once the server is ready."""
@@ -175,21 +180,32 @@ class Supervisor:
         self.health.engine_starts += 1
         self.health.on_engine_heartbeat()
         self.oom_kills, self.thrashed = oom_kills(), False
-        self.engine = start_engine(self.options, self.processes)
-        self.engine.follow(self._from_engine)
+        options = self._with_memory()
+        self.engine = Engine(options, self.processes, self.ranks, self._from_engine)
         if self.health.edge.ready:
-            self.engine.tell(NeighboursReady())
+            self.engine.first.tell(NeighboursReady())
+
+    def _with_memory(self) -> Options:
+        """Ranks on a CPU divide one figure: each would find another amount free."""
+        if self.device is not Device.CPU or self.ranks == 1:
+            return self.options
+        limit, bounded = host_limit(self.options.memory, os.getpid())
+        if not bounded and self.options.memory is None:
+            self.keeper.warn(unbounded(limit))
+        return replace(self.options, memory=limit)
 
     def _from_http(self, process: int, message: Message) -> None:
         if isinstance(message, EdgeBeat):
             first = self.health.on_http_heartbeat(process, message)
             if first and self.engine is not None:
-                self.engine.tell(NeighboursReady())
+                self.engine.first.tell(NeighboursReady())
         elif isinstance(message, Progress):
             self.keeper.apply(message)  # it says why it must end
 
-    def _from_engine(self, message: Message) -> None:
-        if isinstance(message, Beat):
+    def _from_engine(self, rank: int, message: Message) -> None:
+        if rank:
+            self.keeper.touch()  # it loads, whatever rank 0 waits for
+        elif isinstance(message, Beat):
             self.health.on_engine_heartbeat(message)
         elif isinstance(message, Progress):
             self.health.on_engine_heartbeat()
@@ -203,7 +219,7 @@ class Supervisor:
         effective, result = self.keeper.report.effective, self.keeper.report.result
         assert effective is not None and result is not None, "a result without its settings"
         if self.engine is not None:
-            for child, connection in zip(self.http, self.engine.others, strict=True):
+            for child, connection in zip(self.http, self.engine.first.others, strict=True):
                 child.hand(connection)
         self._tell_http(Serve(effective, result.kv_tokens))
 
@@ -217,25 +233,51 @@ class Supervisor:
         if ended and not self.health.draining:
             time.sleep(LAST_WORDS_SECONDS)
             return self.keeper.report.failure or self._died("HTTP", ended[0])
-        engine = self.engine.process.poll() if self.engine is not None else None
+        engine, limit = self.engine, self.options.limits.rank
         if engine is None:
+            return self._stalled()
+        silent = engine.silent(limit)
+        if silent is None and not engine.over():
             return self._stalled()
         self.health.engine_gone = True
         time.sleep(LAST_WORDS_SECONDS)
-        if self.keeper.report.failure is not None:
-            return self.keeper.report.failure
-        if self._may_shrink(engine):
-            self.keeper.restart("the engine was killed for memory while it validated a size")
+        end = engine.end(silent)
+        if self._may_shrink(end):
+            engine.kill()
+            if end.apart:
+                self._attempts().fail()
+            self.keeper.restart(
+                end.apart or "the engine was killed for memory while it validated a size"
+            )
             self.health.engine_gone = False
             self._start_engine()
             return None
-        return self._died("engine", engine)
+        time.sleep(LAST_WORDS_SECONDS)  # of HTTP to its clients
+        return self._why(end)
 
-    def _may_shrink(self, code: int) -> bool:
+    def _why(self, end: End) -> Termination:
+        if (failed := end.failure()) is not None:
+            rank, failure = failed
+            self.interrupted = rank > 0  # rank 0 has said itself what became of its attempt
+            return failure
+        if end.apart:
+            return Termination.of(self._out_of_memory(), end.apart)
+        if end.ranks == 1:
+            return self._died("engine", end.codes[0])
+        killed = end.killed()
+        if killed is not None and self._killed_for_memory(killed[1]):
+            return self._died(f"rank {killed[0]}", killed[1])
+        self.interrupted = True
+        return end.lost(self.options.limits.rank)
+
+    def _may_shrink(self, end: End) -> bool:
         """Whether the size that was tried was too large: the restarted engine reads the attempts
         and tries a smaller one. A GPU's KV cache takes no host memory."""
+        if end.failure() is not None:
+            return False
         tried = any(a.outcome is Outcome.RUNNING for a in self.keeper.report.attempts)
-        return self.device is Device.CPU and tried and self._killed_for_memory(code)
+        killed = any(map(self._killed_for_memory, end.codes.values()))
+        return tried and (bool(end.apart) or (self.device is Device.CPU and killed))
 
     def _killed_for_memory(self, code: int) -> bool:
         """Whether the kernel killed a process for host memory. Others send SIGKILL too; where the
@@ -248,9 +290,8 @@ class Supervisor:
     def _died(self, what: str, code: int) -> Termination:
         state = self.keeper.report.state
         if self._killed_for_memory(code):
-            serving = state is State.VALIDATED
             return Termination.of(
-                ExitCode.OUT_OF_MEMORY_SERVING if serving else ExitCode.OUT_OF_MEMORY,
+                self._out_of_memory(),
                 f"the {what} process was killed for host memory in state {state}; "
                 "raise spec.resources.memory",
             )
@@ -259,10 +300,15 @@ class Supervisor:
             return Termination.of(
                 ExitCode.OUT_OF_MEMORY_SERVING, f"the {what} process ran out of memory"
             )
-        how = f"signal {-code}" if code < 0 else f"code {code}"
-        if code == -signal.SIGKILL:
-            how += ", which the kernel did not send for memory"
+        how = signal_name(code) if code < 0 else f"code {code}"
         return Termination.of(ExitCode.ENGINE_DIED, f"the {what} process ended with {how}")
+
+    def _out_of_memory(self) -> ExitCode:
+        serving = self.keeper.report.state is State.VALIDATED
+        return ExitCode.OUT_OF_MEMORY_SERVING if serving else ExitCode.OUT_OF_MEMORY
+
+    def _attempts(self) -> AttemptStore:
+        return AttemptStore(self.options.state_dir / ATTEMPTS_FILE)
 
     def _stalled(self) -> Termination | None:
         """Ends a start without progress. A validation that takes far longer than the same work took
@@ -273,7 +319,7 @@ class Supervisor:
             return None
         if state is State.VALIDATING and self.device is Device.CPU and quiet > self._patience():
             self.thrashed = True
-            self.engine.kill()
+            self.engine.first.kill()
             return None
         if quiet < limit:
             return None

@@ -65,6 +65,18 @@ class AttemptStore:
         self._write()
         return done
 
+    def fail(self) -> None:
+        """Ends the current attempt of an engine that ran out of memory and has ended."""
+        found = self._read()
+        if found is None:
+            return
+        self.fingerprint = found.fingerprint
+        self.attempts = tuple(
+            replace(a, outcome=Outcome.OUT_OF_MEMORY) if a.outcome is Outcome.RUNNING else a
+            for a in found.attempts
+        )
+        self._write()
+
     def forget(self) -> None:
         """Drops the current attempt: the device failed, so it shows nothing about its size."""
         self.attempts = self.attempts[:-1]

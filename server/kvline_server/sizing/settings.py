@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 from kvline_contract.launch import Device, LaunchConfig
 from kvline_contract.report import Effective
-from kvline_server.errors import ConfigInvalid, ModelUnsupported
+from kvline_server.errors import ConfigInvalid
 from kvline_server.kernels.interface import LOGIT_BLOCK
 from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.model import shard
 from kvline_server.model.config import ModelConfig
 from kvline_server.options import ENGINE_QUEUED_BYTES, QUEUED_BYTES, ClientLimits
 
@@ -47,8 +48,8 @@ class EngineSettings:
     # Prompt rows that a mixed step may always have, although its decodes wait for them. Left out
     # of repr, and so of the fingerprint: it is below a full step, so no size depends on it.
     mixed_prefill_tokens: int | None = field(default=None, repr=False)
-    # What clients may make the HTTP processes hold, in all and for each token of the KV cache; 0 on
-    # a GPU, whose memory HTTP does not share.
+    # What clients may make the HTTP processes hold, in all and for each token of the KV cache: each
+    # rank's share, as they share the CPU's memory. 0 on a GPU, whose memory HTTP does not share.
     client_bytes: int = 0
     client_bytes_per_token: int = 0
 
@@ -85,18 +86,14 @@ def resolve(
 ) -> EngineSettings:
     """Fills in defaults and checks the settings against the model. Raises ConfigInvalid or
     ModelUnsupported, which name the field."""
-    defaults = DEFAULTS[launch.device]
+    defaults, ranks = DEFAULTS[launch.device], launch.tensor_parallel
     requested = launch.engine
     if requested.max_model_len is not None and requested.max_model_len > model.max_position:
         raise ConfigInvalid(
             f"spec.engine.maxModelLen is {requested.max_model_len}, "
             f"the model's own limit is {model.max_position}"
         )
-    if launch.tensor_parallel > 1 and model.kv_heads % launch.tensor_parallel:
-        raise ModelUnsupported(
-            f"spec.resources.gpus is {launch.tensor_parallel}, "
-            f"which does not divide the model's {model.kv_heads} key-value heads"
-        )
+    shard.check(model, ranks)
     running = requested.max_running_requests or defaults["running"]
     prefill = requested.max_prefill_tokens or max(defaults["prefill"], running)
     if prefill < running:
@@ -110,6 +107,7 @@ def resolve(
     if launch.device is Device.CPU:
         context = requested.max_model_len or model.max_position
         clients = ClientLimits().on(launch.device).memory(context, running, http_processes)
+        clients //= ranks
     return EngineSettings(
         max_model_len=requested.max_model_len,
         model_max_len=model.max_position,
@@ -121,5 +119,5 @@ def resolve(
         pinned_kv_tokens=launch.capacity.kv_tokens,
         mixed_prefill_tokens=min(defaults["mixed"], prefill),
         client_bytes=clients,
-        client_bytes_per_token=QUEUED_BYTES + ENGINE_QUEUED_BYTES if clients else 0,
+        client_bytes_per_token=(QUEUED_BYTES + ENGINE_QUEUED_BYTES) // ranks if clients else 0,
     )

@@ -21,7 +21,7 @@ from kvline_server.kernels.group import Group
 from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import Arena, HostArena, KVShape
-from kvline_server.memory.device import MIB, Device, cpu_device
+from kvline_server.memory.device import Device, cpu_device, unbounded
 from kvline_server.model.config import ModelConfig
 
 MIN_CAPABILITY = (8, 0)  # bfloat16 on tensor cores
@@ -38,19 +38,27 @@ class Backend:
 
 
 def open_backend(
-    launch: LaunchConfig, memory: int | None, root: int, warn: Callable[[str], None]
+    launch: LaunchConfig,
+    memory: int | None,
+    root: int,
+    warn: Callable[[str], None],
+    rank: int = 0,
 ) -> Backend:
-    """`memory` (bytes) and `root` (a process id) are for the CPU: the limit, and the process tree
-    whose memory counts. `warn` gets a text for each fallback that costs speed or memory. Raises
-    DeviceFailure."""
+    """`memory` (bytes) and `root` (a process id) are for the CPU: the limit of all ranks, and the
+    process tree whose memory counts. `warn` gets a text for each fallback that costs speed or
+    memory. Raises DeviceFailure."""
     if launch.device is Kind.CPU:
-        device = cpu_device(memory, root)
+        device = cpu_device(memory, root, launch.tensor_parallel)
         if not device.bounded:
-            mib = device.limit // MIB
-            warn(f"no container limits memory: sized for {mib} MiB, half of it free; see --memory")
+            warn(unbounded(device.limit))
         libraries = ("kvline", "torch")
         return Backend(device, torch.float32, _cpu_kernels, HostArena, libraries)
-    return _cuda(launch, warn)
+    return _cuda(launch, warn, rank)
+
+
+def gpu(rank: int, ranks: int) -> str:
+    """Its name in messages."""
+    return "the GPU" if ranks == 1 else f"GPU {rank}"
 
 
 def _cpu_kernels(model: ModelConfig, group: Group) -> Kernels:
@@ -69,19 +77,20 @@ def _driver() -> str:
     return "the driver's libcuda.so.1 is there, but no device: check the node with nvidia-smi"
 
 
-def _cuda(launch: LaunchConfig, warn: Callable[[str], None]) -> Backend:
+def _cuda(launch: LaunchConfig, warn: Callable[[str], None], rank: int) -> Backend:
     if not torch.cuda.is_available():
         raise DeviceFailure(
             f"spec.resources.gpus asks for a GPU, and CUDA finds none on this machine; {_driver()}"
         )
-    if launch.tensor_parallel != 1:
+    asked, seen = launch.tensor_parallel, torch.cuda.device_count()
+    if seen < asked:
         raise DeviceFailure(
-            f"spec.resources.gpus is {launch.tensor_parallel}; this version runs on one GPU"
+            f"spec.resources.gpus is {asked}, and this machine shows {seen} of them"
         )
-    capability = torch.cuda.get_device_capability(0)
+    capability = torch.cuda.get_device_capability(rank)
     if capability < MIN_CAPABILITY:
         raise DeviceFailure(
-            f"{torch.cuda.get_device_name(0)} has compute capability {capability[0]}."
+            f"{torch.cuda.get_device_name(rank)} has compute capability {capability[0]}."
             f"{capability[1]}, at least {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} is needed"
         )
     from kvline_server.memory.cuda import CudaArena, CudaDevice
@@ -89,9 +98,11 @@ def _cuda(launch: LaunchConfig, warn: Callable[[str], None]) -> Backend:
     libraries = ("kvline", "torch", "flashinfer-python")
     kernels = partial(_cuda_kernels, warn)
     try:
+        torch.cuda.set_device(rank)
         device = CudaDevice()
     except RuntimeError as error:  # no memory for another CUDA context, or a broken GPU
-        raise DeviceFailure(f"the GPU cannot be used: {str(error).splitlines()[0]}") from error
+        text = str(error).splitlines()[0]
+        raise DeviceFailure(f"{gpu(rank, asked)} cannot be used: {text}") from error
     return Backend(device, torch.bfloat16, kernels, CudaArena, libraries)
 
 
@@ -99,7 +110,7 @@ def _cuda_kernels(warn: Callable[[str], None], model: ModelConfig, group: Group)
     """FlashInfer's where they were built for this GPU and model, else torch's with a warning."""
     # FlashInfer's other norm kernels are compiled at first use, and a pod has no compiler.
     os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
-    capability = torch.cuda.get_device_capability(0)
+    capability = torch.cuda.get_device_capability()
     if capability[0] != HOPPER:
         why = f"compute capability {capability[0]}.{capability[1]} is not {HOPPER}.x"
     else:

@@ -90,7 +90,18 @@ class GraphSegments:
         self.sizes = buckets(max_rows)
         self.eager = 0  # steps that no bucket fits
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
+        self._skipped = False
         self._capture_all(cache)
+
+    @contextmanager
+    def skipped(self) -> Iterator[None]:
+        """Within it steps run attention and no graph: graphs have their memory, and would wait for
+        other ranks."""
+        self._skipped = True
+        try:
+            yield
+        finally:
+            self._skipped = False
 
     def step(
         self,
@@ -112,7 +123,7 @@ class GraphSegments:
         graphs = self._graphs[bucket]
         queries, out = self.state.heads[:rows, : self.queries], self.attended[:rows]
         for index, layer in enumerate(cache):
-            graphs[index].replay()
+            self._replay(graphs[index])
             self.decoder.attend(index, queries, layer, plan, out)
         return self._finish(rows, wanted)
 
@@ -122,8 +133,12 @@ class GraphSegments:
         if count:
             torch.index_select(self.attended[:rows], 0, wanted, out=self.picked[:count])
             torch.index_select(self.state.residual[:rows], 0, wanted, out=self.hidden[:count])
-            self._graphs[self.sizes[bisect.bisect_left(self.sizes, count)]][-1].replay()
+            self._replay(self._graphs[self.sizes[bisect.bisect_left(self.sizes, count)]][-1])
         return self.hidden[:count]
+
+    def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        if not self._skipped:
+            graph.replay()
 
     def _place(self, token_ids: torch.Tensor, mapping: SlotMapping, bucket: int) -> None:
         rows = len(token_ids)

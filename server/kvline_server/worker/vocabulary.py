@@ -10,12 +10,11 @@ import numpy as np
 import torch
 
 from kvline_server.kernels.best import token_of
+from kvline_server.kernels.group import TABLE_BYTES
 from kvline_server.kernels.interface import Kernels, PartScores, RowScores
 from kvline_server.kernels.layout import Draws
 from kvline_server.model.shard import Shard, share, tokens
 from kvline_server.worker.step import Edits
-
-EXCHANGED = 32 << 20  # bytes of logits that a rank gives away, and gets, at a time
 
 
 class Vocabulary:
@@ -86,7 +85,7 @@ class Vocabulary:
     def _filtered(self, logits: torch.Tensor, draws: Draws, rows: np.ndarray) -> torch.Tensor:
         """Filters need whole rows: each rank gets and samples some of them. -> int64 [len(rows)]"""
         ranks, row_bytes = self.group.ranks, self.width * logits.itemsize
-        step = max(1, EXCHANGED // (ranks * row_bytes)) * ranks
+        step = max(1, TABLE_BYTES // (ranks * row_bytes)) * ranks
         blocks = (rows[start : start + step] for start in range(0, len(rows), step))
         return torch.cat([self._block(logits, draws, block) for block in blocks])
 

@@ -6,6 +6,8 @@ sampled and not read yet is taken from `last_tokens`, on the device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -95,15 +97,24 @@ class Worker:
             self.forward = self.graphs.step
         return True
 
-    def launch(self, step: Step) -> LaunchedStep:
-        """Raises DeviceOutOfMemory when the device refuses memory, DeviceFailure when it fails."""
+    def launch(self, step: Step, read: bool = True) -> LaunchedStep:
+        """Where nobody is to `read` the results, only the tokens are copied to the host. Raises
+        DeviceOutOfMemory when the device refuses memory, DeviceFailure when it fails."""
         with device_errors.translated("launch"):
-            return self._launch(step)
+            return self._launch(step, self._hidden, read)
+
+    def rehearse(self, step: Step) -> None:
+        """Runs a step to its end, but not what captured graphs do: they have their memory, and
+        would wait for other ranks. Results mean nothing. Raises as launch does."""
+        with device_errors.translated("rehearse"):
+            self._launch(step, self._rehearsed).wait()
 
     @torch.inference_mode()
-    def _launch(self, step: Step) -> LaunchedStep:
+    def _launch(
+        self, step: Step, decode: Callable[[Step], torch.Tensor], read: bool = True
+    ) -> LaunchedStep:
         targets, written = self.kernels.upload(step.targets, step.sampled_slots)
-        hidden = self._hidden(step)
+        hidden = decode(step)
         outputs = _Outputs()
         for start in range(0, len(step.wanted), self.logprob_rows):
             self._chunk(step, hidden[start : start + self.logprob_rows], targets, start, outputs)
@@ -111,8 +122,17 @@ class Worker:
         if len(tokens):
             # The next step may embed these before the host reads them, so NO_TOKEN becomes 0.
             self.last_tokens.index_copy_(0, written, tokens.clamp(min=0))
+        if not read:
+            outputs = _Outputs()
         tensors = [tensor for table in outputs.tables() for tensor in table.tensors()]
         return LaunchedStep(outputs, self.kernels.fetch([tokens, *tensors]))
+
+    def _rehearsed(self, step: Step) -> torch.Tensor:
+        """As `_hidden`, without captured graphs."""
+        if self.decodes is not None and self.decodes.fits(step):
+            return self.decodes.hidden[: len(step.tokens)]
+        with self.graphs.skipped() if self.graphs is not None else nullcontext():
+            return self._hidden(step)
 
     def _hidden(self, step: Step) -> torch.Tensor:
         """The decoder's output for the wanted rows. -> [wanted, hidden]"""

@@ -2,6 +2,8 @@
 
 KVLINE_FAULT_STEP=n:raise|oom|kill|signal|nan|device breaks the engine's n-th batch; after `kill`
 the parent sees a kernel that killed for memory, after `signal` it does not;
+KVLINE_FAULT_MEMORY=stage:n makes torch allocate too much in the n-th call of a stage (OF_STAGES);
+KVLINE_FAULT_RANK says which rank of several breaks so, by default the first;
 KVLINE_FAULT_HTTP_BLOCK=s blocks the HTTP process once for s seconds in a C call that holds the
 interpreter lock; KVLINE_FAULT_FRAMES makes what the engine answers unreadable;
 KVLINE_WATCH_LOOP=file is of loopwatch.py.
@@ -30,7 +32,7 @@ def break_step() -> None:
     launch = module.Worker._launch
     count = 0
 
-    def broken(self, step):  # type: ignore[no-untyped-def]
+    def broken(self, step, *more):  # type: ignore[no-untyped-def]
         nonlocal count
         count += 1
         if count == int(number) or (ALWAYS and count > int(number)):
@@ -40,7 +42,7 @@ def break_step() -> None:
             if kind in ("kill", "signal"):
                 os.kill(os.getpid(), 9)
             if kind == "nan":
-                return launch_nan(self, step)
+                return launch_nan(self, step, *more)
             if kind == "oom":
                 raise torch.OutOfMemoryError(
                     "CUDA out of memory. Tried to allocate 1 GiB: injected"
@@ -48,13 +50,13 @@ def break_step() -> None:
             if kind == "device":
                 raise torch.AcceleratorError("CUDA error: an illegal memory access: injected")
             raise RuntimeError("injected")
-        return launch(self, step)
+        return launch(self, step, *more)
 
-    def launch_nan(self: Any, step: Any) -> Any:
+    def launch_nan(self: Any, step: Any, *more: Any) -> Any:
         compute = self.decoder.compute_logits
         self.decoder.compute_logits = lambda hidden: compute(hidden).fill_(float("nan"))
         try:
-            return launch(self, step)
+            return launch(self, step, *more)
         finally:
             self.decoder.compute_logits = compute
 
@@ -101,11 +103,51 @@ def count_kills() -> None:
     module.oom_kills = lambda: KILLS.stat().st_size if KILLS.exists() else 0
 
 
+OF_STAGES = {
+    "load": ("kvline_server.model.loader", "SafetensorsSource", "copy"),
+    "tune": ("kvline_server.kernels.torch", "TorchKernels", "tune"),
+    "row-counts": ("kvline_server.worker.worker", "Worker", "warm_up"),
+    "capture": ("kvline_server.worker.worker", "Worker", "capture"),
+    "resize": ("kvline_server.memory.arena", "HostArena", "resize"),
+    "step": ("kvline_server.worker.worker", "Worker", "_launch"),
+}
+
+
+def run_out_of_memory() -> None:
+    stage, number = os.environ["KVLINE_FAULT_MEMORY"].split(":")
+    module, owner, name = OF_STAGES[stage]
+    patched: Any = getattr(importlib.import_module(module), owner)
+    original, count = getattr(patched, name), 0
+
+    def broken(*values: Any, **named: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == int(number):
+            torch: Any = importlib.import_module("torch")
+            torch.empty(1 << 62, dtype=torch.uint8)
+        return original(*values, **named)
+
+    setattr(patched, name, broken)
+
+
+def own_rank() -> int:
+    """Of this process, which is one of an engine's."""
+    if RANK not in arguments:
+        return 0
+    found: int = importlib.import_module("json").loads(arguments[-1])["rank"]
+    return found
+
+
 arguments = sys.orig_argv
 ENGINE, HTTP = "kvline_server.engine_process", "kvline_server.http.process"
-if STEP and ENGINE in arguments:
+RANK = f"{ENGINE}.rank"
+OF_ENGINE = ENGINE in arguments or RANK in arguments
+BREAKS = OF_ENGINE and own_rank() == int(os.environ.get("KVLINE_FAULT_RANK", "0"))
+if "KVLINE_FAULT_MEMORY" in os.environ and BREAKS:
+    run_out_of_memory()
+if STEP and BREAKS:
     break_step()
-elif STEP and HTTP not in arguments:
+elif STEP and not OF_ENGINE and HTTP not in arguments:
     count_kills()
 if "KVLINE_FAULT_COPY" in os.environ and ENGINE in arguments:
     slow_copies()

@@ -1,0 +1,85 @@
+"""The process of a rank other than 0: loads its part of the model, then does what rank 0 says. What
+fails here it tells the parent itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from dataclasses import replace
+
+from kvline_contract.exits import ExitCode
+from kvline_contract.launch import LaunchConfig
+from kvline_contract.report import Termination
+from kvline_server import device_errors
+from kvline_server.engine_process.pulse import pulse
+from kvline_server.engine_process.start import load_rank, set_threads
+from kvline_server.errors import (
+    DeviceOutOfMemory,
+    OutOfMemory,
+    RankLost,
+    RanksApart,
+    ServerError,
+)
+from kvline_server.messages import Apart, Channel, Progress
+from kvline_server.options import RankArguments
+from kvline_server.parallel.join import follow
+from kvline_server.parallel.link import Link
+
+
+def main(arguments: RankArguments, launch: LaunchConfig) -> int:
+    parent = Channel(socket.socket(fileno=arguments.control_fd))
+    set_threads(arguments.options, launch)
+    for work in (pulse, _end_with):
+        threading.Thread(target=work, args=(parent,), daemon=True).start()
+    name = f"rank {arguments.rank} of {arguments.ranks.count}"
+    try:
+        _run(arguments, launch, parent)
+        return int(ExitCode.RANK_LOST)  # rank 0 has ended, and says why
+    except RanksApart as error:
+        parent.send(Apart(str(error)))
+        return int(ExitCode.OUT_OF_MEMORY)
+    except DeviceOutOfMemory as error:
+        failure = OutOfMemory(f"{name}: the device refused memory: {error}").termination()
+    except RankLost as error:
+        failure = error.termination()
+    except ServerError as error:
+        failure = _named(error.termination(), name)
+    parent.send(Progress(failure=failure))
+    return failure.code
+
+
+def _run(arguments: RankArguments, launch: LaunchConfig, parent: Channel) -> None:
+    """Returns when rank 0 ends."""
+    link = Link(socket.socket(fileno=arguments.engine_fd), 0)
+    with device_errors.translated("start"):
+        rank = load_rank(
+            launch,
+            lambda progress: parent.send(Progress()),  # rank 0's are shown
+            arguments.options.memory,
+            arguments.root,
+            ranks=arguments.ranks,
+            rank=arguments.rank,
+        )
+        assert rank.group is not None, "there are several"
+        follower = follow(
+            rank.local, rank.group, link, rank.steps(arguments.ranks), rank.free_before
+        )
+    with device_errors.translated("serve"):
+        follower.serve()
+
+
+def _named(failure: Termination, name: str) -> Termination:
+    """With the rank in its message, if it is not there."""
+    if "rank " in failure.message:
+        return failure
+    return replace(failure, message=f"{name}: {failure.message}"[:1024])
+
+
+def _end_with(parent: Channel) -> None:
+    """Exits when the parent does."""
+    with contextlib.suppress(OSError):
+        for _ in parent.receive():
+            pass
+    os._exit(int(ExitCode.RANK_LOST))

@@ -1,0 +1,106 @@
+"""A rank other than 0: does what rank 0 says (ranks.py) until rank 0 ends."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from kvline_server import device_errors
+from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, RankLost, RanksApart
+from kvline_server.kernels.group import Group
+from kvline_server.messages import Answer, Call, Run
+from kvline_server.parallel.executor import Local
+from kvline_server.parallel.link import Link
+from kvline_server.parallel.wire import Steps
+from kvline_server.worker.step import InFlight
+
+IDLE_SECONDS = 0.5  # until the last step's errors are looked for
+SEND_SECONDS = 300.0
+
+
+class Follower:
+    def __init__(self, local: Local, group: Group, link: Link, steps: Steps) -> None:
+        """`link`: to rank 0."""
+        self._local = local
+        self._group = group
+        self._link = link
+        self._steps = steps
+        self._held = ExitStack()
+        self._last: InFlight | None = None  # whose errors nobody has seen yet
+
+    def serve(self) -> None:
+        """Until rank 0 ends. Raises RanksApart or DeviceFailure where a step fails."""
+        while True:
+            try:
+                message = self._link.receive(IDLE_SECONDS)
+            except RankLost:
+                return
+            if isinstance(message, Run):
+                self._run(message.slot)
+            elif isinstance(message, Call):
+                self._link.send(self._answer(message), SEND_SECONDS)
+            else:
+                self._look()
+
+    def _run(self, slot: int) -> None:
+        try:
+            self._last = self._local.worker.launch(self._steps.read(slot), read=False)
+        except DeviceOutOfMemory as error:
+            raise self._out_of_memory(error) from error
+        self._steps.has_read(self._group.rank - 1)
+
+    def _look(self) -> None:
+        """Errors of a device surface where somebody waits for it."""
+        if self._last is not None:
+            try:
+                self._last.wait()
+            except DeviceOutOfMemory as error:
+                raise self._out_of_memory(error) from error
+            self._last = None
+
+    def _out_of_memory(self, error: DeviceOutOfMemory) -> RanksApart:
+        return RanksApart(f"rank {self._group.rank}: {error}")
+
+    def _answer(self, call: Call) -> Answer:
+        self._last = None  # rank 0 has its results
+        try:
+            with device_errors.translated(call.name), self._group.apart():
+                return Answer(self._do(call))
+        except DeviceOutOfMemory as error:
+            return Answer(text=str(error), failed="memory")
+        except DeviceFailure as error:
+            return Answer(text=str(error), failed="device")
+
+    def _do(self, call: Call) -> list[int]:
+        local, numbers = self._local, call.numbers
+        match call.name:
+            case "tune":
+                known = {(a, b, c): kernel for a, b, c, kernel in call.choices or ()}
+                return [int((local.tune(numbers[0], known) or {}) == known)]
+            case "warm_up":
+                local.warm_up(numbers[0])
+            case "capture":
+                return [int(local.capture(numbers[0], numbers[1]))]
+            case "rehearse":
+                self._rehearse(numbers[0])
+            case "resize":
+                local.resize(numbers[0])
+            case "usage":
+                (usage,) = local.usage()
+                return [usage.limit, usage.used, usage.now, usage.peak, usage.kv, usage.files]
+            case "settle":
+                local.settle()
+            case "reset_peak":
+                local.reset_peak()
+            case "hold":
+                self._held.enter_context(local.held(numbers[0]))
+            case "release":
+                self._held.close()
+            case _:
+                raise AssertionError(call.name)
+        return []
+
+    def _rehearse(self, slot: int) -> None:
+        try:
+            self._local.worker.rehearse(self._steps.read(slot))
+        finally:
+            self._steps.has_read(self._group.rank - 1)

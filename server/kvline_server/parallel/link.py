@@ -1,0 +1,78 @@
+"""A socket between rank 0 and another rank. Whoever waits at one learns at once that the other side
+has ended, and in bounded time that it does not answer."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+from kvline_server import messages
+from kvline_server.errors import RankLost
+from kvline_server.messages import Message
+
+_LENGTH = 4
+_READ = 64 << 10
+
+
+class Link:
+    """Used by one thread alone."""
+
+    def __init__(self, connection: socket.socket, rank: int) -> None:
+        """`rank`: of the other side."""
+        self.rank = rank
+        self._connection = connection
+        self._received = bytearray()
+
+    def send(self, message: Message, seconds: float) -> None:
+        """Raises RankLost, also where the other side has read nothing for so long."""
+        self._connection.settimeout(seconds)
+        try:
+            self._connection.sendall(messages.encode(message))
+        except TimeoutError:
+            raise self.silent(seconds) from None
+        except OSError:
+            raise self.ended() from None
+
+    def receive(self, seconds: float) -> Message | None:
+        """None where nothing comes for so long. Raises RankLost at the end of the stream."""
+        end = time.monotonic() + seconds
+        while (message := self._next()) is None:
+            self._connection.settimeout(max(1e-3, end - time.monotonic()))
+            try:
+                data = self._connection.recv(_READ)
+            except TimeoutError:
+                return None
+            except OSError:
+                data = b""
+            if not data:
+                raise self.ended()
+            self._received += data
+        return message
+
+    def check(self) -> None:
+        """Raises RankLost if the other side has ended."""
+        self._connection.settimeout(0)
+        try:
+            if not self._connection.recv(1, socket.MSG_PEEK):
+                raise self.ended()
+        except BlockingIOError:
+            return
+        except OSError:
+            raise self.ended() from None
+
+    def ended(self) -> RankLost:
+        return RankLost(f"rank {self.rank} has ended")
+
+    def silent(self, seconds: float) -> RankLost:
+        return RankLost(f"rank {self.rank} has not answered for {seconds:g} s")
+
+    def _next(self) -> Message | None:
+        """The first message that has come whole."""
+        if len(self._received) < _LENGTH:
+            return None
+        end = _LENGTH + int.from_bytes(self._received[:_LENGTH], "little")
+        if len(self._received) < end:
+            return None
+        body = bytes(self._received[_LENGTH:end])
+        del self._received[:end]
+        return messages.decode(body)

@@ -1,0 +1,209 @@
+"""Rank 0's executor of several ranks: each call runs here and on every other rank (follow.py), and
+ends everywhere before it returns. So whatever fails on one rank, all are in the same state again.
+
+What may fail for lack of memory outside a step runs without collectives (Group.apart): no rank ever
+waits in one for a rank that has failed before it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TypeVar
+
+from kvline_server import device_errors
+from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, RankLost, RanksApart
+from kvline_server.kernels.group import Group
+from kvline_server.kernels.tuning import Choices
+from kvline_server.messages import Answer, Call, Run
+from kvline_server.parallel.executor import Local, Usage
+from kvline_server.parallel.link import Link
+from kvline_server.parallel.wire import Steps
+from kvline_server.worker.step import InFlight, Results, Step
+
+T = TypeVar("T")
+ANSWER_SECONDS = 300.0  # no call takes as long; what only stops is noticed sooner, by its pulse
+TURN = 1e-4  # seconds between two looks at a slot that is still being read
+
+
+class Ranks:
+    def __init__(
+        self,
+        local: Local,
+        group: Group,
+        links: Sequence[Link],
+        steps: Steps,
+        patience: float = ANSWER_SECONDS,
+    ) -> None:
+        """`links`: one to each other rank, in their order; `patience`: seconds for an answer."""
+        self.local = local
+        self.ranks = 1 + len(links)
+        self._group = group
+        self._links = links
+        self._steps = steps
+        self._patience = patience
+        self._apart = False  # nobody answers any more
+
+    @property
+    def depth(self) -> int:
+        return self.local.depth
+
+    @property
+    def pages(self) -> int:
+        return self.local.pages
+
+    @property
+    def eager_steps(self) -> int | None:
+        return self.local.eager_steps
+
+    def tune(self, max_rows: int, known: Choices | None) -> Choices | None:
+        """Rank 0 chooses, and the others take its choices: one kernel for a shape on all ranks."""
+        try:
+            with device_errors.translated("tune"), self._group.apart():
+                choices = self.local.tune(max_rows, known)
+        except (DeviceOutOfMemory, DeviceFailure) as error:
+            raise _named(error, 0) from error
+        taken = [(*shape, kernel) for shape, kernel in (choices or {}).items()]
+        _, answers = self._each(Call("tune", [max_rows], taken), lambda: None)
+        if any(answer.numbers != [1] for answer in answers):
+            raise DeviceFailure("a GEMM kernel that rank 0 chose is not there on another rank")
+        return choices
+
+    def warm_up(self, max_rows: int) -> int:
+        counts, _ = self._each(Call("warm_up", [max_rows]), lambda: self.local.warm_up(max_rows))
+        return counts
+
+    def capture(self, max_rows: int, longest: int) -> bool:
+        captured, answers = self._each(
+            Call("capture", [max_rows, longest]), lambda: self.local.capture(max_rows, longest)
+        )
+        if any(answer.numbers != [captured] for answer in answers):
+            raise DeviceFailure("graphs were captured on some of the ranks only")
+        return captured
+
+    def launch(self, step: Step) -> InFlight:
+        """Raises RanksApart in the place of DeviceOutOfMemory: the others are in the step."""
+        slot = self._write(step)
+        for link in self._links:
+            link.send(Run(slot), self._patience)
+        with self._in_step():
+            return _Together(self.local.launch(step), self)
+
+    def rehearse(self, step: Step) -> None:
+        slot = self._write(step)
+        self._each(Call("rehearse", [slot]), lambda: self.local.worker.rehearse(step))
+
+    def resize(self, pages: int) -> None:
+        before = self.pages
+        try:
+            self._each(Call("resize", [pages]), lambda: self.local.resize(pages))
+        except DeviceOutOfMemory:
+            # Also where it failed: part of the memory is mapped there.
+            smaller = min(before, pages)
+            self._each(Call("resize", [smaller]), lambda: self.local.resize(smaller))
+            raise
+
+    def usage(self) -> tuple[Usage, ...]:
+        (here,), answers = self._each(Call("usage"), self.local.usage)
+        return (here, *(Usage(*answer.numbers) for answer in answers))
+
+    def settle(self) -> None:
+        self._each(Call("settle"), self.local.settle)
+
+    def reset_peak(self) -> None:
+        self._each(Call("reset_peak"), self.local.reset_peak)
+
+    @contextmanager
+    def held(self, nbytes: int) -> Iterator[None]:
+        here = ExitStack()
+        try:
+            self._each(Call("hold", [nbytes]), lambda: here.enter_context(self.local.held(nbytes)))
+            yield
+        finally:
+            if self._apart:
+                here.close()
+            else:
+                self._each(Call("release"), here.close)
+
+    def _write(self, step: Step) -> int:
+        end = time.monotonic() + self._patience
+
+        def wait() -> None:
+            for link in self._links:
+                link.check()
+            if time.monotonic() > end:
+                raise self._lost(RankLost(f"a rank runs no steps for {self._patience:g} s"))
+            time.sleep(TURN)
+
+        return self._steps.write(step, wait)
+
+    def _each(self, call: Call, here: Callable[[], T]) -> tuple[T, list[Answer]]:
+        """Sends the call, does the same here, and waits until it has ended on every rank. Raises
+        what failed, of the first rank where something did."""
+        failed: DeviceOutOfMemory | DeviceFailure | None = None
+        try:
+            for link in self._links:
+                link.send(call, self._patience)
+            try:
+                with device_errors.translated(call.name), self._group.apart():
+                    made = here()
+            except (DeviceOutOfMemory, DeviceFailure) as error:
+                failed = _named(error, 0)
+            answers = [self._answer(link) for link in self._links]
+        except RankLost as error:
+            raise self._lost(error) from None
+        failures = [failed, *map(_failure, self._links, answers)]
+        if first := next(filter(None, failures), None):
+            raise first
+        return made, answers
+
+    def _answer(self, link: Link) -> Answer:
+        answer = link.receive(self._patience)
+        if answer is None:
+            raise link.silent(self._patience)
+        assert isinstance(answer, Answer), "another rank sends nothing else"
+        return answer
+
+    def _lost(self, error: RankLost) -> RankLost:
+        self._apart = True
+        return error
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """Of this rank's part of a joint step."""
+        try:
+            yield
+        except DeviceOutOfMemory as error:
+            self._apart = True
+            raise RanksApart(f"rank 0: {error}") from error
+        except RankLost:
+            self._apart = True
+            raise
+
+
+class _Together:
+    """A step of all ranks in flight."""
+
+    def __init__(self, here: InFlight, ranks: Ranks) -> None:
+        self._here = here
+        self._ranks = ranks
+
+    def wait(self) -> Results:
+        with self._ranks._in_step():
+            return self._here.wait()
+
+
+def _named(
+    error: DeviceOutOfMemory | DeviceFailure, rank: int
+) -> DeviceOutOfMemory | DeviceFailure:
+    if isinstance(error, DeviceOutOfMemory):
+        return DeviceOutOfMemory(f"rank {rank}: {error}", rank)
+    return DeviceFailure(f"rank {rank}: {error}")
+
+
+def _failure(link: Link, answer: Answer) -> DeviceOutOfMemory | DeviceFailure | None:
+    if not answer.failed:
+        return None
+    kind = DeviceOutOfMemory if answer.failed == "memory" else DeviceFailure
+    return _named(kind(answer.text), link.rank)

@@ -1,0 +1,138 @@
+"""The processes of one engine, one for each rank: started together, watched, and ended together."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from kvline_contract.exits import ExitCode
+from kvline_contract.report import Termination
+from kvline_server.messages import Apart, Message, Progress, Pulse
+from kvline_server.options import Options
+from kvline_server.parent.children import Child, start_engine
+
+FOLDER = "ranks-"
+LOST = int(ExitCode.RANK_LOST)
+LATE = 2.0  # seconds between two looks, after which it was the parent that did not run
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """What is known of an engine's end before its other processes are killed."""
+
+    ranks: int
+    codes: dict[int, int]  # by rank, of those that ended
+    reported: tuple[tuple[int, Termination], ...]  # in their order, with the rank
+    apart: str  # errors.RanksApart, if it was that
+    silent: int | None  # a rank without a pulse
+
+    def failure(self) -> tuple[int, Termination] | None:
+        """The first that was reported, with its rank; that another rank ended is none."""
+        return next((each for each in self.reported if each[1].code != LOST), None)
+
+    def killed(self) -> tuple[int, int] | None:
+        """The first rank that a signal ended, with its code."""
+        return next(((rank, code) for rank, code in self.codes.items() if code < 0), None)
+
+    def lost(self, seconds: float) -> Termination:
+        """Why one of several ranks is lost, where no failure was reported; `seconds` are those in
+        which a silent one sent no pulse."""
+        if (killed := self.killed()) is not None:
+            how = signal_name(killed[1])
+            return Termination.of(ExitCode.RANK_LOST, f"rank {killed[0]} ended with {how}")
+        if self.silent is not None:
+            text = f"rank {self.silent} has not answered for {seconds:g} s"
+            return Termination.of(ExitCode.RANK_LOST, text)
+        told = {rank for rank, _ in self.reported}
+        for rank, code in self.codes.items():
+            if code != LOST and rank not in told:
+                text = f"rank {rank} ended with code {code}"
+                return Termination.of(ExitCode.ENGINE_DIED, text)
+        if self.reported:
+            return self.reported[0][1]
+        return Termination.of(ExitCode.RANK_LOST, f"rank {min(self.codes)} has ended")
+
+
+def signal_name(code: int) -> str:
+    """Of the signal that ended a process, none that the kernel sent for memory."""
+    why = ", which the kernel did not send for memory" if code == -signal.SIGKILL else ""
+    return f"signal {-code}{why}"
+
+
+class Engine:
+    def __init__(
+        self,
+        options: Options,
+        http_processes: int,
+        ranks: int,
+        handle: Callable[[int, Message], None],
+    ) -> None:
+        """Starts them. `handle` gets each message that is not about a rank's end, with the rank."""
+        self.folder: Path | None = None
+        if ranks > 1:
+            for old in options.state_dir.glob(f"{FOLDER}*"):  # of a parent that was killed
+                shutil.rmtree(old, ignore_errors=True)
+            self.folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=options.state_dir))
+        self.ranks = start_engine(options, http_processes, ranks, self.folder)
+        self._handle = handle
+        self._reported: list[tuple[int, Termination]] = []
+        self._apart = ""
+        self._pulses: dict[int, float] = {}  # when each rank's last one came
+        self._looked_at = time.monotonic()
+        for rank, child in enumerate(self.ranks):
+            child.follow(partial(self._from, rank))
+
+    @property
+    def first(self) -> Child:
+        """Rank 0's process."""
+        return self.ranks[0]
+
+    @property
+    def working(self) -> bool:
+        return self.first.process.poll() is None
+
+    def over(self) -> bool:
+        """Whether a process has ended, or will."""
+        failed = len(self.ranks) > 1 and bool(self._reported or self._apart)
+        return failed or any(child.process.poll() is not None for child in self.ranks)
+
+    def silent(self, seconds: float) -> int | None:
+        """A rank that has sent no pulse for so long since its first one."""
+        now, before = time.monotonic(), self._looked_at
+        self._looked_at = now
+        if now - before > LATE:
+            self._pulses = dict.fromkeys(self._pulses, now)
+        late = [rank for rank, at in list(self._pulses.items()) if now - at > seconds]
+        return late[0] if late else None
+
+    def end(self, silent: int | None) -> End:
+        """Kills what is left of it, without waiting: a driver takes time to free a GPU's memory."""
+        codes = {rank: child.process.poll() for rank, child in enumerate(self.ranks)}
+        for child in self.ranks:
+            child.process.kill()
+        ended = {rank: code for rank, code in codes.items() if code is not None}
+        return End(len(self.ranks), ended, tuple(self._reported), self._apart, silent)
+
+    def kill(self) -> None:
+        for child in self.ranks:
+            child.process.kill()
+        for child in self.ranks:
+            child.kill()
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _from(self, rank: int, message: Message) -> None:
+        if isinstance(message, Pulse):
+            self._pulses[rank] = time.monotonic()
+        elif isinstance(message, Apart):
+            self._apart = self._apart or message.text
+        elif isinstance(message, Progress) and message.failure is not None:
+            self._reported.append((rank, message.failure))
+        else:
+            self._handle(rank, message)

@@ -1,0 +1,367 @@
+"""Every call of several ranks ends on all of them, in the same state, and in bounded time; so does
+one that fails on any of them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from test_wire import small
+
+from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, RankLost, RanksApart
+from kvline_server.kernels.group import Group
+from kvline_server.kernels.tuning import Choices
+from kvline_server.parallel.executor import Local, Usage
+from kvline_server.parallel.follow import Follower
+from kvline_server.parallel.join import follow, join
+from kvline_server.parallel.link import Link
+from kvline_server.parallel.meeting import Meeting
+from kvline_server.parallel.ranks import Ranks
+from kvline_server.parallel.wire import Steps
+from kvline_server.worker.step import Step
+
+SECONDS = 5.0  # far more than any call of these takes
+CHOICES: Choices = {(1, 2, 3): 4, (8, 2, 3): 5}
+
+
+class FakeGroup:
+    """Notes who is apart from the others."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks, self.sent, self.is_apart = rank, ranks, 0, False
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        self.is_apart = True
+        try:
+            yield
+        finally:
+            self.is_apart = False
+
+
+@dataclass
+class FakeLocal:
+    """A Local that runs nothing. `breaks` maps the name of a call to what it does instead."""
+
+    rank: int
+    ranks: int
+    breaks: dict[str, Callable[[], None]] = field(default_factory=dict)
+    group: Any = None
+    pages: int = 0
+    mapped: int = 0
+    holding: int = 0
+    depth: int = 1
+    limit: int = 1000
+    name: str = "a device"
+    eager_steps: int | None = None
+    choices: Choices | None = None
+    ran: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.group = self.group or FakeGroup(self.rank, self.ranks)
+        self.worker = self
+        self.device = SimpleNamespace(gpu=False, used=lambda: 0, limit=self.limit, name=self.name)
+
+    def _do(self, name: str) -> None:
+        together = name == "launch"
+        assert self.group.is_apart is not together, name
+        self.ran.append(name)
+        if name in self.breaks:
+            self.breaks[name]()
+
+    def tune(self, max_rows: int, known: Choices | None) -> Choices | None:
+        self._do("tune")
+        self.choices = dict(CHOICES) if known is None else known
+        return self.choices
+
+    def warm_up(self, max_rows: int) -> int:
+        self._do("warm_up")
+        return max_rows
+
+    def capture(self, max_rows: int, longest: int) -> bool:
+        self._do("capture")
+        return True
+
+    def launch(self, step: Step, read: bool = True) -> FakeLocal:
+        self._do("launch")
+        assert step.tokens.tolist() == [1] and read is (self.rank == 0)
+        return self
+
+    def wait(self) -> None:
+        if "wait" in self.breaks:
+            self.breaks["wait"]()
+
+    def rehearse(self, step: Step) -> None:
+        self._do("rehearse")
+
+    def resize(self, pages: int) -> None:
+        self.mapped = max(self.mapped, self.pages, pages)  # as far as it comes
+        self._do("resize") if pages > self.pages else None
+        self.pages = self.mapped = pages
+
+    def usage(self) -> tuple[Usage, ...]:
+        self._do("usage")
+        return (Usage(self.limit, 1, 2, 3, self.pages, self.rank),)
+
+    def settle(self) -> None:
+        self._do("settle")
+
+    def reset_peak(self) -> None:
+        self._do("reset_peak")
+
+    @contextmanager
+    def held(self, nbytes: int) -> Iterator[None]:
+        self._do("held")
+        self.holding += nbytes
+        yield
+        self.holding -= nbytes
+
+
+class Pod:
+    """Ranks as threads."""
+
+    def __init__(self, ranks: int, **options: Any) -> None:
+        self.file = os.memfd_create("steps")
+        self.locals = [FakeLocal(rank, ranks, **options) for rank in range(ranks)]
+        pairs = [socket.socketpair() for _ in range(1, ranks)]
+        self.ends = [end for _, end in pairs]
+        self.ours = [end for end, _ in pairs]
+        self.links = [Link(end, rank) for rank, (end, _) in enumerate(pairs, 1)]
+        self.failed: dict[int, BaseException] = {}
+        self.threads = [
+            threading.Thread(target=self._follow, args=(rank,)) for rank in range(1, ranks)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def ranks(self, patience: float = SECONDS) -> Ranks:
+        first = self.locals[0]
+        where = cast(Local, first), self.meeting(first), self.links, self.steps()
+        return join(*where, free_before=0, patience=patience).executor
+
+    def steps(self) -> Steps:
+        return Steps(self.file, 4096, 2, len(self.ends))
+
+    def meeting(self, local: FakeLocal) -> Meeting:
+        return Meeting(local.rank, local.ranks, lambda: cast(Group, local.group))
+
+    def _follow(self, rank: int) -> None:
+        local, end = self.locals[rank], self.ends[rank - 1]
+        try:
+            where = cast(Local, local), self.meeting(local), Link(end, 0), self.steps()
+            follow(*where, free_before=0).serve()
+        except BaseException as error:
+            self.failed[rank] = error
+        finally:
+            end.close()
+
+    def end(self) -> None:
+        for end in self.ours:
+            end.close()
+        for thread in self.threads:
+            thread.join(SECONDS)
+            assert not thread.is_alive(), "a rank outlives rank 0"
+        os.close(self.file)
+
+
+@pytest.fixture(params=[2, 3, 4])
+def pod(request: pytest.FixtureRequest) -> Iterator[Pod]:
+    made = Pod(request.param)
+    yield made
+    made.end()
+
+
+CALLS: dict[str, Callable[[Ranks], object]] = {
+    "tune": lambda ranks: ranks.tune(8, None),
+    "warm_up": lambda ranks: ranks.warm_up(8),
+    "capture": lambda ranks: ranks.capture(8, 16),
+    "rehearse": lambda ranks: ranks.rehearse(small()),
+    "resize": lambda ranks: ranks.resize(9),
+    "usage": lambda ranks: ranks.usage(),
+    "settle": lambda ranks: ranks.settle(),
+    "reset_peak": lambda ranks: ranks.reset_peak(),
+    "held": lambda ranks: hold(ranks),
+}
+
+
+def hold(ranks: Ranks) -> None:
+    with ranks.held(7):
+        pass
+
+
+def out_of_memory() -> None:
+    torch.empty(1 << 62, dtype=torch.uint8)
+
+
+def fault() -> None:
+    raise DeviceFailure("a bus error")
+
+
+def bug() -> None:
+    raise ZeroDivisionError
+
+
+def test_every_call_runs_on_every_rank(pod: Pod) -> None:
+    ranks = pod.ranks()
+    assert ranks.ranks == len(pod.locals)
+    for call in CALLS.values():
+        call(ranks)
+    for local in pod.locals:
+        assert local.ran == list(CALLS)
+        assert (local.choices, local.pages, local.holding) == (CHOICES, 9, 0)
+    assert [usage.files for usage in ranks.usage()] == [local.rank for local in pod.locals]
+
+
+def test_steps_run_on_every_rank_as_fast_as_all_of_them_are(pod: Pod) -> None:
+    ranks = pod.ranks()
+    pod.locals[-1].breaks["launch"] = lambda: time.sleep(0.002)
+    for _ in range(50):
+        ranks.launch(small()).wait()
+    ranks.settle()  # which comes after all of them
+    assert [local.ran.count("launch") for local in pod.locals] == [50] * ranks.ranks
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("where", [0, 1, -1])
+def test_memory_that_one_rank_lacks_is_an_error_of_all(pod: Pod, name: str, where: int) -> None:
+    ranks, local = pod.ranks(), pod.locals[where]
+    ranks.resize(4)
+    local.breaks[name] = out_of_memory
+    with pytest.raises(DeviceOutOfMemory, match=f"^rank {local.rank}: ") as error:
+        CALLS[name](ranks)
+    assert error.value.rank == local.rank
+    assert {each.pages for each in pod.locals} == {each.mapped for each in pod.locals} == {4}
+    assert {each.holding for each in pod.locals} == {0}
+    del local.breaks[name]
+    for call in CALLS.values():  # all goes on
+        call(ranks)
+    assert {each.pages for each in pod.locals} == {9}
+
+
+def test_two_ranks_without_memory_are_one_error(pod: Pod) -> None:
+    ranks = pod.ranks()
+    for local in pod.locals:
+        local.breaks["rehearse"] = out_of_memory
+    with pytest.raises(DeviceOutOfMemory, match=r"^rank 0: "):
+        ranks.rehearse(small())
+    assert len(ranks.usage()) == ranks.ranks
+
+
+def test_what_is_held_is_released_everywhere_when_the_work_beside_it_fails(pod: Pod) -> None:
+    ranks = pod.ranks()
+    pod.locals[1].breaks["rehearse"] = out_of_memory
+    with pytest.raises(DeviceOutOfMemory), ranks.held(7):
+        assert {each.holding for each in pod.locals} == {7}
+        ranks.rehearse(small())
+    assert {each.holding for each in pod.locals} == {0}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_failed_device_is_named(pod: Pod, name: str) -> None:
+    ranks = pod.ranks()
+    pod.locals[-1].breaks[name] = fault
+    with pytest.raises(DeviceFailure, match=f"rank {ranks.ranks - 1}: a bus error"):
+        CALLS[name](ranks)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_rank_that_ends_in_a_call_is_noticed_at_once(pod: Pod, name: str) -> None:
+    ranks, began = pod.ranks(), time.monotonic()
+    pod.locals[1].breaks[name] = bug
+    with pytest.raises(RankLost, match="rank 1 has ended"):
+        CALLS[name](ranks)
+    assert time.monotonic() - began < SECONDS
+    assert isinstance(pod.failed[1], ZeroDivisionError)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_rank_that_never_answers_is_given_up(pod: Pod, name: str) -> None:
+    ranks, go_on = pod.ranks(patience=0.2), threading.Event()
+    pod.locals[1].breaks[name] = lambda: cast(None, go_on.wait(SECONDS))
+    with pytest.raises(RankLost, match=r"rank 1 has not answered for 0\.2 s"):
+        CALLS[name](ranks)
+    go_on.set()
+
+
+def test_a_rank_that_ended_between_steps_is_noticed(pod: Pod) -> None:
+    ranks = pod.ranks()
+    pod.locals[1].breaks["launch"] = bug
+    with pytest.raises(RankLost, match="rank 1 has ended"):
+        for _ in range(9):
+            ranks.launch(small()).wait()
+
+
+def test_a_rank_that_runs_no_more_steps_is_given_up() -> None:
+    pod, go_on = Pod(2), threading.Event()
+    ranks = pod.ranks(patience=0.2)
+    pod.locals[1].breaks["launch"] = lambda: cast(None, go_on.wait(SECONDS))
+    with pytest.raises(RankLost, match=r"no steps for 0\.2 s"), ranks.held(7):
+        for _ in range(9):
+            ranks.launch(small()).wait()
+    assert pod.locals[0].holding == 0
+    go_on.set()
+    pod.end()
+
+
+@pytest.mark.parametrize("when", ["launch", "wait"])
+def test_memory_that_rank_0_lacks_in_a_joint_step_ends_all(pod: Pod, when: str) -> None:
+    """The others wait for it in a collective: nobody answers any more, and nobody is asked."""
+    ranks = pod.ranks()
+    pod.locals[0].breaks[when] = out_of_memory_translated
+    with pytest.raises(RanksApart, match=r"^rank 0: "), ranks.held(7):
+        ranks.launch(small()).wait()
+    assert pod.locals[0].holding == 0
+
+
+def out_of_memory_translated() -> None:
+    raise DeviceOutOfMemory("launch: none")
+
+
+@pytest.mark.parametrize("when", ["launch", "wait"])
+def test_memory_that_another_rank_lacks_in_a_joint_step_ends_it(pod: Pod, when: str) -> None:
+    ranks = pod.ranks()
+    pod.locals[1].breaks[when] = out_of_memory_translated
+    ranks.launch(small())
+    pod.threads[0].join(SECONDS)  # an error of an earlier step shows while it is idle
+    assert isinstance(pod.failed[1], RanksApart)
+    assert str(pod.failed[1]) == "rank 1: launch: none"
+    with pytest.raises(RankLost):
+        ranks.settle()
+
+
+@pytest.mark.parametrize("other", [{"limit": 1 << 30}, {"name": "another device"}])
+def test_devices_that_differ_are_refused(other: dict[str, Any]) -> None:
+    pod = Pod(2)
+    pod.locals[0].device = SimpleNamespace(**{"limit": 1000, "name": "a device", **other})
+    with pytest.raises(DeviceFailure, match=r"must be equal: rank 0 has .*rank 1 has a device"):
+        pod.ranks()
+    pod.end()
+
+
+def test_kernels_that_differ_are_refused(pod: Pod) -> None:
+    ranks, last = pod.ranks(), pod.locals[-1]
+    last.tune = lambda max_rows, known: {}  # type: ignore[method-assign]
+    with pytest.raises(DeviceFailure, match="not there on another rank"):
+        ranks.tune(8, None)
+    last.capture = lambda max_rows, longest: False  # type: ignore[method-assign]
+    with pytest.raises(DeviceFailure, match="some of the ranks only"):
+        ranks.capture(8, 16)
+
+
+def test_a_follower_ends_with_rank_0() -> None:
+    ours, theirs = socket.socketpair()
+    steps = Steps(os.memfd_create("steps"), 4096, 2, 1)
+    made = FakeLocal(1, 2)
+    follower = Follower(cast(Local, made), cast(Group, made.group), Link(theirs, 0), steps)
+    ours.close()
+    follower.serve()
+    theirs.close()
