@@ -11,6 +11,7 @@ ServerError
 ├── OutOfMemory             40  with the diagnosis (see Termination)
 ├── ContextDoesNotFit       41  with the largest length that fits
 ├── DeviceFailure           43
+├── RankLost                44  one of several GPUs' processes ended or does not answer
 ├── EngineConnectionLost    50
 └── OutOfMemoryServing      51  after validation
 """
@@ -63,6 +64,12 @@ class DownloadFailed(ServerError):
 
 class DeviceFailure(ServerError):
     code = ExitCode.DEVICE_FAILURE
+
+
+class RankLost(ServerError):
+    """A rank of this pod is gone, so the others cannot go on."""
+
+    code = ExitCode.RANK_LOST
 
 
 class EngineConnectionLost(ServerError):
