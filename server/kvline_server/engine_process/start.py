@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from kvline_contract.launch import Device, LaunchConfig
-from kvline_contract.report import Result, State
+from kvline_contract.memory import COLLECTIVES
+from kvline_contract.report import Result, Stage, State
 from kvline_server.engine.engine import Engine
 from kvline_server.messages import Progress, SendProgress
 from kvline_server.model.config import ModelConfig
@@ -101,7 +102,10 @@ def start(
     settings, loaded, device = rank.settings, rank.loaded, rank.backend.device
     free: tuple[int, ...] = (rank.free_before,)
     if ranks is not None and rank.group is not None:
+        met = time.monotonic()
         joined = join(rank.local, rank.group, links, rank.steps(ranks), rank.free_before)
+        ms = round((time.monotonic() - met) * 1000)
+        send(Progress(stage=Stage(COLLECTIVES, ms, joined.collectives)))
         loaded, free = loaded.on(joined.executor, joined.collectives), joined.free_before
     result = profile.ProfileLoop(
         device=device,

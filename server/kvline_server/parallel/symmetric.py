@@ -24,6 +24,7 @@ from kvline_server.kernels.group import TABLE_BYTES
 
 distributed: Any = torch.distributed  # whose own annotations lack what is used here
 symmetric: Any = torch.distributed._symmetric_memory
+_register: Any = torch._C._distributed_c10d._register_process_group
 NAME = "ranks"
 SECONDS = 60.0  # for the other ranks to come
 SMALL_BYTES = 2 << 20  # of hidden states that each rank adds up itself, at most
@@ -54,13 +55,18 @@ class SymmetricGroup:
         hidden, halves, flags, tables = itertools.accumulate((0, *sizes[:3]), _aligned)
         store = distributed.FileStore(str(folder / "ranks"), ranks)
         store.set_timeout(timedelta(seconds=SECONDS))
-        symmetric._SymmetricMemory.set_group_info(NAME, rank, ranks, store)
+        # Symmetric memory takes ranks and store from a group of this name, and nothing else.
+        self._group = distributed.ProcessGroup(store, rank, ranks)
+        self._group._set_group_name(NAME)
+        _register(NAME, self._group)
         device = torch.device("cuda", torch.cuda.current_device())
         size = tables + sizes[3]
         self._memory: torch.Tensor = symmetric.empty(size, dtype=torch.uint8, device=device)
         self._shown: Any = symmetric.rendezvous(self._memory, NAME)
         self._hidden: torch.Tensor = self._memory[hidden : hidden + sizes[0]].view(dtype)
-        self._halves = self._memory[halves : halves + sizes[1]].view(dtype).view(HALVES, small)
+        self._halves: torch.Tensor = (
+            self._memory[halves : halves + sizes[1]].view(dtype).view(HALVES, small)
+        )
         # Where each rank's half is, by half.
         self._parts = [self._pointers(halves + at * SMALL_BYTES) for at in range(HALVES)]
         self._turn = 0  # which half of it is written next
