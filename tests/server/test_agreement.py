@@ -151,7 +151,7 @@ def test_a_rank_that_fails_at_the_final_size_shrinks_all_and_is_named_after_four
     assert [a.number for a in error.attempts] == [0, 1, 2, 3, 4]
 
 
-def test_each_rank_alone_then_together_is_told_of_every_step(tmp_path: Path) -> None:
+def test_every_step_reports_that_each_rank_ran_it_alone_and_then_together(tmp_path: Path) -> None:
     start = Start([gpu(), gpu()], tmp_path)
     start.run()
     stages = [name for name in start.notes.stages if name.startswith(("stress", "validate"))]
