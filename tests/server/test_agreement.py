@@ -5,7 +5,7 @@ size or with one diagnosis, which names the rank.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,12 @@ from simulated import (
 
 from kvline_contract.memory import ACTIVATIONS, COLLECTIVES, GRAPHS, HEADROOM, KV_CACHE, OTHERS
 from kvline_contract.report import Binding, Outcome, Result, SizingReport, State
-from kvline_server.errors import ContextDoesNotFit, OutOfMemory, SizingError
+from kvline_server.errors import (
+    ContextDoesNotFit,
+    DeviceOutOfMemory,
+    OutOfMemory,
+    SizingError,
+)
 from kvline_server.memory.device import MIB
 from kvline_server.parallel.executor import Executor
 from kvline_server.size import summary, waterfalls
@@ -64,6 +69,7 @@ class Start:
         self.machines, self.folder, self.wanted = machines, folder, wanted
         self.executor = Together(machines, fault)
         self.notes = Notes()
+        self.pause: Callable[[float], None] = lambda _: None
 
     def run(self) -> Result:
         first = self.machines[0]
@@ -84,9 +90,6 @@ class Start:
         finally:
             assert not any(m.taken for m in self.machines), "the canary is held"
             assert len({m.pages for m in self.machines}) == 1
-
-    def pause(self, seconds: float) -> None:
-        return
 
     def fails(self) -> SizingError:
         with pytest.raises(SizingError) as caught:
@@ -148,7 +151,7 @@ def test_a_rank_that_fails_at_the_final_size_shrinks_all_and_is_named_after_four
     assert [a.number for a in error.attempts] == [0, 1, 2, 3, 4]
 
 
-def test_each_rank_alone_then_together_is_told_of_every_step(tmp_path: Path) -> None:
+def test_every_step_reports_that_each_rank_ran_it_alone_and_then_together(tmp_path: Path) -> None:
     start = Start([gpu(), gpu()], tmp_path)
     start.run()
     stages = [name for name in start.notes.stages if name.startswith(("stress", "validate"))]
@@ -205,12 +208,13 @@ def test_a_neighbour_on_one_gpu_lowers_the_size_of_all_and_is_named(tmp_path: Pa
     details = [p.detail for memory in result.ranks for p in memory.parts if p.name == OTHERS]
     assert details == [None, "20 MiB of other processes on GPU 1 (rank 1 of 2)"]
     assert [memory.mib(HEADROOM) for memory in result.ranks] == [28, 8]
+    assert start.notes.attempts[1].lowest_free_mib == 8
     (warning,) = start.notes.warnings
     assert "GPU 1 (rank 1 of 2) limits every rank" in warning and "up to 20 MiB" in warning
     wanted = replace(SMALL, max_model_len=free, model_max_len=free)
     error = Start([gpu(), gpu(neighbour=20 * MIB)], tmp_path, wanted=wanted).fails()
     assert isinstance(error, ContextDoesNotFit) and error.binding is Binding.NEIGHBOURS
-    assert "other processes hold 20 MiB of GPU 1 (rank 1 of 2)" in str(error)
+    assert "other processes hold 20 MiB of GPU 1 (rank 1 of 2); " in str(error)
     assert error.memory is not None and error.memory.total_mib == 256
     error = Start([gpu(), gpu(neighbour=150 * MIB)], tmp_path).fails()
     assert "other processes hold 150 MiB of GPU 1 (rank 1 of 2)" in str(error)
@@ -228,6 +232,50 @@ def test_a_neighbour_that_comes_to_one_gpu_at_the_final_size_is_counted(tmp_path
     first, second = start.tried
     assert second == result.kv_tokens and first - second >= 40 * MIB // BYTES_PER_TOKEN
     assert result.memory is result.ranks[1]
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_neighbour_that_comes_to_one_gpu_while_probing_is_waited_for(
+    tmp_path: Path, leaves: bool
+) -> None:
+    class Visited(Gpu):
+        def reset_peak(self) -> None:
+            super().reset_peak()
+            self.neighbour = 40 * MIB if not waits else self.neighbour
+
+    waits: list[float] = []
+    visited = Visited(limit=256 * MIB, weights=100 * MIB, price=64 << 10)
+    wanted = replace(SMALL, max_model_len=30_000, model_max_len=30_000)
+    start = Start([gpu(), visited], tmp_path, wanted=wanted)
+
+    def pause(seconds: float) -> None:
+        waits.append(seconds)
+        visited.neighbour = 0 if leaves else visited.neighbour
+
+    start.pause = pause
+    if leaves:
+        assert start.run().kv_tokens > 30_000 and len(waits) == 1
+    else:
+        error = start.fails()
+        assert "40 MiB of GPU 1 (rank 1 of 2), 40 MiB of it taken since this" in str(error)
+        assert len(waits) == 4
+
+
+def test_a_rank_that_needed_part_of_the_headroom_is_named(tmp_path: Path) -> None:
+    """On a CPU no allocation fails for it."""
+
+    class Overdrawn(Machine):
+        def used(self) -> int:
+            return super().used() + (20 * MIB if self.taken else 0)
+
+        def _take(self, nbytes: int) -> None:
+            self.highest = max(self.highest, super().used() + nbytes)
+
+    overdrawn = Overdrawn(limit=256 * MIB, weights=100 * MIB, price=64 << 10)
+    wanted = replace(SMALL, pinned_kv_tokens=34_000)
+    error = Start([cpu(), overdrawn], tmp_path, wanted=wanted).fails()
+    assert "on rank 1 of 2" in str(error) and isinstance(error.__cause__, DeviceOutOfMemory)
+    assert error.__cause__.rank == 1
 
 
 def test_each_rank_has_a_memory_of_its_own_whose_parts_add_up(tmp_path: Path) -> None:
