@@ -106,6 +106,9 @@ def test_one_row_s_term_of_a_sum_over_ranks_is_the_reference_s(shift: bool) -> N
         def sum(self, x: torch.Tensor) -> torch.Tensor:
             return x.mul_(2)
 
+        def add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
+            residual.add_(self.sum(x))
+
     torch.manual_seed(0)
     x, residual, norm = torch.randn(1, 1344), torch.randn(1, 1056), torch.rand(1056) + 0.5
     weight, bias = torch.randn(1056, 1344) / 1344**0.5, torch.randn(1056) if shift else None

@@ -138,7 +138,7 @@ def test_exchanges_are_in_blocks_of_few_bytes(monkeypatch: pytest.MonkeyPatch) -
     draws = draws_of(rng, rows)
     draws.top_k[:], draws.temperatures[::3] = 30, 0.0
     want = TorchKernels().choose(logits.clone(), draws)
-    monkeypatch.setattr(vocabulary, "EXCHANGED", 1500)
+    monkeypatch.setattr(vocabulary, "TABLE_BYTES", 1500)
     largest: list[int] = []
     exchange = Threads.exchange
 

@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+TABLE_BYTES = 16 << 20  # of what a rank gives to one gather or exchange, at most
+
 
 class Group(Protocol):
     rank: int
