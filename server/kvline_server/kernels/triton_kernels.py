@@ -83,7 +83,7 @@ def _ordered(score, token):
     """One number of both, as in kernels/best.py."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)  # no -0.0
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) << 32
-    return order | (0xFFFFFFFF - token.to(tl.int64))
+    return order | (0x7FFFFFFF - token)
 
 
 @triton.jit
@@ -142,11 +142,9 @@ def draw(
         top = tl.max(values, axis=0)
         indices = tl.load(founds + every, volatile=True)
         found = tl.min(tl.where(values == top, indices, vocabulary), axis=0)
-    if RANKS:
-        result = _ordered(top, found + first)
-    else:
-        result = tl.where((top > least) & (top < float("inf")), found, -1).to(tl.int64)
-    tl.store(chosen + row, result, mask=last)
+    good = (top > least) & (top < float("inf"))
+    token = tl.where(good, found + first, -1).to(tl.int64)
+    tl.store(chosen + row, _ordered(top, token) if RANKS else token, mask=last)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from kvline_server.kernels.best import token_of
 from kvline_server.kernels.group import TABLE_BYTES
@@ -54,14 +55,11 @@ class Vocabulary:
     def _table(self, part: PartScores, top: int) -> torch.Tensor:
         """What other ranks need to know, of one shape on all. -> int32 [rows, 2 + 2 * some]"""
         missing = min(top, self.width) - part.top_ids.shape[1]
-        pad, least = torch.nn.functional.pad, float("-inf")
-        columns = (
-            part.normalisers.unsqueeze(1).view(torch.int32),
-            part.above.unsqueeze(1),
-            pad(part.top_ids + self.own.start, (0, missing)),
-            pad(part.top_logits, (0, missing), value=least).view(torch.int32),
-        )
-        return torch.cat(columns, dim=1)
+        ids, logits = part.top_ids + self.own.start, part.top_logits
+        if missing:
+            ids, logits = pad(ids, (0, missing)), pad(logits, (0, missing), value=float("-inf"))
+        columns = (part.normalisers.unsqueeze(1), part.above.unsqueeze(1), ids, logits)
+        return torch.cat([column.view(torch.int32) for column in columns], dim=1)
 
     def sample(
         self, logits: torch.Tensor, draws: Draws, edits: tuple[Edits, ...] = ()
@@ -95,7 +93,9 @@ class Vocabulary:
         padded = rows[np.minimum(np.arange(ranks * each), len(rows) - 1)]
         (at,) = self.kernels.upload(padded)
         missing = self.width - len(self.own)
-        sent = torch.nn.functional.pad(logits[at], (0, missing), value=float("-inf"))
+        sent = logits[at]
+        if missing:
+            sent = pad(sent, (0, missing), value=float("-inf"))
         parts = self.group.exchange(sent.view(ranks, each, self.width))
         whole = parts.transpose(0, 1).reshape(each, ranks * self.width)[:, : self.size]
         own = padded[self.group.rank * each :][:each]
