@@ -12,9 +12,9 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import write_tokenizer
 from servers import Server, serving, wait_for
 
+from conftest import write_tokenizer
 from kvline_contract.exits import ExitCode
 
 pytestmark = pytest.mark.process

@@ -1,0 +1,220 @@
+"""Engines of several ranks, a process each: `python rank_cases.py FOLDER` runs every case with one
+rank and with several, and leaves in FOLDER what each rank has made (test_tensor_parallel.py).
+
+Every rank runs an engine of its own over the same requests. They stay together because they have
+the same results; one that had another token would end in other shapes or wait in vain.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from engines import finish
+
+from kvline_server.engine.engine import Engine
+from kvline_server.engine.request import Scores
+from kvline_server.errors import RankLost
+from kvline_server.kernels.group import ALONE, Group
+from kvline_server.kernels.torch import TorchKernels
+from kvline_server.memory.arena import HostArena
+from kvline_server.memory.device import cpu_device
+from kvline_server.model.config import ModelConfig, Norms, Rope
+from kvline_server.model.decoder import Decoder, kv_shape
+from kvline_server.model.loader import RandomSource, load_weights
+from kvline_server.model.shard import Shard, check, local
+from kvline_server.parallel.executor import Local
+from kvline_server.parallel.groups import GlooGroup
+from kvline_server.sampling_params import SamplingParams
+from kvline_server.worker.worker import Worker
+
+LLAMA = ModelConfig(
+    architecture="LlamaForCausalLM",
+    layers=2,
+    hidden=48,
+    intermediate=96,
+    heads=12,
+    kv_heads=2,
+    head_dim=8,
+    vocabulary=307,  # of which no rank count here is a divisor
+    max_position=256,
+    norm_eps=1e-5,
+    rope=Rope(10000.0),
+    tied_embeddings=True,
+)
+AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+AROUND = Norms("input", "post_attention", "before_mlp", "after_mlp", offset=1.0)
+FUSED: dict[str, Any] = {"qkv": ("qkv_proj",), "gate_up": ("gate_up_proj",)}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    model: ModelConfig
+    ranks: tuple[int, ...]
+
+
+CASES = {
+    "llama": Case(LLAMA, (2, 4)),  # of two keys' heads four ranks have one each, twice
+    "qwen3": Case(replace(LLAMA, kv_heads=6, qk_norm="head", tied_embeddings=False), (2, 3)),
+    "biases": Case(replace(LLAMA, qkv_bias=True, output_bias=True, mlp_bias=True), (4,)),
+    "olmo2": Case(replace(LLAMA, norms=AFTER, qk_norm="projection"), (2, 4)),
+    "phi3": Case(replace(LLAMA, kv_heads=3, rope=Rope(1e4, rotary_dim=6), **FUSED), (3,)),
+    "gemma3": Case(
+        replace(
+            LLAMA,
+            kv_heads=1,
+            norms=AROUND,
+            qk_norm="head",
+            windows=(21, 0),
+            activation="gelu_tanh",
+            softmax_scale=0.3,
+            embedding_scale=7.0,
+        ),
+        (3, 4),
+    ),
+}
+RANKS = sorted({ranks for case in CASES.values() for ranks in case.ranks})
+
+REQUESTS: dict[int, tuple[int, dict[str, Any]]] = {  # prompt tokens, what is asked
+    0: (5, {"temperature": 0.0, "prompt_logprobs": 20, "logprobs": 20}),
+    1: (70, {"temperature": 0.0, "prompt_logprobs": 3}),
+    2: (1, {"temperature": 0.9, "seed": 3, "logprobs": 0}),
+    3: (20, {"temperature": 0.7, "seed": 4, "top_k": 12, "top_p": 0.9}),
+    4: (33, {"temperature": 1.0, "seed": 5, "min_p": 0.02, "logprobs": 4}),
+    5: (9, {"temperature": 0.0, "frequency_penalty": 0.7, "repetition_penalty": 1.3}),
+    6: (9, {"temperature": 1.1, "seed": 6, "top_p": 0.8, "logit_bias": {3: 4.0, 290: 5.0}}),
+}
+TOKENS = 8  # of each output
+
+
+class Wide(RandomSource):
+    """Weights wide enough that what changes an attention's scores shows; norms differ from 1."""
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        super().check(name + ":", shape)
+
+    def copy(self, name: str, into: torch.Tensor, row: int = 0, column: int = 0) -> None:
+        super().copy(name + ":", into, row, column)
+        into.mul_(10.0)
+        if name.endswith("norm.weight"):
+            into.add_(1.0)
+
+
+def engine(model: ModelConfig, group: Group) -> Engine:
+    shard = Shard(group.rank, group.ranks)
+    check(model, group.ranks)
+    kernels, mine = TorchKernels(group=group), local(model, shard)
+    weights = load_weights(Wide(), model, kernels, shard=shard)
+    arena = HostArena(kv_shape(mine, torch.float32), 100)
+    arena.resize(100)
+    worker = Worker(Decoder(mine, weights, 256, kernels), arena, 32, 8)
+    return Engine(Local(worker, cpu_device(None, os.getpid())), 8, 48, 256, ())
+
+
+def made_by(model: ModelConfig, group: Group) -> dict[str, np.ndarray]:
+    made = engine(model, group)
+    for id, (length, asked) in REQUESTS.items():
+        params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, **asked)
+        made.submit(id, [(31 * id + 7 * i) % 300 for i in range(length)], params)
+    out: dict[str, np.ndarray] = {}
+    for id, outputs in finish(made).items():
+        out[f"{id}.tokens"] = np.array([output.token for output in outputs])
+        out |= tables(f"{id}.prompt", [outputs[0].prompt_scores])
+        out |= tables(f"{id}.output", [output.scores for output in outputs])
+    return out
+
+
+def tables(name: str, scores: list[Scores | None]) -> dict[str, np.ndarray]:
+    some = [each for each in scores if each is not None]
+    columns = Scores.__slots__ if some else ()
+    return {f"{name}.{c}": np.concatenate([getattr(each, c) for each in some]) for c in columns}
+
+
+def started(group: Group) -> dict[str, np.ndarray]:
+    """Bytes that a rank gives to collectives while it is tuned and warmed up. Others wait for
+    nobody: they do not even take part."""
+    made: dict[str, np.ndarray] = {}
+    if group.rank == 0:
+        executor: Any = engine(replace(LLAMA, kv_heads=1), group).executor
+        executor.resize(3)
+        with group.apart():
+            for name, work in (("tune", executor.worker.tune), ("warm_up", executor.warm_up)):
+                before = group.sent
+                work(*((64, None) if name == "tune" else (64,)))
+                made[name] = np.array(group.sent - before)
+    return made
+
+
+def lost(rank: int, folder: Path, silent: bool) -> None:
+    """Rank 1 ends, or does not answer."""
+    folder.mkdir(exist_ok=True)
+    group = GlooGroup(rank, 2, folder, seconds=1.0 if silent else 30.0)
+    x = group.sum(torch.ones(3))
+    if rank == 1:
+        time.sleep(3.0 if silent else 0.0)
+        os._exit(0)
+    begun = time.monotonic()
+    try:
+        group.gather(x)
+    except RankLost as error:
+        seconds = time.monotonic() - begun
+        found = {"code": int(error.code), "text": str(error), "seconds": seconds}
+        (folder / "lost.json").write_text(json.dumps(found))
+    group.close()
+
+
+def save(file: Path, made: dict[str, np.ndarray]) -> None:
+    arrays: dict[str, Any] = made
+    np.savez(file, **arrays)
+
+
+def of_rank(rank: int, ranks: int, folder: Path) -> None:
+    group: Group = ALONE
+    if ranks > 1:
+        meeting = folder / f"meeting-{ranks}"
+        meeting.mkdir(exist_ok=True)
+        group = GlooGroup(rank, ranks, meeting, seconds=60.0)
+        save(folder / f"start-{ranks}-{rank}.npz", started(group))
+    for name, case in CASES.items():
+        if ranks == 1 or ranks in case.ranks:
+            save(folder / f"{name}-{ranks}-{rank}.npz", made_by(case.model, group))
+    if isinstance(group, GlooGroup):
+        group.close()
+
+
+def together(ranks: int, work: Callable[[int], None]) -> None:
+    """A process for each rank, forked from this one, which has imported all and started nothing."""
+    children = []
+    for rank in range(ranks):
+        if not (child := os.fork()):
+            try:
+                work(rank)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    if any(codes):
+        sys.exit(f"{ranks} ranks ended with {codes}")
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    for ranks in (1, *RANKS):
+        together(ranks, lambda rank, ranks=ranks: of_rank(rank, ranks, folder))  # type: ignore[misc]
+    for name in ("ended", "silent"):
+        together(2, lambda rank, name=name: lost(rank, folder / name, name == "silent"))  # type: ignore[misc]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

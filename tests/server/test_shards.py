@@ -1,0 +1,245 @@
+"""A rank's share of a model: which counts divide it, what each rank loads, and no more."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from kvline_server.errors import ModelInvalid, ModelUnsupported
+from kvline_server.kernels.torch import TorchKernels
+from kvline_server.model import loader, shard
+from kvline_server.model.blocks import Layer
+from kvline_server.model.config import ModelConfig, Rope, read_config
+from kvline_server.model.decoder import kv_shape
+from kvline_server.model.linear import TensorSource
+from kvline_server.model.loader import RandomSource, SafetensorsSource, Weights, load_weights
+from kvline_server.model.shard import WHOLE, Shard
+
+MODEL = ModelConfig(
+    architecture="LlamaForCausalLM",
+    layers=2,
+    hidden=48,
+    intermediate=96,
+    heads=12,
+    kv_heads=4,
+    head_dim=8,
+    vocabulary=307,
+    max_position=64,
+    norm_eps=1e-5,
+    rope=Rope(10000.0),
+)
+
+
+class Recorded:
+    """Another source, of which it keeps how many elements of each tensor were copied."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self.source = source
+        self.copied: Counter[str] = Counter()
+        self.check = source.check
+
+    def copy(self, name: str, into: torch.Tensor, row: int = 0, column: int = 0) -> None:
+        self.copied[name] += into.numel()
+        self.source.copy(name, into, row, column)
+
+
+class Plain(TorchKernels):
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight
+
+
+@pytest.mark.parametrize(
+    ("change", "ranks", "counts"),
+    [
+        ({}, 3, "1, 2 or 4"),
+        ({}, 5, "1, 2 or 4"),
+        ({"heads": 64, "kv_heads": 8, "intermediate": 28672}, 6, "1, 2, 4 or 8"),
+        ({"heads": 9, "kv_heads": 3, "intermediate": 1536}, 2, "1 or 3"),
+        ({"intermediate": 99}, 2, "1"),
+        ({"heads": 24, "kv_heads": 6}, 4, "1, 2, 3 or 6"),
+        ({"heads": 8, "kv_heads": 1, "vocabulary": 41}, 8, "1, 2 or 4"),
+    ],
+)
+def test_a_count_that_does_not_divide_is_refused_with_those_that_do(
+    change: dict[str, int], ranks: int, counts: str
+) -> None:
+    model = replace(MODEL, **change)  # type: ignore[arg-type]
+    heads = f"{model.heads} attention heads, {model.kv_heads} key-value heads"
+    want = rf"spec.resources.gpus is {ranks}, .* {heads}.*; gpus can be {counts}$"
+    with pytest.raises(ModelUnsupported, match=want):
+        shard.check(model, ranks)
+    for count in re.findall(r"\d", counts):
+        shard.check(model, int(count))
+
+
+sizes = st.integers(1, 8)
+
+
+@given(sizes, st.integers(1, 16), sizes, st.integers(1, 2000))
+def test_ranks_have_every_head_and_token_once_and_share_keys_evenly(
+    group: int, kv_heads: int, ranks: int, vocabulary: int
+) -> None:
+    model = replace(MODEL, heads=group * kv_heads, kv_heads=kv_heads, vocabulary=vocabulary)
+    model = replace(model, intermediate=840)
+    try:
+        shard.check(model, ranks)
+    except ModelUnsupported:
+        return
+    shards = [Shard(rank, ranks) for rank in range(ranks)]
+    parts = [(s.of(model.heads), shard.kv_heads(model, s)) for s in shards]
+    assert [head for heads, _ in parts for head in heads] == list(range(model.heads))
+    used = Counter(key for _, keys in parts for key in keys)
+    assert set(used) == set(range(kv_heads)) and len(set(used.values())) == 1
+    for heads, keys in parts:  # as attention groups them
+        assert [keys[at * len(keys) // len(heads)] for at in range(len(heads))] == [
+            head // group for head in heads
+        ]
+    owned = [shard.vocabulary(model, s) for s in shards]
+    assert [token for own in owned for token in own] == list(range(vocabulary))
+    assert all(owned) and {len(own) for own in owned[:-1]} <= {len(owned[0])}
+    assert len(owned[-1]) <= len(owned[0]) == shard.share(vocabulary, ranks)
+    mine = shard.local(model, shards[-1])
+    assert (mine.heads, mine.kv_heads) == tuple(len(part) for part in parts[-1])
+    assert mine.vocabulary == vocabulary
+    assert shard.local(model, WHOLE) == model
+
+
+def test_a_large_vocabulary_is_cut_where_kernels_load_fast() -> None:
+    for size in (128_256, 151_936, 32_003):
+        for ranks in range(2, 9):
+            assert shard.share(size, ranks) % shard.ALIGN == 0
+
+
+def rank_of(folder: Path, config: ModelConfig, own: Shard) -> Weights:
+    """Loaded from a folder, and nothing but what weight_elements tells."""
+    source, heard = Recorded(SafetensorsSource(folder)), []
+    made = load_weights(source, config, Plain(), lambda *at: heard.append(at), own)
+    elements = loader.weight_elements(config, own)
+    assert source.copied.total() == elements == made.elements
+    assert heard[-1] == (4 * elements, 4 * elements)
+    return made
+
+
+# phi4-mini is fused in its files, and rotates a part of each head.
+FAMILIES = ("llama", "llama-tied", "qwen2", "olmo2", "gemma3", "phi4-mini")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_rank_loads_its_slices_of_the_model_and_no_others(
+    family: str, make_model: Callable[..., Path]
+) -> None:
+    folder = make_model(family)
+    config = read_config(folder)
+    whole = rank_of(folder, config, WHOLE)
+    parts = [rank_of(folder, config, Shard(rank, 2)) for rank in range(2)]
+    assert torch.equal(torch.cat([part.head for part in parts]), whole.head)
+    for rank, part in enumerate(parts):
+        assert torch.equal(part.embedding, whole.embedding)
+        tied = part.head.untyped_storage().data_ptr() == part.embedding.data_ptr()
+        assert tied == config.tied_embeddings
+        most = (whole.elements + whole.embedding.numel()) / 2
+        assert part.elements < 1.06 * most  # norms are whole
+        for mine, theirs in zip(part.layers, whole.layers, strict=True):
+            compare(mine, theirs, config, Shard(rank, 2))
+
+
+def compare(mine: Layer, whole: Layer, config: ModelConfig, own: Shard) -> None:
+    c, local = config, shard.local(config, own)
+    heads, keys = own.of(c.heads), shard.kv_heads(c, own)
+    dims = [range(r.start * c.head_dim, r.stop * c.head_dim) for r in (heads, keys)]
+    starts = (0, c.heads * c.head_dim, (c.heads + c.kv_heads) * c.head_dim)
+    rows = [
+        start + row
+        for start, r in zip(starts, (dims[0], dims[1], dims[1]), strict=True)
+        for row in r
+    ]
+    assert len(rows) == (local.heads + 2 * local.kv_heads) * c.head_dim
+    one, other = mine.attention, whole.attention
+    assert torch.equal(one.qkv.weight, other.qkv.weight[rows])
+    if other.qkv.bias is not None:
+        assert one.qkv.bias is not None and torch.equal(one.qkv.bias, other.qkv.bias[rows])
+    assert torch.equal(one.output.weight, other.output.weight[:, dims[0]])
+    width = own.of(c.intermediate)
+    gate = [start + row for start in (0, c.intermediate) for row in width]
+    assert torch.equal(mine.mlp.gate_up.weight, whole.mlp.gate_up.weight[gate])
+    assert torch.equal(mine.mlp.down.weight, whole.mlp.down.weight[:, width])
+    if c.qk_norm == "projection":
+        assert one.q_norm and one.k_norm and other.q_norm and other.k_norm
+        assert torch.equal(one.q_norm.weight, other.q_norm.weight[dims[0]])
+        assert torch.equal(one.k_norm.weight, other.k_norm.weight[dims[1]])
+
+
+@pytest.mark.parametrize("drawn", [1 << 24, 1000, 7])
+def test_random_weights_of_ranks_are_slices_of_one_model(
+    drawn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever fits into a block, and however a tensor's copy is cut."""
+    monkeypatch.setattr(loader, "DRAWN", drawn)
+    config = replace(MODEL, kv_heads=2, output_bias=True, mlp_bias=True, qkv_bias=True)
+    whole = load_weights(RandomSource(), config, Plain())
+    assert 0.015 < float(whole.layers[0].mlp.down.weight.std()) < 0.025
+    assert not torch.equal(*(layer.mlp.down.weight for layer in whole.layers))
+    monkeypatch.setattr(loader, "COPY_BYTES", 900)
+    for ranks in (2, 4):
+        for rank in range(ranks):
+            own = Shard(rank, ranks)
+            part = load_weights(RandomSource(), config, Plain(), shard=own)
+            compare(part.layers[1], whole.layers[1], config, own)
+            tokens = shard.vocabulary(config, own)
+            assert torch.equal(part.head, whole.head[tokens])
+            # The sum of the ranks' outputs has the bias once.
+            assert (part.layers[0].mlp.down.bias is None) == (rank > 0)
+
+
+def test_a_wrong_tensor_is_named_on_every_rank(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Also one of which a rank has nothing: all end with the same error, and nobody waits."""
+    config = replace(read_config(make_model("qwen2")), output_bias=True)
+    for rank in range(2):
+        with pytest.raises(ModelInvalid, match=r"o_proj.bias is in no safetensors file"):
+            load_weights(
+                SafetensorsSource(make_model("qwen2")), config, Plain(), shard=Shard(rank, 2)
+            )
+
+
+def test_a_rank_maps_no_more_of_a_file_than_its_rows(tmp_path: Path) -> None:
+    """Measured: pages of the file that this process has touched."""
+    file = tmp_path / "model.safetensors"
+    save_file({"w": torch.zeros(4096, 2048)}, file)
+    whole = file.stat().st_size
+    source = SafetensorsSource(tmp_path)
+    source.copy("w", torch.empty(1024, 2048), row=2048)
+    touched = resident(file)
+    assert whole / 4 <= touched < whole / 4 + (4 << 20)  # whole blocks are mapped
+    source.copy("w", torch.empty(4096, 1024), column=1024)
+    assert resident(file) > whole / 2
+
+
+def resident(file: Path) -> int:
+    """Bytes of a mapped file in this process's page tables."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = line.endswith(str(file))
+        elif inside and line.startswith("Rss:"):
+            total += 1024 * int(line.split()[1])
+    return total
+
+
+def test_the_cache_keeps_a_rank_s_heads_alone() -> None:
+    whole = kv_shape(MODEL, torch.bfloat16)
+    for ranks, share in ((2, 2), (4, 4)):
+        mine = kv_shape(shard.local(MODEL, Shard(0, ranks)), torch.bfloat16)
+        assert mine.bytes_per_token * share == whole.bytes_per_token
+    model = replace(MODEL, heads=8, kv_heads=1)
+    assert kv_shape(shard.local(model, Shard(3, 4)), torch.bfloat16).heads == 1

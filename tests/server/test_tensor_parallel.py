@@ -1,0 +1,78 @@
+"""Two, three and four ranks in processes of their own against one, over whole engine steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rank_cases import CASES, RANKS, REQUESTS, TOKENS
+
+from kvline_contract.exits import ExitCode
+
+pytestmark = pytest.mark.process
+HERE = Path(__file__).parent
+PAIRS = [(name, ranks) for name, case in CASES.items() for ranks in case.ranks]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("ranks")
+    path = os.pathsep.join([str(HERE), *sys.path])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", str(HERE / "rank_cases.py"), str(made)]
+    subprocess.run(command, env=environment, check=True, timeout=110)
+    return made
+
+
+def read(folder: Path, name: str, ranks: int, rank: int) -> dict[str, np.ndarray]:
+    with np.load(folder / f"{name}-{ranks}-{rank}.npz") as found:
+        return dict(found)
+
+
+@pytest.mark.parametrize(("name", "ranks"), PAIRS)
+def test_ranks_give_one_rank_s_answers(folder: Path, name: str, ranks: int) -> None:
+    """Greedy, seeded with filters and without, with penalties and biases; prompt logprobs."""
+    want = read(folder, name, 1, 0)
+    first = read(folder, name, ranks, 0)
+    assert first.keys() == want.keys()
+    for id in REQUESTS:
+        assert first[f"{id}.tokens"].tolist() == want[f"{id}.tokens"].tolist()
+        assert len(want[f"{id}.tokens"]) == TOKENS
+    assert len(want["0.prompt.top_values"]) == 4 and want["1.prompt.top_ids"].shape == (69, 3)
+    assert want["0.output.top_ids"].shape == (TOKENS, 20)
+    for key, values in want.items():
+        if values.dtype == np.float32:
+            np.testing.assert_allclose(first[key], values, rtol=0, atol=1e-5, err_msg=key)
+        else:
+            assert np.array_equal(first[key], values), key
+
+
+@pytest.mark.parametrize(("name", "ranks"), PAIRS)
+def test_all_ranks_have_the_same_bits(folder: Path, name: str, ranks: int) -> None:
+    """They schedule and embed from what they have, so none may differ."""
+    first, *others = (read(folder, name, ranks, rank) for rank in range(ranks))
+    for other in others:
+        assert first.keys() == other.keys()
+        assert all(np.array_equal(first[key], other[key]) for key in first)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_start_exchanges_nothing_until_ranks_run_together(folder: Path, ranks: int) -> None:
+    """Trials of kernels give no byte to a collective. A warm-up does, to none that waits."""
+    sent: dict[str, Any] = read(folder, "start", ranks, 0)
+    assert sent["tune"] == 0 < sent["warm_up"]
+
+
+@pytest.mark.parametrize(("how", "most"), [("ended", 10.0), ("silent", 3.0)])
+def test_a_lost_rank_ends_the_others_in_time(folder: Path, how: str, most: float) -> None:
+    found = json.loads((folder / how / "lost.json").read_text())
+    assert found["code"] == int(ExitCode.RANK_LOST)
+    assert found["seconds"] < most
+    assert "rank 0 of 2 waits for another, in vain: " in found["text"]
+    assert "\n" not in found["text"] and ".cc" not in found["text"]
