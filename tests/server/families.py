@@ -54,6 +54,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3-rope": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
     # Wide enough for the GEMMs of real models: oneDNN has another for less than 512 columns.
     "wide": ("Llama", {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}),
+    # Of which two, three and four ranks can each have a share.
+    "shared": (
+        "Llama",
+        {"num_attention_heads": 24, "num_key_value_heads": 12, "intermediate_size": 96},
+    ),
     "mistral": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {"use_sliding_window": False}),
     "qwen3": ("Qwen3", {"use_sliding_window": False}),

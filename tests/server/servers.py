@@ -27,7 +27,7 @@ from kvline_contract.launch import (
     LoadFormat,
     Model,
 )
-from kvline_server.options import HttpArguments
+from kvline_server.options import HttpArguments, RankArguments
 
 ENGINE, CAPACITY = EngineOptions(), CapacityOptions()
 SIZES = ["hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"]
@@ -91,6 +91,7 @@ class Server:
     clients: dict[str, float] = field(default_factory=dict)  # of options.ClientLimits
     drain_seconds: int | None = None
     memory: int = 0
+    gpus: int = 1  # ranks, which are processes on the CPU
     key: Path | None = None  # a file; asked of every request
     tls: Path | None = None  # a folder with a certificate and its key
     http_processes: int = 0  # 0: as many as it takes by itself
@@ -104,6 +105,7 @@ class Server:
         launch = launch_config(self.model, self.engine, self.capacity)
         launch = replace(
             launch,
+            tensor_parallel=self.gpus,
             require_api_key=self.key is not None,
             require_tls=self.tls is not None or None,
             drain_seconds=self.drain_seconds,
@@ -163,7 +165,8 @@ class Server:
         raise AssertionError(f"{path} is not {status}: {self.output()}")
 
     def children(self) -> dict[str, int]:
-        """Pids of the HTTP processes (http, http1, ...) and the engine process."""
+        """Pids of the HTTP processes (http, http1, ...), the engine process and those of ranks
+        other than 0 (rank1, ...)."""
         out = {}
         for entry in Path("/proc").glob("[0-9]*"):
             try:
@@ -172,7 +175,10 @@ class Server:
             except OSError:
                 continue
             if int(stat.rpartition(")")[2].split()[1]) == self.process.pid:
-                if "\0kvline_server.engine" in line:
+                if "\0kvline_server.engine_process.rank\0" in line:
+                    rank = RankArguments.parse(line.rstrip("\0").rpartition("\0")[2]).rank
+                    out[f"rank{rank}"] = int(entry.name)
+                elif "\0kvline_server.engine" in line:
                     out["engine"] = int(entry.name)
                 elif "\0kvline_server.http" in line:
                     arguments = HttpArguments.parse(line.rstrip("\0").rpartition("\0")[2])

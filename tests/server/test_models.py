@@ -19,7 +19,7 @@ from kvline_server.model.config import read_config
 from kvline_server.model.loader import RandomSource, SafetensorsSource, load_weights
 
 PROMPTS = [[5, 9, 260, 17], list(range(20, 95)), [300], list(range(150, 185))]
-SERVED = {name: 512 for name in FAMILIES if name != "wide"} | {"phi3-short": 256}
+SERVED = {name: 512 for name in FAMILIES if name not in ("wide", "shared")} | {"phi3-short": 256}
 
 
 def reference(folder: Path) -> torch.nn.Module:

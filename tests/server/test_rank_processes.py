@@ -1,0 +1,181 @@
+"""Servers of several ranks, as processes on the CPU: they answer as one, and end as one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from servers import Server, serving, wait_for
+
+from conftest import write_tokenizer
+from kvline_contract.exits import ExitCode
+
+pytestmark = pytest.mark.process
+
+LONG = {"model": "tiny", "prompt": "hello", "max_tokens": 240, "ignore_eos": True}
+PROMPTS = ["hello", "a longer prompt, of which some ranks know nothing", "x" * 90]
+LOST = int(ExitCode.RANK_LOST)
+
+
+@pytest.fixture(scope="session")
+def shared_model(make_model: Callable[..., Path]) -> Path:
+    folder = make_model("shared")
+    write_tokenizer(folder)
+    return folder
+
+
+def answers(server: Server) -> list[Any]:
+    """Greedy, each alone and all at once, with logprobs."""
+
+    def ask(prompt: str) -> Any:
+        more = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "logprobs": 3}
+        return server.complete(**more, ignore_eos=True, echo=True)["choices"][0]["logprobs"]
+
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        return [ask(PROMPTS[0]), *pool.map(ask, PROMPTS)]
+
+
+def drawn(server: Server) -> list[str]:
+    """By a seed, with filters and penalties."""
+    options = {"temperature": 0.9, "top_p": 0.9, "seed": 5, "frequency_penalty": 0.5}
+    options |= {"logit_bias": {"70": -5}, "max_tokens": 8, "model": "tiny"}
+    bodies = [{**options, "prompt": prompt, "ignore_eos": True} for prompt in PROMPTS]
+    return [str(server.complete(**body)["choices"][0]["text"]) for body in bodies]
+
+
+@pytest.fixture(scope="module")
+def alone(shared_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
+    """What a single rank answers."""
+    with serving(Server(shared_model, tmp_path_factory.mktemp("alone"))) as server:
+        return answers(server), drawn(server)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_answer_as_one(
+    shared_model: Path, tmp_path: Path, alone: tuple[Any, ...], ranks: int
+) -> None:
+    with serving(Server(shared_model, tmp_path, gpus=ranks)) as server:
+        assert len(server.children()) == 1 + ranks
+        found, texts = answers(server), drawn(server)
+        wait_for(server.quiet)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end(20) == 0
+        assert not leftovers(server)
+    assert texts == alone[1]
+    for one, several in zip(alone[0], found, strict=True):
+        assert one["tokens"] == several["tokens"]
+        near = pytest.approx(one["token_logprobs"][1:], abs=1e-4)
+        assert several["token_logprobs"][1:] == near
+
+
+def leftovers(server: Server) -> list[str]:
+    """Processes of this server, whoever is their parent now, and folders where ranks met."""
+    found = [str(path) for path in (server.scratch / "state").glob("ranks-*")]
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (entry / "cmdline").read_text()
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if str(server.scratch / "state") in line and state != "Z":
+            found.append(line)
+    return found
+
+
+def end_of(server: Server, seconds: float) -> dict[str, Any]:
+    """Its last words. It ends in so many seconds, as a lost rank."""
+    began = time.monotonic()
+    assert server.end(seconds) == LOST, server.output()
+    assert time.monotonic() - began < seconds
+    assert not leftovers(server)
+    ended = server.termination()
+    assert ended["name"] == "RankLost"
+    return ended
+
+
+def ask(server: Server) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=30)
+
+
+NAMES = ["engine", "rank1", "rank2"]
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_rank_that_is_killed_while_serving_ends_the_pod(
+    start: Callable[..., Server], shared_model: Path, rank: int
+) -> None:
+    server = start(model=shared_model, gpus=3)
+    server.wait()
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, server)
+        wait_for(lambda: server.probe("/load")[1]["running"])
+        os.kill(server.children()[NAMES[rank]], signal.SIGKILL)
+        ended = end_of(server, 3.0)
+        assert asked.result().status_code == 500
+    assert f"rank {rank} ended with signal 9" in ended["message"]
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_a_rank_that_is_killed_while_it_starts_ends_the_pod(
+    start: Callable[..., Server], shared_model: Path, rank: int
+) -> None:
+    """Before any rank has loaded, and in an attempt, which then says nothing about its size."""
+    server = start(model=shared_model, gpus=2)
+    wait_for(lambda: len(server.children()) == 3)
+    if rank:
+        wait_for(lambda: (server.scratch / "state" / "attempts.json").exists())
+    os.kill(server.children()[NAMES[rank]], signal.SIGKILL)
+    assert f"rank {rank} ended with signal 9" in end_of(server, 3.0)["message"]
+    attempts = server.scratch / "state" / "attempts.json"
+    assert not attempts.exists() or "Running" not in attempts.read_text()
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_a_rank_that_stops_ends_the_pod_and_an_idle_one_does_not(
+    start: Callable[..., Server], shared_model: Path, rank: int
+) -> None:
+    server = start(model=shared_model, gpus=2, limits={"rank": 2.0})
+    server.wait()
+    time.sleep(3)
+    assert server.probe("/livez")[0] == 200
+    os.kill(server.children()[NAMES[rank]], signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, server)
+        ended = end_of(server, 5.0)
+        assert asked.result().status_code == 500
+    assert ended["message"] == f"rank {rank} has not answered for 2 s"
+
+
+def test_a_rank_that_stops_while_it_starts_ends_the_pod(
+    start: Callable[..., Server], shared_model: Path
+) -> None:
+    server = start(model=shared_model, gpus=2, limits={"rank": 2.0})
+    wait_for(lambda: (server.scratch / "state" / "attempts.json").exists())
+    os.kill(server.children()["rank1"], signal.SIGSTOP)
+    assert end_of(server, 5.0)["message"] == "rank 1 has not answered for 2 s"
+
+
+def test_ranks_end_with_a_parent_that_is_killed(
+    start: Callable[..., Server], shared_model: Path
+) -> None:
+    server = start(model=shared_model, gpus=2)
+    wait_for(lambda: len(server.children()) == 3)
+    server.process.kill()
+    server.process.wait()
+    wait_for(lambda: not [each for each in leftovers(server) if "/ranks-" not in each])
+
+
+def test_a_model_that_ranks_cannot_share_is_refused_with_what_they_can(
+    start: Callable[..., Server], shared_model: Path
+) -> None:
+    server = start(model=shared_model, gpus=5)
+    assert server.end(60) == 32
+    ended = server.termination()["message"]
+    assert "spec.resources.gpus is 5" in ended and "24 attention heads" in ended
