@@ -199,6 +199,14 @@ ADVICE = (
         "the GPU is missing, unsupported or lost, or the node could not allocate it",
         "check the node's driver and device plug-in; the container restarts by itself",
     ),
+    Advice(
+        "Progressing",
+        ("RankLost",),
+        "one rank of a pod with several ended (killed, or its GPU hung), so the others ended too; "
+        "that rejects no revision",
+        "nothing the first time, the container restarts by itself; if it repeats, check the GPU "
+        "that the message names and the node's log for kills",
+    ),
     Advice("UpToDate", ("UpToDate",), "the spec's revision alone serves", NOTHING),
     Advice(
         "UpToDate",

@@ -32,6 +32,7 @@ class ExitCode(IntEnum):
     OUT_OF_MEMORY = 40, "CapacityMeasured", "OutOfMemory", True
     CONTEXT_DOES_NOT_FIT = 41, "CapacityMeasured", "ContextDoesNotFit", True
     DEVICE_FAILURE = 43, "Progressing", "DeviceFailure", False
+    RANK_LOST = 44, "Progressing", "RankLost", False
     ENGINE_DIED = 50, "CapacityMeasured", "EngineExited", True
     OUT_OF_MEMORY_SERVING = 51, "CapacityMeasured", "OutOfMemory", True
     STALLED = 52, "CapacityMeasured", "EngineExited", True

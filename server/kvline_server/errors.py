@@ -11,6 +11,7 @@ ServerError
 ├── OutOfMemory             40  with the diagnosis (see Termination)
 ├── ContextDoesNotFit       41  with the largest length that fits
 ├── DeviceFailure           43
+├── RankLost                44  a rank ended without a reason of its own, or does not answer
 ├── EngineConnectionLost    50
 └── OutOfMemoryServing      51  after validation
 """
@@ -63,6 +64,12 @@ class DownloadFailed(ServerError):
 
 class DeviceFailure(ServerError):
     code = ExitCode.DEVICE_FAILURE
+
+
+class RankLost(ServerError):
+    """One of a pod's ranks ended or hangs, which says nothing about the others' memory or model."""
+
+    code = ExitCode.RANK_LOST
 
 
 class EngineConnectionLost(ServerError):

@@ -379,6 +379,19 @@ def test_a_gpu_that_a_node_cannot_give_is_a_device_failure_until_a_container_run
     )
 
 
+@pytest.mark.parametrize(("code", "reason"), [(43, "DeviceFailure"), (44, "RankLost")])
+def test_a_lost_device_or_rank_is_named_until_the_pod_is_validated_again(
+    code: int, reason: str
+) -> None:
+    lost = replace(PLAIN, ended=ended(code, message="rank 1 (GPU 1) does not answer"))
+    _, events = status.build(service_state(lost), {}, "now")
+    got = by_type(service_state(lost))["Progressing"]
+    assert (got.status, got.reason) == ("False", reason)
+    assert "rank 1 (GPU 1)" in got.message and reason in {e.reason for e in events}
+    again = ready_pod(ended=ended(code))
+    assert by_type(service_state(again))["Progressing"].reason == "Complete"
+
+
 def test_a_kill_by_the_kubelet_is_not_an_engine_s_own_end() -> None:
     for code in (137, 143):
         got = by_type(service_state(replace(PLAIN, ended=ended(code))))["CapacityMeasured"]
