@@ -164,7 +164,7 @@ def stable(state: ServiceState) -> Condition:
     for pod in state.pods:
         result = pod.result
         record = state.records.get(result.fingerprint) if result is not None else None
-        if result is None or record is None:
+        if result is None or record is None or not record.like(len(result.ranks)):
             continue
         known += 1
         if drifted(record, result.kv_tokens):

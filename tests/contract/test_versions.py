@@ -115,7 +115,10 @@ def test_of_several_ranks_version_1_has_the_one_that_limits_the_budget() -> None
     report = validated(*ranks)
     assert result(report).memory == ranks[1]
     assert figures(report.dumps(version=1))["weightsMiB"] == 40
-    assert Record.of(result(report)).memory.upgraded().mib("weights") == 40
+    assert result(report).binding_rank == 1
+    record = Record.of(result(report))
+    assert record.memory.upgraded().mib("weights") == 40 and record.ranks == 3
+    assert record.like(3) and not record.like(1)
     for version in (1, 2):  # and none of the others is lost on the way
         assert SizingReport.parse(report.dumps(version)) == report
 
@@ -166,11 +169,14 @@ def test_what_version_2_holds_survives_both_versions(
     assert sum(seen.values()) == 2 * seen["totalMiB"]
 
 
-@given(memories())
-def test_records_lose_no_part(found: Memory) -> None:
-    record = Record.of(result(validated(found)))
+@given(memories(), st.integers(1, 8))
+def test_records_lose_no_part_and_say_how_many_ranks_where_several(
+    found: Memory, ranks: int
+) -> None:
+    record = Record.of(result(validated(*[found] * ranks)))
     again = decode(Record, loads(dumps(record), 1 << 16), strict=True)
     assert again.memory.upgraded() == found
+    assert json.loads(dumps(record)).get("ranks", 1) == ranks and again.like(ranks)
 
 
 def test_the_largest_report_is_within_its_bound_in_both_versions() -> None:
