@@ -26,6 +26,7 @@ def test_a_report_and_a_record_of_two_ranks() -> None:
     report = SizingReport.parse((GOLDEN / "report-v2-ranks.json").read_bytes())
     assert report.result is not None
     assert [rank.mib("headroom") for rank in report.result.ranks] == [2300, 290]
+    assert [rank.gpu for rank in report.result.ranks] == [0, 1]
     assert report.result.binding_rank == 1 and report.result.memory == report.result.ranks[1]
     records = Records.parse((GOLDEN / "records-v1-ranks.json").read_bytes())
     (record,) = records.records.values()

@@ -138,7 +138,8 @@ def memories(draw: st.DrawFn) -> Memory:
     )
     # A total is never negative: the rest is what the parts leave of it.
     short = -min(0, sum(part.mib for part in parts))
-    return Memory(sum(part.mib for part in parts) + short, (*parts, Part("pad", short)))
+    parts = (*parts, Part("pad", short))
+    return Memory(sum(part.mib for part in parts), parts, draw(st.none() | st.integers(0, 7)))
 
 
 @st.composite
@@ -161,6 +162,8 @@ def test_what_version_1_can_hold_survives_version_2(found: MemoryV1) -> None:
 def test_what_version_2_holds_survives_both_versions(
     ranks: list[Memory], dtype: str | None
 ) -> None:
+    if len(ranks) == 1:  # version 1 has no GPU's index, which a rank alone does not need
+        ranks = [replace(ranks[0], gpu=None)]
     report = validated(*ranks, dtype=dtype)
     for version in (1, 2):
         text = report.dumps(version)
@@ -175,7 +178,7 @@ def test_records_lose_no_part_and_say_how_many_ranks_where_several(
 ) -> None:
     record = Record.of(result(validated(*[found] * ranks)))
     again = decode(Record, loads(dumps(record), 1 << 16), strict=True)
-    assert again.memory.upgraded() == found
+    assert again.memory.upgraded() == replace(found, gpu=None)
     assert json.loads(dumps(record)).get("ranks", 1) == ranks and again.like(ranks)
 
 

@@ -54,11 +54,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("C10", {"resources": {"memory": "2Gi", "gpus": 0.5}}, "spec.resources.gpus"),
     ("C10", {"resources": {"memory": "2Gi", "gpus": "two"}}, "spec.resources.gpus"),
     ("C10", {"resources": {"memory": "2Gi", "gpus": 9}}, "spec.resources.gpus"),
-    ("C10", {"resources": {**GPU, "memory": "2047Mi"}}, "memory must be at least 2Gi with gpus 1"),
+    ("C10", {"resources": {**GPU, "memory": "2047Mi"}}, "memory must be at least 2Gi of host"),
     (
         "C10",
         {"resources": {"memory": "15Gi", "gpus": 8}},
-        "memory must be at least 16Gi with gpus 8",
+        "2Gi of host memory for each of gpus",
     ),
     ("C10", {"resources": {**CPU_RANKS, "gpus": 9}}, "spec.resources.gpus"),
     ("C10", {"resources": {**CPU_RANKS, "gpus": 0}}, "which is 0"),
