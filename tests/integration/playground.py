@@ -201,7 +201,7 @@ def eventually(check: Callable[[], Any], seconds: float = 30) -> Any:
         time.sleep(0.1)
 
 
-RANKS = (MemoryV1(100, 20, 10, 0, 50, 10, 10).upgraded(),)
+RANKS: tuple[Memory, ...] = (MemoryV1(100, 20, 10, 0, 50, 10, 10).upgraded(),)
 
 
 def sizing_report(
