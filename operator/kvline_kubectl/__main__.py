@@ -14,6 +14,7 @@ from rich.console import Console, Group
 from kvline_contract import times
 from kvline_kubectl import act, show, size
 from kvline_kubectl.cluster import Cluster, Problem, connect
+from kvline_operator.display import reported
 from kvline_operator.errors import ApiUnavailable, OperatorError
 
 Object = dict[str, Any]
@@ -180,7 +181,7 @@ def sizing(cluster: Cluster, a: argparse.Namespace) -> int:
             report.failure.message if report.failure else f"sizing ended in state {report.state}"
         )
     result, effective = report.result, report.effective
-    table = Group(*(show.waterfall(rank) for rank in result.ranks))
+    table = Group(*show.waterfalls(reported(report)))
     _print(a, lambda: table, json.loads(report.dumps(version=1)))
     if a.output == "table":
         length = effective.max_model_len if effective else 0

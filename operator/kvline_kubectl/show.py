@@ -14,10 +14,11 @@ from rich.text import Text
 from kvline_contract.memory import Memory
 from kvline_operator.advice import NOTHING, advise
 from kvline_operator.display import (
+    Titled,
     changes,
     elapsed,
     measured,
-    memory,
+    memories,
     role,
     verdict,
     wanted,
@@ -68,8 +69,7 @@ def service(body: Object) -> RenderableType:
     parts: list[RenderableType] = [services([body], False)]
     capacity = status.get("capacity")
     if capacity:
-        found = memory(status)
-        parts += ["", waterfall(found)] if found is not None else []
+        parts += waterfalls(memories(status))
         parts.append(
             f"{capacity['bytesPerToken']} bytes per token, {capacity['source']} at "
             f"{capacity['measuredAt']}, validated in attempt {capacity['attempts']}"
@@ -93,6 +93,14 @@ def service(body: Object) -> RenderableType:
         text = f"gate of revision {gate['revision']}: {gate['result']}; {gate['message']}"
         parts += ["", Text(text)]
     return Group(*parts)
+
+
+def waterfalls(titled: Titled) -> list[RenderableType]:
+    """Memory of each rank, with its title where there are several."""
+    parts: list[RenderableType] = []
+    for title, device in titled:
+        parts += ["", *([Text(title, "bold")] if title else []), waterfall(device)]
+    return parts
 
 
 def waterfall(device: Memory) -> Table:
@@ -136,6 +144,8 @@ def explain(body: Object, events: list[Object]) -> RenderableType:
     if not (status.get("capacity") or {}).get("serving", True):
         tokens = number(status["capacity"]["kvTokens"])
         parts += ["", f"No replica serves; the last one had {tokens} KV tokens ({_as_of(status)})."]
+    shown = memories(status)
+    parts += waterfalls(shown) if len(shown) > 1 else []
     for text in status.get("warnings") or []:
         parts += ["", Text(f"Warning: {text}", "yellow")]
     if events:

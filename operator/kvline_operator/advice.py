@@ -135,7 +135,8 @@ ADVICE = (
     Advice(
         "CapacitySufficient",
         ("NotComparable",),
-        "a replica is measured, but its model, bytes per token, or GPU model has no baseline",
+        "a replica is measured, but its model, bytes per token, number of GPUs or GPU model has no "
+        "baseline",
         "set spec.capacity.minKVTokens, or promote the revision",
     ),
     Advice("CapacitySufficient", ("Unknown",), "nothing is measured yet", "see CapacityMeasured"),
@@ -199,6 +200,14 @@ ADVICE = (
         "the GPU is missing, unsupported or lost, or the node could not allocate it",
         "check the node's driver and device plug-in; the container restarts by itself",
     ),
+    Advice(
+        "Progressing",
+        ("RankLost",),
+        "one rank of a pod with several ended (killed, or its GPU hung), so the others ended too; "
+        "that rejects no revision",
+        "nothing the first time, the container restarts by itself; if it repeats, check the GPU "
+        "that the message names and the node's log for kills",
+    ),
     Advice("UpToDate", ("UpToDate",), "the spec's revision alone serves", NOTHING),
     Advice(
         "UpToDate",
@@ -212,7 +221,8 @@ ADVICE = (
         "a new revision cannot be measured (no node, no image, no model) or compared; with Surge "
         "the stable one serves meanwhile, with Replace and Recreate it is scaled up again after "
         "spec.rollout.progressDeadlineSeconds",
-        "the message has the cause; for another model set spec.capacity.minKVTokens, or promote",
+        "the message has the cause; for another model or number of GPUs set "
+        "spec.capacity.minKVTokens, or promote",
     ),
     Advice(
         "UpToDate",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvline_contract.exits import meaning
+from kvline_contract.memory import HEADROOM
 from kvline_contract.names import records_name
 from kvline_contract.report import SizingReport, State
 from kvline_operator.candidate import OOM_RETRIES, host_memory
@@ -32,9 +33,9 @@ def measured(state: ServiceState) -> Condition:
     pods = state.stable or state.newest
     measured = [p for p in pods if p.kv_tokens is not None]
     if measured:
-        fewest = min(p.kv_tokens or 0 for p in measured)
-        text = f"{fewest} KV tokens are validated on {measured[0].node}"
-        return Condition(kind, "True", "Validated", text)
+        fewest = min(measured, key=lambda p: p.kv_tokens or 0)
+        text = f"{fewest.kv_tokens} KV tokens are validated on {measured[0].node}"
+        return Condition(kind, "True", "Validated", text + _least_left(fewest))
     failed = failed_end(pods)
     if failed is not None and failed.from_outside:
         return Condition(kind, "False", "Killed", failed.killed_text)
@@ -44,6 +45,17 @@ def measured(state: ServiceState) -> Condition:
     if failed is not None and meaning(failed.code).condition == kind:
         return Condition(kind, "False", meaning(failed.code).reason, failed.message)
     return _measuring(kind, pods)
+
+
+def _least_left(pod: PodView) -> str:
+    """Of several ranks the one that limits the budget: its GPU is where to search for the cause."""
+    result = pod.result
+    if result is None or len(result.ranks) == 1:
+        return ""
+    rank, device = result.binding_rank, result.memory
+    where = f" (GPU {device.gpu})" if device.gpu is not None else ""
+    left = f"the least left, {device.mib(HEADROOM)} MiB"
+    return f"; of {len(result.ranks)} ranks rank {rank}{where} has {left}"
 
 
 def _measuring(kind: str, pods: tuple[PodView, ...]) -> Condition:
@@ -164,7 +176,7 @@ def stable(state: ServiceState) -> Condition:
     for pod in state.pods:
         result = pod.result
         record = state.records.get(result.fingerprint) if result is not None else None
-        if result is None or record is None:
+        if result is None or record is None or not record.like(len(result.ranks)):
             continue
         known += 1
         if drifted(record, result.kv_tokens):

@@ -8,11 +8,18 @@ from datetime import datetime
 from typing import Any
 
 from kvline_contract.codec import ContractError, decode, document, dumps, encode, field, loads
-from kvline_contract.memory import MemoryV1
-from kvline_contract.report import Provenance, SizingReport, Source
+from kvline_contract.memory import MAX_PARTS, Memory, MemoryV1, Part
+from kvline_contract.report import (
+    MAX_RANKS,
+    MAX_REPORT_BYTES,
+    Provenance,
+    Result,
+    SizingReport,
+    Source,
+)
 from kvline_contract.times import FORMAT
 
-MAX_BYTES = 8192
+MAX_BYTES = 2 * MAX_REPORT_BYTES  # the memory of the binding rank is in it twice
 
 
 @document
@@ -22,8 +29,29 @@ class Spread:
 
 
 @document
+class RankMemory:
+    """Memory of one of several ranks. `gpu`: the index of its GPU in the pod; None on the CPU."""
+
+    rank: int = field(high=MAX_RANKS - 1)
+    total_mib: int = field("totalMiB")
+    parts: tuple[Part, ...] = field(items=MAX_PARTS)
+    gpu: int | None = field(high=255, omit_none=True, default=None)
+
+    def __post_init__(self) -> None:
+        Memory(self.total_mib, self.parts)  # which checks that they add up
+
+    @property
+    def memory(self) -> Memory:
+        return Memory(self.total_mib, self.parts, self.gpu)
+
+    def title(self, binding: int | None) -> str:
+        where = f"rank {self.rank}" + (f", GPU {self.gpu}" if self.gpu is not None else "")
+        return where + (": the least left" if self.rank == binding else "")
+
+
+@document
 class CapacityStatus:
-    """Figures of the ready replica with the fewest KV tokens."""
+    """Figures of the ready replica with the fewest KV tokens, and of its binding rank."""
 
     kv_tokens: int = field("kvTokens", low=1)
     kv_tokens_total: int = field("kvTokensTotal")
@@ -40,6 +68,9 @@ class CapacityStatus:
     as_of: str | None = field(
         limit=32, omit_none=True, default=None
     )  # RFC 3339: when the last replica stopped serving
+    # Where there are several ranks:
+    ranks: tuple[RankMemory, ...] | None = field(items=MAX_RANKS, omit_none=True, default=None)
+    binding_rank: int | None = field(high=MAX_RANKS - 1, omit_none=True, default=None)
 
     def __post_init__(self) -> None:
         """Checked here: the API server refuses another format, and annotations can be edited."""
@@ -73,6 +104,8 @@ class CapacityStatus:
                 result.kv_tokens // max(1, effective.max_model_len) if effective else None
             ),
             cache_dtype=result.cache_dtype,
+            ranks=ranks(result) or None,
+            binding_rank=result.binding_rank if len(result.ranks) > 1 else None,
         )
 
     @classmethod
@@ -85,6 +118,14 @@ class CapacityStatus:
 
     def dumps(self) -> str:
         return dumps(self)
+
+
+def ranks(result: Result) -> tuple[RankMemory, ...]:
+    """Of a replica with several; empty with one."""
+    if len(result.ranks) == 1:
+        return ()
+    found = enumerate(result.ranks)
+    return tuple(RankMemory(number, rank.total_mib, rank.parts, rank.gpu) for number, rank in found)
 
 
 def retained(

@@ -82,8 +82,8 @@ def progressing(state: ServiceState) -> Condition:
         if pod.waiting_reason in IMAGE_REASONS:
             text = f"{pod.waiting_reason}: {pod.waiting_message}"
             return Condition(kind, "False", "ImagePullFailed", text)
-        if pod.ended is not None and meaning(pod.ended.code).condition == kind:
-            return Condition(kind, "False", "DeviceFailure", pod.ended.message)
+        if pod.failed is not None and meaning(pod.failed.code).condition == kind:
+            return Condition(kind, "False", meaning(pod.failed.code).reason, pod.failed.message)
     if _is_complete(state):
         return Condition(kind, "True", "Complete", "")
     if state.refused:

@@ -9,9 +9,12 @@ from typing import Any
 
 from kvline_contract.codec import ContractError, decode
 from kvline_contract.memory import Memory, MemoryV1
+from kvline_contract.report import SizingReport
+from kvline_operator.capacity_status import RankMemory, ranks
 from kvline_operator.status_cache import RevisionEntry
 
 Object = dict[str, Any]
+Titled = tuple[tuple[str, Memory], ...]
 ROLES = ("stable", "candidate", "rejected")
 
 
@@ -27,6 +30,36 @@ def memory(status: Object) -> Memory | None:
     with suppress(ContractError):
         return decode(MemoryV1, found, strict=False).upgraded() if found else None
     return None
+
+
+def memories(status: Object) -> Titled:
+    """Memory of each rank under its title, where a status has several; else of the only one,
+    without a title."""
+    found = rank_memories(status)
+    if found:
+        binding = status["capacity"].get("bindingRank")
+        return tuple((item.title(binding), item.memory) for item in found)
+    one = memory(status)
+    return (("", one),) if one is not None else ()
+
+
+def rank_memories(status: Object) -> tuple[RankMemory, ...]:
+    """Of a replica with several ranks; empty where it has one, or another writer left what is no
+    memory."""
+    given = (status.get("capacity") or {}).get("ranks") or ()
+    with suppress(ContractError):
+        return tuple(decode(RankMemory, item, strict=False) for item in given)
+    return ()
+
+
+def reported(report: SizingReport) -> Titled:
+    """The same of a report with a result."""
+    result = report.result
+    if result is None:
+        return ()
+    several = ranks(result)
+    named = tuple((item.title(result.binding_rank), item.memory) for item in several)
+    return named or (("", result.memory),)
 
 
 def role(rollout: Object, revision: str) -> str:

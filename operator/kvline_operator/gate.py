@@ -38,6 +38,13 @@ class ComparisonGroup:
 
     model: str  # source without the commit
     gpus: int  # per replica
+    ranks: int = 1  # per replica: one on each GPU, or all on the CPU
+
+    @property
+    def devices(self) -> str:
+        if not self.gpus:
+            return "a CPU" if self.ranks == 1 else f"{self.ranks} CPU ranks"
+        return "1 GPU" if self.gpus == 1 else f"{self.gpus} GPUs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +103,8 @@ def incomparable(candidate: Candidate, baseline: Baseline) -> str:
     """Why the two cannot be compared; empty where they can."""
     if candidate.group.model != baseline.group.model:
         return f"{candidate.group.model} is another model than {baseline.group.model}"
-    if candidate.group.gpus != baseline.group.gpus:
-        return f"{candidate.group.gpus} GPUs a replica are not {baseline.group.gpus}"
+    if candidate.group != baseline.group:
+        return f"a replica has {candidate.group.devices}, not {baseline.group.devices}"
     for replica in candidate.replicas:
         if replica.bytes_per_token != baseline.bytes_per_token:
             return (

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvline_operator.display import ROLES, memory, wanted
+from kvline_operator.display import ROLES, memory, rank_memories, wanted
 from kvline_operator.kube import Kube
 from kvline_operator.status_cache import StatusCache, View
 from kvline_operator.workqueue import WorkQueue
@@ -93,6 +93,7 @@ class _Services(Collector):
                     where = [view.key.namespace, view.key.name, *([key] if label else [])]
                     family.add_metric(where, value)
             yield family
+        yield _ranks(views)
         yield _conditions(views)
         yield _revisions(views)
 
@@ -169,6 +170,21 @@ FAMILIES: tuple[tuple[str, str, str, Callable[[View], Values]], ...] = (
         _of_capacity("attempts"),
     ),
 )
+
+
+def _ranks(views: list[View]) -> Metric:
+    """Of replicas with several ranks alone; memory_bytes has that of the only rank."""
+    family = GaugeMetricFamily(
+        "kvline_service_rank_memory_bytes",
+        "Memory of each rank of the smallest replica by part, where it has several ranks",
+        labels=[*SERVICE, "rank", "part"],
+    )
+    for view in views:
+        for item in rank_memories(view.status):
+            where = [view.key.namespace, view.key.name, str(item.rank)]
+            for part in item.parts:
+                family.add_metric([*where, part.name], part.mib * MIB)
+    return family
 
 
 def _conditions(views: list[View]) -> Metric:

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvline_contract import names
 from kvline_operator.settings import Settings
+from kvline_operator.spec import gpus
 
 Object = dict[str, Any]
 AS_GIVEN = ("nodeSelector", "tolerations", "priorityClassName", "runtimeClassName")
@@ -37,7 +38,7 @@ def fields(inputs: Object, base: str, revision: str, settings: Settings) -> Obje
     both are stored in the revision, so that a changed setting restarts no pod."""
     given = inputs.get("scheduling", {})
     own = {"matchLabels": {names.LABEL_SERVICE: base, names.LABEL_REVISION: revision}}
-    of_gpus = settings.runtime_class if inputs["resources"].get("gpus") else ""
+    of_gpus = settings.runtime_class if gpus(inputs["resources"]) else ""
     made = {
         "runtimeClassName": of_gpus,
         "priorityClassName": settings.priority_class,

@@ -9,7 +9,7 @@ from kvline_contract import names, tracing
 from kvline_operator import placement
 from kvline_operator.revisions import Revision
 from kvline_operator.settings import Settings
-from kvline_operator.spec import ServiceSpec, device_class
+from kvline_operator.spec import ServiceSpec, device_class, gpus, ranks
 
 Object = dict[str, Any]
 
@@ -19,7 +19,7 @@ DRAIN_SECONDS = 120  # default of spec.drainSeconds, also the server's
 EXIT_SECONDS = 15  # for the engine to exit after the drain
 CACHE_SIZE_LIMIT = "200Gi"
 STATE_SIZE_LIMIT = "4Gi"
-SHARED_MEMORY = "64Mi"
+SHARED_MEMORY, SHARED_MEMORY_OF_RANKS = "64Mi", "1Gi"  # several ranks exchange steps there
 
 _RESTRICTED: Object = {
     "allowPrivilegeEscalation": False,
@@ -140,23 +140,23 @@ def _traces(settings: Settings) -> list[Object]:
 
 def _resources(asked: Object) -> Object:
     """Memory: the request equals the limit, so that a measured size holds on every node. CPU: no
-    limit, which would throttle steps."""
+    limit, which would throttle steps. CPU ranks are processes and ask the node for nothing."""
     amounts: Object = {key: asked[key] for key in ("cpu", "memory") if key in asked}
     limits: Object = {"memory": asked["memory"]}
     if "ephemeralStorage" in asked:
         amounts["ephemeral-storage"] = asked["ephemeralStorage"]
     if device_class(asked):
         return {"requests": amounts, "limits": limits, "claims": [{"name": GPU_CLAIM}]}
-    if asked.get("gpus"):
+    if count := gpus(asked):
         name = asked.get("gpuResource", GPU_RESOURCE)
-        amounts[name] = limits[name] = str(asked["gpus"])
+        amounts[name] = limits[name] = str(count)
     return {"requests": amounts, "limits": limits}
 
 
 def _pre_stop(inputs: Object, revision: Revision, settings: Settings) -> Object:
     """An image that is inherited from an earlier operator may lack the route: its pods would end
     while requests are still sent to them."""
-    default = settings.image_for(int(inputs["resources"].get("gpus", 0)))
+    default = settings.image_for(gpus(inputs["resources"]))
     if revision.named or revision.image == default:
         return _get(names.PRE_STOP_PATH)
     return {"sleep": {"seconds": names.PRE_STOP_SECONDS}}
@@ -235,7 +235,8 @@ def download_container(inputs: Object, image: str, settings: Settings) -> Object
 
 def _volumes(spec: ServiceSpec, inputs: Object, launch: str, gate: str, base: str) -> list[Object]:
     records = {"name": names.records_name(base), "optional": True}
-    shared = inputs["resources"].get("sharedMemory", SHARED_MEMORY)
+    least = SHARED_MEMORY_OF_RANKS if ranks(inputs["resources"]) > 1 else SHARED_MEMORY
+    shared = inputs["resources"].get("sharedMemory", least)
     return [
         {"name": "launch", "configMap": {"name": launch}},
         {"name": "gate", "configMap": {"name": gate}},

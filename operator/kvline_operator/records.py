@@ -29,11 +29,14 @@ def read(config_map: dict[str, Any] | None) -> dict[str, Record]:
 
 def merge(kept: dict[str, Record], results: Iterable[Result]) -> dict[str, Record]:
     """`kept` plus what replicas have measured since. Of two sizes of one fingerprint the smaller is
-    recorded, which both survived; one that drifted is not recorded. A record of an earlier operator
-    gets the kernels that a replica has chosen since."""
+    recorded, which both survived; one that drifted is not recorded, and one of another number of
+    ranks replaces it. A record of an earlier operator gets the kernels that a replica has chosen
+    since."""
     out = dict(kept)
     for result in results:
         old = out.get(result.fingerprint)
+        if old is not None and not old.like(len(result.ranks)):
+            old = None
         if old is not None and not old.gemm_kernels and result.gemm_kernels:
             old = out[result.fingerprint] = replace(old, gemm_kernels=result.gemm_kernels)
         if result.source is not Source.MEASURED:

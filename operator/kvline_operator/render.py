@@ -29,7 +29,7 @@ from kvline_operator.records import text
 from kvline_operator.revisions import Revision
 from kvline_operator.rollout import RolloutPlan
 from kvline_operator.settings import Settings
-from kvline_operator.spec import ServiceSpec, parse_source
+from kvline_operator.spec import ServiceSpec, gpus, parse_source, ranks
 
 Object = dict[str, Any]
 
@@ -292,7 +292,6 @@ def launch_config(owner: Owner, revision: str, data: Object) -> LaunchConfig:
     inputs = data["inputs"]
     model, engine = inputs["model"], inputs.get("engine", {})
     capacity = inputs.get("capacity", {})
-    gpus = inputs["resources"].get("gpus", 0)
     source = parse_source(model["source"])
     return LaunchConfig(
         version=VERSION,
@@ -300,8 +299,8 @@ def launch_config(owner: Owner, revision: str, data: Object) -> LaunchConfig:
         service=owner.base,
         revision=revision,
         image=data["image"],
-        device=Device.CUDA if gpus else Device.CPU,
-        tensor_parallel=max(1, gpus),
+        device=Device.CUDA if gpus(inputs["resources"]) else Device.CPU,
+        tensor_parallel=ranks(inputs["resources"]),
         model=Model(
             source=source.text,
             path=f"{names.MODELS_DIR}/{source.path}",

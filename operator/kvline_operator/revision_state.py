@@ -21,7 +21,7 @@ from kvline_operator.capacity_status import CapacityStatus, retained
 from kvline_operator.container_ends import PodEnds
 from kvline_operator.gate import Baseline, ComparisonGroup, GateResult, Measured, Verdict
 from kvline_operator.rollout import RolloutPlan
-from kvline_operator.spec import parse_source
+from kvline_operator.spec import gpus, parse_source, ranks
 from kvline_operator.threshold import Thresholds
 
 PASSED, REJECTED, PROMOTED = "Passed", "Rejected", "Promoted"
@@ -144,7 +144,8 @@ def without_used_promotions(
 
 def comparison_group(inputs: Object) -> ComparisonGroup:
     source = parse_source(inputs["model"]["source"])
-    return ComparisonGroup(source.text.partition("@")[0], int(inputs["resources"].get("gpus", 0)))
+    resources = inputs["resources"]
+    return ComparisonGroup(source.text.partition("@")[0], gpus(resources), ranks(resources))
 
 
 def baseline_of(state: RevisionState, inputs: Object) -> Baseline:

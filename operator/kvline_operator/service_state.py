@@ -14,7 +14,7 @@ from kvline_operator.observe import Ended, PodView
 from kvline_operator.prepare import Preparation
 from kvline_operator.revision_state import RevisionState
 from kvline_operator.rollout import RolloutPlan
-from kvline_operator.spec import ServiceSpec, scheme
+from kvline_operator.spec import ServiceSpec, gpus, scheme
 from kvline_operator.threshold import Thresholds
 
 
@@ -64,7 +64,7 @@ class ServiceState:
     def stable_gpus(self) -> int:
         """GPUs per replica of the stable revision."""
         inputs = self.stable_data.get("inputs") or self.spec.inputs
-        return int(inputs.get("resources", {}).get("gpus", 0))
+        return gpus(inputs.get("resources", {}))
 
     @property
     def url(self) -> str:

@@ -19,6 +19,7 @@ from kvline_contract.names import (
     ANNOTATION_PROMOTE,
     ANNOTATION_RESTART,
     ANNOTATION_UPGRADE,
+    CPU_RANK,
     base_name,
     hub_folder,
 )
@@ -117,7 +118,7 @@ class ServiceSpec:
 
     @property
     def gpus(self) -> int:
-        return int(self.inputs.get("resources", {}).get("gpus", 0))
+        return gpus(self.inputs.get("resources", {}))
 
     @property
     def device_class(self) -> str:
@@ -210,6 +211,16 @@ def parse_source(text: Any) -> ModelSource:
 def scheme(inputs: dict[str, Any]) -> str:
     """Of the API of a revision with these inputs."""
     return "https" if "tlsSecret" in inputs.get("access", {}) else "http"
+
+
+def gpus(resources: dict[str, Any]) -> int:
+    """Per replica; CPU ranks are none."""
+    return 0 if resources.get("gpuResource") == CPU_RANK else int(resources.get("gpus", 0))
+
+
+def ranks(resources: dict[str, Any]) -> int:
+    """Processes that share the model of a replica, each with a GPU of its own or on the CPU."""
+    return max(1, int(resources.get("gpus", 0)))
 
 
 def device_class(resources: dict[str, Any]) -> str:

@@ -53,6 +53,7 @@ EVENTS = {
     ("Progressing", "PodsRefused"): ("PodsRefused", "Warning"),
     ("Progressing", "DeadlineExceeded"): ("DeadlineExceeded", "Warning"),
     ("Progressing", "DeviceFailure"): ("DeviceFailure", "Warning"),
+    ("Progressing", "RankLost"): ("RankLost", "Warning"),
     ("UpToDate", "GateHeld"): ("GateHeld", "Warning"),
     ("UpToDate", "ForeignChange"): ("ForeignChange", "Warning"),
     ("Ready", "Serving"): ("Serving", "Normal"),

@@ -1,8 +1,8 @@
 """Plan: how many KV tokens a replica must have, and where that threshold comes from. Pure.
 
-Tokens are compared within one GPU model only. Replicas of a candidate must reach
-spec.rollout.minCapacityPercent of the baseline and spec.capacity.minKVTokens; replicas of an
-accepted revision only the latter.
+Tokens are compared within one GPU model only, and within one number of ranks (gate.py). Replicas
+of a candidate must reach spec.rollout.minCapacityPercent of the baseline and
+spec.capacity.minKVTokens; replicas of an accepted revision only the latter.
 """
 
 from __future__ import annotations

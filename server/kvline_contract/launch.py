@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from kvline_contract.codec import ContractError, decode, document, dumps, field, loads
 from kvline_contract.memory import MemoryV1
-from kvline_contract.report import MAX_GEMM_KERNELS, Result, check_version
+from kvline_contract.report import MAX_GEMM_KERNELS, MAX_RANKS, Result, check_version
 
 VERSION = 1
 MAX_RECORDS = 16  # fingerprints per service
@@ -131,6 +131,12 @@ class Record:
     measured_at: str = field(limit=32)
     memory: MemoryV1  # records of version 1 are read by every server and operator
     gemm_kernels: tuple[str, ...] = field(items=MAX_GEMM_KERNELS, limit=48, default=())
+    # Of the replica; absent for one. `memory` is that of the binding rank.
+    ranks: int | None = field(low=1, high=MAX_RANKS, omit_none=True, default=None)
+
+    def like(self, ranks: int) -> bool:
+        """Whether it is of a replica with as many ranks: others' sizes are not comparable."""
+        return (self.ranks or 1) == ranks
 
     @classmethod
     def of(cls, result: Result) -> Record:
@@ -141,6 +147,7 @@ class Record:
             measured_at=result.measured_at,
             memory=MemoryV1.of(result.memory),
             gemm_kernels=result.gemm_kernels,
+            ranks=len(result.ranks) if len(result.ranks) > 1 else None,
         )
 
 

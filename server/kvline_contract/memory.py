@@ -36,6 +36,8 @@ class Memory:
 
     total_mib: int = field("totalMiB")
     parts: tuple[Part, ...] = field(items=MAX_PARTS)
+    # The index of its GPU in the pod; absent on a CPU, and from servers of one rank.
+    gpu: int | None = field(high=255, omit_none=True, default=None)
 
     def __post_init__(self) -> None:
         if len({part.name for part in self.parts}) != len(self.parts):
@@ -79,7 +81,7 @@ class MemoryV1:
         weights, activations, graphs, kv, headroom = known
         rest = total - sum(known)
         fixed = cls(total, weights, activations, graphs, kv, headroom, rest)
-        if fixed.upgraded() == memory:
+        if fixed.upgraded().parts == memory.parts:
             return fixed
         return dataclasses.replace(fixed, parts=memory.parts)
 

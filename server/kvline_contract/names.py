@@ -46,6 +46,9 @@ ANNOTATION_EXPIRED = "kvline.dev/expired"
 ANNOTATION_OVERDUE = "kvline.dev/expired-message"
 ANNOTATION_EXPIRED_POLICY = "kvline.dev/expired-policy"
 
+# As spec.resources.gpuResource: `gpus` counts ranks on the CPU, which no node has to offer.
+CPU_RANK = "kvline.dev/cpu-rank"
+
 API_PORT = 8000  # /v1, in the Service
 INTERNAL_PORT = 8001  # probes, sizing, load, metrics; pod address only
 SIZING_PATH = "/sizing"  # GET ?version=: the newest report version that who asks reads

@@ -172,10 +172,15 @@ class Result:
             raise ContractError("ranks: expected one or more")
 
     @property
+    def binding_rank(self) -> int:
+        """The rank that limits the budget, which is the smallest over ranks: the one with the least
+        left."""
+        return min(range(len(self.ranks)), key=lambda rank: self.ranks[rank].mib(HEADROOM))
+
+    @property
     def memory(self) -> Memory:
-        """Of the rank that limits the budget, which is the smallest over ranks: the one with the
-        least left."""
-        return min(self.ranks, key=lambda rank: rank.mib(HEADROOM))
+        """Of the binding rank."""
+        return self.ranks[self.binding_rank]
 
 
 @document

@@ -11,7 +11,7 @@ ServerError
 ├── OutOfMemory             40  with the diagnosis (see Termination)
 ├── ContextDoesNotFit       41  with the largest length that fits
 ├── DeviceFailure           43
-├── RankLost                44  one of several GPUs' processes ended or does not answer
+├── RankLost                44  a rank ended without a reason of its own, or does not answer
 ├── EngineConnectionLost    50
 └── OutOfMemoryServing      51  after validation
 """
@@ -67,7 +67,7 @@ class DeviceFailure(ServerError):
 
 
 class RankLost(ServerError):
-    """A rank of this pod is gone, so the others cannot go on."""
+    """One of a pod's ranks ended or hangs, which says nothing about the others' memory or model."""
 
     code = ExitCode.RANK_LOST
 

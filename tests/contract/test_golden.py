@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from kvline_contract.codec import decode, dumps, loads
-from kvline_contract.launch import GateFile, LaunchConfig, Records
+from kvline_contract.launch import GateFile, LaunchConfig, Record, Records
 from kvline_contract.report import Load, Percentiles, SizingReport, State, Termination
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -20,6 +20,17 @@ def test_version_1_report() -> None:
     assert report.result.memory.total_mib == 2048
     assert [a.number for a in report.attempts] == [0, 1]
     assert report.result.memory.mib("kv-cache") == 847
+
+
+def test_a_report_and_a_record_of_two_ranks() -> None:
+    report = SizingReport.parse((GOLDEN / "report-v2-ranks.json").read_bytes())
+    assert report.result is not None
+    assert [rank.mib("headroom") for rank in report.result.ranks] == [2300, 290]
+    assert [rank.gpu for rank in report.result.ranks] == [0, 1]
+    assert report.result.binding_rank == 1 and report.result.memory == report.result.ranks[1]
+    records = Records.parse((GOLDEN / "records-v1-ranks.json").read_bytes())
+    (record,) = records.records.values()
+    assert record.ranks == 2 and record == Record.of(report.result)
 
 
 def test_version_1_launch_file() -> None:

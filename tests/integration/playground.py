@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,14 @@ import yaml
 from api import Api
 
 from kvline_contract.codec import dumps
-from kvline_contract.launch import GateFile
+from kvline_contract.launch import GateFile, LaunchConfig
 from kvline_contract.memory import Memory, MemoryV1
 from kvline_contract.names import (
     GATE_FILE,
     LABEL_PREPARES,
     LABEL_REVISION,
     LABEL_SERVICE,
+    LAUNCH_FILE,
     OPEN_GATE_PATH,
     SIZING_PATH,
     gate_name,
@@ -199,7 +201,7 @@ def eventually(check: Callable[[], Any], seconds: float = 30) -> Any:
         time.sleep(0.1)
 
 
-RANKS = (MemoryV1(100, 20, 10, 0, 50, 10, 10).upgraded(),)
+RANKS: tuple[Memory, ...] = (MemoryV1(100, 20, 10, 0, 50, 10, 10).upgraded(),)
 
 
 def sizing_report(
@@ -207,7 +209,9 @@ def sizing_report(
 ) -> SizingReport:
     result = None
     if state is State.VALIDATED:
-        result = Result(tokens, 512, Source.MEASURED, "f" * 32, 90, 6000, 0, "t", ranks)
+        # One fingerprint for each number of ranks, as a server computes it.
+        fingerprint = "f" * 32 if len(ranks) == 1 else f"{len(ranks)}".rjust(32, "f")
+        result = Result(tokens, 512, Source.MEASURED, fingerprint, 90, 6000, 0, "t", ranks)
     attempt = Attempt(1, tokens, Outcome.SURVIVED if result else Outcome.RUNNING, None)
     effective = Effective(1024, 4, 512, 20, 128, 16, 64)
     return SizingReport(uid, "p", "r", 1, state, "t", "t", effective, (), (attempt,), result)
@@ -233,12 +237,13 @@ class Node:
         self.answers: dict[str, Callable[[int], bytes]] = {}
         self.newest = REPORT_VERSION  # of a report, that the pods' image knows
         self.served: set[int] = set()  # versions of reports that were served
-        self.ranks = RANKS  # of every replica
+        self.ranks = RANKS  # of every replica, again from the first where it has more
         self.addresses: dict[str, str] = {}  # pod uid -> address
         self.was_ready: set[str] = set()  # pod uids
         self.considered: set[str] = set()  # uids of pods that the scheduler has considered
         self.crashes: Counter[str] = Counter()  # by pod uid
         self.posts: list[tuple[str, str]] = []  # address and path of each POST to a pod
+        self.counts: dict[str, int] = {}  # ranks of a replica, by revision
         self.load: Load | None = None  # the load that every replica reports
         self.fetches = True  # prepare Jobs succeed at once
         self.gates: dict[str, str] | None = None  # where files of volumes stay: by pod uid
@@ -307,16 +312,37 @@ class Node:
                 continue
             uid = pod["metadata"]["uid"]
             address = self._address(uid)
-            self.answers[address] = partial(self._report, uid, state, tokens, raw)
+            ranks = self.ranks_of(pod)
+            self.answers[address] = partial(self._report, uid, state, tokens, raw, ranks)
             now = state is State.VALIDATED and self._may(pod, tokens) if ready is None else ready
             self.status(pod, address, now)
 
     def _report(
-        self, uid: str, state: State, tokens: int, raw: bytes | None, version: int
+        self,
+        uid: str,
+        state: State,
+        tokens: int,
+        raw: bytes | None,
+        ranks: tuple[Memory, ...],
+        version: int,
     ) -> bytes:
         if raw is not None:
             return raw
-        return sizing_report(uid, state, tokens, self.ranks).dumps(version).encode()
+        return sizing_report(uid, state, tokens, ranks).dumps(version).encode()
+
+    def launch(self, pod: dict[str, Any]) -> LaunchConfig | None:
+        """The launch file that a pod mounts; None where it is gone with its revision."""
+        (name,) = (v["configMap"]["name"] for v in pod["spec"]["volumes"] if v["name"] == "launch")
+        found = self.space.get("configmap", name)
+        return LaunchConfig.parse(found["data"][LAUNCH_FILE]) if found is not None else None
+
+    def ranks_of(self, pod: dict[str, Any]) -> tuple[Memory, ...]:
+        """Memory of as many ranks as the pod is started with."""
+        revision = pod["metadata"]["labels"][LABEL_REVISION]
+        if revision not in self.counts:
+            launch = self.launch(pod)
+            self.counts[revision] = launch.tensor_parallel if launch is not None else 1
+        return tuple(islice(cycle(self.ranks), self.counts[revision]))
 
     def jobs(self) -> list[dict[str, Any]]:
         """Pods of Jobs that have not ended."""

@@ -31,7 +31,7 @@ CHANGES: list[tuple[str, Any, str]] = [
     ("replicas", 2, STAYS),
     ("drainSeconds", 4000, "spec.drainSeconds"),
     ("drainSeconds", 600, ROLLS),
-    ("resources.gpus", 2, "spec.resources.gpus"),
+    ("resources.gpus", 9, "spec.resources.gpus"),
     ("resources.gpuResource", "nvidia.com/gpu.shared", "which is 0"),
     ("resources.gpuDeviceClass", "gpu.nvidia.com", "which is 0"),
     ("resources.cpu", "500m", ROLLS),

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.integration
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 DIGEST = "a" * 64
 GPU = {"memory": "2Gi", "gpus": 1}
+CPU_RANKS = {"memory": "256Mi", "gpuResource": "kvline.dev/cpu-rank"}
 APPARMOR = "container.apparmor.security.beta.kubernetes.io/server"
 
 
@@ -53,7 +54,14 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("C10", {"resources": {"memory": "2Gi", "gpus": 0.5}}, "spec.resources.gpus"),
     ("C10", {"resources": {"memory": "2Gi", "gpus": "two"}}, "spec.resources.gpus"),
     ("C10", {"resources": {"memory": "2Gi", "gpus": 9}}, "spec.resources.gpus"),
-    ("C10", {"resources": {**GPU, "memory": "2047Mi"}}, "at least 2Gi with a GPU"),
+    ("C10", {"resources": {**GPU, "memory": "2047Mi"}}, "memory must be at least 2Gi of host"),
+    (
+        "C10",
+        {"resources": {"memory": "15Gi", "gpus": 8}},
+        "2Gi of host memory for each of gpus",
+    ),
+    ("C10", {"resources": {**CPU_RANKS, "gpus": 9}}, "spec.resources.gpus"),
+    ("C10", {"resources": {**CPU_RANKS, "gpus": 0}}, "which is 0"),
     ("C10", {"resources": {**GPU, "gpuResource": "gpu"}}, "spec.resources.gpuResource"),
     ("C10", {"resources": {**GPU, "gpuResource": "kubernetes.io/gpu"}}, "a device plug-in's"),
     (
@@ -121,6 +129,16 @@ def test_a_bad_field_is_refused_by_name(
     space: Any, id: str, change: dict[str, Any], named: str
 ) -> None:
     refused(space, named, body(**change))
+
+
+@pytest.mark.parametrize("gpus", range(9))
+def test_any_number_of_gpus_up_to_eight_is_accepted_with_2gi_for_each(
+    space: Any, gpus: int
+) -> None:
+    given = [{"memory": f"{2 * gpus or 1}Gi", "gpus": gpus}]
+    given += [{**CPU_RANKS, "gpus": gpus}] if gpus else []
+    for resources in given:
+        space.kubectl("apply", "--dry-run=server", "-f", "-", input=body(resources=resources))
 
 
 @pytest.mark.parametrize(

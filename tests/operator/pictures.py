@@ -115,6 +115,18 @@ def rolled_back(name: str = "smollm2", message: str = LOSS) -> View:
     return View(Key("team", name), spec, status, pods, history)
 
 
+def of_two_ranks() -> View:
+    """A service whose second GPU has a neighbour."""
+    view = rolled_back()
+    ranks = []
+    for number, others in enumerate((48, 308)):
+        mib = {"weights": 900, "kv-cache": 800, "headroom": 348 - others, "others": others}
+        parts = [{"name": name, "mib": size} for name, size in mib.items()]
+        ranks.append({"rank": number, "gpu": number, "totalMiB": 2048, "parts": parts})
+    capacity = {**view.status["capacity"], "ranks": ranks, "bindingRank": 1}
+    return replace(view, status={**view.status, "capacity": capacity})
+
+
 def simple(name: str, state: str, reason: str) -> View:
     ready = condition("Ready", state, reason)
     return View(Key("research", name), {"replicas": 1}, {"conditions": [ready]})

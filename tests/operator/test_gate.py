@@ -96,11 +96,28 @@ PLAIN = Candidate(GROUP, (Measured("H200", 960, 100),))
         ),
         (
             "more GPUs",
-            replace(PLAIN, group=ComparisonGroup(GROUP.model, 2)),
+            replace(PLAIN, group=ComparisonGroup(GROUP.model, 2, 2)),
             0,
             GateResult.HELD,
             0,
-            "2 GPUs",
+            "measured 960 KV tokens, which cannot be compared (a replica has 2 GPUs, not 1 GPU): "
+            "set spec.capacity.minKVTokens, or annotate kvline.dev/promote with this revision",
+        ),
+        (
+            "more GPUs with a minimum",
+            replace(PLAIN, group=ComparisonGroup(GROUP.model, 2, 2)),
+            900,
+            GateResult.PASSED,
+            900,
+            "960 KV tokens, 900 are required (spec.capacity.minKVTokens); not compared: a replica",
+        ),
+        (
+            "CPU ranks after a GPU",
+            replace(PLAIN, group=ComparisonGroup(GROUP.model, 0, 2)),
+            0,
+            GateResult.HELD,
+            0,
+            "a replica has 2 CPU ranks, not 1 GPU",
         ),
         (
             "a GPU model never seen",
@@ -234,6 +251,31 @@ def test_the_gate_file_says_of_each_replica_what_the_verdict_says(
     if verdict.result is GateResult.REJECTED:
         assert not let_in
     assert GateFile.parse(dumps(gate)) == gate
+
+
+numbers = st.builds(
+    lambda ranks, on_cpu: ComparisonGroup(GROUP.model, 0 if on_cpu else ranks, ranks),
+    st.integers(1, 8),
+    st.booleans(),
+)
+
+
+@given(numbers, numbers, st.integers(1, 2000), st.integers(0, 2000), st.integers(0, 100))
+def test_tokens_are_compared_within_one_number_of_ranks_alone(
+    new: ComparisonGroup, old: ComparisonGroup, tokens: int, minimum: int, percent: int
+) -> None:
+    """Neither the verdict nor the gate file of another number has a share of the baseline."""
+    candidate = Candidate(new, (Measured("H200", tokens, 100),))
+    stable, policy = Baseline(old, 100, {"H200": 1000}), Thresholds(minimum, percent)
+    verdict = evaluate(candidate, stable, policy)
+    limits = thresholds(candidate, stable, policy)
+    if new == old:
+        assert limits.baseline == stable.tokens and "not compared" not in verdict.message
+        return
+    assert limits == Thresholds(minimum) and verdict.baseline == 0
+    assert f"a replica has {new.devices}, not {old.devices}" in verdict.message
+    expected = GateResult.PASSED if tokens >= minimum else GateResult.REJECTED
+    assert verdict.result is (expected if minimum else GateResult.HELD)
 
 
 def test_servers_that_know_no_map_take_the_smallest_and_a_long_name_is_left_out() -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from kvline_contract.report import SizingReport
 from kvline_kubectl.size import objects
+from kvline_operator.display import reported
 from kvline_operator.spec import parse
+
+GOLDEN = Path(__file__).parents[1] / "contract" / "golden"
 
 
 def made(**resources: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -32,3 +38,13 @@ def test_without_a_device_class_the_job_owns_its_launch_file_alone() -> None:
     job, owned = made(gpus=1)
     assert [item["kind"] for item in owned] == ["ConfigMap"]
     assert "resourceClaims" not in job["spec"]["template"]["spec"]
+
+
+def test_the_memory_of_each_rank_has_its_title() -> None:
+    report = SizingReport.parse((GOLDEN / "report-v2-ranks.json").read_bytes())
+    assert report.result is not None
+    shown = reported(report)
+    assert [title for title, _ in shown] == ["rank 0, GPU 0", "rank 1, GPU 1: the least left"]
+    assert tuple(memory for _, memory in shown) == report.result.ranks
+    alone = replace(report, result=replace(report.result, ranks=report.result.ranks[:1]))
+    assert reported(alone) == (("", report.result.ranks[0]),)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ import pytest
 import yaml
 from kubernetes import client
 from prometheus_client.parser import text_string_to_metric_families
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from pictures import of_two_ranks
 
 from kvline_contract.codec import encode
 from kvline_contract.memory import Memory, MemoryV1, Part
@@ -57,8 +62,10 @@ COUNTED = (  # gauges that count things, whose unit is the thing
 )
 
 
-def operator() -> str:
+def operator(*more: View) -> str:
     board = StatusCache()
+    for view in more:
+        board.put(view)
     board.put(View(Key("team", "chat"), {"replicas": 1}, STATUS))
     board.put(View(Key("team", "new"), {"replicas": 2}, {}))
     times = itertools.chain((10.0, 10.0, 10.0), itertools.repeat(11.5))
@@ -120,6 +127,16 @@ def test_a_service_s_figures_are_those_of_its_status() -> None:
     assert found["kvline_queue_stalled_seconds", ""] == 1.5
 
 
+def test_the_memory_of_ranks_is_exported_where_there_are_several() -> None:
+    view = of_two_ranks()
+    found = samples(operator(view))
+    where = "namespace=team,part={},rank={},service=smollm2"
+    name = "kvline_service_rank_memory_bytes"
+    assert found[name, where.format("others", 0)] == 48 << 20
+    assert found[name, where.format("others", 1)] == 308 << 20
+    assert not [labels for family, labels in found if family == name and "=chat" in labels]
+
+
 @pytest.mark.parametrize("serving", [True, False])
 def test_the_last_figure_stays_while_nothing_serves(serving: bool) -> None:
     board = StatusCache()
@@ -140,7 +157,7 @@ def test_a_service_that_is_gone_is_not_reported() -> None:
     assert 'service="chat"' not in metrics.text().decode()
 
 
-@pytest.mark.parametrize("text", [operator(), server()], ids=["operator", "server"])
+@pytest.mark.parametrize("text", [operator(of_two_ranks()), server()], ids=["operator", "server"])
 def test_names_follow_the_conventions(text: str) -> None:
     """promtool's rules, and ours: a unit in every gauge's name."""
     for family in text_string_to_metric_families(text):
@@ -179,7 +196,7 @@ def alerts() -> list[dict[str, Any]]:
 
 def test_alerts_and_dashboard_name_metrics_and_labels_that_exist() -> None:
     labels: dict[str, set[str]] = {}
-    for text in (operator(), server()):
+    for text in (operator(of_two_ranks()), server()):
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 labels.setdefault(sample.name, set()).update(sample.labels)

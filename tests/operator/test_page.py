@@ -15,13 +15,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import itertools
 
-from pictures import board, rolled_back
+from pictures import board, of_two_ranks, rolled_back
 
 from kvline_contract.codec import encode
 from kvline_contract.memory import FIGURES, Memory, MemoryV1, Part
 from kvline_contract.report import State
 from kvline_kubectl import show
-from kvline_operator.display import memory
+from kvline_operator.display import memories, memory
 from kvline_operator.page.app import make
 from kvline_operator.page.view_model import WIDTH, age, line, moment, waterfall
 from kvline_operator.status_cache import StatusCache
@@ -118,6 +118,43 @@ def test_a_part_that_no_reader_knows_is_shown_everywhere() -> None:
     with console.capture() as captured:
         console.print(show.waterfall(found))
     assert re.search(r"experts +40 +█ +of 8", captured.get())
+
+
+def test_each_of_several_ranks_has_its_waterfall_everywhere() -> None:
+    view = of_two_ranks()
+    shown = StatusCache()
+    shown.put(view)
+    story = page("/services/team/smollm2", shown)
+    assert re.findall("<h3>(.+)</h3>", story) == ["rank 0, GPU 0", "rank 1, GPU 1: the least left"]
+    assert 'aria-label="rank 0, GPU 0, others 48 MiB"' in story
+    assert "<b>308 <small>MiB</small></b>" in story
+    assert story.count("<span>limit</span>") == 2
+    body = {"metadata": {"name": "smollm2", "namespace": "team"}, "spec": {}, "status": view.status}
+    console = Console(width=200)
+    for printed in (show.service(body), show.explain(body, [])):
+        with console.capture() as captured:
+            console.print(printed)
+        text = captured.get()
+        assert re.search(r"rank 0, GPU 0\n(.*\n)*.*others +48 (.*\n)*rank 1, GPU 1: the", text)
+        assert re.search(r"others +308", text)
+
+
+def test_one_rank_has_no_title_and_is_not_explained() -> None:
+    assert "<h3>" not in page("/services/team/smollm2", board())
+    view = rolled_back()
+    assert [title for title, _ in memories(view.status)] == [""]
+    body = {"metadata": {"name": "smollm2", "namespace": "team"}, "spec": {}, "status": view.status}
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(show.explain(body, []))
+    assert "MEMORY" not in captured.get()
+
+
+def test_ranks_that_are_none_are_left_out() -> None:
+    """The status may have another writer."""
+    view = of_two_ranks()
+    view.status["capacity"]["ranks"][1]["totalMiB"] = 1
+    assert [title for title, _ in memories(view.status)] == [""]
 
 
 def test_words_for_times_and_states() -> None:

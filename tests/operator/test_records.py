@@ -59,6 +59,20 @@ def test_a_record_without_kernels_gets_those_that_a_replica_has_chosen_since() -
     assert records.merge(again, [replace(chosen, gemm_kernels=("8 64 32 2",))]) == again
 
 
+def test_a_record_is_of_one_number_of_ranks() -> None:
+    """A fingerprint has the number too; one that did not would mix sizes that differ by half."""
+    alone, pair = result(4096), result(2000, ranks=(MEMORY, MEMORY))
+    kept = records.merge({}, [alone])
+    assert kept["f" * 32].ranks is None and '"ranks"' not in records.text(kept, Reuse.AUTO)
+    kept = records.merge(kept, [pair])
+    assert (kept["f" * 32].kv_tokens, kept["f" * 32].ranks) == (2000, 2)
+    assert records.merge(kept, [replace(pair, kv_tokens=1990)])["f" * 32].kv_tokens == 1990
+    recorded = replace(alone, source=Source.RECORDED, gemm_kernels=("8 64 32 1",))
+    assert records.merge(kept, [recorded]) == kept
+    written = records.text(kept, Reuse.AUTO)
+    assert Records.parse(written).records == kept == records.read({"data": {RECORDS_FILE: written}})
+
+
 @given(st.lists(st.tuples(st.integers(1, 10**6), st.integers(0, 40), st.integers(0, 59))))
 def test_at_most_sixteen_and_the_same_bytes_in_any_order(found: list[tuple[int, int, int]]) -> None:
     made = [

@@ -267,6 +267,40 @@ def test_what_a_spec_says_of_placement_is_in_the_pods() -> None:
     assert shm["sizeLimit"] == "1Gi"
 
 
+@pytest.mark.parametrize("gpus", [1, 2, 3, 8])
+def test_gpus_become_ranks_of_one_pod(gpus: int) -> None:
+    made = spec(resources={"memory": "16Gi", "gpus": gpus})
+    settings = Settings("cpu-image", default_cuda_image="cuda-image", runtime_class="nvidia")
+    stored = controller_revision(made, Revision("aaaaa", "i", made.inputs_json, 1), settings)
+    pod = stored["data"]["podTemplate"]["spec"]
+    assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == str(gpus)
+    (shm,) = (v["emptyDir"] for v in pod["volumes"] if v["name"] == "shm")
+    assert shm == {"medium": "Memory", "sizeLimit": "1Gi" if gpus > 1 else "64Mi"}
+    launch = LaunchConfig.parse(stored["data"]["launch"])
+    assert (launch.device, launch.tensor_parallel) == ("cuda", gpus)
+    assert settings.image_for(made.gpus) == "cuda-image"
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3])
+def test_cpu_ranks_ask_the_node_for_nothing(gpus: int) -> None:
+    """A replica of several ranks where there are no GPUs, such as a test's cluster."""
+    asked = {"memory": "2Gi", "gpus": gpus, "gpuResource": "kvline.dev/cpu-rank"}
+    made = spec(resources=asked)
+    settings = Settings("cpu-image", default_cuda_image="cuda-image", runtime_class="nvidia")
+    stored = controller_revision(made, Revision("aaaaa", "i", made.inputs_json, 1), settings)
+    pod = stored["data"]["podTemplate"]["spec"]
+    assert pod["containers"][0]["resources"] == {
+        "requests": {"memory": "2Gi"},
+        "limits": {"memory": "2Gi"},
+    }
+    (shm,) = (v["emptyDir"] for v in pod["volumes"] if v["name"] == "shm")
+    assert shm["sizeLimit"] == ("1Gi" if gpus > 1 else "64Mi")
+    assert "runtimeClassName" not in pod
+    launch = LaunchConfig.parse(stored["data"]["launch"])
+    assert (launch.device, launch.tensor_parallel) == ("cpu", gpus)
+    assert settings.image_for(made.gpus) == "cpu-image"
+
+
 BY_NAME = {"memory": "16Gi", "gpus": 1}
 CLAIMED = {**BY_NAME, "gpuDeviceClass": "gpu.nvidia.com"}
 

@@ -13,6 +13,7 @@ from kvline_operator.display import (
     changes,
     elapsed,
     measured,
+    memories,
     memory,
     role,
     verdict,
@@ -116,14 +117,22 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class Waterfall:
+    """Memory of one rank."""
+
+    title: str  # empty where there is one rank
+    memory: tuple[Bar, ...]
+    total_mib: int
+
+
+@dataclass(frozen=True, slots=True)
 class Service:
     line: Line
     message: str
     url: str
     source: str
     capacity: Object
-    memory: tuple[Bar, ...]
-    total_mib: int
+    ranks: tuple[Waterfall, ...]
     conditions: tuple[ConditionRow, ...]
     replicas: tuple[Replica, ...]
     gate: Gate | None
@@ -171,15 +180,15 @@ def totals(views: list[View]) -> Totals:
 def service(view: View, now: datetime) -> Service:
     status = view.status
     capacity = status.get("capacity") or {}
-    found = memory(status)
     return Service(
         line=line(view),
         message=condition_of(status, "Ready").get("message", ""),
         url=status.get("url", ""),
         source=(view.spec.get("model") or {}).get("source", ""),
         capacity=capacity,
-        memory=waterfall(found),
-        total_mib=found.total_mib if found is not None else 0,
+        ranks=tuple(
+            Waterfall(title, waterfall(found), found.total_mib) for title, found in memories(status)
+        ),
         conditions=tuple(_condition_row(c) for c in plain(status)),
         replicas=replicas(view),
         gate=gate((status.get("rollout") or {}).get("gate")),
