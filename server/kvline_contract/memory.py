@@ -9,6 +9,7 @@ from kvline_contract.codec import ContractError, document, field
 
 WEIGHTS, ACTIVATIONS, GRAPHS = "weights", "activations", "graphs"
 KV_CACHE, HEADROOM, OTHERS = "kv-cache", "headroom", "others"
+COLLECTIVES = "collectives"  # what the exchange between ranks takes
 FIGURES = (WEIGHTS, ACTIVATIONS, GRAPHS, KV_CACHE, HEADROOM, OTHERS)  # of MemoryV1, in its order
 MAX_PARTS = 16
 LOWEST = -(2**31)
@@ -45,6 +46,12 @@ class Memory:
     def mib(self, name: str) -> int:
         """MiB of a part, 0 where there is none of this name."""
         return sum(part.mib for part in self.parts if part.name == name)
+
+
+def rank_name(rank: int, ranks: int, gpu: bool) -> str:
+    """How texts name a rank where there are several: by its GPU, or on a CPU by its number."""
+    name = f"rank {rank} of {ranks}"
+    return f"GPU {rank} ({name})" if gpu else name
 
 
 @document

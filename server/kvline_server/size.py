@@ -13,8 +13,8 @@ from rich.table import Table
 
 from kvline_contract.codec import ContractError
 from kvline_contract.exits import ExitCode
-from kvline_contract.launch import MAX_RECORDS, Record
-from kvline_contract.memory import Memory
+from kvline_contract.launch import MAX_RECORDS, Device, Record
+from kvline_contract.memory import Memory, rank_name
 from kvline_contract.report import Result, SizingReport, State
 from kvline_server.errors import ConfigInvalid
 from kvline_server.parent.supervisor import Supervisor
@@ -49,8 +49,8 @@ def show(supervisor: Supervisor, as_json: bool, record: Path | None = None) -> i
         # Read by `kubectl kvline size`, which may be of an earlier version.
         sys.stdout.write(report.dumps(version=1) + "\n")
     elif report.result is not None:
-        for rank in report.result.ranks:
-            Console().print(waterfall(rank))
+        for table in waterfalls(report.result, supervisor.device is Device.CUDA):
+            Console().print(table)
         Console().print(summary(report, report.result))
     return code
 
@@ -78,9 +78,24 @@ def _follow(supervisor: Supervisor, console: Console, done: threading.Event) -> 
                 return
 
 
-def waterfall(memory: Memory) -> Table:
+def waterfalls(result: Result, gpu: bool) -> list[Table]:
+    """One of each rank. Where there are several, a heading names each and marks the one that
+    limits the budget."""
+    ranks = len(result.ranks)
+    if ranks == 1:
+        return [waterfall(result.memory)]
+    binding = result.ranks.index(result.memory)
+    return [
+        waterfall(memory, rank_name(rank, ranks, gpu) + ", the binding one" * (rank == binding))
+        for rank, memory in enumerate(result.ranks)
+    ]
+
+
+def waterfall(memory: Memory, heading: str | None = None) -> Table:
     """A waterfall chart: each part's bar begins where the one before ended."""
-    table = Table("part", "MiB", "", "", box=None, pad_edge=False)
+    table = Table(
+        *("part", "MiB", "", ""), box=None, pad_edge=False, title=heading, title_justify="left"
+    )
     table.columns[1].justify = "right"
     at = 0
     for part in memory.parts:
@@ -97,8 +112,10 @@ def summary(report: SizingReport, result: Result) -> str:
     length = report.effective.max_model_len if report.effective else 0
     sequences = result.kv_tokens // length if length else 0
     tries = max((a.number for a in report.attempts), default=0)
+    ranks = len(result.ranks)
+    each = "each" if ranks == 1 else f"each on every one of {ranks} ranks"
     return (
-        f"{result.kv_tokens} KV tokens ({result.bytes_per_token} bytes each), {sequences} full-"
+        f"{result.kv_tokens} KV tokens ({result.bytes_per_token} bytes {each}), {sequences} full-"
         f"length sequences of {length}; {result.source} in {result.loop_ms / 1000:.1f} s, "
         f"validated in attempt {tries}"
     )

@@ -1,4 +1,4 @@
-"""A simulated device: the profile loop runs against it in milliseconds.
+"""A simulated device, or several: the profile loop runs against it in milliseconds.
 
 A batch takes its tokens times a price; beyond the limit an allocation raises the error of a real
 device or, where the kernel would kill the process, an exception that nothing catches.
@@ -6,13 +6,14 @@ device or, where the kernel would kill the process, an exception that nothing ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
-from kvline_contract.memory import KV_CACHE, WEIGHTS
+from kvline_contract.memory import COLLECTIVES, KV_CACHE, WEIGHTS
 from kvline_contract.report import Attempt, State
 from kvline_server.errors import DeviceOutOfMemory
 from kvline_server.kernels.tuning import Choices
@@ -25,10 +26,15 @@ from kvline_server.sizing.settings import EngineSettings
 from kvline_server.worker.step import Results, Step
 
 BYTES_PER_TOKEN = 4096
+T = TypeVar("T")
 
 
 class Killed(BaseException):
     """The kernel's SIGKILL: nothing in the loop may catch it."""
+
+
+class Apart(Exception):
+    """The end of ranks of which one ran out of memory while the others waited for it."""
 
 
 @dataclass
@@ -143,6 +149,144 @@ class Machine:
 
 
 @dataclass
+class Gpu(Machine):
+    """Counts as a GPU does: cache, graphs, canary and collectives are outside torch's allocator."""
+
+    gpu: bool = True
+    neighbour: int = 0  # bytes of other processes
+    collectives: int = 0  # bytes of the exchange between ranks
+
+    def used(self) -> int:
+        return super().used() + self.neighbour + self.collectives
+
+    def now(self) -> int:
+        return self.weights + self.left
+
+    def peak(self) -> int:
+        return max(self.highest, self.now())
+
+    def reset_peak(self) -> None:
+        self.highest = self.now()
+
+    def working_files(self) -> int:
+        return 0
+
+    def _take(self, nbytes: int) -> None:
+        if self.used() + nbytes > self.limit:
+            raise DeviceOutOfMemory("simulated")
+        self.highest = max(self.highest, self.now() + nbytes)
+
+    @property
+    def owned(self) -> tuple[OwnedPart, ...]:
+        taken = (OwnedPart(COLLECTIVES, fixed=self.collectives),) if self.collectives else ()
+        return (*super().owned, *taken)
+
+
+@dataclass
+class Fault:
+    """An out-of-memory error of one rank at a stage, so many times. Stages: tune, warm-up, first
+    pages, capture, probe alone, probe together, map, hold, validate alone, validate together."""
+
+    stage: str
+    rank: int
+    times: int
+
+    def strike(self, stage: str, rank: int) -> None:
+        if (stage, rank) == (self.stage, self.rank) and self.times:
+            self.times -= 1
+            raise DeviceOutOfMemory("injected")
+
+
+NO_FAULT = Fault("none", 0, 0)
+
+
+class Together:
+    """Several machines as one executor, which keeps its contract: each acts to the end, then all
+    vote. A launch together whose step was not rehearsed on every rank fails the test."""
+
+    depth = 0
+    eager_steps = None
+
+    def __init__(self, machines: Sequence[Machine], fault: Fault = NO_FAULT) -> None:
+        self.machines = machines
+        self.fault = fault
+        self.apart = False
+        self.rehearsed: Step | None = None
+
+    @property
+    def ranks(self) -> int:
+        return len(self.machines)
+
+    @property
+    def pages(self) -> int:
+        (pages,) = {machine.pages for machine in self.machines}
+        return pages
+
+    def tune(self, max_rows: int, known: Choices | None) -> Choices | None:
+        return self._all("tune", lambda machine: machine.tune(max_rows, known))[0]
+
+    def warm_up(self, max_rows: int) -> int:
+        return self._all("warm-up", lambda machine: machine.warm_up(max_rows))[0]
+
+    def capture(self, max_rows: int, longest: int) -> bool:
+        return self._all("capture", lambda machine: machine.capture(max_rows, longest))[0]
+
+    def rehearse(self, step: Step) -> None:
+        self.rehearsed = None
+        self._all(f"{self._phase()} alone", lambda machine: machine.launch(step))
+        self.rehearsed = step
+
+    def launch(self, step: Step) -> Machine:
+        assert step is self.rehearsed, "launched together without a rehearsal on every rank"
+        try:
+            return self._all(f"{self._phase()} together", lambda machine: machine.launch(step))[0]
+        except DeviceOutOfMemory as error:
+            self.apart = True
+            raise Apart(f"rank {error.rank}") from error
+
+    def resize(self, pages: int) -> None:
+        before = self.pages
+        stage = ("map" if before else "first pages") if pages > before else "unmap"
+        try:
+            self._all(stage, lambda machine: machine.resize(pages))
+        except DeviceOutOfMemory:
+            for machine in self.machines:
+                machine.pages = before
+            raise
+
+    def usage(self) -> tuple[Usage, ...]:
+        return tuple(self._all("usage", lambda machine: machine.usage()[0]))
+
+    def settle(self) -> None:
+        self._all("settle", lambda machine: machine.settle())
+
+    def reset_peak(self) -> None:
+        self._all("reset", lambda machine: machine.reset_peak())
+
+    @contextmanager
+    def held(self, nbytes: int) -> Iterator[None]:
+        with ExitStack() as stack:
+            self._all("hold", lambda machine: stack.enter_context(machine.held(nbytes)))
+            yield
+
+    def _phase(self) -> str:
+        return "validate" if self.machines[0].taken else "probe"
+
+    def _all(self, stage: str, act: Callable[[Machine], T]) -> list[T]:
+        assert not self.apart, "nobody answers any more"
+        results, failed = [], []
+        for rank, machine in enumerate(self.machines):
+            try:
+                self.fault.strike(stage, rank)
+                results.append(act(machine))
+            except DeviceOutOfMemory as error:
+                failed.append(DeviceOutOfMemory(str(error), rank))
+        if failed:
+            raise failed[0]
+        return results
+
+
+@dataclass
 class Notes:
     """Keeps what the loop reports."""
 
@@ -150,12 +294,15 @@ class Notes:
     attempts: dict[int, Attempt] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
     stages: dict[str, str | None] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
     def __call__(self, progress: Progress) -> None:
         if progress.state is not None:
             self.states.append(progress.state)
         if progress.stage is not None:
             self.stages[progress.stage.name] = progress.stage.detail
+        if progress.warning is not None:
+            self.warnings.append(progress.warning)
         if progress.effective is not None:
             self.lengths.append(progress.effective.max_model_len)
         if progress.attempt is not None:

@@ -38,7 +38,8 @@ from kvline_server.model.decoder import kv_shape
 from kvline_server.parallel.executor import Usage
 from kvline_server.parent.children import ENGINE_MALLOC
 from kvline_server.sampling_params import SamplingParams
-from kvline_server.sizing.profile import budget, shrink, whole_pages
+from kvline_server.sizing.measure import budget
+from kvline_server.sizing.profile import shrink, whole_pages
 from kvline_server.sizing.record import FREE_NOISE, AttemptStore, find_record, fingerprint
 from kvline_server.sizing.settings import logprob_rows, resolve
 from kvline_server.worker.backend import open_backend

@@ -52,7 +52,7 @@ class Start:
             store=AttemptStore(self.folder / "attempts.json"),
             record_file=self.record,
             wait_for_neighbours=lambda: None,
-            free_before_weights=made.limit,
+            free_before_weights=(made.limit,),
             pause=self.pause,
         ).run(0.0)
 
@@ -237,7 +237,7 @@ def shared(folder: Path, leaves: bool) -> tuple[ProfileLoop, list[float], Notes]
         store=AttemptStore(folder / "attempts.json"),
         record_file=None,
         wait_for_neighbours=lambda: None,
-        free_before_weights=made.limit,
+        free_before_weights=(made.limit,),
         pause=pause,
     )
     return loop, waits, notes

@@ -44,7 +44,12 @@ def answers(server: Server) -> list[Any]:
 
 def drawn(server: Server) -> list[str]:
     """By a seed, with filters and penalties."""
-    options = {"temperature": 0.9, "top_p": 0.9, "seed": 5, "frequency_penalty": 0.5}
+    options: dict[str, Any] = {
+        "temperature": 0.9,
+        "top_p": 0.9,
+        "seed": 5,
+        "frequency_penalty": 0.5,
+    }
     options |= {"logit_bias": {"70": -5}, "max_tokens": 8, "model": "tiny"}
     bodies = [{**options, "prompt": prompt, "ignore_eos": True} for prompt in PROMPTS]
     return [str(server.complete(**body)["choices"][0]["text"]) for body in bodies]

@@ -145,7 +145,10 @@ class Pod:
 
     def ranks(self, patience: float = SECONDS) -> Ranks:
         first = self.locals[0]
-        return join(cast(Local, first), self.meeting(first), self.links, self.steps(), patience)
+        meeting, steps = self.meeting(first), self.steps()
+        made, free = join(cast(Local, first), meeting, self.links, steps, patience)
+        assert free == tuple(range(1, made.ranks))
+        return made
 
     def steps(self) -> Steps:
         return Steps(self.file, 4096, 2, len(self.ends))
@@ -156,7 +159,8 @@ class Pod:
     def _follow(self, rank: int) -> None:
         local, end = self.locals[rank], self.ends[rank - 1]
         try:
-            follow(cast(Local, local), self.meeting(local), Link(end, 0), self.steps()).serve()
+            meeting, link = self.meeting(local), Link(end, 0)
+            follow(cast(Local, local), meeting, link, self.steps(), free=rank).serve()
         except BaseException as error:
             self.failed[rank] = error
         finally:

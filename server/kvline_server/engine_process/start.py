@@ -11,8 +11,10 @@ from pathlib import Path
 import torch
 
 from kvline_contract.launch import Device, LaunchConfig
+from kvline_contract.memory import COLLECTIVES
 from kvline_contract.report import Result, State
 from kvline_server.engine.engine import Engine
+from kvline_server.memory.parts import OwnedPart
 from kvline_server.messages import Progress, SendProgress
 from kvline_server.model.config import ModelConfig
 from kvline_server.options import Options, Ranks
@@ -99,9 +101,14 @@ def start(
     send(Progress(state=State.LOADING))
     rank = load_rank(launch, send, memory, root, http_processes, ranks)
     settings, loaded, device = rank.settings, rank.loaded, rank.backend.device
+    free: tuple[int, ...] = (rank.free_before,)
     if ranks is not None and rank.group is not None:
-        executor = join(rank.local, rank.group, links, rank.steps(ranks))
-        loaded = replace(loaded, executor=executor)
+        before = device.used()
+        executor, others = join(rank.local, rank.group, links, rank.steps(ranks))
+        free += others
+        taken = device.used() - before if device.gpu else 0  # on a CPU it is part of what is used
+        part = OwnedPart(COLLECTIVES, fixed=max(0, taken))
+        loaded = replace(loaded, executor=executor, owned=(*loaded.owned, part))
     result = profile.ProfileLoop(
         device=device,
         settings=settings,
@@ -110,7 +117,7 @@ def start(
         store=AttemptStore(attempts),
         record_file=record,
         wait_for_neighbours=wait_for_neighbours,
-        free_before_weights=rank.free_before,
+        free_before_weights=free,
     ).run(started)
     engine = Engine(
         executor=loaded.executor,

@@ -28,7 +28,9 @@ class Usage:
 
 class Executor(Protocol):
     """Of one rank or several. What raises DeviceOutOfMemory names the rank, and leaves every rank
-    in the same state."""
+    in the same state: with as many pages as before, and nothing held. A launch of several ranks may
+    leave the others waiting for one that failed; what it raises then is no DeviceOutOfMemory, and
+    only a new start helps."""
 
     @property
     def ranks(self) -> int: ...
@@ -70,7 +72,7 @@ class Executor(Protocol):
         """Device.reset_peak, on every rank."""
 
     def held(self, nbytes: int) -> AbstractContextManager[None]:
-        """Device.held, on every rank."""
+        """Device.held, on every rank or, after an error, on none."""
 
 
 class Local:

@@ -24,21 +24,21 @@ def join(
     links: Sequence[Link],
     steps: Steps,
     patience: float = ANSWER_SECONDS,
-) -> Ranks:
-    """Rank 0's part. Raises DeviceFailure where devices differ, and RankLost."""
-    for link in links:
-        _same(local, link, _answer(link, LOAD_SECONDS))
+) -> tuple[Ranks, tuple[int, ...]]:
+    """Rank 0's part. -> and the bytes that were free on each other rank's device before it loaded.
+    Raises DeviceFailure where devices differ, and RankLost."""
+    free = tuple(_same(local, link, _answer(link, LOAD_SECONDS)) for link in links)
     for link in links:
         link.send(Call("meet"), patience)
     group.meet()
     for link in links:
         _answer(link, patience)
-    return Ranks(local, group, links, steps, patience)
+    return Ranks(local, group, links, steps, patience), free
 
 
-def follow(local: Local, group: Meeting, link: Link, steps: Steps) -> Follower:
-    """Another rank's part, with a link to rank 0."""
-    link.send(Answer([local.device.limit], local.device.name), ANSWER_SECONDS)
+def follow(local: Local, group: Meeting, link: Link, steps: Steps, free: int) -> Follower:
+    """Another rank's part, with a link to rank 0. `free`: bytes, before it loaded."""
+    link.send(Answer([local.device.limit, free], local.device.name), ANSWER_SECONDS)
     message = link.receive(LOAD_SECONDS)
     assert message == Call("meet"), "what rank 0 says first"
     group.meet()
@@ -53,11 +53,13 @@ def _answer(link: Link, seconds: float) -> Answer:
     return answer
 
 
-def _same(local: Local, link: Link, answer: Answer) -> None:
-    (limit,), name = answer.numbers, answer.text
+def _same(local: Local, link: Link, answer: Answer) -> int:
+    """-> what was free there"""
+    (limit, free), name = answer.numbers, answer.text
     device = local.device
     if (limit, name) != (device.limit, device.name):
         raise DeviceFailure(
             f"the devices of a pod's ranks must be equal: rank 0 has {device.name} with "
             f"{device.limit // MIB} MiB, rank {link.rank} has {name} with {limit // MIB} MiB"
         )
+    return free

@@ -1,7 +1,7 @@
 """Why no budget could be validated: memory by part, the binding constraint, settings to change.
 
-Pure arithmetic on the loop's measurements. The texts go to the termination message and from there
-to the resource's status, so that no log is needed to act.
+Pure arithmetic on what was measured of one rank, which texts name where there are several. They go
+to the termination message and from there to the resource's status, so that no log is needed to act.
 """
 
 from __future__ import annotations
@@ -10,18 +10,21 @@ from dataclasses import dataclass
 
 from kvline_contract.memory import (
     ACTIVATIONS,
+    COLLECTIVES,
     GRAPHS,
     HEADROOM,
     KV_CACHE,
     OTHERS,
     Memory,
     Part,
+    rank_name,
 )
 from kvline_contract.report import Attempt, Binding, Direction, Knob
 from kvline_server.errors import ContextDoesNotFit, OutOfMemory
 from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.memory.parts import OwnedPart
+from kvline_server.parallel.executor import Usage
 from kvline_server.sizing.settings import EngineSettings
 
 MEMORY_FIELD = "spec.resources.memory"
@@ -37,10 +40,28 @@ class Diagnosis:
     arrived: int = 0  # bytes that other processes have taken since
     growth: int = 0  # bytes that the stress added
     graphs: int = 0  # bytes that captured graphs took
+    resting: int = 0  # bytes in use when the newest stress began
+    lowest_free: int = 0  # bytes beyond what is reserved, at the final size
+    rank: int = 0
+    ranks: int = 1
+    usage: Usage | None = None  # the newest; None while weights are loaded
+
+    @property
+    def limit(self) -> int:
+        return self.device.limit if self.usage is None else self.usage.limit
+
+    @property
+    def free(self) -> int:
+        used = self.device.used() if self.usage is None else self.usage.used
+        return max(0, self.limit - used)
+
+    @property
+    def name(self) -> str:
+        return rank_name(self.rank, self.ranks, self.device.gpu)
 
     def memory(self, kv_bytes: int, free_bytes: int) -> Memory:
         """Memory by part; `others` is the rest, so that the parts add up exactly."""
-        total = self.device.limit // MIB
+        total = self.limit // MIB
         parts = [
             *(Part(part.name, part.fixed // MIB) for part in self.owned if part.fixed),
             Part(ACTIVATIONS, self.growth // MIB),
@@ -49,7 +70,9 @@ class Diagnosis:
             Part(HEADROOM, max(0, free_bytes) // MIB),
         ]
         rest = total - sum(part.mib for part in parts)
-        held = f"{self._held()} MiB of other processes" if self._crowded() else None
+        held = f"{self.held} MiB of other processes" if self.crowded else None
+        if held and self.ranks > 1:
+            held += f" on {self.name}"
         return Memory(total, (*parts, Part(OTHERS, rest, held)))
 
     @property
@@ -57,11 +80,16 @@ class Diagnosis:
         """What the load puts on the device: weights, nearly all."""
         return sum(part.fixed for part in self.owned)
 
+    @property
+    def collectives(self) -> int:
+        """What the exchange between ranks takes, outside the allocator whose bytes are counted."""
+        return sum(part.fixed for part in self.owned if part.name == COLLECTIVES)
+
     def weights_do_not_fit(self, free: int) -> OutOfMemory:
         need = (max(0, self.loaded_bytes - free) + self.settings.reserved()) // MIB + 1
         return OutOfMemory(
             f"the weights ({self.loaded_bytes // MIB} MiB) and their runtime do not fit: "
-            f"{max(0, free) // MIB} MiB of {self.device.limit // MIB} MiB are free; "
+            f"{max(0, free) // MIB} MiB of {self.limit // MIB} MiB are free{self._where()}; "
             + self._more(f"by {need} MiB and what activations and the KV cache take"),
             memory=self.memory(0, free),
             binding=self._binding(Binding.WEIGHTS),
@@ -73,7 +101,7 @@ class Diagnosis:
             f"no memory is left for the KV cache: {self._named()} and "
             f"activations {self.growth // MIB} MiB leave room for {max(tokens, 0)} tokens "
             f"{self._limit()} beside {self._reserved()}; {self._advice()}",
-            memory=self.memory(0, max(0, self.device.limit - self.device.used())),
+            memory=self.memory(0, self.free),
             binding=self._binding(
                 Binding.ACTIVATIONS if self.growth > self.loaded_bytes else Binding.WEIGHTS
             ),
@@ -82,10 +110,11 @@ class Diagnosis:
 
     def context_does_not_fit(self, tokens: int, asked: int) -> ContextDoesNotFit:
         largest = tokens // PAGE_SIZE * PAGE_SIZE
+        budget = f"the budget of {self.name}" if self.ranks > 1 else "the budget"
         return ContextDoesNotFit(
-            f"spec.engine.maxModelLen is {asked}, the budget holds {tokens} tokens; "
+            f"spec.engine.maxModelLen is {asked}, {budget} holds {tokens} tokens; "
             f"{self._others()}the largest length that fits is {largest}",
-            memory=self.memory(0, max(0, self.device.limit - self.device.used())),
+            memory=self.memory(0, self.free),
             binding=self._binding(Binding.CONTEXT),
             largest_max_model_len=largest,
             knobs=(
@@ -118,7 +147,7 @@ class Diagnosis:
         return OutOfMemory(
             f"{text}: {self._named()}, activations {self.growth // MIB} MiB, "
             f"{self._reserved()}, {self._limit()}; {self._others()}{_advice(knobs)}",
-            memory=self.memory(0, max(0, self.device.limit - self.device.used())),
+            memory=self.memory(0, self.free),
             binding=self._binding(Binding.HOST_MEMORY),
             knobs=knobs,
             attempts=attempts[-5:],
@@ -128,7 +157,10 @@ class Diagnosis:
         return ", ".join(f"{p.name} {p.fixed // MIB} MiB" for p in self.owned if p.fixed)
 
     def _limit(self) -> str:
-        return f"under a limit of {self.device.limit // MIB} MiB"
+        return f"under a limit of {self.limit // MIB} MiB{self._where()}"
+
+    def _where(self) -> str:
+        return f" on {self.name}" if self.ranks > 1 else ""
 
     def _knobs(self) -> tuple[Knob, ...]:
         return (
@@ -154,17 +186,22 @@ class Diagnosis:
         return f"{text} and {clients} MiB for HTTP clients" if clients else text
 
     def _others(self) -> str:
-        if not self._crowded():
+        if not self.crowded:
             return ""
-        text = f"other processes hold {self._held()} MiB of this GPU"
+        gpu = self.name if self.ranks > 1 else "this GPU"
+        text = f"other processes hold {self.held} MiB of {gpu}"
         if self.displaced:
             text += f", {self.arrived // MIB} MiB of it taken since this start began"
         return f"{text}; "
 
-    def _held(self) -> int:
+    @property
+    def held(self) -> int:
+        """MiB of other processes."""
         return (self.neighbours + self.arrived) // MIB
 
-    def _crowded(self) -> bool:
+    @property
+    def crowded(self) -> bool:
+        """Whether other processes hold much of the device."""
         return self.much(self.neighbours + self.arrived)
 
     @property
@@ -173,10 +210,10 @@ class Diagnosis:
         return self.much(self.arrived)
 
     def much(self, nbytes: int) -> bool:
-        return self.device.gpu and nbytes > self.device.limit // CROWDED
+        return self.device.gpu and nbytes > self.limit // CROWDED
 
     def _binding(self, otherwise: Binding) -> Binding:
-        if self._crowded():
+        if self.crowded:
             return Binding.NEIGHBOURS
         if self.device.gpu and otherwise is Binding.HOST_MEMORY:
             return Binding.ACTIVATIONS

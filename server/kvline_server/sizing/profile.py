@@ -2,7 +2,8 @@
 
 Steps: 1 load, 2 collectives, 3 autotune, 4 probe, 5 stress, 6 measure, 7 map and validate at the
 final size, 8 shrink and retry. They are the same on every device; step 2 is empty on one device,
-and step 3 on a CPU.
+and step 3 on a CPU. The loop runs on rank 0 alone and takes every decision from the figures of all
+ranks, so they cannot disagree.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
 from kvline_server.memory.parts import OwnedPart
 from kvline_server.messages import Progress, SendProgress
-from kvline_server.parallel.executor import Executor, Usage
-from kvline_server.sizing.diagnosis import Diagnosis
+from kvline_server.parallel.executor import Executor
+from kvline_server.sizing.measure import Measurement
 from kvline_server.sizing.record import AttemptStore, find_record, keep_record
 from kvline_server.sizing.settings import EngineSettings
 
@@ -40,19 +41,15 @@ class Loaded:
 
     executor: Executor
     vocabulary: int
-    owned: tuple[OwnedPart, ...]  # on every rank, loaded or of each token
+    # On every rank, loaded or of each token. What the group of several ranks takes is a part of
+    # its own: OwnedPart(COLLECTIVES, fixed=bytes).
+    owned: tuple[OwnedPart, ...]
     fingerprint: str
     cache_dtype: str
 
     @property
     def bytes_per_token(self) -> int:
         return sum(part.per_token for part in self.owned)
-
-
-def budget(usage: Usage, reserved: int) -> int:
-    """Bytes of a rank for the KV cache beside `reserved` bytes, after the stress (step 6)."""
-    growth = max(0, usage.peak - usage.now)
-    return usage.limit - usage.used + usage.kv - growth - reserved
 
 
 class ProfileLoop:
@@ -65,24 +62,24 @@ class ProfileLoop:
         store: AttemptStore,
         record_file: Path | None,
         wait_for_neighbours: Callable[[], None],
-        free_before_weights: int,
+        free_before_weights: tuple[int, ...],  # of each rank, before collectives too
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.device = device
+        self.device = device  # of rank 0, for what is the same on all
         self.settings = settings
         self.loaded = loaded
+        self.executor = loaded.executor
         self.send = send
         self.store = store
         self.wait_for_neighbours = wait_for_neighbours
-        self.free_before_weights = free_before_weights
+        self.free_mib = min(free_before_weights) // MIB
         self.pause = pause
         self.folder = store.path.parent  # outlives the container
-        free = free_before_weights // MIB
-        self.record = find_record(record_file, self.folder, loaded.fingerprint, free)
+        self.record = find_record(record_file, self.folder, loaded.fingerprint, self.free_mib)
         self.choices: Choices = {}
-        self.lowest_free = self.resting = 0  # bytes
-        neighbours = device.limit - free_before_weights
-        self.diagnosis = Diagnosis(device, settings, loaded.owned, neighbours)
+        self.measured = Measurement(
+            self.executor, device, settings, loaded.owned, free_before_weights
+        )
 
     def run(self, started: float) -> Result:
         """Steps 3 to 8. `started` is the monotonic time at which loading began."""
@@ -93,6 +90,8 @@ class ProfileLoop:
         target, source = self._target()
         self._fit(target, may_shrink=source is not Source.PINNED)
         result = self._result(source, started)
+        if (warning := self.measured.crowded(result)) is not None:
+            self.send(Progress(warning=warning))
         self.store.clear()
         keep_record(self.folder, result)
         return result
@@ -104,13 +103,13 @@ class ProfileLoop:
         known, how = tuning.known(file, key, self.record.gemm_kernels if self.record else ())
         with self._stage("autotune", State.AUTOTUNING) as details:
             try:
-                choices = self.loaded.executor.tune(self.settings.max_prefill_tokens, known)
+                choices = self.executor.tune(self.settings.max_prefill_tokens, known)
             except DeviceOutOfMemory as error:
-                raise self._out_of_memory(()) from error
+                raise self._out_of_memory(error, ()) from error
             if choices is None:
                 details.append("nothing to tune on this device")
                 return
-            self.device.settle()
+            self.executor.settle()
             if known is None:
                 tuning.write(file, key, choices)
             self.choices = choices
@@ -118,28 +117,28 @@ class ProfileLoop:
 
     def _capture(self) -> None:
         """Captures graphs once, before sizing: they stay valid when the arena is resized."""
-        started, before = time.monotonic(), self.device.used()
+        started = time.monotonic()
         try:
-            self.loaded.executor.resize(PROBE_PAGES)
-            arena = self.device.used() - before
+            self.executor.resize(PROBE_PAGES)
+            before = self.measured.used()
             self._warm_up_row_counts()
-            captured = self.loaded.executor.capture(
+            captured = self.executor.capture(
                 self.settings.max_prefill_tokens, self.settings.wanted_len
             )
         except DeviceOutOfMemory as error:
-            raise self._out_of_memory(()) from error
+            raise self._out_of_memory(error, ()) from error
         if captured:
-            self.device.settle()  # or what the capture leaves in the allocator's cache counts
-            self.diagnosis.graphs = max(0, self.device.used() - before - arena)
+            self.executor.settle()  # or what the capture leaves in the allocator's cache counts
+            self.measured.count_graphs(before)
             ms = round((time.monotonic() - started) * 1000)
-            self.send(Progress(stage=Stage("graphs", ms, self.diagnosis.graphs)))
+            self.send(Progress(stage=Stage("graphs", ms, self.measured.ranks[0].graphs)))
 
     def _warm_up_row_counts(self) -> None:
         """Runs each row count once before memory is measured, because kernels allocate memory at
         the first step of a row count."""
         started, before = time.monotonic(), self.device.used()
-        if counts := self.loaded.executor.warm_up(self.settings.max_prefill_tokens):
-            self.device.settle()
+        if counts := self.executor.warm_up(self.settings.max_prefill_tokens):
+            self.executor.settle()
             ms, taken = round((time.monotonic() - started) * 1000), self.device.used() - before
             self.send(
                 Progress(stage=Stage("row counts", ms, max(0, taken), f"{counts} row counts"))
@@ -154,11 +153,11 @@ class ProfileLoop:
         if failed and failed[-1].number:
             if pinned is not None or failed[-1].number >= MAX_TRIES:
                 self.store.clear()  # who fixes the cause outside needs no new state folder
-                raise self.diagnosis.out_of_memory(failed, pinned is not None)
+                raise self.measured.binding().out_of_memory(failed, pinned is not None)
             return self._check_context(shrink(failed[-1].target_tokens)), Source.MEASURED
         if len(failed) > 1:  # one kill while probing may be a node's restart
             self.store.clear()
-            raise self.diagnosis.killed_while_probing(failed)
+            raise self.measured.binding().killed_while_probing(failed)
         if pinned is not None:
             return self._check_context(whole_pages(pinned)), Source.PINNED
         if self.record is not None:
@@ -175,12 +174,12 @@ class ProfileLoop:
                 self._probe()
                 self._stress()
             except DeviceOutOfMemory as error:
-                self._count_arrived()
-                displaced = self.diagnosis.displaced
+                self.measured.count_arrived()
+                displaced = self.measured.displaced
                 again = displaced or (self.device.gpu and number == 0)
                 if not again or number + 1 == MAX_TRIES:
                     done = self.store.end(Outcome.OUT_OF_MEMORY, None)
-                    raise self._out_of_memory((done,)) from error
+                    raise self._out_of_memory(error, (done,)) from error
                 self.store.forget()
                 self.pause(NEIGHBOUR_PAUSE if displaced else 0.0)
             except DeviceFailure:
@@ -193,39 +192,35 @@ class ProfileLoop:
     def _probe(self) -> None:
         """Step 4: maps a few pages, which page tables repeat during the stress."""
         with self._stage("probe", State.PROBING, f"{PROBE_PAGES} pages"):
-            self.device.settle()
-            self.loaded.executor.resize(PROBE_PAGES)
+            self.executor.settle()
+            self.executor.resize(PROBE_PAGES)
 
     def _stress(self) -> None:
         """Step 5: runs the stress set on aliased pages and measures the peak."""
         self.send(Progress(state=State.STRESSING))
-        self.device.reset_peak()
-        self.resting = self.device.now()
+        self.measured.rest()
         self._run_stress(self.settings.wanted_len, aliased=True)
 
     def _measure(self) -> int:
-        """Step 6: the budget in tokens, in whole pages. Waits and measures again while other
-        processes hold the memory, such as a server that starts at the same time."""
+        """Step 6: the budget in tokens, in whole pages: the least of all ranks'. Waits and measures
+        again while other processes hold the memory, such as a server that starts beside this one.
+        """
         enough = self.settings.max_model_len or PAGE_SIZE * 2
         for _ in range(MAX_TRIES):
             tokens = self._left()
-            if tokens >= enough or not self.diagnosis.displaced:
+            if tokens >= enough or not self.measured.displaced:
                 break
             self.pause(NEIGHBOUR_PAUSE)
         if tokens < PAGE_SIZE * 2:
-            raise self.diagnosis.nothing_left(tokens)
+            raise self.measured.binding().nothing_left(tokens)
         return self._check_context(tokens)
 
     def _left(self) -> int:
-        """Tokens that fit now."""
+        """Tokens that fit every rank now."""
         with self._stage("measure", None):
-            usage = self.loaded.executor.usage()
-            # What the stress took, whether freed since or kept by the allocator.
-            self.diagnosis.growth = max(0, self.device.peak() - self.resting)
-            self._count_arrived()
-            files = self.device.working_files()  # must stay in memory
-            reserved = self.settings.reserved() + self.device.slack + files
-            smallest = min(budget(rank, reserved) for rank in usage)
+            self.measured.count_growth()
+            self.measured.count_arrived()
+            smallest = min(self.measured.budgets(self.settings.reserved() + self.device.slack))
             # One page more is the dummy's, which holds no token of anybody.
             token = self.loaded.bytes_per_token + self.settings.client_bytes_per_token
             return (smallest // token // PAGE_SIZE - 1) * PAGE_SIZE
@@ -233,7 +228,7 @@ class ProfileLoop:
     def _check_context(self, tokens: int) -> int:
         asked = self.settings.max_model_len
         if asked is not None and tokens < asked:
-            raise self.diagnosis.context_does_not_fit(tokens, asked)
+            raise self.measured.binding().context_does_not_fit(tokens, asked)
         return tokens
 
     def _fit(self, target: int, may_shrink: bool) -> None:
@@ -245,7 +240,8 @@ class ProfileLoop:
             except DeviceOutOfMemory as error:
                 self.send(Progress(attempt=self.store.end(Outcome.OUT_OF_MEMORY, None)))
                 if not may_shrink or number >= MAX_TRIES:
-                    raise self._out_of_memory(self.store.attempts, not may_shrink) from error
+                    pinned = not may_shrink
+                    raise self._out_of_memory(error, self.store.attempts, pinned) from error
                 self.send(Progress(state=State.SHRUNK_RETRY))
                 target = self._check_context(self._smaller(target))
                 number += 1
@@ -259,62 +255,54 @@ class ProfileLoop:
     def _smaller(self, target: int) -> int:
         """The next size: five percent less, or less by what others took since the measurement,
         such as a second server that started beside this one, once it has been waited for."""
-        known = self.diagnosis.arrived
-        self.device.settle()
-        self._count_arrived()
-        if not self.diagnosis.much(self.diagnosis.arrived - known):
+        known = self.measured.arrived()
+        self.executor.settle()
+        self.measured.count_arrived()
+        if not self.measured.taken_since(known):
             return shrink(target)
-        self.loaded.executor.resize(PROBE_PAGES)
+        self.executor.resize(PROBE_PAGES)
         self.pause(NEIGHBOUR_PAUSE)
-        self._count_arrived()
-        taken = self.diagnosis.arrived - known
-        if not self.diagnosis.much(taken):
+        self.measured.count_arrived()
+        taken = self.measured.taken_since(known)
+        if not taken:
             return target
         fewer = taken // self.loaded.bytes_per_token + PAGE_SIZE
         return max(PAGE_SIZE, min(shrink(target), whole_pages(target - fewer)))
 
-    def _out_of_memory(self, attempts: tuple[Attempt, ...], pinned: bool = False) -> OutOfMemory:
-        self._count_arrived()
-        return self.diagnosis.out_of_memory(attempts, pinned)
-
-    def _count_arrived(self) -> None:
-        """Bytes that others took since this start began."""
-        ours = self.device.now() + self._kv_bytes() + self.diagnosis.graphs
-        self.diagnosis.arrived = max(0, self.device.used() - ours - self.diagnosis.neighbours)
+    def _out_of_memory(
+        self, error: DeviceOutOfMemory, attempts: tuple[Attempt, ...], pinned: bool = False
+    ) -> OutOfMemory:
+        """Of the rank that failed."""
+        self.measured.count_arrived()
+        return self.measured.ranks[error.rank].out_of_memory(attempts, pinned)
 
     def _validate(self, tokens: int) -> None:
         """Step 7: the whole stress set at the final size, with all that is reserved allocated."""
         self.send(Progress(state=State.VALIDATING))
         with self._stage("map", None, f"{tokens} tokens"):
-            self.loaded.executor.resize(pages_for(tokens) + 1)
+            self.executor.resize(pages_for(tokens) + 1)
         self.send(Progress(effective=self.settings.effective(self._model_len(tokens))))
-        with self.device.held(self.settings.reserved(tokens)):
-            self.device.reset_peak()
-            resting = self.device.now()
+        with self.executor.held(self.settings.reserved(tokens)):
+            self.measured.rest()
             self._run_stress(self._model_len(tokens), aliased=False)
             # A start from a record, or with a pinned size, has no other measurement of it.
-            growth = self.device.peak() - resting
-            self.diagnosis.growth = max(self.diagnosis.growth, growth)
+            self.measured.count_growth()
             # Read while the canary is held: what is free now is free beyond what is reserved.
-            self.lowest_free = self._free_at_peak()
-        if self.lowest_free < 0 and not self.device.gpu:  # on a GPU the allocation itself fails
-            raise DeviceOutOfMemory(f"{-self.lowest_free // MIB} MiB of what is reserved were used")
+            lowest = self.measured.keep_lowest_free()
+        if lowest < 0 and not self.device.gpu:  # on a GPU the allocation itself fails
+            rank = self.measured.scarcest()
+            raise DeviceOutOfMemory(f"{-lowest // MIB} MiB of what is reserved were used", rank)
 
     def _model_len(self, tokens: int) -> int:
         return min(self.settings.wanted_len, tokens)
 
-    def _kv_bytes(self) -> int:
-        return self.loaded.executor.usage()[0].kv
-
     def _lowest_free(self) -> int:
-        return self._free_at_peak() // MIB
-
-    def _free_at_peak(self) -> int:
-        free = min(u.limit - u.used - max(0, u.peak - u.now) for u in self.loaded.executor.usage())
-        return free - self.device.working_files()
+        return min(self.measured.free_at_peak()) // MIB
 
     def _run_stress(self, max_model_len: int, aliased: bool) -> None:
-        executor, settings = self.loaded.executor, self.settings
+        """With several ranks each runs a step alone before they run it together: one that lacks
+        memory is known before another waits for it."""
+        executor, settings = self.executor, self.settings
         stress = LargestSteps(
             max_running_requests=settings.max_running_requests,
             max_prefill_tokens=settings.max_prefill_tokens,
@@ -325,14 +313,19 @@ class ProfileLoop:
             aliased=aliased,
         )
         for name, make in stress.makers():
-            with self._stage(f"{'stress' if aliased else 'validate'} {name}", None):
+            with self._stage(f"{'stress' if aliased else 'validate'} {name}", None) as details:
                 batch = make()
+                if executor.ranks > 1:
+                    started = time.monotonic()
+                    executor.rehearse(batch.step)
+                    ms = round((time.monotonic() - started) * 1000)
+                    details.append(f"each of {executor.ranks} ranks alone {ms} ms, then together")
                 executor.launch(batch.step).wait()
                 del batch  # or the next one is built beside it
 
     @contextmanager
     def _stage(self, name: str, state: State | None, *details: str) -> Iterator[list[str]]:
-        """Reports a stage with its time and the memory that it left allocated. The caller may add
+        """Reports a stage with its time and the memory that it left on rank 0. The caller may add
         details to the list that it yields."""
         if state is not None:
             self.send(Progress(state=state))
@@ -345,19 +338,18 @@ class ProfileLoop:
 
     def _result(self, source: Source, started: float) -> Result:
         record = self.record if source is Source.RECORDED else None
-        tokens = (self.loaded.executor.pages - 1) * PAGE_SIZE
+        tokens = (self.executor.pages - 1) * PAGE_SIZE
         loop_ms = round((time.monotonic() - started) * 1000)
-        free = self.settings.headroom_mib * MIB + max(0, self.lowest_free)
         return Result(
             kv_tokens=tokens,
             bytes_per_token=self.loaded.bytes_per_token,
             source=source,
             fingerprint=self.loaded.fingerprint,
-            free_mib=max(0, self.free_before_weights // MIB),
+            free_mib=max(0, self.free_mib),
             loop_ms=loop_ms,
             saved_ms=max(0, record.loop_ms - loop_ms) if record is not None else 0,
             measured_at=times.now(),
-            ranks=(self.diagnosis.memory(self._kv_bytes(), free),),
+            ranks=self.measured.memory(self.settings.headroom_mib * MIB),
             gemm_kernels=tuning.texts(self.choices),
             cache_dtype=self.loaded.cache_dtype,
         )
