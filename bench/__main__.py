@@ -30,6 +30,7 @@ GPU = (
     "highest",
     "startup",
     "soak",
+    "parallel",
 )
 
 

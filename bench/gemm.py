@@ -8,7 +8,7 @@ import time
 
 import torch
 from record import table
-from shapes import SHAPES
+from shapes import ON_ONE_GPU, SHAPES
 
 from kvline_server.kernels import cuda_linear
 from kvline_server.kernels.gemm import TINY, TORCH, Gemms, replay_time
@@ -33,7 +33,7 @@ def weights(shape: ModelConfig) -> dict[str, tuple[int, int]]:
 def run() -> None:
     rows = []
     gemms = Gemms(torch.device("cuda", 0))
-    for name, shape in SHAPES.items():
+    for name, shape in ((name, SHAPES[name]) for name in ON_ONE_GPU):
         total = 0.0
         for gemm, (out, inner) in weights(shape).items():
             held = [

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import busy
 import msgspec
+import peers
 import pool
 import torch
 from record import record, table
-from shapes import SHAPES, write_config
+from shapes import ON_ONE_GPU, SHAPES, write_config
 from workloads import WORKLOADS, Workload
 
 from kvline_contract.launch import (
@@ -56,12 +57,15 @@ class Printed:
                 print(f"  {time.monotonic() - self.started:6.1f} s  {name}: {update}", flush=True)
 
 
-def models(default: str = ",".join(SHAPES)) -> list[str]:
+def models(default: str = ",".join(ON_ONE_GPU)) -> list[str]:
     return os.environ.get("KVLINE_BENCH_MODELS", default).split(",")
 
 
 def start(
-    name: str, device: Device = Device.CUDA, running: int | None = None
+    name: str,
+    device: Device = Device.CUDA,
+    running: int | None = None,
+    gpus: int = peers.GPUS,
 ) -> tuple[Engine, Result]:
     """Loads random weights of a shape and sizes itself, as a pod does, for at most `running`
     running requests or kvline's default."""
@@ -74,7 +78,7 @@ def start(
             revision="",
             image="",
             device=device,
-            tensor_parallel=1,
+            tensor_parallel=gpus,
             model=Model(str(folder), str(folder), name, LoadFormat.RANDOM),
             engine=EngineOptions(MAX_MODEL_LEN, running),
             capacity=CapacityOptions(),
@@ -87,6 +91,7 @@ def start(
             wait_for_neighbours=lambda: None,
             memory=None,
             root=os.getpid(),
+            **peers.start(launch, Path(scratch)),
         )
 
 
@@ -123,8 +128,8 @@ def play(engine: Engine, workload: Workload, requests: list[tuple[list[int], int
 
 def run() -> None:
     """KVLINE_BENCH_MODELS and KVLINE_BENCH_WORKLOADS, comma-separated, select; KVLINE_BENCH_ROUNDS
-    is the number of runs per workload. The GPU-busy share of r512 and nano is from one more,
-    profiled run."""
+    is the number of runs per workload, KVLINE_BENCH_GPUS that of GPUs, for one model a command.
+    The GPU-busy share of r512 and nano is from one more, profiled run."""
     only = os.environ.get("KVLINE_BENCH_WORKLOADS", ",".join(WORKLOADS)).split(",")
     rounds = int(os.environ.get("KVLINE_BENCH_ROUNDS", "2"))
     rows: list[list[str]] = []
@@ -151,7 +156,7 @@ def run() -> None:
 
 
 def sizes(name: str, result: Result) -> list[list[str]]:
-    gpu, idle = torch.cuda.get_device_name(0), idle_mib()
+    gpu, idle, name = torch.cuda.get_device_name(0), idle_mib(), peers.label(name)
     record(f"kv-tokens-{name}", result.kv_tokens, "tokens", (result.kv_tokens,) * 2, gpu)
     record(f"idle-mib-{name}", idle, "MiB", (idle, idle), gpu)
     return [[name, "KV tokens", str(result.kv_tokens), "", ""]]
@@ -169,6 +174,7 @@ def speeds(engine: Engine, name: str, only: list[str], rounds: int) -> dict[str,
 def kept(name: str, rates: dict[str, list[float]]) -> list[list[str]]:
     """Records the runs; one row per workload, with its throughput relative to r512."""
     gpu, base = torch.cuda.get_device_name(0), max(rates.get("r512", [0.0]))
+    name = peers.label(name)
     rows = []
     for kind, found in rates.items():
         best, spread = max(found), (min(found), max(found))
@@ -187,21 +193,28 @@ def busy_share(
     """Rows of the throughput of gapless kernels and our share of it, and of time by kernel."""
     alone, shares = kernels_alone(engine, name, WORKLOADS[kind])
     gpu, ratio = torch.cuda.get_device_name(0), best / alone
-    record(f"gpu-busy-share-{kind}-{name}", ratio, "ratio", (ratio, ratio), gpu)
+    name, busy_of = peers.label(name), "gpu-busy-share" if peers.GPUS == 1 else "busy"
+    record(f"{busy_of}-{kind}-{name}", ratio, "ratio", (ratio, ratio), gpu)
     rows = [[name, f"{kind}: kernels alone", f"{alone:.0f}", "", ""]]
     rows.append([name, f"{kind}: GPU-busy share", f"{ratio:.3f}", "", ""])
     return rows, [[name, kind, *share] for share in shares]
 
 
 def rate(engine: Engine, name: str, workload: Workload) -> float:
-    requests = workload.make(SHAPES[name].vocabulary)
+    requests = asked(name, workload)
     play(engine, workload, requests[:8])
     return workload.counted(requests) / play(engine, workload, requests)
 
 
+def asked(name: str, workload: Workload) -> list[tuple[list[int], int]]:
+    """Its requests; KVLINE_BENCH_REQUESTS: no more than so many of them."""
+    most = os.environ.get("KVLINE_BENCH_REQUESTS")
+    return workload.make(SHAPES[name].vocabulary)[: int(most) if most else None]
+
+
 def kernels_alone(engine: Engine, name: str, workload: Workload) -> tuple[float, list[list[str]]]:
     """Tokens per second without gaps between kernels, and the kernels that took most time."""
-    requests = workload.make(SHAPES[name].vocabulary)
+    requests = asked(name, workload)
     took, shares = busy.busy(lambda: play(engine, workload, requests))
     return workload.counted(requests) / took, shares
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import client
 import offline
+import peers
 import torch
 from client import Asked
 from record import record, table
@@ -68,7 +69,7 @@ def workload(kind: str) -> Workload:
 
 
 @contextlib.contextmanager
-def served(name: str) -> Iterator[int]:
+def served(name: str, gpus: int = peers.GPUS) -> Iterator[int]:
     """A server as `kvline-server serve` starts it, ready. -> its port"""
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_config(name, Path(scratch))
@@ -77,6 +78,7 @@ def served(name: str) -> Iterator[int]:
         command = [sys.executable, "-m", "kvline_server", "serve", "--model", str(folder)]
         command += ["--load", "random", "--served-name", "m", "--port", str(port)]
         command += ["--internal-port", str(internal), "--max-model-len", "8192"]
+        command += ["--gpus", str(gpus)]
         with running(command, internal, subprocess.Popen.kill):
             yield port
 

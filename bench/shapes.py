@@ -1,9 +1,10 @@
-"""The two shapes of every GPU figure: Llama-3.1-8B and Qwen3-0.6B, with random weights."""
+"""The shapes of the GPU figures, with random weights: Llama-3.1-8B and Qwen3-0.6B in all of them,
+Llama-3.1-70B where there are several GPUs."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from kvline_server.model.config import ModelConfig, Rope
@@ -36,7 +37,9 @@ QWEN06B = ModelConfig(
     tied_embeddings=True,
     qk_norm="head",
 )
-SHAPES = {"llama8b": LLAMA8B, "qwen06b": QWEN06B}
+LLAMA70B = replace(LLAMA8B, layers=80, hidden=8192, intermediate=28672, heads=64)
+SHAPES = {"llama8b": LLAMA8B, "qwen06b": QWEN06B, "llama70b": LLAMA70B}
+ON_ONE_GPU = ("llama8b", "qwen06b")
 
 
 def write_config(name: str, folder: Path) -> Path:

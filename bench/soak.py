@@ -14,13 +14,14 @@ import time
 
 import msgspec
 import offline
+import peers
 import torch
 from record import record, table
 from shapes import SHAPES
 
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.largest_steps import worst_params
-from kvline_server.errors import DeviceOutOfMemory
+from kvline_server.errors import DeviceOutOfMemory, RanksApart
 from kvline_server.memory.device import MIB
 from kvline_server.sampling_params import SamplingParams
 
@@ -61,7 +62,7 @@ def soak(engine: Engine, vocabulary: int, seconds: float) -> list[float]:
             made += 1
         try:
             engine.step()
-        except DeviceOutOfMemory:
+        except (DeviceOutOfMemory, RanksApart):
             failures += 1
             break
         if rng.random() < 0.05 and engine.sequences:
@@ -77,8 +78,8 @@ def run() -> None:
     rows = []
     for name in offline.models():
         engine, result = offline.start(name)
-        figures = soak(engine, SHAPES[name].vocabulary, seconds)
-        gpu = torch.cuda.get_device_name(0)
+        gpu, vocabulary = torch.cuda.get_device_name(0), SHAPES[name].vocabulary
+        figures, name = soak(engine, vocabulary, seconds), peers.label(name)
         record(f"soak-oom-{name}", figures[0], f"in {seconds:.0f} s", (figures[0],) * 2, gpu)
         record(f"soak-lowest-free-{name}", figures[1], "MiB", (figures[1],) * 2, gpu)
         record(f"soak-reserve-grew-{name}", figures[2], "MiB", (figures[2],) * 2, gpu)

@@ -12,6 +12,7 @@ from typing import Any
 
 import engines
 import offline
+import peers
 import torch
 from record import record, table
 from shapes import write_config
@@ -34,7 +35,8 @@ def run() -> None:
         for name in offline.models():
             with tempfile.TemporaryDirectory() as scratch:
                 folder = write_config(name, Path(scratch))
-                rows += starts(name, folder, "--load", "random", "--max-model-len", length)
+                words = ("--load", "random", "--max-model-len", length, "--gpus", str(peers.GPUS))
+                rows += starts(peers.label(name), folder, *words)
     else:
         rows += starts("smollm2", engines.folder(), "--memory", "2Gi")
     head = ["model", "start", "seconds", "of them loop", "KV tokens", "source", "of a search"]

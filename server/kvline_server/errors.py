@@ -11,7 +11,7 @@ ServerError
 ├── OutOfMemory             40  with the diagnosis (see Termination)
 ├── ContextDoesNotFit       41  with the largest length that fits
 ├── DeviceFailure           43
-├── RankLost                44  another rank's process ended or does not answer
+├── RankLost                44  one of several GPUs' processes ended or does not answer
 ├── EngineConnectionLost    50
 └── OutOfMemoryServing      51  after validation
 """

@@ -11,12 +11,15 @@ from pairs import PAGES, sequence, sides
 
 from kvline_server.engine.batch import build
 from kvline_server.engine.scheduler import Work
+from kvline_server.kernels.best import token_of
+from kvline_server.kernels.group import Alone
 from kvline_server.kernels.interface import NO_TOKEN, Kernels, SlotMapping, Unnormed
 from kvline_server.kernels.layout import Draws
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import Arena
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.decoder import Decoder
+from kvline_server.model.shard import Shard, tokens
 from kvline_server.worker.step import Table
 
 pytestmark = pytest.mark.gpu
@@ -87,6 +90,68 @@ def test_linears_between_blocks_are_the_reference_s(rows: int, shift: bool) -> N
     for one, other in zip(want, got, strict=True):
         distance = float((other.float().cpu() - one).norm() / one.norm())
         assert distance < 2e-2, distance
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_one_row_s_term_of_a_sum_over_ranks_is_the_reference_s(shift: bool) -> None:
+    """Two ranks that have the same columns: the sum is twice the term, then the residual."""
+    from kvline_server.kernels.flashinfer import FlashInferKernels
+
+    class Twice(Alone):
+        ranks = 2
+
+        def buffer(self, rows: int, width: int) -> torch.Tensor | None:
+            return torch.empty((rows, width), dtype=torch.bfloat16, device="cuda")
+
+        def sum(self, x: torch.Tensor) -> torch.Tensor:
+            return x.mul_(2)
+
+        def add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
+            residual.add_(self.sum(x))
+
+    torch.manual_seed(0)
+    x, residual, norm = torch.randn(1, 1344), torch.randn(1, 1056), torch.rand(1056) + 0.5
+    weight, bias = torch.randn(1056, 1344) / 1344**0.5, torch.randn(1056) if shift else None
+    want = residual + 2 * torch.nn.functional.linear(x, weight, bias)
+    kernels = FlashInferKernels(*HEADS, Twice())
+    row, matrix, into, scale = (t.cuda().bfloat16() for t in (x, weight, residual, norm))
+    added = None if bias is None else bias.cuda().bfloat16()
+    made, total = kernels.linear_add_norm(row, matrix, added, into, scale, 1e-5)
+    assert isinstance(made, Unnormed) and made.hidden is total
+    assert float((total.float().cpu() - want).norm() / want.norm()) < 2e-2
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_parts_of_scores_and_draws_are_those_of_whole_rows(ranks: int) -> None:
+    """Bit for bit: a rank's kernels see the same logits and noise, of its own tokens."""
+    from kvline_server.kernels.flashinfer import FlashInferKernels
+
+    kernels, rows, size = FlashInferKernels(*HEADS), 300, 128_256
+    logits = torch.randn(rows, size, device="cuda").mul_(3).bfloat16()
+    rng = np.random.default_rng(0)
+    ones = np.ones(rows, np.float32)
+    temperatures = rng.choice([0.0, 0.6, 1.0, 1.5], rows).astype(np.float32)
+    keys = rng.integers(0, 2**64, rows, dtype=np.uint64)
+    draws = Draws(temperatures, (0 * ones).astype(np.int32), ones, 0 * ones, keys)
+    targets = torch.from_numpy(rng.integers(0, size, rows)).cuda()
+    chosen = logits.gather(1, targets.unsqueeze(1)).squeeze(1).float()
+    logits[3, 7], logits[4, 128_000], logits[5] = float("nan"), float("inf"), float("-inf")
+    best, parts = [], []
+    for rank in range(ranks):
+        own = tokens(size, Shard(rank, ranks))
+        mine = logits[:, own.start : own.stop].contiguous()
+        best.append(kernels.best(mine, draws, own.start))
+        parts.append(kernels.part_scores(mine, chosen, 20))
+    assert (token_of(torch.stack(best).amax(dim=0)) == kernels.choose(logits, draws)).all()
+    whole = kernels.score(logits, targets, 20)
+    above = torch.stack([part.above for part in parts]).sum(dim=0)
+    some = torch.arange(rows, device="cuda") > 5
+    assert (above + 1 == whole.ranks)[some].all()
+    normalisers = torch.stack([part.normalisers for part in parts]).logsumexp(dim=0)
+    torch.testing.assert_close((chosen - normalisers)[some], whole.values[some], atol=1e-4, rtol=0)
+    logits_of = torch.cat([part.top_logits for part in parts], dim=1)
+    values = logits_of.sort(dim=1, descending=True).values[:, :20] - normalisers.unsqueeze(1)
+    torch.testing.assert_close(values[some], whole.top_values[some], atol=1e-4, rtol=0)
 
 
 def table(kernels: Kernels, logits: torch.Tensor, targets: np.ndarray) -> Table:

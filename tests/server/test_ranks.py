@@ -69,7 +69,7 @@ class FakeLocal:
     def __post_init__(self) -> None:
         self.group = self.group or FakeGroup(self.rank, self.ranks)
         self.worker = self
-        self.device = SimpleNamespace(limit=self.limit, name=self.name)
+        self.device = SimpleNamespace(gpu=False, used=lambda: 0, limit=self.limit, name=self.name)
 
     def _do(self, name: str) -> None:
         together = name == "launch"
@@ -145,10 +145,8 @@ class Pod:
 
     def ranks(self, patience: float = SECONDS) -> Ranks:
         first = self.locals[0]
-        meeting, steps = self.meeting(first), self.steps()
-        made, free = join(cast(Local, first), meeting, self.links, steps, patience)
-        assert free == tuple(range(1, made.ranks))
-        return made
+        where = cast(Local, first), self.meeting(first), self.links, self.steps()
+        return join(*where, free_before=0, patience=patience).executor
 
     def steps(self) -> Steps:
         return Steps(self.file, 4096, 2, len(self.ends))
@@ -159,8 +157,8 @@ class Pod:
     def _follow(self, rank: int) -> None:
         local, end = self.locals[rank], self.ends[rank - 1]
         try:
-            meeting, link = self.meeting(local), Link(end, 0)
-            follow(cast(Local, local), meeting, link, self.steps(), free=rank).serve()
+            where = cast(Local, local), self.meeting(local), Link(end, 0), self.steps()
+            follow(*where, free_before=0).serve()
         except BaseException as error:
             self.failed[rank] = error
         finally:

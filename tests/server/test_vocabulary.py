@@ -138,15 +138,15 @@ def test_exchanges_are_in_blocks_of_few_bytes(monkeypatch: pytest.MonkeyPatch) -
     draws = draws_of(rng, rows)
     draws.top_k[:], draws.temperatures[::3] = 30, 0.0
     want = TorchKernels().choose(logits.clone(), draws)
-    monkeypatch.setattr(vocabulary, "EXCHANGED", 1500)
+    monkeypatch.setattr(vocabulary, "TABLE_BYTES", 1500)
     largest: list[int] = []
     exchange = Threads.exchange
 
-    def told(self: Threads, x: torch.Tensor) -> torch.Tensor:
+    def noted(self: Threads, x: torch.Tensor) -> torch.Tensor:
         largest.append(x.nbytes)
         return exchange(self, x)
 
-    monkeypatch.setattr(Threads, "exchange", told)
+    monkeypatch.setattr(Threads, "exchange", noted)
     for made in on_ranks(3, size, lambda part: part.sample(own(logits, part), draws)):
         assert torch.equal(made, want)
     assert max(largest) <= 1500 and len(largest) > 3 * 5

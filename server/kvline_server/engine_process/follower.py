@@ -64,8 +64,9 @@ def _run(arguments: RankArguments, launch: LaunchConfig, parent: Channel) -> Non
             rank=arguments.rank,
         )
         assert rank.group is not None, "there are several"
-        steps = rank.steps(arguments.ranks)
-        follower = follow(rank.local, rank.group, link, steps, rank.free_before)
+        follower = follow(
+            rank.local, rank.group, link, rank.steps(arguments.ranks), rank.free_before
+        )
     with device_errors.translated("serve"):
         follower.serve()
 

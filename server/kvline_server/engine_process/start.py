@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -12,9 +12,8 @@ import torch
 
 from kvline_contract.launch import Device, LaunchConfig
 from kvline_contract.memory import COLLECTIVES
-from kvline_contract.report import Result, State
+from kvline_contract.report import Result, Stage, State
 from kvline_server.engine.engine import Engine
-from kvline_server.memory.parts import OwnedPart
 from kvline_server.messages import Progress, SendProgress
 from kvline_server.model.config import ModelConfig
 from kvline_server.options import Options, Ranks
@@ -103,12 +102,11 @@ def start(
     settings, loaded, device = rank.settings, rank.loaded, rank.backend.device
     free: tuple[int, ...] = (rank.free_before,)
     if ranks is not None and rank.group is not None:
-        before = device.used()
-        executor, others = join(rank.local, rank.group, links, rank.steps(ranks))
-        free += others
-        taken = device.used() - before if device.gpu else 0  # on a CPU it is part of what is used
-        part = OwnedPart(COLLECTIVES, fixed=max(0, taken))
-        loaded = replace(loaded, executor=executor, owned=(*loaded.owned, part))
+        met = time.monotonic()
+        joined = join(rank.local, rank.group, links, rank.steps(ranks), rank.free_before)
+        ms = round((time.monotonic() - met) * 1000)
+        send(Progress(stage=Stage(COLLECTIVES, ms, joined.collectives)))
+        loaded, free = loaded.on(joined.executor, joined.collectives), joined.free_before
     result = profile.ProfileLoop(
         device=device,
         settings=settings,

@@ -40,6 +40,7 @@ from kvline_server.memory.arena import KVLayer
 from kvline_server.memory.pages import PAGE_SIZE
 
 HEAD_TILE = 16  # rows
+FEW_ROWS = 128  # whose sum over ranks is added to the residual by one kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +124,14 @@ class FlashInferKernels(Kernels):
         norm: torch.Tensor,
         eps: float,
     ) -> tuple[Normed, torch.Tensor]:
-        if cuda_linear.fits(x, weight):
-            if self.group.ranks == 1:
-                cuda_linear.run(x, weight, bias, residual, added=True)
-            else:
-                out = self.group.buffer(1, len(weight))
-                residual.add_(self.group.sum(cuda_linear.run(x, weight, bias, out)))
+        alone, one = self.group.ranks == 1, cuda_linear.fits(x, weight)
+        if alone and one:
+            cuda_linear.run(x, weight, bias, residual, added=True)
+            return Unnormed(residual, norm, eps), residual
+        if not alone and len(x) <= FEW_ROWS:
+            out = self.group.buffer(len(x), len(weight))
+            linear = cuda_linear.run if one else self._gemms.linear
+            self.group.add(linear(x, weight, bias, out), residual)
             return Unnormed(residual, norm, eps), residual
         return super().linear_add_norm(x, weight, bias, residual, norm, eps)
 

@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+TABLE_BYTES = 16 << 20  # of what a rank gives to one gather or exchange, at most
+
 
 class Group(Protocol):
     rank: int
@@ -24,6 +26,9 @@ class Group(Protocol):
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Over ranks, in place or in memory of the group. -> the shape of x"""
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
+        """Adds the sum over ranks to the residual, in place. Both of one shape; x as for `sum`"""
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Every rank's x, by rank. [...] -> [ranks, ...]"""
@@ -47,6 +52,9 @@ class Alone:
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
+        residual.add_(x)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return x.unsqueeze(0)

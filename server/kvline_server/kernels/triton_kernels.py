@@ -5,7 +5,8 @@
 (kernels/noise.py), so each seeded request has noise of its own; library generators are shared by
 the batch. `write` runs one program per row of a step, between the QKV GEMM and attention: QK norm
 where the model has it, rotary embedding, keys and values into the cache. `one_row` is a linear of
-one row with the norm before it, the activation or the sum after it.
+one row with the norm before it, the activation or the sum after it. `sum_add` adds up what the
+ranks made of few rows.
 Reference: kernels/torch_rows.py and kernels/torch.py; the tests compare the two.
 """
 
@@ -82,7 +83,7 @@ def _ordered(score, token):
     """One number of both, as in kernels/best.py."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)  # no -0.0
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) << 32
-    return order | (0xFFFFFFFF - token.to(tl.int64))
+    return order | (0x7FFFFFFF - token)
 
 
 @triton.jit
@@ -141,11 +142,9 @@ def draw(
         top = tl.max(values, axis=0)
         indices = tl.load(founds + every, volatile=True)
         found = tl.min(tl.where(values == top, indices, vocabulary), axis=0)
-    if RANKS:
-        result = _ordered(top, found + first)
-    else:
-        result = tl.where((top > least) & (top < float("inf")), found, -1).to(tl.int64)
-    tl.store(chosen + row, result, mask=last)
+    good = (top > least) & (top < float("inf"))
+    token = tl.where(good, found + first, -1).to(tl.int64)
+    tl.store(chosen + row, _ordered(top, token) if RANKS else token, mask=last)
 
 
 @triton.jit
@@ -269,3 +268,32 @@ def one_row(
     if ADD:
         made += tl.load(out + column, mask=there, other=0.0).to(tl.float32)
     tl.store(out + column, made.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def sum_add(buffers, flags, residual, elements, rank, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Adds every rank's buffer to the residual. A program needs of another rank only that its
+    buffer is written, which that rank's program of the same number says with a flag. Buffers are
+    used in turn, so nobody has to wait for who still reads this one."""
+    _after_the_last()
+    program = tl.program_id(0)
+    own = tl.load(flags + rank).to(tl.pointer_type(tl.int32)) + program * RANKS
+    for step in tl.static_range(1, RANKS):
+        peer = (rank + step) % RANKS
+        flag = tl.load(flags + peer).to(tl.pointer_type(tl.int32)) + program * RANKS + rank
+        while tl.atomic_cas(flag, 0, 1, sem="release", scope="sys") != 0:
+            pass
+    for step in tl.static_range(1, RANKS):
+        flag = own + (rank + step) % RANKS
+        while tl.atomic_cas(flag, 1, 0, sem="acquire", scope="sys") != 1:
+            pass
+    kind = residual.dtype.element_ty
+    for start in range(program * BLOCK, elements, tl.num_programs(0) * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < elements
+        total = tl.load(residual + at, mask=inside).to(tl.float32)
+        for other in tl.static_range(RANKS):  # in one order: the same sum on every rank
+            buffer = tl.load(buffers + other).to(tl.pointer_type(kind))
+            part = tl.load(tl.multiple_of(buffer, 16) + at, mask=inside, cache_modifier=".cg")
+            total += part.to(tl.float32)
+        tl.store(residual + at, total.to(kind), mask=inside)

@@ -50,6 +50,9 @@ class GlooGroup:
         self._wait(self._group.allreduce, [whole])
         return x if whole is x else x.copy_(whole)
 
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
+        residual.add_(self.sum(x))
+
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         self.sent += x.nbytes
         if self._apart:

@@ -4,6 +4,7 @@ each other, as one that cannot load ends the start."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvline_server.errors import DeviceFailure
 from kvline_server.memory.device import MIB
@@ -18,32 +19,45 @@ from kvline_server.parallel.wire import Steps
 LOAD_SECONDS = 3600.0  # the parent ends a start without progress long before
 
 
+@dataclass(frozen=True, slots=True)
+class Joined:
+    executor: Ranks
+    free_before: tuple[int, ...]  # bytes of each rank before its weights
+    collectives: int  # bytes that the exchange takes of a GPU, at most
+
+
 def join(
     local: Local,
     group: Meeting,
     links: Sequence[Link],
     steps: Steps,
+    free_before: int,
     patience: float = ANSWER_SECONDS,
-) -> tuple[Ranks, tuple[int, ...]]:
-    """Rank 0's part. -> and the bytes that were free on each other rank's device before it loaded.
-    Raises DeviceFailure where devices differ, and RankLost."""
-    free = tuple(_same(local, link, _answer(link, LOAD_SECONDS)) for link in links)
+) -> Joined:
+    """Rank 0's part; `free_before` bytes were free before its weights. Raises DeviceFailure where
+    devices differ, and RankLost."""
+    free = [free_before, *(_same(local, link, _answer(link, LOAD_SECONDS)) for link in links)]
     for link in links:
         link.send(Call("meet"), patience)
-    group.meet()
-    for link in links:
-        _answer(link, patience)
-    return Ranks(local, group, links, steps, patience), free
+    taken = [_meet(local, group), *(_answer(link, patience).numbers[0] for link in links)]
+    return Joined(Ranks(local, group, links, steps, patience), tuple(free), max(taken))
 
 
-def follow(local: Local, group: Meeting, link: Link, steps: Steps, free: int) -> Follower:
-    """Another rank's part, with a link to rank 0. `free`: bytes, before it loaded."""
-    link.send(Answer([local.device.limit, free], local.device.name), ANSWER_SECONDS)
+def follow(local: Local, group: Meeting, link: Link, steps: Steps, free_before: int) -> Follower:
+    """Another rank's part, with a link to rank 0."""
+    limit, name = local.device.limit, local.device.name
+    link.send(Answer([limit, free_before], name), ANSWER_SECONDS)
     message = link.receive(LOAD_SECONDS)
     assert message == Call("meet"), "what rank 0 says first"
-    group.meet()
-    link.send(Answer(), ANSWER_SECONDS)
+    link.send(Answer([_meet(local, group)]), ANSWER_SECONDS)
     return Follower(local, group, link, steps)
+
+
+def _meet(local: Local, group: Meeting) -> int:
+    """-> bytes of the device that it took, where the device does not count them itself"""
+    before = local.device.used()
+    group.meet()
+    return max(0, local.device.used() - before) if local.device.gpu else 0
 
 
 def _answer(link: Link, seconds: float) -> Answer:
@@ -54,7 +68,7 @@ def _answer(link: Link, seconds: float) -> Answer:
 
 
 def _same(local: Local, link: Link, answer: Answer) -> int:
-    """-> what was free there"""
+    """-> bytes that were free there before the weights"""
     (limit, free), name = answer.numbers, answer.text
     device = local.device
     if (limit, name) != (device.limit, device.name):

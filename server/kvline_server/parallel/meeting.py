@@ -22,8 +22,11 @@ def connect(
         from kvline_server.parallel.groups import GlooGroup
 
         return GlooGroup(rank, ranks, folder)
-    from kvline_server.parallel.symmetric import SymmetricGroup
+    from kvline_server.parallel.nccl import NcclGroup
+    from kvline_server.parallel.symmetric import SymmetricGroup, reachable
 
+    if not reachable(ranks):
+        return NcclGroup(rank, ranks, folder)
     return SymmetricGroup(rank, ranks, folder, elements, dtype)
 
 
@@ -53,6 +56,9 @@ class Meeting:
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         return self._group.sum(x)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
+        self._group.add(x, residual)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return self._group.gather(x)

@@ -148,13 +148,13 @@ def start_engine(
         ]
         if shared is not None:
             started += [
-                _start_rank(options, rank, shared, end, root)
+                start_rank(options, rank, shared, end, root)
                 for rank, (_, end) in enumerate(pairs, 1)
             ]
     return started
 
 
-def _start_rank(options: Options, rank: int, shared: Ranks, end: socket.socket, root: int) -> Child:
+def start_rank(options: Options, rank: int, shared: Ranks, end: socket.socket, root: int) -> Child:
     """`end`: of its socket to rank 0."""
 
     def make(control_fd: int, others: list[int]) -> RankArguments:

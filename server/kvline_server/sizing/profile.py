@@ -11,10 +11,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvline_contract import times
+from kvline_contract.memory import COLLECTIVES
 from kvline_contract.report import Attempt, Outcome, Result, Source, Stage, State
 from kvline_server.engine.largest_steps import LargestSteps
 from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, OutOfMemory
@@ -41,8 +42,7 @@ class Loaded:
 
     executor: Executor
     vocabulary: int
-    # On every rank, loaded or of each token. What the group of several ranks takes is a part of
-    # its own: OwnedPart(COLLECTIVES, fixed=bytes).
+    # On every rank, loaded or of each token.
     owned: tuple[OwnedPart, ...]
     fingerprint: str
     cache_dtype: str
@@ -50,6 +50,11 @@ class Loaded:
     @property
     def bytes_per_token(self) -> int:
         return sum(part.per_token for part in self.owned)
+
+    def on(self, executor: Executor, collectives: int) -> Loaded:
+        """The same on all ranks of an executor, whose exchange takes so many bytes of each."""
+        part = OwnedPart(COLLECTIVES, fixed=collectives)
+        return replace(self, executor=executor, owned=(*self.owned, part))
 
 
 class ProfileLoop:

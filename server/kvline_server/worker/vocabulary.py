@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from kvline_server.kernels.best import token_of
+from kvline_server.kernels.group import TABLE_BYTES
 from kvline_server.kernels.interface import Kernels, PartScores, RowScores
 from kvline_server.kernels.layout import Draws
 from kvline_server.model.shard import Shard, share, tokens
 from kvline_server.worker.step import Edits
-
-EXCHANGED = 32 << 20  # bytes of logits that a rank gives away, and gets, at a time
 
 
 class Vocabulary:
@@ -55,14 +55,11 @@ class Vocabulary:
     def _table(self, part: PartScores, top: int) -> torch.Tensor:
         """What other ranks need to know, of one shape on all. -> int32 [rows, 2 + 2 * some]"""
         missing = min(top, self.width) - part.top_ids.shape[1]
-        pad, least = torch.nn.functional.pad, float("-inf")
-        columns = (
-            part.normalisers.unsqueeze(1).view(torch.int32),
-            part.above.unsqueeze(1),
-            pad(part.top_ids + self.own.start, (0, missing)),
-            pad(part.top_logits, (0, missing), value=least).view(torch.int32),
-        )
-        return torch.cat(columns, dim=1)
+        ids, logits = part.top_ids + self.own.start, part.top_logits
+        if missing:
+            ids, logits = pad(ids, (0, missing)), pad(logits, (0, missing), value=float("-inf"))
+        columns = (part.normalisers.unsqueeze(1), part.above.unsqueeze(1), ids, logits)
+        return torch.cat([column.view(torch.int32) for column in columns], dim=1)
 
     def sample(
         self, logits: torch.Tensor, draws: Draws, edits: tuple[Edits, ...] = ()
@@ -86,7 +83,7 @@ class Vocabulary:
     def _filtered(self, logits: torch.Tensor, draws: Draws, rows: np.ndarray) -> torch.Tensor:
         """Filters need whole rows: each rank gets and samples some of them. -> int64 [len(rows)]"""
         ranks, row_bytes = self.group.ranks, self.width * logits.itemsize
-        step = max(1, EXCHANGED // (ranks * row_bytes)) * ranks
+        step = max(1, TABLE_BYTES // (ranks * row_bytes)) * ranks
         blocks = (rows[start : start + step] for start in range(0, len(rows), step))
         return torch.cat([self._block(logits, draws, block) for block in blocks])
 
@@ -96,7 +93,9 @@ class Vocabulary:
         padded = rows[np.minimum(np.arange(ranks * each), len(rows) - 1)]
         (at,) = self.kernels.upload(padded)
         missing = self.width - len(self.own)
-        sent = torch.nn.functional.pad(logits[at], (0, missing), value=float("-inf"))
+        sent = logits[at]
+        if missing:
+            sent = pad(sent, (0, missing), value=float("-inf"))
         parts = self.group.exchange(sent.view(ranks, each, self.width))
         whole = parts.transpose(0, 1).reshape(each, ranks * self.width)[:, : self.size]
         own = padded[self.group.rank * each :][:each]
