@@ -14,7 +14,6 @@ import httpx
 import pytest
 from servers import Server, serving, wait_for
 
-from conftest import write_tokenizer
 from kvline_contract.exits import ExitCode
 
 pytestmark = pytest.mark.process
@@ -22,13 +21,6 @@ pytestmark = pytest.mark.process
 LONG = {"model": "tiny", "prompt": "hello", "max_tokens": 240, "ignore_eos": True}
 PROMPTS = ["hello", "a longer prompt, of which some ranks know nothing", "x" * 90]
 LOST = int(ExitCode.RANK_LOST)
-
-
-@pytest.fixture(scope="session")
-def shared_model(make_model: Callable[..., Path]) -> Path:
-    folder = make_model("shared")
-    write_tokenizer(folder)
-    return folder
 
 
 def answers(server: Server) -> list[Any]:
