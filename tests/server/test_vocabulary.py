@@ -49,6 +49,9 @@ class Threads:
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(torch.stack(self._all(x)).sum(dim=0))
 
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
+        residual.add_(self.sum(x))
+
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.stack(self._all(x))
 

@@ -60,7 +60,8 @@ def load_model(
         loader.weight_elements(model, Shard(group.rank, group.ranks)) * backend.dtype.itemsize
     )
     needed = (OwnedPart(WEIGHTS, fixed=expected),)
-    too_large = Diagnosis(device, settings, needed, used).weights_do_not_fit(device.limit - used)
+    rank = Diagnosis(device, settings, needed, used, rank=group.rank, ranks=group.ranks)
+    too_large = rank.weights_do_not_fit(device.limit - used)
     if expected > device.limit - used:
         raise too_large
     try:
