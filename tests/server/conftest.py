@@ -34,6 +34,14 @@ def tiny_model(make_model: Callable[..., Path]) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def shared_model(make_model: Callable[..., Path]) -> Path:
+    """One of which two, three and four ranks can each have a share."""
+    folder = make_model("shared")
+    write_tokenizer(folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A real server over the tiny model, ready; one a module."""

@@ -48,6 +48,8 @@ def mistake(*words: object, **options: Any) -> tuple[int, str]:
         (["--model", "M", "--drain-seconds", "3601"], 2, "--drain-seconds: expected 1 to 3600"),
         (["--model", "M", "--memory", "lots"], 2, "--memory: expected a quantity"),
         (["--model", "M", "--no-such-flag"], 2, "--no-such-flag"),
+        (["--model", "M", "--gpus", "9"], 2, "--gpus: expected 1 to 8"),
+        (["--config", "F", "--gpus", "2"], 20, "--config F takes no --gpus"),
         (["--model", "M", "--max-model-len", "1"], 20, "--max-model-len: expected 16 to"),
         (["--model", "M", "--headroom-mib", "-1"], 20, "--headroom-mib: expected"),
         ([], 20, "--model DIR and --config FILE"),

@@ -104,7 +104,8 @@ def test_a_validation_that_thrashes_is_killed_on_a_cpu_alone(
     """A GPU that hung was reported as too little host memory."""
     killed: list[bool] = []
     parent.device = device
-    parent.engine = cast(Any, SimpleNamespace(kill=lambda: killed.append(True)))
+    first = SimpleNamespace(kill=lambda: killed.append(True))
+    parent.engine = cast(Any, SimpleNamespace(first=first))
     parent.keeper.apply(Progress(state=State.VALIDATING))
     monkeypatch.setattr(parent, "_patience", lambda: 0.0)
     parent.keeper.changed_at -= LIMIT

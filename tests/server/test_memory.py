@@ -100,6 +100,16 @@ def test_what_this_image_cannot_do_is_refused_not_ignored(make_model: Callable[.
         open_backend(replace(launch, device=Device.CUDA), None, 1, warn=print)
 
 
+def test_fewer_gpus_than_ranks_are_refused_with_both_counts(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = replace(launch_config(make_model("llama")), device=Device.CUDA, tensor_parallel=4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(DeviceFailure, match=r"spec\.resources\.gpus is 4, .* shows 2 of them"):
+        open_backend(launch, None, 1, print, rank=3)
+
+
 @pytest.mark.parametrize(
     ("files", "kills"),
     [
@@ -207,6 +217,9 @@ def test_a_container_s_account_leaves_page_cache_out(
     assert (device.limit, device.used()) == (5000, 1100)
     assert cpu_device(3000, 1).limit == 3000
     assert cpu_device(9000, 1).limit == 5000
+    each = cpu_device(3000, 1, ranks=3)
+    assert (each.limit, each.used()) == (1000, 1100 // 3), "ranks share what there is"
+    assert devices.host_limit(3000, 1) == (3000, True)
 
 
 def test_attempts_survive_a_kill_and_belong_to_a_fingerprint(tmp_path: Path) -> None:
@@ -239,6 +252,17 @@ def test_an_attempt_that_was_ended_by_order_is_no_failed_one(tmp_path: Path) -> 
     AttemptStore(tmp_path / "attempts.json").interrupt()
     again = AttemptStore(tmp_path / "attempts.json")
     again.open("one", gpu=False)
+    assert [(a.number, a.outcome) for a in again.attempts] == [(1, Outcome.OUT_OF_MEMORY)]
+
+
+def test_an_attempt_whose_engine_had_to_end_for_memory_counts_on_a_gpu_too(tmp_path: Path) -> None:
+    store = AttemptStore(tmp_path / "attempts.json")
+    store.fail()  # nothing was begun
+    store.open("one", gpu=True)
+    store.begin(1, 5000)
+    AttemptStore(tmp_path / "attempts.json").fail()
+    again = AttemptStore(tmp_path / "attempts.json")
+    again.open("one", gpu=True)
     assert [(a.number, a.outcome) for a in again.attempts] == [(1, Outcome.OUT_OF_MEMORY)]
 
 

@@ -14,7 +14,6 @@ import httpx
 import pytest
 from servers import Server, serving, wait_for
 
-from conftest import write_tokenizer
 from kvline_contract.exits import ExitCode
 
 pytestmark = pytest.mark.process
@@ -22,13 +21,6 @@ pytestmark = pytest.mark.process
 LONG = {"model": "tiny", "prompt": "hello", "max_tokens": 240, "ignore_eos": True}
 PROMPTS = ["hello", "a longer prompt, of which some ranks know nothing", "x" * 90]
 LOST = int(ExitCode.RANK_LOST)
-
-
-@pytest.fixture(scope="session")
-def shared_model(make_model: Callable[..., Path]) -> Path:
-    folder = make_model("shared")
-    write_tokenizer(folder)
-    return folder
 
 
 def answers(server: Server) -> list[Any]:
@@ -44,16 +36,14 @@ def answers(server: Server) -> list[Any]:
 
 def drawn(server: Server) -> list[str]:
     """By a seed, with filters and penalties."""
-    options: dict[str, object] = {
+    options: dict[str, Any] = {
         "temperature": 0.9,
         "top_p": 0.9,
         "seed": 5,
         "frequency_penalty": 0.5,
     }
     options |= {"logit_bias": {"70": -5}, "max_tokens": 8, "model": "tiny"}
-    bodies: list[dict[str, Any]] = [
-        {**options, "prompt": prompt, "ignore_eos": True} for prompt in PROMPTS
-    ]
+    bodies = [{**options, "prompt": prompt, "ignore_eos": True} for prompt in PROMPTS]
     return [str(server.complete(**body)["choices"][0]["text"]) for body in bodies]
 
 

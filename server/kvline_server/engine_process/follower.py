@@ -10,7 +10,8 @@ import threading
 from dataclasses import replace
 
 from kvline_contract.exits import ExitCode
-from kvline_contract.launch import LaunchConfig
+from kvline_contract.launch import Device, LaunchConfig
+from kvline_contract.memory import rank_name
 from kvline_contract.report import Termination
 from kvline_server import device_errors
 from kvline_server.engine_process.pulse import pulse
@@ -33,7 +34,7 @@ def main(arguments: RankArguments, launch: LaunchConfig) -> int:
     set_threads(arguments.options, launch)
     for work in (pulse, _end_with):
         threading.Thread(target=work, args=(parent,), daemon=True).start()
-    name = f"rank {arguments.rank} of {arguments.ranks.count}"
+    name = rank_name(arguments.rank, arguments.ranks.count, launch.device is Device.CUDA)
     try:
         _run(arguments, launch, parent)
         return int(ExitCode.RANK_LOST)  # rank 0 has ended, and says why

@@ -1,0 +1,50 @@
+"""Of several ranks the first end with a meaning is the pod's; the rest are its consequences."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvline_contract.exits import ExitCode
+from kvline_contract.report import Termination
+from kvline_server.parent.engine import LOST, End
+
+SILENT = 30.0
+
+
+def report(code: ExitCode, text: str = "told") -> Termination:
+    return Termination.of(code, text)
+
+
+def end(
+    codes: dict[int, int], *reported: tuple[int, Termination], silent: int | None = None
+) -> End:
+    return End(3, codes, reported, "", silent)
+
+
+def test_a_failure_that_a_rank_reports_is_the_reason_whoever_else_is_gone() -> None:
+    lost = (0, report(ExitCode.RANK_LOST))
+    invalid, memory = (2, report(ExitCode.MODEL_INVALID)), (1, report(ExitCode.OUT_OF_MEMORY))
+    assert end({0: LOST, 1: -9}, lost, invalid, memory).failure() == invalid
+    assert end({0: LOST, 1: -9}, lost).failure() is None
+
+
+@pytest.mark.parametrize(
+    ("found", "code", "text"),
+    [
+        (end({0: 1, 2: -9}), ExitCode.RANK_LOST, "rank 2 ended with signal 9, which the kernel"),
+        (end({1: -11}), ExitCode.RANK_LOST, "rank 1 ended with signal 11"),
+        (
+            end({0: LOST, 1: -9}, (0, report(ExitCode.RANK_LOST))),
+            ExitCode.RANK_LOST,
+            "rank 1 ended",
+        ),
+        (end({}, silent=1), ExitCode.RANK_LOST, "rank 1 has not answered for 30 s"),
+        (end({1: 1}), ExitCode.ENGINE_DIED, "rank 1 ended with code 1"),
+        (end({0: LOST, 1: 1}, (0, report(ExitCode.RANK_LOST))), ExitCode.ENGINE_DIED, "rank 1"),
+        (end({0: LOST}, (0, report(ExitCode.RANK_LOST))), ExitCode.RANK_LOST, "told"),
+        (end({1: LOST}), ExitCode.RANK_LOST, "rank 1 has ended"),
+    ],
+)
+def test_a_lost_rank_is_named(found: End, code: ExitCode, text: str) -> None:
+    told = found.lost(SILENT)
+    assert told.code == code and told.message.startswith(text)
