@@ -119,7 +119,8 @@ class SymmetricGroup:
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         if x.data_ptr() not in self._places:
-            return self.gather(x).sum(0)  # in the same order on every rank
+            shown = self._memory[: x.nbytes].view(x.dtype).view(x.shape)
+            return x.copy_(self.sum(shown.copy_(x)))
         self.sent += x.nbytes
         if self._waits:
             torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", NAME)

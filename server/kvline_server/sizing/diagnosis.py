@@ -73,7 +73,8 @@ class Diagnosis:
         held = f"{self.held} MiB of other processes" if self.crowded else None
         if held and self.ranks > 1:
             held += f" on {self.name}"
-        return Memory(total, (*parts, Part(OTHERS, rest, held)))
+        gpu = self.rank if self.ranks > 1 and self.device.gpu else None
+        return Memory(total, (*parts, Part(OTHERS, rest, held)), gpu)
 
     @property
     def loaded_bytes(self) -> int:
