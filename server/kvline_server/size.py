@@ -84,7 +84,7 @@ def waterfalls(result: Result, gpu: bool) -> list[Table]:
     ranks = len(result.ranks)
     if ranks == 1:
         return [waterfall(result.memory)]
-    binding = result.ranks.index(result.memory)
+    binding = result.binding_rank
     return [
         waterfall(memory, rank_name(rank, ranks, gpu) + ", the binding one" * (rank == binding))
         for rank, memory in enumerate(result.ranks)
