@@ -226,7 +226,7 @@ def test_kernels_that_an_image_lacks_are_a_warning(
 
     flashinfer = SimpleNamespace(FlashInferKernels=lacking)
     monkeypatch.setitem(sys.modules, "kvline_server.kernels.flashinfer", flashinfer)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_device: (9, 0))
     monkeypatch.setattr(
         backend, "TorchKernels", lambda dtype, device, group: ("torch's", dtype, device)
     )

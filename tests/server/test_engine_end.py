@@ -11,7 +11,7 @@ from kvline_server.parent.engine import LOST, End
 SILENT = 30.0
 
 
-def report(code: ExitCode, text: str = "told") -> Termination:
+def report(code: ExitCode, text: str = "reported") -> Termination:
     return Termination.of(code, text)
 
 
@@ -21,7 +21,7 @@ def end(
     return End(3, codes, reported, "", silent)
 
 
-def test_a_failure_that_a_rank_reports_is_the_reason_whoever_else_is_gone() -> None:
+def test_a_failure_that_a_rank_reports_is_the_reason_whatever_else_ended() -> None:
     lost = (0, report(ExitCode.RANK_LOST))
     invalid, memory = (2, report(ExitCode.MODEL_INVALID)), (1, report(ExitCode.OUT_OF_MEMORY))
     assert end({0: LOST, 1: -9}, lost, invalid, memory).failure() == invalid
@@ -41,10 +41,10 @@ def test_a_failure_that_a_rank_reports_is_the_reason_whoever_else_is_gone() -> N
         (end({}, silent=1), ExitCode.RANK_LOST, "rank 1 has not answered for 30 s"),
         (end({1: 1}), ExitCode.ENGINE_DIED, "rank 1 ended with code 1"),
         (end({0: LOST, 1: 1}, (0, report(ExitCode.RANK_LOST))), ExitCode.ENGINE_DIED, "rank 1"),
-        (end({0: LOST}, (0, report(ExitCode.RANK_LOST))), ExitCode.RANK_LOST, "told"),
+        (end({0: LOST}, (0, report(ExitCode.RANK_LOST))), ExitCode.RANK_LOST, "reported"),
         (end({1: LOST}), ExitCode.RANK_LOST, "rank 1 has ended"),
     ],
 )
 def test_a_lost_rank_is_named(found: End, code: ExitCode, text: str) -> None:
-    told = found.lost(SILENT)
-    assert told.code == code and told.message.startswith(text)
+    ended = found.lost(SILENT)
+    assert ended.code == code and ended.message.startswith(text)

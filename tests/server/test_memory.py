@@ -88,6 +88,10 @@ def test_settings_resolve_their_defaults(make_model: Callable[..., Path]) -> Non
     assert settings.wanted_len == model.max_position == 512
     many = launch_config(folder, EngineOptions(max_running_requests=600))
     assert resolve(many, model, 2 << 30).max_prefill_tokens == 600
+    ranks = replace(launch_config(folder), tensor_parallel=2)
+    shared = resolve(ranks, model, 2 << 30)
+    assert shared.client_bytes == settings.client_bytes // 2
+    assert shared.client_bytes_per_token == settings.client_bytes_per_token // 2
     bad = launch_config(folder, EngineOptions(None, 32, 16))
     with pytest.raises(ConfigInvalid, match="maxPrefillTokens is 16, below maxRunningRequests 32"):
         resolve(bad, model, 2 << 30)

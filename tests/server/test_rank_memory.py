@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from servers import SEARCHED, Server
 from test_rank_processes import leftovers
@@ -67,3 +68,43 @@ def test_a_size_that_one_rank_cannot_bear_is_made_smaller_on_all(
     assert len(report["result"]["ranks"]) == ranks
     assert f"kvline_engine_starts_total {starts}.0" in server.probe("/metrics")[1]
     assert server.complete(prompt="hello", max_tokens=1)["usage"]["completion_tokens"] == 1
+
+
+def test_a_rank_killed_for_memory_while_validating_makes_all_go_on_smaller(
+    start: Callable[..., Server], shared_model: Path
+) -> None:
+    faults = {"KVLINE_FAULT_STEP": "13:kill", "KVLINE_FAULT_RANK": "1"}
+    memory = 2 * int(SEARCHED["memory"])
+    server = start(
+        **{**SEARCHED, "model": shared_model, "gpus": 2, "memory": memory}, faults=faults
+    )
+    server.wait(seconds=SECONDS)
+    report = server.sizing()
+    first, second = [each for each in report["attempts"] if each["number"]]
+    assert (first["outcome"], second["outcome"]) == ("Killed", "Survived")
+    assert second["targetTokens"] == first["targetTokens"] * 95 // 100 // 16 * 16
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "text"),
+    [
+        ("oom", 51, "rank 1: launch: CUDA out of memory"),
+        ("kill", 51, "rank 1 process was killed for host memory"),
+        ("device", 43, "rank 1 of 2: the device failed at launch: CUDA error"),
+        ("raise", 50, "rank 1 ended with code 1"),
+    ],
+)
+def test_what_ends_a_rank_while_serving_is_what_ends_the_pod(
+    start: Callable[..., Server], shared_model: Path, fault: str, code: int, text: str
+) -> None:
+    """Rank 0 waits for it in that step. A pinned start runs six steps, each rank alone and then
+    together; the next one is a request's."""
+    faults = {"KVLINE_FAULT_STEP": f"13:{fault}", "KVLINE_FAULT_RANK": "1"}
+    server = start(model=shared_model, gpus=2, faults=faults)
+    server.wait()
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 9}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
+    assert answer.status_code == 500
+    assert server.end(10) == code, server.output()
+    assert text in server.termination()["message"]
+    assert not leftovers(server)

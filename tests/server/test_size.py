@@ -50,6 +50,14 @@ def test_a_person_reads_stages_and_a_waterfall(tiny_model: Path) -> None:
     assert "2048 KV tokens" in done.stdout and "Pinned" in done.stdout
 
 
+def test_several_ranks_have_a_waterfall_each(tiny_model: Path) -> None:
+    done = size(tiny_model, "--kv-tokens", "2048", "--gpus", "2", "--memory", "1800Mi")
+    assert "rank 0 of 2" in done.stdout and "rank 1 of 2" in done.stdout
+    assert "2048 KV tokens" in done.stdout
+    refused = size(tiny_model, "--gpus", "5", check=False)
+    assert refused.returncode == 32 and "--gpus is 5" in refused.stderr
+
+
 def test_a_file_that_is_no_record_is_not_overwritten(tiny_model: Path, tmp_path: Path) -> None:
     record = tmp_path / "records.json"
     record.write_text("precious")

@@ -13,7 +13,7 @@ from kvline_server.parallel.link import Link
 from kvline_server.parallel.wire import Steps
 from kvline_server.worker.step import InFlight
 
-IDLE_SECONDS = 0.5  # until the last step's errors are looked for
+IDLE_SECONDS = 0.5  # until the last step's errors are read
 SEND_SECONDS = 300.0
 
 
@@ -39,7 +39,7 @@ class Follower:
             elif isinstance(message, Call):
                 self._link.send(self._answer(message), SEND_SECONDS)
             else:
-                self._look()
+                self._check()
 
     def _run(self, slot: int) -> None:
         try:
@@ -48,7 +48,7 @@ class Follower:
             raise self._out_of_memory(error) from error
         self._steps.has_read(self._group.rank - 1)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         """Errors of a device surface where somebody waits for it."""
         if self._last is not None:
             try:

@@ -1,5 +1,5 @@
-"""A socket between rank 0 and another rank. Whoever waits at one learns at once that the other side
-has ended, and in bounded time that it does not answer."""
+"""A socket between rank 0 and another rank. A process that waits at one learns at once that the
+other side has ended, and in bounded time that it does not answer."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from kvline_server.worker.step import InFlight, Results, Step
 
 T = TypeVar("T")
 ANSWER_SECONDS = 300.0  # no call takes as long; what only stops is noticed sooner, by its pulse
-TURN = 1e-4  # seconds between two looks at a slot that is still being read
+TURN = 1e-4  # seconds between two reads of a slot that is still being read
 
 
 class Ranks:

@@ -19,7 +19,7 @@ from kvline_server.parent.children import Child, start_engine
 
 FOLDER = "ranks-"
 LOST = int(ExitCode.RANK_LOST)
-LATE = 2.0  # seconds between two looks, after which it was the parent that did not run
+LATE = 2.0  # seconds between two checks, after which it was the parent that did not run
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class End:
         if self.silent is not None:
             text = f"rank {self.silent} has not answered for {seconds:g} s"
             return Termination.of(ExitCode.RANK_LOST, text)
-        told = {rank for rank, _ in self.reported}
+        reporters = {rank for rank, _ in self.reported}
         for rank, code in self.codes.items():
-            if code != LOST and rank not in told:
+            if code != LOST and rank not in reporters:
                 text = f"rank {rank} ended with code {code}"
                 return Termination.of(ExitCode.ENGINE_DIED, text)
         if self.reported:
@@ -84,7 +84,7 @@ class Engine:
         self._reported: list[tuple[int, Termination]] = []
         self._apart = ""
         self._pulses: dict[int, float] = {}  # when each rank's last one came
-        self._looked_at = time.monotonic()
+        self._checked_at = time.monotonic()
         for rank, child in enumerate(self.ranks):
             child.follow(partial(self._from, rank))
 
@@ -104,8 +104,8 @@ class Engine:
 
     def silent(self, seconds: float) -> int | None:
         """A rank that has sent no pulse for so long since its first one."""
-        now, before = time.monotonic(), self._looked_at
-        self._looked_at = now
+        now, before = time.monotonic(), self._checked_at
+        self._checked_at = now
         if now - before > LATE:
             self._pulses = dict.fromkeys(self._pulses, now)
         late = [rank for rank, at in list(self._pulses.items()) if now - at > seconds]

@@ -258,7 +258,7 @@ class Supervisor:
     def _why(self, end: End) -> Termination:
         if (failed := end.failure()) is not None:
             rank, failure = failed
-            self.interrupted = rank > 0  # rank 0 has said itself what became of its attempt
+            self.interrupted = rank > 0  # rank 0 has ended its attempt itself
             return failure
         if end.apart:
             return Termination.of(self._out_of_memory(), end.apart)
