@@ -49,7 +49,7 @@ def made(kind: str, rank: int, ranks: int, folder: Path) -> Any:
     from kvline_server.parallel.symmetric import SymmetricGroup, reachable
 
     if kind == "nccl":
-        return NcclGroup(rank, ranks, folder)
+        return NcclGroup(rank, ranks, folder, 3000 * WIDTH, torch.bfloat16)
     assert reachable(ranks)
     return SymmetricGroup(rank, ranks, folder, 3000 * WIDTH, torch.bfloat16)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import triton
 
-from kvline_server.kernels import build, cubins, cuda_linear, cuda_rows, cuda_write
+from kvline_server.kernels import build, cubins, cuda_linear, cuda_rows, cuda_sum, cuda_write
 from kvline_server.kernels.cubins import Built, Variant
 
 ELF = b"\x7fELF"
@@ -21,7 +21,8 @@ ELF = b"\x7fELF"
 
 def variants() -> list[Variant]:
     dtype = torch.bfloat16
-    return [*cuda_rows.variants(), *cuda_linear.variants(dtype), *cuda_write.variants(dtype)]
+    others = (cuda_linear, cuda_sum, cuda_write)
+    return [*cuda_rows.variants(), *(v for other in others for v in other.variants(dtype))]
 
 
 def test_each_variant_has_a_name_of_its_own() -> None:
@@ -38,7 +39,8 @@ def test_kernels_are_made_without_a_compiler_and_found_again(
     all_of_them = variants()
     some = [v for v in all_of_them if v.name.startswith(("score-*bf16", "draw-*fp32"))][:2]
     monkeypatch.setattr(cuda_rows, "variants", lambda: iter(some))
-    monkeypatch.setattr(cuda_linear, "variants", lambda _: iter(()))
+    for none in (cuda_linear, cuda_sum):
+        monkeypatch.setattr(none, "variants", lambda _: iter(()))
     monkeypatch.setattr(cuda_write, "variants", lambda _: iter(all_of_them[-1:]))
     file = tmp_path / "cubins.bin"
     assert build.build(file) == len(some) + 1
@@ -59,7 +61,7 @@ def test_kernels_are_made_without_a_compiler_and_found_again(
     cubins._built.cache_clear()
 
 
-@pytest.mark.parametrize("kernel", ["score", "draw", "write", "one_row"])
+@pytest.mark.parametrize("kernel", ["score", "draw", "write", "one_row", "sum_add"])
 def test_a_kernel_that_starts_early_waits_before_it_reads(
     kernel: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -126,7 +128,7 @@ def draw(weights, temperatures, logits, first=None):
     at = key if temperatures is None else torch.from_numpy(temperatures)
     triton_kernels.draw[(rows * PARTS,)](
         weights, weights.stride(0), at, key, chosen, *scratch, tl.constexpr(weights.shape[1]),
-        first or 0, LOGITS=logits, RANKS=int(first is not None), BLOCK=512, PARTS=PARTS
+        first or 0, LOGITS=logits, MERGED=int(first is not None), BLOCK=512, PARTS=PARTS
     )
     return chosen
 

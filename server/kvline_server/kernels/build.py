@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from kvline_server.kernels import cubins, cuda_linear, cuda_rows, cuda_write
+from kvline_server.kernels import cubins, cuda_linear, cuda_rows, cuda_sum, cuda_write
 
 CAPABILITY = 90  # FlashInfer's kernels are prebuilt for it too (docs/decisions/011)
 
@@ -21,7 +21,8 @@ CAPABILITY = 90  # FlashInfer's kernels are prebuilt for it too (docs/decisions/
 def build(file: Path) -> int:
     """Writes the file atomically; returns the number of kernels."""
     dtype = torch.bfloat16
-    variants = [*cuda_rows.variants(), *cuda_write.variants(dtype), *cuda_linear.variants(dtype)]
+    others = (cuda_write, cuda_linear, cuda_sum)
+    variants = [*cuda_rows.variants(), *(v for other in others for v in other.variants(dtype))]
     made = {}
     printed = time.monotonic()
     for done, variant in enumerate(variants):

@@ -81,6 +81,6 @@ def _draw_variant(dtype: torch.dtype, logits: bool, ranks: bool, aligned: bool) 
     temperatures = "*fp32" if logits else "*i64"
     rows = (f"*{TRITON_TYPES[dtype]}", "i32", temperatures, "*i64", "*i64")
     arguments = (*rows, "*fp32", "*i32", "*i32", "i32", "i32")
-    constants = {"LOGITS": int(logits), "RANKS": int(ranks), "BLOCK": BLOCK, "PARTS": DRAW_PARTS}
+    constants = {"LOGITS": int(logits), "MERGED": int(ranks), "BLOCK": BLOCK, "PARTS": DRAW_PARTS}
     where = (0, 1, 8) if aligned else ()
     return Variant("draw", arguments, where, tuple(constants.items()), warps=WARPS)

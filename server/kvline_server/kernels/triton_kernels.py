@@ -99,12 +99,12 @@ def draw(
     vocabulary,
     first,
     LOGITS: tl.constexpr,
-    RANKS: tl.constexpr,
+    MERGED: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     """A row's vocabulary in PARTS programs, of which the last to end compares all. A temperature of
-    0 takes the highest logit. With RANKS they are tokens from `first` on, `chosen` for best.py."""
+    0 takes the highest logit. With MERGED they are tokens from `first` on, `chosen` for best.py."""
     row = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
     start_of_row = weights + row.to(tl.int64) * stride
@@ -144,7 +144,7 @@ def draw(
         found = tl.min(tl.where(values == top, indices, vocabulary), axis=0)
     good = (top > least) & (top < float("inf"))
     token = tl.where(good, found + first, -1).to(tl.int64)
-    tl.store(chosen + row, _ordered(top, token) if RANKS else token, mask=last)
+    tl.store(chosen + row, _ordered(top, token) if MERGED else token, mask=last)
 
 
 @triton.jit

@@ -26,7 +26,7 @@ def connect(
     from kvline_server.parallel.symmetric import SymmetricGroup, reachable
 
     if not reachable(ranks):
-        return NcclGroup(rank, ranks, folder)
+        return NcclGroup(rank, ranks, folder, elements, dtype)
     return SymmetricGroup(rank, ranks, folder, elements, dtype)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,22 +12,30 @@ import torch
 import torch.distributed
 
 distributed: Any = torch.distributed  # whose own annotations lack what is used here
+# Read at its start. NVLink multicast needs a service of the driver; a pod's ranks share a machine.
+os.environ |= {"NCCL_NVLS_ENABLE": "0", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 class NcclGroup:
     """kernels.group.Group of one GPU each."""
 
-    def __init__(self, rank: int, ranks: int, folder: Path) -> None:
-        """Ranks meet through a file in `folder`, which must be new to them."""
+    def __init__(
+        self, rank: int, ranks: int, folder: Path, elements: int, dtype: torch.dtype
+    ) -> None:
+        """Ranks meet through a file in `folder`, which must be new to them. `elements` of the
+        largest hidden states that are summed."""
         self.rank, self.ranks, self.sent = rank, ranks, 0
         self._apart = False
         store = distributed.FileStore(str(folder / "ranks"), ranks)
         self._group = distributed.ProcessGroupNCCL(store, rank, ranks)
-        # It takes its memory at the first call of each kind, before anything is measured.
-        some = torch.zeros(ranks, device=torch.device("cuda", torch.cuda.current_device()))
-        for use in (self.sum, self.gather, self.exchange):
-            use(some)
+        # It takes its memory at the first call of each kind and of a large one, so that must come
+        # before anything is measured.
+        device = torch.device("cuda", torch.cuda.current_device())
+        self.sum(torch.zeros(elements, dtype=dtype, device=device))
+        for use in (self.gather, self.exchange):
+            use(torch.zeros(ranks, device=device))
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
     @contextmanager
     def apart(self) -> Iterator[None]:

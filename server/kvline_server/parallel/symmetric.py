@@ -8,6 +8,7 @@ captured graphs (docs/decisions/034). NVLink multicast is never used.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,12 +19,17 @@ from typing import Any
 import torch
 import torch.distributed
 import torch.distributed._symmetric_memory
+from cuda.bindings import driver
 
 from kvline_server.kernels import cuda_sum
 from kvline_server.kernels.group import TABLE_BYTES
+from kvline_server.memory.cuda import call
 
 distributed: Any = torch.distributed  # whose own annotations lack what is used here
 symmetric: Any = torch.distributed._symmetric_memory
+# Read when memory is shared. Multicast needs a service of the driver, and a program that uses it
+# can put GPUs that others share out of service.
+os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
 _register: Any = torch._C._distributed_c10d._register_process_group
 NAME = "ranks"
 SECONDS = 60.0  # for the other ranks to come
@@ -33,9 +39,13 @@ HALVES = 2  # of such memory: one is written while another rank still reads the 
 
 
 def reachable(ranks: int) -> bool:
-    """Whether each of these GPUs can map the memory of the others."""
-    pairs = ((a, b) for a in range(ranks) for b in range(ranks) if a != b)
-    return all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
+    """Whether each of these GPUs can map the memory of the others, and change it atomically."""
+    wanted = driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+    return all(
+        torch.cuda.can_device_access_peer(a, b)
+        and call(driver.cuDeviceGetP2PAttribute, wanted, a, b)
+        for a, b in itertools.permutations(range(ranks), 2)
+    )
 
 
 class SymmetricGroup:
@@ -61,7 +71,9 @@ class SymmetricGroup:
         _register(NAME, self._group)
         device = torch.device("cuda", torch.cuda.current_device())
         size = tables + sizes[3]
-        self._memory: torch.Tensor = symmetric.empty(size, dtype=torch.uint8, device=device)
+        self._memory: torch.Tensor = symmetric._SymmetricMemory.empty_strided_p2p(
+            (size,), (1,), torch.uint8, device
+        )
         self._shown: Any = symmetric.rendezvous(self._memory, NAME)
         self._hidden: torch.Tensor = self._memory[hidden : hidden + sizes[0]].view(dtype)
         self._halves: torch.Tensor = (
@@ -70,6 +82,7 @@ class SymmetricGroup:
         # Where each rank's half is, by half.
         self._parts = [self._pointers(halves + at * SMALL_BYTES) for at in range(HALVES)]
         self._turn = 0  # which half of it is written next
+        self._fused = torch.cuda.get_device_capability() >= (9, 0)  # what the kernel is made for
         # What `buffer` gives: the half, or None for the memory of many rows.
         self._places: dict[int, int | None] = {self._hidden.data_ptr(): None}
         self._places |= {half.data_ptr(): at for at, half in enumerate(self._halves)}
@@ -88,20 +101,23 @@ class SymmetricGroup:
 
     def _warm_up(self, dtype: torch.dtype) -> None:
         """Loads every kernel, while nothing is measured yet."""
-        for count in (16, len(self._hidden)):
+        for count in (16, len(self._halves[0]) + 16):
             residual = torch.zeros((1, count), dtype=dtype, device="cuda")
             for use in (self.sum, partial(self.add, residual=residual)) * HALVES:
                 use(self.buffer(1, count).zero_())
         self.gather(self._flags)
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # what this took is no memory of the exchange
 
     @contextmanager
     def apart(self) -> Iterator[None]:
         self._apart = True
         try:
             yield
+            # Graphs that were captured meanwhile begin with the half that the others begin with.
+            assert not self._turn, "a graph has an odd number of sums"
         finally:
-            self._apart = False
+            self._apart, self._turn = False, 0
 
     @property
     def _waits(self) -> bool:
@@ -128,7 +144,7 @@ class SymmetricGroup:
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
         half = self._places.get(x.data_ptr())
-        if half is None:
+        if half is None or not self._fused:
             residual.add_(self.sum(x))
             return
         self.sent += x.nbytes
