@@ -45,8 +45,9 @@ def rank_of(rank: int, kind: str, ranks: int, folder: Path) -> None:
 
 
 def made(kind: str, rank: int, ranks: int, folder: Path) -> Any:
+    from kvline_server.memory.cuda import reachable
     from kvline_server.parallel.nccl import NcclGroup
-    from kvline_server.parallel.symmetric import SymmetricGroup, reachable
+    from kvline_server.parallel.symmetric import SymmetricGroup
 
     if kind == "nccl":
         return NcclGroup(rank, ranks, folder, 3000 * WIDTH, torch.bfloat16)

@@ -8,6 +8,7 @@ mapping is an error code of the driver and does not break the CUDA context.
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,16 @@ from kvline_server.memory.pages import PAGE_SIZE
 
 SLACK = 64 << 20
 CHUNK = 64 << 20  # of one mapping; large for few calls, and the granularity of shrinking
+
+
+def reachable(gpus: int) -> bool:
+    """Whether each of the first GPUs can map the memory of the others, and change it atomically."""
+    wanted = driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+    return all(
+        torch.cuda.can_device_access_peer(a, b)
+        and call(driver.cuDeviceGetP2PAttribute, wanted, a, b)
+        for a, b in itertools.permutations(range(gpus), 2)
+    )
 
 
 class CudaDevice:

@@ -22,8 +22,9 @@ def connect(
         from kvline_server.parallel.groups import GlooGroup
 
         return GlooGroup(rank, ranks, folder)
+    from kvline_server.memory.cuda import reachable
     from kvline_server.parallel.nccl import NcclGroup
-    from kvline_server.parallel.symmetric import SymmetricGroup, reachable
+    from kvline_server.parallel.symmetric import SymmetricGroup
 
     if not reachable(ranks):
         return NcclGroup(rank, ranks, folder, elements, dtype)

@@ -19,11 +19,9 @@ from typing import Any
 import torch
 import torch.distributed
 import torch.distributed._symmetric_memory
-from cuda.bindings import driver
 
 from kvline_server.kernels import cuda_sum
 from kvline_server.kernels.group import TABLE_BYTES
-from kvline_server.memory.cuda import call
 
 distributed: Any = torch.distributed  # whose own annotations lack what is used here
 symmetric: Any = torch.distributed._symmetric_memory
@@ -36,16 +34,6 @@ SECONDS = 60.0  # for the other ranks to come
 SMALL_BYTES = 2 << 20  # of hidden states that each rank adds up itself, at most
 ALIGN = 1024
 HALVES = 2  # of such memory: one is written while another rank still reads the other
-
-
-def reachable(ranks: int) -> bool:
-    """Whether each of these GPUs can map the memory of the others, and change it atomically."""
-    wanted = driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
-    return all(
-        torch.cuda.can_device_access_peer(a, b)
-        and call(driver.cuDeviceGetP2PAttribute, wanted, a, b)
-        for a, b in itertools.permutations(range(ranks), 2)
-    )
 
 
 class SymmetricGroup:
