@@ -34,13 +34,13 @@ CONFIG = {
 }
 
 
-def size(folder: Path, **changed: Any) -> tuple[int, dict[str, Any], str]:
+def size(folder: Path, gpus: int = 1, **changed: Any) -> tuple[int, dict[str, Any], str]:
     """Exit code, report and output of a start with some of the model's numbers changed."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG | changed))
     command = [sys.executable, "-m", "kvline_server", "size", "--json", "--load", "random"]
     done = subprocess.run(
-        [*command, "--model", str(folder), "--device", "cuda"],
+        [*command, "--model", str(folder), "--device", "cuda", "--gpus", str(gpus)],
         capture_output=True,
         text=True,
         env={**os.environ, "FLASHINFER_DISABLE_JIT": "1"},

@@ -2,7 +2,8 @@
 
 KVLINE_FAULT_STEP=n:raise|oom|kill|signal|nan|device breaks the engine's n-th batch; after `kill`
 the parent sees a kernel that killed for memory, after `signal` it does not;
-KVLINE_FAULT_MEMORY=stage:n makes torch allocate too much in the n-th call of a stage (OF_STAGES);
+KVLINE_FAULT_MEMORY=stage:n makes torch allocate too much in the n-th call of a stage (OF_STAGES),
+on KVLINE_FAULT_DEVICE;
 KVLINE_FAULT_RANK says which rank of several breaks so, by default the first;
 KVLINE_FAULT_HTTP_BLOCK=s blocks the HTTP process once for s seconds in a C call that holds the
 interpreter lock; KVLINE_FAULT_FRAMES makes what the engine answers unreadable;
@@ -111,6 +112,13 @@ OF_STAGES = {
     "resize": ("kvline_server.memory.arena", "HostArena", "resize"),
     "step": ("kvline_server.worker.worker", "Worker", "_launch"),
 }
+DEVICE = os.environ.get("KVLINE_FAULT_DEVICE", "cpu")
+if DEVICE == "cuda":
+    OF_STAGES |= {
+        "load": ("kvline_server.model.loader", "RandomSource", "copy"),
+        "tune": ("kvline_server.kernels.flashinfer", "FlashInferKernels", "tune"),
+        "resize": ("kvline_server.memory.cuda", "CudaArena", "resize"),
+    }
 
 
 def run_out_of_memory() -> None:
@@ -124,7 +132,7 @@ def run_out_of_memory() -> None:
         count += 1
         if count == int(number):
             torch: Any = importlib.import_module("torch")
-            torch.empty(1 << 62, dtype=torch.uint8)
+            torch.empty(1 << 62, dtype=torch.uint8, device=DEVICE)
         return original(*values, **named)
 
     setattr(patched, name, broken)
