@@ -232,6 +232,18 @@ def test_steps_run_on_every_rank_as_fast_as_all_of_them_are(pod: Pod) -> None:
     assert [local.ran.count("launch") for local in pod.locals] == [50] * ranks.ranks
 
 
+def test_steps_keep_no_memory_once_ranks_have_settled(pod: Pod) -> None:
+    ranks = pod.ranks()
+    for _ in range(9):
+        ranks.launch(small())
+    before = os.fstat(pod.file).st_blocks
+    ranks.settle()
+    assert os.fstat(pod.file).st_blocks < before
+    ranks.launch(small()).wait()
+    ranks.settle()
+    assert [local.ran.count("launch") for local in pod.locals] == [10] * ranks.ranks
+
+
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("where", [0, 1, -1])
 def test_memory_that_one_rank_lacks_is_an_error_of_all(pod: Pod, name: str, where: int) -> None:

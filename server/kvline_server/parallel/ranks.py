@@ -111,6 +111,7 @@ class Ranks:
 
     def settle(self) -> None:
         self._each(Call("settle"), self.local.settle)
+        self._steps.trim()
 
     def reset_peak(self) -> None:
         self._each(Call("reset_peak"), self.local.reset_peak)
