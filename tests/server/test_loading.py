@@ -97,6 +97,30 @@ def test_a_load_that_hangs_is_stalled_and_named(parent: Parent) -> None:
     assert ended.message == "no progress in state Loading for 2 s"
 
 
+@pytest.mark.parametrize(
+    ("without", "text"),
+    [
+        ((), "one of 3 ranks hangs"),
+        ((1,), "rank 1 has sent no pulse"),
+        ((0, 2), "rank 0 and rank 2 have sent no pulse"),
+    ],
+)
+@pytest.mark.parametrize("state", [State.LOADING, State.VALIDATING])
+def test_a_start_of_several_ranks_that_hangs_has_lost_one(
+    parent: Parent, without: tuple[int, ...], text: str, state: State
+) -> None:
+    """A rank that hangs says nothing about the revision, which a stalled start rejects."""
+    parent.ranks, parent.device = 3, Device.CUDA
+    parent.engine = cast(Any, SimpleNamespace(without_pulse=lambda: without))
+    parent.keeper.apply(Progress(state=state))
+    assert parent._stalled() is None
+    parent.keeper.changed_at -= LIMIT
+    ended = parent._stalled()
+    assert ended is not None and (ended.code, ended.name) == (44, "RankLost")
+    assert ended.message == f"no progress in state {state} for 2 s: {text}"
+    assert parent.interrupted
+
+
 @pytest.mark.parametrize("device", [Device.CPU, Device.CUDA])
 def test_a_validation_that_thrashes_is_killed_on_a_cpu_alone(
     parent: Parent, monkeypatch: pytest.MonkeyPatch, device: Device

@@ -122,8 +122,10 @@ class FakeLocal:
     def held(self, nbytes: int) -> Iterator[None]:
         self._do("held")
         self.holding += nbytes
-        yield
-        self.holding -= nbytes
+        try:
+            yield
+        finally:
+            self.holding -= nbytes
 
 
 class Pod:
@@ -228,6 +230,18 @@ def test_steps_run_on_every_rank_as_fast_as_all_of_them_are(pod: Pod) -> None:
         ranks.launch(small()).wait()
     ranks.settle()  # which comes after all of them
     assert [local.ran.count("launch") for local in pod.locals] == [50] * ranks.ranks
+
+
+def test_steps_keep_no_memory_once_ranks_have_settled(pod: Pod) -> None:
+    ranks = pod.ranks()
+    for _ in range(9):
+        ranks.launch(small())
+    before = os.fstat(pod.file).st_blocks
+    ranks.settle()
+    assert os.fstat(pod.file).st_blocks < before
+    ranks.launch(small()).wait()
+    ranks.settle()
+    assert [local.ran.count("launch") for local in pod.locals] == [10] * ranks.ranks
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -336,6 +350,76 @@ def test_memory_that_another_rank_lacks_in_a_joint_step_ends_it(pod: Pod, when: 
     assert str(pod.failed[1]) == "rank 1: launch: none"
     with pytest.raises(RankLost):
         ranks.settle()
+
+
+@pytest.mark.parametrize("when", ["launch", "wait"])
+@pytest.mark.parametrize("what", ["fault", "bug"])
+def test_what_fails_in_a_joint_step_of_rank_0_is_raised_at_once(
+    pod: Pod, when: str, what: str
+) -> None:
+    """The others wait in a collective, and could not answer that they hold nothing any more."""
+    ranks, go_on, began = pod.ranks(), threading.Event(), time.monotonic()
+    for local in pod.locals[1:]:
+        local.breaks["launch"] = lambda: cast(None, go_on.wait(3 * SECONDS))
+    pod.locals[0].breaks[when] = {"fault": fault, "bug": bug}[what]
+    expected = {"fault": DeviceFailure, "bug": ZeroDivisionError}[what]
+    with pytest.raises(expected) as error, ranks.held(7):
+        ranks.launch(small()).wait()
+    assert time.monotonic() - began < SECONDS
+    assert what == "bug" or str(error.value) == "rank 0: a bus error"
+    assert pod.locals[0].holding == 0
+    go_on.set()
+
+
+@pytest.mark.parametrize("when", ["launch", "wait"])
+@pytest.mark.parametrize("what", ["fault", "bug"])
+def test_what_fails_in_a_joint_step_of_another_rank_ends_that_one(
+    pod: Pod, when: str, what: str
+) -> None:
+    """Rank 0 waits in a collective until the connection breaks."""
+    ranks, began = pod.ranks(), time.monotonic()
+    pod.locals[1].breaks[when] = {"fault": fault, "bug": bug}[what]
+
+    def broken_collective() -> None:
+        pod.threads[0].join(SECONDS)
+        raise RankLost("rank 0 waits for another, in vain")
+
+    pod.locals[0].breaks["wait"] = broken_collective
+    with pytest.raises(RankLost, match="in vain"), ranks.held(7):
+        ranks.launch(small()).wait()
+    assert time.monotonic() - began < SECONDS
+    expected = {"fault": DeviceFailure, "bug": ZeroDivisionError}[what]
+    assert isinstance(pod.failed[1], expected)
+    assert pod.locals[0].holding == 0
+
+
+def test_nobody_is_asked_any_more_after_a_device_has_failed(pod: Pod) -> None:
+    ranks = pod.ranks()
+    pod.locals[1].breaks["rehearse"] = fault
+    with pytest.raises(DeviceFailure, match="rank 1: a bus error"), ranks.held(7):
+        ranks.rehearse(small())
+    assert pod.locals[0].holding == 0 and pod.locals[1].holding == 7
+
+
+def test_a_bug_in_a_call_of_rank_0_is_raised_as_it_is(pod: Pod) -> None:
+    ranks = pod.ranks()
+    pod.locals[0].breaks["rehearse"] = bug
+    with pytest.raises(ZeroDivisionError), ranks.held(7):
+        ranks.rehearse(small())
+    assert pod.locals[0].holding == 0
+
+
+def test_a_rank_that_ended_before_a_step_is_noticed_at_once() -> None:
+    pod = Pod(2)
+    ranks, began = pod.ranks(), time.monotonic()
+    pod.locals[1].breaks["launch"] = bug
+    with pytest.raises(RankLost, match="rank 1 has ended"), ranks.held(7):
+        ranks.launch(small()).wait()
+        pod.threads[0].join(SECONDS)
+        ranks.launch(small())
+    assert time.monotonic() - began < SECONDS
+    assert pod.locals[0].holding == 0
+    pod.end()
 
 
 @pytest.mark.parametrize("other", [{"limit": 1 << 30}, {"name": "another device"}])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -130,6 +132,30 @@ def test_the_largest_steps_fit(
 def test_a_step_without_room_is_an_error() -> None:
     with pytest.raises(ValueError, match="buffer"):
         wire.write(memoryview(bytearray(300)), small())
+
+
+def test_what_large_steps_took_is_given_back() -> None:
+    """A step with penalties may take some GiB, of which the next ones use little."""
+    file = os.memfd_create("steps")
+    writer, reader = (wire.Steps(file, 1 << 20, 2, 1) for _ in range(2))
+    large = replace(small(), listed=np.ones(100_000, np.int64))
+
+    def taken() -> int:
+        return os.fstat(file).st_blocks * 512
+
+    for _ in range(2):
+        slot = writer.write(large, lambda: None)
+    reader.has_read(0)
+    writer.trim()
+    assert flat(reader.read(slot)) == flat(large), "it is still to be read"
+    assert taken() > 2 * large.listed.nbytes
+    reader.has_read(0)
+    writer.trim()
+    assert taken() <= mmap.PAGESIZE, "the readers' counts"
+    slot = writer.write(small(), lambda: None)
+    assert flat(reader.read(slot)) == flat(small())
+    assert taken() <= 2 * mmap.PAGESIZE
+    os.close(file)
 
 
 def test_a_slot_is_written_again_once_all_have_read_it() -> None:

@@ -43,7 +43,7 @@ class Ranks:
         self._links = links
         self._steps = steps
         self._patience = patience
-        self._apart = False  # nobody answers any more
+        self._lost = False  # nobody answers any more, and nobody is asked
 
     @property
     def depth(self) -> int:
@@ -84,14 +84,15 @@ class Ranks:
 
     def launch(self, step: Step) -> InFlight:
         """Raises RanksApart in the place of DeviceOutOfMemory: the others are in the step."""
-        slot = self._write(step)
-        for link in self._links:
-            link.send(Run(slot), self._patience)
         with self._in_step():
+            slot = self._write(step)
+            for link in self._links:
+                link.send(Run(slot), self._patience)
             return _Together(self.local.launch(step), self)
 
     def rehearse(self, step: Step) -> None:
-        slot = self._write(step)
+        with self._or_lost():
+            slot = self._write(step)
         self._each(Call("rehearse", [slot]), lambda: self.local.worker.rehearse(step))
 
     def resize(self, pages: int) -> None:
@@ -110,6 +111,7 @@ class Ranks:
 
     def settle(self) -> None:
         self._each(Call("settle"), self.local.settle)
+        self._steps.trim()
 
     def reset_peak(self) -> None:
         self._each(Call("reset_peak"), self.local.reset_peak)
@@ -121,7 +123,7 @@ class Ranks:
             self._each(Call("hold", [nbytes]), lambda: here.enter_context(self.local.held(nbytes)))
             yield
         finally:
-            if self._apart:
+            if self._lost:
                 here.close()
             else:
                 self._each(Call("release"), here.close)
@@ -133,7 +135,7 @@ class Ranks:
             for link in self._links:
                 link.check()
             if time.monotonic() > end:
-                raise self._lost(RankLost(f"a rank runs no steps for {self._patience:g} s"))
+                raise RankLost(f"a rank runs no steps for {self._patience:g} s")
             time.sleep(TURN)
 
         return self._steps.write(step, wait)
@@ -142,7 +144,7 @@ class Ranks:
         """Sends the call, does the same here, and waits until it has ended on every rank. Raises
         what failed, of the first rank where something did."""
         failed: DeviceOutOfMemory | DeviceFailure | None = None
-        try:
+        with self._or_lost():
             for link in self._links:
                 link.send(call, self._patience)
             try:
@@ -151,10 +153,9 @@ class Ranks:
             except (DeviceOutOfMemory, DeviceFailure) as error:
                 failed = _named(error, 0)
             answers = [self._answer(link) for link in self._links]
-        except RankLost as error:
-            raise self._lost(error) from None
         failures = [failed, *map(_failure, self._links, answers)]
         if first := next(filter(None, failures), None):
+            self._lost = self._lost or isinstance(first, DeviceFailure)
             raise first
         return made, answers
 
@@ -165,21 +166,25 @@ class Ranks:
         assert isinstance(answer, Answer), "another rank sends nothing else"
         return answer
 
-    def _lost(self, error: RankLost) -> RankLost:
-        self._apart = True
-        return error
+    @contextmanager
+    def _or_lost(self) -> Iterator[None]:
+        """What fails within leaves ranks that do not listen: in a collective, or ended."""
+        try:
+            yield
+        except BaseException:
+            self._lost = True
+            raise
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:
-        """Of this rank's part of a joint step."""
-        try:
-            yield
-        except DeviceOutOfMemory as error:
-            self._apart = True
-            raise RanksApart(f"rank 0: {error}") from error
-        except RankLost:
-            self._apart = True
-            raise
+        """Of this rank's part of a joint step, in which the others may wait for it for ever."""
+        with self._or_lost():
+            try:
+                yield
+            except DeviceOutOfMemory as error:
+                raise RanksApart(f"rank 0: {error}") from error
+            except DeviceFailure as error:
+                raise _named(error, 0) from error
 
 
 class _Together:

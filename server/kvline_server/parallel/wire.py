@@ -111,7 +111,8 @@ class Steps:
         counts = -(-8 * _LINE * readers // _PAGE) * _PAGE
         size = counts + slots * self._slot
         os.ftruncate(file, size)
-        memory = memoryview(mmap.mmap(file, size))
+        self._mapped, self._start = mmap.mmap(file, size), counts
+        memory = memoryview(self._mapped)
         self._counts = np.frombuffer(memory, _I8, _LINE * readers)[::_LINE]
         self._slots = [
             memory[start : start + self._slot] for start in range(counts, size, self._slot)
@@ -129,6 +130,11 @@ class Steps:
 
     def read(self, slot: int) -> Step:
         return read(self._slots[slot])
+
+    def trim(self) -> None:
+        """The writer's: gives back the memory of all slots, unless a reader still needs one."""
+        if self._counts.min() == self._written:
+            self._mapped.madvise(mmap.MADV_REMOVE, self._start)
 
     def has_read(self, reader: int) -> None:
         self._counts[reader] += 1

@@ -111,6 +111,10 @@ class Engine:
         late = [rank for rank, at in list(self._pulses.items()) if now - at > seconds]
         return late[0] if late else None
 
+    def without_pulse(self) -> tuple[int, ...]:
+        """Ranks that have sent none yet."""
+        return tuple(rank for rank in range(len(self.ranks)) if rank not in self._pulses)
+
     def end(self, silent: int | None) -> End:
         """Kills what is left of it, without waiting: a driver takes time to free a GPU's memory."""
         codes = {rank: child.process.poll() for rank, child in enumerate(self.ranks)}

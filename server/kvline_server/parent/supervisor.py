@@ -323,7 +323,19 @@ class Supervisor:
             return None
         if quiet < limit:
             return None
-        return Termination.of(ExitCode.STALLED, f"no progress in state {state} for {limit:.0f} s")
+        text = f"no progress in state {state} for {limit:.0f} s"
+        if self.ranks == 1:
+            return Termination.of(ExitCode.STALLED, text)
+        self.interrupted = True
+        return Termination.of(ExitCode.RANK_LOST, f"{text}: {self._hung()}")
+
+    def _hung(self) -> str:
+        """Which ranks have sent no pulse since they were started, if that is it."""
+        silent = self.engine.without_pulse() if self.engine is not None else ()
+        if not silent:
+            return f"one of {self.ranks} ranks hangs"
+        names = " and ".join(f"rank {rank}" for rank in silent)
+        return f"{names} {'has' if len(silent) == 1 else 'have'} sent no pulse"
 
     def _patience(self) -> float:
         """Seconds that one item of the validation may take, from the times of the probe's items."""
