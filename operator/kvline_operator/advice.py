@@ -59,9 +59,16 @@ ADVICE = (
     ),
     Advice(
         "ModelAvailable",
-        ("NotFound", "Invalid", "Unsupported"),
-        "no such model; a damaged file; an unsupported architecture",
+        ("NotFound", "Invalid"),
+        "no such model; a damaged file",
         "the message names file and reason; correct spec.model.source",
+    ),
+    Advice(
+        "ModelAvailable",
+        ("Unsupported",),
+        "an unsupported architecture or option, or a number of GPUs that cannot share the model",
+        "the message names the reason; correct spec.model.source, or set spec.resources.gpus to a "
+        "number that it lists",
     ),
     Advice(
         "CapacityMeasured",
