@@ -212,8 +212,8 @@ ADVICE = (
         ("RankLost",),
         "one rank of a pod with several ended (killed, or its GPU hung), so the others ended too; "
         "that rejects no revision",
-        "nothing the first time, the container restarts by itself; if it repeats, check the GPU "
-        "that the message names and the node's log for kills",
+        "nothing the first time, the container restarts by itself; if it repeats, check the GPU of "
+        "the rank that the message names (rank 1 has the pod's GPU 1) and the node's log for kills",
     ),
     Advice("UpToDate", ("UpToDate",), "the spec's revision alone serves", NOTHING),
     Advice(
@@ -225,8 +225,8 @@ ADVICE = (
     Advice(
         "UpToDate",
         ("GateHeld",),
-        "a new revision cannot be measured (no node, no image, no model) or compared; with Surge "
-        "the stable one serves meanwhile, with Replace and Recreate it is scaled up again after "
+        "a new revision cannot be measured (no node, image, model or GPU, or a lost rank) or "
+        "compared; with Surge the stable one serves meanwhile, with Replace and Recreate it is scaled up again after "
         "spec.rollout.progressDeadlineSeconds",
         "the message has the cause; for another model or number of GPUs set "
         "spec.capacity.minKVTokens, or promote",
