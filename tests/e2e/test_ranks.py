@@ -20,13 +20,14 @@ from kvline_contract.names import CPU_RANK, LABEL_REVISION
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 ENGINE = {"maxModelLen": 512, "maxPrefillTokens": 128, "maxRunningRequests": 4}
+RANKS = {"cpu": "100m", "memory": "2Gi", "gpus": 2, "gpuResource": CPU_RANK}
 TWO = {
     "model": {"source": "pvc://even/smollm2"},
     "engine": ENGINE,
-    "resources": {"cpu": "100m", "memory": "2Gi", "gpus": 2, "gpuResource": CPU_RANK},
+    "resources": RANKS,
 }
 NINE_HEADS = {**TWO, "model": {"source": "pvc://models/smollm2"}}
-THREE = {**TWO["resources"], "memory": "3Gi", "gpus": 3}
+THREE = {**NINE_HEADS, "resources": {**RANKS, "memory": "3Gi", "gpus": 3}}
 
 # Ends every rank but the first, as a fault of its GPU's would, and prints how many there were.
 KILL = """
@@ -166,7 +167,7 @@ def test_a_number_that_does_not_divide_the_heads_is_refused_with_those_that_do(s
     shown = space.kvline("explain", "two").stdout
     assert "gpus can be 1 or 3" in shown and "spec.resources.gpus to a number" in shown
 
-    space.apply("two", **{**NINE_HEADS, "resources": THREE})
+    space.apply("two", **THREE)
     wait(space, "two", "UpToDate", status="True")
     assert [rank["rank"] for rank in capacity(space)["ranks"]] == [0, 1, 2]
     answers_of_smollm2(space, "two")
