@@ -20,6 +20,7 @@ from kvline_operator.display import (
     measured,
     memories,
     role,
+    token_bytes,
     verdict,
     wanted,
 )
@@ -71,7 +72,7 @@ def service(body: Object) -> RenderableType:
     if capacity:
         parts += waterfalls(memories(status))
         parts.append(
-            f"{capacity['bytesPerToken']} bytes per token, {capacity['source']} at "
+            f"{token_bytes(status)}, {capacity['source']} at "
             f"{capacity['measuredAt']}, validated in attempt {capacity['attempts']}"
         )
         if not capacity.get("serving", True):

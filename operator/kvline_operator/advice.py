@@ -59,9 +59,16 @@ ADVICE = (
     ),
     Advice(
         "ModelAvailable",
-        ("NotFound", "Invalid", "Unsupported"),
-        "no such model; a damaged file; an unsupported architecture",
+        ("NotFound", "Invalid"),
+        "no such model; a damaged file",
         "the message names file and reason; correct spec.model.source",
+    ),
+    Advice(
+        "ModelAvailable",
+        ("Unsupported",),
+        "an unsupported architecture or option, or a number of GPUs that cannot share the model",
+        "the message names the reason; correct spec.model.source, or set spec.resources.gpus to a "
+        "number that it lists",
     ),
     Advice(
         "CapacityMeasured",
@@ -205,8 +212,8 @@ ADVICE = (
         ("RankLost",),
         "one rank of a pod with several ended (killed, or its GPU hung), so the others ended too; "
         "that rejects no revision",
-        "nothing the first time, the container restarts by itself; if it repeats, check the GPU "
-        "that the message names and the node's log for kills",
+        "nothing the first time, the container restarts by itself; if it repeats, check the GPU of "
+        "the rank that the message names (rank 1 has the pod's GPU 1) and the node's log for kills",
     ),
     Advice("UpToDate", ("UpToDate",), "the spec's revision alone serves", NOTHING),
     Advice(
@@ -218,9 +225,9 @@ ADVICE = (
     Advice(
         "UpToDate",
         ("GateHeld",),
-        "a new revision cannot be measured (no node, no image, no model) or compared; with Surge "
-        "the stable one serves meanwhile, with Replace and Recreate it is scaled up again after "
-        "spec.rollout.progressDeadlineSeconds",
+        "a new revision cannot be measured (no node, image, model or GPU, or a lost rank) or "
+        "compared; with Surge the stable one serves meanwhile, with Replace and Recreate it is "
+        "scaled up again after spec.rollout.progressDeadlineSeconds",
         "the message has the cause; for another model or number of GPUs set "
         "spec.capacity.minKVTokens, or promote",
     ),

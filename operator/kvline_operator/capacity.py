@@ -54,7 +54,7 @@ def _least_left(pod: PodView) -> str:
         return ""
     rank, device = result.binding_rank, result.memory
     where = f" (GPU {device.gpu})" if device.gpu is not None else ""
-    left = f"the least left, {device.mib(HEADROOM)} MiB"
+    left = f"the least memory left, {device.mib(HEADROOM)} MiB"
     return f"; of {len(result.ranks)} ranks rank {rank}{where} has {left}"
 
 
@@ -73,12 +73,19 @@ def _measuring(kind: str, pods: tuple[PodView, ...]) -> Condition:
         return Condition(kind, "False", str(report.state), text)
     running = [p for p in pods if p.running]
     if not running:
-        return Condition(kind, "Unknown", "Pending", "no container runs yet")
+        return Condition(kind, "Unknown", "Pending", _nothing_runs(pods))
     bad = next((p for p in running if p.report_invalid), None)
     if bad is not None:
         return Condition(kind, "Unknown", "ReportInvalid", f"{bad.name}: {bad.report_error}")
     text = running[0].report_error or "the sizing report has not been read yet"
     return Condition(kind, "Unknown", "ReportMissing", f"{running[0].name}: {text}")
+
+
+def _nothing_runs(pods: tuple[PodView, ...]) -> str:
+    ended = failed_end(pods)
+    if ended is None:
+        return "no container runs yet"
+    return f"no container runs: the last one ended with {meaning(ended.code).title}"
 
 
 def _loading(report: SizingReport) -> str:

@@ -46,7 +46,7 @@ class RankMemory:
 
     def title(self, binding: int | None) -> str:
         where = f"rank {self.rank}" + (f", GPU {self.gpu}" if self.gpu is not None else "")
-        return where + (": the least left" if self.rank == binding else "")
+        return where + (": the least memory left" if self.rank == binding else "")
 
 
 @document

@@ -52,6 +52,13 @@ def rank_memories(status: Object) -> tuple[RankMemory, ...]:
     return ()
 
 
+def token_bytes(status: Object) -> str:
+    """What a token takes, of a status with a capacity; each of several ranks has a part of it."""
+    several = len(rank_memories(status))
+    each = f" on each of {several} ranks" if several else ""
+    return f"{status['capacity'].get('bytesPerToken', 0):,} bytes a token{each}"
+
+
 def reported(report: SizingReport) -> Titled:
     """The same of a report with a result."""
     result = report.result

@@ -44,19 +44,8 @@ def test_apply_becomes_a_validated_budget_that_serves_and_scales(space: Any, clu
     assert memory.pop("totalMiB") == 2048 == sum(memory.values())
     assert memory["headroomMiB"] <= 32 + 64  # idle after validation
 
+    answers_of_smollm2(space, "smollm2")
     ip = space.get("service", "smollm2")["spec"]["clusterIP"]
-    client = str(Path(__file__).parent / "client.py")
-    command = [sys.executable, client, f"http://{ip}:8000", "smollm2"]
-    done = cluster.network.run(command, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    answers = json.loads(done.stdout)
-    assert answers["models"] == ["smollm2"]
-    assert answers["chat"] == answers["streamed"] == "The capital of France is Paris."
-    assert answers["completions"][0].startswith(" Paris")
-    assert answers["echo"] == "The capital of France is"
-    assert answers["scored"][0] is None and all(v < 0 for v in answers["scored"][1:])
-    assert "max_tokens" in answers["refused"]
-
     distinct_lengths_take_no_memory(space, cluster, ip)
     words = ("-n", "kvline-system", "get", "service", "kvline-page")
     page = cluster.kubectl(*words, "-o", "jsonpath={.spec.clusterIP}").stdout
@@ -73,6 +62,26 @@ def test_apply_becomes_a_validated_budget_that_serves_and_scales(space: Any, clu
     assert space.condition("CapacityStable", "smollm2")["reason"] == "Stable"
     space.kubectl("scale", "kvl", "smollm2", "--replicas=0")
     wait(space, "smollm2", "Ready", reason="ScaledToZero")
+
+
+SCORED = [-11.5498, -0.3397, -2.4214, -0.4495]  # in float32, of «The capital of France is»
+
+
+def answers_of_smollm2(space: Any, name: str) -> None:
+    """Through the Service, to the unchanged openai client; greedy."""
+    ip = space.get("service", name)["spec"]["clusterIP"]
+    client = str(Path(__file__).parent / "client.py")
+    command = [sys.executable, client, f"http://{ip}:8000", name]
+    done = space.cluster.network.run(command, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    answers = json.loads(done.stdout)
+    assert answers["models"] == [name]
+    assert answers["chat"] == answers["streamed"] == "The capital of France is Paris."
+    assert answers["completions"][0].startswith(" Paris")
+    assert answers["echo"] == "The capital of France is"
+    first, *scored = answers["scored"]
+    assert first is None and scored == pytest.approx(SCORED, abs=1e-3)
+    assert "max_tokens" in answers["refused"]
 
 
 def distinct_lengths_take_no_memory(space: Any, cluster: Any, ip: str) -> None:

@@ -70,7 +70,7 @@ def test_two_ranks_reach_the_status_and_every_reader(
     assert left == [30, 5] and capacity["memory"]["headroomMiB"] == 5
     assert "of 2 ranks rank 1" in space.condition("CapacityMeasured")["message"]
     assert "rank 0" not in (wide := space.kubectl("get", "kvl", "-o", "wide").stdout), wide
-    title = "rank 1" + (", GPU 1" if device == "cuda" else "") + ": the least left"
+    title = "rank 1" + (", GPU 1" if device == "cuda" else "") + ": the least memory left"
     assert title in space.kvline("explain", "chat").stdout
     assert title in space.kvline("status", "chat").stdout
     (record,) = until(lambda: records(space).values())

@@ -207,6 +207,9 @@ def test_every_exit_code_becomes_its_condition(code: ExitCode) -> None:
         condition = by_type(service_state(pod))[code.condition]
         assert (condition.status, condition.reason) == ("False", code.reason)
         assert condition.message == "why"
+    if code.condition != "CapacityMeasured":
+        pending = by_type(service_state(crashed))["CapacityMeasured"]
+        assert pending.message == f"no container runs: the last one ended with {code.title}"
     recovered = replace(ready_pod(), ended=ended(code))
     assert by_type(service_state(recovered))["Ready"].reason == "Serving"
 
@@ -426,7 +429,7 @@ def test_the_status_has_the_memory_of_each_rank_and_names_the_binding_one(
     assert capacity["ranks"][1]["parts"] == capacity["memory"]["parts"]
     assert capacity["ranks"][0]["totalMiB"] == sum(p["mib"] for p in capacity["ranks"][0]["parts"])
     message = by_type(service_state(pod))["CapacityMeasured"].message
-    assert message.endswith(f"; of 3 ranks rank 1{where} has the least left, 5 MiB")
+    assert message.endswith(f"; of 3 ranks rank 1{where} has the least memory left, 5 MiB")
     kept = retained(None, CapacityStatus.of([found]), "later")  # and they outlive the pod
     assert kept is not None and CapacityStatus.parse(kept.dumps()) == kept
     gone, _ = status.build(

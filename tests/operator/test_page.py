@@ -125,16 +125,21 @@ def test_each_of_several_ranks_has_its_waterfall_everywhere() -> None:
     shown = StatusCache()
     shown.put(view)
     story = page("/services/team/smollm2", shown)
-    assert re.findall("<h3>(.+)</h3>", story) == ["rank 0, GPU 0", "rank 1, GPU 1: the least left"]
+    assert re.findall("<h3>(.+)</h3>", story) == [
+        "rank 0, GPU 0",
+        "rank 1, GPU 1: the least memory left",
+    ]
     assert 'aria-label="rank 0, GPU 0, others 48 MiB"' in story
     assert "<b>308 <small>MiB</small></b>" in story
     assert story.count("<span>limit</span>") == 2
+    assert "bytes a token on each of 2 ranks" in story
     body = {"metadata": {"name": "smollm2", "namespace": "team"}, "spec": {}, "status": view.status}
     console = Console(width=200)
-    for printed in (show.service(body), show.explain(body, [])):
+    for printed, tokens in ((show.service(body), True), (show.explain(body, []), False)):
         with console.capture() as captured:
             console.print(printed)
         text = captured.get()
+        assert ("bytes a token on each of 2 ranks" in text) == tokens
         assert re.search(r"rank 0, GPU 0\n(.*\n)*.*others +48 (.*\n)*rank 1, GPU 1: the", text)
         assert re.search(r"others +308", text)
 

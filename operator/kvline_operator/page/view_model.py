@@ -16,6 +16,7 @@ from kvline_operator.display import (
     memories,
     memory,
     role,
+    token_bytes,
     verdict,
     wanted,
 )
@@ -133,6 +134,7 @@ class Service:
     source: str
     capacity: Object
     ranks: tuple[Waterfall, ...]
+    token_bytes: str
     conditions: tuple[ConditionRow, ...]
     replicas: tuple[Replica, ...]
     gate: Gate | None
@@ -189,6 +191,7 @@ def service(view: View, now: datetime) -> Service:
         ranks=tuple(
             Waterfall(title, waterfall(found), found.total_mib) for title, found in memories(status)
         ),
+        token_bytes=token_bytes(status) if capacity else "",
         conditions=tuple(_condition_row(c) for c in plain(status)),
         replicas=replicas(view),
         gate=gate((status.get("rollout") or {}).get("gate")),

@@ -17,7 +17,11 @@ from kvline_server import device_errors
 from kvline_server.engine_process.pulse import pulse
 from kvline_server.engine_process.start import load_rank, set_threads
 from kvline_server.errors import (
+    ConfigInvalid,
     DeviceOutOfMemory,
+    ModelInvalid,
+    ModelNotFound,
+    ModelUnsupported,
     OutOfMemory,
     RankLost,
     RanksApart,
@@ -27,6 +31,9 @@ from kvline_server.messages import Apart, Channel, Progress
 from kvline_server.options import RankArguments
 from kvline_server.parallel.join import follow
 from kvline_server.parallel.link import Link
+
+# Every rank finds these, and any may be the first to report.
+OF_NO_RANK = (ConfigInvalid, ModelNotFound, ModelInvalid, ModelUnsupported)
 
 
 def main(arguments: RankArguments, launch: LaunchConfig) -> int:
@@ -43,7 +50,7 @@ def main(arguments: RankArguments, launch: LaunchConfig) -> int:
         return int(ExitCode.OUT_OF_MEMORY)
     except DeviceOutOfMemory as error:
         failure = OutOfMemory(f"{name}: the device refused memory: {error}").termination()
-    except RankLost as error:
+    except (RankLost, *OF_NO_RANK) as error:
         failure = error.termination()
     except ServerError as error:
         failure = _named(error.termination(), name)
