@@ -179,6 +179,7 @@ class RankArguments(ChildArguments, kw_only=True):
     """Of each other rank."""
 
     rank: int  # from 1
+    http_processes: int  # as rank 0 has them: settings depend on them
     ranks: Ranks
     engine_fd: int  # socket to rank 0
     root: int

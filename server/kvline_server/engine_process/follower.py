@@ -57,16 +57,15 @@ def _run(arguments: RankArguments, launch: LaunchConfig, parent: Channel) -> Non
     with device_errors.translated("start"):
         rank = load_rank(
             launch,
-            lambda progress: parent.send(Progress()),  # rank 0's are shown
+            lambda progress: parent.send(Progress(warning=progress.warning)),  # rank 0 shows others
             arguments.options.memory,
             arguments.root,
-            ranks=arguments.ranks,
-            rank=arguments.rank,
+            arguments.http_processes,
+            arguments.ranks,
+            arguments.rank,
         )
-        assert rank.group is not None, "there are several"
-        follower = follow(
-            rank.local, rank.group, link, rank.steps(arguments.ranks), rank.free_before
-        )
+        steps = rank.steps(arguments.ranks)
+        follower = follow(rank.local, rank.group, link, steps, rank.message())
     with device_errors.translated("serve"):
         follower.serve()
 

@@ -148,13 +148,20 @@ def start_engine(
         ]
         if shared is not None:
             started += [
-                start_rank(options, rank, shared, end, root)
+                start_rank(options, rank, shared, end, root, http_processes)
                 for rank, (_, end) in enumerate(pairs, 1)
             ]
     return started
 
 
-def start_rank(options: Options, rank: int, shared: Ranks, end: socket.socket, root: int) -> Child:
+def start_rank(
+    options: Options,
+    rank: int,
+    shared: Ranks,
+    end: socket.socket,
+    root: int,
+    http_processes: int = 1,
+) -> Child:
     """`end`: of its socket to rank 0."""
 
     def make(control_fd: int, others: list[int]) -> RankArguments:
@@ -162,6 +169,7 @@ def start_rank(options: Options, rank: int, shared: Ranks, end: socket.socket, r
             options=options,
             control_fd=control_fd,
             rank=rank,
+            http_processes=http_processes,
             ranks=shared,
             engine_fd=end.fileno(),
             root=root,

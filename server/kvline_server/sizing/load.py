@@ -48,8 +48,10 @@ def load_model(
     backend: Backend,
     send: SendProgress,
     group: Group = ALONE,
+    collectives: int = 0,
 ) -> Loaded:
-    """Step 1 of the profile loop, for this rank of the group. Raises ModelInvalid, or OutOfMemory
+    """Step 1 of the profile loop, for this rank of the group, whose exchange takes so many bytes.
+    Raises ModelInvalid, or OutOfMemory
     where the weights do not fit, before the kernel's OOM killer acts."""
     device = backend.device
     started, before, used = time.monotonic(), device.now(), device.used()
@@ -60,7 +62,8 @@ def load_model(
         loader.weight_elements(model, Shard(group.rank, group.ranks)) * backend.dtype.itemsize
     )
     needed = (OwnedPart(WEIGHTS, fixed=expected),)
-    rank = Diagnosis(device, settings, needed, used, rank=group.rank, ranks=group.ranks)
+    others = used - collectives
+    rank = Diagnosis(device, settings, needed, others, rank=group.rank, ranks=group.ranks)
     too_large = rank.weights_do_not_fit(device.limit - used)
     if expected > device.limit - used:
         raise too_large
