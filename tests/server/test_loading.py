@@ -137,3 +137,9 @@ def test_a_validation_that_thrashes_is_killed_on_a_cpu_alone(
     assert killed == ([True] if device is Device.CPU else [])
     assert (ended is None) == (device is Device.CPU)
     assert ended is None or ended.code == 52
+
+
+def test_a_warning_of_another_rank_reaches_the_report(parent: Parent) -> None:
+    parent._from_engine(1, Progress(warning="no prebuilt kernels"))
+    parent._from_engine(2, Progress())
+    assert parent.keeper.report.warnings == ("rank 1: no prebuilt kernels",)

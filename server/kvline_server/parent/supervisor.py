@@ -205,6 +205,9 @@ class Supervisor:
     def _from_engine(self, rank: int, message: Message) -> None:
         if rank:
             self.keeper.touch()  # it loads, whatever rank 0 waits for
+            text = message.warning if isinstance(message, Progress) else None
+            if text is not None and self.keeper.warn(text, rank):
+                log(f"warning: rank {rank}: {text}")
         elif isinstance(message, Beat):
             self.health.on_engine_heartbeat(message)
         elif isinstance(message, Progress):
