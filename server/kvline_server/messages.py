@@ -134,8 +134,8 @@ class Pulse(msgspec.Struct, tag="pulse", array_like=True):
     """A rank's, where there are several: its process runs, whatever its main thread waits for."""
 
 
-class Apart(msgspec.Struct, tag="apart", array_like=True):
-    """Rank to parent: errors.RanksApart. A smaller size may do."""
+class StepFailed(msgspec.Struct, tag="step-failed", array_like=True):
+    """Rank to parent: errors.StepFailed. A smaller size may do."""
 
     text: str
 
@@ -203,7 +203,7 @@ Message = (
     | EdgeBeat
     | Progress
     | Pulse
-    | Apart
+    | StepFailed
     | Call
     | Run
     | Answer

@@ -19,7 +19,7 @@ from kvline_contract.report import SizingReport, Stage, State
 from kvline_server.messages import Progress
 from kvline_server.model.loader import SafetensorsSource
 from kvline_server.options import Limits, Options
-from kvline_server.parent.engine import Engine
+from kvline_server.parent.engine import EngineProcesses
 from kvline_server.parent.supervisor import Supervisor
 from kvline_server.sizing import load
 from kvline_server.sizing.settings import resolve
@@ -34,7 +34,7 @@ class Parent(Supervisor):
     def __init__(self, config: Path) -> None:
         options = Options(config=config, state_dir=config.parent, limits=Limits(stage=LIMIT))
         super().__init__(options, LaunchConfig.parse(config.read_bytes()))
-        self.engine = cast(Engine, object())
+        self.engine = cast(EngineProcesses, object())
         self.seen: list[SizingReport] = []
 
     def send(self, message: Progress) -> None:

@@ -18,7 +18,7 @@ import torch
 from msgspec import structs
 from test_wire import small
 
-from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, RankLost, RanksApart
+from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, RankLost, StepFailed
 from kvline_server.kernels.group import Group
 from kvline_server.kernels.tuning import Choices
 from kvline_server.messages import RankLoaded
@@ -335,7 +335,7 @@ def test_memory_that_rank_0_lacks_in_a_joint_step_ends_all(pod: Pod, when: str) 
     """The others wait for it in a collective: nobody answers any more, and nobody is asked."""
     ranks = pod.ranks()
     pod.locals[0].breaks[when] = out_of_memory_translated
-    with pytest.raises(RanksApart, match=r"^rank 0: "), ranks.held(7):
+    with pytest.raises(StepFailed, match=r"^rank 0: "), ranks.held(7):
         ranks.launch(small()).wait()
     assert pod.locals[0].holding == 0
 
@@ -350,7 +350,7 @@ def test_memory_that_another_rank_lacks_in_a_joint_step_ends_it(pod: Pod, when: 
     pod.locals[1].breaks[when] = out_of_memory_translated
     ranks.launch(small())
     pod.threads[0].join(SECONDS)  # an error of an earlier step shows while it is idle
-    assert isinstance(pod.failed[1], RanksApart)
+    assert isinstance(pod.failed[1], StepFailed)
     assert str(pod.failed[1]) == "rank 1: launch: none"
     with pytest.raises(RankLost):
         ranks.settle()

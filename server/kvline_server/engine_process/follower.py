@@ -13,17 +13,17 @@ from kvline_contract.exits import ExitCode
 from kvline_contract.launch import Device, LaunchConfig
 from kvline_contract.memory import rank_name
 from kvline_contract.report import Termination
-from kvline_server import device_errors
+from kvline_server import device_errors, messages
 from kvline_server.engine_process.pulse import pulse
 from kvline_server.engine_process.start import load_rank, set_threads
 from kvline_server.errors import (
     DeviceOutOfMemory,
     OutOfMemory,
     RankLost,
-    RanksApart,
     ServerError,
+    StepFailed,
 )
-from kvline_server.messages import Apart, Channel, Progress
+from kvline_server.messages import Channel, Progress
 from kvline_server.options import RankArguments
 from kvline_server.parallel.join import follow
 from kvline_server.parallel.link import Link
@@ -38,8 +38,8 @@ def main(arguments: RankArguments, launch: LaunchConfig) -> int:
     try:
         _run(arguments, launch, parent)
         return int(ExitCode.RANK_LOST)  # rank 0 has ended, and says why
-    except RanksApart as error:
-        parent.send(Apart(str(error)))
+    except StepFailed as error:
+        parent.send(messages.StepFailed(str(error)))
         return int(ExitCode.OUT_OF_MEMORY)
     except DeviceOutOfMemory as error:
         failure = OutOfMemory(f"{name}: the device refused memory: {error}").termination()

@@ -16,7 +16,7 @@ from kvline_server.engine.engine import Engine
 from kvline_server.kernels.group import ALONE, Group
 from kvline_server.messages import Progress, RankLoaded, SendProgress
 from kvline_server.model.config import ModelConfig
-from kvline_server.options import Options, Ranks
+from kvline_server.options import Options, SharedByRanks
 from kvline_server.parallel import wire
 from kvline_server.parallel.connect import connect
 from kvline_server.parallel.executor import Local
@@ -57,7 +57,7 @@ class LoadedRank:
             fingerprint=self.loaded.fingerprint,
         )
 
-    def steps(self, ranks: Ranks) -> wire.Steps:
+    def steps(self, ranks: SharedByRanks) -> wire.Steps:
         settings, model = self.settings, self.model
         size = wire.step_bytes(
             settings.max_prefill_tokens,
@@ -74,7 +74,7 @@ def load_rank(
     memory: int | None,
     root: int,
     http_processes: int = 1,
-    ranks: Ranks | None = None,
+    ranks: SharedByRanks | None = None,
     rank: int = 0,
 ) -> LoadedRank:
     """`memory` (bytes) and `root` (a process id) are for the CPU: the limit, and the process tree
@@ -114,7 +114,7 @@ def start(
     memory: int | None,
     root: int,
     http_processes: int = 1,
-    ranks: Ranks | None = None,
+    ranks: SharedByRanks | None = None,
     links: Sequence[Link] = (),
 ) -> tuple[Engine, Result]:
     """Rank 0's; `links` are to the other `ranks`. Raises ServerError with the reason when no budget

@@ -23,7 +23,7 @@ from kvline_server.options import (
     HttpArguments,
     Options,
     RankArguments,
-    Ranks,
+    SharedByRanks,
 )
 
 BACKLOG = 1024
@@ -130,7 +130,7 @@ def start_engine(
         if folder is not None:
             steps = os.memfd_create("kvline-steps")
             passed.callback(os.close, steps)
-            shared = Ranks(ranks, folder, steps)
+            shared = SharedByRanks(ranks, folder, steps)
 
         def engine(control_fd: int, others: list[int]) -> EngineArguments:
             return EngineArguments(
@@ -157,7 +157,7 @@ def start_engine(
 def start_rank(
     options: Options,
     rank: int,
-    shared: Ranks,
+    shared: SharedByRanks,
     end: socket.socket,
     root: int,
     http_processes: int = 1,

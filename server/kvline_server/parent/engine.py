@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvline_contract.exits import ExitCode
 from kvline_contract.report import Termination
-from kvline_server.messages import Apart, Message, Progress, Pulse
+from kvline_server.messages import Message, Progress, Pulse, StepFailed
 from kvline_server.options import Options
 from kvline_server.parent.children import Child, start_engine
 
@@ -29,7 +29,7 @@ class End:
     ranks: int
     codes: dict[int, int]  # by rank, of those that ended
     reported: tuple[tuple[int, Termination], ...]  # in their order, with the rank
-    apart: str  # errors.RanksApart, if it was that
+    step_failed: str  # errors.StepFailed, if it was that
     silent: int | None  # a rank without a pulse
 
     def failure(self) -> tuple[int, Termination] | None:
@@ -65,7 +65,7 @@ def signal_name(code: int) -> str:
     return f"signal {-code}{why}"
 
 
-class Engine:
+class EngineProcesses:
     def __init__(
         self,
         options: Options,
@@ -82,7 +82,7 @@ class Engine:
         self.ranks = start_engine(options, http_processes, ranks, self.folder)
         self._handle = handle
         self._reported: list[tuple[int, Termination]] = []
-        self._apart = ""
+        self._step_failed = ""
         self._pulses: dict[int, float] = {}  # when each rank's last one came
         self._checked_at = time.monotonic()
         for rank, child in enumerate(self.ranks):
@@ -99,7 +99,7 @@ class Engine:
 
     def over(self) -> bool:
         """Whether a process has ended, or will."""
-        failed = len(self.ranks) > 1 and bool(self._reported or self._apart)
+        failed = len(self.ranks) > 1 and bool(self._reported or self._step_failed)
         return failed or any(child.process.poll() is not None for child in self.ranks)
 
     def silent(self, seconds: float) -> int | None:
@@ -121,7 +121,7 @@ class Engine:
         for child in self.ranks:
             child.process.kill()
         ended = {rank: code for rank, code in codes.items() if code is not None}
-        return End(len(self.ranks), ended, tuple(self._reported), self._apart, silent)
+        return End(len(self.ranks), ended, tuple(self._reported), self._step_failed, silent)
 
     def kill(self) -> None:
         for child in self.ranks:
@@ -134,8 +134,8 @@ class Engine:
     def _from(self, rank: int, message: Message) -> None:
         if isinstance(message, Pulse):
             self._pulses[rank] = time.monotonic()
-        elif isinstance(message, Apart):
-            self._apart = self._apart or message.text
+        elif isinstance(message, StepFailed):
+            self._step_failed = self._step_failed or message.text
         elif isinstance(message, Progress) and message.failure is not None:
             self._reported.append((rank, message.failure))
         else:
