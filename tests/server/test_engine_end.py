@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import socket
+from pathlib import Path
+
 import pytest
 
 from kvline_contract.exits import ExitCode
 from kvline_contract.report import Termination
-from kvline_server.parent.engine import LOST, End
+from kvline_server.parent.engine import LOST, End, meeting_folder
 
 SILENT = 30.0
 
@@ -48,3 +52,15 @@ def test_a_failure_that_a_rank_reports_is_the_reason_whatever_else_ended() -> No
 def test_a_lost_rank_is_named(found: End, code: ExitCode, text: str) -> None:
     ended = found.lost(SILENT)
     assert ended.code == code and ended.message.startswith(text)
+
+
+def test_a_folder_where_ranks_meet_is_removed_by_a_later_parent_alone(tmp_path: Path) -> None:
+    """A second server in the same state folder removed that of the first, which still started."""
+    host = socket.gethostname()
+    of_others = [f"ranks-{host}-{os.getppid()}-a", f"ranks-{host}-2-{os.getpid()}-a"]
+    of_the_dead = [f"ranks-{host}-{os.getpid()}-a", f"ranks-{host}-{1 << 30}-a"]
+    for name in of_others + of_the_dead:
+        (tmp_path / name).mkdir()
+    made = meeting_folder(tmp_path)
+    assert not list(made.iterdir())
+    assert {path.name for path in tmp_path.iterdir()} == {*of_others, made.name}

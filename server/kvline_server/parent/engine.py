@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -65,6 +67,18 @@ def signal_name(code: int) -> str:
     return f"signal {-code}{why}"
 
 
+def meeting_folder(state: Path) -> Path:
+    """A new folder where ranks meet. Removes those of parents on this host that were killed; in a
+    container a parent has its predecessor's pid. Another server may use the same state folder."""
+    host, own = socket.gethostname(), os.getpid()
+    for old in state.glob(f"{FOLDER}*-*-*"):
+        where, pid, _ = old.name.rsplit("-", 2)
+        gone = pid == str(own) or not Path("/proc", pid).exists()
+        if where == f"{FOLDER}{host}" and gone:
+            shutil.rmtree(old, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{FOLDER}{host}-{own}-", dir=state))
+
+
 class EngineProcesses:
     def __init__(
         self,
@@ -76,9 +90,7 @@ class EngineProcesses:
         """Starts them. `handle` gets each message that is not about a rank's end, with the rank."""
         self.folder: Path | None = None
         if ranks > 1:
-            for old in options.state_dir.glob(f"{FOLDER}*"):  # of a parent that was killed
-                shutil.rmtree(old, ignore_errors=True)
-            self.folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=options.state_dir))
+            self.folder = meeting_folder(options.state_dir)
         self.ranks = start_engine(options, http_processes, ranks, self.folder)
         self._handle = handle
         self._reported: list[tuple[int, Termination]] = []
