@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from kvline_contract.exits import ExitCode
 from kvline_contract.report import Termination
+from kvline_server.messages import Channel
+from kvline_server.options import Options
+from kvline_server.parent import engine
+from kvline_server.parent.children import Child
 from kvline_server.parent.engine import LOST, End, meeting_folder
 
 SILENT = 30.0
@@ -64,3 +69,25 @@ def test_a_folder_where_ranks_meet_is_removed_by_a_later_parent_alone(tmp_path: 
     made = meeting_folder(tmp_path)
     assert not list(made.iterdir())
     assert {path.name for path in tmp_path.iterdir()} == {*of_others, made.name}
+
+
+def test_a_rank_that_exits_after_those_that_lost_it_is_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that fails closes its connections some time before it is gone."""
+    commands = [f"exit {LOST}", "sleep 0.4; exit 1"]
+    ends = [socket.socketpair() for _ in commands]
+    made = [
+        Child(subprocess.Popen(["sh", "-c", command]), Channel(end), [])
+        for command, (end, _) in zip(commands, ends, strict=True)
+    ]
+    monkeypatch.setattr(engine, "start_engine", lambda *given: made)
+    options = Options(config=tmp_path, state_dir=tmp_path)
+    processes = engine.EngineProcesses(options, 1, 2, lambda rank, message: None)
+    made[0].process.wait()
+    assert processes.over()
+    found = processes.end(None)
+    processes.kill()
+    assert found.lost(SILENT).message == "rank 1 ended with code 1"
+    for end in (end for pair in ends for end in pair):
+        end.close()

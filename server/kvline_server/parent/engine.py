@@ -21,6 +21,7 @@ from kvline_server.parent.children import Child, start_engine
 
 FOLDER = "ranks-"
 LOST = int(ExitCode.RANK_LOST)
+REASON_SECONDS = 1.0
 LATE = 2.0  # seconds between two checks, after which it was the parent that did not run
 
 
@@ -129,11 +130,23 @@ class EngineProcesses:
 
     def end(self, silent: int | None) -> End:
         """Kills what is left of it, without waiting: a driver takes time to free a GPU's memory."""
+        if silent is None and self.over():
+            self._wait_for_reason()
         codes = {rank: child.process.poll() for rank, child in enumerate(self.ranks)}
         for child in self.ranks:
             child.process.kill()
         ended = {rank: code for rank, code in codes.items() if code is not None}
         return End(len(self.ranks), ended, tuple(self._reported), self._step_failed, silent)
+
+    def _wait_for_reason(self) -> None:
+        """Where ranks have ended that only lost another: that one is gone a moment later."""
+        end = time.monotonic() + REASON_SECONDS
+        while time.monotonic() < end and not self._step_failed:
+            codes = {failure.code for _, failure in self._reported}
+            codes |= {code for child in self.ranks if (code := child.process.poll()) is not None}
+            if codes - {LOST}:
+                return
+            time.sleep(REASON_SECONDS / 50)
 
     def kill(self) -> None:
         for child in self.ranks:
