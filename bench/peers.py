@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvline_contract.launch import LaunchConfig
-from kvline_server.options import Options, Ranks
+from kvline_server.options import Options, SharedByRanks
 from kvline_server.parallel.link import Link
 from kvline_server.parent import children
 
@@ -30,7 +30,7 @@ def start(launch: LaunchConfig, folder: Path) -> dict[str, Any]:
     config.write_text(launch.dumps())
     meeting = folder / "ranks"
     meeting.mkdir()
-    shared = Ranks(count, meeting, os.memfd_create("steps"))
+    shared = SharedByRanks(count, meeting, os.memfd_create("steps"))
     links = []
     for rank in range(1, count):
         ours, theirs = socket.socketpair()

@@ -21,7 +21,7 @@ from shapes import SHAPES
 
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.largest_steps import worst_params
-from kvline_server.errors import DeviceOutOfMemory, RanksApart
+from kvline_server.errors import DeviceOutOfMemory, StepFailed
 from kvline_server.memory.device import MIB
 from kvline_server.sampling_params import SamplingParams
 
@@ -62,7 +62,7 @@ def soak(engine: Engine, vocabulary: int, seconds: float) -> list[float]:
             made += 1
         try:
             engine.step()
-        except (DeviceOutOfMemory, RanksApart):
+        except (DeviceOutOfMemory, StepFailed):
             failures += 1
             break
         if rng.random() < 0.05 and engine.sequences:

@@ -129,6 +129,6 @@ class DeviceOutOfMemory(Exception):
         self.rank = rank  # whose device it is
 
 
-class RanksApart(Exception):
+class StepFailed(Exception):
     """A rank ran out of memory in the middle of a step, in which the others may wait for it for
     ever: only a new start helps."""

@@ -134,8 +134,8 @@ class Pulse(msgspec.Struct, tag="pulse", array_like=True):
     """A rank's, where there are several: its process runs, whatever its main thread waits for."""
 
 
-class Apart(msgspec.Struct, tag="apart", array_like=True):
-    """Rank to parent: errors.RanksApart. A smaller size may do."""
+class StepFailed(msgspec.Struct, tag="step-failed", array_like=True):
+    """Rank to parent: errors.StepFailed. A smaller size may do."""
 
     text: str
 
@@ -158,11 +158,23 @@ class Run(msgspec.Struct, tag="run", array_like=True):
 
 
 class Answer(msgspec.Struct, tag="answer", array_like=True):
-    """A rank's, to a Call; the first one, without a call, says that its model is loaded."""
+    """A rank's, to a Call."""
 
     numbers: list[int] = []
-    text: str = ""  # why there is no result, or the device's name
+    text: str = ""  # why there is no result
     failed: Literal["", "memory", "device"] = ""
+
+
+class RankLoaded(msgspec.Struct, tag="rank-loaded", array_like=True, kw_only=True):
+    """A rank's to rank 0, once its part of the model is loaded: figures in bytes, and what must be
+    the same on all."""
+
+    limit: int
+    free_before: int  # before it met the others and loaded its weights
+    collectives: int  # that the exchange with the others takes of its GPU
+    device: str
+    kernels: str
+    fingerprint: str
 
 
 class Drain(msgspec.Struct, tag="drain", array_like=True):
@@ -191,10 +203,11 @@ Message = (
     | EdgeBeat
     | Progress
     | Pulse
-    | Apart
+    | StepFailed
     | Call
     | Run
     | Answer
+    | RankLoaded
     | Drain
     | Serve
     | NeighboursReady

@@ -158,7 +158,7 @@ class HttpArguments(ChildArguments, kw_only=True):
     processes: int
 
 
-class Ranks(msgspec.Struct):
+class SharedByRanks(msgspec.Struct):
     """What the processes of a model's ranks share."""
 
     count: int
@@ -171,7 +171,7 @@ class EngineArguments(ChildArguments, kw_only=True):
 
     http_fds: list[int]  # sockets, one to each HTTP process
     root: int  # pid of the process tree whose memory counts
-    ranks: Ranks | None = None  # None: one rank
+    ranks: SharedByRanks | None = None  # None: one rank
     rank_fds: list[int] = []  # sockets, one to each other rank, in their order
 
 
@@ -179,6 +179,7 @@ class RankArguments(ChildArguments, kw_only=True):
     """Of each other rank."""
 
     rank: int  # from 1
-    ranks: Ranks
+    http_processes: int  # as rank 0 has them: settings depend on them
+    ranks: SharedByRanks
     engine_fd: int  # socket to rank 0
     root: int

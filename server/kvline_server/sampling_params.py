@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import msgspec
 
+MAX_BIASES = 300  # of a request's logit_bias
+
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """Validated by the HTTP process; the defaults turn a feature off."""

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
 import pytest
 
 from kvline_contract.exits import ExitCode
 from kvline_contract.report import Termination
-from kvline_server.parent.engine import LOST, End
+from kvline_server.messages import Channel, Pulse
+from kvline_server.options import Options
+from kvline_server.parent import engine
+from kvline_server.parent.children import Child
+from kvline_server.parent.engine import LATE, LOST, End, meeting_folder
+from kvline_server.parent.engine import EngineProcesses as Processes
 
 SILENT = 30.0
 
@@ -48,3 +59,63 @@ def test_a_failure_that_a_rank_reports_is_the_reason_whatever_else_ended() -> No
 def test_a_lost_rank_is_named(found: End, code: ExitCode, text: str) -> None:
     ended = found.lost(SILENT)
     assert ended.code == code and ended.message.startswith(text)
+
+
+def test_a_folder_where_ranks_meet_is_removed_by_a_later_parent_alone(tmp_path: Path) -> None:
+    """A second server in the same state folder removed that of the first, which still started."""
+    host = socket.gethostname()
+    of_others = [f"ranks-{host}-{os.getppid()}-a", f"ranks-{host}-2-{os.getpid()}-a"]
+    of_the_dead = [f"ranks-{host}-{os.getpid()}-a", f"ranks-{host}-{1 << 30}-a"]
+    for name in of_others + of_the_dead:
+        (tmp_path / name).mkdir()
+    made = meeting_folder(tmp_path)
+    assert not list(made.iterdir())
+    assert {path.name for path in tmp_path.iterdir()} == {*of_others, made.name}
+
+
+@pytest.fixture
+def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Processes]]:
+    """Starts processes of ranks that run these commands of a shell."""
+    made: list[Processes] = []
+    ends: list[socket.socket] = []
+
+    def begin(*commands: str) -> Processes:
+        children = []
+        for command in commands:
+            ours, theirs = socket.socketpair()
+            ends.extend((ours, theirs))
+            children.append(Child(subprocess.Popen(["sh", "-c", command]), Channel(ours), []))
+        monkeypatch.setattr(engine, "start_engine", lambda *given: children)
+        options = Options(config=tmp_path, state_dir=tmp_path)
+        made.append(Processes(options, 1, len(commands), lambda rank, message: None))
+        return made[-1]
+
+    yield begin
+    for processes in made:
+        processes.kill()
+    for end in ends:
+        end.close()
+
+
+def test_a_rank_that_exits_after_those_that_lost_it_is_the_reason(
+    begin: Callable[..., Processes],
+) -> None:
+    """A process that fails closes its connections some time before it is gone."""
+    processes = begin(f"exit {LOST}", "sleep 0.4; exit 1")
+    processes.first.process.wait()
+    assert processes.over()
+    assert processes.end(None).lost(SILENT).message == "rank 1 ended with code 1"
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_rank_whose_pulse_ends_is_silent(begin: Callable[..., Processes], rank: int) -> None:
+    processes = begin(*["sleep 60"] * 3)
+    assert processes.without_pulse() == (0, 1, 2) and processes.silent(SILENT) is None
+    for each in range(3):
+        processes._from(each, Pulse())
+    assert processes.without_pulse() == () and processes.silent(SILENT) is None
+    processes._pulses[rank] -= SILENT
+    assert processes.silent(SILENT) == rank
+    processes._pulses = dict.fromkeys(range(3), processes._pulses[rank])
+    processes._checked_at -= LATE
+    assert processes.silent(SILENT) is None, "it was the parent that did not run"

@@ -19,7 +19,7 @@ from kvline_contract.report import SizingReport, Stage, State
 from kvline_server.messages import Progress
 from kvline_server.model.loader import SafetensorsSource
 from kvline_server.options import Limits, Options
-from kvline_server.parent.engine import Engine
+from kvline_server.parent.engine import End, EngineProcesses
 from kvline_server.parent.supervisor import Supervisor
 from kvline_server.sizing import load
 from kvline_server.sizing.settings import resolve
@@ -34,7 +34,7 @@ class Parent(Supervisor):
     def __init__(self, config: Path) -> None:
         options = Options(config=config, state_dir=config.parent, limits=Limits(stage=LIMIT))
         super().__init__(options, LaunchConfig.parse(config.read_bytes()))
-        self.engine = cast(Engine, object())
+        self.engine = cast(EngineProcesses, object())
         self.seen: list[SizingReport] = []
 
     def send(self, message: Progress) -> None:
@@ -137,3 +137,29 @@ def test_a_validation_that_thrashes_is_killed_on_a_cpu_alone(
     assert killed == ([True] if device is Device.CPU else [])
     assert (ended is None) == (device is Device.CPU)
     assert ended is None or ended.code == 52
+
+
+def test_a_warning_of_another_rank_reaches_the_report(parent: Parent) -> None:
+    parent._from_engine(1, Progress(warning="no prebuilt kernels"))
+    parent._from_engine(2, Progress())
+    assert parent.keeper.report.warnings == ("rank 1: no prebuilt kernels",)
+
+
+@pytest.mark.parametrize(
+    ("state", "code"), [(State.VALIDATED, 51), (State.LOADING, 40), (State.AUTOTUNING, 40)]
+)
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [
+        (End(2, {1: 51}, (), "rank 1: launch: none", None), "rank 1: launch: none"),
+        (End(2, {0: 44, 1: -9}, (), "", None), "the rank 1 process was killed for host memory"),
+    ],
+)
+def test_memory_that_ended_one_of_several_ranks_is_what_ends_the_pod(
+    parent: Parent, monkeypatch: pytest.MonkeyPatch, state: State, code: int, end: End, text: str
+) -> None:
+    monkeypatch.setattr(parent, "_killed_for_memory", lambda code: code == -9)
+    parent.keeper = cast(Any, SimpleNamespace(report=SimpleNamespace(state=state)))
+    ended = parent._why(end)
+    assert ended.code == code and ended.message.startswith(text)
+    assert not parent.interrupted

@@ -21,7 +21,7 @@ from kvline_contract.codec import encode
 from kvline_contract.launch import Device, EngineOptions
 from kvline_contract.memory import MemoryV1
 from kvline_contract.report import Outcome
-from kvline_server.engine.largest_steps import MAX_BIASES, LargestSteps, worst_params
+from kvline_server.engine.largest_steps import LargestSteps, worst_params
 from kvline_server.errors import ConfigInvalid, DeviceFailure
 from kvline_server.memory import device as devices
 from kvline_server.memory.arena import HostArena
@@ -37,7 +37,7 @@ from kvline_server.model.config import read_config
 from kvline_server.model.decoder import kv_shape
 from kvline_server.parallel.executor import Usage
 from kvline_server.parent.children import ENGINE_MALLOC
-from kvline_server.sampling_params import SamplingParams
+from kvline_server.sampling_params import MAX_BIASES, SamplingParams
 from kvline_server.sizing.measure import budget
 from kvline_server.sizing.profile import shrink, whole_pages
 from kvline_server.sizing.record import FREE_NOISE, AttemptStore, find_record, fingerprint

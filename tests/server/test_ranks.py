@@ -4,27 +4,28 @@ one that fails on any of them."""
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from msgspec import structs
 from test_wire import small
 
-from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, RankLost, RanksApart
+from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, RankLost, StepFailed
 from kvline_server.kernels.group import Group
 from kvline_server.kernels.tuning import Choices
+from kvline_server.messages import RankLoaded
 from kvline_server.parallel.executor import Local, Usage
 from kvline_server.parallel.follow import Follower
 from kvline_server.parallel.join import follow, join
 from kvline_server.parallel.link import Link
-from kvline_server.parallel.meeting import Meeting
 from kvline_server.parallel.ranks import Ranks
 from kvline_server.parallel.wire import Steps
 from kvline_server.worker.step import Step
@@ -61,7 +62,6 @@ class FakeLocal:
     holding: int = 0
     depth: int = 1
     limit: int = 1000
-    name: str = "a device"
     eager_steps: int | None = None
     choices: Choices | None = None
     ran: list[str] = field(default_factory=list)
@@ -69,7 +69,14 @@ class FakeLocal:
     def __post_init__(self) -> None:
         self.group = self.group or FakeGroup(self.rank, self.ranks)
         self.worker = self
-        self.device = SimpleNamespace(gpu=False, used=lambda: 0, limit=self.limit, name=self.name)
+        self.loaded = RankLoaded(
+            limit=self.limit,
+            free_before=self.rank,
+            collectives=-self.rank,
+            device="a device",
+            kernels="Kernels",
+            fingerprint="f",
+        )
 
     def _do(self, name: str) -> None:
         together = name == "launch"
@@ -147,20 +154,17 @@ class Pod:
 
     def ranks(self, patience: float = SECONDS) -> Ranks:
         first = self.locals[0]
-        where = cast(Local, first), self.meeting(first), self.links, self.steps()
-        return join(*where, free_before=0, patience=patience).executor
+        where = cast(Local, first), cast(Group, first.group), self.links, self.steps()
+        return join(*where, first.loaded, patience=patience).executor
 
     def steps(self) -> Steps:
         return Steps(self.file, 4096, 2, len(self.ends))
 
-    def meeting(self, local: FakeLocal) -> Meeting:
-        return Meeting(local.rank, local.ranks, lambda: cast(Group, local.group))
-
     def _follow(self, rank: int) -> None:
         local, end = self.locals[rank], self.ends[rank - 1]
         try:
-            where = cast(Local, local), self.meeting(local), Link(end, 0), self.steps()
-            follow(*where, free_before=0).serve()
+            where = cast(Local, local), cast(Group, local.group), Link(end, 0), self.steps()
+            follow(*where, local.loaded).serve()
         except BaseException as error:
             self.failed[rank] = error
         finally:
@@ -331,7 +335,7 @@ def test_memory_that_rank_0_lacks_in_a_joint_step_ends_all(pod: Pod, when: str) 
     """The others wait for it in a collective: nobody answers any more, and nobody is asked."""
     ranks = pod.ranks()
     pod.locals[0].breaks[when] = out_of_memory_translated
-    with pytest.raises(RanksApart, match=r"^rank 0: "), ranks.held(7):
+    with pytest.raises(StepFailed, match=r"^rank 0: "), ranks.held(7):
         ranks.launch(small()).wait()
     assert pod.locals[0].holding == 0
 
@@ -346,7 +350,7 @@ def test_memory_that_another_rank_lacks_in_a_joint_step_ends_it(pod: Pod, when: 
     pod.locals[1].breaks[when] = out_of_memory_translated
     ranks.launch(small())
     pod.threads[0].join(SECONDS)  # an error of an earlier step shows while it is idle
-    assert isinstance(pod.failed[1], RanksApart)
+    assert isinstance(pod.failed[1], StepFailed)
     assert str(pod.failed[1]) == "rank 1: launch: none"
     with pytest.raises(RankLost):
         ranks.settle()
@@ -422,13 +426,30 @@ def test_a_rank_that_ended_before_a_step_is_noticed_at_once() -> None:
     pod.end()
 
 
-@pytest.mark.parametrize("other", [{"limit": 1 << 30}, {"name": "another device"}])
-def test_devices_that_differ_are_refused(other: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        ({"limit": 3 << 20}, "rank 0 has a device with 3 MiB, rank 1 has a device with 0 MiB"),
+        ({"device": "b"}, "must be equal: rank 0 has b with 0 MiB, rank 1 has a device with"),
+        ({"kernels": "Others"}, "must be equal: rank 0 has Others, rank 1 has Kernels"),
+        ({"fingerprint": "g"}, "rank 0 and rank 1 differ in the model's files, the settings"),
+    ],
+)
+def test_ranks_that_differ_are_refused(other: dict[str, Any], text: str) -> None:
     pod = Pod(2)
-    pod.locals[0].device = SimpleNamespace(**{"limit": 1000, "name": "a device", **other})
-    with pytest.raises(DeviceFailure, match=r"must be equal: rank 0 has .*rank 1 has a device"):
+    pod.locals[0].loaded = structs.replace(pod.locals[0].loaded, **other)
+    with pytest.raises(DeviceFailure, match=re.escape(text)):
         pod.ranks()
     pod.end()
+
+
+def test_ranks_report_what_was_free_and_what_the_exchange_takes(pod: Pod) -> None:
+    first = pod.locals[0]
+    first.loaded = structs.replace(first.loaded, free_before=9)
+    where = cast(Local, first), cast(Group, first.group), pod.links, pod.steps()
+    joined = join(*where, first.loaded)
+    assert joined.free_before == (9, *range(1, len(pod.locals)))
+    assert joined.collectives == 0
 
 
 def test_kernels_that_differ_are_refused(pod: Pod) -> None:

@@ -16,9 +16,8 @@ from kvline_server.engine.batch import Batch, build
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.scheduler import Work
 from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
-from kvline_server.sampling_params import SamplingParams
+from kvline_server.sampling_params import MAX_BIASES, SamplingParams
 
-MAX_BIASES = 300  # per request; the API's limit
 Rows = tuple[int, int]  # length of a sequence, and the first position that the step computes
 
 

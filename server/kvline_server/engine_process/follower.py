@@ -13,7 +13,7 @@ from kvline_contract.exits import ExitCode
 from kvline_contract.launch import Device, LaunchConfig
 from kvline_contract.memory import rank_name
 from kvline_contract.report import Termination
-from kvline_server import device_errors
+from kvline_server import device_errors, messages
 from kvline_server.engine_process.pulse import pulse
 from kvline_server.engine_process.start import load_rank, set_threads
 from kvline_server.errors import (
@@ -24,10 +24,10 @@ from kvline_server.errors import (
     ModelUnsupported,
     OutOfMemory,
     RankLost,
-    RanksApart,
     ServerError,
+    StepFailed,
 )
-from kvline_server.messages import Apart, Channel, Progress
+from kvline_server.messages import Channel, Progress
 from kvline_server.options import RankArguments
 from kvline_server.parallel.join import follow
 from kvline_server.parallel.link import Link
@@ -45,8 +45,8 @@ def main(arguments: RankArguments, launch: LaunchConfig) -> int:
     try:
         _run(arguments, launch, parent)
         return int(ExitCode.RANK_LOST)  # rank 0 has ended, and says why
-    except RanksApart as error:
-        parent.send(Apart(str(error)))
+    except StepFailed as error:
+        parent.send(messages.StepFailed(str(error)))
         return int(ExitCode.OUT_OF_MEMORY)
     except DeviceOutOfMemory as error:
         failure = OutOfMemory(f"{name}: the device refused memory: {error}").termination()
@@ -64,16 +64,15 @@ def _run(arguments: RankArguments, launch: LaunchConfig, parent: Channel) -> Non
     with device_errors.translated("start"):
         rank = load_rank(
             launch,
-            lambda progress: parent.send(Progress()),  # rank 0's are shown
+            lambda progress: parent.send(Progress(warning=progress.warning)),  # rank 0 shows others
             arguments.options.memory,
             arguments.root,
-            ranks=arguments.ranks,
-            rank=arguments.rank,
+            arguments.http_processes,
+            arguments.ranks,
+            arguments.rank,
         )
-        assert rank.group is not None, "there are several"
-        follower = follow(
-            rank.local, rank.group, link, rank.steps(arguments.ranks), rank.free_before
-        )
+        steps = rank.steps(arguments.ranks)
+        follower = follow(rank.local, rank.group, link, steps, rank.message())
     with device_errors.translated("serve"):
         follower.serve()
 

@@ -28,12 +28,11 @@ from kvline_server.errors import (
     DeviceOutOfMemory,
     OutOfMemory,
     OutOfMemoryServing,
-    RanksApart,
     ServerError,
+    StepFailed,
 )
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.messages import (
-    Apart,
     Beat,
     Channel,
     Delta,
@@ -222,8 +221,8 @@ def run(process: EngineProcess, launch: LaunchConfig) -> int:
         refused = OutOfMemoryServing
         with device_errors.translated("serve"):
             process.serve(engine)
-    except RanksApart as error:
-        process.parent.send(Apart(str(error)))
+    except StepFailed as error:
+        process.parent.send(messages.StepFailed(str(error)))
         return int(refused.code)
     except DeviceOutOfMemory as error:
         failure = refused(f"the device refused memory: {error}").termination()

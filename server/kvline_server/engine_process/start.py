@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,18 +13,20 @@ from kvline_contract.launch import Device, LaunchConfig
 from kvline_contract.memory import COLLECTIVES
 from kvline_contract.report import Result, Stage, State
 from kvline_server.engine.engine import Engine
-from kvline_server.messages import Progress, SendProgress
+from kvline_server.kernels.group import ALONE, Group
+from kvline_server.messages import Progress, RankLoaded, SendProgress
 from kvline_server.model.config import ModelConfig
-from kvline_server.options import Options, Ranks
+from kvline_server.options import Options, SharedByRanks
 from kvline_server.parallel import wire
+from kvline_server.parallel.connect import connect
 from kvline_server.parallel.executor import Local
 from kvline_server.parallel.join import join
 from kvline_server.parallel.link import Link
-from kvline_server.parallel.meeting import Meeting, connect
 from kvline_server.sizing import load, profile
 from kvline_server.sizing.record import AttemptStore
 from kvline_server.sizing.settings import EngineSettings, resolve
 from kvline_server.worker.backend import Backend, open_backend
+from kvline_server.worker.decode_graphs import largest_bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +37,27 @@ class LoadedRank:
     model: ModelConfig
     settings: EngineSettings
     loaded: profile.Loaded
-    free_before: int  # bytes, before the weights
-    group: Meeting | None  # None: there is one rank
+    free_before: int  # bytes, before it met the others and loaded its weights
+    group: Group
+    collectives: int  # bytes that the exchange with the others takes of its GPU
 
     @property
     def local(self) -> Local:
         assert isinstance(self.loaded.executor, Local), "the rank's own"
         return self.loaded.executor
 
-    def steps(self, ranks: Ranks) -> wire.Steps:
+    def message(self) -> RankLoaded:
+        device = self.backend.device
+        return RankLoaded(
+            limit=device.limit,
+            free_before=self.free_before,
+            collectives=self.collectives,
+            device=device.name,
+            kernels=type(self.local.worker.kernels).__name__,
+            fingerprint=self.loaded.fingerprint,
+        )
+
+    def steps(self, ranks: SharedByRanks) -> wire.Steps:
         settings, model = self.settings, self.model
         size = wire.step_bytes(
             settings.max_prefill_tokens,
@@ -61,25 +74,36 @@ def load_rank(
     memory: int | None,
     root: int,
     http_processes: int = 1,
-    ranks: Ranks | None = None,
+    ranks: SharedByRanks | None = None,
     rank: int = 0,
 ) -> LoadedRank:
     """`memory` (bytes) and `root` (a process id) are for the CPU: the limit, and the process tree
-    whose memory counts. Raises ServerError."""
-    backend = open_backend(launch, memory, root, lambda text: send(Progress(warning=text)), rank)
+    whose memory counts. Ranks meet before they load: where one cannot, the parent ends all. Raises
+    ServerError."""
+
+    def warn(text: str) -> None:
+        send(Progress(warning=text))
+
+    backend = open_backend(launch, memory, root, warn, rank)
     device = backend.device
     model = load.read_model(launch)
     settings = resolve(launch, model, device.limit, http_processes)
     device.settle()
     free_before = device.limit - device.used()
-    if ranks is None:
-        loaded = load.load_model(launch, model, settings, backend, send)
-        return LoadedRank(backend, model, settings, loaded, free_before, None)
-    elements = settings.max_prefill_tokens * model.hidden
-    shared = launch.device, rank, ranks.count, ranks.folder, elements, backend.dtype
-    group = Meeting(rank, ranks.count, partial(connect, *shared))
-    loaded = load.load_model(launch, model, settings, backend, send, group)
-    return LoadedRank(backend, model, settings, loaded, free_before, group)
+    group: Group = ALONE
+    taken = 0
+    if ranks is not None:
+        # What torch's own allocator takes meanwhile is the rank's, not the exchange's.
+        began, before = time.monotonic(), device.used() - device.now()
+        # Graphs of decodes have more rows than there are sequences.
+        rows = max(settings.max_prefill_tokens, largest_bucket(settings.max_running_requests))
+        shared = launch.device, rank, ranks.count, ranks.folder
+        group = connect(*shared, rows * model.hidden, backend.dtype, warn)
+        taken = max(0, device.used() - device.now() - before) if device.gpu else 0
+        ms = round((time.monotonic() - began) * 1000)
+        send(Progress(stage=Stage(COLLECTIVES, ms, taken)))
+    loaded = load.load_model(launch, model, settings, backend, send, group, taken)
+    return LoadedRank(backend, model, settings, loaded, free_before, group, taken)
 
 
 def start(
@@ -91,7 +115,7 @@ def start(
     memory: int | None,
     root: int,
     http_processes: int = 1,
-    ranks: Ranks | None = None,
+    ranks: SharedByRanks | None = None,
     links: Sequence[Link] = (),
 ) -> tuple[Engine, Result]:
     """Rank 0's; `links` are to the other `ranks`. Raises ServerError with the reason when no budget
@@ -101,11 +125,10 @@ def start(
     rank = load_rank(launch, send, memory, root, http_processes, ranks)
     settings, loaded, device = rank.settings, rank.loaded, rank.backend.device
     free: tuple[int, ...] = (rank.free_before,)
-    if ranks is not None and rank.group is not None:
-        met = time.monotonic()
-        joined = join(rank.local, rank.group, links, rank.steps(ranks), rank.free_before)
-        ms = round((time.monotonic() - met) * 1000)
-        send(Progress(stage=Stage(COLLECTIVES, ms, joined.collectives)))
+    steps: wire.Steps | None = None
+    if ranks is not None:
+        steps = rank.steps(ranks)
+        joined = join(rank.local, rank.group, links, steps, rank.message())
         loaded, free = loaded.on(joined.executor, joined.collectives), joined.free_before
     result = profile.ProfileLoop(
         device=device,
@@ -117,6 +140,8 @@ def start(
         wait_for_neighbours=wait_for_neighbours,
         free_before_weights=free,
     ).run(started)
+    if steps is not None:
+        steps.trim()  # of the validation, whose steps are the largest
     engine = Engine(
         executor=loaded.executor,
         max_running=settings.max_running_requests,

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from kvline_server.http import neutral
 from kvline_server.http.errors import BadRequest
 from kvline_server.options import MAX_PROMPTS
+from kvline_server.sampling_params import MAX_BIASES
 
 MAX_CHOICES = 8
 MAX_MESSAGES = 1024
@@ -60,7 +61,7 @@ class GenerationRequest(Strict):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] = 1.0
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=300)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool = False

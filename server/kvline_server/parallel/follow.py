@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from kvline_server import device_errors
-from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, RankLost, RanksApart
+from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, RankLost, StepFailed
 from kvline_server.kernels.group import Group
 from kvline_server.messages import Answer, Call, Run
 from kvline_server.parallel.executor import Local
@@ -28,7 +28,7 @@ class Follower:
         self._last: InFlight | None = None  # whose errors nobody has seen yet
 
     def serve(self) -> None:
-        """Until rank 0 ends. Raises RanksApart or DeviceFailure where a step fails."""
+        """Until rank 0 ends. Raises StepFailed or DeviceFailure where a step fails."""
         while True:
             try:
                 message = self._link.receive(IDLE_SECONDS)
@@ -57,8 +57,8 @@ class Follower:
                 raise self._out_of_memory(error) from error
             self._last = None
 
-    def _out_of_memory(self, error: DeviceOutOfMemory) -> RanksApart:
-        return RanksApart(f"rank {self._group.rank}: {error}")
+    def _out_of_memory(self, error: DeviceOutOfMemory) -> StepFailed:
+        return StepFailed(f"rank {self._group.rank}: {error}")
 
     def _answer(self, call: Call) -> Answer:
         self._last = None  # rank 0 has its results

@@ -1,5 +1,4 @@
-"""How ranks come together once each has loaded its part of the model: only then do they wait for
-each other, as one that cannot load ends the start."""
+"""How rank 0 makes one executor of all ranks, once each has loaded its part of the model."""
 
 from __future__ import annotations
 
@@ -7,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvline_server.errors import DeviceFailure
+from kvline_server.kernels.group import Group
 from kvline_server.memory.device import MIB
-from kvline_server.messages import Answer, Call
+from kvline_server.messages import RankLoaded
 from kvline_server.parallel.executor import Local
 from kvline_server.parallel.follow import Follower
 from kvline_server.parallel.link import Link
-from kvline_server.parallel.meeting import Meeting
 from kvline_server.parallel.ranks import ANSWER_SECONDS, Ranks
 from kvline_server.parallel.wire import Steps
 
@@ -22,58 +21,57 @@ LOAD_SECONDS = 3600.0  # the parent ends a start without progress long before
 @dataclass(frozen=True, slots=True)
 class Joined:
     executor: Ranks
-    free_before: tuple[int, ...]  # bytes of each rank before its weights
+    free_before: tuple[int, ...]  # bytes of each rank, before the exchange and its weights
     collectives: int  # bytes that the exchange takes of a GPU, at most
 
 
 def join(
     local: Local,
-    group: Meeting,
+    group: Group,
     links: Sequence[Link],
     steps: Steps,
-    free_before: int,
+    loaded: RankLoaded,
     patience: float = ANSWER_SECONDS,
 ) -> Joined:
-    """Rank 0's part; `free_before` bytes were free before its weights. Raises DeviceFailure where
-    devices differ, and RankLost."""
-    free = [free_before, *(_same(local, link, _answer(link, LOAD_SECONDS)) for link in links)]
-    for link in links:
-        link.send(Call("meet"), patience)
-    taken = [_meet(local, group), *(_answer(link, patience).numbers[0] for link in links)]
-    return Joined(Ranks(local, group, links, steps, patience), tuple(free), max(taken))
+    """Rank 0's part, which has loaded this. Raises DeviceFailure where ranks differ, and
+    RankLost."""
+    others = [_loaded(link) for link in links]
+    for link, other in zip(links, others, strict=True):
+        _check_same(loaded, link.rank, other)
+    every = [loaded, *others]
+    free = tuple(each.free_before for each in every)
+    taken = max(each.collectives for each in every)
+    return Joined(Ranks(local, group, links, steps, patience), free, taken)
 
 
-def follow(local: Local, group: Meeting, link: Link, steps: Steps, free_before: int) -> Follower:
+def follow(local: Local, group: Group, link: Link, steps: Steps, loaded: RankLoaded) -> Follower:
     """Another rank's part, with a link to rank 0."""
-    limit, name = local.device.limit, local.device.name
-    link.send(Answer([limit, free_before], name), ANSWER_SECONDS)
-    message = link.receive(LOAD_SECONDS)
-    assert message == Call("meet"), "what rank 0 says first"
-    link.send(Answer([_meet(local, group)]), ANSWER_SECONDS)
+    link.send(loaded, ANSWER_SECONDS)
     return Follower(local, group, link, steps)
 
 
-def _meet(local: Local, group: Meeting) -> int:
-    """-> bytes of the device that it took, where the device does not count them itself"""
-    before = local.device.used()
-    group.meet()
-    return max(0, local.device.used() - before) if local.device.gpu else 0
+def _loaded(link: Link) -> RankLoaded:
+    message = link.receive(LOAD_SECONDS)
+    if not isinstance(message, RankLoaded):
+        raise link.silent(LOAD_SECONDS)
+    return message
 
 
-def _answer(link: Link, seconds: float) -> Answer:
-    answer = link.receive(seconds)
-    if not isinstance(answer, Answer):
-        raise link.silent(seconds)
-    return answer
-
-
-def _same(local: Local, link: Link, answer: Answer) -> int:
-    """-> bytes that were free there before the weights"""
-    (limit, free), name = answer.numbers, answer.text
-    device = local.device
-    if (limit, name) != (device.limit, device.name):
+def _check_same(first: RankLoaded, rank: int, other: RankLoaded) -> None:
+    """Ranks that differ would exchange other numbers than the others wait for."""
+    if (first.limit, first.device) != (other.limit, other.device):
         raise DeviceFailure(
-            f"the devices of a pod's ranks must be equal: rank 0 has {device.name} with "
-            f"{device.limit // MIB} MiB, rank {link.rank} has {name} with {limit // MIB} MiB"
+            f"the devices of a pod's ranks must be equal: rank 0 has {first.device} with "
+            f"{first.limit // MIB} MiB, rank {rank} has {other.device} with "
+            f"{other.limit // MIB} MiB"
         )
-    return free
+    if first.kernels != other.kernels:
+        raise DeviceFailure(
+            f"the kernels of a pod's ranks must be equal: rank 0 has {first.kernels}, rank {rank} "
+            f"has {other.kernels}; a warning says why"
+        )
+    if first.fingerprint != other.fingerprint:
+        raise DeviceFailure(
+            f"rank 0 and rank {rank} differ in the model's files, the settings, the driver or a "
+            "library, which must be equal on a pod's ranks"
+        )

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 from kvline_server import device_errors
-from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, RankLost, RanksApart
+from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, RankLost, StepFailed
 from kvline_server.kernels.group import Group
 from kvline_server.kernels.tuning import Choices
 from kvline_server.messages import Answer, Call, Run
@@ -83,7 +83,7 @@ class Ranks:
         return captured
 
     def launch(self, step: Step) -> InFlight:
-        """Raises RanksApart in the place of DeviceOutOfMemory: the others are in the step."""
+        """Raises StepFailed in the place of DeviceOutOfMemory: the others are in the step."""
         with self._in_step():
             slot = self._write(step)
             for link in self._links:
@@ -182,7 +182,7 @@ class Ranks:
             try:
                 yield
             except DeviceOutOfMemory as error:
-                raise RanksApart(f"rank 0: {error}") from error
+                raise StepFailed(f"rank 0: {error}") from error
             except DeviceFailure as error:
                 raise _named(error, 0) from error
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from kvline_server.kernels.layout import Draws, Layout
 from kvline_server.memory.pages import pages_for
+from kvline_server.sampling_params import MAX_BIASES
 from kvline_server.worker.step import Edits, Step
 
-MAX_BIASES = 300  # per request; the API's limit
 _I8, _I4, _F4, _U8 = np.int64, np.int32, np.float32, np.uint64
 # Of a step's arrays, in the order of `_arrays`, then of each of its edits.
 _TYPES = (_I8, _I4, _I4, _I4, _I4, _I4, _I8, *[_I8] * 5, _F4, _I4, _F4, _F4, _U8, _I8)

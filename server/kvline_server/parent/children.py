@@ -23,7 +23,7 @@ from kvline_server.options import (
     HttpArguments,
     Options,
     RankArguments,
-    Ranks,
+    SharedByRanks,
 )
 
 BACKLOG = 1024
@@ -130,7 +130,7 @@ def start_engine(
         if folder is not None:
             steps = os.memfd_create("kvline-steps")
             passed.callback(os.close, steps)
-            shared = Ranks(ranks, folder, steps)
+            shared = SharedByRanks(ranks, folder, steps)
 
         def engine(control_fd: int, others: list[int]) -> EngineArguments:
             return EngineArguments(
@@ -148,13 +148,20 @@ def start_engine(
         ]
         if shared is not None:
             started += [
-                start_rank(options, rank, shared, end, root)
+                start_rank(options, rank, shared, end, root, http_processes)
                 for rank, (_, end) in enumerate(pairs, 1)
             ]
     return started
 
 
-def start_rank(options: Options, rank: int, shared: Ranks, end: socket.socket, root: int) -> Child:
+def start_rank(
+    options: Options,
+    rank: int,
+    shared: SharedByRanks,
+    end: socket.socket,
+    root: int,
+    http_processes: int = 1,
+) -> Child:
     """`end`: of its socket to rank 0."""
 
     def make(control_fd: int, others: list[int]) -> RankArguments:
@@ -162,6 +169,7 @@ def start_rank(options: Options, rank: int, shared: Ranks, end: socket.socket, r
             options=options,
             control_fd=control_fd,
             rank=rank,
+            http_processes=http_processes,
             ranks=shared,
             engine_fd=end.fileno(),
             root=root,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -13,12 +15,13 @@ from pathlib import Path
 
 from kvline_contract.exits import ExitCode
 from kvline_contract.report import Termination
-from kvline_server.messages import Apart, Message, Progress, Pulse
+from kvline_server.messages import Message, Progress, Pulse, StepFailed
 from kvline_server.options import Options
 from kvline_server.parent.children import Child, start_engine
 
 FOLDER = "ranks-"
 LOST = int(ExitCode.RANK_LOST)
+REASON_SECONDS = 1.0
 LATE = 2.0  # seconds between two checks, after which it was the parent that did not run
 
 
@@ -29,7 +32,7 @@ class End:
     ranks: int
     codes: dict[int, int]  # by rank, of those that ended
     reported: tuple[tuple[int, Termination], ...]  # in their order, with the rank
-    apart: str  # errors.RanksApart, if it was that
+    step_failed: str  # errors.StepFailed, if it was that
     silent: int | None  # a rank without a pulse
 
     def failure(self) -> tuple[int, Termination] | None:
@@ -65,7 +68,19 @@ def signal_name(code: int) -> str:
     return f"signal {-code}{why}"
 
 
-class Engine:
+def meeting_folder(state: Path) -> Path:
+    """A new folder where ranks meet. Removes those of parents on this host that were killed; in a
+    container a parent has its predecessor's pid. Another server may use the same state folder."""
+    host, own = socket.gethostname(), os.getpid()
+    for old in state.glob(f"{FOLDER}*-*-*"):
+        where, pid, _ = old.name.rsplit("-", 2)
+        gone = pid == str(own) or not Path("/proc", pid).exists()
+        if where == f"{FOLDER}{host}" and gone:
+            shutil.rmtree(old, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{FOLDER}{host}-{own}-", dir=state))
+
+
+class EngineProcesses:
     def __init__(
         self,
         options: Options,
@@ -76,13 +91,11 @@ class Engine:
         """Starts them. `handle` gets each message that is not about a rank's end, with the rank."""
         self.folder: Path | None = None
         if ranks > 1:
-            for old in options.state_dir.glob(f"{FOLDER}*"):  # of a parent that was killed
-                shutil.rmtree(old, ignore_errors=True)
-            self.folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=options.state_dir))
+            self.folder = meeting_folder(options.state_dir)
         self.ranks = start_engine(options, http_processes, ranks, self.folder)
         self._handle = handle
         self._reported: list[tuple[int, Termination]] = []
-        self._apart = ""
+        self._step_failed = ""
         self._pulses: dict[int, float] = {}  # when each rank's last one came
         self._checked_at = time.monotonic()
         for rank, child in enumerate(self.ranks):
@@ -99,7 +112,7 @@ class Engine:
 
     def over(self) -> bool:
         """Whether a process has ended, or will."""
-        failed = len(self.ranks) > 1 and bool(self._reported or self._apart)
+        failed = len(self.ranks) > 1 and bool(self._reported or self._step_failed)
         return failed or any(child.process.poll() is not None for child in self.ranks)
 
     def silent(self, seconds: float) -> int | None:
@@ -117,11 +130,23 @@ class Engine:
 
     def end(self, silent: int | None) -> End:
         """Kills what is left of it, without waiting: a driver takes time to free a GPU's memory."""
+        if silent is None and self.over():
+            self._wait_for_reason()
         codes = {rank: child.process.poll() for rank, child in enumerate(self.ranks)}
         for child in self.ranks:
             child.process.kill()
         ended = {rank: code for rank, code in codes.items() if code is not None}
-        return End(len(self.ranks), ended, tuple(self._reported), self._apart, silent)
+        return End(len(self.ranks), ended, tuple(self._reported), self._step_failed, silent)
+
+    def _wait_for_reason(self) -> None:
+        """Where ranks have ended that only lost another: that one is gone a moment later."""
+        end = time.monotonic() + REASON_SECONDS
+        while time.monotonic() < end and not self._step_failed:
+            codes = {failure.code for _, failure in self._reported}
+            codes |= {code for child in self.ranks if (code := child.process.poll()) is not None}
+            if codes - {LOST}:
+                return
+            time.sleep(REASON_SECONDS / 50)
 
     def kill(self) -> None:
         for child in self.ranks:
@@ -134,8 +159,8 @@ class Engine:
     def _from(self, rank: int, message: Message) -> None:
         if isinstance(message, Pulse):
             self._pulses[rank] = time.monotonic()
-        elif isinstance(message, Apart):
-            self._apart = self._apart or message.text
+        elif isinstance(message, StepFailed):
+            self._step_failed = self._step_failed or message.text
         elif isinstance(message, Progress) and message.failure is not None:
             self._reported.append((rank, message.failure))
         else:

@@ -5,6 +5,7 @@ Thread-safe; every change raises the sequence number. Never imports torch.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from dataclasses import replace
@@ -21,10 +22,12 @@ from kvline_contract.report import (
 )
 from kvline_server.messages import Progress
 
+MAX_WARNING = 500  # characters, beside a rank's name
+
 
 class ReportKeeper:
     def __init__(self, pod_uid: str, pod_name: str, revision: str) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.changed_at = time.monotonic()
         self._report = SizingReport(
             pod_uid=pod_uid,
@@ -69,8 +72,19 @@ class ReportKeeper:
     def fail(self, failure: Termination) -> None:
         self._change(state=State.FAILED, failure=failure, result=None)
 
-    def warn(self, text: str) -> None:
-        self._change(warnings=(*self._report.warnings, text[:512])[-MAX_WARNINGS:])
+    def warn(self, text: str, rank: int = 0) -> bool:
+        """One of a rank other than 0 names it, unless several ranks warn of the same.
+        -> whether it is new"""
+        text, named = text[:MAX_WARNING], f"rank {rank}: {text[:MAX_WARNING]}"
+        of_a_rank = re.compile(rf"rank \d+: {re.escape(text)}")
+        with self._lock:
+            known = self._report.warnings
+            if rank and (text in known or named in known):
+                return False
+            others = [each for each in known if not of_a_rank.fullmatch(each)]
+            alone = bool(rank) and len(others) == len(known)
+            self._change(warnings=(*others, named if alone else text)[-MAX_WARNINGS:])
+            return len(others) == len(known)
 
     def restart(self, warning: str) -> None:
         """The engine was killed and restarts: stages are reset, attempts are kept."""

@@ -36,7 +36,7 @@ from kvline_server.messages import (
 from kvline_server.options import LARGE_HOST, ClientLimits, Options
 from kvline_server.parent.children import Child, listen, start_http
 from kvline_server.parent.cpus import cpus, http_processes
-from kvline_server.parent.engine import End, Engine, signal_name
+from kvline_server.parent.engine import End, EngineProcesses, signal_name
 from kvline_server.parent.health import Health
 from kvline_server.parent.internal import InternalServer
 from kvline_server.parent.report_keeper import ReportKeeper
@@ -59,7 +59,7 @@ class Supervisor:
         self.clients = self._clients()
         self.processes = options.http_processes or http_processes(self.clients, cpus())
         self.health = Health(options, self.keeper, self.served, self.processes)
-        self.engine: Engine | None = None
+        self.engine: EngineProcesses | None = None
         self.ranks = launch.tensor_parallel
         self.http: list[Child] = []
         self.internal: InternalServer | None = None
@@ -181,7 +181,7 @@ class Supervisor:
         self.health.on_engine_heartbeat()
         self.oom_kills, self.thrashed = oom_kills(), False
         options = self._with_memory()
-        self.engine = Engine(options, self.processes, self.ranks, self._from_engine)
+        self.engine = EngineProcesses(options, self.processes, self.ranks, self._from_engine)
         if self.health.edge.ready:
             self.engine.first.tell(NeighboursReady())
 
@@ -205,6 +205,9 @@ class Supervisor:
     def _from_engine(self, rank: int, message: Message) -> None:
         if rank:
             self.keeper.touch()  # it loads, whatever rank 0 waits for
+            text = message.warning if isinstance(message, Progress) else None
+            if text is not None and self.keeper.warn(text, rank):
+                log(f"warning: rank {rank}: {text}")
         elif isinstance(message, Beat):
             self.health.on_engine_heartbeat(message)
         elif isinstance(message, Progress):
@@ -244,10 +247,10 @@ class Supervisor:
         end = engine.end(silent)
         if self._may_shrink(end):
             engine.kill()
-            if end.apart:
+            if end.step_failed:
                 self._attempts().fail()
             self.keeper.restart(
-                end.apart or "the engine was killed for memory while it validated a size"
+                end.step_failed or "the engine was killed for memory while it validated a size"
             )
             self.health.engine_gone = False
             self._start_engine()
@@ -260,8 +263,8 @@ class Supervisor:
             rank, failure = failed
             self.interrupted = rank > 0  # rank 0 has ended its attempt itself
             return failure
-        if end.apart:
-            return Termination.of(self._out_of_memory(), end.apart)
+        if end.step_failed:
+            return Termination.of(self._out_of_memory(), end.step_failed)
         if end.ranks == 1:
             return self._died("engine", end.codes[0])
         killed = end.killed()
@@ -277,7 +280,7 @@ class Supervisor:
             return False
         tried = any(a.outcome is Outcome.RUNNING for a in self.keeper.report.attempts)
         killed = any(map(self._killed_for_memory, end.codes.values()))
-        return tried and (bool(end.apart) or (self.device is Device.CPU and killed))
+        return tried and (bool(end.step_failed) or (self.device is Device.CPU and killed))
 
     def _killed_for_memory(self, code: int) -> bool:
         """Whether the kernel killed a process for host memory. Others send SIGKILL too; where the

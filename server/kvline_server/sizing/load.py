@@ -48,19 +48,19 @@ def load_model(
     backend: Backend,
     send: SendProgress,
     group: Group = ALONE,
+    collectives: int = 0,
 ) -> Loaded:
-    """Step 1 of the profile loop, for this rank of the group. Raises ModelInvalid, or OutOfMemory
-    where the weights do not fit, before the kernel's OOM killer acts."""
+    """Step 1 of the profile loop, for this rank of the group, whose `collectives` are in bytes.
+    Raises ModelInvalid, or OutOfMemory where weights do not fit, before the OOM killer acts."""
     device = backend.device
     started, before, used = time.monotonic(), device.now(), device.used()
     folder = Path(launch.model.path)
     random = launch.model.load_format is LoadFormat.RANDOM
     source: TensorSource = loader.RandomSource() if random else loader.SafetensorsSource(folder)
-    expected = (
-        loader.weight_elements(model, Shard(group.rank, group.ranks)) * backend.dtype.itemsize
-    )
-    needed = (OwnedPart(WEIGHTS, fixed=expected),)
-    rank = Diagnosis(device, settings, needed, used, rank=group.rank, ranks=group.ranks)
+    elements = loader.weight_elements(model, Shard(group.rank, group.ranks))
+    expected = elements * backend.dtype.itemsize
+    owned, others = (OwnedPart(WEIGHTS, fixed=expected),), used - collectives
+    rank = Diagnosis(device, settings, owned, others, rank=group.rank, ranks=group.ranks)
     too_large = rank.weights_do_not_fit(device.limit - used)
     if expected > device.limit - used:
         raise too_large

@@ -27,6 +27,13 @@ STAGINGS = 2  # the number of steps in flight, plus one: a copy reads one while 
 UNREAD = -1  # for a row whose input token the host has, in place of its slot
 
 
+def largest_bucket(slots: int) -> int:
+    """Rows of the largest graph for so many sequences at once: more than there are sequences, where
+    these are no bucket."""
+    sizes: list[int] = [*BUCKETS]
+    return sizes[min(bisect.bisect_left(sizes, slots), len(sizes) - 1)]
+
+
 class _Inputs:
     """A step's inputs as views of one buffer, on the host or on the device; the pages come last,
     so that one copy of what is used brings all."""
