@@ -11,6 +11,7 @@ import torch.distributed
 
 from kvline_contract.launch import Device
 from kvline_server.errors import RankLost
+from kvline_server.memory import cuda
 from kvline_server.parallel import nccl, symmetric
 from kvline_server.parallel.connect import connect
 from kvline_server.parallel.groups import GlooGroup
@@ -25,17 +26,19 @@ def connected(device: Device, folder: Path) -> tuple[Any, list[str]]:
 def test_gpus_that_reach_each_other_share_their_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(symmetric, "reachable", lambda ranks: True)
+    monkeypatch.setattr(cuda, "reachable", lambda gpus: True)
     monkeypatch.setattr(symmetric, "SymmetricGroup", lambda *given: given)
     assert connected(Device.CUDA, tmp_path) == ((0, 1, tmp_path, 64, torch.float32), [])
 
 
 def test_gpus_that_do_not_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(symmetric, "reachable", lambda ranks: False)
+    monkeypatch.setattr(cuda, "reachable", lambda gpus: False)
     monkeypatch.setattr(nccl, "NcclGroup", lambda *given: given)
     group, (warning,) = connected(Device.CUDA, tmp_path)
-    assert group == (0, 1, tmp_path)
-    assert warning.startswith("the GPUs cannot map each other's memory (no peer access): using NCC")
+    assert group == (0, 1, tmp_path, 64, torch.float32)
+    assert warning.startswith(
+        "the GPUs cannot map each other's memory, or not change it atomically"
+    )
 
 
 def test_a_gpu_whose_ranks_do_not_come_is_a_lost_one(
@@ -44,7 +47,7 @@ def test_a_gpu_whose_ranks_do_not_come_is_a_lost_one(
     def late(*given: object) -> None:
         raise torch.distributed.DistStoreError("wait timeout after 60000ms\nException raised from")
 
-    monkeypatch.setattr(symmetric, "reachable", lambda ranks: True)
+    monkeypatch.setattr(cuda, "reachable", lambda gpus: True)
     monkeypatch.setattr(symmetric, "SymmetricGroup", late)
     with pytest.raises(RankLost, match=r"^rank 0 of 1 waits .* in vain: wait .*ms$"):
         connected(Device.CUDA, tmp_path)
