@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,6 @@ import torch.distributed
 
 from kvline_contract.launch import Device
 from kvline_server.errors import RankLost
-from kvline_server.memory import cuda
 from kvline_server.parallel import nccl, symmetric
 from kvline_server.parallel.connect import connect
 from kvline_server.parallel.groups import GlooGroup
@@ -23,16 +24,22 @@ def connected(device: Device, folder: Path) -> tuple[Any, list[str]]:
     return connect(device, 0, 1, folder, 64, torch.float32, warnings.append), warnings
 
 
+def reach(monkeypatch: pytest.MonkeyPatch, each_other: bool) -> None:
+    """In the place of a module that imports the driver's."""
+    driver = SimpleNamespace(reachable=lambda gpus: each_other)
+    monkeypatch.setitem(sys.modules, "kvline_server.memory.cuda", driver)
+
+
 def test_gpus_that_reach_each_other_share_their_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda, "reachable", lambda gpus: True)
+    reach(monkeypatch, True)
     monkeypatch.setattr(symmetric, "SymmetricGroup", lambda *given: given)
     assert connected(Device.CUDA, tmp_path) == ((0, 1, tmp_path, 64, torch.float32), [])
 
 
 def test_gpus_that_do_not_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "reachable", lambda gpus: False)
+    reach(monkeypatch, False)
     monkeypatch.setattr(nccl, "NcclGroup", lambda *given: given)
     group, (warning,) = connected(Device.CUDA, tmp_path)
     assert group == (0, 1, tmp_path, 64, torch.float32)
@@ -47,7 +54,7 @@ def test_a_gpu_whose_ranks_do_not_come_is_a_lost_one(
     def late(*given: object) -> None:
         raise torch.distributed.DistStoreError("wait timeout after 60000ms\nException raised from")
 
-    monkeypatch.setattr(cuda, "reachable", lambda gpus: True)
+    reach(monkeypatch, True)
     monkeypatch.setattr(symmetric, "SymmetricGroup", late)
     with pytest.raises(RankLost, match=r"^rank 0 of 1 waits .* in vain: wait .*ms$"):
         connected(Device.CUDA, tmp_path)

@@ -64,7 +64,7 @@ def _run(arguments: RankArguments, launch: LaunchConfig, parent: Channel) -> Non
     with device_errors.translated("start"):
         rank = load_rank(
             launch,
-            lambda progress: parent.send(Progress(warning=progress.warning)),  # rank 0 shows others
+            lambda progress: parent.send(Progress(warning=progress.warning)),  # rank 0 reports more
             arguments.options.memory,
             arguments.root,
             arguments.http_processes,
