@@ -50,7 +50,7 @@ def load_model(
     group: Group = ALONE,
     collectives: int = 0,
 ) -> Loaded:
-    """Step 1 of the profile loop, for this rank of the group, whose `collectives` are in bytes.
+    """Step 2 of the profile loop, for this rank of the group, whose `collectives` are in bytes.
     Raises ModelInvalid, or OutOfMemory where weights do not fit, before the OOM killer acts."""
     device = backend.device
     started, before, used = time.monotonic(), device.now(), device.used()

@@ -1,7 +1,7 @@
 """The profile loop, which sizes and validates the KV cache before the server is ready.
 
-Steps: 1 load, 2 collectives, 3 autotune, 4 probe, 5 stress, 6 measure, 7 map and validate at the
-final size, 8 shrink and retry. They are the same on every device; step 2 is empty on one device,
+Steps: 1 collectives, 2 load, 3 autotune, 4 probe, 5 stress, 6 measure, 7 map and validate at the
+final size, 8 shrink and retry. They are the same on every device; step 1 is empty on one device,
 and step 3 on a CPU. The loop runs on rank 0 alone and takes every decision from the figures of all
 ranks, so they cannot disagree.
 """
@@ -38,7 +38,7 @@ NEIGHBOUR_PAUSE = 15.0  # seconds
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The result of step 1: a model on the devices and empty arenas."""
+    """The result of step 2: a model on the devices and empty arenas."""
 
     executor: Executor
     vocabulary: int
