@@ -108,7 +108,8 @@ def test_deletion_needs_no_operator_and_leaves_nothing(
     until(lambda: space.list("deployments"))
     operator.stop()
     space.kubectl("delete", "kvl", "chat", "--timeout=20s")
-    until(lambda: not any(children(space).values()))
+    # In a new cluster Kubernetes' garbage collector finds our kind within 30 s of its definition.
+    until(lambda: not any(children(space).values()), 90)
     space.apply("late")
     space.apply("late", engine={"maxModelLen": 4096})
     operator.start()
