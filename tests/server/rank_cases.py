@@ -65,6 +65,7 @@ class Case:
 CASES = {
     "llama": Case(LLAMA, (2, 4)),  # of two keys' heads four ranks have one each, twice
     "qwen3": Case(replace(LLAMA, kv_heads=6, qk_norm="head", tied_embeddings=False), (2, 3)),
+    "eight": Case(replace(LLAMA, layers=1, heads=8), (8,)),  # a head each, every key's four times
     "biases": Case(replace(LLAMA, qkv_bias=True, output_bias=True, mlp_bias=True), (4,)),
     "olmo2": Case(replace(LLAMA, norms=AFTER, qk_norm="projection"), (2, 4)),
     "phi3": Case(replace(LLAMA, kv_heads=3, rope=Rope(1e4, rotary_dim=6), **FUSED), (3,)),
@@ -144,7 +145,7 @@ def started(group: Group) -> dict[str, np.ndarray]:
     nobody: they do not even take part."""
     made: dict[str, np.ndarray] = {}
     if group.rank == 0:
-        executor: Any = engine(replace(LLAMA, kv_heads=1), group).executor
+        executor: Any = engine(replace(LLAMA, heads=24, kv_heads=1), group).executor
         executor.resize(3)
         with group.apart():
             for name, work in (("tune", executor.worker.tune), ("warm_up", executor.warm_up)):
