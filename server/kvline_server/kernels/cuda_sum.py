@@ -2,7 +2,7 @@
 other's memory.
 
 Every rank reads all parts itself: one exchange of flags, where a sum in two shots takes two, and
-the residual's addition in the same kernel. From ROWS rows on, two shots move fewer bytes.
+the residual's addition in the same kernel. Of many rows two shots move fewer bytes.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 import torch
 
+from kvline_contract.report import MAX_RANKS
 from kvline_server.kernels.cubins import TRITON_TYPES, Variant, launch
 
 BLOCK, WARPS = 1024, 4
 PROGRAMS = 128  # at most: all of them run at once on any GPU that this is for
-MAX_RANKS = 8
 
 
 def run(buffers: int, flags: int, residual: torch.Tensor, rank: int, ranks: int) -> None:

@@ -240,20 +240,23 @@ class FlashInferKernels(Kernels):
         return PartScores(normalisers, ranks.sub_(1), *_most_likely(logits, top))
 
     def best(self, logits: torch.Tensor, draws: Draws, first: int) -> torch.Tensor:
-        scaled = np.where(draws.temperatures < GREEDY, np.float32(0.0), draws.temperatures)
-        temperatures, keys = self.upload(scaled, draws.keys.view(np.int64))
+        temperatures, keys = self._drawn_by(draws)
         return cuda_rows.draw(logits, keys, temperatures, first)
 
-    def choose(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    def _drawn_by(self, draws: Draws) -> list[torch.Tensor]:
+        """Temperatures, 0 of greedy rows, and keys, on the device. float32, int64 [rows]"""
         greedy = draws.temperatures < GREEDY
         scaled = np.where(greedy, np.float32(0.0), draws.temperatures)
-        temperatures, keys = self.upload(scaled, draws.keys.view(np.int64))
+        return self.upload(scaled, draws.keys.view(np.int64))
+
+    def choose(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+        temperatures, keys = self._drawn_by(draws)
         if not draws.filtered.any():
             return cuda_rows.draw(logits, keys, temperatures)
         best = temperatures == 0.0
         weights, not_finite = self._filtered(logits, temperatures.masked_fill(best, 1.0), draws)
         chosen = cuda_rows.draw(weights, keys).masked_fill_(not_finite, NO_TOKEN)
-        if greedy.any():
+        if (draws.temperatures < GREEDY).any():
             chosen = torch.where(best, cuda_rows.draw(logits, keys, temperatures), chosen)
         return chosen
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from kvline_contract.report import MAX_RANKS
 from kvline_server.errors import ModelUnsupported
 from kvline_server.model.config import ModelConfig
 
-MOST_RANKS = 8
 ALIGN = 16  # rows of the LM head: kernels load logits faster where a row has a multiple of it
 
 
@@ -34,7 +34,7 @@ def check(config: ModelConfig, ranks: int) -> None:
     """Raises ModelUnsupported where so many ranks cannot share the model."""
     if _divides(config, ranks):
         return
-    fit = [str(n) for n in range(1, MOST_RANKS + 1) if _divides(config, n)]
+    fit = [str(n) for n in range(1, MAX_RANKS + 1) if _divides(config, n)]
     counts = f"{', '.join(fit[:-1])} or {fit[-1]}" if len(fit) > 1 else fit[0]
     raise ModelUnsupported(
         f"spec.resources.gpus is {ranks}, which do not share this model evenly: it has "
@@ -45,7 +45,7 @@ def check(config: ModelConfig, ranks: int) -> None:
 
 def _divides(config: ModelConfig, ranks: int) -> bool:
     return (
-        1 <= ranks <= MOST_RANKS
+        1 <= ranks <= MAX_RANKS
         and config.heads % ranks == config.intermediate % ranks == 0
         and (config.kv_heads % ranks == 0 or ranks % config.kv_heads == 0)
         and (ranks - 1) * share(config.vocabulary, ranks) < config.vocabulary

@@ -14,7 +14,7 @@ from kvline_server.kernels.group import Group
 
 NO_PEER_ACCESS = (
     "the GPUs cannot map each other's memory, or not change it atomically: using NCCL, which takes "
-    "about 1.3 GiB more of each and is slower"
+    "more of their memory and is slower"
 )
 
 

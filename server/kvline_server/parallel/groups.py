@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import torch
 import torch.distributed
 
 from kvline_server.errors import RankLost
+from kvline_server.parallel.several import Several
 
 distributed: Any = torch.distributed  # whose own annotations lack what is used here
 LOOPBACK = "lo"  # the network interface; ranks of a pod share one machine
@@ -19,13 +18,12 @@ SECONDS = 60.0  # for the slowest rank to call what the others wait for
 WIDENED = (torch.bfloat16, torch.float16)  # dtypes whose sums are made in float32
 
 
-class GlooGroup:
+class GlooGroup(Several):
     """Ranks meet through a file in `folder`, which must be new to them, and talk through the
     loopback interface. Raises RankLost where a peer is gone or does not answer in time."""
 
     def __init__(self, rank: int, ranks: int, folder: Path, seconds: float = SECONDS) -> None:
-        self.rank, self.ranks, self.sent = rank, ranks, 0
-        self._apart = False
+        super().__init__(rank, ranks)
         options = distributed.ProcessGroupGloo._Options()
         options._devices = [distributed.ProcessGroupGloo.create_device(interface=LOOPBACK)]
         options._timeout = timedelta(seconds=seconds)
@@ -37,9 +35,6 @@ class GlooGroup:
         except RuntimeError as error:
             raise self._lost(error) from error
 
-    def buffer(self, rows: int, width: int) -> torch.Tensor | None:
-        return None
-
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype in WIDENED:
             return x.copy_(self.sum(x.float()))
@@ -49,9 +44,6 @@ class GlooGroup:
         whole = x.contiguous()
         self._wait(self._group.allreduce, [whole])
         return x if whole is x else x.copy_(whole)
-
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
-        residual.add_(self.sum(x))
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         self.sent += x.nbytes
@@ -68,14 +60,6 @@ class GlooGroup:
         made = torch.empty_like(x, memory_format=torch.contiguous_format)
         self._wait(self._group.alltoall_base, made, x.contiguous(), [], [])
         return made
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        self._apart = True
-        try:
-            yield
-        finally:
-            self._apart = False
 
     def close(self) -> None:
         """Waits for nobody."""

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed
 
+from kvline_server.parallel.several import SeveralGpus
+
 distributed: Any = torch.distributed  # whose own annotations lack what is used here
 # Read at its start. NVLink multicast needs a service of the driver; a pod's ranks share a machine.
 os.environ |= {"NCCL_NVLS_ENABLE": "0", "NCCL_SOCKET_IFNAME": "lo"}
 
 
-class NcclGroup:
+class NcclGroup(SeveralGpus):
     """kernels.group.Group of one GPU each."""
 
     def __init__(
@@ -24,8 +24,7 @@ class NcclGroup:
     ) -> None:
         """Ranks meet through a file in `folder`, which must be new to them. `elements` of the
         largest hidden states that are summed."""
-        self.rank, self.ranks, self.sent = rank, ranks, 0
-        self._apart = False
+        super().__init__(rank, ranks)
         store = distributed.FileStore(str(folder / "ranks"), ranks)
         self._group = distributed.ProcessGroupNCCL(store, rank, ranks)
         # It takes its memory at the first call of each kind and of a large one, so that must come
@@ -37,30 +36,11 @@ class NcclGroup:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        self._apart = True
-        try:
-            yield
-        finally:
-            self._apart = False
-
-    @property
-    def _waits(self) -> bool:
-        """Whether ranks wait for each other: a capture waits for nobody."""
-        return not self._apart or torch.cuda.is_current_stream_capturing()
-
-    def buffer(self, rows: int, width: int) -> torch.Tensor | None:
-        return None
-
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         self.sent += x.nbytes
         if self._waits:
             self._group.allreduce([x]).wait()
         return x
-
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
-        residual.add_(self.sum(x))
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         self.sent += x.nbytes

@@ -22,6 +22,7 @@ import torch.distributed._symmetric_memory
 
 from kvline_server.kernels import cuda_sum
 from kvline_server.kernels.group import TABLE_BYTES
+from kvline_server.parallel.several import SeveralGpus
 
 distributed: Any = torch.distributed  # whose own annotations lack what is used here
 symmetric: Any = torch.distributed._symmetric_memory
@@ -36,7 +37,7 @@ ALIGN = 1024
 HALVES = 2  # of such memory: one is written while another rank still reads the other
 
 
-class SymmetricGroup:
+class SymmetricGroup(SeveralGpus):
     """kernels.group.Group of one GPU each. Adds hidden states where a linear wrote them, in
     `buffer`. Graphs may hold its sums, an even number in each, but no gathers and exchanges."""
 
@@ -45,8 +46,7 @@ class SymmetricGroup:
     ) -> None:
         """Ranks meet through a file in `folder`, which must be new to them. `elements` of the
         largest hidden states that are summed."""
-        self.rank, self.ranks, self.sent = rank, ranks, 0
-        self._apart = False
+        super().__init__(rank, ranks)
         small = SMALL_BYTES // dtype.itemsize
         flags = torch.int32.itemsize * cuda_sum.PROGRAMS * ranks
         sizes = (elements * dtype.itemsize, HALVES * SMALL_BYTES, flags, HALVES * TABLE_BYTES)
@@ -99,19 +99,13 @@ class SymmetricGroup:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        self._apart = True
         try:
-            yield
+            with super().apart():
+                yield
             # Graphs that were captured meanwhile begin with the half that the others begin with.
             assert not self._turn, "a graph has an odd number of sums"
         finally:
-            self._apart, self._turn = False, 0
-
-    @property
-    def _waits(self) -> bool:
-        """Whether ranks wait for each other. A graph is captured as it will be replayed, and waits
-        for nobody meanwhile."""
-        return not self._apart or torch.cuda.is_current_stream_capturing()
+            self._turn = 0
 
     def buffer(self, rows: int, width: int) -> torch.Tensor:
         count = rows * width
@@ -133,7 +127,7 @@ class SymmetricGroup:
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
         half = self._places.get(x.data_ptr())
         if half is None or not self._fused:
-            residual.add_(self.sum(x))
+            super().add(x, residual)
             return
         self.sent += x.nbytes
         parts, flags = self._parts[half].data_ptr(), self._flags.data_ptr()
