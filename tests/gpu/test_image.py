@@ -1,5 +1,6 @@
 """Nothing that server/cuda.Dockerfile takes out of torch is missed on a GPU: its own lines are
-applied to hard links of this machine's packages, and the engine's tests run with those."""
+applied to hard links of this machine's packages, and tests of the engine and of what several GPUs
+exchange run with those."""
 
 from __future__ import annotations
 
@@ -61,5 +62,6 @@ def test_what_the_cuda_image_lacks_is_not_missed(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(str(folder))
     engine = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib"]
-    engine += ["-p", "no:cacheprovider", "-m", "gpu", "tests/gpu/test_engine.py"]
+    engine += ["-p", "no:cacheprovider", "-m", "gpu"]
+    engine += ["tests/gpu/test_engine.py", "tests/gpu/test_group.py"]
     subprocess.run(engine, cwd=ROOT, env=environment, check=True)

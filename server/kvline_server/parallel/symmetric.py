@@ -39,7 +39,8 @@ HALVES = 2  # of such memory: one is written while another rank still reads the 
 
 class SymmetricGroup(SeveralGpus):
     """kernels.group.Group of one GPU each. Adds hidden states where a linear wrote them, in
-    `buffer`. Graphs may hold its sums, an even number in each, but no gathers and exchanges."""
+    `buffer`. Graphs may hold its sums, but no gathers and exchanges. Sums come in pairs, as the
+    two of a layer do, in a graph and between graphs: each graph begins with the same half."""
 
     def __init__(
         self, rank: int, ranks: int, folder: Path, elements: int, dtype: torch.dtype
@@ -81,15 +82,15 @@ class SymmetricGroup(SeveralGpus):
         self._half = 0
         self._memory.zero_()
         self._shown.barrier()  # every rank's flags are 0
-        self._warm_up(dtype)
+        self._warm_up(elements, dtype)
 
     def _pointers(self, offset: int) -> torch.Tensor:
         """To this byte of each rank's memory, on the device. int64 [ranks]"""
         return torch.tensor([at + offset for at in self._shown.buffer_ptrs], device="cuda")
 
-    def _warm_up(self, dtype: torch.dtype) -> None:
+    def _warm_up(self, elements: int, dtype: torch.dtype) -> None:
         """Loads every kernel, while nothing is measured yet."""
-        for count in (16, len(self._halves[0]) + 16):
+        for count in (16, min(elements, len(self._halves[0]) + 16)):
             residual = torch.zeros((1, count), dtype=dtype, device="cuda")
             for use in (self.sum, partial(self.add, residual=residual)) * HALVES:
                 use(self.buffer(1, count).zero_())
@@ -99,10 +100,10 @@ class SymmetricGroup(SeveralGpus):
 
     @contextmanager
     def apart(self) -> Iterator[None]:
+        assert not self._turn, "an odd number of sums came before"
         try:
             with super().apart():
                 yield
-            # Graphs that were captured meanwhile begin with the half that the others begin with.
             assert not self._turn, "a graph has an odd number of sums"
         finally:
             self._turn = 0
