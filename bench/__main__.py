@@ -31,6 +31,7 @@ GPU = (
     "startup",
     "soak",
     "parallel",
+    "exchange",
 )
 
 
