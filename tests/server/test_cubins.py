@@ -61,7 +61,7 @@ def test_kernels_are_made_without_a_compiler_and_found_again(
     cubins._built.cache_clear()
 
 
-@pytest.mark.parametrize("kernel", ["score", "draw", "write", "one_row", "sum_add"])
+@pytest.mark.parametrize("kernel", ["score", "draw", "write", "one_row", "sum_add", "push_add"])
 def test_a_kernel_that_starts_early_waits_before_it_reads(
     kernel: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -6,7 +6,7 @@
 the batch. `write` runs one program per row of a step, between the QKV GEMM and attention: QK norm
 where the model has it, rotary embedding, keys and values into the cache. `one_row` is a linear of
 one row with the norm before it, the activation or the sum after it. `sum_add` adds up what the
-ranks made of few rows.
+ranks made of few rows, and `push_add` of very few.
 Reference: kernels/torch_rows.py and kernels/torch.py; the tests compare the two.
 """
 
@@ -297,3 +297,64 @@ def sum_add(buffers, flags, residual, elements, rank, RANKS: tl.constexpr, BLOCK
             part = tl.load(tl.multiple_of(buffer, 16) + at, mask=inside, cache_modifier=".cg")
             total += part.to(tl.float32)
         tl.store(residual + at, total.to(kind), mask=inside)
+
+
+@triton.jit
+def _pair(word):
+    """The two bfloat16 numbers of a 32-bit word, as float32."""
+    return (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _word(low, high):
+    low = low.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return (high.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16) | low
+
+
+@triton.jit
+def push_add(
+    inboxes,
+    epochs,
+    part,
+    residual,
+    words,
+    rank,
+    SLOT: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """As sum_add, of few numbers: every rank writes its part into the others' memory, in each store
+    of 64 bits two numbers and which sum of this program they are of, so that who reads the one has
+    the other too. `part` and `residual` are bfloat16, taken as 32-bit words. A program's sum after
+    the next writes where this one did: the others have read it by then, or they would not have
+    sent their parts of the next."""
+    _after_the_last()
+    program = tl.program_id(0)
+    epoch = tl.load(epochs + program) + 1
+    first = (epoch & 1) * (RANKS * SLOT)
+    stride = tl.num_programs(0) * BLOCK
+    for start in range(program * BLOCK, words, stride):
+        at = start + tl.arange(0, BLOCK)
+        numbers = tl.load(part + at, mask=at < words, other=0).to(tl.int64) & 0xFFFFFFFF
+        for step in tl.static_range(1, RANKS):
+            inbox = tl.load(inboxes + (rank + step) % RANKS).to(tl.pointer_type(tl.int64))
+            to = tl.multiple_of(inbox, 16) + first + rank * SLOT + at
+            tl.store(to, (epoch.to(tl.int64) << 32) | numbers, mask=at < words)
+    own = tl.load(inboxes + rank).to(tl.pointer_type(tl.int64))
+    for start in range(program * BLOCK, words, stride):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < words
+        low, high = _pair(tl.load(residual + at, mask=inside, other=0))
+        for other in tl.static_range(RANKS):  # in one order: the same sum on every rank
+            numbers = tl.load(part + at, mask=inside, other=0)
+            if other != rank:
+                written = tl.multiple_of(own, 16) + first + other * SLOT + at
+                got = tl.load(written, mask=inside, other=0, volatile=True)
+                while tl.max((((got >> 32).to(tl.int32) != epoch) & inside).to(tl.int32), 0) != 0:
+                    got = tl.load(written, mask=inside, other=0, volatile=True)
+                numbers = got.to(tl.int32)
+            more, above = _pair(numbers)
+            low += more
+            high += above
+        tl.store(residual + at, _word(low, high), mask=inside)
+    tl.store(epochs + program, epoch)

@@ -49,9 +49,14 @@ class SymmetricGroup(SeveralGpus):
         largest hidden states that are summed."""
         super().__init__(rank, ranks)
         small = SMALL_BYTES // dtype.itemsize
-        flags = torch.int32.itemsize * cuda_sum.PROGRAMS * ranks
-        sizes = (elements * dtype.itemsize, HALVES * SMALL_BYTES, flags, HALVES * TABLE_BYTES)
-        hidden, halves, flags, tables = itertools.accumulate((0, *sizes[:3]), _aligned)
+        sizes = (
+            elements * dtype.itemsize,
+            HALVES * SMALL_BYTES,
+            torch.int32.itemsize * cuda_sum.PROGRAMS * ranks,
+            ranks * cuda_sum.INBOX_BYTES,
+            HALVES * TABLE_BYTES,
+        )
+        hidden, halves, flags, inbox, tables = itertools.accumulate((0, *sizes[:-1]), _aligned)
         store = distributed.FileStore(str(folder / "ranks"), ranks)
         store.set_timeout(timedelta(seconds=SECONDS))
         # Symmetric memory takes ranks and store from a group of this name, and nothing else.
@@ -59,7 +64,7 @@ class SymmetricGroup(SeveralGpus):
         self._group._set_group_name(NAME)
         _register(NAME, self._group)
         device = torch.device("cuda", torch.cuda.current_device())
-        size = tables + sizes[3]
+        size = tables + sizes[-1]
         self._memory: torch.Tensor = symmetric._SymmetricMemory.empty_strided_p2p(
             (size,), (1,), torch.uint8, device
         )
@@ -71,11 +76,13 @@ class SymmetricGroup(SeveralGpus):
         # Where each rank's half is, by half.
         self._parts = [self._pointers(halves + at * SMALL_BYTES) for at in range(HALVES)]
         self._turn = 0  # which half of it is written next
-        self._fused = torch.cuda.get_device_capability() >= (9, 0)  # what the kernel is made for
+        # What the kernels are made for.
+        self._fused = dtype == torch.bfloat16 and torch.cuda.get_device_capability() >= (9, 0)
         # What `buffer` gives: the half, or None for the memory of many rows.
         self._places: dict[int, int | None] = {self._hidden.data_ptr(): None}
         self._places |= {half.data_ptr(): at for at, half in enumerate(self._halves)}
-        self._flags = self._pointers(flags)
+        self._flags, self._inboxes = self._pointers(flags), self._pointers(inbox)
+        self._epochs = torch.zeros(cuda_sum.PROGRAMS, dtype=torch.int32, device=device)
         # Every rank's tables, as this rank sees them.
         views = [self._shown.get_buffer(r, (size,), torch.uint8) for r in range(ranks)]
         self._seen = [view[tables:] for view in views]
@@ -90,7 +97,9 @@ class SymmetricGroup(SeveralGpus):
 
     def _warm_up(self, elements: int, dtype: torch.dtype) -> None:
         """Loads every kernel, while nothing is measured yet."""
-        for count in (16, min(elements, len(self._halves[0]) + 16)):
+        few = cuda_sum.ALIGN
+        most = (cuda_sum.PUSHED_BYTES // dtype.itemsize, len(self._halves[0]))  # of a kernel each
+        for count in (few, *(min(elements, each + few) for each in most)):
             residual = torch.zeros((1, count), dtype=dtype, device="cuda")
             for use in (self.sum, partial(self.add, residual=residual)) * HALVES:
                 use(self.buffer(1, count).zero_())
@@ -127,10 +136,14 @@ class SymmetricGroup(SeveralGpus):
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
         half = self._places.get(x.data_ptr())
-        if half is None or not self._fused:
+        if half is None or not self._fused or residual.numel() % cuda_sum.ALIGN:
             super().add(x, residual)
             return
         self.sent += x.nbytes
+        if x.nbytes <= cuda_sum.PUSHED_BYTES:
+            inboxes = self._inboxes.data_ptr()
+            cuda_sum.push(inboxes, self._epochs, x, residual, self.rank, self.ranks)
+            return
         parts, flags = self._parts[half].data_ptr(), self._flags.data_ptr()
         cuda_sum.run(parts, flags, residual, self.rank, self.ranks)
 
