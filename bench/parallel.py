@@ -17,28 +17,45 @@ from kvline_contract.memory import COLLECTIVES
 
 KINDS = ("r512", "r512lp-top20")
 AT_ONCE = (1, 32)
+DECODE = "decode"
 
 
 def run() -> None:
-    """KVLINE_BENCH_MODELS selects models, KVLINE_BENCH_GPUS the number of GPUs (all), and
-    KVLINE_BENCH_ROUNDS that of runs (2)."""
+    """KVLINE_BENCH_MODELS selects models, KVLINE_BENCH_WORKLOADS some of r512, r512lp-top20 and
+    decode, KVLINE_BENCH_GPUS the number of GPUs (all), and KVLINE_BENCH_ROUNDS that of runs (2)."""
     gpus = peers.GPUS if peers.GPUS > 1 else torch.cuda.device_count()
+    only = os.environ.get("KVLINE_BENCH_WORKLOADS", ",".join((*KINDS, DECODE))).split(",")
     rows = []
     for name in offline.models("llama8b"):
-        rates = {count: alone(name, count) for count in (1, gpus)}
-        for kind in KINDS:
-            made = [max(rates[count][kind]) for count in (1, gpus)]
-            rows.append(compared(name, gpus, kind, made, ".0f"))
+        if kinds := [kind for kind in KINDS if kind in only]:
+            rows += throughput(name, gpus, kinds)
+        if DECODE in only:
+            rows += decoding(name, gpus)
+    head = ["model", "figure", "on one GPU", f"on {gpus}", "ratio"]
+    table("Tokens a second; milliseconds a token", head, rows)
+
+
+def throughput(name: str, gpus: int, kinds: list[str]) -> list[list[str]]:
+    rates = {count: alone(name, count, kinds) for count in (1, gpus)}
+    rows = []
+    for kind in kinds:
+        made = [max(rates[count][kind]) for count in (1, gpus)]
+        rows.append(compared(name, gpus, kind, made, ".0f"))
+    if len(kinds) == len(KINDS):
         scored, plain = (rates[gpus][kind] for kind in reversed(KINDS))
         share = max(scored) / max(plain)
         keep(f"{KINDS[1]}-ratio-{peers.label(name, gpus)}", share, min(scored) / max(plain))
         rows.append([name, f"{KINDS[1]} / r512, on {gpus}", "", f"{share:.3f}", ""])
-        times = {count: tokens(name, count) for count in (1, gpus)}
-        for at_once in AT_ONCE:
-            made = [min(times[count][at_once]) for count in (1, gpus)]
-            rows.append(compared(name, gpus, f"decode-{at_once}", made, ".3f"))
-    head = ["model", "figure", "on one GPU", f"on {gpus}", "ratio"]
-    table("Tokens a second; milliseconds a token", head, rows)
+    return rows
+
+
+def decoding(name: str, gpus: int) -> list[list[str]]:
+    times = {count: tokens(name, count) for count in (1, gpus)}
+    rows = []
+    for at_once in AT_ONCE:
+        made = [min(times[count][at_once]) for count in (1, gpus)]
+        rows.append(compared(name, gpus, f"decode-{at_once}", made, ".3f"))
+    return rows
 
 
 def keep(name: str, value: float, worst: float, unit: str = "ratio") -> None:
@@ -51,13 +68,13 @@ def compared(name: str, gpus: int, kind: str, made: list[float], form: str) -> l
     return [name, kind, *(f"{value:{form}}" for value in made), f"{ratio:.3f}"]
 
 
-def alone(name: str, gpus: int) -> dict[str, list[float]]:
+def alone(name: str, gpus: int, kinds: list[str]) -> dict[str, list[float]]:
     """Tokens per second of each kind's runs, in a process of its own: it frees the GPUs."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_alone, (name, gpus))
+        return pool.apply(_alone, (name, gpus, kinds))
 
 
-def _alone(name: str, gpus: int) -> dict[str, list[float]]:
+def _alone(name: str, gpus: int, kinds: list[str]) -> dict[str, list[float]]:
     engine, result = offline.start(name, gpus=gpus)
     label = peers.label(name, gpus)
     keep(f"kv-tokens-{label}", result.kv_tokens, result.kv_tokens, "tokens")
@@ -66,7 +83,7 @@ def _alone(name: str, gpus: int) -> dict[str, list[float]]:
         keep(f"collectives-mib-tp{gpus}", taken, taken, "MiB")
     print(f"{label}: {result}", flush=True)
     rounds = int(os.environ.get("KVLINE_BENCH_ROUNDS", "2"))
-    return offline.speeds(engine, name, list(KINDS), rounds)
+    return offline.speeds(engine, name, kinds, rounds)
 
 
 def tokens(name: str, gpus: int) -> dict[int, list[float]]:
