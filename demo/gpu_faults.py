@@ -20,7 +20,7 @@ from gpu_run import NotRun, Run, is_pod_ready, restarts
 from gpu_traffic import Traffic
 from install import OPERATOR, ROLLED_OUT
 from install import install as install_operator
-from service import condition, is_ready
+from service import Service, condition, is_ready
 
 Object = dict[str, Any]
 NEIGHBOUR_MIB = 20480
@@ -30,8 +30,10 @@ def killed(run: Run) -> None:
     """The engine's process, as the kernel ends one: nothing of it can answer any more."""
     pod = run.serving_pod()
     began = _kill_engine(run, pod)
-    took = run.service.watch(lambda s: _is_back(run, s, pod), run.shape.seconds, began, "Ready")
-    _show_end(run)
+    took = run.service.watch(
+        lambda s: is_back(run.service, s, pod), run.shape.seconds, began, "Ready"
+    )
+    show_end(run, run.service)
     run.show_conditions()
     run.expect(run.service.status()["capacity"]["source"] == "Recorded", "Ready from the record")
     run.say(f"killed to Ready: {took:.1f} s")
@@ -44,17 +46,17 @@ def _kill_engine(run: Run, pod: Object) -> float:
     return time.monotonic()
 
 
-def _is_back(run: Run, found: Object, pod: Object) -> bool:
+def is_back(service: Service, found: Object, pod: Object) -> bool:
     """Whether the same pod serves again after one more restart."""
-    now = run.service.pods()
+    now = service.pods()
     same = [p for p in now if p["metadata"]["uid"] == pod["metadata"]["uid"]]
     again = any(restarts(p) > restarts(pod) and is_pod_ready(p) for p in same)
     return again and is_ready(found)
 
 
-def _show_end(run: Run) -> None:
+def show_end(run: Run, service: Service) -> None:
     """How Kubernetes tells the end of the container, with the server's own message."""
-    for pod in run.service.pods():
+    for pod in service.pods():
         for container in pod["status"]["containerStatuses"]:
             ended = container.get("lastState", {}).get("terminated")
             if ended:
@@ -76,7 +78,9 @@ def neighbour(run: Run) -> None:
         began = _kill_engine(run, pod)
         run.expect(held() == "held", f"another program holds {NEIGHBOUR_MIB} MiB of the GPU")
         run.service.watch(
-            lambda s: _is_back(run, s, pod) and condition(s, "CapacityStable")["status"] == "False",
+            lambda s: (
+                is_back(run.service, s, pod) and condition(s, "CapacityStable")["status"] == "False"
+            ),
             run.shape.seconds,
             began,
             "Ready",

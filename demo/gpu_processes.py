@@ -12,6 +12,7 @@ from errors import ClusterError
 from programs import processes
 
 ENGINE, SUPERVISOR = "kvline_server.engine_process", "kvline_server serve"
+RANK = "kvline_server.engine_process.rank"  # each but rank 0, which is the engine
 
 
 def find(pod_uid: str, words: str) -> int:

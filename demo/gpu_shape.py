@@ -19,6 +19,7 @@ class Shape:
     better: Object  # a change that gains some
     surge: Object  # another one
     chat: Object  # resources of SmolLM2
+    ranks: Object  # resources of several ranks
     seconds: float  # that a step may take
     poll_seconds: float
     written: bool  # whether bench writes the model's folder
@@ -53,6 +54,7 @@ LLAMA8B = Shape(
     better={"engine": {"maxPrefillTokens": 4096}},
     surge={"engine": {"maxTopLogprobs": 10}},
     chat={"gpus": 1, "cpu": "4", "memory": "16Gi"},
+    ranks={"gpus": 2, "cpu": "8", "memory": "24Gi"},
     seconds=180,
     poll_seconds=0.1,
     written=True,
@@ -71,6 +73,8 @@ REHEARSAL = Shape(
     better={"engine": {"maxPrefillTokens": 64}},
     surge={"engine": {"maxRunningRequests": 3}},
     chat={"cpu": "500m", "memory": "2Gi"},
+    # Of SmolLM2's nine heads two ranks cannot have as many each.
+    ranks={"gpus": 3, "gpuResource": "kvline.dev/cpu-rank", "cpu": "500m", "memory": "4Gi"},
     seconds=400,
     poll_seconds=0.5,
     written=False,

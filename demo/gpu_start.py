@@ -171,10 +171,10 @@ def apply(run: Run) -> None:
     service.watch(is_up_to_date, 60)
 
 
-def show_stages(run: Run, address: str) -> None:
+def show_stages(run: Run, address: str, saved: str = "sizing.json") -> None:
     """From the pod's own sizing report."""
     text = run.cluster.run_on_node(["curl", "-sf", f"http://{address}:8001/sizing"]).stdout
-    run.save("sizing.json", text)
+    run.save(saved, text)
     report = json.loads(text)
     for stage in report["stages"]:
         if stage["ms"] >= SHOWN_MS:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import gpu_faults
+import gpu_ranks
 import gpu_rollouts
 import gpu_start
 from errors import ClusterError
@@ -32,6 +33,7 @@ STEPS: dict[str, Step] = {
     "upgrade": ("the operator is replaced: no serving pod moves", gpu_faults.upgrade),
     "drain": ("the node is drained", gpu_faults.drain),
     "surge": ("two GPUs: both revisions side by side, then two services", gpu_rollouts.surge),
+    "ranks": ("two GPUs: one model over both, and a rank that is lost", gpu_ranks.ranks),
 }
 
 
