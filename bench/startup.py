@@ -52,16 +52,18 @@ def starts(name: str, folder: Path, *words: str) -> list[list[str]]:
             "again": size(folder, *words),
             "recorded": size(folder, *words, "--record", kept),
         }
-    rows = []
+    rows, sizes = [], []
     for kind, (seconds, report) in made.items():
         result, gpu = report["result"], str(dict(report["provenance"])["gpu"])  # type: ignore[call-overload]
         assert isinstance(result, dict)
         on = gpu if torch.cuda.is_available() else None
         record(f"startup-{kind}-s-{name}", seconds, "s", (seconds, seconds), on)
+        sizes.append(int(result["kvTokens"]))
         share = f"{seconds / made['again'][0]:.2f}" if kind == "recorded" else ""
         figures = [f"{seconds:.1f}", f"{int(result['loopMs']) / 1000:.1f}"]
         rows.append([name, kind, *figures, str(result["kvTokens"]), result["source"], share])
         print(f"{name}, {kind}:", *parts(report), sep="\n  ", flush=True)
+    record(f"kv-tokens-{name}", sizes[0], "tokens", (min(sizes), max(sizes)), on)
     return rows
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvline_contract.exits import meaning
-from kvline_contract.memory import HEADROOM
+from kvline_contract.memory import HEADROOM, rank_name
 from kvline_contract.names import records_name
 from kvline_contract.report import SizingReport, State
 from kvline_operator.candidate import OOM_RETRIES, host_memory
@@ -52,10 +52,8 @@ def _least_left(pod: PodView) -> str:
     result = pod.result
     if result is None or len(result.ranks) == 1:
         return ""
-    rank, device = result.binding_rank, result.memory
-    where = f" (GPU {device.gpu})" if device.gpu is not None else ""
-    left = f"the least memory left, {device.mib(HEADROOM)} MiB"
-    return f"; of {len(result.ranks)} ranks rank {rank}{where} has {left}"
+    name = rank_name(result.binding_rank, len(result.ranks), result.memory.gpu is not None)
+    return f"; {name} has the least memory left, {result.memory.mib(HEADROOM)} MiB"
 
 
 def _measuring(kind: str, pods: tuple[PodView, ...]) -> Condition:

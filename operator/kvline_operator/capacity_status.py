@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from kvline_contract.codec import ContractError, decode, document, dumps, encode, field, loads
-from kvline_contract.memory import MAX_PARTS, Memory, MemoryV1, Part
+from kvline_contract.memory import MAX_PARTS, Memory, MemoryV1, Part, rank_title
 from kvline_contract.report import (
     MAX_RANKS,
     MAX_REPORT_BYTES,
@@ -44,9 +44,8 @@ class RankMemory:
     def memory(self) -> Memory:
         return Memory(self.total_mib, self.parts, self.gpu)
 
-    def title(self, binding: int | None) -> str:
-        where = f"rank {self.rank}" + (f", GPU {self.gpu}" if self.gpu is not None else "")
-        return where + (": the least memory left" if self.rank == binding else "")
+    def title(self, ranks: int, binding: int | None) -> str:
+        return rank_title(self.rank, ranks, self.gpu is not None, self.rank == binding)
 
 
 @document

@@ -38,7 +38,7 @@ def memories(status: Object) -> Titled:
     found = rank_memories(status)
     if found:
         binding = status["capacity"].get("bindingRank")
-        return tuple((item.title(binding), item.memory) for item in found)
+        return tuple((item.title(len(found), binding), item.memory) for item in found)
     one = memory(status)
     return (("", one),) if one is not None else ()
 
@@ -65,7 +65,7 @@ def reported(report: SizingReport) -> Titled:
     if result is None:
         return ()
     several = ranks(result)
-    named = tuple((item.title(result.binding_rank), item.memory) for item in several)
+    named = tuple((item.title(len(several), result.binding_rank), item.memory) for item in several)
     return named or (("", result.memory),)
 
 

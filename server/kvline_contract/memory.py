@@ -56,6 +56,11 @@ def rank_name(rank: int, ranks: int, gpu: bool) -> str:
     return f"GPU {rank} ({name})" if gpu else name
 
 
+def rank_title(rank: int, ranks: int, gpu: bool, binding: bool) -> str:
+    """The heading of a rank's memory; the binding rank limits the budget of all."""
+    return rank_name(rank, ranks, gpu) + ": the least memory left" * binding
+
+
 @document
 class MemoryV1:
     """A Memory as version 1 has it: of fixed parts, unknown ones counted as others. Documents that

@@ -14,7 +14,7 @@ from rich.table import Table
 from kvline_contract.codec import ContractError
 from kvline_contract.exits import ExitCode
 from kvline_contract.launch import MAX_RECORDS, Device, Record
-from kvline_contract.memory import Memory, rank_name
+from kvline_contract.memory import Memory, rank_title
 from kvline_contract.report import Result, SizingReport, State
 from kvline_server.errors import ConfigInvalid
 from kvline_server.parent.supervisor import Supervisor
@@ -86,7 +86,7 @@ def waterfalls(result: Result, gpu: bool) -> list[Table]:
         return [waterfall(result.memory)]
     binding = result.binding_rank
     return [
-        waterfall(memory, rank_name(rank, ranks, gpu) + ", the binding one" * (rank == binding))
+        waterfall(memory, rank_title(rank, ranks, gpu, rank == binding))
         for rank, memory in enumerate(result.ranks)
     ]
 

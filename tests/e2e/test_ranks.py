@@ -141,7 +141,7 @@ def ranks_add_up(space: Any) -> None:
     assert headroom[found["bindingRank"]] == min(headroom) == found["memory"]["headroomMiB"]
     assert found["memory"]["parts"] == binding["parts"]
     text = space.condition("CapacityMeasured", "two")["message"]
-    assert f"of 2 ranks rank {found['bindingRank']} has the least memory left" in text
+    assert f"; rank {found['bindingRank']} of 2 has the least memory left" in text
 
 
 def every_reader_shows_both(space: Any, cluster: Any) -> None:
@@ -150,7 +150,7 @@ def every_reader_shows_both(space: Any, cluster: Any) -> None:
     row = dict(zip(re.split(r"  +", head), re.split(r"  +", line), strict=False))
     assert (row["READY"], row["REASON"]) == ("1/1", "Serving")
     assert (row["KV-TOKENS"], row["GPUS"]) == (str(found["kvTokens"]), "2")
-    titles = [f"rank {number}" for number in (0, 1)]
+    titles = [f"rank {number} of 2" for number in (0, 1)]
     titles[found["bindingRank"]] += ": the least memory left"
     for command in ("status", "explain"):
         shown = space.kvline(command, "two").stdout

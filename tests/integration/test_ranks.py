@@ -68,9 +68,10 @@ def test_two_ranks_reach_the_status_and_every_reader(
         p["mib"] for item in capacity["ranks"] for p in item["parts"] if p["name"] == "headroom"
     ]
     assert left == [30, 5] and capacity["memory"]["headroomMiB"] == 5
-    assert "of 2 ranks rank 1" in space.condition("CapacityMeasured")["message"]
+    name = "GPU 1 (rank 1 of 2)" if device == "cuda" else "rank 1 of 2"
+    assert f"; {name} has the least" in space.condition("CapacityMeasured")["message"]
     assert "rank 0" not in (wide := space.kubectl("get", "kvl", "-o", "wide").stdout), wide
-    title = "rank 1" + (", GPU 1" if device == "cuda" else "") + ": the least memory left"
+    title = f"{name}: the least memory left"
     assert title in space.kvline("explain", "chat").stdout
     assert title in space.kvline("status", "chat").stdout
     (record,) = until(lambda: records(space).values())
@@ -121,9 +122,9 @@ def test_a_lost_rank_holds_and_is_named_until_the_pod_is_measured_again(
     second = service.candidate()
     (pod,) = service.until_pods(second, 1)
     for _ in range(3):
-        node.crash(pod, 44, "rank 1 (GPU 1) does not answer")
+        node.crash(pod, 44, "GPU 1 (rank 1 of 2) does not answer")
     service.until(lambda s: space.condition("Progressing")["reason"] == "RankLost")
-    assert "rank 1 (GPU 1)" in space.condition("Progressing")["message"]
+    assert "GPU 1 (rank 1 of 2)" in space.condition("Progressing")["message"]
     status = service.until_reason("GateHeld")
     assert status["rollout"]["gate"]["result"] == "Held" and service.fewest_ready >= 2
     service.tokens[second] = 9000

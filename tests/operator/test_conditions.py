@@ -9,7 +9,7 @@ import pytest
 
 from kvline_contract.exits import ExitCode
 from kvline_contract.launch import Record
-from kvline_contract.memory import MAX_PARTS, Memory, MemoryV1, Part
+from kvline_contract.memory import MemoryV1
 from kvline_contract.report import (
     Attempt,
     Binding,
@@ -386,11 +386,11 @@ def test_a_gpu_that_a_node_cannot_give_is_a_device_failure_until_a_container_run
 def test_a_lost_device_or_rank_is_named_until_the_pod_is_validated_again(
     code: int, reason: str
 ) -> None:
-    lost = replace(PLAIN, ended=ended(code, message="rank 1 (GPU 1) does not answer"))
+    lost = replace(PLAIN, ended=ended(code, message="GPU 1 (rank 1 of 2) does not answer"))
     _, events = status.build(service_state(lost), {}, "now")
     got = by_type(service_state(lost))["Progressing"]
     assert (got.status, got.reason) == ("False", reason)
-    assert "rank 1 (GPU 1)" in got.message and reason in {e.reason for e in events}
+    assert "GPU 1 (rank 1 of 2)" in got.message and reason in {e.reason for e in events}
     again = ready_pod(ended=ended(code))
     assert by_type(service_state(again))["Progressing"].reason == "Complete"
 
@@ -402,54 +402,6 @@ def test_a_kill_by_the_kubelet_is_not_an_engine_s_own_end() -> None:
         assert f"code {code}" in got.message
     again = replace(PLAIN, ended=ended(137), running=True, report=report(State.LOADING))
     assert by_type(service_state(again))["CapacityMeasured"].reason == "Loading"
-
-
-def of_ranks(*ranks: Memory) -> SizingReport:
-    made = report(State.VALIDATED)
-    assert made.result is not None
-    return replace(made, result=replace(made.result, ranks=ranks))
-
-
-@pytest.mark.parametrize(("first", "where"), [(0, " (GPU 1)"), (None, "")])
-def test_the_status_has_the_memory_of_each_rank_and_names_the_binding_one(
-    first: int | None, where: str
-) -> None:
-    """A neighbour on the second GPU lowers the figure of both."""
-    ranks = []
-    for number, headroom in enumerate((30, 5, 25)):
-        parts = (Part("kv-cache", 60), Part("headroom", headroom), Part("others", 40 - headroom))
-        ranks.append(Memory(100, parts, None if first is None else number))
-    found = of_ranks(*ranks)
-    pod = replace(ready_pod(), report=found)
-    made, _ = status.build(service_state(pod), {}, "now")
-    capacity = made["capacity"]
-    assert capacity["bindingRank"] == 1 and capacity["memory"]["headroomMiB"] == 5
-    assert [r["rank"] for r in capacity["ranks"]] == [0, 1, 2]
-    assert [r.get("gpu") for r in capacity["ranks"]] == ([0, 1, 2] if where else [None] * 3)
-    assert capacity["ranks"][1]["parts"] == capacity["memory"]["parts"]
-    assert capacity["ranks"][0]["totalMiB"] == sum(p["mib"] for p in capacity["ranks"][0]["parts"])
-    message = by_type(service_state(pod))["CapacityMeasured"].message
-    assert message.endswith(f"; of 3 ranks rank 1{where} has the least memory left, 5 MiB")
-    kept = retained(None, CapacityStatus.of([found]), "later")  # and they outlive the pod
-    assert kept is not None and CapacityStatus.parse(kept.dumps()) == kept
-    gone, _ = status.build(
-        service_state(PLAIN, stable_state=RevisionState(capacity=kept)), {}, "now"
-    )
-    assert gone["capacity"]["ranks"] == capacity["ranks"]
-
-
-def test_with_one_rank_the_status_is_as_it_was() -> None:
-    made, _ = status.build(service_state(ready_pod()), {}, "now")
-    assert not {"ranks", "bindingRank"} & set(made["capacity"])
-    served = CapacityStatus.of([report(State.VALIDATED)])
-    assert served is not None and "ank" not in served.dumps()
-    assert "rank" not in by_type(service_state(ready_pod()))["CapacityMeasured"].message
-
-
-def test_the_largest_figures_of_eight_ranks_are_read_again() -> None:
-    parts = tuple(Part(f"{i:x}".rjust(32, "p"), 10**6, "d" * 64) for i in range(MAX_PARTS))
-    kept = CapacityStatus.of([of_ranks(*[Memory(MAX_PARTS * 10**6, parts)] * 8)])
-    assert kept is not None and CapacityStatus.parse(kept.dumps()) == kept
 
 
 def test_the_last_figures_stay_while_nothing_serves_marked_with_their_time() -> None:

@@ -45,8 +45,8 @@ def test_the_memory_of_each_rank_has_its_title() -> None:
     assert report.result is not None
     shown = reported(report)
     assert [title for title, _ in shown] == [
-        "rank 0, GPU 0",
-        "rank 1, GPU 1: the least memory left",
+        "GPU 0 (rank 0 of 2)",
+        "GPU 1 (rank 1 of 2): the least memory left",
     ]
     assert tuple(memory for _, memory in shown) == report.result.ranks
     alone = replace(report, result=replace(report.result, ranks=report.result.ranks[:1]))

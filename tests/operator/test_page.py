@@ -126,10 +126,10 @@ def test_each_of_several_ranks_has_its_waterfall_everywhere() -> None:
     shown.put(view)
     story = page("/services/team/smollm2", shown)
     assert re.findall("<h3>(.+)</h3>", story) == [
-        "rank 0, GPU 0",
-        "rank 1, GPU 1: the least memory left",
+        "GPU 0 (rank 0 of 2)",
+        "GPU 1 (rank 1 of 2): the least memory left",
     ]
-    assert 'aria-label="rank 0, GPU 0, others 48 MiB"' in story
+    assert 'aria-label="GPU 0 (rank 0 of 2), others 48 MiB"' in story
     assert "<b>308 <small>MiB</small></b>" in story
     assert story.count("<span>limit</span>") == 2
     assert "bytes a token on each of 2 ranks" in story
@@ -140,7 +140,9 @@ def test_each_of_several_ranks_has_its_waterfall_everywhere() -> None:
             console.print(printed)
         text = captured.get()
         assert ("bytes a token on each of 2 ranks" in text) == tokens
-        assert re.search(r"rank 0, GPU 0\n(.*\n)*.*others +48 (.*\n)*rank 1, GPU 1: the", text)
+        assert re.search(
+            r"GPU 0 \(rank 0 of 2\)\n(.*\n)*.*others +48 (.*\n)*GPU 1 \(rank 1 of 2\): the", text
+        )
         assert re.search(r"others +308", text)
 
 

@@ -304,7 +304,7 @@ def test_what_collectives_take_is_no_neighbour_that_arrived(tmp_path: Path) -> N
 def test_a_person_sees_each_rank_s_waterfall_and_which_one_binds(tmp_path: Path) -> None:
     result = Start([gpu(), gpu(neighbour=20 * MIB)], tmp_path).run()
     titles = [table.title for table in waterfalls(result, gpu=True)]
-    assert titles == ["GPU 0 (rank 0 of 2)", "GPU 1 (rank 1 of 2), the binding one"]
+    assert titles == ["GPU 0 (rank 0 of 2)", "GPU 1 (rank 1 of 2): the least memory left"]
     assert next(table.title for table in waterfalls(result, gpu=False)) == "rank 0 of 2"
     report = SizingReport("", "", "", 1, State.VALIDATED, "", "", result=result)
     assert "(4096 bytes each on every one of 2 ranks)" in summary(report, result)
