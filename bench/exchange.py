@@ -1,5 +1,5 @@
-"""What ranks exchange: the time of a sum of hidden states by each way, the GPU memory that each way
-takes, and the peak of scored logits by slices of the vocabulary beside gathered ones."""
+"""Collectives of ranks: the time of an all-reduce of hidden states and the norm after it, the GPU
+memory that a group takes, the peak of scored logits by slices of the vocabulary and gathered."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from typing import Any
 
 import peers
 import torch
+from flashinfer import norm
 from record import record, table
 from torch.multiprocessing.spawn import spawn
 
-from kvline_server.kernels.flashinfer import FlashInferKernels
+from kvline_server.kernels.flashinfer import FEW_ROWS, FlashInferKernels
 from kvline_server.model.shard import Shard, share, tokens
 from kvline_server.parallel.nccl import NcclGroup
 from kvline_server.parallel.several import SeveralGpus
-from kvline_server.parallel.symmetric import SMALL_BYTES, SymmetricGroup
+from kvline_server.parallel.symmetric import SymmetricGroup
 from kvline_server.worker.vocabulary import Vocabulary
 
 # Llama-3.1-8B's: hidden states, rows of the largest step, vocabulary, and rows of a scored chunk.
 WIDTH, LARGEST, VOCABULARY, CHUNK, TOP = 4096, 8192, 128_256, 640, 20
 ROWS = (1, 8, 32, 128, 256, 512, 2048, 8192)
-OWN, TWO_SHOTS, NCCL = "sum_add", "two shots", "NCCL"
-SUMS, REPLAYS, ROUNDS = 20, 10, 7
+ONE_SHOT, TWO_SHOT, NCCL = WAYS = "one-shot", "two-shot", "NCCL"
+TIMES, REPLAYS, ROUNDS = 20, 10, 7  # in a graph, of a graph in a round
 MIB = 1 << 20
 
 Found = dict[str, Any]
@@ -37,17 +38,19 @@ def run() -> None:
     """On KVLINE_BENCH_GPUS (all)."""
     ranks = peers.GPUS if peers.GPUS > 1 else torch.cuda.device_count()
     symmetric, nccl = (measured(kind, ranks) for kind in (SymmetricGroup, NcclGroup))
-    ways = {**symmetric["sums"], **nccl["sums"]}
+    ways = {**symmetric["times"], **nccl["times"]}
     rows = []
     for count in ROWS:
         times = {way: found[str(count)] for way, found in ways.items() if str(count) in found}
         for way, (best, least, most) in times.items():
-            name = way.replace(" ", "-").replace("_", "-").lower()
-            keep(f"sum-us-{name}-{count}-tp{ranks}", best, "us", (least, most))
-        shown = [f"{times[way][0]:.1f}" if way in times else "" for way in (OWN, TWO_SHOTS, NCCL)]
+            keep(f"all-reduce-us-{way.lower()}-{count}-tp{ranks}", best, "us", (least, most))
+        shown = [
+            f"{times[way][0]:.1f}" if way in times else "" for way in (ONE_SHOT, TWO_SHOT, NCCL)
+        ]
         rows.append([f"{count} x {WIDTH}", *shown])
-    head = ["rows of hidden states, bf16", OWN, f"{TWO_SHOTS} and an addition", f"{NCCL} and one"]
-    table(f"Microseconds of a sum over {ranks} GPUs and of adding it to the residual", head, rows)
+    head = ["rows of hidden states, bf16", *WAYS]
+    title = f"Microseconds of an all-reduce over {ranks} GPUs, with residual and norm"
+    table(title, head, rows)
     rows = []
     for way, found in (("symmetric memory", symmetric), (NCCL, nccl)):
         keep(f"group-mib-{way.split()[0].lower()}-tp{ranks}", found["taken"], "MiB")
@@ -78,41 +81,51 @@ def _of_rank(rank: int, kind: Any, ranks: int, folder: Path) -> None:
     free = torch.cuda.mem_get_info()[0]
     group = kind(rank, ranks, folder, LARGEST * WIDTH, torch.bfloat16)
     found: Found = {"taken": (free - torch.cuda.mem_get_info()[0]) / MIB}
-    two_shots: Callable[..., None] = partial(SeveralGpus.add, group)
     if kind is SymmetricGroup:
-        few = tuple(n for n in ROWS if n * WIDTH * 2 <= SMALL_BYTES)
-        found["sums"] = {
-            OWN: {n: microseconds(group, group.add, n) for n in few},
-            TWO_SHOTS: {n: microseconds(group, two_shots, n) for n in ROWS},
+        found["times"] = {
+            ONE_SHOT: {n: microseconds(group, n, added) for n in ROWS if n <= FEW_ROWS},
+            TWO_SHOT: {n: microseconds(group, n, fused_norm) for n in ROWS},
         }
         found["logits"] = peak(partial(by_slices, group))
     else:
-        found["sums"] = {NCCL: {n: microseconds(group, group.add, n) for n in ROWS}}
+        found["times"] = {NCCL: {n: microseconds(group, n, fused_norm) for n in ROWS}}
         found["logits"] = peak(partial(gathered, group))
-    group.gather(torch.zeros(1, device="cuda"))  # all have ended
+    group.all_gather(torch.zeros(1, device="cuda"))  # all have ended
     torch.cuda.synchronize()
     if rank == 0:
         (folder / "found.json").write_text(json.dumps(found))
 
 
-def microseconds(group: Any, add: Callable[..., None], rows: int) -> tuple[float, float, float]:
-    """Of a sum within a captured graph of many: the median of rounds, the least and the most."""
-    residual, own = torch.zeros((2, rows, WIDTH), device="cuda", dtype=torch.bfloat16)
+def added(group: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
+    """As the engine does for few rows."""
+    group.all_reduce_add(x, residual)
+    norm.rmsnorm(residual, weight, eps=1e-5)
 
-    def work() -> None:
-        for _ in range(SUMS):
+
+def fused_norm(group: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
+    """As the engine does for many."""
+    norm.fused_add_rmsnorm(group.all_reduce(x), residual, weight, eps=1e-5)
+
+
+def microseconds(group: Any, rows: int, work: Callable[..., None]) -> tuple[float, float, float]:
+    """Of one within a captured graph of many: the median of rounds, the least and the most."""
+    residual, own = torch.zeros((2, rows, WIDTH), device="cuda", dtype=torch.bfloat16)
+    weight = torch.ones(WIDTH, device="cuda", dtype=torch.bfloat16)
+
+    def many() -> None:
+        for _ in range(TIMES):
             x = group.buffer(rows, WIDTH)
-            add(own if x is None else x, residual)
+            work(group, own if x is None else x, residual, weight)
 
     with group.apart():
-        work()
+        many()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            work()
+            many()
     times = []
     for _ in range(ROUNDS):
-        group.gather(torch.zeros(1, device="cuda"))  # both begin together
+        group.all_gather(torch.zeros(1, device="cuda"))  # all begin together
         begin, end = (
             torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             for _ in range(2)
@@ -123,7 +136,7 @@ def microseconds(group: Any, add: Callable[..., None], rows: int) -> tuple[float
             graph.replay()
         end.record()
         torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / REPLAYS / SUMS)
+        times.append(begin.elapsed_time(end) * 1000 / REPLAYS / TIMES)
     return median(times), min(times), max(times)
 
 
@@ -150,7 +163,7 @@ def gathered(group: Any) -> None:
     """As an engine that gathers logits does: each rank has those of all tokens, and scores them."""
     each = share(VOCABULARY, group.ranks)
     logits = torch.randn(CHUNK, each, device="cuda", dtype=torch.bfloat16)
-    parts = group.gather(logits)
+    parts = group.all_gather(logits)
     whole = parts.transpose(0, 1).reshape(CHUNK, -1)[:, :VOCABULARY]
     del parts
     kernels(group).score(whole, targets(), TOP)

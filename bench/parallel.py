@@ -25,6 +25,8 @@ def run() -> None:
     decode, KVLINE_BENCH_GPUS the number of GPUs (all), and KVLINE_BENCH_ROUNDS that of runs (2)."""
     gpus = peers.GPUS if peers.GPUS > 1 else torch.cuda.device_count()
     only = os.environ.get("KVLINE_BENCH_WORKLOADS", ",".join((*KINDS, DECODE))).split(",")
+    if unknown := set(only) - {*KINDS, DECODE}:
+        raise SystemExit(f"KVLINE_BENCH_WORKLOADS has {', '.join(unknown)}; see {__file__}")
     rows = []
     for name in offline.models("llama8b"):
         if kinds := [kind for kind in KINDS if kind in only]:

@@ -19,7 +19,7 @@ def find(pod_uid: str, words: str) -> int:
     """The process of a pod whose command line has these words."""
     for pid, command in processes():
         with suppress(OSError):  # it has ended meanwhile
-            if words in command and pod_uid in Path(f"/proc/{pid}/cgroup").read_text():
+            if f"{words} " in f"{command} " and pod_uid in Path(f"/proc/{pid}/cgroup").read_text():
                 return pid
     raise ClusterError(f"no process of pod {pod_uid} runs {words}")
 

@@ -8,7 +8,6 @@ import subprocess
 import time
 from typing import Any
 
-from errors import ClusterError
 from gpu_faults import is_back, show_end
 from gpu_processes import RANK, find
 from gpu_run import NotRun, Run
@@ -21,7 +20,7 @@ Object = dict[str, Any]
 def ranks(run: Run) -> None:
     count = run.shape.ranks["gpus"]
     if run.cluster.gpus and run.cluster.gpus < count:
-        raise NotRun("one GPU")
+        raise NotRun(f"it needs {count} GPUs, {run.cluster.gpus} are here")
     if run.service.get():
         run.delete(run.service)  # it has one of the GPUs
     service = Service(run.cluster, f"{run.shape.name}-ranks", run.shape.poll_seconds)
@@ -80,6 +79,7 @@ def _lose(run: Run, service: Service, pod: Object) -> None:
         lambda s: is_back(service, s, pod), run.shape.seconds, began, says="Progressing"
     )
     show_end(run, service)
+    run.expect(_lost(service), "the container ended with RankLost")
     after, capacity = service.status()["rollout"], service.status()["capacity"]
     run.expect(after["stableRevision"] == before["stableRevision"], "the same revision serves")
     run.expect(condition(service.get(), "CapacityStable")["status"] == "True", "CapacityStable")
@@ -88,8 +88,6 @@ def _lose(run: Run, service: Service, pod: Object) -> None:
         f"{capacity['kvTokens']} KV tokens, {tokens} before ({capacity['source']})",
     )
     run.say(f"killed to Ready: {took:.1f} s")
-    if not _lost(service):
-        raise ClusterError("expected: the container ended with RankLost")
 
 
 def _lost(service: Service) -> bool:

@@ -103,11 +103,11 @@ def test_one_row_s_term_of_a_sum_over_ranks_is_the_reference_s(shift: bool) -> N
         def buffer(self, rows: int, width: int) -> torch.Tensor | None:
             return torch.empty((rows, width), dtype=torch.bfloat16, device="cuda")
 
-        def sum(self, x: torch.Tensor) -> torch.Tensor:
+        def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
             return x.mul_(2)
 
-        def add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
-            residual.add_(self.sum(x))
+        def all_reduce_add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
+            residual.add_(self.all_reduce(x))
 
     torch.manual_seed(0)
     x, residual, norm = torch.randn(1, 1344), torch.randn(1, 1056), torch.rand(1056) + 0.5

@@ -18,12 +18,13 @@ pytestmark = [
 FAULTS = Path(__file__).parents[1] / "server" / "faults"
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, rank: int, fault: str) -> None:
+def failing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int, fault: str) -> None:
     """Torch runs out of memory on this rank's GPU, in the n-th call of a stage."""
     monkeypatch.setenv("PYTHONPATH", f"{FAULTS}:{os.environ['PYTHONPATH']}")
     monkeypatch.setenv("KVLINE_FAULT_MEMORY", fault)
     monkeypatch.setenv("KVLINE_FAULT_RANK", str(rank))
     monkeypatch.setenv("KVLINE_FAULT_DEVICE", "cuda")
+    monkeypatch.setenv("KVLINE_FAULT_MARK", str(tmp_path / "fault"))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -31,7 +32,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, rank: int, fault: str) -> None:
 def test_what_one_gpu_lacks_before_a_size_is_tried_is_one_diagnosis(
     rank: int, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failing(monkeypatch, rank, fault)
+    failing(monkeypatch, tmp_path, rank, fault)
     code, report, output = size(tmp_path, gpus=2)
     assert code == 40, output
     assert f"rank {rank} of 2" in report["failure"]["message"]
@@ -43,18 +44,19 @@ def test_what_one_gpu_lacks_once_in_the_probe_is_there_in_the_next(
     rank: int, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU the probe is tried twice."""
-    failing(monkeypatch, rank, fault)
+    failing(monkeypatch, tmp_path, rank, fault)
     code, report, output = size(tmp_path, gpus=2)
     assert code == 0, output
     assert report["result"]["kvTokens"] > 100_000
     assert len(report["result"]["ranks"]) == 2
+    assert (tmp_path / "fault").read_text() == fault, "it has not come"
 
 
 @pytest.mark.parametrize(("rank", "fault"), [(1, "resize:3"), (0, "step:13"), (1, "step:14")])
 def test_a_size_that_one_gpu_cannot_bear_is_made_smaller_on_both(
     rank: int, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failing(monkeypatch, rank, fault)
+    failing(monkeypatch, tmp_path, rank, fault)
     code, report, output = size(tmp_path, gpus=2)
     assert code == 0, output
     first, second = [each for each in report["attempts"] if each["number"]]

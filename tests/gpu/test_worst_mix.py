@@ -10,7 +10,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 from test_start import CONFIG
 
 from kvline_contract.launch import (
@@ -63,5 +62,4 @@ def test_all_requests_at_their_worst_fit_into_a_size_without_headroom(tmp_path: 
         engine.step()  # raises DeviceOutOfMemory
         most = max(most, len(engine.scheduler.running))
         steps += most == RUNNING  # counted from when all of them run
-    assert torch.cuda.mem_get_info()[0] >= 0
     engine.executor.resize(0)  # other tests of this process have the GPU now

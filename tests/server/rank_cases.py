@@ -33,7 +33,7 @@ from kvline_server.model.decoder import Decoder, kv_shape
 from kvline_server.model.loader import RandomSource, load_weights
 from kvline_server.model.shard import Shard, check, local
 from kvline_server.parallel.executor import Local
-from kvline_server.parallel.groups import GlooGroup
+from kvline_server.parallel.gloo import GlooGroup
 from kvline_server.sampling_params import SamplingParams
 from kvline_server.worker.worker import Worker
 
@@ -159,13 +159,13 @@ def lost(rank: int, folder: Path, silent: bool) -> None:
     """Rank 1 ends, or does not answer."""
     folder.mkdir(exist_ok=True)
     group = GlooGroup(rank, 2, folder, seconds=1.0 if silent else 30.0)
-    x = group.sum(torch.ones(3))
+    x = group.all_reduce(torch.ones(3))
     if rank == 1:
         time.sleep(3.0 if silent else 0.0)
         os._exit(0)
     begun = time.monotonic()
     try:
-        group.gather(x)
+        group.all_gather(x)
     except RankLost as error:
         seconds = time.monotonic() - begun
         found = {"code": int(error.code), "text": str(error), "seconds": seconds}

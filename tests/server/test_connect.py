@@ -15,7 +15,7 @@ from kvline_contract.launch import Device
 from kvline_server.errors import RankLost
 from kvline_server.parallel import nccl, symmetric
 from kvline_server.parallel.connect import connect
-from kvline_server.parallel.groups import GlooGroup
+from kvline_server.parallel.gloo import GlooGroup
 from kvline_server.worker.decode_graphs import BUCKETS, largest_bucket
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import triton
 
-from kvline_server.kernels import build, cubins, cuda_linear, cuda_rows, cuda_sum, cuda_write
+from kvline_server.kernels import build, cubins, cuda_all_reduce, cuda_linear, cuda_rows, cuda_write
 from kvline_server.kernels.cubins import Built, Variant
 
 ELF = b"\x7fELF"
@@ -21,7 +21,7 @@ ELF = b"\x7fELF"
 
 def variants() -> list[Variant]:
     dtype = torch.bfloat16
-    others = (cuda_linear, cuda_sum, cuda_write)
+    others = (cuda_linear, cuda_all_reduce, cuda_write)
     return [*cuda_rows.variants(), *(v for other in others for v in other.variants(dtype))]
 
 
@@ -39,7 +39,7 @@ def test_kernels_are_made_without_a_compiler_and_found_again(
     all_of_them = variants()
     some = [v for v in all_of_them if v.name.startswith(("score-*bf16", "draw-*fp32"))][:2]
     monkeypatch.setattr(cuda_rows, "variants", lambda: iter(some))
-    for none in (cuda_linear, cuda_sum):
+    for none in (cuda_linear, cuda_all_reduce):
         monkeypatch.setattr(none, "variants", lambda _: iter(()))
     monkeypatch.setattr(cuda_write, "variants", lambda _: iter(all_of_them[-1:]))
     file = tmp_path / "cubins.bin"
@@ -61,7 +61,7 @@ def test_kernels_are_made_without_a_compiler_and_found_again(
     cubins._built.cache_clear()
 
 
-@pytest.mark.parametrize("kernel", ["score", "draw", "write", "one_row", "sum_add", "push_add"])
+@pytest.mark.parametrize("kernel", ["score", "draw", "write", "one_row", "one_shot", "one_shot_ll"])
 def test_a_kernel_that_starts_early_waits_before_it_reads(
     kernel: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -215,7 +215,61 @@ for outputs, inputs in ((48, 576), (44, 128)):
 """
 
 
-@pytest.mark.parametrize("script", [SCORE, DRAW, ONE_ROW], ids=["score", "draw", "one_row"])
+LL = """
+import torch
+from kvline_server.kernels import triton_kernels
+
+triton_kernels._after_the_last = lambda: None  # an instruction that the interpreter has not
+SLOT, BLOCK, PROGRAMS = 1024, 64, 4  # words
+
+def words(x):
+    return x.view(torch.int32)
+
+def sums(ranks, sizes):
+    torch.manual_seed(ranks)
+    inboxes = torch.zeros(ranks, 2, ranks, SLOT, dtype=torch.int64)  # of each rank
+    epochs = torch.zeros(ranks, PROGRAMS, dtype=torch.int32)
+    counts = [0] * PROGRAMS
+    for size in sizes:
+        programs = min(PROGRAMS, -(-size // BLOCK))
+        counts = [count + (p < programs) for p, count in enumerate(counts)]
+        of = torch.tensor([counts[at // BLOCK % PROGRAMS] for at in range(size)])
+        parts = torch.randn(ranks, 2 * size).bfloat16()
+        residual = torch.randn(2 * size).bfloat16()
+        want = residual.float()
+        for part in parts:
+            want += part.float()
+        sent = (of << 32) | (words(parts).to(torch.int64) & 0xFFFFFFFF)
+        at = torch.arange(size)
+        for rank in range(ranks):
+            # What the peers have written when it reads: a program of the interpreter cannot wait.
+            before = inboxes.clone()
+            for other in range(ranks):
+                if other != rank:
+                    inboxes[rank, of % 2, other, at] = sent[other]
+            pointers = torch.tensor([inbox.data_ptr() for inbox in inboxes])
+            made = residual.clone()
+            triton_kernels.one_shot_ll[(programs,)](
+                pointers, epochs[rank], words(parts[rank]), words(made), size, rank,
+                SLOT=SLOT, RANKS=ranks, BLOCK=BLOCK
+            )
+            # The interpreter cuts numbers off and a GPU does not.
+            torch.testing.assert_close(made.float(), want, rtol=2**-7, atol=0)
+            assert epochs[rank].tolist() == counts
+            for other in range(ranks):  # it wrote to every other, there and nowhere else
+                if other != rank:
+                    before[other, of % 2, rank, at] = sent[rank]
+                    assert torch.equal(before[other], inboxes[other])
+
+sums(2, (16, 1000, 16, 100, 1024, 8, 200))
+for ranks in (3, 8):
+    sums(ranks, (600, 16, 70))
+"""
+
+
+@pytest.mark.parametrize(
+    "script", [SCORE, DRAW, ONE_ROW, LL], ids=["score", "draw", "one_row", "one_shot_ll"]
+)
 def test_the_gpu_s_kernels_are_the_reference_s(script: str) -> None:
     """In Triton's interpreter. Tokens are the same ones: the same noise from the same keys, and
     none where a row has a NaN, an infinity or nothing at all."""

@@ -46,16 +46,16 @@ class Threads:
     def buffer(self, rows: int, width: int) -> None:
         return None
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(torch.stack(self._all(x)).sum(dim=0))
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
-        residual.add_(self.sum(x))
+    def all_reduce_add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
+        residual.add_(self.all_reduce(x))
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.stack(self._all(x))
 
-    def exchange(self, x: torch.Tensor) -> torch.Tensor:
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
         return torch.stack([each[self.rank] for each in self._all(x)])
 
     @contextmanager
@@ -143,13 +143,13 @@ def test_exchanges_are_in_blocks_of_few_bytes(monkeypatch: pytest.MonkeyPatch) -
     want = TorchKernels().choose(logits.clone(), draws)
     monkeypatch.setattr(vocabulary, "TABLE_BYTES", 1500)
     largest: list[int] = []
-    exchange = Threads.exchange
+    all_to_all = Threads.all_to_all
 
     def noted(self: Threads, x: torch.Tensor) -> torch.Tensor:
         largest.append(x.nbytes)
-        return exchange(self, x)
+        return all_to_all(self, x)
 
-    monkeypatch.setattr(Threads, "exchange", noted)
+    monkeypatch.setattr(Threads, "all_to_all", noted)
     for made in on_ranks(3, size, lambda part: part.sample(own(logits, part), draws)):
         assert torch.equal(made, want)
     assert max(largest) <= 1500 and len(largest) > 3 * 5

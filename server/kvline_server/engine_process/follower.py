@@ -79,7 +79,7 @@ def _run(arguments: RankArguments, launch: LaunchConfig, parent: Channel) -> Non
 
 def _named(failure: Termination, name: str) -> Termination:
     """With the rank in its message, if it is not there."""
-    if "rank " in failure.message:
+    if name in failure.message:
         return failure
     return replace(failure, message=f"{name}: {failure.message}"[:1024])
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from kvline_server.kernels import cubins, cuda_linear, cuda_rows, cuda_sum, cuda_write
+from kvline_server.kernels import cubins, cuda_all_reduce, cuda_linear, cuda_rows, cuda_write
 
 CAPABILITY = 90  # FlashInfer's kernels are prebuilt for it too (docs/decisions/011)
 
@@ -21,7 +21,7 @@ CAPABILITY = 90  # FlashInfer's kernels are prebuilt for it too (docs/decisions/
 def build(file: Path) -> int:
     """Writes the file atomically; returns the number of kernels."""
     dtype = torch.bfloat16
-    others = (cuda_write, cuda_linear, cuda_sum)
+    others = (cuda_write, cuda_linear, cuda_all_reduce)
     variants = [*cuda_rows.variants(), *(v for other in others for v in other.variants(dtype))]
     made = {}
     printed = time.monotonic()

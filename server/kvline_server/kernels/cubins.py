@@ -31,7 +31,7 @@ TRITON_TYPES = {
     torch.int64: "i64",
 }
 # They may start before the kernel before them has ended, for which they wait.
-CHAINED = ("one_row", "write", "sum_add", "push_add")
+CHAINED = ("one_row", "write", "one_shot", "one_shot_ll")
 SHARED_BY_DEFAULT = 48 << 10  # bytes; a larger kernel needs a function attribute
 
 

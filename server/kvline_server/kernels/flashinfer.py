@@ -40,7 +40,7 @@ from kvline_server.memory.arena import KVLayer
 from kvline_server.memory.pages import PAGE_SIZE
 
 HEAD_TILE = 16  # rows
-FEW_ROWS = 128  # whose sum over ranks is added to the residual by one kernel
+FEW_ROWS = 128  # whose all-reduce adds to the residual too, where the group has a kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class FlashInferKernels(Kernels):
         if not alone and len(x) <= FEW_ROWS:
             out = self.group.buffer(len(x), len(weight))
             linear = cuda_linear.run if one else self._gemms.linear
-            self.group.add(linear(x, weight, bias, out), residual)
+            self.group.all_reduce_add(linear(x, weight, bias, out), residual)
             return Unnormed(residual, norm, eps), residual
         return super().linear_add_norm(x, weight, bias, residual, norm, eps)
 

@@ -1,4 +1,4 @@
-"""What the ranks of a model exchange: sums of hidden states, and small tables about logits.
+"""Collectives of the ranks of a model: of hidden states, and of small tables about logits.
 
 Every rank calls the same in the same order, with the same shapes. `parallel` has the groups of
 several ranks; a single one has nothing to exchange.
@@ -21,21 +21,21 @@ class Group(Protocol):
     sent: int  # bytes that this rank has given to collectives, also to those that ran apart
 
     def buffer(self, rows: int, width: int) -> torch.Tensor | None:
-        """Where a kernel may write what `sum` adds next, to save a copy. None: anywhere.
-        [rows, width], valid until the next `sum` has been read"""
+        """Where a kernel may write what is all-reduced next, to save a copy. None: anywhere.
+        [rows, width], valid until the next all-reduce has been read"""
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Over ranks, in place or in memory of the group. -> the shape of x"""
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, in place or in memory of the group. -> the shape of x"""
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
-        """Adds the sum over ranks to the residual, in place. Both of one shape; x as for `sum`"""
+    def all_reduce_add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
+        """Adds the sum over ranks to the residual, in place. Both of one shape"""
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Every rank's x, by rank. [...] -> [ranks, ...]"""
 
-    def exchange(self, x: torch.Tensor) -> torch.Tensor:
-        """All-to-all: part r of x goes to rank r. -> the part of each rank that is for this one, by
-        rank. [ranks, ...] -> [ranks, ...]"""
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        """Part r of x goes to rank r. -> the part of each rank that is for this one, by rank.
+        [ranks, ...] -> [ranks, ...]"""
 
     def apart(self) -> AbstractContextManager[None]:
         """Within it nothing is exchanged and nobody is waited for: this rank's own numbers stand
@@ -50,16 +50,16 @@ class Alone:
     def buffer(self, rows: int, width: int) -> torch.Tensor | None:
         return None
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
+    def all_reduce_add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
         residual.add_(x)
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return x.unsqueeze(0)
 
-    def exchange(self, x: torch.Tensor) -> torch.Tensor:
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
     @contextmanager

@@ -158,13 +158,13 @@ class Kernels(Protocol):
     ) -> torch.Tensor:
         """x [rows, in] times weight [out, in] transposed. -> [rows, out], in `out` if given"""
 
-    def linear_sum(
+    def linear_all_reduce(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """`linear` of which each rank has some columns, summed over ranks. -> [rows, out], valid
         until the group's next sum"""
         out = self.group.buffer(len(x), len(weight))
-        return self.group.sum(self.linear(x, weight, bias, out))
+        return self.group.all_reduce(self.linear(x, weight, bias, out))
 
     def linear_add_norm(
         self,
@@ -175,8 +175,8 @@ class Kernels(Protocol):
         norm: torch.Tensor,
         eps: float,
     ) -> tuple[Normed, torch.Tensor]:
-        """`linear_sum`, then `add_norm` of it. Overwrites the residual."""
-        return self.add_norm(self.linear_sum(x, weight, bias), residual, norm, eps)
+        """`linear_all_reduce`, then `add_norm` of it. Overwrites the residual."""
+        return self.add_norm(self.linear_all_reduce(x, weight, bias), residual, norm, eps)
 
     def gated_linear(self, x: Normed, weight: torch.Tensor, activation: str) -> torch.Tensor:
         """`linear`, then `activate_and_mul`. weight [2 * d, in] -> [rows, d]"""

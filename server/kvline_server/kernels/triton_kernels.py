@@ -5,8 +5,8 @@
 (kernels/noise.py), so each seeded request has noise of its own; library generators are shared by
 the batch. `write` runs one program per row of a step, between the QKV GEMM and attention: QK norm
 where the model has it, rotary embedding, keys and values into the cache. `one_row` is a linear of
-one row with the norm before it, the activation or the sum after it. `sum_add` adds up what the
-ranks made of few rows, and `push_add` of very few.
+one row with the norm before it, the activation or the sum after it. `one_shot` and `one_shot_ll`
+are all-reduces of few rows.
 Reference: kernels/torch_rows.py and kernels/torch.py; the tests compare the two.
 """
 
@@ -271,7 +271,7 @@ def one_row(
 
 
 @triton.jit
-def sum_add(buffers, flags, residual, elements, rank, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+def one_shot(buffers, flags, residual, elements, rank, RANKS: tl.constexpr, BLOCK: tl.constexpr):
     """Adds every rank's buffer to the residual. A program needs of another rank only that its
     buffer is written, which that rank's program of the same number says with a flag. Buffers are
     used in turn, so nobody has to wait for who still reads this one."""
@@ -312,7 +312,7 @@ def _word(low, high):
 
 
 @triton.jit
-def push_add(
+def one_shot_ll(
     inboxes,
     epochs,
     part,
@@ -323,38 +323,43 @@ def push_add(
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """As sum_add, of few numbers: every rank writes its part into the others' memory, in each store
-    of 64 bits two numbers and which sum of this program they are of, so that who reads the one has
-    the other too. `part` and `residual` are bfloat16, taken as 32-bit words. A program's sum after
-    the next writes where this one did: the others have read it by then, or they would not have
-    sent their parts of the next."""
+    """As one_shot, of fewer elements: every rank writes its part into the others' inboxes, two
+    elements and the program's epoch in each store of 64 bits, which no GPU splits: who reads the
+    epoch has the elements. `part` and `residual` are bfloat16, taken as 32-bit words. The sum after
+    the next writes to the same half of the inbox: the others have read it by then, or they would
+    not have sent their parts of the next one."""
     _after_the_last()
     program = tl.program_id(0)
     epoch = tl.load(epochs + program) + 1
-    first = (epoch & 1) * (RANKS * SLOT)
+    half = (epoch & 1) * (RANKS * SLOT)
     stride = tl.num_programs(0) * BLOCK
-    for start in range(program * BLOCK, words, stride):
+    start = program * BLOCK
+    while start < words:
         at = start + tl.arange(0, BLOCK)
-        numbers = tl.load(part + at, mask=at < words, other=0).to(tl.int64) & 0xFFFFFFFF
+        mine = tl.load(part + at, mask=at < words, other=0).to(tl.int64) & 0xFFFFFFFF
+        sent = (epoch.to(tl.int64) << 32) | mine
         for step in tl.static_range(1, RANKS):
             inbox = tl.load(inboxes + (rank + step) % RANKS).to(tl.pointer_type(tl.int64))
-            to = tl.multiple_of(inbox, 16) + first + rank * SLOT + at
-            tl.store(to, (epoch.to(tl.int64) << 32) | numbers, mask=at < words)
-    own = tl.load(inboxes + rank).to(tl.pointer_type(tl.int64))
-    for start in range(program * BLOCK, words, stride):
+            tl.store(tl.multiple_of(inbox, 16) + half + rank * SLOT + at, sent, mask=at < words)
+        start += stride
+    inbox = tl.load(inboxes + rank).to(tl.pointer_type(tl.int64))
+    start = program * BLOCK
+    while start < words:
         at = start + tl.arange(0, BLOCK)
         inside = at < words
+        mine = tl.load(part + at, mask=inside, other=0)
         low, high = _pair(tl.load(residual + at, mask=inside, other=0))
         for other in tl.static_range(RANKS):  # in one order: the same sum on every rank
-            numbers = tl.load(part + at, mask=inside, other=0)
+            added = mine
             if other != rank:
-                written = tl.multiple_of(own, 16) + first + other * SLOT + at
-                got = tl.load(written, mask=inside, other=0, volatile=True)
+                slot = tl.multiple_of(inbox, 16) + half + other * SLOT + at
+                got = tl.load(slot, mask=inside, other=0, volatile=True)
                 while tl.max((((got >> 32).to(tl.int32) != epoch) & inside).to(tl.int32), 0) != 0:
-                    got = tl.load(written, mask=inside, other=0, volatile=True)
-                numbers = got.to(tl.int32)
-            more, above = _pair(numbers)
-            low += more
-            high += above
+                    got = tl.load(slot, mask=inside, other=0, volatile=True)
+                added = got.to(tl.int32)
+            more_low, more_high = _pair(added)
+            low += more_low
+            high += more_high
         tl.store(residual + at, _word(low, high), mask=inside)
+        start += stride
     tl.store(epochs + program, epoch)

@@ -49,7 +49,7 @@ def norm_across(kernels: Kernels, vectors: Sequence[tuple[torch.Tensor, Norm]]) 
     """In place: norms of vectors of which each rank has a part, all of one width; parts that
     several ranks have, all have as often. Each [rows, part]"""
     squares = torch.stack([x.float().square().mean(dim=-1) for x, _ in vectors], dim=1)
-    means = kernels.group.sum(squares).div_(kernels.group.ranks)
+    means = kernels.group.all_reduce(squares).div_(kernels.group.ranks)
     for index, (x, norm) in enumerate(vectors):
         scale = torch.rsqrt(means[:, index : index + 1] + norm.eps)
         x.copy_(x.float().mul(scale).mul_(norm.weight))
@@ -70,7 +70,7 @@ def join(
         return kernels.linear_add_norm(
             x, last.weight, last.bias, residual, before.weight, before.eps
         )
-    made = kernels.linear_sum(x, last.weight, last.bias)
+    made = kernels.linear_all_reduce(x, last.weight, last.bias)
     residual.add_(made if after is None else after(kernels, made))
     return residual if before is None else before(kernels, residual), residual
 

@@ -78,7 +78,7 @@ class Linear:
 
     With several ranks it is column-parallel (a rank has its rows of each part) or, with `own`,
     row-parallel: a rank has those of the columns, and y is the sum of the ranks' outputs, to which
-    rank 0 adds the bias (Kernels.linear_sum)."""
+    rank 0 adds the bias (Kernels.linear_all_reduce)."""
 
     def __init__(
         self,

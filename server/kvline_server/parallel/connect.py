@@ -31,7 +31,7 @@ def connect(
     that are summed have more than so many elements. `warn` gets a text where the fastest way is not
     there. Raises RankLost where they do not come."""
     if device is Device.CPU:
-        from kvline_server.parallel.groups import GlooGroup
+        from kvline_server.parallel.gloo import GlooGroup
 
         return GlooGroup(rank, ranks, folder)
     from kvline_server.memory.cuda import reachable

@@ -30,19 +30,19 @@ class NcclGroup(SeveralGpus):
         # It takes its memory at the first call of each kind and of a large one, so that must come
         # before anything is measured.
         device = torch.device("cuda", torch.cuda.current_device())
-        self.sum(torch.zeros(elements, dtype=dtype, device=device))
-        for use in (self.gather, self.exchange):
+        self.all_reduce(torch.zeros(elements, dtype=dtype, device=device))
+        for use in (self.all_gather, self.all_to_all):
             use(torch.zeros(ranks, device=device))
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self.sent += x.nbytes
         if self._waits:
             self._group.allreduce([x]).wait()
         return x
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         self.sent += x.nbytes
         out = x.new_empty((self.ranks, *x.shape))
         if not self._waits:
@@ -50,7 +50,7 @@ class NcclGroup(SeveralGpus):
         self._group._allgather_base(out, x).wait()
         return out
 
-    def exchange(self, x: torch.Tensor) -> torch.Tensor:
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
         self.sent += x.nbytes
         out = torch.empty_like(x)
         if not self._waits:

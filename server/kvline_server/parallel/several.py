@@ -18,10 +18,10 @@ class Several:
         return None
 
     @abstractmethod
-    def sum(self, x: torch.Tensor) -> torch.Tensor: ...
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor: ...
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
-        residual.add_(self.sum(x))
+    def all_reduce_add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
+        residual.add_(self.all_reduce(x))
 
     @contextmanager
     def apart(self) -> Iterator[None]:

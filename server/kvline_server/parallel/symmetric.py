@@ -20,7 +20,7 @@ import torch
 import torch.distributed
 import torch.distributed._symmetric_memory
 
-from kvline_server.kernels import cuda_sum
+from kvline_server.kernels import cuda_all_reduce
 from kvline_server.kernels.group import TABLE_BYTES
 from kvline_server.parallel.several import SeveralGpus
 
@@ -32,15 +32,15 @@ os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
 _register: Any = torch._C._distributed_c10d._register_process_group
 NAME = "ranks"
 SECONDS = 60.0  # for the other ranks to come
-SMALL_BYTES = 2 << 20  # of hidden states that each rank adds up itself, at most
+SMALL_BYTES = 2 << 20  # of hidden states for which `buffer` has two halves, at most
 ALIGN = 1024
-HALVES = 2  # of such memory: one is written while another rank still reads the other
+HALVES = 2  # one is written while another rank still reads the other
 
 
 class SymmetricGroup(SeveralGpus):
-    """kernels.group.Group of one GPU each. Adds hidden states where a linear wrote them, in
-    `buffer`. Graphs may hold its sums, but no gathers and exchanges. Sums come in pairs, as the
-    two of a layer do, in a graph and between graphs: each graph begins with the same half."""
+    """kernels.group.Group of one GPU each. All-reduces are made where a linear wrote, in `buffer`.
+    Graphs may hold them, but none of the other collectives. They come in pairs, as the two of a
+    layer do, in a graph and between graphs: each graph begins with the same half."""
 
     def __init__(
         self, rank: int, ranks: int, folder: Path, elements: int, dtype: torch.dtype
@@ -52,8 +52,8 @@ class SymmetricGroup(SeveralGpus):
         sizes = (
             elements * dtype.itemsize,
             HALVES * SMALL_BYTES,
-            torch.int32.itemsize * cuda_sum.PROGRAMS * ranks,
-            ranks * cuda_sum.INBOX_BYTES,
+            torch.int32.itemsize * cuda_all_reduce.PROGRAMS * ranks,
+            ranks * cuda_all_reduce.INBOX_BYTES,
             HALVES * TABLE_BYTES,
         )
         hidden, halves, flags, inbox, tables = itertools.accumulate((0, *sizes[:-1]), _aligned)
@@ -82,13 +82,13 @@ class SymmetricGroup(SeveralGpus):
         self._places: dict[int, int | None] = {self._hidden.data_ptr(): None}
         self._places |= {half.data_ptr(): at for at, half in enumerate(self._halves)}
         self._flags, self._inboxes = self._pointers(flags), self._pointers(inbox)
-        self._epochs = torch.zeros(cuda_sum.PROGRAMS, dtype=torch.int32, device=device)
+        self._epochs = torch.zeros(cuda_all_reduce.PROGRAMS, dtype=torch.int32, device=device)
         # Every rank's tables, as this rank sees them.
         views = [self._shown.get_buffer(r, (size,), torch.uint8) for r in range(ranks)]
         self._seen = [view[tables:] for view in views]
         self._half = 0
         self._memory.zero_()
-        self._shown.barrier()  # every rank's flags are 0
+        self._shown.barrier()  # every rank's flags and inboxes are 0
         self._warm_up(elements, dtype)
 
     def _pointers(self, offset: int) -> torch.Tensor:
@@ -97,23 +97,24 @@ class SymmetricGroup(SeveralGpus):
 
     def _warm_up(self, elements: int, dtype: torch.dtype) -> None:
         """Loads every kernel, while nothing is measured yet."""
-        few = cuda_sum.ALIGN
-        most = (cuda_sum.PUSHED_BYTES // dtype.itemsize, len(self._halves[0]))  # of a kernel each
+        few = cuda_all_reduce.ALIGN
+        # Of one_shot_ll and one_shot; beyond, an all-reduce takes two shots.
+        most = (cuda_all_reduce.LL_BYTES // dtype.itemsize, len(self._halves[0]))
         for count in (few, *(min(elements, each + few) for each in most)):
             residual = torch.zeros((1, count), dtype=dtype, device="cuda")
-            for use in (self.sum, partial(self.add, residual=residual)) * HALVES:
+            for use in (self.all_reduce, partial(self.all_reduce_add, residual=residual)) * HALVES:
                 use(self.buffer(1, count).zero_())
-        self.gather(self._flags)
+        self.all_gather(self._flags)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # what this took is no memory of the exchange
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        assert not self._turn, "an odd number of sums came before"
+        assert not self._turn, "an odd number of all-reduces came before"
         try:
             with super().apart():
                 yield
-            assert not self._turn, "a graph has an odd number of sums"
+            assert not self._turn, "a graph has an odd number of all-reduces"
         finally:
             self._turn = 0
 
@@ -125,34 +126,34 @@ class SymmetricGroup(SeveralGpus):
         self._turn = 1 - self._turn
         return self._halves[self._turn][:count].view(rows, width)
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if x.data_ptr() not in self._places:
             shown = self._memory[: x.nbytes].view(x.dtype).view(x.shape)
-            return x.copy_(self.sum(shown.copy_(x)))
+            return x.copy_(self.all_reduce(shown.copy_(x)))
         self.sent += x.nbytes
         if self._waits:
             torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", NAME)
         return x
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
+    def all_reduce_add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
         half = self._places.get(x.data_ptr())
-        if half is None or not self._fused or residual.numel() % cuda_sum.ALIGN:
-            super().add(x, residual)
+        if half is None or not self._fused or residual.numel() % cuda_all_reduce.ALIGN:
+            super().all_reduce_add(x, residual)
             return
         self.sent += x.nbytes
-        if x.nbytes <= cuda_sum.PUSHED_BYTES:
-            inboxes = self._inboxes.data_ptr()
-            cuda_sum.push(inboxes, self._epochs, x, residual, self.rank, self.ranks)
+        who = self.rank, self.ranks
+        if cuda_all_reduce.fits_ll(x, self.ranks):
+            cuda_all_reduce.one_shot_ll(self._inboxes.data_ptr(), self._epochs, x, residual, *who)
             return
         parts, flags = self._parts[half].data_ptr(), self._flags.data_ptr()
-        cuda_sum.run(parts, flags, residual, self.rank, self.ranks)
+        cuda_all_reduce.one_shot(parts, flags, residual, *who)
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty((self.ranks, *x.shape))
         self._read(x, [x] * self.ranks, [0] * self.ranks, out)
         return out
 
-    def exchange(self, x: torch.Tensor) -> torch.Tensor:
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x)
         self._read(x, list(x), [self.rank * x[0].nbytes] * self.ranks, out)
         return out

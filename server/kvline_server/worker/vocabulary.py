@@ -32,7 +32,9 @@ class Vocabulary:
             return self.kernels.score(logits, targets, top)
         chosen = self._chosen(logits, targets)
         top = min(top, self.size)
-        every = self.group.gather(self._table(self.kernels.part_scores(logits, chosen, top), top))
+        every = self.group.all_gather(
+            self._table(self.kernels.part_scores(logits, chosen, top), top)
+        )
         normalisers, above = every[:, :, 0].view(torch.float32), every[:, :, 1]
         normaliser = normalisers.logsumexp(dim=0)
         ids, values = every[:, :, 2:].transpose(0, 1).chunk(2, dim=2)  # [rows, ranks, some]
@@ -49,7 +51,7 @@ class Vocabulary:
     def _chosen(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The targets' logits, each from the rank that has it. -> float32 [rows]"""
         at = (targets - self.own.start).clamp_(0, len(self.own) - 1)
-        every = self.group.gather(logits.gather(1, at.unsqueeze(1)).squeeze(1).float())
+        every = self.group.all_gather(logits.gather(1, at.unsqueeze(1)).squeeze(1).float())
         return every.gather(0, (targets // self.width).unsqueeze(0)).squeeze(0)
 
     def _table(self, part: PartScores, top: int) -> torch.Tensor:
@@ -73,7 +75,7 @@ class Vocabulary:
         filtered = np.flatnonzero(draws.filtered)
         if len(filtered) == len(logits):
             return self._filtered(logits, draws, filtered)
-        best = self.group.gather(self.kernels.best(logits, draws, self.own.start))
+        best = self.group.all_gather(self.kernels.best(logits, draws, self.own.start))
         chosen = token_of(best.amax(dim=0))
         if len(filtered):
             (at,) = self.kernels.upload(filtered)
@@ -96,11 +98,11 @@ class Vocabulary:
         sent = logits[at]
         if missing:
             sent = pad(sent, (0, missing), value=float("-inf"))
-        parts = self.group.exchange(sent.view(ranks, each, self.width))
+        parts = self.group.all_to_all(sent.view(ranks, each, self.width))
         whole = parts.transpose(0, 1).reshape(each, ranks * self.width)[:, : self.size]
         own = padded[self.group.rank * each :][:each]
         chosen = self.kernels.choose(whole, draws.at(own))
-        return self.group.gather(chosen).flatten()[: len(rows)]
+        return self.group.all_gather(chosen).flatten()[: len(rows)]
 
 
 def apply(kernels: Kernels, logits: torch.Tensor, edits: Edits) -> None:

@@ -3,7 +3,7 @@
 KVLINE_FAULT_STEP=n:raise|oom|kill|signal|nan|device breaks the engine's n-th batch; after `kill`
 the parent sees a kernel that killed for memory, after `signal` it does not;
 KVLINE_FAULT_MEMORY=stage:n makes torch allocate too much in the n-th call of a stage (OF_STAGES),
-on KVLINE_FAULT_DEVICE;
+on KVLINE_FAULT_DEVICE, and writes this value to the file KVLINE_FAULT_MARK;
 KVLINE_FAULT_RANK says which rank of several breaks so, by default the first;
 KVLINE_FAULT_HTTP_BLOCK=s blocks the HTTP process once for s seconds in a C call that holds the
 interpreter lock; KVLINE_FAULT_FRAMES makes what the engine answers unreadable;
@@ -131,6 +131,8 @@ def run_out_of_memory() -> None:
         nonlocal count
         count += 1
         if count == int(number):
+            if "KVLINE_FAULT_MARK" in os.environ:
+                Path(os.environ["KVLINE_FAULT_MARK"]).write_text(os.environ["KVLINE_FAULT_MEMORY"])
             torch: Any = importlib.import_module("torch")
             torch.empty(1 << 62, dtype=torch.uint8, device=DEVICE)
         return original(*values, **named)

@@ -35,9 +35,9 @@ class GlooGroup(Several):
         except RuntimeError as error:
             raise self._lost(error) from error
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype in WIDENED:
-            return x.copy_(self.sum(x.float()))
+            return x.copy_(self.all_reduce(x.float()))
         self.sent += x.nbytes
         if self._apart:
             return x.mul_(self.ranks)
@@ -45,7 +45,7 @@ class GlooGroup(Several):
         self._wait(self._group.allreduce, [whole])
         return x if whole is x else x.copy_(whole)
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         self.sent += x.nbytes
         if self._apart:
             return torch.stack([x] * self.ranks)
@@ -53,7 +53,7 @@ class GlooGroup(Several):
         self._wait(self._group.allgather, [list(made.unbind(0))], [x.contiguous()])
         return made
 
-    def exchange(self, x: torch.Tensor) -> torch.Tensor:
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
         self.sent += x.nbytes
         if self._apart:
             return x.clone()
