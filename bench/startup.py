@@ -17,6 +17,8 @@ import torch
 from record import record, table
 from shapes import write_config
 
+from kvline_contract.memory import COLLECTIVES
+
 SHOWN = 20  # milliseconds of a stage
 
 
@@ -64,7 +66,17 @@ def starts(name: str, folder: Path, *words: str) -> list[list[str]]:
         rows.append([name, kind, *figures, str(result["kvTokens"]), result["source"], share])
         print(f"{name}, {kind}:", *parts(report), sep="\n  ", flush=True)
     record(f"kv-tokens-{name}", sizes[0], "tokens", (min(sizes), max(sizes)), on)
+    if peers.GPUS > 1:
+        taken = max(collectives(report) for _, report in made.values())
+        record(f"collectives-mib-tp{peers.GPUS}", taken, "MiB", (taken, taken), on)
+        print(f"collectives: {taken} MiB a rank", flush=True)
     return rows
+
+
+def collectives(report: dict[str, Any]) -> int:
+    """MiB of the rank that has most."""
+    found = [part for rank in report["result"]["ranks"] for part in rank["parts"]]
+    return max(int(part["mib"]) for part in found if part["name"] == COLLECTIVES)
 
 
 def parts(report: dict[str, Any]) -> list[str]:
