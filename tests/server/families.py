@@ -48,6 +48,7 @@ def longrope(dim: int, trained: int) -> dict[str, Any]:
 # Wide enough for scores that differ from one key to another, so that what changes them shows.
 WIDE = {"initializer_range": 0.3}
 PHI3: dict[str, Any] = WIDE | {"head_dim": 16, "hidden_size": 96}
+MOE: dict[str, Any] = WIDE | {"num_experts": 11, "num_experts_per_tok": 3}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -79,6 +80,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmo2": ("Olmo2", WIDE),
+    "qwen3-moe": ("Qwen3Moe", MOE | {"moe_intermediate_size": 24, "norm_topk_prob": True}),
+    "qwen3-moe-plain": ("Qwen3Moe", MOE | {"moe_intermediate_size": 24, "norm_topk_prob": False}),
+    "mixtral": ("Mixtral", MOE | {"num_local_experts": 6, "sliding_window": None}),
 }
 
 

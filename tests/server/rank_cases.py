@@ -28,7 +28,7 @@ from kvline_server.kernels.group import ALONE, Group
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import HostArena
 from kvline_server.memory.device import cpu_device
-from kvline_server.model.config import ModelConfig, Norms, Rope
+from kvline_server.model.config import Experts, ModelConfig, Norms, Rope
 from kvline_server.model.decoder import Decoder, kv_shape
 from kvline_server.model.loader import RandomSource, load_weights
 from kvline_server.model.shard import Shard, check, local
@@ -68,6 +68,7 @@ CASES = {
     "eight": Case(replace(LLAMA, layers=1, heads=8), (8,)),  # a head each, every key's four times
     "biases": Case(replace(LLAMA, qkv_bias=True, output_bias=True, mlp_bias=True), (4,)),
     "olmo2": Case(replace(LLAMA, norms=AFTER, qk_norm="projection"), (2, 4)),
+    "experts": Case(replace(LLAMA, kv_heads=6, experts=Experts(5, 2, True, "mlp.")), (2, 3)),
     "phi3": Case(replace(LLAMA, kv_heads=3, rope=Rope(1e4, rotary_dim=6), **FUSED), (3,)),
     "gemma3": Case(
         replace(

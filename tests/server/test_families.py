@@ -11,7 +11,8 @@ import pytest
 
 from kvline_server.errors import ModelInvalid, ModelUnsupported, ServerError
 from kvline_server.kernels import cuda_write
-from kvline_server.model.config import LongScaling, ModelConfig, Rope, read_config
+from kvline_server.model.config import Experts, LongScaling, ModelConfig, Rope, read_config
+from kvline_server.model.loader import weight_elements
 from kvline_server.model.rope import cos_sin
 
 PHI4_MINI: dict[str, Any] = {
@@ -87,6 +88,55 @@ OLMO2: dict[str, Any] = {
 }
 
 
+QWEN3_30B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+MIXTRAL: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+
+
 def read(folder: Path, raw: dict[str, Any]) -> ModelConfig:
     (folder / "config.json").write_text(json.dumps(raw))
     return read_config(folder)
@@ -131,6 +181,39 @@ def test_gemma3_has_a_window_in_five_of_six_layers(tmp_path: Path) -> None:
     assert (model.rope_of(5), model.rope_of(4)) == (Rope(1e6), Rope(1e4))
     assert model.softmax_scale == 1 / 16 and model.embedding_scale == math.sqrt(1152)
     assert model.tied_embeddings and model.norms.offset == 1.0
+
+
+def test_qwen3_30b_has_128_small_experts_and_chooses_eight(tmp_path: Path) -> None:
+    model = read(tmp_path, QWEN3_30B)
+    assert model.experts == Experts(128, 8, True, "mlp.")
+    assert (model.intermediate, model.qk_norm) == (768, "head")
+    elements = weight_elements(model)
+    assert elements == 30_532_122_624  # as its authors' index says, in bytes of two
+
+
+def test_mixtral_has_eight_experts_and_chooses_two(tmp_path: Path) -> None:
+    model = read(tmp_path, MIXTRAL)
+    names = ("w1", "w3", "w2")
+    assert model.experts == Experts(8, 2, True, "block_sparse_moe.", names)
+    assert weight_elements(model) == 46_702_792_704
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step 2 is not supported, 1 is"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers \[0\] is not supported"),
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok: expected at most num_experts, 128"),
+        ({"num_experts": None}, "num_experts: expected a positive integer"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size: expected a positive integer"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+    ],
+)
+def test_experts_that_are_not_served_are_refused_by_the_field(
+    change: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ServerError, match=why):
+        read(tmp_path, QWEN3_30B | change)
 
 
 def test_olmo2_has_norms_after_its_blocks_alone(tmp_path: Path) -> None:

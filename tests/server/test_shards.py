@@ -17,9 +17,12 @@ from safetensors.torch import save_file
 from kvline_server.errors import ModelInvalid, ModelUnsupported
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.model import loader, shard
-from kvline_server.model.blocks import Layer
+from kvline_server.model.blocks import MLP
+from kvline_server.model.config import Experts as Many
 from kvline_server.model.config import ModelConfig, Rope, read_config
 from kvline_server.model.decoder import kv_shape
+from kvline_server.model.experts import Experts
+from kvline_server.model.layer import Layer
 from kvline_server.model.linear import TensorSource
 from kvline_server.model.loader import RandomSource, SafetensorsSource, Weights, load_weights
 from kvline_server.model.shard import WHOLE, Shard
@@ -170,24 +173,51 @@ def compare(mine: Layer, whole: Layer, config: ModelConfig, own: Shard) -> None:
     assert torch.equal(one.output.weight, other.output.weight[:, dims[0]])
     width = own.of(c.intermediate)
     gate = [start + row for start in (0, c.intermediate) for row in width]
-    assert torch.equal(mine.mlp.gate_up.weight, whole.mlp.gate_up.weight[gate])
-    assert torch.equal(mine.mlp.down.weight, whole.mlp.down.weight[:, width])
+    if c.experts is not None:
+        same_experts(experts_of(mine), experts_of(whole), c.experts.count, gate, width)
+    else:
+        assert torch.equal(mlp_of(mine).gate_up.weight, mlp_of(whole).gate_up.weight[gate])
+        assert torch.equal(mlp_of(mine).down.weight, mlp_of(whole).down.weight[:, width])
     if c.qk_norm == "projection":
         assert one.q_norm and one.k_norm and other.q_norm and other.k_norm
         assert torch.equal(one.q_norm.weight, other.q_norm.weight[dims[0]])
         assert torch.equal(one.k_norm.weight, other.k_norm.weight[dims[1]])
 
 
+def mlp_of(layer: Layer) -> MLP:
+    assert isinstance(layer.mlp, MLP)
+    return layer.mlp
+
+
+def experts_of(layer: Layer) -> Experts:
+    assert isinstance(layer.mlp, Experts)
+    return layer.mlp
+
+
+def same_experts(mine: Experts, whole: Experts, count: int, gate: list[int], width: range) -> None:
+    """Of each expert the rank's part; the router whole."""
+    assert torch.equal(mine.router.weight, whole.router.weight)
+    one, other = (made.gate_up.view(count, -1, made.gate_up.shape[1]) for made in (mine, whole))
+    assert torch.equal(one, other[:, gate])
+    assert torch.equal(mine.down, whole.down[:, width])
+
+
+@pytest.mark.parametrize("experts", [None, Many(6, 2, True, "mlp.")], ids=["dense", "experts"])
 @pytest.mark.parametrize("drawn", [1 << 24, 1000, 7])
 def test_random_weights_of_ranks_are_slices_of_one_model(
-    drawn: int, monkeypatch: pytest.MonkeyPatch
+    drawn: int, experts: Many | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever fits into a block, and however a tensor's copy is cut."""
     monkeypatch.setattr(loader, "DRAWN", drawn)
     config = replace(MODEL, kv_heads=2, output_bias=True, mlp_bias=True, qkv_bias=True)
+    config = replace(config, experts=experts)
     whole = load_weights(RandomSource(), config, Plain())
-    assert 0.015 < float(whole.layers[0].mlp.down.weight.std()) < 0.025
-    assert not torch.equal(*(layer.mlp.down.weight for layer in whole.layers))
+    last = [
+        layer.mlp.down if isinstance(layer.mlp, Experts) else layer.mlp.down.weight
+        for layer in whole.layers
+    ]
+    assert 0.015 < float(last[0].std()) < 0.025
+    assert not torch.equal(*last)
     monkeypatch.setattr(loader, "COPY_BYTES", 900)
     for ranks in (2, 4):
         for rank in range(ranks):
@@ -197,7 +227,8 @@ def test_random_weights_of_ranks_are_slices_of_one_model(
             tokens = shard.vocabulary(config, own)
             assert torch.equal(part.head, whole.head[tokens])
             # The sum of the ranks' outputs has the bias once.
-            assert (part.layers[0].mlp.down.bias is None) == (rank > 0)
+            if experts is None:
+                assert (mlp_of(part.layers[0]).down.bias is None) == (rank > 0)
 
 
 def test_a_wrong_tensor_is_named_on_every_rank(

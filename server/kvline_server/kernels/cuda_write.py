@@ -24,7 +24,12 @@ STRIDES = (1, 10, 11)  # indices of strides, which are multiples of the head siz
 
 
 def check(
-    queries: int, keys: int, dim: int, activation: str = "silu", windowed: bool = False
+    queries: int,
+    keys: int,
+    dim: int,
+    activation: str = "silu",
+    windowed: bool = False,
+    experts: bool = False,
 ) -> None:
     """Raises RuntimeError for a model that needs what none of the prebuilt kernels does."""
     if queries > QUERIES[-1] or keys > KEYS[-1]:
@@ -36,6 +41,8 @@ def check(
         raise RuntimeError(f"activation {activation}, kernels support silu")
     if windowed:
         raise RuntimeError("layers with a sliding window, kernels support none")
+    if experts:
+        raise RuntimeError("a mixture of experts, kernels support none yet")
 
 
 def write(heads: Heads, rope: torch.Tensor, mapping: SlotMapping, cache: KVLayer) -> None:

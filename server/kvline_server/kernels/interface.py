@@ -12,7 +12,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
+from kvline_server.kernels import torch_experts
 from kvline_server.kernels.group import Group
 from kvline_server.kernels.layout import Draws, Layout
 from kvline_server.kernels.tuning import Choices
@@ -63,6 +65,15 @@ class Unnormed:
 
 
 Normed = torch.Tensor | Unnormed  # [rows, hidden]
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a router's logits become experts."""
+
+    chosen: int  # of a row
+    renormalise: bool  # the weights of the chosen ones add up to 1
+    activation: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +192,28 @@ class Kernels(Protocol):
     def gated_linear(self, x: Normed, weight: torch.Tensor, activation: str) -> torch.Tensor:
         """`linear`, then `activate_and_mul`. weight [2 * d, in] -> [rows, d]"""
         return self.activate_and_mul(self.linear(x, weight), activation)
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        logits: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        routing: Routing,
+        rows: int,
+    ) -> torch.Tensor:
+        """The sum of each row's experts, an MLP each, by the weights that the router's logits give
+        them; of a rank's columns. Rows after the first `rows` are padding, and have no expert.
+        x [rows, hidden], logits [rows, experts], gate_up [experts * 2 * width, hidden], down
+        [experts * hidden, width] -> [rows, hidden]"""
+        given = torch_experts.run(
+            x[:rows],
+            torch_experts.route(logits[:rows], routing.chosen, routing.renormalise),
+            gate_up,
+            down,
+            lambda made: self.activate_and_mul(made, routing.activation),
+        )
+        return given if rows == len(x) else pad(given, (0, 0, 0, len(x) - rows))
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Over the last dimension."""

@@ -55,6 +55,9 @@ def norm_across(kernels: Kernels, vectors: Sequence[tuple[torch.Tensor, Norm]]) 
         x.copy_(x.float().mul(scale).mul_(norm.weight))
 
 
+Joined = tuple[Normed, torch.Tensor]
+
+
 def join(
     kernels: Kernels,
     last: Linear,
@@ -62,7 +65,7 @@ def join(
     residual: torch.Tensor,
     after: Norm | None,
     before: Norm | None,
-) -> tuple[Normed, torch.Tensor]:
+) -> Joined:
     """Adds a block's output, x through its last linear, to the residual stream: `after` is that
     block's norm, `before` the next one's. -> the next block's input, the residual, which is
     overwritten: a captured segment finds it where it was. Both [rows, hidden]"""
@@ -71,6 +74,17 @@ def join(
             x, last.weight, last.bias, residual, before.weight, before.eps
         )
     made = kernels.linear_all_reduce(x, last.weight, last.bias)
+    return add(kernels, made, residual, after, before)
+
+
+def add(
+    kernels: Kernels,
+    made: torch.Tensor,
+    residual: torch.Tensor,
+    after: Norm | None,
+    before: Norm | None,
+) -> Joined:
+    """`join` of an output that is made already. [rows, hidden]"""
     residual.add_(made if after is None else after(kernels, made))
     return residual if before is None else before(kernels, residual), residual
 
@@ -141,18 +155,22 @@ class MLP:
         self.down = Linear(tensors, down, c.intermediate, c.mlp_bias, columns)
         self.activation = c.activation
 
-    def gated(self, kernels: Kernels, x: Normed) -> torch.Tensor:
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.gate_up, self.down
+
+    def __call__(
+        self, kernels: Kernels, x: Normed, residual: torch.Tensor, norm: Norm | None, rows: int
+    ) -> Joined:
+        """`join` of its output, with the norm of what follows; as Experts, for which the first
+        `rows` alone count."""
+        return join(kernels, self.down, self._gated(kernels, x), residual, self.after, norm)
+
+    def _gated(self, kernels: Kernels, x: Normed) -> torch.Tensor:
         """What `down` takes. [rows, hidden] -> [rows, intermediate]"""
         if self.gate_up.bias is None:
             return kernels.gated_linear(x, self.gate_up.weight, self.activation)
         return kernels.activate_and_mul(self.gate_up(kernels, x), self.activation)
-
-
-class Layer:
-    def __init__(self, tensors: Tensors, config: ModelConfig, index: int) -> None:
-        at = f"model.layers.{index}."
-        self.attention = Attention(tensors, config, at, index)
-        self.mlp = MLP(tensors, config, at)
 
 
 def _rotary_rows(rows: range, dim: int, rotary: int | None) -> list[range]:

@@ -59,11 +59,22 @@ class Norms:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """Of a mixture of experts: every MLP is many, of which a router chooses some for each token."""
+
+    count: int
+    chosen: int  # for each token
+    renormalise: bool  # the weights of the chosen ones add up to 1
+    at: str  # of the tensors, after the layer's prefix
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     architecture: str
     layers: int
     hidden: int
-    intermediate: int
+    intermediate: int  # width of the MLP, or of each expert
     heads: int
     kv_heads: int
     head_dim: int
@@ -80,6 +91,7 @@ class ModelConfig:
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # tensors; or one that holds all three
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     activation: Literal["silu", "gelu_tanh"] = "silu"
+    experts: Experts | None = None
     embedding_scale: float = 1.0
     tied_embeddings: bool = False
     qkv_bias: bool = False
@@ -137,6 +149,15 @@ def dense(fields: Fields, rope: Rope | None = None) -> ModelConfig:
         rope=rope or read_rope(rope_fields(fields), fields.number("rope_theta", 10000.0)),
         tied_embeddings=fields.flag("tie_word_embeddings"),
     )
+
+
+def experts(fields: Fields, count: str, renormalise: bool, at: str, **more: Any) -> Experts:
+    """`count` is the field of that name."""
+    fields.value("router_aux_loss_coef"), fields.value("output_router_logits")  # of training
+    every, chosen = fields.integer(count), fields.integer("num_experts_per_tok")
+    if chosen > every:
+        raise fields.invalid("num_experts_per_tok", f"at most {count}, {every}")
+    return Experts(every, chosen, renormalise, at, **more)
 
 
 def every_window(fields: Fields) -> tuple[int, ...]:

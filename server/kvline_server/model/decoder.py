@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from kvline_server.kernels.interface import Kernels, Normed, SlotMapping
+from kvline_server.kernels.interface import Kernels, SlotMapping
 from kvline_server.kernels.layout import Layout
 from kvline_server.memory.arena import KVLayer, KVShape
-from kvline_server.model.blocks import Norm, join
+from kvline_server.model.blocks import Joined, Norm, join
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.loader import Weights
 from kvline_server.model.rope import cos_sin
@@ -58,11 +58,11 @@ class Decoder:
         wanted: torch.Tensor,
     ) -> torch.Tensor:
         """Plans and runs `forward`, padded to a row count of the kernels. Padding rows write to the
-        dummy page. token_ids [rows], wanted [n] -> [n, hidden]"""
+        dummy page, and no expert gets them. token_ids [rows], wanted [n] -> [n, hidden]"""
         rows = self.kernels.padded(len(token_ids))
         padded = SlotMapping(_pad(mapping.positions, rows), _pad(mapping.slots, rows))
         plan = self.kernels.plan(layout)
-        return self.forward(_pad(token_ids, rows), padded, cache, plan, wanted)
+        return self.forward(_pad(token_ids, rows), padded, cache, plan, wanted, len(token_ids))
 
     def forward(
         self,
@@ -71,9 +71,11 @@ class Decoder:
         cache: list[KVLayer],
         plan: Any,
         wanted: torch.Tensor,
+        given: int | None = None,
     ) -> torch.Tensor:
         """Hidden states after the last norm, for the wanted rows only: after the last attention,
-        rows no longer depend on each other. token_ids [rows], wanted [n] -> [n, hidden]
+        rows no longer depend on each other. Rows after the first `given` are padding.
+        token_ids [rows], wanted [n] -> [n, hidden]
 
         The code between two attention calls is one graph segment (worker/graphs.py)."""
         state = self.start(token_ids, mapping, cache[0])
@@ -81,9 +83,11 @@ class Decoder:
             queries = state.heads[:, : self.config.heads]
             attended = self.attend(index, queries, kv, plan)
             if index + 1 < len(cache):
-                state = self.between(index, attended, state, mapping, cache[index + 1])
+                next = cache[index + 1]
+                state = self.between(index, attended, state, mapping, next, given=given)
         rows = _pad(wanted, self.kernels.padded(len(wanted)))
-        return self.finish(attended[rows], state.residual[rows])[: len(wanted)]
+        made = self.finish(attended[rows], state.residual[rows], len(wanted))
+        return made[: len(wanted)]
 
     def warm_up(self, rows: int, cache: list[KVLayer]) -> None:
         """Runs every GEMM shape of a step once at this row count, in the first layers alone."""
@@ -133,32 +137,41 @@ class Decoder:
         mapping: SlotMapping,
         kv: KVLayer,
         into: torch.Tensor | None = None,
+        given: int | None = None,
     ) -> LayerState:
         """From the attention of layer `index` to the queries of the next layer."""
         attention, rope = self.weights.layers[index + 1].attention, self.ropes[index + 1]
-        x, residual = self._after(index, attended, state.residual, attention.before)
+        x, residual = self._after(index, attended, state.residual, attention.before, given)
         return LayerState(residual, attention.project(self.kernels, x, rope, mapping, kv, into))
 
-    def finish(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def finish(
+        self, attended: torch.Tensor, residual: torch.Tensor, given: int | None = None
+    ) -> torch.Tensor:
         """From the last layer's attention to hidden states."""
-        x, _ = self._after(len(self.weights.layers) - 1, attended, residual, self.weights.norm)
+        last = len(self.weights.layers) - 1
+        x, _ = self._after(last, attended, residual, self.weights.norm, given)
         return x if isinstance(x, torch.Tensor) else self.weights.norm(self.kernels, x.hidden)
 
     def _after(
-        self, index: int, attended: torch.Tensor, residual: torch.Tensor, norm: Norm | None
-    ) -> tuple[Normed, torch.Tensor]:
+        self,
+        index: int,
+        attended: torch.Tensor,
+        residual: torch.Tensor,
+        norm: Norm | None,
+        given: int | None,
+    ) -> Joined:
         """From a layer's attention to the input of what follows the layer, whose norm is given."""
         layer, kernels = self.weights.layers[index], self.kernels
         attention, mlp = layer.attention, layer.mlp
         x, residual = join(
             kernels, attention.output, attended, residual, attention.after, mlp.before
         )
-        return join(kernels, mlp.down, mlp.gated(kernels, x), residual, mlp.after, norm)
+        return mlp(kernels, x, residual, norm, len(residual) if given is None else given)
 
     def gemm_weights(self) -> list[list[torch.Tensor]]:
         """One list per kind of GEMM, with its weight of each layer."""
         layers = self.weights.layers
-        linears = [(a.attention.qkv, a.attention.output, a.mlp.gate_up, a.mlp.down) for a in layers]
+        linears = [(a.attention.qkv, a.attention.output, *a.mlp.linears) for a in layers]
         return [[linear.weight for linear in kind] for kind in zip(*linears, strict=True)]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

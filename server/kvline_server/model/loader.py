@@ -13,13 +13,15 @@ from pathlib import Path
 
 import torch
 
-from kvline_contract.memory import WEIGHTS
+from kvline_contract.memory import EXPERTS, WEIGHTS
 from kvline_server.errors import ModelInvalid
 from kvline_server.kernels.interface import Kernels
 from kvline_server.memory.parts import OwnedPart
-from kvline_server.model.blocks import Layer, Norm
+from kvline_server.model.blocks import Norm
 from kvline_server.model.config import ModelConfig
+from kvline_server.model.experts import Experts
 from kvline_server.model.files import open_weights, weight_files
+from kvline_server.model.layer import Layer
 from kvline_server.model.linear import Rows, Tensors, TensorSource
 from kvline_server.model.shard import WHOLE, Shard
 from kvline_server.model.shard import vocabulary as own_tokens
@@ -43,7 +45,11 @@ class Weights:
         self.elements = tensors.elements
 
     def parts(self) -> tuple[OwnedPart, ...]:
-        return (OwnedPart(WEIGHTS, fixed=self.elements * self.embedding.itemsize),)
+        mlps = [layer.mlp for layer in self.layers]
+        experts = sum(mlp.elements for mlp in mlps if isinstance(mlp, Experts))
+        sizes = {WEIGHTS: self.elements - experts, EXPERTS: experts}
+        size = self.embedding.itemsize
+        return tuple(OwnedPart(name, fixed=n * size) for name, n in sizes.items() if n)
 
 
 class SafetensorsSource:

@@ -119,7 +119,8 @@ def _cuda_kernels(warn: Callable[[str], None], model: ModelConfig, group: Group)
             from kvline_server.kernels.flashinfer import FlashInferKernels
 
             shape = model.heads, model.kv_heads, model.head_dim
-            cuda_write.check(*shape, model.activation, model.windowed)
+            experts = model.experts is not None
+            cuda_write.check(*shape, model.activation, model.windowed, experts)
             with device_errors.translated("kernels"):  # a device error is no missing kernel
                 return FlashInferKernels(*shape, group)
         except (ImportError, RuntimeError, OSError) as error:  # OSError: files are missing

@@ -1,0 +1,49 @@
+"""A mixture of experts in plain torch: the CPU's, the reference for the tests, and for GPUs without
+kernels for it. Nothing of it can be captured in a graph: the host reads how many rows each has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import linear
+
+ROWS = 512  # of one expert at a time: what a step takes is bounded however unequal the routing is
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """The experts of each row."""
+
+    ids: torch.Tensor  # int64 [rows, chosen]
+    weights: torch.Tensor  # float32 [rows, chosen]
+
+
+def route(logits: torch.Tensor, chosen: int, renormalise: bool) -> Routes:
+    """The `chosen` largest of a softmax over all experts. [rows, experts]"""
+    weights, ids = logits.softmax(dim=-1, dtype=torch.float32).topk(chosen, dim=-1)
+    return Routes(ids, weights / weights.sum(dim=-1, keepdim=True) if renormalise else weights)
+
+
+def run(
+    x: torch.Tensor,
+    routes: Routes,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    activate: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """As Kernels.experts, of all rows. One expert after the other, in their order on every rank."""
+    hidden, out = x.shape[1], torch.zeros_like(x)
+    pairs = routes.ids.flatten()
+    order = pairs.argsort(stable=True)
+    counts = pairs.bincount(minlength=len(down) // hidden).tolist()
+    weights = routes.weights.flatten().to(x.dtype).unsqueeze(1)
+    first, last = gate_up.view(len(counts), -1, hidden), down.view(len(counts), hidden, -1)
+    for expert, some in enumerate(torch.split(order, counts)):
+        for at in range(0, len(some), ROWS):
+            pair = some[at : at + ROWS]
+            row = pair // routes.ids.shape[1]
+            made = linear(activate(linear(x[row], first[expert])), last[expert])
+            out.index_add_(0, row, made * weights[pair])
+    return out
