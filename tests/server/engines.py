@@ -13,6 +13,7 @@ from kvline_server.memory.arena import HostArena
 from kvline_server.memory.device import cpu_device
 from kvline_server.model.config import read_config
 from kvline_server.model.decoder import Decoder, kv_shape
+from kvline_server.model.dequantised import Dequantised
 from kvline_server.model.loader import SafetensorsSource, load_weights
 from kvline_server.parallel.executor import Local
 from kvline_server.sampling_params import SamplingParams
@@ -22,7 +23,7 @@ from kvline_server.worker.worker import Worker
 def decoder(folder: Path, positions: int | None = None) -> Decoder:
     config = read_config(folder)
     kernels = TorchKernels()
-    source = SafetensorsSource(folder)
+    source = Dequantised(SafetensorsSource(folder), config.quantization)
     weights = load_weights(source, config, kernels)
     return Decoder(config, weights, positions or config.max_position, kernels)
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvline_server.errors import ModelInvalid, ModelUnsupported
-from kvline_server.model import families
+from kvline_server.model import families, quantization
 from kvline_server.model.fields import Fields, read_json
+from kvline_server.model.quantization import Quantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,7 @@ class ModelConfig:
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     activation: Literal["silu", "gelu_tanh"] = "silu"
     experts: Experts | None = None
+    quantization: Quantization | None = None  # of the weights in the files
     embedding_scale: float = 1.0
     tied_embeddings: bool = False
     qkv_bias: bool = False
@@ -122,8 +124,10 @@ def read_config(folder: Path) -> ModelConfig:
             f"{path}: architectures is {listed!r:.120}; this server runs {', '.join(known)}"
         )
     model: ModelConfig = known[name](fields)
+    quantized = quantization.read(fields)
     fields.refuse_unread()
-    return replace(model, architecture=name, eos_token_ids=_eos_ids(fields.raw, folder))
+    eos = _eos_ids(fields.raw, folder)
+    return replace(model, architecture=name, eos_token_ids=eos, quantization=quantized)
 
 
 def dense(fields: Fields, rope: Rope | None = None) -> ModelConfig:

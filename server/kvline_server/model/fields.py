@@ -18,7 +18,6 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_activation": (("silu",), ", silu is"),
     "lm_head_bias": ((False,), ""),
     "partial_rotary_factor": ((1.0,), ""),
-    "quantization_config": (({},), "; use plain weights"),
     "use_bidirectional_attention": ((False,), ""),
 }
 

@@ -66,16 +66,25 @@ class SafetensorsSource:
         path = self.where.get(name)
         if path is None:
             raise ModelInvalid(f"{self.folder}: tensor {name} is in no safetensors file")
-        got = tuple(self.files[path].get_slice(name).get_shape())
-        if got != shape:
+        if (got := self.shape(name)) != shape:
             raise ModelInvalid(
                 f"{path}: tensor {name} has shape {list(got)}, config.json requires {list(shape)}"
             )
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.files[self.where[name]].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """As safetensors names it."""
+        return str(self.files[self.where[name]].get_slice(name).get_dtype())
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A view of the mapped file: only what is copied of it is read from the disk."""
+        tensor: torch.Tensor = self.files[self.where[name]].get_tensor(name)
+        return tensor
+
     def copy(self, name: str, into: torch.Tensor, row: int = 0, column: int = 0) -> None:
-        # A view of the mapped file: only what is copied here is read from the disk.
-        whole = self.files[self.where[name]].get_tensor(name)
-        into.copy_(_slice(whole, into, row, column))
+        into.copy_(_slice(self.whole(name), into, row, column))
 
 
 class RandomSource:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
+
 from kvline_contract.launch import LaunchConfig, LoadFormat
 from kvline_contract.memory import KV_CACHE, WEIGHTS
 from kvline_contract.report import Provenance, Stage
@@ -20,6 +22,7 @@ from kvline_server.messages import Progress, SendProgress
 from kvline_server.model import loader
 from kvline_server.model.config import ModelConfig, read_config
 from kvline_server.model.decoder import Decoder, kv_shape
+from kvline_server.model.dequantised import Dequantised
 from kvline_server.model.files import identity
 from kvline_server.model.linear import TensorSource
 from kvline_server.model.shard import Shard, local
@@ -56,7 +59,7 @@ def load_model(
     started, before, used = time.monotonic(), device.now(), device.used()
     folder = Path(launch.model.path)
     random = launch.model.load_format is LoadFormat.RANDOM
-    source: TensorSource = loader.RandomSource() if random else loader.SafetensorsSource(folder)
+    source = _source(folder, model, random)
     elements = loader.weight_elements(model, Shard(group.rank, group.ranks))
     expected = elements * backend.dtype.itemsize
     owned, others = (OwnedPart(WEIGHTS, fixed=expected),), used - collectives
@@ -67,6 +70,8 @@ def load_model(
     try:
         with device_errors.translated("load"), compact_heap():
             worker = _build(source, model, settings, backend, group, _LoadProgress(send, started))
+            if group.rank == 0 and (warning := _dequantised(source, backend)):
+                send(Progress(warning=warning))
             del source
             device.settle()
     except DeviceOutOfMemory as error:
@@ -86,20 +91,53 @@ def load_model(
             *worker.decoder.weights.parts(),
             OwnedPart(KV_CACHE, per_token=kept.bytes_per_token),
         ),
-        fingerprint=fingerprint(
-            {
-                "model": revision or identity(folder, with_weights=not random),
-                "loadFormat": str(launch.model.load_format),
-                "settings": repr(settings),
-                "device": device.name,
-                "kernels": type(worker.kernels).__name__,
-                "totalMiB": device.limit // MIB,
-                "tensorParallel": launch.tensor_parallel,
-                "driver": device.driver,
-                **libraries,
-            }
-        ),
-        cache_dtype=str(backend.dtype).removeprefix("torch."),
+        fingerprint=_fingerprint(launch, settings, provenance, device.limit, worker),
+        cache_dtype=_name(backend.dtype),
+    )
+
+
+def _fingerprint(
+    launch: LaunchConfig,
+    settings: EngineSettings,
+    provenance: Provenance,
+    limit: int,
+    worker: Worker,
+) -> str:
+    with_weights = launch.model.load_format is not LoadFormat.RANDOM
+    model = provenance.model_revision or identity(Path(launch.model.path), with_weights)
+    return fingerprint(
+        {
+            "model": model,
+            "loadFormat": str(launch.model.load_format),
+            "settings": repr(settings),
+            "device": provenance.gpu,
+            "kernels": type(worker.kernels).__name__,
+            "totalMiB": limit // MIB,
+            "tensorParallel": launch.tensor_parallel,
+            "driver": provenance.driver,
+            **provenance.libraries,
+        }
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _source(folder: Path, model: ModelConfig, random: bool) -> TensorSource:
+    if random:
+        return loader.RandomSource()
+    return Dequantised(loader.SafetensorsSource(folder), model.quantization)
+
+
+def _dequantised(source: TensorSource, backend: Backend) -> str:
+    """A warning where it is so."""
+    if not isinstance(source, Dequantised) or not source.quantised:
+        return ""
+    elements = sum(source.quantised.values())
+    return (
+        f"fp8 weights are dequantised to {_name(backend.dtype)} as they load: {elements // MIB} "
+        f"MiB in the files take {elements * backend.dtype.itemsize // MIB} MiB"
     )
 
 

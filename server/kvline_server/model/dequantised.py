@@ -1,0 +1,51 @@
+"""fp8 weights as what they stand for: multiplied by their scales as they are copied."""
+
+from __future__ import annotations
+
+import torch
+
+from kvline_server.errors import ModelInvalid
+from kvline_server.model.loader import SafetensorsSource
+from kvline_server.model.quantization import FIELD, Quantization
+
+FP8 = "F8_E4M3"  # a dtype of safetensors
+
+
+class Dequantised:
+    """A TensorSource. Checks a weight's scales with it, so a missing or mis-shaped one ends the
+    start by name."""
+
+    def __init__(self, files: SafetensorsSource, quantization: Quantization | None) -> None:
+        self.files = files
+        self.quantization = quantization
+        self.quantised: dict[str, int] = {}  # elements of each such weight
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        self.files.check(name, shape)
+        if self.files.dtype(name) != FP8:
+            return
+        if self.quantization is None:
+            raise self._invalid(name, f"and config.json has no {FIELD}, which tells of its scales")
+        if len(shape) != 2:
+            raise self._invalid(name, "which only weights with rows and columns can be")
+        self.files.check(name + self.quantization.suffix, self.quantization.scales(shape))
+        self.quantised[name] = shape[0] * shape[1]
+
+    def copy(self, name: str, into: torch.Tensor, row: int = 0, column: int = 0) -> None:
+        if name not in self.quantised:
+            self.files.copy(name, into, row, column)
+            return
+        assert self.quantization is not None
+        numbers = torch.empty(into.shape, dtype=torch.float32)
+        self.files.copy(name, numbers, row, column)
+        rows, columns = (
+            torch.arange(start, start + count)
+            for start, count in zip((row, column), into.shape, strict=True)
+        )
+        height, width = self.quantization.block or (1, self.files.shape(name)[1])
+        scales = self.files.whole(name + self.quantization.suffix)
+        some = scales[(rows // height).unsqueeze(1), (columns // width).unsqueeze(0)]
+        into.copy_(numbers.mul_(some.float()))
+
+    def _invalid(self, name: str, why: str) -> ModelInvalid:
+        return ModelInvalid(f"{self.files.folder}: tensor {name} is fp8, {why}")
