@@ -89,6 +89,7 @@ def test_a_kernel_that_starts_early_waits_before_it_reads(
         ((4, 1, 256), "head size 256"),
         ((8, 4, 128, "gelu_tanh"), "activation gelu_tanh, kernels support silu"),
         ((8, 4, 128, "silu", True), "sliding window"),
+        ((32, 4, 128, "silu", False, True), "mixture of experts"),
     ],
 )
 def test_what_no_prebuilt_kernel_does_is_named(needs: Any, why: str) -> None:

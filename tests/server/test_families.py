@@ -223,19 +223,26 @@ def test_olmo2_has_norms_after_its_blocks_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("raw", "prebuilt"),
-    [(PHI4_MINI, True), (OLMO2, True), (PHI3_MINI, False), (GEMMA3_1B, False)],
-    ids=["phi4-mini", "olmo2", "phi3-mini", "gemma3"],
+    ("raw", "why"),
+    [
+        (PHI4_MINI, ""),
+        (OLMO2, ""),
+        (PHI3_MINI, "head size 96"),
+        (GEMMA3_1B, "head size 256"),
+        (QWEN3_30B, "a mixture of experts"),
+        (MIXTRAL, "a mixture of experts"),
+    ],
+    ids=["phi4-mini", "olmo2", "phi3-mini", "gemma3", "qwen3-30b", "mixtral"],
 )
 def test_which_families_the_prebuilt_kernels_run(
-    tmp_path: Path, raw: dict[str, Any], prebuilt: bool
+    tmp_path: Path, raw: dict[str, Any], why: str
 ) -> None:
     c = read(tmp_path, raw)
-    needs = c.heads, c.kv_heads, c.head_dim, c.activation, c.windowed
-    if prebuilt:
+    needs = c.heads, c.kv_heads, c.head_dim, c.activation, c.windowed, c.experts is not None
+    if not why:
         cuda_write.check(*needs)
     else:
-        with pytest.raises(RuntimeError, match=f"head size {c.head_dim}"):
+        with pytest.raises(RuntimeError, match=why):
             cuda_write.check(*needs)
 
 
