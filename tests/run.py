@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -70,6 +71,8 @@ class Tally:
 
 
 def main(wanted: list[str]) -> int:
+    # A shell's background jobs ignore it, and so would the programs that tests interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     tally = Tally()
     stages = [name for name in STAGES if name in wanted or not (wanted or name in BY_NAME)]
     first = next((name for name in stages if name in CLUSTERED), None)
