@@ -44,9 +44,7 @@ def run() -> None:
         times = {way: found[str(count)] for way, found in ways.items() if str(count) in found}
         for way, (best, least, most) in times.items():
             keep(f"all-reduce-us-{way.lower()}-{count}-tp{ranks}", best, "us", (least, most))
-        shown = [
-            f"{times[way][0]:.1f}" if way in times else "" for way in (ONE_SHOT, TWO_SHOT, NCCL)
-        ]
+        shown = [f"{times[way][0]:.1f}" if way in times else "" for way in WAYS]
         rows.append([f"{count} x {WIDTH}", *shown])
     head = ["rows of hidden states, bf16", *WAYS]
     title = f"Microseconds of an all-reduce over {ranks} GPUs, with residual and norm"

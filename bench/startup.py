@@ -17,7 +17,8 @@ import torch
 from record import record, table
 from shapes import write_config
 
-from kvline_contract.memory import COLLECTIVES
+from kvline_contract.codec import decode
+from kvline_contract.memory import COLLECTIVES, Memory
 
 SHOWN = 20  # milliseconds of a stage
 
@@ -75,8 +76,9 @@ def starts(name: str, folder: Path, *words: str) -> list[list[str]]:
 
 def collectives(report: dict[str, Any]) -> int:
     """MiB of the rank that has most."""
-    found = [part for rank in report["result"]["ranks"] for part in rank["parts"]]
-    return max(int(part["mib"]) for part in found if part["name"] == COLLECTIVES)
+    return max(
+        decode(Memory, rank, strict=True).mib(COLLECTIVES) for rank in report["result"]["ranks"]
+    )
 
 
 def parts(report: dict[str, Any]) -> list[str]:

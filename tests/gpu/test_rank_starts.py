@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,13 +19,16 @@ pytestmark = [
 FAULTS = Path(__file__).parents[1] / "server" / "faults"
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int, fault: str) -> None:
-    """Torch runs out of memory on this rank's GPU, in the n-th call of a stage."""
+def failing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int, fault: str
+) -> tuple[int, dict[str, Any], str]:
+    """`size` on two GPUs; torch runs out of memory on this rank's, in the n-th call of a stage."""
     monkeypatch.setenv("PYTHONPATH", f"{FAULTS}:{os.environ['PYTHONPATH']}")
     monkeypatch.setenv("KVLINE_FAULT_MEMORY", fault)
     monkeypatch.setenv("KVLINE_FAULT_RANK", str(rank))
     monkeypatch.setenv("KVLINE_FAULT_DEVICE", "cuda")
     monkeypatch.setenv("KVLINE_FAULT_MARK", str(tmp_path / "fault"))
+    return size(tmp_path, gpus=2)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -32,8 +36,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int, fault: s
 def test_what_one_gpu_lacks_before_a_size_is_tried_is_one_diagnosis(
     rank: int, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failing(monkeypatch, tmp_path, rank, fault)
-    code, report, output = size(tmp_path, gpus=2)
+    code, report, output = failing(monkeypatch, tmp_path, rank, fault)
     assert code == 40, output
     assert f"rank {rank} of 2" in report["failure"]["message"]
 
@@ -44,8 +47,7 @@ def test_what_one_gpu_lacks_once_in_the_probe_is_there_in_the_next(
     rank: int, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU the probe is tried twice."""
-    failing(monkeypatch, tmp_path, rank, fault)
-    code, report, output = size(tmp_path, gpus=2)
+    code, report, output = failing(monkeypatch, tmp_path, rank, fault)
     assert code == 0, output
     assert report["result"]["kvTokens"] > 100_000
     assert len(report["result"]["ranks"]) == 2
@@ -56,8 +58,7 @@ def test_what_one_gpu_lacks_once_in_the_probe_is_there_in_the_next(
 def test_a_size_that_one_gpu_cannot_bear_is_made_smaller_on_both(
     rank: int, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failing(monkeypatch, tmp_path, rank, fault)
-    code, report, output = size(tmp_path, gpus=2)
+    code, report, output = failing(monkeypatch, tmp_path, rank, fault)
     assert code == 0, output
     first, second = [each for each in report["attempts"] if each["number"]]
     assert (first["outcome"], second["outcome"]) == ("OutOfMemory", "Survived")

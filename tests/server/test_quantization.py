@@ -180,4 +180,4 @@ def test_other_formats_are_refused_by_name(
     change(tmp_path, CONFIGS[kind] | changed)
     with pytest.raises(ModelUnsupported, match=re.escape(named)) as caught:
         read_config(tmp_path)
-    assert "is" in str(caught.value).partition(" is not served; ")[2]
+    assert "is" in str(caught.value).partition(" is not supported")[2]

@@ -157,7 +157,6 @@ def dense(fields: Fields, rope: Rope | None = None) -> ModelConfig:
 
 def experts(fields: Fields, count: str, renormalise: bool, at: str, **more: Any) -> Experts:
     """`count` is the field of that name."""
-    fields.value("router_aux_loss_coef"), fields.value("output_router_logits")  # of training
     every, chosen = fields.integer(count), fields.integer("num_experts_per_tok")
     if chosen > every:
         raise fields.invalid("num_experts_per_tok", f"at most {count}, {every}")

@@ -39,9 +39,11 @@ def read_json(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
 class Fields:
     """Remembers which fields were read, because the others must not change the computation."""
 
-    def __init__(self, raw: dict[str, Any], path: Path) -> None:
+    def __init__(self, raw: dict[str, Any], path: Path, at: str = "") -> None:
+        """`at` is where they are in the file, such as `rope_scaling.`"""
         self.raw = raw
         self.path = path
+        self.at = at
         self.read: set[str] = set()
 
     def value(self, key: str, default: Any = None) -> Any:
@@ -81,16 +83,16 @@ class Fields:
         value = self.value(key, {})
         if not isinstance(value, dict):
             raise self.invalid(key, "an object")
-        return Fields(value, self.path)
+        return Fields(value, self.path, f"{self.at}{key}.")
 
     def invalid(self, key: str, expected: str) -> ModelInvalid:
         return ModelInvalid(
-            f"{self.path}: {key}: expected {expected}, got {self.raw.get(key)!r:.40}"
+            f"{self.path}: {self.at}{key}: expected {expected}, got {self.raw.get(key)!r:.40}"
         )
 
     def unsupported(self, key: str, hint: str = "") -> ModelUnsupported:
         value = self.raw.get(key)
-        return ModelUnsupported(f"{self.path}: {key} {value!r:.80} is not supported{hint}")
+        return ModelUnsupported(f"{self.path}: {self.at}{key} {value!r:.80} is not supported{hint}")
 
     def refuse_unread(self) -> None:
         """Raises ModelUnsupported for a field that nobody read and that changes the computation."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvline_server.errors import ModelUnsupported
 from kvline_server.model.fields import Fields
 
 FIELD = "quantization_config"
 SERVED = (
-    "of quantised weights fp8 is served: in blocks (quant_method fp8, weight_block_size), or by "
+    "; of quantised weights fp8 is served: in blocks (quant_method fp8, weight_block_size), or by "
     "channel (quant_method compressed-tensors, format float-quantized)"
 )
 
@@ -41,50 +40,44 @@ def read(fields: Fields) -> Quantization | None:
         return None
     method = quantized.value("quant_method")
     if method == "fp8":
-        return _in_blocks(fields, quantized)
+        return _in_blocks(quantized)
     if method == "compressed-tensors":
-        return _by_channel(fields, quantized)
-    raise _refused(fields, f"{FIELD}.quant_method", method, SERVED)
+        return _by_channel(quantized)
+    raise quantized.unsupported("quant_method", SERVED)
 
 
-def _in_blocks(fields: Fields, quantized: Fields) -> Quantization:
+def _in_blocks(quantized: Fields) -> Quantization:
     block = quantized.value("weight_block_size")
     if not (isinstance(block, list) and len(block) == 2 and all(_is_size(n) for n in block)):
-        raise _refused(fields, f"{FIELD}.weight_block_size", block, SERVED)
-    for key, wanted in (("fmt", "e4m3"), ("activation_scheme", "dynamic")):
-        if (value := quantized.value(key, wanted)) != wanted:
-            raise _refused(fields, f"{FIELD}.{key}", value, f"{wanted} is")
+        raise quantized.unsupported("weight_block_size", SERVED)
+    _same(quantized, {"fmt": "e4m3", "activation_scheme": "dynamic"})
     return Quantization("_scale_inv", (block[0], block[1]))
 
 
-def _by_channel(fields: Fields, quantized: Fields) -> Quantization:
-    if (form := quantized.value("format")) != "float-quantized":
-        raise _refused(fields, f"{FIELD}.format", form, SERVED)
-    if (cache := quantized.value("kv_cache_scheme")) is not None:
-        raise _refused(fields, f"{FIELD}.kv_cache_scheme", cache, "null is")
+def _by_channel(quantized: Fields) -> Quantization:
+    if quantized.value("format") != "float-quantized":
+        raise quantized.unsupported("format", SERVED)
+    if quantized.value("kv_cache_scheme") is not None:
+        raise quantized.unsupported("kv_cache_scheme", ", null is")
     groups = quantized.section("config_groups")
     if not groups.raw:
         raise quantized.invalid("config_groups", "an object with a group")
+    fp8 = {"num_bits": 8, "type": "float"}
     for name in groups.raw:
         group = groups.section(name)
         weights, inputs = group.section("weights"), group.section("input_activations")
-        wanted = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False}
-        _same(fields, f"{name}.weights", weights, wanted)
+        _same(weights, {**fp8, "strategy": "channel", "dynamic": False}, all_given=True)
         if inputs.raw:  # else the activations stay as they are
-            wanted = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
-            _same(fields, f"{name}.input_activations", inputs, wanted)
+            _same(inputs, {**fp8, "strategy": "token", "dynamic": True}, all_given=True)
     return Quantization("_scale", None)
 
 
-def _same(fields: Fields, at: str, given: Fields, wanted: dict[str, object]) -> None:
+def _same(given: Fields, wanted: dict[str, object], all_given: bool = False) -> None:
+    """Raises ModelUnsupported for another value; one that is not given is as wanted, or not."""
     for key, value in wanted.items():
-        if (got := given.value(key)) != value:
-            raise _refused(fields, f"{FIELD}.config_groups.{at}.{key}", got, f"{value!r} is")
+        if given.value(key, None if all_given else value) != value:
+            raise given.unsupported(key, f", {value!r} is")
 
 
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**16
-
-
-def _refused(fields: Fields, at: str, value: object, hint: str) -> ModelUnsupported:
-    return ModelUnsupported(f"{fields.path}: {at} {value!r:.60} is not served; {hint}")
