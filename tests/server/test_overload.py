@@ -17,6 +17,7 @@ import pytest
 from servers import Server, serving, wait_for
 
 from kvline_contract.launch import CapacityOptions, EngineOptions
+from kvline_server.http.process import BEAT_SECONDS
 
 pytestmark = pytest.mark.process
 
@@ -70,6 +71,14 @@ def doing(*works: Callable[[], None]) -> Iterator[None]:
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
+
+
+def settled(server: Server) -> bool:
+    """Whether the counts of ends have stopped to change: HTTP processes report theirs with a
+    heartbeat, after the engine is quiet."""
+    seen = server.ends()
+    time.sleep(3 * BEAT_SECONDS)
+    return server.ends() == seen
 
 
 def starts(server: Server) -> str:
@@ -142,7 +151,7 @@ def test_256_abandoned_streams_free_their_pages(server: Server) -> None:
             for response in open_ones:
                 await response.aclose()
 
-    wait_for(server.quiet)  # what the tests before have left
+    wait_for(lambda: server.quiet() and settled(server))  # what the tests before have left
     before = server.ends()
     asyncio.run(all_of_them())
     wait_for(lambda: server.ends()["aborted"] >= before["aborted"] + STREAMS)
