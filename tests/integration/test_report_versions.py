@@ -93,7 +93,17 @@ def takes_over(
     after.start()
     space.kubectl("patch", "kvl", "chat", "--type=merge", "-p", MINIMUM)
     generation = service.generation()
-    return service.until(lambda s: s["observedGeneration"] == generation and kept(s) == same)
+    seen: list[Object] = []
+
+    def is_same(status: Object) -> bool:
+        seen[:] = [kept(status)]
+        return bool(status["observedGeneration"] == generation and seen[0] == same)
+
+    try:
+        return service.until(is_same)
+    except AssertionError:
+        assert seen == [same]  # and where it is, the change was not observed
+        raise
 
 
 @pytest.mark.parametrize(

@@ -14,21 +14,27 @@ import msgspec
 import torch
 
 from kvline_server.kernels import cubins, cuda_all_reduce, cuda_linear, cuda_rows, cuda_write
+from kvline_server.kernels.cubins import Variant
 
 CAPABILITY = 90  # FlashInfer's kernels are prebuilt for it too (docs/decisions/011)
 
 
-def build(file: Path) -> int:
-    """Writes the file atomically; returns the number of kernels."""
+def variants() -> list[Variant]:
+    """All that an image has."""
     dtype = torch.bfloat16
     others = (cuda_write, cuda_linear, cuda_all_reduce)
-    variants = [*cuda_rows.variants(), *(v for other in others for v in other.variants(dtype))]
+    return [*cuda_rows.variants(), *(v for other in others for v in other.variants(dtype))]
+
+
+def build(file: Path) -> int:
+    """Writes the file atomically; returns the number of kernels."""
+    every = variants()
     made = {}
     printed = time.monotonic()
-    for done, variant in enumerate(variants):
+    for done, variant in enumerate(every):
         if time.monotonic() > printed + 5:
             printed = time.monotonic()
-            print(f"{done} of {len(variants)} kernels", flush=True)
+            print(f"{done} of {len(every)} kernels", flush=True)
         made[variant.name] = cubins.compile(variant, CAPABILITY)
     part = file.with_suffix(".part")
     built = cubins.Built(cubins.source_hash(), CAPABILITY, made)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from cuda.bindings import driver
 
 from kvline_server.memory.cuda import call
 
-SOURCE = Path(__file__).with_name("triton_kernels.py")
+SOURCES = ("triton_kernels",)  # modules beside this one
 BUILT = Path(__file__).with_name("cubins.bin")
 CONSTANT = "constexpr"
 TYPES = {"i32": ctypes.c_int32, "fp32": ctypes.c_float}
@@ -37,19 +38,21 @@ SHARED_BY_DEFAULT = 48 << 10  # bytes; a larger kernel needs a function attribut
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A kernel of triton_kernels.py with its argument types and constants; one cubin each."""
+    """A kernel of SOURCES with its argument types and constants; one cubin each."""
 
     kernel: str
     arguments: tuple[str, ...]  # Triton's type of each, in order
     aligned: tuple[int, ...]  # indices of arguments that are divisible by 16
     constants: tuple[tuple[str, int], ...]
     warps: int = 4
+    stages: int = 3  # of loads under way in a loop
 
     @property
     def name(self) -> str:
         constants = (f"{name.lower()}{value}" for name, value in self.constants)
         aligned = "".join(f".{at}" for at in self.aligned)
-        return "-".join((self.kernel, *self.arguments, *constants, f"a{aligned}"))
+        runs = f"w{self.warps}s{self.stages}"
+        return "-".join((self.kernel, *self.arguments, *constants, f"a{aligned}", runs))
 
 
 class Cubin(msgspec.Struct, forbid_unknown_fields=True):
@@ -126,7 +129,17 @@ def _built(capability: int) -> dict[str, Cubin]:
 
 
 def source_hash() -> str:
-    return hashlib.sha256(SOURCE.read_bytes()).hexdigest()
+    files = (Path(__file__).with_name(f"{name}.py") for name in SOURCES)
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _source_of(kernel: str) -> Any:
+    """The Triton function of that name."""
+    for name in SOURCES:
+        module = importlib.import_module(f"kvline_server.kernels.{name}")
+        if (found := getattr(module, kernel, None)) is not None:
+            return found
+    raise AssertionError(f"no Triton kernel {kernel}")
 
 
 def compile(variant: Variant, capability: int) -> Cubin:
@@ -135,9 +148,7 @@ def compile(variant: Variant, capability: int) -> Cubin:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kvline_server.kernels import triton_kernels
-
-    function = getattr(triton_kernels, variant.kernel)
+    function = _source_of(variant.kernel)
     constants = dict(variant.constants)
     runtime = [name for name in function.arg_names if name not in constants]
     signature = dict(zip(runtime, variant.arguments, strict=True))
@@ -146,7 +157,7 @@ def compile(variant: Variant, capability: int) -> Cubin:
     made = triton.compile(
         ASTSource(function, order, constants, attributes),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": variant.warps},
+        options={"num_warps": variant.warps, "num_stages": variant.stages},
     )
     needs = made.metadata.global_scratch_size + made.metadata.profile_scratch_size
     assert not needs, f"{variant.name} needs scratch memory, which launch() does not pass"
