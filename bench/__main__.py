@@ -36,7 +36,9 @@ GPU = (
 
 
 def main(names: list[str]) -> int:
-    known = CPU | {name: name for name in (*GPU, "reads", "lengths", "plot", "rollouts", "scale")}
+    known = CPU | {
+        name: name for name in (*GPU, "reads", "lengths", "plot", "rollouts", "scale", "quality")
+    }
     known |= {"http": "http_memory", "http-cpu": "http_cpu", "lm-eval": "lm_eval_scores"}
     unknown = [n for n in names if n not in known]
     if unknown:

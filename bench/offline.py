@@ -25,6 +25,7 @@ from kvline_contract.launch import (
     CapacityOptions,
     Device,
     EngineOptions,
+    KVCacheDtype,
     LaunchConfig,
     LoadFormat,
     Model,
@@ -40,6 +41,7 @@ from kvline_server.sizing.settings import DEFAULTS
 from kvline_server.worker.worker import Worker
 
 MAX_MODEL_LEN = 8192
+CACHE = KVCacheDtype(os.environ.get("KVLINE_BENCH_KV_CACHE", "auto"))
 
 
 PROFILED = ("r512", "nano")
@@ -61,16 +63,25 @@ def models(default: str = ",".join(ON_ONE_GPU)) -> list[str]:
     return os.environ.get("KVLINE_BENCH_MODELS", default).split(",")
 
 
+def label(name: str) -> str:
+    """Of a model in the names of results."""
+    return peers.label(name) + ("" if CACHE is KVCacheDtype.AUTO else f"-{CACHE}kv")
+
+
 def start(
     name: str,
     device: Device = Device.CUDA,
     running: int | None = None,
     gpus: int = peers.GPUS,
+    cache: KVCacheDtype = CACHE,
+    kv_tokens: int | None = None,
 ) -> tuple[Engine, Result]:
-    """Loads random weights of a shape and sizes itself, as a pod does, for at most `running`
-    running requests or kvline's default."""
+    """Loads random weights of a shape, or those of a folder, and sizes itself, as a pod does, for
+    at most `running` running requests or kvline's default."""
     with tempfile.TemporaryDirectory() as scratch:
-        folder = write_config(name, Path(scratch))
+        folder, load = Path(name), LoadFormat.WEIGHTS
+        if name in SHAPES:
+            folder, load = write_config(name, Path(scratch)), LoadFormat.RANDOM
         launch = LaunchConfig(
             version=1,
             namespace="",
@@ -79,9 +90,9 @@ def start(
             image="",
             device=device,
             tensor_parallel=gpus,
-            model=Model(str(folder), str(folder), name, LoadFormat.RANDOM),
-            engine=EngineOptions(MAX_MODEL_LEN, running),
-            capacity=CapacityOptions(),
+            model=Model(str(folder), str(folder), name, load),
+            engine=EngineOptions(MAX_MODEL_LEN, running, kv_cache_dtype=cache),
+            capacity=CapacityOptions(kv_tokens),
         )
         return engine_start.start(
             launch=launch,
@@ -128,7 +139,8 @@ def play(engine: Engine, workload: Workload, requests: list[tuple[list[int], int
 
 def run() -> None:
     """KVLINE_BENCH_MODELS and KVLINE_BENCH_WORKLOADS, comma-separated, select; KVLINE_BENCH_ROUNDS
-    is the number of runs per workload, KVLINE_BENCH_GPUS that of GPUs, for one model a command.
+    is the number of runs per workload, KVLINE_BENCH_GPUS that of GPUs, for one model a command, and
+    KVLINE_BENCH_KV_CACHE=fp8 quantises the KV cache.
     The GPU-busy share of r512 and nano is from one more, profiled run."""
     only = os.environ.get("KVLINE_BENCH_WORKLOADS", ",".join(WORKLOADS)).split(",")
     rounds = int(os.environ.get("KVLINE_BENCH_ROUNDS", "2"))
@@ -156,7 +168,7 @@ def run() -> None:
 
 
 def sizes(name: str, result: Result) -> list[list[str]]:
-    gpu, idle, name = torch.cuda.get_device_name(0), idle_mib(), peers.label(name)
+    gpu, idle, name = torch.cuda.get_device_name(0), idle_mib(), label(name)
     record(f"kv-tokens-{name}", result.kv_tokens, "tokens", (result.kv_tokens,) * 2, gpu)
     record(f"idle-mib-{name}", idle, "MiB", (idle, idle), gpu)
     return [[name, "KV tokens", str(result.kv_tokens), "", ""]]
@@ -174,7 +186,7 @@ def speeds(engine: Engine, name: str, only: list[str], rounds: int) -> dict[str,
 def kept(name: str, rates: dict[str, list[float]]) -> list[list[str]]:
     """Records the runs; one row per workload, with its throughput relative to r512."""
     gpu, base = torch.cuda.get_device_name(0), max(rates.get("r512", [0.0]))
-    name = peers.label(name)
+    name = label(name)
     rows = []
     for kind, found in rates.items():
         best, spread = max(found), (min(found), max(found))
@@ -193,7 +205,7 @@ def busy_share(
     """Rows of the throughput of gapless kernels and our share of it, and of time by kernel."""
     alone, shares = kernels_alone(engine, name, WORKLOADS[kind])
     gpu, ratio = torch.cuda.get_device_name(0), best / alone
-    name, busy_of = peers.label(name), "gpu-busy-share" if peers.GPUS == 1 else "busy"
+    name, busy_of = label(name), "gpu-busy-share" if peers.GPUS == 1 else "busy"
     record(f"{busy_of}-{kind}-{name}", ratio, "ratio", (ratio, ratio), gpu)
     rows = [[name, f"{kind}: kernels alone", f"{alone:.0f}", "", ""]]
     rows.append([name, f"{kind}: GPU-busy share", f"{ratio:.3f}", "", ""])

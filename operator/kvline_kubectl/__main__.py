@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console, Group
 
 from kvline_contract import times
+from kvline_contract.launch import KVCacheDtype
 from kvline_kubectl import act, show, size
 from kvline_kubectl.cluster import Cluster, Problem, connect
 from kvline_operator.display import reported
@@ -22,7 +23,7 @@ out = Console(highlight=False, soft_wrap=True)
 log = Console(stderr=True, highlight=False, soft_wrap=True)
 # Parts of the status that `explain` prints.
 EXPLAINED = ("conditions", "capacity", "diagnosis", "warnings")
-ENGINE = ("maxModelLen", "maxRunningRequests", "maxPrefillTokens", "maxTopLogprobs")
+NUMBERS = ("maxModelLen", "maxRunningRequests", "maxPrefillTokens", "maxTopLogprobs")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -79,9 +80,15 @@ def _add_size(made: argparse.ArgumentParser) -> None:
     )
     made.add_argument("--memory", help="overrides spec.resources.memory")
     made.add_argument("--load", choices=["weights", "random"], default="weights")
-    for field in ENGINE:
+    for field in NUMBERS:
         flag = "--" + "".join(f"-{c.lower()}" if c.isupper() else c for c in field)
         made.add_argument(flag, type=int, dest=field, help=f"overrides spec.engine.{field}")
+    made.add_argument(
+        "--kv-cache-dtype",
+        choices=[str(kind) for kind in KVCacheDtype],
+        dest="kvCacheDtype",
+        help="overrides spec.engine.kvCacheDtype",
+    )
 
 
 def main() -> int:
@@ -172,7 +179,7 @@ def sizing(cluster: Cluster, a: argparse.Namespace) -> int:
     if (a.name is None) == (a.filename is None):
         raise Problem("exactly one of NAME and -f FILE is required")
     body = cluster.service(a.name) if a.name else size.from_file(a.filename, cluster.namespace)
-    engine = {field: getattr(a, field) for field in ENGINE}
+    engine = {field: getattr(a, field) for field in (*NUMBERS, "kvCacheDtype")}
     body = size.changed(body, a.memory, engine, a.load == "random")
     image = a.image or body["spec"].get("image") or _serving(cluster, a.name)
     report = size.run(cluster, body, image, lambda line: log.print(line, markup=False))

@@ -53,7 +53,7 @@ def from_file(path: Path, namespace: str) -> Object:
 
 
 def changed(
-    body: Object, memory: str | None, engine: dict[str, int | None], random: bool
+    body: Object, memory: str | None, engine: dict[str, int | str | None], random: bool
 ) -> Object:
     """The resource with the overrides of the command line."""
     after = copy.deepcopy(body)

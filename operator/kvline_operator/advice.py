@@ -142,8 +142,8 @@ ADVICE = (
     Advice(
         "CapacitySufficient",
         ("NotComparable",),
-        "a replica is measured, but its model, bytes per token, number of GPUs or GPU model has no "
-        "baseline",
+        "a replica is measured, but its model, kvCacheDtype, bytes per token, number of GPUs or "
+        "GPU model has no baseline",
         "set spec.capacity.minKVTokens, or promote the revision",
     ),
     Advice("CapacitySufficient", ("Unknown",), "nothing is measured yet", "see CapacityMeasured"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from kvline_contract.launch import KVCacheDtype
 from kvline_contract.report import Termination
 from kvline_operator.threshold import Thresholds, device
 
@@ -39,6 +40,7 @@ class ComparisonGroup:
     model: str  # source without the commit
     gpus: int  # per replica
     ranks: int = 1  # per replica: one on each GPU, or all on the CPU
+    kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
 
     @property
     def devices(self) -> str:
@@ -103,6 +105,9 @@ def incomparable(candidate: Candidate, baseline: Baseline) -> str:
     """Why the two cannot be compared; empty where they can."""
     if candidate.group.model != baseline.group.model:
         return f"{candidate.group.model} is another model than {baseline.group.model}"
+    new, old = candidate.group.kv_cache_dtype, baseline.group.kv_cache_dtype
+    if new is not old:
+        return f"spec.engine.kvCacheDtype is {new}, not {old}: tokens of another size"
     if candidate.group != baseline.group:
         return f"a replica has {candidate.group.devices}, not {baseline.group.devices}"
     for replica in candidate.replicas:

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvline_contract import names
 from kvline_contract.codec import ContractError
+from kvline_contract.launch import KVCacheDtype
 from kvline_contract.report import Termination
 from kvline_contract.times import stamp
 from kvline_operator import container_ends
@@ -144,8 +145,13 @@ def without_used_promotions(
 
 def comparison_group(inputs: Object) -> ComparisonGroup:
     source = parse_source(inputs["model"]["source"])
-    resources = inputs["resources"]
-    return ComparisonGroup(source.text.partition("@")[0], gpus(resources), ranks(resources))
+    resources, engine = inputs["resources"], inputs.get("engine", {})
+    return ComparisonGroup(
+        source.text.partition("@")[0],
+        gpus(resources),
+        ranks(resources),
+        KVCacheDtype(engine.get("kvCacheDtype", KVCacheDtype.AUTO)),
+    )
 
 
 def baseline_of(state: RevisionState, inputs: Object) -> Baseline:

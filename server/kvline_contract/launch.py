@@ -29,6 +29,11 @@ class LoadFormat(StrEnum):
     RANDOM = "random"  # random weights from config.json alone: sizes a model before its download
 
 
+class KVCacheDtype(StrEnum):
+    AUTO = "auto"  # that of the model's computation
+    FP8 = "fp8"  # e4m3, with a scale of each layer's keys and one of its values
+
+
 class Reuse(StrEnum):
     AUTO = "Auto"
     NEVER = "Never"
@@ -54,6 +59,7 @@ class EngineOptions:
     max_running_requests: int | None = field(low=1, high=4096, omit_none=True, default=None)
     max_prefill_tokens: int | None = field(low=16, high=65536, omit_none=True, default=None)
     max_top_logprobs: int | None = field(low=0, high=20, omit_none=True, default=None)
+    kv_cache_dtype: KVCacheDtype | None = field(omit_none=True, default=None)
 
 
 @document

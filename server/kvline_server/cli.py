@@ -17,6 +17,7 @@ from kvline_contract.launch import (
     CapacityOptions,
     Device,
     EngineOptions,
+    KVCacheDtype,
     LaunchConfig,
     LoadFormat,
     Model,
@@ -98,6 +99,11 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-running-requests", type=int)
     parser.add_argument("--max-prefill-tokens", type=int)
     parser.add_argument("--max-top-logprobs", type=int)
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=[str(d) for d in KVCacheDtype],
+        help="default: auto, the dtype that the model computes in",
+    )
     parser.add_argument("--kv-tokens", type=int, help="pin the KV budget; it is still validated")
     parser.add_argument("--headroom-mib", type=int)
     parser.add_argument(

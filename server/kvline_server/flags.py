@@ -13,6 +13,7 @@ FLAGS = {
     "maxRunningRequests": "--max-running-requests",
     "maxPrefillTokens": "--max-prefill-tokens",
     "maxTopLogprobs": "--max-top-logprobs",
+    "kvCacheDtype": "--kv-cache-dtype",
     "kvTokens": "--kv-tokens",
     "headroomMiB": "--headroom-mib",
     "drainSeconds": "--drain-seconds",

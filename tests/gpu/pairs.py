@@ -12,7 +12,7 @@ from kvline_server.engine.engine import Engine
 from kvline_server.engine.request import Sequence
 from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.torch import TorchKernels
-from kvline_server.memory.arena import Arena, HostArena
+from kvline_server.memory.arena import Arena, HostArena, Scales
 from kvline_server.memory.pages import pages_for
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.decoder import Decoder, kv_shape
@@ -33,18 +33,24 @@ class SameOnBoth(RandomSource):
         into.copy_(drawn)
 
 
-def sides(config: ModelConfig, most: int = PAGES) -> list[tuple[Decoder, Arena]]:
-    """The same random model on the CPU in float32 and on the GPU in bfloat16."""
+def sides(
+    config: ModelConfig, most: int = PAGES, scales: tuple[Scales, ...] = ()
+) -> list[tuple[Decoder, Arena]]:
+    """The same random model on the CPU in float32 and on the GPU in bfloat16; with scales the KV
+    cache of both is fp8."""
     from kvline_server.kernels.flashinfer import FlashInferKernels
     from kvline_server.memory.cuda import CudaArena
 
     made: list[tuple[Decoder, Arena]] = []
+    heads = (config.heads, config.kv_heads, config.head_dim)
+    cache = torch.float8_e4m3fn if scales else torch.bfloat16
     pairs: list[tuple[Kernels, Any]] = [
         (TorchKernels(), HostArena),
-        (FlashInferKernels(config.heads, config.kv_heads, config.head_dim), CudaArena),
+        (FlashInferKernels(*heads, cache=cache), CudaArena),
     ]
     for kernels, arena_of in pairs:
-        arena = arena_of(kv_shape(config, kernels.dtype), most)
+        dtype = cache if scales else kernels.dtype
+        arena = arena_of(kv_shape(config, dtype, scales), most)
         arena.resize(PAGES)
         weights = load_weights(SameOnBoth(), config, kernels)
         made.append((Decoder(config, weights, 4096, kernels), arena))
@@ -57,11 +63,17 @@ def worker(made: Engine) -> Worker:
     return made.executor.worker
 
 
-def engine(config: ModelConfig, pages: int = PAGES, running: int = 16, step: int = 256) -> Engine:
+def engine(
+    config: ModelConfig,
+    pages: int = PAGES,
+    running: int = 16,
+    step: int = 256,
+    scales: tuple[Scales, ...] = (),
+) -> Engine:
     """An engine on the GPU with graphs, without a profile loop."""
     from kvline_server.memory.cuda import CudaDevice
 
-    decoder, arena = sides(config, max(PAGES, pages))[1]
+    decoder, arena = sides(config, max(PAGES, pages), scales)[1]
     arena.resize(pages)
     executor = Local(Worker(decoder, arena, 64, running), CudaDevice())
     executor.capture(step, 4096)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvline_server.errors import DeviceOutOfMemory
+from kvline_server.memory.arena import Scales
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.decoder import kv_shape
 
@@ -38,6 +39,28 @@ def test_growth_and_shrink_keep_addresses_contents_and_graphs(arena) -> None:  #
         torch.cuda.synchronize()
         assert float(out) == 3.0 * layer.values[1234].numel()
     assert float(arena.layers()[2].keys[2500:].abs().amax()) == 0  # new pages come zeroed
+
+
+def test_a_page_of_an_fp8_cache_takes_half_and_overlaps_no_other(
+    shape: Callable[..., ModelConfig],
+) -> None:
+    from kvline_server.memory.cuda import CudaArena
+
+    scales = tuple(Scales(1.0 + layer, 0.5) for layer in range(3))
+    halves = [
+        CudaArena(kv_shape(shape(), dtype, scales), 5000)
+        for dtype in (torch.float8_e4m3fn, torch.bfloat16)
+    ]
+    assert 2 * halves[0]._page_bytes == halves[1]._page_bytes
+    arena = halves[0]
+    arena.resize(5000)
+    parts = [part for layer in arena.layers() for part in (layer.keys, layer.values)]
+    for number, part in enumerate(parts):
+        assert part.dtype == torch.float8_e4m3fn and part.shape[0] == 5000
+        part.view(torch.uint8).fill_(number + 1)
+    for number, part in enumerate(parts):
+        assert (part.view(torch.uint8) == number + 1).all()
+    assert [layer.scales for layer in arena.layers()] == list(scales)
 
 
 def test_shrinking_gives_memory_back(arena) -> None:  # type: ignore[no-untyped-def]

@@ -13,7 +13,7 @@ from kvline_server.engine.batch import build
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.scheduler import Work
 from kvline_server.kernels.interface import SlotMapping
-from kvline_server.memory.arena import Arena
+from kvline_server.memory.arena import Arena, Scales
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.decoder import Decoder
 from kvline_server.worker.decode_graphs import DecodeGraphs
@@ -23,10 +23,11 @@ from kvline_server.worker.step import Step
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.parametrize("scales", [(), (Scales(0.02, 0.03),) * 3], ids=["bf16", "fp8"])
 def test_replay_is_eager_for_one_request_and_for_many(
-    shape: Callable[..., ModelConfig],
+    scales: tuple[Scales, ...], shape: Callable[..., ModelConfig]
 ) -> None:
-    decoder, arena = sides(shape(128, True))[1]
+    decoder, arena = sides(shape(128, True), scales=scales)[1]
     segments = GraphSegments(decoder, arena.layers(), 512)
     rng = np.random.default_rng(5)
     for number, rows in ((1, 500), (17, 28), (2, 100), (60, 1), (7, 9)):
@@ -68,13 +69,17 @@ def test_graphs_survive_growth_of_the_arena(shape: Callable[..., ModelConfig]) -
 @pytest.mark.parametrize(
     ("kv_heads", "numbers"), [(2, (64, 1, 3, 33, 8, 2, 64)), (8, (800, 1, 160, 300, 40, 512, 800))]
 )
+@pytest.mark.parametrize("scales", [(), (Scales(0.02, 0.03),) * 3], ids=["bf16", "fp8"])
 def test_whole_steps_of_decodes_are_eager_ones(
-    kv_heads: int, numbers: tuple[int, ...], shape: Callable[..., ModelConfig]
+    kv_heads: int,
+    numbers: tuple[int, ...],
+    scales: tuple[Scales, ...],
+    shape: Callable[..., ModelConfig],
 ) -> None:
     """For any number of decodes, of any lengths, over one cache that grows; a token that the host
     has not read is taken on the device. Many rows of eight heads leave no block of the GPU idle,
     and attention is then captured without splitting a sequence."""
-    decoder, arena = sides(shape(128, True, kv_heads=kv_heads), most=20_000)[1]
+    decoder, arena = sides(shape(128, True, kv_heads=kv_heads), 20_000, scales)[1]
     last = torch.arange(100, 1000, device="cuda")
     plan = decoder.kernels.plan_in_place
     assert plan is not None

@@ -43,6 +43,8 @@ CHANGES: list[tuple[str, Any, str]] = [
     ("engine.maxRunningRequests", 4, ROLLS),
     ("engine.maxPrefillTokens", 256, ROLLS),
     ("engine.maxTopLogprobs", 5, ROLLS),
+    ("engine.kvCacheDtype", "fp16", "spec.engine.kvCacheDtype"),
+    ("engine.kvCacheDtype", "fp8", ROLLS),
     ("capacity.minKVTokens", 2000, STAYS),
     ("capacity.kvTokens", 4096, ROLLS),
     ("capacity.headroomMiB", 64, ROLLS),

@@ -142,6 +142,36 @@ def test_another_model_is_held_until_a_minimum_says_what_is_enough(
     assert service.fewest_ready == 2
 
 
+def test_another_dtype_of_the_cache_is_held_and_not_judged_by_the_percentage(
+    service: Service, space: Any
+) -> None:
+    """Twice the tokens of half the bytes say nothing of a loss of memory: to fp8 and back. Once a
+    minimum is given it alone counts, and what is accepted begins a baseline of its own."""
+    fp8 = {"kvCacheDtype": "fp8"}
+    space.apply(replicas=2, engine=fp8)
+    candidate = service.candidate()
+    service.tokens[candidate] = 8100
+    status = service.until(lambda s: "cannot be compared" in up_to_date(s)["message"])
+    assert "spec.engine.kvCacheDtype is fp8, not auto" in up_to_date(status)["message"]
+    assert up_to_date(service.poll())["reason"] == "GateHeld"
+    assert space.condition("CapacitySufficient")["reason"] == "NotComparable"
+    assert candidate not in service.served
+    space.apply(replicas=2, engine=fp8, capacity={"minKVTokens": 8000})
+    status = service.until_reason("UpToDate")
+    assert status["rollout"]["gate"]["required"] == 8000
+    assert status["rollout"]["stableRevision"] == candidate
+    space.apply(replicas=2, engine=fp8 | BIGGER)  # compared with fp8 from now on
+    service.tokens[service.candidate()] = 7600
+    status = service.until_reason("RevisionRejected")
+    assert status["rollout"]["gate"]["baseline"] == 8100
+    space.apply(replicas=2, engine=BIGGER)
+    back = service.candidate()
+    service.tokens[back] = 4050
+    status = service.until(lambda s: "kvCacheDtype is auto, not fp8" in up_to_date(s)["message"])
+    assert up_to_date(status)["reason"] == "GateHeld" and back not in service.served
+    assert service.fewest_ready == 2
+
+
 @pytest.mark.fault(
     "F35", shows="a candidate's pod may be evicted, one ready replica too, a second one has to wait"
 )

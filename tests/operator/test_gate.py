@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvline_contract.codec import dumps
-from kvline_contract.launch import GateFile
+from kvline_contract.launch import GateFile, KVCacheDtype
 from kvline_operator.gate import (
     Baseline,
     Candidate,
@@ -24,6 +24,7 @@ from kvline_operator.threshold import Thresholds
 GROUP = ComparisonGroup("hf://org/model", 1)
 BASELINE = Baseline(GROUP, 100, {"H200": 1000, "": 500})
 PLAIN = Candidate(GROUP, (Measured("H200", 960, 100),))
+FP8 = replace(PLAIN, group=replace(GROUP, kv_cache_dtype=KVCacheDtype.FP8))
 
 
 @pytest.mark.parametrize(
@@ -118,6 +119,32 @@ PLAIN = Candidate(GROUP, (Measured("H200", 960, 100),))
             GateResult.HELD,
             0,
             "a replica has 2 CPU ranks, not 1 GPU",
+        ),
+        (
+            "an fp8 cache without a minimum, whatever it measures",
+            replace(FP8, replicas=(Measured("H200", 1990, 50),)),
+            0,
+            GateResult.HELD,
+            0,
+            "measured 1990 KV tokens, which cannot be compared (spec.engine.kvCacheDtype is fp8, "
+            "not auto: tokens of another size): set spec.capacity.minKVTokens, or annotate "
+            "kvline.dev/promote with this revision",
+        ),
+        (
+            "an fp8 cache with a minimum",
+            replace(FP8, replicas=(Measured("H200", 940, 50),)),
+            940,
+            GateResult.PASSED,
+            940,
+            "940 are required (spec.capacity.minKVTokens); not compared: spec.engine.kvCacheDtype",
+        ),
+        (
+            "an fp8 cache below the minimum",
+            replace(FP8, replicas=(Measured("H200", 1990, 50),)),
+            1991,
+            GateResult.REJECTED,
+            1991,
+            "1 short; not compared: spec.engine.kvCacheDtype is fp8, not auto",
         ),
         (
             "a GPU model never seen",

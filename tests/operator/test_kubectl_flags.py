@@ -22,6 +22,12 @@ def test_shared_flags_stand_before_or_behind_the_command(words: str) -> None:
     assert (asked.command, asked.name) == ("status", "llm")
 
 
+def test_size_takes_each_field_of_the_engine() -> None:
+    words = "size llm --max-model-len 99 --kv-cache-dtype fp8"
+    asked = parser().parse_args(words.split())
+    assert (asked.maxModelLen, asked.kvCacheDtype, asked.maxTopLogprobs) == (99, "fp8", None)
+
+
 def test_without_flags_the_context_s_namespace_and_a_table_are_the_default() -> None:
     asked = parser().parse_args(["status"])
     assert (asked.namespace, asked.output) == (None, "table")

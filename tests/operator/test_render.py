@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvline_contract.launch import VERSION, GateFile, LaunchConfig
+from kvline_contract.launch import VERSION, GateFile, KVCacheDtype, LaunchConfig
 from kvline_operator.gate import GateResult, Verdict
 from kvline_operator.podspec import pod_template
 from kvline_operator.render import (
@@ -344,6 +344,22 @@ def test_without_a_device_class_or_a_gpu_nothing_is_claimed(resources: dict[str,
     pod = rendered["Deployment"]["spec"]["template"]["spec"]
     assert "ResourceClaimTemplate" not in rendered and "resourceClaims" not in pod
     assert "claims" not in pod["containers"][0]["resources"]
+
+
+def test_the_cache_s_dtype_is_a_field_of_the_launch_file_and_of_what_is_compared() -> None:
+    """Absent it is auto: for the gate, not for the name of a revision, which an upgrade of the
+    operator must not change."""
+    specs = [spec(engine=engine) for engine in ({}, *({"kvCacheDtype": k} for k in KVCacheDtype))]
+    revisions = [wanted(each, [], "image") for each in specs]
+    assert len({revision.name for revision in revisions}) == 3
+    found = []
+    for each, revision in zip(specs, revisions, strict=True):
+        data = controller_revision(each, revision, Settings("image"))["data"]
+        found.append(LaunchConfig.parse(data["launch"]).engine.kv_cache_dtype)
+        assert ("kvCacheDtype" in data["launch"]) == bool(each.inputs.get("engine"))
+    assert found == [None, KVCacheDtype.AUTO, KVCacheDtype.FP8]
+    absent, auto, fp8 = (comparison_group(each.inputs) for each in specs)
+    assert absent == auto != fp8
 
 
 def test_another_device_class_is_another_revision_and_the_earlier_one_keeps_its_own() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from kvline_server.engine.engine import Engine, Output
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import HostArena
 from kvline_server.memory.device import cpu_device
+from kvline_server.model import kv_scales
 from kvline_server.model.config import read_config
 from kvline_server.model.decoder import Decoder, kv_shape
 from kvline_server.model.dequantised import Dequantised
@@ -35,9 +37,14 @@ def engine(
     step: int = 64,
     rows: int = 64,
     model_len: int = 512,
+    fp8_cache: bool = False,
 ) -> Engine:
     made = decoder(folder, model_len)
-    arena = HostArena(kv_shape(made.config, torch.float32), pages)
+    shape = kv_shape(made.config, torch.float32)
+    if fp8_cache:
+        scales, _ = kv_scales.read(SafetensorsSource(folder), made.config.layers)
+        shape = replace(shape, dtype=torch.float8_e4m3fn, scales=scales)
+    arena = HostArena(shape, pages)
     arena.resize(pages)
     executor = Local(Worker(made, arena, rows, running), cpu_device(None, os.getpid()))
     return Engine(executor, running, step, model_len, made.config.eos_token_ids)

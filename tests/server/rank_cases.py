@@ -26,7 +26,7 @@ from kvline_server.engine.request import Scores
 from kvline_server.errors import RankLost
 from kvline_server.kernels.group import ALONE, Group
 from kvline_server.kernels.torch import TorchKernels
-from kvline_server.memory.arena import HostArena
+from kvline_server.memory.arena import HostArena, Scales
 from kvline_server.memory.device import cpu_device
 from kvline_server.model.config import Experts, ModelConfig, Norms, Rope
 from kvline_server.model.decoder import Decoder, kv_shape
@@ -60,6 +60,7 @@ FUSED: dict[str, Any] = {"qkv": ("qkv_proj",), "gate_up": ("gate_up_proj",)}
 class Case:
     model: ModelConfig
     ranks: tuple[int, ...]
+    cache: torch.dtype = torch.float32
 
 
 CASES = {
@@ -70,6 +71,7 @@ CASES = {
     "olmo2": Case(replace(LLAMA, norms=AFTER, qk_norm="projection"), (2, 4)),
     "experts": Case(replace(LLAMA, kv_heads=6, experts=Experts(5, 2, True, "mlp.")), (2, 3)),
     "phi3": Case(replace(LLAMA, kv_heads=3, rope=Rope(1e4, rotary_dim=6), **FUSED), (3,)),
+    "fp8 cache": Case(replace(LLAMA, kv_heads=6), (2, 3), torch.float8_e4m3fn),
     "gemma3": Case(
         replace(
             LLAMA,
@@ -111,19 +113,21 @@ class Wide(RandomSource):
             into.add_(1.0)
 
 
-def engine(model: ModelConfig, group: Group) -> Engine:
-    shard = Shard(group.rank, group.ranks)
+def engine(case: Case, group: Group) -> Engine:
+    model, shard = case.model, Shard(group.rank, group.ranks)
     check(model, group.ranks)
     kernels, mine = TorchKernels(group=group), local(model, shard)
     weights = load_weights(Wide(), model, kernels, shard=shard)
-    arena = HostArena(kv_shape(mine, torch.float32), 100)
+    scales = tuple(Scales(0.03 + 0.01 * layer, 0.02) for layer in range(model.layers))
+    fp8 = case.cache == torch.float8_e4m3fn
+    arena = HostArena(kv_shape(mine, case.cache, scales if fp8 else ()), 100)
     arena.resize(100)
     worker = Worker(Decoder(mine, weights, 256, kernels), arena, 32, 8)
     return Engine(Local(worker, cpu_device(None, os.getpid())), 8, 48, 256, ())
 
 
-def made_by(model: ModelConfig, group: Group) -> dict[str, np.ndarray]:
-    made = engine(model, group)
+def made_by(case: Case, group: Group) -> dict[str, np.ndarray]:
+    made = engine(case, group)
     for id, (length, asked) in REQUESTS.items():
         params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, **asked)
         made.submit(id, [(31 * id + 7 * i) % 300 for i in range(length)], params)
@@ -146,7 +150,8 @@ def started(group: Group) -> dict[str, np.ndarray]:
     nobody: they do not even take part."""
     made: dict[str, np.ndarray] = {}
     if group.rank == 0:
-        executor: Any = engine(replace(LLAMA, heads=24, kv_heads=1), group).executor
+        model = replace(LLAMA, heads=24, kv_heads=1)
+        executor: Any = engine(Case(model, (group.ranks,)), group).executor
         executor.resize(3)
         with group.apart():
             for name, work in (("tune", executor.worker.tune), ("warm_up", executor.warm_up)):
@@ -188,7 +193,7 @@ def of_rank(rank: int, ranks: int, folder: Path) -> None:
         save(folder / f"start-{ranks}-{rank}.npz", started(group))
     for name, case in CASES.items():
         if ranks == 1 or ranks in case.ranks:
-            save(folder / f"{name}-{ranks}-{rank}.npz", made_by(case.model, group))
+            save(folder / f"{name}-{ranks}-{rank}.npz", made_by(case, group))
     if isinstance(group, GlooGroup):
         group.close()
 

@@ -51,6 +51,7 @@ def mistake(*words: object, **options: Any) -> tuple[int, str]:
         (["--model", "M", "--gpus", "9"], 2, "--gpus: expected 1 to 8"),
         (["--config", "F", "--gpus", "2"], 20, "--config F takes no --gpus"),
         (["--model", "M", "--max-model-len", "1"], 20, "--max-model-len: expected 16 to"),
+        (["--model", "M", "--kv-cache-dtype", "fp4"], 2, "'fp4' (choose from"),
         (["--model", "M", "--headroom-mib", "-1"], 20, "--headroom-mib: expected"),
         ([], 20, "--model DIR and --config FILE"),
         (["--config", "/tmp"], 20, "/tmp: Is a directory"),

@@ -234,7 +234,7 @@ def test_kernels_that_an_image_lacks_are_a_warning(
     model: Any = SimpleNamespace(
         heads=8, kv_heads=2, head_dim=64, activation="silu", windowed=False, experts=None
     )
-    found: Any = backend._cuda_kernels(warnings.append, model, ALONE)
+    found: Any = backend._cuda_kernels(warnings.append, torch.bfloat16, model, ALONE)
     assert found == ("torch's", torch.bfloat16, "cuda")
     (text,) = warnings
     assert "using torch's slower ones" in text and str(error) in text

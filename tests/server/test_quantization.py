@@ -27,6 +27,14 @@ GROUP: dict[str, Any] = {
     "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False},
     "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
 }
+CACHE = {
+    "num_bits": 8,
+    "type": "float",
+    "strategy": "tensor",
+    "dynamic": False,
+    "symmetric": True,
+    "observer": "minmax",
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "channel": {
         "quant_method": "compressed-tensors",
@@ -150,6 +158,16 @@ def test_scales_that_are_not_right_are_named(both: tuple[str, Path, Path], fault
         loaded(folder)
 
 
+def test_a_scheme_of_an_fp8_cache_changes_no_weight(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    shutil.copy(make_model("llama") / "config.json", tmp_path)
+    change(tmp_path, CONFIGS["channel"])
+    without = read_config(tmp_path)
+    change(tmp_path, CONFIGS["channel"] | {"kv_cache_scheme": CACHE})
+    assert read_config(tmp_path) == without
+
+
 @pytest.mark.parametrize(
     ("kind", "changed", "named"),
     [
@@ -160,7 +178,31 @@ def test_scales_that_are_not_right_are_named(both: tuple[str, Path, Path], fault
         ("block", {"weight_block_size": None}, "quantization_config.weight_block_size None"),
         ("block", {"activation_scheme": "static"}, "activation_scheme 'static'"),
         ("channel", {"format": "nvfp4-pack-quantized"}, "quantization_config.format 'nvfp4"),
-        ("channel", {"kv_cache_scheme": {"num_bits": 8}}, "quantization_config.kv_cache_scheme"),
+        (
+            "channel",
+            {"kv_cache_scheme": CACHE | {"num_bits": 4}},
+            "quantization_config.kv_cache_scheme.num_bits 4",
+        ),
+        (
+            "channel",
+            {"kv_cache_scheme": CACHE | {"type": "int"}},
+            "quantization_config.kv_cache_scheme.type 'int'",
+        ),
+        (
+            "channel",
+            {"kv_cache_scheme": CACHE | {"strategy": "attn_head"}},
+            "quantization_config.kv_cache_scheme.strategy 'attn_head'",
+        ),
+        (
+            "channel",
+            {"kv_cache_scheme": CACHE | {"dynamic": True}},
+            "quantization_config.kv_cache_scheme.dynamic True",
+        ),
+        (
+            "channel",
+            {"kv_cache_scheme": {"num_bits": 8}},
+            "quantization_config.kv_cache_scheme.type None",
+        ),
         (
             "channel",
             {"config_groups": {"group_0": GROUP | {"weights": GROUP["weights"] | {"num_bits": 4}}}},

@@ -16,6 +16,7 @@ from kvline_server.kernels.interface import Heads, SlotMapping
 from kvline_server.memory.arena import KVLayer
 from kvline_server.memory.pages import PAGE_SIZE
 
+FP8 = torch.float8_e4m3fn  # of a KV cache
 DIMS = (64, 128)
 QUERIES = (8, 16, 32, 64, 128)  # padded head counts of the variants; a model uses the next larger
 KEYS = (1, 2, 4, 8, 16, 32, 64)
@@ -46,34 +47,41 @@ def check(
 
 
 def write(heads: Heads, rope: torch.Tensor, mapping: SlotMapping, cache: KVLayer) -> None:
-    """Norms and rotates queries and keys, writes keys and values.
+    """Norms and rotates queries and keys, writes keys and values; to an fp8 cache by their scales.
     rope float32 [positions, dim]: all cosines, then all sines"""
     rows, _, dim = heads.fused.shape
     normed = heads.q_norm is not None and heads.k_norm is not None
     padded = _padded(heads.queries, QUERIES), _padded(heads.keys, KEYS)
-    variant = _variant(heads.fused.dtype, *padded, dim, normed)
+    fp8 = cache.keys.dtype == FP8
+    variant = _variant(heads.fused.dtype, *padded, dim, normed, fp8)
     # The kernel without norms does not read these arguments; any pointer will do.
     norms = [heads.fused if n is None else n for n in (heads.q_norm, heads.k_norm)]
     where = (rope, mapping.positions, mapping.slots, cache.keys, cache.values)
     sizes = (cache.keys.stride(0), cache.keys.stride(1), heads.queries, heads.keys)
-    launch(variant, rows, heads.fused, heads.fused.stride(0), *norms, heads.eps, *where, *sizes)
+    inverses = (1.0 / cache.scales.keys, 1.0 / cache.scales.values) if fp8 else ()
+    queries = heads.fused, heads.fused.stride(0)
+    launch(variant, rows, *queries, *norms, heads.eps, *where, *sizes, *inverses)
 
 
 def variants(dtype: torch.dtype) -> Iterator[Variant]:
     """All variants that `write` launches."""
     for queries, keys, dim in itertools.product(QUERIES, KEYS, DIMS):
-        for normed in (False, True):
+        for normed, fp8 in itertools.product((False, True), repeat=2):
             if keys <= queries:
-                yield _variant(dtype, queries, keys, dim, normed)
+                yield _variant(dtype, queries, keys, dim, normed, fp8)
 
 
 def _padded(heads: int, known: tuple[int, ...]) -> int:
     return next(n for n in known if n >= heads)
 
 
-def _variant(dtype: torch.dtype, queries: int, keys: int, dim: int, normed: bool) -> Variant:
+def _variant(
+    dtype: torch.dtype, queries: int, keys: int, dim: int, normed: bool, fp8: bool
+) -> Variant:
     kind = f"*{TRITON_TYPES[dtype]}"
-    arguments = (kind, "i32", kind, kind, "fp32", "*fp32", "*i32", "*i64", kind, kind)
+    kept = f"*{TRITON_TYPES[FP8]}" if fp8 else kind
+    arguments = (kind, "i32", kind, kind, "fp32", "*fp32", "*i32", "*i64", kept, kept)
+    inverses = ["fp32"] * 2 if fp8 else []
     constants = {
         "Q_PADDED": queries,
         "KV_PADDED": keys,
@@ -82,4 +90,6 @@ def _variant(dtype: torch.dtype, queries: int, keys: int, dim: int, normed: bool
         "NORM": int(normed),
     }
     aligned = tuple(sorted(POINTERS + STRIDES))
-    return Variant("write", (*arguments, *["i32"] * 4), aligned, tuple(constants.items()))
+    kernel = "write_fp8" if fp8 else "write"
+    every = (*arguments, *["i32"] * 4, *inverses)
+    return Variant(kernel, every, aligned, tuple(constants.items()))

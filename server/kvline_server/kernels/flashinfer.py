@@ -2,7 +2,7 @@
 
 Only this module, flashinfer_attention.py and gemm.py import flashinfer. Decodes run its fa2 kernels
 on tensor cores, prompt chunks its fa3 kernels: on Hopper fa3 is several times slower for one-token
-queries, and faster for chunks.
+queries, and faster for chunks. With an fp8 KV cache both run fa2.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from flashinfer import norm, sampling
 from torch.nn import functional
 
 from kvline_server.kernels import cuda_linear, cuda_rows, cuda_write
-from kvline_server.kernels.flashinfer_attention import FLOAT_BYTES, PagedAttention, Planned
+from kvline_server.kernels.flashinfer_attention import (
+    FLOAT_BYTES,
+    PagedAttention,
+    Planned,
+    chunk_floats,
+)
 from kvline_server.kernels.gemm import Gemms
 from kvline_server.kernels.group import ALONE, Group
 from kvline_server.kernels.interface import (
@@ -69,16 +74,26 @@ class _PinnedCopies:
 class FlashInferKernels(Kernels):
     depth = 1
 
-    def __init__(self, heads: int, kv_heads: int, dim: int, group: Group = ALONE) -> None:
-        """For shapes that cuda_write.check lets pass. Raises RuntimeError or ImportError where the
-        kernels are missing."""
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        group: Group = ALONE,
+        cache: torch.dtype = torch.bfloat16,
+    ) -> None:
+        """For shapes that cuda_write.check lets pass; `cache` is the KV cache's dtype. Raises
+        RuntimeError or ImportError where the kernels are missing."""
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.dtype = torch.bfloat16
         self.group = group
-        floats = torch.empty(FLOAT_BYTES, dtype=torch.uint8, device=self.device)
-        shape = (heads, kv_heads, dim)
-        self._decode = PagedAttention(shape, self.dtype, "fa2", floats)
-        self._prefill = PagedAttention(shape, self.dtype, "fa3", floats)
+        shape, size, chunks = (heads, kv_heads, dim), FLOAT_BYTES, "fa3"
+        if cache != self.dtype:
+            processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+            size, chunks = max(size, chunk_floats(shape, processors)), "fa2"
+        floats = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self._decode = PagedAttention(shape, self.dtype, cache, "fa2", False, floats)
+        self._prefill = PagedAttention(shape, self.dtype, cache, chunks, True, floats)
         self._gemms = Gemms(self.device)
 
     def upload(self, *arrays: np.ndarray) -> list[torch.Tensor]:
@@ -202,7 +217,7 @@ class FlashInferKernels(Kernels):
         options: AttentionOptions = PLAIN,
     ) -> torch.Tensor:
         rows, heads, dim = q.shape
-        scale = options.scale or 1.0 / math.sqrt(dim)
+        scale = (options.scale or 1.0 / math.sqrt(dim)) * cache.scales.keys
         flat = q.new_empty((rows, heads * dim)) if out is None else out
         made = flat.view(rows, heads, dim)
         if plan.decode is not None:
@@ -210,7 +225,7 @@ class FlashInferKernels(Kernels):
         if plan.prefill is not None:
             chunk = slice(plan.decodes, plan.rows)
             self._prefill.run(q[chunk], cache, plan.prefill, scale, made[chunk])
-        return flat
+        return flat if cache.scales.values == 1.0 else flat.mul_(cache.scales.values)
 
     def tune(
         self, weights: list[list[torch.Tensor]], rows: list[int], known: Choices | None

@@ -22,6 +22,16 @@ from kvline_server.memory.pages import PAGE_SIZE
 FLOAT_BYTES = 128 << 20
 INT_BYTES = 8 << 20
 STAGINGS = 2  # the number of steps in flight, plus one
+TILE = 128  # rows of a chunk in a block of fa2, those of a key-value head's queries together
+
+
+def chunk_floats(shape: tuple[int, int, int], processors: int) -> int:
+    """Bytes of workspace that fa2 takes at most for prompt chunks, as its plan counts them: where
+    it splits their tokens it keeps outputs and sums of two blocks a processor. FLOAT_BYTES are too
+    few for eight queries a key-value head."""
+    heads, kv_heads, dim = shape
+    blocks = max(1, 2 * processors // kv_heads)
+    return heads * blocks * TILE * (dim + 1) * 4 + 256  # 256: what aligns the parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,26 +42,30 @@ class Planned:
 
 
 class PagedAttention:
-    """One FlashInfer backend: fa2 for decodes, fa3 for prompt chunks."""
+    """One FlashInfer backend: fa2 for decodes, fa3 for prompt chunks, or fa2 where the KV cache is
+    fp8, which fa3 reads only with fp8 queries. What the cache is multiplied by is no argument of
+    fa2: the keys' scale is in that of query times key, the values' in what is done with `out`."""
 
     def __init__(
         self,
         shape: tuple[int, int, int],  # heads, key-value heads, head size
         dtype: torch.dtype,
+        cache: torch.dtype,
         backend: str,
+        causal: bool,  # a decode attends to all of its tokens
         floats: torch.Tensor,
     ) -> None:
         """`floats` is workspace that all attention calls of one stream share."""
         self._shape = shape
         dim = shape[2]
         none = PosEncodingMode["NONE"].value
-        kinds = (dtype, dtype, dtype, torch.int32)
+        kinds = (dtype, cache, dtype, torch.int32)
         self._module = get_batch_prefill_module(
             backend, *kinds, dim, dim, none, False, False, False
         )
         processors = torch.cuda.get_device_properties(floats.device).multi_processor_count
         self._blocks = 2 * processors  # that run at once, as FlashInfer's plan counts them
-        self._causal = backend == "fa3"  # a decode attends to all of its tokens
+        self._causal, self._splits = causal, backend == "fa2"
         self._floats = floats
         self._stagings = [
             (
@@ -75,7 +89,7 @@ class PagedAttention:
         # captured with or without, which must not depend on the lengths there. Each sequence has
         # one row in it, or the grid would have blocks for which no sequence is planned.
         whole = in_place and rows * kv_heads > self._blocks
-        extra = () if self._causal else (-1, whole, 0, int(in_place))
+        extra = (-1, whole, 0, int(in_place)) if self._splits else ()
         info = self._module.plan(
             self._floats,
             ints,
@@ -124,7 +138,7 @@ class PagedAttention:
             *[None] * 6,  # masks, slopes, items
             0.0,  # no soft cap
             scale,
-            *[None] * 3,  # no scales: nothing is quantised
+            *[None] * 3,  # scales, of fp8 queries alone
             1.0,
             1e4,
             0,

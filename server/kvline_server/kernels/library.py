@@ -27,10 +27,14 @@ def specs() -> list[Any]:
     from flashinfer.jit.gemm.core import gen_mm_bf16_cublaslt_module
     from flashinfer.jit.tinygemm2 import gen_tinygemm2_module
 
-    kinds = (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.int32)
+    caches = (("fa2", torch.bfloat16), ("fa3", torch.bfloat16), ("fa2", torch.float8_e4m3fn))
     prefills = [
-        attention.gen_batch_prefill_module(backend, *kinds, dim, dim, 0, False, False, False)
-        for backend in ("fa2", "fa3")
+        attention.gen_batch_prefill_module(
+            backend,
+            *(torch.bfloat16, cache, torch.bfloat16, torch.int32),
+            *(dim, dim, 0, False, False, False),
+        )
+        for backend, cache in caches
         for dim in DIMS
     ]
     return [

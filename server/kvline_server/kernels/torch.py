@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -96,7 +96,8 @@ class TorchKernels(Kernels):
         self.dtype = dtype
         self.depth = depth  # tests set 1 for the order of steps that a GPU has
         self.group = group
-        self.gathered = torch.empty((2, 0))  # keys and values of one gather
+        # Keys and values of one gather.
+        self.gathered = torch.empty((2, 0), dtype=dtype, device=self.device)
 
     def upload(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         return [torch.from_numpy(array).to(self.device) for array in arrays]
@@ -188,8 +189,8 @@ class TorchKernels(Kernels):
         heads.fused[:, : heads.queries] = _apply_rope(q, turned)
         k = _apply_rope(k, turned)
         page, token = mapping.slots // PAGE_SIZE, mapping.slots % PAGE_SIZE
-        cache.keys[page, token] = k
-        cache.values[page, token] = v
+        _store(cache.keys, (page, token), k, cache.scales.keys)
+        _store(cache.values, (page, token), v, cache.scales.values)
 
     def attend(
         self,
@@ -202,6 +203,8 @@ class TorchKernels(Kernels):
         rows, heads, dim = q.shape
         flat = q.new_empty((rows, heads * dim)) if out is None else out
         made = flat.view(rows, heads, dim)
+        scale = (options.scale or 1.0 / math.sqrt(dim)) * cache.scales.keys
+        options = replace(options, scale=scale)
         for part in plan:
             own, attention = slice(part.start, part.end), self._prefill
             if part.decodes:
@@ -209,7 +212,7 @@ class TorchKernels(Kernels):
             made[own] = attention(q[own], cache, part, options)
         # Pads go on through the layers into the dummy page, which must stay finite.
         made[plan[-1].end :] = 0
-        return flat
+        return flat if cache.scales.values == 1.0 else flat.mul_(cache.scales.values)
 
     def _gather(self, cache: KVLayer, pages: torch.Tensor, sequences: int) -> list[torch.Tensor]:
         """Keys and values, each [sequences, kv_heads, tokens, dim], out of the paged cache. They
@@ -217,12 +220,17 @@ class TorchKernels(Kernels):
         shape = (len(pages), *cache.keys.shape[1:])
         size = math.prod(shape)
         if self.gathered.shape[1] < size:
-            self.gathered = cache.keys.new_empty((2, 0))  # frees it before it is replaced
+            self.gathered = self.gathered.new_empty((2, 0))  # frees it before it is replaced
             least = GATHER_TOKENS * math.prod(shape[2:])
-            self.gathered = cache.keys.new_zeros((2, max(size, least)))
+            self.gathered = self.gathered.new_zeros((2, max(size, least)))
         found = []
         for stored, into in zip((cache.keys, cache.values), self.gathered, strict=True):
-            out = torch.index_select(stored, 0, pages, out=into[:size].view(shape))
+            out = into[:size].view(shape)
+            if stored.dtype == self.dtype:
+                torch.index_select(stored, 0, pages, out=out)
+            else:
+                some = stored.view(torch.uint8).index_select(0, pages)
+                out.copy_(some.view(stored.dtype))
             found.append(out.view(sequences, -1, *shape[2:]).transpose(1, 2))
         return found
 
@@ -301,6 +309,18 @@ def _use_onednn(weight: torch.Tensor) -> bool:
 def _onednn_takes(device: str, dtype: torch.dtype) -> bool:
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return device == "cpu" and dtype == torch.float32 and available
+
+
+def _store(
+    stored: torch.Tensor, at: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, scale: float
+) -> None:
+    """Keys or values into the cache. An fp8 one is written as bytes, which every device can index;
+    the cast to fp8 does not saturate."""
+    if stored.dtype != x.dtype:
+        most = torch.finfo(stored.dtype).max
+        x = (x.float() / scale).clamp_(-most, most).to(stored.dtype).view(torch.uint8)
+        stored = stored.view(torch.uint8)
+    stored[at] = x
 
 
 def _apply_rope(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:

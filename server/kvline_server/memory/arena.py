@@ -21,11 +21,23 @@ _MAP_NORESERVE = 0x4000  # Linux; reserves addresses without committing memory
 
 
 @dataclass(frozen=True, slots=True)
+class Scales:
+    """What the stored keys and values of a layer are multiplied by to give the model's own."""
+
+    keys: float = 1.0
+    values: float = 1.0
+
+
+UNSCALED = Scales()
+
+
+@dataclass(frozen=True, slots=True)
 class KVLayer:
     """One layer's KV cache: a view of the arena."""
 
     keys: torch.Tensor  # [pages, page, kv_heads, dim]
     values: torch.Tensor  # [pages, page, kv_heads, dim]
+    scales: Scales = UNSCALED  # others only of an fp8 cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +48,10 @@ class KVShape:
     heads: int  # of keys, and as many of values
     dim: int
     dtype: torch.dtype
+    scales: tuple[Scales, ...] = ()  # of each layer; none: all are 1
+
+    def layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> KVLayer:
+        return KVLayer(keys, values, self.scales[index] if self.scales else UNSCALED)
 
     @property
     def bytes_per_token(self) -> int:
@@ -59,6 +75,7 @@ class HostArena:
     """Keys and values of every layer in host memory."""
 
     def __init__(self, shape: KVShape, max_pages: int) -> None:
+        self._of = shape
         self._shape = (PAGE_SIZE, shape.heads, shape.dim)
         self._regions = 2 * shape.layers
         self._page_bytes = math.prod(self._shape) * shape.dtype.itemsize
@@ -98,8 +115,8 @@ class HostArena:
                 self._unmap(index, pages)
         self._pages = pages
         self._layers = [
-            KVLayer(keys=regions[i][:pages], values=regions[i + 1][:pages])
-            for i in range(0, self._regions, 2)
+            self._of.layer(i, regions[2 * i][:pages], regions[2 * i + 1][:pages])
+            for i in range(self._of.layers)
         ]
 
     def _unmap(self, region: int, pages: int) -> None:

@@ -94,8 +94,8 @@ class CudaArena:
     [pages, layers, keys and values, page, kv_heads, dim]."""
 
     def __init__(self, shape: KVShape, max_pages: int) -> None:
+        self._of = shape
         self._shape = (shape.layers, 2, PAGE_SIZE, shape.heads, shape.dim)
-        self._dtype = shape.dtype
         self._page_bytes = PAGE_SIZE * shape.bytes_per_token
         self._max_pages = max_pages
         self._pages = 0
@@ -159,20 +159,20 @@ class CudaArena:
     def _views(self, pages: int) -> list[KVLayer]:
         if not pages:
             return []
-        elements = pages * self._page_bytes // self._dtype.itemsize
-        flat = torch.as_tensor(_Range(self._base, elements), device="cuda").view(self._dtype)
+        taken = _Range(self._base, pages * self._page_bytes)
+        flat = torch.as_tensor(taken, device="cuda").view(self._of.dtype)
         whole = flat.view(pages, *self._shape)
-        return [KVLayer(whole[:, i, 0], whole[:, i, 1]) for i in range(self._shape[0])]
+        return [self._of.layer(i, whole[:, i, 0], whole[:, i, 1]) for i in range(self._of.layers)]
 
 
 class _Range:
-    """An address range for torch.as_tensor; the interface has no bfloat16, so as int16."""
+    """An address range for torch.as_tensor, as bytes: the interface has no bfloat16 and no fp8."""
 
-    def __init__(self, pointer: int, elements: int) -> None:
+    def __init__(self, pointer: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
             "data": (pointer, False),
-            "shape": (elements,),
-            "typestr": "<i2",
+            "shape": (nbytes,),
+            "typestr": "|u1",
             "version": 3,
         }
 

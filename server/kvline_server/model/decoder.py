@@ -13,7 +13,7 @@ import torch
 
 from kvline_server.kernels.interface import Kernels, SlotMapping
 from kvline_server.kernels.layout import Layout
-from kvline_server.memory.arena import KVLayer, KVShape
+from kvline_server.memory.arena import KVLayer, KVShape, Scales
 from kvline_server.model.blocks import Joined, Norm, join
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.loader import Weights
@@ -28,8 +28,8 @@ class LayerState:
     heads: torch.Tensor  # [rows, heads + 2 * kv_heads, dim], queries first
 
 
-def kv_shape(config: ModelConfig, dtype: torch.dtype) -> KVShape:
-    return KVShape(config.layers, config.kv_heads, config.head_dim, dtype)
+def kv_shape(config: ModelConfig, dtype: torch.dtype, scales: tuple[Scales, ...] = ()) -> KVShape:
+    return KVShape(config.layers, config.kv_heads, config.head_dim, dtype, scales)
 
 
 class Decoder:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from kvline_server.model.fields import Fields
 
 FIELD = "quantization_config"
+FP8 = {"num_bits": 8, "type": "float"}
+CACHE = {**FP8, "strategy": "tensor", "dynamic": False, "symmetric": True}
 SERVED = (
     "; of quantised weights fp8 is served: in blocks (quant_method fp8, weight_block_size), or by "
     "channel (quant_method compressed-tensors, format float-quantized)"
@@ -57,18 +59,18 @@ def _in_blocks(quantized: Fields) -> Quantization:
 def _by_channel(quantized: Fields) -> Quantization:
     if quantized.value("format") != "float-quantized":
         raise quantized.unsupported("format", SERVED)
-    if quantized.value("kv_cache_scheme") is not None:
-        raise quantized.unsupported("kv_cache_scheme", ", null is")
+    cache = quantized.section("kv_cache_scheme")
+    if cache.raw:  # its scales are read where the KV cache is fp8 (kv_scales.py)
+        _same(cache, CACHE, all_given=True)
     groups = quantized.section("config_groups")
     if not groups.raw:
         raise quantized.invalid("config_groups", "an object with a group")
-    fp8 = {"num_bits": 8, "type": "float"}
     for name in groups.raw:
         group = groups.section(name)
         weights, inputs = group.section("weights"), group.section("input_activations")
-        _same(weights, {**fp8, "strategy": "channel", "dynamic": False}, all_given=True)
+        _same(weights, {**FP8, "strategy": "channel", "dynamic": False}, all_given=True)
         if inputs.raw:  # else the activations stay as they are
-            _same(inputs, {**fp8, "strategy": "token", "dynamic": True}, all_given=True)
+            _same(inputs, {**FP8, "strategy": "token", "dynamic": True}, all_given=True)
     return Quantization("_scale", None)
 
 

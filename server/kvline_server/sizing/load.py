@@ -15,11 +15,12 @@ from kvline_contract.report import Provenance, Stage
 from kvline_server import device_errors
 from kvline_server.errors import DeviceOutOfMemory, ModelNotFound
 from kvline_server.kernels.group import ALONE, Group
+from kvline_server.memory.arena import KVShape, Scales
 from kvline_server.memory.device import MIB, compact_heap
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.memory.parts import OwnedPart
 from kvline_server.messages import Progress, SendProgress
-from kvline_server.model import loader
+from kvline_server.model import kv_scales, loader
 from kvline_server.model.config import ModelConfig, read_config
 from kvline_server.model.decoder import Decoder, kv_shape
 from kvline_server.model.dequantised import Dequantised
@@ -69,9 +70,12 @@ def load_model(
         raise too_large
     try:
         with device_errors.translated("load"), compact_heap():
-            worker = _build(source, model, settings, backend, group, _LoadProgress(send, started))
-            if group.rank == 0 and (warning := _dequantised(source, backend)):
-                send(Progress(warning=warning))
+            cache, missing = _cache(source, model, group, backend)
+            progress = _LoadProgress(send, started)
+            worker = _build(source, model, cache, settings, backend, group, progress)
+            for warning in (_dequantised(source, backend), missing):
+                if warning and group.rank == 0:
+                    send(Progress(warning=warning))
             del source
             device.settle()
     except DeviceOutOfMemory as error:
@@ -80,7 +84,6 @@ def load_model(
     taken, detail = device.now() - before, "random" if random else None
     send(Progress(stage=Stage("load", ms, taken, detail)))
     libraries = {name: version(name) for name in backend.libraries}
-    kept = kv_shape(worker.decoder.config, backend.dtype)
     revision = model_revision(launch)
     provenance = Provenance(device.name, device.driver, launch.image, revision, libraries)
     send(Progress(provenance=provenance))
@@ -89,10 +92,10 @@ def load_model(
         vocabulary=model.vocabulary,
         owned=(
             *worker.decoder.weights.parts(),
-            OwnedPart(KV_CACHE, per_token=kept.bytes_per_token),
+            OwnedPart(KV_CACHE, per_token=cache.bytes_per_token),
         ),
         fingerprint=_fingerprint(launch, settings, provenance, device.limit, worker),
-        cache_dtype=_name(backend.dtype),
+        cache_dtype=_name(cache.dtype),
     )
 
 
@@ -141,6 +144,28 @@ def _dequantised(source: TensorSource, backend: Backend) -> str:
     )
 
 
+def _cache(
+    source: TensorSource,
+    model: ModelConfig,
+    group: Group,
+    backend: Backend,
+) -> tuple[KVShape, str]:
+    """What this rank keeps of a token, and a warning where an fp8 cache has not all its scales. All
+    ranks have the same scales; random weights need none. Raises ModelInvalid."""
+    mine = local(model, Shard(group.rank, group.ranks))
+    scales: tuple[Scales, ...] = ()
+    missing = 0
+    if backend.cache_dtype != backend.dtype and isinstance(source, Dequantised):
+        scales, missing = kv_scales.read(source.files, model.layers)
+    warning = (
+        f"spec.engine.kvCacheDtype is fp8, and the model's files lack {missing} of the "
+        f"{2 * model.layers} scales of its keys and values (model.layers.N.self_attn.k_scale and "
+        "v_scale): 1.0 is taken for each, and numbers beyond 448 become 448. Compare answers with "
+        "those of kvCacheDtype auto, or serve a checkpoint that was calibrated for an fp8 KV cache"
+    )
+    return kv_shape(mine, backend.cache_dtype, scales), warning if missing else ""
+
+
 class _LoadProgress:
     """Reports progress at most once a second, so that a slow volume does not count as stalled."""
 
@@ -159,6 +184,7 @@ class _LoadProgress:
 def _build(
     source: TensorSource,
     model: ModelConfig,
+    cache: KVShape,
     settings: EngineSettings,
     backend: Backend,
     group: Group,
@@ -169,9 +195,8 @@ def _build(
     mine = local(model, shard)
     kernels = backend.kernels(mine, group)
     weights = loader.load_weights(source, model, kernels, copied, shard)
-    shape = kv_shape(mine, backend.dtype)
-    most = backend.device.limit // (shape.bytes_per_token * PAGE_SIZE) + 2  # pages
-    arena = backend.arena(shape, most)
+    most = backend.device.limit // (cache.bytes_per_token * PAGE_SIZE) + 2  # pages
+    arena = backend.arena(cache, most)
     decoder = Decoder(mine, weights, settings.wanted_len, kernels)
     return Worker(decoder, arena, settings.logprob_rows, settings.max_running_requests)
 

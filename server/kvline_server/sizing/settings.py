@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvline_contract.launch import Device, LaunchConfig
+from kvline_contract.launch import Device, KVCacheDtype, LaunchConfig
 from kvline_contract.report import Effective
 from kvline_server.errors import ConfigInvalid
 from kvline_server.kernels.interface import LOGIT_BLOCK
@@ -52,6 +52,7 @@ class EngineSettings:
     # rank's share, as they share the CPU's memory. 0 on a GPU, whose memory HTTP does not share.
     client_bytes: int = 0
     client_bytes_per_token: int = 0
+    kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
 
     def reserved(self, kv_tokens: int = 0) -> int:
         """Bytes beside a KV cache of so many tokens, allocated while its size is validated."""
@@ -120,4 +121,5 @@ def resolve(
         mixed_prefill_tokens=min(defaults["mixed"], prefill),
         client_bytes=clients,
         client_bytes_per_token=(QUEUED_BYTES + ENGINE_QUEUED_BYTES) // ranks if clients else 0,
+        kv_cache_dtype=requested.kv_cache_dtype or KVCacheDtype.AUTO,
     )

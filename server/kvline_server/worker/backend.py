@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from kvline_contract.launch import Device as Kind
-from kvline_contract.launch import LaunchConfig
+from kvline_contract.launch import KVCacheDtype, LaunchConfig
 from kvline_server import device_errors
 from kvline_server.errors import DeviceFailure
 from kvline_server.kernels.group import Group
@@ -31,7 +31,8 @@ HOPPER = 9  # the compute capability that kernels are built for
 @dataclass(frozen=True, slots=True)
 class Backend:
     device: Device
-    dtype: torch.dtype  # of weights and cache
+    dtype: torch.dtype  # of weights and hidden states
+    cache_dtype: torch.dtype  # of the KV cache
     kernels: Callable[[ModelConfig, Group], Kernels]  # of a rank's share of the model
     arena: Callable[[KVShape, int], Arena]
     libraries: tuple[str, ...]  # their versions are part of the fingerprint
@@ -52,8 +53,15 @@ def open_backend(
         if not device.bounded:
             warn(unbounded(device.limit))
         libraries = ("kvline", "torch")
-        return Backend(device, torch.float32, _cpu_kernels, HostArena, libraries)
+        dtype = torch.float32
+        cache = cache_dtype(launch, dtype)
+        return Backend(device, dtype, cache, _cpu_kernels, HostArena, libraries)
     return _cuda(launch, warn, rank)
+
+
+def cache_dtype(launch: LaunchConfig, dtype: torch.dtype) -> torch.dtype:
+    """`dtype` is that of the model's computation."""
+    return torch.float8_e4m3fn if launch.engine.kv_cache_dtype is KVCacheDtype.FP8 else dtype
 
 
 def gpu(rank: int, ranks: int) -> str:
@@ -96,17 +104,21 @@ def _cuda(launch: LaunchConfig, warn: Callable[[str], None], rank: int) -> Backe
     from kvline_server.memory.cuda import CudaArena, CudaDevice
 
     libraries = ("kvline", "torch", "flashinfer-python")
-    kernels = partial(_cuda_kernels, warn)
+    dtype = torch.bfloat16
+    cache = cache_dtype(launch, dtype)
+    kernels = partial(_cuda_kernels, warn, cache)
     try:
         torch.cuda.set_device(rank)
         device = CudaDevice()
     except RuntimeError as error:  # no memory for another CUDA context, or a broken GPU
         text = str(error).splitlines()[0]
         raise DeviceFailure(f"{gpu(rank, asked)} cannot be used: {text}") from error
-    return Backend(device, torch.bfloat16, kernels, CudaArena, libraries)
+    return Backend(device, dtype, cache, kernels, CudaArena, libraries)
 
 
-def _cuda_kernels(warn: Callable[[str], None], model: ModelConfig, group: Group) -> Kernels:
+def _cuda_kernels(
+    warn: Callable[[str], None], cache: torch.dtype, model: ModelConfig, group: Group
+) -> Kernels:
     """FlashInfer's where they were built for this GPU and model, else torch's with a warning."""
     # FlashInfer's other norm kernels are compiled at first use, and a pod has no compiler.
     os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
@@ -122,7 +134,7 @@ def _cuda_kernels(warn: Callable[[str], None], model: ModelConfig, group: Group)
             experts = model.experts is not None
             cuda_write.check(*shape, model.activation, model.windowed, experts)
             with device_errors.translated("kernels"):  # a device error is no missing kernel
-                return FlashInferKernels(*shape, group)
+                return FlashInferKernels(*shape, group, cache)
         except (ImportError, RuntimeError, OSError) as error:  # OSError: files are missing
             why = str(error).splitlines()[0]
     warn(f"no prebuilt kernels for this GPU and model, using torch's slower ones: {why}")

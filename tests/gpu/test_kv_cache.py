@@ -1,0 +1,154 @@
+"""An fp8 KV cache on the GPU: our write and FlashInfer's attention against plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from pairs import PAGES, engine, sequence, sides
+from test_kernels import hidden
+
+from kvline_server.engine.batch import build
+from kvline_server.engine.scheduler import Work
+from kvline_server.kernels.interface import Heads, Kernels, SlotMapping
+from kvline_server.kernels.torch import TorchKernels
+from kvline_server.memory.arena import KVLayer, KVShape, Scales
+from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.model.config import ModelConfig, Rope
+from kvline_server.model.rope import cos_sin
+from kvline_server.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.gpu
+FP8 = torch.float8_e4m3fn
+SCALES = Scales(0.02, 0.03)
+# Queries, keys and values, size; the third splits a chunk into the most parts.
+SHAPES = [(8, 2, 128), (32, 32, 64), (64, 8, 128), (14, 2, 64), (8, 1, 128)]
+
+
+def layer(heads: tuple[int, int, int], pages: int, scales: Scales = SCALES) -> KVLayer:
+    """One of two layers of an arena, so that pages are no neighbours."""
+    from kvline_server.memory.cuda import CudaArena
+
+    arena = CudaArena(KVShape(2, heads[1], heads[2], FP8, (Scales(), scales)), pages)
+    arena.resize(pages)
+    return arena.layers()[1]
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("heads", SHAPES)
+def test_what_is_written_is_what_torch_writes(heads: tuple[int, int, int], normed: bool) -> None:
+    """Queries too; numbers beyond the range are the largest, and none is a NaN. Neighbours in e4m3
+    are for those that stand between two."""
+    from kvline_server.kernels.flashinfer import FlashInferKernels
+
+    torch.manual_seed(0)
+    rows, (queries, keys, dim) = 70, heads
+    given = torch.randn(rows, queries + 2 * keys, dim, device="cuda").mul_(3).bfloat16()
+    given[5, queries:] *= 1e4
+    norm = torch.rand(dim, device="cuda").bfloat16() + 0.5
+    positions = torch.randint(900, (rows,), device="cuda", dtype=torch.int32)
+    mapping = SlotMapping(positions, torch.randperm(10 * PAGE_SIZE, device="cuda")[:rows])
+    made = []
+    pair: list[Kernels] = [TorchKernels(device="cuda"), FlashInferKernels(*heads, cache=FP8)]
+    for kernels in pair:
+        cache, own = layer(heads, 10), norm.to(kernels.dtype) if normed else None
+        fused = given.to(kernels.dtype, copy=True)
+        rope = kernels.rope_table(*cos_sin(Rope(500_000.0), dim, 1000))
+        kernels.write(Heads(fused, queries, keys, own, own, 1e-5), rope, mapping, cache)
+        stored = torch.stack((cache.keys.float(), cache.values.float()))
+        made.append((fused[:, :queries].float(), stored))
+    (q, want), (own_q, got) = made
+    torch.testing.assert_close(own_q, q, rtol=1e-2, atol=1e-2)
+    assert got.isfinite().all() and got.abs().max() == 448 == want.abs().max()
+    torch.testing.assert_close(got, want, rtol=0.13, atol=2**-8)
+    assert (got == want).float().mean() > 0.999
+
+
+@pytest.mark.parametrize("heads", SHAPES)
+@pytest.mark.parametrize("scales", [Scales(), Scales(0.4, 0.03)])
+def test_attention_over_it_is_torch_s(heads: tuple[int, int, int], scales: Scales) -> None:
+    """Decodes beside chunks of short and of long prompts, and chunks alone."""
+    from kvline_server.kernels.flashinfer import FlashInferKernels
+
+    torch.manual_seed(1)
+    queries, _, dim = heads
+    pair: list[Kernels] = [
+        TorchKernels(torch.bfloat16, device="cuda"),
+        FlashInferKernels(*heads, cache=FP8),
+    ]
+    cache = layer(heads, 2000, scales)
+    for part in (cache.keys, cache.values):
+        part.copy_((torch.randn(part.shape, device="cuda") / scales.keys).clamp_(-448, 448).to(FP8))
+    rng = np.random.default_rng(0)
+    for decodes, chunks in (
+        ([700, 1, 33], [(0, 40), (16, 90)]),
+        ([], [(20_000, 100)]),
+        ([], [(20_000, 16)]),
+        ([9_000], [(5_000, 1_000)]),
+    ):
+        free = rng.permutation(np.arange(1, 2000)).tolist()
+        work = [Work(sequence(rng, n, free), n - 1, 1) for n in decodes]
+        work += [Work(sequence(rng, start + n, free), start, n) for start, n in chunks]
+        layout = build(work).step.layout
+        q = torch.randn(layout.rows, queries, dim, device="cuda").bfloat16()
+        want, got = (k.attend(q, cache, k.plan(layout)).float() for k in pair)
+        assert got.isfinite().all()
+        distance = float((got - want).norm() / want.norm())
+        assert distance < 1e-2, (decodes, chunks, distance)
+
+
+@pytest.mark.parametrize(("head_dim", "qk_norm"), [(128, False), (64, False), (128, True)])
+def test_a_mixed_step_is_near_the_reference_with_an_fp8_cache(
+    shape: Callable[..., ModelConfig], head_dim: int, qk_norm: bool
+) -> None:
+    """As test_kernels.py's of bfloat16, with a wider bound: numbers of the two sides that differ
+    by little may be neighbours in e4m3."""
+    pair = sides(shape(head_dim, qk_norm), scales=(Scales(0.02, 0.02),) * 3)
+    rng = np.random.default_rng(3)
+    free = rng.permutation(np.arange(1, PAGES)).tolist()
+    a, b = (sequence(rng, n, free) for n in (37, 500))
+    for work in (
+        [Work(a, 0, 36), Work(b, 0, 300)],
+        [Work(a, 36, 1), Work(b, 300, 199)],
+        [Work(s, len(s.tokens) - 1, 1) for s in (a, b)],
+    ):
+        want, got = (hidden(side, work) for side in pair)
+        distance = float((got - want).norm() / want.norm())
+        assert distance < 5e-2, distance
+
+
+def test_an_engine_with_graphs_and_chunks_repeats_itself(shape: Callable[..., ModelConfig]) -> None:
+    """Greedy outputs of prompts whole and from the prefix cache: the cache has the same bytes."""
+    made = engine(shape(), scales=(SCALES,) * 3)
+    answers = []
+    for _ in range(2):
+        for id in range(5):
+            prompt = [(31 * id + 7 * at) % 5000 for at in range(100 + 90 * id)]
+            made.submit(id, prompt, SamplingParams(8, 0.0, ignore_eos=True))
+        found: dict[int, list[int]] = {}
+        while not made.idle:
+            for output in made.step():
+                found.setdefault(output.sequence.id, []).append(output.token)
+        answers.append(found)
+    assert all(len(tokens) == 8 for tokens in answers[0].values())
+    first = {id: tokens[0] for id, tokens in answers[0].items()}
+    assert first == {id: tokens[0] for id, tokens in answers[1].items()}
+
+
+def test_a_start_without_the_module_falls_back_to_torch_with_a_warning(
+    shape: Callable[..., ModelConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvline_server.kernels import flashinfer
+    from kvline_server.kernels.group import ALONE
+    from kvline_server.worker import backend
+
+    def lacking(*_words: object, **_more: object) -> None:
+        raise FileNotFoundError(2, "no such module")
+
+    monkeypatch.setattr(flashinfer, "PagedAttention", lacking)
+    warnings: list[str] = []
+    kernels = backend._cuda_kernels(warnings.append, FP8, shape(), ALONE)
+    assert isinstance(kernels, TorchKernels) and kernels.device.type == "cuda"
+    assert "using torch's slower ones" in warnings[0]
