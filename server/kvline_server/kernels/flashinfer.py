@@ -16,8 +16,9 @@ import torch
 from flashinfer import norm, sampling
 from torch.nn import functional
 
-from kvline_server.kernels import cuda_linear, cuda_rows, cuda_write
+from kvline_server.kernels import cuda_linear, cuda_rows, cuda_write, fp8_linear
 from kvline_server.kernels.flashinfer_attention import FLOAT_BYTES, PagedAttention, Planned
+from kvline_server.kernels.fp8 import Fp8Weight, Weight
 from kvline_server.kernels.gemm import Gemms
 from kvline_server.kernels.group import ALONE, Group
 from kvline_server.kernels.interface import (
@@ -68,6 +69,7 @@ class _PinnedCopies:
 
 class FlashInferKernels(Kernels):
     depth = 1
+    keeps_fp8 = True
 
     def __init__(self, heads: int, kv_heads: int, dim: int, group: Group = ALONE) -> None:
         """For shapes that cuda_write.check lets pass. Raises RuntimeError or ImportError where the
@@ -99,13 +101,13 @@ class FlashInferKernels(Kernels):
     def fetch(self, tensors: list[torch.Tensor]) -> Fetch:
         return _PinnedCopies(tensors)
 
-    def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight
+    def pack(self, weight: Weight) -> Weight:
+        return fp8_linear.pack(weight) if isinstance(weight, Fp8Weight) else weight
 
     def linear(
         self,
         x: Normed,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -118,7 +120,7 @@ class FlashInferKernels(Kernels):
     def linear_add_norm(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None,
         residual: torch.Tensor,
         norm: torch.Tensor,
@@ -135,7 +137,7 @@ class FlashInferKernels(Kernels):
             return Unnormed(residual, norm, eps), residual
         return super().linear_add_norm(x, weight, bias, residual, norm, eps)
 
-    def gated_linear(self, x: Normed, weight: torch.Tensor, activation: str) -> torch.Tensor:
+    def gated_linear(self, x: Normed, weight: Weight, activation: str) -> torch.Tensor:
         if isinstance(x, Unnormed) and cuda_linear.fits(x.hidden, weight) and activation == "silu":
             return cuda_linear.run(x, weight, gated=True)
         return super().gated_linear(x, weight, activation)
@@ -213,7 +215,7 @@ class FlashInferKernels(Kernels):
         return flat
 
     def tune(
-        self, weights: list[list[torch.Tensor]], rows: list[int], known: Choices | None
+        self, weights: list[list[Weight]], rows: list[int], known: Choices | None
     ) -> Choices | None:
         if known is None:
             for count in rows:
