@@ -82,7 +82,7 @@ def scaled(
             left + at[None, :], mask=(column < outputs)[:, None] & inside[None, :], other=0.0
         )
         a = tl.load(right + at[:, None], mask=(row < rows)[None, :] & inside[:, None], other=0.0)
-        # Tensor cores add fp8 products with few bits: 128 of them, and those sums in float32.
+        # Tensor cores add terms of fp8 with few bits: so 128 of them, and the sums in float32.
         terms = tl.dot(w, a, max_num_imprecise_acc=128)
         if BLOCKS:
             there = block * 128 < inputs

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 Shape = tuple[int, int, int]  # rows, out, in
-# Kernel by shape: of bfloat16 weights where one is faster than torch's, of fp8 of each that was tried.
+# Kernel by shape: where one is faster than torch's, and of fp8 weights for all that were tried.
 Choices = dict[Shape, int]
 
 FEW = (1, 2, 4, 8)
