@@ -14,7 +14,7 @@ from torch.nn.functional import rms_norm, silu
 from kvline_server.engine.scheduler import Work
 from kvline_server.kernels import fp8, fp8_linear
 from kvline_server.kernels.fp8 import BLOCK, FP8, Fp8Weight
-from kvline_server.kernels.fp8_linear import SCALED
+from kvline_server.kernels.fp8_linear import SCALED, TILED
 from kvline_server.kernels.interface import Unnormed
 from kvline_server.kernels.tuning import parse, texts
 from kvline_server.model.config import ModelConfig
@@ -133,6 +133,22 @@ def test_every_candidate_is_captured_and_replayed(blocks: bool) -> None:
             x.copy_(inputs_of(rows, 768))
             graph.replay()
             assert furthest(out, exact(x, made)) < 1e-2, (rows, choice)
+
+
+def test_choices_of_one_shape_in_fp8_and_bfloat16_are_kept_apart() -> None:
+    """A model may have some of its layers in fp8 alone."""
+    from kvline_server.kernels.gemm import Gemms
+
+    torch.manual_seed(0)
+    gemms = Gemms(torch.device("cuda", 0))
+    made, plain = weight(512, 768, False), torch.randn(512, 768, device="cuda").bfloat16()
+    x = inputs_of(64, 768)
+    gemms.choices[64, 512, 768] = TILED - 5
+    assert furthest(gemms.linear(x, plain, None, None), x.double() @ plain.double().t()) < 1e-2
+    assert furthest(gemms.linear(x, made, None, None), exact(x, made)) < 1e-2
+    gemms.choices[64, 512, 768] = 0
+    gemms.fp8.tuned()
+    assert furthest(gemms.linear(x, made, None, None), exact(x, made)) < 1e-2
 
 
 @pytest.fixture(params=[False, True], ids=["channel", "block"])

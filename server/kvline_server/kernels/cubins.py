@@ -33,7 +33,10 @@ TRITON_TYPES = {
     torch.float8_e4m3fn: "fp8e4nv",
 }
 # They may start before the kernel before them has ended, for which they wait.
-CHAINED = ("one_row", "one_row_fp8", "write", "one_shot", "one_shot_ll")
+CHAINED = (
+    *("one_row", "write", "one_shot", "one_shot_ll"),
+    *("quantise", "scaled", "add_parts", "one_row_fp8"),
+)
 SHARED_BY_DEFAULT = 48 << 10  # bytes; a larger kernel needs a function attribute
 
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from kvline_server.kernels import fp8_linear
 from kvline_server.kernels.fp8 import Fp8Weight, Weight
-from kvline_server.kernels.fp8_linear import Fp8Linears
+from kvline_server.kernels.fp8_linear import SCALED, Fp8Linears
 from kvline_server.kernels.tuning import Choices, Shape
 
 WORKSPACE = 32 << 20  # bytes; cuBLAS's own default on Hopper
@@ -64,7 +64,7 @@ class Gemms:
         if isinstance(weight, Fp8Weight):
             return self.fp8.linear(x, weight, bias, out)
         choice = self.choices.get((len(x), *weight.shape), TORCH) if bias is None else TORCH
-        if choice != TORCH:
+        if choice != TORCH and choice > SCALED:  # another is of fp8 weights of the same shape
             made = x.new_empty((len(x), len(weight))) if out is None else out
             self._run(x, weight, made, choice)
             return made

@@ -26,6 +26,7 @@ def quantise(
 ):
     """One of the `parts` of a row, WIDTH columns: with BLOCKS a scale of each 128 of them, which
     lies `stride` after the one before, else one of all, and the row is one part."""
+    _after_the_last()
     row = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
     at = part * WIDTH + tl.arange(0, WIDTH)
@@ -65,6 +66,7 @@ def scaled(
     """A tile of x W^T, or with SPLITS the terms of every so many blocks of inputs, in a part of
     `out` of its own. The weight is the left factor: its rows fill tensor cores, and x may be few.
     """
+    _after_the_last()
     split = tl.program_id(0) % SPLITS
     tile = tl.program_id(0) // SPLITS
     tiles = (rows + ROWS - 1) // ROWS
@@ -102,6 +104,7 @@ def scaled(
 @triton.jit
 def add_parts(parts, out, elements, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     """Of SPLITS parts of so many elements, their sum."""
+    _after_the_last()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < elements
     total = tl.zeros((BLOCK,), tl.float32)
