@@ -114,6 +114,18 @@ def add_parts(parts, out, elements, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _terms(w, a, scales, inputs, BLOCKS: tl.constexpr):
+    """Of each row of w, one of each 128 inputs, which leaves registers free; BLOCKS scale them."""
+    blocks: tl.constexpr = w.shape[1] // 128
+    each = tl.reshape(w.to(tl.float32) * a[None, :], (w.shape[0], blocks, 128))
+    terms = tl.sum(each, axis=2)
+    if BLOCKS:
+        block = tl.arange(0, blocks)
+        terms *= tl.load(scales + block, mask=block * 128 < inputs, other=0.0)[None, :]
+    return terms
+
+
+@triton.jit
 def _of(scales, there, BLOCKS: tl.constexpr):
     """Those of rows; 1 where blocks have them."""
     return 1.0 if BLOCKS else tl.load(scales, mask=there, other=0.0)
@@ -146,7 +158,7 @@ def one_row_fp8(
     there = column < outputs
     gates = weight + column[:, None].to(tl.int64) * inputs
     ups = gates + outputs.to(tl.int64) * inputs
-    first = tl.zeros((OUTPUTS, INPUTS), tl.float32)
+    first = tl.zeros((OUTPUTS, INPUTS // 128), tl.float32)
     second = first
     squares = tl.zeros((INPUTS,), tl.float32)
     for start in tl.range(0, inputs, INPUTS, num_stages=3):
@@ -158,18 +170,12 @@ def one_row_fp8(
         if NORM:
             squares += a * a
             a *= tl.load(norm + at, mask=inside, other=0.0).to(tl.float32)
-        of_gates = a
-        of_ups = a
-        if BLOCKS:
-            line = scales + at // 128
-            of_gates = a * tl.load(line + start_column // 128 * stride, mask=inside, other=0.0)
-            if GATED:
-                line += (outputs + start_column) // 128 * stride
-                of_ups = a * tl.load(line, mask=inside, other=0.0)
-        first += of_gates[None, :] * w.to(tl.float32)
+        line = scales + start_column // 128 * stride + start // 128
+        first += _terms(w, a, line, inputs - start, BLOCKS)
         if GATED:
             w = tl.load(ups + at[None, :], mask=whole, other=0.0)
-            second += of_ups[None, :] * w.to(tl.float32)
+            line += outputs // 128 * stride
+            second += _terms(w, a, line, inputs - start, BLOCKS)
     scale = tl.rsqrt(tl.sum(squares, axis=0) / inputs + eps) if NORM else 1.0
     made = tl.sum(first, axis=1) * scale * _of(scales + column, there, BLOCKS)
     if BIAS:
