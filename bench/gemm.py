@@ -1,16 +1,20 @@
-"""GEMMs by shape: torch's kernel against cuBLASLt's algorithms and tinygemm, and at one row our own
-kernel with the norm, the activation or the sum that stands beside the GEMM."""
+"""GEMMs by shape: torch's kernel against cuBLASLt's algorithms and tinygemm, or with fp8 weights
+against our tiles, and at one row our own kernel with the norm, the activation or the sum that
+stands beside the GEMM. KVLINE_BENCH_MODELS selects shapes."""
 
 from __future__ import annotations
 
 import math
 import time
 
+import offline
 import torch
 from record import table
-from shapes import ON_ONE_GPU, SHAPES
+from shapes import SHAPES
 
-from kvline_server.kernels import cuda_linear
+from kvline_server.kernels import cuda_linear, fp8_linear
+from kvline_server.kernels.fp8 import FP8, Fp8Weight, Weight
+from kvline_server.kernels.fp8_linear import SCALED, TILED, TILES
 from kvline_server.kernels.gemm import TINY, TORCH, Gemms, replay_time
 from kvline_server.kernels.interface import Unnormed
 from kvline_server.model.config import ModelConfig
@@ -33,18 +37,15 @@ def weights(shape: ModelConfig) -> dict[str, tuple[int, int]]:
 def run() -> None:
     rows = []
     gemms = Gemms(torch.device("cuda", 0))
-    for name, shape in ((name, SHAPES[name]) for name in ON_ONE_GPU):
+    for name, shape in ((name, SHAPES[name]) for name in offline.models()):
         total = 0.0
         for gemm, (out, inner) in weights(shape).items():
-            held = [
-                torch.randn((out, inner), device="cuda", dtype=torch.bfloat16)
-                for _ in range(LAYERS)
-            ]
+            held = [weight(shape, out, inner) for _ in range(LAYERS)]
             for count in ROWS:
                 began = time.perf_counter()
                 timing = gemms.time_shape(held, count)
                 total += (took := time.perf_counter() - began)
-                which = {TORCH: "torch", TINY: "tinygemm"}.get(timing.choice, str(timing.choice))
+                which = named(timing.choice)
                 figures = [f"{timing.torch:.1f}", f"{timing.best:.1f}"]
                 ratio = f"{timing.best / timing.torch:.3f}"
                 fused = f"{one_row(gemm, held):.1f}" if count == 1 else ""
@@ -55,8 +56,24 @@ def run() -> None:
     table("GEMMs, one layer's, in a captured graph", head, rows)
 
 
+def weight(shape: ModelConfig, out: int, inner: int) -> Weight:
+    drawn = torch.randn((out, inner), device="cuda", dtype=torch.bfloat16)
+    how = shape.quantization
+    if how is None:
+        return drawn
+    scales = torch.rand(how.scales((out, inner)), device="cuda")
+    return fp8_linear.pack(Fp8Weight(drawn.mul_(40).to(FP8), scales, how.block is not None))
+
+
+def named(choice: int) -> str:
+    if choice <= TILED:
+        tile = TILES[TILED - choice]
+        return f"{tile.rows}x{tile.outputs}/{tile.splits}"
+    return {TORCH: "torch", TINY: "tinygemm", SCALED: "torch"}.get(choice, str(choice))
+
+
 @torch.inference_mode()
-def one_row(gemm: str, weights: list[torch.Tensor]) -> float:
+def one_row(gemm: str, weights: list[Weight]) -> float:
     """Microseconds of the kernel that a step of one request runs in place of the GEMM."""
     out, inner = weights[0].shape
     x, residual = (torch.randn((1, n), device="cuda", dtype=torch.bfloat16) for n in (inner, out))

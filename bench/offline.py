@@ -18,7 +18,7 @@ import peers
 import pool
 import torch
 from record import record, table
-from shapes import ON_ONE_GPU, SHAPES, write_config
+from shapes import ON_ONE_GPU, SHAPES, TWINS, write_config
 from workloads import WORKLOADS, Workload
 
 from kvline_contract.launch import (
@@ -146,11 +146,12 @@ def run() -> None:
     rounds = int(os.environ.get("KVLINE_BENCH_ROUNDS", "2"))
     rows: list[list[str]] = []
     kernels: list[list[str]] = []
+    every: dict[str, dict[str, list[float]]] = {}
     for name in models():
         engine, result = start(name)
         print(f"{name}: {result}", flush=True)
         rows += sizes(name, result)
-        rates = speeds(engine, name, only, rounds)
+        rates = every[name] = speeds(engine, name, only, rounds)
         rows += kept(name, rates)
         for kind in (k for k in PROFILED if k in rates):
             made, shares = busy_share(engine, name, kind, max(rates[kind]))
@@ -159,6 +160,7 @@ def run() -> None:
         engine.executor.resize(0)
         del engine
         torch.cuda.empty_cache()
+    rows += compared(every)
     table("Offline, best run", ["model", "workload", "tokens/s", "worst", "of r512"], rows)
     table(
         "GPU time by kernel",
@@ -196,6 +198,21 @@ def kept(name: str, rates: dict[str, list[float]]) -> list[list[str]]:
             record(f"{kind}-ratio-{name}", ratio, "ratio", (spread[0] / base, ratio), gpu)
         share = "" if ratio is None else f"{ratio:.3f}"
         rows.append([name, kind, f"{best:.0f}", f"{spread[0]:.0f}", share])
+    return rows
+
+
+def compared(every: dict[str, dict[str, list[float]]]) -> list[list[str]]:
+    """Throughput of models in fp8 over that of their twins in bfloat16."""
+    rows = []
+    for name, (twin, difference) in TWINS.items():
+        for kind in every.get(name, {}).keys() & every.get(twin, {}).keys():
+            best = max(every[twin][kind])
+            worst, ratio = (
+                rate / best for rate in (min(every[name][kind]), max(every[name][kind]))
+            )
+            label = f"{kind}-{difference}-ratio-{peers.label(twin)}"
+            record(label, ratio, "ratio", (worst, ratio), torch.cuda.get_device_name(0))
+            rows.append([name, f"{kind} / {twin}'s", f"{ratio:.3f}", f"{worst:.3f}", ""])
     return rows
 
 

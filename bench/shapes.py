@@ -1,13 +1,15 @@
 """The shapes of the GPU figures, with random weights: Llama-3.1-8B and Qwen3-0.6B in all of them,
-Llama-3.1-70B where there are several GPUs."""
+Llama-3.1-70B where there are several GPUs; of Llamas with weights in fp8 too."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from kvline_server.model.config import ModelConfig, Rope
+from kvline_server.model.quantization import FIELD, Quantization
 
 LLAMA8B = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -38,8 +40,38 @@ QWEN06B = ModelConfig(
     qk_norm="head",
 )
 LLAMA70B = replace(LLAMA8B, layers=80, hidden=8192, intermediate=28672, heads=64)
-SHAPES = {"llama8b": LLAMA8B, "qwen06b": QWEN06B, "llama70b": LLAMA70B}
+BY_CHANNEL, IN_BLOCKS = Quantization("_scale", None), Quantization("_scale_inv", (128, 128))
+SHAPES = {
+    "llama8b": LLAMA8B,
+    "qwen06b": QWEN06B,
+    "llama70b": LLAMA70B,
+    "llama8b-fp8": replace(LLAMA8B, quantization=BY_CHANNEL),
+    "llama8b-fp8-block": replace(LLAMA8B, quantization=IN_BLOCKS),
+    "llama70b-fp8": replace(LLAMA70B, quantization=BY_CHANNEL),
+}
 ON_ONE_GPU = ("llama8b", "qwen06b")
+# The model that one is compared with, and what results call the difference.
+TWINS = {"llama8b-fp8": ("llama8b", "fp8"), "llama8b-fp8-block": ("llama8b", "fp8block")}
+_FP8 = {"num_bits": 8, "type": "float"}
+_GROUP = {
+    "targets": ["Linear"],
+    "weights": _FP8 | {"strategy": "channel", "dynamic": False},
+    "input_activations": _FP8 | {"strategy": "token", "dynamic": True},
+}
+QUANTIZATION_CONFIGS: dict[Quantization, dict[str, Any]] = {
+    BY_CHANNEL: {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": _GROUP},
+        "ignore": ["lm_head"],
+    },
+    IN_BLOCKS: {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
+}
 
 
 def write_config(name: str, folder: Path) -> Path:
@@ -63,6 +95,8 @@ def write_config(name: str, folder: Path) -> Path:
         "model_type": "qwen3" if shape["qk_norm"] else "llama",
         "torch_dtype": "bfloat16",
     }
+    if (how := SHAPES[name].quantization) is not None:
+        body[FIELD] = QUANTIZATION_CONFIGS[how]
     (folder / "config.json").write_text(json.dumps(body))
     return folder
 

@@ -10,6 +10,7 @@ from kvline_contract.codec import ContractError, document, field
 WEIGHTS, ACTIVATIONS, GRAPHS = "weights", "activations", "graphs"
 KV_CACHE, HEADROOM, OTHERS = "kv-cache", "headroom", "others"
 EXPERTS = "experts"  # weights of a mixture of experts but for its router
+SCALES = "scales"  # of weights in fp8
 COLLECTIVES = "collectives"  # what the exchange between ranks takes
 FIGURES = (WEIGHTS, ACTIVATIONS, GRAPHS, KV_CACHE, HEADROOM, OTHERS)  # of MemoryV1, in its order
 MAX_PARTS = 16

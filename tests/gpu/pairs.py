@@ -8,15 +8,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvline_server.engine.batch import build
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.request import Sequence
-from kvline_server.kernels.interface import Kernels
+from kvline_server.engine.scheduler import Work
+from kvline_server.kernels.fp8 import FP8
+from kvline_server.kernels.interface import Kernels, SlotMapping
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import Arena, HostArena, Scales
 from kvline_server.memory.pages import pages_for
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.decoder import Decoder, kv_shape
-from kvline_server.model.loader import RandomSource, load_weights
+from kvline_server.model.loader import SCALE, RandomSource, load_weights
 from kvline_server.parallel.executor import Local
 from kvline_server.sampling_params import SamplingParams
 from kvline_server.worker.worker import Worker
@@ -25,12 +28,14 @@ PAGES = 400
 
 
 class SameOnBoth(RandomSource):
-    """Drawn on the CPU in float32, whatever they are copied to."""
+    """Drawn on the CPU in float32, whatever they are copied to; what one side keeps in fp8 is what
+    that stands for on the other."""
 
     def copy(self, name: str, into: torch.Tensor, row: int = 0, column: int = 0) -> None:
-        drawn = torch.empty(into.shape)
+        fp8 = self.fp8(name) is not None and name.endswith("_proj.weight")
+        drawn = torch.empty(into.shape, dtype=FP8 if fp8 else torch.float32)
         super().copy(name, drawn, row, column)
-        into.copy_(drawn)
+        into.copy_(drawn.float() * SCALE if fp8 and into.dtype != FP8 else drawn)
 
 
 def sides(
@@ -52,9 +57,21 @@ def sides(
         dtype = cache if scales else kernels.dtype
         arena = arena_of(kv_shape(config, dtype, scales), most)
         arena.resize(PAGES)
-        weights = load_weights(SameOnBoth(), config, kernels)
+        weights = load_weights(SameOnBoth(config.quantization), config, kernels)
         made.append((Decoder(config, weights, 4096, kernels), arena))
     return made
+
+
+def hidden(side: tuple[Decoder, Arena], work: list[Work]) -> torch.Tensor:
+    decoder, arena = side
+    step = build(work).step
+    layout = step.layout
+    ids, positions, slots = decoder.kernels.upload(step.tokens, layout.positions, layout.slots)
+    plan = decoder.kernels.plan(layout)
+    every = torch.arange(len(ids), device=ids.device)
+    with torch.inference_mode():
+        out = decoder.forward(ids, SlotMapping(positions, slots), arena.layers(), plan, every)
+        return decoder.compute_logits(out).float().cpu()
 
 
 def worker(made: Engine) -> Worker:

@@ -138,6 +138,7 @@ def test_an_autotuned_kernel_gives_the_result_that_torch_gives(
     gemms = runner.kernels._gemms  # type: ignore[attr-defined]
     for rows in trial_rows(1024):
         for layers in runner.decoder.gemm_weights():
+            assert isinstance(layers[0], torch.Tensor)
             x = torch.randn((rows, layers[0].shape[1]), device="cuda", dtype=torch.bfloat16)
             out = x.new_empty((rows, len(layers[0])))
             want = x.float() @ layers[0].float().t()

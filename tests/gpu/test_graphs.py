@@ -16,6 +16,7 @@ from kvline_server.kernels.interface import SlotMapping
 from kvline_server.memory.arena import Arena, Scales
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.decoder import Decoder
+from kvline_server.model.quantization import Quantization
 from kvline_server.worker.decode_graphs import DecodeGraphs
 from kvline_server.worker.graphs import GraphSegments
 from kvline_server.worker.step import Step
@@ -23,11 +24,28 @@ from kvline_server.worker.step import Step
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("scales", [(), (Scales(0.02, 0.03),) * 3], ids=["bf16", "fp8"])
+BY_CHANNEL, IN_BLOCKS = Quantization("_scale", None), Quantization("_scale_inv", (128, 128))
+
+
+@pytest.mark.parametrize(
+    ("scales", "quantization", "most"),
+    # Of fp8, rows that a graph pads may have another tile, whose rounding the next layer amplifies.
+    [
+        ((), None, 1e-2),
+        ((Scales(0.02, 0.03),) * 3, None, 1e-2),
+        ((), BY_CHANNEL, 3e-2),
+        ((), IN_BLOCKS, 3e-2),
+        ((Scales(0.02, 0.03),) * 3, IN_BLOCKS, 3e-2),
+    ],
+    ids=["bf16", "fp8-cache", "channel", "block", "block-and-cache"],
+)
 def test_replay_is_eager_for_one_request_and_for_many(
-    scales: tuple[Scales, ...], shape: Callable[..., ModelConfig]
+    shape: Callable[..., ModelConfig],
+    scales: tuple[Scales, ...],
+    quantization: Quantization | None,
+    most: float,
 ) -> None:
-    decoder, arena = sides(shape(128, True), scales=scales)[1]
+    decoder, arena = sides(shape(128, True, quantization=quantization), scales=scales)[1]
     segments = GraphSegments(decoder, arena.layers(), 512)
     rng = np.random.default_rng(5)
     for number, rows in ((1, 500), (17, 28), (2, 100), (60, 1), (7, 9)):
@@ -43,7 +61,7 @@ def test_replay_is_eager_for_one_request_and_for_many(
             replayed = segments.step(ids, where, layers, layout, wanted).clone()
             eager = decoder.step(ids, where, layers, layout, wanted)
         distance = float((replayed - eager).float().norm() / eager.float().norm())
-        assert distance < 1e-2, (number, rows, distance)
+        assert distance < most, (number, rows, distance)
     assert segments.eager == 0
 
 

@@ -7,35 +7,20 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from pairs import PAGES, sequence, sides
+from pairs import PAGES, hidden, sequence, sides
 
-from kvline_server.engine.batch import build
 from kvline_server.engine.scheduler import Work
 from kvline_server.kernels.best import token_of
 from kvline_server.kernels.group import Alone
-from kvline_server.kernels.interface import NO_TOKEN, Kernels, SlotMapping, Unnormed
+from kvline_server.kernels.interface import NO_TOKEN, Kernels, Unnormed
 from kvline_server.kernels.layout import Draws
 from kvline_server.kernels.torch import TorchKernels
-from kvline_server.memory.arena import Arena
 from kvline_server.model.config import ModelConfig
-from kvline_server.model.decoder import Decoder
 from kvline_server.model.shard import Shard, tokens
 from kvline_server.worker.step import Table
 
 pytestmark = pytest.mark.gpu
 HEADS = (8, 2, 128)  # queries, keys and values, size: the kernels of rows do not depend on it
-
-
-def hidden(side: tuple[Decoder, Arena], work: list[Work]) -> torch.Tensor:
-    decoder, arena = side
-    step = build(work).step
-    layout = step.layout
-    ids, positions, slots = decoder.kernels.upload(step.tokens, layout.positions, layout.slots)
-    plan = decoder.kernels.plan(layout)
-    every = torch.arange(len(ids), device=ids.device)
-    with torch.inference_mode():
-        out = decoder.forward(ids, SlotMapping(positions, slots), arena.layers(), plan, every)
-        return decoder.compute_logits(out).float().cpu()
 
 
 @pytest.mark.parametrize(("head_dim", "qk_norm"), [(128, False), (64, False), (128, True)])

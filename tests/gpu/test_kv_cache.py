@@ -7,8 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from pairs import PAGES, engine, sequence, sides
-from test_kernels import hidden
+from pairs import PAGES, engine, hidden, sequence, sides
 
 from kvline_server.engine.batch import build
 from kvline_server.engine.scheduler import Work

@@ -16,15 +16,18 @@ from kvline_server.model import kv_scales
 from kvline_server.model.config import read_config
 from kvline_server.model.decoder import Decoder, kv_shape
 from kvline_server.model.dequantised import Dequantised
+from kvline_server.model.linear import Linear
 from kvline_server.model.loader import SafetensorsSource, load_weights
 from kvline_server.parallel.executor import Local
 from kvline_server.sampling_params import SamplingParams
 from kvline_server.worker.worker import Worker
 
 
-def decoder(folder: Path, positions: int | None = None) -> Decoder:
+def decoder(
+    folder: Path, positions: int | None = None, kernels: TorchKernels | None = None
+) -> Decoder:
     config = read_config(folder)
-    kernels = TorchKernels()
+    kernels = kernels or TorchKernels()
     source = Dequantised(SafetensorsSource(folder), config.quantization)
     weights = load_weights(source, config, kernels)
     return Decoder(config, weights, positions or config.max_position, kernels)
@@ -38,8 +41,9 @@ def engine(
     rows: int = 64,
     model_len: int = 512,
     fp8_cache: bool = False,
+    kernels: TorchKernels | None = None,
 ) -> Engine:
-    made = decoder(folder, model_len)
+    made = decoder(folder, model_len, kernels)
     shape = kv_shape(made.config, torch.float32)
     if fp8_cache:
         scales, _ = kv_scales.read(SafetensorsSource(folder), made.config.layers)
@@ -48,6 +52,12 @@ def engine(
     arena.resize(pages)
     executor = Local(Worker(made, arena, rows, running), cpu_device(None, os.getpid()))
     return Engine(executor, running, step, model_len, made.config.eos_token_ids)
+
+
+def plain(linear: Linear) -> torch.Tensor:
+    """Its weight, which is not in fp8."""
+    assert isinstance(linear.weight, torch.Tensor)
+    return linear.weight
 
 
 def worker(made: Engine) -> Worker:

@@ -12,7 +12,7 @@ import pytest
 from kvline_server.errors import ModelInvalid, ModelUnsupported, ServerError
 from kvline_server.kernels import cuda_write
 from kvline_server.model.config import Experts, LongScaling, ModelConfig, Rope, read_config
-from kvline_server.model.loader import weight_elements
+from kvline_server.model.loader import RandomSource, checked
 from kvline_server.model.rope import cos_sin
 
 PHI4_MINI: dict[str, Any] = {
@@ -187,7 +187,7 @@ def test_qwen3_30b_has_128_small_experts_and_chooses_eight(tmp_path: Path) -> No
     model = read(tmp_path, QWEN3_30B)
     assert model.experts == Experts(128, 8, True, "mlp.")
     assert (model.intermediate, model.qk_norm) == (768, "head")
-    elements = weight_elements(model)
+    elements = checked(RandomSource(), model).elements
     assert elements == 30_532_122_624  # as its authors' index says, in bytes of two
 
 
@@ -195,7 +195,7 @@ def test_mixtral_has_eight_experts_and_chooses_two(tmp_path: Path) -> None:
     model = read(tmp_path, MIXTRAL)
     names = ("w1", "w3", "w2")
     assert model.experts == Experts(8, 2, True, "block_sparse_moe.", names)
-    assert weight_elements(model) == 46_702_792_704
+    assert checked(RandomSource(), model).elements == 46_702_792_704
 
 
 @pytest.mark.parametrize(

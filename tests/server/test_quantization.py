@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -12,21 +11,23 @@ from typing import Any
 import pytest
 import torch
 from engines import engine, finish, greedy
+from engines import plain as plain_of
+from fp8_checkpoints import (
+    CONFIGS,
+    GROUP,
+    Keeping,
+    Plain,
+    change,
+    checkpoints,
+    loaded,
+)
 from safetensors.torch import load_file, save_file
 
 from kvline_server.errors import ModelInvalid, ModelUnsupported
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.model.config import read_config
-from kvline_server.model.dequantised import Dequantised
-from kvline_server.model.loader import SafetensorsSource, Weights, load_weights
 from kvline_server.model.shard import WHOLE, Shard
 
-LARGEST = 448.0  # of e4m3
-GROUP: dict[str, Any] = {
-    "targets": ["Linear"],
-    "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False},
-    "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
-}
 CACHE = {
     "num_bits": 8,
     "type": "float",
@@ -35,42 +36,8 @@ CACHE = {
     "symmetric": True,
     "observer": "minmax",
 }
-CONFIGS: dict[str, dict[str, Any]] = {
-    "channel": {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "config_groups": {"group_0": GROUP},
-        "ignore": ["lm_head"],
-        "kv_cache_scheme": None,
-    },
-    "block": {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-        "modules_to_not_convert": ["lm_head"],
-    },
-}
 FIRST = "model.layers.0.mlp.down_proj.weight"
 SCALES = {"channel": FIRST + "_scale", "block": FIRST + "_scale_inv"}
-
-
-def quantised(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """-> fp8, scales, what both stand for"""
-    if kind == "channel":
-        scales = weight.abs().amax(dim=1, keepdim=True) / LARGEST
-        whole = scales
-    else:
-        rows, columns = ((n + 127) // 128 for n in weight.shape)
-        scales = torch.zeros(rows, columns)
-        for i in range(rows):
-            for j in range(columns):
-                block = weight[128 * i : 128 * i + 128, 128 * j : 128 * j + 128]
-                scales[i, j] = block.abs().max() / LARGEST
-        whole = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
-        whole = whole[: len(weight), : weight.shape[1]]
-    numbers = (weight / whole).to(torch.float8_e4m3fn)
-    return numbers, scales, numbers.float() * whole
 
 
 @pytest.fixture(params=list(CONFIGS))
@@ -78,36 +45,7 @@ def both(
     request: pytest.FixtureRequest, make_model: Callable[..., Path], tmp_path: Path
 ) -> tuple[str, Path, Path]:
     """The format, a folder of it, and one of the weights that it stands for."""
-    kind = request.param
-    source = make_model("wide")
-    folders = tmp_path / "fp8", tmp_path / "plain"
-    tensors = load_file(source / "model.safetensors")
-    small, plain = dict(tensors), dict(tensors)
-    for name, weight in tensors.items():
-        if name.endswith("_proj.weight"):
-            small[name], scales, plain[name] = quantised(weight, kind)
-            suffix = "_scale" if kind == "channel" else "_scale_inv"
-            small[name + suffix] = scales
-    for folder, made in zip(folders, (small, plain), strict=True):
-        shutil.copytree(source, folder)
-        save_file(made, folder / "model.safetensors")
-    change(folders[0], CONFIGS[kind])
-    return kind, *folders
-
-
-def change(folder: Path, quantization: dict[str, Any] | None) -> None:
-    file = folder / "config.json"
-    file.write_text(
-        json.dumps(json.loads(file.read_text()) | {"quantization_config": quantization})
-    )
-
-
-def loaded(folder: Path, shard: Shard = WHOLE) -> Weights:
-    config = read_config(folder)
-    source = Dequantised(SafetensorsSource(folder), config.quantization)
-    kernels = TorchKernels()
-    kernels.pack = lambda weight: weight  # type: ignore[method-assign]
-    return load_weights(source, config, kernels, shard=shard)
+    return request.param, *checkpoints(request.param, make_model("wide"), tmp_path)
 
 
 @pytest.mark.parametrize("shard", [WHOLE, Shard(0, 2), Shard(1, 2)])
@@ -122,7 +60,7 @@ def test_weights_are_those_that_fp8_and_scales_stand_for(
             (one.attention.qkv, other.attention.qkv),
             *zip(one.mlp.linears, other.mlp.linears, strict=True),
         ):
-            assert torch.equal(a.weight, b.weight)
+            assert torch.equal(plain_of(a), plain_of(b))
 
 
 def test_an_fp8_checkpoint_answers_as_its_dequantised_weights(
@@ -138,8 +76,11 @@ def test_an_fp8_checkpoint_answers_as_its_dequantised_weights(
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("kernels", [Plain(), Keeping()], ids=["dequantised", "kept"])
 @pytest.mark.parametrize("fault", ["missing", "shape", "unknown"])
-def test_scales_that_are_not_right_are_named(both: tuple[str, Path, Path], fault: str) -> None:
+def test_scales_that_are_not_right_are_named(
+    both: tuple[str, Path, Path], fault: str, kernels: TorchKernels
+) -> None:
     kind, folder, _ = both
     tensors = load_file(folder / "model.safetensors")
     name = SCALES[kind]
@@ -155,7 +96,7 @@ def test_scales_that_are_not_right_are_named(both: tuple[str, Path, Path], fault
         why = "is fp8, and config.json has no quantization_config"
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelInvalid, match=re.escape(why)):
-        loaded(folder)
+        loaded(folder, kernels=kernels)
 
 
 def test_a_scheme_of_an_fp8_cache_changes_no_weight(

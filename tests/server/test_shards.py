@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from engines import plain
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from kvline_server.errors import ModelInvalid, ModelUnsupported
+from kvline_server.kernels.fp8 import Weight
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.model import loader, shard
 from kvline_server.model.blocks import MLP
@@ -48,7 +50,7 @@ class Recorded:
     def __init__(self, source: TensorSource) -> None:
         self.source = source
         self.copied: Counter[str] = Counter()
-        self.check = source.check
+        self.check, self.fp8 = source.check, source.fp8
 
     def copy(self, name: str, into: torch.Tensor, row: int = 0, column: int = 0) -> None:
         self.copied[name] += into.numel()
@@ -56,7 +58,7 @@ class Recorded:
 
 
 class Plain(TorchKernels):
-    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+    def pack(self, weight: Weight) -> Weight:
         return weight
 
 
@@ -123,10 +125,10 @@ def test_a_large_vocabulary_is_cut_where_kernels_load_fast() -> None:
 
 
 def rank_of(folder: Path, config: ModelConfig, own: Shard) -> Weights:
-    """Loaded from a folder, and nothing but what weight_elements tells."""
+    """Loaded from a folder, and nothing but what is counted before."""
     source, heard = Recorded(SafetensorsSource(folder)), []
     made = load_weights(source, config, Plain(), lambda *at: heard.append(at), own)
-    elements = loader.weight_elements(config, own)
+    elements = loader.checked(RandomSource(), config, own).elements
     assert source.copied.total() == elements == made.elements
     assert heard[-1] == (4 * elements, 4 * elements)
     return made
@@ -167,17 +169,17 @@ def compare(mine: Layer, whole: Layer, config: ModelConfig, own: Shard) -> None:
     ]
     assert len(rows) == (local.heads + 2 * local.kv_heads) * c.head_dim
     one, other = mine.attention, whole.attention
-    assert torch.equal(one.qkv.weight, other.qkv.weight[rows])
+    assert torch.equal(plain(one.qkv), plain(other.qkv)[rows])
     if other.qkv.bias is not None:
         assert one.qkv.bias is not None and torch.equal(one.qkv.bias, other.qkv.bias[rows])
-    assert torch.equal(one.output.weight, other.output.weight[:, dims[0]])
+    assert torch.equal(plain(one.output), plain(other.output)[:, dims[0]])
     width = own.of(c.intermediate)
     gate = [start + row for start in (0, c.intermediate) for row in width]
     if c.experts is not None:
         same_experts(experts_of(mine), experts_of(whole), c.experts.count, gate, width)
     else:
-        assert torch.equal(mlp_of(mine).gate_up.weight, mlp_of(whole).gate_up.weight[gate])
-        assert torch.equal(mlp_of(mine).down.weight, mlp_of(whole).down.weight[:, width])
+        assert torch.equal(plain(mlp_of(mine).gate_up), plain(mlp_of(whole).gate_up)[gate])
+        assert torch.equal(plain(mlp_of(mine).down), plain(mlp_of(whole).down)[:, width])
     if c.qk_norm == "projection":
         assert one.q_norm and one.k_norm and other.q_norm and other.k_norm
         assert torch.equal(one.q_norm.weight, other.q_norm.weight[dims[0]])
@@ -196,7 +198,7 @@ def experts_of(layer: Layer) -> Experts:
 
 def same_experts(mine: Experts, whole: Experts, count: int, gate: list[int], width: range) -> None:
     """Of each expert the rank's part; the router whole."""
-    assert torch.equal(mine.router.weight, whole.router.weight)
+    assert torch.equal(plain(mine.router), plain(whole.router))
     one, other = (made.gate_up.view(count, -1, made.gate_up.shape[1]) for made in (mine, whole))
     assert torch.equal(one, other[:, gate])
     assert torch.equal(mine.down, whole.down[:, width])
@@ -213,7 +215,7 @@ def test_random_weights_of_ranks_are_slices_of_one_model(
     config = replace(config, experts=experts)
     whole = load_weights(RandomSource(), config, Plain())
     last = [
-        layer.mlp.down if isinstance(layer.mlp, Experts) else layer.mlp.down.weight
+        layer.mlp.down if isinstance(layer.mlp, Experts) else plain(layer.mlp.down)
         for layer in whole.layers
     ]
     assert 0.015 < float(last[0].std()) < 0.025

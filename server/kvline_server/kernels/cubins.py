@@ -21,7 +21,7 @@ from cuda.bindings import driver
 
 from kvline_server.memory.cuda import call
 
-SOURCES = ("triton_kernels", "triton_cache")  # modules beside this one
+SOURCES = ("triton_kernels", "triton_cache", "triton_fp8")  # modules beside this one
 BUILT = Path(__file__).with_name("cubins.bin")
 CONSTANT = "constexpr"
 TYPES = {"i32": ctypes.c_int32, "fp32": ctypes.c_float}
@@ -31,9 +31,13 @@ TRITON_TYPES = {
     torch.float32: "fp32",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.float8_e4m3fn: "fp8e4nv",
 }
 # They may start before the kernel before them has ended, for which they wait.
-CHAINED = ("one_row", "write", "write_fp8", "one_shot", "one_shot_ll")
+CHAINED = (
+    *("one_row", "write", "write_fp8", "one_shot", "one_shot_ll"),
+    *("quantise", "scaled", "add_parts", "one_row_fp8"),
+)
 SHARED_BY_DEFAULT = 48 << 10  # bytes; a larger kernel needs a function attribute
 
 

@@ -16,13 +16,14 @@ import torch
 from flashinfer import norm, sampling
 from torch.nn import functional
 
-from kvline_server.kernels import cuda_linear, cuda_rows, cuda_write
+from kvline_server.kernels import cuda_linear, cuda_rows, cuda_write, fp8_linear
 from kvline_server.kernels.flashinfer_attention import (
     FLOAT_BYTES,
     PagedAttention,
     Planned,
     chunk_floats,
 )
+from kvline_server.kernels.fp8 import Fp8Weight, Weight
 from kvline_server.kernels.gemm import Gemms
 from kvline_server.kernels.group import ALONE, Group
 from kvline_server.kernels.interface import (
@@ -73,6 +74,7 @@ class _PinnedCopies:
 
 class FlashInferKernels(Kernels):
     depth = 1
+    keeps_fp8 = True
 
     def __init__(
         self,
@@ -114,13 +116,13 @@ class FlashInferKernels(Kernels):
     def fetch(self, tensors: list[torch.Tensor]) -> Fetch:
         return _PinnedCopies(tensors)
 
-    def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight
+    def pack(self, weight: Weight) -> Weight:
+        return fp8_linear.pack(weight) if isinstance(weight, Fp8Weight) else weight
 
     def linear(
         self,
         x: Normed,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -133,7 +135,7 @@ class FlashInferKernels(Kernels):
     def linear_add_norm(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None,
         residual: torch.Tensor,
         norm: torch.Tensor,
@@ -150,7 +152,7 @@ class FlashInferKernels(Kernels):
             return Unnormed(residual, norm, eps), residual
         return super().linear_add_norm(x, weight, bias, residual, norm, eps)
 
-    def gated_linear(self, x: Normed, weight: torch.Tensor, activation: str) -> torch.Tensor:
+    def gated_linear(self, x: Normed, weight: Weight, activation: str) -> torch.Tensor:
         if isinstance(x, Unnormed) and cuda_linear.fits(x.hidden, weight) and activation == "silu":
             return cuda_linear.run(x, weight, gated=True)
         return super().gated_linear(x, weight, activation)
@@ -228,7 +230,7 @@ class FlashInferKernels(Kernels):
         return flat if cache.scales.values == 1.0 else flat.mul_(cache.scales.values)
 
     def tune(
-        self, weights: list[list[torch.Tensor]], rows: list[int], known: Choices | None
+        self, weights: list[list[Weight]], rows: list[int], known: Choices | None
     ) -> Choices | None:
         if known is None:
             for count in rows:

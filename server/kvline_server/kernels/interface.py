@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import pad
 
 from kvline_server.kernels import torch_experts
+from kvline_server.kernels.fp8 import Weight
 from kvline_server.kernels.group import Group
 from kvline_server.kernels.layout import Draws, Layout
 from kvline_server.kernels.tuning import Choices
@@ -135,6 +136,7 @@ class Kernels(Protocol):
     dtype: torch.dtype  # of weights, hidden states and KV cache
     depth: int  # steps in flight while the host prepares the next one: 1 on a GPU, 0 on the CPU
     group: Group  # the ranks that have the other parts of the model
+    keeps_fp8: bool = False  # takes an Fp8Weight, of a shape that fp8.fits lets pass
 
     @property
     def plan_in_place(self) -> Callable[[PageTables], Any] | None:
@@ -147,7 +149,7 @@ class Kernels(Protocol):
     def fetch(self, tensors: list[torch.Tensor]) -> Fetch:
         """Starts copies to the host, behind all work enqueued before."""
 
-    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+    def pack(self, weight: Weight) -> Weight:
         """A weight in the layout that is fastest for `linear`."""
 
     def padded(self, rows: int) -> int:
@@ -163,14 +165,14 @@ class Kernels(Protocol):
     def linear(
         self,
         x: Normed,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x [rows, in] times weight [out, in] transposed. -> [rows, out], in `out` if given"""
 
     def linear_all_reduce(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """`linear` of which each rank has some columns, summed over ranks. -> [rows, out], valid
         until the group's next sum"""
@@ -180,7 +182,7 @@ class Kernels(Protocol):
     def linear_add_norm(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None,
         residual: torch.Tensor,
         norm: torch.Tensor,
@@ -189,7 +191,7 @@ class Kernels(Protocol):
         """`linear_all_reduce`, then `add_norm` of it. Overwrites the residual."""
         return self.add_norm(self.linear_all_reduce(x, weight, bias), residual, norm, eps)
 
-    def gated_linear(self, x: Normed, weight: torch.Tensor, activation: str) -> torch.Tensor:
+    def gated_linear(self, x: Normed, weight: Weight, activation: str) -> torch.Tensor:
         """`linear`, then `activate_and_mul`. weight [2 * d, in] -> [rows, d]"""
         return self.activate_and_mul(self.linear(x, weight), activation)
 
@@ -244,11 +246,11 @@ class Kernels(Protocol):
         """Causal attention of q [rows, heads, dim] over the cache. -> [rows, heads * dim]"""
 
     def tune(
-        self, weights: list[list[torch.Tensor]], rows: list[int], known: Choices | None
+        self, weights: list[list[Weight]], rows: list[int], known: Choices | None
     ) -> Choices | None:
-        """Autotunes GEMMs at these row counts. `weights` has one list per GEMM of a layer: that
-        weight of each layer; `known` are the choices of an earlier start, which are taken over.
-        -> the choices, None where there is nothing to tune"""
+        """Autotunes GEMMs at these row counts. `weights` has a list per GEMM of a layer and kind of
+        weight: that weight of each layer; `known` are the choices of an earlier start, which are
+        taken over. -> the choices, None where there is nothing to tune"""
 
     def logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         """The LM head's GEMM. [rows, hidden] -> [rows, tokens of the head]"""

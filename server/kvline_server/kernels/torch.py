@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
+from kvline_server.kernels.fp8 import Weight
 from kvline_server.kernels.group import ALONE, Group
 from kvline_server.kernels.interface import (
     LOGIT_BLOCK,
@@ -105,9 +106,10 @@ class TorchKernels(Kernels):
     def fetch(self, tensors: list[torch.Tensor]) -> Fetch:
         return _HostArrays(tensors)
 
-    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+    def pack(self, weight: Weight) -> Weight:
         """Reorders to oneDNN's blocked layout, which is faster than the default GEMM at the few
         rows of decoding (docs/performance.md)."""
+        assert isinstance(weight, torch.Tensor)  # fp8 is not kept
         if not _use_onednn(weight):
             return weight
         packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
@@ -116,10 +118,11 @@ class TorchKernels(Kernels):
     def linear(
         self,
         x: Normed,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert isinstance(weight, torch.Tensor)  # fp8 is not kept
         if isinstance(x, Unnormed):
             x = self.rms_norm(x.hidden, x.weight, x.eps)
         if weight.is_mkldnn or _use_onednn(weight):
@@ -269,9 +272,7 @@ class TorchKernels(Kernels):
         )
         return out.squeeze(0).transpose(0, 1)
 
-    def tune(
-        self, weights: list[list[torch.Tensor]], rows: list[int], known: Choices | None
-    ) -> None:
+    def tune(self, weights: list[list[Weight]], rows: list[int], known: Choices | None) -> None:
         return
 
     def logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvline_server.kernels.fp8 import Fp8Weight, Weight
 from kvline_server.kernels.interface import Kernels, SlotMapping
 from kvline_server.kernels.layout import Layout
 from kvline_server.memory.arena import KVLayer, KVShape, Scales
@@ -168,11 +169,17 @@ class Decoder:
         )
         return mlp(kernels, x, residual, norm, len(residual) if given is None else given)
 
-    def gemm_weights(self) -> list[list[torch.Tensor]]:
-        """One list per kind of GEMM, with its weight of each layer."""
+    def gemm_weights(self) -> list[list[Weight]]:
+        """One list per GEMM of a layer and kind of weight, with that weight of each layer."""
         layers = self.weights.layers
         linears = [(a.attention.qkv, a.attention.output, *a.mlp.linears) for a in layers]
-        return [[linear.weight for linear in kind] for kind in zip(*linears, strict=True)]
+        every = [[linear.weight for linear in kind] for kind in zip(*linears, strict=True)]
+        kinds = [
+            [weight for weight in layers if isinstance(weight, Fp8Weight) == fp8]
+            for layers in every
+            for fp8 in (False, True)
+        ]
+        return [kind for kind in kinds if kind]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the rows given, of this rank's tokens. [rows, hidden] -> [rows, tokens]"""

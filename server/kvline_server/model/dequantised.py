@@ -1,14 +1,16 @@
-"""fp8 weights as what they stand for: multiplied by their scales as they are copied."""
+"""fp8 weights as what they stand for: multiplied by their scales as they are copied, where they are
+not copied to fp8."""
 
 from __future__ import annotations
 
 import torch
 
 from kvline_server.errors import ModelInvalid
+from kvline_server.kernels.fp8 import FP8
 from kvline_server.model.loader import SafetensorsSource
 from kvline_server.model.quantization import FIELD, Quantization
 
-FP8 = "F8_E4M3"  # a dtype of safetensors
+E4M3 = "F8_E4M3"  # a dtype of safetensors
 
 
 class Dequantised:
@@ -19,10 +21,11 @@ class Dequantised:
         self.files = files
         self.quantization = quantization
         self.quantised: dict[str, int] = {}  # elements of each such weight
+        self.kept: set[str] = set()  # of them, those that were copied as they are
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         self.files.check(name, shape)
-        if self.files.dtype(name) != FP8:
+        if self.files.dtype(name) != E4M3:
             return
         if self.quantization is None:
             raise self._invalid(name, f"and config.json has no {FIELD}, which tells of its scales")
@@ -31,8 +34,14 @@ class Dequantised:
         self.files.check(name + self.quantization.suffix, self.quantization.scales(shape))
         self.quantised[name] = shape[0] * shape[1]
 
+    def fp8(self, name: str) -> Quantization | None:
+        there = name in self.files.where and self.files.dtype(name) == E4M3
+        return self.quantization if there else None
+
     def copy(self, name: str, into: torch.Tensor, row: int = 0, column: int = 0) -> None:
-        if name not in self.quantised:
+        if into.dtype == FP8:
+            self.kept.add(name)
+        if name not in self.quantised or into.dtype == FP8:
             self.files.copy(name, into, row, column)
             return
         assert self.quantization is not None

@@ -7,13 +7,16 @@ loads it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
+from kvline_server.kernels.fp8 import BLOCK, FP8, Fp8Weight, Weight, fits
 from kvline_server.kernels.interface import Kernels, Normed
+from kvline_server.model.quantization import Quantization
 from kvline_server.model.shard import WHOLE, Shard
 
 
@@ -42,14 +45,23 @@ class TensorSource(Protocol):
 
     def copy(self, name: str, into: torch.Tensor, row: int = 0, column: int = 0) -> None: ...
 
+    def fp8(self, name: str) -> Quantization | None:
+        """Of a tensor that can be copied as it is to one of fp8."""
+
 
 class Tensors:
     """Counts elements of a rank, and checks each tensor against the source."""
 
-    def __init__(self, source: TensorSource, shard: Shard = WHOLE) -> None:
+    def __init__(self, source: TensorSource, shard: Shard = WHOLE, keeps_fp8: bool = False) -> None:
         self.source = source
         self.shard = shard
-        self.elements = 0
+        self.keeps_fp8 = keeps_fp8
+        self.counts: Counter[torch.dtype | None] = Counter()  # elements; None: of the model's dtype
+
+    @property
+    def elements(self) -> int:
+        """But for weights in fp8 and their scales."""
+        return self.counts[None]
 
     def get(
         self,
@@ -57,6 +69,7 @@ class Tensors:
         columns: int | None = None,
         own: range | None = None,
         offset: float = 0.0,
+        dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """The parts' rows in their order, of which the rank takes the `own` of all columns if
         given; `offset` added to each element; empty here. -> [rows], or [rows, columns]"""
@@ -64,12 +77,51 @@ class Tensors:
         for name, rows in {part.name: part.of for part in parts}.items():
             self.source.check(name, (rows, *width))
         taken = (columns or 1) if own is None else len(own)
-        self.elements += sum(len(part.rows) for part in parts) * taken
+        self.counts[dtype] += sum(len(part.rows) for part in parts) * taken
         return torch.empty(0)
 
-    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+    def weight(self, parts: Sequence[Rows], columns: int, own: range | None = None) -> Weight:
+        """A GEMM's, which stays in fp8 where the source has it so and the kernels take it, with its
+        scales fused and cut alike."""
+        kept = self._kept(parts, columns, own) if self.keeps_fp8 else None
+        if kept is None:
+            return self.pack(self.get(parts, columns, own))
+        values = self.get(parts, columns, own, dtype=FP8)
+        height, width = kept.block or (1, columns)
+        scaled = [
+            Rows(part.name + kept.suffix, _blocks(part.rows, height), -(-part.of // height))
+            for part in parts
+        ]
+        across = None if own is None or kept.block is None else _blocks(own, width)
+        scales = self.get(scaled, -(-columns // width), across, dtype=torch.float32)
+        return self.pack(Fp8Weight(values, scales, kept.block is not None))
+
+    def _kept(self, parts: Sequence[Rows], columns: int, own: range | None) -> Quantization | None:
+        """None where the weight cannot stay in fp8: a part is not, or begins or ends within a block
+        of its tensor. The same on every rank."""
+        taken = range(columns) if own is None else own
+        first, *others = {self.source.fp8(part.name) for part in parts}
+        if others or first is None or not fits(sum(len(p.rows) for p in parts), len(taken)):
+            return None
+        if first.block is None:
+            return first
+        cuts = [(part.rows, part.of, part is parts[-1]) for part in parts]
+        whole = all(_at_blocks(*cut) for cut in (*cuts, (taken, columns, True)))
+        return first if whole and first.block == (BLOCK, BLOCK) else None
+
+    def pack(self, weight: Weight) -> Weight:
         """A GEMM's weight, in the layout that is fastest for its kernel."""
         return weight
+
+
+def _at_blocks(taken: range, of: int, last: bool) -> bool:
+    """Whether these of `of` rows or columns are whole blocks; the last block may be a short one."""
+    return taken.start % BLOCK == len(taken) % BLOCK == 0 or (last and taken == range(of))
+
+
+def _blocks(taken: range, size: int) -> range:
+    """The blocks of rows or columns."""
+    return range(taken.start // size, -(-taken.stop // size))
 
 
 class Linear:
@@ -93,7 +145,7 @@ class Linear:
             [replace(part, name=f"{part.name}.{kind}") for part in parts]
             for kind in ("weight", "bias")
         )
-        self.weight = tensors.pack(tensors.get(weights, columns, own))
+        self.weight = tensors.weight(weights, columns, own)
         self.bias = None
         if bias:
             elsewhere = own is not None and tensors.shard.rank > 0

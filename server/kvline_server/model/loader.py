@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 
-from kvline_contract.memory import EXPERTS, WEIGHTS
+from kvline_contract.memory import EXPERTS, SCALES, WEIGHTS
 from kvline_server.errors import ModelInvalid
+from kvline_server.kernels.fp8 import FP8, Weight
 from kvline_server.kernels.interface import Kernels
 from kvline_server.memory.parts import OwnedPart
 from kvline_server.model.blocks import Norm
@@ -23,11 +24,14 @@ from kvline_server.model.experts import Experts
 from kvline_server.model.files import open_weights, weight_files
 from kvline_server.model.layer import Layer
 from kvline_server.model.linear import Rows, Tensors, TensorSource
+from kvline_server.model.quantization import Quantization
 from kvline_server.model.shard import WHOLE, Shard
 from kvline_server.model.shard import vocabulary as own_tokens
 
 COPY_BYTES = 64 << 20
 DRAWN = 1 << 24  # random numbers at a time: 32 MiB in bfloat16
+SCALE = 2.0**-11  # of random weights in fp8
+ROUTER = ".gate.weight"  # of experts, which no format quantises
 
 
 class Weights:
@@ -42,14 +46,24 @@ class Weights:
         self.head = self.embedding[own.start : own.stop]  # a view [own tokens, hidden]
         if not c.tied_embeddings:
             self.head = tensors.get([Rows("lm_head.weight", own, c.vocabulary)], c.hidden)
-        self.elements = tensors.elements
+        self.counts = tensors.counts  # elements by dtype
+
+    @property
+    def elements(self) -> int:
+        """But for weights in fp8 and their scales."""
+        return self.counts[None]
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """In a model of this dtype."""
+        return sum(n * (kind or dtype).itemsize for kind, n in self.counts.items())
 
     def parts(self) -> tuple[OwnedPart, ...]:
         mlps = [layer.mlp for layer in self.layers]
-        experts = sum(mlp.elements for mlp in mlps if isinstance(mlp, Experts))
-        sizes = {WEIGHTS: self.elements - experts, EXPERTS: experts}
-        size = self.embedding.itemsize
-        return tuple(OwnedPart(name, fixed=n * size) for name, n in sizes.items() if n)
+        size, scales = self.embedding.itemsize, self.counts[torch.float32] * 4
+        experts = sum(mlp.elements for mlp in mlps if isinstance(mlp, Experts)) * size
+        others = self.nbytes(self.embedding.dtype) - experts - scales
+        sizes = {WEIGHTS: others, SCALES: scales, EXPERTS: experts}
+        return tuple(OwnedPart(name, fixed=n) for name, n in sizes.items() if n)
 
 
 class SafetensorsSource:
@@ -71,6 +85,9 @@ class SafetensorsSource:
                 f"{path}: tensor {name} has shape {list(got)}, config.json requires {list(shape)}"
             )
 
+    def fp8(self, name: str) -> Quantization | None:
+        return None
+
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.files[self.where[name]].get_slice(name).get_shape())
 
@@ -91,18 +108,25 @@ class RandomSource:
     """Small normal weights: the model's shapes and speed, meaningless output. A tensor's numbers
     follow from its name, so those of several ranks are the slices of the one that a single rank
     has. They are drawn in blocks of whole rows, the last of which is kept: a tensor's parts come
-    in the order of its rows, mostly."""
+    in the order of its rows, mostly. Those of `quantization` are near the ones without it."""
 
-    def __init__(self) -> None:
+    def __init__(self, quantization: Quantization | None = None) -> None:
+        self.quantization = quantization
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.drawn: tuple[str, int, torch.Tensor] = ("", 0, torch.empty(0))
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         self.shapes[name] = shape
 
+    def fp8(self, name: str) -> Quantization | None:
+        return None if name.endswith(ROUTER) else self.quantization
+
     def copy(self, name: str, into: torch.Tensor, row: int = 0, column: int = 0) -> None:
         if name.endswith("norm.weight"):
             into.fill_(1.0)
+            return
+        if self.quantization is not None and name.endswith(self.quantization.suffix):
+            into.fill_(SCALE)
             return
         rows, *width = self.shapes[name]
         step = min(rows, max(1, DRAWN // max(1, *width, 1)))
@@ -111,21 +135,23 @@ class RandomSource:
             block = self._block(name, start, (min(step, rows - start), *width), into)
             first, last = max(row, start), min(end, start + step)
             part = into[first - row : last - row]
-            part.copy_(_slice(block, part, first - start, column))
+            drawn = _slice(block, part, first - start, column)
+            part.copy_(drawn / SCALE if into.dtype == FP8 else drawn)
 
     def _block(
         self, name: str, start: int, shape: tuple[int, ...], like: torch.Tensor
     ) -> torch.Tensor:
-        """A tensor's rows from `start` on, on the device and of the dtype of `like`."""
-        kept = self.drawn[2]
-        same = (kept.shape, kept.device, kept.dtype) == (shape, like.device, like.dtype)
+        """A tensor's rows from `start` on, on the device and of the dtype of `like`, if that can be
+        drawn."""
+        kept, dtype = self.drawn[2], torch.bfloat16 if like.dtype == FP8 else like.dtype
+        same = (kept.shape, kept.device, kept.dtype) == (shape, like.device, dtype)
         if self.drawn[:2] != (name, start) or not same:
             digest = hashlib.blake2b(f"{name} {start}".encode(), digest_size=8).digest()
             seed = int.from_bytes(digest, "big") >> 1
             generator = torch.Generator(like.device).manual_seed(seed)
             self.drawn = ("", 0, kept[:0])  # frees its memory before more is taken
             del kept
-            made = torch.empty(shape, dtype=like.dtype, device=like.device)
+            made = torch.empty(shape, dtype=dtype, device=like.device)
             self.drawn = (name, start, made.normal_(0.0, 0.02, generator=generator))
         return self.drawn[2]
 
@@ -134,6 +160,14 @@ def _slice(whole: torch.Tensor, into: torch.Tensor, row: int, column: int) -> to
     """Of the shape of `into`."""
     rows = whole[row : row + len(into)]
     return rows if into.dim() == 1 else rows[:, column : column + into.shape[1]]
+
+
+def checked(
+    source: TensorSource, config: ModelConfig, shard: Shard = WHOLE, keeps_fp8: bool = False
+) -> Weights:
+    """Checks every name and shape that a rank loads, and counts elements; its tensors are empty.
+    Raises ModelInvalid."""
+    return Weights(Tensors(source, shard, keeps_fp8), config)
 
 
 def load_weights(
@@ -146,14 +180,8 @@ def load_weights(
     """All weights of a rank, fused, on the kernels' device; `config` is that of the whole model.
     Checks every name and shape before any copy; `copied(done, total)` is called at least every
     COPY_BYTES. Raises ModelInvalid."""
-    checked = Weights(Tensors(source, shard), config)
-    total = checked.elements * kernels.dtype.itemsize
+    total = checked(source, config, shard, kernels.keeps_fp8).nbytes(kernels.dtype)
     return Weights(Loading(source, kernels, total, copied, shard), config)
-
-
-def weight_elements(config: ModelConfig, shard: Shard = WHOLE) -> int:
-    """Elements of all tensors of a rank, from the shapes alone."""
-    return Weights(Tensors(RandomSource(), shard), config).elements
 
 
 class Loading(Tensors):
@@ -167,7 +195,7 @@ class Loading(Tensors):
         copied: Callable[[int, int], None],
         shard: Shard,
     ) -> None:
-        super().__init__(source, shard)
+        super().__init__(source, shard, kernels.keeps_fp8)
         self.kernels = kernels
         self.copied = copied
         self.done, self.total = 0, total  # bytes
@@ -178,19 +206,20 @@ class Loading(Tensors):
         columns: int | None = None,
         own: range | None = None,
         offset: float = 0.0,
+        dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         width = () if columns is None else (columns if own is None else len(own),)
         shape = (sum(len(part.rows) for part in parts), *width)
-        out = torch.empty(shape, dtype=self.kernels.dtype, device=self.kernels.device)
+        out = torch.empty(shape, dtype=dtype or self.kernels.dtype, device=self.kernels.device)
         start = 0
         for part in parts:
             into = out[start : start + len(part.rows)]
             self._copy(part, into, 0 if own is None else own.start)
             start += len(part.rows)
-        self.elements += out.numel()
+        self.counts[dtype] += out.numel()
         return out.add_(offset) if offset else out
 
-    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+    def pack(self, weight: Weight) -> Weight:
         return self.kernels.pack(weight)
 
     def _copy(self, part: Rows, into: torch.Tensor, column: int) -> None:

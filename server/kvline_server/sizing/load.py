@@ -14,7 +14,9 @@ from kvline_contract.memory import KV_CACHE, WEIGHTS
 from kvline_contract.report import Provenance, Stage
 from kvline_server import device_errors
 from kvline_server.errors import DeviceOutOfMemory, ModelNotFound
+from kvline_server.kernels.fp8 import FP8
 from kvline_server.kernels.group import ALONE, Group
+from kvline_server.kernels.interface import Kernels
 from kvline_server.memory.arena import KVShape, Scales
 from kvline_server.memory.device import MIB, compact_heap
 from kvline_server.memory.pages import PAGE_SIZE
@@ -61,28 +63,31 @@ def load_model(
     folder = Path(launch.model.path)
     random = launch.model.load_format is LoadFormat.RANDOM
     source = _source(folder, model, random)
-    elements = loader.weight_elements(model, Shard(group.rank, group.ranks))
-    expected = elements * backend.dtype.itemsize
-    owned, others = (OwnedPart(WEIGHTS, fixed=expected),), used - collectives
-    rank = Diagnosis(device, settings, owned, others, rank=group.rank, ranks=group.ranks)
-    too_large = rank.weights_do_not_fit(device.limit - used)
-    if expected > device.limit - used:
-        raise too_large
+    shard = Shard(group.rank, group.ranks)
+    expected = loader.checked(source, model, shard).nbytes(backend.dtype)
     try:
         with device_errors.translated("load"), compact_heap():
+            kernels = backend.kernels(local(model, shard), group)
+            if kernels.keeps_fp8:
+                expected = loader.checked(source, model, shard, True).nbytes(backend.dtype)
+            if expected > device.limit - used:
+                raise DeviceOutOfMemory("load: the weights are larger than what is free")
             cache, missing = _cache(source, model, group, backend)
             progress = _LoadProgress(send, started)
-            worker = _build(source, model, cache, settings, backend, group, progress)
+            worker = _build(source, model, cache, settings, backend, kernels, progress)
             for warning in (_dequantised(source, backend), missing):
                 if warning and group.rank == 0:
                     send(Progress(warning=warning))
             del source
             device.settle()
     except DeviceOutOfMemory as error:
-        raise too_large from error
+        owned, others = (OwnedPart(WEIGHTS, fixed=expected),), used - collectives
+        rank = Diagnosis(device, settings, owned, others, rank=group.rank, ranks=group.ranks)
+        raise rank.weights_do_not_fit(device.limit - used) from error
     ms = round((time.monotonic() - started) * 1000)
-    taken, detail = device.now() - before, "random" if random else None
-    send(Progress(stage=Stage("load", ms, taken, detail)))
+    details = ["random"] * random + _kept(worker.decoder.weights)
+    taken = device.now() - before
+    send(Progress(stage=Stage("load", ms, taken, ", ".join(details) or None)))
     libraries = {name: version(name) for name in backend.libraries}
     revision = model_revision(launch)
     provenance = Provenance(device.name, device.driver, launch.image, revision, libraries)
@@ -129,19 +134,33 @@ def _name(dtype: torch.dtype) -> str:
 
 def _source(folder: Path, model: ModelConfig, random: bool) -> TensorSource:
     if random:
-        return loader.RandomSource()
+        return loader.RandomSource(model.quantization)
     return Dequantised(loader.SafetensorsSource(folder), model.quantization)
+
+
+def _kept(weights: loader.Weights) -> list[str]:
+    """Of what stays in fp8, for the stage's detail."""
+    fp8, scales = weights.counts[FP8] // MIB, weights.counts[torch.float32] * 4 // MIB
+    return (
+        [f"{fp8} MiB of weights in fp8 with {scales} MiB of scales"] if weights.counts[FP8] else []
+    )
 
 
 def _dequantised(source: TensorSource, backend: Backend) -> str:
     """A warning where it is so."""
-    if not isinstance(source, Dequantised) or not source.quantised:
+    if not isinstance(source, Dequantised):
         return ""
-    elements = sum(source.quantised.values())
-    return (
+    sizes = {name: n for name, n in source.quantised.items() if name not in source.kept}
+    if not sizes:
+        return ""
+    elements, itemsize = sum(sizes.values()), backend.dtype.itemsize
+    text = (
         f"fp8 weights are dequantised to {_name(backend.dtype)} as they load: {elements // MIB} "
-        f"MiB in the files take {elements * backend.dtype.itemsize // MIB} MiB"
+        f"MiB in the files take {elements * itemsize // MIB} MiB"
     )
+    if source.kept:
+        text += f"; {len(sizes)} tensors of {len(source.quantised)}, {next(iter(sizes))} the first"
+    return text
 
 
 def _cache(
@@ -187,13 +206,12 @@ def _build(
     cache: KVShape,
     settings: EngineSettings,
     backend: Backend,
-    group: Group,
+    kernels: Kernels,
     copied: Callable[[int, int], None],
 ) -> Worker:
-    """Kernels, weights, KV arena (addresses only) and decoder of this rank on the device."""
-    shard = Shard(group.rank, group.ranks)
+    """Weights, KV arena (addresses only) and decoder of this rank on the device."""
+    shard = Shard(kernels.group.rank, kernels.group.ranks)
     mine = local(model, shard)
-    kernels = backend.kernels(mine, group)
     weights = loader.load_weights(source, model, kernels, copied, shard)
     most = backend.device.limit // (cache.bytes_per_token * PAGE_SIZE) + 2  # pages
     arena = backend.arena(cache, most)

@@ -118,7 +118,7 @@ class ProfileLoop:
             if known is None:
                 tuning.write(file, key, choices)
             self.choices = choices
-            details.append(f"{len(choices)} GEMM shapes with another kernel than torch's, {how}")
+            details.append(f"{len(choices)} GEMM shapes with a kernel by trial, {how}")
 
     def _capture(self) -> None:
         """Captures graphs once, before sizing: they stay valid when the arena is resized."""
