@@ -21,7 +21,7 @@ from cuda.bindings import driver
 
 from kvline_server.memory.cuda import call
 
-SOURCES = ("triton_kernels",)  # modules beside this one
+SOURCES = ("triton_kernels", "triton_experts")  # modules beside this one
 BUILT = Path(__file__).with_name("cubins.bin")
 CONSTANT = "constexpr"
 TYPES = {"i32": ctypes.c_int32, "fp32": ctypes.c_float}
@@ -32,7 +32,10 @@ TRITON_TYPES = {
     torch.int64: "i64",
 }
 # They may start before the kernel before them has ended, for which they wait.
-CHAINED = ("one_row", "write", "one_shot", "one_shot_ll")
+CHAINED = (
+    *("one_row", "write", "one_shot", "one_shot_ll"),
+    *("route", "sort", "grouped", "add_chosen"),
+)
 SHARED_BY_DEFAULT = 48 << 10  # bytes; a larger kernel needs a function attribute
 
 

@@ -17,19 +17,22 @@ from flashinfer import norm, sampling
 from torch.nn import functional
 
 from kvline_server.kernels import cuda_linear, cuda_rows, cuda_write
+from kvline_server.kernels.cuda_experts import ExpertGemms
 from kvline_server.kernels.flashinfer_attention import FLOAT_BYTES, PagedAttention, Planned
-from kvline_server.kernels.gemm import Gemms
+from kvline_server.kernels.gemm import Gemms, replay_time
 from kvline_server.kernels.group import ALONE, Group
 from kvline_server.kernels.interface import (
     NO_TOKEN,
     PLAIN,
     AttentionOptions,
     Fetch,
+    Given,
     Heads,
     Kernels,
     Normed,
     PageTables,
     PartScores,
+    Routing,
     RowScores,
     SlotMapping,
     Unnormed,
@@ -80,6 +83,7 @@ class FlashInferKernels(Kernels):
         self._decode = PagedAttention(shape, self.dtype, "fa2", floats)
         self._prefill = PagedAttention(shape, self.dtype, "fa3", floats)
         self._gemms = Gemms(self.device)
+        self._experts = ExpertGemms(self._gemms.choices, self.activate_and_mul)
 
     def upload(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         starts, size = [], 0
@@ -139,6 +143,18 @@ class FlashInferKernels(Kernels):
         if isinstance(x, Unnormed) and cuda_linear.fits(x.hidden, weight) and activation == "silu":
             return cuda_linear.run(x, weight, gated=True)
         return super().gated_linear(x, weight, activation)
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        logits: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        routing: Routing,
+        rows: Given,
+    ) -> torch.Tensor:
+        out = self.group.buffer(*x.shape)
+        return self._experts.run(x, logits, (gate_up, down), routing, rows, out)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out: torch.Tensor = norm.rmsnorm(x, weight, eps=eps)
@@ -222,6 +238,15 @@ class FlashInferKernels(Kernels):
         else:
             self._gemms.take(weights, known)
         return self._gemms.choices
+
+    def tune_experts(
+        self,
+        layers: list[tuple[torch.Tensor, torch.Tensor]],
+        routing: Routing,
+        rows: list[int],
+        known: Choices | None,
+    ) -> None:
+        self._experts.tune(layers, routing, rows, known, replay_time)
 
     def logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         """Row counts beyond a tile are padded to whole ones: cuBLAS looks for a kernel at each row
