@@ -17,7 +17,7 @@ from kvline_server.kernels.group import ALONE, Group
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import HostArena
 from kvline_server.memory.device import cpu_device
-from kvline_server.model.config import ModelConfig
+from kvline_server.model.config import Experts, ModelConfig
 from kvline_server.model.decoder import Decoder, kv_shape
 from kvline_server.model.loader import load_weights
 from kvline_server.model.shard import Shard, local
@@ -40,11 +40,19 @@ ASKED: dict[int, tuple[int, dict[str, Any]]] = {  # prompt tokens, what is asked
 TOKENS = 12
 
 
-@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize(
+    ("qk_norm", "more"),
+    [
+        (False, {}),
+        (True, {}),
+        (True, {"experts": Experts(16, 4, True, "mlp."), "intermediate": 256}),
+    ],
+    ids=["llama", "qwen3", "experts"],
+)
 def test_two_gpus_are_as_near_to_float32_as_one(
-    qk_norm: bool, shape: Callable[..., ModelConfig], tmp_path: Path
+    qk_norm: bool, more: dict[str, Any], shape: Callable[..., ModelConfig], tmp_path: Path
 ) -> None:
-    model = shape(128, qk_norm, max_position=512)
+    model = shape(128, qk_norm, max_position=512, **more)
     for ranks in (1, RANKS):
         spawn(of_rank, (ranks, model, tmp_path), nprocs=ranks)  # type: ignore[no-untyped-call]
     exact = answers(on_cpu(model))

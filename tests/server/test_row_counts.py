@@ -6,12 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engines import decoder, engine, finish, greedy, worker
 from servers import Server, serving
 
+from kvline_server.kernels.interface import SlotMapping
+from kvline_server.kernels.layout import Layout
 from kvline_server.kernels.row_counts import padded_rows, row_counts
+from kvline_server.memory.arena import HostArena
+from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.model.decoder import kv_shape
 
 MIB = 1 << 20
 
@@ -69,6 +75,49 @@ def test_steps_run_only_at_row_counts_of_the_warm_up(
         made.submit(id, [(id + i) % 300 for i in range(length)], greedy(3, **more))
     finish(made)
     assert shapes <= met
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_no_expert_of_any_layer_gets_padding(
+    on_device: bool, make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured graphs are replayed with another number of rows that are none each time, so it is a
+    number on the device there."""
+    made, rows, padded = decoder(make_model("qwen3-moe"), 64), 5, 8
+    arena = HostArena(kv_shape(made.config, torch.float32), 2)
+    arena.resize(2)
+    ids = torch.arange(padded)
+    where = SlotMapping(ids, torch.where(ids < rows, PAGE_SIZE + ids, 0))
+    lengths = np.array([rows], np.int32)
+    starts = np.array([0, rows], np.int32)
+    layout = Layout(
+        positions=np.arange(rows, dtype=np.int32),
+        slots=PAGE_SIZE + np.arange(rows),
+        row_starts=starts,
+        page_starts=np.array([0, 1], np.int32),
+        pages=np.array([1], np.int32),
+        lengths=lengths,
+        decodes=0,
+    )
+    asked: list[int] = []
+    experts: Callable[..., torch.Tensor] = made.kernels.experts
+
+    def counted(*words: Any) -> torch.Tensor:
+        *others, given = words
+        assert isinstance(given, torch.Tensor) == on_device
+        asked.append(int(given))
+        return experts(*others, int(given))
+
+    monkeypatch.setattr(made.kernels, "experts", counted)
+    plan, kv = made.kernels.plan(layout), arena.layers()
+    given = torch.tensor([rows], dtype=torch.int32) if on_device else rows
+    wanted = ids if on_device else ids[:rows]
+    got = made.forward(ids, where, kv, plan, wanted, given)
+    assert asked == [rows] * made.config.layers
+    monkeypatch.undo()
+    where = SlotMapping(where.positions[:rows], where.slots[:rows])
+    want = made.forward(ids[:rows], where, kv, plan, ids[:rows])
+    torch.testing.assert_close(got[:rows], want)
 
 
 def test_a_device_without_compiled_row_counts_runs_as_it_is_asked(

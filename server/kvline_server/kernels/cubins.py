@@ -21,7 +21,8 @@ from cuda.bindings import driver
 
 from kvline_server.memory.cuda import call
 
-SOURCES = ("triton_kernels", "triton_cache", "triton_fp8")  # modules beside this one
+# Modules beside this one.
+SOURCES = ("triton_kernels", "triton_cache", "triton_fp8", "triton_experts")
 BUILT = Path(__file__).with_name("cubins.bin")
 CONSTANT = "constexpr"
 TYPES = {"i32": ctypes.c_int32, "fp32": ctypes.c_float}
@@ -37,6 +38,7 @@ TRITON_TYPES = {
 CHAINED = (
     *("one_row", "write", "write_fp8", "one_shot", "one_shot_ll"),
     *("quantise", "scaled", "add_parts", "one_row_fp8"),
+    *("route", "sort", "grouped", "add_chosen"),
 )
 SHARED_BY_DEFAULT = 48 << 10  # bytes; a larger kernel needs a function attribute
 

@@ -30,7 +30,6 @@ def check(
     dim: int,
     activation: str = "silu",
     windowed: bool = False,
-    experts: bool = False,
 ) -> None:
     """Raises RuntimeError for a model that needs what none of the prebuilt kernels does."""
     if queries > QUERIES[-1] or keys > KEYS[-1]:
@@ -42,8 +41,6 @@ def check(
         raise RuntimeError(f"activation {activation}, kernels support silu")
     if windowed:
         raise RuntimeError("layers with a sliding window, kernels support none")
-    if experts:
-        raise RuntimeError("a mixture of experts, kernels support none yet")
 
 
 def write(heads: Heads, rope: torch.Tensor, mapping: SlotMapping, cache: KVLayer) -> None:

@@ -17,6 +17,7 @@ from flashinfer import norm, sampling
 from torch.nn import functional
 
 from kvline_server.kernels import cuda_linear, cuda_rows, cuda_write, fp8_linear
+from kvline_server.kernels.cuda_experts import ExpertGemms
 from kvline_server.kernels.flashinfer_attention import (
     FLOAT_BYTES,
     PagedAttention,
@@ -24,18 +25,20 @@ from kvline_server.kernels.flashinfer_attention import (
     chunk_floats,
 )
 from kvline_server.kernels.fp8 import Fp8Weight, Weight
-from kvline_server.kernels.gemm import Gemms
+from kvline_server.kernels.gemm import Gemms, replay_time
 from kvline_server.kernels.group import ALONE, Group
 from kvline_server.kernels.interface import (
     NO_TOKEN,
     PLAIN,
     AttentionOptions,
     Fetch,
+    Given,
     Heads,
     Kernels,
     Normed,
     PageTables,
     PartScores,
+    Routing,
     RowScores,
     SlotMapping,
     Unnormed,
@@ -97,6 +100,7 @@ class FlashInferKernels(Kernels):
         self._decode = PagedAttention(shape, self.dtype, cache, "fa2", False, floats)
         self._prefill = PagedAttention(shape, self.dtype, cache, chunks, True, floats)
         self._gemms = Gemms(self.device)
+        self._experts = ExpertGemms(self._gemms.choices, self.activate_and_mul)
 
     def upload(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         starts, size = [], 0
@@ -156,6 +160,18 @@ class FlashInferKernels(Kernels):
         if isinstance(x, Unnormed) and cuda_linear.fits(x.hidden, weight) and activation == "silu":
             return cuda_linear.run(x, weight, gated=True)
         return super().gated_linear(x, weight, activation)
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        logits: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        routing: Routing,
+        rows: Given,
+    ) -> torch.Tensor:
+        out = self.group.buffer(*x.shape)
+        return self._experts.run(x, logits, (gate_up, down), routing, rows, out)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out: torch.Tensor = norm.rmsnorm(x, weight, eps=eps)
@@ -239,6 +255,15 @@ class FlashInferKernels(Kernels):
         else:
             self._gemms.take(weights, known)
         return self._gemms.choices
+
+    def tune_experts(
+        self,
+        layers: list[tuple[torch.Tensor, torch.Tensor]],
+        routing: Routing,
+        rows: list[int],
+        known: Choices | None,
+    ) -> None:
+        self._experts.tune(layers, routing, rows, known, replay_time)
 
     def logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         """Row counts beyond a tile are padded to whole ones: cuBLAS looks for a kernel at each row

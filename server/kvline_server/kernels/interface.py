@@ -66,6 +66,7 @@ class Unnormed:
 
 
 Normed = torch.Tensor | Unnormed  # [rows, hidden]
+Given = int | torch.Tensor  # rows that are no padding; in captured graphs int32 [1] on the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,12 +203,14 @@ class Kernels(Protocol):
         gate_up: torch.Tensor,
         down: torch.Tensor,
         routing: Routing,
-        rows: int,
+        rows: Given,
     ) -> torch.Tensor:
         """The sum of each row's experts, an MLP each, by the weights that the router's logits give
-        them; of a rank's columns. Rows after the first `rows` are padding, and have no expert.
+        them; of a rank's columns, for Group.all_reduce. Rows after the first `rows` are padding,
+        and have no expert.
         x [rows, hidden], logits [rows, experts], gate_up [experts * 2 * width, hidden], down
         [experts * hidden, width] -> [rows, hidden]"""
+        assert isinstance(rows, int)  # nothing of it can be captured
         given = torch_experts.run(
             x[:rows],
             torch_experts.route(logits[:rows], routing.chosen, routing.renormalise),
@@ -251,6 +254,17 @@ class Kernels(Protocol):
         """Autotunes GEMMs at these row counts. `weights` has a list per GEMM of a layer and kind of
         weight: that weight of each layer; `known` are the choices of an earlier start, which are
         taken over. -> the choices, None where there is nothing to tune"""
+
+    def tune_experts(
+        self,
+        layers: list[tuple[torch.Tensor, torch.Tensor]],
+        routing: Routing,
+        rows: list[int],
+        known: Choices | None,
+    ) -> None:
+        """As `tune`, of a mixture of experts, whose choices are among those that `tune` gives then.
+        `layers` has gate_up and down of each. Does nothing where there is nothing to choose."""
+        return
 
     def logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         """The LM head's GEMM. [rows, hidden] -> [rows, tokens of the head]"""

@@ -12,7 +12,14 @@ from dataclasses import replace
 
 import torch
 
-from kvline_server.kernels.interface import AttentionOptions, Heads, Kernels, Normed, SlotMapping
+from kvline_server.kernels.interface import (
+    AttentionOptions,
+    Given,
+    Heads,
+    Kernels,
+    Normed,
+    SlotMapping,
+)
 from kvline_server.memory.arena import KVLayer
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.linear import Linear, Output, Rows, Tensors, fused
@@ -85,6 +92,8 @@ def add(
     before: Norm | None,
 ) -> Joined:
     """`join` of an output that is made already. [rows, hidden]"""
+    if after is None and before is not None:
+        return kernels.add_norm(made, residual, before.weight, before.eps)
     residual.add_(made if after is None else after(kernels, made))
     return residual if before is None else before(kernels, residual), residual
 
@@ -160,7 +169,7 @@ class MLP:
         return self.gate_up, self.down
 
     def __call__(
-        self, kernels: Kernels, x: Normed, residual: torch.Tensor, norm: Norm | None, rows: int
+        self, kernels: Kernels, x: Normed, residual: torch.Tensor, norm: Norm | None, rows: Given
     ) -> Joined:
         """`join` of its output, with the norm of what follows; as Experts, for which the first
         `rows` alone count."""

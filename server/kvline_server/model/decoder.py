@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from kvline_server.kernels.fp8 import Fp8Weight, Weight
-from kvline_server.kernels.interface import Kernels, SlotMapping
+from kvline_server.kernels.interface import Given, Kernels, SlotMapping
 from kvline_server.kernels.layout import Layout
 from kvline_server.memory.arena import KVLayer, KVShape, Scales
 from kvline_server.model.blocks import Joined, Norm, join
 from kvline_server.model.config import ModelConfig
+from kvline_server.model.experts import Experts
 from kvline_server.model.loader import Weights
 from kvline_server.model.rope import cos_sin
 
@@ -72,10 +73,11 @@ class Decoder:
         cache: list[KVLayer],
         plan: Any,
         wanted: torch.Tensor,
-        given: int | None = None,
+        given: Given | None = None,
     ) -> torch.Tensor:
         """Hidden states after the last norm, for the wanted rows only: after the last attention,
-        rows no longer depend on each other. Rows after the first `given` are padding.
+        rows no longer depend on each other. Rows after the first `given` are padding; where that is
+        on the device, all are wanted in their order.
         token_ids [rows], wanted [n] -> [n, hidden]
 
         The code between two attention calls is one graph segment (worker/graphs.py)."""
@@ -87,7 +89,8 @@ class Decoder:
                 next = cache[index + 1]
                 state = self.between(index, attended, state, mapping, next, given=given)
         rows = _pad(wanted, self.kernels.padded(len(wanted)))
-        made = self.finish(attended[rows], state.residual[rows], len(wanted))
+        last = given if isinstance(given, torch.Tensor) else len(wanted)
+        made = self.finish(attended[rows], state.residual[rows], last)
         return made[: len(wanted)]
 
     def warm_up(self, rows: int, cache: list[KVLayer]) -> None:
@@ -138,7 +141,7 @@ class Decoder:
         mapping: SlotMapping,
         kv: KVLayer,
         into: torch.Tensor | None = None,
-        given: int | None = None,
+        given: Given | None = None,
     ) -> LayerState:
         """From the attention of layer `index` to the queries of the next layer."""
         attention, rope = self.weights.layers[index + 1].attention, self.ropes[index + 1]
@@ -146,7 +149,7 @@ class Decoder:
         return LayerState(residual, attention.project(self.kernels, x, rope, mapping, kv, into))
 
     def finish(
-        self, attended: torch.Tensor, residual: torch.Tensor, given: int | None = None
+        self, attended: torch.Tensor, residual: torch.Tensor, given: Given | None = None
     ) -> torch.Tensor:
         """From the last layer's attention to hidden states."""
         last = len(self.weights.layers) - 1
@@ -159,7 +162,7 @@ class Decoder:
         attended: torch.Tensor,
         residual: torch.Tensor,
         norm: Norm | None,
-        given: int | None,
+        given: Given | None,
     ) -> Joined:
         """From a layer's attention to the input of what follows the layer, whose norm is given."""
         layer, kernels = self.weights.layers[index], self.kernels
@@ -180,6 +183,10 @@ class Decoder:
             for fp8 in (False, True)
         ]
         return [kind for kind in kinds if kind]
+
+    def experts(self) -> list[Experts]:
+        """Each layer's mixture; none of a dense model."""
+        return [each.mlp for each in self.weights.layers if isinstance(each.mlp, Experts)]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the rows given, of this rank's tokens. [rows, hidden] -> [rows, tokens]"""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from kvline_server.kernels.interface import Kernels, Normed, Routing, Unnormed
+from kvline_server.kernels.interface import Given, Kernels, Normed, Routing, Unnormed
 from kvline_server.model.blocks import Joined, Norm, add, layer_norm
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.linear import Linear, Rows, Tensors
@@ -49,7 +49,7 @@ class Experts:
         return (self.router,)
 
     def __call__(
-        self, kernels: Kernels, x: Normed, residual: torch.Tensor, norm: Norm | None, rows: int
+        self, kernels: Kernels, x: Normed, residual: torch.Tensor, norm: Norm | None, rows: Given
     ) -> Joined:
         """As MLP. The rows after the first `rows` are padding, and are routed nowhere."""
         if isinstance(x, Unnormed):

@@ -127,12 +127,13 @@ def _cuda_kernels(
         why = f"compute capability {capability[0]}.{capability[1]} is not {HOPPER}.x"
     else:
         try:
-            from kvline_server.kernels import cuda_write
+            from kvline_server.kernels import cuda_experts, cuda_write
             from kvline_server.kernels.flashinfer import FlashInferKernels
 
             shape = model.heads, model.kv_heads, model.head_dim
-            experts = model.experts is not None
-            cuda_write.check(*shape, model.activation, model.windowed, experts)
+            cuda_write.check(*shape, model.activation, model.windowed)
+            if (many := model.experts) is not None:
+                cuda_experts.check(many.count, many.chosen, model.hidden, model.intermediate)
             with device_errors.translated("kernels"):  # a device error is no missing kernel
                 return FlashInferKernels(*shape, group, cache)
         except (ImportError, RuntimeError, OSError) as error:  # OSError: files are missing

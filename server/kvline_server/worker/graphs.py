@@ -78,6 +78,8 @@ class GraphSegments:
             torch.zeros(max_rows, dtype=torch.int32, device=device),
             torch.zeros(max_rows, dtype=torch.int64, device=device),
         )
+        # Rows of a step that are no padding, for which a mixture of experts has work.
+        self.given = torch.full((1,), max_rows, dtype=torch.int32, device=device)
         residual = torch.zeros((max_rows, c.hidden), dtype=dtype, device=device)
         self.state = LayerState(residual, torch.zeros(fused, dtype=dtype, device=device))
         width = c.heads * c.head_dim
@@ -133,6 +135,7 @@ class GraphSegments:
         if count:
             torch.index_select(self.attended[:rows], 0, wanted, out=self.picked[:count])
             torch.index_select(self.state.residual[:rows], 0, wanted, out=self.hidden[:count])
+            self._give(count)
             self._replay(self._graphs[self.sizes[bisect.bisect_left(self.sizes, count)]][-1])
         return self.hidden[:count]
 
@@ -140,8 +143,13 @@ class GraphSegments:
         if not self._skipped:
             graph.replay()
 
+    def _give(self, rows: int) -> None:
+        if self.decoder.config.experts is not None:
+            self.given.fill_(rows)
+
     def _place(self, token_ids: torch.Tensor, mapping: SlotMapping, bucket: int) -> None:
         rows = len(token_ids)
+        self._give(rows)
         self.ids[:rows].copy_(token_ids)
         self.mapping.positions[:rows].copy_(mapping.positions)
         self.mapping.slots[:rows].copy_(mapping.slots)
@@ -169,8 +177,9 @@ class GraphSegments:
             made = self.decoder.start(self.ids[:rows], mapping, cache[0], state.heads)
             state.residual.copy_(made.residual)
         elif segment < len(cache):
-            attended = self.attended[:rows]
-            self.decoder.between(segment - 1, attended, state, mapping, cache[segment], state.heads)
+            attended, kv = self.attended[:rows], cache[segment]
+            into, given = state.heads, self.given
+            self.decoder.between(segment - 1, attended, state, mapping, kv, into, given)
         else:
             hidden = self.hidden[:rows]
-            hidden.copy_(self.decoder.finish(self.picked[:rows], hidden))
+            hidden.copy_(self.decoder.finish(self.picked[:rows], hidden, self.given))

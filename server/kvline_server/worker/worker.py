@@ -70,9 +70,12 @@ class Worker:
     def tune(self, max_rows: int, known: Choices | None) -> Choices | None:
         """Autotunes the GEMMs, or takes the `known` choices. The LM head is left out. Returns the
         choices, None when there is nothing to tune. Raises as launch does."""
-        weights = self.decoder.gemm_weights()
+        weights, rows = self.decoder.gemm_weights(), tuning.trial_rows(max_rows)
         with device_errors.translated("tune"):
-            return self.kernels.tune(weights, tuning.trial_rows(max_rows), known)
+            if experts := self.decoder.experts():
+                layers = [(each.gate_up, each.down) for each in experts]
+                self.kernels.tune_experts(layers, experts[0].routing, rows, known)
+            return self.kernels.tune(weights, rows, known)
 
     @torch.inference_mode()
     def warm_up(self, max_rows: int) -> int:

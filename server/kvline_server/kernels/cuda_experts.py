@@ -1,0 +1,281 @@
+"""Mixtures of experts on a GPU: our Triton kernels, or torch's grouped GEMMs where a trial found
+them faster. All of it can be captured in a graph, whatever the routing of each replay is.
+
+What a call takes depends on its rows alone, never on the routing: every pair of a row and an
+expert has a line of `width` and one of `hidden` numbers, 352 MiB for 8,192 rows of Qwen3-30B-A3B;
+by torch's GEMMs 448 MiB, as they want gathered rows, and gate and up apart.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.nn.functional import grouped_mm
+
+from kvline_server.kernels.cubins import TRITON_TYPES, Variant, launch
+from kvline_server.kernels.interface import Given, Routing
+from kvline_server.kernels.tuning import Choices
+
+TORCH = -1  # other choices are indices of TILES
+EXPERTS = (128, 512)  # padded counts of the variants
+CHOSEN = 16  # of a row, padded
+ALIGN = 16  # of hidden states and of an expert's width
+FEW = 4  # with fewer pairs than an expert in so many each pair is a tile
+SORTED, ADDED = 32, 256  # pairs, columns of a program
+LAYERS = 3  # whose weights a trial cycles through, so that they come from memory
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Of a program of `grouped`."""
+
+    rows: int
+    outputs: int  # of gate and of up; of down twice as many
+    inputs: int
+    warps: int
+    stages: int
+
+
+TILES = (
+    Tile(16, 32, 128, 4, 4),
+    Tile(16, 64, 64, 4, 5),
+    Tile(16, 64, 128, 4, 3),
+    Tile(32, 64, 64, 4, 5),
+    Tile(32, 128, 64, 8, 4),
+    Tile(64, 64, 64, 4, 4),
+    Tile(64, 128, 64, 8, 4),
+    Tile(128, 64, 64, 8, 4),
+    Tile(128, 128, 64, 8, 3),
+)
+
+
+def check(experts: int, chosen: int, hidden: int, width: int) -> None:
+    """Raises RuntimeError for a mixture that the kernels do not compute."""
+    if experts > EXPERTS[-1] or chosen > CHOSEN:
+        most = f"at most {CHOSEN} of {EXPERTS[-1]}"
+        raise RuntimeError(f"{chosen} of {experts} experts a token, kernels support {most}")
+    if hidden % ALIGN or width % ALIGN:
+        sizes = f"experts of {width} columns and hidden size {hidden}"
+        raise RuntimeError(f"{sizes}, kernels support multiples of {ALIGN}")
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Rows with one of their experts each, and where the GEMMs have each: at its place."""
+
+    weights: torch.Tensor  # float32 [pairs]
+    places: torch.Tensor  # int32 [pairs], -1 of those that no expert has
+    order: torch.Tensor  # int32 [places], the row at each
+    counts: torch.Tensor  # int32 [experts or more], pairs of each, but where each is a tile
+    tiles: torch.Tensor  # int32 [3, tiles]: expert, first place, the place after the last
+    chosen: int
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+ReplayTime = Callable[[Callable[[int], None], int, float], float]
+Layer = tuple[torch.Tensor, torch.Tensor]  # gate_up and down, as Kernels.experts has them
+
+
+class ExpertGemms:
+    """`choices` are those of all GEMMs, in which a mixture has the shape of gate_up;
+    `activate` is Kernels.activate_and_mul."""
+
+    def __init__(
+        self, choices: Choices, activate: Callable[[torch.Tensor, str], torch.Tensor]
+    ) -> None:
+        self.choices = choices
+        self._activate = activate
+
+    def run(
+        self,
+        x: torch.Tensor,
+        logits: torch.Tensor,
+        layer: Layer,
+        routing: Routing,
+        rows: Given,
+        out: torch.Tensor | None = None,
+        choice: int | None = None,
+    ) -> torch.Tensor:
+        """Kernels.experts, in `out` if given; by the kernels of `choice`, or by the best."""
+        made = torch.empty_like(x) if out is None else out
+        if not len(x):
+            return made
+        if choice is None:
+            choice = self.choice(len(x), routing.chosen, layer)
+        if choice == TORCH:
+            pairs = routed(logits, routing, rows, None)
+            by_place = self._by_torch(x, layer, pairs, routing.activation)
+        else:
+            pairs = routed(logits, routing, rows, TILES[choice].rows)
+            by_place = _by_tiles(x, layer, pairs, TILES[choice])
+        parts = -(-x.shape[1] // ADDED)
+        sums = (by_place, pairs.places, pairs.weights, made, pairs.chosen, x.shape[1], parts)
+        launch(_add_variant(x.dtype), len(x) * parts, *sums)
+        return made
+
+    def _by_torch(
+        self, x: torch.Tensor, layer: Layer, pairs: Pairs, activation: str
+    ) -> torch.Tensor:
+        """[places, hidden]; nothing of those that no pair has."""
+        experts = _experts(layer)
+        first, last = (w.view(experts, -1, w.shape[1]).transpose(1, 2) for w in layer)
+        ends = pairs.counts[:experts].cumsum(0, dtype=torch.int32)
+        # Nothing has a name that would keep its memory for longer than it is used.
+        return grouped_mm(
+            self._activate(
+                grouped_mm(x.index_select(0, pairs.order), first, offs=ends), activation
+            ),
+            last,
+            offs=ends,
+        )
+
+    def choice(self, rows: int, chosen: int, layer: Layer) -> int:
+        """That of the nearest row count that was tried, else the tile that fits most experts."""
+        tried = [
+            (abs(math.log2(count / rows)), choice)
+            for (count, *shape), choice in self.choices.items()
+            if shape == list(layer[0].shape)
+        ]
+        return min(tried)[1] if tried else candidates(rows * chosen, _experts(layer))[-1]
+
+    @torch.inference_mode()
+    def tune(
+        self,
+        layers: list[Layer],
+        routing: Routing,
+        rows: list[int],
+        known: Choices | None,
+        replay_time: ReplayTime,
+    ) -> None:
+        """Kernels.tune_experts; `replay_time` is that of gemm.py. Raises torch.OutOfMemoryError."""
+        outputs, inputs = layers[0][0].shape
+        if known is None:
+            known = {
+                (count, outputs, inputs): self._fastest(
+                    layers[:LAYERS], routing, count, replay_time
+                )
+                for count in rows
+            }
+        there = range(TORCH, len(TILES))
+        mine = {key: at for key, at in known.items() if key[1:] == (outputs, inputs)}
+        self.choices.update({key: at for key, at in mine.items() if at in there})
+
+    def _fastest(
+        self, layers: list[Layer], routing: Routing, rows: int, replay_time: ReplayTime
+    ) -> int:
+        like, experts = layers[0][0], _experts(layers[0])
+        x = like.new_empty((rows, like.shape[1])).normal_()
+        logits = like.new_empty((rows, experts)).normal_()
+        times: dict[int, float] = {}
+        for choice in (TORCH, *candidates(rows * routing.chosen, experts)):
+
+            def work(count: int, choice: int = choice) -> None:
+                for layer in layers[:count]:
+                    self.run(x, logits, layer, routing, rows, choice=choice)
+
+            times[choice] = replay_time(work, len(layers), min(times.values(), default=math.inf))
+        return min(times, key=lambda choice: times[choice])
+
+
+def candidates(pairs: int, experts: int) -> list[int]:
+    """Indices of the tiles that waste little of so many pairs, or do not have an expert read often;
+    the last one is for routing that is not quite even."""
+    each = min(64, max(16, 1 << (-(-pairs // experts) - 1).bit_length()))
+    return [at for at, tile in enumerate(TILES) if each // 2 <= tile.rows <= 2 * each]
+
+
+def routed(logits: torch.Tensor, routing: Routing, rows: Given, tile: int | None) -> Pairs:
+    """Of logits [rows, experts], for tiles of so many rows if given."""
+    (every, experts), chosen = logits.shape, routing.chosen
+    count = every * chosen
+    padded = next(n for n in EXPERTS if n >= experts)
+    alone = tile is not None and count * FEW <= experts
+    bound = 0 if tile is None else count if alone else most_tiles(count, experts, tile)
+    numbers = partial(torch.empty, dtype=torch.int32, device=logits.device)
+    # What has no pair in `order` is row 0: torch gathers it too.
+    zeros = numbers(padded + count).zero_()
+    counts, order = zeros[:padded], zeros[padded:]
+    ids, places = numbers((2, count))
+    tiles = numbers((3, bound))
+    weights = torch.empty(count, dtype=torch.float32, device=logits.device)
+    # The kernel without `given` does not read it; any pointer will do.
+    given, most = (rows, every) if isinstance(rows, torch.Tensor) else (counts, rows)
+    how = (experts, chosen, int(routing.renormalise), most, given)
+    into = (ids, weights, places, counts, order, tiles)
+    variant = _route_variant(logits.dtype, isinstance(rows, torch.Tensor), alone, padded)
+    launch(variant, every, logits, *how, *into)
+    if not alone:
+        programs = -(-max(count, bound) // SORTED)
+        sizes = (experts, chosen, count, tile or 1, bound)
+        launch(_sort_variant(padded), programs, ids, places, counts, order, tiles, *sizes)
+    return Pairs(weights, places, order, counts, tiles, chosen)
+
+
+def most_tiles(pairs: int, experts: int, rows: int) -> int:
+    """Tiles of `rows` pairs of one expert each, whatever the routing is."""
+    return (pairs + min(pairs, experts) * (rows - 1)) // rows
+
+
+def _by_tiles(x: torch.Tensor, layer: Layer, pairs: Pairs, tile: Tile) -> torch.Tensor:
+    """[places, hidden]; nothing of those that no pair has."""
+    (gate_up, down), bound = layer, pairs.tiles.shape[1]
+    hidden, width = x.shape[1], down.shape[1]
+    gated, made = x.new_empty((len(pairs), width)), x.new_empty((len(pairs), hidden))
+    of_tiles = (pairs.tiles, bound)
+    programs = bound * -(-width // tile.outputs)
+    sizes = (gated, width, hidden)
+    launch(_variant(x.dtype, tile, True), programs, x, pairs.order, gate_up, *of_tiles, *sizes)
+    programs = bound * -(-hidden // (2 * tile.outputs))
+    sizes = (made, hidden, width)
+    launch(_variant(x.dtype, tile, False), programs, gated, pairs.order, down, *of_tiles, *sizes)
+    return made
+
+
+def _experts(layer: Layer) -> int:
+    return len(layer[1]) // layer[0].shape[1]
+
+
+def variants(dtype: torch.dtype) -> Iterator[Variant]:
+    """All variants that are launched here."""
+    for padded in EXPERTS:
+        yield _sort_variant(padded)
+        for given, alone in itertools.product((False, True), repeat=2):
+            yield _route_variant(dtype, given, alone, padded)
+    for tile, gated in itertools.product(TILES, (False, True)):
+        yield _variant(dtype, tile, gated)
+    yield _add_variant(dtype)
+
+
+def _route_variant(dtype: torch.dtype, given: bool, alone: bool, padded: int) -> Variant:
+    into = ("*i32", "*fp32", *["*i32"] * 4)
+    arguments = (f"*{TRITON_TYPES[dtype]}", *["i32"] * 4, "*i32", *into)
+    constants = {"GIVEN": int(given), "ALONE": int(alone), "EXPERTS": padded, "CHOSEN": CHOSEN}
+    return Variant("route", arguments, (), tuple(constants.items()), warps=1)
+
+
+def _sort_variant(padded: int) -> Variant:
+    constants = (("EXPERTS", padded), ("BLOCK", SORTED))
+    return Variant("sort", (*["*i32"] * 5, *["i32"] * 5), (), constants)
+
+
+def _variant(dtype: torch.dtype, tile: Tile, gated: bool) -> Variant:
+    kind = f"*{TRITON_TYPES[dtype]}"
+    arguments = (kind, "*i32", kind, "*i32", "i32", kind, "i32", "i32")
+    outputs = tile.outputs if gated else 2 * tile.outputs
+    constants = {"GATED": int(gated), "ROWS": tile.rows, "OUTPUTS": outputs, "INPUTS": tile.inputs}
+    aligned, given = (0, 2, 5, 6, 7), tuple(constants.items())
+    return Variant("grouped", arguments, aligned, given, warps=tile.warps, stages=tile.stages)
+
+
+def _add_variant(dtype: torch.dtype) -> Variant:
+    kind = f"*{TRITON_TYPES[dtype]}"
+    constants = (("CHOSEN", CHOSEN), ("BLOCK", ADDED))
+    arguments = (kind, "*i32", "*fp32", kind, "i32", "i32", "i32")
+    return Variant("add_chosen", arguments, (0, 3, 5), constants)
