@@ -209,7 +209,7 @@ def test_any_routing_takes_the_same_memory() -> None:
             gemms().run(x, logits, layer, QWEN.routing, rows, choice=choice)
             peaks.add(torch.cuda.memory_stats()["requested_bytes.all.peak"] - before)
         assert len(peaks) == 1, (choice, peaks)
-        # With the output, and what is reported of pairs and tiles.
+        # With the output, and the tables of pairs and tiles.
         assert max(peaks) < (most + 36) << 20, (choice, max(peaks) >> 20)
 
 
