@@ -15,6 +15,7 @@ from torch.nn.functional import silu
 from kvline_server.kernels import torch_experts
 from kvline_server.kernels.cuda_experts import TILES, TORCH, ExpertGemms, candidates
 from kvline_server.kernels.interface import Routing
+from kvline_server.kernels.routing import Played
 from kvline_server.kernels.tuning import parse, texts, trial_rows
 from kvline_server.model.config import Experts, ModelConfig
 
@@ -168,7 +169,7 @@ def routings(rows: int) -> dict[str, torch.Tensor]:
 def test_a_captured_graph_follows_each_replay_s_routing_and_rows(bucket: int) -> None:
     layer, routing = QWEN.layer(), QWEN.routing
     own, logits = QWEN.inputs(bucket)
-    given = torch.full((1,), bucket, dtype=torch.int32, device="cuda")
+    given = torch.tensor([bucket, 0], dtype=torch.int32, device="cuda")
     every = (TORCH, *candidates(bucket * 8, 128)) if bucket > 4 else (TORCH, 0, 1, 2)
     for choice in every:
         out = torch.empty_like(own)
@@ -182,14 +183,17 @@ def test_a_captured_graph_follows_each_replay_s_routing_and_rows(bucket: int) ->
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             work()
-        for turn, (name, asked) in enumerate(routings(bucket).items()):
-            real = max(1, bucket - turn * bucket // 5)
+        asked_of = [(name, asked, Played.NOTHING) for name, asked in routings(bucket).items()]
+        for how in (Played.UNEQUAL, Played.EVEN):
+            asked_of.append((how.name, torch_experts.played(logits, 8, how), how))
+        for turn, (name, asked, how) in enumerate(asked_of):
+            real = max(1, bucket - turn * bucket // 7)
             x, _ = QWEN.inputs(bucket, seed=turn)
             own.copy_(x)
             own[real:] = float("nan")  # what an earlier, larger step left
-            logits.copy_(asked)
+            logits.copy_(routings(bucket)["random"] if how else asked)
             logits[real:] = float("nan")
-            given.fill_(real)
+            given[0], given[1] = real, how
             graph.replay()
             some = torch.randperm(real, device="cuda")[:300]
             want = oracle(x[some], asked[some], layer, 8)

@@ -28,6 +28,7 @@ from torch.nn.functional import silu
 from kvline_server.kernels import cuda_experts, torch_experts, triton_experts
 from kvline_server.kernels.cuda_experts import TILES, TORCH, ExpertGemms
 from kvline_server.kernels.interface import Routing
+from kvline_server.kernels.routing import Played
 
 triton_experts._after_the_last = lambda: None  # an instruction that the interpreter has not
 RANGES = {"route": 2, "grouped": 7}  # where kernels have a number that bounds a range
@@ -60,7 +61,9 @@ def activate(both, activation):
 
 gemms = ExpertGemms({}, activate)
 
-def check(experts, chosen, rows, hidden, width, logits=None, real=None, renormalise=True):
+def check(
+    experts, chosen, rows, hidden, width, logits=None, real=None, renormalise=True, played=0
+):
     torch.manual_seed(rows)
     real = rows if real is None else real
     x = torch.randn(rows, hidden)
@@ -68,12 +71,15 @@ def check(experts, chosen, rows, hidden, width, logits=None, real=None, renormal
     gate_up = torch.randn(experts * 2 * width, hidden) / hidden**0.5
     down = torch.randn(experts * hidden, width) / width**0.5
     logits = torch.randn(rows, experts) if logits is None else logits
-    routes = torch_experts.route(logits[:real], chosen, renormalise)
+    asked = torch_experts.played(logits[:real], chosen, Played(played))
+    routes = torch_experts.route(asked, chosen, renormalise)
     want = torch_experts.run(x[:real], routes, gate_up, down, lambda both: activate(both, "silu"))
     how = Routing(chosen, renormalise, "silu")
-    for given in (real, torch.tensor([real], dtype=torch.int32))[:WAYS]:
+    for given in (real, torch.tensor([real, played], dtype=torch.int32))[:WAYS]:
         for choice in CHOICES:
-            got = gemms.run(x, logits, (gate_up, down), how, given, choice=choice)
+            got = gemms.run(
+                x, logits, (gate_up, down), how, given, choice=choice, played=Played(played)
+            )
             torch.testing.assert_close(got[:real], want, rtol=1e-4, atol=1e-4)
             assert (got[real:] == 0).all(), "padding"
 
@@ -89,10 +95,10 @@ check(64, 2, 7, 32, 16, real=3)
 check(64, 2, 8, 32, 16, real=5)
 check(64, 2, 7, 32, 16, real=0)
 check(6, 2, 40, 32, 48, real=33)
-same = torch.arange(6).float().repeat(40, 1)
-check(6, 2, 40, 32, 48, logits=same)  # every row to the same
-even = -((torch.arange(6) - 2 * torch.arange(45)[:, None]) % 6).float()
-check(6, 2, 45, 32, 48, logits=even)
+for played in (Played.UNEQUAL, Played.EVEN):
+    check(6, 2, 45, 32, 48, played=played)
+    check(7, 3, 20, 32, 16, real=13, played=played)
+    check(128, 8, 3, 32, 16, real=2, played=played)
 CHOICES, WAYS = range(TORCH, len(TILES)), 1
 check(5, 2, 133, 144, 80)
 

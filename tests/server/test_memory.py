@@ -23,6 +23,7 @@ from kvline_contract.memory import MemoryV1
 from kvline_contract.report import Outcome
 from kvline_server.engine.largest_steps import LargestSteps, worst_params
 from kvline_server.errors import ConfigInvalid, DeviceFailure
+from kvline_server.kernels.routing import Played
 from kvline_server.memory import device as devices
 from kvline_server.memory.arena import HostArena
 from kvline_server.memory.device import (
@@ -302,7 +303,7 @@ def test_the_stress_set_s_steps_are_as_large_as_the_scheduler_s(aliased: bool) -
         pages=100,
         aliased=aliased,
     )
-    steps = {name: make().step for name, make in largest.makers()}
+    steps = {name: make(Played.NOTHING).step for name, make in largest.makers()}
     for name, step in steps.items():
         rows = len(step.sampled_slots)
         assert rows and step.listed.tolist() == list(range(rows)) and step.listed_top == 20
@@ -332,7 +333,7 @@ def test_the_stress_set_s_sequences_fit_whatever_the_pages(
         aliased=False,
     )
     for name, make in largest.makers():
-        layout = make().step.layout
+        layout = make(Played.NOTHING).step.layout
         assert layout.rows, name
         assert 0 not in layout.pages and len(set(layout.pages)) == len(layout.pages) < pages, name
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvline_server.engine.largest_steps import LargestSteps
 from kvline_server.kernels.layout import Draws, Layout
+from kvline_server.kernels.routing import Played
 from kvline_server.memory.pages import pages_for
 from kvline_server.parallel import wire
 from kvline_server.worker.step import Edits, Step
@@ -65,6 +66,7 @@ def steps(draw: st.DrawFn) -> Step:
         edits=tuple(edits(draw(sizes)) for _ in range(draw(st.integers(0, 2)))),
         listed=of(i8, draw(sizes)),
         listed_top=draw(st.integers(0, 20)),
+        routing=draw(st.sampled_from(Played)),
     )
 
 
@@ -73,7 +75,8 @@ def flat(step: Step) -> list[tuple[str, bytes]]:
 
 
 def numbers(step: Step) -> list[int]:
-    return [step.layout.decodes, step.scored_top, step.listed_top, len(step.edits)]
+    layout, edits = step.layout, len(step.edits)
+    return [layout.decodes, step.scored_top, step.listed_top, step.routing, edits]
 
 
 @given(st.lists(steps(), min_size=1, max_size=4))
@@ -124,7 +127,7 @@ def test_the_largest_steps_fit(
     )
     memory = memoryview(bytearray(room))
     for _, make in stress.makers():
-        wire.write(memory, make().step)
+        wire.write(memory, make(Played.NOTHING).step)
 
 
 def test_a_step_without_room_is_an_error() -> None:

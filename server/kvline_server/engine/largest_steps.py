@@ -9,12 +9,13 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kvline_server.engine.batch import Batch, build
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.scheduler import Work
+from kvline_server.kernels.routing import Played
 from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
 from kvline_server.sampling_params import MAX_BIASES, SamplingParams
 
@@ -52,7 +53,7 @@ class LargestSteps:
     pages: int
     aliased: bool
 
-    def makers(self) -> Iterator[tuple[str, Callable[[], Batch]]]:
+    def makers(self) -> Iterator[tuple[str, Callable[[Played], Batch]]]:
         """Name of each step and what builds it, for its sequences to live as long as in service:
         until its results are read. Those that fail soonest come first."""
         top = self.max_top_logprobs
@@ -108,7 +109,7 @@ class LargestSteps:
         length = min(self.max_model_len, share // PAGE_SIZE * PAGE_SIZE)
         return [(length, length - 1)] * decodes
 
-    def _batch(self, rows: list[Rows], params: SamplingParams) -> Batch:
+    def _batch(self, rows: list[Rows], params: SamplingParams, routing: Played) -> Batch:
         real = range(DUMMY_PAGE + 1, self.pages)
         pages = itertools.cycle(real) if self.aliased else iter(real)
         longest = max(length for length, _ in rows)
@@ -121,4 +122,5 @@ class LargestSteps:
             sequence.pages = array("i", itertools.islice(pages, pages_for(length)))
             sequence.computed = start
             work.append(Work(sequence, start, length - start))
-        return build(work)
+        made = build(work)
+        return replace(made, step=replace(made.step, routing=routing))

@@ -19,6 +19,7 @@ from torch.nn.functional import grouped_mm
 
 from kvline_server.kernels.cubins import TRITON_TYPES, Variant, launch
 from kvline_server.kernels.interface import Given, Routing
+from kvline_server.kernels.routing import Played
 from kvline_server.kernels.tuning import Choices
 
 TORCH = -1  # other choices are indices of TILES
@@ -102,6 +103,7 @@ class ExpertGemms:
         rows: Given,
         out: torch.Tensor | None = None,
         choice: int | None = None,
+        played: Played = Played.NOTHING,
     ) -> torch.Tensor:
         """Kernels.experts, in `out` if given; by the kernels of `choice`, or by the best."""
         made = torch.empty_like(x) if out is None else out
@@ -110,10 +112,10 @@ class ExpertGemms:
         if choice is None:
             choice = self.choice(len(x), routing.chosen, layer)
         if choice == TORCH:
-            pairs = routed(logits, routing, rows, None)
+            pairs = routed(logits, routing, rows, None, played)
             by_place = self._by_torch(x, layer, pairs, routing.activation)
         else:
-            pairs = routed(logits, routing, rows, TILES[choice].rows)
+            pairs = routed(logits, routing, rows, TILES[choice].rows, played)
             by_place = _by_tiles(x, layer, pairs, TILES[choice])
         parts = -(-x.shape[1] // ADDED)
         sums = (by_place, pairs.places, pairs.weights, made, pairs.chosen, x.shape[1], parts)
@@ -191,7 +193,13 @@ def candidates(pairs: int, experts: int) -> list[int]:
     return [at for at, tile in enumerate(TILES) if each // 2 <= tile.rows <= 2 * each]
 
 
-def routed(logits: torch.Tensor, routing: Routing, rows: Given, tile: int | None) -> Pairs:
+def routed(
+    logits: torch.Tensor,
+    routing: Routing,
+    rows: Given,
+    tile: int | None,
+    played: Played = Played.NOTHING,
+) -> Pairs:
     """Of logits [rows, experts], for tiles of so many rows if given."""
     (every, experts), chosen = logits.shape, routing.chosen
     count = every * chosen
@@ -207,7 +215,7 @@ def routed(logits: torch.Tensor, routing: Routing, rows: Given, tile: int | None
     weights = torch.empty(count, dtype=torch.float32, device=logits.device)
     # The kernel without `given` does not read it; any pointer will do.
     given, most = (rows, every) if isinstance(rows, torch.Tensor) else (counts, rows)
-    how = (experts, chosen, int(routing.renormalise), most, given)
+    how = (experts, chosen, int(routing.renormalise), most, int(played), given)
     into = (ids, weights, places, counts, order, tiles)
     variant = _route_variant(logits.dtype, isinstance(rows, torch.Tensor), alone, padded)
     launch(variant, every, logits, *how, *into)
@@ -255,7 +263,7 @@ def variants(dtype: torch.dtype) -> Iterator[Variant]:
 
 def _route_variant(dtype: torch.dtype, given: bool, alone: bool, padded: int) -> Variant:
     into = ("*i32", "*fp32", *["*i32"] * 4)
-    arguments = (f"*{TRITON_TYPES[dtype]}", *["i32"] * 4, "*i32", *into)
+    arguments = (f"*{TRITON_TYPES[dtype]}", *["i32"] * 5, "*i32", *into)
     constants = {"GIVEN": int(given), "ALONE": int(alone), "EXPERTS": padded, "CHOSEN": CHOSEN}
     return Variant("route", arguments, (), tuple(constants.items()), warps=1)
 

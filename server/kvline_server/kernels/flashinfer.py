@@ -171,7 +171,9 @@ class FlashInferKernels(Kernels):
         rows: Given,
     ) -> torch.Tensor:
         out = self.group.buffer(*x.shape)
-        return self._experts.run(x, logits, (gate_up, down), routing, rows, out)
+        return self._experts.run(
+            x, logits, (gate_up, down), routing, rows, out, played=self.routing
+        )
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out: torch.Tensor = norm.rmsnorm(x, weight, eps=eps)

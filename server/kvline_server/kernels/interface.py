@@ -18,6 +18,7 @@ from kvline_server.kernels import torch_experts
 from kvline_server.kernels.fp8 import Weight
 from kvline_server.kernels.group import Group
 from kvline_server.kernels.layout import Draws, Layout
+from kvline_server.kernels.routing import Played
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.arena import KVLayer
 
@@ -66,7 +67,8 @@ class Unnormed:
 
 
 Normed = torch.Tensor | Unnormed  # [rows, hidden]
-Given = int | torch.Tensor  # rows that are no padding; in captured graphs int32 [1] on the device
+# Rows that are no padding; in captured graphs int32 [2] on the device: those and a Played.
+Given = int | torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,7 @@ class Kernels(Protocol):
     depth: int  # steps in flight while the host prepares the next one: 1 on a GPU, 0 on the CPU
     group: Group  # the ranks that have the other parts of the model
     keeps_fp8: bool = False  # takes an Fp8Weight, of a shape that fp8.fits lets pass
+    routing: Played = Played.NOTHING  # of the step that runs
 
     @property
     def plan_in_place(self) -> Callable[[PageTables], Any] | None:
@@ -211,9 +214,10 @@ class Kernels(Protocol):
         x [rows, hidden], logits [rows, experts], gate_up [experts * 2 * width, hidden], down
         [experts * hidden, width] -> [rows, hidden]"""
         assert isinstance(rows, int)  # nothing of it can be captured
+        logits = torch_experts.played(logits[:rows], routing.chosen, self.routing)
         given = torch_experts.run(
             x[:rows],
-            torch_experts.route(logits[:rows], routing.chosen, routing.renormalise),
+            torch_experts.route(logits, routing.chosen, routing.renormalise),
             gate_up,
             down,
             lambda made: self.activate_and_mul(made, routing.activation),

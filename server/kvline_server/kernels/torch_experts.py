@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import linear
 
+from kvline_server.kernels.routing import Played
+
 ROWS = 512  # of one expert at a time: what a step takes is bounded however unequal the routing is
 
 
@@ -24,6 +26,16 @@ def route(logits: torch.Tensor, chosen: int, renormalise: bool) -> Routes:
     """The `chosen` largest of a softmax over all experts. [rows, experts]"""
     weights, ids = logits.softmax(dim=-1, dtype=torch.float32).topk(chosen, dim=-1)
     return Routes(ids, weights / weights.sum(dim=-1, keepdim=True) if renormalise else weights)
+
+
+def played(logits: torch.Tensor, chosen: int, how: Played) -> torch.Tensor:
+    """Logits of which the `chosen` largest are as played. [rows, experts] -> the same"""
+    if how is Played.NOTHING:
+        return logits
+    rows, experts = logits.shape
+    first = torch.arange(rows, device=logits.device) * (chosen if how is Played.EVEN else 0)
+    expert = torch.arange(experts, device=logits.device)
+    return -((expert - first.unsqueeze(1)) % experts).float()
 
 
 def run(

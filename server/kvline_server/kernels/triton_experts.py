@@ -21,6 +21,7 @@ def route(
     chosen,
     renormalise,
     rows,
+    played,
     given,
     ids,
     weights,
@@ -34,13 +35,18 @@ def route(
     CHOSEN: tl.constexpr,
 ):
     """A row's softmax, the experts of its largest numbers, and the pair's place among those of its
-    expert. Rows that are not among the first `rows`, or with GIVEN the first `given[0]`, get the id
-    `experts`, which is no expert's. With ALONE each pair is a tile: `sort` is left out."""
+    expert. Rows that are not among the first `rows` get the id `experts`, which is no expert's;
+    `played` is a Played. With GIVEN the two are `given[0]` and `given[1]`. With ALONE each pair is
+    a tile: `sort` is left out."""
     _after_the_last()
     row = tl.program_id(0)
     at = tl.arange(0, EXPERTS)
     x = tl.load(logits + row * experts + at, mask=at < experts, other=float("-inf"))
-    x = x.to(tl.float32)
+    how = tl.load(given + 1) if GIVEN else played
+    first = tl.where(how == 2, row * chosen % experts, 0)
+    turned = tl.where(at < first, at + experts, at) - first
+    asked = tl.where(at < experts, -turned.to(tl.float32), float("-inf"))
+    x = tl.where(how == 0, x.to(tl.float32), asked)
     shares = tl.exp(x - tl.max(x, axis=0))
     # A NaN is the largest, and its share breaks the row; ids are experts' whatever the logits are.
     left = tl.where(at < experts, _ordered(tl.where(x == x, x, float("inf")), at), -(1 << 63))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvline_server.kernels.layout import Draws, Layout
+from kvline_server.kernels.routing import Played
 from kvline_server.memory.pages import pages_for
 from kvline_server.sampling_params import MAX_BIASES
 from kvline_server.worker.step import Edits, Step
@@ -19,7 +20,7 @@ _I8, _I4, _F4, _U8 = np.int64, np.int32, np.float32, np.uint64
 _TYPES = (_I8, _I4, _I4, _I4, _I4, _I4, _I8, *[_I8] * 5, _F4, _I4, _F4, _F4, _U8, _I8)
 _EDIT = (_I8, _I8, _F4, _F4)
 _EDITS = 2  # at most: penalties and biases
-_NUMBERS = 4  # that are no arrays, before the lengths of the arrays
+_NUMBERS = 5  # that are no arrays, before the lengths of the arrays
 _HEAD = 8 * (_NUMBERS + len(_TYPES) + _EDITS * len(_EDIT))
 _PAGE = mmap.PAGESIZE
 _LINE = 8  # int64 in a cache line: readers do not share one
@@ -38,7 +39,8 @@ def write(into: memoryview, step: Step) -> None:
     """Raises ValueError where there is no room."""
     arrays = _arrays(step)
     head = np.frombuffer(into, _I8, _HEAD // 8)
-    head[:_NUMBERS] = step.layout.decodes, step.scored_top, step.listed_top, len(step.edits)
+    numbers = step.layout.decodes, step.scored_top, step.listed_top, step.routing, len(step.edits)
+    head[:_NUMBERS] = numbers
     head[_NUMBERS : _NUMBERS + len(arrays)] = [len(array) for array in arrays]
     at = _HEAD
     for array, kind in zip(arrays, _kinds(len(step.edits)), strict=True):
@@ -49,7 +51,7 @@ def write(into: memoryview, step: Step) -> None:
 def read(source: memoryview) -> Step:
     """The arrays are those of the memory."""
     head = np.frombuffer(source, _I8, _HEAD // 8)
-    decodes, scored_top, listed_top, edits = head[:_NUMBERS].tolist()
+    decodes, scored_top, listed_top, routing, edits = head[:_NUMBERS].tolist()
     kinds = _kinds(edits)
     found: list[np.ndarray] = []
     at = _HEAD
@@ -79,6 +81,7 @@ def read(source: memoryview) -> Step:
         edits=tuple(Edits(*take(len(_EDIT))) for _ in range(edits)),
         listed=listed,
         listed_top=listed_top,
+        routing=Played(routing),
     )
 
 

@@ -101,6 +101,7 @@ def load_model(
         ),
         fingerprint=_fingerprint(launch, settings, provenance, device.limit, worker),
         cache_dtype=_name(cache.dtype),
+        experts=model.experts is not None,
     )
 
 

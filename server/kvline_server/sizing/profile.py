@@ -17,9 +17,11 @@ from pathlib import Path
 from kvline_contract import times
 from kvline_contract.memory import COLLECTIVES
 from kvline_contract.report import Attempt, Outcome, Result, Source, Stage, State
+from kvline_server.engine.batch import Batch
 from kvline_server.engine.largest_steps import LargestSteps
 from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, OutOfMemory
 from kvline_server.kernels import tuning
+from kvline_server.kernels.routing import Played
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
@@ -34,6 +36,12 @@ PROBE_PAGES = 64
 SHRINK_PERCENT = 95
 MAX_TRIES = 4
 NEIGHBOUR_PAUSE = 15.0  # seconds
+# Of a mixture of experts, with the words of a stage's detail.
+ROUTINGS = (
+    (Played.UNEQUAL, "every row to the same experts"),
+    (Played.EVEN, "rows to all experts alike"),
+)
+PLAIN = ((Played.NOTHING, ""),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +54,7 @@ class Loaded:
     owned: tuple[OwnedPart, ...]
     fingerprint: str
     cache_dtype: str
+    experts: bool = False  # whether the model has a mixture of them
 
     @property
     def bytes_per_token(self) -> int:
@@ -307,26 +316,32 @@ class ProfileLoop:
     def _run_stress(self, max_model_len: int, aliased: bool) -> None:
         """With several ranks each runs a step alone before they run it together: one that lacks
         memory is known before another waits for it."""
-        executor, settings = self.executor, self.settings
+        settings = self.settings
         stress = LargestSteps(
             max_running_requests=settings.max_running_requests,
             max_prefill_tokens=settings.max_prefill_tokens,
             max_top_logprobs=settings.max_top_logprobs,
             max_model_len=max_model_len,
             vocabulary=self.loaded.vocabulary,
-            pages=executor.pages,
+            pages=self.executor.pages,
             aliased=aliased,
         )
         for name, make in stress.makers():
             with self._stage(f"{'stress' if aliased else 'validate'} {name}", None) as details:
-                batch = make()
-                if executor.ranks > 1:
-                    started = time.monotonic()
-                    executor.rehearse(batch.step)
-                    ms = round((time.monotonic() - started) * 1000)
-                    details.append(f"each of {executor.ranks} ranks alone {ms} ms, then together")
-                executor.launch(batch.step).wait()
-                del batch  # or the next one is built beside it
+                for routing, what in ROUTINGS if self.loaded.experts else PLAIN:
+                    details += self._run_step(make(routing), what)
+
+    def _run_step(self, batch: Batch, what: str) -> list[str]:
+        """-> details for its stage"""
+        started, executor = time.monotonic(), self.executor
+        details = []
+        if executor.ranks > 1:
+            executor.rehearse(batch.step)
+            ms = round((time.monotonic() - started) * 1000)
+            details.append(f"each of {executor.ranks} ranks alone {ms} ms, then together")
+        executor.launch(batch.step).wait()
+        ms = round((time.monotonic() - started) * 1000)
+        return [f"{what} {ms} ms", *details] if what else details
 
     @contextmanager
     def _stage(self, name: str, state: State | None, *details: str) -> Iterator[list[str]]:

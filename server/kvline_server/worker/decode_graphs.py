@@ -47,7 +47,7 @@ class _Inputs:
             return buffer[start : start + count * dtype.itemsize].view(dtype)
 
         self.buffer = buffer
-        self.given = part(torch.int32, 1)  # sequences; the other rows are padding
+        self.given = part(torch.int32, 2)  # sequences, as the other rows are padding, and a Played
         self.tokens = part(torch.int64, rows)
         self.unread = part(torch.int64, rows)  # the slot of its last token, or UNREAD
         self.slots = part(torch.int64, rows)
@@ -112,7 +112,7 @@ class DecodeGraphs:
         host = self.stagings[self.turn]
         pages = len(layout.pages)
         lengths = _padded(layout.lengths, bucket, 1)
-        host.given.numpy()[:] = rows
+        host.given.numpy()[:] = rows, step.routing
         host.tokens.numpy()[:bucket] = _padded(step.tokens, bucket, 0)
         host.slots.numpy()[:bucket] = _padded(layout.slots, bucket, DUMMY_PAGE * PAGE_SIZE)
         host.positions.numpy()[:bucket] = _padded(layout.positions, bucket, 0)
@@ -152,7 +152,7 @@ class DecodeGraphs:
                 starts = np.arange(rows + 1, dtype=np.int32)
                 self.device.last_page.fill_(1)
                 self.device.unread.fill_(UNREAD)
-                self.device.given.fill_(rows)
+                self.device.given[:1].fill_(rows)
                 for into in (self.device.row_starts, self.device.page_starts):
                     into[: rows + 1].copy_(torch.from_numpy(starts))
                 plan = self._plan(starts, starts, np.ones(rows, dtype=np.int32))

@@ -78,8 +78,8 @@ class GraphSegments:
             torch.zeros(max_rows, dtype=torch.int32, device=device),
             torch.zeros(max_rows, dtype=torch.int64, device=device),
         )
-        # Rows of a step that are no padding, for which a mixture of experts has work.
-        self.given = torch.full((1,), max_rows, dtype=torch.int32, device=device)
+        # For a mixture of experts: rows of a step that are no padding, and a Played.
+        self.given = torch.tensor([max_rows, 0], dtype=torch.int32, device=device)
         residual = torch.zeros((max_rows, c.hidden), dtype=dtype, device=device)
         self.state = LayerState(residual, torch.zeros(fused, dtype=dtype, device=device))
         width = c.heads * c.head_dim
@@ -145,7 +145,8 @@ class GraphSegments:
 
     def _give(self, rows: int) -> None:
         if self.decoder.config.experts is not None:
-            self.given.fill_(rows)
+            self.given[:1].fill_(rows)
+            self.given[1:].fill_(self.decoder.kernels.routing)
 
     def _place(self, token_ids: torch.Tensor, mapping: SlotMapping, bucket: int) -> None:
         rows = len(token_ids)

@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from kvline_server.kernels.layout import Draws, Layout
+from kvline_server.kernels.routing import Played
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class Step:
     edits: tuple[Edits, ...]  # applied one after the other
     listed: np.ndarray  # int64 [listed], sampled rows whose token's logprob is returned
     listed_top: int  # alternatives of each of them
+    routing: Played = Played.NOTHING
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,6 +116,7 @@ class Worker:
     def _launch(
         self, step: Step, decode: Callable[[Step], torch.Tensor], read: bool = True
     ) -> LaunchedStep:
+        self.kernels.routing = step.routing
         targets, written = self.kernels.upload(step.targets, step.sampled_slots)
         hidden = decode(step)
         outputs = _Outputs()
