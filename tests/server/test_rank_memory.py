@@ -75,11 +75,14 @@ def test_a_rank_killed_for_memory_while_validating_makes_all_go_on_smaller(
     server = begin(start, shared_model, 1, "13:kill", "STEP")
     server.wait(seconds=SECONDS)
     report = server.sizing()
-    tried = [each for each in report["attempts"] if each["number"]]
-    assert len(tried) == 2, (report["attempts"], server.output())
-    first, second = tried
-    assert (first["outcome"], second["outcome"]) == ("Killed", "Survived")
-    assert second["targetTokens"] == first["targetTokens"] * 95 // 100 // 16 * 16
+    first, *others = [each for each in report["attempts"] if each["number"]]
+    assert first["outcome"] == "Killed"
+    # The new start does not measure before it tries that; what is free may differ a little.
+    *refused, last = others
+    assert last["outcome"] == "Survived", report
+    assert {a["outcome"] for a in refused} <= {"OutOfMemory"}, report
+    assert others[0]["targetTokens"] == first["targetTokens"] * 95 // 100 // 16 * 16
+    assert report["result"]["kvTokens"] == last["targetTokens"]
 
 
 @pytest.mark.parametrize(

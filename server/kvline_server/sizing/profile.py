@@ -257,7 +257,9 @@ class ProfileLoop:
                     pinned = not may_shrink
                     raise self._out_of_memory(error, self.store.attempts, pinned) from error
                 self.send(Progress(state=State.SHRUNK_RETRY))
-                target = self._check_context(self._smaller(target))
+                tried, target = target, self._check_context(self._smaller(target))
+                why = f"{tried} KV tokens did not fit ({error}); {target} are tried next"
+                self.send(Progress(warning=why))
                 number += 1
             except DeviceFailure:
                 self.store.forget()

@@ -1,7 +1,8 @@
 """Faults put into a server under test from outside: Python imports this at start, before us.
 
-KVLINE_FAULT_STEP=n:raise|oom|kill|signal|nan|device breaks the engine's n-th batch; after `kill`
-the parent sees a kernel that killed for memory, after `signal` it does not;
+KVLINE_FAULT_STEP=n:raise|oom|kill|signal|nan|device breaks the engine's n-th batch; after `kill`,
+of the first start alone, the parent sees a kernel that killed for memory, after `signal` it does
+not; with KVLINE_FAULT_ALWAYS the n-th batch of every start and all after it;
 KVLINE_FAULT_MEMORY=stage:n makes torch allocate too much in the n-th call of a stage (OF_STAGES),
 on KVLINE_FAULT_DEVICE, and writes this value to the file KVLINE_FAULT_MARK;
 KVLINE_FAULT_RANK says which rank of several breaks so, by default the first;
@@ -30,6 +31,8 @@ def break_step() -> None:
     import kvline_server.worker.worker as module
 
     number, kind = STEP.split(":")
+    if kind == "kill" and not ALWAYS and KILLS.exists():
+        return  # a start that tries a second size may reach that number of steps too
     launch = module.Worker._launch
     count = 0
 
