@@ -68,6 +68,12 @@ def build_parser() -> argparse.ArgumentParser:
     size.add_argument(
         "--write-record", type=Path, help="add the validated budget to this file of records"
     )
+    size.add_argument(
+        "--compare",
+        metavar="FIELD=VALUE,...",
+        help="then measure with each of these changes of the spec alone, such as "
+        "kvCacheDtype=fp8,gpus=2, and print a table of what each gives",
+    )
     size.add_argument("--json", action="store_true", help="print the sizing report as JSON")
     download = commands.add_parser("download", help="fetch the model of a launch.json")
     download.add_argument("--config", type=Path, required=True)
@@ -211,25 +217,39 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.config is not None:
         _refuse(arguments, OF_THE_FILE, "the file sets it")
     with ExitStack() as stack:
-        if arguments.config is None or arguments.state_dir is None:
+        comparison = arguments.compare if arguments.command == "size" else None
+        if arguments.config is None or arguments.state_dir is None or comparison is not None:
             own = stack.enter_context(scratch())
         state = _state_dir(arguments.state_dir or own)
-        config = arguments.config or _write_launch(arguments, own)
-        launch = _read_launch(config)
+        launch = _read_launch(arguments.config or _write_launch(arguments, own))
         if not launch.require_api_key:
             _refuse(arguments, ["api_key_file"], "the file does not require a key")
         if not launch.require_tls:
             _refuse(arguments, ["tls_dir"], "the file does not require TLS")
-        supervisor = Supervisor(_options(arguments, config, state), launch)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: supervisor.stop())
+
+        def start(asked: LaunchConfig) -> Supervisor:
+            config = arguments.config
+            if config is None or asked != launch:
+                config = own / "launch.json"
+                config.write_text(asked.dumps())
+            supervisor = Supervisor(_options(arguments, config, state), asked)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: supervisor.stop())
+            return supervisor
+
         if arguments.command == "serve":
-            return supervisor.run()
-        from kvline_server.size import check_writable, show
+            return start(launch).run()
+        from kvline_server import compare, size
 
         if arguments.write_record:  # reported before the work, not after it
-            check_writable(arguments.write_record)
-        return show(supervisor, arguments.json, arguments.write_record)
+            size.check_writable(arguments.write_record)
+        if comparison is not None:
+            try:
+                every = compare.choices(comparison, launch)
+            except ContractError as error:
+                build_parser().error(f"argument --compare: {error}")
+            return compare.show(every, start, arguments.json, arguments.write_record)
+        return size.show(start(launch), arguments.json, arguments.write_record)
 
 
 def _options(arguments: argparse.Namespace, config: Path, state: Path) -> Options:

@@ -25,8 +25,8 @@ MIB = 1 << 20
 INTERRUPTED = 130  # as a shell has it for SIGINT
 
 
-def show(supervisor: Supervisor, as_json: bool, record: Path | None = None) -> int:
-    """Runs the profile loop, prints its result and returns the exit code, 130 after Ctrl-C."""
+def measure(supervisor: Supervisor) -> int:
+    """Runs the profile loop and prints its stages. -> the exit code, INTERRUPTED after Ctrl-C"""
     console = Console(stderr=True)
     done = threading.Event()
     watcher = threading.Thread(target=_follow, args=(supervisor, console, done), daemon=True)
@@ -41,10 +41,18 @@ def show(supervisor: Supervisor, as_json: bool, record: Path | None = None) -> i
     if code == ExitCode.DRAINED and report.result is None:
         console.print("interrupted before a size was validated", style="yellow")
         return INTERRUPTED
-    if record is not None and report.result is not None:
-        add_record(record, report.result)
     for warning in report.warnings:
         console.print(f"warning: {warning}", markup=False, style="yellow")
+    return code
+
+
+def show(supervisor: Supervisor, as_json: bool, record: Path | None = None) -> int:
+    """`measure`, and prints what it gave. -> the exit code"""
+    code, report = measure(supervisor), supervisor.keeper.report
+    if code == INTERRUPTED:
+        return code
+    if record is not None and report.result is not None:
+        add_record(record, report.result)
     if as_json:
         # Read by `kubectl kvline size`, which may be of an earlier version.
         sys.stdout.write(report.dumps(version=1) + "\n")

@@ -114,6 +114,7 @@ def prompt_values(outputs: dict[int, list[Output]]) -> np.ndarray:
     [
         ("Llama", 128),
         ("Llama", 64),
+        ("Qwen2", 128),
         ("Qwen3", 128),
         ("Mistral", 128),
         ("Phi3", 128),

@@ -1,0 +1,150 @@
+"""`kvline-server size --compare`: what each change of one setting would give, measured one after
+the other, as each takes the whole device."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvline_contract.codec import ContractError, camel, encode
+from kvline_contract.launch import EngineOptions, LaunchConfig
+from kvline_contract.memory import EXPERTS, KV_CACHE, SCALES, WEIGHTS
+from kvline_contract.report import SizingReport
+from kvline_server.flags import with_flag_names
+from kvline_server.parent.supervisor import Supervisor
+from kvline_server.size import INTERRUPTED, add_record, measure
+
+MAX_CHOICES = 8
+AS_GIVEN = "as given"
+# The spec's name of each setting, and where launch.json has it.
+SETTINGS = {
+    **{camel(field.name): ("engine", camel(field.name)) for field in fields(EngineOptions)},
+    "gpus": ("tensorParallel",),
+    "headroomMiB": ("capacity", "headroomMiB"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    name: str
+    launch: LaunchConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    name: str
+    report: SizingReport
+
+
+def choices(text: str, launch: LaunchConfig) -> list[Choice]:
+    """The launch as it is, then with each change of `text` alone, such as
+    kvCacheDtype=fp8,gpus=2. Raises ContractError."""
+    every = [each.strip() for each in text.split(",")]
+    if len(set(every)) < len(every):
+        raise ContractError("expected each choice once")
+    if len(every) > MAX_CHOICES:
+        raise ContractError(f"expected at most {MAX_CHOICES} choices, got {len(every)}")
+    return [Choice(AS_GIVEN, launch), *(Choice(each, _changed(each, launch)) for each in every)]
+
+
+def _changed(choice: str, launch: LaunchConfig) -> LaunchConfig:
+    field, _, value = choice.partition("=")
+    if field not in SETTINGS or not value:
+        known = ", ".join(SETTINGS)
+        raise ContractError(f"expected FIELD=VALUE, of {known}; got {choice[:80]!r}")
+    document: dict[str, Any] = encode(launch)
+    into = document
+    *path, last = SETTINGS[field]
+    for key in path:
+        into = into[key]
+    into[last] = int(value) if value.isdecimal() else value
+    try:
+        # Through the strict reader, so that a choice has the same bounds as a file.
+        return LaunchConfig.parse(json.dumps(document))
+    except ContractError as error:
+        expected = str(error).partition(": ")[2]  # without the field's place in launch.json
+        raise ContractError(f"{choice[:80]}: {expected}") from None
+
+
+def show(
+    every: list[Choice],
+    start: Callable[[LaunchConfig], Supervisor],
+    as_json: bool,
+    record: Path | None,
+) -> int:
+    """Measures all and prints the table, also of those before Ctrl-C or beside one that fails.
+    -> the exit code, of the first one that was not validated"""
+    console, code = Console(stderr=True), 0
+    measured: list[Measured] = []
+    before: Supervisor | None = None
+    for number, choice in enumerate(every, 1):
+        console.print(f"{choice.name} ({number} of {len(every)})", style="bold", highlight=False)
+        supervisor = start(choice.launch)
+        if before is not None and before.health.draining:  # a signal before this one took them
+            code = INTERRUPTED
+            break
+        before, ended = supervisor, measure(supervisor)
+        if ended == INTERRUPTED:
+            code = ended
+            break
+        code = code or ended
+        report = supervisor.keeper.report
+        measured.append(Measured(choice.name, report))
+        if record is not None and report.result is not None:
+            add_record(record, report.result)
+    if not measured:
+        return code
+    if as_json:
+        reports = {each.name: json.loads(each.report.dumps(version=1)) for each in measured}
+        sys.stdout.write(json.dumps(reports) + "\n")
+    else:
+        out = Console()
+        out.print(table(measured))
+        for line in notes(measured):
+            out.print(line, markup=False, highlight=False)
+    return code
+
+
+def table(measured: list[Measured]) -> Table:
+    """A line each; memory is that of the rank with the least room."""
+    headings = ("choice", "KV tokens", "ratio", "sequences", "weights\nMiB", "KV cache\nMiB")
+    made = Table(*headings, box=None, pad_edge=False)
+    for column in made.columns:
+        column.no_wrap = True
+        column.justify = "left" if column.header == "choice" else "right"
+    first = measured[0].report.result if measured else None
+    for each in measured:
+        result, effective = each.report.result, each.report.effective
+        if result is None or effective is None:
+            made.add_row(each.name, *["-"] * 5)
+            continue
+        memory = result.ranks[result.binding_rank]
+        weights = sum(memory.mib(part) for part in (WEIGHTS, EXPERTS, SCALES))
+        made.add_row(
+            each.name,
+            f"{result.kv_tokens:,}",
+            f"{result.kv_tokens / first.kv_tokens:.2f}" if first is not None else "-",
+            f"{result.kv_tokens // effective.max_model_len:,} of {effective.max_model_len:,}",
+            f"{weights:,}",
+            f"{memory.mib(KV_CACHE):,}",
+        )
+    return made
+
+
+def notes(measured: list[Measured]) -> list[str]:
+    """What the table has no room for."""
+    made = []
+    for each in measured:
+        result, failure = each.report.result, each.report.failure
+        if failure is not None:
+            made.append(f"{each.name}: {failure.name}: {with_flag_names(failure.message)}")
+        elif result is not None and len(result.ranks) > 1:
+            made.append(f"{each.name}: MiB on each of {len(result.ranks)} ranks")
+    return made

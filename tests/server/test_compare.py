@@ -1,0 +1,92 @@
+"""kvline-server size --compare: each change alone beside the model as given, in one table."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from servers import launch_config
+from test_size import size
+
+from kvline_contract.codec import ContractError
+from kvline_contract.launch import EngineOptions, KVCacheDtype
+from kvline_server.compare import AS_GIVEN, SETTINGS, choices
+
+AS_GIVEN_CELL = AS_GIVEN.replace(" ", "-")
+GIVEN = launch_config(Path("/model"), engine=EngineOptions(max_model_len=64))
+
+
+def test_each_choice_changes_one_setting_of_the_launch() -> None:
+    first, cache, gpus, headroom = choices("kvCacheDtype=fp8,gpus=2, headroomMiB=300", GIVEN)
+    assert (first.name, first.launch) == (AS_GIVEN, GIVEN)
+    assert cache.launch.engine == EngineOptions(64, kv_cache_dtype=KVCacheDtype.FP8)
+    assert (gpus.name, gpus.launch.tensor_parallel, gpus.launch.engine) == (
+        "gpus=2",
+        2,
+        GIVEN.engine,
+    )
+    assert headroom.launch.capacity.headroom_mib == 300
+    assert cache.launch.capacity == gpus.launch.capacity == GIVEN.capacity
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("fp8", "expected FIELD=VALUE, of maxModelLen, .*kvCacheDtype, gpus, .*; got 'fp8'"),
+        ("device=cuda", "got 'device=cuda'"),
+        ("gpus=", "got 'gpus='"),
+        ("", "got ''"),
+        ("kvCacheDtype=fp9", "^kvCacheDtype=fp9: expected one of auto, fp8, got 'fp9'"),
+        ("gpus=9", "^gpus=9: expected 1 to 8, got 9"),
+        ("gpus=two", "^gpus=two: expected an integer"),
+        ("maxModelLen=1", "^maxModelLen=1: expected 16 to"),
+        ("gpus=2,gpus=2", "expected each choice once"),
+        (",".join(f"gpus={n}" for n in range(9)), "at most 8 choices, got 9"),
+    ],
+)
+def test_a_wrong_choice_is_named(text: str, why: str) -> None:
+    with pytest.raises(ContractError, match=why):
+        choices(text, GIVEN)
+
+
+def test_every_setting_of_the_engine_can_be_compared() -> None:
+    assert {"maxModelLen", "maxRunningRequests", "kvCacheDtype", "gpus"} < set(SETTINGS)
+    for field in SETTINGS:
+        value = "fp8" if field == "kvCacheDtype" else "8" if field == "gpus" else "20"
+        _, choice = choices(f"{field}={value}", GIVEN)
+        assert choice.launch != GIVEN
+
+
+@pytest.mark.process
+def test_all_are_measured_though_one_is_refused(shared_model: Path, tmp_path: Path) -> None:
+    record = tmp_path / "records.json"
+    words = ("--compare", "kvCacheDtype=fp8,gpus=5", "--write-record", str(record))
+    done = size(shared_model, *words, check=False)
+    assert done.returncode == 32, done.stderr[-2000:]
+    text = done.stdout.replace(AS_GIVEN, AS_GIVEN_CELL)
+    lines = {line.split()[0]: line.split() for line in text.splitlines()}
+    names = AS_GIVEN_CELL, "kvCacheDtype=fp8"
+    tokens = {name: int(lines[name][1].replace(",", "")) for name in names}
+    kept = json.loads(record.read_text())["records"].values()
+    assert sorted(each["kvTokens"] for each in kept) == sorted(tokens.values())
+    ratio = tokens["kvCacheDtype=fp8"] / tokens[AS_GIVEN_CELL]
+    assert lines["kvCacheDtype=fp8"][2] == f"{ratio:.2f}" and ratio > 1.5
+    assert lines["gpus=5"][1:3] == ["-", "-"]
+    assert "gpus=5: ModelUnsupported: --gpus is 5" in done.stdout
+
+
+@pytest.mark.process
+def test_an_interrupted_comparison_shows_what_was_measured(tiny_model: Path) -> None:
+    command = [sys.executable, "-m", "kvline_server", "size", "--model", str(tiny_model)]
+    command += ["--device", "cpu", "--memory", "900Mi", "--json", "--compare", "maxModelLen=64"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert any("maxModelLen=64 (2 of 2)" in line for line in process.stderr)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert list(json.loads(out)) == [AS_GIVEN] and json.loads(out)[AS_GIVEN]["result"]
