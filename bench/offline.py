@@ -149,7 +149,7 @@ def play(engine: Engine, workload: Workload, requests: list[tuple[list[int], int
 
 def run() -> None:
     """KVLINE_BENCH_MODELS and KVLINE_BENCH_WORKLOADS, comma-separated, select; KVLINE_BENCH_ROUNDS
-    is the number of runs per workload, KVLINE_BENCH_GPUS that of GPUs, for one model a command, and
+    is the number of runs per workload, KVLINE_BENCH_GPUS that of GPUs, for one start a command, and
     KVLINE_BENCH_KV_CACHE=fp8 quantises the KV cache; with auto,fp8 it is compared with the other.
     The GPU-busy share of r512 and nano is from one more, profiled run."""
     only = os.environ.get("KVLINE_BENCH_WORKLOADS", ",".join(WORKLOADS)).split(",")
