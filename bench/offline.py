@@ -6,6 +6,7 @@ and SGLang figures: from one random.Random(0), first all prompts, then all outpu
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import subprocess
@@ -171,6 +172,7 @@ def run() -> None:
             kernels += shares
         engine.executor.resize(0)
         del engine
+        gc.collect()  # else the next start may find this one's weights
         torch.cuda.empty_cache()
     rows += compared(every)
     table("Offline, best run", ["model", "workload", "tokens/s", "worst", "of r512"], rows)
