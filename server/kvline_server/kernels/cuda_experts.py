@@ -207,11 +207,6 @@ def candidates(pairs: int, experts: int) -> list[int]:
     return [at for at, tile in enumerate(TILES) if each // 2 <= tile.rows <= 2 * each]
 
 
-def tile_rows(choice: int) -> int | None:
-    """What `routed` needs to know of a choice."""
-    return None if choice == TORCH else TILES[choice].rows
-
-
 def routed(logits: torch.Tensor, routing: Routing, rows: Given, tile: int | None) -> Pairs:
     """Of logits [rows, experts], for tiles of so many rows if given."""
     (every, experts), chosen = logits.shape, routing.chosen
@@ -242,6 +237,11 @@ def routed(logits: torch.Tensor, routing: Routing, rows: Given, tile: int | None
 def most_tiles(pairs: int, experts: int, rows: int) -> int:
     """Tiles of `rows` pairs of one expert each, whatever the routing is."""
     return (pairs + min(pairs, experts) * (rows - 1)) // rows
+
+
+def tile_rows(choice: int) -> int | None:
+    """What `routed` needs to know of a choice."""
+    return None if choice == TORCH else TILES[choice].rows
 
 
 def _by_tiles(x: torch.Tensor, layer: Layer, pairs: Pairs, tile: Tile) -> torch.Tensor:
