@@ -19,6 +19,7 @@ CPU = {"throughput": "throughput", "chunks": "chunks", "sizing": "search", "writ
 GPU = (
     "attention",
     "gemm",
+    "experts",
     "offline",
     "steps",
     "gaps",

@@ -1,33 +1,47 @@
-"""Time a token of few requests at once, streamed over HTTP."""
+"""Time a token of few requests at once, of a mixture of experts of more, streamed over HTTP."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import client
 import numpy as np
 import offline
+import peers
 import torch
 from client import Asked
+from reads import BANDWIDTH, experts_ms
 from record import record, table
 from serving import served
 from shapes import SHAPES
 
-AT_ONCE = (1, 8, 32)
+AT_ONCE, AT_ONCE_OF_EXPERTS = (1, 8, 32), (1, 64, 256)
 PROMPT, OUTPUT, ROUNDS = 256, 384, 3
 
 
 def run() -> None:
     """KVLINE_BENCH_MODELS selects models."""
-    rows = []
+    rows, shares = [], []
     for name in offline.models():
+        shape, label = SHAPES[name], peers.label(name)
         with served(name) as port:
-            for count in AT_ONCE:
+            for count in AT_ONCE if shape.experts is None else AT_ONCE_OF_EXPERTS:
                 found = [measure(port, name, count, turn) for turn in range(ROUNDS)]
                 gpu, best = torch.cuda.get_device_name(0), min(found)
-                record(f"decode-{count}-{name}", best, "ms", (best, max(found)), gpu)
-                rows.append([name, str(count), f"{best:.3f}", f"{max(found):.3f}"])
+                record(f"decode-{count}-{label}", best, "ms", (best, max(found)), gpu)
+                rows.append([label, str(count), f"{best:.3f}", f"{max(found):.3f}"])
                 print(rows[-1], flush=True)
+                if shape.experts is not None:
+                    read = experts_ms(shape, shape.experts, count)
+                    share = read / best
+                    record(f"experts-share-{count}-{label}", share, "ratio", (share, share), gpu)
+                    shares.append([label, str(count), f"{read:.3f}", f"{share:.3f}"])
     head = ["model", "requests at once", "ms a token", "worst round"]
     table(f"Prompts of {PROMPT} tokens, {OUTPUT} more streamed over HTTP", head, rows)
+    if shares:
+        head = ["model", "requests at once", "ms a token", "of its time"]
+        title = "Reading the experts' weights alone"
+        table(f"{title}, at {BANDWIDTH / 1e12:.1f} TB/s of a GPU", head, shares)
 
 
 def measure(port: int, name: str, count: int, turn: int) -> float:
@@ -38,6 +52,8 @@ def measure(port: int, name: str, count: int, turn: int) -> float:
         Asked([10 + (first + 31 * id + 17 * at) % known for at in range(PROMPT)], OUTPUT)
         for id in range(count)
     ]
+    if count > max(AT_ONCE):  # computing the prompts takes time: they come from the prefix cache
+        client.play(port, [replace(one, output=1) for one in asked], stream=True)
     answers = client.play(port, asked, stream=True, temperature=0.6)
     # From the first event to the last: one event may carry several tokens.
     return float(np.mean([1e3 * (a.pieces[-1] - a.pieces[0]) / (OUTPUT - 1) for a in answers]))

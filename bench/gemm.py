@@ -21,14 +21,17 @@ from kvline_server.model.config import ModelConfig
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 LAYERS = 6
+ROUTER = "router"  # at one row it runs as a GEMM too
 
 
 def weights(shape: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Of the GEMMs of all rows; those of experts are in experts.py."""
     heads = shape.heads * shape.head_dim
     both = heads + 2 * shape.kv_heads * shape.head_dim
-    return {
-        "qkv": (both, shape.hidden),
-        "output": (shape.hidden, heads),
+    attention = {"qkv": (both, shape.hidden), "output": (shape.hidden, heads)}
+    if shape.experts is not None:
+        return attention | {ROUTER: (shape.experts.count, shape.hidden)}
+    return attention | {
         "gate, up": (2 * shape.intermediate, shape.hidden),
         "down": (shape.hidden, shape.intermediate),
     }
@@ -48,7 +51,8 @@ def run() -> None:
                 which = named(timing.choice)
                 figures = [f"{timing.torch:.1f}", f"{timing.best:.1f}"]
                 ratio = f"{timing.best / timing.torch:.3f}"
-                fused = f"{one_row(gemm, held):.1f}" if count == 1 else ""
+                alone = count == 1 and gemm != ROUTER
+                fused = f"{one_row(gemm, held):.1f}" if alone else ""
                 rows.append([name, gemm, str(count), *figures, ratio, which, f"{took:.2f}", fused])
             del held
         print(f"{name}: tuned in {total:.1f} s", flush=True)

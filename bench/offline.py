@@ -6,6 +6,8 @@ and SGLang figures: from one random.Random(0), first all prompts, then all outpu
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
 import subprocess
 import tempfile
@@ -41,10 +43,10 @@ from kvline_server.sizing.settings import DEFAULTS
 from kvline_server.worker.worker import Worker
 
 MAX_MODEL_LEN = 8192
-CACHE = KVCacheDtype(os.environ.get("KVLINE_BENCH_KV_CACHE", "auto"))
-
-
+CACHES = [KVCacheDtype(n) for n in os.environ.get("KVLINE_BENCH_KV_CACHE", "auto").split(",")]
 PROFILED = ("r512", "nano")
+# Of a model and its KV cache: runs of each workload, in tokens per second, and its KV tokens.
+Every = dict[tuple[str, KVCacheDtype], dict[str, list[float]]]
 
 
 class Printed:
@@ -63,9 +65,18 @@ def models(default: str = ",".join(ON_ONE_GPU)) -> list[str]:
     return os.environ.get("KVLINE_BENCH_MODELS", default).split(",")
 
 
-def label(name: str) -> str:
-    """Of a model in the names of results."""
-    return peers.label(name) + ("" if CACHE is KVCacheDtype.AUTO else f"-{CACHE}kv")
+def only_cache() -> KVCacheDtype:
+    """Of KVLINE_BENCH_KV_CACHE, for benchmarks that compare none."""
+    if len(CACHES) > 1:
+        raise SystemExit(
+            "KVLINE_BENCH_KV_CACHE names several: `python bench offline` compares them"
+        )
+    return CACHES[0]
+
+
+def label(name: str, cache: KVCacheDtype) -> str:
+    """Of a model with that KV cache in the names of results."""
+    return peers.label(name) + ("" if cache is KVCacheDtype.AUTO else f"-{cache}kv")
 
 
 def start(
@@ -73,7 +84,7 @@ def start(
     device: Device = Device.CUDA,
     running: int | None = None,
     gpus: int = peers.GPUS,
-    cache: KVCacheDtype = CACHE,
+    cache: KVCacheDtype | None = None,
     kv_tokens: int | None = None,
 ) -> tuple[Engine, Result]:
     """Loads random weights of a shape, or those of a folder, and sizes itself, as a pod does, for
@@ -91,7 +102,7 @@ def start(
             device=device,
             tensor_parallel=gpus,
             model=Model(str(folder), str(folder), name, load),
-            engine=EngineOptions(MAX_MODEL_LEN, running, kv_cache_dtype=cache),
+            engine=EngineOptions(MAX_MODEL_LEN, running, kv_cache_dtype=cache or only_cache()),
             capacity=CapacityOptions(kv_tokens),
         )
         return engine_start.start(
@@ -139,26 +150,29 @@ def play(engine: Engine, workload: Workload, requests: list[tuple[list[int], int
 
 def run() -> None:
     """KVLINE_BENCH_MODELS and KVLINE_BENCH_WORKLOADS, comma-separated, select; KVLINE_BENCH_ROUNDS
-    is the number of runs per workload, KVLINE_BENCH_GPUS that of GPUs, for one model a command, and
-    KVLINE_BENCH_KV_CACHE=fp8 quantises the KV cache.
+    is the number of runs per workload, KVLINE_BENCH_GPUS that of GPUs, for one start a command, and
+    KVLINE_BENCH_KV_CACHE=fp8 quantises the KV cache; with auto,fp8 it is compared with the other.
     The GPU-busy share of r512 and nano is from one more, profiled run."""
     only = os.environ.get("KVLINE_BENCH_WORKLOADS", ",".join(WORKLOADS)).split(",")
     rounds = int(os.environ.get("KVLINE_BENCH_ROUNDS", "2"))
     rows: list[list[str]] = []
     kernels: list[list[str]] = []
-    every: dict[str, dict[str, list[float]]] = {}
-    for name in models():
-        engine, result = start(name)
-        print(f"{name}: {result}", flush=True)
-        rows += sizes(name, result)
-        rates = every[name] = speeds(engine, name, only, rounds)
-        rows += kept(name, rates)
+    every: Every = {}
+    for name, cache in itertools.product(models(), CACHES):
+        engine, result = start(name, cache=cache)
+        of = label(name, cache)
+        print(f"{of}: {result}", flush=True)
+        rows += sizes(of, result)
+        rates = speeds(engine, name, only, rounds)
+        rows += kept(of, rates)
+        every[name, cache] = {"kv-tokens": [result.kv_tokens], **rates}
         for kind in (k for k in PROFILED if k in rates):
-            made, shares = busy_share(engine, name, kind, max(rates[kind]))
+            made, shares = busy_share(engine, name, of, kind, max(rates[kind]))
             rows += made
             kernels += shares
         engine.executor.resize(0)
         del engine
+        gc.collect()  # else the next start may find this one's weights
         torch.cuda.empty_cache()
     rows += compared(every)
     table("Offline, best run", ["model", "workload", "tokens/s", "worst", "of r512"], rows)
@@ -169,11 +183,11 @@ def run() -> None:
     )
 
 
-def sizes(name: str, result: Result) -> list[list[str]]:
-    gpu, idle, name = torch.cuda.get_device_name(0), idle_mib(), label(name)
-    record(f"kv-tokens-{name}", result.kv_tokens, "tokens", (result.kv_tokens,) * 2, gpu)
-    record(f"idle-mib-{name}", idle, "MiB", (idle, idle), gpu)
-    return [[name, "KV tokens", str(result.kv_tokens), "", ""]]
+def sizes(of: str, result: Result) -> list[list[str]]:
+    gpu, idle = torch.cuda.get_device_name(0), idle_mib()
+    record(f"kv-tokens-{of}", result.kv_tokens, "tokens", (result.kv_tokens,) * 2, gpu)
+    record(f"idle-mib-{of}", idle, "MiB", (idle, idle), gpu)
+    return [[of, "KV tokens", str(result.kv_tokens), "", ""]]
 
 
 def speeds(engine: Engine, name: str, only: list[str], rounds: int) -> dict[str, list[float]]:
@@ -185,48 +199,54 @@ def speeds(engine: Engine, name: str, only: list[str], rounds: int) -> dict[str,
     return rates
 
 
-def kept(name: str, rates: dict[str, list[float]]) -> list[list[str]]:
+def kept(of: str, rates: dict[str, list[float]]) -> list[list[str]]:
     """Records the runs; one row per workload, with its throughput relative to r512."""
     gpu, base = torch.cuda.get_device_name(0), max(rates.get("r512", [0.0]))
-    name = label(name)
     rows = []
     for kind, found in rates.items():
         best, spread = max(found), (min(found), max(found))
-        record(f"{kind}-{name}", best, "tokens/s", spread, gpu)
+        record(f"{kind}-{of}", best, "tokens/s", spread, gpu)
         ratio = best / base if kind.startswith("r512lp") and base else None
         if ratio is not None:
-            record(f"{kind}-ratio-{name}", ratio, "ratio", (spread[0] / base, ratio), gpu)
+            record(f"{kind}-ratio-{of}", ratio, "ratio", (spread[0] / base, ratio), gpu)
         share = "" if ratio is None else f"{ratio:.3f}"
-        rows.append([name, kind, f"{best:.0f}", f"{spread[0]:.0f}", share])
+        rows.append([of, kind, f"{best:.0f}", f"{spread[0]:.0f}", share])
     return rows
 
 
-def compared(every: dict[str, dict[str, list[float]]]) -> list[list[str]]:
-    """Throughput of models in fp8 over that of their twins in bfloat16."""
+def compared(every: Every) -> list[list[str]]:
+    """KV tokens and throughput over those of the twin: of models in fp8 that in bfloat16, of an fp8
+    KV cache the same model without."""
+    twins = {
+        ((name, cache), (twin, cache)): difference
+        for name, (twin, difference) in TWINS.items()
+        for cache in CACHES
+    }
+    plain, fp8 = KVCacheDtype
+    twins |= {((name, fp8), (name, plain)): f"{fp8}kv" for name, _ in every}
     rows = []
-    for name, (twin, difference) in TWINS.items():
-        for kind in every.get(name, {}).keys() & every.get(twin, {}).keys():
-            best = max(every[twin][kind])
-            worst, ratio = (
-                rate / best for rate in (min(every[name][kind]), max(every[name][kind]))
-            )
-            label = f"{kind}-{difference}-ratio-{peers.label(twin)}"
-            record(label, ratio, "ratio", (worst, ratio), torch.cuda.get_device_name(0))
-            rows.append([name, f"{kind} / {twin}'s", f"{ratio:.3f}", f"{worst:.3f}", ""])
+    for (one, twin), difference in twins.items():
+        mine, others, beside = every.get(one, {}), every.get(twin, {}), label(*twin)
+        for kind in (kind for kind in mine if kind in others):
+            best = max(others[kind])
+            worst, ratio = (rate / best for rate in (min(mine[kind]), max(mine[kind])))
+            spread, gpu = (worst, ratio), torch.cuda.get_device_name(0)
+            record(f"{kind}-{difference}-ratio-{beside}", ratio, "ratio", spread, gpu)
+            rows.append([label(*one), f"{kind} / {beside}'s", f"{ratio:.3f}", f"{worst:.3f}", ""])
     return rows
 
 
 def busy_share(
-    engine: Engine, name: str, kind: str, best: float
+    engine: Engine, name: str, of: str, kind: str, best: float
 ) -> tuple[list[list[str]], list[list[str]]]:
     """Rows of the throughput of gapless kernels and our share of it, and of time by kernel."""
     alone, shares = kernels_alone(engine, name, WORKLOADS[kind])
     gpu, ratio = torch.cuda.get_device_name(0), best / alone
-    name, busy_of = label(name), "gpu-busy-share" if peers.GPUS == 1 else "busy"
-    record(f"{busy_of}-{kind}-{name}", ratio, "ratio", (ratio, ratio), gpu)
-    rows = [[name, f"{kind}: kernels alone", f"{alone:.0f}", "", ""]]
-    rows.append([name, f"{kind}: GPU-busy share", f"{ratio:.3f}", "", ""])
-    return rows, [[name, kind, *share] for share in shares]
+    busy_of = "gpu-busy-share" if peers.GPUS == 1 else "busy"
+    record(f"{busy_of}-{kind}-{of}", ratio, "ratio", (ratio, ratio), gpu)
+    rows = [[of, f"{kind}: kernels alone", f"{alone:.0f}", "", ""]]
+    rows.append([of, f"{kind}: GPU-busy share", f"{ratio:.3f}", "", ""])
+    return rows, [[of, kind, *share] for share in shares]
 
 
 def rate(engine: Engine, name: str, workload: Workload) -> float:

@@ -41,6 +41,9 @@ def throughput(name: str, gpus: int, kinds: list[str]) -> list[list[str]]:
     rates = {count: alone(name, count, kinds) for count in (1, gpus)}
     rows = []
     for kind in kinds:
+        for count, found in rates.items():
+            best, worst = max(found[kind]), min(found[kind])
+            keep(f"{kind}-{peers.label(name, count)}", best, worst, "tokens/s")
         made = [max(rates[count][kind]) for count in (1, gpus)]
         rows.append(compared(name, gpus, kind, made, ".0f"))
     if len(kinds) == len(KINDS):

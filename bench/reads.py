@@ -1,14 +1,17 @@
 """Upper bound on throughput by KV cache reads: every output token attends to all tokens before
-it, in each layer. Arithmetic on lengths; needs no GPU."""
+it, in each layer. Arithmetic on lengths; needs no GPU. Of a mixture of experts, also the time of
+its weights' reads."""
 
 from __future__ import annotations
 
 import offline
+import peers
 import torch
 from record import table
 from shapes import SHAPES
 from workloads import WORKLOADS
 
+from kvline_server.model.config import Experts, ModelConfig
 from kvline_server.model.decoder import kv_shape
 
 BANDWIDTH = 4.2e12  # bytes per second that a copy reaches on an H200
@@ -30,3 +33,11 @@ def run() -> None:
             rows.append([name, kind, *figures, f"{seconds:.2f}", f"{output / seconds:.0f}"])
     head = ["model", "workload", "output tokens", "M tokens read", "TB", "seconds", "output tok/s"]
     table(f"Reading the cache alone at {BANDWIDTH / 1e12:.1f} TB/s", head, rows)
+
+
+def experts_ms(shape: ModelConfig, many: Experts, at_once: int) -> float:
+    """Milliseconds of a step that reads what its tokens need of the experts' weights, and does
+    nothing else; random routers send a token to each expert alike."""
+    met = many.count * (1 - (1 - many.chosen / many.count) ** at_once)
+    elements = shape.layers * met * 3 * shape.hidden * shape.intermediate / peers.GPUS
+    return 1e3 * elements * torch.bfloat16.itemsize / BANDWIDTH

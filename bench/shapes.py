@@ -1,5 +1,6 @@
 """The shapes of the GPU figures, with random weights: Llama-3.1-8B and Qwen3-0.6B in all of them,
-Llama-3.1-70B where there are several GPUs; of Llamas with weights in fp8 too."""
+Llama-3.1-70B where there are several GPUs, Qwen3-30B-A3B of mixtures of experts; of Llamas with
+weights in fp8 too."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from kvline_server.model.config import ModelConfig, Rope
+from kvline_server.model.config import Experts, ModelConfig, Rope
 from kvline_server.model.quantization import FIELD, Quantization
 
 LLAMA8B = ModelConfig(
@@ -40,11 +41,23 @@ QWEN06B = ModelConfig(
     qk_norm="head",
 )
 LLAMA70B = replace(LLAMA8B, layers=80, hidden=8192, intermediate=28672, heads=64)
+QWEN30B = replace(
+    QWEN06B,
+    architecture="Qwen3MoeForCausalLM",
+    layers=48,
+    hidden=2048,
+    intermediate=768,
+    heads=32,
+    kv_heads=4,
+    tied_embeddings=False,
+    experts=Experts(128, 8, True, "mlp."),
+)
 BY_CHANNEL, IN_BLOCKS = Quantization("_scale", None), Quantization("_scale_inv", (128, 128))
 SHAPES = {
     "llama8b": LLAMA8B,
     "qwen06b": QWEN06B,
     "llama70b": LLAMA70B,
+    "qwen30b": QWEN30B,
     "llama8b-fp8": replace(LLAMA8B, quantization=BY_CHANNEL),
     "llama8b-fp8-block": replace(LLAMA8B, quantization=IN_BLOCKS),
     "llama70b-fp8": replace(LLAMA70B, quantization=BY_CHANNEL),
@@ -95,6 +108,14 @@ def write_config(name: str, folder: Path) -> Path:
         "model_type": "qwen3" if shape["qk_norm"] else "llama",
         "torch_dtype": "bfloat16",
     }
+    if (many := SHAPES[name].experts) is not None:
+        body |= {
+            "model_type": "qwen3_moe",
+            "num_experts": many.count,
+            "num_experts_per_tok": many.chosen,
+            "norm_topk_prob": many.renormalise,
+            "moe_intermediate_size": shape["intermediate"],
+        }
     if (how := SHAPES[name].quantization) is not None:
         body[FIELD] = QUANTIZATION_CONFIGS[how]
     (folder / "config.json").write_text(json.dumps(body))

@@ -78,7 +78,7 @@ def run() -> None:
     for name in offline.models():
         engine, result = offline.start(name)
         gpu, vocabulary = torch.cuda.get_device_name(0), SHAPES[name].vocabulary
-        figures, name = soak(engine, vocabulary, seconds), offline.label(name)
+        figures, name = soak(engine, vocabulary, seconds), offline.label(name, offline.only_cache())
         record(f"soak-oom-{name}", figures[0], f"in {seconds:.0f} s", (figures[0],) * 2, gpu)
         record(f"soak-lowest-free-{name}", figures[1], "MiB", (figures[1],) * 2, gpu)
         record(f"soak-reserve-grew-{name}", figures[2], "MiB", (figures[2],) * 2, gpu)

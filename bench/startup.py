@@ -31,15 +31,17 @@ def size(folder: Path, *words: str) -> tuple[float, dict[str, object]]:
 
 
 def run() -> None:
-    """On a GPU both shapes with random weights, else the demo model in 2 GiB."""
+    """On a GPU both shapes with random weights, else the demo model in 2 GiB;
+    KVLINE_BENCH_KV_CACHE=fp8 quantises the KV cache."""
     rows = []
     if torch.cuda.is_available():
-        length = str(offline.MAX_MODEL_LEN)
+        length, cache = str(offline.MAX_MODEL_LEN), offline.only_cache()
         for name in offline.models():
             with tempfile.TemporaryDirectory() as scratch:
                 folder = write_config(name, Path(scratch))
-                words = ("--load", "random", "--max-model-len", length, "--gpus", str(peers.GPUS))
-                rows += starts(peers.label(name), folder, *words)
+                words = ["--load", "random", "--max-model-len", length, "--gpus", str(peers.GPUS)]
+                words += ["--kv-cache-dtype", str(cache)]
+                rows += starts(offline.label(name, cache), folder, *words)
     else:
         rows += starts("smollm2", engines.folder(), "--memory", "2Gi")
     head = ["model", "start", "seconds", "of them loop", "KV tokens", "source", "of a search"]

@@ -237,3 +237,30 @@ def test_the_trial_is_taken_over_and_gives_what_torch_gives(
         logits = torch.randn((rows, 16), device="cuda", dtype=torch.bfloat16)
         got = kernels.experts(x, logits, *layer, first.routing, rows)
         assert distance(got, oracle(x, logits, layer, 4)) < OFF, rows
+
+
+@pytest.mark.parametrize("rows", [4, 40])
+@torch.inference_mode()
+def test_a_row_that_is_not_finite_breaks_no_other(rows: int) -> None:
+    """A GPU's maximum leaves a NaN out, and that of Triton's interpreter does not."""
+    layer = QWEN.layer()
+    x, logits = QWEN.inputs(rows)
+    logits[1, 5], logits[2, 7], logits[3] = float("nan"), float("inf"), float("-inf")
+    sound = [0, *range(4, rows)]
+    want = oracle(x[sound], logits[sound], layer, QWEN.chosen)
+    for choice in (TORCH, *candidates(rows * QWEN.chosen, QWEN.experts)):
+        got = gemms().run(x, logits, layer, QWEN.routing, rows, choice=choice)
+        assert distance(got[sound], want) < OFF, choice
+        assert got[1:4].isnan().all(), choice
+
+
+@torch.inference_mode()
+def test_an_expert_behind_2_to_the_31_weights_is_reached() -> None:
+    far = Mixture(131, 1, 8192, 1024)
+    layer = far.layer()
+    x, logits = far.inputs(40)
+    logits.fill_(0.0)[:, far.experts - 1] = 9.0
+    want = oracle(x, logits, layer, far.chosen)
+    for choice in (TORCH, 0, len(TILES) - 1):
+        got = gemms().run(x, logits, layer, far.routing, 40, choice=choice)
+        assert distance(got, want) < OFF, choice

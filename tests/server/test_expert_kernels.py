@@ -115,6 +115,21 @@ x, gate_up, down = torch.randn(4, 32), torch.randn(9 * 32, 32), torch.randn(9 * 
 for choice in (TORCH, 0):
     got = gemms.run(x, logits, (gate_up, down), how, rows, choice=choice)
     assert got[[0, 3]].isfinite().all() and got[[1, 2]].isnan().all()
+
+# An expert behind 2^31 weights; the memory of those before it is never touched. In half precision
+# for its size: the interpreter multiplies no bfloat16.
+half = torch.float16
+cuda_experts.TRITON_TYPES[half] = "fp16"
+shapes, last = ((131 * 2048, 8192), (131 * 8192, 1024)), 130
+gate_up, down = (empty(shape, dtype=half) for shape in shapes)
+assert gate_up[: last * 2048].numel() > 1 << 31
+layer = gate_up[last * 2048 :].normal_().div_(90), down[last * 8192 :].normal_().div_(32)
+x, logits = (torch.randn(1, n).to(half) for n in (8192, 131))
+logits[0, last] = 99
+want = activate(x.float() @ layer[0].float().t(), "silu") @ layer[1].float().t()
+for choice in (0, len(TILES) - 1):
+    got = gemms.run(x, logits, (gate_up, down), Routing(1, True, "silu"), 1, choice=choice)
+    assert (got - want).norm() < 1e-3 * want.norm()
 """
 
 

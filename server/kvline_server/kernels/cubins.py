@@ -32,7 +32,6 @@ TRITON_TYPES = {
     torch.float32: "fp32",
     torch.int32: "i32",
     torch.int64: "i64",
-    torch.float8_e4m3fn: "fp8e4nv",
 }
 # They may start before the kernel before them has ended, for which they wait.
 CHAINED = (

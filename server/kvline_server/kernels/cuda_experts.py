@@ -111,21 +111,25 @@ class ExpertGemms:
             return made
         if choice is None:
             choice = self.choice(len(x), routing.chosen, layer)
-        if choice == TORCH:
-            pairs = routed(logits, routing, rows, None, played)
-            by_place = self._by_torch(x, layer, pairs, routing.activation)
-        else:
-            pairs = routed(logits, routing, rows, TILES[choice].rows, played)
-            by_place = _by_tiles(x, layer, pairs, TILES[choice])
+        pairs = routed(logits, routing, rows, tile_rows(choice), played)
+        by_place = self.both(x, layer, pairs, routing.activation, choice)
         parts = -(-x.shape[1] // ADDED)
         sums = (by_place, pairs.places, pairs.weights, made, pairs.chosen, x.shape[1], parts)
         launch(_add_variant(x.dtype), len(x) * parts, *sums)
         return made
 
+    def both(
+        self, x: torch.Tensor, layer: Layer, pairs: Pairs, activation: str, choice: int
+    ) -> torch.Tensor:
+        """Both GEMMs of pairs that were `routed` for the tiles of `choice`. -> [places, hidden],
+        nothing of places that no pair has"""
+        if choice == TORCH:
+            return self._by_torch(x, layer, pairs, activation)
+        return _by_tiles(x, layer, pairs, TILES[choice])
+
     def _by_torch(
         self, x: torch.Tensor, layer: Layer, pairs: Pairs, activation: str
     ) -> torch.Tensor:
-        """[places, hidden]; nothing of those that no pair has."""
         experts = _experts(layer)
         first, last = (w.view(experts, -1, w.shape[1]).transpose(1, 2) for w in layer)
         ends = pairs.counts[:experts].cumsum(0, dtype=torch.int32)
@@ -173,8 +177,20 @@ class ExpertGemms:
         self, layers: list[Layer], routing: Routing, rows: int, replay_time: ReplayTime
     ) -> int:
         like, experts = layers[0][0], _experts(layers[0])
-        x = like.new_empty((rows, like.shape[1])).normal_()
         logits = like.new_empty((rows, experts)).normal_()
+        times = self.times(layers, routing, logits, replay_time)
+        return min(times, key=lambda choice: times[choice])
+
+    def times(
+        self,
+        layers: list[Layer],
+        routing: Routing,
+        logits: torch.Tensor,
+        replay_time: ReplayTime,
+    ) -> dict[int, float]:
+        """Microseconds of a layer's experts for such logits, by each choice that fits the rows."""
+        rows, experts = logits.shape
+        x = logits.new_empty((rows, layers[0][0].shape[1])).normal_()
         times: dict[int, float] = {}
         for choice in (TORCH, *candidates(rows * routing.chosen, experts)):
 
@@ -183,7 +199,7 @@ class ExpertGemms:
                     self.run(x, logits, layer, routing, rows, choice=choice)
 
             times[choice] = replay_time(work, len(layers), min(times.values(), default=math.inf))
-        return min(times, key=lambda choice: times[choice])
+        return times
 
 
 def candidates(pairs: int, experts: int) -> list[int]:
@@ -231,8 +247,12 @@ def most_tiles(pairs: int, experts: int, rows: int) -> int:
     return (pairs + min(pairs, experts) * (rows - 1)) // rows
 
 
+def tile_rows(choice: int) -> int | None:
+    """What `routed` needs to know of a choice."""
+    return None if choice == TORCH else TILES[choice].rows
+
+
 def _by_tiles(x: torch.Tensor, layer: Layer, pairs: Pairs, tile: Tile) -> torch.Tensor:
-    """[places, hidden]; nothing of those that no pair has."""
     (gate_up, down), bound = layer, pairs.tiles.shape[1]
     hidden, width = x.shape[1], down.shape[1]
     gated, made = x.new_empty((len(pairs), width)), x.new_empty((len(pairs), hidden))

@@ -1,0 +1,126 @@
+"""What the benchmarks of a GPU do besides measuring: shapes, names of results, comparisons."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvline_contract.launch import KVCacheDtype
+from kvline_server.kernels import cuda_experts
+from kvline_server.kernels.cuda_experts import TORCH, ExpertGemms, candidates
+from kvline_server.kernels.interface import Routing
+from kvline_server.model.config import read_config
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
+
+import experts
+import offline
+import reads
+import shapes
+
+AUTO, FP8 = KVCacheDtype
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Results by name, with their values."""
+    made: dict[str, float] = {}
+
+    def record(name: str, value: float, *_: Any, **__: Any) -> None:
+        made[name] = value
+
+    for module in (experts, offline):
+        monkeypatch.setattr(module, "record", record)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
+    return made
+
+
+@pytest.mark.parametrize("name", shapes.SHAPES)
+def test_a_shape_s_configuration_is_read_as_that_shape(name: str, tmp_path: Path) -> None:
+    assert read_config(shapes.write_config(name, tmp_path)) == shapes.SHAPES[name]
+
+
+def test_an_fp8_model_and_an_fp8_cache_are_compared_with_what_ran_beside_them(
+    recorded: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offline, "CACHES", [AUTO, FP8])
+    rows = offline.compared(
+        {
+            ("llama8b", AUTO): {"kv-tokens": [1000.0], "r512": [90.0, 100.0], "nano": [50.0]},
+            ("llama8b", FP8): {"kv-tokens": [1990.0], "nano": [60.0, 55.0], "long": [70.0]},
+            ("llama8b-fp8", AUTO): {"r512": [150.0, 140.0]},
+            ("qwen06b", FP8): {"nano": [33.0]},
+        }
+    )
+    assert recorded == {
+        "r512-fp8-ratio-llama8b": 1.5,
+        "kv-tokens-fp8kv-ratio-llama8b": 1.99,
+        "nano-fp8kv-ratio-llama8b": 1.2,
+    }
+    assert ["llama8b-fp8kv", "nano / llama8b's", "1.200", "1.100", ""] in rows
+    assert offline.label("qwen30b", AUTO) == "qwen30b"
+    assert offline.label("llama8b-fp8", FP8) == "llama8b-fp8-fp8kv"
+
+
+def test_a_benchmark_that_compares_no_caches_takes_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert offline.only_cache() is AUTO
+    monkeypatch.setattr(offline, "CACHES", [AUTO, FP8])
+    with pytest.raises(SystemExit, match=r"KVLINE_BENCH_KV_CACHE names several: .* offline"):
+        offline.only_cache()
+
+
+def test_what_requests_need_of_the_experts_takes_its_time_to_read() -> None:
+    """All of them: 48 layers of 128 experts with three matrices of 768 x 2048, two bytes each."""
+    shape = shapes.SHAPES["qwen30b"]
+    assert shape.experts is not None
+    every = 48 * 128 * 3 * 768 * 2048 * 2 / 4.2e12 * 1e3
+    assert reads.experts_ms(shape, shape.experts, 256) == pytest.approx(every)
+    assert reads.experts_ms(shape, shape.experts, 1) == pytest.approx(every * 8 / 128)
+
+
+def test_without_a_gpu_its_kernels_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match=r"bench experts: .* CUDA finds none"):
+        experts.run()
+
+
+def test_every_choice_is_measured_whole_and_by_its_gemms(
+    recorded: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole it takes longer by routing and sum; bytes are those of the experts that are chosen."""
+    launched: list[str] = []
+    monkeypatch.setattr(cuda_experts, "launch", lambda variant, *_: launched.append(variant.kernel))
+    monkeypatch.setattr(cuda_experts, "grouped_mm", lambda x, weight, offs: x @ weight[0])
+
+    def replay_time(work: Callable[[int], None], count: int, best_yet: float) -> float:
+        assert count == 2
+        launched.clear()
+        work(1)
+        return 5.0 * len(launched) if launched else 7.0
+
+    def halves(both: torch.Tensor, activation: str) -> torch.Tensor:
+        return both.chunk(2, dim=1)[0]
+
+    layer = torch.zeros((128 * 2 * 16, 32)), torch.zeros((128 * 32, 16))
+    gemms, routing = ExpertGemms({}, halves), Routing(8, True, "silu")
+    met = {}
+    for kind, made in experts.ROUTINGS.items():
+        logits = made(256, 128, 8).to(torch.bfloat16).float()
+        timings = experts.measured(gemms, [layer] * 2, routing, logits, replay_time)
+        assert [one.choice for one in timings] == [TORCH, *candidates(2048, 128)]
+        for one in timings[1:]:
+            # route, sort, grouped, grouped, add_chosen; of which two are GEMMs
+            assert (one.whole, one.both) == (25.0, 10.0)
+        assert (timings[0].whole, timings[0].both) == (15.0, 7.0)
+        met[kind] = timings[0].read // (3 * 16 * 32 * 4)
+    assert met == {"random": 128, "even": 128, "most unequal": 8}
+    experts.keep(256, timings, "a GPU")
+    assert recorded == {"grouped-us-256": 7.0, "grouped-us-torch-256": 7.0}
+    (first, *_), last = experts.shown(timings), experts.shown(timings)[-1]
+    assert first == ["torch", "15.0", "1.000", "7.0", "7", "0.00", "best"]
+    assert last[:3] == ["32x128x64", "25.0", "1.667"] and not last[-1]
