@@ -40,6 +40,7 @@ class Tile:
     stages: int
 
 
+SPLIT_ROWS = 256  # with more, the sums of the parts would take GiB, and no processor is idle
 TILES = (
     Tile(16, 32, 1, 4, 6),
     Tile(16, 64, 1, 4, 6),
@@ -109,7 +110,11 @@ def candidates(rows: int, weight: Fp8Weight) -> list[int]:
 def _tiles(rows: int) -> list[int]:
     """Indices of those that waste little of so many rows."""
     wanted = min(TILES[-1].rows, max(TILES[0].rows, 1 << (rows - 1).bit_length()))
-    return [at for at, tile in enumerate(TILES) if wanted // 2 <= tile.rows <= wanted]
+    return [
+        at
+        for at, tile in enumerate(TILES)
+        if wanted // 2 <= tile.rows <= wanted and (tile.splits == 1 or rows <= SPLIT_ROWS)
+    ]
 
 
 def right(x: torch.Tensor, weight: Fp8Weight, out: torch.Tensor, choices: list[int]) -> list[int]:
@@ -123,7 +128,7 @@ def right(x: torch.Tensor, weight: Fp8Weight, out: torch.Tensor, choices: list[i
             run(x, weight, out.fill_(float("nan")), choice)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError:  # cuBLASLt has no algorithm for the shape
+        except (RuntimeError, ValueError):  # cuBLASLt has no algorithm for it, or torch refuses it
             continue
         made = out[-CHECKED:, -len(last) :].float()
         if (made - want).norm() <= OFF * want.norm():
