@@ -40,7 +40,7 @@ class ComparisonGroup:
     model: str  # source without the commit
     gpus: int  # per replica
     ranks: int = 1  # per replica: one on each GPU, or all on the CPU
-    kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
+    kv_cache_dtype: str = KVCacheDtype.AUTO  # a stored one may be of a newer operator
 
     @property
     def devices(self) -> str:

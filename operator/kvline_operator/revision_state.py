@@ -150,7 +150,7 @@ def comparison_group(inputs: Object) -> ComparisonGroup:
         source.text.partition("@")[0],
         gpus(resources),
         ranks(resources),
-        KVCacheDtype(engine.get("kvCacheDtype", KVCacheDtype.AUTO)),
+        engine.get("kvCacheDtype", KVCacheDtype.AUTO),
     )
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
-from kvline_contract.launch import Reuse
+from kvline_contract.codec import camel
+from kvline_contract.launch import EngineOptions, KVCacheDtype, Reuse
 from kvline_contract.names import (
     ANNOTATION_PAUSED,
     ANNOTATION_PROMOTE,
@@ -41,6 +42,7 @@ REVISION_FIELDS = (
     "podMetadata",
 )
 REVISION_CAPACITY_FIELDS = ("kvTokens", "headroomMiB")
+ENGINE_FIELDS = {camel(field.name) for field in fields(EngineOptions)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +145,21 @@ def parse(body: dict[str, Any]) -> ServiceSpec:
         rollout=_rollout(metadata, spec),
         autoscaling=_autoscaling(spec),
         policy=_policy(spec),
-        inputs_json=canonical(inputs(metadata, spec)),
+        inputs_json=canonical(inputs(metadata, _checked(spec))),
     )
+
+
+def _checked(spec: dict[str, Any]) -> dict[str, Any]:
+    """A field that a newer CRD lets pass must not be dropped in silence: pods would have another
+    setting than their revision."""
+    engine = spec.get("engine") or {}
+    for key in sorted(set(engine) - ENGINE_FIELDS):
+        raise SpecError(f"spec.engine.{key}: this operator does not know it; upgrade the operator")
+    dtype = engine.get("kvCacheDtype", KVCacheDtype.AUTO)
+    if dtype not in set(KVCacheDtype):
+        known = " or ".join(KVCacheDtype)
+        raise SpecError(f"spec.engine.kvCacheDtype must be {known}, got {dtype!r:.80}")
+    return spec
 
 
 def _reuse(spec: dict[str, Any]) -> Reuse:

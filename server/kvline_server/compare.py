@@ -4,6 +4,7 @@ the other, as each takes the whole device."""
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -47,6 +48,8 @@ def choices(text: str, launch: LaunchConfig) -> list[Choice]:
     """The launch as it is, then with each change of `text` alone, such as
     kvCacheDtype=fp8,gpus=2. Raises ContractError."""
     every = [each.strip() for each in text.split(",")]
+    if launch.capacity.kv_tokens is not None:
+        raise ContractError("a pinned kvTokens is the budget of every choice: leave it out")
     if len(set(every)) < len(every):
         raise ContractError("expected each choice once")
     if len(every) > MAX_CHOICES:
@@ -64,7 +67,7 @@ def _changed(choice: str, launch: LaunchConfig) -> LaunchConfig:
     *path, last = SETTINGS[field]
     for key in path:
         into = into[key]
-    into[last] = int(value) if value.isdecimal() else value
+    into[last] = int(value) if re.fullmatch(r"-?\d{1,12}", value) else value
     try:
         # Through the strict reader, so that a choice has the same bounds as a file.
         return LaunchConfig.parse(json.dumps(document))

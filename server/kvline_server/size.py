@@ -17,6 +17,7 @@ from kvline_contract.launch import MAX_RECORDS, Device, Record
 from kvline_contract.memory import Memory, rank_title
 from kvline_contract.report import Result, SizingReport, State
 from kvline_server.errors import ConfigInvalid
+from kvline_server.flags import with_flag_names
 from kvline_server.parent.supervisor import Supervisor
 from kvline_server.sizing import record as records
 
@@ -41,8 +42,9 @@ def measure(supervisor: Supervisor) -> int:
     if code == ExitCode.DRAINED and report.result is None:
         console.print("interrupted before a size was validated", style="yellow")
         return INTERRUPTED
+    named = with_flag_names if supervisor.options.from_flags else str
     for warning in report.warnings:
-        console.print(f"warning: {warning}", markup=False, style="yellow")
+        console.print(f"warning: {named(warning)}", markup=False, style="yellow")
     return code
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -57,6 +58,20 @@ def test_a_bad_source_is_named(text: Any) -> None:
     """C06, C07 in the parser, for specs that the schema has not checked."""
     with pytest.raises(SpecError, match=r"spec\.model\.source"):
         parse(body({"model": {"source": text}}))
+
+
+@pytest.mark.parametrize(
+    ("engine", "why"),
+    [
+        ({"kvCacheDtype": "int4"}, "spec.engine.kvCacheDtype must be auto or fp8, got 'int4'"),
+        ({"maxBeams": 2}, "spec.engine.maxBeams: this operator does not know it; upgrade"),
+    ],
+)
+def test_what_only_a_newer_crd_lets_pass_is_named(engine: dict[str, Any], why: str) -> None:
+    """And not left out of the pods' settings, under a revision that has it."""
+    with pytest.raises(SpecError, match=re.escape(why)):
+        parse(body({"engine": engine}))
+    assert parse(body({"engine": {"kvCacheDtype": "fp8"}})).inputs["engine"]
 
 
 def test_defaults_are_not_invented() -> None:

@@ -41,6 +41,7 @@ WHOLE, CUT = safetensors(), safetensors(2)
         ({**WITH_CONFIG, "a.safetensors": WHOLE}, None, ""),
         ({**index("a.safetensors"), "a.safetensors": WHOLE}, None, ""),
         ({"a.safetensors": WHOLE}, ModelNotFound, "config.json"),
+        ({"a.gguf": b"GGUF"}, ModelUnsupported, "a.gguf: GGUF is not supported; served are .safet"),
         ({"config.json": b"{"}, ModelInvalid, "config.json: not JSON"),
         ({"config.json": b"{}"}, ModelUnsupported, "architectures"),
         (WITH_CONFIG, ModelInvalid, "no .safetensors file"),

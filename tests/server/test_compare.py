@@ -13,7 +13,7 @@ from servers import launch_config
 from test_size import size
 
 from kvline_contract.codec import ContractError
-from kvline_contract.launch import EngineOptions, KVCacheDtype
+from kvline_contract.launch import CapacityOptions, EngineOptions, KVCacheDtype
 from kvline_server.compare import AS_GIVEN, SETTINGS, choices
 
 AS_GIVEN_CELL = AS_GIVEN.replace(" ", "-")
@@ -42,6 +42,7 @@ def test_each_choice_changes_one_setting_of_the_launch() -> None:
         ("", "got ''"),
         ("kvCacheDtype=fp9", "^kvCacheDtype=fp9: expected one of auto, fp8, got 'fp9'"),
         ("gpus=9", "^gpus=9: expected 1 to 8, got 9"),
+        ("gpus=-1", "^gpus=-1: expected 1 to 8, got -1"),
         ("gpus=two", "^gpus=two: expected an integer"),
         ("maxModelLen=1", "^maxModelLen=1: expected 16 to"),
         ("gpus=2,gpus=2", "expected each choice once"),
@@ -51,6 +52,12 @@ def test_each_choice_changes_one_setting_of_the_launch() -> None:
 def test_a_wrong_choice_is_named(text: str, why: str) -> None:
     with pytest.raises(ContractError, match=why):
         choices(text, GIVEN)
+
+
+def test_a_pinned_budget_leaves_nothing_to_compare() -> None:
+    pinned = launch_config(Path("/model"), capacity=CapacityOptions(kv_tokens=2048))
+    with pytest.raises(ContractError, match="pinned kvTokens is the budget of every choice"):
+        choices("gpus=2", pinned)
 
 
 def test_every_setting_of_the_engine_can_be_compared() -> None:

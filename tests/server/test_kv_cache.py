@@ -126,7 +126,20 @@ def distance(a: Scores, b: Scores) -> float:
     return float(np.abs(a.values - b.values).mean())
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-window", "gemma3", "mixtral"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        "mistral-window",
+        "qwen2",
+        "qwen3",
+        "phi3",
+        "olmo2",
+        "gemma3",
+        "qwen3-moe",
+        "mixtral",
+    ],
+)
 def test_answers_are_near_those_of_the_cache_that_is_not_quantised(
     family: str, make_model: Callable[..., Path], tmp_path: Path
 ) -> None:

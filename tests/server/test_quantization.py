@@ -63,11 +63,16 @@ def test_weights_are_those_that_fp8_and_scales_stand_for(
             assert torch.equal(plain_of(a), plain_of(b))
 
 
+@pytest.mark.parametrize("kind", list(CONFIGS))
+@pytest.mark.parametrize(
+    "family",
+    ["wide", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma3", "qwen3-moe", "mixtral"],
+)
 def test_an_fp8_checkpoint_answers_as_its_dequantised_weights(
-    both: tuple[str, Path, Path],
+    family: str, kind: str, make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     answers = []
-    for folder in both[1:]:
+    for folder in checkpoints(kind, make_model(family), tmp_path):
         made = engine(folder)
         made.submit(0, list(range(20, 95)), greedy(8, prompt_logprobs=2))
         (outputs,) = finish(made).values()

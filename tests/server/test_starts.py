@@ -98,9 +98,9 @@ def test_memory_refused_by_the_device_shrinks_in_the_same_process(
     probe, first, second = report["attempts"]
     outcomes = [(a["number"], a["outcome"]) for a in (probe, first, second)]
     assert outcomes == [(0, "Survived"), (1, "OutOfMemory"), (2, "Survived")]
-    (why,) = [w for w in report["warnings"] if "did not fit" in w]
-    assert why.startswith(f"{first['targetTokens']} KV tokens did not fit (")
-    assert "injected" in why and why.endswith(f"{second['targetTokens']} are tried next")
+    (why,) = [s["detail"] for s in report["stages"] if s["name"] == "shrink"]
+    assert why.startswith(f"{first['targetTokens']} tokens did not fit: ")
+    assert "out of memory" in why
     assert server.probe("/metrics")[1].count("kvline_engine_starts_total 1.0") == 1
 
 

@@ -136,7 +136,7 @@ class Fetch(Protocol):
 
 class Kernels(Protocol):
     device: torch.device
-    dtype: torch.dtype  # of weights, hidden states and KV cache
+    dtype: torch.dtype  # of weights and hidden states
     depth: int  # steps in flight while the host prepares the next one: 1 on a GPU, 0 on the CPU
     group: Group  # the ranks that have the other parts of the model
     keeps_fp8: bool = False  # takes an Fp8Weight, of a shape that fp8.fits lets pass

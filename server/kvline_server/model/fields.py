@@ -24,6 +24,9 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
 
 def read_json(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     if not path.is_file():
+        if found := sorted(path.parent.glob("*.gguf")):
+            served = "served are .safetensors files, unquantised or in fp8, beside a config.json"
+            raise ModelUnsupported(f"{found[0]}: GGUF is not supported; {served}")
         raise ModelNotFound(f"{path}: no such file; a model folder holds config.json")
     if path.stat().st_size > limit:
         raise ModelInvalid(f"{path}: larger than {limit} bytes")

@@ -256,10 +256,9 @@ class ProfileLoop:
                 if not may_shrink or number >= MAX_TRIES:
                     pinned = not may_shrink
                     raise self._out_of_memory(error, self.store.attempts, pinned) from error
-                self.send(Progress(state=State.SHRUNK_RETRY))
-                tried, target = target, self._check_context(self._smaller(target))
-                why = f"{tried} KV tokens did not fit ({error}); {target} are tried next"
-                self.send(Progress(warning=why))
+                why = f"{target} tokens did not fit: {str(error)[:160]}"
+                with self._stage("shrink", State.SHRUNK_RETRY, why):
+                    target = self._check_context(self._smaller(target))
                 number += 1
             except DeviceFailure:
                 self.store.forget()
