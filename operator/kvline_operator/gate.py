@@ -106,7 +106,7 @@ def incomparable(candidate: Candidate, baseline: Baseline) -> str:
     if candidate.group.model != baseline.group.model:
         return f"{candidate.group.model} is another model than {baseline.group.model}"
     new, old = candidate.group.kv_cache_dtype, baseline.group.kv_cache_dtype
-    if new is not old:
+    if new != old:
         return f"spec.engine.kvCacheDtype is {new}, not {old}: tokens of another size"
     if candidate.group != baseline.group:
         return f"a replica has {candidate.group.devices}, not {baseline.group.devices}"

@@ -89,9 +89,15 @@ def settled(space: Space) -> bool:
 
 
 def clear(space: Space, fields: list[Leaf]) -> None:
-    """The plain spec again, of one replica."""
+    """The plain spec again, of one replica. A minimum judges it where what serves had a KV cache of
+    another dtype, with which the gate compares nothing."""
     gone = {path[0]: None for path, _ in fields if path[0] not in ("model", "resources")}
-    kept = {"resources": {"memory": "2Gi", "gpus": None}, "model": {"loadFormat": None}}
+    of_capacity = {path[1]: None for path, _ in fields if path[0] == "capacity"}
+    kept = {
+        "resources": {"memory": "2Gi", "gpus": None},
+        "model": {"loadFormat": None},
+        "capacity": {**of_capacity, "minKVTokens": 1},
+    }
     for name in NAMES:
         space.api.merge(space.api.path("kvl", space.name, name), {"spec": {**gone, **kept}})
 

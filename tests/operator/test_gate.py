@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -17,14 +18,23 @@ from kvline_operator.gate import (
     GateResult,
     Measured,
     evaluate,
+    incomparable,
     thresholds,
 )
+from kvline_operator.revision_state import comparison_group
 from kvline_operator.threshold import Thresholds
 
 GROUP = ComparisonGroup("hf://org/model", 1)
 BASELINE = Baseline(GROUP, 100, {"H200": 1000, "": 500})
 PLAIN = Candidate(GROUP, (Measured("H200", 960, 100),))
 FP8 = replace(PLAIN, group=replace(GROUP, kv_cache_dtype=KVCacheDtype.FP8))
+
+
+def test_one_dtype_read_from_two_revisions_can_be_compared() -> None:
+    text = '{"model": {"source": "pvc://a/b"}, "resources": {}, "engine": {"kvCacheDtype": "fp8"}}'
+    one, other = (comparison_group(json.loads(text)) for _ in range(2))
+    candidate = Candidate(one, (Measured("H200", 960, 100),))
+    assert incomparable(candidate, Baseline(other, 100, {})) == ""
 
 
 @pytest.mark.parametrize(
