@@ -15,7 +15,7 @@ from kvline_server.engine.scheduler import Work
 from kvline_server.kernels import fp8, fp8_linear
 from kvline_server.kernels.fp8 import BLOCK, FP8, Fp8Weight
 from kvline_server.kernels.fp8_linear import SCALED, TILED
-from kvline_server.kernels.interface import Unnormed
+from kvline_server.kernels.interface import Ungated, Unnormed
 from kvline_server.kernels.tuning import parse, texts
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.quantization import Quantization
@@ -89,6 +89,15 @@ def test_inputs_are_quantised_as_the_reference_does(blocks: bool) -> None:
         torch.testing.assert_close(scales[:, :rows].t() if blocks else scales, of)
         # A quotient that is off by its last bit may round to the other neighbour.
         assert (values[:rows].view(torch.uint8) == want.view(torch.uint8)).float().mean() > 0.999
+        gate, up = (inputs_of(rows, inputs) for _ in range(2))
+        both = Ungated(torch.cat((gate, up), dim=1), "silu")
+        values, scales = fp8_linear.quantised(both, blocks)
+        gated = silu(gate.float()).mul_(up.float()).bfloat16()
+        want, of = fp8.quantised(gated, blocks)
+        # A product that is off by its last bit of bfloat16 may be the largest.
+        own = scales[:, :rows].t() if blocks else scales
+        torch.testing.assert_close(own, of, rtol=8e-3, atol=0.0)
+        assert furthest(values[:rows].float(), want.double()) < 3e-2
     x[0, 5], x[1, 9] = float("nan"), float("inf")
     values, _ = fp8_linear.quantised(x, blocks)
     assert values[:2].float().isnan().any(dim=1).all(), "a number that is not finite was lost"

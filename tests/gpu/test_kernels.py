@@ -61,7 +61,9 @@ def linears(kernels: Kernels, x: torch.Tensor, shift: bool) -> list[torch.Tensor
     )
     assert isinstance(made, Unnormed) == (kernels.device.type == "cuda" and len(x) == 1)
     plain = kernels.linear(made, first[:outputs].contiguous(), to(bias) if shift else None)
-    return [total, plain, kernels.gated_linear(made, first, "silu")]
+    gated = kernels.gated_linear(made, first, "silu")
+    assert isinstance(gated, torch.Tensor)
+    return [total, plain, gated]
 
 
 @pytest.mark.parametrize("shift", [False, True])

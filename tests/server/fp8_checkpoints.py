@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from kvline_server.kernels import fp8
 from kvline_server.kernels.fp8 import Fp8Weight, Weight
-from kvline_server.kernels.interface import Normed, Unnormed
+from kvline_server.kernels.interface import Gated, Normed
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.model.config import read_config
 from kvline_server.model.dequantised import Dequantised
@@ -104,14 +104,14 @@ class Keeping(Plain):
 
     def linear(
         self,
-        x: Normed,
+        x: Normed | Gated,
         weight: Weight,
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if not isinstance(weight, Fp8Weight):
             return super().linear(x, weight, bias, out)
-        assert not isinstance(x, Unnormed)
+        assert isinstance(x, torch.Tensor)
         made = fp8.linear(x, weight) + (0 if bias is None else bias)
         return made if out is None else out.copy_(made)
 

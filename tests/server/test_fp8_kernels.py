@@ -64,7 +64,7 @@ import torch, triton.language as tl
 from torch.nn.functional import rms_norm, silu
 from kvline_server.kernels import fp8, fp8_linear, triton_fp8
 from kvline_server.kernels.fp8 import FP8, Fp8Weight
-from kvline_server.kernels.interface import Unnormed
+from kvline_server.kernels.interface import Ungated, Unnormed
 
 triton_fp8._after_the_last = lambda: None  # an instruction that the interpreter has not
 INPUTS = {"scaled": -1, "one_row_fp8": -1}  # where kernels have a number that bounds a range
@@ -103,6 +103,12 @@ for blocks in (False, True):
         want, of = fp8.quantised(x, blocks)
         torch.testing.assert_close(scales[:, :rows].t() if blocks else scales, of)
         # Some of those that round up to a power of two the interpreter halves, and a GPU does not.
+        assert (values[:rows].float() == want.float()).float().mean() > 0.96
+        both = torch.randn(rows, 2 * inputs)
+        gate, up = both.chunk(2, dim=1)
+        values, scales = fp8_linear.quantised(Ungated(both, "silu"), blocks)
+        want, of = fp8.quantised(silu(gate) * up, blocks)
+        torch.testing.assert_close(scales[:, :rows].t() if blocks else scales, of)
         assert (values[:rows].float() == want.float()).float().mean() > 0.96
     kernel, fp8_linear.quantised = fp8_linear.quantised, exact
     for outputs, inputs, rows in ((176, 464, 19), (272, 640, 3)):

@@ -32,6 +32,7 @@ from kvline_server.kernels.interface import (
     PLAIN,
     AttentionOptions,
     Fetch,
+    Gated,
     Given,
     Heads,
     Kernels,
@@ -41,6 +42,7 @@ from kvline_server.kernels.interface import (
     Routing,
     RowScores,
     SlotMapping,
+    Ungated,
     Unnormed,
 )
 from kvline_server.kernels.layout import GREEDY, Draws, Layout
@@ -125,11 +127,15 @@ class FlashInferKernels(Kernels):
 
     def linear(
         self,
-        x: Normed,
+        x: Normed | Gated,
         weight: Weight,
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if isinstance(x, Ungated):
+            if isinstance(weight, Fp8Weight):
+                return self._gemms.fp8.linear(x, weight, bias, out)
+            x = self.activate_and_mul(x.both, x.activation)
         if isinstance(x, Unnormed):
             if cuda_linear.fits(x.hidden, weight):
                 return cuda_linear.run(x, weight, bias, out)
@@ -138,28 +144,34 @@ class FlashInferKernels(Kernels):
 
     def linear_add_norm(
         self,
-        x: torch.Tensor,
+        x: Gated,
         weight: Weight,
         bias: torch.Tensor | None,
         residual: torch.Tensor,
         norm: torch.Tensor,
         eps: float,
     ) -> tuple[Normed, torch.Tensor]:
-        alone, one = self.group.ranks == 1, cuda_linear.fits(x, weight)
-        if alone and one:
-            cuda_linear.run(x, weight, bias, residual, added=True)
-            return Unnormed(residual, norm, eps), residual
-        if not alone and len(x) <= FEW_ROWS:
+        one = x if isinstance(x, torch.Tensor) and cuda_linear.fits(x, weight) else None
+        if self.group.ranks > 1 and len(x) <= FEW_ROWS:
             out = self.group.buffer(len(x), len(weight))
-            linear = cuda_linear.run if one else self._gemms.linear
-            self.group.all_reduce_add(linear(x, weight, bias, out), residual)
-            return Unnormed(residual, norm, eps), residual
-        return super().linear_add_norm(x, weight, bias, residual, norm, eps)
+            if one is None:
+                made = self.linear(x, weight, bias, out)
+            else:
+                made = cuda_linear.run(one, weight, bias, out)
+            self.group.all_reduce_add(made, residual)
+        elif self.group.ranks == 1 and one is not None:
+            cuda_linear.run(one, weight, bias, residual, added=True)
+        else:
+            return super().linear_add_norm(x, weight, bias, residual, norm, eps)
+        return Unnormed(residual, norm, eps), residual
 
-    def gated_linear(self, x: Normed, weight: Weight, activation: str) -> torch.Tensor:
+    def gated_linear(self, x: Normed, weight: Weight, activation: str) -> Gated:
         if isinstance(x, Unnormed) and cuda_linear.fits(x.hidden, weight) and activation == "silu":
             return cuda_linear.run(x, weight, gated=True)
-        return super().gated_linear(x, weight, activation)
+        made = self.linear(x, weight)
+        if isinstance(weight, Fp8Weight) and len(made) > 1:
+            return Ungated(made, activation)
+        return self.activate_and_mul(made, activation)
 
     def experts(
         self,

@@ -16,7 +16,7 @@ from torch.nn.functional import ScalingType, pad
 from kvline_server.kernels import fp8
 from kvline_server.kernels.cubins import TRITON_TYPES, Variant, launch
 from kvline_server.kernels.fp8 import BLOCK, FP8, Fp8Weight
-from kvline_server.kernels.interface import Normed, Unnormed
+from kvline_server.kernels.interface import Gated, Normed, Ungated, Unnormed
 from kvline_server.kernels.tuning import Choices
 
 SCALED = -3  # torch's; the numbers of our tiles are TILED and below
@@ -72,12 +72,13 @@ class Fp8Linears:
 
     def linear(
         self,
-        x: torch.Tensor,
+        x: Gated,
         weight: Fp8Weight,
         bias: torch.Tensor | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        made = x.new_empty((len(x), len(weight))) if out is None else out
+        like = x.both if isinstance(x, Ungated) else x
+        made = like.new_empty((len(x), len(weight))) if out is None else out
         run(x, weight, made, self.choice(len(x), weight))
         return made if bias is None else made.add_(bias)
 
@@ -138,7 +139,7 @@ def right(x: torch.Tensor, weight: Fp8Weight, out: torch.Tensor, choices: list[i
     return found
 
 
-def run(x: torch.Tensor, weight: Fp8Weight, out: torch.Tensor, choice: int) -> None:
+def run(x: Gated, weight: Fp8Weight, out: torch.Tensor, choice: int) -> None:
     """x [rows, in] -> out [rows, out]"""
     if not len(x):
         return
@@ -175,17 +176,20 @@ def _by_blocks(
         out.copy_(made[: len(out)])
 
 
-def quantised(x: torch.Tensor, blocks: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def quantised(x: Gated, blocks: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """x [rows, in] -> float8_e4m3fn [rows, in], and float32 [rows, 1]; of blocks with rows of
     padding, which mean nothing, and float32 [ceil(in / 128), rows]"""
-    rows, inputs = x.shape
+    gated = isinstance(x, Ungated)
+    given = x.both if isinstance(x, Ungated) else x
+    rows, inputs = len(given), given.shape[1] // (1 + gated)
     padded = rows + -rows % FOURS if blocks else rows
     shape, parts = ((-(-inputs // BLOCK), padded), -(-inputs // PART)) if blocks else ((rows, 1), 1)
-    values = torch.empty((padded, inputs), dtype=FP8, device=x.device)
-    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
+    values = torch.empty((padded, inputs), dtype=FP8, device=given.device)
+    scales = torch.empty(shape, dtype=torch.float32, device=given.device)
     width = PART if blocks else next(width for width in WIDTHS if width >= inputs)
-    variant = _quantise_variant(x.dtype, blocks, width)
-    launch(variant, rows * parts, x.contiguous(), values, scales, inputs, scales.shape[1], parts)
+    variant = _quantise_variant(given.dtype, blocks, gated, width)
+    sizes = (inputs, scales.shape[1], parts)
+    launch(variant, rows * parts, given.contiguous(), values, scales, *sizes)
     return values, scales
 
 
@@ -232,9 +236,10 @@ def one_row(
 
 def variants(dtype: torch.dtype) -> Iterator[Variant]:
     """All variants that are launched here."""
-    yield _quantise_variant(dtype, True, PART)
-    for width in WIDTHS:
-        yield _quantise_variant(dtype, False, width)
+    for gated in (False, True):
+        yield _quantise_variant(dtype, True, gated, PART)
+        for width in WIDTHS:
+            yield _quantise_variant(dtype, False, gated, width)
     for splits in sorted({tile.splits for tile in TILES} - {1}):
         yield _add_variant(dtype, splits)
     for blocks in (False, True):
@@ -247,9 +252,9 @@ def variants(dtype: torch.dtype) -> Iterator[Variant]:
             yield _row_variant(dtype, blocks, False, False, bias, False)
 
 
-def _quantise_variant(dtype: torch.dtype, blocks: bool, width: int) -> Variant:
+def _quantise_variant(dtype: torch.dtype, blocks: bool, gated: bool, width: int) -> Variant:
     pointers = (f"*{TRITON_TYPES[dtype]}", f"*{TRITON_TYPES[FP8]}", "*fp32")
-    constants = (("BLOCKS", int(blocks)), ("WIDTH", width))
+    constants = (("BLOCKS", int(blocks)), ("GATED", int(gated)), ("WIDTH", width))
     arguments = (*pointers, "i32", "i32", "i32")
     warps = min(32, max(4, width // 1024))
     return Variant("quantise", arguments, (0, 1, 3), constants, warps=warps)

@@ -66,7 +66,19 @@ class Unnormed:
     eps: float
 
 
+@dataclass(frozen=True, slots=True)
+class Ungated:
+    """Gate and up of an MLP, whose product is left to the linear that reads it."""
+
+    both: torch.Tensor  # [rows, 2 * d]
+    activation: str
+
+    def __len__(self) -> int:
+        return len(self.both)
+
+
 Normed = torch.Tensor | Unnormed  # [rows, hidden]
+Gated = torch.Tensor | Ungated  # [rows, d]
 # Rows that are no padding; in captured graphs int32 [2] on the device: those and a Played.
 Given = int | torch.Tensor
 
@@ -168,7 +180,7 @@ class Kernels(Protocol):
 
     def linear(
         self,
-        x: Normed,
+        x: Normed | Gated,
         weight: Weight,
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
@@ -176,7 +188,7 @@ class Kernels(Protocol):
         """x [rows, in] times weight [out, in] transposed. -> [rows, out], in `out` if given"""
 
     def linear_all_reduce(
-        self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
+        self, x: Gated, weight: Weight, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """`linear` of which each rank has some columns, summed over ranks. -> [rows, out], valid
         until the group's next sum"""
@@ -185,7 +197,7 @@ class Kernels(Protocol):
 
     def linear_add_norm(
         self,
-        x: torch.Tensor,
+        x: Gated,
         weight: Weight,
         bias: torch.Tensor | None,
         residual: torch.Tensor,
@@ -195,7 +207,7 @@ class Kernels(Protocol):
         """`linear_all_reduce`, then `add_norm` of it. Overwrites the residual."""
         return self.add_norm(self.linear_all_reduce(x, weight, bias), residual, norm, eps)
 
-    def gated_linear(self, x: Normed, weight: Weight, activation: str) -> torch.Tensor:
+    def gated_linear(self, x: Normed, weight: Weight, activation: str) -> Gated:
         """`linear`, then `activate_and_mul`. weight [2 * d, in] -> [rows, d]"""
         return self.activate_and_mul(self.linear(x, weight), activation)
 

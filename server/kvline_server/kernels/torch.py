@@ -25,12 +25,14 @@ from kvline_server.kernels.interface import (
     PLAIN,
     AttentionOptions,
     Fetch,
+    Gated,
     Heads,
     Kernels,
     Normed,
     PartScores,
     RowScores,
     SlotMapping,
+    Ungated,
     Unnormed,
 )
 from kvline_server.kernels.layout import Draws, Layout
@@ -117,12 +119,12 @@ class TorchKernels(Kernels):
 
     def linear(
         self,
-        x: Normed,
+        x: Normed | Gated,
         weight: Weight,
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        assert isinstance(weight, torch.Tensor)  # fp8 is not kept
+        assert isinstance(weight, torch.Tensor) and not isinstance(x, Ungated)  # fp8 is not kept
         if isinstance(x, Unnormed):
             x = self.rms_norm(x.hidden, x.weight, x.eps)
         if weight.is_mkldnn or _use_onednn(weight):

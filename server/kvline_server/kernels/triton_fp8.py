@@ -1,9 +1,9 @@
 """Triton kernels of linears with fp8 weights; kernels/cubins.py compiles and launches them.
 
-`quantise` gives each row, or each 128 columns of a row, a scale. `scaled` is a tile of the GEMM
-of fp8 inputs and weights, or of some of its terms where few tiles would leave the GPU idle;
-`add_parts` adds those. `one_row_fp8` is `one_row` of triton_kernels.py with such a weight: the
-input stays as it is, since reading the weights takes the time.
+`quantise` gives each row, or each 128 columns of a row, a scale, of an MLP after its activation.
+`scaled` is a tile of the GEMM of fp8 inputs and weights, or of some of its terms where few tiles
+would leave the GPU idle; `add_parts` adds those. `one_row_fp8` is `one_row` of triton_kernels.py
+with such a weight: the input stays as it is, since reading the weights takes the time.
 Reference: kernels/fp8.py; the tests compare the two.
 """
 
@@ -22,17 +22,23 @@ def quantise(
     stride,
     parts,
     BLOCKS: tl.constexpr,
+    GATED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """One of the `parts` of a row, WIDTH columns: with BLOCKS a scale of each 128 of them, which
-    lies `stride` after the one before, else one of all, and the row is one part."""
+    lies `stride` after the one before, else one of all, and the row is one part. GATED: a row of x
+    has 2 * inputs columns, and silu of its first half times its second is what is quantised."""
     _after_the_last()
     row = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
     at = part * WIDTH + tl.arange(0, WIDTH)
     inside = at < inputs
     base = row.to(tl.int64) * inputs
-    a = tl.load(x + base + at, mask=inside, other=0.0).to(tl.float32)
+    line = x + base * (1 + GATED) + at
+    a = tl.load(line, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        a *= tl.sigmoid(a) * tl.load(line + inputs, mask=inside, other=0.0).to(tl.float32)
+        a = a.to(x.dtype.element_ty).to(tl.float32)  # as without fp8
     if BLOCKS:
         groups = tl.reshape(a, (WIDTH // 128, 128))
         scale = tl.maximum(tl.max(tl.abs(groups), axis=1), 1e-10) / 448.0

@@ -14,6 +14,7 @@ import torch
 
 from kvline_server.kernels.interface import (
     AttentionOptions,
+    Gated,
     Given,
     Heads,
     Kernels,
@@ -68,7 +69,7 @@ Joined = tuple[Normed, torch.Tensor]
 def join(
     kernels: Kernels,
     last: Linear,
-    x: torch.Tensor,
+    x: Gated,
     residual: torch.Tensor,
     after: Norm | None,
     before: Norm | None,
@@ -175,7 +176,7 @@ class MLP:
         `rows` alone count."""
         return join(kernels, self.down, self._gated(kernels, x), residual, self.after, norm)
 
-    def _gated(self, kernels: Kernels, x: Normed) -> torch.Tensor:
+    def _gated(self, kernels: Kernels, x: Normed) -> Gated:
         """What `down` takes. [rows, hidden] -> [rows, intermediate]"""
         if self.gate_up.bias is None:
             return kernels.gated_linear(x, self.gate_up.weight, self.activation)
