@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +75,21 @@ def test_replay_is_eager_for_one_request_and_for_many(
             each = (replayed - eager).float().norm(dim=1) / eager.float().norm(dim=1)
             assert float(each.median()) < 1e-2, (number, rows)
     assert segments.eager == 0
+
+
+def test_a_graph_that_became_garbage_ends_no_capture(shape: Callable[..., ModelConfig]) -> None:
+    """An engine's graphs are freed with it by the garbage collector, whenever that runs."""
+    decoder, arena = sides(shape())[1]
+    lost = [GraphSegments(decoder, arena.layers(), 8)]
+    lost.append(lost)  # type: ignore[arg-type]
+    del lost
+    often = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        made = GraphSegments(decoder, arena.layers(), 64)
+    finally:
+        gc.set_threshold(*often)
+    assert made.eager == 0
 
 
 def test_graphs_survive_growth_of_the_arena(shape: Callable[..., ModelConfig]) -> None:

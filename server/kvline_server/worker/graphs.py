@@ -8,6 +8,7 @@ rows write to the dummy page.
 from __future__ import annotations
 
 import bisect
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -47,11 +48,18 @@ def bucket_for(rows: int, known: list[int]) -> int | None:
 
 @contextmanager
 def capture_stream() -> Iterator[None]:
-    """A stream of its own, as captures need, after and before all other work."""
+    """A stream of its own, as captures need, after and before all other work. No garbage is
+    collected meanwhile: a graph among it would be freed, which ends a capture with an error."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream), torch.inference_mode():
-        yield
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.stream(stream), torch.inference_mode():
+            yield
+    finally:
+        if collects:
+            gc.enable()
     torch.cuda.current_stream().wait_stream(stream)
 
 
