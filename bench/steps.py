@@ -18,12 +18,12 @@ from kvline_server.sampling_params import SamplingParams
 from kvline_server.worker.worker import LaunchedStep
 
 STEPS = 60
-BATCHES = (64, 256, 512, 1024)
+BATCHES = [int(n) for n in os.environ.get("KVLINE_BENCH_BATCHES", "64,256,512,1024").split(",")]
 
 
 def run() -> None:
-    """KVLINE_BENCH_MODELS, comma-separated, selects models; KVLINE_BENCH_PROFILE=1,256 prints
-    profiles of that many requests, by function and by kernel."""
+    """KVLINE_BENCH_MODELS and KVLINE_BENCH_BATCHES, comma-separated, select models and numbers of
+    requests; KVLINE_BENCH_PROFILE=1,256 prints profiles of that many, by function and by kernel."""
     rows = []
     for name in offline.models():
         engine, _ = offline.start(name, running=max(BATCHES))

@@ -26,6 +26,19 @@ SCALES = Scales(0.02, 0.03)
 SHAPES = [(8, 2, 128), (32, 32, 64), (64, 8, 128), (14, 2, 64), (8, 1, 128)]
 
 
+def on_gpu(heads: tuple[int, int, int]) -> Kernels:
+    from flashinfer.jit.core import MissingJITCacheError
+
+    from kvline_server.kernels.flashinfer import FlashInferKernels
+
+    try:
+        return FlashInferKernels(*heads, cache=FP8)
+    except MissingJITCacheError:
+        if heads[2] != 64:  # an image has it, a kit need not
+            raise
+        pytest.skip("these prebuilt kernels have none for an fp8 KV cache of head size 64")
+
+
 def layer(heads: tuple[int, int, int], pages: int, scales: Scales = SCALES) -> KVLayer:
     """One of two layers of an arena, so that pages are no neighbours."""
     from kvline_server.memory.cuda import CudaArena
@@ -40,8 +53,6 @@ def layer(heads: tuple[int, int, int], pages: int, scales: Scales = SCALES) -> K
 def test_what_is_written_is_what_torch_writes(heads: tuple[int, int, int], normed: bool) -> None:
     """Queries too; numbers beyond the range are the largest, and none is a NaN. Neighbours in e4m3
     are for those that stand between two."""
-    from kvline_server.kernels.flashinfer import FlashInferKernels
-
     torch.manual_seed(0)
     rows, (queries, keys, dim) = 70, heads
     given = torch.randn(rows, queries + 2 * keys, dim, device="cuda").mul_(3).bfloat16()
@@ -50,7 +61,7 @@ def test_what_is_written_is_what_torch_writes(heads: tuple[int, int, int], norme
     positions = torch.randint(900, (rows,), device="cuda", dtype=torch.int32)
     mapping = SlotMapping(positions, torch.randperm(10 * PAGE_SIZE, device="cuda")[:rows])
     made = []
-    pair: list[Kernels] = [TorchKernels(device="cuda"), FlashInferKernels(*heads, cache=FP8)]
+    pair: list[Kernels] = [TorchKernels(device="cuda"), on_gpu(heads)]
     for kernels in pair:
         cache, own = layer(heads, 10), norm.to(kernels.dtype) if normed else None
         fused = given.to(kernels.dtype, copy=True)
@@ -69,14 +80,9 @@ def test_what_is_written_is_what_torch_writes(heads: tuple[int, int, int], norme
 @pytest.mark.parametrize("scales", [Scales(), Scales(0.4, 0.03)])
 def test_attention_over_it_is_torch_s(heads: tuple[int, int, int], scales: Scales) -> None:
     """Decodes beside chunks of short and of long prompts, and chunks alone."""
-    from kvline_server.kernels.flashinfer import FlashInferKernels
-
     torch.manual_seed(1)
     queries, _, dim = heads
-    pair: list[Kernels] = [
-        TorchKernels(torch.bfloat16, device="cuda"),
-        FlashInferKernels(*heads, cache=FP8),
-    ]
+    pair: list[Kernels] = [TorchKernels(torch.bfloat16, device="cuda"), on_gpu(heads)]
     cache = layer(heads, 2000, scales)
     for part in (cache.keys, cache.values):
         part.copy_((torch.randn(part.shape, device="cuda") / scales.keys).clamp_(-448, 448).to(FP8))
@@ -104,6 +110,7 @@ def test_a_mixed_step_is_near_the_reference_with_an_fp8_cache(
 ) -> None:
     """As test_kernels.py's of bfloat16, with a wider bound: numbers of the two sides that differ
     by little may be neighbours in e4m3."""
+    on_gpu((8, 2, head_dim))
     pair = sides(shape(head_dim, qk_norm), scales=(Scales(0.02, 0.02),) * 3)
     rng = np.random.default_rng(3)
     free = rng.permutation(np.arange(1, PAGES)).tolist()
