@@ -11,7 +11,7 @@ from pairs import PAGES, engine, hidden, sequence, sides
 
 from kvline_server.engine.batch import build
 from kvline_server.engine.scheduler import Work
-from kvline_server.kernels.interface import Heads, Kernels, SlotMapping
+from kvline_server.kernels.interface import Heads, Kernels, PageTables, SlotMapping
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import KVLayer, KVShape, Scales
 from kvline_server.memory.pages import PAGE_SIZE
@@ -102,6 +102,44 @@ def test_attention_over_it_is_torch_s(heads: tuple[int, int, int], scales: Scale
         assert got.isfinite().all()
         distance = float((got - want).norm() / want.norm())
         assert distance < 1e-2, (decodes, chunks, distance)
+
+
+@pytest.mark.parametrize("heads", [*SHAPES, (32, 2, 128), (5, 1, 64)])
+@pytest.mark.parametrize("rows", [1, 9, 300])
+def test_decodes_are_torch_s_and_a_nan_stays_with_its_sequence(
+    heads: tuple[int, int, int], rows: int
+) -> None:
+    """Of few rows, whose tokens are split among processors, and of many."""
+    from kvline_server.kernels.cuda_attention import Fp8Decodes
+
+    torch.manual_seed(2)
+    queries, keys, dim = heads
+    reference, cache = TorchKernels(torch.bfloat16, device="cuda"), layer(heads, 20_000)
+    for part in (cache.keys, cache.values):
+        part.copy_(torch.randn(part.shape, device="cuda").mul_(60).clamp_(-448, 448).to(FP8))
+    rng = np.random.default_rng(0)
+    free = rng.permutation(np.arange(1, 20_000)).tolist()
+    lengths = rng.integers(1, 18_000 if rows == 1 else 900, rows)
+    members = [sequence(rng, int(n), free) for n in lengths]
+    layout = build([Work(s, len(s.tokens) - 1, 1) for s in members]).step.layout
+    fused = torch.randn(rows, queries + 2 * keys, dim, device="cuda").bfloat16()
+    q, scale = fused[:, :queries], SCALES.keys * dim**-0.5
+    on_device = reference.upload(layout.row_starts, layout.page_starts, layout.pages)
+    last = reference.upload(((layout.lengths - 1) % PAGE_SIZE + 1).astype(np.int32))
+    tables = layout.row_starts, layout.page_starts, layout.lengths
+    ours = Fp8Decodes(*heads, torch.cuda.get_device_properties(0).multi_processor_count)
+    table = ours.plan(PageTables(*tables, *on_device, *last))
+    for broken in (False, True):
+        if broken:
+            cache.keys[members[-1].pages[0], 0] = float("nan")
+        out = torch.full((rows, queries, dim), float("nan"), device="cuda").bfloat16()
+        ours.run(q, cache, table, scale, out)
+        want = reference.attend(q, cache, reference.plan(layout)).view_as(out)
+        sound = rows - broken
+        got, want = out[:sound].float(), want[:sound].float() / SCALES.values
+        if sound:
+            assert float((got - want).norm() / want.norm()) < 1e-2
+        assert out[sound:].isnan().all()
 
 
 @pytest.mark.parametrize(("head_dim", "qk_norm"), [(128, False), (64, False), (128, True)])

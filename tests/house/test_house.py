@@ -137,6 +137,7 @@ def test_the_readme_stays_short() -> None:
             "triton",
             (
                 "kernels/cubins.py",
+                "kernels/triton_attention.py",
                 "kernels/triton_cache.py",
                 "kernels/triton_experts.py",
                 "kernels/triton_fp8.py",

@@ -16,6 +16,7 @@ import torch
 from kvline_server.kernels import (
     cubins,
     cuda_all_reduce,
+    cuda_attention,
     cuda_experts,
     cuda_linear,
     cuda_rows,
@@ -30,7 +31,7 @@ CAPABILITY = 90  # FlashInfer's kernels are prebuilt for it too (docs/decisions/
 def variants() -> list[Variant]:
     """All that an image has."""
     dtype = torch.bfloat16
-    others = (cuda_write, cuda_linear, cuda_all_reduce, fp8_linear, cuda_experts)
+    others = (cuda_write, cuda_attention, cuda_linear, cuda_all_reduce, fp8_linear, cuda_experts)
     return [*cuda_rows.variants(), *(v for other in others for v in other.variants(dtype))]
 
 

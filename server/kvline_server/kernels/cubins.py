@@ -22,7 +22,7 @@ from cuda.bindings import driver
 from kvline_server.memory.cuda import call
 
 # Modules beside this one.
-SOURCES = ("triton_kernels", "triton_cache", "triton_fp8", "triton_experts")
+SOURCES = ("triton_kernels", "triton_cache", "triton_attention", "triton_fp8", "triton_experts")
 BUILT = Path(__file__).with_name("cubins.bin")
 CONSTANT = "constexpr"
 TYPES = {"i32": ctypes.c_int32, "fp32": ctypes.c_float}
@@ -38,6 +38,7 @@ CHAINED = (
     *("one_row", "write", "write_fp8", "one_shot", "one_shot_ll"),
     *("quantise", "scaled", "add_parts", "one_row_fp8"),
     *("route", "sort", "grouped", "add_chosen"),
+    *("attend_fp8", "merge_splits"),
 )
 SHARED_BY_DEFAULT = 48 << 10  # bytes; a larger kernel needs a function attribute
 

@@ -2,13 +2,14 @@
 
 Only this module, flashinfer_attention.py and gemm.py import flashinfer. Decodes run its fa2 kernels
 on tensor cores, prompt chunks its fa3 kernels: on Hopper fa3 is several times slower for one-token
-queries, and faster for chunks. With an fp8 KV cache both run fa2.
+queries, and faster for chunks. With an fp8 KV cache decodes run our own, and chunks fa2.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import flashinfer
 import numpy as np
@@ -16,7 +17,8 @@ import torch
 from flashinfer import norm, sampling
 from torch.nn import functional
 
-from kvline_server.kernels import cuda_linear, cuda_rows, cuda_write, fp8_linear
+from kvline_server.kernels import cuda_attention, cuda_linear, cuda_rows, cuda_write, fp8_linear
+from kvline_server.kernels.cuda_attention import Fp8Decodes
 from kvline_server.kernels.cuda_experts import ExpertGemms
 from kvline_server.kernels.flashinfer_attention import (
     FLOAT_BYTES,
@@ -58,7 +60,7 @@ FEW_ROWS = 128  # whose all-reduce adds to the residual too, where the group has
 class Plan:
     decodes: int  # decoding sequences, one row each
     rows: int
-    decode: Planned | None
+    decode: Any  # of the one that runs decodes, or None
     prefill: Planned | None
 
 
@@ -95,11 +97,15 @@ class FlashInferKernels(Kernels):
         self.dtype = torch.bfloat16
         self.group = group
         shape, size, chunks = (heads, kv_heads, dim), FLOAT_BYTES, "fa3"
+        processors = torch.cuda.get_device_properties(self.device).multi_processor_count
         if cache != self.dtype:
-            processors = torch.cuda.get_device_properties(self.device).multi_processor_count
             size, chunks = max(size, chunk_floats(shape, processors)), "fa2"
         floats = torch.empty(size, dtype=torch.uint8, device=self.device)
-        self._decode = PagedAttention(shape, self.dtype, cache, "fa2", False, floats)
+        self._decode: PagedAttention | Fp8Decodes
+        if cache != self.dtype and cuda_attention.fits(heads, kv_heads):
+            self._decode = Fp8Decodes(*shape, processors)
+        else:
+            self._decode = PagedAttention(shape, self.dtype, cache, "fa2", False, floats)
         self._prefill = PagedAttention(shape, self.dtype, cache, chunks, True, floats)
         self._gemms = Gemms(self.device)
         self._experts = ExpertGemms(self._gemms.choices, self.activate_and_mul)

@@ -1,0 +1,92 @@
+"""Decode attention over an fp8 KV cache by our Triton kernels, planned and run as FlashInfer's
+(flashinfer_attention.py), whose fa2 reads such a cache at less than half of their rate
+(docs/decisions/035).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from kvline_server.kernels.cubins import TRITON_TYPES, Variant, launch
+from kvline_server.kernels.cuda_write import DIMS
+from kvline_server.kernels.interface import PageTables
+from kvline_server.memory.arena import KVLayer
+from kvline_server.memory.pages import PAGE_SIZE
+
+GROUP = 16  # queries of a key-value head, padded
+TOKENS, WARPS, STAGES = 128, 4, 6  # of an iteration; of a program
+PROGRAMS = 4  # of a processor at least, where tokens can be split
+SPLITS = 32  # at most
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Decodes:
+    """Of a layer with these heads."""
+
+    queries: int
+    keys: int
+    dim: int
+    processors: int
+
+    def plan(self, table: PageTables, in_place: bool = False) -> PageTables:
+        """Nothing depends on lengths that the host knows: all of it can be captured."""
+        return table
+
+    def splits(self, rows: int) -> int:
+        """Parts of a sequence's tokens that run at once."""
+        return min(SPLITS, -(-PROGRAMS * self.processors // (rows * self.keys)))
+
+    def run(
+        self, q: torch.Tensor, cache: KVLayer, table: PageTables, scale: float, out: torch.Tensor
+    ) -> None:
+        """As PagedAttention.run, of sequences with one row each."""
+        rows, splits = len(q), self.splits(len(q))
+        parts = sums = out  # what a variant does not write may be any pointer
+        if splits > 1:
+            shape = (rows, splits, self.queries)
+            parts = torch.empty((*shape, self.dim), dtype=torch.float32, device=out.device)
+            sums = torch.empty((*shape, 2), dtype=torch.float32, device=out.device)
+        keys, values = (part.view(torch.int16) for part in (cache.keys, cache.values))
+        arrays = (table.device_page_starts, table.pages, table.last_page)
+        sizes = (self.queries, self.keys, splits)
+        powers, stride = scale * math.log2(math.e), keys.stride()
+        cached = (keys, values, stride[0], stride[1])
+        variant, programs = _variant(out.dtype, self.dim, splits > 1), rows * self.keys * splits
+        made = (powers, out, parts, sums)
+        launch(variant, programs, q, q.stride(0), *cached, *arrays, *made, *sizes)
+        if splits > 1:
+            merge = _merge_variant(out.dtype, self.dim)
+            launch(merge, rows * self.queries, parts, sums, out, self.queries, splits)
+
+
+def fits(queries: int, keys: int) -> bool:
+    return queries <= GROUP * keys
+
+
+def variants(dtype: torch.dtype) -> Iterator[Variant]:
+    """All variants that are launched here."""
+    for dim, split in itertools.product(DIMS, (False, True)):
+        yield _variant(dtype, dim, split)
+    for dim in DIMS:
+        yield _merge_variant(dtype, dim)
+
+
+def _variant(dtype: torch.dtype, dim: int, split: bool) -> Variant:
+    kind = f"*{TRITON_TYPES[dtype]}"
+    given = (kind, "i32", "*i16", "*i16", "i32", "i32", "*i32", "*i32", "*i32", "fp32")
+    made = (kind, "*fp32" if split else kind, "*fp32" if split else kind)
+    constants = {"DIM": dim, "GROUP": GROUP, "PAGE": PAGE_SIZE, "TOKENS": TOKENS}
+    constants["SPLIT"] = int(split)
+    arguments, aligned = (*given, *made, *["i32"] * 3), (0, 1, 2, 3, 4, 5, 10, 11)
+    every = tuple(constants.items())
+    return Variant("attend_fp8", arguments, aligned, every, warps=WARPS, stages=STAGES)
+
+
+def _merge_variant(dtype: torch.dtype, dim: int) -> Variant:
+    arguments = ("*fp32", "*fp32", f"*{TRITON_TYPES[dtype]}", "i32", "i32")
+    return Variant("merge_splits", arguments, (0, 2), (("DIM", dim), ("SPLITS", SPLITS)))

@@ -1,0 +1,111 @@
+"""Decode attention over an fp8 KV cache on a GPU: our kernels against plain torch in Triton's
+interpreter, and how a sequence's tokens are split."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvline_server.kernels import cubins, cuda_attention
+from kvline_server.kernels.build import CAPABILITY
+from kvline_server.kernels.cuda_attention import SPLITS, Fp8Decodes, fits
+
+SCRIPT = """
+import math
+import numpy as np, torch, triton, triton.language as tl
+import triton.runtime.interpreter as interpreter
+from kvline_server.kernels import cuda_attention, triton_attention
+from kvline_server.kernels.cuda_attention import Fp8Decodes
+from kvline_server.kernels.fp8 import FP8
+from kvline_server.kernels.interface import PageTables
+from kvline_server.memory.arena import KVLayer
+
+@triton.jit
+def columns(pairs):
+    low, high = pairs & 0xFF, (pairs >> 8) & 0xFF
+    low = low.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return low, high.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+
+# Instructions that the interpreter has not.
+triton_attention._after_the_last = lambda: None
+triton_attention._columns = columns
+patch = interpreter._patch_lang_tensor
+
+def patched(tensor, *words):
+    patch(tensor, *words)
+    tensor.__index__ = lambda self: int(self.handle.data.item())  # bounds of ranges are arrays here
+
+interpreter._patch_lang_tensor = patched
+
+def launch(variant, programs, *arguments):
+    kernel = getattr(triton_attention, variant.kernel)
+    assert len(arguments) == len(variant.arguments)
+    for at in variant.aligned:
+        given = arguments[at]
+        number = given.data_ptr() if isinstance(given, torch.Tensor) else given
+        assert number % 16 == 0, (variant.kernel, at)
+    kernel[(programs,)](*arguments, **dict(variant.constants))
+
+cuda_attention.launch = launch
+torch.manual_seed(0)
+lengths = [1, 16, 17, 128, 129, 330]
+held = [-(-n // 16) for n in lengths]
+starts = np.cumsum([0, *held]).astype(np.int32)
+pages = torch.randperm(60)[: starts[-1]].to(torch.int32)
+last = torch.tensor([(n - 1) % 16 + 1 for n in lengths], dtype=torch.int32)
+rows = len(lengths)
+table = PageTables(
+    np.arange(rows + 1, dtype=np.int32), starts, np.asarray(lengths, np.int32),
+    torch.arange(rows + 1), torch.from_numpy(starts), pages, last,
+)
+for queries, keys, dim, processors in (
+    (4, 2, 64, 1), (8, 1, 128, 1), (5, 1, 64, 4), (32, 2, 64, 9), (8, 1, 128, 40)
+):
+    whole = torch.randn(60, 2, 2, 16, keys, dim).to(FP8)
+    cache = KVLayer(whole[:, 1, 0], whole[:, 1, 1])
+    q = torch.randn(rows, queries + 2 * keys, dim)[:, :queries]
+    out = torch.full((rows, queries, dim), float("nan"))
+    made = Fp8Decodes(queries, keys, dim, processors)
+    made.run(q, cache, made.plan(table), 0.3, out)
+    for row, length in enumerate(lengths):
+        own = pages[starts[row] : starts[row + 1]].long()
+        k, v = (
+            part[own].float().view(-1, keys, dim)[:length].repeat_interleave(queries // keys, 1)
+            for part in (cache.keys, cache.values)
+        )
+        shares = (torch.einsum("hd,nhd->hn", q[row], k) * 0.3).softmax(dim=-1)
+        want = torch.einsum("hn,nhd->hd", shares, v)
+        distance = float((out[row] - want).norm() / want.norm())
+        assert distance < 2e-3, (queries, keys, dim, processors, length, distance)
+"""
+
+
+def test_the_gpu_s_kernels_give_what_torch_gives() -> None:
+    """In Triton's interpreter: sequences that end within a page, at its end and in the next block,
+    whole and in up to 32 parts, some of which have no token."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", SCRIPT], env=environment, check=True)
+
+
+def test_every_variant_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for variant in cuda_attention.variants(torch.bfloat16):
+        assert cubins.compile(variant, CAPABILITY).code.startswith(b"\x7fELF"), variant.name
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "splits"), [(1, 1, SPLITS), (1, 8, SPLITS), (8, 8, 9), (64, 8, 2), (256, 8, 1)]
+)
+def test_tokens_are_split_where_rows_leave_processors_idle(
+    rows: int, keys: int, splits: int
+) -> None:
+    assert Fp8Decodes(4 * keys, keys, 128, 132).splits(rows) == splits
+
+
+def test_more_queries_a_key_value_head_than_a_block_has_do_not_fit() -> None:
+    assert fits(128, 8) and not fits(17, 1)
