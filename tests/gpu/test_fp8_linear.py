@@ -94,7 +94,7 @@ def test_inputs_are_quantised_as_the_reference_does(blocks: bool) -> None:
         values, scales = fp8_linear.quantised(both, blocks)
         gated = silu(gate.float()).mul_(up.float()).bfloat16()
         want, of = fp8.quantised(gated, blocks)
-        # A product that is off by its last bit of bfloat16 may be the largest.
+        # A number that is off by its last bit of bfloat16 may be the largest.
         own = scales[:, :rows].t() if blocks else scales
         torch.testing.assert_close(own, of, rtol=8e-3, atol=0.0)
         assert furthest(values[:rows].float(), want.double()) < 3e-2

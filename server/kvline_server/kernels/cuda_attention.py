@@ -46,7 +46,7 @@ class Fp8Decodes:
     ) -> None:
         """As PagedAttention.run, of sequences with one row each."""
         rows, splits = len(q), self.splits(len(q))
-        parts = sums = out  # what a variant does not write may be any pointer
+        parts = sums = out
         if splits > 1:
             shape = (rows, splits, self.queries)
             parts = torch.empty((*shape, self.dim), dtype=torch.float32, device=out.device)
@@ -54,11 +54,9 @@ class Fp8Decodes:
         keys, values = (part.view(torch.int16) for part in (cache.keys, cache.values))
         arrays = (table.device_page_starts, table.pages, table.last_page)
         sizes = (self.queries, self.keys, splits)
-        powers, stride = scale * math.log2(math.e), keys.stride()
-        cached = (keys, values, stride[0], stride[1])
         variant, programs = _variant(out.dtype, self.dim, splits > 1), rows * self.keys * splits
-        made = (powers, out, parts, sums)
-        launch(variant, programs, q, q.stride(0), *cached, *arrays, *made, *sizes)
+        cached, powers = (keys, values, keys.stride(0)), scale * math.log2(math.e)
+        launch(variant, programs, q, q.stride(0), *cached, *arrays, powers, parts, sums, *sizes)
         if splits > 1:
             merge = _merge_variant(out.dtype, self.dim)
             launch(merge, rows * self.queries, parts, sums, out, self.queries, splits)
@@ -78,11 +76,11 @@ def variants(dtype: torch.dtype) -> Iterator[Variant]:
 
 def _variant(dtype: torch.dtype, dim: int, split: bool) -> Variant:
     kind = f"*{TRITON_TYPES[dtype]}"
-    given = (kind, "i32", "*i16", "*i16", "i32", "i32", "*i32", "*i32", "*i32", "fp32")
-    made = (kind, "*fp32" if split else kind, "*fp32" if split else kind)
+    given = (kind, "i32", "*i16", "*i16", "i32", "*i32", "*i32", "*i32", "fp32")
+    made = ("*fp32", "*fp32") if split else (kind, kind)  # the latter is not written
     constants = {"DIM": dim, "GROUP": GROUP, "PAGE": PAGE_SIZE, "TOKENS": TOKENS}
     constants["SPLIT"] = int(split)
-    arguments, aligned = (*given, *made, *["i32"] * 3), (0, 1, 2, 3, 4, 5, 10, 11)
+    arguments, aligned = (*given, *made, *["i32"] * 3), (0, 1, 2, 3, 4, 9)
     every = tuple(constants.items())
     return Variant("attend_fp8", arguments, aligned, every, warps=WARPS, stages=STAGES)
 

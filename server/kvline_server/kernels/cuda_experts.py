@@ -27,7 +27,7 @@ EXPERTS = (128, 512)  # padded counts of the variants
 CHOSEN = 16  # of a row, padded
 ALIGN = 16  # of hidden states and of an expert's width
 FEW = 4  # with fewer pairs than an expert in so many each pair is a tile
-SORTED, ADDED = 32, 256  # pairs, columns of a program
+SORTED, ADDED = 32, 1024  # pairs, columns of a program
 LAYERS = 3  # whose weights a trial cycles through, so that they come from memory
 
 

@@ -68,7 +68,7 @@ class Unnormed:
 
 @dataclass(frozen=True, slots=True)
 class Ungated:
-    """Gate and up of an MLP, whose product is left to the linear that reads it."""
+    """Gate and up of an MLP, which are left to the linear that reads them to be multiplied."""
 
     both: torch.Tensor  # [rows, 2 * d]
     activation: str

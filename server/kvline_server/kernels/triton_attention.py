@@ -39,19 +39,37 @@ def _columns(pairs):
 
 
 @triton.jit
+def _tokens(page_starts, last_page, row, split, splits, PAGE: tl.constexpr, TOKENS: tl.constexpr):
+    """Where the pages of a sequence begin in the table, and the tokens of one of its splits."""
+    first = tl.load(page_starts + row)
+    length = (tl.load(page_starts + row + 1) - first - 1) * PAGE + tl.load(last_page + row)
+    each = (length + splits * TOKENS - 1) // (splits * TOKENS) * TOKENS
+    return first, split * each, tl.minimum((split + 1) * each, length)
+
+
+@triton.jit
+def _query(columns, there, scale):
+    x = tl.load(columns, mask=there[:, None], other=0.0).to(tl.float32)
+    return (x * scale).to(tl.float16)
+
+
+@triton.jit
+def _read(part, places, inside):
+    return _columns(tl.load(part + places, mask=inside[:, None], other=0))
+
+
+@triton.jit
 def attend_fp8(
     q,
     row_stride,
     keys,
     values,
     page_stride,
-    token_stride,
     page_starts,
     pages,
     last_page,
     scale,
     out,
-    parts,
     sums,
     queries,
     kv,
@@ -62,59 +80,45 @@ def attend_fp8(
     TOKENS: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """The queries of one row and key-value head, over one of `splits` parts of the tokens. `keys`
-    and `values` are pairs of columns, their strides too. `scale` is that of query times key, times
-    log2(e): powers are of two. SPLIT: float32 `parts` [rows, splits, queries, DIM], and in `sums`
-    [rows, splits, queries, 2] the largest exponent, and the sum of powers relative to it."""
+    """The queries of one row and key-value head over one split of the tokens. `keys` and `values`
+    are pairs of columns; `scale` includes log2(e). `out` [rows, queries, DIM]; SPLIT: [rows,
+    splits, queries, DIM], and `sums` [..., 2]: the largest power, the sum of exp2 relative to it."""
     _after_the_last()
-    head = tl.program_id(0) % kv
-    split = tl.program_id(0) // kv % splits
+    head, split = tl.program_id(0) % kv, tl.program_id(0) // kv % splits
     row = tl.program_id(0) // kv // splits
-    first = tl.load(page_starts + row)
-    length = (tl.load(page_starts + row + 1) - first - 1) * PAGE + tl.load(last_page + row)
-    each = (length + splits * TOKENS - 1) // (splits * TOKENS) * TOKENS
-    start = split * each
-    end = tl.minimum(start + each, length)
-    turn = tl.arange(0, GROUP)
-    there = turn < queries // kv
-    mine = head * (queries // kv) + turn
+    first, start, end = _tokens(page_starts, last_page, row, split, splits, PAGE, TOKENS)
+    there = tl.arange(0, GROUP) < queries // kv
+    mine = head * (queries // kv) + tl.arange(0, GROUP)
     pair = tl.arange(0, DIM // 2)
-    line = q + row.to(tl.int64) * row_stride + mine[:, None] * DIM + 2 * pair[None, :]
-    even = (tl.load(line, mask=there[:, None], other=0.0).to(tl.float32) * scale).to(tl.float16)
-    odd = (tl.load(line + 1, mask=there[:, None], other=0.0).to(tl.float32) * scale).to(tl.float16)
-    most = tl.full((GROUP,), float("-inf"), tl.float32)
-    total = tl.zeros((GROUP,), tl.float32)
-    left = tl.zeros((GROUP, DIM // 2), tl.float32)
-    right = left
+    columns = q + row.to(tl.int64) * row_stride + mine[:, None] * DIM + 2 * pair[None, :]
+    even, odd = _query(columns, there, scale), _query(columns + 1, there, scale)
+    most, total = tl.full((GROUP,), float("-inf"), tl.float32), tl.zeros((GROUP,), tl.float32)
+    left, right = tl.zeros((GROUP, DIM // 2), tl.float32), tl.zeros((GROUP, DIM // 2), tl.float32)
     for begin in range(start, end, TOKENS):
         token = begin + tl.arange(0, TOKENS)
         inside = token < end
         page = tl.load(pages + first + token // PAGE, mask=inside, other=0).to(tl.int64)
-        place = page * page_stride + token % PAGE * token_stride + head * (DIM // 2)
-        at = place[:, None] + pair[None, :]
-        low, high = _columns(tl.load(keys + at, mask=inside[:, None], other=0))
+        line = page * page_stride + (token % PAGE * kv + head) * (DIM // 2)
+        places = line[:, None] + pair[None, :]
+        low, high = _read(keys, places, inside)
         power = tl.dot(odd, tl.trans(high), tl.dot(even, tl.trans(low)))
         power = tl.where(inside[None, :], power, float("-inf"))
         now = tl.maximum(most, tl.max(power, axis=1))
         weight = tl.exp2(power - now[:, None])
         kept = tl.exp2(most - now)
         total = total * kept + tl.sum(weight, axis=1)
-        low, high = _columns(tl.load(values + at, mask=inside[:, None], other=0))
-        weight = weight.to(tl.float16)
-        left = tl.dot(weight, low, left * kept[:, None])
-        right = tl.dot(weight, high, right * kept[:, None])
+        low, high = _read(values, places, inside)
+        left = tl.dot(weight.to(tl.float16), low, left * kept[:, None])
+        right = tl.dot(weight.to(tl.float16), high, right * kept[:, None])
         most = now
-    made = tl.interleave(left, right)
-    column = tl.arange(0, DIM)
+    line = (row.to(tl.int64) * splits + split) * queries + mine
+    made, places = tl.interleave(left, right), line[:, None] * DIM + tl.arange(0, DIM)[None, :]
     if SPLIT:
-        into = (row.to(tl.int64) * splits + split) * queries + mine
-        tl.store(parts + into[:, None] * DIM + column[None, :], made, mask=there[:, None])
-        tl.store(sums + 2 * into, most, mask=there)
-        tl.store(sums + 2 * into + 1, total, mask=there)
+        tl.store(sums + 2 * line, most, mask=there)
+        tl.store(sums + 2 * line + 1, total, mask=there)
     else:
-        into = row.to(tl.int64) * queries + mine
-        made = (made / total[:, None]).to(out.dtype.element_ty)
-        tl.store(out + into[:, None] * DIM + column[None, :], made, mask=there[:, None])
+        made /= total[:, None]
+    tl.store(out + places, made.to(out.dtype.element_ty), mask=there[:, None])
 
 
 @triton.jit

@@ -185,12 +185,12 @@ def add_chosen(
     _after_the_last()
     row = tl.program_id(0) // parts
     column = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
-    turn = tl.arange(0, CHOSEN)
-    pair = row * chosen + turn
-    place = tl.load(places + pair, mask=turn < chosen, other=-1)
-    weight = tl.load(weights + pair, mask=turn < chosen, other=0.0)
-    there = (place >= 0)[:, None] & (column < outputs)[None, :]
-    each = made + place[:, None].to(tl.int64) * outputs + column[None, :]
-    terms = tl.load(each, mask=there, other=0.0).to(tl.float32) * weight[:, None]
-    total = tl.sum(terms, axis=0).to(out.dtype.element_ty)
-    tl.store(out + row.to(tl.int64) * outputs + column, total, mask=column < outputs)
+    inside = column < outputs
+    total = tl.zeros((BLOCK,), tl.float32)
+    for turn in tl.static_range(CHOSEN):  # all of a column's terms are one thread's
+        pair = row * chosen + turn
+        place = tl.load(places + pair, mask=turn < chosen, other=-1).to(tl.int64)
+        weight = tl.load(weights + pair, mask=turn < chosen, other=0.0)
+        each = made + place * outputs + column
+        total += tl.load(each, mask=inside & (place >= 0), other=0.0).to(tl.float32) * weight
+    tl.store(out + row.to(tl.int64) * outputs + column, total.to(out.dtype.element_ty), mask=inside)
