@@ -1,4 +1,5 @@
-"""Time of one layer's attention over a large paged KV cache, by memory layout and kernel.
+"""Time of one layer's attention over a large paged KV cache, by memory layout and kernel, and over
+one in fp8, by our kernels and by FlashInfer's fa2.
 
 By page: all layers of a page are contiguous, as in our arena, so that one mapping holds a page. By
 layer: the pages of each layer are contiguous, as in most engines. In both, a sequence's pages are
@@ -14,15 +15,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from record import table
+from record import record, table
 from shapes import LLAMA8B
 
-from kvline_server.kernels.interface import Heads, Kernels, SlotMapping
+from kvline_server.kernels.fp8 import FP8
+from kvline_server.kernels.interface import Heads, Kernels, PageTables, SlotMapping
 from kvline_server.kernels.layout import Layout
 from kvline_server.memory.arena import KVLayer
 from kvline_server.memory.pages import PAGE_SIZE
 
 PAGES = 40_000  # 640,000 tokens: 78 GiB of the larger shape
+LAYERS = 4
 
 
 def milliseconds(action: Callable[[], Any], repeat: int = 30) -> float:
@@ -91,6 +94,48 @@ def run() -> None:
     rows = [measure(kernels, held, name, layout(*case, rng)) for name, case in CASES.items()]
     head = ["32 layers of llama8b", "by page ms", "by layer ms", "TB/s by page", "plan on host ms"]
     table("Attention with rope and append, scattered pages", head, rows)
+    del held
+    torch.cuda.empty_cache()
+    rows = [over_fp8(name, layout(*case, rng)) for name, case in CASES.items()]
+    head = ["a layer of llama8b", "ours us", "fa2 us", "of it", "TB/s of ours"]
+    table("Attention alone over an fp8 KV cache", head, rows)
+
+
+@torch.inference_mode()
+def over_fp8(name: str, made: Layout) -> list[str]:
+    """Of layers that take turns, so that each one's cache comes from memory."""
+    from kvline_server.kernels.flashinfer import FlashInferKernels
+    from kvline_server.kernels.flashinfer_attention import FLOAT_BYTES, PagedAttention
+
+    shape = (LLAMA8B.heads, LLAMA8B.kv_heads, LLAMA8B.head_dim)
+    kernels = FlashInferKernels(*shape, cache=FP8)
+    by_page = (PAGES, LAYERS, 2, PAGE_SIZE, LLAMA8B.kv_heads, LLAMA8B.head_dim)
+    whole = torch.zeros(by_page, dtype=torch.uint8, device="cuda").random_(0, 120).view(FP8)
+    layers = [KVLayer(whole[:, i, 0], whole[:, i, 1]) for i in range(LAYERS)]
+    floats = torch.empty(2 * FLOAT_BYTES, dtype=torch.uint8, device="cuda")
+    causal = not made.decodes
+    fa2 = PagedAttention(shape, kernels.dtype, FP8, "fa2", causal, floats)
+    q = torch.randn((made.rows, *shape[::2]), device="cuda", dtype=kernels.dtype)
+    out, scale = torch.empty_like(q), LLAMA8B.head_dim**-0.5
+    plan = kernels.plan(made)
+    last = (made.lengths - 1) % PAGE_SIZE + 1
+    arrays = (made.row_starts, made.page_starts, made.pages, last)
+    host = (made.row_starts, made.page_starts, made.lengths)
+    planned = fa2.plan(PageTables(*host, *kernels.upload(*arrays)))
+
+    def ours() -> None:
+        for layer in layers:
+            kernels.attend(q, layer, plan)
+
+    def flashinfer_s() -> None:
+        for layer in layers:
+            fa2.run(q, layer, planned, scale, out)
+
+    took, other = (1e3 * milliseconds(work, 10) / LAYERS for work in (ours, flashinfer_s))
+    rate = int(made.lengths.sum()) * 2 * LLAMA8B.kv_heads * LLAMA8B.head_dim / took / 1e6
+    gpu = torch.cuda.get_device_name(0)
+    record(f"fp8kv-attention-us-{name.replace(' ', '-')}", took, "us", (took, took), gpu)
+    return [name, f"{took:.1f}", f"{other:.1f}", f"{took / other:.3f}", f"{rate:.2f}"]
 
 
 def measure(kernels: Kernels, held: dict[str, list[KVLayer]], name: str, made: Layout) -> list[str]:

@@ -36,7 +36,8 @@ def run() -> None:
     by default SmolLM2. On a GPU where there is one."""
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     rows = []
-    for name in offline.models(str(model.ensure(print))):
+    named = [name for name in offline.models("") if name]
+    for name in named or [str(model.ensure(print))]:
         plain, fp8 = (answers(name, cache, gpu is not None) for cache in KVCacheDtype)
         pairs = list(zip(plain, fp8, strict=True))
         far = np.concatenate([np.abs(a.values - b.values) for (_, a), (_, b) in pairs])
@@ -72,6 +73,8 @@ def answers(name: str, cache: KVCacheDtype, gpu: bool) -> list[tuple[list[int], 
     engine.executor.resize(0)
     del engine
     gc.collect()
+    if gpu:
+        torch.cuda.empty_cache()
     return [(made[id], scored[id]) for id in range(PROMPTS)]
 
 

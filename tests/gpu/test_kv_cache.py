@@ -79,7 +79,8 @@ def test_what_is_written_is_what_torch_writes(heads: tuple[int, int, int], norme
 @pytest.mark.parametrize("heads", SHAPES)
 @pytest.mark.parametrize("scales", [Scales(), Scales(0.4, 0.03)])
 def test_attention_over_it_is_torch_s(heads: tuple[int, int, int], scales: Scales) -> None:
-    """Decodes beside chunks of short and of long prompts, and chunks alone."""
+    """Decodes beside chunks of short and of long prompts, and chunks alone: those over a copy in
+    bfloat16, and short ones of long prompts over the cache itself."""
     torch.manual_seed(1)
     queries, _, dim = heads
     pair: list[Kernels] = [TorchKernels(torch.bfloat16, device="cuda"), on_gpu(heads)]
@@ -87,11 +88,11 @@ def test_attention_over_it_is_torch_s(heads: tuple[int, int, int], scales: Scale
     for part in (cache.keys, cache.values):
         part.copy_((torch.randn(part.shape, device="cuda") / scales.keys).clamp_(-448, 448).to(FP8))
     rng = np.random.default_rng(0)
-    for decodes, chunks in (
-        ([700, 1, 33], [(0, 40), (16, 90)]),
-        ([], [(20_000, 100)]),
-        ([], [(20_000, 16)]),
-        ([9_000], [(5_000, 1_000)]),
+    for decodes, chunks, copied in (
+        ([700, 1, 33], [(0, 40), (16, 90)], True),
+        ([], [(20_000, 100)], False),
+        ([], [(20_000, 16)], False),
+        ([9_000], [(5_000, 1_000)], True),
     ):
         free = rng.permutation(np.arange(1, 2000)).tolist()
         work = [Work(sequence(rng, n, free), n - 1, 1) for n in decodes]
@@ -99,6 +100,7 @@ def test_attention_over_it_is_torch_s(heads: tuple[int, int, int], scales: Scale
         layout = build(work).step.layout
         q = torch.randn(layout.rows, queries, dim, device="cuda").bfloat16()
         want, got = (k.attend(q, cache, k.plan(layout)).float() for k in pair)
+        assert (pair[1].plan(layout).prefill.copied is not None) == copied
         assert got.isfinite().all()
         distance = float((got - want).norm() / want.norm())
         assert distance < 1e-2, (decodes, chunks, distance)

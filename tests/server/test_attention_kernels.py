@@ -68,6 +68,12 @@ for queries, keys, dim, processors in (
 ):
     whole = torch.randn(60, 2, 2, 16, keys, dim).to(FP8)
     cache = KVLayer(whole[:, 1, 0], whole[:, 1, 1])
+    copy = torch.full((2, 50, 16, keys, dim), float("nan"))
+    cuda_attention.copy_pages(cache, pages, copy)
+    count = len(pages)
+    assert torch.equal(copy[0, :count], cache.keys[pages.long()].float())
+    assert torch.equal(copy[1, :count], cache.values[pages.long()].float())
+    assert copy[:, count:].isnan().all()
     q = torch.randn(rows, queries + 2 * keys, dim)[:, :queries]
     out = torch.full((rows, queries, dim), float("nan"))
     made = Fp8Decodes(queries, keys, dim, processors)

@@ -1,6 +1,6 @@
-"""Decode attention over an fp8 KV cache by our Triton kernels, planned and run as FlashInfer's
-(flashinfer_attention.py), whose fa2 reads such a cache at less than half of their rate
-(docs/decisions/035).
+"""Attention over an fp8 KV cache by our Triton kernels: decodes, planned and run as FlashInfer's
+(flashinfer_attention.py), whose fa2 reads such a cache at less than half of their rate, and the
+copies in bfloat16 that prompt chunks read (docs/decisions/035).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from kvline_server.kernels.cubins import TRITON_TYPES, Variant, launch
 from kvline_server.kernels.cuda_write import DIMS
+from kvline_server.kernels.fp8 import FP8
 from kvline_server.kernels.interface import PageTables
 from kvline_server.memory.arena import KVLayer
 from kvline_server.memory.pages import PAGE_SIZE
@@ -22,6 +23,7 @@ GROUP = 16  # queries of a key-value head, padded
 TOKENS, WARPS, STAGES = 128, 4, 6  # of an iteration; of a program
 PROGRAMS = 4  # of a processor at least, where tokens can be split
 SPLITS = 32  # at most
+COPIED = 2048  # keys, and values, of a program
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +68,23 @@ def fits(queries: int, keys: int) -> bool:
     return queries <= GROUP * keys
 
 
+def copy_pages(cache: KVLayer, pages: torch.Tensor, copy: torch.Tensor) -> None:
+    """Keys and values of these pages one after the other, but for the layer's scales.
+    pages int32 [pages], copy [2, at least as many, page, kv_heads, dim]"""
+    numbers = copy[0, 0].numel()
+    parts = -(-numbers // COPIED)
+    sizes = (numbers, parts)
+    strided = (cache.keys, cache.values, cache.keys.stride(0))
+    launch(_copy_variant(copy.dtype), len(pages) * parts, *strided, pages, copy[0], copy[1], *sizes)
+
+
 def variants(dtype: torch.dtype) -> Iterator[Variant]:
     """All variants that are launched here."""
     for dim, split in itertools.product(DIMS, (False, True)):
         yield _variant(dtype, dim, split)
     for dim in DIMS:
         yield _merge_variant(dtype, dim)
+    yield _copy_variant(dtype)
 
 
 def _variant(dtype: torch.dtype, dim: int, split: bool) -> Variant:
@@ -88,3 +101,9 @@ def _variant(dtype: torch.dtype, dim: int, split: bool) -> Variant:
 def _merge_variant(dtype: torch.dtype, dim: int) -> Variant:
     arguments = ("*fp32", "*fp32", f"*{TRITON_TYPES[dtype]}", "i32", "i32")
     return Variant("merge_splits", arguments, (0, 2), (("DIM", dim), ("SPLITS", SPLITS)))
+
+
+def _copy_variant(dtype: torch.dtype) -> Variant:
+    kind, kept = f"*{TRITON_TYPES[dtype]}", f"*{TRITON_TYPES[FP8]}"
+    arguments = (kept, kept, "i32", "*i32", kind, kind, "i32", "i32")
+    return Variant("copy_pages", arguments, (0, 1, 2, 4, 5, 6), (("BLOCK", COPIED),))

@@ -2,7 +2,7 @@
 
 Only this module, flashinfer_attention.py and gemm.py import flashinfer. Decodes run its fa2 kernels
 on tensor cores, prompt chunks its fa3 kernels: on Hopper fa3 is several times slower for one-token
-queries, and faster for chunks. With an fp8 KV cache decodes run our own, and chunks fa2.
+queries, and faster for chunks. With an fp8 KV cache decodes run our own, and chunks a copy's fa3.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kvline_server.kernels.cuda_attention import Fp8Decodes
 from kvline_server.kernels.cuda_experts import ExpertGemms
 from kvline_server.kernels.flashinfer_attention import (
     FLOAT_BYTES,
+    Fp8Chunks,
     PagedAttention,
-    Planned,
     chunk_floats,
 )
 from kvline_server.kernels.fp8 import Fp8Weight, Weight
@@ -60,8 +60,8 @@ FEW_ROWS = 128  # whose all-reduce adds to the residual too, where the group has
 class Plan:
     decodes: int  # decoding sequences, one row each
     rows: int
-    decode: Any  # of the one that runs decodes, or None
-    prefill: Planned | None
+    decode: Any  # what the one that runs decodes has planned, or None
+    prefill: Any
 
 
 class _PinnedCopies:
@@ -96,17 +96,20 @@ class FlashInferKernels(Kernels):
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.dtype = torch.bfloat16
         self.group = group
-        shape, size, chunks = (heads, kv_heads, dim), FLOAT_BYTES, "fa3"
+        shape, fp8 = (heads, kv_heads, dim), cache != self.dtype
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        if cache != self.dtype:
-            size, chunks = max(size, chunk_floats(shape, processors)), "fa2"
+        size = max(FLOAT_BYTES, chunk_floats(shape, processors) if fp8 else 0)
         floats = torch.empty(size, dtype=torch.uint8, device=self.device)
         self._decode: PagedAttention | Fp8Decodes
-        if cache != self.dtype and cuda_attention.fits(heads, kv_heads):
+        self._prefill: PagedAttention | Fp8Chunks
+        if fp8 and cuda_attention.fits(heads, kv_heads):
             self._decode = Fp8Decodes(*shape, processors)
         else:
             self._decode = PagedAttention(shape, self.dtype, cache, "fa2", False, floats)
-        self._prefill = PagedAttention(shape, self.dtype, cache, chunks, True, floats)
+        if fp8:
+            self._prefill = Fp8Chunks(shape, self.dtype, cache, floats)
+        else:
+            self._prefill = PagedAttention(shape, self.dtype, cache, "fa3", True, floats)
         self._gemms = Gemms(self.device)
         self._experts = ExpertGemms(self._gemms.choices, self.activate_and_mul)
 

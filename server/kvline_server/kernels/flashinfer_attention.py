@@ -8,19 +8,22 @@ accesses). Source: flashinfer.prefill, version 0.6.18.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from flashinfer.prefill import get_batch_prefill_module
 from flashinfer.utils import MaskMode, PosEncodingMode, TensorLayout
 
+from kvline_server.kernels.cuda_attention import copy_pages
 from kvline_server.kernels.interface import PageTables
 from kvline_server.memory.arena import KVLayer
 from kvline_server.memory.pages import PAGE_SIZE
 
 FLOAT_BYTES = 128 << 20
 INT_BYTES = 8 << 20
+COPY_BYTES = 128 << 20  # keys and values of one layer, for chunks over an fp8 cache
 STAGINGS = 2  # the number of steps in flight, plus one
 TILE = 128  # rows of a chunk in a block of fa2, those of a key-value head's queries together
 
@@ -144,3 +147,42 @@ class PagedAttention:
             0,
             FLOAT_BYTES,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    planned: Planned
+    copied: torch.Tensor | None  # the pages, in the order of their copies
+
+
+class Fp8Chunks:
+    """Prompt chunks over an fp8 KV cache: by fa3 over a copy of their sequences' pages in bfloat16,
+    made anew for each layer; by fa2, which reads fp8 itself, where the copy has no room for them or
+    would take longer than the chunks."""
+
+    def __init__(
+        self, shape: tuple[int, int, int], dtype: torch.dtype, cache: torch.dtype, floats: Any
+    ) -> None:
+        """As PagedAttention."""
+        _, kv_heads, dim = shape
+        self._direct = PagedAttention(shape, dtype, cache, "fa2", True, floats)
+        self._copied = PagedAttention(shape, dtype, dtype, "fa3", True, floats)
+        page = (PAGE_SIZE, kv_heads, dim)
+        pages = COPY_BYTES // (2 * dtype.itemsize * math.prod(page))
+        self._copy = torch.empty((2, pages, *page), dtype=dtype, device=floats.device)
+        self._places = torch.arange(pages, dtype=torch.int32, device=floats.device)
+
+    def plan(self, table: PageTables) -> Chunks:
+        rows, pages = int(table.row_starts[-1]), int(table.page_starts[-1])
+        if pages > len(self._places) or rows < pages:
+            return Chunks(self._direct.plan(table), None)
+        copies = replace(table, pages=self._places)
+        return Chunks(self._copied.plan(copies), table.pages[:pages])
+
+    def run(
+        self, q: torch.Tensor, cache: KVLayer, chunks: Chunks, scale: float, out: torch.Tensor
+    ) -> None:
+        if chunks.copied is None:
+            return self._direct.run(q, cache, chunks.planned, scale, out)
+        copy_pages(cache, chunks.copied, self._copy)
+        self._copied.run(q, KVLayer(*self._copy), chunks.planned, scale, out)

@@ -1,11 +1,11 @@
-"""Triton kernels of decode attention over an fp8 KV cache; kernels/cubins.py compiles and launches
-them.
+"""Triton kernels of attention over an fp8 KV cache; kernels/cubins.py compiles and launches them.
 
 `attend_fp8` reads each key and value once, for all queries of a key-value head, and turns them into
 float16 in registers, which holds every number of e4m3. It reads two columns as one number of 16
 bits, because tensor cores get their operands in no smaller ones without taking them apart; even and
 odd columns then have GEMMs of their own. Where few sequences would leave the GPU idle their tokens
-are split among programs, and `merge_splits` adds up what those made.
+are split among programs, and `merge_splits` adds up what those made. `copy_pages` is for prompt
+chunks, which read a copy in bfloat16.
 Reference: TorchKernels.attend; the tests compare the two. The sums that allow splitting a softmax:
 FlashAttention (arXiv 2205.14135).
 """
@@ -82,7 +82,7 @@ def attend_fp8(
 ):
     """The queries of one row and key-value head over one split of the tokens. `keys` and `values`
     are pairs of columns; `scale` includes log2(e). `out` [rows, queries, DIM]; SPLIT: [rows,
-    splits, queries, DIM], and `sums` [..., 2]: the largest power, the sum of exp2 relative to it."""
+    splits, queries, DIM], and `sums` [..., 2]: the largest power, the sum of exp2 under it."""
     _after_the_last()
     head, split = tl.program_id(0) % kv, tl.program_id(0) // kv % splits
     row = tl.program_id(0) // kv // splits
@@ -137,3 +137,27 @@ def merge_splits(parts, sums, out, queries, splits, DIM: tl.constexpr, SPLITS: t
     each = tl.load(parts + at[:, None] * DIM + column[None, :], mask=there[:, None], other=0.0)
     made = tl.sum(each * weight[:, None], axis=0) / total
     tl.store(out + (row * queries + query) * DIM + column, made.to(out.dtype.element_ty))
+
+
+@triton.jit
+def copy_pages(
+    keys,
+    values,
+    page_stride,
+    pages,
+    keys_copy,
+    values_copy,
+    numbers,
+    parts,
+    BLOCK: tl.constexpr,
+):
+    """BLOCK of the `numbers` keys and values of one of the pages, in the order of `pages`."""
+    _after_the_last()
+    turn = tl.program_id(0) // parts
+    at = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numbers
+    source = tl.load(pages + turn).to(tl.int64) * page_stride + at
+    into = turn.to(tl.int64) * numbers + at
+    kind = keys_copy.dtype.element_ty
+    tl.store(keys_copy + into, tl.load(keys + source, mask=inside).to(kind), mask=inside)
+    tl.store(values_copy + into, tl.load(values + source, mask=inside).to(kind), mask=inside)
