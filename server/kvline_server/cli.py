@@ -74,7 +74,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="then measure with each of these changes of the spec alone, such as "
         "kvCacheDtype=fp8,gpus=2, and print a table of what each gives",
     )
-    size.add_argument("--json", action="store_true", help="print the sizing report as JSON")
+    size.add_argument(
+        "--json",
+        action="store_true",
+        help="print the sizing report as JSON; with --compare one of each choice, by its name",
+    )
     download = commands.add_parser("download", help="fetch the model of a launch.json")
     download.add_argument("--config", type=Path, required=True)
     check = commands.add_parser("check", help="find the model of a launch.json, without loading it")

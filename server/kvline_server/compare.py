@@ -50,11 +50,12 @@ def choices(text: str, launch: LaunchConfig) -> list[Choice]:
     every = [each.strip() for each in text.split(",")]
     if launch.capacity.kv_tokens is not None:
         raise ContractError("a pinned kvTokens is the budget of every choice: leave it out")
-    if len(set(every)) < len(every):
-        raise ContractError("expected each choice once")
     if len(every) > MAX_CHOICES:
         raise ContractError(f"expected at most {MAX_CHOICES} choices, got {len(every)}")
-    return [Choice(AS_GIVEN, launch), *(Choice(each, _changed(each, launch)) for each in every)]
+    made = [Choice(AS_GIVEN, launch), *(Choice(each, _changed(each, launch)) for each in every)]
+    if len(set(every)) < len(every):
+        raise ContractError("expected each choice once")
+    return made
 
 
 def _changed(choice: str, launch: LaunchConfig) -> LaunchConfig:
@@ -110,7 +111,8 @@ def show(
     else:
         out = Console()
         out.print(table(measured))
-        for line in notes(measured):
+        left = [f"{choice.name}: interrupted, not measured" for choice in every[len(measured) :]]
+        for line in (*notes(measured), *left):
             out.print(line, markup=False, highlight=False)
     return code
 

@@ -40,6 +40,7 @@ def test_each_choice_changes_one_setting_of_the_launch() -> None:
         ("device=cuda", "got 'device=cuda'"),
         ("gpus=", "got 'gpus='"),
         ("", "got ''"),
+        (",", "got ''"),
         ("kvCacheDtype=fp9", "^kvCacheDtype=fp9: expected one of auto, fp8, got 'fp9'"),
         ("gpus=9", "^gpus=9: expected 1 to 8, got 9"),
         ("gpus=-1", "^gpus=-1: expected 1 to 8, got -1"),
@@ -87,13 +88,19 @@ def test_all_are_measured_though_one_is_refused(shared_model: Path, tmp_path: Pa
 
 
 @pytest.mark.process
-def test_an_interrupted_comparison_shows_what_was_measured(tiny_model: Path) -> None:
-    command = [sys.executable, "-m", "kvline_server", "size", "--model", str(tiny_model)]
-    command += ["--device", "cpu", "--memory", "900Mi", "--json", "--compare", "maxModelLen=64"]
+@pytest.mark.parametrize("more", [["--json"], []])
+def test_an_interrupted_comparison_shows_what_was_measured(
+    tiny_model: Path, more: list[str]
+) -> None:
+    command = [sys.executable, "-m", "kvline_server", "size", "--model", str(tiny_model), *more]
+    command += ["--device", "cpu", "--memory", "900Mi", "--compare", "maxModelLen=64"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     assert any("maxModelLen=64 (2 of 2)" in line for line in process.stderr)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert list(json.loads(out)) == [AS_GIVEN] and json.loads(out)[AS_GIVEN]["result"]
+    if more:
+        assert list(json.loads(out)) == [AS_GIVEN] and json.loads(out)[AS_GIVEN]["result"]
+    else:
+        assert AS_GIVEN in out and "maxModelLen=64: interrupted, not measured" in out

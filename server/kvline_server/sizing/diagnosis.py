@@ -101,7 +101,7 @@ class Diagnosis:
         return OutOfMemory(
             f"no memory is left for the KV cache: {self._named()} and "
             f"activations {self.growth // MIB} MiB leave room for {max(tokens, 0)} tokens "
-            f"{self._limit()} beside {self._reserved()}; {self._advice()}",
+            f"{self._limit()} beside {self._reserved()}; {self._others()}{self._advice()}",
             memory=self.memory(0, self.free),
             binding=self._binding(
                 Binding.ACTIVATIONS if self.growth > self.loaded_bytes else Binding.WEIGHTS

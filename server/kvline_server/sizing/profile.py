@@ -127,7 +127,7 @@ class ProfileLoop:
             if known is None:
                 tuning.write(file, key, choices)
             self.choices = choices
-            details.append(f"{len(choices)} GEMM shapes with a kernel by trial, {how}")
+            details.append(f"GEMM shapes with a kernel by trial: {len(choices)}, {how}")
 
     def _capture(self) -> None:
         """Captures graphs once, before sizing: they stay valid when the arena is resized."""
