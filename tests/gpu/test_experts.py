@@ -198,7 +198,8 @@ def test_a_captured_graph_follows_each_replay_s_routing_and_rows(bucket: int) ->
             graph.replay()
             some = torch.randperm(real, device="cuda")[:300]
             want = oracle(x[some], asked[some], layer, 8)
-            assert distance(out[some], want) < UNEVEN * OFF, (choice, name)
+            bound = OFF if name in ("even", "random") else UNEVEN * OFF
+            assert distance(out[some], want) < bound, (choice, name)
             assert (out[real:] == 0).all(), (choice, name)
 
 

@@ -90,7 +90,7 @@ def test_inputs_are_quantised_as_the_reference_does(blocks: bool) -> None:
         # A quotient that is off by its last bit may round to the other neighbour.
         assert (values[:rows].view(torch.uint8) == want.view(torch.uint8)).float().mean() > 0.999
         gate, up = (inputs_of(rows, inputs) for _ in range(2))
-        both = Ungated(torch.cat((gate, up), dim=1), "silu")
+        both = Ungated(torch.cat((gate, up), dim=1))
         values, scales = fp8_linear.quantised(both, blocks)
         gated = silu(gate.float()).mul_(up.float()).bfloat16()
         want, of = fp8.quantised(gated, blocks)

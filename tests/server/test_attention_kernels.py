@@ -13,7 +13,7 @@ import torch
 
 from kvline_server.kernels import cubins, cuda_attention
 from kvline_server.kernels.build import CAPABILITY
-from kvline_server.kernels.cuda_attention import SPLITS, Fp8Decodes, fits
+from kvline_server.kernels.cuda_attention import SPLITS, Fp8Decodes, fits, is_copied
 
 SCRIPT = """
 import math
@@ -68,12 +68,6 @@ for queries, keys, dim, processors in (
 ):
     whole = torch.randn(60, 2, 2, 16, keys, dim).to(FP8)
     cache = KVLayer(whole[:, 1, 0], whole[:, 1, 1])
-    copy = torch.full((2, 50, 16, keys, dim), float("nan"))
-    cuda_attention.copy_pages(cache, pages, copy)
-    count = len(pages)
-    assert torch.equal(copy[0, :count], cache.keys[pages.long()].float())
-    assert torch.equal(copy[1, :count], cache.values[pages.long()].float())
-    assert copy[:, count:].isnan().all()
     q = torch.randn(rows, queries + 2 * keys, dim)[:, :queries]
     out = torch.full((rows, queries, dim), float("nan"))
     made = Fp8Decodes(queries, keys, dim, processors)
@@ -88,6 +82,15 @@ for queries, keys, dim, processors in (
         want = torch.einsum("hn,nhd->hd", shares, v)
         distance = float((out[row] - want).norm() / want.norm())
         assert distance < 2e-3, (queries, keys, dim, processors, length, distance)
+
+for keys, dim in ((1, 64), (4, 128), (3, 64)):  # a part of a program, four, one and a half
+    whole = torch.randn(60, 2, 2, 16, keys, dim).to(FP8)
+    copy = torch.full((2, 50, 16, keys, dim), float("nan"))
+    cuda_attention.copy_pages(KVLayer(whole[:, 1, 0], whole[:, 1, 1]), pages, copy)
+    count = len(pages)
+    for part in range(2):
+        assert torch.equal(copy[part, :count], whole[pages.long(), 1, part].float())
+    assert copy[:, count:].isnan().all()
 """
 
 
@@ -111,6 +114,15 @@ def test_tokens_are_split_where_rows_leave_processors_idle(
     rows: int, keys: int, splits: int
 ) -> None:
     assert Fp8Decodes(4 * keys, keys, 128, 132).splits(rows) == splits
+
+
+@pytest.mark.parametrize(
+    ("rows", "pages", "copied"), [(512, 512, True), (511, 512, False), (8192, 3000, False)]
+)
+def test_chunks_read_a_copy_that_has_room_and_no_more_pages_than_they_have_rows(
+    rows: int, pages: int, copied: bool
+) -> None:
+    assert is_copied(rows, pages, 2048) == copied
 
 
 def test_more_queries_a_key_value_head_than_a_block_has_do_not_fit() -> None:

@@ -21,7 +21,7 @@ from kvline_server.memory.pages import PAGE_SIZE
 
 GROUP = 16  # queries of a key-value head, padded
 TOKENS, WARPS, STAGES = 128, 4, 6  # of an iteration; of a program
-PROGRAMS = 4  # of a processor at least, where tokens can be split
+PROGRAMS = 4  # a processor, at least, where splitting gives as many; three run at once
 SPLITS = 32  # at most
 COPIED = 2048  # keys, and values, of a program
 
@@ -40,7 +40,7 @@ class Fp8Decodes:
         return table
 
     def splits(self, rows: int) -> int:
-        """Parts of a sequence's tokens that run at once."""
+        """Parts of a sequence's tokens, as in split-KV decoding."""
         return min(SPLITS, -(-PROGRAMS * self.processors // (rows * self.keys)))
 
     def run(
@@ -48,24 +48,31 @@ class Fp8Decodes:
     ) -> None:
         """As PagedAttention.run, of sequences with one row each."""
         rows, splits = len(q), self.splits(len(q))
-        parts = sums = out
+        parts = max_and_sum = out
         if splits > 1:
             shape = (rows, splits, self.queries)
             parts = torch.empty((*shape, self.dim), dtype=torch.float32, device=out.device)
-            sums = torch.empty((*shape, 2), dtype=torch.float32, device=out.device)
+            max_and_sum = torch.empty((*shape, 2), dtype=torch.float32, device=out.device)
         keys, values = (part.view(torch.int16) for part in (cache.keys, cache.values))
         arrays = (table.device_page_starts, table.pages, table.last_page)
         sizes = (self.queries, self.keys, splits)
         variant, programs = _variant(out.dtype, self.dim, splits > 1), rows * self.keys * splits
-        cached, powers = (keys, values, keys.stride(0)), scale * math.log2(math.e)
-        launch(variant, programs, q, q.stride(0), *cached, *arrays, powers, parts, sums, *sizes)
+        cached, made = (keys, values, keys.stride(0)), (parts, max_and_sum)
+        log2_scale = scale * math.log2(math.e)
+        launch(variant, programs, q, q.stride(0), *cached, *arrays, log2_scale, *made, *sizes)
         if splits > 1:
             merge = _merge_variant(out.dtype, self.dim)
-            launch(merge, rows * self.queries, parts, sums, out, self.queries, splits)
+            launch(merge, rows * self.queries, *made, out, self.queries, splits)
 
 
 def fits(queries: int, keys: int) -> bool:
     return queries <= GROUP * keys
+
+
+def is_copied(rows: int, pages: int, room: int) -> bool:
+    """Whether chunks of so many rows read a copy of their sequences' pages. With fewer rows than
+    pages making it is thought to take longer than it saves, which was not measured."""
+    return pages <= min(rows, room)
 
 
 def copy_pages(cache: KVLayer, pages: torch.Tensor, copy: torch.Tensor) -> None:

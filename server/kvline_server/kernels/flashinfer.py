@@ -60,7 +60,7 @@ FEW_ROWS = 128  # whose all-reduce adds to the residual too, where the group has
 class Plan:
     decodes: int  # decoding sequences, one row each
     rows: int
-    decode: Any  # what the one that runs decodes has planned, or None
+    decode: Any  # of the class that runs decodes, or None; so is the next
     prefill: Any
 
 
@@ -144,7 +144,7 @@ class FlashInferKernels(Kernels):
         if isinstance(x, Ungated):
             if isinstance(weight, Fp8Weight):
                 return self._gemms.fp8.linear(x, weight, bias, out)
-            x = self.activate_and_mul(x.both, x.activation)
+            x = self.activate_and_mul(x.both, "silu")
         if isinstance(x, Unnormed):
             if cuda_linear.fits(x.hidden, weight):
                 return cuda_linear.run(x, weight, bias, out)
@@ -178,8 +178,8 @@ class FlashInferKernels(Kernels):
         if isinstance(x, Unnormed) and cuda_linear.fits(x.hidden, weight) and activation == "silu":
             return cuda_linear.run(x, weight, gated=True)
         made = self.linear(x, weight)
-        if isinstance(weight, Fp8Weight) and len(made) > 1:
-            return Ungated(made, activation)
+        if isinstance(weight, Fp8Weight) and len(made) > 1 and activation == "silu":
+            return Ungated(made)
         return self.activate_and_mul(made, activation)
 
     def experts(

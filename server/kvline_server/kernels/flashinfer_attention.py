@@ -16,14 +16,16 @@ import torch
 from flashinfer.prefill import get_batch_prefill_module
 from flashinfer.utils import MaskMode, PosEncodingMode, TensorLayout
 
-from kvline_server.kernels.cuda_attention import copy_pages
+from kvline_server.kernels.cuda_attention import copy_pages, is_copied
 from kvline_server.kernels.interface import PageTables
 from kvline_server.memory.arena import KVLayer
 from kvline_server.memory.pages import PAGE_SIZE
 
 FLOAT_BYTES = 128 << 20
 INT_BYTES = 8 << 20
-COPY_BYTES = 128 << 20  # keys and values of one layer, for chunks over an fp8 cache
+# Of one layer's keys and values, for chunks over an fp8 cache, at most; a step of no more rows than
+# that many pages needs no more of them.
+COPY_BYTES, COPY_PAGES = 128 << 20, 8192
 STAGINGS = 2  # the number of steps in flight, plus one
 TILE = 128  # rows of a chunk in a block of fa2, those of a key-value head's queries together
 
@@ -45,8 +47,8 @@ class Planned:
 
 
 class PagedAttention:
-    """One FlashInfer backend: fa2 for decodes, fa3 for prompt chunks, or fa2 where the KV cache is
-    fp8, which fa3 reads only with fp8 queries. What the cache is multiplied by is no argument of
+    """One FlashInfer backend: fa2 for decodes, fa3 for prompt chunks. fa3 reads an fp8 KV cache
+    only with fp8 queries, fa2 with any. What the cache is multiplied by is no argument of
     fa2: the keys' scale is in that of query times key, the values' in what is done with `out`."""
 
     def __init__(
@@ -168,16 +170,16 @@ class Fp8Chunks:
         self._direct = PagedAttention(shape, dtype, cache, "fa2", True, floats)
         self._copied = PagedAttention(shape, dtype, dtype, "fa3", True, floats)
         page = (PAGE_SIZE, kv_heads, dim)
-        pages = COPY_BYTES // (2 * dtype.itemsize * math.prod(page))
+        pages = min(COPY_PAGES, COPY_BYTES // (2 * dtype.itemsize * math.prod(page)))
         self._copy = torch.empty((2, pages, *page), dtype=dtype, device=floats.device)
+        self._layer = KVLayer(*self._copy)
         self._places = torch.arange(pages, dtype=torch.int32, device=floats.device)
 
     def plan(self, table: PageTables) -> Chunks:
         rows, pages = int(table.row_starts[-1]), int(table.page_starts[-1])
-        if pages > len(self._places) or rows < pages:
+        if not is_copied(rows, pages, len(self._places)):
             return Chunks(self._direct.plan(table), None)
-        copies = replace(table, pages=self._places)
-        return Chunks(self._copied.plan(copies), table.pages[:pages])
+        return Chunks(self._copied.plan(replace(table, pages=self._places)), table.pages)
 
     def run(
         self, q: torch.Tensor, cache: KVLayer, chunks: Chunks, scale: float, out: torch.Tensor
@@ -185,4 +187,4 @@ class Fp8Chunks:
         if chunks.copied is None:
             return self._direct.run(q, cache, chunks.planned, scale, out)
         copy_pages(cache, chunks.copied, self._copy)
-        self._copied.run(q, KVLayer(*self._copy), chunks.planned, scale, out)
+        self._copied.run(q, self._layer, chunks.planned, scale, out)

@@ -68,17 +68,16 @@ class Unnormed:
 
 @dataclass(frozen=True, slots=True)
 class Ungated:
-    """Gate and up of an MLP, which are left to the linear that reads them to be multiplied."""
+    """Gate and up of an MLP; the linear that reads them applies silu and multiplies."""
 
     both: torch.Tensor  # [rows, 2 * d]
-    activation: str
 
     def __len__(self) -> int:
         return len(self.both)
 
 
 Normed = torch.Tensor | Unnormed  # [rows, hidden]
-Gated = torch.Tensor | Ungated  # [rows, d]
+Gated = torch.Tensor | Ungated  # [rows, d], or what becomes that
 # Rows that are no padding; in captured graphs int32 [2] on the device: those and a Played.
 Given = int | torch.Tensor
 
@@ -208,7 +207,7 @@ class Kernels(Protocol):
         return self.add_norm(self.linear_all_reduce(x, weight, bias), residual, norm, eps)
 
     def gated_linear(self, x: Normed, weight: Weight, activation: str) -> Gated:
-        """`linear`, then `activate_and_mul`. weight [2 * d, in] -> [rows, d]"""
+        """`linear`, then `activate_and_mul`. weight [2 * d, in] -> Gated of d columns"""
         return self.activate_and_mul(self.linear(x, weight), activation)
 
     def experts(

@@ -4,8 +4,8 @@
 float16 in registers, which holds every number of e4m3. It reads two columns as one number of 16
 bits, because tensor cores get their operands in no smaller ones without taking them apart; even and
 odd columns then have GEMMs of their own. Where few sequences would leave the GPU idle their tokens
-are split among programs, and `merge_splits` adds up what those made. `copy_pages` is for prompt
-chunks, which read a copy in bfloat16.
+are split among programs (split-KV), and `merge_splits` adds up what those made. `copy_pages` is for
+prompt chunks, which read a copy in bfloat16.
 Reference: TorchKernels.attend; the tests compare the two. The sums that allow splitting a softmax:
 FlashAttention (arXiv 2205.14135).
 """
@@ -48,9 +48,9 @@ def _tokens(page_starts, last_page, row, split, splits, PAGE: tl.constexpr, TOKE
 
 
 @triton.jit
-def _query(columns, there, scale):
+def _query(columns, there, log2_scale):
     x = tl.load(columns, mask=there[:, None], other=0.0).to(tl.float32)
-    return (x * scale).to(tl.float16)
+    return (x * log2_scale).to(tl.float16)
 
 
 @triton.jit
@@ -68,9 +68,9 @@ def attend_fp8(
     page_starts,
     pages,
     last_page,
-    scale,
+    log2_scale,
     out,
-    sums,
+    max_and_sum,
     queries,
     kv,
     splits,
@@ -81,8 +81,8 @@ def attend_fp8(
     SPLIT: tl.constexpr,
 ):
     """The queries of one row and key-value head over one split of the tokens. `keys` and `values`
-    are pairs of columns; `scale` includes log2(e). `out` [rows, queries, DIM]; SPLIT: [rows,
-    splits, queries, DIM], and `sums` [..., 2]: the largest power, the sum of exp2 under it."""
+    are pairs of columns; `log2_scale` is the softmax scale times log2(e). `out` [rows, queries,
+    DIM]; SPLIT: [rows, splits, queries, DIM], and `max_and_sum` [..., 2] of its softmax."""
     _after_the_last()
     head, split = tl.program_id(0) % kv, tl.program_id(0) // kv % splits
     row = tl.program_id(0) // kv // splits
@@ -91,7 +91,7 @@ def attend_fp8(
     mine = head * (queries // kv) + tl.arange(0, GROUP)
     pair = tl.arange(0, DIM // 2)
     columns = q + row.to(tl.int64) * row_stride + mine[:, None] * DIM + 2 * pair[None, :]
-    even, odd = _query(columns, there, scale), _query(columns + 1, there, scale)
+    even, odd = _query(columns, there, log2_scale), _query(columns + 1, there, log2_scale)
     most, total = tl.full((GROUP,), float("-inf"), tl.float32), tl.zeros((GROUP,), tl.float32)
     left, right = tl.zeros((GROUP, DIM // 2), tl.float32), tl.zeros((GROUP, DIM // 2), tl.float32)
     for begin in range(start, end, TOKENS):
@@ -101,29 +101,29 @@ def attend_fp8(
         line = page * page_stride + (token % PAGE * kv + head) * (DIM // 2)
         places = line[:, None] + pair[None, :]
         low, high = _read(keys, places, inside)
-        power = tl.dot(odd, tl.trans(high), tl.dot(even, tl.trans(low)))
-        power = tl.where(inside[None, :], power, float("-inf"))
-        now = tl.maximum(most, tl.max(power, axis=1))
-        weight = tl.exp2(power - now[:, None])
-        kept = tl.exp2(most - now)
-        total = total * kept + tl.sum(weight, axis=1)
+        scores = tl.dot(odd, tl.trans(high), tl.dot(even, tl.trans(low)))
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        now = tl.maximum(most, tl.max(scores, axis=1))
+        weight = tl.exp2(scores - now[:, None])
+        rescale = tl.exp2(most - now)
+        total = total * rescale + tl.sum(weight, axis=1)
         low, high = _read(values, places, inside)
-        left = tl.dot(weight.to(tl.float16), low, left * kept[:, None])
-        right = tl.dot(weight.to(tl.float16), high, right * kept[:, None])
+        left = tl.dot(weight.to(tl.float16), low, left * rescale[:, None])
+        right = tl.dot(weight.to(tl.float16), high, right * rescale[:, None])
         most = now
     line = (row.to(tl.int64) * splits + split) * queries + mine
     made, places = tl.interleave(left, right), line[:, None] * DIM + tl.arange(0, DIM)[None, :]
     if SPLIT:
-        tl.store(sums + 2 * line, most, mask=there)
-        tl.store(sums + 2 * line + 1, total, mask=there)
+        tl.store(max_and_sum + 2 * line, most, mask=there)
+        tl.store(max_and_sum + 2 * line + 1, total, mask=there)
     else:
         made /= total[:, None]
     tl.store(out + places, made.to(out.dtype.element_ty), mask=there[:, None])
 
 
 @triton.jit
-def merge_splits(parts, sums, out, queries, splits, DIM: tl.constexpr, SPLITS: tl.constexpr):
-    """Of one query's splits: what they made, by the sums of their powers."""
+def merge_splits(parts, max_and_sum, out, queries, splits, DIM: tl.constexpr, SPLITS: tl.constexpr):
+    """Of one query's splits what they made, each by its share of the softmax."""
     _after_the_last()
     row = (tl.program_id(0) // queries).to(tl.int64)
     query = tl.program_id(0) % queries
@@ -131,9 +131,9 @@ def merge_splits(parts, sums, out, queries, splits, DIM: tl.constexpr, SPLITS: t
     column = tl.arange(0, DIM)
     there = split < splits
     at = (row * splits + split) * queries + query
-    most = tl.load(sums + 2 * at, mask=there, other=float("-inf"))
+    most = tl.load(max_and_sum + 2 * at, mask=there, other=float("-inf"))
     weight = tl.exp2(most - tl.max(most, axis=0))
-    total = tl.sum(weight * tl.load(sums + 2 * at + 1, mask=there, other=0.0), axis=0)
+    total = tl.sum(weight * tl.load(max_and_sum + 2 * at + 1, mask=there, other=0.0), axis=0)
     each = tl.load(parts + at[:, None] * DIM + column[None, :], mask=there[:, None], other=0.0)
     made = tl.sum(each * weight[:, None], axis=0) / total
     tl.store(out + (row * queries + query) * DIM + column, made.to(out.dtype.element_ty))
