@@ -3,22 +3,19 @@ interpreter, and how a sequence's tokens are split."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from interpreted import SHARED, compiled, run
 
-from kvline_server.kernels import cubins, cuda_attention
-from kvline_server.kernels.build import CAPABILITY
+from kvline_server.kernels import cuda_attention
 from kvline_server.kernels.cuda_attention import SPLITS, Fp8Decodes, fits, is_copied
 
 SCRIPT = """
 import math
 import numpy as np, torch, triton, triton.language as tl
-import triton.runtime.interpreter as interpreter
+from interpreted import launcher
 from kvline_server.kernels import cuda_attention, triton_attention
 from kvline_server.kernels.cuda_attention import Fp8Decodes
 from kvline_server.kernels.fp8 import FP8
@@ -31,27 +28,8 @@ def columns(pairs):
     low = low.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
     return low, high.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
 
-# Instructions that the interpreter has not.
-triton_attention._after_the_last = lambda: None
-triton_attention._columns = columns
-patch = interpreter._patch_lang_tensor
-
-def patched(tensor, *words):
-    patch(tensor, *words)
-    tensor.__index__ = lambda self: int(self.handle.data.item())  # bounds of ranges are arrays here
-
-interpreter._patch_lang_tensor = patched
-
-def launch(variant, programs, *arguments):
-    kernel = getattr(triton_attention, variant.kernel)
-    assert len(arguments) == len(variant.arguments)
-    for at in variant.aligned:
-        given = arguments[at]
-        number = given.data_ptr() if isinstance(given, torch.Tensor) else given
-        assert number % 16 == 0, (variant.kernel, at)
-    kernel[(programs,)](*arguments, **dict(variant.constants))
-
-cuda_attention.launch = launch
+triton_attention._columns = columns  # for instructions that the interpreter has not
+cuda_attention.launch = launcher(triton_attention)
 torch.manual_seed(0)
 lengths = [1, 16, 17, 128, 129, 330]
 held = [-(-n // 16) for n in lengths]
@@ -97,14 +75,12 @@ for keys, dim in ((1, 64), (4, 128), (3, 64)):  # a part of a program, four, one
 def test_the_gpu_s_kernels_give_what_torch_gives() -> None:
     """In Triton's interpreter: sequences that end within a page, at its end and in the next block,
     whole and in up to 32 parts, some of which have no token."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-c", SCRIPT], env=environment, check=True)
+    run(SCRIPT)
 
 
 def test_every_variant_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    for variant in cuda_attention.variants(torch.bfloat16):
-        assert cubins.compile(variant, CAPABILITY).code.startswith(b"\x7fELF"), variant.name
+    for name, made in compiled(cuda_attention.variants(torch.bfloat16), tmp_path, monkeypatch):
+        assert made.shared <= SHARED, name
 
 
 @pytest.mark.parametrize(

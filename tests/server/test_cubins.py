@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import triton
+from interpreted import run
 
 from kvline_server.kernels import build, cubins, cuda_write
 from kvline_server.kernels.cubins import Built
@@ -312,5 +310,4 @@ for normed in (0, 1):
 def test_the_gpu_s_kernels_are_the_reference_s(script: str) -> None:
     """In Triton's interpreter. Tokens are the same ones: the same noise from the same keys, and
     none where a row has a NaN, an infinity or nothing at all."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+    run(script)

@@ -3,48 +3,31 @@ they need of memory whatever the routing is, and the choice among them."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from interpreted import SHARED, compiled, run
 
-from kvline_server.kernels import cubins, cuda_experts
-from kvline_server.kernels.build import CAPABILITY
+from kvline_server.kernels import cuda_experts
 from kvline_server.kernels.cuda_experts import TILES, TORCH, ExpertGemms, candidates, most_tiles
 from kvline_server.kernels.interface import Routing
 from kvline_server.kernels.tuning import Choices, parse, texts
 
-SHARED = 227 << 10  # bytes of a program on Hopper, at most
 QWEN = 128, 8  # experts, chosen
 
 
 SCRIPT = """
-import torch, triton.language as tl
+import torch
+from interpreted import launcher
 from torch.nn.functional import silu
 from kvline_server.kernels import cuda_experts, torch_experts, triton_experts
 from kvline_server.kernels.cuda_experts import TILES, TORCH, ExpertGemms
 from kvline_server.kernels.interface import Routing
 from kvline_server.kernels.routing import Played
 
-triton_experts._after_the_last = lambda: None  # an instruction that the interpreter has not
-RANGES = {"route": 2, "grouped": 7}  # where kernels have a number that bounds a range
-
-def launch(variant, programs, *arguments):
-    kernel, given = getattr(triton_experts, variant.kernel), list(arguments)
-    assert len(given) == len(variant.arguments)
-    for at in variant.aligned:
-        number = given[at].data_ptr() if isinstance(given[at], torch.Tensor) else given[at]
-        assert number % 16 == 0, (variant.kernel, at)
-    if (at := RANGES.get(variant.kernel)) is not None:
-        given[at] = tl.constexpr(given[at])
-    if programs:
-        kernel[(programs,)](*given, **dict(variant.constants))
-
-cuda_experts.launch = launch
+cuda_experts.launch = launcher(triton_experts)
 empty, new_empty = torch.empty, torch.Tensor.new_empty
 
 def broken(made):  # what is not written shows
@@ -137,17 +120,14 @@ def test_the_gpu_s_kernels_are_the_reference_s() -> None:
     """In Triton's interpreter, with what is promised of alignment checked, and what is read before
     it was written shown: rows alone and many, evenly to experts and all to one, more experts than
     pairs, padding that is no number, widths that no block divides."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-c", SCRIPT], env=environment, check=True)
+    run(SCRIPT)
 
 
 def test_every_variant_compiles_and_fits_a_processor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    for variant in cuda_experts.variants(torch.bfloat16):
-        made = cubins.compile(variant, CAPABILITY)
-        assert made.code.startswith(b"\x7fELF") and made.shared <= SHARED, variant.name
+    for name, made in compiled(cuda_experts.variants(torch.bfloat16), tmp_path, monkeypatch):
+        assert made.shared <= SHARED, name
 
 
 @pytest.mark.parametrize("rows", [16, 128])

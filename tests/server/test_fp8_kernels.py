@@ -3,19 +3,16 @@ is asked of torch's scaled GEMMs."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interpreted import SHARED, compiled, run
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kvline_server.kernels import cubins, fp8, fp8_linear
-from kvline_server.kernels.build import CAPABILITY
+from kvline_server.kernels import fp8, fp8_linear
 from kvline_server.kernels.fp8 import FP8, Fp8Weight
 from kvline_server.kernels.fp8_linear import SCALED, TILED, TILES, Fp8Linears
 from kvline_server.kernels.tuning import Choices
@@ -60,26 +57,14 @@ def test_the_last_rows_of_a_weight_begin_with_a_block(blocks: bool) -> None:
 
 
 SCRIPT = """
-import torch, triton.language as tl
+import torch
+from interpreted import launcher
 from torch.nn.functional import rms_norm, silu
 from kvline_server.kernels import fp8, fp8_linear, triton_fp8
 from kvline_server.kernels.fp8 import FP8, Fp8Weight
 from kvline_server.kernels.interface import Ungated, Unnormed
 
-triton_fp8._after_the_last = lambda: None  # an instruction that the interpreter has not
-INPUTS = {"scaled": -1, "one_row_fp8": -1}  # where kernels have a number that bounds a range
-
-def launch(variant, programs, *arguments):
-    kernel, given = getattr(triton_fp8, variant.kernel), list(arguments)
-    assert len(given) == len(variant.arguments)
-    for at in variant.aligned:
-        number = given[at].data_ptr() if isinstance(given[at], torch.Tensor) else given[at]
-        assert number % 16 == 0, (variant.kernel, at)
-    if (at := INPUTS.get(variant.kernel)) is not None:
-        given[at] = tl.constexpr(given[at])
-    kernel[(programs,)](*given, **dict(variant.constants))
-
-fp8_linear.launch = launch
+fp8_linear.launch = launcher(triton_fp8)
 
 def weight(outputs, inputs, blocks):
     values = (100 * torch.randn(outputs, inputs)).clamp(-448, 448).to(FP8)
@@ -139,14 +124,12 @@ for blocks in (False, True):
 
 def test_the_gpu_s_kernels_are_the_reference_s() -> None:
     """In Triton's interpreter, with what is promised of alignment checked."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-c", SCRIPT], env=environment, check=True)
+    run(SCRIPT)
 
 
 def test_every_variant_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    for variant in fp8_linear.variants(torch.bfloat16):
-        assert cubins.compile(variant, CAPABILITY).code.startswith(b"\x7fELF"), variant.name
+    for name, made in compiled(fp8_linear.variants(torch.bfloat16), tmp_path, monkeypatch):
+        assert made.shared <= SHARED, name
 
 
 def checking(scaled: Callable[..., torch.Tensor]) -> Callable[..., None]:

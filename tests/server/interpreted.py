@@ -1,0 +1,67 @@
+"""Our Triton kernels without a GPU: in Triton's interpreter, which a process of its own takes, and
+compiled."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from kvline_server.kernels import cubins
+from kvline_server.kernels.build import CAPABILITY
+from kvline_server.kernels.cubins import Cubin, Variant
+
+SHARED = 227 << 10  # bytes of a program on Hopper, at most
+
+
+def run(script: str) -> None:
+    """A script, in which this module can be imported."""
+    paths = (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+
+
+def launcher(kernels: ModuleType) -> Callable[..., None]:
+    """cubins.launch in a script, of the kernels of that module, with what is promised of alignment
+    checked."""
+    from triton.runtime import interpreter
+
+    kernels._after_the_last = lambda: None  # type: ignore[attr-defined] # an instruction it lacks
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, *words: Any) -> None:
+        patch(tensor, *words)
+        # A bound of a range is an array of one number there, of which numpy makes none itself.
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
+
+    def launch(variant: Variant, programs: int, *arguments: Any) -> None:
+        assert len(arguments) == len(variant.arguments)
+        for at in variant.aligned:
+            given = arguments[at]
+            number = given.data_ptr() if isinstance(given, torch.Tensor) else given
+            assert number % 16 == 0, (variant.kernel, at)
+        if programs:
+            getattr(kernels, variant.kernel)[(programs,)](*arguments, **dict(variant.constants))
+
+    return launch
+
+
+def compiled(
+    variants: Iterable[Variant], scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[str, Cubin]]:
+    """Of each variant its name and its program, compiled anew."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(scratch))
+    for variant in variants:
+        made = cubins.compile(variant, CAPABILITY)
+        assert made.code.startswith(b"\x7fELF"), variant.name
+        yield variant.name, made
