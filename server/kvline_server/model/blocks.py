@@ -177,7 +177,7 @@ class MLP:
         return join(kernels, self.down, self._gated(kernels, x), residual, self.after, norm)
 
     def _gated(self, kernels: Kernels, x: Normed) -> Gated:
-        """What `down` takes. [rows, hidden] -> [rows, intermediate]"""
+        """What `down` takes. [rows, hidden] -> Gated of intermediate columns"""
         if self.gate_up.bias is None:
             return kernels.gated_linear(x, self.gate_up.weight, self.activation)
         return kernels.activate_and_mul(self.gate_up(kernels, x), self.activation)
