@@ -10,12 +10,14 @@ import pytest
 import torch
 from test_start import GIB, size
 
+from kvline_server.engine.largest_steps import SHORT
 from kvline_server.memory.cuda import CudaDevice
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs here"),
 ]
+PROBE = 2 * (6 + len(SHORT))  # steps, those of each rank alone included
 FAULTS = Path(__file__).parents[1] / "server" / "faults"
 
 
@@ -54,7 +56,9 @@ def test_what_one_gpu_lacks_once_in_the_probe_is_there_in_the_next(
     assert (tmp_path / "fault").read_text() == fault, "it has not come"
 
 
-@pytest.mark.parametrize(("rank", "fault"), [(1, "resize:3"), (0, "step:13"), (1, "step:14")])
+@pytest.mark.parametrize(
+    ("rank", "fault"), [(1, "resize:3"), (0, f"step:{PROBE + 1}"), (1, f"step:{PROBE + 2}")]
+)
 def test_a_size_that_one_gpu_cannot_bear_is_made_smaller_on_both(
     rank: int, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

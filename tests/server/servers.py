@@ -27,6 +27,7 @@ from kvline_contract.launch import (
     LoadFormat,
     Model,
 )
+from kvline_server.engine.largest_steps import SHORT
 from kvline_server.options import HttpArguments, RankArguments
 
 ENGINE, CAPACITY = EngineOptions(), CapacityOptions()
@@ -34,6 +35,9 @@ SIZES = ["hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_
 SIZES += ["vocab_size", "max_position_embeddings"]
 CONFIG = {"architectures": ["LlamaForCausalLM"], **dict.fromkeys(SIZES, 8)}  # a config.json
 FAULTS = Path(__file__).parent / "faults"
+# Steps of a pinned start, of which each of several ranks runs every one alone too; a size that is
+# searched for is probed with as many before it is validated.
+STRESS = 6 + len(SHORT)
 # Options of a Server whose size is searched for, and not pinned, in so much memory.
 SEARCHED: dict[str, Any] = {"capacity": CapacityOptions(headroom_mib=8), "memory": 900 << 20}
 LAUNCHER = """

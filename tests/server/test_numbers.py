@@ -16,7 +16,7 @@ from engines import engine, finish, greedy, worker
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
-from servers import Server
+from servers import STRESS, Server
 
 from kvline_server.engine.engine import Engine
 from kvline_server.http.errors import BadRequest
@@ -214,8 +214,7 @@ def test_prompt_logprobs_that_are_not_numbers_fail_their_request(
 
 
 def test_the_engine_survives_a_request_that_failed(start: Callable[..., Server]) -> None:
-    """The pinned start runs six batches; the seventh is the first request's, and gives NaN."""
-    server = start(faults={"KVLINE_FAULT_STEP": "7:nan"})
+    server = start(faults={"KVLINE_FAULT_STEP": f"{STRESS + 1}:nan"})
     server.wait()
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "temperature": 0}
     failed = httpx.post(f"{server.url}/v1/completions", json=body, timeout=10)

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from servers import SEARCHED, Server
+from servers import SEARCHED, STRESS, Server
 from test_rank_processes import leftovers
 
 pytestmark = pytest.mark.process
@@ -50,8 +50,12 @@ def test_before_a_size_is_tried_it_is_one_diagnosis(
     ("rank", "fault", "starts"),
     [
         (1, "resize:3", 1),  # as the whole KV cache is mapped
-        (0, "step:14", 2),  # in a step of all: they wait for each other, and start anew
-        (1, "step:14", 2),
+        (
+            0,
+            f"step:{2 * STRESS + 2}",
+            2,
+        ),  # in a step of all: they wait for each other, and start anew
+        (1, f"step:{2 * STRESS + 2}", 2),
     ],
 )
 def test_a_size_that_one_rank_cannot_bear_is_made_smaller_on_all(
@@ -72,7 +76,7 @@ def test_a_size_that_one_rank_cannot_bear_is_made_smaller_on_all(
 def test_a_rank_killed_for_memory_while_validating_makes_all_go_on_smaller(
     start: Callable[..., Server], shared_model: Path
 ) -> None:
-    server = begin(start, shared_model, 1, "13:kill", "STEP")
+    server = begin(start, shared_model, 1, f"{2 * STRESS + 1}:kill", "STEP")
     server.wait(seconds=SECONDS)
     report = server.sizing()
     first, *others = [each for each in report["attempts"] if each["number"]]
@@ -95,9 +99,8 @@ def test_a_rank_killed_for_memory_while_validating_makes_all_go_on_smaller(
 def test_what_ends_a_rank_while_serving_is_what_ends_the_pod(
     start: Callable[..., Server], shared_model: Path, fault: str, code: int, text: str
 ) -> None:
-    """Rank 0 waits for it in that step. A pinned start runs six steps, each rank alone and then
-    together; the next one is a request's."""
-    faults = {"KVLINE_FAULT_STEP": f"13:{fault}", "KVLINE_FAULT_RANK": "1"}
+    """Rank 0 waits for it in that step, a request's."""
+    faults = {"KVLINE_FAULT_STEP": f"{2 * STRESS + 1}:{fault}", "KVLINE_FAULT_RANK": "1"}
     server = start(model=shared_model, gpus=2, faults=faults)
     server.wait()
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 9}

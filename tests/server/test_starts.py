@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from servers import SEARCHED, Server
+from servers import SEARCHED, STRESS, Server
 
 from kvline_contract.launch import CapacityOptions, EngineOptions
 
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.process
 def test_an_engine_killed_while_validating_goes_on_with_the_next_attempt(
     start: Callable[..., Server],
 ) -> None:
-    """cgroup v1: only the engine dies. The probe runs six batches; the eighth is a validation's."""
-    server = start(**SEARCHED, faults={"KVLINE_FAULT_STEP": "8:kill"})
+    """cgroup v1: only the engine dies. The batch is one of the validation."""
+    server = start(**SEARCHED, faults={"KVLINE_FAULT_STEP": f"{STRESS + 2}:kill"})
     server.wait()
     report = server.sizing()
     first, second = [a for a in report["attempts"] if a["number"]]
@@ -92,7 +92,7 @@ def test_four_killed_attempts_are_a_diagnosed_failure_not_a_crash_loop(
 def test_memory_refused_by_the_device_shrinks_in_the_same_process(
     start: Callable[..., Server],
 ) -> None:
-    server = start(**SEARCHED, faults={"KVLINE_FAULT_STEP": "7:oom"})
+    server = start(**SEARCHED, faults={"KVLINE_FAULT_STEP": f"{STRESS + 1}:oom"})
     server.wait()
     report = server.sizing()
     probe, first, second = report["attempts"]

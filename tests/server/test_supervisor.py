@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import httpx
 import pytest
-from servers import SEARCHED, Server, wait_for
+from servers import SEARCHED, STRESS, Server, wait_for
 
 from kvline_contract.launch import GateFile
 from kvline_server.memory.pages import PAGE_SIZE
@@ -198,9 +198,8 @@ def test_a_drain_is_as_long_as_its_launch_says(start: Callable[..., Server]) -> 
 def test_an_engine_exception_answers_everybody_and_ends_the_pod(
     start: Callable[..., Server],
 ) -> None:
-    """F51: the client is answered within 10 s (not 2 s, as builds run beside these tests). The
-    pinned start runs six batches; the seventh is a request's."""
-    server = start(faults={"KVLINE_FAULT_STEP": "7:raise"})
+    """F51: the client is answered within 10 s (not 2 s, as builds run beside these tests)."""
+    server = start(faults={"KVLINE_FAULT_STEP": f"{STRESS + 1}:raise"})
     server.wait()
     began = time.monotonic()
     answer = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=30)
@@ -214,7 +213,7 @@ def test_an_engine_exception_answers_everybody_and_ends_the_pod(
 def test_a_device_failure_while_serving_holds_and_shows_the_device_error(
     start: Callable[..., Server],
 ) -> None:
-    server = start(faults={"KVLINE_FAULT_STEP": "7:device"})
+    server = start(faults={"KVLINE_FAULT_STEP": f"{STRESS + 1}:device"})
     server.wait()
     assert httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=30).status_code == 500
     assert server.end(30) == 43
@@ -237,16 +236,16 @@ def test_an_engine_that_cannot_be_understood_answers_everybody_and_ends_the_pod(
     assert "invalid message" in server.termination()["message"]
 
 
-@pytest.mark.parametrize("fault", ["7:oom", "7:kill"])
+@pytest.mark.parametrize("fault", ["oom", "kill"])
 @pytest.mark.fault(
     "F50",
-    shows="an out-of-memory error raised in step 7, and a kill there: the client gets 500, exit "
-    "code 51; on the CPU",
+    shows="an out-of-memory error raised in a request's step, and a kill there: the client gets "
+    "500, exit code 51; on the CPU",
 )
 def test_death_for_memory_while_serving_has_its_own_code(
     start: Callable[..., Server], fault: str
 ) -> None:
-    server = start(faults={"KVLINE_FAULT_STEP": fault})
+    server = start(faults={"KVLINE_FAULT_STEP": f"{STRESS + 1}:{fault}"})
     server.wait()
     answer = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=30)
     assert answer.status_code == 500
@@ -254,7 +253,7 @@ def test_death_for_memory_while_serving_has_its_own_code(
     assert server.termination()["name"] == "OutOfMemoryServing"
 
 
-@pytest.mark.parametrize("step", [1, 7])  # while it is sized, and while it serves
+@pytest.mark.parametrize("step", [1, STRESS + 1])  # while it is sized, and while it serves
 def test_a_kill_that_was_not_for_memory_is_not_called_so(
     start: Callable[..., Server], step: int
 ) -> None:

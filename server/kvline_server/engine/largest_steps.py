@@ -19,6 +19,11 @@ from kvline_server.kernels.routing import Played
 from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
 from kvline_server.sampling_params import MAX_BIASES, SamplingParams
 
+# Rows of the short chunks. FlashInfer's fa2 runs them over an fp8 cache of a long context, and has
+# a kernel for up to 16, for up to 64 and for more of a key-value head's queries. CUDA loads a
+# kernel when it first runs: these numbers reach all of them with one to eight queries a head.
+SHORT = (2, 8, 32, 128)
+
 Rows = tuple[int, int]  # length of a sequence, and the first position that the step computes
 
 
@@ -61,7 +66,10 @@ class LargestSteps:
         plain = SamplingParams(1 << 30, ignore_eos=True, logprobs=top, prompt_logprobs=top)
         yield "prefill-one", partial(self._batch, self._prefill(1), every)
         yield "prefill-many", partial(self._batch, self._prefill(self._running), every)
-        yield "last-chunk", partial(self._batch, self._last_chunk(), every)
+        yield "last-chunk", partial(self._batch, self._last_chunk(self.max_prefill_tokens), every)
+        for rows in SHORT:
+            if rows < self.max_prefill_tokens:
+                yield f"chunk-of-{rows}", partial(self._batch, self._last_chunk(rows), every)
         yield "decode", partial(self._batch, self._decode(), every)
         yield "mixed", partial(self._batch, self._mixed(), every)
         # Sampling without filters uses other kernels.
@@ -86,9 +94,9 @@ class LargestSteps:
         count = min(chunk // longest, self._capacity // PAGE_SIZE // pages_for(longest))
         return [(longest, 0)] * count or [(chunk, 0)]
 
-    def _last_chunk(self) -> list[Rows]:
+    def _last_chunk(self, rows: int) -> list[Rows]:
         length = min(self.max_model_len, self._capacity)
-        return [(length, max(0, length - self.max_prefill_tokens))]
+        return [(length, max(0, length - rows))]
 
     def _decode(self) -> list[Rows]:
         """One token per sequence: the first has the full length, the others share what is left."""
