@@ -186,14 +186,14 @@ def test_an_engine_with_graphs_and_chunks_repeats_itself(shape: Callable[..., Mo
 def test_a_start_without_the_module_falls_back_to_torch_with_a_warning(
     shape: Callable[..., ModelConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvline_server.kernels import flashinfer
+    from kvline_server.kernels import flashinfer_attention
     from kvline_server.kernels.group import ALONE
     from kvline_server.worker import backend
 
     def lacking(*_words: object, **_more: object) -> None:
         raise FileNotFoundError(2, "no such module")
 
-    monkeypatch.setattr(flashinfer, "PagedAttention", lacking)
+    monkeypatch.setattr(flashinfer_attention, "get_batch_prefill_module", lacking)
     warnings: list[str] = []
     kernels = backend._cuda_kernels(warnings.append, FP8, shape(), ALONE)
     assert isinstance(kernels, TorchKernels) and kernels.device.type == "cuda"
