@@ -1,4 +1,4 @@
-"""The largest steps that the scheduler can make: the stress set, which sizing runs.
+"""The largest steps that the scheduler can make, and short chunks: the stress set of sizing.
 
 They are built as those of requests. While probing, page tables repeat a few physical pages, so that
 full lengths run with little memory; at the final size every sequence has its own pages.
