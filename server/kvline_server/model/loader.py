@@ -47,11 +47,7 @@ class Weights:
         if not c.tied_embeddings:
             self.head = tensors.get([Rows("lm_head.weight", own, c.vocabulary)], c.hidden)
         self.counts = tensors.counts  # elements by dtype
-
-    @property
-    def elements(self) -> int:
-        """But for weights in fp8 and their scales."""
-        return self.counts[None]
+        self.elements = tensors.elements
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """In a model of this dtype."""
