@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from servers import STRESS
 from simulated import (
     BYTES_PER_TOKEN,
     NO_FAULT,
@@ -155,14 +156,15 @@ def test_every_step_reports_that_each_rank_ran_it_alone_and_then_together(tmp_pa
     start = Start([gpu(), gpu()], tmp_path)
     start.run()
     stages = [name for name in start.notes.stages if name.startswith(("stress", "validate"))]
-    assert len(stages) == 12 and len(start.notes.stages) <= 20
+    assert len(stages) == 14 and len(start.notes.stages) <= 20
     for name in stages:
         assert "each of 2 ranks alone" in str(start.notes.stages[name])
         assert "then together" in str(start.notes.stages[name])
-    assert len(start.machines[1].steps) == 24
+    assert len(start.machines[1].steps) == 4 * STRESS
     alone = Start([gpu()], tmp_path)
     alone.run()
-    assert len(alone.machines[0].steps) == 12 and alone.notes.stages["stress decode"] is None
+    assert len(alone.machines[0].steps) == 2 * STRESS
+    assert alone.notes.stages["stress decode"] is None
 
 
 @pytest.mark.parametrize("stage", ["probe together", "validate together"])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from servers import STRESS
 from simulated import BYTES_PER_TOKEN, SETTINGS, Killed, Machine, Notes
 
 from kvline_contract.memory import GRAPHS, KV_CACHE, WEIGHTS
@@ -86,8 +87,8 @@ def test_the_stress_set_is_that_of_the_settings(tmp_path: Path) -> None:
     """Of the model's length while probing, with pages that repeat; of the budget at its size."""
     start = Start(machine(), tmp_path)
     tokens = start.run().kv_tokens
-    probed, validated = start.machine.steps[:6], start.machine.steps[6:]
-    assert len(validated) == 6 and tokens > SETTINGS.model_max_len
+    probed, validated = start.machine.steps[:STRESS], start.machine.steps[STRESS:]
+    assert len(validated) == STRESS and tokens > SETTINGS.model_max_len
     for step in start.machine.steps:
         assert step.listed_top == SETTINGS.max_top_logprobs
         assert len(step.tokens) <= SETTINGS.max_prefill_tokens
@@ -98,8 +99,8 @@ def test_the_stress_set_is_that_of_the_settings(tmp_path: Path) -> None:
         assert len(decode.tokens) == SETTINGS.max_running_requests
         assert decode.layout.lengths.max() == SETTINGS.model_max_len
         assert (decode.draws.top_k == 1000).all() and not plain.draws.top_k.any()
-    once = [len(set(steps[3].layout.pages)) for steps in (probed, validated)]
-    assert once[0] < len(probed[3].layout.pages) and once[1] == len(validated[3].layout.pages)
+    once = [len(set(steps[-3].layout.pages)) for steps in (probed, validated)]
+    assert once[0] < len(probed[-3].layout.pages) and once[1] == len(validated[-3].layout.pages)
 
 
 def test_the_sequences_of_a_step_live_until_its_results_are_read(tmp_path: Path) -> None:
@@ -118,7 +119,7 @@ def test_the_sequences_of_a_step_live_until_its_results_are_read(tmp_path: Path)
     made = Counting(limit=256 * MIB, weights=100 * MIB, price=64 << 10)
     before = batches()  # of other tests
     Start(made, tmp_path).run()
-    assert alive == [1] * 12
+    assert alive == [1] * (2 * STRESS)
 
 
 def test_memory_that_an_owner_names_is_a_part_of_the_report(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from kvline_server.sampling_params import MAX_BIASES, SamplingParams
 # kernel when it first runs: these numbers reach all of them with one to eight queries a head.
 SHORT = (2, 8, 32, 128)
 
+MakeBatch = Callable[[Played], Batch]
 Rows = tuple[int, int]  # length of a sequence, and the first position that the step computes
 
 
@@ -58,9 +59,9 @@ class LargestSteps:
     pages: int
     aliased: bool
 
-    def makers(self) -> Iterator[tuple[str, Callable[[Played], Batch]]]:
-        """Name of each step and what builds it, for its sequences to live as long as in service:
-        until its results are read. Those that fail soonest come first."""
+    def makers(self) -> Iterator[tuple[str, MakeBatch]]:
+        """Name of each step's stage and what builds the step, for its sequences to live as long as
+        in service: until its results are read. Those that fail soonest come first."""
         top = self.max_top_logprobs
         every = worst_params(self.vocabulary, top)
         plain = SamplingParams(1 << 30, ignore_eos=True, logprobs=top, prompt_logprobs=top)
@@ -68,8 +69,8 @@ class LargestSteps:
         yield "prefill-many", partial(self._batch, self._prefill(self._running), every)
         yield "last-chunk", partial(self._batch, self._last_chunk(self.max_prefill_tokens), every)
         for rows in SHORT:
-            if rows < self.max_prefill_tokens:
-                yield f"chunk-of-{rows}", partial(self._batch, self._last_chunk(rows), every)
+            chunk = self._last_chunk(min(rows, self.max_prefill_tokens))
+            yield "short-chunks", partial(self._batch, chunk, every)
         yield "decode", partial(self._batch, self._decode(), every)
         yield "mixed", partial(self._batch, self._mixed(), every)
         # Sampling without filters uses other kernels.

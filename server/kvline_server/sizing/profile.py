@@ -8,17 +8,19 @@ ranks, so they cannot disagree.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 
 from kvline_contract import times
 from kvline_contract.memory import COLLECTIVES
 from kvline_contract.report import Attempt, Outcome, Result, Source, Stage, State
 from kvline_server.engine.batch import Batch
-from kvline_server.engine.largest_steps import LargestSteps
+from kvline_server.engine.largest_steps import LargestSteps, MakeBatch
 from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, OutOfMemory
 from kvline_server.kernels import tuning
 from kvline_server.kernels.routing import Played
@@ -327,22 +329,32 @@ class ProfileLoop:
             pages=self.executor.pages,
             aliased=aliased,
         )
-        for name, make in stress.makers():
+        for name, steps in itertools.groupby(stress.makers(), key=itemgetter(0)):
+            makers = [make for _, make in steps]
             with self._stage(f"{'stress' if aliased else 'validate'} {name}", None) as details:
                 for routing, what in ROUTINGS if self.loaded.experts else PLAIN:
-                    details += self._run_step(make(routing), what)
+                    details += self._run_steps(makers, routing, what)
 
-    def _run_step(self, batch: Batch, what: str) -> list[str]:
-        """-> details for its stage"""
-        started, executor = time.monotonic(), self.executor
-        details = []
-        if executor.ranks > 1:
-            executor.rehearse(batch.step)
-            ms = round((time.monotonic() - started) * 1000)
-            details.append(f"each of {executor.ranks} ranks alone {ms} ms, then together")
-        executor.launch(batch.step).wait()
+    def _run_steps(self, makers: list[MakeBatch], routing: Played, what: str) -> list[str]:
+        """-> details for their stage"""
+        started, alone = time.monotonic(), 0.0
+        for make in makers:
+            alone += self._run_step(make(routing))
         ms = round((time.monotonic() - started) * 1000)
-        return [f"{what} {ms} ms", *details] if what else details
+        details = [f"{what} {ms} ms"] if what else []
+        if (ranks := self.executor.ranks) > 1:
+            ms = round(alone * 1000)
+            details.append(f"each of {ranks} ranks alone {ms} ms, then together")
+        return details
+
+    def _run_step(self, batch: Batch) -> float:
+        """-> seconds of the ranks' passes alone"""
+        started = time.monotonic()
+        if self.executor.ranks > 1:
+            self.executor.rehearse(batch.step)
+        alone = time.monotonic() - started
+        self.executor.launch(batch.step).wait()
+        return alone
 
     @contextmanager
     def _stage(self, name: str, state: State | None, *details: str) -> Iterator[list[str]]:
