@@ -27,14 +27,15 @@ from kvline_server.memory.pages import PAGE_SIZE
 
 PAGES = 40_000  # 640,000 tokens: 78 GiB of the larger shape
 LAYERS = 4
+REPEATS = 10
 
 
-def milliseconds(action: Callable[[], Any], repeat: int = 10) -> list[float]:
+def milliseconds(action: Callable[[], Any]) -> list[float]:
     """Times by CUDA events, after a warm-up, the shortest first."""
     for _ in range(5):
         action()
     times: list[float] = []
-    for _ in range(repeat):
+    for _ in range(REPEATS):
         start, end = (torch.cuda.Event(True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         action()

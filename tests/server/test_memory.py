@@ -33,7 +33,7 @@ from kvline_server.memory.device import (
     referenced_files,
     tree_used,
 )
-from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.memory.pages import PAGE_SIZE, pages_for
 from kvline_server.model.config import read_config
 from kvline_server.model.decoder import kv_shape
 from kvline_server.parallel.executor import Usage
@@ -303,8 +303,8 @@ def test_the_stress_set_s_steps_are_as_large_as_the_scheduler_s(aliased: bool) -
         pages=100,
         aliased=aliased,
     )
-    steps = {name: make(Played.NOTHING).step for name, make in largest.makers()}
-    for name, step in steps.items():
+    every = [(name, make(Played.NOTHING).step) for name, make in largest.makers()]
+    for name, step in every:
         rows = len(step.sampled_slots)
         assert rows and step.listed.tolist() == list(range(rows)) and step.listed_top == 20
         if name != "unfiltered":  # every option at once
@@ -312,13 +312,39 @@ def test_the_stress_set_s_steps_are_as_large_as_the_scheduler_s(aliased: bool) -
             penalties, biases = step.edits
             assert set(penalties.rows) == set(range(rows)) and (penalties.subtracted > 0).any()
             assert len(biases.rows) == rows * MAX_BIASES
+    steps = dict(every)
     assert len(steps["prefill-one"].tokens) == len(steps["mixed"].tokens) == 64
     assert len(steps["mixed"].sampled_slots) == len(steps["decode"].sampled_slots) == 8
     assert len(steps["mixed"].targets) == 64 - 7 - 2  # all of the prompt but its ends
     assert len(steps["last-chunk"].targets) == 62 and steps["unfiltered"].targets.size
-    short = [m(Played.NOTHING).step for name, m in largest.makers() if name == "short-chunks"]
-    assert [len(step.tokens) for step in short] == [2, 8, 32, 64]  # 128 are more than a step has
+    short = [step for name, step in every if name == "short-chunks"]
+    assert [len(step.tokens) for step in short] == [2, 8, 31, 31]  # of 32 pages
     assert all(step.layout.lengths.tolist() == [512] for step in short)
+
+
+@pytest.mark.parametrize("queries", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("length", [40, 128, 256, 513, 1024, 2048, 8192])
+def test_short_chunks_reach_every_kernel_that_those_of_requests_do(
+    length: int, queries: int
+) -> None:
+    """Over an fp8 cache those of fewer rows than pages are fa2's, which has three."""
+
+    def kernel(rows: int) -> int:
+        packed = rows * queries
+        return 16 if packed <= 16 else 64 if packed <= 64 else 128
+
+    largest = LargestSteps(
+        max_running_requests=2,
+        max_prefill_tokens=8192,
+        max_top_logprobs=0,
+        max_model_len=length,
+        vocabulary=307,
+        pages=65,
+        aliased=True,
+    )
+    made = [make(Played.NOTHING).step for name, make in largest.makers() if name == "short-chunks"]
+    of_requests = {kernel(rows) for rows in range(2, pages_for(length))}
+    assert {kernel(len(step.tokens)) for step in made} >= of_requests
 
 
 @given(st.integers(2, 40), st.integers(1, 8), st.integers(8, 300), st.integers(16, 600))

@@ -34,12 +34,7 @@ def begin(
 
 @pytest.mark.parametrize(
     ("ranks", "rank", "fault"),
-    [
-        (2, 0, "load:1"),
-        (2, 1, "load:3"),
-        (2, 1, "step:3"),  # of the stress
-        (4, 3, "step:3"),
-    ],
+    [(2, 0, "load:1"), (2, 1, "load:3"), (2, 1, "step:3"), (4, 3, "step:3")],
 )
 def test_before_a_size_is_tried_it_is_one_diagnosis(
     start: Callable[..., Server], shared_model: Path, ranks: int, rank: int, fault: str

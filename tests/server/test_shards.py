@@ -128,8 +128,8 @@ def rank_of(folder: Path, config: ModelConfig, own: Shard) -> Weights:
     """Loaded from a folder, and nothing but what is counted before."""
     source, heard = Recorded(SafetensorsSource(folder)), []
     made = load_weights(source, config, Plain(), lambda *at: heard.append(at), own)
-    elements = loader.checked(RandomSource(), config, own).elements
-    assert source.copied.total() == elements == made.elements
+    elements = loader.checked(RandomSource(), config, own).counts[None]
+    assert source.copied.total() == elements == made.counts[None]
     assert heard[-1] == (4 * elements, 4 * elements)
     return made
 
@@ -151,8 +151,8 @@ def test_each_rank_loads_its_slices_of_the_model_and_no_others(
         assert torch.equal(part.embedding, whole.embedding)
         tied = part.head.untyped_storage().data_ptr() == part.embedding.data_ptr()
         assert tied == config.tied_embeddings
-        most = (whole.elements + whole.embedding.numel()) / 2
-        assert part.elements < 1.06 * most  # norms are whole
+        most = (whole.counts[None] + whole.embedding.numel()) / 2
+        assert part.counts[None] < 1.06 * most  # norms are whole
         for mine, theirs in zip(part.layers, whole.layers, strict=True):
             compare(mine, theirs, config, Shard(rank, 2))
 

@@ -101,6 +101,7 @@ def test_memory_refused_by_the_device_shrinks_in_the_same_process(
     (why,) = [s["detail"] for s in report["stages"] if s["name"] == "shrink"]
     assert why.startswith(f"{first['targetTokens']} tokens did not fit: ")
     assert "out of memory" in why
+    assert report["stages"][0]["name"] == "load"  # a report has the last MAX_STAGES
     assert server.probe("/metrics")[1].count("kvline_engine_starts_total 1.0") == 1
 
 

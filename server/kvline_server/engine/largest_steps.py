@@ -19,9 +19,9 @@ from kvline_server.kernels.routing import Played
 from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
 from kvline_server.sampling_params import MAX_BIASES, SamplingParams
 
-# Rows of the short chunks. FlashInfer's fa2 runs them over an fp8 cache of a long context, and has
-# a kernel for up to 16, for up to 64 and for more of a key-value head's queries. CUDA loads a
-# kernel when it first runs: these numbers reach all of them with one to eight queries a head.
+# Rows of the short chunks, or one less than the context has pages: FlashInfer's fa2 runs those over
+# an fp8 cache, and has a kernel each for up to 16, up to 64 and more rows, times the queries of a
+# key-value head. CUDA loads a kernel when it first runs: these numbers reach all that service does.
 SHORT = (2, 8, 32, 128)
 
 MakeBatch = Callable[[Played], Batch]
@@ -69,7 +69,8 @@ class LargestSteps:
         yield "prefill-many", partial(self._batch, self._prefill(self._running), every)
         yield "last-chunk", partial(self._batch, self._last_chunk(self.max_prefill_tokens), every)
         for rows in SHORT:
-            chunk = self._last_chunk(min(rows, self.max_prefill_tokens))
+            fewer = max(2, pages_for(min(self.max_model_len, self._capacity)) - 1)
+            chunk = self._last_chunk(min(rows, fewer, self.max_prefill_tokens))
             yield "short-chunks", partial(self._batch, chunk, every)
         yield "decode", partial(self._batch, self._decode(), every)
         yield "mixed", partial(self._batch, self._mixed(), every)

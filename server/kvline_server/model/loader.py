@@ -47,7 +47,6 @@ class Weights:
         if not c.tied_embeddings:
             self.head = tensors.get([Rows("lm_head.weight", own, c.vocabulary)], c.hidden)
         self.counts = tensors.counts  # elements by dtype
-        self.elements = tensors.elements
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """In a model of this dtype."""

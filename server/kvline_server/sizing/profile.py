@@ -337,24 +337,21 @@ class ProfileLoop:
 
     def _run_steps(self, makers: list[MakeBatch], routing: Played, what: str) -> list[str]:
         """-> details for their stage"""
-        started, alone = time.monotonic(), 0.0
-        for make in makers:
-            alone += self._run_step(make(routing))
-        ms = round((time.monotonic() - started) * 1000)
-        details = [f"{what} {ms} ms"] if what else []
+        times = [self._run_step(make(routing)) for make in makers]
+        alone, whole = (round(sum(each) * 1000) for each in zip(*times, strict=True))
+        details = [f"{what} {whole} ms"] if what else []
         if (ranks := self.executor.ranks) > 1:
-            ms = round(alone * 1000)
-            details.append(f"each of {ranks} ranks alone {ms} ms, then together")
+            details.append(f"each of {ranks} ranks alone {alone} ms, then together")
         return details
 
-    def _run_step(self, batch: Batch) -> float:
-        """-> seconds of the ranks' passes alone"""
+    def _run_step(self, batch: Batch) -> tuple[float, float]:
+        """-> seconds that every rank alone took, and in all"""
         started = time.monotonic()
         if self.executor.ranks > 1:
             self.executor.rehearse(batch.step)
         alone = time.monotonic() - started
         self.executor.launch(batch.step).wait()
-        return alone
+        return alone, time.monotonic() - started
 
     @contextmanager
     def _stage(self, name: str, state: State | None, *details: str) -> Iterator[list[str]]:
