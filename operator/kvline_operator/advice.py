@@ -228,7 +228,7 @@ ADVICE = (
         "a new revision cannot be measured (no node, image, model or GPU, or a lost rank) or "
         "compared; with Surge the stable one serves meanwhile, with Replace and Recreate it is "
         "scaled up again after spec.rollout.progressDeadlineSeconds",
-        "the message has the cause; for another model or number of GPUs set "
+        "the message has the cause; for another model, number of GPUs or kvCacheDtype set "
         "spec.capacity.minKVTokens, or promote",
     ),
     Advice(

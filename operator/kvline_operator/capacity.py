@@ -144,7 +144,7 @@ def sufficient(state: ServiceState) -> Condition:
 
 def _too_little(pod: PodView, size: Measured, limit: Threshold) -> str:
     traffic = "it stays ready" if pod.ready else "it takes no traffic"
-    ask = "lower it" if limit.by_minimum else "lower spec.rollout.minCapacityPercent, promote"
+    ask = "lower that" if limit.by_minimum else "lower spec.rollout.minCapacityPercent, promote"
     return (
         f"{pod.name} measured {size.tokens} KV tokens, {limit.tokens} are required "
         f"({limit.source}): {limit.tokens - size.tokens} short, {traffic}; {ask}, raise "

@@ -74,7 +74,7 @@ def wanted(
     if not image:
         raise SpecError(
             f"spec.image is required: spec.resources.gpus is {spec.gpus}, and the operator was "
-            "started without --default-cuda-image"
+            "started without --default-cuda-image (the chart's image.cuda)"
         )
     taken = {revision.name for revision in existing}
     counter = 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
+import sys
 import tempfile
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -244,6 +246,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.command == "serve":
             return start(launch).run()
         from kvline_server import compare, size
+        from kvline_server.memory.device import host_limit, unbounded
 
         if arguments.write_record:  # reported before the work, not after it
             size.check_writable(arguments.write_record)
@@ -252,6 +255,11 @@ def _run(arguments: argparse.Namespace) -> int:
                 every = compare.choices(comparison, launch)
             except ContractError as error:
                 build_parser().error(f"argument --compare: {error}")
+            compare.check_ranks(every)
+            if launch.device is Device.CPU:  # what is free changes between two measurements
+                arguments.memory, bounded = host_limit(arguments.memory, os.getpid())
+                if not bounded:
+                    print(unbounded(arguments.memory), file=sys.stderr)
             return compare.show(every, start, arguments.json, arguments.write_record)
         return size.show(start(launch), arguments.json, arguments.write_record)
 

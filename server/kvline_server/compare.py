@@ -18,7 +18,10 @@ from kvline_contract.codec import ContractError, camel, encode
 from kvline_contract.launch import EngineOptions, LaunchConfig
 from kvline_contract.memory import EXPERTS, KV_CACHE, SCALES, WEIGHTS
 from kvline_contract.report import SizingReport
+from kvline_server.errors import ModelUnsupported
 from kvline_server.flags import with_flag_names
+from kvline_server.model import shard
+from kvline_server.model.config import read_config
 from kvline_server.parent.supervisor import Supervisor
 from kvline_server.size import INTERRUPTED, add_record, measure
 
@@ -56,6 +59,17 @@ def choices(text: str, launch: LaunchConfig) -> list[Choice]:
     if len(set(every)) < len(every):
         raise ContractError("expected each choice once")
     return made
+
+
+def check_ranks(every: list[Choice]) -> None:
+    """Before any is measured, which takes minutes. Raises ModelUnsupported, or what reading the
+    model's config raises."""
+    for choice in every:
+        if (ranks := choice.launch.tensor_parallel) > 1:
+            try:
+                shard.check(read_config(Path(choice.launch.model.path)), ranks)
+            except ModelUnsupported as error:
+                raise ModelUnsupported(f"--compare, {choice.name}: {error}") from None
 
 
 def _changed(choice: str, launch: LaunchConfig) -> LaunchConfig:

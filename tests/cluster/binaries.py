@@ -10,8 +10,10 @@ import hashlib
 import os
 import re
 import subprocess
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import golang
@@ -33,6 +35,7 @@ KUBERNETES = (
 PROGRAMS = {"kube": "kubernetes", "coredns": "coredns", "pause": "pause"}  # its module
 
 LOCK = CACHE / "build.lock"
+REPORT_SECONDS = 60
 
 
 def build(say: Callable[[str], None]) -> None:
@@ -53,12 +56,31 @@ def _build(say: Callable[[str], None]) -> None:
     version = _kubernetes_version()
     started = time.monotonic()
     for number, (name, module) in enumerate(PROGRAMS.items(), 1):
-        took = f"{time.monotonic() - started:.0f} s so far"
-        say(f"building {name} ({number}/{len(PROGRAMS)}, {took})")
         flags = f"-s -w -X k8s.io/component-base/version.gitVersion={version}"
-        compile_program(go, name, GO / module, ".", flags)
+        with reported(say, f"building {name} ({number}/{len(PROGRAMS)}", started):
+            compile_program(go, name, GO / module, ".", flags)
     link_kubernetes()
     mark.write_text(want)
+
+
+@contextmanager
+def reported(say: Callable[[str], None], what: str, started: float) -> Iterator[None]:
+    """What is under way, at once and again every REPORT_SECONDS: one program takes minutes."""
+    ended = threading.Event()
+
+    def report() -> None:
+        while True:
+            say(f"{what}, {time.monotonic() - started:.0f} s so far)")
+            if ended.wait(REPORT_SECONDS):
+                return
+
+    reporter = threading.Thread(target=report, daemon=True)
+    reporter.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        reporter.join()
 
 
 def link_kubernetes() -> None:

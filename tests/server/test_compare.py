@@ -70,11 +70,31 @@ def test_every_setting_of_the_engine_can_be_compared() -> None:
 
 
 @pytest.mark.process
+def test_a_number_of_gpus_that_does_not_divide_is_refused_before_all(shared_model: Path) -> None:
+    """It was when its turn came, minutes after the command."""
+    done = size(shared_model, "--compare", "kvCacheDtype=fp8,gpus=5", check=False)
+    assert done.returncode == 32 and not done.stdout, done.stderr[-2000:]
+    assert "--compare, gpus=5: --gpus is 5, which do not share this model evenly" in done.stderr
+    assert AS_GIVEN not in done.stderr
+
+
+@pytest.mark.process
+def test_all_have_the_same_memory(tiny_model: Path) -> None:
+    """Of a limit that nobody sets, half of what is free; each measurement looked anew."""
+    command = [sys.executable, "-m", "kvline_server", "size", "--model", str(tiny_model), "--json"]
+    command += ["--device", "cpu", "--compare", "maxModelLen=64,maxRunningRequests=4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    totals = [r["result"]["memory"]["totalMiB"] for r in json.loads(done.stdout).values()]
+    assert len(totals) == 3 and len(set(totals)) == 1
+    assert done.stderr.count("no container limits memory") <= 1
+
+
+@pytest.mark.process
 def test_all_are_measured_though_one_is_refused(shared_model: Path, tmp_path: Path) -> None:
     record = tmp_path / "records.json"
-    words = ("--compare", "kvCacheDtype=fp8,gpus=5", "--write-record", str(record))
+    words = ("--compare", "kvCacheDtype=fp8,maxModelLen=999999", "--write-record", str(record))
     done = size(shared_model, *words, check=False)
-    assert done.returncode == 32, done.stderr[-2000:]
+    assert done.returncode == 20, done.stderr[-2000:]
     text = done.stdout.replace(AS_GIVEN, AS_GIVEN_CELL)
     lines = {line.split()[0]: line.split() for line in text.splitlines()}
     names = AS_GIVEN_CELL, "kvCacheDtype=fp8"
@@ -83,8 +103,8 @@ def test_all_are_measured_though_one_is_refused(shared_model: Path, tmp_path: Pa
     assert sorted(each["kvTokens"] for each in kept) == sorted(tokens.values())
     ratio = tokens["kvCacheDtype=fp8"] / tokens[AS_GIVEN_CELL]
     assert lines["kvCacheDtype=fp8"][2] == f"{ratio:.2f}" and ratio > 1.5
-    assert lines["gpus=5"][1:3] == ["-", "-"]
-    assert "gpus=5: ModelUnsupported: --gpus is 5" in done.stdout
+    assert lines["maxModelLen=999999"][1:3] == ["-", "-"]
+    assert "maxModelLen=999999: ConfigInvalid: --max-model-len is 999999" in done.stdout
 
 
 @pytest.mark.process
