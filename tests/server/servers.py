@@ -27,7 +27,6 @@ from kvline_contract.launch import (
     LoadFormat,
     Model,
 )
-from kvline_server.engine.largest_steps import SHORT
 from kvline_server.options import HttpArguments, RankArguments
 
 ENGINE, CAPACITY = EngineOptions(), CapacityOptions()
@@ -37,7 +36,7 @@ CONFIG = {"architectures": ["LlamaForCausalLM"], **dict.fromkeys(SIZES, 8)}  # a
 FAULTS = Path(__file__).parent / "faults"
 # Steps of a pinned start, of which each of several ranks runs every one alone too; a size that is
 # searched for is probed with as many before it is validated.
-STRESS = 6 + len(SHORT)
+STRESS = 6
 # Options of a Server whose size is searched for, and not pinned, in so much memory.
 SEARCHED: dict[str, Any] = {"capacity": CapacityOptions(headroom_mib=8), "memory": 900 << 20}
 LAUNCHER = """

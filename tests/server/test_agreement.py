@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from servers import STRESS
 from simulated import (
     BYTES_PER_TOKEN,
     NO_FAULT,
@@ -28,6 +27,7 @@ from simulated import (
 
 from kvline_contract.memory import ACTIVATIONS, COLLECTIVES, GRAPHS, HEADROOM, KV_CACHE, OTHERS
 from kvline_contract.report import Binding, Outcome, Result, SizingReport, State
+from kvline_server.engine.largest_steps import SHORT
 from kvline_server.errors import (
     ContextDoesNotFit,
     DeviceOutOfMemory,
@@ -44,6 +44,7 @@ from kvline_server.sizing.settings import EngineSettings
 
 FINGERPRINT = "f" * 32
 SMALL = replace(SETTINGS, model_max_len=64, max_prefill_tokens=32, max_running_requests=2)
+PLAYED = 6 + len(SHORT)  # steps of the stress set, on a GPU
 EACH = [(ranks, rank) for ranks in (2, 3, 4) for rank in range(ranks)]
 BEFORE_SIZING = ["tune", "first pages", "warm-up", "capture"]
 AT_THE_FINAL_SIZE = ["map", "hold", "validate alone"]
@@ -160,10 +161,10 @@ def test_every_step_reports_that_each_rank_ran_it_alone_and_then_together(tmp_pa
     for name in stages:
         assert "each of 2 ranks alone" in str(start.notes.stages[name])
         assert "then together" in str(start.notes.stages[name])
-    assert len(start.machines[1].steps) == 4 * STRESS
+    assert len(start.machines[1].steps) == 4 * PLAYED
     alone = Start([gpu()], tmp_path)
     alone.run()
-    assert len(alone.machines[0].steps) == 2 * STRESS
+    assert len(alone.machines[0].steps) == 2 * PLAYED
     assert alone.notes.stages["stress decode"] is None
 
 

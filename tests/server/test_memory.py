@@ -302,6 +302,7 @@ def test_the_stress_set_s_steps_are_as_large_as_the_scheduler_s(aliased: bool) -
         vocabulary=307,
         pages=100,
         aliased=aliased,
+        short_chunks=True,
     )
     every = [(name, make(Played.NOTHING).step) for name, make in largest.makers()]
     for name, step in every:
@@ -341,6 +342,7 @@ def test_short_chunks_reach_every_kernel_that_those_of_requests_do(
         vocabulary=307,
         pages=65,
         aliased=True,
+        short_chunks=True,
     )
     made = [make(Played.NOTHING).step for name, make in largest.makers() if name == "short-chunks"]
     of_requests = {kernel(rows) for rows in range(2, pages_for(length))}

@@ -79,7 +79,7 @@ def test_a_start_is_stressed_with_both(
 ) -> None:
     report = json.loads(size(make_model("mixtral"), "--json").stdout)
     steps = [s for s in report["stages"] if s["name"].startswith(("stress ", "validate "))]
-    assert len(steps) == 14
+    assert len(steps) == 12
     for stage in steps:
         assert "every row to the same experts" in stage["detail"], stage
         assert "rows to all experts alike" in stage["detail"], stage

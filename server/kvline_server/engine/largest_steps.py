@@ -49,7 +49,8 @@ def worst_params(vocabulary: int, top: int) -> SamplingParams:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestSteps:
     """Under these settings; `pages` are those of the KV cache, the dummy page included, and with
-    `aliased` page tables may repeat them."""
+    `aliased` page tables may repeat them. A CPU has no kernels for `short_chunks` alone, which
+    would be 3 of 25 s of SmolLM2's start."""
 
     max_running_requests: int
     max_prefill_tokens: int
@@ -58,6 +59,7 @@ class LargestSteps:
     vocabulary: int
     pages: int
     aliased: bool
+    short_chunks: bool = False
 
     def makers(self) -> Iterator[tuple[str, MakeBatch]]:
         """Name of each step's stage and what builds the step, for its sequences to live as long as
@@ -68,7 +70,7 @@ class LargestSteps:
         yield "prefill-one", partial(self._batch, self._prefill(1), every)
         yield "prefill-many", partial(self._batch, self._prefill(self._running), every)
         yield "last-chunk", partial(self._batch, self._last_chunk(self.max_prefill_tokens), every)
-        for rows in SHORT:
+        for rows in SHORT if self.short_chunks else ():
             fewer = max(2, pages_for(min(self.max_model_len, self._capacity)) - 1)
             chunk = self._last_chunk(min(rows, fewer, self.max_prefill_tokens))
             yield "short-chunks", partial(self._batch, chunk, every)

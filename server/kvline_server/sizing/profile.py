@@ -328,6 +328,7 @@ class ProfileLoop:
             vocabulary=self.loaded.vocabulary,
             pages=self.executor.pages,
             aliased=aliased,
+            short_chunks=self.device.gpu,
         )
         for name, steps in itertools.groupby(stress.makers(), key=itemgetter(0)):
             makers = [make for _, make in steps]
