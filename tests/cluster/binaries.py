@@ -54,26 +54,24 @@ def _build(say: Callable[[str], None]) -> None:
     go = golang.ensure(say)
     BIN.mkdir(parents=True, exist_ok=True)
     version = _kubernetes_version()
-    started = time.monotonic()
     for number, (name, module) in enumerate(PROGRAMS.items(), 1):
         flags = f"-s -w -X k8s.io/component-base/version.gitVersion={version}"
-        with reported(say, f"building {name} ({number}/{len(PROGRAMS)}", started):
+        with reported(say, f"building {name} ({number}/{len(PROGRAMS)})"):
             compile_program(go, name, GO / module, ".", flags)
     link_kubernetes()
     mark.write_text(want)
 
 
 @contextmanager
-def reported(say: Callable[[str], None], what: str, started: float) -> Iterator[None]:
-    """What is under way, at once and again every REPORT_SECONDS: one program takes minutes."""
-    ended = threading.Event()
+def reported(say: Callable[[str], None], what: str) -> Iterator[None]:
+    """What is under way, at once and again every REPORT_SECONDS: a program may take minutes."""
+    started, ended = time.monotonic(), threading.Event()
 
     def report() -> None:
-        while True:
-            say(f"{what}, {time.monotonic() - started:.0f} s so far)")
-            if ended.wait(REPORT_SECONDS):
-                return
+        while not ended.wait(REPORT_SECONDS):
+            say(f"{what}, {time.monotonic() - started:.0f} s so far")
 
+    say(what)
     reporter = threading.Thread(target=report, daemon=True)
     reporter.start()
     try:
@@ -121,10 +119,10 @@ def ensure(name: str, say: Callable[[str], None]) -> Path:
     with lock.held(LOCK):
         if not ((BIN / name).is_file() and mark.is_file() and mark.read_text() == want):
             started = time.monotonic()
-            say(f"building {name}")
             go = golang.ensure(say)
             BIN.mkdir(parents=True, exist_ok=True)
-            compile_program(go, name, folder, package, "-s -w", tags)
+            with reported(say, f"building {name}"):
+                compile_program(go, name, folder, package, "-s -w", tags)
             mark.write_text(want)
             say(f"built {name} ({time.monotonic() - started:.0f} s)")
     return BIN / name

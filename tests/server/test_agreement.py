@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from servers import STRESS
 from simulated import (
     BYTES_PER_TOKEN,
     NO_FAULT,
@@ -44,7 +45,7 @@ from kvline_server.sizing.settings import EngineSettings
 
 FINGERPRINT = "f" * 32
 SMALL = replace(SETTINGS, model_max_len=64, max_prefill_tokens=32, max_running_requests=2)
-PLAYED = 6 + len(SHORT)  # steps of the stress set, on a GPU
+PLAYED = STRESS + len(SHORT)  # steps of the stress set, on a GPU
 EACH = [(ranks, rank) for ranks in (2, 3, 4) for rank in range(ranks)]
 BEFORE_SIZING = ["tune", "first pages", "warm-up", "capture"]
 AT_THE_FINAL_SIZE = ["map", "hold", "validate alone"]

@@ -51,11 +51,8 @@ def test_before_a_size_is_tried_it_is_one_diagnosis(
     ("rank", "fault", "starts"),
     [
         (1, "resize:3", 1),  # as the whole KV cache is mapped
-        (
-            0,
-            f"step:{2 * STRESS + 2}",
-            2,
-        ),  # in a step of all: they wait for each other, and start anew
+        # In a step of all: they wait for each other, and start anew.
+        (0, f"step:{2 * STRESS + 2}", 2),
         (1, f"step:{2 * STRESS + 2}", 2),
     ],
 )

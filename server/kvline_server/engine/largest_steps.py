@@ -70,10 +70,9 @@ class LargestSteps:
         yield "prefill-one", partial(self._batch, self._prefill(1), every)
         yield "prefill-many", partial(self._batch, self._prefill(self._running), every)
         yield "last-chunk", partial(self._batch, self._last_chunk(self.max_prefill_tokens), every)
+        most = min(self.max_prefill_tokens, max(2, pages_for(self._longest) - 1))
         for rows in SHORT if self.short_chunks else ():
-            fewer = max(2, pages_for(min(self.max_model_len, self._capacity)) - 1)
-            chunk = self._last_chunk(min(rows, fewer, self.max_prefill_tokens))
-            yield "short-chunks", partial(self._batch, chunk, every)
+            yield "short-chunks", partial(self._batch, self._last_chunk(min(rows, most)), every)
         yield "decode", partial(self._batch, self._decode(), every)
         yield "mixed", partial(self._batch, self._mixed(), every)
         # Sampling without filters uses other kernels.
@@ -91,6 +90,11 @@ class LargestSteps:
             return self.max_model_len * self.max_running_requests
         return (self.pages - 1) * PAGE_SIZE
 
+    @property
+    def _longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return min(self.max_model_len, self._capacity)
+
     def _prefill(self, sequences: int) -> list[Rows]:
         """Prompt tokens alone, from at least `sequences` prompts."""
         chunk = min(self.max_prefill_tokens, self._capacity)
@@ -99,8 +103,7 @@ class LargestSteps:
         return [(longest, 0)] * count or [(chunk, 0)]
 
     def _last_chunk(self, rows: int) -> list[Rows]:
-        length = min(self.max_model_len, self._capacity)
-        return [(length, max(0, length - rows))]
+        return [(self._longest, max(0, self._longest - rows))]
 
     def _decode(self) -> list[Rows]:
         """One token per sequence: the first has the full length, the others share what is left."""

@@ -1,5 +1,5 @@
 """Attention over an fp8 KV cache by our Triton kernels: decodes, planned and run as FlashInfer's
-(flashinfer_attention.py), whose fa2 reads such a cache at less than half of their rate, and the
+(flashinfer_attention.py), whose fa2 reads such a cache at 0.6 to 0.8 of their rate, and the
 copies in bfloat16 that prompt chunks read (docs/decisions/035).
 """
 
