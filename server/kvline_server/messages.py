@@ -98,6 +98,7 @@ class EdgeBeat(msgspec.Struct, tag="edge", array_like=True):
     ready: bool
     active: int
     connected: bool = False  # to the engine
+    unanswered: int = 0  # connections whose answer is not complete, or not sent to its end
     received: int = 0
     finished: int = 0
     refused: int = 0
@@ -110,7 +111,9 @@ class EdgeBeat(msgspec.Struct, tag="edge", array_like=True):
 
 # What admission counts, and what is summed over the HTTP processes.
 COUNTS = tuple(
-    name for name in EdgeBeat.__struct_fields__ if name not in ("ready", "connected", "latencies")
+    name
+    for name in EdgeBeat.__struct_fields__
+    if name not in ("ready", "connected", "unanswered", "latencies")
 )
 
 

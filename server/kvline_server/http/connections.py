@@ -64,6 +64,10 @@ class Connections:
     def owing(self) -> bool:
         return any(connection.owes for connection in self.open)
 
+    def unanswered(self) -> int:
+        """Connections whose client does not have its whole answer yet."""
+        return sum(not connection.answered() for connection in self.open)
+
     def drop(self) -> None:
         for connection in list(self.open):
             connection.drop()
@@ -112,6 +116,12 @@ class Connection(HttpToolsProtocol):
         """Closes at once; its request is aborted."""
         self.all.forget(self)
         self.transport.abort()
+
+    def answered(self) -> bool:
+        """Whether each request so far has its whole answer, and the kernel has all of it."""
+        complete = self.cycle is None or self.cycle.response_complete
+        sent = self.transport is None or not self.transport.get_write_buffer_size()
+        return complete and not self.pipeline and sent
 
     def last_answer(self) -> None:
         if self.cycle is not None and not self.cycle.response_started:

@@ -168,16 +168,25 @@ class Edge:
             await asyncio.sleep(0.05)
         self.client.end(Unavailable("this server shut down before the answer was complete"))
         end += LAST_WORDS_SECONDS
-        while self.service.admission.active and clock() < end:
+        while self._owes_answers() and clock() < end:
             await asyncio.sleep(0.05)
         self.connections.drop()  # clients that have not read even that, or are still sending
 
     async def _end_with_engine(self) -> None:
-        """The parent ends this process when the engine exits. If it does not, the engine still runs
-        but its connection is broken, and this process exits to report that."""
+        """Tells the parent once every client has the error of its request: the parent, which sees
+        the engine's exit, ends this process then. If it does not, the engine still runs but its
+        connection is broken, and this process exits to report that."""
+        clock = asyncio.get_running_loop().time
         await self.client.lost.wait()
+        end = clock() + PARENT_SECONDS
+        while self._owes_answers() and clock() < end:
+            await asyncio.sleep(0.01)
+        self._tell_parent()
         await asyncio.sleep(PARENT_SECONDS)
         self.server.should_exit = True
+
+    def _owes_answers(self) -> bool:
+        return bool(self.service.admission.active or self.connections.unanswered())
 
     async def _beat(self) -> None:
         assert self.parent is not None
@@ -189,6 +198,7 @@ class Edge:
         beat = EdgeBeat(
             ready=self.server.started,
             connected=self.client.connected,
+            unanswered=self.connections.unanswered(),
             latencies=self.client.latencies,
             **{name: getattr(self.service.admission, name) for name in COUNTS},
         )

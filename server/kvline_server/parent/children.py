@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvline_server import totals
@@ -27,6 +27,7 @@ from kvline_server.options import (
 )
 
 BACKLOG = 1024
+LAST_WORDS_SECONDS = 3.0
 
 # The engine's heap is never trimmed, so that small blocks need no new memory from the kernel after
 # Ready. Blocks of 2 MiB and more are mapped for each use: on the heap they would leave gaps that
@@ -48,6 +49,7 @@ class Child:
     channel: Channel
     # HTTP: receives the engine's socket. Rank 0: the HTTP ends of its sockets.
     others: list[socket.socket]
+    _heard: threading.Event = field(default_factory=threading.Event)  # all that it ever sent
 
     def tell(self, message: Message) -> None:
         """Sends, unless it has ended, which the parent sees for itself."""
@@ -58,11 +60,19 @@ class Child:
         """Calls `handle` with every message of the child, on a thread of its own."""
 
         def read() -> None:
-            with contextlib.suppress(OSError):
-                for message in self.channel.receive():
-                    handle(message)
+            try:
+                with contextlib.suppress(OSError):
+                    for message in self.channel.receive():
+                        handle(message)
+            finally:
+                self._heard.set()
 
         threading.Thread(target=read, daemon=True).start()
+
+    def hear_last_words(self) -> None:
+        """Waits until each message of a followed child that has ended is handled. What it started
+        itself may keep its socket open, so not for long."""
+        self._heard.wait(LAST_WORDS_SECONDS)
 
     def kill(self) -> None:
         if self.process.poll() is None:

@@ -135,6 +135,9 @@ class EngineProcesses:
         codes = {rank: child.process.poll() for rank, child in enumerate(self.ranks)}
         for child in self.ranks:
             child.process.kill()
+        for rank, code in codes.items():
+            if code is not None:
+                self.ranks[rank].hear_last_words()
         ended = {rank: code for rank, code in codes.items() if code is not None}
         return End(len(self.ranks), ended, tuple(self._reported), self._step_failed, silent)
 

@@ -26,6 +26,7 @@ def together(edges: list[EdgeBeat]) -> EdgeBeat:
     return EdgeBeat(
         ready=all(edge.ready for edge in edges),
         connected=all(edge.connected for edge in edges),
+        unanswered=sum(edge.unanswered for edge in edges),
         latencies=total(edge.latencies for edge in edges),
         **{name: sum(getattr(edge, name) for edge in edges) for name in COUNTS},
     )
@@ -67,6 +68,15 @@ class Health:
     def on_http_drained(self, process: int) -> None:
         """It has ended and sends no more heartbeats; what it counted stays."""
         self._http_alive_at[process] = float("inf")
+
+    def owes_answers(self, ended: list[int]) -> bool:
+        """Whether a client may still wait for the error of a request that an ended engine has left:
+        until each HTTP process has `ended`, or has seen that end and says that it answered all."""
+        return any(
+            edge.connected or edge.active or edge.unanswered
+            for process, edge in enumerate(self._edges)
+            if process not in ended
+        )
 
     def on_engine_heartbeat(self, beat: Beat | None = None) -> None:
         """A busy engine counts as alive only if it has run a step since its last heartbeat."""

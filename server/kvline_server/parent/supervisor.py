@@ -42,8 +42,7 @@ from kvline_server.parent.internal import InternalServer
 from kvline_server.parent.report_keeper import ReportKeeper
 from kvline_server.sizing.record import AttemptStore
 
-LAST_WORDS_SECONDS = 0.2  # for a child's last message, which may arrive after its exit
-END_SECONDS = 3.0  # after a drain, for the errors of unfinished requests
+END_SECONDS = 3.0  # after a drain or an engine's end, for the errors of unfinished requests
 SLOW_SECONDS, SLOW_FACTOR = 30.0, 5.0
 
 
@@ -115,14 +114,18 @@ class Supervisor:
         return int(ExitCode.DRAINED)
 
     def _is_drained(self, drain: DrainState) -> bool:
-        ended = [i for i, child in enumerate(self.http) if child.process.poll() is not None]
+        ended = self._ended_http()
         for index in ended:
             self.health.on_http_drained(index)
         if len(ended) == len(self.http):
             self._end_engine()
-            time.sleep(LAST_WORDS_SECONDS)
+            for child in self.http:
+                child.hear_last_words()  # what it counted
             return True
         return self.stop_now or drain.is_over()
+
+    def _ended_http(self) -> list[int]:
+        return [i for i, child in enumerate(self.http) if child.process.poll() is not None]
 
     def _end_engine(self) -> None:
         """Does not wait for its end, as the driver takes time to free a GPU's memory."""
@@ -232,10 +235,10 @@ class Supervisor:
 
     def _failure(self) -> Termination | None:
         """Why the pod must end, if it must. Restarts an engine that was killed while sizing."""
-        ended = [code for child in self.http if (code := child.process.poll()) is not None]
+        ended = [child for child in self.http if child.process.poll() is not None]
         if ended and not self.health.draining:
-            time.sleep(LAST_WORDS_SECONDS)
-            return self.keeper.report.failure or self._died("HTTP", ended[0])
+            ended[0].hear_last_words()
+            return self.keeper.report.failure or self._died("HTTP", ended[0].process.returncode)
         engine, limit = self.engine, self.options.limits.rank
         if engine is None:
             return self._stalled()
@@ -243,7 +246,6 @@ class Supervisor:
         if silent is None and not engine.over():
             return self._stalled()
         self.health.engine_gone = True
-        time.sleep(LAST_WORDS_SECONDS)
         end = engine.end(silent)
         if self._may_shrink(end):
             engine.kill()
@@ -255,8 +257,14 @@ class Supervisor:
             self.health.engine_gone = False
             self._start_engine()
             return None
-        time.sleep(LAST_WORDS_SECONDS)  # of HTTP to its clients
+        self._wait_for_answers()
         return self._why(end)
+
+    def _wait_for_answers(self) -> None:
+        """Until clients have the errors of the requests that the engine's end has left."""
+        end = time.monotonic() + END_SECONDS
+        while self.health.owes_answers(self._ended_http()) and time.monotonic() < end:
+            time.sleep(self.options.limits.poll / 10)
 
     def _why(self, end: End) -> Termination:
         if (failed := end.failure()) is not None:

@@ -1,0 +1,76 @@
+"""A pod that ends for its engine's sake ends after its clients have their errors, however slow the
+HTTP process is; a client that takes none does not hold it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from servers import Server, wait_for
+
+pytestmark = pytest.mark.process
+
+LONG: dict[str, Any] = {
+    "model": "tiny",
+    "prompt": "hello",
+    "max_tokens": 240,
+    "ignore_eos": True,
+    "n": 8,
+}
+HALF = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    b"Content-Length: 9999\r\n\r\n{"
+)
+ENGINE_DIED = 50
+
+
+def sequences(server: Server) -> int:
+    load = server.probe("/load")[1]
+    return int(load["running"] + load["waiting"])
+
+
+def last_event(server: Server) -> str:
+    body = {**LONG, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as answer:
+        return [line for line in answer.iter_lines() if line][-1]
+
+
+def test_clients_of_a_slow_http_process_have_their_errors_before_the_pod_ends(
+    start: Callable[..., Server],
+) -> None:
+    """The parent gave it 0.2 s by the clock, and clients found their connection closed."""
+    server = start()
+    server.wait()
+    children = server.children()
+    with ThreadPoolExecutor(2) as pool:
+        whole = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG, timeout=30)
+        stream = pool.submit(last_event, server)
+        wait_for(lambda: sequences(server) > LONG["n"])  # both have come
+        os.kill(children["http"], signal.SIGSTOP)
+        os.kill(children["engine"], signal.SIGKILL)
+        time.sleep(1.5)
+        assert server.process.poll() is None
+        os.kill(children["http"], signal.SIGCONT)
+        assert whole.result().status_code == 500
+        error = json.loads(stream.result().removeprefix("data: "))["error"]
+        assert error["type"] == "server_error"
+    assert server.end() == ENGINE_DIED
+
+
+def test_a_client_that_never_sends_its_whole_request_does_not_hold_the_end(
+    start: Callable[..., Server],
+) -> None:
+    server = start()
+    server.wait()
+    with socket.create_connection(("127.0.0.1", server.port)) as half:
+        half.sendall(HALF)
+        os.kill(server.children()["engine"], signal.SIGKILL)
+        assert server.end() == ENGINE_DIED
