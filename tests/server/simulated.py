@@ -74,6 +74,9 @@ class Machine:
     def reset_peak(self) -> None:
         self.highest = self.used()
 
+    def keep_peak(self, again: bool) -> bool:
+        return True
+
     def working_files(self) -> int:
         return 3 * MIB
 
@@ -262,6 +265,9 @@ class Together:
 
     def reset_peak(self) -> None:
         self._all("reset", lambda machine: machine.reset_peak())
+
+    def keep_peak(self, again: bool) -> bool:
+        return all(self._all("keep", lambda machine: machine.keep_peak(again)))
 
     @contextmanager
     def held(self, nbytes: int) -> Iterator[None]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -120,6 +120,28 @@ def test_the_sequences_of_a_step_live_until_its_results_are_read(tmp_path: Path)
     before = batches()  # of other tests
     Start(made, tmp_path).run()
     assert alive == [1] * (2 * STRESS)
+
+
+@pytest.mark.parametrize("unknown", [1, 9])
+def test_a_step_whose_peak_is_not_known_is_run_again_at_most_twice(
+    tmp_path: Path, unknown: int
+) -> None:
+    class Reclaimed(Machine):
+        asked: ClassVar[list[bool]] = []
+
+        def keep_peak(self, again: bool) -> bool:
+            self.asked.append(again)
+            return len(self.asked) > unknown
+
+    Reclaimed.asked.clear()
+    plain = machine()
+    Start(plain, tmp_path).run()
+    made = Reclaimed(limit=plain.limit, weights=plain.weights, price=plain.price)
+    Start(made, tmp_path).run()
+    assert made.asked[:4] == (
+        [True, True, True, True] if unknown == 1 else [True, True, False, True]
+    )
+    assert len(made.steps) - len(plain.steps) == (1 if unknown == 1 else 6)
 
 
 def test_memory_that_an_owner_names_is_a_part_of_the_report(tmp_path: Path) -> None:

@@ -66,6 +66,9 @@ class CudaDevice:
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.index)
 
+    def keep_peak(self, again: bool) -> bool:
+        return True
+
     def working_files(self) -> int:
         return 0
 

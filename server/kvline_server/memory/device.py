@@ -14,17 +14,19 @@ import os
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 MIB = 1 << 20
+DROPPED = MIB  # of file pages in a step; fewer do not matter
 MIN_FILES = 64 * MIB  # with less, first attempts thrashed (docs/decisions/005)
 UNLIMITED = 1 << 60  # cgroup v1 writes a huge number, v2 the word max
 FREE_PART = 2  # a server without a limit takes 1/FREE_PART of the free memory
 CGROUP = Path("/sys/fs/cgroup")
 VMSTAT = Path("/proc/vmstat")
+CLEAR_REFS = Path("/proc/self/clear_refs")
 M_MMAP_THRESHOLD = -3  # malloc.h
 LOADED_BLOCK = 64 << 10
 
@@ -56,6 +58,10 @@ class Device(Protocol):
 
     def reset_peak(self) -> None: ...
 
+    def keep_peak(self, again: bool) -> bool:
+        """Ends a step of a stress. Returns whether its peak is known; if not, and `again` says that
+        the step is run once more, the higher figure that it may have been does not count."""
+
     def working_files(self) -> int:
         """File pages referenced since the reset, which must stay in memory."""
 
@@ -67,6 +73,15 @@ class Device(Protocol):
         Raises DeviceOutOfMemory."""
 
 
+@dataclass(slots=True)
+class StepPeaks:
+    """Bytes of anonymous memory, and of file pages as the step began."""
+
+    highest: int = 0  # of the steps since the reset; 0 before the first has ended
+    least: int = UNLIMITED  # that this step was seen to take at most, where it is run once more
+    files: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class CpuDevice:
     name: str
@@ -76,6 +91,7 @@ class CpuDevice:
     slack: int = 24 * MIB  # for other processes' heaps, which grew 6 to 10 MiB at the final size
     bounded: bool = True  # by a container limit or --memory
     gpu: bool = False
+    steps: StepPeaks = field(default_factory=StepPeaks)
 
     def used(self) -> int:
         return self.read_used()
@@ -86,12 +102,28 @@ class CpuDevice:
 
     def peak(self) -> int:
         """Highest anonymous memory since the reset; file pages can be dropped and do not count."""
-        status = _status("self")
-        return max(status["VmHWM"] - status["RssFile"], status["RssAnon"] + status["RssShmem"])
+        return max(self.steps.highest or _peak(_status("self")), self.now())
 
     def reset_peak(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM
-        Path("/proc/self/clear_refs").write_text("3")  # referenced marks of file pages
+        self.steps.highest, self.steps.least = 0, UNLIMITED
+        self._begin_step()
+        CLEAR_REFS.write_text("3")  # referenced marks of file pages
+
+    def keep_peak(self, again: bool) -> bool:
+        """The kernel knows the peak of all resident memory, of which file pages are taken off. It
+        may have dropped some since the peak, those without a mark first: they would count as
+        memory of the step, for which a second start of the same pod was too large."""
+        status, steps = _status("self"), self.steps
+        known = status["RssFile"] >= steps.files - DROPPED
+        steps.least = min(steps.least, _peak(status))
+        if known or not again:
+            steps.highest, steps.least = max(steps.highest, steps.least), UNLIMITED
+        self._begin_step()
+        return known
+
+    def _begin_step(self) -> None:
+        CLEAR_REFS.write_text("5")  # VmHWM
+        self.steps.files = _status("self")["RssFile"]
 
     def working_files(self) -> int:
         """Code that really runs. It is page cache and could be dropped, but then every step reads
@@ -117,6 +149,11 @@ class CpuDevice:
             yield
         finally:
             memory.close()
+
+
+def _peak(status: dict[str, int]) -> int:
+    """Of anonymous memory since VmHWM was cleared, where file pages are as many as then."""
+    return status["VmHWM"] - status["RssFile"]
 
 
 def cpu_device(memory: int | None, root: int, ranks: int = 1) -> CpuDevice:

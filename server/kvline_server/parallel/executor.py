@@ -71,6 +71,9 @@ class Executor(Protocol):
     def reset_peak(self) -> None:
         """Device.reset_peak, on every rank."""
 
+    def keep_peak(self, again: bool) -> bool:
+        """Device.keep_peak, on every rank. -> whether all peaks are known"""
+
     def held(self, nbytes: int) -> AbstractContextManager[None]:
         """Device.held, on every rank or, after an error, on none."""
 
@@ -83,7 +86,8 @@ class Local:
         self.device = device
         self.tune, self.warm_up, self.capture = worker.tune, worker.warm_up, worker.capture
         self.resize = worker.arena.resize
-        self.settle, self.reset_peak, self.held = device.settle, device.reset_peak, device.held
+        self.settle, self.held = device.settle, device.held
+        self.reset_peak, self.keep_peak = device.reset_peak, device.keep_peak
 
     @property
     def depth(self) -> int:

@@ -91,6 +91,8 @@ class Follower:
                 local.settle()
             case "reset_peak":
                 local.reset_peak()
+            case "keep_peak":
+                return [int(local.keep_peak(bool(numbers[0])))]
             case "hold":
                 self._held.enter_context(local.held(numbers[0]))
             case "release":

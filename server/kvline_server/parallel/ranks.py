@@ -116,6 +116,12 @@ class Ranks:
     def reset_peak(self) -> None:
         self._each(Call("reset_peak"), self.local.reset_peak)
 
+    def keep_peak(self, again: bool) -> bool:
+        here, answers = self._each(
+            Call("keep_peak", [int(again)]), lambda: self.local.keep_peak(again)
+        )
+        return here and all(answer.numbers[0] for answer in answers)
+
     @contextmanager
     def held(self, nbytes: int) -> Iterator[None]:
         here = ExitStack()
