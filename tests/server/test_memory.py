@@ -27,10 +27,9 @@ from kvline_server.kernels.routing import Played
 from kvline_server.memory import device as devices
 from kvline_server.memory.arena import HostArena
 from kvline_server.memory.device import (
+    FILES,
     MIB,
-    MIN_FILES,
     cpu_device,
-    referenced_files,
     tree_used,
 )
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
@@ -185,7 +184,7 @@ def test_the_peak_is_remembered_until_it_is_reset() -> None:
 
 def test_file_pages_that_the_kernel_drops_are_no_memory_of_a_step(tmp_path: Path) -> None:
     """The kernel reclaims mapped files that nobody has read for a while. What was dropped after a
-    peak counted as anonymous memory at the peak: a size measured 93 MiB less beside a build."""
+    peak counted as anonymous memory at the peak."""
     import mmap
     import os
 
@@ -225,13 +224,13 @@ def test_a_tree_counts_its_children_and_a_canary() -> None:
         assert tree_used(os.getpid()) - before > 30 * MIB
 
 
-def test_code_in_use_is_counted_and_idle_code_is_not() -> None:
+def test_code_counts_alike_whatever_else_runs_it() -> None:
+    """A process that ended marked all pages of torch as referenced, also for those that go on: a
+    start beside it measured half of its KV cache."""
     device = cpu_device(None, 1)
     device.reset_peak()
-    quiet = referenced_files()
-    torch.randn(300, 300) @ torch.randn(300, 300)
-    assert quiet < referenced_files() < 80 * MIB
-    assert device.working_files() == max(referenced_files(), MIN_FILES)
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    assert device.working_files() == FILES
 
 
 V1 = "total_rss 1000\ntotal_shmem 24\ntotal_cache 999999\n"

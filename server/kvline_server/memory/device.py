@@ -21,12 +21,11 @@ from typing import Protocol
 
 MIB = 1 << 20
 DROPPED = MIB  # of file pages in a step; fewer do not matter
-MIN_FILES = 64 * MIB  # with less, first attempts thrashed (docs/decisions/005)
+FILES = 64 * MIB  # code that really runs; with less, first attempts thrashed (decisions/005)
 UNLIMITED = 1 << 60  # cgroup v1 writes a huge number, v2 the word max
 FREE_PART = 2  # a server without a limit takes 1/FREE_PART of the free memory
 CGROUP = Path("/sys/fs/cgroup")
 VMSTAT = Path("/proc/vmstat")
-CLEAR_REFS = Path("/proc/self/clear_refs")
 M_MMAP_THRESHOLD = -3  # malloc.h
 LOADED_BLOCK = 64 << 10
 
@@ -63,7 +62,7 @@ class Device(Protocol):
         the step is run once more, the higher figure that it may have been does not count."""
 
     def working_files(self) -> int:
-        """File pages referenced since the reset, which must stay in memory."""
+        """File pages that must stay in memory."""
 
     def settle(self) -> None:
         """Frees unused memory, so that the next measurement starts clean."""
@@ -107,12 +106,10 @@ class CpuDevice:
     def reset_peak(self) -> None:
         self.steps.highest, self.steps.least = 0, UNLIMITED
         self._begin_step()
-        CLEAR_REFS.write_text("3")  # referenced marks of file pages
 
     def keep_peak(self, again: bool) -> bool:
         """The kernel knows the peak of all resident memory, of which file pages are taken off. It
-        may have dropped some since the peak, those without a mark first: they would count as
-        memory of the step, for which a second start of the same pod was too large."""
+        may have dropped some since the peak, which would count as memory of the step."""
         status, steps = _status("self"), self.steps
         known = status["RssFile"] >= steps.files - DROPPED
         steps.least = min(steps.least, _peak(status))
@@ -122,16 +119,15 @@ class CpuDevice:
         return known
 
     def _begin_step(self) -> None:
-        CLEAR_REFS.write_text("5")  # VmHWM
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM
         self.steps.files = _status("self")["RssFile"]
 
     def working_files(self) -> int:
-        """Code that really runs. It is page cache and could be dropped, but then every step reads
-        it from disk again: a container filled to its limit with anonymous memory is not killed,
-        it crawls (seen: a step of two seconds was not done after one minute). What the engine
-        referenced is the least of it: the other processes run too, and the kernel drops hot pages
-        beside cold ones (docs/decisions/005)."""
-        return max(referenced_files(), MIN_FILES)
+        """Code is page cache and could be dropped, but then every step reads it from disk again: a
+        container filled to its limit with anonymous memory is not killed, it crawls (seen: a step
+        of two seconds was not done after one minute). How much really runs cannot be measured: the
+        kernel's marks of referenced pages are set by every process that has the same files."""
+        return FILES
 
     def settle(self) -> None:
         gc.collect()
@@ -293,19 +289,6 @@ def _status(pid: int | str) -> dict[str, int]:
             number = int(rest.split()[0])
             out[key] = number if key == "PPid" else number * 1024
     return out
-
-
-def referenced_files() -> int:
-    """Bytes of this process's file mappings that were touched since the marks were cleared."""
-    total, of_file = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        key, _, rest = line.partition(":")
-        # The first line of a mapping: range, permissions, offset, device, inode.
-        if "-" in key and " " in key:
-            of_file = key.split()[-1].startswith("/") or line.split()[4] != "0"
-        elif key == "Referenced" and of_file:
-            total += int(rest.split()[0]) * 1024
-    return total
 
 
 def tree_used(root: int) -> int:
