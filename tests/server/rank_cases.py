@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from engines import finish
+from drawn import Drawn
+from engines import finish, worker
 
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.request import Scores
@@ -98,6 +99,7 @@ REQUESTS: dict[int, tuple[int, dict[str, Any]]] = {  # prompt tokens, what is as
     6: (9, {"temperature": 1.1, "seed": 6, "top_p": 0.8, "logit_bias": {3: 4.0, 290: 5.0}}),
 }
 TOKENS = 8  # of each output
+LISTS = ("prompt_logprobs", "logprobs")
 
 
 class Wide(RandomSource):
@@ -126,17 +128,37 @@ def engine(case: Case, group: Group) -> Engine:
     return Engine(Local(worker, cpu_device(None, os.getpid())), 8, 48, 256, ())
 
 
+def params(id: int, **more: Any) -> SamplingParams:
+    """What a request asks. A seed of its own tells its draws from those of others."""
+    asked = {"seed": 100 + id, **REQUESTS[id][1], **more}
+    return SamplingParams(max_tokens=TOKENS, ignore_eos=True, **asked)
+
+
 def made_by(case: Case, group: Group) -> dict[str, np.ndarray]:
-    made = engine(case, group)
+    """One rank lists all candidates wherever any are asked, and the logits of each draw: they tell
+    which of them are so near to one another that several ranks may choose otherwise."""
+    made, alone = engine(case, group), group.ranks == 1
+    drawn = Drawn(made) if alone else None
     for id, (length, asked) in REQUESTS.items():
-        params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, **asked)
-        made.submit(id, [(31 * id + 7 * i) % 300 for i in range(length)], params)
+        every = {name: case.model.vocabulary for name in LISTS if alone and name in asked}
+        made.submit(id, [(31 * id + 7 * i) % 300 for i in range(length)], params(id, **every))
     out: dict[str, np.ndarray] = {}
     for id, outputs in finish(made).items():
         out[f"{id}.tokens"] = np.array([output.token for output in outputs])
+        if drawn is not None:
+            out[f"{id}.logits"] = drawn.logits(params(id), TOKENS).numpy()
         out |= tables(f"{id}.prompt", [outputs[0].prompt_scores])
         out |= tables(f"{id}.output", [output.scores for output in outputs])
+    if case.cache == torch.float8_e4m3fn:
+        out["cache"] = cache(made)
     return out
+
+
+def cache(made: Engine) -> np.ndarray:
+    """Its bytes, but for the page of padding. [layers, 2, pages, PAGE_SIZE, heads, dim]"""
+    layers = worker(made).arena.layers()
+    every = torch.stack([torch.stack((kv.keys, kv.values)).view(torch.uint8) for kv in layers])
+    return every[:, :, 1:].numpy()
 
 
 def tables(name: str, scores: list[Scores | None]) -> dict[str, np.ndarray]:

@@ -9,12 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from drawn import firm
 from servers import Server
+
+from kvline_server.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.process
 
@@ -266,9 +270,11 @@ def test_offsets_of_special_tokens_and_of_output(server: Server) -> None:
 @pytest.mark.parametrize("extra", [{}, {"logprobs": 2}, {"logprobs": 0, "max_tokens": 0}])
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_streamed_echo_joins_to_the_whole_one(
-    server: Server, extra: dict[str, Any], n: int
+    server: Server, tiny_model: Path, extra: dict[str, Any], n: int
 ) -> None:
-    prompts = ["grüße 😀 " * 2, "two"]
+    """Computed twice, in other batches: of prompts whose answers no rounding changes."""
+    longer = (["grüße 😀 " * times for times in range(2, 9)], ["two", "three", "four", "five"])
+    prompts = [next(firm(tiny_model, some, SamplingParams(4, temperature=0.0))) for some in longer]
     body = {"prompt": prompts, "max_tokens": 4, "n": n, "echo": True, "temperature": 0, **extra}
     whole = ask(server, body)["choices"]
     texts = [""] * len(whole)

@@ -12,9 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drawn import Drawn
 from engines import engine, finish, greedy, worker
+from near import FLIPPED, TOLERANCE, flips
 from safetensors.torch import load_file, save_file
 from servers import Server, launch_config
+from ties import same_tokens
 
 from kvline_contract.launch import EngineOptions, KVCacheDtype, LaunchConfig
 from kvline_server.engine.engine import Engine
@@ -28,6 +31,7 @@ from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.messages import Progress
 from kvline_server.model import kv_scales
 from kvline_server.model.loader import SafetensorsSource
+from kvline_server.sampling_params import SamplingParams
 from kvline_server.sizing import load
 from kvline_server.sizing.profile import Loaded
 from kvline_server.sizing.settings import resolve
@@ -175,14 +179,31 @@ def test_chunks_and_the_prefix_cache_change_no_token(
     """A chunk attends to what the cache has of itself too, so all see the same numbers."""
     folder = calibrated(make_model("llama"), tmp_path / "fp8")
     penalties: dict[str, Any] = {"frequency_penalty": 0.4, "repetition_penalty": 1.2}
-    whole = answer(engine(folder, step=256, fp8_cache=True), **penalties)
-    assert answer(engine(folder, step=37, fp8_cache=True), **penalties)[0] == whole[0]
-    made = engine(folder, fp8_cache=True)
-    for id in (0, 1):
-        made.submit(id, list(PROMPT), greedy(24, **penalties))
-        (outputs,) = finish(made).values()
-        assert [o.token for o in outputs] == whole[0]
-    assert outputs[0].sequence.cached > 100
+    asked = [greedy(24, seed=seed, **penalties) for seed in range(2)]
+    whole = engine(folder, step=256, fp8_cache=True)
+    drawn = Drawn(whole)
+    want, _ = played(whole, asked[0])
+    for step in (37, 64):
+        made = engine(folder, step=step, fp8_cache=True)
+        for params in asked[: 1 if step == 37 else 2]:
+            got, cached = played(made, params)
+            most = FLIPPED if flips(stored(made), stored(whole)) else TOLERANCE
+            same_tokens(got, want, asked[0], drawn.logits(asked[0], 24), most)
+    assert cached > 100
+
+
+def played(made: Engine, params: SamplingParams) -> tuple[list[int], int]:
+    """Output tokens, and how many of the prompt's came from the prefix cache."""
+    made.submit(0, list(PROMPT), params)
+    (outputs,) = finish(made).values()
+    return [o.token for o in outputs], outputs[0].sequence.cached
+
+
+def stored(made: Engine) -> list[np.ndarray]:
+    """The prompt's keys and values of each layer, which are in the first pages."""
+    pages = slice(1, 1 + len(PROMPT) // PAGE_SIZE)
+    layers = worker(made).arena.layers()
+    return [torch.stack((kv.keys, kv.values))[:, pages].view(torch.uint8).numpy() for kv in layers]
 
 
 def loaded(launch: LaunchConfig) -> tuple[Loaded, list[str]]:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import engine, finish, worker
+from drawn import Drawn
+from engines import engine, finish, greedy, worker
+from ties import same_tokens
 
 from kvline_server.engine.engine import Engine, Output
 from kvline_server.engine.request import Scores
@@ -120,18 +122,20 @@ def test_the_head_sees_only_rows_that_are_sampled_or_scored(made: Engine) -> Non
 def test_prompt_cut_into_chunks_and_preempted_scores_once(make_model: Callable[..., Path]) -> None:
     """C3 of upstream's troubles: a partial prompt must neither emit early nor twice."""
     folder = make_model("llama")
-    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, prompt_logprobs=2)
+    asked = {id: greedy(40, prompt_logprobs=2, seed=id) for id in range(2)}
     prompts = {0: [(3 * i) % 200 for i in range(60)], 1: [(5 * i + 1) % 200 for i in range(40)]}
     roomy, tight = engine(folder, pages=60, step=16), engine(folder, pages=10, step=16)
-    results = []
+    results, drawn = [], Drawn(roomy)
     for made in (roomy, tight):
         for id, prompt in prompts.items():
-            made.submit(id, list(prompt), params)
+            made.submit(id, list(prompt), asked[id])
         results.append(finish(made))
     assert tight.scheduler.preemptions > 0
     for id, prompt in prompts.items():
         one, other = (r[id] for r in results)
-        assert [o.token for o in one] == [o.token for o in other]
+        got, want = ([o.token for o in side] for side in (other, one))
+        same_tokens(got, want, asked[id], drawn.logits(asked[id], 40))
+        assert len(one) == len(other) == 40
         assert sum(o.prompt_scores is not None for o in other) == 1
         scored = other[0].prompt_scores
         assert scored is not None

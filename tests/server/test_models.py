@@ -10,6 +10,7 @@ import pytest
 import torch
 from engines import engine, finish, greedy
 from families import FAMILIES
+from near import TOLERANCE, same_ranking
 from safetensors.torch import load_file, save_file
 
 from kvline_server.engine.engine import Engine, Output
@@ -51,7 +52,10 @@ def test_greedy_output_and_logprobs_equal_the_reference(
         with torch.no_grad():
             logits = model(torch.tensor([whole])).logits[0].float()
         want = torch.log_softmax(logits, dim=-1)
-        assert whole[len(prompt) :] == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+        # The reference is asked behind each of our tokens: where two are the best, either may come.
+        behind, tokens = logits[len(prompt) - 1 : -1], torch.tensor(whole[len(prompt) :])
+        chosen = behind.gather(1, tokens.unsqueeze(1)).squeeze(1)
+        assert (chosen >= behind.amax(dim=1) - 2 * TOLERANCE).all()
         values = [float(o.scores.values[0]) for o in outputs[id] if o.scores is not None]
         rows = range(len(prompt) - 1, len(whole) - 1)
         assert values == pytest.approx([float(want[r, whole[r + 1]]) for r in rows], abs=1e-3)
@@ -63,8 +67,8 @@ def test_greedy_output_and_logprobs_equal_the_reference(
         assert scored.tokens.tolist() == prompt[1:]
         expected = [float(want[r, prompt[r + 1]]) for r in range(len(prompt) - 1)]
         assert scored.values.tolist() == pytest.approx(expected, abs=1e-3)
-        best = want[: len(prompt) - 1].topk(4)
-        assert torch.allclose(torch.from_numpy(scored.top_values), best.values, atol=1e-3)
+        listed = want[: len(prompt) - 1].sort(descending=True)
+        same_ranking((scored.top_ids, scored.top_values), (listed.indices, listed.values), 1e-4)
 
 
 def test_a_sharded_folder_is_the_same_model(make_model: Callable[..., Path]) -> None:

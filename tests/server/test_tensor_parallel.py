@@ -11,9 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_cases import CASES, RANKS, REQUESTS, TOKENS
+import torch
+from near import FLIPPED, TOLERANCE, flips, same_ranking, same_ranks, same_values
+from rank_cases import CASES, RANKS, REQUESTS, TOKENS, params
+from ties import same_tokens
 
 from kvline_contract.exits import ExitCode
+from kvline_server.engine.request import Scores
 
 pytestmark = pytest.mark.process
 HERE = Path(__file__).parent
@@ -40,23 +44,57 @@ def test_ranks_give_one_rank_s_answers(folder: Path, name: str, ranks: int) -> N
     """Greedy, seeded with filters and without, with penalties and biases; prompt logprobs."""
     want = read(folder, name, 1, 0)
     first = read(folder, name, ranks, 0)
-    assert first.keys() == want.keys()
+    assert first.keys() == want.keys() - {f"{id}.logits" for id in REQUESTS}
+    assert len(first["0.prompt.top_values"]) == 4 and first["1.prompt.top_ids"].shape == (69, 3)
+    assert first["0.output.top_ids"].shape == (TOKENS, 20)
+    assert first["2.output.top_ids"].shape == (TOKENS, 0)
+    allowed = 0  # requests that have another number in their caches
+    if "cache" in want:
+        caches = [read(folder, name, ranks, rank)["cache"] for rank in range(ranks)]
+        allowed = flips(np.concatenate(caches, axis=-2), want["cache"])
     for id in REQUESTS:
-        assert first[f"{id}.tokens"].tolist() == want[f"{id}.tokens"].tolist()
-        assert len(want[f"{id}.tokens"]) == TOKENS
-    assert len(want["0.prompt.top_values"]) == 4 and want["1.prompt.top_ids"].shape == (69, 3)
-    assert want["0.output.top_ids"].shape == (TOKENS, 20)
-    for key, values in want.items():
-        if values.dtype == np.float32:
-            np.testing.assert_allclose(first[key], values, rtol=0, atol=1e-5, err_msg=key)
-        else:
-            assert np.array_equal(first[key], values), key
+        try:
+            same_answer(first, want, id, TOLERANCE)
+        except AssertionError:
+            if not allowed:
+                raise
+            allowed -= 1
+            same_answer(first, want, id, FLIPPED)
+
+
+def same_answer(
+    first: dict[str, np.ndarray], want: dict[str, np.ndarray], id: int, most: float
+) -> None:
+    got, wanted = (made[f"{id}.tokens"].tolist() for made in (first, want))
+    assert len(wanted) == TOKENS
+    same = same_tokens(got, wanted, params(id), torch.from_numpy(want[f"{id}.logits"]), most)
+    if f"{id}.prompt.values" in want:
+        compare(first, want, f"{id}.prompt", len(want[f"{id}.prompt.values"]), most)
+    if f"{id}.output.values" in want:
+        compare(first, want, f"{id}.output", same, most)
+
+
+def compare(
+    got: dict[str, np.ndarray], want: dict[str, np.ndarray], name: str, rows: int, most: float
+) -> None:
+    """Tables of the first rows, of which `want` lists all candidates."""
+    one, other = (
+        Scores(*(made[f"{name}.{column}"][:rows] for column in Scores.__slots__))
+        for made in (got, want)
+    )
+    assert np.array_equal(one.tokens, other.tokens)
+    most = max(most, 5e-7 * float(np.abs(other.values).max(initial=0.0)))  # some are beyond 20
+    same_values(one.values, other.values, most)
+    same_ranks(one.ranks, other.values, other.top_values, most)
+    same_ranking((one.top_ids, one.top_values), (other.top_ids, other.top_values), most)
 
 
 @pytest.mark.parametrize(("name", "ranks"), PAIRS)
 def test_all_ranks_have_the_same_bits(folder: Path, name: str, ranks: int) -> None:
     """They schedule and embed from what they have, so none may differ."""
     first, *others = (read(folder, name, ranks, rank) for rank in range(ranks))
+    for made in (first, *others):
+        made.pop("cache", None)  # heads of its own
     for other in others:
         assert first.keys() == other.keys()
         assert all(np.array_equal(first[key], other[key]) for key in first)

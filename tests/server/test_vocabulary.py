@@ -14,6 +14,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from near import same_ranking
+from ties import same_draws
 from torch.overrides import TorchFunctionMode
 
 from kvline_server.kernels.interface import NO_TOKEN, RowScores
@@ -25,6 +27,7 @@ from kvline_server.worker.step import Edits
 from kvline_server.worker.vocabulary import Vocabulary
 
 T = TypeVar("T")
+ROUNDING = 2e-6  # of logits of a few units: the same ones, with other sums over them
 
 
 class Threads:
@@ -110,8 +113,8 @@ def test_scores_are_those_of_whole_rows(ranks: int, size: int, top: int) -> None
     assert all(equal(first, other) for other in others)
     assert first.top_ids.shape == want.top_ids.shape == (37, min(top, size))
     torch.testing.assert_close(first.values, want.values, atol=2e-6, rtol=0)
-    torch.testing.assert_close(first.top_values, want.top_values, atol=2e-6, rtol=0)
-    assert torch.equal(first.ranks, want.ranks) and torch.equal(first.top_ids, want.top_ids)
+    same_ranking((first.top_ids, first.top_values), (want.top_ids, want.top_values), 2e-6)
+    assert torch.equal(first.ranks, want.ranks)
     assert [t.dtype for t in first.tensors()] == [t.dtype for t in want.tensors()]
 
 
@@ -130,8 +133,10 @@ def test_tokens_are_those_of_whole_rows(ranks: int, seed: int, filters: bool, ro
     draws.temperatures[0] = 0.0
     want = TorchKernels().choose(logits.clone(), draws)
     made = on_ranks(ranks, size, lambda part: part.sample(own(logits, part), draws))
-    assert all(torch.equal(tokens, want) for tokens in made), (made, want)
-    assert want[0] == 9
+    for tokens in made:
+        assert torch.equal(tokens, made[0])
+        same_draws(tokens, want, logits, draws, ROUNDING)
+    assert made[0][0] == want[0] == 9
     assert (want[1:3] == NO_TOKEN).all() and (want[4:5] == NO_TOKEN).all()
 
 
@@ -151,7 +156,7 @@ def test_exchanges_are_in_blocks_of_few_bytes(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Threads, "all_to_all", noted)
     for made in on_ranks(3, size, lambda part: part.sample(own(logits, part), draws)):
-        assert torch.equal(made, want)
+        same_draws(made, want, logits, draws, ROUNDING)
     assert max(largest) <= 1500 and len(largest) > 3 * 5
 
 
@@ -176,7 +181,9 @@ def test_edits_reach_the_rank_that_has_the_token() -> None:
     made = on_ranks(4, size, edited)
     assert torch.equal(torch.cat([mine for _, mine in made], dim=1), want)
     tokens = TorchKernels().choose(want.clone(), draws)
-    assert all(torch.equal(got, tokens) for got, _ in made)
+    for got, _ in made:
+        assert torch.equal(got, made[0][0])
+        same_draws(got, tokens, want, draws, ROUNDING)
 
 
 class Largest(TorchFunctionMode):

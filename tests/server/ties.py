@@ -1,0 +1,77 @@
+"""Tokens that two computations draw from the same logits but for their last bits (near.py): greedy,
+or by the same noise. Only where two candidates are that near to one another may they differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+import numpy as np
+import torch
+from near import TOLERANCE
+
+from kvline_server.engine.request import Sequence
+from kvline_server.engine.sampling import draws
+from kvline_server.kernels.layout import Draws
+from kvline_server.kernels.torch_rows import choose_rows
+from kvline_server.sampling_params import SamplingParams
+
+
+def may_come(
+    logits: torch.Tensor, draw: Draws, token: int, instead: int, tolerance: float = TOLERANCE
+) -> bool:
+    """Whether a draw from a row of logits that gives `instead` gives `token` where no logit moves
+    by more than the tolerance: as the better of the two, or at the edge of a filter."""
+    rows = logits.float().repeat(3, 1)
+    rows[0] -= tolerance
+    rows[1, logits > logits[token]] -= tolerance
+    rows[2, logits > logits[instead]] += tolerance
+    rows[2, instead] -= tolerance
+    rows[:, token] = logits[token] + tolerance
+    return token in choose_rows(rows, draw.at(np.zeros(3, np.int64))).tolist()
+
+
+def same_draws(
+    got: torch.Tensor, want: torch.Tensor, logits: torch.Tensor, draw: Draws, tolerance: float
+) -> None:
+    """A token of each row, or NO_TOKEN."""
+    for row, (one, other) in enumerate(zip(got.tolist(), want.tolist(), strict=True)):
+        if one != other:
+            assert min(one, other) >= 0, f"row {row} has {one} and not {other}"
+            tie = may_come(logits[row], draw.at(np.array([row])), one, other, tolerance)
+            assert tie, f"row {row} has {one} and not {other}"
+
+
+def draw_of(params: SamplingParams, at: int) -> Draws:
+    """That of a request's output token `at`."""
+    return draws([Sequence(0, [0] * (1 + at), 1, params)])
+
+
+def same_tokens(
+    got: Items[int],
+    want: Items[int],
+    params: SamplingParams,
+    logits: torch.Tensor,
+    tolerance: float = TOLERANCE,
+) -> int:
+    """Of one request by two engines, and the logits of each draw of `want`. Returns how many tokens
+    are the same: from a tie on, the engines go on with different texts."""
+    for at, (one, other) in enumerate(zip(got, want, strict=False)):
+        if one != other:
+            tie = may_come(logits[at], draw_of(params, at), one, other, tolerance)
+            assert tie, f"token {at} is {one} and not {other}"
+            return at
+    assert len(got) == len(want), "one side ended first"
+    return len(want)
+
+
+def settled(
+    tokens: Items[int], params: SamplingParams, logits: torch.Tensor, tolerance: float = TOLERANCE
+) -> bool:
+    """Whether no draw can give another token, so that texts may be compared exactly."""
+    return not any(
+        may_come(row, draw_of(params, at), other, token, tolerance)
+        for at, (token, row) in enumerate(zip(tokens, logits, strict=True))
+        for other in range(len(row))
+        if other != token
+    )
