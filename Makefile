@@ -1,8 +1,10 @@
 # Two words matter: demo and test. Each does all its own set-up.
 PYTHON ?= python3
 VENV_PYTHON := .venv/bin/python
+# Where it is set, each process compiles all that it imports anew: half of a test run.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-down images test test-gpu demo-gpu demo-gpu-down demo-gpu-rehearsal gpu-node image-check kernels cubins check unit process integration e2e recipes env bench scale soak-rollout plot api manifests lock clean
+.PHONY: demo demo-down images test test-gpu demo-gpu demo-gpu-down demo-gpu-rehearsal gpu-node image-check kernels cubins check unit kernels-test process integration e2e recipes env bench scale soak-rollout plot api manifests lock clean
 
 demo: python ## a model served with a validated KV budget, on this machine
 	@$(PYTHON) demo
@@ -20,34 +22,37 @@ demo-gpu-down: python
 	@$(PYTHON) demo/gpu.py down
 
 demo-gpu-rehearsal: env ## its steps that need no GPU, as a test on the local node
-	@$(VENV_PYTHON) tests/run.py rehearsal
+	@$(VENV_PYTHON) tests/suite rehearsal
 
 images: python ## build and push the images: REGISTRY=host/path; KERNELS=FILE: CUDA's too
 	@$(PYTHON) demo/publish.py
 
 test: env ## everything that this machine can run, and what it could not
-	@$(VENV_PYTHON) tests/run.py
+	@$(VENV_PYTHON) tests/suite
 
 env: python
 	@$(PYTHON) tests/environment.py
 
 check: env
-	@$(VENV_PYTHON) tests/run.py check
+	@$(VENV_PYTHON) tests/suite check
 
 unit: env
-	@$(VENV_PYTHON) tests/run.py unit
+	@$(VENV_PYTHON) tests/suite unit
+
+kernels-test: env
+	@$(VENV_PYTHON) tests/suite kernels
 
 process: env
-	@$(VENV_PYTHON) tests/run.py process
+	@$(VENV_PYTHON) tests/suite process
 
 integration: env
-	@$(VENV_PYTHON) tests/run.py integration
+	@$(VENV_PYTHON) tests/suite integration
 
 e2e: env
-	@$(VENV_PYTHON) tests/run.py e2e
+	@$(VENV_PYTHON) tests/suite e2e
 
 recipes: env ## the HPA recipe with Prometheus and its adapter, on the local node
-	@$(VENV_PYTHON) tests/run.py recipes
+	@$(VENV_PYTHON) tests/suite recipes
 
 test-gpu: ## what needs a CUDA GPU; KIT= names wheels and kernels for a bare machine
 	@tests/gpu/run.sh

@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests" / "cluster")]
-sys.path += [str(ROOT / "tests" / name) for name in ("e2e", "integration", "server")]
+sys.path += [str(ROOT / "tests" / name) for name in ("e2e", "integration", "server", "suite")]
 
 # Modules; benchmarks of the GPU run only by name.
 CPU = {"throughput": "throughput", "chunks": "chunks", "sizing": "search", "writes": "writes"}
@@ -40,7 +40,12 @@ def main(names: list[str]) -> int:
     known = CPU | {
         name: name for name in (*GPU, "reads", "lengths", "plot", "rollouts", "scale", "quality")
     }
-    known |= {"http": "http_memory", "http-cpu": "http_cpu", "lm-eval": "lm_eval_scores"}
+    known |= {
+        "test-run": "test_run",
+        "http": "http_memory",
+        "http-cpu": "http_cpu",
+        "lm-eval": "lm_eval_scores",
+    }
     unknown = [n for n in names if n not in known]
     if unknown:
         print(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr)

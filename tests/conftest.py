@@ -1,17 +1,38 @@
-"""Shared by all tests: where the cluster's modules are found, and which faults a run had."""
+"""Shared by all tests: where the cluster's modules are found, how long a test may take, and what a
+run by stages writes down."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 sys.path[:0] = [
-    str(Path(__file__).parent / name) for name in ("cluster", "server", "operator", ".")
+    str(Path(__file__).parent / name) for name in ("cluster", "server", "operator", "suite", ".")
 ]
 
-import catalogue  # noqa: E402
+import waiting  # noqa: E402
 
 
 def pytest_configure(config: Any) -> None:
-    catalogue.configure(config)
+    stage = os.environ.get("KVLINE_STAGE")  # only a run by stages collects
+    if stage:
+        import catalogue
+        import results
+
+        catalogue.configure(config, stage)
+        results.configure(config, stage)
+
+
+def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
+    """A test's limit is as much longer as this machine is slower."""
+    if not config.pluginmanager.hasplugin("timeout"):
+        return
+    usual = float(config.getini("timeout"))
+    for item in items:
+        mark = item.get_closest_marker("timeout")
+        seconds = float(mark.args[0]) if mark is not None else usual
+        item.add_marker(pytest.mark.timeout(waiting.limit(seconds)), append=False)

@@ -1,4 +1,4 @@
-"""The local cluster by hand: python tests/cluster build | up | down | enter …
+"""The local cluster by hand: python tests/cluster build | is-built | up | down | enter …
 
 build makes all that the tests' clusters need, so that it is seen and not waited for in silence.
 """
@@ -24,7 +24,7 @@ from local import ClusterError, LocalCluster
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="cluster", description=__doc__)
-    parser.add_argument("command", choices=("build", "up", "down", "enter"))
+    parser.add_argument("command", choices=("build", "is-built", "up", "down", "enter"))
     parser.add_argument("--name", default="demo")
     parser.add_argument("--mode", choices=("api", "control", "node"), default="node")
     parser.add_argument("rest", nargs="*")
@@ -42,6 +42,8 @@ def say(line: str) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     cluster = LocalCluster(arguments.name, arguments.mode)
+    if arguments.command == "is-built":
+        return int(not binaries.are_built())
     if arguments.command == "build":
         tools.ensure_root()
         tools.ensure_packages(say)

@@ -45,11 +45,15 @@ def build(say: Callable[[str], None]) -> None:
         _build(say)
 
 
-def _build(say: Callable[[str], None]) -> None:
+def are_built() -> bool:
+    """Whether the cache has the programs of this go.sum."""
     mark = BIN / ".built"
-    want = _key()
     complete = all((BIN / name).is_file() for name in (*PROGRAMS, *KUBERNETES))
-    if complete and mark.is_file() and mark.read_text() == want:
+    return complete and mark.is_file() and mark.read_text() == _key()
+
+
+def _build(say: Callable[[str], None]) -> None:
+    if are_built():
         return
     go = golang.ensure(say)
     BIN.mkdir(parents=True, exist_ok=True)
@@ -59,7 +63,7 @@ def _build(say: Callable[[str], None]) -> None:
         with reported(say, f"building {name} ({number}/{len(PROGRAMS)})"):
             compile_program(go, name, GO / module, ".", flags)
     link_kubernetes()
-    mark.write_text(want)
+    (BIN / ".built").write_text(_key())
 
 
 @contextmanager

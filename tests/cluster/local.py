@@ -22,7 +22,7 @@ import lock
 import pki
 import settings
 import tools
-from errors import ClusterError
+from errors import ClusterError, NotWithin
 from images import Images
 from network import FIRST_SERVICE, NODE_ADDRESS, SERVICE_RANGE, Network
 from paths import BIN, CLUSTERS
@@ -266,7 +266,8 @@ class LocalCluster:
         except FileNotFoundError:
             raise ClusterError("kubectl is not built yet: the cluster has never been up") from None
         if check and done.returncode:
-            raise ClusterError(f"kubectl {' '.join(arguments)[:200]}: {done.stderr.strip()}")
+            error = NotWithin if "timed out waiting" in done.stderr else ClusterError
+            raise error(f"kubectl {' '.join(arguments)[:200]}: {done.stderr.strip()}")
         return done
 
     def enter(self, command: list[str]) -> subprocess.CompletedProcess[str]:

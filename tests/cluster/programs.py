@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from errors import ClusterError
+from errors import ClusterError, NotWithin
 
 
 def alive(pid: int) -> bool:
@@ -70,7 +70,7 @@ class Programs:
                 tail = (self.state / "log" / f"{name}.log").read_text(errors="replace")[-1500:]
                 raise ClusterError(f"{name} ended while waiting for {what}:\n{tail}")
             if time.monotonic() > end:
-                raise ClusterError(f"{what}: not within {seconds:.0f} s; logs in {self.state}/log")
+                raise NotWithin(f"{what}: not within {seconds:.0f} s; logs in {self.state}/log")
             time.sleep(0.1)
 
     def stop(self, names: list[str], how: signal.Signals, seconds: float = 5.0) -> None:

@@ -44,12 +44,16 @@ def cluster(space: Any) -> Any:
 @pytest.fixture(autouse=True)
 def nothing_left(space: Any) -> Iterator[None]:
     """Deletes each test's resources, and waits for their pods before the next test starts."""
-    from playground import eventually
     from support import pods
+    from waiting import eventually, limit
 
     yield
-    space.kubectl("delete", "kvl", "--all", "--timeout=60s")
-    eventually(lambda: not [p for p in pods(space) if LABEL_SERVICE in _labels(p)], 120)
+    space.kubectl("delete", "kvl", "--all", f"--timeout={limit(60):.0f}s")
+
+    def gone() -> bool:
+        return not [p for p in pods(space) if LABEL_SERVICE in _labels(p)]
+
+    eventually(gone, 120, on="garbage collector")
 
 
 def _labels(pod: dict[str, Any]) -> dict[str, str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from playground import Space, eventually
+from playground import Space
+from waiting import NotInTime, eventually, spent
 
 from kvline_contract.names import LABEL_PREPARES
 
@@ -22,8 +23,9 @@ def up(cluster: Any, namespace: str, **values: str) -> Space:
 
     helm.ensure(print)
     model.ensure(print)
-    cluster.down()
-    cluster.up(print)
+    with spent("cluster"):
+        cluster.down()
+        cluster.up(print)
     for image in build.build(print):
         cluster.images.add(image.name, image.config, image.layers)
     for name in ("kvline-system", namespace):
@@ -69,9 +71,9 @@ def wait(space: Any, name: str, kind: str, seconds: float = 240, **wanted: str) 
         return condition if all(condition.get(k) == v for k, v in wanted.items()) else None
 
     try:
-        return dict(eventually(reached, seconds))
-    except AssertionError as error:
-        raise AssertionError(f"{error}\n{describe(space, name)}") from None
+        return dict(eventually(reached, seconds, on="pod"))
+    except NotInTime as error:
+        raise NotInTime(f"{error}\n{describe(space, name)}") from None
 
 
 def pods(space: Any) -> list[dict[str, Any]]:

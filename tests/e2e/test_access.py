@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from playground import eventually
 from support import wait
 from test_main_job import RANDOM
+from waiting import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -29,7 +29,7 @@ def test_who_knows_the_key_is_served(space: Any, cluster: Any) -> None:
         done = cluster.network.run([*command, f"http://{ip}:8000/v1/models"], check=False)
         return str(done.stdout)
 
-    eventually(lambda: status("-H", f"Authorization: Bearer {KEY}") == "200")
+    eventually(lambda: status("-H", f"Authorization: Bearer {KEY}") == "200", on="pod")
     assert status() == "401"
     assert status("-H", "Authorization: Bearer wrong") == "401"
     for kind in ("pods", "events", "configmaps", "deployments", "kvl", "controllerrevisions"):

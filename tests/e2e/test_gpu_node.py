@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from playground import eventually
 from support import pods, up, wait
 from test_main_job import RANDOM
+from waiting import eventually, limit
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -45,13 +45,13 @@ def test_a_gpu_pod_without_a_driver_is_held_and_explained(gpu: Any) -> None:
     assert "Insufficient nvidia.com/gpu" in waiting["message"]
     (first,) = [p for p in pods(gpu) if p["metadata"]["name"].startswith("first")]
     restarts = first["status"]["containerStatuses"][0]["restartCount"]
-    eventually(lambda: _restarts(gpu, "first") > restarts, 120)
+    eventually(lambda: _restarts(gpu, "first") > restarts, 120, on="pod")
     rollout = gpu.get("kvl", "first")["status"]["rollout"]
     assert rollout.get("gate", {}).get("result") != "Rejected"  # no fault of its revision
 
-    gpu.kubectl("delete", "kvl", "first", "--timeout=60s")
+    gpu.kubectl("delete", "kvl", "first", f"--timeout={limit(60):.0f}s")
     wait(gpu, "second", "Progressing", reason="DeviceFailure")  # it has the GPU now
-    gpu.kubectl("delete", "kvl", "second", "--timeout=60s")
+    gpu.kubectl("delete", "kvl", "second", f"--timeout={limit(60):.0f}s")
 
 
 def _restarts(space: Any, name: str) -> int:

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import yaml
-from playground import ROOT, eventually
+from playground import ROOT
 from support import describe, pods, wait
 from test_main_job import RANDOM
 from traffic import streaming
+from waiting import NotInTime, eventually, limit
 
 pytestmark = [pytest.mark.recipe, pytest.mark.timeout(900)]
 
@@ -34,8 +35,8 @@ def metrics_api(cluster: Any, tmp_path: Path) -> Iterator[None]:
         program = str(binaries.ensure(name, print))
         cluster.programs.start(name, cluster.network.command([program, *words]))
     cluster.kubectl("apply", "-f", "-", input=yaml.safe_dump_all(api_service()))
-    ready = "--for=condition=Available"
-    cluster.kubectl("wait", ready, "apiservice/v1beta1.custom.metrics.k8s.io", "--timeout=90s")
+    ready = ("--for=condition=Available", f"--timeout={limit(90):.0f}s")
+    cluster.kubectl("wait", *ready, "apiservice/v1beta1.custom.metrics.k8s.io")
     yield
     cluster.kubectl("delete", "-f", "-", input=yaml.safe_dump_all(api_service()))
     cluster.programs.stop(["prometheus", "prometheus-adapter"], signal.SIGKILL)
@@ -117,6 +118,10 @@ def recipe() -> str:
     return yaml.safe_dump(body)
 
 
+def ready_replicas(space: Any) -> int:
+    return int(space.get("kvl", "busy")["status"].get("readyReplicas", 0))
+
+
 def test_an_hpa_follows_the_load_through_the_scale_subresource(
     space: Any, cluster: Any, metrics_api: None, tmp_path: Path
 ) -> None:
@@ -126,15 +131,15 @@ def test_an_hpa_follows_the_load_through_the_scale_subresource(
     ip = space.get("service", "busy")["spec"]["clusterIP"]
     with streaming(cluster.network, ip, "busy", tmp_path, 6) as streams:
         try:
-            eventually(lambda: space.get("kvl", "busy")["status"].get("readyReplicas") == 2, 240)
-        except AssertionError as error:
+            eventually(lambda: ready_replicas(space) == 2, 240, on="pod")
+        except NotInTime as error:
             described = space.kubectl("describe", "hpa", "busy").stdout
-            raise AssertionError(f"{error}\n{described}\n{describe(space, 'busy')}") from None
+            raise NotInTime(f"{error}\n{described}\n{describe(space, 'busy')}") from None
     assert streams.failures == []
     assert space.get("kvl", "busy")["spec"]["replicas"] == 2
     names = json.loads(cluster.kubectl("get", "--raw", APIS).stdout)["resources"]
     assert {"pods/kvline_kv_cache_usage_ratio", "pods/kvline_requests_in_flight"} <= {
         name["name"] for name in names
     }
-    eventually(lambda: len(pods(space)) == 1, 120)
+    eventually(lambda: len(pods(space)) == 1, 120, on="pod")
     wait(space, "busy", "UpToDate", status="True")

@@ -15,8 +15,8 @@ import hub
 import model
 import pytest
 from network import NODE_ADDRESS
-from playground import eventually
 from support import HUB_PORT, pods, wait
+from waiting import eventually, limit
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -42,7 +42,7 @@ def requests(cluster: Any, tmp_path: Path) -> Iterator[Path]:
         process = subprocess.Popen(cluster.network.command(command), stdout=out)
         yield log
         process.terminate()
-        process.wait(10)
+        process.wait(limit(10))
 
 
 @pytest.fixture
@@ -85,7 +85,9 @@ def test_a_gated_model_is_explained_then_fetched_once_and_the_token_is_nowhere(
     missing = wait(space, "gated", "ModelAvailable", reason="SecretMissing")
     assert '"hub"' in missing["message"]
     set_token(space, "other", TOKEN)
-    eventually(lambda: "token" in space.condition("ModelAvailable", "gated")["message"], 90)
+    eventually(
+        lambda: "token" in space.condition("ModelAvailable", "gated")["message"], 90, on="pod"
+    )
 
     set_token(space, "token", WRONG)
     refused = wait(space, "gated", "ModelAvailable", reason="NotFound")
@@ -99,7 +101,7 @@ def test_a_gated_model_is_explained_then_fetched_once_and_the_token_is_nowhere(
     assert got == whole
     before = fetches(requests)
     space.kubectl("scale", "kvl", "gated", "--replicas=2")
-    eventually(lambda: space.get("kvl", "gated")["status"].get("readyReplicas") == 2, 240)
+    eventually(lambda: space.get("kvl", "gated")["status"].get("readyReplicas") == 2, 240, on="pod")
     assert fetches(requests) == before
 
     for name, text in everything(space, cluster):

@@ -8,9 +8,10 @@ from typing import Any
 
 import build
 import pytest
-from playground import eventually, manifest
+from playground import manifest
 from support import wait
 from test_main_job import RANDOM
+from waiting import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -27,9 +28,12 @@ def test_a_manifest_is_sized_before_it_is_applied(space: Any, cluster: Any, tmp_
     assert space.get("kvl", "plan") is None
     (job,) = space.list("jobs")
     assert job["spec"]["ttlSecondsAfterFinished"] <= 600
-    eventually(lambda: space.list("jobs")[0]["status"].get("succeeded") == 1)
+    eventually(lambda: space.list("jobs")[0]["status"].get("succeeded") == 1, on="pod")
     space.kubectl("delete", "job", "--all")
-    eventually(lambda: not [c for c in space.list("configmaps") if "size" in c["metadata"]["name"]])
+    eventually(
+        lambda: not [c for c in space.list("configmaps") if "size" in c["metadata"]["name"]],
+        on="garbage collector",
+    )
 
     # What cannot be held is reported in the engine's own words.
     refused = space.kvline(

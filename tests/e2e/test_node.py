@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playground import eventually
 from support import pods, wait
 from test_main_job import RANDOM
 from traffic import streaming
+from waiting import eventually, limit
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -59,12 +59,12 @@ def neither_image_nor_gpu(space: Any) -> None:
 
 def drained(space: Any, cluster: Any) -> None:
     """Of the only node, so that the first evicted replica stays missing until the node is back."""
-    words = ("--pod-selector=kvline.dev/service=steady", "--delete-emptydir-data", "--timeout=25s")
-    done = cluster.kubectl("drain", NODE, *words, check=False)
+    words = ("--pod-selector=kvline.dev/service=steady", "--delete-emptydir-data")
+    done = cluster.kubectl("drain", NODE, *words, f"--timeout={limit(25):.0f}s", check=False)
     try:
         assert done.returncode != 0 and "disruption budget" in done.stderr, done.stderr
         assert serving(space) == 1
     finally:
         cluster.kubectl("uncordon", NODE)
-    eventually(lambda: serving(space) == 2, 120)
+    eventually(lambda: serving(space) == 2, 120, on="pod")
     wait(space, "steady", "UpToDate", status="True")

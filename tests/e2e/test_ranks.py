@@ -11,9 +11,9 @@ from typing import Any
 import even_heads
 import model
 import pytest
-from playground import eventually
 from support import describe, pods, wait
 from test_main_job import answers_of_smollm2
+from waiting import eventually
 
 from kvline_contract.exits import ExitCode
 from kvline_contract.names import CPU_RANK, LABEL_REVISION
@@ -84,10 +84,10 @@ def kill(space: Any, revision: str) -> dict[str, Any]:
         assert now, f"the pod of revision {revision} is gone\n{describe(space, 'two')}"
         return now if now["restartCount"] > before["restartCount"] else {}
 
-    before = eventually(container, 60)
+    before = eventually(container, 60, on="pod")
     words = ("exec", before["pod"], "-c", "server", "--", "/opt/kvline/bin/python", "-c", KILL)
-    eventually(lambda: space.kubectl(*words, check=False).stdout.strip() == "1", 60)
-    last = eventually(restarted, 60)["lastState"]["terminated"]
+    eventually(lambda: space.kubectl(*words, check=False).stdout.strip() == "1", 60, on="pod")
+    last = eventually(restarted, 60, on="pod")["lastState"]["terminated"]
     assert last["exitCode"] == ExitCode.RANK_LOST, last
     return dict(json.loads(last["message"]))
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playground import eventually
 from support import pods, wait
 from test_main_job import RANDOM
 from traffic import streaming
+from waiting import eventually
 
 from kvline_contract.names import LABEL_REVISION
 
@@ -52,7 +52,7 @@ def test_a_good_rollout_and_a_bad_one_lose_no_request(
         assert (gate["result"], rollout(space)["stableRevision"]) == ("Rejected", second)
         assert gate["measured"] < gate["required"] <= gate["baseline"]
         assert gate["baseline"] >= budget
-        eventually(lambda: len(pods(space)) == 1, 60)
+        eventually(lambda: len(pods(space)) == 1, 60, on="pod")
         assert pods(space)[0]["metadata"]["labels"][LABEL_REVISION] == second
         assert space.get("kvl", "roll")["status"]["capacity"]["kvTokens"] >= gate["required"]
         moments.append(time.time())
@@ -74,5 +74,5 @@ def test_recreate_takes_nothing_away_for_a_model_that_is_not_there(space: Any) -
     assert {p["metadata"]["uid"] for p in pods(space)} == before
     assert space.condition("Ready", "again")["status"] == "True"
     space.apply("again", **{**recreate, "engine": FEWER})
-    eventually(lambda: not before & {p["metadata"]["uid"] for p in pods(space)}, 120)
+    eventually(lambda: not before & {p["metadata"]["uid"] for p in pods(space)}, 120, on="pod")
     wait(space, "again", "UpToDate", status="True")

@@ -18,9 +18,9 @@ from threading import Event
 from typing import Any
 
 import pytest
-from playground import eventually
 from support import describe, pods, wait
 from test_main_job import RANDOM
+from waiting import NotInTime, eventually, limit
 
 from kvline_contract.names import LABEL_SERVICE, PRE_STOP_SECONDS, STATE_DIR
 from kvline_operator.podspec import DRAIN_SECONDS
@@ -89,10 +89,10 @@ def described(space: Any, name: str) -> str:
 def explained(space: Any, name: str, *words: str, seconds: float = 300) -> None:
     """Until describe has all of the words."""
     try:
-        eventually(lambda: all(word in described(space, name) for word in words), seconds)
-    except AssertionError as error:
+        eventually(lambda: all(word in described(space, name) for word in words), seconds, on="pod")
+    except NotInTime as error:
         text = f"{name}: {words}: {error}\n{described(space, name)}\n{describe(space, name)}"
-        raise AssertionError(text) from None
+        raise NotInTime(text) from None
 
 
 def address(space: Any, name: str) -> str:
@@ -103,6 +103,14 @@ def of(space: Any, name: str) -> list[dict[str, Any]]:
     """A service's pods that are no leftovers, and not being deleted."""
     ours = [p for p in pods(space) if p["metadata"]["labels"].get(LABEL_SERVICE) == name]
     return [p for p in ours if p["status"].get("phase") not in ("Failed", "Succeeded")]
+
+
+def uids(space: Any, name: str) -> set[str]:
+    return {p["metadata"]["uid"] for p in of(space, name)}
+
+
+def ready(space: Any, name: str) -> int:
+    return int(space.get("kvl", name)["status"].get("readyReplicas", 0))
 
 
 def draining(space: Any, name: str) -> list[dict[str, Any]]:
@@ -132,9 +140,9 @@ def held_and_drained(space: Any, cluster: Any) -> None:
     space.apply("held", **RANDOM, image=NOWHERE)
     explained(space, "held", "GateHeld", "ImagePullFailed", NOWHERE)
     assert space.condition("Ready", "held")["status"] == "True"
-    words = ("--pod-selector=kvline.dev/service=held", "--delete-emptydir-data", "--timeout=100s")
+    words = ("--pod-selector=kvline.dev/service=held", "--delete-emptydir-data")
     try:
-        done = cluster.kubectl("drain", NODE, *words, check=False)
+        done = cluster.kubectl("drain", NODE, *words, f"--timeout={limit(100):.0f}s", check=False)
     finally:
         cluster.kubectl("uncordon", NODE)
     assert done.returncode == 0, done.stderr
@@ -152,9 +160,9 @@ def evicted(space: Any) -> None:
         f"import os; f = open('{STATE_DIR}/fill', 'wb'); os.posix_fallocate(f.fileno(), 0, 5 << 30)"
     )
     space.kubectl("exec", victim["name"], "-c", "server", "--", "python3", "-c", code)
-    eventually(lambda: victim["uid"] not in {p["metadata"]["uid"] for p in of(space, "day")}, 200)
+    eventually(lambda: victim["uid"] not in uids(space, "day"), 200, on="pod")
     explained(space, "day", "PodEnded", victim["name"], "victed")  # the kubelet's word, or ours
-    eventually(lambda: space.get("kvl", "day")["status"].get("readyReplicas") == 1, PATIENCE)
+    eventually(lambda: ready(space, "day") == 1, PATIENCE, on="pod")
     wait(space, "day", "UpToDate", status="True")
 
 
@@ -162,7 +170,7 @@ def foreign_edit(space: Any) -> None:
     """`kubectl set env` on a child: it is taken out again, with who it was."""
     (child,) = [d for d in space.list("deployments") if d["metadata"]["name"].startswith("day")]
     name = child["metadata"]["name"]
-    before = {p["metadata"]["uid"] for p in of(space, "day")}
+    before = uids(space, "day")
     space.kubectl("set", "env", f"deployment/{name}", "MINE=1")
 
     def clean() -> bool:
@@ -172,7 +180,7 @@ def foreign_edit(space: Any) -> None:
     eventually(clean, 60)
     explained(space, "day", "ForeignChangeRemoved", "kubectl", seconds=30)
     wait(space, "day", "UpToDate", status="True")
-    eventually(lambda: {p["metadata"]["uid"] for p in of(space, "day")} == before, 120)
+    eventually(lambda: uids(space, "day") == before, 120, on="pod")
 
 
 def two_operators(space: Any, cluster: Any) -> None:
@@ -189,10 +197,10 @@ def two_operators(space: Any, cluster: Any) -> None:
         return [str(n).rpartition("/")[2] for n in cluster.kubectl(*system, *words).stdout.split()]
 
     eventually(lambda: len(operators()) == 2, 60)
-    first = eventually(holder, 30)
+    first = eventually(holder, 30, on="pod")
     leader = next(name for name in operators() if name in first)
     cluster.kubectl(*system, "delete", "pod", leader, "--force", "--grace-period=0")
-    eventually(lambda: holder() not in ("", first), 60)
+    eventually(lambda: holder() not in ("", first), 60, on="pod")
     shown = cluster.kubectl(*system, "describe", "leases").stdout
     assert holder() in shown and "Holder Identity" in shown
     space.kubectl("annotate", "kvl", "day", "touched=yes", "--overwrite")
@@ -241,7 +249,7 @@ def day(space: Any, cluster: Any, streaming: Event) -> None:
 def retry_storm(space: Any, cluster: Any, streaming: Event, folder: Path) -> None:
     """200 clients on a replica of two places: one more replica a minute, never more at once, which
     goes when they have."""
-    assert streaming.wait(PATIENCE)
+    assert streaming.wait(limit(PATIENCE))
     engine = {"maxModelLen": 512, "maxPrefillTokens": 128, "maxRunningRequests": 2}
     scaling = {"maxReplicas": 3, "scaleDownDelaySeconds": 20}
     space.apply("storm", **{**RANDOM, "engine": engine}, autoscaling=scaling)
@@ -261,16 +269,18 @@ def retry_storm(space: Any, cluster: Any, streaming: Event, folder: Path) -> Non
             return bool(asked >= 2 and time.monotonic() - began > 55)
 
         try:
-            eventually(grown, 150)
+            eventually(grown, 150, on="pod")
             explained(space, "storm", "Scaled", "rejected requests that retry", seconds=30)
-            eventually(lambda: space.get("kvl", "storm")["status"].get("readyReplicas") == 2, 300)
+            eventually(lambda: ready(space, "storm") == 2, 300, on="pod")
         finally:
             stop.touch()
         answers = json.loads(crowd.stdout.read())
     assert most["first minute"] <= 2
     assert {"200", "429"} <= set(answers) <= {"200", "429", "TimeoutError"}, answers  # of 120 s
-    eventually(lambda: space.get("kvl", "storm")["status"].get("desiredReplicas") == 1, 120)
-    eventually(lambda: len(of(space, "storm")) == 1, 120)
+    eventually(
+        lambda: space.get("kvl", "storm")["status"].get("desiredReplicas") == 1, 120, on="pod"
+    )
+    eventually(lambda: len(of(space, "storm")) == 1, 120, on="pod")
     wait(space, "storm", "UpToDate", PATIENCE, status="True")
     space.kubectl("delete", "kvl", "storm")
 
@@ -304,5 +314,6 @@ def test_a_stranger_s_day(space: Any, cluster: Any, tmp_path: Path) -> None:
             pool.submit(others),
             pool.submit(retry_storm, space, cluster, streaming, tmp_path),
         ]
-    wrong = [f"{type(e).__name__}: {e}" for e in (job.exception() for job in began) if e]
-    assert not wrong, "\n\n".join(wrong)
+    wrong = [error for job in began if (error := job.exception())]
+    if wrong:
+        raise BaseExceptionGroup("of what befell the stranger", wrong)

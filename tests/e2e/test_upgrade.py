@@ -10,9 +10,9 @@ from typing import Any
 import build
 import earlier
 import pytest
-from playground import eventually
 from support import install, pods, uninstall, wait
 from test_main_job import RANDOM
+from waiting import eventually, limit
 
 from conftest import ROOT
 
@@ -48,9 +48,17 @@ def test_uninstalled_and_installed_again_beside_a_service(space: Any, cluster: A
         install(cluster)
     generation = space.get("kvl", "steady")["metadata"]["generation"]
     space.apply("steady", **{**RANDOM, "replicas": 1, "rollout": {"minCapacityPercent": 90}})
-    eventually(lambda: space.get("kvl", "steady")["status"]["observedGeneration"] > generation, 60)
+    eventually(
+        lambda: space.get("kvl", "steady")["status"]["observedGeneration"] > generation,
+        60,
+        on="pod",
+    )
     wait(space, "steady", "UpToDate", status="True")
     assert living(space) == before
+
+
+def rollout(space: Any) -> dict[str, Any]:
+    return dict(space.get("kvl", "steady")["status"]["rollout"])
 
 
 @pytest.fixture
@@ -73,7 +81,7 @@ def apply_tree(cluster: Any, tree: Path, manifest: str, images: dict[str, str]) 
     for component, name in images.items():
         text = text.replace(f"localhost/kvline-{component}:dev", name)
     cluster.kubectl("apply", "-f", "-", input=text)
-    rolled = ("rollout", "status", "deploy/kvline-operator", "--timeout=120s")
+    rolled = ("rollout", "status", "deploy/kvline-operator", f"--timeout={limit(120):.0f}s")
     cluster.kubectl("-n", "kvline-system", *rolled)
 
 
@@ -90,23 +98,21 @@ def test_from_the_operator_before_to_this_one(
     space.apply("steady", **RANDOM, replicas=2)
     wait(space, "steady", "UpToDate", status="True")
     before = living(space)
-    first = space.get("kvl", "steady")["status"]["rollout"]["stableRevision"]
+    first = rollout(space)["stableRevision"]
 
     apply_tree(cluster, ROOT, "install.yaml", now)
-    eventually(lambda: space.get("kvl", "steady")["status"]["rollout"].get("imageOutdated"), 60)
+    eventually(lambda: rollout(space).get("imageOutdated"), 60, on="pod")
     wait(space, "steady", "UpToDate", status="True")
     assert living(space) == before and answers(space, cluster, "steady")
-    assert space.get("kvl", "steady")["status"]["rollout"]["stableRevision"] == first
+    assert rollout(space)["stableRevision"] == first
 
     space.kvline("upgrade", "steady")
-    eventually(
-        lambda: space.get("kvl", "steady")["status"]["rollout"]["stableRevision"] != first, 240
-    )
+    eventually(lambda: rollout(space)["stableRevision"] != first, 240, on="pod")
     wait(space, "steady", "UpToDate", status="True")
     images = {p["spec"]["containers"][0]["image"] for p in pods(space)}
     assert images == {now["server"]}
     assert "GatePassed" in [e["reason"] for e in space.list("events")]
-    space.kubectl("delete", "kvl", "steady", "--timeout=60s")
+    space.kubectl("delete", "kvl", "steady", f"--timeout={limit(60):.0f}s")
     cluster.kubectl("delete", "-f", str(ROOT / "manifests" / "install.yaml"))
     cluster.kubectl("create", "namespace", "kvline-system")
     install(cluster)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 import catalogue
+import pytest
 
 
 def test_the_catalogue_is_whole() -> None:
@@ -23,11 +26,27 @@ def test_a_row_says_what_was_not_run_and_what_failed() -> None:
     assert "not tested" in row.line()
     row.tests["a.py::one"] = catalogue.Seen("ended in 3 s")
     assert row.verdict() == "not run" and "ended in 3 s" in row.line()
-    row.tests["b.py::two"] = catalogue.Seen("ended too", passed=True)
+    row.tests["b.py::two"] = catalogue.Seen("ended too", "passed")
     assert row.verdict() == "passed (1 not run)"
-    row.tests["b.py::two"].add(False)
-    row.tests["b.py::two"].add(True)  # one parameter of many failed: it stays failed
+    row.tests["b.py::two"].add("failed")
+    row.tests["b.py::two"].add("passed")  # one parameter of many failed: it stays failed
     assert "FAILED" in row.verdict() and "b.py::two" in row.verdict()
+
+
+def test_a_row_whose_test_was_late_is_unstable_or_failed_and_never_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def verdict(**files: str) -> str:
+        for file, outcome in files.items():
+            written = {"F01": {"a.py::one": ["it ends", outcome]}}
+            (tmp_path / f"{file.replace('_', '-')}.json").write_text(json.dumps(written))
+        return str(catalogue.collected(catalogue.rows())["F01"].verdict())
+
+    monkeypatch.setattr(catalogue, "FOLDER", tmp_path)
+    assert "FAILED" in verdict(process="late")
+    assert verdict(again_0="passed") == "unstable: a.py::one"
+    assert "FAILED" in verdict(again_0="late"), "late once more"
+    assert "FAILED" in verdict(again_0="passed", unit="failed"), "another parameter failed"
 
 
 def test_a_mark_says_more_than_a_docstring_and_that_more_than_a_name() -> None:

@@ -14,8 +14,10 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from playground import Node, Operator, Space, eventually, identity, worker
+from playground import RESYNC, Node, Operator, Space, identity, worker
+from proxy import ACCOUNT, Proxy
 from rolling import Service
+from waiting import eventually, spent
 
 
 @pytest.fixture(scope="session")
@@ -27,8 +29,9 @@ def cluster() -> Iterator[Any]:
 
     number = worker() + 1
     made = LocalCluster("integration" + (f"-{number}" if number > 1 else ""), "control")
-    made.down()
-    made.up(print)
+    with spent("cluster"):
+        made.down()
+        made.up(print)
     crd.define(made.kubectl)
     made.kubectl("apply", "-f", "-", input=yaml.safe_dump_all(identity()))
     made.kubeconfig_of("kvline-system", "kvline-operator")
@@ -47,6 +50,33 @@ def space(cluster: Any) -> Iterator[Space]:
 @pytest.fixture
 def operator(space: Space, tmp_path: Path) -> Iterator[Operator]:
     made = Operator(space, tmp_path / "operator.log").start()
+    yield made
+    made.stop()
+    text = made.log.read_text()
+    assert "Traceback" not in text, text[-3000:]
+
+
+@pytest.fixture
+def proxy(space: Space, tmp_path: Path) -> Iterator[Proxy]:
+    made = Proxy(space.cluster.kubeconfig.parent / ACCOUNT, tmp_path)
+    yield made
+    made.shutdown()
+    made.server_close()
+
+
+@pytest.fixture
+def resync() -> float:
+    """Seconds between resyncs of the operator behind the proxy; a test's parameter instead, where
+    it waits for one, or must not be helped by one."""
+    return RESYNC
+
+
+@pytest.fixture
+def behind(space: Space, proxy: Proxy, tmp_path: Path, resync: float) -> Iterator[Operator]:
+    """An operator that reaches the API server only through the proxy."""
+    made = Operator(space, tmp_path / "operator.log", kubeconfig=proxy.kubeconfig)
+    made.resync = resync
+    eventually(made.start().is_well)
     yield made
     made.stop()
     text = made.log.read_text()

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
+import urllib.error
 import urllib.request
 import uuid
 from collections import Counter
@@ -26,8 +26,10 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+import forked
 import yaml
 from api import Api
+from waiting import eventually, limit, spent
 
 from kvline_contract.codec import dumps
 from kvline_contract.launch import GateFile, LaunchConfig
@@ -57,6 +59,8 @@ from kvline_contract.report import (
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE = "localhost/kvline-server:test"
+RESYNC = 20.0  # seconds between resyncs of the tests' operators, where a test gives no others
+LEASE = "kvline-operator-"  # and the namespace
 CHILDREN = (
     "serviceaccounts",
     "services",
@@ -76,7 +80,8 @@ class Space:
     name: str
 
     def kubectl(self, *words: str, input: str | None = None, check: bool = True) -> Any:
-        return self.cluster.kubectl("-n", self.name, *words, input=input, check=check)
+        with spent("cluster"):
+            return self.cluster.kubectl("-n", self.name, *words, input=input, check=check)
 
     @property
     def api(self) -> Api:
@@ -99,6 +104,12 @@ class Space:
         assert "Traceback" not in done.stderr, done.stderr
         assert not check or done.returncode == 0, done.stderr
         return done
+
+    @property
+    def lease(self) -> dict[str, Any]:
+        """Of the operators of this namespace; empty while there is none."""
+        found = self.api.get(self.api.path("lease", "kvline-system", LEASE + self.name))
+        return dict(found["spec"]) if found is not None else {}
 
     @property
     def up_to_date(self) -> bool:
@@ -152,12 +163,14 @@ class Operator:
         pki = space.cluster.kubeconfig.parent
         self.kubeconfig = kubeconfig or pki / "kvline-system-kvline-operator.kubeconfig"
         self.extra = extra or {}
+        self.resync = RESYNC
+        self.forks = True  # or its memory is all its own
         self.words: list[str] = []  # more of the command line
         self.prefix: list[str] = []  # before it
         from servers import free_port
 
         self.page_port, self.probe_port = 0, free_port()
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | forked.Forked | None = None
         self.identity = f"{space.name}-{uuid.uuid4().hex[:5]}"  # kept over restarts
 
     def start(self) -> Operator:
@@ -167,38 +180,72 @@ class Operator:
         environment["KVLINE_POD_NAME"] = self.identity
         if self.extra:
             environment["PYTHONPATH"] = str(FAULTS)
-        command = [*self.prefix, sys.executable, "-m", "kvline_operator", "--default-image", IMAGE]
-        command += ["--allow-image-tags", "--namespace", self.space.name, "--poll-seconds", "0.3"]
-        command += ["--load-seconds", "0.5"]
-        command += ["--resync-seconds", "20", "--probe-port", str(self.probe_port)]
-        command += ["--page-port", str(self.page_port)]
-        command += ["--lease-name", f"kvline-operator-{self.space.name}"]  # one per test
+        words = ["--default-image", IMAGE, "--allow-image-tags", "--namespace", self.space.name]
+        words += ["--poll-seconds", "0.3", "--load-seconds", "0.5"]
+        words += ["--resync-seconds", str(self.resync), "--probe-port", str(self.probe_port)]
+        words += ["--page-port", str(self.page_port)]
+        words += ["--lease-name", LEASE + self.space.name]  # one per test
+        words += self.words
+        if self.forks and not (self.extra or self.prefix):
+            self.process = forked.source().fork(words, environment, self.log)
+            return self
+        command = [*self.prefix, sys.executable, "-m", forked.MODULE, *words]
         with self.log.open("ab") as log:
-            command += self.words
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         return self
 
     def metric(self, name: str) -> float:
         """The value of a metric without labels."""
         url = f"http://127.0.0.1:{self.probe_port}/metrics"
-        text = urllib.request.urlopen(url, timeout=10).read().decode()
+        text = urllib.request.urlopen(url, timeout=limit(10)).read().decode()
         return float(re.findall(rf"^{name} (\S+)$", text, re.M)[0])
+
+    def health(self) -> str:
+        """What its liveness probe answers: «ok», or what is wrong; empty while it is starting."""
+        url = f"http://127.0.0.1:{self.probe_port}/healthz"
+        try:
+            return str(urllib.request.urlopen(url, timeout=limit(10)).read().decode())
+        except urllib.error.HTTPError as error:
+            return str(error.read().decode())
+        except (urllib.error.URLError, ConnectionError):
+            return ""
+
+    def is_well(self) -> bool:
+        return self.health() == "ok"
+
+    @property
+    def writes(self) -> float:
+        """To the API server since its start, without the Lease's."""
+        return self.metric("kvline_api_writes_total")
+
+    @property
+    def reconciles(self) -> float:
+        return self.metric("kvline_reconcile_seconds_count")
+
+    def acts_once_more(self, name: str = "chat") -> None:
+        """Returns once a reconcile that began after this call has ended: what the operator would do
+        about all that is there now, it has done. For the only service of a namespace, which is
+        touched twice: of its reconciles one runs at a time, so the second to end began after the
+        call. Touched more often, its status could not be written for conflicts."""
+        path = self.space.api.path("kvl", self.space.name, name)
+        for _ in range(2):
+            before = self.reconciles
+            self.space.api.merge(path, {"metadata": {"annotations": {"touched": uuid.uuid4().hex}}})
+            eventually(partial(self._has_reconciled_since, before))
+
+    def _has_reconciled_since(self, before: float) -> bool:
+        return self.reconciles > before
+
+    def writes_nothing(self, name: str = "chat") -> bool:
+        """Whether it has nothing left to do: two reconciles of all that is there write nothing."""
+        before = self.writes
+        self.acts_once_more(name)
+        return self.writes == before
 
     def stop(self, how: signal.Signals = signal.SIGKILL) -> None:
         if self.process is not None:
             self.process.send_signal(how)
-            self.process.wait(20)
-
-
-def eventually(check: Callable[[], Any], seconds: float = 30) -> Any:
-    """Polls `check` until it is true, and returns that; a failure shows its last value."""
-    end = time.monotonic() + seconds
-    while True:
-        value = check()
-        if value:
-            return value
-        assert time.monotonic() < end, f"not within {seconds} s: {value!r}"
-        time.sleep(0.1)
+            self.process.wait(limit(20))
 
 
 RANKS: tuple[Memory, ...] = (MemoryV1(100, 20, 10, 0, 50, 10, 10).upgraded(),)

@@ -16,7 +16,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import yaml
+from waiting import eventually
 
+ACCOUNT = "kvline-system-kvline-operator.kubeconfig"  # of the operator
+LAST = "/networkpolicies?limit="  # a list of the last kind of a resync
 GONE = {"type": "ERROR", "object": {"kind": "Status", "apiVersion": "v1", "code": 410}}
 Answer = tuple[int, dict[str, str]]
 
@@ -40,13 +43,21 @@ class Proxy(ThreadingHTTPServer):
         self.kubeconfig.write_text(yaml.safe_dump(given))
         self.writes: list[str] = []  # requested paths, in order
         self.reads: list[str] = []  # likewise, without watches
+        self.resyncs = 0  # lists of LAST that were answered; a watch begins with one too
         self.swallowed: list[dict[str, Any]] = []  # events that no watch received
         self.swallow: Callable[[dict[str, Any]], bool] = lambda event: False
         self.answer: Callable[[str, str], Answer | None] = lambda method, path: None
         self.delay = 0.0  # seconds before each call but a watch
         self.apart = False  # no connection gets through
         self.gone = 0  # watches that are still to be ended with 410
+        self.opened = self.ended = 0  # watches, the latter with 410
         threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def await_resync(self) -> None:
+        """Returns once a resync that began after this call has ended: of two that end one after
+        another, the second."""
+        before = self.resyncs
+        eventually(lambda: self.resyncs >= before + 2, 60)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Broken connections are intended here and not reported."""
@@ -74,6 +85,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not watch:
             time.sleep(self.server.delay)
         self._pass_on(body, watch)
+        self.server.resyncs += LAST in self.path and not watch
 
     do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = handle_any
 
@@ -101,6 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         self.close_connection = True
+        self.server.opened += 1
         while line := got.readline():
             event = json.loads(line)
             if self.server.apart:
@@ -108,6 +121,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             if self.server.gone:
                 self.server.gone -= 1
+                self.server.ended += 1
                 self.wfile.write(json.dumps(GONE).encode() + b"\n")
                 return
             if self.server.swallow(event):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from playground import eventually
+from waiting import eventually
 
 from kvline_contract.names import LABEL_REVISION
 from kvline_contract.report import State
@@ -32,12 +32,14 @@ class Service:
         self.fewest_ready = min(self.fewest_ready, len(ready))
         return dict((self.space.get("kvl", "chat") or {}).get("status") or {})
 
-    def until(self, check: Callable[[dict[str, Any]], Any], seconds: float = 60) -> dict[str, Any]:
+    def until(
+        self, check: Callable[[dict[str, Any]], Any], seconds: float = 60, on: str = "cluster"
+    ) -> dict[str, Any]:
         def looked() -> dict[str, Any]:
             status = self.poll()
             return status if check(status) else {}
 
-        return dict(eventually(looked, seconds))
+        return dict(eventually(looked, seconds, on))
 
     def until_reason(self, reason: str) -> dict[str, Any]:
         return self.until(lambda s: up_to_date(s).get("reason") == reason)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from playground import Node
+from waiting import limit
 
 from kvline_contract.report import Load, State
 
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.integration
 HOW = {
     "maxReplicas": 4,
     "targetPercent": 50,
-    "scaleDownDelaySeconds": 3,
+    "scaleDownDelaySeconds": round(limit(3)),  # or a slow machine would not see two replicas
     "scaleUpPercent": 1000,
 }
 

@@ -8,21 +8,20 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playground import Operator, Space, eventually, manifest
-from proxy import Proxy
+from playground import Operator, Space, manifest
+from proxy import ACCOUNT, Proxy
+from waiting import eventually, limit
 
 from kvline_contract.names import FIELD_MANAGER
 from kvline_contract.report import State
 
 pytestmark = pytest.mark.integration
 
-ACCOUNT = "kvline-system-kvline-operator.kubeconfig"
 DRIVER = "gpu.example.com"
 IMAGE = "localhost/kvline-server@sha256:" + "a" * 64
 GPU: dict[str, Any] = {"memory": "2Gi", "gpus": 1}
@@ -130,8 +129,8 @@ def test_a_size_is_measured_with_a_device_of_its_own(
         assert [r["name"] for r in claim["status"]["reservedFor"]] == [pod["metadata"]["name"]]
     finally:
         process.send_signal(signal.SIGINT)
-        process.wait(30)
-    until(lambda: not space.list("jobs") and not templates(space), 60)
+        process.wait(limit(30))
+    until(lambda: not space.list("jobs") and not templates(space), 60, on="garbage collector")
 
 
 def test_a_revision_has_its_template_and_takes_it_along(
@@ -152,15 +151,9 @@ def test_a_revision_has_its_template_and_takes_it_along(
     (second,) = templates(space)
     assert second != first
 
-    def writes_nothing() -> bool:
-        written = operator.metric("kvline_api_writes_total")
-        time.sleep(2)
-        return operator.metric("kvline_api_writes_total") == written
-
     before = space.get("resourceclaimtemplates", second)
-    until(writes_nothing)
-    space.kubectl("annotate", "kvl", "chat", "wake=1")
-    assert writes_nothing()
+    until(operator.writes_nothing)
+    assert operator.writes_nothing()
     assert space.get("resourceclaimtemplates", second) == before
 
     space.apply(image=IMAGE, resources=GPU, model=claimed("x")["model"])  # by extended resource
@@ -170,7 +163,7 @@ def test_a_revision_has_its_template_and_takes_it_along(
     until(lambda: templates(space))
     space.kubectl("delete", "kvl", "chat")
     # In a new cluster Kubernetes' garbage collector finds our kind within 30 s of its definition.
-    until(lambda: not templates(space) and not claims(space), 90)
+    until(lambda: not templates(space) and not claims(space), 90, on="garbage collector")
 
 
 def test_a_deleted_template_is_there_again_for_the_next_pod(
@@ -223,17 +216,13 @@ def test_without_the_api_the_field_has_a_condition_and_other_services_notice_not
 ) -> None:
     """The operator starts, watches, resyncs and serves there, and writes no pods with a field that
     an older API server would drop: they would run without a GPU."""
-
-    def listed() -> int:
-        """Lists of the last kind of a resync."""
-        return sum("/networkpolicies?limit=" in path for path in older.reads)
-
-    operator = Operator(space, tmp_path / "operator.log", kubeconfig=older.kubeconfig).start()
+    operator = Operator(space, tmp_path / "operator.log", kubeconfig=older.kubeconfig)
+    operator.resync = 2
+    operator.start()
     try:
         space.apply()
         until(lambda: node.play(State.VALIDATED) or space.up_to_date, 60)
-        resyncs = listed()
-        until(lambda: listed() > resyncs)
+        older.await_resync()
         asked = [path for path in (*older.reads, *older.writes) if "resource.k8s.io" in path]
         assert asked == []
         space.apply("gpu", **claimed("gpu.nvidia.com"))

@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-from playground import eventually, serve
+from playground import serve
 from rolling import Service, up_to_date
+from waiting import eventually
 
 from kvline_contract.report import State, Termination
 

@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from playground import Node, Operator, Space, eventually, manifest, serve
+from playground import Node, Operator, Space, manifest, serve
 from servers import FAULTS
+from waiting import eventually
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -55,7 +56,7 @@ def test_nothing_blocks_the_operator_s_event_loop(space: Space, node: Node, tmp_
             wanted = replicas * SERVICES
             eventually(partial(has_more_pods, node, wanted), 90)
         space.kubectl("delete", "kvl", "--all")
-        eventually(lambda: not space.list("deployments"), 90)
+        eventually(lambda: not space.list("deployments"), 90, on="garbage collector")
     finally:
         operator.stop()
     assert "Traceback" not in operator.log.read_text()

@@ -12,6 +12,7 @@ import crd
 import pytest
 import yaml
 from playground import Operator, identity, manifest, serve
+from waiting import limit
 
 from kvline_contract.names import CRD_SCHEMA, CRD_TITLE
 from kvline_contract.report import State
@@ -161,7 +162,7 @@ def test_an_api_that_is_taken_away_and_comes_back(
     space.cluster.kubectl("delete", "-f", str(crd.FILE))
     try:
         for line in ("the watch ended: ", "the CustomResourceDefinition of kvline.dev is not inst"):
-            assert operator.process is not None and operator.process.wait(90) == 1
+            assert operator.process is not None and operator.process.wait(limit(90)) == 1
             assert line in operator.log.read_text().splitlines()[-1]
             operator.start()
         operator.stop()
@@ -171,7 +172,7 @@ def test_an_api_that_is_taken_away_and_comes_back(
     operator.start()
     try:
         space.apply()
-        until(lambda: node.play(State.VALIDATED) or space.up_to_date, 60)
+        until(lambda: node.play(State.VALIDATED) or space.up_to_date, 90, on="garbage collector")
     finally:
         operator.stop()
 
@@ -190,7 +191,7 @@ def test_an_older_definition_is_refused_with_both_numbers(
     try:
         until(lambda: now not in space.cluster.kubectl(*raw).stdout)
         process = operator.start().process
-        assert process is not None and process.wait(30) == 1
+        assert process is not None and process.wait(limit(30)) == 1
         last = operator.log.read_text().splitlines()[-1]
         assert f"needs schema {CRD_SCHEMA} of kvline.dev/v1alpha1" in last
         assert ("the cluster has 0" if number else "one without a number") in last
@@ -208,6 +209,7 @@ def test_a_namespace_goes_with_all_that_is_ours_and_without_a_storm(
 ) -> None:
     """F27, L08."""
     serve(space, node)
-    space.cluster.kubectl("delete", "namespace", space.name, "--timeout=120s")
+    wait = f"--timeout={limit(120):.0f}s"
+    space.cluster.kubectl("delete", "namespace", space.name, wait)
     lines = operator.log.read_text().splitlines()
     assert len([line for line in lines if " WARNING " in line or " ERROR " in line]) <= 10

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playground import ROOT, Operator, eventually, serve
+from playground import ROOT, Operator, serve
 from servers import free_port
+from waiting import eventually
 
 sys.path.insert(0, str(ROOT / "tests" / "operator"))
 

@@ -13,8 +13,9 @@ from typing import Any
 import cgroups
 import pytest
 from errors import ClusterError
-from playground import Node, Operator, Space, eventually, serve, worker
+from playground import Node, Operator, Space, serve, worker
 from urllib3.exceptions import HTTPError
+from waiting import eventually, limit
 
 from kvline_contract.report import State
 
@@ -60,7 +61,7 @@ def test_an_api_server_and_its_store_that_were_killed(
     before = [p["metadata"]["uid"] for p in node.pods()]
     away = ["kube-apiserver", "etcd"]
     cluster.programs.stop(away, signal.SIGKILL)
-    time.sleep(5)
+    time.sleep(5)  # how long the fault lasts
     for name in reversed(away):
         cluster.programs.restart(name)
 
@@ -95,7 +96,8 @@ def test_pods_that_the_operator_cannot_reach_serve_on(
     until(lambda: space.condition("CapacityMeasured").get("reason") == "ReportMissing")
     measured = space.condition("CapacityMeasured")
     assert measured["status"] == "Unknown" and ":8001" in measured["message"]
-    time.sleep(3)  # ten polls
+    polls = operator.reconciles
+    until(lambda: operator.reconciles >= polls + 10)
     pods = node.pods()
     assert [p["metadata"]["uid"] for p in pods] == before
     assert all(c["ready"] for p in pods for c in p["status"]["containerStatuses"])
@@ -118,19 +120,20 @@ def test_an_operator_that_was_killed_for_memory(
     group = f"kvline-f40-{worker()}"
     cgroups.make(group)
     try:
-        limit(group, 32 * MIB)
+        confine(group, 32 * MIB)
         kept.stop()
+        kept.forks = False
         kept.start()
         assert kept.process is not None
         join(group, kept.process.pid)
-        assert kept.process.wait(60) == -signal.SIGKILL
+        assert kept.process.wait(limit(60)) == -signal.SIGKILL
     finally:
         cgroups.kill_all(group)
         cgroups.remove(group)
     is_served(space, kept, node, replicas=1)
 
 
-def limit(group: str, size: int) -> None:
+def confine(group: str, size: int) -> None:
     v2 = cgroups.MOUNT / group / "memory.max"
     v1 = cgroups.MOUNT / "memory" / group / "memory.limit_in_bytes"
     (v2 if cgroups.is_v2() else v1).write_text(str(size))

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playground import Node, eventually
+from playground import Node
 from rolling import Service, up_to_date
 from servers import CONFIG
+from waiting import eventually
 
 from kvline_contract.report import State
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 import signal
-import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playground import CHILDREN, children, serve
+from playground import CHILDREN, Operator, Space, children, serve
+from proxy import Proxy
+from waiting import eventually
 
 from kvline_contract.report import State
 
@@ -97,20 +99,27 @@ def test_a_gpu_is_asked_of_the_node_and_its_image_must_be_named(
     assert json.loads(launch["data"]["launch.json"])["device"] == "cuda"
 
 
+@pytest.mark.parametrize("resync", [2])
 def test_nothing_changed_means_zero_writes(
-    space: Any, operator: Any, node: Any, until: Callable[..., Any]
+    space: Any, behind: Operator, proxy: Proxy, node: Any, until: Callable[..., Any]
 ) -> None:
     """Invariant 6: no object's resourceVersion changes while nothing happens, resync included."""
     serve(space, node)
-    time.sleep(2)
+    until(behind.writes_nothing)
 
     def versions() -> dict[str, str]:
         items = [i for v in children(space).values() for i in v] + [space.get("kvl", "chat")]
         return {i["metadata"]["uid"]: i["metadata"]["resourceVersion"] for i in items}
 
-    before = versions()
-    time.sleep(22)  # longer than the resync interval of 20 s
-    assert versions() == before
+    def unchanged() -> bool:
+        before = versions()
+        proxy.await_resync()
+        return versions() == before
+
+    until(unchanged)  # Kubernetes' own controllers have written what they had to
+    written = behind.writes
+    assert unchanged() and behind.writes_nothing()
+    assert behind.writes == written
 
 
 def test_too_few_tokens_are_refused_with_both_figures(
@@ -251,15 +260,23 @@ def test_a_broken_report_says_so_and_is_no_pass(
     assert space.condition("Ready")["status"] == "False"
 
 
+@pytest.mark.parametrize("resync", [2])
 def test_a_figure_once_read_survives_an_unreadable_report(
-    space: Any, operator: Any, node: Any, until: Callable[..., Any]
+    space: Any, behind: Operator, node: Any, until: Callable[..., Any]
 ) -> None:
     space.apply()
     until(node.pods)
     node.play(State.VALIDATED)
     until(lambda: space.condition("Ready").get("status") == "True")
     node.play(State.VALIDATED, raw=b"broken", ready=True)
-    time.sleep(2)
+    node.served.clear()
+
+    def is_read() -> bool:
+        behind.acts_once_more()
+        return bool(node.served)
+
+    until(is_read)  # what was read is kept for a resync's interval
+    behind.acts_once_more()
     assert space.get("kvl", "chat")["status"]["capacity"]["kvTokens"] == 4096
 
 
@@ -287,39 +304,16 @@ def test_a_crash_is_explained_and_stands_through_the_restart(
 
 @pytest.mark.timeout(600)
 def test_killing_the_operator_at_each_of_its_writes_ends_in_the_same_state(
-    cluster: Any, tmp_path: Path, until: Callable[..., Any]
+    cluster: Any, tmp_path: Path
 ) -> None:
     """F01: the operator is killed right after write k reached the API server, for every k."""
-    import uuid
-
-    from playground import Operator, Space
 
     def run(fault: str) -> tuple[str, bool]:
         space = Space(cluster, f"f01-{uuid.uuid4().hex[:8]}")
         cluster.kubectl("create", "namespace", space.name)
-        space.apply()
-        extra = {"KVLINE_FAULT_WRITE": fault} if fault else None
-        operator = Operator(space, tmp_path / "log", extra).start()
-        died = False
+        operator = Operator(space, tmp_path / "log")
         try:
-            end = time.monotonic() + 30
-            while time.monotonic() < end:
-                assert operator.process is not None
-                if operator.process.poll() is not None:
-                    assert operator.process.returncode == 9, "of something else than the fault"
-                    died = True
-                    operator.extra = {}
-                    operator.start()
-                if space.condition("Ready"):
-                    break
-                time.sleep(0.1)
-            until(lambda: space.condition("Ready"))
-            until(lambda: len(space.list("deployments")) == 1)
-            assert operator.process is not None
-            if not died and operator.process.poll() is not None:
-                died = True
-            time.sleep(0.5)
-            return shape(space), died
+            return _ends(space, operator, fault)
         finally:
             operator.stop(signal.SIGKILL)
             cluster.kubectl("delete", "namespace", space.name, "--wait=false")
@@ -334,3 +328,24 @@ def test_killing_the_operator_at_each_of_its_writes_ends_in_the_same_state(
             break
         reached = write
     assert reached >= 8, reached
+
+
+def _ends(space: Space, operator: Operator, fault: str) -> tuple[str, bool]:
+    """Applies a service; starts an operator that the fault kills, and again where it did. Returns
+    the state once there is nothing more to write, and whether it was killed."""
+    space.apply()
+    operator.extra = {"KVLINE_FAULT_WRITE": fault} if fault else {}
+    process = operator.start().process
+    assert process is not None
+
+    def is_over() -> bool:
+        if process.poll() is not None and operator.extra:
+            assert process.returncode == 9, "of something else than the fault"
+            operator.extra = {}
+            operator.start()
+        # The last of its writes: the scheduler has found no node for the pod.
+        return space.condition("Progressing").get("reason") == "Unschedulable"
+
+    eventually(is_over, 60)
+    assert len(space.list("deployments")) == 1
+    return shape(space), process.poll() is not None

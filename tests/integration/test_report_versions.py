@@ -4,7 +4,6 @@ gate's verdicts and their records stay. The earlier operator is that of this clo
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import earlier
 import pytest
 from playground import Node, Operator, Space
 from rolling import Service
+from waiting import NotInTime
 
 from kvline_contract.codec import encode
 from kvline_contract.memory import Memory, MemoryV1, Part
@@ -23,7 +23,6 @@ PARTS = (Part("weights", 30), Part("experts", 15), Part("kv-cache", 45), Part("o
 # The same as images of version 1 have it.
 FIXED = MemoryV1(100, 30, 0, 0, 45, 0, 25)
 MINIMUM = '{"spec": {"capacity": {"minKVTokens": 100}}}'
-SETTLED_SECONDS = 3.0
 Object = dict[str, Any]
 
 
@@ -82,21 +81,16 @@ def stored(space: Space) -> Object:
     }
 
 
-def settled(service: Service) -> Object:
-    """What is kept, once both replicas are counted and it has been the same for a while: the
-    scheduler may call a played pod unschedulable until it is played again."""
-    seen: list[tuple[float, Object]] = []
+def settled(service: Service, operator: Operator) -> Object:
+    """What is kept, once both replicas are counted and the operator has nothing left to write."""
 
     def is_settled(status: Object) -> bool:
-        if not seen or seen[0][1] != kept(status):
-            seen[:] = [(time.monotonic(), kept(status))]
         capacity = status["capacity"]
         both = capacity.get("kvTokensTotal") == 2 * capacity["kvTokens"]
-        complete = "Progressing True Complete" in seen[0][1]["conditions"]
-        return both and complete and time.monotonic() - seen[0][0] > SETTLED_SECONDS
+        complete = "Progressing True Complete" in kept(status)["conditions"]
+        return both and complete and operator.writes_nothing()
 
-    service.until(is_settled)
-    return seen[0][1]
+    return kept(service.until(is_settled))
 
 
 def takes_over(
@@ -115,9 +109,8 @@ def takes_over(
 
     try:
         return service.until(is_same)
-    except AssertionError:
-        assert seen == [same]  # and where it is, the change was not observed
-        raise
+    except NotInTime as error:
+        raise NotInTime(f"{error}\n{seen[0]}\nis to be\n{same}") from None
 
 
 @pytest.mark.parametrize(
@@ -140,7 +133,7 @@ def test_sizes_and_verdicts_outlive_a_change_of_the_operator(
     operators[first].start()
     serving = judged(space, service)
     assert node.served == {min(first, pods)}
-    before, objects = settled(service), stored(space)
+    before, objects = settled(service, operators[first]), stored(space)
     assert before["rollout"]["gate"]["result"] == "Rejected"
     assert before["capacity"]["kvTokens"] == 4096
     assert before["capacity"]["memory"] == encode(FIXED)

@@ -8,8 +8,8 @@ import signal
 from typing import Any
 
 import pytest
-from playground import eventually
 from rolling import Service, is_ready, up_to_date
+from waiting import eventually
 
 from kvline_contract.report import Binding, Direction, Knob, Termination
 
@@ -232,7 +232,7 @@ def test_recreate_brings_back_what_served_when_the_candidate_gets_no_further(
     """A held candidate under Recreate: the old replicas come back at progressDeadlineSeconds, and
     say so where a quota keeps their pods out, though the spec still means the rejected one."""
     first = service.stable()
-    how = {"strategy": "Recreate", "progressDeadlineSeconds": 30}
+    how = {"strategy": "Recreate", "progressDeadlineSeconds": 600}  # age() lets it pass
     space.apply(replicas=2, model={"source": "pvc://models/other"}, rollout=how)
     candidate = service.candidate()
     service.tokens[candidate] = 4096
@@ -248,7 +248,7 @@ def test_recreate_brings_back_what_served_when_the_candidate_gets_no_further(
     space.kubectl("delete", "resourcequota", "full")
     status = service.until_reason("RevisionRejected")
     assert (
-        "spec.rollout.progressDeadlineSeconds (30): measured 4096"
+        "spec.rollout.progressDeadlineSeconds (600): measured 4096"
         in (up_to_date(status)["message"])
     )
     status = service.until(lambda s: s["readyReplicas"] == 2 and not service.pods_of(candidate))
@@ -346,7 +346,7 @@ def test_a_spec_that_changes_on_the_way_and_a_pause_keep_what_serves(
         found = space.get("deployment", deployment)
         return bool(found and found["metadata"]["uid"] != uid and status["readyReplicas"] == 3)
 
-    service.until(repaired, seconds=180)
+    service.until(repaired, seconds=180, on="garbage collector")
     assert not service.pods_of(third)
     service.tokens[third] = 4096
     space.kubectl("annotate", "kvl", "chat", "kvline.dev/paused-")

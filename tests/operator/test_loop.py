@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from kubernetes import client
+from waiting import eventually
 
 from kvline_operator.claims import Claims
 from kvline_operator.errors import ApiUnavailable
@@ -70,22 +71,25 @@ def test_due_keys_without_a_reconcile_that_ends_are_unwell() -> None:
     assert stuck.unhealthy() == "keys are due and no reconcile has ended for 301 s"
 
 
-def after_an_hour(changed: Callable[[], set[Key]], seconds: float = 30) -> str | None:
-    """Why it is unwell, if its last list ended an hour ago and the next one is `changed`, which has
-    so many seconds to end."""
+def after_an_hour(
+    changed: Callable[[], set[Key]], until: Callable[[], bool] | None = None
+) -> str | None:
+    """Why it is unwell, if its last list ended an hour ago and the next one is `changed`, once that
+    has ended, or `until`."""
     away = loop(WorkQueue())
     away.resync.changed = changed  # type: ignore[method-assign]
     away.listed_at = hour_ago = time.monotonic() - 3600
 
-    async def one_list() -> None:
-        listing = asyncio.create_task(away._resync())
-        end = time.monotonic() + seconds
-        while away.listed_at == hour_ago and time.monotonic() < end:
-            await asyncio.sleep(0.01)
-        listing.cancel()
+    def is_time() -> bool:
+        return away.listed_at != hour_ago if until is None else until()
 
-    asyncio.run(one_list())
-    return away.unhealthy()
+    async def one_list() -> str | None:
+        listing = asyncio.create_task(away._resync())
+        await asyncio.to_thread(eventually, is_time, every=0.01)
+        listing.cancel()
+        return away.unhealthy()
+
+    return asyncio.run(one_list())
 
 
 def test_an_api_server_that_is_away_for_an_hour_restarts_no_operator() -> None:
@@ -96,11 +100,13 @@ def test_an_api_server_that_is_away_for_an_hour_restarts_no_operator() -> None:
 
 
 def test_a_list_that_never_ends_is_unwell() -> None:
-    free = threading.Event()
-    threading.Timer(0.5, free.set).start()
+    began, free = threading.Event(), threading.Event()
 
     def hangs() -> set[Key]:
+        began.set()
         free.wait()
         return set()
 
-    assert after_an_hour(hangs, 0.2) == "no list of services has ended for too long"
+    unwell = after_an_hour(hangs, began.is_set)
+    free.set()
+    assert unwell == "no list of services has ended for too long"

@@ -6,6 +6,7 @@ import asyncio
 
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import limit
 
 from kvline_operator.workqueue import Key, WorkQueue
 
@@ -114,6 +115,6 @@ def test_a_waiting_worker_wakes_for_news() -> None:
         waiting = asyncio.create_task(queue.get())
         await asyncio.sleep(0)
         queue.add(B)
-        return await asyncio.wait_for(waiting, 1)
+        return await asyncio.wait_for(waiting, limit(1))
 
     assert asyncio.run(story()) == B

@@ -8,14 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+from waiting import NotInTime, eventually, limit, slowness, spent
 
 from kvline_contract.codec import dumps
 from kvline_contract.launch import (
@@ -39,6 +39,7 @@ FAULTS = Path(__file__).parent / "faults"
 STRESS = 6
 # Options of a Server whose size is searched for, and not pinned, in so much memory.
 SEARCHED: dict[str, Any] = {"capacity": CapacityOptions(headroom_mib=8), "memory": 900 << 20}
+GROWING = ("stage", "liveness", "rank")  # of options.Limits
 LAUNCHER = """
 import signal, sys
 from pathlib import Path
@@ -129,7 +130,9 @@ class Server:
         state.mkdir(exist_ok=True)
         self.log = (self.scratch / "log").open("ab")
         command = [sys.executable, "-c", LAUNCHER, str(config), str(state), gate, str(self.port)]
-        command += [str(self.internal_port), str(self.memory), json.dumps(self.limits)]
+        # Those that end a hung start, rank or pod: a slow machine is not hung.
+        limits = {k: v * slowness() if k in GROWING else v for k, v in self.limits.items()}
+        command += [str(self.internal_port), str(self.memory), json.dumps(limits)]
         command += [
             str(self.key or "/nowhere"),
             json.dumps(self.clients),
@@ -146,7 +149,9 @@ class Server:
     def url(self) -> str:
         return f"http{'s' if self.tls else ''}://127.0.0.1:{self.port}"
 
-    def probe(self, path: str, timeout: float = 5.0) -> tuple[int, Any]:
+    def probe(self, path: str, timeout: float | None = None) -> tuple[int, Any]:
+        """Within 5 s, the timeout of the kubelet's, where none is given."""
+        timeout = limit(5) if timeout is None else timeout
         answer = httpx.get(f"http://127.0.0.1:{self.internal_port}{path}", timeout=timeout)
         return answer.status_code, answer.json() if path != "/metrics" else answer.text
 
@@ -155,17 +160,18 @@ class Server:
 
     def wait(self, path: str = "/readyz", status: int = 200, seconds: float = 60) -> None:
         """Waits for a probe; fails with the log when the server ends first."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+
+        def answers() -> bool:
             if self.process.poll() is not None:
                 raise AssertionError(f"ended with {self.process.returncode}: {self.output()}")
-            try:
-                if self.probe(path)[0] == status:
-                    return
-            except httpx.HTTPError:
-                pass
-            time.sleep(0.05)
-        raise AssertionError(f"{path} is not {status}: {self.output()}")
+            with suppress(httpx.HTTPError):
+                return self.probe(path)[0] == status
+            return False
+
+        try:
+            wait_for(answers, seconds)
+        except NotInTime:
+            raise NotInTime(f"{path} is not {status}: {self.output()}") from None
 
     def children(self) -> dict[str, int]:
         """Pids of the HTTP processes (http, http1, ...), the engine process and those of ranks
@@ -216,7 +222,9 @@ class Server:
         return out
 
     def end(self, seconds: float = 20) -> int:
-        return self.process.wait(seconds)
+        """Waits for its exit code."""
+        with spent("server"):
+            return self.process.wait(limit(seconds))
 
     def termination(self) -> dict[str, Any]:
         return dict(json.loads((self.scratch / "state" / "termination").read_text()))
@@ -236,12 +244,9 @@ class Server:
         self.log.close()
 
 
-def wait_for(what: Callable[[], Any], seconds: float = 20) -> None:
-    """Until it holds: machines under load take their time."""
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+def wait_for(what: Callable[[], Any], seconds: float = 20, every: float = 0.05) -> None:
+    """Until it holds."""
+    eventually(what, seconds, on="server", every=every)
 
 
 @contextmanager

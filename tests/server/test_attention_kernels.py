@@ -72,12 +72,14 @@ for keys, dim in ((1, 64), (4, 128), (3, 64)):  # a part of a program, four, one
 """
 
 
+@pytest.mark.kernels
 def test_the_gpu_s_kernels_give_what_torch_gives() -> None:
     """In Triton's interpreter: sequences that end within a page, at its end and in the next block,
     whole and in up to 32 parts, some of which have no token."""
     run(SCRIPT)
 
 
+@pytest.mark.kernels
 def test_every_variant_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, made in compiled(cuda_attention.variants(torch.bfloat16), tmp_path, monkeypatch):
         assert made.shared <= SHARED, name

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from servers import free_port, launch_config
+from waiting import eventually
 
 from kvline_server.flags import with_flag_names
 from kvline_server.scratch import LOCK, PREFIX, scratch
@@ -212,10 +212,7 @@ def test_a_run_killed_leaves_a_folder_that_the_next_removes(serve: Serve, tmp_pa
     process.kill()
     assert process.communicate(timeout=30)[1] == ""  # its children end without a traceback
     again = serve(*ports)
-    end = time.monotonic() + 30
-    while left.exists():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    eventually(lambda: not left.exists(), on="server")
     assert again.poll() is None
 
 

@@ -83,8 +83,11 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         children = []
         for command in commands:
             ours, theirs = socket.socketpair()
-            ends.extend((ours, theirs))
-            children.append(Child(subprocess.Popen(["sh", "-c", command]), Channel(ours), []))
+            ends.append(ours)
+            with theirs:  # at the end of its process nothing more can come
+                words, fd = ["sh", "-c", command], theirs.fileno()
+                process = subprocess.Popen(words, pass_fds=(fd,))
+            children.append(Child(process, Channel(ours), []))
         monkeypatch.setattr(engine, "start_engine", lambda *given: children)
         options = Options(config=tmp_path, state_dir=tmp_path)
         made.append(Processes(options, 1, len(commands), lambda rank, message: None))

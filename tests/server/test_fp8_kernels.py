@@ -122,11 +122,13 @@ for blocks in (False, True):
 """
 
 
+@pytest.mark.kernels
 def test_the_gpu_s_kernels_are_the_reference_s() -> None:
     """In Triton's interpreter, with what is promised of alignment checked."""
     run(SCRIPT)
 
 
+@pytest.mark.kernels
 def test_every_variant_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, made in compiled(fp8_linear.variants(torch.bfloat16), tmp_path, monkeypatch):
         assert made.shared <= SHARED, name

@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 from servers import launch_config
+from waiting import limit
 
 from kvline_contract.launch import CapacityOptions, Device, EngineOptions, LaunchConfig
 from kvline_contract.report import SizingReport, Stage, State
@@ -25,7 +26,7 @@ from kvline_server.sizing import load
 from kvline_server.sizing.settings import resolve
 from kvline_server.worker.backend import open_backend
 
-LIMIT = 1.5
+LIMIT = limit(1.5)
 
 
 class Parent(Supervisor):
@@ -59,7 +60,7 @@ def test_a_load_longer_than_the_limit_goes_on_while_bytes_arrive(
     def throttled(
         self: SafetensorsSource, name: str, into: torch.Tensor, row: int = 0, column: int = 0
     ) -> None:
-        time.sleep(0.15)
+        time.sleep(LIMIT / 10)
         copy(self, name, into, row, column)
 
     monkeypatch.setattr(SafetensorsSource, "copy", throttled)

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 SCRIPT = """
 import json, socket, subprocess, sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], str(Path(sys.argv[1]).parent / "suite")]
 from servers import Server
 
 def without_route():

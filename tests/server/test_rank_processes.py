@@ -13,9 +13,13 @@ from typing import Any
 
 import httpx
 import pytest
+from drawn import firm
+from near import TOLERANCE
 from servers import Server, serving, wait_for
+from waiting import limit
 
 from kvline_contract.exits import ExitCode
+from kvline_server.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.process
 
@@ -36,40 +40,55 @@ def answers(server: Server) -> list[Any]:
         return [ask(PROMPTS[0]), *pool.map(ask, PROMPTS)]
 
 
-def drawn(server: Server) -> list[str]:
+DRAWN: dict[str, Any] = {
+    "max_tokens": 8,
+    "temperature": 0.9,
+    "top_p": 0.9,
+    "seed": 5,
+    "frequency_penalty": 0.5,
+    "ignore_eos": True,
+}
+
+
+def drawn(server: Server, prompts: list[str]) -> list[str]:
     """By a seed, with filters and penalties."""
-    options: dict[str, Any] = {
-        "temperature": 0.9,
-        "top_p": 0.9,
-        "seed": 5,
-        "frequency_penalty": 0.5,
-    }
-    options |= {"logit_bias": {"70": -5}, "max_tokens": 8, "model": "tiny"}
-    bodies = [{**options, "prompt": prompt, "ignore_eos": True} for prompt in PROMPTS]
-    return [str(server.complete(**body)["choices"][0]["text"]) for body in bodies]
+    options = {**DRAWN, "logit_bias": {"70": -5}}
+    answers = [server.complete(**options, prompt=prompt) for prompt in prompts]
+    return [str(answer["choices"][0]["text"]) for answer in answers]
 
 
 @pytest.fixture(scope="module")
 def alone(shared_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
-    """What a single rank answers."""
+    """What a single rank answers. A text says nothing of ties, so what is drawn has none."""
+    params = SamplingParams(**DRAWN, logit_bias={70: -5.0})
+    longer = ([prompt + "!" * n for n in range(9)] for prompt in PROMPTS)
+    prompts = [next(firm(shared_model, some, params)) for some in longer]
     with serving(Server(shared_model, tmp_path_factory.mktemp("alone"))) as server:
-        return answers(server), drawn(server)
+        return answers(server), drawn(server, prompts), prompts
 
 
 def test_ranks_answer_as_one(shared_model: Path, tmp_path: Path, alone: tuple[Any, ...]) -> None:
     """Three: of an even number each has as many rows and heads."""
     with serving(Server(shared_model, tmp_path, gpus=3)) as server:
         assert set(server.children()) == {"http", *NAMES}
-        found, texts = answers(server), drawn(server)
+        found, texts = answers(server), drawn(server, alone[2])
         wait_for(server.quiet)
         server.process.send_signal(signal.SIGTERM)
         assert server.end(20) == 0
         assert not leftovers(server)
     assert texts == alone[1]
     for one, several in zip(alone[0], found, strict=True):
-        assert one["tokens"] == several["tokens"]
-        near = pytest.approx(one["token_logprobs"][1:], abs=1e-4)
-        assert several["token_logprobs"][1:] == near
+        compare(several, one)
+
+
+def compare(got: dict[str, list[Any]], want: dict[str, list[Any]]) -> None:
+    """Up to a tie, from which on the texts may be different ones."""
+    pairs = list(zip(got["tokens"], want["tokens"], strict=True))
+    at = next((at for at, (one, other) in enumerate(pairs) if one != other), len(pairs))
+    if at < len(pairs):
+        listed = want["top_logprobs"][at]
+        assert abs(listed[got["tokens"][at]] - listed[want["tokens"][at]]) <= 2 * TOLERANCE, at
+    assert got["token_logprobs"][1:at] == pytest.approx(want["token_logprobs"][1:at], abs=1e-4)
 
 
 def leftovers(server: Server) -> list[str]:
@@ -88,9 +107,7 @@ def leftovers(server: Server) -> list[str]:
 
 def end_of(server: Server, seconds: float) -> dict[str, Any]:
     """Its last words. It ends in so many seconds, as a lost rank."""
-    began = time.monotonic()
     assert server.end(seconds) == LOST, server.output()
-    assert time.monotonic() - began < seconds
     assert not leftovers(server)
     ended = server.termination()
     assert ended["name"] == "RankLost"
@@ -136,14 +153,14 @@ def test_a_rank_that_stops_ends_the_pod_and_an_idle_one_does_not(
 ) -> None:
     server = start(model=shared_model, gpus=2, limits={"rank": 2.0})
     server.wait()
-    time.sleep(3)
+    time.sleep(limit(3))  # longer than a rank may be silent, which grows likewise
     assert server.probe("/livez")[0] == 200
     os.kill(server.children()["rank1"], signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask, server)
         ended = end_of(server, 5.0)
         assert asked.result().status_code == 500
-    assert ended["message"] == "rank 1 has not answered for 2 s"
+    assert ended["message"] == f"rank 1 has not answered for {limit(2):g} s"
 
 
 def test_a_rank_that_stops_before_its_first_pulse_ends_the_pod(
@@ -152,7 +169,8 @@ def test_a_rank_that_stops_before_its_first_pulse_ends_the_pod(
     server = start(model=shared_model, gpus=2, limits={"stage": 3.0})
     wait_for(lambda: "rank1" in server.children())
     os.kill(server.children()["rank1"], signal.SIGSTOP)
-    pattern = r"no progress in state Loading for 3 s: (rank 0 and )?rank 1 ha(s|ve) sent no pulse"
+    pattern = rf"no progress in state Loading for {limit(3):.0f} s: "
+    pattern += r"(rank 0 and )?rank 1 ha(s|ve) sent no pulse"
     assert re.fullmatch(pattern, end_of(server, 15.0)["message"])
 
 

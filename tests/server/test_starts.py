@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from servers import SEARCHED, STRESS, Server
+from servers import SEARCHED, STRESS, Server, wait_for
+from waiting import limit
 
 from kvline_contract.launch import CapacityOptions, EngineOptions
 
@@ -38,8 +38,7 @@ def test_a_container_killed_whole_goes_on_with_the_next_attempt(
 ) -> None:
     """cgroup v2: every process dies at once; only the file on the emptyDir tells."""
     server = start(**SEARCHED)
-    while not [a for a in server_attempts(server) if a["number"] == 1]:
-        time.sleep(0.01)
+    wait_for(lambda: [a for a in server_attempts(server) if a["number"] == 1], every=0.01)
     target = server_attempts(server)[-1]["targetTokens"]
     children = server.children()
     for pid in (server.process.pid, *children.values()):
@@ -68,8 +67,7 @@ def test_a_start_stopped_while_probing_is_no_failed_attempt(
 ) -> None:
     """The next start on the same folder ended as killed for memory, for ever."""
     server = start(**SEARCHED)
-    while not server_attempts(server):
-        time.sleep(0.005)
+    wait_for(lambda: server_attempts(server), every=0.005)
     assert not server.sizing()["result"]
     server.process.send_signal(signal.SIGTERM)
     assert server.end(60) == 0
@@ -144,7 +142,7 @@ def test_weights_that_do_not_fit_are_diagnosed_before_the_kernel_kills(
 def test_a_volume_that_hangs_is_stalled(start: Callable[..., Server]) -> None:
     server = start(faults={"KVLINE_FAULT_COPY": "60"}, limits={"stage": 4.0})
     assert server.end(40) == 52
-    assert server.termination()["message"] == "no progress in state Loading for 4 s"
+    assert server.termination()["message"] == f"no progress in state Loading for {limit(4):.0f} s"
 
 
 def test_settings_the_model_cannot_have_end_with_the_field(start: Callable[..., Server]) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import shutil
 import ssl
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from servers import Server, serving
+from servers import Server, serving, wait_for
 
 from kvline_contract.launch import LaunchConfig
 from kvline_server.errors import ConfigInvalid, SecretMissing
@@ -92,10 +91,7 @@ def test_a_server_speaks_tls_alone_and_takes_a_renewed_certificate(
             assert list(stream.iter_lines())[-2] == "data: [DONE]"
         before = shown(secured.port)
         again = issue(tmp_path / "tls", "second")
-        end = time.monotonic() + 60
-        while shown(secured.port) == before:
-            assert time.monotonic() < end, secured.output()
-            time.sleep(0.2)
+        wait_for(lambda: shown(secured.port) != before, 60)
         # The connection that was open serves on; a new one has the new certificate.
         assert client.get(f"{secured.url}/v1/models").status_code == 200
     fresh = ssl.create_default_context(cafile=again)

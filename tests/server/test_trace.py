@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import httpx
 import pytest
 from collector import Collector, attributes, collecting
 from servers import Server, serving
+from waiting import eventually
 
 from kvline_contract import tracing
 
@@ -34,11 +34,10 @@ def traced(tiny_model: Path, tmp_path: Path, collector: Collector) -> Iterator[S
 
 
 def spans(collector: Collector, count: int) -> list[Any]:
-    end = time.monotonic() + 20
-    while len(collector.spans) < count:
-        assert time.monotonic() < end, [s.name for s in collector.spans]
-        time.sleep(0.05)
-    return list(collector.spans)
+    def all_of_them() -> list[Any]:
+        return list(collector.spans) if len(collector.spans) >= count else []
+
+    return list(eventually(all_of_them, 20, on="server"))
 
 
 @pytest.mark.parametrize("stream", [False, True])

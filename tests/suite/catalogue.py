@@ -6,8 +6,8 @@ row. A test names the ones it covers:
     @pytest.mark.fault("F10", shows="30 % of calls fail for 10 s; the service is there 30 s after")
 
 or by an id in its name or docstring, whose first sentence is then what it shows. `make test` writes
-docs/reliability.md; `python tests/catalogue.py` writes it from what the tests say of themselves and
-the last run's verdicts.
+docs/reliability.md; `python tests/suite/catalogue.py` writes it from what the tests say of
+themselves and the last run's verdicts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-FOLDER = ROOT / ".cache" / "faults"
+ROOT = Path(__file__).resolve().parents[2]
+CACHE = Path(os.environ.get("KVLINE_TEST_CACHE", ROOT / ".cache"))  # of what a run writes down
+FOLDER = CACHE / "faults"
+AGAIN = "again-"  # of a stage's name: a test that runs once more
 COMMIT = FOLDER / "commit"  # of the last whole run
 CATALOGUE = ROOT / "tests" / "catalogue.tsv"
 PAGE = ROOT / "docs" / "reliability.md"
@@ -53,15 +55,25 @@ def shown(item: Any) -> dict[str, str]:
     return found
 
 
+# What became of a test, each worse than the one before: of its parameters the worst counts. Late is
+# one that failed by a time limit alone, unstable one that was late and passed once more, alone.
+VERDICTS = ("not run", "passed", "unstable", "late", "failed")
+
+
 @dataclass
 class Seen:
-    """A test of one fault: what it shows, and whether it passed; None where it was not run."""
+    """A test of one fault: what it shows, and what became of it."""
 
     shows: str
-    passed: bool | None = None
+    verdict: str = "not run"
 
-    def add(self, passed: bool) -> None:
-        self.passed = passed and self.passed is not False
+    def add(self, verdict: str) -> None:
+        self.verdict = max(self.verdict, verdict, key=VERDICTS.index)
+
+    def again(self, verdict: str) -> None:
+        """What became of it when it ran once more."""
+        if self.verdict == "late":
+            self.verdict = "unstable" if verdict == "passed" else "failed"
 
 
 class Collector:
@@ -72,7 +84,7 @@ class Collector:
         self.seen: dict[str, dict[str, Seen]] = {}
 
     def _tests(self, item: Any) -> list[Seen]:
-        where = f"{Path(item.path).relative_to(ROOT / 'tests')}::{item.originalname}"
+        where = f"{os.path.relpath(item.path, ROOT / 'tests')}::{item.originalname}"
         return [
             self.seen.setdefault(fault, {}).setdefault(where, Seen(text))
             for fault, text in shown(item).items()
@@ -87,12 +99,12 @@ class Collector:
         if call.excinfo is not None and call.excinfo.errisinstance(_skipped()):
             return
         for test in self._tests(item):
-            test.add(call.excinfo is None)
+            test.add("passed" if call.excinfo is None else _failure(call.excinfo.value))
 
     def pytest_sessionfinish(self) -> None:
         FOLDER.mkdir(parents=True, exist_ok=True)
         plain = {
-            fault: {where: [test.shows, test.passed] for where, test in tests.items()}
+            fault: {where: [test.shows, test.verdict] for where, test in tests.items()}
             for fault, tests in self.seen.items()
         }
         (FOLDER / self.file).write_text(json.dumps(plain))
@@ -104,11 +116,15 @@ def _skipped() -> type[BaseException]:
     return pytest.skip.Exception
 
 
-def configure(config: Any) -> None:
-    """Called by conftest; only a run by stages collects."""
-    stage = os.environ.get("KVLINE_STAGE")
-    if stage:
-        config.pluginmanager.register(Collector(stage))
+def _failure(error: BaseException) -> str:
+    from results import is_late
+
+    return "late" if is_late(error) else "failed"
+
+
+def configure(config: Any, stage: str) -> None:
+    """Called by conftest."""
+    config.pluginmanager.register(Collector(stage))
 
 
 @dataclass
@@ -119,19 +135,22 @@ class Row:
     fault: str
     wanted: str = ""
     measured: str = ""  # by which command, outside `make test`
-    tests: dict[str, Seen] = field(default_factory=dict)
+    tests: dict[str, Seen] = field(default_factory=dict, init=False)
 
     def verdict(self) -> str:
         if not self.tests:
             return f"measured by {self.measured}" if self.measured else "**not tested**"
-        failed = sorted(name for name, test in self.tests.items() if test.passed is False)
-        if failed:
+        if failed := self.those("failed", "late"):
             return f"**FAILED**: {', '.join(failed)}"
-        ran = [test for test in self.tests.values() if test.passed]
-        if not ran:
+        if unstable := self.those("unstable"):
+            return f"unstable: {', '.join(unstable)}"
+        rest = self.those("not run")
+        if len(rest) == len(self.tests):
             return "not run"
-        rest = len(self.tests) - len(ran)
-        return f"passed ({rest} not run)" if rest else "passed"
+        return f"passed ({len(rest)} not run)" if rest else "passed"
+
+    def those(self, *verdicts: str) -> list[str]:
+        return sorted(name for name, test in self.tests.items() if test.verdict in verdicts)
 
     def line(self) -> str:
         files = sorted({name.partition("::")[0] for name in self.tests})
@@ -148,13 +167,17 @@ def rows() -> dict[str, Row]:
 
 
 def collected(rows: dict[str, Row]) -> dict[str, Row]:
-    """With what the runs of all stages wrote down. Raises KeyError for an id that is not listed."""
-    for file in sorted(FOLDER.glob("*.json")):
+    """With what the runs of all stages wrote down, and then those of single tests that ran once
+    more. Raises KeyError for an id that is not listed."""
+    files = sorted(FOLDER.glob("*.json"), key=lambda file: file.name.startswith(AGAIN))
+    for file in files:
         for fault, tests in json.loads(file.read_text()).items():
-            for where, (shows, passed) in tests.items():
+            for where, (shows, verdict) in tests.items():
                 test = rows[fault].tests.setdefault(where, Seen(shows))
-                if passed is not None:
-                    test.add(passed)
+                if not file.name.startswith(AGAIN):
+                    test.add(verdict)
+                elif verdict != "not run":
+                    test.again(verdict)
     return rows
 
 

@@ -1,0 +1,45 @@
+"""How fast this machine is just now: the time of a known load on all its cores.
+
+python tests/suite/speed.py prints it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+
+# Seconds that the load takes on the machine of docs/testing.md, with nothing beside it.
+USUAL_SECONDS = 2.0
+MOST = 8.0  # no limit grows further
+ROUNDS = 96
+
+
+def load() -> None:
+    """Arithmetic, memory and starts of processes, as tests are made of."""
+    block = bytes(1 << 20)
+    for _ in range(ROUNDS):
+        total = 0
+        for number in range(150_000):
+            total += number * number % 7
+        hashlib.sha256(block + str(total).encode()).digest()
+        subprocess.run([sys.executable, "-S", "-c", "pass"], check=True)
+
+
+def slowness() -> float:
+    """How many times slower than usual this machine is, at least 1."""
+    began = time.monotonic()
+    command = [sys.executable, __file__, "load"]
+    running = [subprocess.Popen(command) for _ in range(os.cpu_count() or 1)]
+    for process in running:
+        process.wait()
+    return min(MOST, max(1.0, (time.monotonic() - began) / USUAL_SECONDS))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["load"]:
+        load()
+    else:
+        print(f"{slowness():.2f}")
