@@ -29,10 +29,13 @@ def pytest_configure(config: Any) -> None:
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     """A test's limit is as much longer as this machine is slower."""
-    if not config.pluginmanager.hasplugin("timeout"):
+    if not config.pluginmanager.hasplugin("timeout") or config.getoption("timeout") is not None:
         return
     usual = float(config.getini("timeout"))
     for item in items:
         mark = item.get_closest_marker("timeout")
-        seconds = float(mark.args[0]) if mark is not None else usual
-        item.add_marker(pytest.mark.timeout(waiting.limit(seconds)), append=False)
+        seconds, more = usual, {}
+        if mark is not None:
+            more = dict(mark.kwargs)
+            seconds = float(mark.args[0] if mark.args else more.pop("timeout"))
+        item.add_marker(pytest.mark.timeout(waiting.limit(seconds), **more), append=False)

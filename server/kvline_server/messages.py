@@ -98,7 +98,8 @@ class EdgeBeat(msgspec.Struct, tag="edge", array_like=True):
     ready: bool
     active: int
     connected: bool = False  # to the engine
-    unanswered: int = 0  # connections whose answer is not complete, or not sent to its end
+    # Connections whose answer is not complete, or not sent to its end; 0 while the engine runs.
+    unanswered: int = 0
     received: int = 0
     finished: int = 0
     refused: int = 0

@@ -46,6 +46,8 @@ def test_a_row_whose_test_was_late_is_unstable_or_failed_and_never_not_run(
     assert "FAILED" in verdict(process="late")
     assert verdict(again_0="passed") == "unstable: a.py::one"
     assert "FAILED" in verdict(again_0="late"), "late once more"
+    assert "FAILED" in verdict(again_0="passed", again_1="late"), "another parameter late again"
+    (tmp_path / "again-1.json").unlink()
     assert "FAILED" in verdict(again_0="passed", unit="failed"), "another parameter failed"
 
 

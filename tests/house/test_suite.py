@@ -54,7 +54,7 @@ def test_hangs():
     time.sleep(5)
 
 def test_a_client_s_timeout():
-    raise ExceptionGroup("all", [httpx.ReadTimeout("late"), TimeoutError()])
+    raise ExceptionGroup("all", [httpx.ConnectTimeout("late"), TimeoutError()])
 
 def test_wrong():
     assert 1 == 2
@@ -65,6 +65,15 @@ def test_one_of_two_is_wrong():
 def test_late_and_then_a_traceback(ends_badly):
     eventually(lambda: None, 0.01)
 
+def test_wrong_and_then_late():
+    try:
+        assert 1 == 2
+    finally:
+        eventually(lambda: None, 0.01)
+
+def test_a_lost_request():
+    raise httpx.ReadTimeout("never answered")
+
 def test_out_of_tests(): pytest.skip("no")
 """
 
@@ -74,7 +83,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a suite whose results stay there."""
     monkeypatch.setenv("KVLINE_TEST_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(results, "FOLDER", tmp_path / "cache" / "test-run")
-    monkeypatch.setattr(speed, "slowness", lambda: 1.0)
+    monkeypatch.setattr(speed, "slowness", lambda nice: 1.0)
     monkeypatch.setattr(stages, "ROOT", tmp_path)
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "pytest.ini").write_text("[pytest]\ntimeout = 120\n")
@@ -99,6 +108,8 @@ def test_only_what_failed_by_a_limit_alone_is_late(folder: Path, workers: tuple[
         "wrong": "failed",
         "one_of_two_is_wrong": "failed",
         "late_and_then_a_traceback": "failed",
+        "wrong_and_then_late": "failed",
+        "a_lost_request": "failed",
         "out_of_tests": "skipped",
     }
     assert "NotInTime" in found["late"].output and "1 == 2" in found["wrong"].output
@@ -110,7 +121,7 @@ def test_a_late_test_that_passes_alone_is_unstable_and_one_that_does_not_has_fai
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     suite: Any = importlib.import_module("suite.__main__")
-    made = stage("-k", "good or (late and not traceback)")
+    made = stage("-k", "good or (late and not traceback and not wrong)")
     monkeypatch.setitem(suite.STAGES, "tried", made)
     run = suite.Run(["tried"], stages=[stages.run(made)])
     (folder / "again").touch()
@@ -121,10 +132,24 @@ def test_a_late_test_that_passes_alone_is_unstable_and_one_that_does_not_has_fai
     monkeypatch.setattr(suite.summary, "FILE", folder / "test-run.json")
     assert suite.close(run) == 1
     output = capsys.readouterr().out
-    assert "UNSTABLE" in output and "took 0.1 s" in output and output.endswith("0 skipped\n")
+    assert (
+        "-- and the second time:\n" in output
+        and "UNSTABLE" in output
+        and "took 0.1 s" in output
+        and output.endswith("0 skipped\n")
+    )
     kept: dict[str, Any] = json.loads((folder / "test-run.json").read_text())
     assert [name.partition("::")[2] for name in kept["unstable"]] == ["test_late_once"]
     assert kept["stages"]["tried"]["late"] == 2 and set(kept) >= {"commit", "dirty", "seconds"}
+
+
+def test_a_file_that_cannot_be_collected_is_red_beside_late_tests(folder: Path) -> None:
+    (folder / "test_other.py").write_text("import nothing_of_that_name\n")
+    ran = stages.run(stage("-n", "2", "-k", "late_once"))
+    assert ran.tests["test_other.py"].outcome == "failed"
+    for code, outcome, why in ((1, "late", ""), (2, "late", "code 2"), (-9, "failed", "code -9")):
+        found = stages.Ran("tried", code=code, tests={"t": results.Test(outcome)})
+        assert why in found.broken() and bool(why) == bool(found.broken())
 
 
 TABLE = "# Unstable\n\n| test | what it waits for | since |\n|---|---|---|\n"
@@ -154,6 +179,10 @@ def test_the_list_of_unstable_tests_can_be_read() -> None:
 def test_limits_grow_with_the_slowness_that_a_stage_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert speed.slowness() >= 1.0
+    assert [speed.factor(n * speed.USUAL_SECONDS) for n in (0.5, 1.5, 100)] == [
+        1.0,
+        1.5,
+        speed.MOST,
+    ]
     monkeypatch.setenv(waiting.SLOWNESS, "2.5")
     assert waiting.limit(4) == 10

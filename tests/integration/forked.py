@@ -68,7 +68,7 @@ class Source:
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         self._begun.acquire()
-        assert self._newest is not None
+        assert self._newest is not None, "the process that forks operators has ended"
         return self._newest
 
     def _read(self) -> None:
@@ -80,6 +80,8 @@ class Source:
             else:
                 self._made[pid] = self._newest = Forked(pid)
                 self._begun.release()
+        self._newest = None
+        self._begun.release()
 
 
 @cache

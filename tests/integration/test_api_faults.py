@@ -91,8 +91,9 @@ def test_watches_that_are_gone_are_opened_anew(
     until(lambda: proxy.ended >= 3)  # of each kind
     proxy.gone = 0
     until(lambda: proxy.opened >= opened + proxy.ended)
-    space.kubectl("delete", "serviceaccount", "chat")
-    until(lambda: space.get("serviceaccount", "chat"))
+    for kind in ("serviceaccount", "pdb"):
+        space.kubectl("delete", kind, "chat")
+        until(lambda kind=kind: space.get(kind, "chat"))
 
 
 @pytest.mark.fault(

@@ -110,7 +110,10 @@ def takes_over(
     try:
         return service.until(is_same)
     except NotInTime as error:
-        raise NotInTime(f"{error}\n{seen[0]}\nis to be\n{same}") from None
+        text = f"{error}\n{seen[0]}\nis to be\n{same}"
+        status = (space.get("kvl", "chat") or {}).get("status") or {}
+        late = status.get("observedGeneration") != generation
+        raise (NotInTime if late else AssertionError)(text) from None
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,6 @@ def test_kernels_are_made_without_a_compiler_and_found_again(
 
 
 @pytest.mark.kernels
-@pytest.mark.kernels
 @pytest.mark.parametrize("kernel", ["score", "draw", *cubins.CHAINED])
 def test_a_kernel_that_starts_early_waits_before_it_reads(
     kernel: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -311,6 +310,7 @@ for normed in (0, 1):
 """
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     "script",
     [SCORE, DRAW, ONE_ROW, LL, WRITE_FP8],

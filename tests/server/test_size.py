@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -24,6 +25,24 @@ def size(folder: Path, *words: str, check: bool = True) -> subprocess.CompletedP
 
 def stages(report: dict[str, Any]) -> set[str]:
     return {stage["name"].split()[0] for stage in report["stages"]}
+
+
+def test_a_size_is_the_same_beside_processes_that_end(tiny_model: Path) -> None:
+    """One that ended marked all pages of torch as referenced, also for those that go on: a start
+    beside it measured half of its KV cache."""
+
+    def tokens() -> int:
+        return int(json.loads(size(tiny_model, "--json").stdout)["result"]["kvTokens"])
+
+    alone = tokens()
+    loop = f"while :; do {sys.executable} -c 'import torch'; done"
+    others = subprocess.Popen(["sh", "-c", loop], start_new_session=True)
+    try:
+        beside = [tokens() for _ in range(2)]
+    finally:
+        os.killpg(others.pid, signal.SIGKILL)
+        others.wait()
+    assert min(beside) > 0.95 * alone, (alone, beside)
 
 
 def test_a_recorded_size_is_validated_and_not_searched(tiny_model: Path, tmp_path: Path) -> None:

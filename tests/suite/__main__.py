@@ -1,4 +1,4 @@
-"""make test: check, unit, process, integration, end-to-end. Ends with a table of where the time
+"""make test: check, and then two lanes of stages side by side. Ends with a table of where the time
 went, and one line of what passed, failed and was skipped, with the reason of each skip above it.
 
 What the clusters are made of is built meanwhile, at the lowest priority. A test that failed by a
@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -27,7 +28,7 @@ from summary import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 # Stages side by side: what waits runs beside what computes.
-LANES = (("unit", "process", "integration"), ("kernels", "e2e"))
+LANES = (("unit", "process", "integration", "kernels"), ("e2e",))
 MOST_AGAIN = 6  # tests that run once more; with more late ones the run is red all the same
 
 
@@ -68,10 +69,7 @@ def one_after_the_other(
 ) -> None:
     for stage in lane:
         if stage.clustered and building is not None and building.returncode is None:
-            began = time.monotonic()
-            if built(building):
-                run.faults.append("what the clusters are made of could not be built")
-            run.build_seconds = time.monotonic() - began
+            await_build(building, run)
         run.stages.append(stages.run(stage))
 
 
@@ -91,13 +89,22 @@ def build() -> subprocess.Popen[str] | None:
     )
 
 
-def built(building: subprocess.Popen[str]) -> int:
-    """Waits for the build, and shows what it has done and does. -> its exit code"""
-    say("== what the clusters are made of")
-    assert building.stdout is not None
-    for line in building.stdout:
-        say(line.rstrip())
-    return building.wait()
+_awaiting = threading.Lock()  # both lanes may
+
+
+def await_build(building: subprocess.Popen[str], run: Run) -> None:
+    """Waits for the build, and shows what it has done and does."""
+    with _awaiting:
+        if building.returncode is not None:
+            return
+        began = time.monotonic()
+        say("== what the clusters are made of")
+        assert building.stdout is not None
+        for line in building.stdout:
+            say(line.rstrip())
+        if building.wait():
+            run.faults.append("what the clusters are made of could not be built")
+        run.build_seconds = time.monotonic() - began
 
 
 def try_again(run: Run) -> None:
@@ -119,10 +126,18 @@ def try_again(run: Run) -> None:
             run.late.append(name)
 
 
+def known_unstable(run: Run) -> list[unstable.Listed]:
+    try:
+        return unstable.listed(unstable.PAGE.read_text())
+    except ValueError as error:
+        run.faults.append(str(error))
+        return []
+
+
 def close(run: Run) -> int:
     """Says what became of the run, and writes it down. -> the exit code"""
     run.faults += [text for stage in run.stages if (text := stage.broken())]
-    known = unstable.listed(unstable.PAGE.read_text())
+    known = known_unstable(run)
     run.faults += unstable.faults(list(run.unstable), known, datetime.now(UTC).date())
     summary.write(run)
     say(summary.table(run))

@@ -72,8 +72,10 @@ class Seen:
 
     def again(self, verdict: str) -> None:
         """What became of it when it ran once more."""
-        if self.verdict == "late":
-            self.verdict = "unstable" if verdict == "passed" else "failed"
+        if verdict != "passed":  # of another parameter, it may be
+            self.verdict = "failed"
+        elif self.verdict == "late":
+            self.verdict = "unstable"
 
 
 class Collector:

@@ -6,8 +6,8 @@ what they know to their reports; the process that collects the reports writes.
 
 from __future__ import annotations
 
+import asyncio
 import json
-import queue
 import subprocess
 import time
 from collections import defaultdict
@@ -16,20 +16,24 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import catalogue
+import httpcore
 import httpx
 import pytest
 import waiting
 
 FOLDER = catalogue.CACHE / "test-run"
 NOTE = "kvline"  # of a report: what a worker knows of the phase
-# What says that a limit has passed, and nothing else.
+# What says that a limit has passed, and nothing else. An answer that never comes is not among them:
+# it is a lost request.
 LATE: tuple[type[BaseException], ...] = (
     waiting.NotInTime,
     TimeoutError,
     subprocess.TimeoutExpired,
-    httpx.TimeoutException,
-    queue.Empty,
+    httpx.ConnectTimeout,
+    httpx.PoolTimeout,
 )
+# What libraries raise such an error from.
+BEHIND = (OSError, asyncio.CancelledError, httpcore.TimeoutException)
 SHOWN = 0.05  # seconds of a fixture
 
 
@@ -64,11 +68,19 @@ class Test:
 
 
 def is_late(error: BaseException) -> bool:
-    """Whether it says that a limit has passed, and nothing else."""
+    """Whether it says that a limit has passed, and nothing else: neither does what was already
+    wrong when it was raised."""
     if isinstance(error, BaseExceptionGroup):
-        return all(map(is_late, error.exceptions))
-    if isinstance(error, pytest.fail.Exception):
-        return str(error).startswith("Timeout (>")  # of pytest-timeout
+        late = all(map(is_late, error.exceptions))
+    elif isinstance(error, pytest.fail.Exception):
+        late = str(error).startswith("Timeout (>")  # of pytest-timeout
+    else:
+        late = _says_late(error)
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return late and (before is None or isinstance(before, BEHIND) or is_late(before))
+
+
+def _says_late(error: BaseException) -> bool:
     from errors import NotWithin  # of the clusters, whose folder only tests have on their path
 
     return isinstance(error, (*LATE, NotWithin))
@@ -100,6 +112,11 @@ class Results:
             note["late"] = is_late(call.excinfo.value)
         report.user_properties = [*report.user_properties, (NOTE, note)]
         return report
+
+    def pytest_collectreport(self, report: Any) -> None:
+        """A file that cannot be collected is a test that has failed."""
+        if report.failed:
+            self.tests[report.nodeid] = Test("failed", output=report.longreprtext)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         self.tests.setdefault(report.nodeid, Test()).add(report)

@@ -28,14 +28,19 @@ def load() -> None:
         subprocess.run([sys.executable, "-S", "-c", "pass"], check=True)
 
 
-def slowness() -> float:
-    """How many times slower than usual this machine is, at least 1."""
+def slowness(nice: int = 0) -> float:
+    """How many times slower than usual this machine is for a process of that priority, at least
+    1."""
     began = time.monotonic()
-    command = [sys.executable, __file__, "load"]
+    command = ["nice", "-n", str(nice), sys.executable, __file__, "load"]
     running = [subprocess.Popen(command) for _ in range(os.cpu_count() or 1)]
     for process in running:
         process.wait()
-    return min(MOST, max(1.0, (time.monotonic() - began) / USUAL_SECONDS))
+    return factor(time.monotonic() - began)
+
+
+def factor(seconds: float) -> float:
+    return min(MOST, max(1.0, seconds / USUAL_SECONDS))
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ _waiting = False
 def spent(on: str) -> Iterator[None]:
     """Counts the time of the block as waited for one of KINDS, unless an outer block counts it."""
     global _waiting
+    assert on in KINDS, on
     if _waiting or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -198,7 +198,7 @@ class Edge:
         beat = EdgeBeat(
             ready=self.server.started,
             connected=self.client.connected,
-            unanswered=self.connections.unanswered(),
+            unanswered=self.connections.unanswered() if self.client.lost.is_set() else 0,
             latencies=self.client.latencies,
             **{name: getattr(self.service.admission, name) for name in COUNTS},
         )

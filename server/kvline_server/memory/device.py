@@ -101,7 +101,7 @@ class CpuDevice:
 
     def peak(self) -> int:
         """Highest anonymous memory since the reset; file pages can be dropped and do not count."""
-        return max(self.steps.highest or _peak(_status("self")), self.now())
+        return max(self.steps.highest or _peak(_status("self"), self.steps.files), self.now())
 
     def reset_peak(self) -> None:
         self.steps.highest, self.steps.least = 0, UNLIMITED
@@ -112,7 +112,7 @@ class CpuDevice:
         may have dropped some since the peak, which would count as memory of the step."""
         status, steps = _status("self"), self.steps
         known = status["RssFile"] >= steps.files - DROPPED
-        steps.least = min(steps.least, _peak(status))
+        steps.least = min(steps.least, _peak(status, steps.files))
         if known or not again:
             steps.highest, steps.least = max(steps.highest, steps.least), UNLIMITED
         self._begin_step()
@@ -147,9 +147,10 @@ class CpuDevice:
             memory.close()
 
 
-def _peak(status: dict[str, int]) -> int:
-    """Of anonymous memory since VmHWM was cleared, where file pages are as many as then."""
-    return status["VmHWM"] - status["RssFile"]
+def _peak(status: dict[str, int], files: int) -> int:
+    """What anonymous memory was at most since VmHWM was cleared, when file pages were so many: they
+    may have become more or fewer since."""
+    return status["VmHWM"] - min(status["RssFile"], files)
 
 
 def cpu_device(memory: int | None, root: int, ranks: int = 1) -> CpuDevice:

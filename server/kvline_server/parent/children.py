@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,7 @@ from kvline_server.options import (
 )
 
 BACKLOG = 1024
-LAST_WORDS_SECONDS = 3.0
+STREAM_SECONDS = 3.0  # until the control socket of a child that has ended is at its end
 
 # The engine's heap is never trimmed, so that small blocks need no new memory from the kernel after
 # Ready. Blocks of 2 MiB and more are mapped for each use: on the heap they would leave gaps that
@@ -69,10 +70,11 @@ class Child:
 
         threading.Thread(target=read, daemon=True).start()
 
-    def hear_last_words(self) -> None:
+    def hear_last_words(self, until: float | None = None) -> None:
         """Waits until each message of a followed child that has ended is handled. What it started
-        itself may keep its socket open, so not for long."""
-        self._heard.wait(LAST_WORDS_SECONDS)
+        itself may keep its socket open, so not for long; at most `until`, by time.monotonic."""
+        end = time.monotonic() + STREAM_SECONDS if until is None else until
+        self._heard.wait(max(0.0, end - time.monotonic()))
 
     def kill(self) -> None:
         if self.process.poll() is None:
