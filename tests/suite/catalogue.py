@@ -171,7 +171,7 @@ def rows() -> dict[str, Row]:
 def collected(rows: dict[str, Row]) -> dict[str, Row]:
     """With what the runs of all stages wrote down, and then those of single tests that ran once
     more. Raises KeyError for an id that is not listed."""
-    files = sorted(FOLDER.glob("*.json"), key=lambda file: file.name.startswith(AGAIN))
+    files = sorted(FOLDER.glob("*.json"), key=lambda file: (file.name.startswith(AGAIN), file.name))
     for file in files:
         for fault, tests in json.loads(file.read_text()).items():
             for where, (shows, verdict) in tests.items():
