@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from kvline_server.options import (
 )
 
 BACKLOG = 1024
-STREAM_SECONDS = 3.0  # until the control socket of a child that has ended is at its end
+STREAM_SECONDS = 3.0  # until the control sockets of children that have ended are at their end
 
 # The engine's heap is never trimmed, so that small blocks need no new memory from the kernel after
 # Ready. Blocks of 2 MiB and more are mapped for each use: on the heap they would leave gaps that
@@ -50,7 +50,7 @@ class Child:
     channel: Channel
     # HTTP: receives the engine's socket. Rank 0: the HTTP ends of its sockets.
     others: list[socket.socket]
-    _heard: threading.Event = field(default_factory=threading.Event)  # all that it ever sent
+    heard: threading.Event = field(default_factory=threading.Event)  # all that it ever sent
 
     def tell(self, message: Message) -> None:
         """Sends, unless it has ended, which the parent sees for itself."""
@@ -66,15 +66,9 @@ class Child:
                     for message in self.channel.receive():
                         handle(message)
             finally:
-                self._heard.set()
+                self.heard.set()
 
         threading.Thread(target=read, daemon=True).start()
-
-    def hear_last_words(self, until: float | None = None) -> None:
-        """Waits until each message of a followed child that has ended is handled. What it started
-        itself may keep its socket open, so not for long; at most `until`, by time.monotonic."""
-        end = time.monotonic() + STREAM_SECONDS if until is None else until
-        self._heard.wait(max(0.0, end - time.monotonic()))
 
     def kill(self) -> None:
         if self.process.poll() is None:
@@ -85,6 +79,14 @@ class Child:
         """Passes the HTTP process its socket to the engine, and closes it here."""
         with contextlib.suppress(OSError), engine:
             socket.send_fds(self.others[0], [b"e"], [engine.fileno()])
+
+
+def hear_last_words(children: Iterable[Child]) -> None:
+    """Waits until each message of followed children that have ended is handled. What they started
+    themselves may keep a socket open, so not for long."""
+    end = time.monotonic() + STREAM_SECONDS
+    for child in children:
+        child.heard.wait(max(0.0, end - time.monotonic()))
 
 
 def listen(host: str, port: int, processes: int) -> list[socket.socket]:

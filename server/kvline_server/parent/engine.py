@@ -17,7 +17,7 @@ from kvline_contract.exits import ExitCode
 from kvline_contract.report import Termination
 from kvline_server.messages import Message, Progress, Pulse, StepFailed
 from kvline_server.options import Options
-from kvline_server.parent.children import STREAM_SECONDS, Child, start_engine
+from kvline_server.parent.children import Child, hear_last_words, start_engine
 
 FOLDER = "ranks-"
 LOST = int(ExitCode.RANK_LOST)
@@ -135,11 +135,8 @@ class EngineProcesses:
         codes = {rank: child.process.poll() for rank, child in enumerate(self.ranks)}
         for child in self.ranks:
             child.process.kill()
-        end = time.monotonic() + STREAM_SECONDS
-        for rank, code in codes.items():
-            if code is not None:
-                self.ranks[rank].hear_last_words(end)
         ended = {rank: code for rank, code in codes.items() if code is not None}
+        hear_last_words(self.ranks[rank] for rank in ended)
         return End(len(self.ranks), ended, tuple(self._reported), self._step_failed, silent)
 
     def _wait_for_reason(self) -> None:

@@ -26,7 +26,6 @@ def together(edges: list[EdgeBeat]) -> EdgeBeat:
     return EdgeBeat(
         ready=all(edge.ready for edge in edges),
         connected=all(edge.connected for edge in edges),
-        unanswered=sum(edge.unanswered for edge in edges),
         latencies=total(edge.latencies for edge in edges),
         **{name: sum(getattr(edge, name) for edge in edges) for name in COUNTS},
     )

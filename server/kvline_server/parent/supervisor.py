@@ -34,7 +34,7 @@ from kvline_server.messages import (
     Serve,
 )
 from kvline_server.options import LARGE_HOST, ClientLimits, Options
-from kvline_server.parent.children import Child, listen, start_http
+from kvline_server.parent.children import Child, hear_last_words, listen, start_http
 from kvline_server.parent.cpus import cpus, http_processes
 from kvline_server.parent.engine import End, EngineProcesses, signal_name
 from kvline_server.parent.health import Health
@@ -119,8 +119,7 @@ class Supervisor:
             self.health.on_http_drained(index)
         if len(ended) == len(self.http):
             self._end_engine()
-            for child in self.http:
-                child.hear_last_words()  # what it counted
+            hear_last_words(self.http)  # what they counted
             return True
         return self.stop_now or drain.is_over()
 
@@ -235,9 +234,9 @@ class Supervisor:
 
     def _failure(self) -> Termination | None:
         """Why the pod must end, if it must. Restarts an engine that was killed while sizing."""
-        ended = [child for child in self.http if child.process.poll() is not None]
+        ended = [self.http[index] for index in self._ended_http()]
         if ended and not self.health.draining:
-            ended[0].hear_last_words()
+            hear_last_words(ended)
             return self.keeper.report.failure or self._died("HTTP", ended[0].process.returncode)
         engine, limit = self.engine, self.options.limits.rank
         if engine is None:
