@@ -1,7 +1,7 @@
 # Two words matter: demo and test. Each does all its own set-up.
 PYTHON ?= python3
 VENV_PYTHON := .venv/bin/python
-# Where it is set, each process compiles all that it imports anew: half of a test run.
+# Where it is set, each process compiles all that it imports anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo demo-down images test test-gpu demo-gpu demo-gpu-down demo-gpu-rehearsal gpu-node image-check kernels cubins check unit kernels-test process integration e2e recipes env bench scale soak-rollout plot api manifests lock clean

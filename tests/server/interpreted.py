@@ -58,7 +58,7 @@ def launcher(kernels: ModuleType) -> Callable[..., None]:
 
 
 def quicken() -> None:
-    """Takes out what the interpreter does anew for each operation, a quarter of its time: it looks
+    """Takes out what the interpreter does anew for each operation: it looks
     for what to replace in Triton's modules at each call of a function of the language, and lists
     all types for each that it translates."""
     from triton import language

@@ -35,11 +35,12 @@ MOST_AGAIN = 6  # tests that run once more; with more late ones the run is red a
 def main(wanted: list[str]) -> int:
     # A shell's background jobs ignore it, and so would the programs that tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    began, run = time.monotonic(), Run(wanted)
+    began, run = time.monotonic(), Run(wanted, commit=catalogue.commit())
     lanes = plan(wanted)
-    clustered = any(stage.clustered for lane in lanes for stage in lane)
-    run.cached = is_built()
-    building = build() if clustered else None
+    building = None
+    if any(stage.clustered for lane in lanes for stage in lane):
+        run.cached = is_built()
+        building = build()
     results.clear()
     if not wanted:
         catalogue.clear()
@@ -68,7 +69,7 @@ def one_after_the_other(
     lane: list[Stage], building: subprocess.Popen[str] | None, run: Run
 ) -> None:
     for stage in lane:
-        if stage.clustered and building is not None and building.returncode is None:
+        if stage.clustered and building is not None:
             await_build(building, run)
         run.stages.append(stages.run(stage))
 

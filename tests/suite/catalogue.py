@@ -183,24 +183,29 @@ def collected(rows: dict[str, Row]) -> dict[str, Row]:
     return rows
 
 
+def commit() -> str:
+    """Of the tree, with -dirty where tracked files differ from it."""
+    words = ["git", "describe", "--always", "--dirty"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
 def clear() -> None:
     """Before a whole run: what an older one wrote is of tests that may be gone."""
     for file in FOLDER.glob("*.json"):
         file.unlink()
     FOLDER.mkdir(parents=True, exist_ok=True)
-    words = ["git", "describe", "--always", "--dirty"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    COMMIT.write_text(done.stdout.strip() or "unknown")
+    COMMIT.write_text(commit())
 
 
 def table(rows: dict[str, Row]) -> list[str]:
     day = datetime.now(UTC).strftime("%Y-%m-%d")
     untested = [row.id for row in rows.values() if not row.tests and not row.measured]
-    commit = COMMIT.read_text() if COMMIT.is_file() else "unknown"
+    whole = COMMIT.read_text() if COMMIT.is_file() else "unknown"
     idle = [row.id for row in rows.values() if row.verdict() == "not run"]
     return [
         f"Written {day}: {len(rows)} rows, {len(rows) - len(untested)} with a test or a figure. "
-        f"The last whole run was of commit {commit}.",
+        f"The last whole run was of commit {whole}.",
         f"Not tested: {', '.join(untested) or 'none'}. "
         f"With a test that the last run left out: {', '.join(idle) or 'none'}.",
         "",

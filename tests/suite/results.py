@@ -45,7 +45,6 @@ class Test:
 
     outcome: str = "passed"
     seconds: float = 0.0
-    phases: dict[str, float] = field(default_factory=dict)
     waited: dict[str, float] = field(default_factory=dict)  # by waiting.KINDS
     fixtures: dict[str, float] = field(default_factory=dict)  # made by this test, not found
     output: str = ""  # of a failure
@@ -54,7 +53,6 @@ class Test:
         """A phase of it."""
         note = dict(report.user_properties).get(NOTE, {})
         self.seconds += report.duration
-        self.phases[report.when] = round(report.duration, 3)
         for kind, seconds in note.get("waited", {}).items():
             self.waited[kind] = self.waited.get(kind, 0.0) + seconds
         self.fixtures |= note.get("fixtures", {})

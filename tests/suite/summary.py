@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
-import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +12,14 @@ from results import Test
 from stages import Ran
 from waiting import KINDS
 
+from kvline_contract.times import now
+
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "build" / "test-run.json"
 FILES, FIXTURES = 20, 12  # lines of the table; the file has all
 # What is no wait: the test computes, or programs do that it has started.
 REST = "compute"
+DIRTY = "-dirty"  # behind a commit that the tree differs from
 
 
 @dataclass
@@ -28,6 +27,7 @@ class Run:
     """A whole run, or one of some stages."""
 
     wanted: list[str]
+    commit: str = "unknown"  # of the tree as the run began
     checks: dict[str, bool] = field(default_factory=dict)
     check_seconds: float = 0.0
     build_seconds: float = 0.0  # that stages waited for what clusters are made of
@@ -88,9 +88,9 @@ def by_fixture(tests: Iterable[Test]) -> dict[str, tuple[int, float]]:
 
 def document(run: Run) -> dict[str, Any]:
     return {
-        **tree(),
-        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "machine": {"cores": os.cpu_count(), "cpu": processor()},
+        "commit": run.commit.removesuffix(DIRTY),
+        "dirty": run.commit.endswith(DIRTY),
+        "date": now(),
         "stages_wanted": run.wanted,
         "seconds": round(run.seconds, 1),
         "check_seconds": round(run.check_seconds, 1),
@@ -132,27 +132,6 @@ def failures(run: Run) -> list[str]:
         if test.outcome == "failed"
     ]
     return [*wrong, *run.late, *(name for name, good in run.checks.items() if not good)]
-
-
-def tree() -> dict[str, Any]:
-    """The commit, and whether files differ from it."""
-
-    def git(*words: str) -> str:
-        done = subprocess.run(
-            ["git", *words], cwd=ROOT, capture_output=True, text=True, check=False
-        )
-        return done.stdout.strip()
-
-    # The page that the run itself writes is no change.
-    changed = git("status", "--porcelain", "--", ".", ":!docs/reliability.md")
-    return {"commit": git("rev-parse", "--short", "HEAD") or "unknown", "dirty": bool(changed)}
-
-
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def table(run: Run) -> str:
