@@ -57,8 +57,7 @@ class StoryNode(LocalDemo):
 
     def images(self, say: Say) -> None:
         super().images(say)
-        image = build.inspect(build.image_name("operator"))
-        self.cluster.images.add(self.image_names()[NEXT], image.config, image.layers)
+        build.load_as(self.cluster.images, self.image_names()[NEXT], build.image_name("operator"))
 
     def image_names(self) -> dict[str, str]:
         names = super().image_names()

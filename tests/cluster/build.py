@@ -21,7 +21,7 @@ from typing import Any
 import lock
 import tools
 from errors import ClusterError
-from images import Layer
+from images import Images, Layer
 from paths import CACHE, ROOT
 
 Say = Callable[[str], None]
@@ -81,6 +81,21 @@ def build(say: Say, components: tuple[str, ...] = COMPONENTS, *extra: Path) -> l
     """The images, built where they are not in the store yet; `extra` files go into dist/."""
     with lock.held(STORE / "lock"):
         return _build_missing(say, components, extra)
+
+
+def load(images: Images, say: Say) -> None:
+    """Builds what is missing, and adds it to a cluster's images."""
+    # Under one lock: while buildah runs for another, hard links cannot leave the store.
+    with lock.held(STORE / "lock"):
+        for image in _build_missing(say, COMPONENTS, ()):
+            images.add(image.name, image.config, image.layers)
+
+
+def load_as(images: Images, name: str, built: str) -> None:
+    """Adds an image that is built already, by that name."""
+    with lock.held(STORE / "lock"):
+        image = inspect(built)
+        images.add(name, image.config, image.layers)
 
 
 def _build_missing(say: Say, components: tuple[str, ...], extra: tuple[Path, ...]) -> list[Built]:

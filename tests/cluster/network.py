@@ -22,7 +22,7 @@ BRIDGE = "kube0"
 # Networks of the clusters that the project starts.
 NAMES = (
     *("demo", "integration", "e2e", "bench", "integration-2", "integration-3"),
-    *("gpu", "e2e-gpu"),
+    *("gpu", "e2e-gpu", "e2e-2"),
 )
 LINKS = "198.51.100"  # documentation range TEST-NET-2; TEST-NET-1 was in use on a machine seen
 

@@ -17,12 +17,23 @@ FOLDERS = (Path(__file__).parent, ROOT / "tests" / "integration", ROOT / "tests"
 sys.path[:0] = [str(folder) for folder in FOLDERS]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest of this folder first, so that workers end together."""
+
+    def limit(item: pytest.Item) -> float:
+        mark = item.get_closest_marker("timeout")
+        return float(mark.args[0]) if mark and item.path.parent == Path(__file__).parent else 0.0
+
+    items.sort(key=limit, reverse=True)
+
+
 @pytest.fixture(scope="session")
 def space() -> Iterator[Any]:
     """A namespace in the tests' own cluster, which can run beside a demo."""
     if os.geteuid() != 0:
         pytest.skip("the local cluster needs root")
     from local import LocalCluster
+    from playground import own
     from support import up
 
     if os.environ.get("KVLINE_E2E_NODE") == "gpu":
@@ -30,7 +41,7 @@ def space() -> Iterator[Any]:
 
         cluster, made = unpacked.up("team")
     else:
-        cluster = LocalCluster("e2e")
+        cluster = LocalCluster(own("e2e"))
         made = up(cluster, "team")
     yield made
     cluster.down()

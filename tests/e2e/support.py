@@ -26,8 +26,7 @@ def up(cluster: Any, namespace: str, **values: str) -> Space:
     with spent("cluster"):
         cluster.down()
         cluster.up(print)
-    for image in build.build(print):
-        cluster.images.add(image.name, image.config, image.layers)
+    build.load(cluster.images, print)
     for name in ("kvline-system", namespace):
         cluster.kubectl("create", "namespace", name)
         cluster.kubectl("label", "namespace", name, RESTRICTED)

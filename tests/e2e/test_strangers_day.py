@@ -35,12 +35,20 @@ LONG = {
     **RANDOM,
     "engine": WIDTH,
     "capacity": {"kvTokens": 12288},
-    "resources": {"cpu": "250m", "memory": "2Gi"},  # its pace stays, whatever else runs
+    "resources": {"cpu": "250m", "memory": "2Gi"},
     "drainSeconds": 600,
+}
+# For the pod of the long stream alone. It has less than what it could take, so its pace stays,
+# whatever else runs.
+SLOW = {
+    "apiVersion": "v1",
+    "kind": "LimitRange",
+    "metadata": {"name": "slow"},
+    "spec": {"limits": [{"type": "Container", "default": {"cpu": "600m"}}]},
 }
 MOST = 8000  # tokens of the stream, which fit the context
 PATIENCE = 600  # seconds, as all services start at once
-STREAM = 260  # seconds, if nothing else ran
+STREAM = 240  # seconds: of the rollout, of the default drain, and to spare
 DEFAULT_DRAIN = PRE_STOP_SECONDS + DRAIN_SECONDS  # from a pod's deletion to the end of streams
 MODEL, MEMORY = RANDOM["model"], {"resources": {"memory": "2Gi"}}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -210,8 +218,9 @@ def two_operators(space: Any, cluster: Any) -> None:
 
 @contextmanager
 def long_stream(space: Any, cluster: Any) -> Iterator[subprocess.Popen[str]]:
-    """A client that reads one answer; its length is of the pace while nothing else runs."""
-    words = [sys.executable, CLIENT, "stream", address(space, "day"), "day", str(STREAM), str(MOST)]
+    """A client that reads one answer."""
+    seconds = str(limit(STREAM))
+    words = [sys.executable, CLIENT, "stream", address(space, "day"), "day", seconds, str(MOST)]
     command = cluster.network.command(words)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
         assert client.stdout is not None
@@ -231,9 +240,17 @@ def rollout(space: Any) -> float:
     return float(ends - drained["deletionGracePeriodSeconds"])
 
 
+def begin_slowly(space: Any) -> None:
+    """Only the first pod of the service is slow."""
+    space.kubectl("create", "-f", "-", input=json.dumps(SLOW))
+    space.apply("day", **LONG)
+    (pod,) = eventually(lambda: of(space, "day"), 60)
+    assert pod["spec"]["containers"][0]["resources"]["limits"]["cpu"] == "600m"
+    space.kubectl("delete", "limitrange", "slow")
+
+
 def day(space: Any, cluster: Any, streaming: Event) -> None:
     """What befalls a service while a client reads one long answer of it."""
-    space.apply("day", **LONG)
     wait(space, "day", "UpToDate", PATIENCE, status="True")
     with long_stream(space, cluster) as client:
         streaming.set()
@@ -308,6 +325,7 @@ def test_a_stranger_s_day(space: Any, cluster: Any, tmp_path: Path) -> None:
         mistakes(space)
         held_and_drained(space, cluster)
 
+    begin_slowly(space)
     with ThreadPoolExecutor(3) as pool:
         began = [
             pool.submit(day, space, cluster, streaming),

@@ -68,8 +68,7 @@ def predecessor(cluster: Any, tmp_path: Path) -> tuple[Path, dict[str, str]]:
         pytest.skip(f"this clone's history does not reach back to {earlier.COMMIT}")
     images = earlier.images(tmp_path)
     for name in images.values():
-        image = build.inspect(name)
-        cluster.images.add(image.name, image.config, image.layers)
+        build.load_as(cluster.images, name, name)
     return tmp_path, images
 
 

@@ -53,6 +53,13 @@ def test_late_once():
 def test_hangs():
     time.sleep(5)
 
+@pytest.mark.timeout(0.5)
+def test_hangs_while_nobody_listens():
+    try:
+        httpx.get("http://127.0.0.1:1")
+    except httpx.ConnectError:
+        time.sleep(5)
+
 def test_a_client_s_timeout():
     raise ExceptionGroup("all", [httpx.ConnectTimeout("late"), TimeoutError()])
 
@@ -83,7 +90,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a suite whose results stay there."""
     monkeypatch.setenv("KVLINE_TEST_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(results, "FOLDER", tmp_path / "cache" / "test-run")
-    monkeypatch.setattr(speed, "slowness", lambda nice: 1.0)
+    monkeypatch.setattr(speed, "slowness", lambda: 1.0)
     monkeypatch.setattr(stages, "ROOT", tmp_path)
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "pytest.ini").write_text("[pytest]\ntimeout = 120\n")
@@ -104,6 +111,7 @@ def test_only_what_failed_by_a_limit_alone_is_late(folder: Path, workers: tuple[
         "late": "late",
         "late_once": "late",
         "hangs": "late",
+        "hangs_while_nobody_listens": "late",
         "a_client_s_timeout": "late",
         "wrong": "failed",
         "one_of_two_is_wrong": "failed",

@@ -14,7 +14,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from playground import RESYNC, Node, Operator, Space, identity, worker
+from playground import RESYNC, Node, Operator, Space, identity, own
 from proxy import ACCOUNT, Proxy
 from rolling import Service
 from waiting import eventually, spent
@@ -27,8 +27,7 @@ def cluster() -> Iterator[Any]:
     import crd
     from local import LocalCluster
 
-    number = worker() + 1
-    made = LocalCluster("integration" + (f"-{number}" if number > 1 else ""), "control")
+    made = LocalCluster(own("integration"), "control")
     with spent("cluster"):
         made.down()
         made.up(print)

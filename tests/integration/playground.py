@@ -269,6 +269,11 @@ def worker() -> int:
     return int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 
 
+def own(name: str) -> str:
+    """The name of this worker's own cluster."""
+    return f"{name}-{worker() + 1}" if worker() else name
+
+
 def _container(**status: Any) -> dict[str, Any]:
     """The status of a pod's container."""
     known = {"name": "server", "ready": False, "restartCount": 0, "image": IMAGE, "imageID": "x"}

@@ -28,7 +28,7 @@ from summary import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 # Stages side by side: what waits runs beside what computes.
-LANES = (("unit", "process", "integration", "kernels"), ("e2e",))
+LANES = (("unit", "process", "integration"), ("e2e", "kernels"))
 MOST_AGAIN = 6  # tests that run once more; with more late ones the run is red all the same
 
 

@@ -32,8 +32,15 @@ LATE: tuple[type[BaseException], ...] = (
     httpx.ConnectTimeout,
     httpx.PoolTimeout,
 )
-# What libraries raise such an error from.
-BEHIND = (OSError, asyncio.CancelledError, httpcore.TimeoutException)
+# What libraries raise such an error from, and what is being handled while a test polls a server
+# that does not listen yet.
+BEHIND = (
+    OSError,
+    asyncio.CancelledError,
+    httpcore.TimeoutException,
+    httpcore.ConnectError,
+    httpx.ConnectError,
+)
 SHOWN = 0.05  # seconds of a fixture
 
 

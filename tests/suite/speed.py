@@ -28,11 +28,10 @@ def load() -> None:
         subprocess.run([sys.executable, "-S", "-c", "pass"], check=True)
 
 
-def slowness(nice: int = 0) -> float:
-    """How many times slower than usual this machine is for a process of that priority, at least
-    1."""
+def slowness() -> float:
+    """How many times slower than usual this machine is, at least 1."""
     began = time.monotonic()
-    command = ["nice", "-n", str(nice), sys.executable, __file__, "load"]
+    command = [sys.executable, __file__, "load"]
     running = [subprocess.Popen(command) for _ in range(os.cpu_count() or 1)]
     for process in running:
         process.wait()
