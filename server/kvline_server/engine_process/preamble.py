@@ -1,10 +1,12 @@
 """What the process of a rank does before it imports torch. Imports are a large part of its start,
-so a CUDA context is created beside them, and the garbage collector does not slow them down."""
+so a CUDA context is created beside them, and the garbage collector does not slow them down. What
+OpenMP reads of the environment it reads then."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -21,7 +23,11 @@ TRACING = "torch._meta_registrations"
 def importing(launch: LaunchConfig, rank: int) -> Iterator[None]:
     gc.disable()  # imports make many objects, hardly any of them garbage
     sys.modules[TRACING] = ModuleType(TRACING)
-    if launch.device is Device.CUDA:
+    if launch.device is Device.CPU:
+        # Threads that spin while they wait take the cores from those that they wait for, wherever
+        # a node's pods share them (decisions/038).
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    else:
         threading.Thread(target=create_context, args=(rank,), daemon=True).start()
     yield
     gc.freeze()  # what is imported stays: no later collection visits it
