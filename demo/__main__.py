@@ -1,7 +1,8 @@
 """make demo: from a bare machine to a model served with a validated KV budget.
 
 CLUSTER=local    a one-node Kubernetes of our own, in a network namespace (the default; root)
-CLUSTER=current  the cluster of your kubeconfig's context; needs REGISTRY= to push images to
+CLUSTER=current  the cluster of your kubeconfig's context; needs REGISTRY=, to push images to, or
+                 LOAD=, the command that takes a file of images into its nodes
 BASE=, BUILDER=  for that one: how images are built, as in publish.py
 """
 

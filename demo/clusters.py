@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -29,6 +30,8 @@ Say = Callable[[str], None]
 ROOT = Path(__file__).resolve().parents[1]
 PART_OF = "app.kubernetes.io/part-of"
 FILLED = "kvline.dev/demo-model"
+NODE = "kvline.dev/demo-node"
+HOSTNAME = "kubernetes.io/hostname"
 
 
 class Cluster(Protocol):
@@ -37,6 +40,7 @@ class Cluster(Protocol):
     def up(self, say: Say) -> None: ...
     def images(self, say: Say) -> None: ...
     def claim(self, say: Say) -> None: ...
+    def placement(self) -> dict[str, object]: ...
     def down(self) -> None: ...
     def image_names(self) -> dict[str, str]: ...
     def kubectl_command(self, *arguments: str) -> list[str]: ...
@@ -75,14 +79,16 @@ class LocalDemo:
         self.cluster.network.route_from_host()
 
     def images(self, say: Say) -> None:
-        for image in build.build(say):
-            self.cluster.images.add(image.name, image.config, image.layers)
+        build.load(self.cluster.images, say)
 
     def image_names(self) -> dict[str, str]:
         return {c: build.image_name(c) for c in build.COMPONENTS}
 
     def claim(self, say: Say) -> None:
         self.cluster.claim("default", model.MODELS)
+
+    def placement(self) -> dict[str, object]:
+        return {}
 
     def kubectl_command(self, *arguments: str) -> list[str]:
         return [str(BIN / "kubectl"), "--kubeconfig", str(self.cluster.kubeconfig), *arguments]
@@ -121,21 +127,27 @@ class LocalDemo:
 
 
 class OwnCluster:
-    """The cluster of the current kubeconfig context; images go through a registry."""
+    """The cluster of the current kubeconfig context; images go through a registry, or by a command
+    straight into its nodes."""
 
     def __init__(self) -> None:
         self.registry = os.environ.get("REGISTRY", "").rstrip("/")
+        self.load = shlex.split(os.environ.get("LOAD", ""))
         self.pushed: dict[str, str] = {}
 
     def check(self, say: Say) -> None:
         publish.builder()
         if shutil.which("kubectl") is None:
             raise ClusterError("CLUSTER=current needs kubectl on the PATH")
-        if not self.registry:
+        if bool(self.registry) == bool(self.load):
             raise ClusterError(
-                "CLUSTER=current needs REGISTRY=host/path, a registry that you may "
-                "push to and the cluster can pull from"
+                "CLUSTER=current needs either REGISTRY=host/path, a registry that you may push to "
+                "and the cluster can pull from, or LOAD=, the command that takes a file of images "
+                "into the nodes: 'kind load image-archive', 'k3s ctr images import', "
+                "'minikube image load'"
             )
+        if self.load and shutil.which(self.load[0]) is None:
+            raise ClusterError(f"LOAD={' '.join(self.load)}: {self.load[0]} is not on the PATH")
 
     def model(self, say: Say) -> None:
         model.ensure(say)
@@ -144,10 +156,13 @@ class OwnCluster:
         self.kubectl("version")
 
     def image_names(self) -> dict[str, str]:
-        return self.pushed or publish.names(self.registry)
+        return self.pushed or publish.names(self.registry or "localhost")
 
     def images(self, say: Say) -> None:
-        self.pushed = publish.publish(self.registry, None, say)
+        if self.load:
+            publish.load(self.load, say)
+        else:
+            self.pushed = publish.publish(self.registry, None, say)
 
     def claim(self, say: Say) -> None:
         """A claim of the default storage class, filled once through a short-lived pod."""
@@ -165,8 +180,21 @@ class OwnCluster:
         self.kubectl("wait", "--for=condition=Ready", "pod/model-loader", "--timeout=300s")
         say("copying the model into the claim")
         self.kubectl("cp", str(model.MODEL), "model-loader:/models/")
+        node = self.kubectl("get", "pod", "model-loader", "-o", "jsonpath={.spec.nodeName}").stdout
         self.kubectl("delete", "pod", "model-loader")
+        self.kubectl("annotate", "pvc", "models", f"{NODE}={node}")
         self.kubectl("label", "pvc", "models", f"{FILLED}=true")
+
+    def placement(self) -> dict[str, object]:
+        """Of several nodes the one that the claim's disk was mounted on: clouds attach a disk to
+        one node at a time, and the demo has two replicas."""
+        if len(self.kubectl("get", "nodes", "-o", "name").stdout.split()) == 1:
+            return {}
+        about = json.loads(self.kubectl("get", "pvc", "models", "-o", "json").stdout)
+        node = about["metadata"]["annotations"][NODE]
+        about = json.loads(self.kubectl("get", "node", node, "-o", "json").stdout)
+        host = about["metadata"]["labels"][HOSTNAME]
+        return {"scheduling": {"nodeSelector": {HOSTNAME: host}}}
 
     def _claim_labels(self) -> dict[str, str] | None:
         text = self.kubectl("get", "pvc", "models", "--ignore-not-found", "-o", "json").stdout

@@ -51,14 +51,34 @@ def publish(registry: str, kernels: Path | None, say: Say) -> dict[str, str]:
     _context(kernels)
     pushed = {}
     for component, name in names(registry, kernels).items():
-        say(f"{program[0]} build {name}")
-        base = ["--build-arg", f"BASE={os.environ['BASE']}"] if os.environ.get("BASE") else []
-        more = shlex.split(os.environ.get("BUILD_WORDS", ""))
-        file = build.dockerfile(component)
-        _run([*program, "build", *base, *more, "-f", file, "-t", name, "."])
+        _build(program, component, name, say)
         pushed[component] = f"{name.rpartition(':')[0]}@{_push(program, name)}"
         say(f"pushed {pushed[component]}")
     return pushed
+
+
+def load(into: list[str], say: Say) -> None:
+    """Builds, and runs the command `into` with a file that has the image, for each: images of a
+    cluster that has no registry to pull from."""
+    program = builder()
+    _context(None)
+    with tempfile.TemporaryDirectory() as folder:
+        for component, name in names("localhost").items():
+            _build(program, component, name, say)
+            file = f"{folder}/{component}.tar"
+            if "buildah" in Path(program[0]).name:
+                _run([*program, "push", "--quiet", name, f"docker-archive:{file}:{name}"])
+            else:
+                _run([*program, "save", "-o", file, name])
+            say(f"{' '.join(into)} {file}")
+            _run([*into, file])
+
+
+def _build(program: list[str], component: str, name: str, say: Say) -> None:
+    say(f"{program[0]} build {name}")
+    base = ["--build-arg", f"BASE={os.environ['BASE']}"] if os.environ.get("BASE") else []
+    more = shlex.split(os.environ.get("BUILD_WORDS", ""))
+    _run([*program, "build", *base, *more, "-f", build.dockerfile(component), "-t", name, "."])
 
 
 def _context(kernels: Path | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +49,11 @@ class Story:
     def apply_sample(self) -> None:
         self.title("kubectl apply -f manifests/samples/smollm2.yaml")
         sample = ROOT / "manifests" / "samples" / "smollm2.yaml"
-        print(self.cluster.kubectl("apply", "-f", str(sample)).stdout.rstrip())
+        words = ("create", "--dry-run=client", "-f", str(sample), "-o", "json")
+        made = json.loads(self.cluster.kubectl(*words).stdout)
+        made["spec"] |= self.cluster.placement()
+        applied = self.cluster.kubectl("apply", "-f", "-", input=json.dumps(made))
+        print(applied.stdout.rstrip())
         self.service.watch(is_ready, SECONDS)
 
     def show_budget(self) -> None:
