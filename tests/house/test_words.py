@@ -79,6 +79,14 @@ def as_words(line: str) -> str:
     return BORDER.sub(" ", line).lower()
 
 
+def lined(lines: list[str]) -> str:
+    return "\n".join(lines)
+
+
+def joined(lines: list[str]) -> str:
+    return " ".join(LEADING.sub("", line) for line in lines)
+
+
 def found(path: str, text: str) -> list[str]:
     """Each banned word with its place; a phrase may begin on one line and end on the next."""
     names = [line.lower() for line in text.splitlines()]
@@ -88,6 +96,8 @@ def found(path: str, text: str) -> list[str]:
         if word.where and not re.search(word.where, path):
             continue
         lines = names if word.names else words
+        if not any(re.search(word.pattern, whole) for whole in (lined(lines), joined(lines))):
+            continue
         for number, (line, following) in enumerate(itertools.pairwise([*lines, ""]), 1):
             for match in word.hits(f"{line} {LEADING.sub('', following)}"):
                 if match.start() < len(line):

@@ -83,6 +83,7 @@ class Fleet:
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self.replicas = [Replica(self.places, 0.0)]
+        self.serving = list(self.replicas)  # those that are ready now
         self.events: list[tuple[float, int, str, object]] = []
         self.order = itertools.count()
         self.arrived = self.served = self.lost = 0
@@ -106,9 +107,11 @@ class Fleet:
             elif kind == "end":
                 self._end(now, what)  # type: ignore[arg-type]
             elif kind == "beat":
-                for replica in self.ready(now):
+                for replica in self.serving:
                     replica.beat(now)
                 self._at(now + 0.5, "beat", None)
+            elif kind == "ready":
+                self.serving = self.ready(now)
             elif kind == "poll":
                 self._poll(now)
                 yield now, len(self.replicas)
@@ -121,7 +124,7 @@ class Fleet:
         heapq.heappush(self.events, (when, next(self.order), kind, what))
 
     def _arrive(self, now: float, tries: int) -> None:
-        replica = self.random.choice(self.ready(now))
+        replica = self.random.choice(self.serving)
         if replica.running < self.places:
             self._begin(now, replica)
         elif len(replica.queue) < QUEUE * self.places:
@@ -154,7 +157,9 @@ class Fleet:
         self.scale = decide(self.scale, len(self.replicas), demanded, self.how, moment, settled)
         while len(self.replicas) < self.scale.replicas:
             self.replicas.append(Replica(self.places, now + self.start))
+            self._at(now + self.start, "ready", None)
         del self.replicas[self.scale.replicas :]  # they finish their requests
+        self.serving = self.ready(now)
 
 
 def main() -> None:

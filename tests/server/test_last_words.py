@@ -16,12 +16,17 @@ import httpx
 import pytest
 from servers import Server, wait_for
 
+from kvline_contract.launch import CapacityOptions, EngineOptions
+
 pytestmark = pytest.mark.process
 
+# So long that an engine is killed in the middle of it, however late the test is.
+ENGINE = EngineOptions(max_model_len=512, max_running_requests=4)
+CAPACITY = CapacityOptions(kv_tokens=8192, headroom_mib=8)
 LONG: dict[str, Any] = {
     "model": "tiny",
     "prompt": "hello",
-    "max_tokens": 240,
+    "max_tokens": 500,
     "ignore_eos": True,
     "n": 8,
 }
@@ -47,7 +52,7 @@ def test_clients_of_a_slow_http_process_have_their_errors_before_the_pod_ends(
     start: Callable[..., Server],
 ) -> None:
     """The parent gave it 0.2 s by the clock, and clients found their connection closed."""
-    server = start()
+    server = start(engine=ENGINE, capacity=CAPACITY)
     server.wait()
     children = server.children()
     with ThreadPoolExecutor(2) as pool:
