@@ -3,6 +3,7 @@ run by stages writes down."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -39,3 +40,8 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
             more = dict(mark.kwargs)
             seconds = float(mark.args[0] if mark.args else more.pop("timeout"))
         item.add_marker(pytest.mark.timeout(waiting.limit(seconds), **more), append=False)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: no collection of a test visits it again."""
+    gc.freeze()
