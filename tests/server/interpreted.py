@@ -26,7 +26,7 @@ def run(script: str) -> None:
     paths = (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    script = f"import interpreted\ninterpreted.quicken()\n{script}"
+    script = f"import gc, interpreted\ninterpreted.quicken()\ngc.freeze()\n{script}"
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)
 
 
