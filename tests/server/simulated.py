@@ -44,6 +44,7 @@ class Machine:
     limit: int
     weights: int
     price: int  # bytes a batch's token takes while the batch runs
+    context_price: int = 0  # and each token of its longest sequence
     slack: int = 0
     surprise: int = 0  # what a batch takes more while the canary is held, at the final size
     trial: int | None = None  # bytes that the trial of kernels takes; None: nothing to try
@@ -141,7 +142,8 @@ class Machine:
     def launch(self, step: Step) -> Machine:
         self.steps.append(step)
         extra = self.surprise if self.taken else 0
-        self._take(len(step.tokens) * self.price + extra)
+        longest = int(step.layout.lengths.max())
+        self._take(len(step.tokens) * self.price + longest * self.context_price + extra)
         return self
 
     def rehearse(self, step: Step) -> None:

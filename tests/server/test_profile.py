@@ -21,7 +21,7 @@ from kvline_contract.report import Binding, Outcome, Result, Source, State
 from kvline_server.engine.batch import Batch
 from kvline_server.errors import ContextDoesNotFit, DeviceOutOfMemory, OutOfMemory
 from kvline_server.memory.device import MIB
-from kvline_server.sizing.profile import Loaded, ProfileLoop
+from kvline_server.sizing.profile import Loaded, ProfileLoop, between
 from kvline_server.sizing.record import AttemptStore
 from kvline_server.sizing.settings import EngineSettings
 from kvline_server.worker.step import Results, Step
@@ -120,6 +120,42 @@ def test_the_sequences_of_a_step_live_until_its_results_are_read(tmp_path: Path)
     before = batches()  # of other tests
     Start(made, tmp_path).run()
     assert alive == [1] * (2 * STRESS)
+
+
+@pytest.mark.parametrize("context_price", [0, 1 << 10, 8 << 10, 64 << 10])
+@pytest.mark.parametrize("model_max_len", [1024, 1 << 17])
+def test_a_context_that_is_left_to_the_model_is_as_long_as_fits(
+    tmp_path: Path, context_price: int, model_max_len: int
+) -> None:
+    """Starts that fit were refused: the probe played the model's own context, which never came."""
+    made = machine(context_price=context_price)
+    start = Start(made, tmp_path, replace(SETTINGS, model_max_len=model_max_len))
+    result = start.run()
+    assert result.source is Source.MEASURED
+    context = min(model_max_len, result.kv_tokens)
+    assert start.notes.lengths == [context]
+    left = made.limit - made.used() - 128 * made.price - context * context_price
+    left -= made.working_files() + 8 * MIB  # of headroom
+    # Not a page is given away but one for what is rounded; the probes bound what they play.
+    page = 16 * (BYTES_PER_TOKEN + context_price)
+    assert 0 <= left < 3 * page
+    most = (made.limit - made.weights) // BYTES_PER_TOKEN
+    assert max(int(step.layout.lengths.sum()) for step in made.steps) <= most
+
+
+@pytest.mark.parametrize(
+    ("long", "short", "wanted", "found"),
+    [
+        ((4000, 1600), (1600, 2800), 1 << 17, 2400),  # half a token for each of the context
+        ((4000, 1600), (1600, 2800), 2000, 2592),  # the context ends before the memory does
+        ((4000, 0), (1024, 0), 1 << 17, 0),
+        ((4000, 1600), (1600, 1600), 1 << 17, 1600),  # the context takes nothing
+    ],
+)
+def test_tokens_between_two_probes(
+    long: tuple[int, int], short: tuple[int, int], wanted: int, found: int
+) -> None:
+    assert between(long, short, wanted) == found
 
 
 @pytest.mark.parametrize("unknown", [1, 9])

@@ -49,7 +49,7 @@ def worst_params(vocabulary: int, top: int) -> SamplingParams:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestSteps:
     """Under these settings; `pages` are those of the KV cache, the dummy page included, and with
-    `aliased` page tables may repeat them. A CPU has no kernels for `short_chunks` alone, which
+    `aliased` page tables may repeat them, for `aliased` tokens in all. A CPU has no kernels for `short_chunks` alone, which
     would be 3 of 25 s of SmolLM2's start."""
 
     max_running_requests: int
@@ -58,7 +58,7 @@ class LargestSteps:
     max_model_len: int
     vocabulary: int
     pages: int
-    aliased: bool
+    aliased: int = 0  # tokens; 0: every page has its own
     short_chunks: bool = False
 
     def makers(self) -> Iterator[tuple[str, MakeBatch]]:
@@ -87,7 +87,7 @@ class LargestSteps:
     def _capacity(self) -> int:
         """Tokens that the sequences of one step may have in total."""
         if self.aliased:
-            return self.max_model_len * self.max_running_requests
+            return min(self.aliased, self.max_model_len * self.max_running_requests)
         return (self.pages - 1) * PAGE_SIZE
 
     @property

@@ -63,6 +63,11 @@ class Measurement:
         for rank, usage in zip(self.ranks, self.read(), strict=True):
             rank.resting = usage.now
 
+    def forget_growth(self) -> None:
+        """Before another probe, of less."""
+        for rank in self.ranks:
+            rank.growth = 0
+
     def count_growth(self) -> None:
         """What a stress took, whether freed since or kept by the allocator."""
         for rank, usage in zip(self.ranks, self.read(), strict=True):

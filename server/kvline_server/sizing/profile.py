@@ -34,6 +34,7 @@ from kvline_server.sizing.record import AttemptStore, find_record, keep_record
 from kvline_server.sizing.settings import EngineSettings
 
 PROBE_PAGES = 64
+PROBE_TOKENS = PROBE_PAGES * PAGE_SIZE
 SHRINK_PERCENT = 95
 MAX_TRIES = 4
 STEP_TRIES = 3
@@ -93,6 +94,8 @@ class ProfileLoop:
         self.folder = store.path.parent  # outlives the container
         self.record = find_record(record_file, self.folder, loaded.fingerprint, self.free_mib)
         self.choices: Choices = {}
+        self.longest = 0  # tokens of the longest sequence of the newest probe
+        self.halvings = 0  # of what could fit, since a probe with the model's own context did not
         self.measured = Measurement(
             self.executor, device, settings, loaded.owned, free_before_weights
         )
@@ -171,39 +174,65 @@ class ProfileLoop:
                 self.store.clear()  # who fixes the cause outside needs no new state folder
                 raise self.measured.binding().out_of_memory(failed, pinned is not None)
             return self._check_context(shrink(failed[-1].target_tokens)), Source.MEASURED
-        if len(failed) > 1:  # one kill while probing may be a node's restart
+        # One kill while probing may be a node's restart, and more a model's own context too long.
+        bounded = self.settings.max_model_len is None and self.settings.wanted_len > PROBE_TOKENS
+        self.halvings = len(failed) if bounded else 0
+        if len(failed) > (MAX_TRIES if bounded else 1):
             self.store.clear()
             raise self.measured.binding().killed_while_probing(failed)
         if pinned is not None:
             return self._check_context(whole_pages(pinned)), Source.PINNED
         if self.record is not None:
             return self._check_context(whole_pages(self.record.kv_tokens)), Source.RECORDED
-        self._run_probe()
-        return self._measure(), Source.MEASURED
+        return self._search(), Source.MEASURED
 
-    def _run_probe(self) -> None:
-        """Attempt 0: the stress set on the smallest cache. Repeated where other processes took the
-        GPU's memory meanwhile, and once in any case: they may be gone when they are counted."""
-        for number in range(MAX_TRIES):
-            self.send(Progress(attempt=self.store.begin(0, PROBE_PAGES * PAGE_SIZE)))
+    def _search(self) -> int:
+        """Steps 4 to 6. Where the spec leaves the context to the model, and fewer tokens than that
+        fit, the context is as long as they are: it is sought by what two probes leave."""
+        longest = self._run_probe(self.settings.wanted_len)
+        tokens = self._measure()
+        if self.settings.max_model_len is None and (tokens < longest or self.halvings):
+            shorter = max(tokens if tokens < longest else longest // 2, PROBE_TOKENS)
+            if shorter < longest:
+                self.executor.settle()
+                self.measured.forget_growth()
+                self._run_probe(shorter)
+                more = self._measure()
+                tokens = between((longest, tokens), (shorter, more), self.settings.wanted_len)
+        if tokens < PAGE_SIZE * 2:
+            raise self.measured.binding().nothing_left(tokens)
+        return self._check_context(tokens)
+
+    def _run_probe(self, context: int) -> int:
+        """Attempt 0: the stress set on the smallest cache, with contexts of so many tokens, or of
+        as many as could fit: -> how many that were. Repeated where other processes took the
+        GPU's memory meanwhile, and once in any case: they may be gone when they are counted; and
+        with half the context where the model's own is too long."""
+        tries = 0
+        while True:
+            self.send(Progress(attempt=self.store.begin(0, PROBE_TOKENS)))
             try:
                 self._probe()
-                self._stress()
+                longest = self._stress(context)
+                break
             except DeviceOutOfMemory as error:
                 self.measured.count_arrived()
                 displaced = self.measured.displaced
-                again = displaced or (self.device.gpu and number == 0)
-                if not again or number + 1 == MAX_TRIES:
+                again = displaced or (self.device.gpu and tries == 0)
+                tries += 1
+                if again and tries < MAX_TRIES:
+                    self.pause(NEIGHBOUR_PAUSE if displaced else 0.0)
+                elif self.settings.max_model_len is None and self.longest > PROBE_TOKENS:
+                    self.halvings += 1
+                else:
                     done = self.store.end(Outcome.OUT_OF_MEMORY, None)
                     raise self._out_of_memory(error, (done,)) from error
                 self.store.forget()
-                self.pause(NEIGHBOUR_PAUSE if displaced else 0.0)
             except DeviceFailure:
                 self.store.forget()
                 raise
-            else:
-                break
         self.send(Progress(attempt=self.store.end(Outcome.SURVIVED, self._lowest_free())))
+        return longest
 
     def _probe(self) -> None:
         """Step 4: maps a few pages, which page tables repeat during the stress."""
@@ -211,11 +240,18 @@ class ProfileLoop:
             self.executor.settle()
             self.executor.resize(PROBE_PAGES)
 
-    def _stress(self) -> None:
-        """Step 5: runs the stress set on aliased pages and measures the peak."""
+    def _stress(self, context: int) -> int:
+        """Step 5: runs the stress set on aliased pages and measures the peak. Its sequences have no
+        more tokens than the memory could hold if they took none beside the KV cache: longer ones
+        never come, and to build them took gigabytes of the host. -> tokens of the longest"""
         self.send(Progress(state=State.STRESSING))
         self.measured.rest()
-        self._run_stress(self.settings.wanted_len, aliased=True)
+        most = max(whole_pages(self._tokens() >> self.halvings), PROBE_TOKENS)
+        if self.settings.max_model_len is not None:
+            most = max(most, context)  # asked for: what it takes is measured, if it fits or not
+        self.longest = min(context, most)
+        self._run_stress(self.longest, aliased=most)
+        return self.longest
 
     def _measure(self) -> int:
         """Step 6: the budget in tokens, in whole pages: the least of all ranks'. Waits and measures
@@ -227,19 +263,21 @@ class ProfileLoop:
             if tokens >= enough or not self.measured.displaced:
                 break
             self.pause(NEIGHBOUR_PAUSE)
-        if tokens < PAGE_SIZE * 2:
-            raise self.measured.binding().nothing_left(tokens)
-        return self._check_context(tokens)
+        return tokens
 
     def _left(self) -> int:
         """Tokens that fit every rank now."""
         with self._stage("measure", None):
             self.measured.count_growth()
             self.measured.count_arrived()
-            smallest = min(self.measured.budgets(self.settings.reserved() + self.device.slack))
-            # One page more is the dummy's, which holds no token of anybody.
-            token = self.loaded.bytes_per_token + self.settings.client_bytes_per_token
-            return (smallest // token // PAGE_SIZE - 1) * PAGE_SIZE
+            return self._tokens()
+
+    def _tokens(self) -> int:
+        """That fit every rank beside the peak since `rest`."""
+        smallest = min(self.measured.budgets(self.settings.reserved() + self.device.slack))
+        # One page more is the dummy's, which holds no token of anybody.
+        token = self.loaded.bytes_per_token + self.settings.client_bytes_per_token
+        return (smallest // token // PAGE_SIZE - 1) * PAGE_SIZE
 
     def _check_context(self, tokens: int) -> int:
         asked = self.settings.max_model_len
@@ -301,7 +339,7 @@ class ProfileLoop:
         self.send(Progress(effective=self.settings.effective(self._model_len(tokens))))
         with self.executor.held(self.settings.reserved(tokens)):
             self.measured.rest()
-            self._run_stress(self._model_len(tokens), aliased=False)
+            self._run_stress(self._model_len(tokens))
             # A start from a record, or with a pinned size, has no other measurement of it.
             self.measured.count_growth()
             # Read while the canary is held: what is free now is free beyond what is reserved.
@@ -316,7 +354,7 @@ class ProfileLoop:
     def _lowest_free(self) -> int:
         return min(self.measured.free_at_peak()) // MIB
 
-    def _run_stress(self, max_model_len: int, aliased: bool) -> None:
+    def _run_stress(self, max_model_len: int, aliased: int = 0) -> None:
         """With several ranks each runs a step alone before they run it together: one that lacks
         memory is known before another waits for it."""
         settings = self.settings
@@ -389,6 +427,17 @@ class ProfileLoop:
             gemm_kernels=tuning.texts(self.choices),
             cache_dtype=self.loaded.cache_dtype,
         )
+
+
+def between(long: tuple[int, int], short: tuple[int, int], wanted: int) -> int:
+    """Tokens that fit beside contexts as long as they are, or of `wanted` tokens if that is less.
+    Each probe is a context and the tokens that it left: what it takes grows with the context."""
+    (length, few), (shorter, more) = long, short
+    if more <= few:
+        return more
+    slope = (more - few) / (length - shorter)
+    context = min((more + slope * shorter) / (1 + slope), float(wanted))
+    return whole_pages(int(more - slope * (context - shorter)))
 
 
 def whole_pages(tokens: int) -> int:
