@@ -39,8 +39,10 @@ from kvline_server.memory.device import MIB
 from kvline_server.parallel.executor import Executor
 from kvline_server.size import summary, waterfalls
 from kvline_server.sizing.diagnosis import Diagnosis
-from kvline_server.sizing.profile import MAX_TRIES, Loaded, ProfileLoop, shrink
+from kvline_server.sizing.loaded import Loaded
+from kvline_server.sizing.profile import ProfileLoop, shrink
 from kvline_server.sizing.record import AttemptStore
+from kvline_server.sizing.session import MAX_TRIES
 from kvline_server.sizing.settings import EngineSettings
 
 FINGERPRINT = "f" * 32

@@ -33,7 +33,7 @@ from kvline_server.model import kv_scales
 from kvline_server.model.loader import SafetensorsSource
 from kvline_server.sampling_params import SamplingParams
 from kvline_server.sizing import load
-from kvline_server.sizing.profile import Loaded
+from kvline_server.sizing.loaded import Loaded
 from kvline_server.sizing.settings import resolve
 from kvline_server.worker.backend import open_backend
 

@@ -39,8 +39,9 @@ from kvline_server.parallel.executor import Usage
 from kvline_server.parent.children import ENGINE_MALLOC
 from kvline_server.sampling_params import MAX_BIASES, SamplingParams
 from kvline_server.sizing.measure import budget
-from kvline_server.sizing.profile import shrink, whole_pages
+from kvline_server.sizing.profile import shrink
 from kvline_server.sizing.record import FREE_NOISE, AttemptStore, find_record, fingerprint
+from kvline_server.sizing.session import whole_pages
 from kvline_server.sizing.settings import logprob_rows, resolve
 from kvline_server.worker.backend import open_backend
 

@@ -21,8 +21,10 @@ from kvline_contract.report import Binding, Outcome, Result, Source, State
 from kvline_server.engine.batch import Batch
 from kvline_server.errors import ContextDoesNotFit, DeviceOutOfMemory, OutOfMemory
 from kvline_server.memory.device import MIB
-from kvline_server.sizing.profile import Loaded, ProfileLoop, between
+from kvline_server.sizing.loaded import Loaded
+from kvline_server.sizing.profile import ProfileLoop
 from kvline_server.sizing.record import AttemptStore
+from kvline_server.sizing.search import between
 from kvline_server.sizing.settings import EngineSettings
 from kvline_server.worker.step import Results, Step
 

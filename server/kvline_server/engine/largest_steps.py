@@ -48,9 +48,9 @@ def worst_params(vocabulary: int, top: int) -> SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestSteps:
-    """Under these settings; `pages` are those of the KV cache, the dummy page included, and with
-    `aliased` page tables may repeat them, for `aliased` tokens in all. A CPU has no kernels for `short_chunks` alone, which
-    would be 3 of 25 s of SmolLM2's start."""
+    """Under these settings; `pages` are those of the KV cache, the dummy page included. With
+    `aliased` page tables may repeat them, for as many tokens in all. A CPU has no kernels for
+    `short_chunks` alone, which would be 3 of 25 s of SmolLM2's start."""
 
     max_running_requests: int
     max_prefill_tokens: int

@@ -23,6 +23,7 @@ from kvline_server.parallel.executor import Local
 from kvline_server.parallel.join import join
 from kvline_server.parallel.link import Link
 from kvline_server.sizing import load, profile
+from kvline_server.sizing.loaded import Loaded
 from kvline_server.sizing.record import AttemptStore
 from kvline_server.sizing.settings import EngineSettings, resolve
 from kvline_server.worker.backend import Backend, open_backend
@@ -36,7 +37,7 @@ class LoadedRank:
     backend: Backend
     model: ModelConfig
     settings: EngineSettings
-    loaded: profile.Loaded
+    loaded: Loaded
     free_before: int  # bytes, before it met the others and loaded its weights
     group: Group
     collectives: int  # bytes that the exchange with the others takes of its GPU

@@ -31,7 +31,7 @@ from kvline_server.model.linear import TensorSource
 from kvline_server.model.shard import Shard, local
 from kvline_server.parallel.executor import Local
 from kvline_server.sizing.diagnosis import Diagnosis
-from kvline_server.sizing.profile import Loaded
+from kvline_server.sizing.loaded import Loaded
 from kvline_server.sizing.record import fingerprint
 from kvline_server.sizing.settings import EngineSettings
 from kvline_server.worker.backend import Backend

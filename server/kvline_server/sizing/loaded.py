@@ -1,0 +1,31 @@
+"""The result of step 2 of the profile loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kvline_contract.memory import COLLECTIVES
+from kvline_server.memory.parts import OwnedPart
+from kvline_server.parallel.executor import Executor
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model on the devices, and empty arenas."""
+
+    executor: Executor
+    vocabulary: int
+    # On every rank, loaded or of each token.
+    owned: tuple[OwnedPart, ...]
+    fingerprint: str
+    cache_dtype: str
+    experts: bool = False  # whether the model has a mixture of them
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(part.per_token for part in self.owned)
+
+    def on(self, executor: Executor, collectives: int) -> Loaded:
+        """The same on all ranks of an executor, whose exchange takes so many bytes of each."""
+        part = OwnedPart(COLLECTIVES, fixed=collectives)
+        return replace(self, executor=executor, owned=(*self.owned, part))

@@ -1,0 +1,140 @@
+"""What the steps of a start share: the devices, what is measured of them, and what is reported."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import itemgetter
+
+from kvline_contract.report import Attempt, Stage, State
+from kvline_server.engine.largest_steps import LargestSteps, MakeBatch
+from kvline_server.errors import DeviceOutOfMemory, OutOfMemory
+from kvline_server.kernels.routing import Played
+from kvline_server.memory.device import MIB, Device
+from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.messages import Progress, SendProgress
+from kvline_server.sizing.loaded import Loaded
+from kvline_server.sizing.measure import Measurement
+from kvline_server.sizing.record import AttemptStore
+from kvline_server.sizing.settings import EngineSettings
+
+PROBE_PAGES = 64
+PROBE_TOKENS = PROBE_PAGES * PAGE_SIZE
+MAX_TRIES = 4
+STEP_TRIES = 3
+NEIGHBOUR_PAUSE = 15.0  # seconds
+# Of a mixture of experts, with the words of a stage's detail.
+ROUTINGS = (
+    (Played.UNEQUAL, "every row to the same experts"),
+    (Played.EVEN, "rows to all experts alike"),
+)
+PLAIN = ((Played.NOTHING, ""),)
+
+
+@dataclass
+class Session:
+    device: Device  # of rank 0, for what is the same on all
+    settings: EngineSettings
+    loaded: Loaded
+    send: SendProgress
+    store: AttemptStore
+    pause: Callable[[float], None]
+    free_before_weights: tuple[int, ...]  # of each rank, before collectives too
+    measured: Measurement = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.executor = self.loaded.executor
+        self.measured = Measurement(
+            self.executor, self.device, self.settings, self.loaded.owned, self.free_before_weights
+        )
+
+    @property
+    def free_mib(self) -> int:
+        """Before weights, of the rank with the least."""
+        return min(self.free_before_weights) // MIB
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of a rank, with what its clients may make HTTP hold for each."""
+        return self.loaded.bytes_per_token + self.settings.client_bytes_per_token
+
+    def lowest_free(self) -> int:
+        """MiB."""
+        return min(self.measured.free_at_peak()) // MIB
+
+    def check_context(self, tokens: int) -> int:
+        asked = self.settings.max_model_len
+        if asked is not None and tokens < asked:
+            raise self.measured.binding().context_does_not_fit(tokens, asked)
+        return tokens
+
+    def out_of_memory(
+        self, error: DeviceOutOfMemory, attempts: tuple[Attempt, ...], pinned: bool = False
+    ) -> OutOfMemory:
+        """Of the rank that failed."""
+        self.measured.count_arrived()
+        return self.measured.ranks[error.rank].out_of_memory(attempts, pinned)
+
+    def run_stress(self, max_model_len: int, aliased: int = 0) -> None:
+        """The stress set with contexts of so many tokens, on pages of their own, or on the mapped
+        ones for `aliased` tokens in all. With several ranks each runs a step alone before they run
+        it together: one that lacks memory is known before another waits for it."""
+        settings = self.settings
+        stress = LargestSteps(
+            max_running_requests=settings.max_running_requests,
+            max_prefill_tokens=settings.max_prefill_tokens,
+            max_top_logprobs=settings.max_top_logprobs,
+            max_model_len=max_model_len,
+            vocabulary=self.loaded.vocabulary,
+            pages=self.executor.pages,
+            aliased=aliased,
+            short_chunks=self.device.gpu,
+        )
+        for name, steps in itertools.groupby(stress.makers(), key=itemgetter(0)):
+            makers = [make for _, make in steps]
+            with self.stage(f"{'stress' if aliased else 'validate'} {name}", None) as details:
+                for routing, what in ROUTINGS if self.loaded.experts else PLAIN:
+                    details += self._run_steps(makers, routing, what)
+
+    def _run_steps(self, makers: list[MakeBatch], routing: Played, what: str) -> list[str]:
+        """-> details for their stage"""
+        times = [self._run_step(make, routing) for make in makers]
+        alone, whole = (round(sum(each) * 1000) for each in zip(*times, strict=True))
+        details = [f"{what} {whole} ms"] if what else []
+        if (ranks := self.executor.ranks) > 1:
+            details.append(f"each of {ranks} ranks alone {alone} ms, then together")
+        return details
+
+    def _run_step(self, make: MakeBatch, routing: Played) -> tuple[float, float]:
+        """Once more while its peak is not known (Device.keep_peak). -> seconds that every rank
+        alone took, and in all"""
+        for again in range(STEP_TRIES - 1, -1, -1):
+            batch, started = make(routing), time.monotonic()
+            if self.executor.ranks > 1:
+                self.executor.rehearse(batch.step)
+            alone = time.monotonic() - started
+            self.executor.launch(batch.step).wait()
+            whole = time.monotonic() - started
+            if self.executor.keep_peak(again > 0):
+                break
+        return alone, whole
+
+    @contextmanager
+    def stage(self, name: str, state: State | None, *details: str) -> Iterator[list[str]]:
+        """Reports a stage with its time and the memory that it left on rank 0. The caller may add
+        details to the list that it yields."""
+        if state is not None:
+            self.send(Progress(state=state))
+        before, start, texts = self.device.now(), time.monotonic(), list(details)
+        yield texts
+        ms = round((time.monotonic() - start) * 1000)
+        self.send(
+            Progress(stage=Stage(name, ms, self.device.now() - before, ", ".join(texts) or None))
+        )
+
+
+def whole_pages(tokens: int) -> int:
+    return tokens // PAGE_SIZE * PAGE_SIZE
