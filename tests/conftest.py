@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,16 @@ sys.path[:0] = [
 ]
 
 import waiting  # noqa: E402
+
+with suppress(ImportError):  # a machine for GPU tests has none
+    import hypothesis
+
+    # Time is limited by pytest's own limit, which fits this machine: an example's 200 ms do not,
+    # and to be slow to draw examples is no fault of a test.
+    hypothesis.settings.register_profile(
+        "tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("tests")
 
 
 def pytest_configure(config: Any) -> None:

@@ -36,7 +36,7 @@ LONG = {
     "engine": WIDTH,
     "capacity": {"kvTokens": 12288},
     "resources": {"cpu": "250m", "memory": "2Gi"},
-    "drainSeconds": 600,
+    "drainSeconds": 3600,  # whatever else runs
 }
 # For the pod of the long stream alone. It has less than what it could take, so its pace stays,
 # whatever else runs.

@@ -344,9 +344,7 @@ machines = st.builds(
 )
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(machines, min_size=2, max_size=4))
 def test_whatever_the_ranks_one_size_fits_all_and_is_the_smallest(
     tmp_path: Path, together: list[Gpu]

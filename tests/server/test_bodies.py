@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers import Server
 
@@ -132,7 +132,7 @@ BODIES = {path: bodies(path) for path in PLAIN}
 
 @pytest.mark.parametrize("path", PLAIN)
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_body_is_accepted_or_rejected_by_field(path: str, data: st.DataObject) -> None:
     try:
         parse(KINDS[path][0], data.draw(BODIES[path]))
@@ -181,7 +181,7 @@ def check_stream(lines: list[str], body: dict[str, Json]) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("path", PLAIN)
 @given(data=st.data())
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50)
 def test_no_body_causes_a_5xx(server: Server, path: str, data: st.DataObject) -> None:
     """H16, H17, H20, H26, H27, H28, H32: every body gets a complete answer or a 4xx."""
     body = data.draw(BODIES[path])

@@ -95,7 +95,7 @@ def test_a_load_that_hangs_is_stalled_and_named(parent: Parent) -> None:
     ended = parent._stalled()
     assert ended is not None and ended.code == 52
     assert parent.keeper.report.state is State.LOADING
-    assert ended.message == "no progress in state Loading for 2 s"
+    assert ended.message == f"no progress in state Loading for {LIMIT:.0f} s"
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_start_of_several_ranks_that_hangs_has_lost_one(
     parent.keeper.changed_at -= LIMIT
     ended = parent._stalled()
     assert ended is not None and (ended.code, ended.name) == (44, "RankLost")
-    assert ended.message == f"no progress in state {state} for 2 s: {text}"
+    assert ended.message == f"no progress in state {state} for {LIMIT:.0f} s: {text}"
     assert parent.interrupted
 
 

@@ -114,7 +114,7 @@ def served(make_model: Callable[..., Path]) -> Engine:
     return engine(make_model("llama"), pages=400, running=8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(asked=st.lists(bodies, min_size=1, max_size=6))
 def test_no_accepted_body_ends_the_engine(served: Engine, asked: list[dict[str, Any]]) -> None:
     """Requests with numbers at their bounds, batched on one engine: each is rejected by validation

@@ -566,9 +566,7 @@ def test_a_model_s_own_length_is_clipped_to_the_budget(tmp_path: Path) -> None:
     assert start.notes.lengths == [result.kv_tokens]
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     limit=st.integers(64, 512),
     weights=st.integers(1, 512),

@@ -91,7 +91,7 @@ def test_a_rank_killed_for_memory_while_validating_makes_all_go_on_smaller(
     ("fault", "code", "text"),
     [
         ("device", 43, "rank 1 of 2: the device failed at launch: CUDA error"),
-        ("raise", 50, "rank 1 ended with code 1"),
+        ("raise", 50, "rank 1 ended with code 1: RuntimeError: injected"),
     ],
 )
 def test_what_ends_a_rank_while_serving_is_what_ends_the_pod(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from drawn import Drawn
 from engines import engine, finish
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ties import same_tokens
 
@@ -129,7 +129,6 @@ requests = st.tuples(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(requests, min_size=1, max_size=5), st.randoms(use_true_random=False))
 def test_a_batch_s_penalties_are_each_row_s_by_definition(
     asked: list[tuple[list[int], list[int], float, float, float, dict[int, float]]],
@@ -161,7 +160,6 @@ def test_a_batch_s_penalties_are_each_row_s_by_definition(
         assert torch.allclose(got, want, atol=1e-5)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**64 - 1), st.integers(0, 10**6))
 def test_keys_repeat_and_neighbours_differ(seed: int, counter: int) -> None:
     seeds = np.array([seed, seed ^ 1, seed, seed], np.uint64)

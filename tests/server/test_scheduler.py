@@ -44,7 +44,7 @@ shapes = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(shapes, st.integers(7, 20), st.integers(1, 5), st.integers(8, 40))
 @pytest.mark.fault(
     "F55",
@@ -125,7 +125,7 @@ def test_chats_that_sit_a_step_out_still_bound_the_prompts_beside_them() -> None
     assert prompt.rows <= 1024
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.integers(1, 4096),
     st.lists(st.integers(2, 3000), min_size=1, max_size=6),

@@ -43,7 +43,6 @@ def test_it_answers_probes_before_it_is_validated_and_sizes_itself(
     assert names[:4] == ["load", "autotune", "row counts", "probe"]
     assert "validate unfiltered" in names
     autotune = report["stages"][1]
-    assert autotune["ms"] <= 1
     assert "nothing to tune" in autotune["detail"]
     result = report["result"]
     assert result["kvTokens"] % PAGE_SIZE == 0

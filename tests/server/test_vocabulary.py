@@ -118,7 +118,7 @@ def test_scores_are_those_of_whole_rows(ranks: int, size: int, top: int) -> None
     assert [t.dtype for t in first.tensors()] == [t.dtype for t in want.tensors()]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.sampled_from([2, 3, 4, 7]), st.integers(0, 10**6), st.booleans(), st.integers(1, 40))
 def test_tokens_are_those_of_whole_rows(ranks: int, seed: int, filters: bool, rows: int) -> None:
     """With rows that are not finite, in one rank's part or everywhere, and equal maxima."""

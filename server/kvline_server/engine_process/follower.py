@@ -54,6 +54,11 @@ def main(arguments: RankArguments, launch: LaunchConfig) -> int:
         failure = error.termination()
     except ServerError as error:
         failure = _named(error.termination(), name)
+    except Exception as error:
+        # A fault of ours. Reported before the connections close, at which rank 0 only sees a loss.
+        text = f"rank {arguments.rank} ended with code 1: {type(error).__name__}: {error}"
+        parent.send(Progress(failure=Termination.of(ExitCode.ENGINE_DIED, text)))
+        raise
     parent.send(Progress(failure=failure))
     return failure.code
 

@@ -21,7 +21,7 @@ from kvline_server.parent.children import Child, hear_last_words, start_engine
 
 FOLDER = "ranks-"
 LOST = int(ExitCode.RANK_LOST)
-REASON_SECONDS = 1.0
+REASON_SECONDS = 3.0
 LATE = 2.0  # seconds between two checks, after which it was the parent that did not run
 
 
