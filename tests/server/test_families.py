@@ -251,7 +251,7 @@ def test_which_families_the_prebuilt_kernels_run(
 @pytest.mark.parametrize(
     ("base", "change", "error", "named"),
     [
-        (PHI4_MINI, {"rope_scaling": {"type": "yarn"}}, ModelUnsupported, "yarn"),
+        (PHI4_MINI, {"rope_scaling": {"type": "yarn"}}, ModelInvalid, "short_factor"),
         (PHI4_MINI, {"partial_rotary_factor": 0.67}, ModelInvalid, "partial_rotary_factor"),
         (PHI4_MINI, {"partial_rotary_factor": 0.5}, ModelInvalid, "short_factor: .*32 numbers"),
         (PHI4_MINI, {"lm_head_bias": True}, ModelUnsupported, "lm_head_bias"),
@@ -263,9 +263,15 @@ def test_which_families_the_prebuilt_kernels_run(
         (GEMMA3_1B, {"use_bidirectional_attention": True}, ModelUnsupported, "use_bidirectional"),
         (GEMMA3_1B, {"layer_types": ["full_attention"]}, ModelInvalid, "layer_types.*26 layers"),
         (GEMMA3_1B, {"layer_types": [[]] * 26}, ModelInvalid, "layer_types"),
-        (GEMMA3_1B, {"rope_scaling": {"rope_type": "yarn"}}, ModelUnsupported, "yarn"),
+        (GEMMA3_1B, {"rope_scaling": {"rope_type": "yarn"}}, ModelInvalid, "rope_scaling.factor"),
         (OLMO2, {"layer_types": ["sliding_attention"] * 32}, ModelUnsupported, "layer_types"),
         (OLMO2, {"hidden_act": "gelu"}, ModelUnsupported, "hidden_act"),
+        (PHI4_MINI, {"rope_scaling": {"type": "linear"}}, ModelUnsupported, "type 'linear'"),
+        (GEMMA3_1B, {"sliding_window": None}, ModelInvalid, "sliding_window"),
+        (GEMMA3_1B, {"rope_parameters": {"rope_type": "yarn"}}, ModelUnsupported, "rope_type"),
+        (QWEN3_30B, {"use_qk_norm": False}, ModelUnsupported, "use_qk_norm False .*, True is"),
+        (QWEN3_30B, {"shared_expert_intermediate_size": 8}, ModelUnsupported, "shared_expert"),
+        (QWEN3_30B, {"num_local_experts": 64}, ModelUnsupported, "num_local_experts 64"),
         (OLMO2, {"sliding_window": 4095}, ModelUnsupported, "sliding_window"),
     ],
 )

@@ -12,4 +12,5 @@ ARCHITECTURE = "LlamaForCausalLM"
 
 def read(fields: Fields) -> ModelConfig:
     bias = fields.flag("attention_bias")
-    return replace(dense(fields), qkv_bias=bias, output_bias=bias, mlp_bias=fields.flag("mlp_bias"))
+    model = replace(dense(fields), qkv_bias=bias, output_bias=bias, eos_token_ids=(2,))
+    return replace(model, mlp_bias=fields.flag("mlp_bias"))

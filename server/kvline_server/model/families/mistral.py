@@ -11,4 +11,5 @@ ARCHITECTURE = "MistralForCausalLM"
 
 
 def read(fields: Fields) -> ModelConfig:
-    return replace(dense(fields), windows=every_window(fields))
+    windows = every_window(fields, default=4096)
+    return replace(dense(fields, kv_heads=8), windows=windows, eos_token_ids=(2,))
