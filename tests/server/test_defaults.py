@@ -289,9 +289,14 @@ def test_a_field_left_out_has_the_default_of_its_class(
     assert tried >= 20
 
 
-def test_every_family_is_compared() -> None:
+def test_every_family_is_compared_and_names_its_class() -> None:
+    import transformers
+
     named = {f"{name.removesuffix('Text')}ForCausalLM" for name, _ in CASES.values()}
     assert named == set(families.known())
+    for name, _ in CASES.values():
+        module = families.known()[f"{name.removesuffix('Text')}ForCausalLM"]
+        assert getattr(transformers, f"{name}Config").model_type == module.MODEL_TYPE
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -142,7 +142,10 @@ def read_config(folder: Path) -> ModelConfig:
         raise ModelUnsupported(
             f"{path}: architectures is {listed!r:.120}; this server runs {', '.join(known)}"
         )
-    model: ModelConfig = known[name](fields)
+    family = known[name]
+    # transformers takes the class, and with it the defaults, by this name.
+    fields.only("model_type", family.MODEL_TYPE, family.MODEL_TYPE)
+    model: ModelConfig = family.read(fields)
     quantized = quantization.read(fields)
     _refuse_other_windows(fields, model)
     fields.refuse_unread(neutral.IGNORED, neutral.NEUTRAL, neutral.HINTS)
@@ -209,8 +212,10 @@ def experts(fields: Fields, count: str, renormalise: bool, at: str, **more: Any)
 
 def every_window(fields: Fields, default: int = 0) -> tuple[int, ...]:
     """sliding_window, in all layers; null is none."""
-    absent = 0 if fields.null("sliding_window") else default
-    window = fields.integer("sliding_window") if fields.value("sliding_window") else absent
+    if fields.value("sliding_window") is not None:
+        window = fields.integer("sliding_window")
+    else:
+        window = 0 if fields.null("sliding_window") else default
     return (window,) * fields.integer("num_hidden_layers")
 
 
@@ -295,9 +300,12 @@ def _yarn(fields: Fields, scaling: Fields, theta: float) -> Rope:
     if scale is not None and all_dim is not None:
         scale, all_dim = scaling.number("mscale"), scaling.number("mscale_all_dim")
         usual = _yarn_scale(factor, scale) / _yarn_scale(factor, all_dim)
+    original = _original_length(fields, scaling)
+    if factor * original >= 2**31:
+        raise scaling.invalid("factor", f"with {original} tokens less than 2^31 in all")
     made = YarnScaling(
         factor=factor,
-        original_max_position=_original_length(fields, scaling),
+        original_max_position=original,
         attention_factor=scaling.number("attention_factor", usual),
         beta_fast=scaling.number("beta_fast", 32),
         beta_slow=scaling.number("beta_slow", 1),

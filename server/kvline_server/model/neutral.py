@@ -9,7 +9,6 @@ from __future__ import annotations
 
 NAMED = (  # how it is named and stored
     "architectures",
-    "model_type",
     "is_decoder",
     "transformers_version",
     "dtype",

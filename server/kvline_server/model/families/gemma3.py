@@ -19,6 +19,7 @@ from kvline_server.model.config import (
 from kvline_server.model.fields import Fields
 
 ARCHITECTURE = "Gemma3ForCausalLM"
+MODEL_TYPE = "gemma3_text"
 GELU = "gelu_pytorch_tanh"
 
 

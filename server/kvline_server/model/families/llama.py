@@ -8,6 +8,7 @@ from kvline_server.model.config import ModelConfig, dense
 from kvline_server.model.fields import Fields
 
 ARCHITECTURE = "LlamaForCausalLM"
+MODEL_TYPE = "llama"
 
 
 def read(fields: Fields) -> ModelConfig:

@@ -8,6 +8,7 @@ from kvline_server.model.config import ModelConfig, dense, every_window
 from kvline_server.model.fields import Fields
 
 ARCHITECTURE = "MistralForCausalLM"
+MODEL_TYPE = "mistral"
 
 
 def read(fields: Fields) -> ModelConfig:

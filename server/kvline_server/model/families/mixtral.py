@@ -8,6 +8,7 @@ from kvline_server.model.config import ModelConfig, dense, every_window, experts
 from kvline_server.model.fields import Fields
 
 ARCHITECTURE = "MixtralForCausalLM"
+MODEL_TYPE = "mixtral"
 
 
 def read(fields: Fields) -> ModelConfig:

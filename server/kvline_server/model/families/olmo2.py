@@ -8,6 +8,7 @@ from kvline_server.model.config import ModelConfig, Norms, dense
 from kvline_server.model.fields import Fields
 
 ARCHITECTURE = "Olmo2ForCausalLM"
+MODEL_TYPE = "olmo2"
 
 
 def read(fields: Fields) -> ModelConfig:

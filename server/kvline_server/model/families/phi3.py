@@ -22,6 +22,7 @@ from kvline_server.model.config import (
 from kvline_server.model.fields import Fields
 
 ARCHITECTURE = "Phi3ForCausalLM"
+MODEL_TYPE = "phi3"
 LONG = ("longrope", "su", "yarn")  # what files of this family call the same
 OWN_CODE = "modeling_phi3.Phi3ForCausalLM"
 

@@ -9,6 +9,7 @@ from kvline_server.model.config import GLOBAL, LOCAL, ModelConfig, dense, kinds_
 from kvline_server.model.fields import Fields
 
 ARCHITECTURE = "Qwen2ForCausalLM"
+MODEL_TYPE = "qwen2"
 
 
 def read(fields: Fields) -> ModelConfig:

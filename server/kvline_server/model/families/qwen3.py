@@ -9,6 +9,7 @@ from kvline_server.model.families.qwen2 import upper_windows
 from kvline_server.model.fields import Fields
 
 ARCHITECTURE = "Qwen3ForCausalLM"
+MODEL_TYPE = "qwen3"
 
 
 def read(fields: Fields) -> ModelConfig:

@@ -8,6 +8,7 @@ from kvline_server.model.config import ModelConfig, dense, every_window, experts
 from kvline_server.model.fields import Fields
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
+MODEL_TYPE = "qwen3_moe"
 
 
 def read(fields: Fields) -> ModelConfig:
