@@ -71,6 +71,7 @@ def changed(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Pa
         ({"dual_chunk_attention_config": {"chunk_size": 9}}, ModelUnsupported, "dual_chunk"),
         ({"a_scale_of_tomorrow": 3}, ModelUnsupported, "a_scale_of_tomorrow 3 is not supported: "),
         ({"per_layer_config": {"0": {}}}, ModelUnsupported, "per_layer_config"),
+        ({"rope_interleaved": True}, ModelUnsupported, "rope_interleaved True .*, False is"),
         ({"is_encoder_decoder": True}, ModelUnsupported, "is_encoder_decoder True .*, False is"),
         ({"partial_rotary_factor": 0.5}, ModelUnsupported, "partial_rotary_factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ModelUnsupported, "partial_rotary"),
@@ -109,7 +110,17 @@ def test_an_unknown_architecture_gets_an_error_with_the_whole_list(
 
 def test_what_changes_nothing_is_accepted(changed: Callable[..., Path]) -> None:
     plain = read_config(changed())
-    notes = {"unsloth_version": "2026.1", "_name_or_path": "a", "temperature": 0.6, "new": None}
+    notes: dict[str, Any] = {
+        "unsloth_version": "2026.1",
+        "_name_or_path": "a",
+        "temperature": 0.6,
+        "new": None,
+    }
+    notes |= {
+        "is_llama_config": True,
+        "rope_interleaved": False,
+        "transformers.js_config": {"a": 1},
+    }
     assert read_config(changed(use_mrope=False, id2label={"0": "a"}, more=[], **notes)) == plain
 
 

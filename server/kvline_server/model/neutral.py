@@ -18,6 +18,7 @@ NAMED = (  # how it is named and stored
     "tokenizer_class",
     "unsloth_version",
     "unsloth_fixed",
+    "transformers.js_config",
 )
 TASKS = (  # of another task than the next token
     "prefix",
@@ -49,6 +50,10 @@ TRAINING = (  # training
     "output_router_logits",
     "pretraining_tp",
     "gradient_checkpointing",
+    "max_sequence_length",
+    "model_max_length",
+    "neftune_noise_alpha",
+    "tokenizer_model_max_length",
 )
 RUNNING = (  # how other software runs it
     "use_cache",
@@ -98,16 +103,21 @@ ELSEWHERE = (  # of windows and of rope scaling, where the file has them
 IGNORED = frozenset(NAMED + TASKS + TOKENS + TRAINING + RUNNING + SAMPLING + ELSEWHERE)
 # Those that change nothing with one value alone.
 NEUTRAL: dict[str, object] = {
+    "activation": "swiglu",
     "add_cross_attention": False,
     "attention_bias": False,
+    "full_attn_mod": 1,
     "hidden_act": "silu",
     "hidden_activation": "silu",
+    "interpolate_factor": 1,
     "is_causal": True,
     "is_encoder_decoder": False,
+    "is_llama_config": True,
     "lm_head_bias": False,
     "mlp_bias": False,
     "partial_rotary_factor": 1.0,
     "qkv_bias": False,
+    "rope_interleaved": False,
     "shared_expert_intermediate_size": 0,
     "use_bidirectional_attention": False,
     "use_mrope": False,
