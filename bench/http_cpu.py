@@ -21,6 +21,7 @@ ROUNDS, REQUESTS, OUTPUT, PROMPT = 3, 200, 200, 16
 VOCABULARY = 512
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
+    "eos_token_id": None,
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_attention_heads": 2,

@@ -105,6 +105,7 @@ def write_config(name: str, folder: Path) -> Path:
         "tie_word_embeddings": shape["tied_embeddings"],
         "hidden_act": "silu",
         "attention_bias": False,
+        "eos_token_id": None,
         "model_type": "qwen3" if shape["qk_norm"] else "llama",
         "torch_dtype": "bfloat16",
     }

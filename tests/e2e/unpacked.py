@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # SmolLM2-135M's shape. Its weights do not travel: the tests that run here take random ones.
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],
+    "eos_token_id": None,
     "model_type": "llama",
     "hidden_size": 576,
     "intermediate_size": 1536,

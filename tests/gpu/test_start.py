@@ -19,6 +19,7 @@ pytestmark = pytest.mark.gpu
 GIB = 1 << 30
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
+    "eos_token_id": None,
     "model_type": "llama",
     "num_hidden_layers": 4,
     "hidden_size": 1024,

@@ -29,6 +29,12 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 100000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
@@ -62,6 +68,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {"use_sliding_window": False}),
+    "qwen2-window": (
+        "Qwen2",
+        WIDE | {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1},
+    ),
+    # Prompts of the tests are longer than what it was trained for.
+    "yarn": ("Qwen3", WIDE | {"max_position_embeddings": 64, "rope_parameters": YARN_ROPE}),
     "qwen3": ("Qwen3", {"use_sliding_window": False}),
     "mistral-window": ("Mistral", WIDE | {"sliding_window": 21}),
     "phi3": ("Phi3", PHI3 | {"sliding_window": 21}),

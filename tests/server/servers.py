@@ -32,7 +32,8 @@ from kvline_server.options import HttpArguments, RankArguments
 ENGINE, CAPACITY = EngineOptions(), CapacityOptions()
 SIZES = ["hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"]
 SIZES += ["vocab_size", "max_position_embeddings"]
-CONFIG = {"architectures": ["LlamaForCausalLM"], **dict.fromkeys(SIZES, 8)}  # a config.json
+# A config.json.
+CONFIG = {"architectures": ["LlamaForCausalLM"], "eos_token_id": None, **dict.fromkeys(SIZES, 8)}
 FAULTS = Path(__file__).parent / "faults"
 # Steps of a pinned start, of which each of several ranks runs every one alone too; a size that is
 # searched for is probed with as many before it is validated.

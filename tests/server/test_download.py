@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -163,3 +164,18 @@ def test_the_check_asks_the_hub_without_fetching_weights(
     other = fetch(step="check")
     assert other.returncode == 32 and "Other" in other.stderr
     assert "org/tiny@" in other.stderr and "/tmp" not in other.stderr
+
+
+def test_the_check_fetches_quantisation_that_is_in_a_file_of_its_own(
+    hub: Hub, fetch: Callable[..., Any]
+) -> None:
+    """Else it would answer for a model that no new pod starts."""
+    quantised = json.dumps({"quantization": {"quant_algo": "FP8"}}).encode()
+    hub.files = FILES | {
+        "config.json": json.dumps(CONFIG).encode(),
+        "hf_quant_config.json": quantised,
+    }
+    hub.etags |= {"hf_quant_config.json": hashlib.sha256(quantised).hexdigest()}
+    done = fetch(LoadFormat.RANDOM, step="check")
+    assert done.returncode == 32
+    assert "hf_quant_config.json: quantization.quant_algo 'FP8'" in done.stderr

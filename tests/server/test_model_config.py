@@ -14,7 +14,10 @@ import pytest
 from kvline_server.errors import ModelInvalid, ModelNotFound, ModelUnsupported, ServerError
 from kvline_server.model import families
 from kvline_server.model.config import read_config
+from kvline_server.model.fields import MAX_CONFIG_BYTES
 from kvline_server.model.files import weight_files
+
+ORIGINAL = "original_max_position_embeddings"
 
 
 @pytest.fixture
@@ -34,11 +37,42 @@ def changed(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Pa
         ({"architectures": ["GPT2LMHeadModel"]}, ModelUnsupported, "Qwen3ForCausalLM"),
         ({"architectures": None}, ModelUnsupported, "architectures"),
         ({"architectures": [[]]}, ModelUnsupported, "architectures"),
+        ({"model_type": "mistral"}, ModelUnsupported, "model_type 'mistral' .*, 'llama' is"),
         ({"auto_map": {"AutoModel": "x.Y"}}, ModelUnsupported, "auto_map"),
         ({"quantization_config": {"a": 1}}, ModelUnsupported, "quantization_config"),
         ({"sliding_window": 64}, ModelUnsupported, "sliding_window"),
         ({"hidden_act": "gelu"}, ModelUnsupported, "hidden_act"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, ModelUnsupported, "yarn"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ModelUnsupported, "type 'dynamic'"),
+        ({"rope_parameters": {"rope_type": ["a"]}}, ModelUnsupported, "rope_parameters.rope_type"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, ModelInvalid, "rope_parameters.factor"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "mrope_section": [8]}},
+            ModelUnsupported,
+            r"rope_scaling\.mrope_section \[8\] is not supported",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2, ORIGINAL: 64}, ORIGINAL: 128},
+            ModelUnsupported,
+            f"rope_scaling.{ORIGINAL} 64 .* beside {ORIGINAL} 128",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "dynamic"}, "rope_parameters": {"rope_type": "default"}},
+            ModelUnsupported,
+            "rope_scaling.rope_type 'dynamic' is not supported; default, linear, llama3, yarn are",
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 1e9}}, ModelInvalid, "rope_scaling.factor"),
+        (
+            {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 0},
+            ModelInvalid,
+            "sliding_window: expected a positive integer, got 0",
+        ),
+        ({"compression_config": {"format": "a"}}, ModelUnsupported, "compression_config"),
+        ({"quantization": {"bits": 4}}, ModelUnsupported, "quantization {'bits': 4}"),
+        ({"dual_chunk_attention_config": {"chunk_size": 9}}, ModelUnsupported, "dual_chunk"),
+        ({"a_scale_of_tomorrow": 3}, ModelUnsupported, "a_scale_of_tomorrow 3 is not supported: "),
+        ({"per_layer_config": {"0": {}}}, ModelUnsupported, "per_layer_config"),
+        ({"rope_interleaved": True}, ModelUnsupported, "rope_interleaved True .*, False is"),
+        ({"is_encoder_decoder": True}, ModelUnsupported, "is_encoder_decoder True .*, False is"),
         ({"partial_rotary_factor": 0.5}, ModelUnsupported, "partial_rotary_factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ModelUnsupported, "partial_rotary"),
         ({"final_logit_softcapping": 30.0}, ModelUnsupported, "final_logit_softcapping"),
@@ -50,6 +84,8 @@ def changed(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Pa
         ({"num_key_value_heads": 4}, ModelInvalid, "num_attention_heads"),
         ({"vocab_size": 2**31}, ModelInvalid, "vocab_size"),
         ({"rms_norm_eps": -1}, ModelInvalid, "rms_norm_eps"),
+        ({"rms_norm_eps": 1e400}, ModelInvalid, "rms_norm_eps"),
+        ({"rope_theta": 10**400, "rope_parameters": None}, ModelInvalid, "rope_theta"),
     ],
 )
 @pytest.mark.fault(
@@ -70,6 +106,39 @@ def test_an_unknown_architecture_gets_an_error_with_the_whole_list(
     with pytest.raises(ModelUnsupported) as error:
         read_config(changed(architectures=["Other"]))
     assert all(name in str(error.value) for name in families.known())
+
+
+def test_what_changes_nothing_is_accepted(changed: Callable[..., Path]) -> None:
+    plain = read_config(changed())
+    notes: dict[str, Any] = {
+        "unsloth_version": "2026.1",
+        "_name_or_path": "a",
+        "temperature": 0.6,
+        "new": None,
+    }
+    notes |= {
+        "is_llama_config": True,
+        "rope_interleaved": False,
+        "transformers.js_config": {"a": 1},
+    }
+    assert read_config(changed(use_mrope=False, id2label={"0": "a"}, more=[], **notes)) == plain
+
+
+def test_a_large_file_is_read_and_a_larger_one_named_with_its_size(
+    changed: Callable[..., Path],
+) -> None:
+    """Names of classes, or of modules that are not quantised, may take megabytes."""
+    folder = changed(id2label={str(i): f"class {i}" for i in range(60_000)})
+    assert (folder / "config.json").stat().st_size > 1 << 20
+    assert read_config(folder).layers == 2
+    folder = changed(architectures=["Other"], id2label={"0": "a" * (2 << 20)})
+    with pytest.raises(ModelUnsupported, match=r"architectures is .*Other"):
+        read_config(folder)
+    folder = changed(id2label={"0": "a" * MAX_CONFIG_BYTES})
+    with pytest.raises(
+        ModelInvalid, match=f"1677[0-9]+ bytes are more than the {MAX_CONFIG_BYTES}"
+    ):
+        read_config(folder)
 
 
 def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
@@ -94,6 +163,19 @@ def test_generation_config_adds_its_end_tokens(changed: Callable[..., Path]) -> 
     folder = changed(eos_token_id=257)
     (folder / "generation_config.json").write_text('{"eos_token_id": [257, 5]}')
     assert read_config(folder).eos_token_ids == (257, 5)
+
+
+def test_without_any_end_token_the_class_has_one(changed: Callable[..., Path]) -> None:
+    """As in transformers; null is none, and one beyond the vocabulary cannot come."""
+    folder = changed()
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["eos_token_id"]
+    for more, tokens in (({}, (2,)), ({"eos_token_id": None}, ()), ({"vocab_size": 2}, ())):
+        (folder / "config.json").write_text(json.dumps(raw | more))
+        assert read_config(folder).eos_token_ids == tokens
+    (folder / "generation_config.json").write_text('{"eos_token_id": 5}')
+    (folder / "config.json").write_text(json.dumps(raw))
+    assert read_config(folder).eos_token_ids == (5,)
 
 
 def test_reading_a_configuration_of_any_family_imports_no_torch() -> None:

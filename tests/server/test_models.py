@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,10 @@ from kvline_server.model.config import read_config
 from kvline_server.model.loader import RandomSource, SafetensorsSource, load_weights
 
 PROMPTS = [[5, 9, 260, 17], list(range(20, 95)), [300], list(range(150, 185))]
-SERVED = {name: 512 for name in FAMILIES if name not in ("wide", "shared")} | {"phi3-short": 256}
+SERVED = {name: 512 for name in FAMILIES if name not in ("wide", "shared")} | {
+    "phi3-short": 256,
+    "yarn": 256,
+}
 
 
 def reference(folder: Path) -> torch.nn.Module:
@@ -69,6 +73,14 @@ def test_greedy_output_and_logprobs_equal_the_reference(
         assert scored.values.tolist() == pytest.approx(expected, abs=1e-3)
         listed = want[: len(prompt) - 1].sort(descending=True)
         same_ranking((scored.top_ids, scored.top_values), (listed.indices, listed.values), 1e-4)
+
+
+def test_a_model_with_yarn_is_served_up_to_the_factor_times_its_training(
+    make_model: Callable[..., Path],
+) -> None:
+    folder = make_model("yarn")
+    assert json.loads((folder / "config.json").read_text())["max_position_embeddings"] == 64
+    assert read_config(folder).max_position == SERVED["yarn"]
 
 
 def test_a_sharded_folder_is_the_same_model(make_model: Callable[..., Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from kvline_server.errors import ModelInvalid, ModelUnsupported
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.model.config import read_config
+from kvline_server.model.fields import UNKNOWN
 from kvline_server.model.quantization import SERVED
 from kvline_server.model.shard import WHOLE, Shard
 
@@ -125,6 +127,33 @@ def test_a_scheme_of_an_fp8_cache_changes_no_weight(
         ("block", {"weight_block_size": None}, "quantization_config.weight_block_size None"),
         ("block", {"activation_scheme": "static"}, "activation_scheme 'static'"),
         ("channel", {"format": "nvfp4-pack-quantized"}, "quantization_config.format 'nvfp4"),
+        ("block", {"scale_fmt": "ue8m0"}, "quantization_config.scale_fmt 'ue8m0'"),
+        ("block", {"fmt": "e5m2"}, "quantization_config.fmt 'e5m2'"),
+        (
+            "block",
+            {"quant_method": None, "quant_algo": "NVFP4"},
+            "quantization_config.quant_algo 'NVFP4'",
+        ),
+        (
+            "channel",
+            {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "quantization_config.sparsity_config.format 'sparse-24-bitmask'",
+        ),
+        (
+            "channel",
+            {"transform_config": {"config_groups": {"r1": {}}}},
+            "quantization_config.transform_config {",
+        ),
+        (
+            "channel",
+            {"config_groups": {"g": GROUP | {"weights": GROUP["weights"] | {"symmetric": False}}}},
+            "quantization_config.config_groups.g.weights.symmetric False",
+        ),
+        (
+            "channel",
+            {"config_groups": {"g": GROUP | {"output_activations": {"num_bits": 8}}}},
+            "quantization_config.config_groups.g.output_activations {",
+        ),
         (
             "channel",
             {"kv_cache_scheme": CACHE | {"num_bits": 4}},
@@ -170,4 +199,36 @@ def test_other_formats_are_refused_by_name(
     with pytest.raises(ModelUnsupported, match=re.escape(named)) as caught:
         read_config(tmp_path)
     rest = str(caught.value).partition(" is not supported")[2]
-    assert rest == SERVED or re.fullmatch(", '?[A-Za-z0-9]+'? is", rest)
+    assert rest in (SERVED, UNKNOWN) or re.fullmatch(", '?[A-Za-z0-9]+'? is", rest)
+
+
+@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4", "MIXED_PRECISION"])
+def test_quantisation_in_a_file_of_its_own_is_refused_by_name(
+    algorithm: str, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Else random weights would be sized, and served, as unquantised ones."""
+    shutil.copy(make_model("llama") / "config.json", tmp_path)
+    beside = tmp_path / "hf_quant_config.json"
+    quantised = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8", "exclude_modules": ["a"]}
+    beside.write_text(json.dumps({"producer": {"name": "b"}, "quantization": quantised}))
+    named = f"hf_quant_config.json: quantization.quant_algo '{algorithm}' is not supported{SERVED}"
+    with pytest.raises(ModelUnsupported, match=re.escape(named)):
+        read_config(tmp_path)
+
+
+def test_a_quantised_cache_alone_changes_no_weight(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    shutil.copy(make_model("llama") / "config.json", tmp_path)
+    plain = read_config(tmp_path)
+    beside = tmp_path / "hf_quant_config.json"
+    cache = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    beside.write_text(json.dumps({"quantization": cache}))
+    assert read_config(tmp_path) == plain
+    change(tmp_path, CONFIGS["block"])  # which says more than the file beside it
+    beside.write_text(json.dumps({"quantization": {"quant_algo": "FP8_BLOCK_SCALES"}}))
+    assert read_config(tmp_path).quantization is not None
+    change(tmp_path, None)
+    beside.write_text("{}")
+    with pytest.raises(ModelInvalid, match=r"hf_quant_config\.json: quantization"):
+        read_config(tmp_path)

@@ -6,14 +6,19 @@ the computation and is not implemented is rejected by name, before any weights a
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from kvline_server.errors import ModelInvalid, ModelUnsupported
-from kvline_server.model import families, quantization
+from kvline_server.model import families, neutral, quantization
 from kvline_server.model.fields import Fields, read_json
 from kvline_server.model.quantization import Quantization
+
+LOCAL, GLOBAL = "sliding_attention", "full_attention"  # in layer_types
+ORIGINAL, PART = "original_max_position_embeddings", "partial_rotary_factor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +43,25 @@ class LongScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN (arXiv 2309.00071): frequencies that turn often within the original length stay, those
+    that turn seldom are divided by `factor`, those between are mixed; and a factor of all cosines
+    and sines. It is the same for sequences of every length."""
+
+    factor: float
+    original_max_position: int
+    attention_factor: float
+    beta_fast: float = 32.0  # turns within the original length from which a frequency stays
+    beta_slow: float = 1.0  # below which it is divided
+    truncate: bool = True  # the mixed pairs begin and end at whole numbers
+
+
+@dataclass(frozen=True, slots=True)
 class Rope:
     """Rotary position embedding."""
 
     theta: float
-    scaling: Llama3Scaling | LongScaling | None = None
+    scaling: Llama3Scaling | LongScaling | YarnScaling | None = None
     factor: float = 1.0  # divides every frequency: linear scaling
     rotary_dim: int | None = None  # the first elements of a head, which are rotated; None: all
 
@@ -99,7 +118,7 @@ class ModelConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    eos_token_ids: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()  # `read` gives those of the class, for files without any
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
@@ -123,36 +142,64 @@ def read_config(folder: Path) -> ModelConfig:
         raise ModelUnsupported(
             f"{path}: architectures is {listed!r:.120}; this server runs {', '.join(known)}"
         )
-    model: ModelConfig = known[name](fields)
+    family = known[name]
+    # transformers takes the class, and with it the defaults, by this name.
+    fields.only("model_type", family.MODEL_TYPE, family.MODEL_TYPE)
+    model: ModelConfig = family.read(fields)
     quantized = quantization.read(fields)
-    fields.refuse_unread()
+    _refuse_other_windows(fields, model)
+    fields.refuse_unread(neutral.IGNORED, neutral.NEUTRAL, neutral.HINTS)
     eos = _eos_ids(fields.raw, folder)
+    if not eos and "eos_token_id" not in fields.raw:
+        eos = tuple(id for id in model.eos_token_ids if id < model.vocabulary)
     return replace(model, architecture=name, eos_token_ids=eos, quantization=quantized)
 
 
-def dense(fields: Fields, rope: Rope | None = None) -> ModelConfig:
-    """What all dense decoders have in common; a family replaces the rest."""
-    heads = fields.integer("num_attention_heads")
-    kv_heads = fields.integer("num_key_value_heads", heads)
-    hidden = fields.integer("hidden_size")
+def dense(
+    fields: Fields,
+    rope: Rope | None = None,
+    *,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    theta: float = 10000.0,
+    eps: float = 1e-6,
+    tied: bool = False,
+    width: str = "intermediate_size",
+) -> ModelConfig:
+    """What all dense decoders have in common; a family replaces the rest. A field that is absent
+    has the default of the family's class in transformers, which is given here; None: derived.
+    Sizes that no class can know are required."""
+    heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
+    if fields.null("num_key_value_heads"):
+        kv_heads = None
+    kv_heads = fields.integer("num_key_value_heads", kv_heads or heads)
     if heads % kv_heads:
         raise ModelInvalid(
-            f"{fields.path}: num_attention_heads {heads} is not a multiple of {kv_heads}"
+            f"{fields.path}: num_attention_heads {heads} is not a multiple of "
+            f"num_key_value_heads {kv_heads}"
         )
+    rope = rope or read_rope(fields, rope_fields(fields, theta), rope_theta(fields, theta))
     return ModelConfig(
         architecture="",
         layers=fields.integer("num_hidden_layers"),
         hidden=hidden,
-        intermediate=fields.integer("intermediate_size"),
+        intermediate=fields.integer(width),
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=fields.integer("head_dim", hidden // heads),
+        head_dim=fields.integer("head_dim", head_dim or hidden // heads),
         vocabulary=fields.integer("vocab_size"),
-        max_position=fields.integer("max_position_embeddings"),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=rope or read_rope(rope_fields(fields), fields.number("rope_theta", 10000.0)),
-        tied_embeddings=fields.flag("tie_word_embeddings"),
+        max_position=_longest(fields.integer("max_position_embeddings"), rope),
+        norm_eps=fields.number("rms_norm_eps", eps),
+        rope=rope,
+        tied_embeddings=fields.flag("tie_word_embeddings", tied),
     )
+
+
+def _longest(given: int, rope: Rope) -> int:
+    """YaRN is added to files whose max_position_embeddings stays that of the training."""
+    if isinstance(rope.scaling, YarnScaling):
+        return max(given, int(rope.scaling.factor * rope.scaling.original_max_position))
+    return given
 
 
 def experts(fields: Fields, count: str, renormalise: bool, at: str, **more: Any) -> Experts:
@@ -163,37 +210,130 @@ def experts(fields: Fields, count: str, renormalise: bool, at: str, **more: Any)
     return Experts(every, chosen, renormalise, at, **more)
 
 
-def every_window(fields: Fields) -> tuple[int, ...]:
-    """sliding_window, in all layers."""
-    window = fields.value("sliding_window") and fields.integer("sliding_window")
-    return (window or 0,) * fields.integer("num_hidden_layers")
+def every_window(fields: Fields, default: int = 0) -> tuple[int, ...]:
+    """sliding_window, in all layers; null is none."""
+    if fields.value("sliding_window") is not None:
+        window = fields.integer("sliding_window")
+    else:
+        window = 0 if fields.null("sliding_window") else default
+    return (window,) * fields.integer("num_hidden_layers")
 
 
-def rope_fields(fields: Fields) -> Fields:
-    """rope_parameters, which older files call rope_scaling."""
+def kinds_of_layers(fields: Fields, usual: list[str]) -> list[str]:
+    """layer_types, or `usual` where the file has none."""
+    kinds = fields.value("layer_types", usual)
+    layers = len(usual)
+    if (
+        not isinstance(kinds, list)
+        or [kind in (LOCAL, GLOBAL) for kind in kinds] != [True] * layers
+    ):
+        raise fields.invalid("layer_types", f"{LOCAL} or {GLOBAL} for {layers} layers")
+    return kinds
+
+
+def _refuse_other_windows(fields: Fields, model: ModelConfig) -> None:
+    """In families whose reference has no windows, or has them in every layer."""
+    window = fields.raw.get("sliding_window")
+    unread = "sliding_window" not in fields.read and fields.raw.get("use_sliding_window", True)
+    if unread and window and fields.integer("sliding_window") < model.max_position:
+        raise fields.unsupported("sliding_window")
+    fields.read.add("sliding_window")
+    kinds = [LOCAL if model.window(layer) else GLOBAL for layer in range(model.layers)]
+    if fields.value("layer_types", kinds) != kinds:
+        raise fields.unsupported("layer_types", f", {kinds[0]} in every layer is")
+
+
+def rope_theta(fields: Fields, default: float) -> float:
+    """Of files that do not have it in rope_parameters."""
+    return fields.number("rope_theta", default)
+
+
+def rope_fields(fields: Fields, theta: float) -> Fields:
+    """rope_scaling, which replaces rope_parameters where a file has both, as in transformers: it is
+    what a user adds to a file. What that would lose is refused; `theta` is the family's default."""
     newer, older = fields.section("rope_parameters"), fields.section("rope_scaling")
-    return newer if newer.raw else older
+    if not older.raw:
+        return newer
+    for key, usual in (("rope_theta", theta), (PART, 1.0)):
+        given = older.raw.get(key) is not None or fields.raw.get(key) is not None
+        if not given and newer.value(key, usual) != usual:
+            raise newer.unsupported(key, f" beside a rope_scaling without {key}: add it there")
+    return older
 
 
-def read_rope(scaling: Fields, theta: float) -> Rope:
-    """Rotary embedding without scaling, or with linear or Llama 3's; `theta` is of older files,
-    which have it elsewhere."""
+def read_rope(fields: Fields, scaling: Fields, theta: float) -> Rope:
+    """Rotary embedding without scaling, or with linear, Llama 3's or YaRN's; `theta` is that of
+    files which have it elsewhere."""
     theta = scaling.number("rope_theta", theta)
-    kind = scaling.value("rope_type", scaling.value("type", "default"))
-    scaling.refuse_unread()
-    if kind == "default":
-        return Rope(theta)
-    if kind == "linear":
-        return Rope(theta, factor=scaling.number("factor"))
-    if kind != "llama3":
-        raise ModelUnsupported(f"{scaling.path}: rope scaling {kind!r:.40} is not supported")
+    kind = rope_kind(scaling)
+    read = SCALINGS.get(kind)
+    if read is None:
+        key = "rope_type" if "rope_type" in scaling.raw else "type"
+        raise scaling.unsupported(key, f"; {', '.join(SCALINGS)} are")
+    rope = read(fields, scaling, theta)
+    # A part that is rotated is read by the family that has one; `finetuned` is the authors' note.
+    scaling.refuse_unread(("finetuned",), {PART: 1.0})
+    return rope
+
+
+def rope_kind(scaling: Fields) -> str:
+    older = scaling.value("type", "default")
+    return str(scaling.value("rope_type", older))
+
+
+def _llama3(fields: Fields, scaling: Fields, theta: float) -> Rope:
     made = Llama3Scaling(
         factor=scaling.number("factor"),
         low_freq_factor=scaling.number("low_freq_factor"),
         high_freq_factor=scaling.number("high_freq_factor"),
-        original_max_position=scaling.integer("original_max_position_embeddings"),
+        original_max_position=_original_length(fields, scaling),
     )
     return Rope(theta, made)
+
+
+def _yarn(fields: Fields, scaling: Fields, theta: float) -> Rope:
+    if theta <= 1:
+        raise scaling.invalid("rope_theta", "more than 1 for YaRN")
+    factor = scaling.number("factor")
+    scale, all_dim = scaling.value("mscale"), scaling.value("mscale_all_dim")
+    usual = _yarn_scale(factor)
+    if scale is not None and all_dim is not None:
+        scale, all_dim = scaling.number("mscale"), scaling.number("mscale_all_dim")
+        usual = _yarn_scale(factor, scale) / _yarn_scale(factor, all_dim)
+    original = _original_length(fields, scaling)
+    if factor * original >= 2**31:
+        raise scaling.invalid("factor", f"with {original} tokens less than 2^31 in all")
+    made = YarnScaling(
+        factor=factor,
+        original_max_position=original,
+        attention_factor=scaling.number("attention_factor", usual),
+        beta_fast=scaling.number("beta_fast", 32),
+        beta_slow=scaling.number("beta_slow", 1),
+        truncate=scaling.flag("truncate", not scaling.null("truncate")),
+    )
+    return Rope(theta, made)
+
+
+def _yarn_scale(factor: float, scale: float = 1.0) -> float:
+    return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def _original_length(fields: Fields, scaling: Fields) -> int:
+    """Beside the scaling or in it; the file's only length where neither is there."""
+    own, outer = scaling.value(ORIGINAL), fields.value(ORIGINAL)
+    if own is not None and outer is not None and own != outer:
+        raise scaling.unsupported(ORIGINAL, f" beside {ORIGINAL} {outer!r:.40}")
+    if own is not None:
+        return scaling.integer(ORIGINAL)
+    return fields.integer(ORIGINAL, fields.integer("max_position_embeddings"))
+
+
+SCALINGS: dict[str, Callable[[Fields, Fields, float], Rope]] = {
+    "default": lambda fields, scaling, theta: Rope(theta),
+    "linear": lambda fields, scaling, theta: Rope(theta, factor=scaling.number("factor")),
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
 
 
 def _eos_ids(raw: dict[str, Any], folder: Path) -> tuple[int, ...]:

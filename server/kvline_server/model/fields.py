@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from kvline_server.errors import ModelInvalid, ModelNotFound, ModelUnsupported
 
-MAX_CONFIG_BYTES = 1 << 20
-# Fields that may change the computation: the values besides null that do not, a hint for the error.
-NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
-    "attn_logit_softcapping": ((), ""),
-    "auto_map": ((), ": it asks for code of the repository, which is never run"),
-    "final_logit_softcapping": ((), ""),
-    "hidden_act": (("silu",), ", silu is"),
-    "hidden_activation": (("silu",), ", silu is"),
-    "lm_head_bias": ((False,), ""),
-    "partial_rotary_factor": ((1.0,), ""),
-    "use_bidirectional_attention": ((False,), ""),
-}
+# Lists of modules that are not quantised have made files of some 100 KiB: parsed, 16 MiB of such
+# text are about 100 MiB.
+MAX_CONFIG_BYTES = 16 << 20
+UNKNOWN = ": this server does not know it, and it may change what the model computes"
+LARGEST = 1e38  # of a number: float32's
 
 
 def read_json(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
@@ -28,8 +23,8 @@ def read_json(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
             served = "served are .safetensors files, unquantised or in fp8, beside a config.json"
             raise ModelUnsupported(f"{found[0]}: GGUF is not supported; {served}")
         raise ModelNotFound(f"{path}: no such file; a model folder holds config.json")
-    if path.stat().st_size > limit:
-        raise ModelInvalid(f"{path}: larger than {limit} bytes")
+    if (size := path.stat().st_size) > limit:
+        raise ModelInvalid(f"{path}: {size} bytes are more than the {limit} that are read")
     try:
         value = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -63,7 +58,9 @@ class Fields:
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.invalid(key, "a positive number")
+        if not 0 < value < LARGEST:
             raise self.invalid(key, "a positive number")
         return float(value)
 
@@ -71,7 +68,7 @@ class Fields:
         values = self.value(key)
         if not isinstance(values, list) or len(values) != count:
             raise self.invalid(key, f"a list of {count} numbers")
-        if not all(isinstance(value, int | float) and value > 0 for value in values):
+        if not all(isinstance(value, int | float) and 0 < value < LARGEST for value in values):
             raise self.invalid(key, "positive numbers")
         return tuple(map(float, values))
 
@@ -88,23 +85,36 @@ class Fields:
             raise self.invalid(key, "an object")
         return Fields(value, self.path, f"{self.at}{key}.")
 
+    def null(self, key: str) -> bool:
+        """Whether the field is there, and null: in some classes not the same as absent."""
+        return key in self.raw and self.raw[key] is None
+
     def invalid(self, key: str, expected: str) -> ModelInvalid:
-        return ModelInvalid(
-            f"{self.path}: {self.at}{key}: expected {expected}, got {self.raw.get(key)!r:.40}"
-        )
+        found = f"got {self.raw[key]!r:.40}" if key in self.raw else "and it is missing"
+        return ModelInvalid(f"{self.path}: {self.at}{key}: expected {expected}, {found}")
 
     def unsupported(self, key: str, hint: str = "") -> ModelUnsupported:
         value = self.raw.get(key)
         return ModelUnsupported(f"{self.path}: {self.at}{key} {value!r:.80} is not supported{hint}")
 
-    def refuse_unread(self) -> None:
-        """Raises ModelUnsupported for a field that nobody read and that changes the computation."""
-        unread = {key: value for key, value in self.raw.items() if key not in self.read}
-        for key, (neutral, hint) in NEUTRAL.items():
-            if unread.get(key) is not None and unread[key] not in neutral:
-                raise self.unsupported(key, hint)
-        window = unread.get("sliding_window") if unread.get("use_sliding_window", True) else None
-        if window and window < self.raw.get("max_position_embeddings", 0):
-            raise self.unsupported("sliding_window")
-        if any(kind != "full_attention" for kind in unread.get("layer_types") or []):
-            raise self.unsupported("layer_types", ", full_attention is")
+    def only(self, key: str, wanted: object, default: object = None) -> None:
+        """Raises ModelUnsupported where the field has another value than the one served."""
+        if self.value(key, default) != wanted:
+            raise self.unsupported(key, f", {wanted!r} is")
+
+    def refuse_unread(
+        self,
+        ignored: Collection[str] = (),
+        neutral: Mapping[str, object] = MappingProxyType({}),
+        hints: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Raises ModelUnsupported for a field that nobody read, unless it is null, empty, ignored,
+        or has the one value that changes nothing."""
+        for key, value in self.raw.items():
+            if key in self.read or key in ignored or value is None or value in ([], {}):
+                continue
+            if key.startswith("_"):  # a private attribute of the library that saved the file
+                continue
+            if key not in neutral:
+                raise self.unsupported(key, hints.get(key, UNKNOWN))
+            self.only(key, neutral[key])

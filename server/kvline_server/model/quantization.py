@@ -8,10 +8,30 @@ it is quantised, so lists of modules that are not need not be read.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from kvline_server.model.fields import Fields
+from kvline_server.model.fields import Fields, read_json
 
 FIELD = "quantization_config"
+BESIDE = "hf_quant_config.json"
+E4M3 = ("e4m3", "float8_e4m3fn")
+# Which modules are quantised their weights' dtype says; the rest tells how the file was made.
+LISTS = (
+    "global_compression_ratio",
+    "ignore",
+    "ignored_layers",
+    "modules_to_not_convert",
+    "quantization_status",
+    "version",
+)
+SPARSITY = (
+    "global_sparsity",
+    "ignore",
+    "registry_requires_subclass",
+    "sparsity_structure",
+    "targets",
+)
+OBSERVED = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
 FP8 = {"num_bits": 8, "type": "float"}
 CACHE = {**FP8, "strategy": "tensor", "dynamic": False, "symmetric": True}
 SERVED = (
@@ -39,20 +59,39 @@ def read(fields: Fields) -> Quantization | None:
     """Raises ModelUnsupported, by name, for what is not served."""
     quantized = fields.section(FIELD)
     if not quantized.raw:
+        _refuse_beside(fields.path.with_name(BESIDE))
         return None
     method = quantized.value("quant_method")
     if method == "fp8":
-        return _in_blocks(quantized)
-    if method == "compressed-tensors":
-        return _by_channel(quantized)
-    raise quantized.unsupported("quant_method", SERVED)
+        made = _in_blocks(quantized)
+    elif method == "compressed-tensors":
+        made = _by_channel(quantized)
+    else:
+        own = "quant_algo" if method is None and quantized.value("quant_algo") else "quant_method"
+        raise quantized.unsupported(own, SERVED)
+    quantized.refuse_unread(LISTS)
+    return made
+
+
+def _refuse_beside(path: Path) -> None:
+    """ModelOpt's older checkpoints have their quantisation in a file of its own alone. One of the
+    cache changes no weight: scales of the cache are read from the weights' files."""
+    if not path.is_file():
+        return
+    scheme = Fields(read_json(path), path).section("quantization")
+    if not scheme.raw:
+        raise scheme.invalid("quant_algo", "a name or null")
+    if scheme.value("quant_algo") is not None:
+        raise scheme.unsupported("quant_algo", SERVED)
 
 
 def _in_blocks(quantized: Fields) -> Quantization:
     block = quantized.value("weight_block_size")
     if not (isinstance(block, list) and len(block) == 2 and all(_is_size(n) for n in block)):
         raise quantized.unsupported("weight_block_size", SERVED)
-    _same(quantized, {"fmt": "e4m3", "activation_scheme": "dynamic"})
+    if quantized.value("fmt", E4M3[0]) not in E4M3:
+        raise quantized.unsupported("fmt", f", {E4M3[0]!r} is")
+    _same(quantized, {"activation_scheme": "dynamic"})
     return Quantization("_scale_inv", (block[0], block[1]))
 
 
@@ -62,6 +101,11 @@ def _by_channel(quantized: Fields) -> Quantization:
     cache = quantized.section("kv_cache_scheme")
     if cache.raw:  # its scales are read where the KV cache is fp8 (kv_scales.py)
         _same(cache, CACHE, all_given=True)
+        cache.refuse_unread(OBSERVED)
+    # Weights without half of their elements would be stored in another way.
+    sparsity = quantized.section("sparsity_config")
+    _same(sparsity, {"format": "dense"})
+    sparsity.refuse_unread(SPARSITY)
     groups = quantized.section("config_groups")
     if not groups.raw:
         raise quantized.invalid("config_groups", "an object with a group")
@@ -69,8 +113,14 @@ def _by_channel(quantized: Fields) -> Quantization:
         group = groups.section(name)
         weights, inputs = group.section("weights"), group.section("input_activations")
         _same(weights, {**FP8, "strategy": "channel", "dynamic": False}, all_given=True)
+        _same(weights, {"symmetric": True})
+        weights.refuse_unread(OBSERVED)
         if inputs.raw:  # else the activations stay as they are
             _same(inputs, {**FP8, "strategy": "token", "dynamic": True}, all_given=True)
+            _same(inputs, {"symmetric": True})
+            inputs.refuse_unread(OBSERVED)
+        _same(group, {"format": "float-quantized"})
+        group.refuse_unread(("targets",))
     return Quantization("_scale", None)
 
 

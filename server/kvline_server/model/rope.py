@@ -7,7 +7,7 @@ import math
 import torch
 from torch.nn.functional import pad
 
-from kvline_server.model.config import Llama3Scaling, LongScaling, Rope
+from kvline_server.model.config import Llama3Scaling, LongScaling, Rope, YarnScaling
 
 
 def cos_sin(rope: Rope, dim: int, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,6 +25,9 @@ def cos_sin(rope: Rope, dim: int, positions: int) -> tuple[torch.Tensor, torch.T
     frequencies = 1.0 / divisors / rope.factor
     if isinstance(scaling, Llama3Scaling):
         frequencies = _llama3(frequencies, scaling)
+    if isinstance(scaling, YarnScaling):
+        frequencies = _yarn(frequencies, scaling, rope.theta)
+        factor = scaling.attention_factor
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
     rest = (0, (dim - rotary) // 2)
     return pad(angles.cos() * factor, rest, value=1.0), pad(angles.sin() * factor, rest)
@@ -40,3 +43,21 @@ def _llama3(base: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
     mixed = (1 - smooth) * base / scaling.factor + smooth * base
     scaled = torch.where(wavelengths > low, base / scaling.factor, base)
     return torch.where((wavelengths <= low) & (wavelengths >= high), mixed, scaled)
+
+
+def _yarn(base: torch.Tensor, scaling: YarnScaling, theta: float) -> torch.Tensor:
+    """base [pairs]: pair i turns original_max_position / (2 pi) * theta^(-i / pairs) times within
+    the original length."""
+    pairs, original = len(base), scaling.original_max_position
+
+    def pair(turns: float) -> float:
+        return pairs * math.log(original / (turns * 2 * math.pi)) / math.log(theta)
+
+    first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    if first == last:
+        last += 0.001  # as in transformers: a step instead of a division by zero
+    ramp = ((torch.arange(pairs, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    return base / scaling.factor * ramp + base * (1 - ramp)

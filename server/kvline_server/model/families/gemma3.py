@@ -6,25 +6,45 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from kvline_server.model.config import ModelConfig, Norms, dense, read_rope
+from kvline_server.model.config import (
+    GLOBAL,
+    LOCAL,
+    ModelConfig,
+    Norms,
+    dense,
+    kinds_of_layers,
+    read_rope,
+    rope_theta,
+)
 from kvline_server.model.fields import Fields
 
 ARCHITECTURE = "Gemma3ForCausalLM"
+MODEL_TYPE = "gemma3_text"
 GELU = "gelu_pytorch_tanh"
-LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
 def read(fields: Fields) -> ModelConfig:
-    if fields.value("hidden_activation", GELU) != GELU:
-        raise fields.unsupported("hidden_activation", f", {GELU} is")
+    fields.only("hidden_activation", GELU, GELU)
+    fields.only("hidden_act", GELU, GELU)  # which its class does not read
     ropes = fields.section("rope_parameters")
-    scaling = ropes.section(GLOBAL) if ropes.raw else fields.section("rope_scaling")
-    model = dense(fields, read_rope(scaling, fields.number("rope_theta", 1e6)))
+    # What a user adds is of the layers without a window, as in transformers.
+    whole, more = ropes.section(GLOBAL), fields.section("rope_scaling")
+    added = Fields(whole.raw | more.raw, fields.path, more.at if more.raw else whole.at)
+    added.only("truncate", True, True)  # of YaRN, which its class does not read
+    local = read_rope(fields, ropes.section(LOCAL), fields.number("rope_local_base_freq", 1e4))
+    ropes.refuse_unread()
+    model = dense(
+        fields,
+        read_rope(fields, added, rope_theta(fields, 1e6)),
+        kv_heads=4,
+        head_dim=256,
+        tied=True,
+    )
     bias = fields.flag("attention_bias")
     return replace(
         model,
-        head_dim=fields.integer("head_dim", 256),
-        local_rope=read_rope(ropes.section(LOCAL), fields.number("rope_local_base_freq", 1e4)),
+        eos_token_ids=(1,),
+        local_rope=local,
         windows=_windows(fields, model.layers),
         softmax_scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
         norms=Norms(
@@ -39,19 +59,15 @@ def read(fields: Fields) -> ModelConfig:
         output_bias=bias,
         activation="gelu_tanh",
         embedding_scale=math.sqrt(model.hidden),
-        tied_embeddings=fields.flag("tie_word_embeddings", True),
     )
 
 
 def _windows(fields: Fields, layers: int) -> tuple[int, ...]:
     """Each layer's, by layer_types; older files give every how many layers one has no window."""
+    if fields.null("sliding_window"):
+        raise fields.invalid("sliding_window", "a positive integer")
     window = fields.integer("sliding_window", 4096)
     every = fields.integer("sliding_window_pattern", 6)
     usual = [LOCAL if (layer + 1) % every else GLOBAL for layer in range(layers)]
-    kinds = fields.value("layer_types", usual)
-    if (
-        not isinstance(kinds, list)
-        or [kind in (LOCAL, GLOBAL) for kind in kinds] != [True] * layers
-    ):
-        raise fields.invalid("layer_types", f"{LOCAL} or {GLOBAL} for {layers} layers")
+    kinds = kinds_of_layers(fields, usual)
     return tuple(window if kind == LOCAL else 0 for kind in kinds)

@@ -8,7 +8,9 @@ from kvline_server.model.config import ModelConfig, dense, every_window
 from kvline_server.model.fields import Fields
 
 ARCHITECTURE = "MistralForCausalLM"
+MODEL_TYPE = "mistral"
 
 
 def read(fields: Fields) -> ModelConfig:
-    return replace(dense(fields), windows=every_window(fields))
+    windows = every_window(fields, default=4096)
+    return replace(dense(fields, kv_heads=8), windows=windows, eos_token_ids=(2,))

@@ -8,13 +8,14 @@ from kvline_server.model.config import ModelConfig, Norms, dense
 from kvline_server.model.fields import Fields
 
 ARCHITECTURE = "Olmo2ForCausalLM"
+MODEL_TYPE = "olmo2"
 
 
 def read(fields: Fields) -> ModelConfig:
     bias = fields.flag("attention_bias")
     return replace(
-        dense(fields),
-        norm_eps=fields.number("rms_norm_eps", 1e-5),
+        dense(fields, eps=1e-5),
+        eos_token_ids=(50279,),
         norms=Norms(
             before_attention=None,
             after_attention="post_attention_layernorm",

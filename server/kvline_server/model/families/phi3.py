@@ -7,6 +7,8 @@ import math
 from dataclasses import replace
 
 from kvline_server.model.config import (
+    ORIGINAL,
+    PART,
     LongScaling,
     ModelConfig,
     Rope,
@@ -14,10 +16,14 @@ from kvline_server.model.config import (
     every_window,
     read_rope,
     rope_fields,
+    rope_kind,
+    rope_theta,
 )
 from kvline_server.model.fields import Fields
 
 ARCHITECTURE = "Phi3ForCausalLM"
+MODEL_TYPE = "phi3"
+LONG = ("longrope", "su", "yarn")  # what files of this family call the same
 OWN_CODE = "modeling_phi3.Phi3ForCausalLM"
 
 
@@ -27,27 +33,31 @@ def read(fields: Fields) -> ModelConfig:
     if str(code).rpartition("--")[2] != OWN_CODE:
         raise fields.unsupported("auto_map", f", {OWN_CODE} is")
     return replace(
-        dense(fields, _rope(fields)),
+        dense(fields, _rope(fields), eps=1e-5),
         windows=every_window(fields),
-        norm_eps=fields.number("rms_norm_eps", 1e-5),
+        eos_token_ids=(32000,),
         qkv=("qkv_proj",),
         gate_up=("gate_up_proj",),
     )
 
 
 def _rope(fields: Fields) -> Rope:
-    scaling = rope_fields(fields)
+    theta = rope_theta(fields, 10000.0)
+    scaling = rope_fields(fields, 10000.0)
     usual = fields.integer("hidden_size") // fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", usual)
-    part = fields.number("partial_rotary_factor", 1.0)
-    dim = int(head_dim * scaling.number("partial_rotary_factor", part))
+    dim = int(head_dim * scaling.number(PART, fields.number(PART, 1.0)))
     if not 0 < dim <= head_dim or dim % 2 or head_dim % 2:
-        raise fields.invalid("partial_rotary_factor", f"an even part of {head_dim} elements")
-    theta = fields.number("rope_theta", 10000.0)
-    if scaling.value("rope_type", scaling.value("type")) not in ("longrope", "su"):
-        return replace(read_rope(scaling, theta), rotary_dim=dim)
-    trained = scaling.value("original_max_position_embeddings", 4096)
-    trained = fields.integer("original_max_position_embeddings", trained)
+        raise fields.invalid(PART, f"an even part of {head_dim} elements")
+    kind = rope_kind(scaling)
+    if kind == "default":
+        return replace(read_rope(fields, scaling, theta), rotary_dim=dim)
+    if kind not in LONG:
+        key = "rope_type" if "rope_type" in scaling.raw else "type"
+        raise scaling.unsupported(key, "; default and longrope are")
+    trained = fields.integer(ORIGINAL, 4096)
+    if scaling.value(ORIGINAL, trained) != trained:
+        raise scaling.unsupported(ORIGINAL, f" beside {ORIGINAL} {trained}")
     ratio = scaling.number("factor", fields.integer("max_position_embeddings") / trained)
     factor = math.sqrt(1 + math.log(ratio) / math.log(trained)) if min(ratio, trained) > 1 else 1.0
     long = LongScaling(
@@ -56,4 +66,6 @@ def _rope(fields: Fields) -> Rope:
         original_max_position=trained,
         attention_factor=scaling.number("attention_factor", factor),
     )
-    return Rope(scaling.number("rope_theta", theta), long, rotary_dim=dim)
+    theta = scaling.number("rope_theta", theta)
+    scaling.refuse_unread()
+    return Rope(theta, long, rotary_dim=dim)

@@ -1,0 +1,334 @@
+"""Each family against its own class in transformers: with every field that is read, and without
+each of them in turn."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import GEMMA3_ROPE
+
+from kvline_server.errors import ModelInvalid, ModelUnsupported, ServerError
+from kvline_server.model import families, neutral
+from kvline_server.model.config import ModelConfig, read_config
+from kvline_server.model.fields import Fields
+from kvline_server.model.loader import RandomSource, checked
+from kvline_server.model.rope import cos_sin
+
+# Values that are no class's defaults, where another is possible.
+COMMON: dict[str, Any] = {
+    "vocab_size": 60000,
+    "hidden_size": 640,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 16,
+    "head_dim": 14,
+    "max_position_embeddings": 900,
+    "rms_norm_eps": 3e-5,
+    "rope_theta": 7000.0,
+    "tie_word_embeddings": True,
+    "eos_token_id": 77,
+}
+DENSE = COMMON | {"intermediate_size": 96, "hidden_act": "silu"}
+BIAS = {"attention_bias": True}
+UPPER = {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 2}
+KINDS = ["full_attention", "sliding_attention"] * 3
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.5, "high_freq_factor": 3.0}
+YARN: dict[str, Any] = {
+    "factor": 4.0,
+    "beta_fast": 24.0,
+    "beta_slow": 2.0,
+    "mscale": 1.3,
+    "mscale_all_dim": 0.7,
+    "truncate": False,
+}
+LENGTH = {"original_max_position_embeddings": 300}
+LONG = {"long_factor": [3.0 + i for i in range(5)], "short_factor": [1.0] * 5}
+GEMMA = (
+    COMMON
+    | BIAS
+    | {
+        "intermediate_size": 96,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 100,
+        "sliding_window": 50,
+        "tie_word_embeddings": False,
+    }
+)
+EXPERTS = {"num_experts_per_tok": 3, "hidden_act": "silu"}
+QWEN_MOE = (
+    COMMON
+    | BIAS
+    | EXPERTS
+    | {
+        "moe_intermediate_size": 24,
+        "num_experts": 12,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", DENSE | BIAS | {"mlp_bias": True}),
+    "llama3": ("Llama", DENSE | {"rope_scaling": {"type": "llama3", **LLAMA3, **LENGTH}}),
+    "llama3-newer": (
+        "Llama",
+        DENSE | LENGTH | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
+    ),
+    "llama-linear": ("Llama", DENSE | {"rope_scaling": {"type": "linear", "factor": 3.0}}),
+    "mistral": ("Mistral", DENSE | {"sliding_window": 50}),
+    "mixtral": ("Mixtral", DENSE | EXPERTS | {"sliding_window": 50, "num_local_experts": 12}),
+    "qwen2": ("Qwen2", DENSE | UPPER),
+    "qwen2-kinds": ("Qwen2", DENSE | UPPER | {"layer_types": KINDS}),
+    "qwen3": ("Qwen3", DENSE | BIAS | UPPER),
+    "qwen3-yarn": ("Qwen3", DENSE | {"rope_scaling": {"rope_type": "yarn", **YARN, **LENGTH}}),
+    "qwen3-yarn-newer": (
+        "Qwen3",
+        DENSE | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, **YARN, **LENGTH}},
+    ),
+    "qwen3-both": (
+        "Qwen3",
+        DENSE
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+        | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, **LENGTH}},
+    ),
+    "qwen3-moe": ("Qwen3Moe", QWEN_MOE),
+    "qwen3-moe-window": ("Qwen3Moe", QWEN_MOE | UPPER | {"num_local_experts": 12}),
+    "phi3": ("Phi3", DENSE | {"sliding_window": 50}),
+    "phi3-part": (
+        "Phi3",
+        DENSE
+        | LENGTH
+        | {"num_attention_heads": 32, "partial_rotary_factor": 0.5}
+        | {"rope_scaling": {"type": "longrope", **LONG}},
+    ),
+    "olmo2": ("Olmo2", DENSE | BIAS),
+    "gemma3": (
+        "Gemma3Text",
+        GEMMA | {"rope_local_base_freq": 900.0, "sliding_window_pattern": 2},
+    ),
+    "gemma3-newer": ("Gemma3Text", GEMMA | {"rope_parameters": GEMMA3_ROPE, "layer_types": KINDS}),
+    "gemma3-both": (
+        "Gemma3Text",
+        GEMMA | {"rope_parameters": GEMMA3_ROPE, "rope_scaling": {"factor": 2.0}},
+    ),
+}
+WITHOUT = {"phi3": "head_dim", "phi3-part": "head_dim", "qwen3-moe-window": "num_experts"}
+for _case, _field in WITHOUT.items():
+    del CASES[_case][1][_field]
+
+
+# What an error names where a field is missing on which another depends.
+NAMED = {"num_local_experts": "num_experts", "partial_rotary_factor": "short_factor"}
+
+
+class Refused(Exception):
+    """By transformers."""
+
+
+def theirs(name: str, raw: dict[str, Any]) -> dict[str, Any]:
+    import transformers
+
+    try:
+        with torch.device("meta"):
+            config = getattr(transformers, f"{name}Config")(**copy.deepcopy(raw))
+            kind = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")
+            model = kind(config)
+        tables = rotary(type(model.model.rotary_emb)(config), config)
+    except Exception as error:
+        raise Refused(repr(error)) from error
+    layers = [layer.self_attn for layer in model.model.layers]
+    norm, window = model.model.norm, getattr(config, "sliding_window", None)
+    windows = [getattr(one, "sliding_window", window) or 0 for one in layers]
+    eos = config.eos_token_id
+    return {
+        "elements": sum(one.numel() for one in model.parameters()),
+        "layers": len(layers),
+        "hidden": model.model.embed_tokens.weight.shape[1],
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "head_dim": layers[0].head_dim,
+        "eps": getattr(norm, "variance_epsilon", None) or norm.eps,
+        "scale": layers[0].scaling,
+        "windows": windows,
+        "tied": config.tie_word_embeddings,
+        "chosen": getattr(config, "num_experts_per_tok", None),
+        "renormalised": getattr(config, "norm_topk_prob", name == "Mixtral"),
+        "eos": () if eos is None else (eos,),
+        "cosines": [one[0] for one in tables],
+        "sines": [one[1] for one in tables],
+    }
+
+
+def rotary(module: Any, config: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each layer: cosines and sines of every position and pair."""
+    positions = torch.arange(POSITIONS).unsqueeze(0)
+    kinds = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+    nested = isinstance(getattr(module, "rope_type", ""), dict)
+    made = {}
+    for kind in set(kinds):
+        both = module(torch.zeros(1), positions, *([kind] if nested else []))
+        made[kind] = tuple(one[0, :, : one.shape[-1] // 2] for one in both)
+    return [made[kind] for kind in kinds]
+
+
+POSITIONS = 1300  # more than the models' own lengths
+
+
+def ours(model: ModelConfig) -> dict[str, Any]:
+    ropes = [model.rope_of(layer) for layer in range(model.layers)]
+    tables = {rope: cos_sin(rope, model.head_dim, POSITIONS) for rope in set(ropes)}
+    pairs = {rope: (rope.rotary_dim or model.head_dim) // 2 for rope in tables}
+    experts = model.experts
+    return {
+        "elements": checked(RandomSource(), model).counts[None],
+        "layers": model.layers,
+        "hidden": model.hidden,
+        "heads": model.heads,
+        "kv_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "eps": model.norm_eps,
+        "scale": model.softmax_scale or model.head_dim**-0.5,
+        "windows": [model.window(layer) for layer in range(model.layers)],
+        "tied": model.tied_embeddings,
+        "chosen": experts.chosen if experts else None,
+        "renormalised": experts.renormalise if experts else False,
+        "eos": model.eos_token_ids,
+        "cosines": [tables[rope][0][:, : pairs[rope]] for rope in ropes],
+        "sines": [tables[rope][1][:, : pairs[rope]] for rope in ropes],
+    }
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    found = []
+    for key, value in one.items():
+        if key in ("cosines", "sines"):
+            pairs = zip(value, other[key], strict=True)
+            # Angles of 1,300 radians have 1e-4 of rounding.
+            same = all(a.shape == b.shape and torch.allclose(a, b, atol=5e-4) for a, b in pairs)
+        else:
+            same = value == pytest.approx(other[key])
+        if not same:
+            found.append(f"{key}: {value!s:.60} is {other[key]!s:.60} in transformers")
+    return found
+
+
+def read(folder: Path, name: str, raw: dict[str, Any]) -> ModelConfig:
+    architecture = f"{name.removesuffix('Text')}ForCausalLM"
+    (folder / "config.json").write_text(json.dumps(raw | {"architectures": [architecture]}))
+    return read_config(folder)
+
+
+def fields_read(
+    folder: Path, name: str, raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> set[str]:
+    """The paths of all fields that the parser asked for."""
+    asked: set[str] = set()
+    original = Fields.value
+
+    def value(self: Fields, key: str, default: Any = None) -> Any:
+        asked.add(self.at + key)
+        return original(self, key, default)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Fields, "value", value)
+        read(folder, name, raw)
+    return asked - {"architectures", "quantization_config"}
+
+
+def changed(raw: dict[str, Any], path: str, null: bool) -> dict[str, Any] | None:
+    """Without the field, or with null; None where it is not there."""
+    made = copy.deepcopy(raw)
+    *outer, last = path.split(".")
+    at = made
+    for key in outer:
+        at = at.get(key) or {}
+    if at.get(last) is None:
+        return None
+    at.pop(last)
+    if null:
+        at[last] = None
+    return made
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_field_left_out_has_the_default_of_its_class(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or is refused by its name; null too, where transformers takes it."""
+    name, raw = CASES[case]
+    wrong = differences(ours(read(tmp_path, name, raw)), theirs(name, raw))
+    tried = 0
+    for path in sorted(fields_read(tmp_path, name, raw, monkeypatch)):
+        for null in (False, True):
+            without = changed(raw, path, null)
+            if without is None:
+                continue
+            tried += 1
+            try:
+                want = theirs(name, without)
+            except Refused:
+                want = None
+            try:
+                found = ours(read(tmp_path, name, without))
+            except ServerError as error:
+                last = path.rpartition(".")[2]
+                named = any(one in str(error) for one in (last, NAMED.get(last, last)))
+                if not named and not (path.startswith("rope_") and "rope_" in str(error)):
+                    wrong.append(f"{path}, null {null}: {error}")
+                continue
+            if want is None:
+                wrong += [] if null else [f"{path}: transformers refuses a file without"]
+                continue
+            wrong += [f"{path}, null {null}: {one}" for one in differences(found, want)]
+    assert not wrong, "\n".join(wrong)
+    assert tried >= 20
+
+
+def test_every_family_is_compared_and_names_its_class() -> None:
+    import transformers
+
+    named = {f"{name.removesuffix('Text')}ForCausalLM" for name, _ in CASES.values()}
+    assert named == set(families.known())
+    for name, _ in CASES.values():
+        module = families.known()[f"{name.removesuffix('Text')}ForCausalLM"]
+        assert getattr(transformers, f"{name}Config").model_type == module.MODEL_TYPE
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_field_of_the_class_is_read_or_known_to_change_nothing(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import dataclasses
+
+    import transformers
+
+    name, raw = CASES[case]
+    asked = fields_read(tmp_path, name, raw, monkeypatch)
+    known = {one.name for one in dataclasses.fields(getattr(transformers, f"{name}Config"))}
+    unread = known - asked - neutral.IGNORED
+    assert unread <= set(neutral.NEUTRAL) | {
+        "attn_logit_softcapping",  # refused unless null
+        "final_logit_softcapping",
+    }
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers", "vocab_size"])
+def test_a_size_that_is_missing_is_named(field: str, tmp_path: Path) -> None:
+    name, raw = CASES["llama"]
+    without = changed(raw, field, null=False)
+    assert without is not None
+    with pytest.raises(ModelInvalid, match=f"{field}: expected a positive integer, and it is miss"):
+        read(tmp_path, name, without)
+
+
+def test_what_rope_scaling_would_lose_of_rope_parameters_is_refused(tmp_path: Path) -> None:
+    """transformers takes the class's rope_theta, with which the model answers nonsense."""
+    name, raw = CASES["qwen3-both"]
+    del (without := copy.deepcopy(raw))["rope_theta"]
+    with pytest.raises(ModelUnsupported, match=r"rope_parameters\.rope_theta 1000000\.0 .*add it"):
+        read(tmp_path, name, without)
