@@ -1,0 +1,134 @@
+"""Processes that render a model's chat template (template_process.py), and ends them.
+
+Called from threads, which wait for an idle process. One that ends is replaced at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from kvline_server.http.errors import BadRequest
+from kvline_server.http.template_process import OK, read, write
+
+CPU_SECONDS = 1.0  # for one rendering; usual templates take milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a template is."""
+
+    words: frozenset[str] = frozenset()  # that it has itself
+    changes_case: bool = False
+    invalid: str = ""  # why it is
+
+
+class Renderer:
+    """One process. Not for several threads at once."""
+
+    def __init__(self, template: str, memory: int, seconds: float) -> None:
+        given = {"template": template, "memory": memory, "seconds": seconds}
+        self._first, self._seconds = json.dumps(given).encode(), seconds
+        self._greeted: Known | None = None
+        self._process = self._start()
+
+    def known(self) -> Known:
+        if self._greeted is None:
+            answer = self._receive()
+            fields = json.loads(answer) if answer is not None else {"invalid": self._restart()}
+            words = frozenset(fields.pop("words", ()))
+            self._greeted = Known(words=words, **fields)
+        return self._greeted
+
+    def render(self, job: bytes) -> tuple[bool, str]:
+        """-> whether it succeeded; the text, or what is wrong"""
+        answer: bytes | None = None
+        if not self.known().invalid:
+            with contextlib.suppress(OSError):
+                assert self._process.stdin is not None
+                write(self._process.stdin, job)
+                answer = self._receive()
+        if answer is None:
+            return False, self.known().invalid or self._restart()
+        return answer[:1] == OK, answer[1:].decode()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "kvline_server.http.template_process"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):
+            write(process.stdin, self._first)
+        return process
+
+    def _receive(self) -> bytes | None:
+        assert self._process.stdout is not None
+        return read(self._process.stdout)
+
+    def _restart(self) -> str:
+        """-> why the process has ended"""
+        self.end()
+        code = self._process.returncode
+        self._process, self._greeted = self._start(), None
+        if code == -signal.SIGPROF:
+            return f"took more than {self._seconds:g} s of CPU time"
+        return f"ended its process ({code})"
+
+
+class Renderers:
+    def __init__(
+        self, name: str, template: str, count: int, memory: int, seconds: float = CPU_SECONDS
+    ) -> None:
+        """`memory` and `seconds`: bytes and CPU time that one rendering may take."""
+        self.title = f"the chat template {name!r}" if name != "default" else "the chat template"
+        made = [Renderer(template, memory, seconds) for _ in range(count)]
+        self._idle: queue.SimpleQueue[Renderer] = queue.SimpleQueue()
+        for renderer in made:
+            self._idle.put(renderer)
+        self._known: Known | None = None
+        self._lock = threading.Lock()
+        weakref.finalize(self, _end, made)
+
+    def known(self) -> Known:
+        with self._lock:
+            if self._known is None:
+                with self._borrowed() as renderer:
+                    self._known = renderer.known()
+            return self._known
+
+    def render(self, job: bytes) -> str:
+        """Raises BadRequest with the template's error."""
+        with self._borrowed() as renderer:
+            done, text = renderer.render(job)
+        if not done:
+            raise BadRequest(f"{self.title} {text}", "messages")
+        return text
+
+    @contextlib.contextmanager
+    def _borrowed(self) -> Iterator[Renderer]:
+        renderer = self._idle.get()
+        try:
+            yield renderer
+        finally:
+            self._idle.put(renderer)
+
+
+def as_job(context: dict[str, Any], continued: bool) -> bytes:
+    return json.dumps({"context": context, "continued": continued}, ensure_ascii=False).encode()
+
+
+def _end(renderers: list[Renderer]) -> None:
+    for renderer in renderers:
+        renderer.end()

@@ -1,0 +1,88 @@
+"""Renders one chat template, in a process that can be ended: an endless template takes its second
+of CPU time and no more of chat, and one that fills the memory gets an error.
+
+Frames on stdin and stdout: 4 bytes of length, then JSON or text. The first gives the template; its
+answer says what the template is. Each later one is a conversation, answered with OK or FAILED and
+a text. Imports no more than jinja2: its memory is beside the KV cache.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from typing import Any, BinaryIO
+
+from kvline_server.http.template import ChatTemplate, TemplateFailed
+
+OK, FAILED = b"=", b"!"
+LENGTH = 4  # bytes
+
+
+def main() -> int:
+    source, out = sys.stdin.buffer, sys.stdout.buffer
+    given = json.loads(read(source) or "{}")
+    if not given:
+        return 0
+    _limit_memory(given["memory"])
+    _limit_time(given["seconds"])  # jinja2 computes constants while it compiles
+    try:
+        template = ChatTemplate(given["template"])
+        known: dict[str, Any] = {"words": template.words, "changes_case": template.changes_case}
+    except TemplateFailed as error:
+        known = {"invalid": str(error)}
+    _limit_time(0)
+    write(out, json.dumps(known).encode())
+    while "invalid" not in known and (frame := read(source)) is not None:
+        _limit_time(given["seconds"])
+        answer = _render(template, frame)
+        _limit_time(0)
+        del frame
+        write(out, answer)
+        del answer
+    return 0
+
+
+def _render(template: ChatTemplate, frame: bytes) -> bytes:
+    try:
+        job = json.loads(frame)
+        return OK + template.render(job["context"], job["continued"]).encode()
+    except TemplateFailed as error:
+        return FAILED + str(error).encode("utf-8", "replace")
+    except UnicodeEncodeError:
+        return FAILED + b"wrote half of a surrogate pair"
+    except MemoryError:
+        return FAILED + b"took more memory than it may"
+
+
+def read(source: BinaryIO) -> bytes | None:
+    """A frame; None at the end."""
+    head = source.read(LENGTH)
+    if len(head) < LENGTH:
+        return None
+    size = int.from_bytes(head, "big")
+    body = source.read(size)
+    return body if len(body) == size else None
+
+
+def write(out: BinaryIO, body: bytes) -> None:
+    out.write(len(body).to_bytes(LENGTH, "big") + body)
+    out.flush()
+
+
+def _limit_time(seconds: float) -> None:
+    """The kernel ends this process after so much CPU time, whatever it does; 0: no limit. CPU time,
+    because a busy node is no fault of a template."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def _limit_memory(growth: int) -> None:
+    """`growth`: bytes beside what is used now."""
+    with open("/proc/self/status", encoding="ascii") as status:
+        used = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (used + growth,) * 2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
