@@ -32,7 +32,13 @@ from kvline_server.model.files import INDEX, open_weights, weight_files
 MAX_TOKEN = 4096
 HUB = "hf://"
 SOURCE = re.compile(HUB + r"([\w.-]+/[\w.-]+)@([0-9a-f]{40})")
-CONFIG_FILES = ("config.json", "generation_config.json", "tokenizer*.json", "*.jinja")
+CONFIG_FILES = (
+    "config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "tokenizer*.json",
+    "*.jinja",
+)
 WEIGHT_FILES = ("*.safetensors", INDEX)
 
 

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, normalizers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers.utils import chat_template_utils
 
 from kvline_server.http.chat_tokens import Asked, ChatTokens
+from kvline_server.http.controls import Controls
 from kvline_server.http.errors import BadRequest
+from kvline_server.http.protocol import ChatRequest, parse
 from kvline_server.http.template import ChatTemplate, environment
 from kvline_server.http.template_files import RESERVED, read_chat_files
 from kvline_server.http.tokenizer_files import open_chat
@@ -97,18 +99,17 @@ FEATURES = {
 }
 
 
-def theirs(template: str, messages: list[dict[str, Any]], asked: Asked, **special: str) -> str:
+def theirs(template: str, messages: list[dict[str, Any]], asked: Asked, **special: Any) -> str:
     """transformers' rendering."""
-    texts, _ = chat_template_utils.render_jinja_template(
+    made: Any = chat_template_utils.render_jinja_template(
         conversations=[messages],
         documents=None if asked.documents is None else list(asked.documents),
         chat_template=template,
         continue_final_message=asked.continue_final_message,
         add_generation_prompt=asked.add_generation_prompt,
-        **special,
-        **asked.variables,
+        **{**special, **asked.variables},
     )
-    return str(texts[0])
+    return str(made[0][0])
 
 
 SECONDS = 0.2  # of CPU time
@@ -370,8 +371,9 @@ def test_an_answer_in_the_history_has_the_tokens_it_had(make: Make) -> None:
     tokens = chat._tokens
     question = {"role": "user", "content": "<think>?"}
     prompt = chat.encode([question])
-    added = {name: tokens.tokenizer.token_to_id(name) for name in ("<think>", "</think>", "<é>")}
-    answer = [added["<think>"], *tokens.encode("é"), added["<é>"], added["</think>"], 65]
+    think, letter, unthink = map(tokens.encode, ("<think>", "<é>", "</think>"))
+    answer = [*think, *tokens.encode("é"), *letter, *unthink, 65]
+    assert [len(ids) for ids in (think, letter, unthink)] == [1, 1, 1]
     stream = tokens.stream()
     shown = "".join(stream.push(id) for id in answer) + stream.flush()
     assert shown == "<think>é<é></think>" + tokens.decode([65])
@@ -420,3 +422,123 @@ def test_today_is_the_date(make: Make) -> None:
     before = datetime.now().date()
     text = text_of(make("{{ strftime_now('%Y-%m-%d') }}"), TALK)
     assert str(before) <= text <= str(datetime.now().date())
+
+
+def byte_level(normalizer: Any = None) -> Tokenizer:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("l", "l"), ("\u0120", "a"), ("<", "|"), ("|", ">"), ("e", "n"), ("en", "d")]
+    vocabulary = [*letters, *map("".join, merges)]
+    made = Tokenizer(models.BPE({text: i for i, text in enumerate(vocabulary)}, merges))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if normalizer is not None:
+        made.normalizer = normalizer
+    return made
+
+
+def sentencepiece(normalizer: Any, pre_tokenizer: Any = None) -> Tokenizer:
+    """As Llama 2 and Gemma have it."""
+    texts = ["<unk>", "<s>", "</s>", *(f"<0x{value:02X}>" for value in range(256))]
+    texts += ["\u2581", *"<|/>endstarl \u00e9", "ll", "\u2581a", "\u2581\u2581"]
+    ids = {text: i for i, text in enumerate(dict.fromkeys(texts))}
+    merges = [("l", "l"), ("\u2581", "a"), ("\u2581", "\u2581")]
+    made = Tokenizer(models.BPE(ids, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    made.normalizer = normalizer
+    if pre_tokenizer is not None:
+        made.pre_tokenizer = pre_tokenizer
+    return made
+
+
+KINDS: dict[str, Callable[[], Tokenizer]] = {
+    "byte-level": byte_level,
+    "byte-level, NFC": lambda: byte_level(normalizers.NFC()),
+    "byte-level, NFKC": lambda: byte_level(normalizers.NFKC()),
+    "a blank first": lambda: sentencepiece(
+        normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    ),
+    "no blank first": lambda: sentencepiece(normalizers.Replace(" ", "\u2581")),
+    "a blank before the first alone": lambda: sentencepiece(
+        normalizers.Sequence([]), pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    ),
+}
+ADDED = [
+    AddedToken("<s>", special=True, normalized=False),
+    AddedToken("<|end|>", special=True, normalized=False, rstrip=True),
+    AddedToken("<|s|>", special=True, normalized=True, lstrip=True),
+    AddedToken("<a>", special=False, normalized=True),
+    AddedToken("</a>", special=False, normalized=False),
+    AddedToken("start", special=False, normalized=False, single_word=True),
+    AddedToken("   ", special=False, normalized=False),
+]
+TEXTS = [
+    *(token.content for token in ADDED),
+    *"<|/>ends \u00e9\n",
+    "all",
+    "e\u0301",
+    "\uff1ca\uff1e",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_names_of_tokens_change_no_ids(kind: str) -> None:
+    """Where no client's text is like a token, the ids are the tokenizer's."""
+    tokenizer = KINDS[kind]()
+    tokenizer.add_tokens(ADDED)
+    made = Controls(tokenizer)
+
+    @settings(deadline=None)
+    @given(st.lists(st.sampled_from(TEXTS), max_size=10).map("".join))
+    def check(text: str) -> None:
+        expected = tokenizer.encode(text, add_special_tokens=False).ids
+        assert made.encode([(text, False)]) == expected
+        plain = made.encode([(text, True)])
+        named = {id for id, t in tokenizer.get_added_tokens_decoder().items() if t.content.strip()}
+        assert not named.intersection(plain)
+
+    check()
+
+
+NESTED: list[Any] = []
+for _ in range(32):
+    NESTED = [NESTED]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"chat_template": "x"}, "chat_template: is not a field that this server supports"),
+        *(
+            ({"chat_template_kwargs": {name: 1}}, f"chat_template_kwargs: '{name}' is not a")
+            for name in ("messages", "tools", "bos_token", "raise_exception", "documents", "dict")
+        ),
+        ({"chat_template_kwargs": {"a": NESTED}}, "chat_template_kwargs: lists and objects are"),
+        ({"documents": [{"a": NESTED}]}, "documents: lists and objects are"),
+        ({"documents": ["a"]}, "documents.0: Input should be a valid dictionary"),
+        (
+            {"add_generation_prompt": True, "continue_final_message": True},
+            "add_generation_prompt: not together with continue_final_message",
+        ),
+    ],
+)
+def test_what_a_template_cannot_get_is_refused_by_name(
+    fields: dict[str, Any], message: str
+) -> None:
+    """H36."""
+    with pytest.raises(BadRequest) as refused:
+        parse(ChatRequest, {"model": "m", "messages": TALK, **fields})
+    assert refused.value.message.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt"),
+    [
+        ({}, True),
+        ({"add_generation_prompt": False}, False),
+        ({"continue_final_message": True}, False),
+        ({"continue_final_message": False, "add_generation_prompt": True}, True),
+    ],
+)
+def test_a_prompt_ends_with_the_beginning_of_an_answer_unless_it_is_continued(
+    fields: dict[str, Any], prompt: bool
+) -> None:
+    made = parse(ChatRequest, {"model": "m", "messages": TALK, **fields})
+    assert made.generation_prompt() is prompt

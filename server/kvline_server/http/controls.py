@@ -40,7 +40,11 @@ class Finder:
         if tokenizer.normalizer is not None:
             self._tokenizer.normalizer = tokenizer.normalizer
         self._tokenizer.add_tokens(tokens)
-        texts = [token.content for token in tokens]
+        # id_to_token would give what a normalizer makes of it
+        self._contents = {
+            id: token.content for id, token in self._tokenizer.get_added_tokens_decoder().items()
+        }
+        texts = list(self._contents.values())
         self._starts = {text[:size] for text in texts for size in range(1, len(text))}
         self._ends = {text[at:] for text in texts for at in range(1, len(text))}
         self._all = "\0".join(texts)
@@ -50,7 +54,7 @@ class Finder:
         """-> each token's content, and where it is"""
         found = self._tokenizer.encode(text, add_special_tokens=False)
         pairs = zip(found.ids, found.offsets, strict=True)
-        return [(str(self._tokenizer.id_to_token(id)), span) for id, span in pairs if id]
+        return [(self._contents[id], span) for id, span in pairs if id in self._contents]
 
     def parts(self, text: str) -> list[Span]:
         """Where a part of a token is that the text before or after could complete."""

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvline_server.model.end_tokens import token_text
+
 MORE = "additional_chat_templates"  # a folder of named ones
 SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 # What a template has beside `chat_template_kwargs`: these may not replace it.
@@ -68,7 +70,3 @@ def _templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
 
 def read_object(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text("utf-8"))) if path.is_file() else {}
-
-
-def token_text(value: Any) -> str:
-    return str(value.get("content", "")) if isinstance(value, dict) else str(value or "")

@@ -12,7 +12,7 @@ import json
 import resource
 import signal
 import sys
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from kvline_server.http.template import ChatTemplate, TemplateFailed
 
@@ -56,7 +56,7 @@ def _render(template: ChatTemplate, frame: bytes) -> bytes:
         return FAILED + b"took more memory than it may"
 
 
-def read(source: BinaryIO) -> bytes | None:
+def read(source: IO[bytes]) -> bytes | None:
     """A frame; None at the end."""
     head = source.read(LENGTH)
     if len(head) < LENGTH:
@@ -66,7 +66,7 @@ def read(source: BinaryIO) -> bytes | None:
     return body if len(body) == size else None
 
 
-def write(out: BinaryIO, body: bytes) -> None:
+def write(out: IO[bytes], body: bytes) -> None:
     out.write(len(body).to_bytes(LENGTH, "big") + body)
     out.flush()
 

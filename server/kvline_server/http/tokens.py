@@ -30,6 +30,7 @@ class Tokens:
         self.tokenizer.no_truncation()  # a file may ask for either, which would change prompts
         self.tokenizer.no_padding()
         added = self.tokenizer.get_added_tokens_decoder()
+        self._added = {id: token.content for id, token in added.items()}
         self.special = {t.content: i for i, t in added.items() if t.special}
         self.special_ids = frozenset(self.special.values())
         decoder = json.loads(self.tokenizer.to_str()).get("decoder")
@@ -90,7 +91,8 @@ class Tokens:
 
     def _token_bytes(self, token: int) -> bytes:
         """The bytes of a token; not always whole characters."""
-        text = self.tokenizer.id_to_token(token)
+        # id_to_token gives what a normalizer makes of an added token.
+        text = self._added.get(token) or self.tokenizer.id_to_token(token)
         if text is None:
             return b""
         if text in self._written:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from kvline_server.errors import ModelInvalid, ModelUnsupported
 from kvline_server.model import families, quantization
+from kvline_server.model.end_tokens import end_tokens
 from kvline_server.model.fields import Fields, read_json
 from kvline_server.model.quantization import Quantization
 
@@ -126,7 +127,7 @@ def read_config(folder: Path) -> ModelConfig:
     model: ModelConfig = known[name](fields)
     quantized = quantization.read(fields)
     fields.refuse_unread()
-    eos = _eos_ids(fields.raw, folder)
+    eos = end_tokens(fields.raw, folder, model.vocabulary)
     return replace(model, architecture=name, eos_token_ids=eos, quantization=quantized)
 
 
@@ -194,16 +195,3 @@ def read_rope(scaling: Fields, theta: float) -> Rope:
         original_max_position=scaling.integer("original_max_position_embeddings"),
     )
     return Rope(theta, made)
-
-
-def _eos_ids(raw: dict[str, Any], folder: Path) -> tuple[int, ...]:
-    """The union of both files: chat models end a turn with tokens that only generation_config.json
-    lists."""
-    generation = folder / "generation_config.json"
-    found: list[int] = []
-    for source in (raw, read_json(generation) if generation.is_file() else {}):
-        value = source.get("eos_token_id")
-        for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, int) and item not in found:
-                found.append(item)
-    return tuple(found)
