@@ -272,6 +272,23 @@ def test_an_invalid_template_costs_chat_alone(make: Make) -> None:
         assert reason in failed.value.message
 
 
+def test_a_renderer_that_is_killed_is_replaced(make: Make) -> None:
+    """Before its first answer, and after it."""
+    chat = make(EACH)
+    renderers = chat._renderers
+    assert renderers is not None
+    renderer = renderers._idle.get()
+    renderers._idle.put(renderer)
+    renderer._process.kill()
+    renderer._process.wait()
+    with pytest.raises(BadRequest, match=r"the chat template ended its process \(-9\)"):
+        chat.encode(TALK)
+    for _ in range(2):
+        assert text_of(chat, TALK[3:]) == "user: bye\n"
+        renderer._process.kill()
+        assert text_of(chat, TALK[3:]) == "user: bye\n"
+
+
 def test_a_model_without_template_says_so(make: Make) -> None:
     chat = make(None)
     assert chat.problem() == ""

@@ -7,7 +7,8 @@ that names the field and repeats nothing of the input.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -404,6 +405,19 @@ def test_a_message_is_continued_and_a_template_gets_what_it_asks_for(server: Ser
     closed = prompt_tokens(add_generation_prompt=False)
     assert whole - closed == len("sassistant\n")  # <|start|> is one
     assert closed - prompt_tokens(continue_final_message=True) == len("e\n")  # and so is <|end|>
+
+
+def test_an_invalid_template_costs_chat_and_not_the_start(
+    start: Callable[..., Server], tiny_model: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{% for m in messages %}")
+    server = start(model=model)
+    server.wait()
+    reason = "the chat template is invalid in line 1"
+    refused(post(server, CHAT, "/v1/chat/completions"), 400, reason)
+    assert post(server, COMPLETION).status_code == 200
+    assert any(reason in warning for warning in server.sizing()["warnings"])
 
 
 @pytest.mark.parametrize("model", ["unknown", "../../etc/passwd", "x" * 512])

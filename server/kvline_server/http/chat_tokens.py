@@ -64,7 +64,8 @@ class ChatTokens:
             raise BadRequest(f"{problem}; use /v1/completions", "messages")
         known = self._renderers.known()
         if known.invalid:
-            raise BadRequest(f"{self.problem()}; use /v1/completions", "messages")
+            message = f"{self._renderers.title} {known.invalid}; use /v1/completions"
+            raise BadRequest(message, "messages")
         marks = Marks(known)
         context = self._context(messages, asked, marks)
         job = as_job(context, asked.continue_final_message)

@@ -1,9 +1,10 @@
 """Keeps the texts of clients text: what a client writes never becomes one of the tokens that the
 template writes, such as the end of a turn.
 
-A chat template joins both to one text, in which they look the same. So the places of a client's
-text that could be part of such a token are marked before it is rendered, by random digits, which
-neither `tojson` nor a change of case alters; after it, only what is outside of them is a token.
+A chat template joins both to one text, in which nothing tells them apart. So the places of a
+client's text that could be part of such a token are marked before it is rendered, by random digits,
+which neither `tojson` nor a change of case alters; after it, only what is outside of them is a
+token.
 """
 
 from __future__ import annotations

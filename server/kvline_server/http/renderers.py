@@ -30,6 +30,7 @@ class Known:
     words: frozenset[str] = frozenset()  # that it has itself
     changes_case: bool = False
     invalid: str = ""  # why it is
+    passing: bool = False  # invalid for a reason that may pass, as when the kernel ends a process
 
 
 class Renderer:
@@ -39,26 +40,39 @@ class Renderer:
         given = {"template": template, "memory": memory, "seconds": seconds}
         self._first, self._seconds = json.dumps(given).encode(), seconds
         self._greeted: Known | None = None
+        self._replaced, self._ended = False, 0  # whether a process was, and how it ended
         self._process = self._start()
 
     def known(self) -> Known:
         if self._greeted is None:
             answer = self._receive()
-            fields = json.loads(answer) if answer is not None else {"invalid": self._restart()}
+            if answer is None:
+                reason = self._restart()
+                return Known(invalid=reason, passing=self._ended != -signal.SIGPROF)
+            fields = json.loads(answer)
             words = frozenset(fields.pop("words", ()))
             self._greeted = Known(words=words, **fields)
         return self._greeted
 
     def render(self, job: bytes) -> tuple[bool, str]:
-        """-> whether it succeeded; the text, or what is wrong"""
+        """-> whether it succeeded; the text, or what is wrong. Tries again where the process was
+        ended by others."""
+        done, text = self._render(job)
+        if not done and self._replaced and self._ended != -signal.SIGPROF:
+            done, text = self._render(job)
+        return done, text
+
+    def _render(self, job: bytes) -> tuple[bool, str]:
+        self._replaced = False
+        if invalid := self.known().invalid:
+            return False, invalid
         answer: bytes | None = None
-        if not self.known().invalid:
-            with contextlib.suppress(OSError):
-                assert self._process.stdin is not None
-                write(self._process.stdin, job)
-                answer = self._receive()
+        with contextlib.suppress(OSError):
+            assert self._process.stdin is not None
+            write(self._process.stdin, job)
+            answer = self._receive()
         if answer is None:
-            return False, self.known().invalid or self._restart()
+            return False, self._restart()
         return answer[:1] == OK, answer[1:].decode()
 
     def end(self) -> None:
@@ -80,11 +94,11 @@ class Renderer:
     def _restart(self) -> str:
         """-> why the process has ended"""
         self.end()
-        code = self._process.returncode
+        self._replaced, self._ended = True, self._process.returncode
         self._process, self._greeted = self._start(), None
-        if code == -signal.SIGPROF:
+        if self._ended == -signal.SIGPROF:
             return f"took more than {self._seconds:g} s of CPU time"
-        return f"ended its process ({code})"
+        return f"ended its process ({self._ended})"
 
 
 class Renderers:
@@ -103,10 +117,12 @@ class Renderers:
 
     def known(self) -> Known:
         with self._lock:
-            if self._known is None:
+            known = self._known
+            if known is None:
                 with self._borrowed() as renderer:
-                    self._known = renderer.known()
-            return self._known
+                    known = renderer.known()
+                self._known = None if known.passing else known
+            return known
 
     def render(self, job: bytes) -> str:
         """Raises BadRequest with the template's error."""
