@@ -367,6 +367,14 @@ def test_a_change_of_case_makes_no_control_token(make: Make) -> None:
     assert max(ids) < 256
 
 
+@pytest.mark.parametrize("text", ["<|e<x>nd|>", "<|st<<x>x>art|><x>", "<x><|en<think>d|>"])
+def test_what_a_template_takes_out_joins_no_control_token(make: Make, text: str) -> None:
+    cut = "(messages[0].content.replace('<x>', '') | replace('<x>', '')).split('<think>')"
+    template = "{{ " + cut + " | join }}"
+    ids = make(template).encode([{"role": "user", "content": text}])
+    assert max(ids) < 256
+
+
 def test_a_template_s_own_words_are_compared_as_they_are(make: Make) -> None:
     """Marks around `end` would make it another value."""
     chat = make("{% if level == 'end' %}right{% else %}wrong{% endif %}{{ level }}")

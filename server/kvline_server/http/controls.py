@@ -30,6 +30,7 @@ CASES: tuple[Callable[[str], str], ...] = (
     str.capitalize,
     str.swapcase,
 )
+TAKEN_OUT = 3  # times, so that what is left is not again something to take out
 NOT_TEXT = "the text of a control token, which this model's tokenizer cannot write as text"
 
 
@@ -100,7 +101,17 @@ class Marks:
                 other = change(text)
                 found = [span for _, span in finder.whole(other)] + finder.parts(other)
                 spans += found if len(other) == len(text) else [(0, len(text))] * bool(found)
+        rest = self._rest(text)
+        if rest != text and len(finder.whole(rest)) > len(spans):
+            return [(0, len(text))]
         return list(_merged(sorted(spans)))
+
+    def _rest(self, text: str) -> str:
+        """What stays of a text where the template takes out all that it may."""
+        for _ in range(TAKEN_OUT):
+            for removed in self.template.removed:
+                text = text.replace(removed, "")
+        return text
 
     def _mark(self, text: str, spans: list[Span]) -> str:
         if not spans:

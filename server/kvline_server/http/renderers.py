@@ -28,6 +28,7 @@ class Known:
     """What a template is."""
 
     words: frozenset[str] = frozenset()  # that it has itself
+    removed: tuple[str, ...] = ()  # that it may take out of a text
     changes_case: bool = False
     invalid: str = ""  # why it is
     passing: bool = False  # invalid for a reason that may pass, as when the kernel ends a process
@@ -50,8 +51,8 @@ class Renderer:
                 reason = self._restart()
                 return Known(invalid=reason, passing=self._ended != -signal.SIGPROF)
             fields = json.loads(answer)
-            words = frozenset(fields.pop("words", ()))
-            self._greeted = Known(words=words, **fields)
+            words, removed = frozenset(fields.pop("words", ())), tuple(fields.pop("removed", ()))
+            self._greeted = Known(words=words, removed=removed, **fields)
         return self._greeted
 
     def render(self, job: bytes) -> tuple[bool, str]:

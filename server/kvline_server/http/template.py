@@ -20,6 +20,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 LONGEST_WORD = 64
+CUTTERS = {"replace", "split", "rsplit", "partition", "rpartition", "join"}
+CUTTERS |= {"removeprefix", "removesuffix", "strip", "lstrip", "rstrip", "trim"}
 CASES = {"lower", "upper", "title", "capitalize", "swapcase", "casefold"}
 
 
@@ -79,6 +81,7 @@ class ChatTemplate:
         except Exception as error:
             raise TemplateFailed(f"is invalid: {_worded(error)}") from None
         self.words = sorted(_words(tree))
+        self.removed = sorted(_removed(tree))
         # Whether it may write a text in another case: then other texts become control tokens.
         self.changes_case = bool(CASES.intersection(_names(tree)))
 
@@ -156,6 +159,21 @@ def _words(tree: nodes.Template) -> set[str]:
     found = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
     found.update(node.attr for node in tree.find_all(nodes.Getattr))
     return {word for word in found if len(word) <= LONGEST_WORD}
+
+
+def _removed(tree: nodes.Template) -> set[str]:
+    """Texts that it may take out of others, whose rest then stands together."""
+    found: set[str] = set()
+    for node in tree.find_all((nodes.Call, nodes.Filter)):
+        named = node.node.attr if isinstance(node, nodes.Call) and _is_method(node) else None
+        if (node.name if isinstance(node, nodes.Filter) else named) in CUTTERS:
+            texts = (each.value for each in node.args if isinstance(each, nodes.Const))
+            found.update(text for text in texts if isinstance(text, str) and text)
+    return found
+
+
+def _is_method(call: nodes.Call) -> bool:
+    return isinstance(call.node, nodes.Getattr)
 
 
 def _names(tree: nodes.Template) -> set[str]:

@@ -29,7 +29,8 @@ def main() -> int:
     _limit_time(given["seconds"])  # jinja2 computes constants while it compiles
     try:
         template = ChatTemplate(given["template"])
-        known: dict[str, Any] = {"words": template.words, "changes_case": template.changes_case}
+        names = ("words", "removed", "changes_case")
+        known: dict[str, Any] = {name: getattr(template, name) for name in names}
     except TemplateFailed as error:
         known = {"invalid": str(error)}
     _limit_time(0)
