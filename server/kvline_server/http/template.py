@@ -164,16 +164,17 @@ def _words(tree: nodes.Template) -> set[str]:
 def _removed(tree: nodes.Template) -> set[str]:
     """Texts that it may take out of others, whose rest then stands together."""
     found: set[str] = set()
-    for node in tree.find_all((nodes.Call, nodes.Filter)):
-        named = node.node.attr if isinstance(node, nodes.Call) and _is_method(node) else None
-        if (node.name if isinstance(node, nodes.Filter) else named) in CUTTERS:
-            texts = (each.value for each in node.args if isinstance(each, nodes.Const))
+    named = [
+        (call.node.attr, call.args)
+        for call in tree.find_all(nodes.Call)
+        if isinstance(call.node, nodes.Getattr)
+    ]
+    named += [(each.name, each.args) for each in tree.find_all(nodes.Filter)]
+    for name, given in named:
+        if name in CUTTERS:
+            texts = (each.value for each in given if isinstance(each, nodes.Const))
             found.update(text for text in texts if isinstance(text, str) and text)
     return found
-
-
-def _is_method(call: nodes.Call) -> bool:
-    return isinstance(call.node, nodes.Getattr)
 
 
 def _names(tree: nodes.Template) -> set[str]:

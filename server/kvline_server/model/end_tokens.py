@@ -26,7 +26,7 @@ def end_tokens(config: dict[str, Any], folder: Path, vocabulary: int) -> tuple[i
     for source in (config, read_json(generation) if generation.is_file() else {}):
         value = source.get("eos_token_id")
         ids = value if isinstance(value, list) else [value]
-        found += [int(id) for id in ids if _is_id(id)]
+        found += [id for id in ids if isinstance(id, int) and _is_id(id)]
     own = _of_tokenizer(folder)
     if own is not None and own < vocabulary:
         found.append(own)
