@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -520,6 +522,13 @@ def test_other_names_of_tokens_change_no_ids(kind: str) -> None:
         assert not named.intersection(plain)
 
     check()
+
+
+def test_the_http_process_imports_no_jinja2() -> None:
+    """Only those that render do."""
+    code = "import sys, kvline_server.http.process; print('jinja2' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 NESTED: list[Any] = []

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvline_server.http.errors import BadRequest
-from kvline_server.http.template_process import OK, read, write
+from kvline_server.http.frames import OK, read, write
 
 CPU_SECONDS = 1.0  # for one rendering; usual templates take milliseconds
 

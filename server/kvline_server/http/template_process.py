@@ -1,7 +1,7 @@
 """Renders one chat template, in a process that can be ended: an endless template takes its second
 of CPU time and no more of chat, and one that fills the memory gets an error.
 
-Frames on stdin and stdout: 4 bytes of length, then JSON or text. The first gives the template; its
+Frames on stdin and stdout (frames.py), JSON or text. The first gives the template; its
 answer says what the template is. Each later one is a conversation, answered with OK or FAILED and
 a text. Imports no more than jinja2: its memory is beside the KV cache.
 """
@@ -12,12 +12,10 @@ import json
 import resource
 import signal
 import sys
-from typing import IO, Any
+from typing import Any
 
+from kvline_server.http.frames import FAILED, OK, read, write
 from kvline_server.http.template import ChatTemplate, TemplateFailed
-
-OK, FAILED = b"=", b"!"
-LENGTH = 4  # bytes
 
 
 def main() -> int:
@@ -55,21 +53,6 @@ def _render(template: ChatTemplate, frame: bytes) -> bytes:
         return FAILED + b"wrote half of a surrogate pair"
     except MemoryError:
         return FAILED + b"took more memory than it may"
-
-
-def read(source: IO[bytes]) -> bytes | None:
-    """A frame; None at the end."""
-    head = source.read(LENGTH)
-    if len(head) < LENGTH:
-        return None
-    size = int.from_bytes(head, "big")
-    body = source.read(size)
-    return body if len(body) == size else None
-
-
-def write(out: IO[bytes], body: bytes) -> None:
-    out.write(len(body).to_bytes(LENGTH, "big") + body)
-    out.flush()
 
 
 def _limit_time(seconds: float) -> None:
