@@ -78,6 +78,8 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             reason = f"is invalid in line {error.lineno}: {error.message}"
             raise TemplateFailed(reason) from None
+        except MemoryError:
+            raise TemplateFailed("took more memory than it may when it was compiled") from None
         except Exception as error:
             raise TemplateFailed(f"is invalid: {_worded(error)}") from None
         self.words = sorted(_words(tree))

@@ -17,14 +17,18 @@ from typing import Any
 from kvline_server.http.frames import FAILED, OK, read, write
 from kvline_server.http.template import ChatTemplate, TemplateFailed
 
+# Bytes that compiling may take: about 550 for a character of a template were measured.
+COMPILING, COMPILING_PER_CHARACTER = 16 << 20, 1 << 10
+
 
 def main() -> int:
     source, out = sys.stdin.buffer, sys.stdout.buffer
     given = json.loads(read(source) or "{}")
     if not given:
         return 0
-    _limit_memory(given["memory"])
-    _limit_time(given["seconds"])  # jinja2 computes constants while it compiles
+    # jinja2 computes constants while it compiles.
+    _limit_memory(COMPILING + COMPILING_PER_CHARACTER * len(given["template"]))
+    _limit_time(given["compiling"])
     try:
         template = ChatTemplate(given["template"])
         names = ("words", "removed", "changes_case")
@@ -32,6 +36,7 @@ def main() -> int:
     except TemplateFailed as error:
         known = {"invalid": str(error)}
     _limit_time(0)
+    _limit_memory(given["memory"])
     write(out, json.dumps(known).encode())
     while "invalid" not in known and (frame := read(source)) is not None:
         _limit_time(given["seconds"])
@@ -65,7 +70,8 @@ def _limit_memory(growth: int) -> None:
     """`growth`: bytes beside what is used now."""
     with open("/proc/self/status", encoding="ascii") as status:
         used = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
-    resource.setrlimit(resource.RLIMIT_DATA, (used + growth,) * 2)
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (used + growth, hard))
 
 
 if __name__ == "__main__":
