@@ -36,6 +36,7 @@ CONFIG_FILES = (
     "config.json",
     "generation_config.json",
     "hf_quant_config.json",
+    "special_tokens_map.json",
     "tokenizer*.json",
     "*.jinja",
 )

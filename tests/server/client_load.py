@@ -34,7 +34,7 @@ from kvline_server.http.connections import Connections
 from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.generate import Generator, Limits
 from kvline_server.http.scores import NUMBER, held
-from kvline_server.http.tokenizer_files import open_tokens
+from kvline_server.http.tokenizer_files import open_chat, open_tokens
 from kvline_server.http.tokens import Tokens
 from kvline_server.http.trace import Traces
 from kvline_server.messages import Delta, Deltas, PackedScores, Submit
@@ -123,7 +123,7 @@ class Stage:
         assert tokens is not None
         self.tokens = tokens
         self.engine = Engine(self.limits, tokens)
-        generator = Generator(self.engine, self.tokens, Traces(None))
+        generator = Generator(self.engine, tokens, Traces(None), open_chat(model, tokens))
         made = Limits("m", VOCABULARY, CONTEXT, TOP, self.admission.max_tokens)
         bodies = Bodies(self.limits, self.admission.totals)
         service = Service(generator, self.admission, bodies, made, 0)

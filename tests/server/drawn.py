@@ -12,6 +12,7 @@ from engines import engine, finish, worker
 from ties import draw_of, settled
 
 from kvline_server.engine.engine import Engine
+from kvline_server.http.tokenizer_files import open_chat
 from kvline_server.http.tokens import Tokens
 from kvline_server.kernels.layout import Draws
 from kvline_server.sampling_params import SamplingParams
@@ -51,9 +52,10 @@ def firm(
 ) -> Iterator[str]:
     """Of the prompts those whose answers to all that is asked are settled, in any batch."""
     tokens = Tokens(folder)
+    talk = open_chat(folder, tokens) if chat else None
     for prompt in prompts:
         message = [{"role": "user", "content": prompt}]
-        ids = tokens.encode_chat(message) if chat else tokens.encode(prompt)
+        ids = talk.encode(message) if talk is not None else tokens.encode(prompt)
         made = engine(folder)
         drawn = Drawn(made)
         for id, params in enumerate(asked):

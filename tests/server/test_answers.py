@@ -14,11 +14,13 @@ import pytest
 from servers import Server
 
 from kvline_server.http.admission import Admission
+from kvline_server.http.chat_tokens import ChatTokens
 from kvline_server.http.completions import legacy_logprobs, prompt_logprobs
 from kvline_server.http.errors import BadRequest, TooMany
 from kvline_server.http.later import Later, encode
 from kvline_server.http.packed import ROWS, base64_arrays
 from kvline_server.http.scores import chosen, cut, held, unpack
+from kvline_server.http.template_files import read_chat_files
 from kvline_server.http.tokens import PART, Tokens
 from kvline_server.messages import PackedScores
 from kvline_server.totals import KINDS
@@ -136,6 +138,7 @@ def test_admission_counts_unsent_logprobs_and_prompt_tokens() -> None:
 def test_a_text_far_beyond_the_context_is_refused_before_it_is_tokenised(tiny_model: Path) -> None:
     """2 MB of emoji are 1.5 M tokens and took 260 MiB, to be refused."""
     tokens = Tokens(tiny_model)
+    chat = ChatTokens(tokens, read_chat_files(tiny_model))
     seen: list[int] = []
     real = tokens.tokenizer
 
@@ -149,7 +152,7 @@ def test_a_text_far_beyond_the_context_is_refused_before_it_is_tokenised(tiny_mo
         tokens.encode("\U0001f600" * 500_000, 8192)
     assert seen == [PART]  # four tokens a character
     with pytest.raises(BadRequest, match="messages: more than 100 tokens"):
-        tokens.encode_chat([{"role": "user", "content": "\U0001f600" * 500_000}], 100)
+        chat.encode([{"role": "user", "content": "\U0001f600" * 500_000}], 100)
     seen.clear()
     assert len(tokens.encode("a" * 20_000, 20_000)) == 20_000  # what fits is never refused
     assert seen == [20_000]  # so few bytes are tokenised once

@@ -20,6 +20,7 @@ from kvline_server.http.completions import Completion
 from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.generate import Generator, Limits
 from kvline_server.http.protocol import ChatRequest, CompletionRequest, parse
+from kvline_server.http.tokenizer_files import open_chat
 from kvline_server.http.tokens import Tokens
 from kvline_server.http.trace import Traces
 from kvline_server.messages import Delta, PackedScores
@@ -95,7 +96,7 @@ def test_chunks_are_those_of_a_plain_encoder(
 ) -> None:
     tokens = Tokens(tiny_model)
     engine = Scripted(tokens, finish)
-    generator = Generator(engine, tokens, Traces(None))
+    generator = Generator(engine, tokens, Traces(None), open_chat(tiny_model, tokens))
     for top, n, echo in itertools.product((None, 0, 2), (1, 3), (False, True)):
         body: dict[str, Any] = {"model": "m", "n": n, "stream": True, "stream_options": options}
         if kind is Chat:

@@ -7,7 +7,8 @@ that names the field and repeats nothing of the input.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -344,7 +345,7 @@ BAD_CHATS: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("H48", {"messages": [{"role": "assistant", "refusal": "no"}]}, "messages.0.refusal"),
     ("H36", {"chat_template": "{{ 1 }}"}, "chat_template"),
-    ("H36", {"chat_template_kwargs": {}}, "chat_template_kwargs"),
+    ("H36", {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs: 'messages'"),
     ("H48", {"messages": [{"role": "tool", "content": "x"}]}, "role"),
     ("H48", {"messages": [{"role": "user", "content": "x"}] * 2000}, "messages"),
     (
@@ -391,6 +392,32 @@ def test_special_tokens_in_a_message_are_plain_text(server: Server) -> None:
 
     empty = prompt_tokens("a") - 1
     assert prompt_tokens("<|start|>system") == empty + len("<|start|>system")
+
+
+def test_a_message_is_continued_and_a_template_gets_what_it_asks_for(server: Server) -> None:
+    def prompt_tokens(**more: Any) -> int:
+        messages = [*CHAT["messages"], {"role": "assistant", "content": "Once"}]
+        answer = post(server, {**CHAT, "messages": messages, **more}, "/v1/chat/completions")
+        return int(answer.json()["usage"]["prompt_tokens"])
+
+    whole = prompt_tokens(chat_template_kwargs={"unused": [1]}, documents=[{"text": "a"}])
+    assert whole == prompt_tokens(add_generation_prompt=True)
+    closed = prompt_tokens(add_generation_prompt=False)
+    assert whole - closed == len("sassistant\n")  # <|start|> is one
+    assert closed - prompt_tokens(continue_final_message=True) == len("e\n")  # and so is <|end|>
+
+
+def test_an_invalid_template_costs_chat_and_not_the_start(
+    start: Callable[..., Server], tiny_model: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{% for m in messages %}")
+    server = start(model=model)
+    server.wait()
+    reason = "the chat template is invalid in line 1"
+    refused(post(server, CHAT, "/v1/chat/completions"), 400, reason)
+    assert post(server, COMPLETION).status_code == 200
+    assert any(reason in warning for warning in server.sizing()["warnings"])
 
 
 @pytest.mark.parametrize("model", ["unknown", "../../etc/passwd", "x" * 512])

@@ -178,6 +178,61 @@ def test_without_any_end_token_the_class_has_one(changed: Callable[..., Path]) -
     assert read_config(folder).eos_token_ids == (5,)
 
 
+@pytest.mark.parametrize(
+    ("settings", "tokenizer", "ends"),
+    [
+        (
+            {"eos_token": "<|im_end|>"},
+            {"added_tokens": [{"id": 7, "content": "<|im_end|>"}]},
+            (2, 7),
+        ),
+        (
+            {"eos_token": {"content": '<e\u00e9">'}},
+            {"added_tokens": [], "model": {"vocab": {'x<e\u00e9">': 3, '<e\u00e9">': 9}}},
+            (2, 9),
+        ),
+        ({"eos_token": "</s>"}, {"added_tokens": [{"id": 2, "content": "</s>"}]}, (2,)),
+        ({"eos_token": "</s>"}, {"added_tokens": [{"id": 99_999, "content": "</s>"}]}, (2,)),
+        ({"eos_token": "</s>"}, {"added_tokens": [], "model": {"vocab": {}}}, (2,)),
+        ({"eos_token": None}, {"added_tokens": []}, (2,)),
+        (None, None, (2,)),
+    ],
+    ids=[
+        "added",
+        "of the vocabulary",
+        "known",
+        "beyond the vocabulary",
+        "unknown",
+        "none",
+        "no file",
+    ],
+)
+def test_the_tokenizer_adds_its_end_token(
+    changed: Callable[..., Path], settings: Any, tokenizer: Any, ends: tuple[int, ...]
+) -> None:
+    """A chat fine-tune had it there alone, and its answers ran to max_tokens."""
+    folder = changed(eos_token_id=2)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
+    for name in ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json"):
+        (folder / name).unlink(missing_ok=True)
+    if settings is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False))
+        assert read_config(folder).eos_token_ids == ends
+        (folder / "tokenizer_config.json").rename(folder / "special_tokens_map.json")
+        (folder / "tokenizer_config.json").write_text("{}")
+    assert read_config(folder).eos_token_ids == ends
+
+
+def test_the_tokenizer_s_end_token_is_found_in_a_large_file(changed: Callable[..., Path]) -> None:
+    """Whose list of added tokens is longer than what is read at first."""
+    folder = changed(eos_token_id=2)
+    tokens = [{"id": 8, "content": "x" * 100}] * 30_000 + [{"id": 5, "content": "</end>"}]
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}, indent=2))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</end>"}')
+    assert read_config(folder).eos_token_ids == (2, 5)
+
+
 def test_reading_a_configuration_of_any_family_imports_no_torch() -> None:
     code = (
         "import sys; from kvline_server.model import config, families, files;"

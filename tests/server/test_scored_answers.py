@@ -20,6 +20,7 @@ from kvline_server.http.body import Bodies
 from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.generate import Generator, Limits
 from kvline_server.http.scores import ENTRY, held
+from kvline_server.http.tokenizer_files import open_chat
 from kvline_server.http.tokens import Tokens
 from kvline_server.http.trace import Traces
 from kvline_server.messages import Delta, Deltas, PackedScores, Submit
@@ -37,7 +38,9 @@ class Scripted:
         self.client = EngineClient(1000)
         self.admission = Admission(max_held=max_held)
         self.admission.open(16, 65_536)
-        generator = Generator(self.client, Tokens(folder), Traces(None))
+        tokens = Tokens(folder)
+        chat = open_chat(folder, tokens)
+        generator = Generator(self.client, tokens, Traces(None), chat)
         limits = Limits("tiny", 307, CONTEXT, 20, 1 << 20)
         bodies = Bodies(ClientLimits(), self.admission.totals)
         service = Service(generator, self.admission, bodies, limits, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from kvline_server.http.chat_tokens import Asked
 from kvline_server.http.completions import prompt_logprobs, seeded
 from kvline_server.http.envelope import Chunks, Route, whole
 from kvline_server.http.errors import BadRequest
@@ -27,21 +28,27 @@ class Chat(Route[ChatRequest]):
     def plan(self) -> list[tuple[list[int], SamplingParams]]:
         """Renders and tokenises; runs off the event loop. Raises BadRequest.
         -> (token ids, parameters) of each choice"""
-        if self.generator.tokens is None:
+        if self.generator.chat is None:
             raise BadRequest("no tokenizer is loaded; use /v1/completions with token ids")
         request = self.request
         messages = [m.rendered() for m in request.messages]
-        ids = self.generator.tokens.encode_chat(messages, self.limits.max_model_len)
+        asked = Asked(
+            request.generation_prompt(),
+            request.continue_final_message,
+            request.chat_template_kwargs or {},
+            request.documents,
+        )
+        ids = self.generator.chat.encode(messages, self.limits.max_model_len, asked)
         check_prompt(ids, self.limits, "messages")
         self.prompts = [ids]
-        request.messages = []  # they take memory
-        asked = request.max_tokens or request.max_completion_tokens
+        request.messages, request.documents = [], None  # they take memory
+        most = request.max_tokens or request.max_completion_tokens
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         params = sampling(
             request,
             self.limits,
             len(ids),
-            asked or max(1, self.limits.max_model_len - len(ids)),
+            most or max(1, self.limits.max_model_len - len(ids)),
             logprobs,
             request.prompt_logprobs,
         )

@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 
 from kvline_server.http.admission import Room
+from kvline_server.http.chat_tokens import ChatTokens
 from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.protocol import GenerationRequest
@@ -73,9 +74,16 @@ class Limits:
 
 
 class Generator:
-    def __init__(self, engine: EngineClient, tokens: Tokens | None, traces: Traces) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        tokens: Tokens | None,
+        traces: Traces,
+        chat: ChatTokens | None = None,
+    ) -> None:
         self.engine = engine
         self.tokens = tokens
+        self.chat = chat
         self.traces = traces
 
     async def follow(

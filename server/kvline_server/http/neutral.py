@@ -13,7 +13,6 @@ from typing import Any
 Neutral = Mapping[str, tuple[Any, ...]]
 
 EVERY: Neutral = {
-    "add_generation_prompt": (True,),
     "bad_words": ([],),
     "early_stopping": (False,),
     "include_stop_str_in_output": (False,),
@@ -28,11 +27,15 @@ EVERY: Neutral = {
     "store": (False,),
     "use_beam_search": (False,),
 }
-COMPLETION: Neutral = {**EVERY, "add_special_tokens": (True,), "suffix": ("",)}
+COMPLETION: Neutral = {
+    **EVERY,
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (True,),
+    "suffix": ("",),
+}
 CHAT: Neutral = {
     **EVERY,
     "add_special_tokens": (False,),
-    "continue_final_message": (False,),
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),

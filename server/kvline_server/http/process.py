@@ -36,7 +36,7 @@ from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.errors import Unavailable
 from kvline_server.http.generate import Generator, Limits
 from kvline_server.http.tls import Certificate
-from kvline_server.http.tokenizer_files import open_tokens
+from kvline_server.http.tokenizer_files import open_chat, open_tokens
 from kvline_server.http.trace import Traces
 from kvline_server.messages import COUNTS, Drain, EdgeBeat, Progress, Serve
 from kvline_server.model.config import read_config
@@ -48,6 +48,7 @@ PARENT_SECONDS = 2.0
 LAST_WORDS_SECONDS = 1.0  # for errors at the end of a drain
 UNSENT_BYTES = 64 << 10
 TCP_NOTSENT_LOWAT = 25  # Linux; socket has the name from Python 3.12
+MOST_RENDERERS = 4  # processes for chat templates: 10 MiB each
 MOST_FILES, OTHER_FILES = 1 << 16, 128
 
 
@@ -72,12 +73,14 @@ class Edge:
         model = read_config(folder)
         context = launch.engine.max_model_len or model.max_position
         tokens = open_tokens(folder, edge.longest_text(context))
+        chat = open_chat(folder, tokens, min(edge.parsing, MOST_RENDERERS))
+        self.warning = chat.problem() if chat is not None and arguments.index == 0 else ""
         totals = Totals(arguments.totals_fd)
         ids = itertools.count(1 + arguments.index, arguments.processes)
         self.client = EngineClient(edge.unread_tokens, ids)
         self.connections = Connections(edge)
         self.service = Service(
-            generator=Generator(self.client, tokens, Traces(_tracer())),
+            generator=Generator(self.client, tokens, Traces(_tracer()), chat),
             admission=Admission(
                 max_held=edge.score_bytes, max_requests=edge.connections, totals=totals
             ),
@@ -107,6 +110,9 @@ class Edge:
 
     async def run(self, listener: socket.socket) -> int:
         reader, self.parent = await asyncio.open_connection(sock=self.control)
+        if self.warning:
+            text = f"{self.warning}: chat is not served"
+            self.parent.write(messages.encode(Progress(warning=text)))
         serving = asyncio.create_task(self.server.serve(sockets=[listener]))
         works = [self._beat(), self.connections.sweep(), self._end_with_engine()]
         works += [self.certificate.watch()] if self.certificate else []

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from kvline_server.http import neutral
 from kvline_server.http.errors import BadRequest
+from kvline_server.http.template_files import RESERVED
 from kvline_server.options import MAX_PROMPTS
 from kvline_server.sampling_params import MAX_BIASES
 
@@ -22,6 +23,8 @@ MAX_STOPS = 4
 MAX_TOP_LOGPROBS = 20
 MAX_TOKENS = 2**31 - 1
 MAX_PROMPT_IDS = 1 << 20
+MAX_DOCUMENTS, MAX_VARIABLES = 256, 64
+MAX_DEPTH = 32  # of lists and objects in each other, in what a template gets as it is
 
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -184,6 +187,37 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS)] | None = None
+
+    @field_validator("chat_template_kwargs", "documents")
+    @classmethod
+    def _shallow(cls, value: Any) -> Any:
+        if _deeper(value, MAX_DEPTH):
+            raise ValueError(f"lists and objects are in each other more than {MAX_DEPTH} deep")
+        return value
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _free_names(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        taken = sorted(RESERVED.intersection(value or ()))
+        if taken:
+            raise ValueError(f"{taken[0]!r} is not a variable that a request may set")
+        return value
+
+    @model_validator(mode="after")
+    def _one_end(self) -> ChatRequest:
+        if self.add_generation_prompt and self.continue_final_message:
+            raise ValueError("add_generation_prompt: not together with continue_final_message")
+        return self
+
+    def generation_prompt(self) -> bool:
+        """Whether the prompt ends with the beginning of an answer."""
+        if self.add_generation_prompt is None:
+            return not self.continue_final_message
+        return self.add_generation_prompt
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
@@ -217,6 +251,13 @@ def parse(kind: type[R], value: dict[str, Any]) -> R:
         raise BadRequest(
             f"{name}: {message}" if name else message, path[0] if path else None
         ) from None
+
+
+def _deeper(value: Any, depth: int) -> bool:
+    if not isinstance(value, list | dict):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return not depth or any(_deeper(item, depth - 1) for item in inner)
 
 
 _OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")

@@ -5,27 +5,34 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from jinja2 import TemplateSyntaxError
-
 from kvline_server.errors import ModelInvalid
-from kvline_server.http.tokens import MAX_RENDERED, Tokens
+from kvline_server.http.chat_tokens import ChatTokens
+from kvline_server.http.template_files import read_chat_files
+from kvline_server.http.tokens import MAX_TEXT, Tokens
 
-FILES = ("tokenizer_config.json", "tokenizer.json")
+FILES = ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json")
 
 
-def open_tokens(folder: Path, max_text: int = MAX_RENDERED) -> Tokens | None:
+def open_tokens(folder: Path, max_text: int = MAX_TEXT) -> Tokens | None:
     """For texts of `max_text` bytes. None where the model has no tokenizer: then requests need
     token ids. Raises ModelInvalid."""
     if not (folder / "tokenizer.json").is_file():
         return None
     try:
         return Tokens(folder, max_text)
-    except TemplateSyntaxError as error:
-        raise ModelInvalid(
-            f"{folder}: the chat template is invalid in line {error.lineno}: {error.message}"
-        ) from None
     except Exception as error:  # tokenizers raises no class of its own
         raise ModelInvalid(_describe(folder, error)) from None
+
+
+def open_chat(folder: Path, tokens: Tokens | None, processes: int = 1) -> ChatTokens | None:
+    """A template that is invalid costs chat, and ends no start. Raises ModelInvalid."""
+    if tokens is None:
+        return None
+    try:
+        files = read_chat_files(folder)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ModelInvalid(_describe(folder, error)) from None
+    return ChatTokens(tokens, files, processes)
 
 
 def _describe(folder: Path, error: Exception) -> str:

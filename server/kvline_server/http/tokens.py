@@ -1,8 +1,4 @@
-"""Text to tokens and back, with the model's own tokenizer and chat template.
-
-The template runs in jinja2's immutable sandbox; requests cannot bring their own. Special tokens
-written in a user's chat message are encoded as plain text.
-"""
+"""Text to tokens and back, with the model's own tokenizer; chat_tokens.py has conversations."""
 
 from __future__ import annotations
 
@@ -11,17 +7,14 @@ import json
 import re
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from jinja2 import TemplateError
-from jinja2.exceptions import SecurityError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from kvline_server.http.errors import BadRequest
 
-MAX_RENDERED = 8 << 20
+MAX_TEXT = 8 << 20
 PART = 8192  # characters tokenised at a time to estimate the length of a text
 SENTENCEPIECE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "Sequence"}
 CACHED_TOKENS = 1 << 13  # whose bytes are kept: about 1 MiB
@@ -29,25 +22,26 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Tokens:
-    """A tokenizer and chat template from a model folder."""
+    """A tokenizer from a model folder."""
 
-    def __init__(self, folder: Path, max_text: int = MAX_RENDERED) -> None:
+    def __init__(self, folder: Path, max_text: int = MAX_TEXT) -> None:
         self.max_text = max_text  # bytes
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        settings = _read(folder / "tokenizer_config.json")
+        self.tokenizer.no_truncation()  # a file may ask for either, which would change prompts
+        self.tokenizer.no_padding()
         added = self.tokenizer.get_added_tokens_decoder()
+        self._added = {id: token.content for id, token in added.items()}
         self.special = {t.content: i for i, t in added.items() if t.special}
         self.special_ids = frozenset(self.special.values())
-        self._specials = sorted(self.special, key=len, reverse=True)
-        self._variables = {
-            key: _token_text(settings.get(key)) for key in ("bos_token", "eos_token")
-        }
-        self._template = _template(folder, settings)
         decoder = json.loads(self.tokenizer.to_str()).get("decoder")
         kinds = set(re.findall(r'"type": "(\w+)"', json.dumps(decoder)))
         self._byte_level = "ByteLevel" in kinds
         self._bytes_alone = kinds == {"ByteLevel"} or (bool(kinds) and kinds <= SENTENCEPIECE)
         self._unicode_to_byte = _unicode_to_byte()
+        # Added tokens are text as it is written, not letters that stand for bytes; but one letter
+        # alone may be both.
+        written = {t.content for t in added.values() if self._byte_level and len(t.content) > 1}
+        self._written = frozenset(written | self.special.keys())
         self._longest = max(map(len, self.tokenizer.get_vocab()), default=0)
         self._longest_bytes = self._longest * (1 if self._byte_level else 4)  # of a token
         self.token_bytes = lru_cache(CACHED_TOKENS)(self._token_bytes)
@@ -55,22 +49,25 @@ class Tokens:
     def encode(self, text: str, most: int = 1 << 30) -> list[int]:
         """A completion prompt; special tokens in its text are encoded as such, as users of base
         models expect. Raises BadRequest where it is far beyond `most` tokens."""
-        self._check_length(text, most, "prompt")
+        self.check_length(text, most, "prompt")
         return list(self.tokenizer.encode(text).ids)
 
-    def _check_length(self, text: str, most: int, name: str) -> None:
+    def check_length(self, text: str, most: int, name: str) -> None:
         """Rejects a text that cannot fit without tokenising all of it, which takes hundreds of
         bytes per token. Parts may have more tokens than the whole text, at their ends: each count
         is reduced by the length of the longest token, and twice `most` is allowed."""
         room, size = 2 * most, len(text.encode())
         if size > self.max_text:
-            raise BadRequest(
-                f"{name}: a text of {size} bytes; this server tokenises {self.max_text} at most",
-                name,
-                "context_length_exceeded" if size > most * self._longest_bytes else None,
-            )
+            raise self.too_long(size, most, name)
         if size > room:  # a token has a byte or more
             self._estimate(text, room, most, name)
+
+    def too_long(self, size: int, most: int, name: str) -> BadRequest:
+        return BadRequest(
+            f"{name}: a text of {size} bytes; this server tokenises {self.max_text} at most",
+            name,
+            "context_length_exceeded" if size > most * self._longest_bytes else None,
+        )
 
     def _estimate(self, text: str, room: int, most: int, name: str) -> None:
         for start in range(0, len(text), PART):
@@ -83,37 +80,10 @@ class Tokens:
                     "context_length_exceeded",
                 )
 
-    def encode_chat(self, messages: list[dict[str, str]], most: int = 1 << 30) -> list[int]:
-        """The rendered template's tokens. Raises BadRequest where the template raises an error, or
-        the text is far beyond `most` tokens."""
-        if self._template is None:
-            raise BadRequest("this model has no chat template; use /v1/completions", "messages")
-        mark = _unused_mark(messages)
-        marked = [{k: self._escape(v, mark) for k, v in m.items()} for m in messages]
-        try:
-            text = self._template.render(
-                messages=marked, add_generation_prompt=True, **self._variables
-            )
-        except SecurityError:
-            raise BadRequest("the chat template used an operation that is not allowed") from None
-        except TemplateError as error:
-            raise BadRequest(f"the chat template failed: {str(error)[:200]}", "messages") from None
-        if len(text) > MAX_RENDERED:
-            raise BadRequest("the rendered messages are too long", "messages")
-        self._check_length(text, most, "messages")
-        ids: list[int] = []
-        for part in text.split(mark):
-            ids += self.tokenizer.encode(part, add_special_tokens=False).ids
-        return ids
-
-    def _escape(self, text: str, mark: str) -> str:
-        """Splits each special token in a user's text, so that it is tokenised as plain text."""
-        for special in self._specials:
-            if special in text:
-                text = text.replace(special, special[0] + mark + special[1:])
-        return text
-
     def decode(self, ids: list[int]) -> str:
+        if self._byte_level and self._bytes_alone:
+            # Its own decoder takes an added token for letters that stand for bytes.
+            return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
     def stream(self) -> TextStream:
@@ -121,10 +91,11 @@ class Tokens:
 
     def _token_bytes(self, token: int) -> bytes:
         """The bytes of a token; not always whole characters."""
-        text = self.tokenizer.id_to_token(token)
+        # id_to_token gives what a normalizer makes of an added token.
+        text = self._added.get(token) or self.tokenizer.id_to_token(token)
         if text is None:
             return b""
-        if text in self.special:
+        if text in self._written:
             return text.encode()
         if self._byte_level and all(c in self._unicode_to_byte for c in text):
             return bytes(self._unicode_to_byte[c] for c in text)
@@ -257,37 +228,6 @@ def _overlap(text: str, stop: str) -> int:
         if text.endswith(stop[:size]):
             return size
     return 0
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text("utf-8"))) if path.is_file() else {}
-
-
-def _token_text(value: Any) -> str:
-    return str(value.get("content", "")) if isinstance(value, dict) else str(value or "")
-
-
-def _template(folder: Path, settings: dict[str, Any]) -> Any:
-    file = folder / "chat_template.jinja"
-    source = file.read_text("utf-8") if file.is_file() else settings.get("chat_template")
-    if not isinstance(source, str):
-        return None
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals["raise_exception"] = _raise
-    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
-    return environment.from_string(source)
-
-
-def _raise(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _unused_mark(messages: list[dict[str, str]]) -> str:
-    """A Unicode noncharacter (for internal use, 32 in this range) that no message contains."""
-    for code in range(0xFDD0, 0xFDF0):
-        if not any(chr(code) in text for m in messages for text in m.values()):
-            return chr(code)
-    raise BadRequest("the messages hold every Unicode noncharacter", "messages")
 
 
 def _unicode_to_byte() -> dict[str, int]:

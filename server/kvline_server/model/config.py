@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from kvline_server.errors import ModelInvalid, ModelUnsupported
 from kvline_server.model import families, neutral, quantization
+from kvline_server.model.end_tokens import end_tokens
 from kvline_server.model.fields import Fields, read_json
 from kvline_server.model.quantization import Quantization
 
@@ -149,7 +150,7 @@ def read_config(folder: Path) -> ModelConfig:
     quantized = quantization.read(fields)
     _refuse_other_windows(fields, model)
     fields.refuse_unread(neutral.IGNORED, neutral.NEUTRAL, neutral.HINTS)
-    eos = _eos_ids(fields.raw, folder)
+    eos = end_tokens(fields.raw, folder, model.vocabulary)
     if not eos and "eos_token_id" not in fields.raw:
         eos = tuple(id for id in model.eos_token_ids if id < model.vocabulary)
     return replace(model, architecture=name, eos_token_ids=eos, quantization=quantized)
@@ -334,16 +335,3 @@ SCALINGS: dict[str, Callable[[Fields, Fields, float], Rope]] = {
     "llama3": _llama3,
     "yarn": _yarn,
 }
-
-
-def _eos_ids(raw: dict[str, Any], folder: Path) -> tuple[int, ...]:
-    """The union of both files: chat models end a turn with tokens that only generation_config.json
-    lists."""
-    generation = folder / "generation_config.json"
-    found: list[int] = []
-    for source in (raw, read_json(generation) if generation.is_file() else {}):
-        value = source.get("eos_token_id")
-        for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, int) and item not in found:
-                found.append(item)
-    return tuple(found)

@@ -202,7 +202,9 @@ class Supervisor:
             if first and self.engine is not None:
                 self.engine.first.tell(NeighboursReady())
         elif isinstance(message, Progress):
-            self.keeper.apply(message)  # it says why it must end
+            if message.warning is not None:
+                log(f"warning: {message.warning}")
+            self.keeper.apply(message)  # or it says why it must end
 
     def _from_engine(self, rank: int, message: Message) -> None:
         if rank:

@@ -1,0 +1,103 @@
+"""A conversation to tokens: rendered by the model's chat template, and with what clients wrote in
+it as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvline_server.http.controls import Controls, Marks
+from kvline_server.http.errors import BadRequest
+from kvline_server.http.renderers import CPU_SECONDS, Renderers, as_job
+from kvline_server.http.template_files import ChatFiles
+from kvline_server.http.tokens import Tokens
+
+MAX_RENDERED = 8 << 20  # characters
+# Bytes that one rendering may take, which copies texts several times at up to 4 bytes a character;
+# and, of a conversation as JSON, for each byte of text that is tokenised: templates leave some out.
+RENDERING, RENDERING_PER_BYTE, JSON_PER_BYTE = 8 << 20, 32, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a template gets beside the messages."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    documents: Sequence[dict[str, Any]] | None = None
+
+
+class ChatTokens:
+    def __init__(
+        self,
+        tokens: Tokens,
+        files: ChatFiles,
+        processes: int = 1,
+        seconds: float = CPU_SECONDS,
+    ) -> None:
+        """`processes`: that render, so many at once; `seconds`: of CPU time for each rendering."""
+        self._tokens, self._files = tokens, files
+        self._renderers: Renderers | None = None
+        if files.template is not None:
+            self._controls = Controls(tokens.tokenizer)
+            memory = RENDERING + RENDERING_PER_BYTE * tokens.max_text
+            limits = memory, seconds
+            self._renderers = Renderers(files.name, files.template, processes, *limits)
+
+    def problem(self) -> str:
+        """Why there is no chat, though there is a template; or nothing."""
+        if self._renderers is None:
+            return self._files.problem
+        invalid = self._renderers.known().invalid
+        return invalid and f"{self._renderers.title} {invalid}"
+
+    def encode(
+        self, messages: list[dict[str, Any]], most: int = 1 << 30, asked: Asked | None = None
+    ) -> list[int]:
+        """The rendered template's tokens. Raises BadRequest where the template has an error, or the
+        text is far beyond `most` tokens."""
+        asked = asked or Asked()
+        if self._renderers is None:
+            problem = self._files.problem or "this model has no chat template"
+            raise BadRequest(f"{problem}; use /v1/completions", "messages")
+        known = self._renderers.known()
+        if known.invalid:
+            message = f"{self._renderers.title} {known.invalid}; use /v1/completions"
+            raise BadRequest(message, "messages")
+        marks = Marks(known)
+        context = self._context(messages, asked, marks)
+        job = as_job(context, asked.continue_final_message)
+        if len(job) > JSON_PER_BYTE * self._tokens.max_text:
+            raise self._tokens.too_long(len(job), most, "messages")
+        text = self._renderers.render(job)
+        if len(text) > MAX_RENDERED:
+            raise BadRequest("the rendered messages are too long", "messages")
+        parts = marks.split(text) if marks.used else [(text, False)]
+        self._tokens.check_length("".join(part for part, _ in parts), most, "messages")
+        if marks.used:
+            return self._controls.encode(parts)
+        return list(self._tokens.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _context(
+        self, messages: list[dict[str, Any]], asked: Asked, marks: Marks
+    ) -> dict[str, Any]:
+        every = self._controls.every
+        return {
+            **self._files.variables,
+            **{name: marks.protect(value, every) for name, value in asked.variables.items()},
+            "messages": [self._message(message, marks) for message in messages],
+            "documents": asked.documents and marks.protect(list(asked.documents), every),
+            "tools": None,
+            "add_generation_prompt": asked.add_generation_prompt,
+        }
+
+    def _message(self, message: dict[str, Any], marks: Marks) -> dict[str, Any]:
+        """In an assistant's, added tokens that are not special stay what they were when they were
+        generated, as in `<think>`: an answer in the history then has the tokens it had, which are
+        in the prefix cache."""
+        own = message["role"] == "assistant"
+        finder = self._controls.special if own else self._controls.every
+        protected = {k: marks.protect(v, finder) for k, v in message.items() if k != "role"}
+        return {"role": message["role"], **protected}

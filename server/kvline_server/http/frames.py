@@ -1,0 +1,23 @@
+"""Frames between an HTTP process and those that render its chat templates: a length and a body."""
+
+from __future__ import annotations
+
+from typing import IO
+
+OK, FAILED = b"=", b"!"  # begin an answer
+LENGTH = 4  # bytes
+
+
+def read(source: IO[bytes]) -> bytes | None:
+    """A frame; None at the end."""
+    head = source.read(LENGTH)
+    if len(head) < LENGTH:
+        return None
+    size = int.from_bytes(head, "big")
+    body = source.read(size)
+    return body if len(body) == size else None
+
+
+def write(out: IO[bytes], body: bytes) -> None:
+    out.write(len(body).to_bytes(LENGTH, "big") + body)
+    out.flush()

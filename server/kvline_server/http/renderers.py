@@ -1,0 +1,153 @@
+"""Processes that render a model's chat template (template_process.py), and ends them.
+
+Called from threads, which wait for an idle process. One that ends is replaced at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from kvline_server.http.errors import BadRequest
+from kvline_server.http.frames import OK, read, write
+
+CPU_SECONDS = 1.0  # for one rendering; usual templates take milliseconds
+COMPILING = 10  # times as many to compile it: 70 KB take half a second
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a template is."""
+
+    words: frozenset[str] = frozenset()  # that it has itself
+    removed: tuple[str, ...] = ()  # that it may take out of a text
+    changes_case: bool = False
+    invalid: str = ""  # why it is
+    passing: bool = False  # invalid for a reason that may pass, as when the kernel ends a process
+
+
+class Renderer:
+    """One process. Not for several threads at once."""
+
+    def __init__(self, template: str, memory: int, seconds: float) -> None:
+        self._seconds, self._compiling = seconds, COMPILING * seconds
+        given = {"template": template, "memory": memory, "seconds": seconds}
+        self._first = json.dumps({**given, "compiling": self._compiling}).encode()
+        self._greeted: Known | None = None
+        self._replaced, self._ended = False, 0  # whether a process was, and how it ended
+        self._process = self._start()
+
+    def known(self) -> Known:
+        if self._greeted is None:
+            answer = self._receive()
+            if answer is None:
+                reason = self._restart(self._compiling)
+                return Known(invalid=reason, passing=self._ended != -signal.SIGPROF)
+            fields = json.loads(answer)
+            words, removed = frozenset(fields.pop("words", ())), tuple(fields.pop("removed", ()))
+            self._greeted = Known(words=words, removed=removed, **fields)
+        return self._greeted
+
+    def render(self, job: bytes) -> tuple[bool, str]:
+        """-> whether it succeeded; the text, or what is wrong. Tries again where the process was
+        ended by others."""
+        done, text = self._render(job)
+        if not done and self._replaced and self._ended != -signal.SIGPROF:
+            done, text = self._render(job)
+        return done, text
+
+    def _render(self, job: bytes) -> tuple[bool, str]:
+        self._replaced = False
+        if invalid := self.known().invalid:
+            return False, invalid
+        answer: bytes | None = None
+        with contextlib.suppress(OSError):
+            assert self._process.stdin is not None
+            write(self._process.stdin, job)
+            answer = self._receive()
+        if answer is None:
+            return False, self._restart(self._seconds)
+        return answer[:1] == OK, answer[1:].decode()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "kvline_server.http.template_process"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):
+            write(process.stdin, self._first)
+        return process
+
+    def _receive(self) -> bytes | None:
+        assert self._process.stdout is not None
+        return read(self._process.stdout)
+
+    def _restart(self, seconds: float) -> str:
+        """`seconds`: that it had. -> why the process has ended"""
+        self.end()
+        self._replaced, self._ended = True, self._process.returncode
+        self._process, self._greeted = self._start(), None
+        if self._ended == -signal.SIGPROF:
+            return f"took more than {seconds:g} s of CPU time"
+        return f"ended its process ({self._ended})"
+
+
+class Renderers:
+    def __init__(
+        self, name: str, template: str, count: int, memory: int, seconds: float = CPU_SECONDS
+    ) -> None:
+        """`memory` and `seconds`: bytes and CPU time that one rendering may take."""
+        self.title = f"the chat template {name!r}" if name != "default" else "the chat template"
+        made = [Renderer(template, memory, seconds) for _ in range(count)]
+        self._idle: queue.SimpleQueue[Renderer] = queue.SimpleQueue()
+        for renderer in made:
+            self._idle.put(renderer)
+        self._known: Known | None = None
+        self._lock = threading.Lock()
+        weakref.finalize(self, _end, made)
+
+    def known(self) -> Known:
+        with self._lock:
+            known = self._known
+            if known is None:
+                with self._borrowed() as renderer:
+                    known = renderer.known()
+                self._known = None if known.passing else known
+            return known
+
+    def render(self, job: bytes) -> str:
+        """Raises BadRequest with the template's error."""
+        with self._borrowed() as renderer:
+            done, text = renderer.render(job)
+        if not done:
+            raise BadRequest(f"{self.title} {text}", "messages")
+        return text
+
+    @contextlib.contextmanager
+    def _borrowed(self) -> Iterator[Renderer]:
+        renderer = self._idle.get()
+        try:
+            yield renderer
+        finally:
+            self._idle.put(renderer)
+
+
+def as_job(context: dict[str, Any], continued: bool) -> bytes:
+    return json.dumps({"context": context, "continued": continued}, ensure_ascii=False).encode()
+
+
+def _end(renderers: list[Renderer]) -> None:
+    for renderer in renderers:
+        renderer.end()
