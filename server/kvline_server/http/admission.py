@@ -62,16 +62,17 @@ class Admission:
         that arrive during a drain are still served."""
         if self.draining:
             raise Unavailable("this server is shutting down")
-        self._check_sized()
+        self.check_sized()
 
-    def _check_sized(self) -> None:
+    def check_sized(self) -> None:
+        """Raises Unavailable before the engine is ready."""
         if not self.max_sequences:
             raise Unavailable("this server is not ready yet")
 
     @contextmanager
     def request(self) -> Iterator[None]:
         """Counts one request and its outcome."""
-        self._check_sized()
+        self.check_sized()
         self.received += 1
         self.active += 1
         try:

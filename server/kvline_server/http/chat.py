@@ -35,7 +35,7 @@ class Chat(Route[ChatRequest]):
         check_prompt(ids, self.limits, "messages")
         self.prompts = [ids]
         request.messages = []  # they take memory
-        asked = request.max_tokens or request.max_completion_tokens
+        asked = request.most()
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         params = sampling(
             request,

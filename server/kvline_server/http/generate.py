@@ -193,7 +193,7 @@ def sampling(
         raise BadRequest(
             f"the prompt has {prompt_length} tokens and {max_tokens} are asked for: "
             f"together more than the context of {limits.max_model_len}",
-            "max_tokens",
+            request.length_field(),
             "context_length_exceeded",
         )
     if request.min_tokens > max_tokens:
@@ -215,6 +215,7 @@ def sampling(
         ignore_eos=request.ignore_eos,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        cache_salt=request.cache_salt or "",
     )
 
 

@@ -49,7 +49,6 @@ class Tokens:
         self._bytes_alone = kinds == {"ByteLevel"} or (bool(kinds) and kinds <= SENTENCEPIECE)
         self._unicode_to_byte = _unicode_to_byte()
         self._longest = max(map(len, self.tokenizer.get_vocab()), default=0)
-        self._longest_bytes = self._longest * (1 if self._byte_level else 4)  # of a token
         self.token_bytes = lru_cache(CACHED_TOKENS)(self._token_bytes)
 
     def encode(self, text: str, most: int = 1 << 30) -> list[int]:
@@ -67,7 +66,7 @@ class Tokens:
             raise BadRequest(
                 f"{name}: a text of {size} bytes; this server tokenises {self.max_text} at most",
                 name,
-                "context_length_exceeded" if size > most * self._longest_bytes else None,
+                "context_length_exceeded",
             )
         if size > room:  # a token has a byte or more
             self._estimate(text, room, most, name)
@@ -99,7 +98,9 @@ class Tokens:
         except TemplateError as error:
             raise BadRequest(f"the chat template failed: {str(error)[:200]}", "messages") from None
         if len(text) > MAX_RENDERED:
-            raise BadRequest("the rendered messages are too long", "messages")
+            raise BadRequest(
+                "the rendered messages are too long", "messages", "context_length_exceeded"
+            )
         self._check_length(text, most, "messages")
         ids: list[int] = []
         for part in text.split(mark):
