@@ -52,7 +52,9 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--api-key-file", type=Path, help="require the key in this file of every request"
     )
-    serve.add_argument("--host", default="0.0.0.0")  # noqa: S104
+    serve.add_argument(
+        "--host", default="::", help="default: every address, of IPv4 and IPv6, as for 0.0.0.0"
+    )
     serve.add_argument("--port", type=number(0, 65535), default=names.API_PORT)
     serve.add_argument("--internal-port", type=number(0, 65535), default=names.INTERNAL_PORT)
     serve.add_argument(

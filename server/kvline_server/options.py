@@ -121,7 +121,7 @@ class Options:
     record: Path | None = None
     key: Path = KEY_FILE  # read if the launch requires a key
     tls: Path = TLS_FOLDER  # tls.crt and tls.key; read if the launch requires TLS
-    host: str = "0.0.0.0"  # noqa: S104 - a pod's ports are its interface
+    host: str = "::"  # both families: a pod's ports are its interface
     port: int = 8000
     internal_port: int = 8001
     memory: int | None = None

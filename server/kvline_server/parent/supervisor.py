@@ -19,6 +19,7 @@ from pathlib import Path
 
 from kvline_contract.exits import ExitCode
 from kvline_contract.launch import Device, LaunchConfig
+from kvline_contract.listening import shown
 from kvline_contract.names import ATTEMPTS_FILE, ENV_POD_NAME, ENV_POD_UID
 from kvline_contract.report import Outcome, State, Termination
 from kvline_server.errors import PortTaken, ServerError
@@ -141,8 +142,8 @@ class Supervisor:
         log(
             f"ready: {self.served} on {device}, {report.result.kv_tokens} KV tokens, "
             f"{report.effective.max_model_len} a request at most; "
-            f"API on {o.host}:{self.port}, "
-            f"probes and metrics on {o.host}:{self.internal_port}"
+            f"API on {shown(o.host, self.port)}, "
+            f"probes and metrics on {shown(o.host, self.internal_port)}"
         )
         return True
 
@@ -155,16 +156,16 @@ class Supervisor:
         that a taken port fails early."""
         o = self.options
         try:
-            self.internal = InternalServer((o.host, o.internal_port), self.health)
+            self.internal = InternalServer(o.host, o.internal_port, self.health)
         except OSError as error:
-            where = f"{o.host}:{o.internal_port}"
+            where = shown(o.host, o.internal_port)
             raise PortTaken(f"internal port {where}: {error.strerror}") from None
         self.internal_port = self.internal.server_port  # the kernel's choice for port 0
         self.internal.start()
         try:
             listeners = listen(o.host, o.port, self.processes)
         except OSError as error:
-            raise PortTaken(f"API port {o.host}:{o.port}: {error.strerror}") from None
+            raise PortTaken(f"API port {shown(o.host, o.port)}: {error.strerror}") from None
         self.port = listeners[0].getsockname()[1]
         return listeners
 
