@@ -26,7 +26,7 @@ from kvline_contract.launch import (
 )
 from kvline_server.errors import ConfigInvalid, ServerError
 from kvline_server.flags import Parser, number, quantity
-from kvline_server.options import KEY_FILE, TLS_FOLDER, Options
+from kvline_server.options import KEY_FILE, TLS_FOLDER, ClientLimits, Options
 from kvline_server.scratch import scratch
 
 ENGINE = [field.name for field in fields(EngineOptions)]
@@ -61,6 +61,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--drain-seconds",
         type=number(1, 3600),
         help="time for requests to finish after SIGTERM or Ctrl-C; default: 120",
+    )
+    serve.add_argument(
+        "--keep-alive-seconds",
+        type=number(1, 86400),
+        default=int(ClientLimits().idle),
+        help="time that an idle connection stays open, longer than a proxy before the server keeps "
+        "it; default: %(default)s",
     )
     serve.add_argument(
         "--http-processes",
@@ -284,6 +291,7 @@ def _options(arguments: argparse.Namespace, config: Path, state: Path) -> Option
         from_flags=arguments.config is None,
         drain=arguments.drain_seconds if serve else None,
         http_processes=arguments.http_processes if serve else 1,
+        clients=ClientLimits(idle=arguments.keep_alive_seconds) if serve else ClientLimits(),
     )
 
 
