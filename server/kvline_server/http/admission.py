@@ -50,7 +50,10 @@ class Admission:
     failed: int = 0
     rejected: int = 0  # sequences answered 429; a request counts as one where it has no plan yet
     ended: int = 0  # sequences that were admitted and have ended
+    drained: int = 0  # of `finished`, those during a drain
+    cut: int = 0  # requests under way that a drain's end has ended
     draining: bool = False
+    ending: bool = False  # the drain's time is over
 
     def open(self, max_running: int, kv_tokens: int) -> None:
         """Sets the limits; prompt tokens are bounded by a multiple of the validated budget."""
@@ -98,6 +101,7 @@ class Admission:
             raise
         else:
             self.finished += 1
+            self.drained += self.draining
         finally:
             self.active -= 1
 
@@ -126,6 +130,9 @@ class Admission:
         room = Room(self, nbytes)
         try:
             yield room
+        except BaseException:  # also where the client has read too little to get the error
+            self.cut += self.ending
+            raise
         finally:
             self.totals.give((SEQUENCES, sequences), (TOKENS, tokens), (SCORE_BYTES, room.nbytes))
             self.ended += sequences
