@@ -17,7 +17,8 @@ from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.protocol import GenerationRequest
 from kvline_server.http.scores import held_outputs
-from kvline_server.http.tokens import StopMatcher, TextStream, Tokens
+from kvline_server.http.stops import StopMatcher
+from kvline_server.http.tokens import TextStream, Tokens
 from kvline_server.http.trace import Traces
 from kvline_server.messages import Delta, PackedScores
 from kvline_server.sampling_params import SamplingParams

@@ -222,44 +222,6 @@ class RuleStream:
         return rest
 
 
-class StopMatcher:
-    """Finds the first stop string in a stream and holds back text that may begin one."""
-
-    def __init__(self, stops: list[str]) -> None:
-        self._stops = stops
-        self._held = ""
-        self.found = False
-
-    def push(self, text: str) -> str:
-        """The text that can be sent now; empty after `found`."""
-        if self.found:
-            return ""
-        if not self._stops:
-            return text
-        self._held += text
-        hits = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if hits:
-            self.found = True
-            out, self._held = self._held[: min(hits)], ""
-            return out
-        keep = max(_overlap(self._held, stop) for stop in self._stops)
-        cut = len(self._held) - keep
-        out, self._held = self._held[:cut], self._held[cut:]
-        return out
-
-    def flush(self) -> str:
-        out, self._held = self._held, ""
-        return "" if self.found else out
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of `text` that is a prefix of `stop`."""
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0
-
-
 def _read(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text("utf-8"))) if path.is_file() else {}
 
