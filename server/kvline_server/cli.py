@@ -43,6 +43,32 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="size a model, then serve it")
     _add_model(serve)
+    _add_ports(serve)
+    size = commands.add_parser("size", help="run the profile loop and print the KV budget")
+    _add_model(size)
+    size.add_argument(
+        "--write-record", type=Path, help="add the validated budget to this file of records"
+    )
+    size.add_argument(
+        "--compare",
+        metavar="FIELD=VALUE,...",
+        help="then measure with each of these changes of the spec alone, such as "
+        "kvCacheDtype=fp8,gpus=2, and print a table of what each gives",
+    )
+    size.add_argument(
+        "--json",
+        action="store_true",
+        help="print the sizing report as JSON; with --compare one of each choice, by its name",
+    )
+    download = commands.add_parser("download", help="fetch the model of a launch.json")
+    download.add_argument("--config", type=Path, required=True)
+    check = commands.add_parser("check", help="find the model of a launch.json, without loading it")
+    check.add_argument("--config", type=Path, required=True)
+    return parser
+
+
+def _add_ports(serve: argparse.ArgumentParser) -> None:
+    """What clients and probes meet."""
     serve.add_argument(
         "--gate", type=Path, help="a gate.json that decides readiness; without it the gate is open"
     )
@@ -74,27 +100,6 @@ def build_parser() -> argparse.ArgumentParser:
         type=number(1, 16),
         help="processes that serve the API port; default: by the CPUs, 1 to 4, and 1 on the CPU",
     )
-    size = commands.add_parser("size", help="run the profile loop and print the KV budget")
-    _add_model(size)
-    size.add_argument(
-        "--write-record", type=Path, help="add the validated budget to this file of records"
-    )
-    size.add_argument(
-        "--compare",
-        metavar="FIELD=VALUE,...",
-        help="then measure with each of these changes of the spec alone, such as "
-        "kvCacheDtype=fp8,gpus=2, and print a table of what each gives",
-    )
-    size.add_argument(
-        "--json",
-        action="store_true",
-        help="print the sizing report as JSON; with --compare one of each choice, by its name",
-    )
-    download = commands.add_parser("download", help="fetch the model of a launch.json")
-    download.add_argument("--config", type=Path, required=True)
-    check = commands.add_parser("check", help="find the model of a launch.json, without loading it")
-    check.add_argument("--config", type=Path, required=True)
-    return parser
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:

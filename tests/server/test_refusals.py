@@ -74,7 +74,7 @@ def test_nested_fields_are_named_as_openai_does() -> None:
     ids=lambda part: str(part["type"]),
 )
 def test_a_part_that_is_not_text_is_named_with_its_place(part: dict[str, Any]) -> None:
-    """The message said that the content should be a string, which lists of text parts are not."""
+    """It was refused as content that should be a string, which a list of text parts is not."""
     content = [{"type": "text", "text": "Hi"}, part]
     error = refused({**CHAT, "messages": [{"role": "user", "content": content}]})
     assert f"{part['type']} is not supported here; only text parts are taken" in error.message
