@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
+from kvline_contract.listening import HTTPServer
 from kvline_operator.metrics import Metrics
 
 
-class ProbeServer(ThreadingHTTPServer):
-    daemon_threads = True
-
+class ProbeServer(HTTPServer):
     def __init__(self, port: int, unhealthy: Callable[[], str | None], metrics: Metrics) -> None:
         self.unhealthy = unhealthy
         self.metrics = metrics
-        super().__init__(("0.0.0.0", port), _Handler)  # noqa: S104
+        super().__init__("", port, _Handler)
 
     def start(self) -> None:
         threading.Thread(target=self.serve_forever, daemon=True, name="probe").start()

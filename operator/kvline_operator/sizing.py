@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvline_contract.codec import ContractError
+from kvline_contract.listening import shown
 from kvline_contract.names import END_PRE_STOP_PATH, OPEN_GATE_PATH, SIZING_PATH
 from kvline_contract.report import MAX_REPORT_BYTES, REPORT_VERSION, Load, SizingReport, State
 
@@ -80,7 +81,7 @@ def _ask(method: str, address: str, port: int, path: str, deadline: float) -> by
                 if len(raw) > MAX_REPORT_BYTES + 4096:
                     raise ContractError(f"the answer is longer than {MAX_REPORT_BYTES} bytes")
     except OSError as error:
-        raise Unreachable(f"{type(error).__name__} at {address}:{port}") from None
+        raise Unreachable(f"{type(error).__name__} at {shown(address, port)}") from None
     head, separator, body = raw.partition(b"\r\n\r\n")
     if not separator or b" 200 " not in head.split(b"\r\n", 1)[0] + b" ":
         raise ContractError("the answer is not HTTP 200")

@@ -26,7 +26,7 @@ from kvline_contract.launch import (
 )
 from kvline_server.errors import ConfigInvalid, ServerError
 from kvline_server.flags import Parser, number, quantity
-from kvline_server.options import KEY_FILE, TLS_FOLDER, Options
+from kvline_server.options import KEY_FILE, TLS_FOLDER, ClientLimits, Options
 from kvline_server.scratch import scratch
 
 ENGINE = [field.name for field in fields(EngineOptions)]
@@ -43,28 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="size a model, then serve it")
     _add_model(serve)
-    serve.add_argument(
-        "--gate", type=Path, help="a gate.json that decides readiness; without it the gate is open"
-    )
-    serve.add_argument(
-        "--tls-dir", type=Path, help="serve TLS with tls.crt and tls.key of this folder"
-    )
-    serve.add_argument(
-        "--api-key-file", type=Path, help="require the key in this file of every request"
-    )
-    serve.add_argument("--host", default="0.0.0.0")  # noqa: S104
-    serve.add_argument("--port", type=number(0, 65535), default=names.API_PORT)
-    serve.add_argument("--internal-port", type=number(0, 65535), default=names.INTERNAL_PORT)
-    serve.add_argument(
-        "--drain-seconds",
-        type=number(1, 3600),
-        help="time for requests to finish after SIGTERM or Ctrl-C; default: 120",
-    )
-    serve.add_argument(
-        "--http-processes",
-        type=number(1, 16),
-        help="processes that serve the API port; default: by the CPUs, 1 to 4, and 1 on the CPU",
-    )
+    _add_ports(serve)
     size = commands.add_parser("size", help="run the profile loop and print the KV budget")
     _add_model(size)
     size.add_argument(
@@ -86,6 +65,41 @@ def build_parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="find the model of a launch.json, without loading it")
     check.add_argument("--config", type=Path, required=True)
     return parser
+
+
+def _add_ports(serve: argparse.ArgumentParser) -> None:
+    """What clients and probes meet."""
+    serve.add_argument(
+        "--gate", type=Path, help="a gate.json that decides readiness; without it the gate is open"
+    )
+    serve.add_argument(
+        "--tls-dir", type=Path, help="serve TLS with tls.crt and tls.key of this folder"
+    )
+    serve.add_argument(
+        "--api-key-file", type=Path, help="require the key in this file of every request"
+    )
+    serve.add_argument(
+        "--host", default="::", help="default: every address, of IPv4 and IPv6, as for 0.0.0.0"
+    )
+    serve.add_argument("--port", type=number(0, 65535), default=names.API_PORT)
+    serve.add_argument("--internal-port", type=number(0, 65535), default=names.INTERNAL_PORT)
+    serve.add_argument(
+        "--drain-seconds",
+        type=number(1, 3600),
+        help="time for requests to finish after SIGTERM or Ctrl-C; default: 120",
+    )
+    serve.add_argument(
+        "--keep-alive-seconds",
+        type=number(1, 86400),
+        default=int(ClientLimits().idle),
+        help="time that an idle connection stays open, longer than a proxy before the server keeps "
+        "it; default: %(default)s",
+    )
+    serve.add_argument(
+        "--http-processes",
+        type=number(1, 16),
+        help="processes that serve the API port; default: by the CPUs, 1 to 4, and 1 on the CPU",
+    )
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -282,6 +296,7 @@ def _options(arguments: argparse.Namespace, config: Path, state: Path) -> Option
         from_flags=arguments.config is None,
         drain=arguments.drain_seconds if serve else None,
         http_processes=arguments.http_processes if serve else 1,
+        clients=ClientLimits(idle=arguments.keep_alive_seconds) if serve else ClientLimits(),
     )
 
 

@@ -107,6 +107,8 @@ class EdgeBeat(msgspec.Struct, tag="edge", array_like=True):
     failed: int = 0
     rejected: int = 0  # sequences answered 429
     ended: int = 0  # admitted sequences that have ended
+    drained: int = 0  # requests finished during the drain
+    cut: int = 0  # requests whose answer the drain's end has cut off
     latencies: Latencies = msgspec.field(default_factory=Latencies)
 
 

@@ -60,7 +60,9 @@ class ClientLimits:
     """Limits for clients of the API port, in seconds, bytes and counts."""
 
     connections: int = 4096
-    idle: float = 75.0  # between requests, and before the first
+    # Between requests, and before the first: longer than a proxy before it keeps a connection, as a
+    # request that is sent while this end closes fails. Cloud balancers have 600 s, Go 90 s.
+    idle: float = 620.0
     head: float = 10.0
     head_bytes: int = 32 << 10
     headers: int = 100
@@ -121,7 +123,7 @@ class Options:
     record: Path | None = None
     key: Path = KEY_FILE  # read if the launch requires a key
     tls: Path = TLS_FOLDER  # tls.crt and tls.key; read if the launch requires TLS
-    host: str = "0.0.0.0"  # noqa: S104 - a pod's ports are its interface
+    host: str = "::"  # both families: a pod's ports are its interface
     port: int = 8000
     internal_port: int = 8001
     memory: int | None = None

@@ -25,6 +25,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     logprobs: int | None = None  # alternatives per output token; None: no logprobs
     prompt_logprobs: int | None = None  # alternatives per prompt token; None: no logprobs
     logprob_start: int = 0  # first prompt position whose logprob is returned
+    cache_salt: str = ""  # only requests with the same one share pages of the prefix cache
 
     @property
     def has_penalties(self) -> bool:

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from servers import free_port, launch_config
-from waiting import eventually
+from waiting import eventually, limit
 
 from kvline_server.flags import with_flag_names
 from kvline_server.scratch import LOCK, PREFIX, scratch
@@ -199,6 +200,19 @@ def test_ctrl_c_drains_and_a_second_one_ends_at_once(serve: Serve, tmp_path: Pat
     assert code == 0
     assert "drained in" in line and "1 requests finished, 0 cut off" in line
     assert not list((tmp_path / "tmp").iterdir())
+
+
+@pytest.mark.process
+def test_an_idle_connection_ends_after_the_flag_s_seconds(serve: Serve) -> None:
+    process = serve("--port", 0, "--internal-port", 0, "--keep-alive-seconds", 1)
+    assert process.stderr is not None
+    port = re.search(r"API on 127.0.0.1:(\d+)", process.stderr.readline())
+    assert port is not None
+    with socket.create_connection(("127.0.0.1", int(port[1])), limit(60)) as idle:
+        idle.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b"200 OK" in idle.recv(1 << 16)
+        while idle.recv(1 << 16):
+            pass  # the end, which the default would bring after ten minutes
 
 
 @pytest.mark.process

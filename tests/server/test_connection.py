@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -22,24 +22,37 @@ Application = Callable[..., Any]
 
 
 @asynccontextmanager
-async def connection(app: Application, limits: ClientLimits) -> AsyncIterator[socket.socket]:
-    """The client's end."""
+async def serving(
+    app: Application, limits: ClientLimits
+) -> AsyncIterator[Callable[[], Awaitable[socket.socket]]]:
+    """-> what makes a connection, and gives the client's end"""
     connections = Connections(limits)
     config = uvicorn.Config(app, http=connections.make, log_config=None, lifespan="off")  # type: ignore[arg-type]
     config.load()
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
     sweep = asyncio.create_task(connections.sweep())
 
     def make() -> asyncio.Protocol:
         return connections.make(config=config, server_state=ServerState(), app_state={})
 
-    await asyncio.get_running_loop().connect_accepted_socket(make, theirs)
-    with ours:
-        yield ours
+    with contextlib.ExitStack() as clients:
+
+        async def connect() -> socket.socket:
+            ours, theirs = socket.socketpair()
+            ours.setblocking(False)
+            await asyncio.get_running_loop().connect_accepted_socket(make, theirs)
+            return clients.enter_context(ours)
+
+        yield connect
     connections.drop()
     sweep.cancel()
     await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def connection(app: Application, limits: ClientLimits) -> AsyncIterator[socket.socket]:
+    """The client's end."""
+    async with serving(app, limits) as connect:
+        yield await connect()
 
 
 def answers(body: bytes) -> Application:
@@ -51,6 +64,31 @@ def answers(body: bytes) -> Application:
         await send({"type": "http.response.body", "body": body})
 
     return app
+
+
+def streams(*parts: bytes) -> Application:
+    """An answer whose length is not known at its head."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for part in parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body"})
+
+    return app
+
+
+async def exchange(client: socket.socket, request: bytes, end: bytes | None = None) -> bytes:
+    """The answer to its `end`, or to that of the connection."""
+    loop, got = asyncio.get_running_loop(), b""
+    await loop.sock_sendall(client, request)
+    while end is None or not got.endswith(end):
+        part = await asyncio.wait_for(loop.sock_recv(client, 1 << 16), 30)
+        if not part:
+            break
+        got += part
+    return got
 
 
 async def read(client: socket.socket, size: int, pause: float, wanted: int) -> int:
@@ -141,3 +179,60 @@ def test_a_small_host_of_a_gpu_has_the_cpu_s_limits() -> None:
     assert (small.body_bytes, small.parsing) == (cpu.body_bytes, cpu.parsing)
     assert small.longest_text(131_072) == 2 << 20  # a text that fits the context is taken
     assert small.memory(8192, 512) < 1 << 30
+
+
+@pytest.mark.parametrize("alive", [b"", b"Connection: keep-alive\r\n"])
+def test_http_1_0_gets_no_chunks_and_ends_with_its_connection(alive: bytes) -> None:
+    async def story(app: Application, request: bytes, body: bytes) -> bytes:
+        async with connection(app, ClientLimits()) as client:
+            head, _, found = (await exchange(client, request)).partition(b"\r\n\r\n")
+            assert found == body
+            assert b"connection: close" in head and b"transfer-encoding" not in head
+            return head
+
+    expects = b"GET / HTTP/1.0\r\nExpect: 100-continue\r\n" + alive + b"\r\n"
+    asyncio.run(story(streams(b"one", b"", b"two"), b"GET / HTTP/1.0\r\n%s\r\n" % alive, b"onetwo"))
+    asyncio.run(story(streams(b"one"), expects, b"one"))
+    asyncio.run(story(streams(b"one"), b"HEAD / HTTP/1.0\r\n%s\r\n" % alive, b""))
+    whole = asyncio.run(story(answers(b"whole"), b"GET / HTTP/1.0\r\n%s\r\n" % alive, b"whole"))
+    assert b"content-length: 5" in whole
+
+
+def test_http_1_1_still_gets_chunks_and_keeps_its_connection() -> None:
+    async def story() -> None:
+        async with connection(streams(b"one"), ClientLimits()) as client:
+            for _ in range(2):
+                answer = await exchange(client, HEAD % 0, end=b"0\r\n\r\n")
+                assert b"transfer-encoding: chunked" in answer and b"3\r\none\r\n" in answer
+
+    asyncio.run(story())
+
+
+def test_an_idle_connection_ends_at_its_time_and_not_before() -> None:
+    async def story() -> None:
+        loop = asyncio.get_running_loop()
+        async with connection(answers(b"ok"), ClientLimits(idle=1.0, sweep=0.05)) as client:
+            for _ in range(3):
+                assert (await exchange(client, HEAD % 0, end=b"ok")).startswith(b"HTTP/1.1 200")
+                await asyncio.sleep(0.4)
+            began = loop.time()
+            assert await exchange(client, b"") == b""
+            assert loop.time() - began > 0.3
+
+    asyncio.run(story())
+
+
+def test_where_many_are_open_an_answer_says_that_its_connection_ends() -> None:
+    """Before idle ones have to be closed without a word, which fails what their clients send."""
+
+    async def story() -> None:
+        async with serving(answers(b"ok"), ClientLimits(connections=8)) as connect:
+            clients = [await connect() for _ in range(6)]
+            last = [await exchange(client, HEAD % 0, end=b"ok") for client in clients]
+            assert not any(b"connection: close" in answer for answer in last)
+            clients.append(await connect())  # seven of eight
+            answer = await exchange(clients[0], HEAD % 0)  # to the connection's end
+            assert b"connection: close" in answer and answer.endswith(b"ok")
+            assert b"connection: close" not in await exchange(clients[1], HEAD % 0, end=b"ok")
+
+    asyncio.run(story())

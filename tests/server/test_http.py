@@ -160,6 +160,23 @@ def test_a_second_time_the_prompt_comes_from_the_cache(server: Server) -> None:
     assert used[1]["prompt_tokens_details"]["cached_tokens"] == 64
 
 
+def test_only_requests_of_one_salt_share_the_cache(server: Server) -> None:
+    body = {**COMPLETION, "prompt": "a salted prompt " * 5}
+
+    def cached(**more: str) -> int:
+        used = post(server, {**body, **more}).json()["usage"]
+        return int(used["prompt_tokens_details"]["cached_tokens"])
+
+    assert [cached(cache_salt="one"), cached(cache_salt="one")] == [0, 64]
+    assert [cached(cache_salt="two"), cached(), cached(cache_salt="two"), cached()] == [
+        0,
+        0,
+        64,
+        64,
+    ]
+    assert cached(prompt_cache_key="other") == 64, "a label changes nothing"
+
+
 def test_models_are_listed(client: openai.OpenAI) -> None:
     assert [m.id for m in client.models.list()] == ["tiny"]
 
@@ -299,7 +316,7 @@ BAD_COMPLETIONS: list[tuple[str, dict[str, Any], str]] = [
     ("H28", {"logit_bias": {"307": 1}}, "logit_bias"),
     ("H28", {"logit_bias": {"5": 1000}}, "logit_bias"),
     ("H28", {"logit_bias": {"x": 1}}, "logit_bias"),
-    ("H30", {"stop": ["x"] * 5}, "stop"),
+    ("H30", {"stop": ["x"] * 17}, "16"),
     ("H30", {"stop": ""}, "stop"),
     ("H30", {"stop": "x" * 257}, "stop"),
     ("H32", {"seed": -1}, "seed"),
@@ -360,7 +377,7 @@ BAD_CHATS: list[tuple[str, dict[str, Any], str]] = [
                 }
             ]
         },
-        "messages",
+        "image_url is not supported here; only text parts are taken",
     ),
     (
         "H37",
@@ -369,7 +386,7 @@ BAD_CHATS: list[tuple[str, dict[str, Any], str]] = [
                 {"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "x"}}]}
             ]
         },
-        "messages",
+        "input_audio is not supported here; only text parts are taken",
     ),
 ]
 

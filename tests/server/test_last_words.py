@@ -8,13 +8,16 @@ import os
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import httpx
 import pytest
 from servers import Server, wait_for
+from waiting import limit
 
 from kvline_contract.launch import CapacityOptions, EngineOptions
 
@@ -34,6 +37,11 @@ HALF = (
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     b"Content-Length: 9999\r\n\r\n{"
 )
+POST = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    b"Content-Length: %d\r\n\r\n"
+)
+MANY = 500
 ENGINE_DIED = 50
 
 
@@ -68,6 +76,47 @@ def test_clients_of_a_slow_http_process_have_their_errors_before_the_pod_ends(
         error = json.loads(stream.result().removeprefix("data: "))["error"]
         assert error["type"] == "server_error"
     assert server.end() == ENGINE_DIED
+
+
+def test_each_of_five_hundred_open_requests_has_its_error_on_one_core(
+    start: Callable[..., Server],
+) -> None:
+    """The parent ended the HTTP process 0.2 s after the engine, and most clients found a closed
+    connection."""
+    server = start(
+        engine=EngineOptions(max_model_len=512, max_running_requests=100),
+        capacity=CAPACITY,
+        clients={"connections": MANY + 100},
+    )
+    server.wait()
+    children = server.children()
+    core = min(os.sched_getaffinity(0))
+    body = json.dumps({**LONG, "n": 1}).encode()
+    request = POST % len(body) + body
+    with ExitStack() as stack:
+        waiting = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), limit(60)))
+            for _ in range(MANY)
+        ]
+        for client in waiting:
+            client.sendall(request)
+        wait_for(lambda: sequences(server) >= MANY, 60)
+        for thread in os.listdir(f"/proc/{children['http']}/task"):
+            os.sched_setaffinity(int(thread), {core})
+        os.sched_setaffinity(server.process.pid, {core})
+        os.kill(children["engine"], signal.SIGKILL)
+        answers = [everything(client) for client in waiting]
+    assert Counter(answer[:13] for answer in answers) == {b"HTTP/1.1 500 ": MANY}
+    assert server.end() == ENGINE_DIED
+
+
+def everything(client: socket.socket) -> bytes:
+    """Until the server closes; a reset is an end as well."""
+    got = b""
+    with suppress(ConnectionError):
+        while part := client.recv(1 << 16):
+            got += part
+    return got
 
 
 def test_a_client_that_never_sends_its_whole_request_does_not_hold_the_end(

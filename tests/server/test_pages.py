@@ -76,3 +76,27 @@ def test_chains_name_the_whole_prefix() -> None:
     assert not set(one) & set(other)
     assert pages_for(0) == 0
     assert pages_for(17) == 2
+
+
+def keys(tokens: list[int], salt: str = "") -> list[bytes]:
+    chain: list[bytes] = []
+    extend_chain(chain, tokens, len(tokens), salt)
+    return chain
+
+
+def test_no_page_has_the_same_key_under_two_salts() -> None:
+    tokens = list(range(64))
+    by_salt = [keys(tokens, salt) for salt in ("", "a", "b", "a" * 256)]
+    assert all(len(set(same)) == len(by_salt) for same in zip(*by_salt, strict=True))
+    assert keys(tokens, "a") == by_salt[1]
+    chain = by_salt[1][:2]
+    extend_chain(chain, tokens, 64, "a")  # later pages have it from the first one
+    assert chain == by_salt[1]
+
+
+def test_a_salt_cannot_stand_for_tokens() -> None:
+    """Else its client would find the second page of a prompt that is not theirs as the first one,
+    with keys and values of other positions."""
+    whole = [ord(c) for c in "a page of tokens" * 2]
+    first = b"".join(token.to_bytes(4, "little") for token in whole[:16]).decode()
+    assert keys(whole[16:], first)[0] not in keys(whole)

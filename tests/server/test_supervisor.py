@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -36,7 +37,11 @@ def test_it_answers_probes_before_it_is_validated_and_sizes_itself(
     server.wait("/livez", 200, 5)
     assert server.probe("/startupz")[0] == 503
     assert server.probe("/load")[0] == 503
+    for path in ("/v1/models", "/v1/models/tiny"):
+        early = httpx.get(f"{server.url}{path}", timeout=30)
+        assert early.status_code == 503 and "not ready yet" in early.json()["error"]["message"]
     server.wait("/readyz")
+    assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"] == 256
     report = server.sizing()
     assert report["state"] == "Validated"
     names = [s["name"] for s in report["stages"]]
@@ -156,13 +161,18 @@ def test_a_second_sigterm_ends_at_once(start: Callable[..., Server]) -> None:
     with httpx.stream(
         "POST", f"{server.url}/v1/completions", json={**LONG, "n": 4, "stream": True}, timeout=30
     ) as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()
+        next(lines)
         os.kill(server.children()["engine"], signal.SIGSTOP)  # the stream will not end by itself
         server.process.send_signal(signal.SIGTERM)
         server.wait("/readyz", 503)  # a second signal before it would be the same one
         assert server.process.poll() is None
         server.process.send_signal(signal.SIGTERM)
         assert server.end(10) == 0
+        assert "shut down" in [line for line in lines if line][-1], "its client has an error"
+    assert re.search(
+        r"ended after \d+\.\d s, at once by a second signal: 0 .* 1 cut off", server.output()
+    )
 
 
 def test_a_drain_is_as_long_as_its_launch_says(start: Callable[..., Server]) -> None:
@@ -195,6 +205,8 @@ def test_a_drain_is_as_long_as_its_launch_says(start: Callable[..., Server]) -> 
     assert "shut down" in error["message"]
     assert server.end() == 0
     assert "drain of 2 s was over: 0 requests finished, 2 cut off" in server.output()
+    took = re.search(r"ended after (\d+\.\d) s, as its drain", server.output())
+    assert took is not None and 2 <= float(took[1]) <= limit(10)
     assert "Traceback" not in server.output()
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import normalizers, processors
 
-from kvline_server.http.tokens import StopMatcher, Tokens
+from kvline_server.http.stops import StopMatcher
+from kvline_server.http.tokens import Tokens
 
 
 def feed(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
@@ -35,6 +38,47 @@ def test_a_stream_is_cut_exactly_where_the_whole_text_would_be(
         return
     assert whole.startswith(out)
     assert not any(s in out for s in stops)
+
+
+@given(
+    st.lists(st.text("ab", max_size=4), max_size=12),
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4),
+)
+def test_no_more_is_held_back_than_may_begin_a_stop(pieces: list[str], stops: list[str]) -> None:
+    """And of stops that are complete with one piece, the one that begins first cuts."""
+    matcher, whole, sent = StopMatcher(stops), "", ""
+    for piece in pieces:
+        whole, sent = whole + piece, sent + matcher.push(piece)
+        hits = [at for stop in stops if (at := whole.find(stop)) >= 0]
+        assert matcher.found == bool(hits)
+        if hits:
+            assert sent == whole[: min(hits)]
+            return
+        begun = [whole[-n:] for s in stops for n in range(1, len(s)) if whole.endswith(s[:n])]
+        assert whole == sent + max(begun, key=len, default="")
+
+
+def test_a_text_that_nearly_repeats_its_stops_costs_no_more_than_another() -> None:
+    """Else one client's stops delay every stream of its HTTP process. Counted in the steps of the
+    matching, not in seconds."""
+    stops = ["a" * 255 + "!"] + [chr(98 + i) + "a" * 254 for i in range(15)]
+    steps = 0
+
+    def count(frame: Any, event: str, _: Any) -> Any:
+        nonlocal steps
+        steps += event == "line"
+        return count
+
+    matcher = StopMatcher(stops)
+    matcher.push("a" * 300)
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        for _ in range(100):
+            matcher.push("aaaa")
+    finally:
+        sys.settrace(before)
+    assert steps / 100 < 4 * len(stops) * 10 + 200, "per token of four characters"
 
 
 def test_nothing_of_a_stop_text_is_sent_early() -> None:

@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from kvline_contract.listening import listen
 from kvline_operator.page import view_model
 from kvline_operator.status_cache import StatusCache
 from kvline_operator.workqueue import Key
@@ -84,15 +85,15 @@ def make(cache: StatusCache, now: Callable[[], datetime] = lambda: datetime.now(
 
 
 def serve(cache: StatusCache, port: int) -> None:
-    """In its own thread, so that slow clients delay no reconcile."""
+    """In its own thread, so that slow clients delay no reconcile. Raises OSError where the port is
+    taken."""
     config = uvicorn.Config(
         make(cache),
-        host="0.0.0.0",  # noqa: S104
-        port=port,
         log_level="warning",
         access_log=False,
         server_header=False,
         limit_concurrency=64,
         timeout_keep_alive=5,
     )
-    threading.Thread(target=uvicorn.Server(config).run, daemon=True, name="page").start()
+    server, sockets = uvicorn.Server(config), [listen("", port)]
+    threading.Thread(target=server.run, args=(sockets,), daemon=True, name="page").start()

@@ -109,7 +109,7 @@ class Scheduler:
     def _publish(self, sequence: Sequence) -> None:
         """Enters full pages in the prefix cache, but for one whose last token is not read yet."""
         known = min(sequence.computed, len(sequence.tokens))
-        extend_chain(sequence.chain, sequence.tokens, known)
+        extend_chain(sequence.chain, sequence.tokens, known, sequence.params.cache_salt)
         full = known // PAGE_SIZE
         for index in range(sequence.published, full):
             self.pool.publish(sequence.pages[index], sequence.chain[index])
@@ -147,7 +147,9 @@ class Scheduler:
     def _admit(self, sequence: Sequence, budget: int, work: list[Work]) -> int:
         """Starts a waiting sequence if its whole prompt fits, and a page for each running sequence
         beside it. Returns the rows it takes in this step, 0 if it does not fit."""
-        extend_chain(sequence.chain, sequence.tokens, len(sequence.tokens))
+        extend_chain(
+            sequence.chain, sequence.tokens, len(sequence.tokens), sequence.params.cache_salt
+        )
         matched = self.pool.match(sequence.chain[: max(0, sequence.cacheable) // PAGE_SIZE])
         missing = pages_for(len(sequence.tokens)) - len(matched)
         reserve = len(self.running)

@@ -50,7 +50,10 @@ class Admission:
     failed: int = 0
     rejected: int = 0  # sequences answered 429; a request counts as one where it has no plan yet
     ended: int = 0  # sequences that were admitted and have ended
+    drained: int = 0  # of `finished`, those during a drain
+    cut: int = 0  # requests under way that a drain's end has ended
     draining: bool = False
+    ending: bool = False  # the drain's time is over
 
     def open(self, max_running: int, kv_tokens: int) -> None:
         """Sets the limits; prompt tokens are bounded by a multiple of the validated budget."""
@@ -62,16 +65,17 @@ class Admission:
         that arrive during a drain are still served."""
         if self.draining:
             raise Unavailable("this server is shutting down")
-        self._check_sized()
+        self.check_sized()
 
-    def _check_sized(self) -> None:
+    def check_sized(self) -> None:
+        """Raises Unavailable before the engine is ready."""
         if not self.max_sequences:
             raise Unavailable("this server is not ready yet")
 
     @contextmanager
     def request(self) -> Iterator[None]:
         """Counts one request and its outcome."""
-        self._check_sized()
+        self.check_sized()
         self.received += 1
         self.active += 1
         try:
@@ -97,6 +101,7 @@ class Admission:
             raise
         else:
             self.finished += 1
+            self.drained += self.draining
         finally:
             self.active -= 1
 
@@ -125,6 +130,9 @@ class Admission:
         room = Room(self, nbytes)
         try:
             yield room
+        except BaseException:  # also where the client has read too little to get the error
+            self.cut += self.ending
+            raise
         finally:
             self.totals.give((SEQUENCES, sequences), (TOKENS, tokens), (SCORE_BYTES, room.nbytes))
             self.ended += sequences

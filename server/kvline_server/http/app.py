@@ -60,10 +60,12 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:
+        service.admission.check_sized()  # its context is not known before
         return JSONResponse({"object": "list", "data": [_model(service)]})
 
     @app.get("/v1/models/{name:path}")  # names may hold slashes
     async def model(name: str) -> JSONResponse:
+        service.admission.check_sized()
         _check_model(name, service.limits)
         return JSONResponse(_model(service))
 
@@ -183,7 +185,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
         return response
     return NotFound(
         "no such route; this port serves /v1/completions, /v1/chat/completions, /v1/models, "
-        "/v1/models/NAME and /health"
+        "/v1/models/NAME and /health",
+        code="unknown_url",
     ).response()
 
 

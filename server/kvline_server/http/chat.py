@@ -42,7 +42,7 @@ class Chat(Route[ChatRequest]):
         check_prompt(ids, self.limits, "messages")
         self.prompts = [ids]
         request.messages, request.documents = [], None  # they take memory
-        most = request.max_tokens or request.max_completion_tokens
+        most = request.most()
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         params = sampling(
             request,

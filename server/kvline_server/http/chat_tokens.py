@@ -70,7 +70,7 @@ class ChatTokens:
         context = self._context(messages, asked, marks)
         job = as_job(context, asked.continue_final_message)
         if len(job) > JSON_PER_BYTE * self._tokens.max_text:
-            raise self._tokens.too_long(len(job), most, "messages")
+            raise self._tokens.too_long(len(job), "messages")
         text = self._renderers.render(job)
         if len(text) > MAX_RENDERED:
             raise BadRequest("the rendered messages are too long", "messages")

@@ -74,9 +74,9 @@ class Completion(Route[CompletionRequest]):
 
     def _params(self, length: int) -> SamplingParams:
         request = self.request
-        asked = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-        if request.max_tokens is None:
-            asked = max(1, min(asked, self.limits.max_model_len - length))
+        asked = request.most()
+        if asked is None:
+            asked = max(1, min(DEFAULT_MAX_TOKENS, self.limits.max_model_len - length))
         echoed = request.logprobs if request.echo else None
         prompt_logprobs = request.prompt_logprobs
         if echoed is not None:

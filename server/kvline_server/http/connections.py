@@ -13,12 +13,24 @@ import asyncio
 import json
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn._types import (
+    ASGI3Application,
+    ASGIReceiveCallable,
+    ASGISendCallable,
+    ASGISendEvent,
+    Scope,
+)
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from kvline_server.http.errors import ApiError, BadRequest, HeadTooLarge, TimedOut
 from kvline_server.options import ClientLimits
 
 NEVER = float("inf")
+CROWDED = 7 / 8  # of the connections allowed: from here on each answer is its connection's last
 SLOWEST = 1 << 10  # bytes a second that a client must read of its answer
 HEAD = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
 HEAD_TOO_LARGE = "the head of the request is too large"
@@ -46,6 +58,10 @@ class Connections:
             return False
         oldest.drop()
         return True
+
+    def crowded(self) -> bool:
+        """Whether idle connections may soon have to close for new ones."""
+        return len(self.open) >= CROWDED * self.limits.connections
 
     def wait(self, connection: Connection) -> None:
         self.waiting.pop(connection, None)
@@ -180,8 +196,14 @@ class Connection(HttpToolsProtocol):
         self.all.waiting.pop(self, None)
         super().on_headers_complete()
         self.owes = False
-        if self.all.draining:
+        if self.all.draining or self.all.crowded():
             self.cycle.keep_alive = False
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        if cycle.scope["http_version"] == "1.0":
+            cycle.waiting_for_100_continue = False  # RFC 9110, 10.1.1
+            app = _until_close(app, cycle)
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         self._parsed += len(body)
@@ -272,6 +294,27 @@ class Connection(HttpToolsProtocol):
         self._until(self.limits.linger)
         self.flow.resume_reading()
         transport.write_eof()
+
+
+def _until_close(app: ASGI3Application, cycle: RequestResponseCycle) -> ASGI3Application:
+    """Its answers without a chunked encoding, which HTTP/1.0 does not have: one without a length
+    ends with its connection (RFC 9112, 6.3). uvicorn makes chunks of each that has no length."""
+
+    async def answer(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        measured = False
+
+        async def plain(message: ASGISendEvent) -> None:
+            nonlocal measured
+            if message["type"] == "http.response.start":
+                measured = any(name == b"content-length" for name, _ in message["headers"])
+                cycle.chunked_encoding = None if measured else False
+            elif message["type"] == "http.response.body" and not measured:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, plain)
+
+    return answer
 
 
 class _Gentle:

@@ -1,4 +1,5 @@
-"""Errors of the API, in OpenAI's format, at most 1 KB.
+"""Errors of the API, in OpenAI's format, at most 1 KB. Clients branch on `code`: it is OpenAI's
+where OpenAI has one, and null where it has none.
 
 ApiError
 ├── BadRequest     400  names the field
@@ -26,13 +27,14 @@ from starlette.responses import JSONResponse
 class ApiError(Exception):
     status = 500
     type = "server_error"
+    usual_code: ClassVar[str | None] = None
     headers: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.message = message[:700]
         self.param = param[:100] if param else None
-        self.code = code
+        self.code = code or self.usual_code
 
     def body(self) -> dict[str, object]:
         return {
@@ -52,6 +54,9 @@ class BadRequest(ApiError):
     status = 400
     type = "invalid_request_error"
 
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message, param, code or ("invalid_value" if param else None))
+
 
 class Unauthorized(ApiError):
     status = 401
@@ -67,6 +72,7 @@ class NotFound(ApiError):
 class NotAllowed(ApiError):
     status = 405
     type = "invalid_request_error"
+    usual_code = "method_not_supported"
 
 
 class TimedOut(ApiError):
@@ -95,11 +101,13 @@ class HeadTooLarge(ApiError):
 class UnsupportedType(ApiError):
     status = 415
     type = "invalid_request_error"
+    usual_code = "unsupported_content_type"
 
 
 class TooMany(ApiError):
     status = 429
     type = "rate_limit_error"
+    usual_code = "rate_limit_exceeded"
     headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
 
     def __init__(self, message: str, sequences: int = 1) -> None:

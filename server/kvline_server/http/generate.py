@@ -18,7 +18,8 @@ from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.protocol import GenerationRequest
 from kvline_server.http.scores import held_outputs
-from kvline_server.http.tokens import StopMatcher, TextStream, Tokens
+from kvline_server.http.stops import StopMatcher
+from kvline_server.http.tokens import TextStream, Tokens
 from kvline_server.http.trace import Traces
 from kvline_server.messages import Delta, PackedScores
 from kvline_server.sampling_params import SamplingParams
@@ -201,7 +202,7 @@ def sampling(
         raise BadRequest(
             f"the prompt has {prompt_length} tokens and {max_tokens} are asked for: "
             f"together more than the context of {limits.max_model_len}",
-            "max_tokens",
+            request.length_field(),
             "context_length_exceeded",
         )
     if request.min_tokens > max_tokens:
@@ -223,6 +224,7 @@ def sampling(
         ignore_eos=request.ignore_eos,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        cache_salt=request.cache_salt or "",
     )
 
 

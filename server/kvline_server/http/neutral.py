@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from kvline_server.http.validation import UnsupportedValue
+
 Neutral = Mapping[str, tuple[Any, ...]]
 
 EVERY: Neutral = {
@@ -54,8 +56,8 @@ STREAM_OPTIONS: Neutral = {"include_obfuscation": (False,)}
 
 
 def without(value: dict[str, Any], neutral: Neutral) -> dict[str, Any]:
-    """`value` without nulls and neutral fields. Raises ValueError for any other value of a field in
-    `neutral`."""
+    """`value` without nulls and neutral fields. Raises UnsupportedValue for any other value of a
+    field in `neutral`."""
     kept = {}
     for name, item in value.items():
         if item is None:
@@ -64,7 +66,7 @@ def without(value: dict[str, Any], neutral: Neutral) -> dict[str, Any]:
             kept[name] = item
         elif not any(_same(item, taken) for taken in neutral[name]):
             taken = " or ".join(json.dumps(v) for v in neutral[name])
-            raise ValueError(f"{name}: is not supported here; leave it out, or send {taken}")
+            raise UnsupportedValue(f"{name}: is not supported here; leave it out, or send {taken}")
     return kept
 
 

@@ -44,6 +44,7 @@ from kvline_server.options import HttpArguments
 from kvline_server.totals import Totals
 
 BEAT_SECONDS = 0.5
+SHORT_BEAT_SECONDS = 0.05  # where the parent waits: for the start, and for what a drain ends
 PARENT_SECONDS = 2.0
 LAST_WORDS_SECONDS = 1.0  # for errors at the end of a drain
 UNSENT_BYTES = 64 << 10
@@ -172,6 +173,7 @@ class Edge:
         self.server.should_exit = True
         while (self.service.admission.active or self.connections.owing()) and clock() < end:
             await asyncio.sleep(0.05)
+        self.service.admission.ending = True
         self.client.end(Unavailable("this server shut down before the answer was complete"))
         end += LAST_WORDS_SECONDS
         while self._owes_answers() and clock() < end:
@@ -198,7 +200,8 @@ class Edge:
         assert self.parent is not None
         while not self.parent.is_closing():
             self._tell_parent()
-            await asyncio.sleep(BEAT_SECONDS if self.server.started else 0.05)
+            calm = self.server.started and not self.connections.draining
+            await asyncio.sleep(BEAT_SECONDS if calm else SHORT_BEAT_SECONDS)
 
     def _tell_parent(self) -> None:
         beat = EdgeBeat(

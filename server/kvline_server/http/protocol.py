@@ -6,28 +6,29 @@ definition change no answer, nulls, and the values that neutral.py lists.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvline_server.http import neutral
-from kvline_server.http.errors import BadRequest
 from kvline_server.http.template_files import RESERVED
+from kvline_server.http.validation import UnsupportedValue, bad_request
 from kvline_server.options import MAX_PROMPTS
 from kvline_server.sampling_params import MAX_BIASES
 
 MAX_CHOICES = 8
 MAX_MESSAGES = 1024
-MAX_STOPS = 4
+MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
 MAX_TOKENS = 2**31 - 1
 MAX_PROMPT_IDS = 1 << 20
 MAX_DOCUMENTS, MAX_VARIABLES = 256, 64
 MAX_DEPTH = 32  # of lists and objects in each other, in what a template gets as it is
+OTHER_PARTS = {"image_url", "input_audio", "file", "refusal", "video_url", "audio_url"}
 
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Salt = Annotated[str, Field(min_length=1, max_length=256)]
 Label = Annotated[str, Field(max_length=512)]
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Label],
@@ -55,7 +56,11 @@ class StreamOptions(Strict):
 class GenerationRequest(Strict):
     """Fields of both completions and chat."""
 
+    prompt_field: ClassVar[str]
+
     model: Annotated[str, Field(max_length=512)]
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -73,6 +78,7 @@ class GenerationRequest(Strict):
     user: Label | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
+    cache_salt: Salt | None = None
     metadata: Metadata | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -85,6 +91,12 @@ class GenerationRequest(Strict):
             if not key.isascii() or not key.isdigit() or len(key) > 9:
                 raise ValueError("keys must be token ids")
         return value
+
+    @model_validator(mode="after")
+    def _one_length(self) -> GenerationRequest:
+        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
+            raise ValueError("max_tokens: not together with another max_completion_tokens")
+        return self
 
     @model_validator(mode="after")
     def _streaming(self) -> GenerationRequest:
@@ -102,6 +114,16 @@ class GenerationRequest(Strict):
             raise ValueError("min_tokens: only 0, or with ignore_eos and without stop")
         return self
 
+    def most(self) -> int | None:
+        """Output tokens that are asked for, by either name."""
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
+    def length_field(self) -> str:
+        """What to make shorter where prompt and output exceed the context together."""
+        if self.most() is None:
+            return self.prompt_field
+        return "max_completion_tokens" if self.max_tokens is None else "max_tokens"
+
     def stops(self) -> list[str]:
         if self.stop is None:
             return []
@@ -110,9 +132,9 @@ class GenerationRequest(Strict):
 
 class CompletionRequest(GenerationRequest):
     ignored = neutral.COMPLETION
+    prompt_field = "prompt"
 
     prompt: Any  # text, token ids, or a list of either; see _prompt
-    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -143,8 +165,8 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _nothing_to_do(self) -> CompletionRequest:
-        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
-            raise ValueError("max_tokens: 0 only with echo or prompt_logprobs")
+        if self.most() == 0 and not self.echo and self.prompt_logprobs is None:
+            raise ValueError(f"{self.length_field()}: 0 only with echo or prompt_logprobs")
         if self.best_of is not None and self.best_of != self.n:
             raise ValueError("best_of: must equal n")
         return self
@@ -153,6 +175,16 @@ class CompletionRequest(GenerationRequest):
 class TextPart(Strict):
     type: Literal["text"]
     text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_text(cls, value: Any) -> Any:
+        """Before its fields, of which each kind of part has others."""
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            what = kind if kind in OTHER_PARTS else "this kind of part"
+            raise UnsupportedValue(f"type: {what} is not supported here; only text parts are taken")
+        return value
 
 
 class ChatMessage(Strict):
@@ -181,6 +213,7 @@ class ChatMessage(Strict):
 
 class ChatRequest(GenerationRequest):
     ignored = neutral.CHAT
+    prompt_field = "messages"
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
@@ -223,9 +256,6 @@ class ChatRequest(GenerationRequest):
     def _consistent(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs")
-        given = {self.max_tokens, self.max_completion_tokens} - {None}
-        if len(given) > 1:
-            raise ValueError("max_tokens: not together with another max_completion_tokens")
         return self
 
 
@@ -237,20 +267,7 @@ def parse(kind: type[R], value: dict[str, Any]) -> R:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        path = [str(part) for part in first["loc"] if not _is_union_arm(part)]
-        message = str(first["msg"]).removeprefix("Value error, ")
-        if first["type"] == "value_error" and ": " in message:  # the message starts with the field
-            name, _, message = message.partition(": ")
-            path.append(name)
-        if first["type"] == "extra_forbidden":
-            message = "is not a field that this server supports"
-        if first["type"] in _OUT_OF_RANGE and len(path) == 1:
-            message = f"must be {_ranges(kind)[path[0]]}"
-        name = ".".join(path)[:100]
-        raise BadRequest(
-            f"{name}: {message}" if name else message, path[0] if path else None
-        ) from None
+        raise bad_request(kind, error) from None
 
 
 def _deeper(value: Any, depth: int) -> bool:
@@ -258,23 +275,3 @@ def _deeper(value: Any, depth: int) -> bool:
         return False
     inner = value.values() if isinstance(value, dict) else value
     return not depth or any(_deeper(item, depth - 1) for item in inner)
-
-
-_OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
-
-
-@cache
-def _ranges(kind: type[GenerationRequest]) -> dict[str, str]:
-    """The range of each numeric field, as text."""
-    out = {}
-    for name, schema in kind.model_json_schema()["properties"].items():
-        for arm in (schema, *schema.get("anyOf", ())):
-            if "maximum" in arm:
-                low = arm.get("minimum", arm.get("exclusiveMinimum"))
-                out[name] = f"{'from' if 'minimum' in arm else 'above'} {low} to {arm['maximum']}"
-    return out
-
-
-def _is_union_arm(part: int | str) -> bool:
-    """pydantic adds the type that it tried to the path of a union's error."""
-    return isinstance(part, str) and ("[" in part or part in ("str", "constrained-str"))

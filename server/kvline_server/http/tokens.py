@@ -43,7 +43,6 @@ class Tokens:
         written = {t.content for t in added.values() if self._byte_level and len(t.content) > 1}
         self._written = frozenset(written | self.special.keys())
         self._longest = max(map(len, self.tokenizer.get_vocab()), default=0)
-        self._longest_bytes = self._longest * (1 if self._byte_level else 4)  # of a token
         self.token_bytes = lru_cache(CACHED_TOKENS)(self._token_bytes)
 
     def encode(self, text: str, most: int = 1 << 30) -> list[int]:
@@ -58,15 +57,15 @@ class Tokens:
         is reduced by the length of the longest token, and twice `most` is allowed."""
         room, size = 2 * most, len(text.encode())
         if size > self.max_text:
-            raise self.too_long(size, most, name)
+            raise self.too_long(size, name)
         if size > room:  # a token has a byte or more
             self._estimate(text, room, most, name)
 
-    def too_long(self, size: int, most: int, name: str) -> BadRequest:
+    def too_long(self, size: int, name: str) -> BadRequest:
         return BadRequest(
             f"{name}: a text of {size} bytes; this server tokenises {self.max_text} at most",
             name,
-            "context_length_exceeded" if size > most * self._longest_bytes else None,
+            "context_length_exceeded",
         )
 
     def _estimate(self, text: str, room: int, most: int, name: str) -> None:
@@ -190,44 +189,6 @@ class RuleStream:
         rest = whole[self.sent :]
         self.sent = len(whole)
         return rest
-
-
-class StopMatcher:
-    """Finds the first stop string in a stream and holds back text that may begin one."""
-
-    def __init__(self, stops: list[str]) -> None:
-        self._stops = stops
-        self._held = ""
-        self.found = False
-
-    def push(self, text: str) -> str:
-        """The text that can be sent now; empty after `found`."""
-        if self.found:
-            return ""
-        if not self._stops:
-            return text
-        self._held += text
-        hits = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if hits:
-            self.found = True
-            out, self._held = self._held[: min(hits)], ""
-            return out
-        keep = max(_overlap(self._held, stop) for stop in self._stops)
-        cut = len(self._held) - keep
-        out, self._held = self._held[:cut], self._held[cut:]
-        return out
-
-    def flush(self) -> str:
-        out, self._held = self._held, ""
-        return "" if self.found else out
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of `text` that is a prefix of `stop`."""
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0
 
 
 def _unicode_to_byte() -> dict[str, int]:

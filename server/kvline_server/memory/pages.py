@@ -19,13 +19,22 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE_SIZE)
 
 
-def extend_chain(chain: list[bytes], tokens: list[int], upto: int) -> None:
+def extend_chain(chain: list[bytes], tokens: list[int], upto: int, salt: str = "") -> None:
     """Appends the keys of pages that are full within tokens[:upto]. A page's key is a hash of all
-    tokens up to its end: cryptographic and chained, so that different prefixes do not collide."""
+    tokens up to its end: cryptographic and chained, so that different prefixes do not collide. Each
+    `salt` has keys of its own: the first page's is keyed with it, so that it is no text that could
+    be read as tokens."""
     while (end := (len(chain) + 1) * PAGE_SIZE) <= upto:
-        digest = hashlib.blake2b(chain[-1] if chain else b"", digest_size=16)
+        if chain:
+            digest = hashlib.blake2b(chain[-1], digest_size=16)
+        else:
+            digest = hashlib.blake2b(digest_size=16, key=_key(salt))
         digest.update(array("i", tokens[end - PAGE_SIZE : end]).tobytes())
         chain.append(digest.digest())
+
+
+def _key(salt: str) -> bytes:
+    return hashlib.blake2b(salt.encode()).digest() if salt else b""
 
 
 class PagePool:

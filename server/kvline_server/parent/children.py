@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from kvline_contract import listening
 from kvline_server import totals
 from kvline_server.messages import Channel, Message
 from kvline_server.options import (
@@ -27,7 +28,6 @@ from kvline_server.options import (
     SharedByRanks,
 )
 
-BACKLOG = 1024
 STREAM_SECONDS = 3.0  # until the control sockets of children that have ended are at their end
 
 # The engine's heap is never trimmed, so that small blocks need no new memory from the kernel after
@@ -93,15 +93,12 @@ def listen(host: str, port: int, processes: int) -> list[socket.socket]:
     """A listener for each HTTP process, on one port. The kernel spreads connections over them by
     their addresses (docs/decisions/031). Raises OSError where another program has the port, also
     one that would share it."""
-    alone = socket.create_server((host, port), backlog=BACKLOG)
+    alone = listening.listen(host, port)
     if processes == 1:
         return [alone]
     with alone:
         port = alone.getsockname()[1]
-    return [
-        socket.create_server((host, port), backlog=BACKLOG, reuse_port=True)
-        for _ in range(processes)
-    ]
+    return [listening.listen(host, port, reuse_port=True) for _ in range(processes)]
 
 
 def start_http(

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 from kvline_contract import names
 from kvline_contract.codec import ContractError, dumps
+from kvline_contract.listening import HTTPServer
 from kvline_contract.report import served
 from kvline_server.parent.health import Health
 
 
-class InternalServer(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 128
-
-    def __init__(self, address: tuple[str, int], health: Health) -> None:
+class InternalServer(HTTPServer):
+    def __init__(self, host: str, port: int, health: Health) -> None:
         self.health = health
-        super().__init__(address, _Handler)
+        super().__init__(host, port, _Handler)
 
     def start(self) -> None:
         threading.Thread(target=self.serve_forever, daemon=True, name="internal").start()

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from kvline_contract.exits import ExitCode
 from kvline_contract.launch import Device, LaunchConfig
+from kvline_contract.listening import shown
 from kvline_contract.names import ATTEMPTS_FILE, ENV_POD_NAME, ENV_POD_UID
 from kvline_contract.report import Outcome, State, Termination
 from kvline_server.errors import PortTaken, ServerError
@@ -36,13 +37,13 @@ from kvline_server.messages import (
 from kvline_server.options import LARGE_HOST, ClientLimits, Options
 from kvline_server.parent.children import Child, hear_last_words, listen, start_http
 from kvline_server.parent.cpus import cpus, http_processes
+from kvline_server.parent.drain import END_SECONDS, DrainState
 from kvline_server.parent.engine import End, EngineProcesses, signal_name
 from kvline_server.parent.health import Health
 from kvline_server.parent.internal import InternalServer
 from kvline_server.parent.report_keeper import ReportKeeper
 from kvline_server.sizing.record import AttemptStore
 
-END_SECONDS = 3.0  # after a drain or an engine's end, for the errors of unfinished requests
 SLOW_SECONDS, SLOW_FACTOR = 30.0, 5.0
 
 
@@ -101,10 +102,10 @@ class Supervisor:
         while not until():
             announced = announced or announce()
             if self.health.draining and drain is None:
-                drain = DrainState(self.drain_seconds, self.health.edge)
+                drain = DrainState(self.drain_seconds)
                 self._tell_http(Drain(self.drain_seconds))
             if drain is not None and self._is_drained(drain):
-                log(drain.summary(self.health.edge, self.stop_now))
+                log(drain.summary(self.health.edge))
                 return int(ExitCode.DRAINED)
             failure = self._failure()
             if failure is not None:
@@ -121,7 +122,10 @@ class Supervisor:
             self._end_engine()
             hear_last_words(self.http)  # what they counted
             return True
-        return self.stop_now or drain.is_over()
+        if self.stop_now and not drain.hurried:
+            drain.hurry()
+            self._tell_http(Drain(0.0))
+        return drain.is_over()
 
     def _ended_http(self) -> list[int]:
         return [i for i, child in enumerate(self.http) if child.process.poll() is not None]
@@ -141,8 +145,8 @@ class Supervisor:
         log(
             f"ready: {self.served} on {device}, {report.result.kv_tokens} KV tokens, "
             f"{report.effective.max_model_len} a request at most; "
-            f"API on {o.host}:{self.port}, "
-            f"probes and metrics on {o.host}:{self.internal_port}"
+            f"API on {shown(o.host, self.port)}, "
+            f"probes and metrics on {shown(o.host, self.internal_port)}"
         )
         return True
 
@@ -155,16 +159,16 @@ class Supervisor:
         that a taken port fails early."""
         o = self.options
         try:
-            self.internal = InternalServer((o.host, o.internal_port), self.health)
+            self.internal = InternalServer(o.host, o.internal_port, self.health)
         except OSError as error:
-            where = f"{o.host}:{o.internal_port}"
+            where = shown(o.host, o.internal_port)
             raise PortTaken(f"internal port {where}: {error.strerror}") from None
         self.internal_port = self.internal.server_port  # the kernel's choice for port 0
         self.internal.start()
         try:
             listeners = listen(o.host, o.port, self.processes)
         except OSError as error:
-            raise PortTaken(f"API port {o.host}:{o.port}: {error.strerror}") from None
+            raise PortTaken(f"API port {shown(o.host, o.port)}: {error.strerror}") from None
         self.port = listeners[0].getsockname()[1]
         return listeners
 
@@ -355,30 +359,6 @@ class Supervisor:
         if not probed:
             return self.options.limits.stage
         return SLOW_SECONDS + SLOW_FACTOR * max(probed) / 1000
-
-
-class DrainState:
-    """A drain: its deadline, and the outcome of the requests under way."""
-
-    def __init__(self, seconds: float, before: EdgeBeat) -> None:
-        self._seconds = seconds
-        self._before = before
-        self._began = time.monotonic()
-
-    def is_over(self) -> bool:
-        return time.monotonic() - self._began > self._seconds + END_SECONDS
-
-    def summary(self, after: EdgeBeat, at_once: bool) -> str:
-        took = time.monotonic() - self._began
-        finished = after.finished - self._before.finished
-        cut = after.active + after.failed - self._before.failed
-        if at_once:
-            why = "ended at once by a second signal"
-        elif cut:
-            why = f"ended when its drain of {self._seconds:g} s was over"
-        else:
-            why = f"drained in {took:.1f} s"
-        return f"{why}: {finished} requests finished, {cut} cut off"
 
 
 def log(text: str) -> None:

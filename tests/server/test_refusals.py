@@ -1,0 +1,151 @@
+"""What a refused request's error says: the field, what is taken, and OpenAI's `code` and `param`.
+Clients branch on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvline_server.http.chat import Chat
+from kvline_server.http.completions import Completion
+from kvline_server.http.engine_client import EngineClient
+from kvline_server.http.errors import BadRequest, NotAllowed, TooMany, UnsupportedType
+from kvline_server.http.generate import Generator, Limits
+from kvline_server.http.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse
+from kvline_server.http.tokens import Tokens
+from kvline_server.http.trace import Traces
+
+COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "a"}
+CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
+CONTEXT = 256
+
+
+def refused(body: dict[str, Any]) -> BadRequest:
+    kind: type[GenerationRequest] = ChatRequest if "messages" in body else CompletionRequest
+    with pytest.raises(BadRequest) as caught:
+        parse(kind, body)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "code"),
+    [
+        ({"unheard_of": 1}, "unheard_of", "unknown_parameter"),
+        ({"suffix": "x"}, "suffix", "unsupported_value"),
+        ({"prompt": None}, "prompt", "missing_required_parameter"),
+        ({"n": "1"}, "n", "invalid_type"),
+        ({"n": 9}, "n", "integer_above_max_value"),
+        ({"n": 0}, "n", "integer_below_min_value"),
+        ({"temperature": 3}, "temperature", "decimal_above_max_value"),
+        ({"top_p": 0}, "top_p", "decimal_below_min_value"),
+        ({"user": "x" * 513}, "user", "string_above_max_length"),
+        ({"stop": ""}, "stop", "string_below_min_length"),
+        ({"stop": ["x"] * 17}, "stop", "array_above_max_length"),
+        ({"stop": ["x", 5]}, "stop[1]", "invalid_type"),
+        ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias", "object_above_max_prop"),
+        ({"prompt_logprobs_format": "x"}, "prompt_logprobs_format", "invalid_value"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_wrong_field_has_openai_s_code(change: dict[str, Any], param: str, code: str) -> None:
+    error = refused({**COMPLETION, **change})
+    assert error.param == param
+    assert error.code is not None and error.code.startswith(code)
+
+
+def test_nested_fields_are_named_as_openai_does() -> None:
+    error = refused({**CHAT, "messages": [{"role": "user", "content": "a"}, {"role": "robot"}]})
+    assert (error.param, error.code) == ("messages[1].role", "invalid_value")
+    error = refused({**CHAT, "messages": []})
+    assert (error.param, error.code) == ("messages", "empty_array")
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "data:"}},
+        {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
+        {"type": "file", "file": {"file_id": "x"}},
+        {"type": "refusal", "refusal": "no"},
+    ],
+    ids=lambda part: str(part["type"]),
+)
+def test_a_part_that_is_not_text_is_named_with_its_place(part: dict[str, Any]) -> None:
+    """It was refused as content that should be a string, which a list of text parts is not."""
+    content = [{"type": "text", "text": "Hi"}, part]
+    error = refused({**CHAT, "messages": [{"role": "user", "content": content}]})
+    assert f"{part['type']} is not supported here; only text parts are taken" in error.message
+    assert error.param == "messages[0].content[1].type"
+    assert error.code == "unsupported_value"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (5, "must be a string or a list"),
+        ([5], "0: must be an object"),
+        ([{"type": "text"}], "0.text: is required"),
+        ([{"type": "text", "text": 5}], "0.text: must be a string"),
+        ([{"type": "\x00" * 900, "text": "a"}], "this kind of part is not supported"),
+        ([], "must not be empty"),
+    ],
+)
+def test_the_error_is_of_the_type_that_was_meant(content: Any, says: str) -> None:
+    """A union's error is not that of its first type, whatever was sent."""
+    error = refused({**CHAT, "messages": [{"role": "user", "content": content}]})
+    assert error.message.startswith("messages.0.content") and says in error.message
+
+
+def test_as_many_stop_texts_as_evaluation_harnesses_send_are_taken() -> None:
+    sixteen = [f"stop {i}" for i in range(16)]
+    assert parse(CompletionRequest, {**COMPLETION, "stop": sixteen}).stops() == sixteen
+    assert "more than 16 items" in refused({**COMPLETION, "stop": [*sixteen, "x"]}).message
+
+
+@pytest.mark.parametrize("body", [COMPLETION, CHAT], ids=["completions", "chat"])
+def test_both_names_of_the_length_are_taken_on_both_routes(body: dict[str, Any]) -> None:
+    kind: type[GenerationRequest] = ChatRequest if "messages" in body else CompletionRequest
+    both = {"max_tokens": 3, "max_completion_tokens": 3}
+    for given in ({"max_completion_tokens": 3}, {"max_tokens": 3}, both):
+        assert parse(kind, {**body, **given}).most() == 3
+    assert refused({**body, **both, "max_completion_tokens": 4}).param == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"max_tokens": CONTEXT}, "max_tokens"),
+        ({"max_completion_tokens": CONTEXT}, "max_completion_tokens"),
+        ({"prompt": "x" * CONTEXT}, "prompt"),
+        ({"prompt": "x" * 1000}, "prompt"),
+        ({"prompt": "x" * 100_000}, "prompt"),
+        ({"prompt": [5] * 1000}, "prompt"),
+        ({"messages": [{"role": "user", "content": "x" * 1000}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 100_000}]}, "messages"),
+    ],
+)
+def test_what_exceeds_the_context_has_one_code_however_long_it_is(
+    tiny_model: Path, change: dict[str, Any], param: str
+) -> None:
+    """Agents shorten their history on it. The longest prompts, of which only the bytes are counted,
+    had none."""
+    limits = Limits("tiny", 307, CONTEXT, 20, max_prompt_tokens=100_000)
+    generator = Generator(EngineClient(9), Tokens(tiny_model, max_text=10_000), Traces(None))
+    work: Chat | Completion
+    if "messages" in change:
+        work = Chat("id", parse(ChatRequest, {**CHAT, **change}), generator, limits, 0.0)
+    else:
+        request = parse(CompletionRequest, {**COMPLETION, **change})
+        work = Completion("id", request, generator, limits, 0.0)
+    with pytest.raises(BadRequest) as caught:
+        work.plan()
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", param)
+
+
+def test_other_refusals_have_their_codes() -> None:
+    assert TooMany("x").code == "rate_limit_exceeded"
+    assert NotAllowed("x").code == "method_not_supported"
+    assert UnsupportedType("x").code == "unsupported_content_type"
