@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from kvline_server.http.chat import Chat
+from kvline_server.http.chat_tokens import ChatTokens
 from kvline_server.http.completions import Completion
 from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.errors import BadRequest, NotAllowed, TooMany, UnsupportedType
 from kvline_server.http.generate import Generator, Limits
 from kvline_server.http.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse
+from kvline_server.http.template_files import read_chat_files
 from kvline_server.http.tokens import Tokens
 from kvline_server.http.trace import Traces
 
@@ -133,7 +135,9 @@ def test_what_exceeds_the_context_has_one_code_however_long_it_is(
     """Agents shorten their history on it. The longest prompts, of which only the bytes are counted,
     had none."""
     limits = Limits("tiny", 307, CONTEXT, 20, max_prompt_tokens=100_000)
-    generator = Generator(EngineClient(9), Tokens(tiny_model, max_text=10_000), Traces(None))
+    tokens = Tokens(tiny_model, max_text=10_000)
+    chat = ChatTokens(tokens, read_chat_files(tiny_model))
+    generator = Generator(EngineClient(9), tokens, Traces(None), chat)
     work: Chat | Completion
     if "messages" in change:
         work = Chat("id", parse(ChatRequest, {**CHAT, **change}), generator, limits, 0.0)

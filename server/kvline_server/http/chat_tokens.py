@@ -73,7 +73,9 @@ class ChatTokens:
             raise self._tokens.too_long(len(job), "messages")
         text = self._renderers.render(job)
         if len(text) > MAX_RENDERED:
-            raise BadRequest("the rendered messages are too long", "messages")
+            raise BadRequest(
+                "the rendered messages are too long", "messages", "context_length_exceeded"
+            )
         parts = marks.split(text) if marks.used else [(text, False)]
         self._tokens.check_length("".join(part for part, _ in parts), most, "messages")
         if marks.used:
