@@ -29,6 +29,8 @@ from kvline_server.sizing.settings import EngineSettings
 from kvline_server.worker.step import Results, Step
 
 FINGERPRINT = "f" * 32
+PARTS = ("total", "weights", "activations", "graphs", "kv", "headroom", "others")
+RECORDED_PARTS = [f"{part}MiB" for part in PARTS]
 
 
 def machine(**changed: Any) -> Machine:
@@ -443,10 +445,7 @@ def test_a_record_of_a_twin_skips_the_search_not_the_validation(
         "loopMs": 10**9,
         "measuredAt": "2026-11-21T10:00:00Z",
         "gemmKernels": list(found.gemm_kernels),
-        "memory": {
-            f"{n}MiB": 0
-            for n in ["total", "weights", "activations", "graphs", "kv", "headroom", "others"]
-        },
+        "memory": dict.fromkeys(RECORDED_PARTS, 0),
     }
     file = tmp_path / "records.json"
     file.write_text(json.dumps({"version": 1, "reuse": "Auto", "records": {FINGERPRINT: record}}))
@@ -460,6 +459,59 @@ def test_a_record_of_a_twin_skips_the_search_not_the_validation(
     assert again.memory == found.memory  # activations too, which counted as others
     assert State.STRESSING not in start.notes.states
     assert State.VALIDATING in start.notes.states
+
+
+def from_record(folder: Path, tokens: int, free_mib: int, made: Machine) -> Start:
+    """A start that finds a record of so many tokens, taken with so much memory free."""
+    folder.mkdir(exist_ok=True)
+    record = {
+        "kvTokens": tokens,
+        "freeMiB": free_mib,
+        "loopMs": 9,
+        "measuredAt": "2026-11-21T10:00:00Z",
+        "memory": dict.fromkeys(RECORDED_PARTS, 0),
+    }
+    file = folder / "records.json"
+    file.write_text(json.dumps({"version": 1, "reuse": "Auto", "records": {FINGERPRINT: record}}))
+    start = Start(made, folder)
+    start.record = file
+    return start
+
+
+def test_a_recorded_size_that_does_not_fit_is_searched_for_in_the_same_start(
+    tmp_path: Path,
+) -> None:
+    """Five of five starts shrank it in vain, where a search found a size."""
+    found = Start(machine(), tmp_path).run()
+    start = from_record(tmp_path / "a", 2 * found.kv_tokens, 256, machine())
+    result = start.run()
+    assert (result.kv_tokens, result.source) == (found.kv_tokens, Source.MEASURED)
+    outcomes = {n: a.outcome for n, a in start.notes.attempts.items()}
+    assert outcomes == {
+        0: Outcome.SURVIVED,
+        1: Outcome.OUT_OF_MEMORY,
+        2: Outcome.SURVIVED,
+    }
+
+
+def test_a_recorded_size_that_was_killed_is_searched_for_in_the_next_start(tmp_path: Path) -> None:
+    found = Start(machine(), tmp_path).run()
+    with pytest.raises(Killed):
+        from_record(tmp_path / "a", 2 * found.kv_tokens, 256, machine(kills=True)).run()
+    again = from_record(tmp_path / "a", 2 * found.kv_tokens, 256, machine(kills=True))
+    result = again.run()
+    assert (result.kv_tokens, result.source) == (found.kv_tokens, Source.MEASURED)
+    assert again.tried == [2 * found.kv_tokens, found.kv_tokens]
+
+
+def test_a_record_taken_beside_a_neighbour_grows_by_what_is_free_now(tmp_path: Path) -> None:
+    """Its size was used on an empty device for ever: 8,752 tokens of 35,056."""
+    found = Start(machine(), tmp_path).run()
+    held = 64 * MIB // BYTES_PER_TOKEN // 16 * 16
+    start = from_record(tmp_path / "a", found.kv_tokens - held, 256 - 64, machine())
+    result = start.run()
+    assert result.source is Source.RECORDED and start.tried == [result.kv_tokens]
+    assert 0 <= found.kv_tokens - result.kv_tokens <= 16
 
 
 def test_a_pod_starts_again_from_its_own_record_before_the_shared_one_arrives(
