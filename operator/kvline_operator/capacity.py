@@ -184,7 +184,7 @@ def stable(state: ServiceState) -> Condition:
         if result is None or record is None or not record.like(len(result.ranks)):
             continue
         known += 1
-        if drifted(record, result.kv_tokens):
+        if drifted(record, result):
             change = 100 * (result.kv_tokens - record.kv_tokens) / record.kv_tokens
             text = (
                 f"{pod.name} measured {result.kv_tokens} KV tokens where an identical replica had "

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvline_contract.codec import dumps
-from kvline_contract.launch import MAX_RECORDS, VERSION, Record, Records, Reuse
+from kvline_contract.launch import FREE_NOISE, MAX_RECORDS, VERSION, Record, Records, Reuse
 from kvline_contract.names import RECORDS_FILE
 from kvline_contract.report import Result, Source
 
@@ -28,9 +28,10 @@ def read(config_map: dict[str, Any] | None) -> dict[str, Record]:
 
 
 def merge(kept: dict[str, Record], results: Iterable[Result]) -> dict[str, Record]:
-    """`kept` plus what replicas have measured since. Of two sizes of one fingerprint the smaller is
-    recorded, which both survived; one that drifted is not recorded, and one of another number of
-    ranks replaces it. A record of an earlier operator gets the kernels that a replica has chosen
+    """`kept` plus what replicas have measured since. Of two sizes of one fingerprint that which was
+    measured with more memory free is recorded: the other was taken beside a neighbour. With as much
+    the smaller is, which both survived; one that drifted is not recorded, and one of another number
+    of ranks replaces it. A record of an earlier operator gets the kernels that a replica has chosen
     since."""
     out = dict(kept)
     for result in results:
@@ -41,16 +42,23 @@ def merge(kept: dict[str, Record], results: Iterable[Result]) -> dict[str, Recor
             old = out[result.fingerprint] = replace(old, gemm_kernels=result.gemm_kernels)
         if result.source is not Source.MEASURED:
             continue
-        smaller = old is not None and result.kv_tokens < old.kv_tokens
-        if old is None or (smaller and not drifted(old, result.kv_tokens)):
+        if old is None or old.has_less_than(result.free_mib) or _is_smaller(result, old):
             out[result.fingerprint] = Record.of(result)
     newest = sorted(out.items(), key=lambda item: (item[1].measured_at, item[0]))[-MAX_RECORDS:]
     return dict(sorted(newest))
 
 
-def drifted(record: Record, tokens: int) -> bool:
-    """Whether a size differs from the recorded one by more than DRIFT_PERCENT."""
-    return abs(tokens - record.kv_tokens) * 100 > DRIFT_PERCENT * record.kv_tokens
+def _is_smaller(result: Result, old: Record) -> bool:
+    smaller = result.kv_tokens < old.kv_tokens and not drifted(old, result)
+    return smaller and result.free_mib + FREE_NOISE >= old.free_mib
+
+
+def drifted(record: Record, result: Result) -> bool:
+    """Whether a size differs from the recorded one by more than DRIFT_PERCENT, and is not larger
+    because more memory was free."""
+    if record.has_less_than(result.free_mib) and result.kv_tokens >= record.kv_tokens:
+        return False
+    return abs(result.kv_tokens - record.kv_tokens) * 100 > DRIFT_PERCENT * record.kv_tokens
 
 
 def text(records: dict[str, Record], reuse: Reuse) -> str:

@@ -127,6 +127,9 @@ class GateFile:
         return max(self.min_kv_tokens, required)
 
 
+FREE_NOISE = 8  # MiB by which free memory differs between starts of the same container
+
+
 @document
 class Record:
     """A budget that an identical replica validated; it replaces the search, not the validation."""
@@ -139,6 +142,10 @@ class Record:
     gemm_kernels: tuple[str, ...] = field(items=MAX_GEMM_KERNELS, limit=48, default=())
     # Of the replica; absent for one. `memory` is that of the binding rank.
     ranks: int | None = field(low=1, high=MAX_RANKS, omit_none=True, default=None)
+
+    def has_less_than(self, free_mib: int) -> bool:
+        """Whether it was taken with less memory free, as beside another process."""
+        return free_mib > self.free_mib + FREE_NOISE
 
     def like(self, ranks: int) -> bool:
         """Whether it is of a replica with as many ranks: others' sizes are not comparable."""

@@ -46,8 +46,19 @@ def test_a_size_that_was_not_searched_for_is_no_record(source: Source) -> None:
 def test_of_two_searches_the_smaller_stays_unless_it_drifted(second: int, stays: int) -> None:
     kept = records.merge(records.merge({}, [result(4096)]), [result(second)])
     assert kept["f" * 32].kv_tokens == stays
-    drift = records.drifted(records.merge({}, [result(4096)])["f" * 32], second)
+    drift = records.drifted(records.merge({}, [result(4096)])["f" * 32], result(second))
     assert drift == (abs(second - 4096) > 0.03 * 4096)
+
+
+def test_a_size_taken_with_more_memory_free_replaces_one_from_beside_a_neighbour() -> None:
+    """The smaller one stayed for ever: 8,752 tokens of 35,056."""
+    beside, alone = result(8752, free_mib=400), result(35_056, free_mib=1000)
+    for order in ([beside, alone], [alone, beside]):
+        kept = records.merge({}, order)
+        assert kept["f" * 32].kv_tokens == 35_056
+    few = records.merge({}, [beside])["f" * 32]
+    assert not records.drifted(few, replace(alone, source=Source.RECORDED))
+    assert records.drifted(kept["f" * 32], beside)  # a loss that its service should know of
 
 
 def test_a_record_without_kernels_gets_those_that_a_replica_has_chosen_since() -> None:

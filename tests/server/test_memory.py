@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from servers import launch_config
 
 from kvline_contract.codec import encode
-from kvline_contract.launch import Device, EngineOptions
+from kvline_contract.launch import FREE_NOISE, Device, EngineOptions
 from kvline_contract.memory import MemoryV1
 from kvline_contract.report import Outcome
 from kvline_server.engine.largest_steps import LargestSteps, worst_params
@@ -40,7 +40,7 @@ from kvline_server.parent.children import ENGINE_MALLOC
 from kvline_server.sampling_params import MAX_BIASES, SamplingParams
 from kvline_server.sizing.measure import budget
 from kvline_server.sizing.profile import shrink
-from kvline_server.sizing.record import FREE_NOISE, AttemptStore, find_record, fingerprint
+from kvline_server.sizing.record import AttemptStore, find_record, fingerprint
 from kvline_server.sizing.session import whole_pages
 from kvline_server.sizing.settings import logprob_rows, resolve
 from kvline_server.worker.backend import open_backend
@@ -314,7 +314,7 @@ def test_without_a_limit_a_server_takes_half_of_what_is_free(
 def test_the_stress_set_plays_every_option_at_once() -> None:
     """In decodes, in prefills and in steps of both: an option that is added must be played."""
     neutral, asked = SamplingParams(max_tokens=1), worst_params(50_000, 20)
-    not_played = {"temperature", "seed", "logprob_start"}  # cost nothing, or save
+    not_played = {"temperature", "seed", "logprob_start", "cache_salt"}  # cost nothing, or save
     for name in set(SamplingParams.__struct_fields__) - not_played:
         assert getattr(asked, name) != getattr(neutral, name), name
     assert len(asked.logit_bias) == MAX_BIASES and max(asked.logit_bias) < 50_000

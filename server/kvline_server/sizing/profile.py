@@ -21,7 +21,7 @@ from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
 from kvline_server.messages import Progress, SendProgress
 from kvline_server.sizing.loaded import Loaded
-from kvline_server.sizing.record import FREE_NOISE, AttemptStore, find_record, keep_record
+from kvline_server.sizing.record import AttemptStore, find_record, keep_record
 from kvline_server.sizing.search import Search
 from kvline_server.sizing.session import (
     MAX_TRIES,
@@ -158,9 +158,10 @@ class ProfileLoop:
         """Tokens of the record, and as many more as more is free now than was as it was taken, by
         much: other processes may have held memory then."""
         assert self.record is not None
-        more = self.session.free_mib - self.record.free_mib
-        extra = more * MIB // self.session.bytes_per_token if more > FREE_NOISE else 0
-        return whole_pages(self.record.kv_tokens + extra)
+        if not self.record.has_less_than(self.session.free_mib):
+            return whole_pages(self.record.kv_tokens)
+        more = (self.session.free_mib - self.record.free_mib) * MIB
+        return whole_pages(self.record.kv_tokens + more // self.session.bytes_per_token)
 
     def _fit(self, target: int, source: Source) -> Source:
         """Steps 7 and 8. A recorded size that does not fit is searched for in its place, once.

@@ -10,13 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvline_contract.codec import ContractError, decode, document, dumps, field, loads
+from kvline_contract.launch import FREE_NOISE, Record, Records, Reuse
 from kvline_contract.launch import VERSION as RECORDS_VERSION
-from kvline_contract.launch import Record, Records, Reuse
 from kvline_contract.report import MAX_ATTEMPTS, Attempt, Outcome, Result, Source
 
 VERSION = 1
 OWN_RECORD = "record.json"
-FREE_NOISE = 8  # MiB by which free memory differs between starts of the same container
 
 
 @document
@@ -115,8 +114,7 @@ def find_record(
 ) -> Record | None:
     """The record of an identical replica, else the one that an earlier start of this pod left in
     `folder`: its volume of shared records may lag behind by more than a minute. None where reuse is
-    not allowed, or less memory is free than it had; its own is not used where more is free, either.
-    """
+    not allowed, or less memory is free than it had."""
     if shared is None:
         return None
     with suppress(ContractError):  # a damaged file holds no record
@@ -124,10 +122,9 @@ def find_record(
         if records.reuse is Reuse.NEVER:
             return None
         record = records.records.get(fingerprint)
-        if record is not None:
-            return record if free_mib + FREE_NOISE >= record.free_mib else None
-        record = read_records(folder / OWN_RECORD).records.get(fingerprint)
-        if record is not None and abs(free_mib - record.free_mib) <= FREE_NOISE:
+        if record is None:
+            record = read_records(folder / OWN_RECORD).records.get(fingerprint)
+        if record is not None and free_mib + FREE_NOISE >= record.free_mib:
             return record
     return None
 
