@@ -186,6 +186,22 @@ def test_edits_reach_the_rank_that_has_the_token() -> None:
         same_draws(got, tokens, want, draws, ROUNDING)
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize(("subtracted", "token"), [(0.05, 7), (-0.05, 3)])
+def test_a_penalty_too_small_for_the_logits_dtype_counts(
+    ranks: int, subtracted: float, token: int
+) -> None:
+    """Of bfloat16, as logits are on a GPU, neighbours at 20 are 0.125 apart."""
+    logits = torch.zeros((1, 40), dtype=torch.bfloat16)
+    logits[0, 3] = logits[0, 7] = 20.0
+    one = np.ones(1, np.float32)
+    edits = Edits(np.zeros(1, np.int64), np.full(1, 3), one, one * np.float32(subtracted))
+    draws = draws_of(np.random.default_rng(0), 1)
+    draws.temperatures[:] = 0.0
+    for got in on_ranks(ranks, 40, lambda part: part.sample(own(logits, part), draws, (edits,))):
+        assert got.tolist() == [token]
+
+
 class Largest(TorchFunctionMode):
     """The largest tensor that any operation made, in elements, and the most rows that are whole."""
 

@@ -68,6 +68,8 @@ class Vocabulary:
     ) -> torch.Tensor:
         """The next token of each row: edits of its logits, then sampling. May change `logits`.
         [rows, own tokens] -> int64 [rows]"""
+        if any(len(each.rows) for each in edits):
+            logits = logits.float()  # of bfloat16 a penalty of 0.05 changes nothing at 20
         for each in edits:
             apply(self.kernels, logits, each.within(self.own))
         if self.group.ranks == 1:
@@ -106,12 +108,12 @@ class Vocabulary:
 
 
 def apply(kernels: Kernels, logits: torch.Tensor, edits: Edits) -> None:
-    """In place. logits [rows, tokens]"""
+    """In place. logits float32 [rows, tokens]"""
     if not len(edits.rows):
         return
     flat, count = logits.view(-1), logits.shape[1]
     pairs = edits.rows * count + edits.tokens
     at, factors, subtracted = kernels.upload(pairs, edits.factors, edits.subtracted)
-    values = flat[at].float()
+    values = flat[at]
     values = torch.where(values > 0, values / factors, values * factors) - subtracted
-    flat[at] = values.to(logits.dtype)
+    flat[at] = values
