@@ -182,7 +182,7 @@ class OwnCluster:
         self.kubectl("cp", str(model.MODEL), "model-loader:/models/")
         node = self.kubectl("get", "pod", "model-loader", "-o", "jsonpath={.spec.nodeName}").stdout
         self.kubectl("delete", "pod", "model-loader")
-        self.kubectl("annotate", "pvc", "models", f"{NODE}={node}")
+        self.kubectl("annotate", "pvc", "models", f"{NODE}={node}", "--overwrite")
         self.kubectl("label", "pvc", "models", f"{FILLED}=true")
 
     def placement(self) -> dict[str, object]:
@@ -191,7 +191,9 @@ class OwnCluster:
         if len(self.kubectl("get", "nodes", "-o", "name").stdout.split()) == 1:
             return {}
         about = json.loads(self.kubectl("get", "pvc", "models", "-o", "json").stdout)
-        node = about["metadata"]["annotations"][NODE]
+        node = about["metadata"].get("annotations", {}).get(NODE)
+        if node is None:  # filled by an earlier demo, which noted none
+            return {}
         about = json.loads(self.kubectl("get", "node", node, "-o", "json").stdout)
         host = about["metadata"]["labels"][HOSTNAME]
         return {"scheduling": {"nodeSelector": {HOSTNAME: host}}}

@@ -12,8 +12,10 @@ import re
 import subprocess
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import golang
@@ -62,38 +64,33 @@ def _build(say: Callable[[str], None]) -> None:
     version = _kubernetes_version()
     for number, (name, module) in enumerate(PROGRAMS.items(), 1):
         flags = f"-s -w -X k8s.io/component-base/version.gitVersion={version}"
-        compile_reported(
-            say, f"building {name} ({number}/{len(PROGRAMS)})", go, name, GO / module, ".", flags
-        )
+        what = f"building {name} ({number}/{len(PROGRAMS)})"
+        with reported(say, what, partial(packages, go, GO / module, ".")) as compiled:
+            compile_program(go, name, GO / module, ".", flags, compiled=compiled)
     link_kubernetes()
     (BIN / ".built").write_text(_key())
 
 
-def compile_reported(
-    say: Callable[[str], None],
-    what: str,
-    go: str,
-    name: str,
-    folder: Path,
-    package: str,
-    flags: str,
-    tags: str = "",
-) -> None:
-    """compile_program, which says what is under way, at once and again every REPORT_SECONDS with an
-    estimate: a program may take minutes."""
-    started, done, ended = time.monotonic(), Counter[str](), threading.Event()
-    packages = len(_packages(go, folder, package, tags))
+@contextmanager
+def reported(
+    say: Callable[[str], None], what: str, count: Callable[[], int]
+) -> Iterator[Callable[[str], None]]:
+    """Says what is under way, at once and again every REPORT_SECONDS with an estimate: a program
+    may take minutes, and so may it to `count` its packages, which fetches them. Yields what is to
+    be called with each that is compiled."""
+    started, done, ended, total = time.monotonic(), list[str](), threading.Event(), 0
 
     def report() -> None:
         while not ended.wait(REPORT_SECONDS):
             took = time.monotonic() - started
-            say(f"{what}, {progress(took, done.total(), packages)}")
+            say(f"{what}, {progress(took, len(done), total)}")
 
-    say(f"{what}: {packages:,} packages")
+    say(what)
     reporter = threading.Thread(target=report, daemon=True)
     reporter.start()
     try:
-        compile_program(go, name, folder, package, flags, tags, compiled=done.update)
+        total = count()
+        yield done.append
     finally:
         ended.set()
         reporter.join()
@@ -102,6 +99,8 @@ def compile_reported(
 def progress(took: float, done: int, packages: int) -> str:
     """Of a build that has taken so many seconds for some of its packages, which come in the order
     of their imports: most have a like size."""
+    if not packages:
+        return f"{took:.0f} s so far, fetching modules"
     text = f"{took:.0f} s so far, {done:,} of {packages:,} packages"
     if not done:
         return text
@@ -109,8 +108,8 @@ def progress(took: float, done: int, packages: int) -> str:
     return f"{text}, about {rest / 60:.0f} minutes to go" if rest >= 30 else f"{text}, nearly done"
 
 
-def _packages(go: str, folder: Path, package: str, tags: str) -> list[str]:
-    """All that the program is made of."""
+def packages(go: str, folder: Path, package: str, tags: str = "") -> int:
+    """How many the program is made of."""
     done = subprocess.run(
         [go, "list", "-deps", "-tags", tags, package],
         cwd=folder,
@@ -121,7 +120,7 @@ def _packages(go: str, folder: Path, package: str, tags: str) -> list[str]:
     )
     if done.returncode:
         raise ClusterError(f"what {package} is made of:\n{done.stderr[-2000:]}")
-    return done.stdout.split()
+    return len(done.stdout.split())
 
 
 def link_kubernetes() -> None:
@@ -164,7 +163,9 @@ def ensure(name: str, say: Callable[[str], None]) -> Path:
             started = time.monotonic()
             go = golang.ensure(say)
             BIN.mkdir(parents=True, exist_ok=True)
-            compile_reported(say, f"building {name}", go, name, folder, package, "-s -w", tags)
+            count = partial(packages, go, folder, package, tags)
+            with reported(say, f"building {name}", count) as compiled:
+                compile_program(go, name, folder, package, "-s -w", tags, compiled=compiled)
             mark.write_text(want)
             say(f"built {name} ({time.monotonic() - started:.0f} s)")
     return BIN / name
@@ -179,7 +180,7 @@ def compile_program(
     tags: str = "",
     into: Path = BIN,
     environment: dict[str, str] | None = None,
-    compiled: Callable[[list[str]], object] = lambda package: None,
+    compiled: Callable[[str], object] = lambda package: None,
 ) -> None:
     """Builds one program without debug information; static but where `environment` has it use C.
     Calls `compiled` with each package that was not there yet."""
@@ -197,7 +198,7 @@ def compile_program(
     last: deque[str] = deque(maxlen=40)
     for line in building.stderr:
         last.append(line)
-        compiled([line.strip()])
+        compiled(line.strip())
     if building.wait():
         raise ClusterError(f"building {name} failed:\n{''.join(last)[-2000:]}")
 

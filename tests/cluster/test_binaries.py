@@ -19,3 +19,7 @@ def test_a_build_says_how_far_it_is_and_how_long_it_may_take(
     took: float, done: int, text: str
 ) -> None:
     assert binaries.progress(took, done, 2000) == text
+
+
+def test_a_build_whose_packages_are_not_known_yet_says_that_it_fetches_them() -> None:
+    assert binaries.progress(61.0, 0, 0) == "61 s so far, fetching modules"

@@ -79,24 +79,19 @@ def as_words(line: str) -> str:
     return BORDER.sub(" ", line).lower()
 
 
-def lined(lines: list[str]) -> str:
-    return "\n".join(lines)
-
-
-def joined(lines: list[str]) -> str:
-    return " ".join(LEADING.sub("", line) for line in lines)
-
-
 def found(path: str, text: str) -> list[str]:
     """Each banned word with its place; a phrase may begin on one line and end on the next."""
-    names = [line.lower() for line in text.splitlines()]
-    words = [as_words(line) for line in text.splitlines()]
+    # As words, and as names: the lines, and what a pattern must be found in to be in any of them.
+    texts = []
+    for lines in ([as_words(line) for line in text.splitlines()], text.lower().splitlines()):
+        joined = " ".join(LEADING.sub("", line) for line in lines)
+        texts.append((lines, ("\n".join(lines), joined)))
     hits = []
     for word in WORDS:
         if word.where and not re.search(word.where, path):
             continue
-        lines = names if word.names else words
-        if not any(re.search(word.pattern, whole) for whole in (lined(lines), joined(lines))):
+        lines, wholes = texts[word.names]
+        if not any(re.search(word.pattern, whole) for whole in wholes):
             continue
         for number, (line, following) in enumerate(itertools.pairwise([*lines, ""]), 1):
             for match in word.hits(f"{line} {LEADING.sub('', following)}"):

@@ -34,7 +34,7 @@ with preamble.importing(LaunchConfig.parse(sys.argv[1].encode()), 0):
 def test_threads_of_an_engine_on_a_cpu_sleep_while_they_wait(
     tmp_path: Path, device: Device, given: str | None, found: str
 ) -> None:
-    """Two starts on two cores took 66 s each, where one takes 14: threads that spun."""
+    """Two starts at once on two cores took several times as long as one, for threads that spun."""
     launch = replace(launch_config(tmp_path), device=device)
     environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
     if given is not None:
