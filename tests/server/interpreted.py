@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import paths
 import pytest
 import torch
 
@@ -91,10 +92,11 @@ def quicken() -> None:
 
 
 def compiled(
-    variants: Iterable[Variant], scratch: Path, monkeypatch: pytest.MonkeyPatch
+    variants: Iterable[Variant], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[str, Cubin]]:
-    """Of each variant its name and its program, compiled anew."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(scratch))
+    """Of each variant its name and its program. Triton's cache survives the run, because a third of
+    this stage's CPU time is LLVM's: a program has the key of its source, options and Triton."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(paths.CACHE / "triton"))
     for variant in variants:
         made = cubins.compile(variant, CAPABILITY)
         assert made.code.startswith(b"\x7fELF"), variant.name

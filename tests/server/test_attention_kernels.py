@@ -3,8 +3,6 @@ interpreter, and how a sequence's tokens are split."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from interpreted import SHARED, compiled, run
@@ -80,8 +78,8 @@ def test_the_gpu_s_kernels_give_what_torch_gives() -> None:
 
 
 @pytest.mark.kernels
-def test_every_variant_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, made in compiled(cuda_attention.variants(torch.bfloat16), tmp_path, monkeypatch):
+def test_every_variant_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, made in compiled(cuda_attention.variants(torch.bfloat16), monkeypatch):
         assert made.shared <= SHARED, name
 
 

@@ -4,7 +4,6 @@ they need of memory whatever the routing is, and the choice among them."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -132,9 +131,9 @@ def test_the_gpu_s_kernels_are_the_reference_s() -> None:
 
 @pytest.mark.kernels
 def test_every_variant_compiles_and_fits_a_processor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, made in compiled(cuda_experts.variants(torch.bfloat16), tmp_path, monkeypatch):
+    for name, made in compiled(cuda_experts.variants(torch.bfloat16), monkeypatch):
         assert made.shared <= SHARED, name
 
 

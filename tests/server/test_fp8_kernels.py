@@ -4,7 +4,6 @@ is asked of torch's scaled GEMMs."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,8 +128,8 @@ def test_the_gpu_s_kernels_are_the_reference_s() -> None:
 
 
 @pytest.mark.kernels
-def test_every_variant_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, made in compiled(fp8_linear.variants(torch.bfloat16), tmp_path, monkeypatch):
+def test_every_variant_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, made in compiled(fp8_linear.variants(torch.bfloat16), monkeypatch):
         assert made.shared <= SHARED, name
 
 
