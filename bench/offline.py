@@ -86,9 +86,11 @@ def start(
     gpus: int = peers.GPUS,
     cache: KVCacheDtype | None = None,
     kv_tokens: int | None = None,
+    max_model_len: int | None = MAX_MODEL_LEN,
 ) -> tuple[Engine, Result]:
     """Loads random weights of a shape, or those of a folder, and sizes itself, as a pod does, for
-    at most `running` running requests or kvline's default."""
+    at most `running` running requests or kvline's default. Without `max_model_len` the model's own
+    context is sought."""
     with tempfile.TemporaryDirectory() as scratch:
         folder, load = Path(name), LoadFormat.WEIGHTS
         if name in SHAPES:
@@ -102,7 +104,7 @@ def start(
             device=device,
             tensor_parallel=gpus,
             model=Model(str(folder), str(folder), name, load),
-            engine=EngineOptions(MAX_MODEL_LEN, running, kv_cache_dtype=cache or only_cache()),
+            engine=EngineOptions(max_model_len, running, kv_cache_dtype=cache or only_cache()),
             capacity=CapacityOptions(kv_tokens),
         )
         return engine_start.start(

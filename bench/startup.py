@@ -1,8 +1,11 @@
-"""Startup time from the command to Validated, with imports: with a search, and from its record."""
+"""Startup time from the command to Validated, with imports: with a search, from its record, and of
+the spec that users write, without maxModelLen."""
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -19,15 +22,30 @@ from shapes import write_config
 
 from kvline_contract.codec import decode
 from kvline_contract.memory import COLLECTIVES, Memory
+from kvline_server.sampling_params import SamplingParams
 
 SHOWN = 20  # milliseconds of a stage
 
 
 def size(folder: Path, *words: str) -> tuple[float, dict[str, object]]:
+    seconds, report, _ = measured(folder, *words)
+    return seconds, report
+
+
+def measured(folder: Path, *words: str) -> tuple[float, dict[str, object], int]:
+    """-> seconds, the report, and MiB of host memory that the largest process had at its peak"""
     command = [sys.executable, "-m", "kvline_server", "size", "--model", str(folder), "--json"]
     began = time.perf_counter()
-    done = subprocess.run([*command, *words], stdout=subprocess.PIPE, text=True, check=True)
-    return time.perf_counter() - began, dict(json.loads(done.stdout))
+    process = subprocess.Popen([*command, *words], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process.stdout as lines:
+        text = lines.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - began
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, text)
+    return seconds, dict(json.loads(text)), usage.ru_maxrss >> 10
 
 
 def run() -> None:
@@ -39,9 +57,12 @@ def run() -> None:
         for name in offline.models():
             with tempfile.TemporaryDirectory() as scratch:
                 folder = write_config(name, Path(scratch))
-                words = ["--load", "random", "--max-model-len", length, "--gpus", str(peers.GPUS)]
+                words = ["--load", "random", "--gpus", str(peers.GPUS)]
                 words += ["--kv-cache-dtype", str(cache)]
-                rows += starts(offline.label(name, cache), folder, *words)
+                label = offline.label(name, cache)
+                rows += starts(label, folder, *words, "--max-model-len", length)
+                rows.append(without_length(label, folder, *words))
+                answer_longest(name)
     else:
         rows += starts("smollm2", engines.folder(), "--memory", "2Gi")
     head = ["model", "start", "seconds", "of them loop", "KV tokens", "source", "of a search"]
@@ -74,6 +95,40 @@ def starts(name: str, folder: Path, *words: str) -> list[list[str]]:
         record(f"collectives-mib-tp{peers.GPUS}", taken, "MiB", (taken, taken), on)
         print(f"collectives: {taken} MiB a rank", flush=True)
     return rows
+
+
+def without_length(name: str, folder: Path, *words: str) -> list[str]:
+    seconds, report, host = measured(folder, *words)
+    result, gpu = report["result"], str(dict(report["provenance"])["gpu"])  # type: ignore[call-overload]
+    assert isinstance(result, dict)
+    tokens = int(result["kvTokens"])
+    record(f"startup-default-s-{name}", seconds, "s", (seconds, seconds), gpu)
+    record(f"start-host-mib-{name}", host, "MiB", (host, host), gpu)
+    record(f"kv-tokens-default-{name}", tokens, "tokens", (tokens, tokens), gpu)
+    print(f"{name}, default:", *parts(report), f"host memory {host} MiB", sep="\n  ", flush=True)
+    figures = [f"{seconds:.1f}", f"{int(result['loopMs']) / 1000:.1f}"]
+    return [name, "default", *figures, str(tokens), result["source"], ""]
+
+
+def answer_longest(name: str) -> None:
+    """One prompt of the whole context that such a start says is served."""
+    engine, result = offline.start(name, max_model_len=None)
+    length = engine.max_model_len - 1
+    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    engine.submit(0, [i % 1000 for i in range(length)], params)
+    began = time.perf_counter()
+    outputs = []
+    while not engine.idle:
+        outputs += engine.step()
+    seconds = time.perf_counter() - began
+    assert [output.finish for output in outputs] == ["length"]
+    print(
+        f"{name}: a prompt of {length} tokens of {result.kv_tokens} in {seconds:.1f} s", flush=True
+    )
+    engine.executor.resize(0)
+    del engine, outputs
+    gc.collect()  # else the next start may find this one's weights
+    torch.cuda.empty_cache()
 
 
 def collectives(report: dict[str, Any]) -> int:

@@ -1,4 +1,5 @@
-"""Pages: none is ever lost, none is ever in two places. Invariant 2."""
+"""Pages: none is ever lost, none is ever in two places, and none that may hold NaN gets another
+owner as it is. Invariant 2."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ class Pool(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = PagePool(12)
+        self.clean: set[int] = set()  # pages with nothing but what was proven
 
     @rule(target=held, count=st.integers(0, 5))
     def take(self, count: int) -> list[int]:
@@ -24,6 +26,8 @@ class Pool(RuleBasedStateMachine):
         pages = self.pool.take(count)
         assert len(set(pages)) == count
         assert DUMMY_PAGE not in pages
+        assert set(pages) <= self.clean | set(self.pool.to_clear())
+        self.clean -= set(pages)  # they are written to
         return pages
 
     @rule(pages=held, number=st.integers(0, 20))
@@ -36,9 +40,24 @@ class Pool(RuleBasedStateMachine):
     def match(self, number: int) -> list[int]:
         return self.pool.match([f"{number}-{i}".encode() for i in range(5)])
 
+    @rule(pages=held)
+    def prove(self, pages: list[int]) -> None:
+        self.pool.prove(pages)
+        self.clean |= set(pages)
+
     @rule(pages=consumes(held))
-    def release(self, pages: list[int]) -> None:
-        self.pool.release(pages)
+    def fail(self, pages: list[int]) -> None:
+        self.pool.retract(pages)
+        self.clean -= set(pages)
+        assert not set(self.pool.known(list(self.pool._page_of))) & set(pages)
+        self.pool.release(pages, retract=True)
+
+    @rule(pages=consumes(held), retract=st.booleans())
+    def release(self, pages: list[int], retract: bool) -> None:
+        alone = {page for page in pages if self.pool._references[page] == pages.count(page)}
+        self.pool.release(pages, retract)
+        known = set(self.pool.known(list(self.pool._page_of)))
+        assert not retract or not (known & alone) - self.clean
 
     @invariant()
     def nothing_is_lost(self) -> None:
@@ -60,6 +79,20 @@ def test_a_released_page_with_a_name_is_found_again_until_it_is_needed() -> None
     pool.release([pages[0]])
     assert len(pool.take(3)) == 3
     assert pool.match([b"a"]) == []
+
+
+def test_a_page_is_cleared_for_its_next_owner_unless_it_was_proven() -> None:
+    pool = PagePool(3)
+    pages = pool.take(2)
+    assert set(pool.to_clear()) == {1, 2}, "sizing has written to them"
+    pool.prove(pages)
+    pool.release(pages)
+    pages = pool.take(2)
+    assert pool.to_clear() == []
+    pool.prove(pages[:1])
+    pool.release(pages)
+    assert set(pool.take(2)) == set(pages)
+    assert pool.to_clear() == pages[1:]
 
 
 def test_a_pool_needs_a_page() -> None:

@@ -66,6 +66,7 @@ def steps(draw: st.DrawFn) -> Step:
         edits=tuple(edits(draw(sizes)) for _ in range(draw(st.integers(0, 2)))),
         listed=of(i8, draw(sizes)),
         listed_top=draw(st.integers(0, 20)),
+        cleared=of(i8, draw(sizes)),
         routing=draw(st.sampled_from(Played)),
     )
 
@@ -103,7 +104,7 @@ def small() -> Step:
     some = np.ones(1, np.float32)
     layout = Layout(1, np.array([0, 1], np.int32), row, np.array([0, 1], np.int32), row, row, one)
     draws = Draws(some, row, some, some, np.ones(1, np.uint64))
-    return Step(one, layout, one[:0], one[:0], one, one[:0], 0, one, draws, (), one[:0], 0)
+    return Step(one, layout, one[:0], one[:0], one, one[:0], 0, one, draws, (), one[:0], 0, one)
 
 
 @pytest.mark.parametrize("aliased", [1 << 20, 0])

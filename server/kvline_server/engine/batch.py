@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,8 +32,9 @@ class Batch:
     sampled: tuple[Sequence, ...]  # one per sampled row, in order
 
 
-def build(work: list[Work]) -> Batch:
-    """The step of this work, whose sequences already hold their pages."""
+def build(work: list[Work], cleared: Collection[int] = ()) -> Batch:
+    """The step of this work, whose sequences already hold their pages. Pages to be `cleared` before
+    it may be any."""
     single = [w for w in work if w.rows == 1]
     chunks = [w for w in work if w.rows > 1]
     ordered = single + chunks
@@ -40,7 +42,8 @@ def build(work: list[Work]) -> Batch:
     for w in ordered:
         rows.add(w, at)
         at += w.rows
-    return rows.batch(_token_ids(single, chunks), _layout(ordered, len(single)))
+    tokens, layout = _token_ids(single, chunks), _layout(ordered, len(single))
+    return rows.batch(tokens, layout, np.asarray(cleared, dtype=np.int64))
 
 
 class _Rows:
@@ -68,7 +71,7 @@ class _Rows:
             self.sampled_rows.append(at + count - 1)
             self.sampled.append(sequence)
 
-    def batch(self, tokens: np.ndarray, layout: Layout) -> Batch:
+    def batch(self, tokens: np.ndarray, layout: Layout, cleared: np.ndarray) -> Batch:
         sampled = self.sampled
         slots = np.asarray([s.slot for s in sampled], dtype=np.int64)
         # Only a sampled row can have an input token that the host has not read.
@@ -90,6 +93,7 @@ class _Rows:
             edits=penalties.edits(sampled),
             listed=np.asarray(listed, dtype=np.int64),
             listed_top=max((sampled[row].params.logprobs or 0 for row in listed), default=0),
+            cleared=cleared,
         )
         return Batch(step, tuple(self.scored), tuple(sampled))
 

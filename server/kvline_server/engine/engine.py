@@ -81,7 +81,7 @@ class Engine:
         work = self.scheduler.schedule()
         if work:
             _admit(work)
-            batch = batches.build(work)
+            batch = batches.build(work, self.pool.to_clear())
             self._in_flight.append((batch, self.executor.launch(batch.step)))
             self._advance(batch, work)
             self.steps += 1
@@ -111,10 +111,12 @@ class Engine:
         return out
 
     def _publish(self, sequence: Sequence, token: int, scores: Scores | None) -> Output:
+        tokens = sequence.tokens
         if token < 0 or sequence.not_finite:
+            self.scheduler.fail(sequence)
             self.abort(sequence.id)
             return Output(sequence, 0, None, "error")
-        tokens = sequence.tokens
+        self.scheduler.prove(sequence, len(tokens))
         finish: FinishReason | None = None
         first = len(tokens) == sequence.prompt_length
         tokens.append(token)

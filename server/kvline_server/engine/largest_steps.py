@@ -137,5 +137,7 @@ class LargestSteps:
             sequence.pages = array("i", itertools.islice(pages, pages_for(length)))
             sequence.computed = start
             work.append(Work(sequence, start, length - start))
-        made = build(work)
+        written = sum(item.rows for item in work)
+        cleared = itertools.cycle(real) if real else ()  # of a step, as many as it may take
+        made = build(work, list(itertools.islice(cleared, pages_for(written) + len(work))))
         return replace(made, step=replace(made.step, routing=routing))

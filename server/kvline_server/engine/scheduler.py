@@ -55,10 +55,11 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Removes a running or waiting sequence and frees its pages."""
+        """Removes a running or waiting sequence and frees its pages. Others find in the prefix
+        cache only those that are proven."""
         if sequence in self.running:
             del self.running[sequence]
-            self._release(sequence)
+            self._release(sequence, retract=True)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
@@ -105,6 +106,20 @@ class Scheduler:
             sequence.computed = start + rows
             if (sequence.published + 1) * PAGE_SIZE <= sequence.computed:
                 self._publish(sequence)
+
+    def prove(self, sequence: Sequence, tokens: int) -> None:
+        """After a finite result that depends on so many tokens of a sequence; it may have been
+        preempted since."""
+        if tokens <= sequence.computed:
+            first, full = sequence.proven // PAGE_SIZE, tokens // PAGE_SIZE
+            if full > first:
+                self.pool.prove(sequence.pages[first:full])
+            sequence.proven = tokens
+
+    def fail(self, sequence: Sequence) -> None:
+        """After a result that was not finite, of a sequence that may have been preempted since:
+        any of its pages may be why."""
+        self.pool.retract(sequence.pages or self.pool.known(sequence.chain))
 
     def _publish(self, sequence: Sequence) -> None:
         """Enters full pages in the prefix cache, but for one whose last token is not read yet."""
@@ -174,11 +189,13 @@ class Scheduler:
         sequence.preemptions += 1
         self.preemptions += 1
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence, retract: bool = False) -> None:
         self._slots.append(sequence.slot)
-        self.pool.release(sequence.pages)
+        if sequence.computed == sequence.proven:  # no step writes to its last page any more
+            self.pool.prove(sequence.pages[-1:])
+        self.pool.release(sequence.pages, retract)
         sequence.pages = array("i")
-        sequence.computed = sequence.published = 0
+        sequence.computed = sequence.published = sequence.proven = 0
 
 
 def _trim_to_wave(work: list[Work]) -> None:

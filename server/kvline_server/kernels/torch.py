@@ -40,7 +40,7 @@ from kvline_server.kernels.row_counts import padded_rows, row_counts
 from kvline_server.kernels.torch_rows import best_rows, choose_rows, part_rows, score_rows
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.arena import KVLayer
-from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
+from kvline_server.memory.pages import PAGE_SIZE, pages_for
 
 GATHER_TOKENS = 8192  # of one decode group, padding included
 MASKED = float("-inf")
@@ -169,9 +169,11 @@ class TorchKernels(Kernels):
     def _part(self, layout: Layout, first: int, end: int, decodes: bool) -> Part:
         """Of the sequences first..end."""
         starts = layout.page_starts[first : end + 1]
-        pages = np.full((end - first, np.diff(starts).max()), DUMMY_PAGE, dtype=np.int64)
+        pages = np.empty((end - first, np.diff(starts).max()), dtype=np.int64)
         for row, (start, stop) in enumerate(itertools.pairwise(starts)):
             pages[row, : stop - start] = layout.pages[start:stop]
+            # Its own: what is behind its end is multiplied by 0, and that of others may be NaN.
+            pages[row, stop - start :] = layout.pages[stop - 1]
         rows = slice(int(layout.row_starts[first]), int(layout.row_starts[end]))
         positions = torch.from_numpy(layout.positions[rows].astype(np.int64))
         return Part(
@@ -215,8 +217,6 @@ class TorchKernels(Kernels):
             if part.decodes:
                 attention = self._decode
             made[own] = attention(q[own], cache, part, options)
-        # Pads go on through the layers into the dummy page, which must stay finite.
-        made[plan[-1].end :] = 0
         return flat if cache.scales.values == 1.0 else flat.mul_(cache.scales.values)
 
     def _gather(self, cache: KVLayer, pages: torch.Tensor, sequences: int) -> list[torch.Tensor]:

@@ -58,6 +58,11 @@ class KVShape:
         return 2 * self.layers * self.heads * self.dim * self.dtype.itemsize
 
 
+def as_words(pages: torch.Tensor) -> torch.Tensor:
+    """Whole pages, of any dtype, as int64: few numbers to write. -> [pages, words]"""
+    return pages.flatten(1).view(torch.int64)
+
+
 class Arena(Protocol):
     @property
     def pages(self) -> int: ...
@@ -66,6 +71,10 @@ class Arena(Protocol):
     def nbytes(self) -> int: ...
 
     def layers(self) -> list[KVLayer]: ...
+
+    def clear(self, pages: torch.Tensor) -> None:
+        """Sets pages to 0 in every layer, after what was launched before. pages: int64 [n], on the
+        device; some may be there more than once."""
 
     def resize(self, pages: int) -> None:
         """Maps or unmaps pages at the end. Raises DeviceOutOfMemory."""
@@ -103,6 +112,11 @@ class HostArena:
 
     def layers(self) -> list[KVLayer]:
         return self._layers
+
+    def clear(self, pages: torch.Tensor) -> None:
+        for layer in self._layers:
+            for part in (layer.keys, layer.values):
+                as_words(part).index_fill_(0, pages, 0)
 
     def resize(self, pages: int) -> None:
         if not 0 <= pages <= self._max_pages:

@@ -17,7 +17,7 @@ import torch
 from cuda.bindings import driver
 
 from kvline_server.errors import DeviceFailure, DeviceOutOfMemory
-from kvline_server.memory.arena import KVLayer, KVShape
+from kvline_server.memory.arena import KVLayer, KVShape, as_words
 from kvline_server.memory.pages import PAGE_SIZE
 
 SLACK = 64 << 20
@@ -109,6 +109,7 @@ class CudaArena:
         self._base = int(call(driver.cuMemAddressReserve, reserved, 0, 0, 0))
         self._mapped: list[tuple[int, int, Any]] = []  # offset, size, handle
         self._layers: list[KVLayer] = []
+        self._words = torch.empty(0, 0, dtype=torch.int64, device="cuda")
 
     @property
     def pages(self) -> int:
@@ -120,6 +121,9 @@ class CudaArena:
 
     def layers(self) -> list[KVLayer]:
         return self._layers
+
+    def clear(self, pages: torch.Tensor) -> None:
+        self._words.index_fill_(0, pages, 0)
 
     def resize(self, pages: int) -> None:
         if not 0 <= pages <= self._max_pages:
@@ -165,6 +169,7 @@ class CudaArena:
         taken = _Range(self._base, pages * self._page_bytes)
         flat = torch.as_tensor(taken, device="cuda").view(self._of.dtype)
         whole = flat.view(pages, *self._shape)
+        self._words = as_words(whole)  # a page of all layers is one range
         return [self._of.layer(i, whole[:, i, 0], whole[:, i, 1]) for i in range(self._of.layers)]
 
 

@@ -2,6 +2,10 @@
 
 Bookkeeping on page numbers alone. Invariant after every call: free + used + cached == total. Page 0
 is the dummy page that padding rows write to; it is never allocated.
+
+A page is proven once a result that depends on it was read as finite. One that is not proven may
+hold NaN, which attention kernels multiply by 0 behind a sequence's end: it is cleared before it has
+another owner (docs/decisions/042).
 """
 
 from __future__ import annotations
@@ -49,6 +53,9 @@ class PagePool:
         self._hash_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
+        # In use, cached or free. At first all: what sizing left in them nobody has read.
+        self._unproven = set(self._free)
+        self._to_clear: list[int] = []
 
     @property
     def free(self) -> int:
@@ -67,12 +74,16 @@ class PagePool:
         return count <= len(self._free) + len(self._cached)
 
     def take(self, count: int) -> list[int]:
-        """`count` pages with one reference; evicts least recently used cached pages. Requires
+        """`count` pages with one reference; evicts least recently used cached pages. Those that
+        are not proven are cleared with the step that they are taken for. Requires
         can_take(count)."""
         assert self.can_take(count), "take without can_take"
         taken = []
         for _ in range(count):
             page = self._free.pop() if self._free else self._evict()
+            if page in self._unproven:
+                self._to_clear.append(page)
+            self._unproven.add(page)
             self._references[page] = 1
             taken.append(page)
         return taken
@@ -96,14 +107,40 @@ class PagePool:
             self._page_of[digest] = page
             self._hash_of[page] = digest
 
-    def release(self, pages: Sequence[int]) -> None:
-        """Drops one reference each; a sequence's last page becomes evictable first."""
+    def to_clear(self) -> list[int]:
+        """Pages to be cleared before the step that is launched next; each call tells others."""
+        pages, self._to_clear = self._to_clear, []
+        return pages
+
+    def prove(self, pages: Sequence[int]) -> None:
+        """After a finite result that depends on all that was written to them."""
+        self._unproven.difference_update(pages)
+
+    def retract(self, pages: Sequence[int]) -> None:
+        """After a result that was not finite: the prefix cache forgets the pages, and none of them
+        is proven. Whichever sequence holds one keeps it."""
+        for page in pages:
+            self._forget(page)
+            if page in self._cached:
+                del self._cached[page]
+                self._free.append(page)
+        self._unproven.update(pages)
+
+    def known(self, hashes: list[bytes]) -> list[int]:
+        """The pages under these hashes, wherever the prefix cache has one."""
+        return [self._page_of[digest] for digest in hashes if digest in self._page_of]
+
+    def release(self, pages: Sequence[int], retract: bool = False) -> None:
+        """Drops one reference each; a sequence's last page becomes evictable first. To `retract`:
+        the prefix cache forgets those that are not proven and that no other sequence holds."""
         for page in reversed(pages):
             left = self._references[page] - 1
             if left:
                 self._references[page] = left
                 continue
             del self._references[page]
+            if retract and page in self._unproven:
+                self._forget(page)
             if page in self._hash_of:
                 self._cached[page] = None
             else:
@@ -119,5 +156,9 @@ class PagePool:
 
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
-        del self._page_of[self._hash_of.pop(page)]
+        self._forget(page)
         return page
+
+    def _forget(self, page: int) -> None:
+        if (digest := self._hash_of.pop(page, None)) is not None:
+            del self._page_of[digest]

@@ -17,7 +17,7 @@ from kvline_server.worker.step import Edits, Step
 
 _I8, _I4, _F4, _U8 = np.int64, np.int32, np.float32, np.uint64
 # Of a step's arrays, in the order of `_arrays`, then of each of its edits.
-_TYPES = (_I8, _I4, _I4, _I4, _I4, _I4, _I8, *[_I8] * 5, _F4, _I4, _F4, _F4, _U8, _I8)
+_TYPES = (_I8, _I4, _I4, _I4, _I4, _I4, _I8, *[_I8] * 5, _F4, _I4, _F4, _F4, _U8, _I8, _I8)
 _EDIT = (_I8, _I8, _F4, _F4)
 _EDITS = 2  # at most: penalties and biases
 _NUMBERS = 5  # that are no arrays, before the lengths of the arrays
@@ -67,7 +67,7 @@ def read(source: memoryview) -> Step:
     layout = Layout(decodes, *take(6))
     pending_rows, pending_slots, wanted, targets, sampled_slots = take(5)
     draws = Draws(*take(5))
-    (listed,) = take(1)
+    listed, cleared = take(2)
     return Step(
         tokens=tokens,
         layout=layout,
@@ -81,6 +81,7 @@ def read(source: memoryview) -> Step:
         edits=tuple(Edits(*take(len(_EDIT))) for _ in range(edits)),
         listed=listed,
         listed_top=listed_top,
+        cleared=cleared,
         routing=Played(routing),
     )
 
@@ -89,7 +90,8 @@ def _arrays(step: Step) -> list[np.ndarray]:
     x, d = step.layout, step.draws
     arrays = [step.tokens, x.row_starts, x.lengths, x.page_starts, x.pages, x.positions, x.slots]
     arrays += [step.pending_rows, step.pending_slots, step.wanted, step.targets]
-    arrays += [step.sampled_slots, d.temperatures, d.top_k, d.top_p, d.min_p, d.keys, step.listed]
+    arrays += [step.sampled_slots, d.temperatures, d.top_k, d.top_p, d.min_p, d.keys]
+    arrays += [step.listed, step.cleared]
     for each in step.edits:
         arrays += [each.rows, each.tokens, each.factors, each.subtracted]
     return arrays

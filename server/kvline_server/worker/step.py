@@ -57,6 +57,7 @@ class Step:
     edits: tuple[Edits, ...]  # applied one after the other
     listed: np.ndarray  # int64 [listed], sampled rows whose token's logprob is returned
     listed_top: int  # alternatives of each of them
+    cleared: np.ndarray  # int64, pages that are set to 0 before anything is written
     routing: Played = Played.NOTHING
 
 

@@ -117,7 +117,11 @@ class Worker:
         self, step: Step, decode: Callable[[Step], torch.Tensor], read: bool = True
     ) -> LaunchedStep:
         self.kernels.routing = step.routing
-        targets, written = self.kernels.upload(step.targets, step.sampled_slots)
+        targets, written, cleared = self.kernels.upload(
+            step.targets, step.sampled_slots, step.cleared
+        )
+        if len(step.cleared):
+            self.arena.clear(cleared)
         hidden = decode(step)
         outputs = _Outputs()
         for start in range(0, len(step.wanted), self.logprob_rows):
