@@ -84,8 +84,10 @@ api: env ## docs/api.md from the CRD
 manifests: env ## manifests/install.yaml from the chart
 	@$(VENV_PYTHON) tests/cluster/helm.py
 
-lock: ## requirements/*.txt, with hashes, from pyproject.toml
+lock: ## requirements/*.txt, with hashes, from pyproject.toml; then today's newest is installed and run
 	@$(PYTHON) requirements/lock.py
+	@$(PYTHON) tests/environment.py
+	@KVLINE_INSTALL_TODAY=1 $(VENV_PYTHON) -m pytest -q tests/server/test_install.py
 
 clean:
 	rm -rf .venv dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
