@@ -10,6 +10,7 @@ ServerError
 ├── DownloadFailed          33
 ├── OutOfMemory             40  with the diagnosis (see Termination)
 ├── ContextDoesNotFit       41  with the largest length that fits
+├── StepTooLong             42  a step of the size that was to be served
 ├── DeviceFailure           43
 ├── RankLost                44  a rank ended without a reason of its own, or does not answer
 ├── EngineConnectionLost    50
@@ -115,6 +116,12 @@ class OutOfMemory(SizingError):
 
 class ContextDoesNotFit(SizingError):
     code = ExitCode.CONTEXT_DOES_NOT_FIT
+
+
+class StepTooLong(SizingError):
+    """In service it would be taken for a hung engine."""
+
+    code = ExitCode.STEP_TOO_LONG
 
 
 class OutOfMemoryServing(ServerError):

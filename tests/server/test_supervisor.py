@@ -14,6 +14,7 @@ from contextlib import suppress
 
 import httpx
 import pytest
+from crowded import crowded_out
 from servers import SEARCHED, STRESS, Server, wait_for
 from waiting import limit, within
 
@@ -283,23 +284,41 @@ def test_a_kill_that_was_not_for_memory_is_not_called_so(
 @pytest.mark.fault(
     "F52",
     "L15",
-    shows="with the limit of 60 s set to 4 s: an engine stopped by a signal fails readiness, then "
-    "liveness; one that idles for 5 s fails neither",
+    shows="with the limit of 60 s set to 4 s: an engine, or an HTTP process, stopped by a signal "
+    "fails readiness, then the pod ends with code 45; one that idles for 5 s does neither",
 )
-def test_a_hung_engine_fails_liveness_and_an_idle_one_does_not(
-    start: Callable[..., Server],
+@pytest.mark.parametrize(("name", "reason"), [("engine", "EngineStalled"), ("http", "HttpStalled")])
+def test_a_process_that_hangs_ends_the_pod_and_an_idle_one_does_not(
+    start: Callable[..., Server], name: str, reason: str
 ) -> None:
-    """F52, with the minute shortened to four seconds."""
+    """F52, with the minute shortened to four seconds. The kubelet ended the pod before, with exit
+    code 0 and without a word."""
     server = start(limits={"liveness": 4.0})
     server.wait()
     time.sleep(limit(5))  # longer than it may be hung, which grows likewise
-    assert server.probe("/livez")[0] == 200
-    os.kill(server.children()["engine"], signal.SIGSTOP)
+    assert server.probe("/readyz")[0] == server.probe("/livez")[0] == 200
+    os.kill(server.children()[name], signal.SIGSTOP)
     server.wait("/readyz", 503)
-    assert server.probe("/readyz")[1]["reason"] == "EngineStalled"
-    assert server.probe("/livez")[0] == 200  # out of the endpoints before it is killed
-    server.wait("/livez", 503)
-    assert server.probe("/livez")[1]["reason"] == "EngineStalled"
+    assert server.probe("/readyz")[1]["reason"] == reason
+    assert server.probe("/livez")[0] == 200, "the parent says itself why it ends"
+    assert server.end(20) == 45
+    ended = server.termination()
+    what = "the engine ran no step" if name == "engine" else "an HTTP process answered nothing"
+    assert ended["name"] == "NoProgress" and ended["message"].startswith(what)
+
+
+def test_an_engine_that_its_node_gives_no_cpu_is_not_ended(start: Callable[..., Server]) -> None:
+    """Others have its CPU but for an eleventh, so that a step of a second takes longer than twice
+    the limit by the clock. The request is answered; liveness ended the pod before."""
+    spin = {"KVLINE_FAULT_STEP": f"{STRESS + 1}:spin", "KVLINE_FAULT_SPIN": str(limit(1.0))}
+    server = start(limits={"liveness": 4.0}, faults=spin)
+    server.wait()
+    began = time.monotonic()
+    with crowded_out(server.children()["engine"]):
+        body = {**LONG, "max_tokens": 1}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=100)
+    assert answer.status_code == 200 and server.process.poll() is None
+    assert time.monotonic() - began > 2 * limit(4.0)
 
 
 @pytest.mark.fault(

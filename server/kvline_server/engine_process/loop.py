@@ -45,7 +45,6 @@ from kvline_server.options import EngineArguments
 from kvline_server.parallel.link import Link
 
 BEAT_SECONDS = 0.5
-NEIGHBOUR_SECONDS = 120.0
 SCORES_BYTES = 1 << 20  # of prompt logprobs in one frame
 
 
@@ -71,12 +70,13 @@ class EngineProcess:
             send=self.parent.send,
             attempts=options.state_dir / names.ATTEMPTS_FILE,
             record=options.record,
-            wait_for_neighbours=self._wait_for_neighbours,
+            wait_for_neighbours=self.neighbours.wait,
             memory=options.memory,
             root=self.arguments.root,
             http_processes=len(self.http),
             ranks=self.arguments.ranks,
             links=self.links,
+            longest_step=options.limits.step,
         )
         self.parent.send(Progress(result=result))
         return engine
@@ -145,10 +145,6 @@ class EngineProcess:
                 eager_steps=eager or 0,
             )
         )
-
-    def _wait_for_neighbours(self) -> None:
-        if not self.neighbours.wait(NEIGHBOUR_SECONDS):
-            raise ServerError("the HTTP processes did not start within two minutes")
 
     def listen_to_parent(self) -> None:
         """Reads the parent's messages; exits when the parent does."""
