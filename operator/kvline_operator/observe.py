@@ -36,7 +36,8 @@ UNSERVED = (
 )
 # Of the scheduler's messages: an extended resource, and devices of a ResourceClaim.
 SHORTAGES = ("Insufficient ", "cannot allocate all claims")
-KILLS = (137, 143)  # exit codes after SIGKILL and SIGTERM; a started server ends SIGTERM with 0
+# Exit codes after SIGKILL and SIGTERM; a started server ends SIGTERM with 0, and by itself never.
+KILLS = (0, 137, 143)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +55,15 @@ class Ended:
 
     @property
     def from_outside(self) -> bool:
-        """An external kill: by the kubelet (a probe) or the node (a shutdown)."""
+        """An external kill of the server: by the kubelet (a probe) or the node (a shutdown)."""
         return self.code in KILLS and not self.oom_killed
 
     @property
     def killed_text(self) -> str:
         return (
-            f"the container was killed (code {self.code}) by the kubelet or its node, which does "
-            "not count against its revision; see the events of the pod"
+            f"the container was {'killed' if self.code else 'ended'} (code {self.code}) by the "
+            "kubelet or its node, which does not count against its revision; see the events of the "
+            "pod"
         )
 
 
@@ -105,8 +107,8 @@ class PodView:
 
     @property
     def failed(self) -> Ended | None:
-        """Its last termination with an error, unless it has been validated since."""
-        return self.ended if self.ended and self.ended.code and not self.validated else None
+        """Its last termination, unless it has been validated since."""
+        return self.ended if self.ended and not self.validated else None
 
     @property
     def killed(self) -> Ended | None:
