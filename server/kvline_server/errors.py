@@ -14,6 +14,7 @@ ServerError
 ├── DeviceFailure           43
 ├── RankLost                44  a rank ended without a reason of its own, or does not answer
 ├── EngineConnectionLost    50
+├── InvalidFrame            50  what one of the pod's processes was sent by another
 └── OutOfMemoryServing      51  after validation
 """
 
@@ -75,6 +76,13 @@ class RankLost(ServerError):
 
 class EngineConnectionLost(ServerError):
     """The connection between HTTP process and engine broke, or carried an invalid message."""
+
+    code = ExitCode.ENGINE_DIED
+
+
+class InvalidFrame(ServerError):
+    """One of the pod's processes was sent something that is no message, or another than it may be
+    sent. Whatever else comes on that connection means nothing."""
 
     code = ExitCode.ENGINE_DIED
 

@@ -250,6 +250,8 @@ class Supervisor:
 
     def _failure(self) -> Termination | None:
         """Why the pod must end, if it must. Restarts an engine that was killed while sizing."""
+        if (invalid := self._invalid()) is not None:
+            return Termination.of(ExitCode.ENGINE_DIED, invalid)
         ended = [self.http[index] for index in self._ended_http()]
         if ended and not self.health.draining:
             hear_last_words(ended)
@@ -274,6 +276,14 @@ class Supervisor:
             return None
         self._wait_for_answers()
         return self._why(end)
+
+    def _invalid(self) -> str | None:
+        """What a child sent that is no message: its heartbeats and last words are lost with it."""
+        every = [("an HTTP process", child) for child in self.http]
+        if self.engine is not None:
+            every += [(f"rank {rank}", child) for rank, child in enumerate(self.engine.ranks)]
+        found = (f"{name} {child.invalid}" for name, child in every if child.invalid)
+        return next(found, None)
 
     def _wait_for_answers(self) -> None:
         """Until clients have the errors of the requests that the engine's end has left."""
