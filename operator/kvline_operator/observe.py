@@ -29,6 +29,7 @@ from kvline_operator.sizing import Reading, Reports
 from kvline_operator.spec import ServiceSpec
 
 Object = dict[str, Any]
+Waits = tuple[tuple[str, str], ...]  # revision and address of pods whose preStop wait serves nobody
 UNSERVED = (
     "spec.resources.gpuDeviceClass needs the API resource.k8s.io/v1 (Kubernetes 1.34 or newer), "
     "which this API server does not serve; remove the field to request nvidia.com/gpu, or set "
@@ -36,8 +37,7 @@ UNSERVED = (
 )
 # Of the scheduler's messages: an extended resource, and devices of a ResourceClaim.
 SHORTAGES = ("Insufficient ", "cannot allocate all claims")
-# Exit codes after SIGKILL and SIGTERM; a started server ends SIGTERM with 0, and by itself never.
-KILLS = (0, 137, 143)
+KILLS = (0, 137, 143)  # exit codes after SIGTERM, SIGKILL, and SIGTERM before the server started
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,8 @@ class Ended:
     @property
     def killed_text(self) -> str:
         return (
-            f"the container was {'killed' if self.code else 'ended'} (code {self.code}) by the "
-            "kubelet or its node, which does not count against its revision; see the events of the "
-            "pod"
+            f"the container was killed (code {self.code}) by the kubelet or its node, which does "
+            "not count against its revision; see the events of the pod"
         )
 
 
@@ -143,7 +142,7 @@ class Observed:
     jobs: tuple[Object, ...] = ()  # prepare Jobs, also those being deleted
     preparing: tuple[PodView, ...] = ()  # their pods, oldest first
     claim_templates: tuple[Object, ...] = ()  # ResourceClaimTemplates
-    needless: tuple[str, ...] = ()  # addresses of pods whose preStop wait serves nobody
+    needless: Waits = ()
 
     def config_map(self, name: str) -> Object | None:
         return self.child("ConfigMap", name)
@@ -258,16 +257,17 @@ def leaving(pods: list[Object], deployments: list[Object], now: str) -> str:
     return next((str(p["metadata"]["name"]) for p in found if surplus[_revision(p)] > 0), "")
 
 
-def needless_waits(pods: tuple[PodView, ...], found: list[Object], now: str) -> tuple[str, ...]:
-    """Addresses of terminating pods that wait for their clients (preStop) while another pod of the
-    service lacks what they hold, such as the only GPU. As long as a replica is ready, or the lack
-    is of something else, their wait does serve."""
+def needless_waits(pods: tuple[PodView, ...], found: list[Object], now: str) -> Waits:
+    """Of terminating pods that wait for their clients (preStop) while another pod of the service
+    lacks what they hold, such as the only GPU. As long as a replica is ready, or the lack is of
+    something else, their wait does serve."""
     lacking = any(p.awaits and any(s in p.unschedulable for s in SHORTAGES) for p in pods)
     if not lacking or any(p.ready for p in pods):
         return ()
     terminating = (p for p in found if (p["metadata"].get("deletionTimestamp") or "") > now)
-    addresses = ((p.get("status") or {}).get("podIP") for p in terminating if not has_ended(p))
-    return tuple(sorted(str(address) for address in addresses if address))
+    living = [p for p in terminating if not has_ended(p)]
+    waits = [(_revision(p), (p.get("status") or {}).get("podIP")) for p in living]
+    return tuple(sorted((revision, address) for revision, address in waits if address))
 
 
 def _revision(item: Object) -> str:

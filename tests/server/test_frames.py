@@ -1,4 +1,4 @@
-"""What is no message ends the process that was sent it, with a reason; whoever sent it."""
+"""What is no message ends the process that was sent it, with a reason."""
 
 from __future__ import annotations
 
@@ -125,13 +125,13 @@ def test_a_process_that_cannot_hear_ends_and_says_why(fails: str, source: int, n
             theirs.close()
         sent, text = INVALID.get(fails, (encode(Run(4)), "KeyError: 4"))
         pairs[source][0].sendall(encode(Answer()) + sent)
-        (told,) = Channel(pairs[0][0]).receive()
+        (last,) = Channel(pairs[0][0]).receive()
         assert process.wait(limit(30)) == int(ExitCode.ENGINE_DIED)
     for ours, _ in pairs:
         ours.close()
-    assert isinstance(told, Progress) and told.failure is not None
-    assert told.failure.code == int(ExitCode.ENGINE_DIED)
-    assert name in told.failure.message and text in told.failure.message
+    assert isinstance(last, Progress) and last.failure is not None
+    assert last.failure.code == int(ExitCode.ENGINE_DIED)
+    assert name in last.failure.message and text in last.failure.message
 
 
 def test_a_process_ends_with_its_parent() -> None:

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
+from hashlib import sha256
 
 import httpx
 import pytest
@@ -28,6 +30,9 @@ HALF = (
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     b"Content-Length: 9999\r\n\r\n{"
 )
+# The operator's, of which the gate file has the digest.
+NOTICE = {"Authorization": "Bearer a-token"}
+DIGEST = sha256(b"a-token").hexdigest()
 LONG = {"model": "tiny", "prompt": "hello", "max_tokens": 240, "ignore_eos": True}
 
 
@@ -365,14 +370,17 @@ def test_a_pod_that_was_never_ready_ends_without_a_wait_for_its_clients(
 def test_a_wait_for_clients_ends_when_another_pod_needs_the_gpu(
     start: Callable[..., Server],
 ) -> None:
-    server = start(limits={"leave": 60.0})
+    server = start(gate=GateFile(1, True, token_sha256=DIGEST), limits={"leave": 60.0})
     server.wait("/readyz")
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(server.probe, "/prestop", 30.0)
         time.sleep(0.5)
-        assert not waiting.done()
         url = f"http://127.0.0.1:{server.internal_port}"
-        assert httpx.post(f"{url}/prestop/end").status_code == 200
+        for headers in ({}, {"Authorization": "Bearer another"}):
+            refused = httpx.post(f"{url}/prestop/end", headers=headers)
+            assert (refused.status_code, refused.json()) == (503, {"reason": "UnknownToken"})
+        assert not waiting.done()
+        assert httpx.post(f"{url}/prestop/end", headers=NOTICE).status_code == 200
         assert waiting.result(timeout=limit(5))[0] == 200
     assert httpx.post(f"{url}/readyz").status_code == 404
 
@@ -403,16 +411,19 @@ def test_the_operator_s_notice_opens_the_gate_until_the_file_says_so(
     start: Callable[..., Server],
 ) -> None:
     """The kubelet may take a minute to bring the file; the notice lets no one pass who lacks KV
-    tokens."""
-    server = start(gate=GateFile(1, False, min_kv_tokens=4096), limits={"gate": 0.1})
+    tokens. The pod's UID, which the same port prints, is not enough."""
+    closed = GateFile(1, False, token_sha256=DIGEST)
+    server = start(gate=replace(closed, min_kv_tokens=4096), limits={"gate": 0.1})
     server.wait("/startupz")
     assert server.probe("/readyz") == (503, {"reason": "GateClosed"})
     url = f"http://127.0.0.1:{server.internal_port}/gate/open?uid="
-    assert httpx.post(f"{url}another-pod-s").json() == {"reason": "OtherPod"}
+    assert httpx.post(f"{url}another-pod-s", headers=NOTICE).json() == {"reason": "OtherPod"}
+    own = f"{url}{server.sizing()['podUID']}"
+    assert httpx.post(own).json() == {"reason": "UnknownToken"}
     assert server.probe("/readyz") == (503, {"reason": "GateClosed"})
-    assert httpx.post(f"{url}{server.sizing()['podUID']}").status_code == 200
+    assert httpx.post(own, headers=NOTICE).status_code == 200
     assert server.probe("/readyz") == (503, {"reason": "BelowMinimum"})
-    server.write_gate(GateFile(1, False, min_kv_tokens=2048))
+    server.write_gate(replace(closed, min_kv_tokens=2048))
     server.wait("/readyz")
     server.write_gate(GateFile(1, True))
     time.sleep(0.5)

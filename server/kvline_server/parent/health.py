@@ -174,19 +174,29 @@ class Health:
         if self._was_ready:
             self._need_not_wait.wait(self.options.limits.leave)
 
-    def end_wait(self) -> None:
+    def end_wait(self, token: str) -> str | None:
         """The operator's notice that a pod waits for this one's GPU, and that no other serves: the
-        sooner this one ends, the sooner there are answers again."""
+        sooner this one ends, the sooner there are answers again. Returns the reason where it is
+        another's notice."""
+        if not self._knows(token):
+            return "UnknownToken"
         self._need_not_wait.set()
+        return None
 
-    def open_gate(self, uid: str) -> str | None:
+    def open_gate(self, uid: str, token: str) -> str | None:
         """The operator's notice to the pod `uid` that it has opened the gate file, which may take
         the kubelet a minute to bring. The thresholds of the file that is here still apply. Returns
-        the reason where the notice is for another pod, which had this address before."""
+        the reason where the notice is for another pod, which had this address before, or of
+        another than the operator that wrote the file."""
         if uid != self.keeper.report.pod_uid:
             return "OtherPod"
+        if not self._knows(token):
+            return "UnknownToken"
         self._notified_open = True
         return None
+
+    def _knows(self, token: str) -> bool:
+        return self._gate is not None and self._gate.knows(token)
 
     def _stalled(self, limit: float) -> tuple[str, Quiet] | None:
         """Where a process's last heartbeat is older than this, but for what it was starved of CPU;
