@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
+import msgspec
 import pytest
 
 from kvline_contract.codec import dumps
@@ -44,7 +45,7 @@ class Pod:
             result=cast(Any, SimpleNamespace(kv_tokens=4096)),
         )
         self.health = Health(options, keeper, "m", 1)
-        self.health.edge = replace_connected(self.health)
+        self.health.edge = msgspec.structs.replace(self.health.edge, ready=True, connected=True)
         self.server = InternalServer("127.0.0.1", 0, self.health)
         self.server.start()
 
@@ -55,12 +56,6 @@ class Pod:
     @property
     def open(self) -> bool:
         return self.health.not_ready() is None
-
-
-def replace_connected(health: Health) -> Any:
-    import msgspec
-
-    return msgspec.structs.replace(health.edge, ready=True, connected=True)
 
 
 @pytest.fixture
@@ -90,7 +85,7 @@ def begun(tokens: Tokens) -> GateFile:
 
 
 def view(address: str = "127.0.0.1") -> PodView:
-    return cast(Any, SimpleNamespace(uid=UID, address=address, revision=REVISION))
+    return cast(PodView, SimpleNamespace(uid=UID, address=address, revision=REVISION))
 
 
 def notify(tokens: Tokens, port: int, pool: ThreadPoolExecutor) -> None:
