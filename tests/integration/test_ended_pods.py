@@ -27,6 +27,7 @@ NOT_THE_ENGINE_S = (
     (30, "ModelNotFound"),
     (137, "killed (code 137)"),
     (43, "DeviceFailure"),
+    (45, "NoProgress"),
     (0, "killed (code 0)"),
 )
 REFUSED = (

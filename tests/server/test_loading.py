@@ -93,7 +93,7 @@ def test_a_load_that_hangs_is_stalled_and_named(parent: Parent) -> None:
     parent.send(Progress(stage=Stage("load", 1, 10, total_bytes=100)))
     assert parent._stalled() is None
     parent.keeper.changed_at -= LIMIT
-    parent.start.watch([])
+    parent.starting.watch([])
     ended = parent._stalled()
     assert ended is not None and ended.code == 52
     assert parent.keeper.report.state is State.LOADING
@@ -118,7 +118,7 @@ def test_a_start_of_several_ranks_that_hangs_has_lost_one(
     parent.keeper.apply(Progress(state=state))
     assert parent._stalled() is None
     parent.keeper.changed_at -= LIMIT
-    parent.start.watch([])
+    parent.starting.watch([])
     ended = parent._stalled()
     assert ended is not None and (ended.code, ended.name) == (44, "RankLost")
     assert ended.message == f"no progress in state {state} for {LIMIT:.0f} s: {text}"
@@ -137,7 +137,7 @@ def test_a_validation_that_thrashes_is_killed_on_a_cpu_alone(
     parent.keeper.apply(Progress(state=State.VALIDATING))
     monkeypatch.setattr(stalls, "patience", lambda stages, limit: 0.0)
     parent.keeper.changed_at -= LIMIT
-    parent.start.watch([])
+    parent.starting.watch([])
     ended = parent._stalled()
     assert killed == ([True] if device is Device.CPU else [])
     assert (ended is None) == (device is Device.CPU)

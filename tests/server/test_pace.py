@@ -119,6 +119,7 @@ def test_the_time_of_a_first_run_does_not_count(tmp_path: Path) -> None:
     assert len(made.steps) > len({len(step.tokens) for step in made.steps})
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("seconds", "busy"), [("0.2", True), ("0.8", False)])
 def test_what_a_busy_node_gives_to_others_does_not_count(seconds: str, busy: bool) -> None:
     command, pipe = [sys.executable, "-c", WORK, seconds], subprocess.PIPE

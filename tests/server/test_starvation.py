@@ -15,7 +15,8 @@ from crowded import crowded_out
 
 from kvline_server.starvation import CALM, LATE, Quiet, Thread, starved, threads
 
-SECONDS = 4.0
+pytestmark = pytest.mark.process
+
 SPINS, SLEEPS = "while True: pass", "import time; time.sleep(600)"
 STOPPED = "stopped"
 
@@ -34,11 +35,11 @@ def running(program: str) -> Iterator[int]:
             process.kill()
 
 
-def quiet_of(pid: int) -> tuple[float, float]:
+def quiet_of(pid: int, seconds: float = 3.0) -> tuple[float, float]:
     """Seconds without progress as counted and by the clock, after some."""
     began = time.monotonic()
     quiet = Quiet(lambda: began)
-    while time.monotonic() - began < SECONDS:
+    while time.monotonic() - began < seconds:
         quiet.watch([pid])
         time.sleep(0.1)
     return quiet.seconds(), quiet.by_the_clock()
@@ -46,9 +47,9 @@ def quiet_of(pid: int) -> tuple[float, float]:
 
 def test_a_process_that_gets_no_cpu_has_not_been_quiet_for_long() -> None:
     with running(SPINS) as pid, crowded_out(pid):
-        counted, clock = quiet_of(pid)
-    assert clock >= SECONDS
-    assert counted < CALM + (clock - CALM) / 2, "its share of one CPU is an eleventh"
+        counted, clock = quiet_of(pid, 6.0)
+    # Its share is a thirteenth, or a fifth; the second since the last reading may not count yet.
+    assert counted < 2 * CALM + (clock - 2 * CALM) / 2
 
 
 @pytest.mark.parametrize(

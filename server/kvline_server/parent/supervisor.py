@@ -59,7 +59,7 @@ class Supervisor:
         self.clients = self._clients()
         self.processes = options.http_processes or http_processes(self.clients, cpus())
         self.health = Health(options, self.keeper, self.served, self.processes)
-        self.start = Quiet(lambda: self.keeper.changed_at)
+        self.starting = Quiet(lambda: self.keeper.changed_at)
         self.engine: EngineProcesses | None = None
         self.ranks = launch.tensor_parallel
         self.http: list[Child] = []
@@ -122,7 +122,7 @@ class Supervisor:
         http = [child.process.pid for child in self.http]
         self.health.watch(engine, http)
         if self.keeper.report.state is not State.VALIDATED:
-            self.start.watch([*engine, *http])
+            self.starting.watch([*engine, *http])
 
     def _is_drained(self, drain: DrainState) -> bool:
         ended = self._ended_http()
@@ -353,7 +353,7 @@ class Supervisor:
             return None
         if state is State.VALIDATED:
             return None if self.health.draining else self._serves_no_more(engine)
-        limit, quiet = self.options.limits.stage, self.start.seconds()
+        limit, quiet = self.options.limits.stage, self.starting.seconds()
         thrashes = stalls.patience(self.keeper.report.stages, limit)
         if state is State.VALIDATING and self.device is Device.CPU and quiet > thrashes:
             self.thrashed = True

@@ -8,7 +8,8 @@ KVLINE_FAULT_MEMORY=stage:n makes torch allocate too much in the n-th call of a 
 on KVLINE_FAULT_DEVICE, and writes this value to the file KVLINE_FAULT_MARK;
 KVLINE_FAULT_RANK says which rank of several breaks so, by default the first;
 KVLINE_FAULT_HTTP_BLOCK=s blocks the HTTP process once for s seconds in a C call that holds the
-interpreter lock; KVLINE_FAULT_FRAMES makes what the engine answers unreadable;
+interpreter lock; KVLINE_FAULT_FRAMES=engine|http|parent makes what that process sends (of the
+engine, its answers) unreadable;
 KVLINE_WATCH_LOOP=file is of loopwatch.py.
 """
 
@@ -102,10 +103,10 @@ def block_http() -> None:
     module.read_json = blocking
 
 
-def garble_frames() -> None:
-    """The engine's answers cannot be understood."""
-    module: Any = importlib.import_module("kvline_server.engine_process.outbox")
-    module.encode = lambda message: b"\x03\0\0\0abc"
+def garble_frames(module: str) -> None:
+    """What this process sends, or its outbox alone, cannot be understood."""
+    patched: Any = importlib.import_module(module)
+    patched.encode = lambda message: b"\x03\0\0\0abc"
 
 
 def count_kills() -> None:
@@ -171,8 +172,9 @@ elif STEP and not OF_ENGINE and HTTP not in arguments:
     count_kills()
 if "KVLINE_FAULT_COPY" in os.environ and ENGINE in arguments:
     slow_copies()
-if "KVLINE_FAULT_FRAMES" in os.environ and ENGINE in arguments:
-    garble_frames()
+OWN = "engine" if OF_ENGINE else "http" if HTTP in arguments else "parent"
+if os.environ.get("KVLINE_FAULT_FRAMES") == OWN:
+    garble_frames(f"kvline_server.{'engine_process.outbox' if OF_ENGINE else 'messages'}")
 if BLOCK and HTTP in arguments:
     block_http()
 
