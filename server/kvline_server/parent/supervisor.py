@@ -104,7 +104,6 @@ class Supervisor:
             self._watch_progress()
             announced = announced or announce()
             if self.health.draining and drain is None:
-                log(f"asked to end: requests have {self.drain_seconds:g} s to finish")
                 drain = DrainState(self.drain_seconds)
                 self._tell_http(Drain(self.drain_seconds))
             if drain is not None and self._is_drained(drain):
