@@ -333,7 +333,7 @@ def test_an_engine_that_its_node_gives_no_cpu_is_not_ended(start: Callable[..., 
     began = time.monotonic()
     with crowded_out(server.children()["engine"]):
         body = {**LONG, "max_tokens": 1}
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=100)
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=limit(100))
     assert answer.status_code == 200 and server.process.poll() is None
     assert time.monotonic() - began > limit(4.5)
 
