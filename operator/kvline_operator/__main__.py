@@ -131,8 +131,13 @@ async def operate(settings: Settings, client: kube.Kube, traces: Any | None) -> 
 def _stop_on_signals() -> asyncio.Event:
     """Handled here because kopf does not run on a standby, and PID 1 has no default handler."""
     stop = asyncio.Event()
+
+    def end(number: signal.Signals) -> None:
+        log.info("%s: this operator ends", number.name)
+        stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, end, number)
     return stop
 
 

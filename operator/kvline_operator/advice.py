@@ -103,6 +103,12 @@ ADVICE = (
     ),
     Advice(
         "CapacityMeasured",
+        ("StepTooLong",),
+        "a step took longer than 30 s, and in service would be taken for a hung engine",
+        "set the field that the message names to its value, or give the pod more CPUs",
+    ),
+    Advice(
+        "CapacityMeasured",
         ("EngineExited",),
         "the engine ended with an error",
         "the message has its last error; see `kubectl logs` of the pod",
@@ -214,6 +220,14 @@ ADVICE = (
         "that rejects no revision",
         "nothing the first time, the container restarts by itself; if it repeats, check the GPU of "
         "the rank that the message names (rank 1 has the pod's GPU 1) and the node's log for kills",
+    ),
+    Advice(
+        "Progressing",
+        ("NoProgress",),
+        "a process of a pod that served made no progress for 60 s while work waited, though its "
+        "node gave it CPU: it hangs, or waits for a device or a disk; that rejects no revision",
+        "nothing the first time, the container restarts by itself; if it repeats, check the node's "
+        "GPU and disk, and report what the pod was asked",
     ),
     Advice("UpToDate", ("UpToDate",), "the spec's revision alone serves", NOTHING),
     Advice(

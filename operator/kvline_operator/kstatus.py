@@ -14,7 +14,7 @@ TYPES = ("Reconciling", "Stalled")
 STALLED = {
     "Accepted": ("SpecInvalid", "NameConflict", "Forbidden"),
     "ModelAvailable": ("NotFound", "Invalid", "Unsupported"),
-    "CapacityMeasured": ("OutOfMemory", "ContextDoesNotFit"),
+    "CapacityMeasured": ("OutOfMemory", "ContextDoesNotFit", "StepTooLong"),
     "CapacitySufficient": ("BelowMinimum", "NotComparable"),
     "Progressing": ("DeadlineExceeded",),
     "UpToDate": ("RevisionRejected", "ForeignChange"),

@@ -29,6 +29,7 @@ from kvline_operator.sizing import Reading, Reports
 from kvline_operator.spec import ServiceSpec
 
 Object = dict[str, Any]
+Waits = tuple[tuple[str, str], ...]  # revision and address of pods whose preStop wait serves nobody
 UNSERVED = (
     "spec.resources.gpuDeviceClass needs the API resource.k8s.io/v1 (Kubernetes 1.34 or newer), "
     "which this API server does not serve; remove the field to request nvidia.com/gpu, or set "
@@ -36,7 +37,7 @@ UNSERVED = (
 )
 # Of the scheduler's messages: an extended resource, and devices of a ResourceClaim.
 SHORTAGES = ("Insufficient ", "cannot allocate all claims")
-KILLS = (137, 143)  # exit codes after SIGKILL and SIGTERM; a started server ends SIGTERM with 0
+KILLS = (0, 137, 143)  # exit codes after SIGTERM, SIGKILL, and SIGTERM before the server started
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Ended:
 
     @property
     def from_outside(self) -> bool:
-        """An external kill: by the kubelet (a probe) or the node (a shutdown)."""
+        """An external kill of the server: by the kubelet (a probe) or the node (a shutdown)."""
         return self.code in KILLS and not self.oom_killed
 
     @property
@@ -105,8 +106,8 @@ class PodView:
 
     @property
     def failed(self) -> Ended | None:
-        """Its last termination with an error, unless it has been validated since."""
-        return self.ended if self.ended and self.ended.code and not self.validated else None
+        """Its last termination, unless it has been validated since."""
+        return self.ended if self.ended and not self.validated else None
 
     @property
     def killed(self) -> Ended | None:
@@ -141,7 +142,7 @@ class Observed:
     jobs: tuple[Object, ...] = ()  # prepare Jobs, also those being deleted
     preparing: tuple[PodView, ...] = ()  # their pods, oldest first
     claim_templates: tuple[Object, ...] = ()  # ResourceClaimTemplates
-    needless: tuple[str, ...] = ()  # addresses of pods whose preStop wait serves nobody
+    needless: Waits = ()
 
     def config_map(self, name: str) -> Object | None:
         return self.child("ConfigMap", name)
@@ -256,16 +257,17 @@ def leaving(pods: list[Object], deployments: list[Object], now: str) -> str:
     return next((str(p["metadata"]["name"]) for p in found if surplus[_revision(p)] > 0), "")
 
 
-def needless_waits(pods: tuple[PodView, ...], found: list[Object], now: str) -> tuple[str, ...]:
-    """Addresses of terminating pods that wait for their clients (preStop) while another pod of the
-    service lacks what they hold, such as the only GPU. As long as a replica is ready, or the lack
-    is of something else, their wait does serve."""
+def needless_waits(pods: tuple[PodView, ...], found: list[Object], now: str) -> Waits:
+    """Of terminating pods that wait for their clients (preStop) while another pod of the service
+    lacks what they hold, such as the only GPU. As long as a replica is ready, or the lack is of
+    something else, their wait does serve."""
     lacking = any(p.awaits and any(s in p.unschedulable for s in SHORTAGES) for p in pods)
     if not lacking or any(p.ready for p in pods):
         return ()
     terminating = (p for p in found if (p["metadata"].get("deletionTimestamp") or "") > now)
-    addresses = ((p.get("status") or {}).get("podIP") for p in terminating if not has_ended(p))
-    return tuple(sorted(str(address) for address in addresses if address))
+    living = [p for p in terminating if not has_ended(p)]
+    waits = [(_revision(p), (p.get("status") or {}).get("podIP")) for p in living]
+    return tuple(sorted((revision, address) for revision, address in waits if address))
 
 
 def _revision(item: Object) -> str:

@@ -16,6 +16,7 @@ Object = dict[str, Any]
 GPU_RESOURCE = "nvidia.com/gpu"  # default: of NVIDIA's device plug-in
 GPU_CLAIM = "gpu"  # name of the pod's claim, and of the claim's request
 DRAIN_SECONDS = 120  # default of spec.drainSeconds, also the server's
+START_SECONDS = 6 * 3600  # of a start, which may read a large model from a slow volume
 EXIT_SECONDS = 15  # for the engine to exit after the drain
 CACHE_SIZE_LIMIT = "200Gi"
 STATE_SIZE_LIMIT = "4Gi"
@@ -94,9 +95,11 @@ def _server(inputs: Object, revision: Revision, settings: Settings) -> Object:
         ],
         "resources": _resources(inputs["resources"]),
         "securityContext": _RESTRICTED,
-        "startupProbe": _probe("/startupz", 1, 3600),
+        # The server itself ends a start without progress, and serving without: with a reason, which
+        # the kubelet gives none. These two find a parent that is gone, on however busy a node.
+        "startupProbe": _probe("/startupz", 1, START_SECONDS),
+        "livenessProbe": _probe("/livez", 10, 30),
         "readinessProbe": _probe("/readyz", 1, 1),
-        "livenessProbe": _probe("/livez", 10, 3),
         "lifecycle": {"preStop": _pre_stop(inputs, revision, settings)},
         "terminationMessagePath": names.TERMINATION_LOG,
         "volumeMounts": [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
@@ -9,15 +10,26 @@ from http.server import BaseHTTPRequestHandler
 from kvline_contract.listening import HTTPServer
 from kvline_operator.metrics import Metrics
 
+log = logging.getLogger("kvline")
+
 
 class ProbeServer(HTTPServer):
     def __init__(self, port: int, unhealthy: Callable[[], str | None], metrics: Metrics) -> None:
         self.unhealthy = unhealthy
         self.metrics = metrics
+        self._was_well = True
         super().__init__("", port, _Handler)
 
     def start(self) -> None:
         threading.Thread(target=self.serve_forever, daemon=True, name="probe").start()
+
+    def reason(self) -> str | None:
+        """Why it is not healthy. Logged as it begins: the kubelet ends the container without it."""
+        reason = self.unhealthy()
+        if reason is not None and self._was_well:
+            log.error("not healthy, which ends this operator if it lasts: %s", reason)
+        self._was_well = reason is None
+        return reason
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -28,7 +40,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/metrics":
             self._send(200, self.server.metrics.text())
         elif self.path == "/healthz":
-            reason = self.server.unhealthy()
+            reason = self.server.reason()
             self._send(200 if reason is None else 500, (reason or "ok").encode())
         else:
             self._send(404, b"not found")

@@ -20,6 +20,7 @@ from kvline_contract.names import (
     LABEL_REVISION,
     SCALE_FILE,
     base_name,
+    gate_name,
     records_name,
     scale_name,
 )
@@ -30,6 +31,7 @@ from kvline_operator import (
     autoscale,
     candidate,
     jobs,
+    notices,
     prepare,
     records,
     render,
@@ -53,6 +55,7 @@ from kvline_operator.settings import Settings
 from kvline_operator.sizing import Reports
 from kvline_operator.spec import ServiceSpec, parse
 from kvline_operator.status_cache import StatusCache, View
+from kvline_operator.tokens import Tokens
 from kvline_operator.workqueue import Key
 
 log = logging.getLogger("kvline")
@@ -73,6 +76,7 @@ class Context:
     pod_ownership: PodOwnership
     claims: Claims
     corrections: Corrections = field(default_factory=Corrections)
+    tokens: Tokens = field(default_factory=Tokens)
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
 
     def stamp(self) -> str:
@@ -102,7 +106,7 @@ def reconcile(context: Context, key: Key) -> float:
         context.status_cache.refuse(key, body.get("spec") or {}, new)
         _write_status(context, body, new, events)
         return RETRY_REFUSED  # roles and served APIs change without an event
-    list(context.pool.map(context.reports.end_wait, observed.needless))
+    notices.end_waits(context.reports, context.pool, context.tokens, spec.uid, observed.needless)
     known, pods = candidate.counted(known, observed.pods)
     observed = replace(observed, pods=pods)
     rollout_state = RolloutState.of(spec, observed, revision.name, stored, known, context.now())
@@ -113,8 +117,8 @@ def reconcile(context: Context, key: Key) -> float:
     maps += [render.scale_map(spec, scale)] if scale else []
     apply_error = _apply(context, spec, observed, rollout_state, maps)
     if apply_error is None or apply_error.reason == "ForeignChange":  # all is written
-        waiting = rollout_state.to_notify(spec, observed.pods)
-        list(context.pool.map(lambda pod: context.reports.open_gate(*pod), waiting))
+        waiting = rollout_state.to_notify(observed.pods)
+        notices.open_gates(context.reports, context.pool, context.tokens, spec.uid, waiting)
     # The status is of what was observed before the writes; their events requeue this service.
     state = ServiceState(
         spec=spec,
@@ -213,7 +217,10 @@ def _apply(
         ):
             if name not in rollout_state.stored:
                 continue  # its ControllerRevision was deleted: the Deployment stays unchanged
-            gate = rollout_state.gate(name, spec)
+            seen = observed.config_map(gate_name(spec.base, name))
+            rolls = bool(rollout_state.plan.candidate)
+            digest = notices.digest(context.tokens, (spec.uid, name), seen, rolls)
+            gate = rollout_state.gate(name, spec, digest)
             launch = _launch(context, spec, observed, rollout_state.stored[name])
             objects = render.revision_objects(
                 spec, rollout_state.stored[name], replicas, gate, launch

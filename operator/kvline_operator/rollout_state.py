@@ -42,21 +42,26 @@ class RolloutState:
             return self.limits
         return Thresholds(spec.min_kv_tokens)
 
-    def gate(self, name: str, spec: ServiceSpec) -> GateFile:
-        """The gate file of a revision. It stays open while replicas are ready, because closing it
-        would make them unready."""
-        verdict, is_open = self.plan.gate, True
-        if verdict is not None and name in (self.plan.candidate, self.plan.rejected):
-            is_open = verdict.result is GateResult.PASSED or self.ready.get(name, 0) > 0
-        return self.thresholds(name, spec).gate(is_open)
+    def is_open(self, name: str) -> bool:
+        """Whether the gate of a revision is. It stays open while replicas are ready, because
+        closing it would make them unready."""
+        verdict = self.plan.gate
+        if verdict is None or name not in (self.plan.candidate, self.plan.rejected):
+            return True
+        return verdict.result is GateResult.PASSED or self.ready.get(name, 0) > 0
 
-    def to_notify(self, spec: ServiceSpec, pods: tuple[PodView, ...]) -> list[tuple[str, str]]:
-        """UID and address of validated pods that are not ready although their gate file, which was
-        written in this reconcile, is open."""
+    def gate(self, name: str, spec: ServiceSpec, digest: str | None = None) -> GateFile:
+        """The gate file of a revision; `digest`: of the token in notices to its pods."""
+        made = self.thresholds(name, spec).gate(self.is_open(name))
+        return replace(made, token_sha256=digest)
+
+    def to_notify(self, pods: tuple[PodView, ...]) -> list[PodView]:
+        """Validated pods that are not ready although their gate file, which was written in this
+        reconcile, is open."""
         unready = [p for p in pods if p.validated and p.running and not p.ready and p.address]
         written = {name for name, count in self.plan.replicas.items() if count}
         kept = [p for p in unready if p.revision in written & self.stored.keys()]
-        return [(p.uid, p.address) for p in kept if self.gate(p.revision, spec).open]
+        return [p for p in kept if self.is_open(p.revision)]
 
     @classmethod
     def of(

@@ -65,12 +65,15 @@ def _get(address: str, port: int, path: str, deadline: float) -> bytes:
     return _ask("GET", address, port, path, deadline)
 
 
-def _ask(method: str, address: str, port: int, path: str, deadline: float) -> bytes:
+def _ask(
+    method: str, address: str, port: int, path: str, deadline: float, headers: str = ""
+) -> bytes:
     """A plain HTTP/1.0 request: client libraries limit the time of each read, not of the whole."""
     try:
         with socket.create_connection((address, port), _left(deadline)) as connection:
             connection.settimeout(_left(deadline))
-            connection.sendall(f"{method} {path} HTTP/1.0\r\nHost: pod\r\n\r\n".encode())
+            asked = f"{method} {path} HTTP/1.0\r\nHost: pod\r\n{headers}\r\n"
+            connection.sendall(asked.encode())
             raw = b""
             while True:
                 connection.settimeout(_left(deadline))
@@ -155,14 +158,18 @@ class Reports:
         self._loads.put(uid, load)
         return load
 
-    def end_wait(self, address: str) -> None:
-        """Ends a terminating pod's wait for its clients. Servers of earlier images wait on."""
-        self._notify(address, END_PRE_STOP_PATH)
+    def end_wait(self, address: str, token: str) -> None:
+        """Ends a terminating pod's wait for its clients. Servers of earlier images wait on, and
+        those whose gate file does not have the token's digest."""
+        self._notify(address, END_PRE_STOP_PATH, token)
 
-    def open_gate(self, uid: str, address: str) -> None:
-        """Notifies a pod that its gate file is open. Servers of earlier images wait for it."""
-        self._notify(address, f"{OPEN_GATE_PATH}?uid={uid}")
+    def open_gate(self, uid: str, address: str, token: str) -> None:
+        """Notifies a pod that its gate file is open. Servers of earlier images wait for it, and
+        those whose gate file does not have the token's digest."""
+        self._notify(address, f"{OPEN_GATE_PATH}?uid={uid}", token)
 
-    def _notify(self, address: str, path: str) -> None:
+    def _notify(self, address: str, path: str, token: str) -> None:
         with suppress(Unreachable, ContractError):
-            _ask("POST", address, self._port, path, time.monotonic() + SECONDS)
+            deadline = time.monotonic() + SECONDS
+            headers = f"Authorization: Bearer {token}\r\n" if token else ""
+            _ask("POST", address, self._port, path, deadline, headers)

@@ -1,6 +1,7 @@
 """The one table of exit codes: name, condition, reason, and what it means for a candidate.
 
-The server exits with these codes and the operator reads them (docs/operations.md).
+The server exits with these codes and the operator reads them (docs/operations.md). An operator
+that is older than a code takes it for UNEXPECTED: it rejects a candidate that ends with it twice.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ class ExitCode(IntEnum):
     DOWNLOAD_FAILED = 33, "ModelAvailable", "DownloadFailed", False
     OUT_OF_MEMORY = 40, "CapacityMeasured", "OutOfMemory", True
     CONTEXT_DOES_NOT_FIT = 41, "CapacityMeasured", "ContextDoesNotFit", True
+    STEP_TOO_LONG = 42, "CapacityMeasured", "StepTooLong", True
     DEVICE_FAILURE = 43, "Progressing", "DeviceFailure", False
     RANK_LOST = 44, "Progressing", "RankLost", False
+    NO_PROGRESS = 45, "Progressing", "NoProgress", False
     ENGINE_DIED = 50, "CapacityMeasured", "EngineExited", True
     OUT_OF_MEMORY_SERVING = 51, "CapacityMeasured", "OutOfMemory", True
     STALLED = 52, "CapacityMeasured", "EngineExited", True

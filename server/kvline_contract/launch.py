@@ -7,6 +7,8 @@ re-read while the pod runs and tolerate unknown keys.
 from __future__ import annotations
 
 from enum import StrEnum
+from hashlib import sha256
+from hmac import compare_digest
 
 from kvline_contract.codec import ContractError, decode, document, dumps, field, loads
 from kvline_contract.memory import MemoryV1
@@ -112,12 +114,19 @@ class GateFile:
     required_by_gpu: dict[str, int] | None = field(
         "requiredByGPU", items=MAX_GATE_GPUS, omit_none=True, default=None
     )
+    # Of the token in the operator's notices to pods; absent in files of earlier operators.
+    token_sha256: str | None = field("tokenSHA256", limit=64, omit_none=True, default=None)
 
     @classmethod
     def parse(cls, text: str | bytes) -> GateFile:
         value = loads(text, 4096)
         check_version(value, "gate file", (VERSION,))
         return decode(cls, value, strict=False)
+
+    def knows(self, token: str) -> bool:
+        """Whether a notice with this token comes from the operator that wrote the file."""
+        presented = sha256(token.encode()).hexdigest()
+        return compare_digest(presented.encode(), (self.token_sha256 or "").encode())
 
     def threshold(self, gpu: str = "") -> int:
         """KV tokens that a replica on this GPU must have; `gpu` is its name in the report. For one

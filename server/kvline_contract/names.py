@@ -54,8 +54,10 @@ INTERNAL_PORT = 8001  # probes, sizing, load, metrics; pod address only
 SIZING_PATH = "/sizing"  # GET ?version=: the newest report version that who asks reads
 # The preStop hook waits on the internal port until no new request is sent to the pod.
 PRE_STOP_PATH, PRE_STOP_SECONDS = "/prestop", 15
-END_PRE_STOP_PATH = "/prestop/end"  # POST: that wait serves nobody, another pod needs the GPU
-OPEN_GATE_PATH = "/gate/open"  # POST ?uid=: the gate file is open, which has not arrived yet
+# The operator's notices, POSTs with `Authorization: Bearer TOKEN`; the pod's gate file has the
+# token's SHA-256. Servers of earlier images ask for no token.
+END_PRE_STOP_PATH = "/prestop/end"  # that wait serves nobody, another pod needs the GPU
+OPEN_GATE_PATH = "/gate/open"  # ?uid=: the gate file is open, which has not arrived yet
 
 SERVER_CONTAINER = "server"
 DOWNLOAD_CONTAINER = "download"

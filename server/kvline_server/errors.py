@@ -10,9 +10,11 @@ ServerError
 ├── DownloadFailed          33
 ├── OutOfMemory             40  with the diagnosis (see Termination)
 ├── ContextDoesNotFit       41  with the largest length that fits
+├── StepTooLong             42  a step of the size that was to be served
 ├── DeviceFailure           43
 ├── RankLost                44  a rank ended without a reason of its own, or does not answer
 ├── EngineConnectionLost    50
+├── InvalidFrame            50  what one of the pod's processes was sent by another
 └── OutOfMemoryServing      51  after validation
 """
 
@@ -78,6 +80,13 @@ class EngineConnectionLost(ServerError):
     code = ExitCode.ENGINE_DIED
 
 
+class InvalidFrame(ServerError):
+    """One of the pod's processes was sent something that is no message, or another than it may be
+    sent. Whatever else comes on that connection means nothing."""
+
+    code = ExitCode.ENGINE_DIED
+
+
 class SizingError(ServerError):
     """No budget could be validated: memory by part, binding constraint, settings to change."""
 
@@ -115,6 +124,12 @@ class OutOfMemory(SizingError):
 
 class ContextDoesNotFit(SizingError):
     code = ExitCode.CONTEXT_DOES_NOT_FIT
+
+
+class StepTooLong(SizingError):
+    """In service it would be taken for a hung engine."""
+
+    code = ExitCode.STEP_TOO_LONG
 
 
 class OutOfMemoryServing(ServerError):

@@ -23,10 +23,12 @@ from kvline_contract.report import (
     State,
     Termination,
 )
+from kvline_server.errors import InvalidFrame
 from kvline_server.histogram import Latencies
 from kvline_server.sampling_params import SamplingParams
 
-MAX_FRAME = 64 << 20
+LENGTH = 4  # bytes of a frame's length, before its body
+MAX_FRAME = 64 << 20  # bytes; a prompt of a million tokens takes five
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):
@@ -225,19 +227,29 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 def encode(message: Message) -> bytes:
     body = _encoder.encode(message)
-    return len(body).to_bytes(4, "little") + body
+    return len(body).to_bytes(LENGTH, "little") + body
+
+
+def body_length(header: bytes) -> int:
+    """Bytes of a frame's body. Raises InvalidFrame before any of them is waited for."""
+    length = int.from_bytes(header, "little")
+    if length > MAX_FRAME:
+        raise InvalidFrame(f"a frame of {length} bytes, where one has {MAX_FRAME} at most")
+    return length
 
 
 def decode(body: bytes) -> Message:
-    message: Message = _decoder.decode(body)
+    """Raises InvalidFrame."""
+    try:
+        message: Message = _decoder.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise InvalidFrame(f"a frame of {len(body)} bytes is no message: {error}") from None
     return message
 
 
 async def read(reader: asyncio.StreamReader) -> Message:
-    """The next message. Raises IncompleteReadError at the end of the stream."""
-    length = int.from_bytes(await reader.readexactly(4), "little")
-    if length > MAX_FRAME:
-        raise ValueError(f"a frame of {length} bytes")
+    """The next message. Raises IncompleteReadError at the end of the stream, and InvalidFrame."""
+    length = body_length(await reader.readexactly(LENGTH))
     return decode(await reader.readexactly(length))
 
 
@@ -254,12 +266,10 @@ class Channel:
             self.connection.sendall(encode(message))
 
     def receive(self) -> Iterator[Message]:
-        """Messages until the other side closes."""
+        """Messages until the other side closes. Raises OSError, and InvalidFrame."""
         with self.connection.makefile("rb") as stream:
-            while header := stream.read(4):
-                length = int.from_bytes(header, "little")
-                if len(header) < 4 or length > MAX_FRAME:
-                    raise OSError("broken frame")
+            while len(header := stream.read(LENGTH)) == LENGTH:
+                length = body_length(header)
                 body = stream.read(length)
                 if len(body) < length:
                     return

@@ -45,7 +45,8 @@ QUEUED_BYTES, ENGINE_QUEUED_BYTES = (1 + QUEUE_FACTOR) * 80, (1 + QUEUE_FACTOR) 
 class Limits:
     """Seconds."""
 
-    stage: float = 300.0  # a stage without progress ends the start
+    # Without progress, but for what processes were starved of CPU (starvation.py).
+    stage: float = 300.0  # of a start, which ends then
     liveness: float = 60.0  # without a step while busy, or without a heartbeat of the event loop
     # Where the launch sets none; preStop + drain + 5 s to exit < the grace period.
     drain: float = 120.0
@@ -53,6 +54,14 @@ class Limits:
     rank: float = 30.0  # without a pulse of one of several ranks
     poll: float = 0.1
     gate: float = 1.0
+
+    @property
+    def step(self) -> float:
+        """The longest that one may take: longer ones take a pod out of the endpoints."""
+        return self.liveness / 2
+
+
+LONGEST_STEP = Limits().step
 
 
 @dataclass(frozen=True, slots=True)

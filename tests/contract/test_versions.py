@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvline_contract.codec import ContractError, decode, dumps, encode, loads
-from kvline_contract.launch import Record, Records
+from kvline_contract.launch import MAX_GATE_GPUS, GateFile, Record, Records
 from kvline_contract.memory import FIGURES, MAX_PARTS, OTHERS, Memory, MemoryV1, Part
 from kvline_contract.report import (
     MAX_REPORT_BYTES,
@@ -248,6 +249,30 @@ def test_a_broken_part_is_named(change: dict[str, Any], named: str) -> None:
     value["result"]["ranks"] = []
     with pytest.raises(ContractError, match="ranks: expected one or more"):
         SizingReport.parse(json.dumps(value))
+
+
+def test_a_gate_file_has_a_token_s_digest_where_the_operator_wrote_one_alone() -> None:
+    """Files of earlier operators are written again byte for byte; earlier servers ignore it."""
+    earlier = GateFile(1, False, 1000, 900, {"NVIDIA H200": 900})
+    text = dumps(earlier)
+    assert GateFile.parse(text) == earlier and "token" not in text
+    newer = replace(earlier, token_sha256="f" * 64)
+    found = json.loads(dumps(newer))
+    assert found.pop("tokenSHA256") == "f" * 64 and found == json.loads(text)
+    assert found["version"] == 1
+    gpus = {f"{number:064}": 2**53 - 1 for number in range(MAX_GATE_GPUS)}
+    largest = replace(newer, required_by_gpu=gpus, min_kv_tokens=2**53 - 1)
+    assert GateFile.parse(dumps(largest)) == largest
+    with pytest.raises(ContractError, match="tokenSHA256: 65 characters"):
+        GateFile.parse(dumps(replace(newer, token_sha256="f" * 65)))
+
+
+def test_only_the_token_itself_is_known_by_its_digest() -> None:
+    token = "0123456789abcdef"
+    gate = GateFile(1, False, token_sha256=sha256(token.encode()).hexdigest())
+    assert gate.knows(token) and not gate.knows(token[:-1]) and not gate.knows("")
+    assert not gate.knows(gate.token_sha256 or "") and not gate.knows("\u00e9")
+    assert not GateFile(1, False).knows("") and not GateFile(1, False, token_sha256="").knows("")
 
 
 def test_figures_of_version_1_must_add_up() -> None:

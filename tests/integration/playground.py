@@ -294,7 +294,7 @@ class Node:
         self.was_ready: set[str] = set()  # pod uids
         self.considered: set[str] = set()  # uids of pods that the scheduler has considered
         self.crashes: Counter[str] = Counter()  # by pod uid
-        self.posts: list[tuple[str, str]] = []  # address and path of each POST to a pod
+        self.posts: dict[tuple[str, str], str] = {}  # by address and path: the last POST's token
         self.counts: dict[str, int] = {}  # ranks of a replica, by revision
         self.load: Load | None = None  # the load that every replica reports
         self.fetches = True  # prepare Jobs succeed at once
@@ -318,7 +318,8 @@ class Node:
                     self.wfile.write(body)
 
             def do_POST(self) -> None:
-                node.posts.append((self.connection.getsockname()[0], self.path))
+                bearer = self.headers.get("Authorization", "").removeprefix("Bearer ")
+                node.posts[self.connection.getsockname()[0], self.path] = bearer
                 self.send_response(200)
                 self.end_headers()
 
@@ -425,7 +426,7 @@ class Node:
         text = found["data"][GATE_FILE]
         gate = GateFile.parse(text if self.gates is None else self.gates.setdefault(uid, text))
         notice = (self.addresses.get(uid, ""), f"{OPEN_GATE_PATH}?uid={uid}")
-        is_open = gate.open or notice in self.posts
+        is_open = gate.open or gate.knows(self.posts.get(notice, ""))
         if is_open and tokens >= gate.threshold():
             self.was_ready.add(uid)  # once ready, thresholds no longer apply
         return is_open and uid in self.was_ready

@@ -12,6 +12,8 @@ from playground import serve
 from rolling import Service, up_to_date
 from waiting import eventually
 
+from kvline_contract.launch import GateFile
+from kvline_contract.names import GATE_FILE, LABEL_REVISION, LABEL_SERVICE, gate_name
 from kvline_contract.report import State, Termination
 
 pytestmark = pytest.mark.integration
@@ -25,7 +27,8 @@ NOT_THE_ENGINE_S = (
     (30, "ModelNotFound"),
     (137, "killed (code 137)"),
     (43, "DeviceFailure"),
-    (0, "is measured before it takes traffic"),
+    (45, "NoProgress"),
+    (0, "killed (code 0)"),
 )
 REFUSED = (
     "Allocate failed due to requested number of devices unavailable for nvidia.com/gpu. "
@@ -150,7 +153,11 @@ def test_a_candidate_that_waits_for_what_a_terminating_pod_holds_is_not_unschedu
     assert progressing["reason"] == "RollingOut" and waits in progressing["message"]
     assert waits in space.condition("UpToDate")["message"]
     # Its wait for clients serves nobody, and the candidate waits for its GPU.
-    eventually(lambda: (node.addresses[old["metadata"]["uid"]], "/prestop/end") in node.posts)
+    notice = (node.addresses[old["metadata"]["uid"]], "/prestop/end")
+    eventually(lambda: notice in node.posts)
+    labels = old["metadata"]["labels"]
+    file = space.get("configmap", gate_name(labels[LABEL_SERVICE], labels[LABEL_REVISION]))
+    assert GateFile.parse(file["data"][GATE_FILE]).knows(node.posts[notice])
     since = [e for e in space.list("events") if e["metadata"]["uid"] not in earlier]
     assert not {"Unschedulable", "GateHeld"} & {e["reason"] for e in since}
     space.kubectl("delete", "pod", old["metadata"]["name"], "--force", "--grace-period=0")

@@ -11,6 +11,7 @@ import pytest
 from rolling import Service, is_ready, up_to_date
 from waiting import eventually
 
+from kvline_contract.names import GATE_FILE, LABEL_SERVICE, OPEN_GATE_PATH, gate_name
 from kvline_contract.report import Binding, Direction, Knob, Termination
 
 pytestmark = pytest.mark.integration
@@ -66,6 +67,31 @@ def test_a_candidate_takes_over_before_its_opened_gate_file_has_arrived(
     service.tokens[rejected] = 2048
     service.until_reason("RevisionRejected")
     assert not {address[uid] for uid in known} & {at for at, _ in service.node.posts}
+
+
+def test_after_a_restart_of_the_operator_an_opened_gate_file_arrives_itself(
+    service: Service, space: Any, operator: Any
+) -> None:
+    """The token of its notices was in the memory of the one that is gone, and the pod knows no
+    other until the kubelet brings it a changed file."""
+    service.node.gates = {}
+    space.apply(replicas=2, engine=BIGGER)
+    candidate = service.candidate()
+    (pod,) = service.until_pods(candidate, 1)
+    uid = pod["metadata"]["uid"]
+    name = gate_name(pod["metadata"]["labels"][LABEL_SERVICE], candidate)
+    service.node.gates[uid] = space.get("configmap", name)["data"][GATE_FILE]
+    operator.stop()
+    operator.start()
+    service.tokens[candidate] = 4096
+    notice = (service.node.addresses[uid], f"{OPEN_GATE_PATH}?uid={uid}")
+    service.until(lambda s: notice in service.node.posts)
+    service.poll()
+    assert candidate not in service.served
+    assert service.events("GatePassed")
+    del service.node.gates[uid]  # the kubelet brings what is there now
+    status = service.until_reason("UpToDate")
+    assert status["rollout"]["stableRevision"] == candidate and service.fewest_ready == 2
 
 
 def test_half_the_budget_is_rejected_until_the_spec_or_a_promotion_says_otherwise(

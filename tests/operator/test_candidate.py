@@ -59,6 +59,8 @@ def after(*ends: End) -> PodView:
         ("a node that shuts down", [(143, "Error")] * 9, False),
         ("a device that is lost", [(43, "Error")] * 9, False),
         ("a rank that is lost", [(44, "Error")] * 9, False),
+        ("a pod that hung while it served", [(45, "Error")] * 9, False),
+        ("a step that is too long", [(42, "Error")] * 2, True),
         ("a Secret that was missing, then its first failure", [(22, "Error")] * 5 + [OWN], False),
         ("and then its first kill for memory", [(22, "Error")] * 5 + [OOM], False),
         ("a model that was missing", [(30, "Error"), (33, "Error"), OWN], False),
@@ -93,6 +95,8 @@ def test_too_little_host_memory_beside_a_gpu_rejects_at_the_second_kill() -> Non
         (143, "Error", "killed (code 143)"),
         (43, "Error", "DeviceFailure"),
         (44, "Error", "RankLost"),
+        (45, "Error", "NoProgress"),
+        (0, "Completed", "killed (code 0) by the kubelet"),
     ],
 )
 def test_an_end_that_is_not_the_engine_s_holds(code: int, reason: str, held: str) -> None:
@@ -149,11 +153,14 @@ def test_a_pod_leaves_its_node_within_its_grace_period_or_soon(pods: Any, leaves
     assert leaving(pods, counts, "t4") == leaves
 
 
+AT = (("a", "10.0.0.1"),)
+
+
 @pytest.mark.parametrize(
     ("lack", "ready", "ends", "addresses"),
     [
-        ("0/1 nodes are available: 1 Insufficient nvidia.com/gpu.", False, "t5", ("10.0.0.1",)),
-        ("0/1 nodes are available: 1 cannot allocate all claims.", False, "t5", ("10.0.0.1",)),
+        ("0/1 nodes are available: 1 Insufficient nvidia.com/gpu.", False, "t5", AT),
+        ("0/1 nodes are available: 1 cannot allocate all claims.", False, "t5", AT),
         ("0/1 nodes are available: 1 node(s) were unschedulable.", False, "t5", ()),  # a drain
         ("0/1 nodes are available: 1 Insufficient nvidia.com/gpu.", True, "t5", ()),
         ("0/1 nodes are available: 1 Insufficient nvidia.com/gpu.", False, "t4", ()),  # stuck
@@ -161,7 +168,7 @@ def test_a_pod_leaves_its_node_within_its_grace_period_or_soon(pods: Any, leaves
     ],
 )
 def test_a_wait_that_serves_nobody_is_ended(
-    lack: str, ready: bool, ends: str, addresses: tuple[str, ...]
+    lack: str, ready: bool, ends: str, addresses: tuple[tuple[str, str], ...]
 ) -> None:
     old = placed("a", ends=ends)
     old["status"]["podIP"] = "10.0.0.1"

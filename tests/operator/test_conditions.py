@@ -382,7 +382,9 @@ def test_a_gpu_that_a_node_cannot_give_is_a_device_failure_until_a_container_run
     )
 
 
-@pytest.mark.parametrize(("code", "reason"), [(43, "DeviceFailure"), (44, "RankLost")])
+@pytest.mark.parametrize(
+    ("code", "reason"), [(43, "DeviceFailure"), (44, "RankLost"), (45, "NoProgress")]
+)
 def test_a_lost_device_or_rank_is_named_until_the_pod_is_validated_again(
     code: int, reason: str
 ) -> None:
@@ -396,10 +398,12 @@ def test_a_lost_device_or_rank_is_named_until_the_pod_is_validated_again(
 
 
 def test_a_kill_by_the_kubelet_is_not_an_engine_s_own_end() -> None:
-    for code in (137, 143):
-        got = by_type(service_state(replace(PLAIN, ended=ended(code))))["CapacityMeasured"]
+    for code in (0, 137, 143):
+        state = service_state(replace(PLAIN, ended=ended(code)))
+        got = by_type(state)["CapacityMeasured"]
         assert (got.status, got.reason) == ("False", "Killed")
         assert f"code {code}" in got.message
+        assert "Killed" in {e.reason for e in status.build(state, {}, "now")[1]}
     again = replace(PLAIN, ended=ended(137), running=True, report=report(State.LOADING))
     assert by_type(service_state(again))["CapacityMeasured"].reason == "Loading"
 

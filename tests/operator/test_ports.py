@@ -49,6 +49,24 @@ def test_probes_and_metrics_answer_both_families(host: str) -> None:
         server.server_close()
 
 
+def test_why_the_operator_is_not_healthy_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The kubelet ended it without a word in its log."""
+    metrics = Metrics(board(), Kube(client.ApiClient()), WorkQueue())
+    reasons: list[str | None] = [None, "a watch is dead", "a watch is dead", None, "again"]
+    answers = iter(reasons)
+    server = ProbeServer(0, lambda: next(answers), metrics)
+    server.start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}/healthz"
+        got = [httpx.get(url, timeout=30).text for _ in reasons]
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert got == [reason or "ok" for reason in reasons]
+    logged = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert [text.rpartition(": ")[2] for text in logged] == ["a watch is dead", "again"]
+
+
 def test_the_page_answers_both_families_and_a_taken_port_is_an_error() -> None:
     port = free_port()
     page.serve(board(), port)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from kvline_contract.launch import VERSION, GateFile, KVCacheDtype, LaunchConfig
 from kvline_operator.gate import GateResult, Verdict
@@ -26,7 +27,9 @@ from kvline_operator.revisions import Revision, known, wanted
 from kvline_operator.rollout import RolloutPlan
 from kvline_operator.settings import Settings
 from kvline_operator.spec import ServiceSpec, parse
+from kvline_server.options import Limits
 
+ROOT = Path(__file__).parents[2]
 OWNER = Owner("ns", "chat", "uid", "chat")
 EVENT = ("CapacityValidated", "Normal", "4096 KV tokens")
 
@@ -394,3 +397,29 @@ def test_nobody_may_set_the_operators_own_labels() -> None:
     revision = Revision("aaaaa", "i", "{}", 1)
     template = pod_template("chat", spec(**forged), revision, Settings("image"))
     assert template["metadata"]["labels"]["kvline.dev/service"] == "chat"
+
+
+def test_probes_wait_longer_than_the_server_which_ends_what_hangs_itself() -> None:
+    """The kubelet's end has no reason; a start and a busy node had 30 s."""
+    made, limits = spec(), Limits()
+    revision = Revision("aaaaa", "image", made.inputs_json, 1)
+    (server,) = pod_template("chat", made, revision, Settings("image"))["spec"]["containers"]
+    assert patience(server["startupProbe"]) >= 3600 + limits.stage
+    assert patience(server["livenessProbe"]) >= limits.stage > limits.liveness
+
+
+def test_the_operator_s_own_pod_may_start_slowly() -> None:
+    """On a busy node it was ended before its port was open, again and again."""
+    (operator,) = (
+        container
+        for item in yaml.safe_load_all((ROOT / "manifests" / "install.yaml").read_text())
+        if item and item["kind"] == "Deployment"
+        for container in item["spec"]["template"]["spec"]["containers"]
+    )
+    assert patience(operator["startupProbe"]) >= 600
+    assert 60 < patience(operator["livenessProbe"]) < 180, "F09: repaired within 3 minutes"
+    assert all(operator[name]["timeoutSeconds"] >= 5 for name in operator if "Probe" in name)
+
+
+def patience(probe: Any) -> int:
+    return int(probe["periodSeconds"] * probe["failureThreshold"])

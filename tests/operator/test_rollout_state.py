@@ -152,7 +152,7 @@ def test_only_pods_whose_gate_file_is_open_are_notified() -> None:
 
     def notified(pods: tuple[PodView, ...] = both, **plan: Any) -> list[str]:
         state = replace(made, plan=replace(made.plan, **plan))
-        return [uid for uid, _ in state.to_notify(now, pods)]
+        return [seen.uid for seen in state.to_notify(pods)]
 
     assert made.plan.replicas == {CANDIDATE: 1, STABLE: 0} and notified() == []
     passed = Verdict(GateResult.PASSED, "")

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ from engines import engine, finish, worker
 from ties import same_tokens
 
 from kvline_server.engine.engine import Engine
+from kvline_server.engine_process.listen import listen
 from kvline_server.engine_process.loop import EngineProcess
 from kvline_server.http.completions import seeded
 from kvline_server.http.engine_client import EngineClient
@@ -59,12 +61,11 @@ class Served:
             return launch(step)
 
         made.executor.launch = counted  # type: ignore[method-assign]
-        self.threads = [
-            threading.Thread(target=self.process.listen_to_http, args=self.process.http),
-            threading.Thread(target=self.serve),
-        ]
-        for thread in self.threads:
-            thread.start()
+        (client,) = self.process.http
+        hear = partial(self.process._hear_http, client)
+        serving = threading.Thread(target=self.serve)
+        self.threads = [listen(client, "a client", hear, self.process.parent), serving]
+        serving.start()
 
     def serve(self) -> None:
         while not self.stopped:

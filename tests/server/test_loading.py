@@ -20,6 +20,7 @@ from kvline_contract.report import SizingReport, Stage, State
 from kvline_server.messages import Progress
 from kvline_server.model.loader import SafetensorsSource
 from kvline_server.options import Limits, Options
+from kvline_server.parent import stalls
 from kvline_server.parent.engine import End, EngineProcesses
 from kvline_server.parent.supervisor import Supervisor
 from kvline_server.sizing import load
@@ -92,6 +93,7 @@ def test_a_load_that_hangs_is_stalled_and_named(parent: Parent) -> None:
     parent.send(Progress(stage=Stage("load", 1, 10, total_bytes=100)))
     assert parent._stalled() is None
     parent.keeper.changed_at -= LIMIT
+    parent.starting.watch([])
     ended = parent._stalled()
     assert ended is not None and ended.code == 52
     assert parent.keeper.report.state is State.LOADING
@@ -116,6 +118,7 @@ def test_a_start_of_several_ranks_that_hangs_has_lost_one(
     parent.keeper.apply(Progress(state=state))
     assert parent._stalled() is None
     parent.keeper.changed_at -= LIMIT
+    parent.starting.watch([])
     ended = parent._stalled()
     assert ended is not None and (ended.code, ended.name) == (44, "RankLost")
     assert ended.message == f"no progress in state {state} for {LIMIT:.0f} s: {text}"
@@ -132,8 +135,9 @@ def test_a_validation_that_thrashes_is_killed_on_a_cpu_alone(
     first = SimpleNamespace(kill=lambda: killed.append(True))
     parent.engine = cast(Any, SimpleNamespace(first=first))
     parent.keeper.apply(Progress(state=State.VALIDATING))
-    monkeypatch.setattr(parent, "_patience", lambda: 0.0)
+    monkeypatch.setattr(stalls, "patience", lambda stages, limit: 0.0)
     parent.keeper.changed_at -= LIMIT
+    parent.starting.watch([])
     ended = parent._stalled()
     assert killed == ([True] if device is Device.CPU else [])
     assert (ended is None) == (device is Device.CPU)

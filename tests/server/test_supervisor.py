@@ -11,9 +11,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
+from hashlib import sha256
 
 import httpx
 import pytest
+from crowded import crowded_out
 from servers import SEARCHED, STRESS, Server, wait_for
 from waiting import limit, within
 
@@ -27,6 +30,9 @@ HALF = (
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     b"Content-Length: 9999\r\n\r\n{"
 )
+# The operator's, of which the gate file has the digest.
+NOTICE = {"Authorization": "Bearer a-token"}
+DIGEST = sha256(b"a-token").hexdigest()
 LONG = {"model": "tiny", "prompt": "hello", "max_tokens": 240, "ignore_eos": True}
 
 
@@ -240,7 +246,7 @@ def test_an_engine_that_cannot_be_understood_answers_everybody_and_ends_the_pod(
     start: Callable[..., Server],
 ) -> None:
     """F51: both processes live, and what passes between them cannot be read."""
-    server = start(faults={"KVLINE_FAULT_FRAMES": "1"})
+    server = start(faults={"KVLINE_FAULT_FRAMES": "engine"})
     server.wait()
     answer = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=30)
     assert answer.status_code == 500
@@ -248,6 +254,18 @@ def test_an_engine_that_cannot_be_understood_answers_everybody_and_ends_the_pod(
     server.wait("/readyz", 503)
     assert server.end(30) == 50
     assert "invalid message" in server.termination()["message"]
+
+
+@pytest.mark.parametrize(
+    ("sender", "named"), [("parent", "the parent sent"), ("http", "an HTTP process sent")]
+)
+def test_a_process_that_cannot_be_understood_ends_the_pod_with_that_reason(
+    start: Callable[..., Server], sender: str, named: str
+) -> None:
+    """What was sent ended the reader's thread alone, and the start hung until its limit."""
+    server = start(faults={"KVLINE_FAULT_FRAMES": sender})
+    assert server.end(60) == 50
+    assert server.termination()["message"].startswith(f"{named} a frame of 3 bytes is no message")
 
 
 @pytest.mark.parametrize("fault", ["oom", "kill"])
@@ -283,23 +301,41 @@ def test_a_kill_that_was_not_for_memory_is_not_called_so(
 @pytest.mark.fault(
     "F52",
     "L15",
-    shows="with the limit of 60 s set to 4 s: an engine stopped by a signal fails readiness, then "
-    "liveness; one that idles for 5 s fails neither",
+    shows="with the limit of 60 s set to 4 s: an engine, or an HTTP process, stopped by a signal "
+    "fails readiness, then the pod ends with code 45; one that idles for 5 s does neither",
 )
-def test_a_hung_engine_fails_liveness_and_an_idle_one_does_not(
-    start: Callable[..., Server],
+@pytest.mark.parametrize(("name", "reason"), [("engine", "EngineStalled"), ("http", "HttpStalled")])
+def test_a_process_that_hangs_ends_the_pod_and_an_idle_one_does_not(
+    start: Callable[..., Server], name: str, reason: str
 ) -> None:
-    """F52, with the minute shortened to four seconds."""
+    """F52, with the minute shortened to four seconds. The kubelet ended the pod before, with exit
+    code 0 and without a word."""
     server = start(limits={"liveness": 4.0})
     server.wait()
     time.sleep(limit(5))  # longer than it may be hung, which grows likewise
-    assert server.probe("/livez")[0] == 200
-    os.kill(server.children()["engine"], signal.SIGSTOP)
+    assert server.probe("/readyz")[0] == server.probe("/livez")[0] == 200
+    os.kill(server.children()[name], signal.SIGSTOP)
     server.wait("/readyz", 503)
-    assert server.probe("/readyz")[1]["reason"] == "EngineStalled"
-    assert server.probe("/livez")[0] == 200  # out of the endpoints before it is killed
-    server.wait("/livez", 503)
-    assert server.probe("/livez")[1]["reason"] == "EngineStalled"
+    assert server.probe("/readyz")[1]["reason"] == reason
+    assert server.probe("/livez")[0] == 200, "the parent says itself why it ends"
+    assert server.end(20) == 45
+    ended = server.termination()
+    what = "the engine ran no step" if name == "engine" else "an HTTP process answered nothing"
+    assert ended["name"] == "NoProgress" and ended["message"].startswith(what)
+
+
+def test_an_engine_that_its_node_gives_no_cpu_is_not_ended(start: Callable[..., Server]) -> None:
+    """Others have most of its CPU, so that a step of a second takes longer than the limit by
+    the clock. The request is answered; liveness ended the pod before."""
+    spin = {"KVLINE_FAULT_STEP": f"{STRESS + 1}:spin", "KVLINE_FAULT_SPIN": str(limit(1.0))}
+    server = start(limits={"liveness": 4.0}, faults=spin)
+    server.wait()
+    began = time.monotonic()
+    with crowded_out(server.children()["engine"]):
+        body = {**LONG, "max_tokens": 1}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=limit(100))
+    assert answer.status_code == 200 and server.process.poll() is None
+    assert time.monotonic() - began > limit(4.5)
 
 
 @pytest.mark.fault(
@@ -346,14 +382,17 @@ def test_a_pod_that_was_never_ready_ends_without_a_wait_for_its_clients(
 def test_a_wait_for_clients_ends_when_another_pod_needs_the_gpu(
     start: Callable[..., Server],
 ) -> None:
-    server = start(limits={"leave": 60.0})
+    server = start(gate=GateFile(1, True, token_sha256=DIGEST), limits={"leave": 60.0})
     server.wait("/readyz")
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(server.probe, "/prestop", 30.0)
         time.sleep(0.5)
-        assert not waiting.done()
         url = f"http://127.0.0.1:{server.internal_port}"
-        assert httpx.post(f"{url}/prestop/end").status_code == 200
+        for headers in ({}, {"Authorization": "Bearer another"}):
+            refused = httpx.post(f"{url}/prestop/end", headers=headers)
+            assert (refused.status_code, refused.json()) == (503, {"reason": "UnknownToken"})
+        assert not waiting.done()
+        assert httpx.post(f"{url}/prestop/end", headers=NOTICE).status_code == 200
         assert waiting.result(timeout=limit(5))[0] == 200
     assert httpx.post(f"{url}/readyz").status_code == 404
 
@@ -384,16 +423,19 @@ def test_the_operator_s_notice_opens_the_gate_until_the_file_says_so(
     start: Callable[..., Server],
 ) -> None:
     """The kubelet may take a minute to bring the file; the notice lets no one pass who lacks KV
-    tokens."""
-    server = start(gate=GateFile(1, False, min_kv_tokens=4096), limits={"gate": 0.1})
+    tokens. The pod's UID, which the same port prints, is not enough."""
+    closed = GateFile(1, False, token_sha256=DIGEST)
+    server = start(gate=replace(closed, min_kv_tokens=4096), limits={"gate": 0.1})
     server.wait("/startupz")
     assert server.probe("/readyz") == (503, {"reason": "GateClosed"})
     url = f"http://127.0.0.1:{server.internal_port}/gate/open?uid="
-    assert httpx.post(f"{url}another-pod-s").json() == {"reason": "OtherPod"}
+    assert httpx.post(f"{url}another-pod-s", headers=NOTICE).json() == {"reason": "OtherPod"}
+    own = f"{url}{server.sizing()['podUID']}"
+    assert httpx.post(own).json() == {"reason": "UnknownToken"}
     assert server.probe("/readyz") == (503, {"reason": "GateClosed"})
-    assert httpx.post(f"{url}{server.sizing()['podUID']}").status_code == 200
+    assert httpx.post(own, headers=NOTICE).status_code == 200
     assert server.probe("/readyz") == (503, {"reason": "BelowMinimum"})
-    server.write_gate(GateFile(1, False, min_kv_tokens=2048))
+    server.write_gate(replace(closed, min_kv_tokens=2048))
     server.wait("/readyz")
     server.write_gate(GateFile(1, True))
     time.sleep(0.5)

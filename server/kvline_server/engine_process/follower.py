@@ -3,8 +3,6 @@ fails here it tells the parent itself."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import socket
 import threading
 from dataclasses import replace
@@ -14,6 +12,7 @@ from kvline_contract.launch import Device, LaunchConfig
 from kvline_contract.memory import rank_name
 from kvline_contract.report import Termination
 from kvline_server import device_errors, messages
+from kvline_server.engine_process.listen import listen
 from kvline_server.engine_process.pulse import pulse
 from kvline_server.engine_process.start import load_rank, set_threads
 from kvline_server.errors import (
@@ -39,8 +38,8 @@ OF_NO_RANK = (ConfigInvalid, ModelNotFound, ModelInvalid, ModelUnsupported)
 def main(arguments: RankArguments, launch: LaunchConfig) -> int:
     parent = Channel(socket.socket(fileno=arguments.control_fd))
     set_threads(arguments.options, launch)
-    for work in (pulse, _end_with):
-        threading.Thread(target=work, args=(parent,), daemon=True).start()
+    threading.Thread(target=pulse, args=(parent,), daemon=True).start()
+    listen(parent, "the parent", lambda message: None, parent, ExitCode.RANK_LOST)
     name = rank_name(arguments.rank, arguments.ranks.count, launch.device is Device.CUDA)
     try:
         _run(arguments, launch, parent)
@@ -87,11 +86,3 @@ def _named(failure: Termination, name: str) -> Termination:
     if name in failure.message:
         return failure
     return replace(failure, message=f"{name}: {failure.message}"[:1024])
-
-
-def _end_with(parent: Channel) -> None:
-    """Exits when the parent does."""
-    with contextlib.suppress(OSError):
-        for _ in parent.receive():
-            pass
-    os._exit(int(ExitCode.RANK_LOST))

@@ -7,12 +7,12 @@ owns the engine; other threads only put messages into its inbox.
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import NoReturn
 
 from kvline_contract import names
@@ -21,11 +21,13 @@ from kvline_contract.launch import LaunchConfig
 from kvline_server import device_errors, messages
 from kvline_server.engine.engine import Engine, Output
 from kvline_server.engine.request import Scores
+from kvline_server.engine_process.listen import listen
 from kvline_server.engine_process.outbox import Outbox
 from kvline_server.engine_process.pulse import pulse
 from kvline_server.engine_process.start import set_threads, start
 from kvline_server.errors import (
     DeviceOutOfMemory,
+    InvalidFrame,
     OutOfMemory,
     OutOfMemoryServing,
     ServerError,
@@ -45,7 +47,6 @@ from kvline_server.options import EngineArguments
 from kvline_server.parallel.link import Link
 
 BEAT_SECONDS = 0.5
-NEIGHBOUR_SECONDS = 120.0
 SCORES_BYTES = 1 << 20  # of prompt logprobs in one frame
 
 
@@ -71,12 +72,13 @@ class EngineProcess:
             send=self.parent.send,
             attempts=options.state_dir / names.ATTEMPTS_FILE,
             record=options.record,
-            wait_for_neighbours=self._wait_for_neighbours,
+            wait_for_neighbours=self.neighbours.wait,
             memory=options.memory,
             root=self.arguments.root,
             http_processes=len(self.http),
             ranks=self.arguments.ranks,
             links=self.links,
+            longest_step=options.limits.step,
         )
         self.parent.send(Progress(result=result))
         return engine
@@ -146,23 +148,21 @@ class EngineProcess:
             )
         )
 
-    def _wait_for_neighbours(self) -> None:
-        if not self.neighbours.wait(NEIGHBOUR_SECONDS):
-            raise ServerError("the HTTP processes did not start within two minutes")
+    def listen(self) -> None:
+        """Starts reading the parent's messages and requests; answers to these go back on the same
+        sockets, without blocking a step."""
+        listen(self.parent, "the parent", self._hear_parent, self.parent, ExitCode.ENGINE_DIED)
+        for client in self.http:
+            listen(client, "an HTTP process", partial(self._hear_http, client), self.parent)
 
-    def listen_to_parent(self) -> None:
-        """Reads the parent's messages; exits when the parent does."""
-        with contextlib.suppress(OSError):
-            for message in self.parent.receive():
-                if isinstance(message, messages.NeighboursReady):
-                    self.neighbours.set()
-        os._exit(int(ExitCode.ENGINE_DIED))
+    def _hear_parent(self, message: messages.Message) -> None:
+        if isinstance(message, messages.NeighboursReady):
+            self.neighbours.set()
 
-    def listen_to_http(self, client: Outbox) -> None:
-        """Reads requests; answers go back on the same socket, without blocking a step."""
-        with contextlib.suppress(OSError):
-            for message in client.receive():
-                self.inbox.put((client, message))
+    def _hear_http(self, client: Outbox, message: messages.Message) -> None:
+        if not isinstance(message, messages.Submit | messages.Abort):
+            raise InvalidFrame(f"{type(message).__name__}, which is no request")
+        self.inbox.put((client, message))
 
 
 def _send(client: Channel, message: messages.Message) -> None:
@@ -204,11 +204,9 @@ def main(arguments: EngineArguments, launch: LaunchConfig) -> int:
     parent = Channel(socket.socket(fileno=arguments.control_fd))
     set_threads(arguments.options, launch)
     process = EngineProcess(arguments, parent)
-    threading.Thread(target=process.listen_to_parent, daemon=True).start()
+    process.listen()
     if arguments.ranks is not None:
         threading.Thread(target=pulse, args=(parent,), daemon=True).start()
-    for client in process.http:
-        threading.Thread(target=process.listen_to_http, args=(client,), daemon=True).start()
     return run(process, launch)
 
 

@@ -16,7 +16,7 @@ from kvline_server.engine.engine import Engine
 from kvline_server.kernels.group import ALONE, Group
 from kvline_server.messages import Progress, RankLoaded, SendProgress
 from kvline_server.model.config import ModelConfig
-from kvline_server.options import Options, SharedByRanks
+from kvline_server.options import LONGEST_STEP, Options, SharedByRanks
 from kvline_server.parallel import wire
 from kvline_server.parallel.connect import connect
 from kvline_server.parallel.executor import Local
@@ -112,15 +112,16 @@ def start(
     send: SendProgress,
     attempts: Path,
     record: Path | None,
-    wait_for_neighbours: Callable[[], None],
+    wait_for_neighbours: Callable[[], object],
     memory: int | None,
     root: int,
     http_processes: int = 1,
     ranks: SharedByRanks | None = None,
     links: Sequence[Link] = (),
+    longest_step: float = LONGEST_STEP,
 ) -> tuple[Engine, Result]:
-    """Rank 0's; `links` are to the other `ranks`. Raises ServerError with the reason when no budget
-    can be validated."""
+    """Rank 0's; `links` are to the other `ranks`; a step may take `longest_step` seconds. Raises
+    ServerError with the reason when no budget can be validated."""
     started = time.monotonic()
     send(Progress(state=State.LOADING))
     rank = load_rank(launch, send, memory, root, http_processes, ranks)
@@ -140,6 +141,7 @@ def start(
         record_file=record,
         wait_for_neighbours=wait_for_neighbours,
         free_before_weights=free,
+        longest_step=longest_step,
     ).run(started)
     if steps is not None:
         steps.trim()  # of the validation, whose steps are the largest

@@ -6,14 +6,17 @@ from typing import IO
 
 OK, FAILED = b"=", b"!"  # begin an answer
 LENGTH = 4  # bytes
+MAX_FRAME = 256 << 20  # bytes: of twice the largest body; a rendering has less memory
 
 
 def read(source: IO[bytes]) -> bytes | None:
-    """A frame; None at the end."""
+    """A frame; None at the end, and where one is longer than any that is sent."""
     head = source.read(LENGTH)
     if len(head) < LENGTH:
         return None
     size = int.from_bytes(head, "big")
+    if size > MAX_FRAME:
+        return None
     body = source.read(size)
     return body if len(body) == size else None
 

@@ -26,7 +26,7 @@ from kvline_contract.exits import ExitCode
 from kvline_contract.launch import LaunchConfig
 from kvline_contract.tracing import NoTracing, tracer
 from kvline_server import messages
-from kvline_server.errors import ConfigInvalid, EngineConnectionLost, ServerError
+from kvline_server.errors import ConfigInvalid, EngineConnectionLost, InvalidFrame, ServerError
 from kvline_server.http.access import Guard, Key
 from kvline_server.http.admission import Admission
 from kvline_server.http.app import Service, create_app
@@ -124,18 +124,25 @@ class Edge:
         await serving
         for task in others:
             task.cancel()
-        if listening.done():  # the parent is gone
-            return int(ExitCode.DRAINED)
+        if listening.done():
+            error = listening.exception()
+            if error is None:  # the parent is gone
+                return int(ExitCode.DRAINED)
+            return await self._report(InvalidFrame(f"the parent sent {error}"))
         self._tell_parent()
         if not self.client.lost.is_set():
             return int(ExitCode.DRAINED)
-        ended = EngineConnectionLost(self.client.why_lost).termination()
-        self.parent.write(messages.encode(Progress(failure=ended)))
+        return await self._report(EngineConnectionLost(self.client.why_lost))
+
+    async def _report(self, error: ServerError) -> int:
+        """Tells the parent why this process ends. -> its exit code"""
+        assert self.parent is not None
+        self.parent.write(messages.encode(Progress(failure=error.termination())))
         await self.parent.drain()
-        return ended.code
+        return int(error.code)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        """Handles the parent's messages; exits when the parent does."""
+        """Handles the parent's messages; ends when the parent does. Raises InvalidFrame."""
         with contextlib.suppress(asyncio.IncompleteReadError, OSError):
             while True:
                 message = await messages.read(reader)

@@ -28,7 +28,8 @@ class Follower:
         self._last: InFlight | None = None  # whose errors nobody has seen yet
 
     def serve(self) -> None:
-        """Until rank 0 ends. Raises StepFailed or DeviceFailure where a step fails."""
+        """Until rank 0 ends. Raises StepFailed or DeviceFailure where a step fails, and
+        InvalidFrame."""
         while True:
             try:
                 message = self._link.receive(IDLE_SECONDS)
@@ -38,8 +39,10 @@ class Follower:
                 self._run(message.slot)
             elif isinstance(message, Call):
                 self._link.send(self._answer(message), SEND_SECONDS)
-            else:
+            elif message is None:
                 self._check()
+            else:
+                raise self._link.unexpected(message)
 
     def _run(self, slot: int) -> None:
         try:

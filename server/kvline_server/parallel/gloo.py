@@ -14,7 +14,7 @@ from kvline_server.parallel.several import Several
 
 distributed: Any = torch.distributed  # whose own annotations lack what is used here
 LOOPBACK = "lo"  # the network interface; ranks of a pod share one machine
-SECONDS = 60.0  # for the slowest rank to call what the others wait for
+SECONDS = 300.0  # for the slowest rank to call what the others wait for
 WIDENED = (torch.bfloat16, torch.float16)  # dtypes whose sums are made in float32
 
 

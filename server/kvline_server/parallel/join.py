@@ -33,8 +33,8 @@ def join(
     loaded: RankLoaded,
     patience: float = ANSWER_SECONDS,
 ) -> Joined:
-    """Rank 0's part, which has loaded this. Raises DeviceFailure where ranks differ, and
-    RankLost."""
+    """Rank 0's part, which has loaded this. Raises DeviceFailure where ranks differ,
+    RankLost and InvalidFrame."""
     others = [_loaded(link) for link in links]
     for link, other in zip(links, others, strict=True):
         _check_same(loaded, link.rank, other)
@@ -52,8 +52,10 @@ def follow(local: Local, group: Group, link: Link, steps: Steps, loaded: RankLoa
 
 def _loaded(link: Link) -> RankLoaded:
     message = link.receive(LOAD_SECONDS)
-    if not isinstance(message, RankLoaded):
+    if message is None:
         raise link.silent(LOAD_SECONDS)
+    if not isinstance(message, RankLoaded):
+        raise link.unexpected(message)
     return message
 
 

@@ -7,10 +7,9 @@ import socket
 import time
 
 from kvline_server import messages
-from kvline_server.errors import RankLost
-from kvline_server.messages import Message
+from kvline_server.errors import InvalidFrame, RankLost
+from kvline_server.messages import LENGTH, Message
 
-_LENGTH = 4
 _READ = 64 << 10
 
 
@@ -34,7 +33,8 @@ class Link:
             raise self.ended() from None
 
     def receive(self, seconds: float) -> Message | None:
-        """None where nothing comes for so long. Raises RankLost at the end of the stream."""
+        """None where nothing comes for so long. Raises RankLost at the end of the stream, and
+        InvalidFrame."""
         end = time.monotonic() + seconds
         while (message := self._next()) is None:
             self._connection.settimeout(max(1e-3, end - time.monotonic()))
@@ -68,11 +68,20 @@ class Link:
 
     def _next(self) -> Message | None:
         """The first message that has come whole."""
-        if len(self._received) < _LENGTH:
+        if len(self._received) < LENGTH:
             return None
-        end = _LENGTH + int.from_bytes(self._received[:_LENGTH], "little")
-        if len(self._received) < end:
-            return None
-        body = bytes(self._received[_LENGTH:end])
-        del self._received[:end]
-        return messages.decode(body)
+        try:
+            end = LENGTH + messages.body_length(bytes(self._received[:LENGTH]))
+            if len(self._received) < end:
+                return None
+            body = bytes(self._received[LENGTH:end])
+            del self._received[:end]
+            return messages.decode(body)
+        except InvalidFrame as error:
+            raise self.invalid(str(error)) from None
+
+    def unexpected(self, message: Message) -> InvalidFrame:
+        return self.invalid(f"{type(message).__name__}, which nobody asked for")
+
+    def invalid(self, what: str) -> InvalidFrame:
+        return InvalidFrame(f"rank {self.rank} sent {what}")

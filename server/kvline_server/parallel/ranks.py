@@ -169,7 +169,8 @@ class Ranks:
         answer = link.receive(self._patience)
         if answer is None:
             raise link.silent(self._patience)
-        assert isinstance(answer, Answer), "another rank sends nothing else"
+        if not isinstance(answer, Answer):
+            raise link.unexpected(answer)
         return answer
 
     @contextmanager

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from kvline_contract import listening
 from kvline_server import totals
+from kvline_server.errors import InvalidFrame
 from kvline_server.messages import Channel, Message
 from kvline_server.options import (
     ChildArguments,
@@ -44,13 +45,14 @@ ENGINE_MALLOC = {
 HTTP_MALLOC = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Child:
     process: subprocess.Popen[bytes]
     channel: Channel
     # HTTP: receives the engine's socket. Rank 0: the HTTP ends of its sockets.
     others: list[socket.socket]
     heard: threading.Event = field(default_factory=threading.Event)  # all that it ever sent
+    invalid: str = ""  # why nothing more is heard of it, though it may send
 
     def tell(self, message: Message) -> None:
         """Sends, unless it has ended, which the parent sees for itself."""
@@ -65,6 +67,11 @@ class Child:
                 with contextlib.suppress(OSError):
                     for message in self.channel.receive():
                         handle(message)
+            except InvalidFrame as error:
+                self.invalid = f"sent {error}"
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}"
+                self.invalid = f"sent what could not be handled: {what}"
             finally:
                 self.heard.set()
 

@@ -18,11 +18,11 @@ from kvline_contract.report import Termination
 from kvline_server.messages import Message, Progress, Pulse, StepFailed
 from kvline_server.options import Options
 from kvline_server.parent.children import Child, hear_last_words, start_engine
+from kvline_server.starvation import Quiet
 
 FOLDER = "ranks-"
 LOST = int(ExitCode.RANK_LOST)
 REASON_SECONDS = 3.0
-LATE = 2.0  # seconds between two checks, after which it was the parent that did not run
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class EngineProcesses:
         self._reported: list[tuple[int, Termination]] = []
         self._step_failed = ""
         self._pulses: dict[int, float] = {}  # when each rank's last one came
-        self._checked_at = time.monotonic()
+        self._quiet: dict[int, Quiet] = {}  # of ranks that have sent one
         for rank, child in enumerate(self.ranks):
             child.follow(partial(self._from, rank))
 
@@ -115,14 +115,16 @@ class EngineProcesses:
         failed = len(self.ranks) > 1 and bool(self._reported or self._step_failed)
         return failed or any(child.process.poll() is not None for child in self.ranks)
 
+    @property
+    def pids(self) -> list[int]:
+        return [child.process.pid for child in self.ranks]
+
     def silent(self, seconds: float) -> int | None:
-        """A rank that has sent no pulse for so long since its first one."""
-        now, before = time.monotonic(), self._checked_at
-        self._checked_at = now
-        if now - before > LATE:
-            self._pulses = dict.fromkeys(self._pulses, now)
-        late = [rank for rank, at in list(self._pulses.items()) if now - at > seconds]
-        return late[0] if late else None
+        """A rank that has sent no pulse for so long since its first one, though it could run."""
+        for rank, quiet in list(self._quiet.items()):
+            quiet.watch([self.ranks[rank].process.pid])
+        late = (rank for rank, quiet in self._quiet.items() if quiet.seconds() > seconds)
+        return next(late, None)
 
     def without_pulse(self) -> tuple[int, ...]:
         """Ranks that have sent none yet."""
@@ -160,6 +162,8 @@ class EngineProcesses:
     def _from(self, rank: int, message: Message) -> None:
         if isinstance(message, Pulse):
             self._pulses[rank] = time.monotonic()
+            if rank not in self._quiet:
+                self._quiet[rank] = Quiet(lambda: self._pulses[rank])
         elif isinstance(message, StepFailed):
             self._step_failed = self._step_failed or message.text
         elif isinstance(message, Progress) and message.failure is not None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Iterable
+from functools import partial
 
 from kvline_contract.codec import ContractError
 from kvline_contract.launch import GateFile
@@ -19,6 +21,9 @@ from kvline_server.options import Options
 from kvline_server.parent import metrics
 from kvline_server.parent.recent import Recent
 from kvline_server.parent.report_keeper import ReportKeeper
+from kvline_server.starvation import Quiet
+
+WATCHED_SECONDS = 60.0  # the parent's loop takes a tenth of a second, and ends of others some more
 
 
 def together(edges: list[EdgeBeat]) -> EdgeBeat:
@@ -44,8 +49,11 @@ class Health:
         self.edge = together(self._edges)
         self._edge_lock = threading.Lock()  # each process's beats come on a thread of their own
         self._beat = Beat(busy=False, steps=0)
-        self._engine_alive_at = time.monotonic()
+        self._engine_alive_at = self._watched_at = time.monotonic()
         self._http_alive_at = [self._engine_alive_at] * processes
+        self._engine = Quiet(lambda: self._engine_alive_at)
+        ages = (partial(self._http_alive_at.__getitem__, i) for i in range(processes))
+        self._http = [Quiet(since) for since in ages]
         self._recent = Recent()
         self._was_ready = False
         self._need_not_wait = threading.Event()
@@ -63,6 +71,13 @@ class Health:
             self.edge = edge
             self._http_alive_at[process] = now
         return edge.ready and not before.ready
+
+    def watch(self, engine: Iterable[int], http: list[int]) -> None:
+        """From the parent's loop, with the process ids of the ranks and of each HTTP process."""
+        self._watched_at = time.monotonic()
+        self._engine.watch(engine)
+        for quiet, pid in zip(self._http, http, strict=True):
+            quiet.watch([pid])
 
     def on_http_drained(self, process: int) -> None:
         """It has ended and sends no more heartbeats; what it counted stays."""
@@ -116,10 +131,10 @@ class Health:
             return "EngineExited"
         if not self.edge.connected:
             return "HttpNotConnected"
-        # Leave the endpoints well before the liveness probe fails, so that no new requests wait.
-        stalled = self._stalled(self.options.limits.liveness / 2)
+        # Leave the endpoints well before the end, so that no new requests wait.
+        stalled = self._stalled(self.options.limits.step)
         if stalled is not None:
-            return stalled
+            return stalled[0]
         if self.options.gate is None:
             return None
         if self._gate is None or not (self._gate.open or self._notified_open):
@@ -135,8 +150,23 @@ class Health:
         return provenance.gpu if provenance is not None else ""
 
     def not_alive(self) -> str | None:
-        """Checks only the age of each process's last heartbeat; no request is involved."""
-        return self._stalled(self.options.limits.liveness)
+        """Only the parent's own loop, which ends the pod itself, with a reason, where a process
+        makes no progress; the kubelet's way to end it leaves none."""
+        return "ParentStalled" if time.monotonic() - self._watched_at > WATCHED_SECONDS else None
+
+    def no_progress(self) -> str | None:
+        """Why the pod must end: a process that makes no progress, though it has been given CPU."""
+        stalled = self._stalled(self.options.limits.liveness)
+        if stalled is None:
+            return None
+        name, quiet = stalled
+        what = "the engine ran no step while work waited"
+        if name == "HttpStalled":
+            what = "an HTTP process answered nothing"
+        return (
+            f"{what}: for {quiet.by_the_clock():.0f} s, {quiet.seconds():.0f} s of them not for "
+            "want of a CPU"
+        )
 
     def wait_to_leave(self) -> None:
         """Until the last client knows that the pod ends; not at all where it was never ready: a
@@ -144,26 +174,38 @@ class Health:
         if self._was_ready:
             self._need_not_wait.wait(self.options.limits.leave)
 
-    def end_wait(self) -> None:
+    def end_wait(self, token: str) -> str | None:
         """The operator's notice that a pod waits for this one's GPU, and that no other serves: the
-        sooner this one ends, the sooner there are answers again."""
+        sooner this one ends, the sooner there are answers again. Returns the reason where it is
+        another's notice."""
+        if not self._knows(token):
+            return "UnknownToken"
         self._need_not_wait.set()
+        return None
 
-    def open_gate(self, uid: str) -> str | None:
+    def open_gate(self, uid: str, token: str) -> str | None:
         """The operator's notice to the pod `uid` that it has opened the gate file, which may take
         the kubelet a minute to bring. The thresholds of the file that is here still apply. Returns
-        the reason where the notice is for another pod, which had this address before."""
+        the reason where the notice is for another pod, which had this address before, or of
+        another than the operator that wrote the file."""
         if uid != self.keeper.report.pod_uid:
             return "OtherPod"
+        if not self._knows(token):
+            return "UnknownToken"
         self._notified_open = True
         return None
 
-    def _stalled(self, limit: float) -> str | None:
-        now = time.monotonic()
-        if now - min(self._http_alive_at) > limit:
-            return "HttpStalled"
-        if self.keeper.report.state is State.VALIDATED and now - self._engine_alive_at > limit:
-            return "EngineStalled"
+    def _knows(self, token: str) -> bool:
+        return self._gate is not None and self._gate.knows(token)
+
+    def _stalled(self, limit: float) -> tuple[str, Quiet] | None:
+        """Where a process's last heartbeat is older than this, but for what it was starved of CPU;
+        no request is involved."""
+        http = max(self._http, key=Quiet.seconds)
+        if http.seconds() > limit:
+            return "HttpStalled", http
+        if self.keeper.report.state is State.VALIDATED and self._engine.seconds() > limit:
+            return "EngineStalled", self._engine
         return None
 
     def load(self) -> Load | None:

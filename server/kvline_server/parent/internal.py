@@ -62,11 +62,11 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         health = self.server.health
         path, _, query = self.path.partition("?")
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if path == names.END_PRE_STOP_PATH:
-            health.end_wait()
-            self._probe(None)
+            self._probe(health.end_wait(token))
         elif path == names.OPEN_GATE_PATH:
-            self._probe(health.open_gate(query.removeprefix("uid=")))
+            self._probe(health.open_gate(query.removeprefix("uid="), token))
         else:
             self._send(404, b'{"reason":"NoSuchRoute"}')
 

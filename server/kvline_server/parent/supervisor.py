@@ -35,6 +35,7 @@ from kvline_server.messages import (
     Serve,
 )
 from kvline_server.options import LARGE_HOST, ClientLimits, Options
+from kvline_server.parent import stalls
 from kvline_server.parent.children import Child, hear_last_words, listen, start_http
 from kvline_server.parent.cpus import cpus, http_processes
 from kvline_server.parent.drain import END_SECONDS, DrainState
@@ -43,8 +44,7 @@ from kvline_server.parent.health import Health
 from kvline_server.parent.internal import InternalServer
 from kvline_server.parent.report_keeper import ReportKeeper
 from kvline_server.sizing.record import AttemptStore
-
-SLOW_SECONDS, SLOW_FACTOR = 30.0, 5.0
+from kvline_server.starvation import Quiet
 
 
 class Supervisor:
@@ -59,6 +59,7 @@ class Supervisor:
         self.clients = self._clients()
         self.processes = options.http_processes or http_processes(self.clients, cpus())
         self.health = Health(options, self.keeper, self.served, self.processes)
+        self.starting = Quiet(lambda: self.keeper.changed_at)
         self.engine: EngineProcesses | None = None
         self.ranks = launch.tensor_parallel
         self.http: list[Child] = []
@@ -100,6 +101,7 @@ class Supervisor:
     def _watch(self, until: Callable[[], bool], announce: Callable[[], bool]) -> int:
         drain, announced = None, False
         while not until():
+            self._watch_progress()
             announced = announced or announce()
             if self.health.draining and drain is None:
                 drain = DrainState(self.drain_seconds)
@@ -113,6 +115,13 @@ class Supervisor:
             self.health.read_gate()
             time.sleep(self.options.limits.poll)
         return int(ExitCode.DRAINED)
+
+    def _watch_progress(self) -> None:
+        engine = self.engine.pids if self.engine is not None else []
+        http = [child.process.pid for child in self.http]
+        self.health.watch(engine, http)
+        if self.keeper.report.state is not State.VALIDATED:
+            self.starting.watch([*engine, *http])
 
     def _is_drained(self, drain: DrainState) -> bool:
         ended = self._ended_http()
@@ -240,6 +249,8 @@ class Supervisor:
 
     def _failure(self) -> Termination | None:
         """Why the pod must end, if it must. Restarts an engine that was killed while sizing."""
+        if (invalid := self._invalid()) is not None:
+            return Termination.of(ExitCode.ENGINE_DIED, invalid)
         ended = [self.http[index] for index in self._ended_http()]
         if ended and not self.health.draining:
             hear_last_words(ended)
@@ -264,6 +275,14 @@ class Supervisor:
             return None
         self._wait_for_answers()
         return self._why(end)
+
+    def _invalid(self) -> str | None:
+        """What a child sent that is no message: its heartbeats and last words are lost with it."""
+        every = [("an HTTP process", child) for child in self.http]
+        if self.engine is not None:
+            every += [(f"rank {rank}", child) for rank, child in enumerate(self.engine.ranks)]
+        found = (f"{name} {child.invalid}" for name, child in every if child.invalid)
+        return next(found, None)
 
     def _wait_for_answers(self) -> None:
         """Until clients have the errors of the requests that the engine's end has left."""
@@ -327,38 +346,35 @@ class Supervisor:
         return AttemptStore(self.options.state_dir / ATTEMPTS_FILE)
 
     def _stalled(self) -> Termination | None:
-        """Ends a start without progress. A validation that takes far longer than the same work took
-        while probing is thrashing for lack of memory: its engine is killed, as a failed attempt."""
-        state, limit = self.keeper.report.state, self.options.limits.stage
-        quiet = time.monotonic() - self.keeper.changed_at
-        if state is State.VALIDATED or self.engine is None:
+        """Ends a start without progress, and what serves and makes none."""
+        engine, state = self.engine, self.keeper.report.state
+        if engine is None:
             return None
-        if state is State.VALIDATING and self.device is Device.CPU and quiet > self._patience():
+        if state is State.VALIDATED:
+            return None if self.health.draining else self._serves_no_more(engine)
+        limit, quiet = self.options.limits.stage, self.starting.seconds()
+        thrashes = stalls.patience(self.keeper.report.stages, limit)
+        if state is State.VALIDATING and self.device is Device.CPU and quiet > thrashes:
             self.thrashed = True
-            self.engine.first.kill()
+            engine.first.kill()
             return None
         if quiet < limit:
             return None
-        text = f"no progress in state {state} for {limit:.0f} s"
-        if self.ranks == 1:
-            return Termination.of(ExitCode.STALLED, text)
-        self.interrupted = True
-        return Termination.of(ExitCode.RANK_LOST, f"{text}: {self._hung()}")
+        silent = engine.without_pulse() if self.ranks > 1 else ()
+        # What is waited for once kernels are chosen.
+        http = self.health.edge.ready or state is not State.AUTOTUNING
+        failure = stalls.of_a_start(state, limit, self.ranks, silent, http)
+        self.interrupted |= failure.code == int(ExitCode.RANK_LOST)
+        return failure
 
-    def _hung(self) -> str:
-        """Which ranks have sent no pulse since they were started, if that is it."""
-        silent = self.engine.without_pulse() if self.engine is not None else ()
-        if not silent:
-            return f"one of {self.ranks} ranks hangs"
-        names = " and ".join(f"rank {rank}" for rank in silent)
-        return f"{names} {'has' if len(silent) == 1 else 'have'} sent no pulse"
-
-    def _patience(self) -> float:
-        """Seconds that one item of the validation may take, from the times of the probe's items."""
-        probed = [s.ms for s in self.keeper.report.stages if s.name.startswith("stress ")]
-        if not probed:
-            return self.options.limits.stage
-        return SLOW_SECONDS + SLOW_FACTOR * max(probed) / 1000
+    def _serves_no_more(self, engine: EngineProcesses) -> Termination | None:
+        text = self.health.no_progress()
+        if text is None:
+            return None
+        self.health.engine_gone = True
+        engine.end(None)
+        self._wait_for_answers()
+        return Termination.of(ExitCode.NO_PROGRESS, text)
 
 
 def log(text: str) -> None:

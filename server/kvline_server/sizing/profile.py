@@ -14,12 +14,13 @@ from pathlib import Path
 
 from kvline_contract import times
 from kvline_contract.report import Outcome, Result, Source, Stage, State
-from kvline_server.errors import DeviceFailure, DeviceOutOfMemory
+from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, StepTooLong
 from kvline_server.kernels import tuning
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
 from kvline_server.messages import Progress, SendProgress
+from kvline_server.options import LONGEST_STEP
 from kvline_server.sizing.loaded import Loaded
 from kvline_server.sizing.record import AttemptStore, find_record, keep_record
 from kvline_server.sizing.search import Search
@@ -45,11 +46,14 @@ class ProfileLoop:
         send: SendProgress,
         store: AttemptStore,
         record_file: Path | None,
-        wait_for_neighbours: Callable[[], None],
+        wait_for_neighbours: Callable[[], object],
         free_before_weights: tuple[int, ...],  # of each rank, before collectives too
         pause: Callable[[float], None] = time.sleep,
+        longest_step: float = LONGEST_STEP,  # seconds
     ) -> None:
-        self.session = Session(device, settings, loaded, send, store, pause, free_before_weights)
+        self.session = Session(
+            device, settings, loaded, send, store, pause, free_before_weights, longest_step
+        )
         self.device = device
         self.settings = settings
         self.loaded = loaded
@@ -184,7 +188,7 @@ class ProfileLoop:
                     smaller = Search(self.session).run()
                 target = self.session.check_context(smaller)
                 number += 1
-            except DeviceFailure:
+            except (DeviceFailure, StepTooLong):
                 self.store.forget()
                 raise
             else:

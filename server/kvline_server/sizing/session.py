@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from kvline_server.kernels.routing import Played
 from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.messages import Progress, SendProgress
+from kvline_server.options import LONGEST_STEP
+from kvline_server.sizing import pace
 from kvline_server.sizing.loaded import Loaded
 from kvline_server.sizing.measure import Measurement
 from kvline_server.sizing.record import AttemptStore
@@ -43,6 +46,7 @@ class Session:
     store: AttemptStore
     pause: Callable[[float], None]
     free_before_weights: tuple[int, ...]  # of each rank, before collectives too
+    longest_step: float = LONGEST_STEP  # seconds
     measured: Measurement = field(init=False)
 
     def __post_init__(self) -> None:
@@ -97,20 +101,25 @@ class Session:
             makers = [make for _, make in steps]
             with self.stage(f"{'stress' if aliased else 'validate'} {name}", None) as details:
                 for routing, what in ROUTINGS if self.loaded.experts else PLAIN:
-                    details += self._run_steps(makers, routing, what)
+                    limit = math.inf if aliased else self.longest_step
+                    details += self._run_steps(makers, routing, what, limit)
 
-    def _run_steps(self, makers: list[MakeBatch], routing: Played, what: str) -> list[str]:
+    def _run_steps(
+        self, makers: list[MakeBatch], routing: Played, what: str, limit: float
+    ) -> list[str]:
         """-> details for their stage"""
-        times = [self._run_step(make, routing) for make in makers]
+        times = [self._run_step(make, routing, limit) for make in makers]
         alone, whole = (round(sum(each) * 1000) for each in zip(*times, strict=True))
         details = [f"{what} {whole} ms"] if what else []
         if (ranks := self.executor.ranks) > 1:
             details.append(f"each of {ranks} ranks alone {alone} ms, then together")
         return details
 
-    def _run_step(self, make: MakeBatch, routing: Played) -> tuple[float, float]:
+    def _run_step(
+        self, make: MakeBatch, routing: Played, limit: float = math.inf
+    ) -> tuple[float, float]:
         """Once more while its peak is not known (Device.keep_peak). -> seconds that every rank
-        alone took, and in all"""
+        alone took, and in all; raises StepTooLong where all together take longer than `limit`"""
         for again in range(STEP_TRIES - 1, -1, -1):
             batch, started = make(routing), time.monotonic()
             if self.executor.ranks > 1:
@@ -120,6 +129,9 @@ class Session:
             whole = time.monotonic() - started
             if self.executor.keep_peak(again > 0):
                 break
+        if whole - alone > limit:
+            step = batch.step
+            pace.check(step, lambda: self.executor.launch(step).wait(), limit, self.settings)
         return alone, whole
 
     @contextmanager

@@ -1,13 +1,15 @@
 """Faults put into a server under test from outside: Python imports this at start, before us.
 
-KVLINE_FAULT_STEP=n:raise|oom|kill|signal|nan|device breaks the engine's n-th batch; after `kill`,
-of the first start alone, the parent sees a kernel that killed for memory, after `signal` it does
-not; with KVLINE_FAULT_ALWAYS the n-th batch of every start and all after it;
+KVLINE_FAULT_STEP=n:raise|oom|kill|signal|nan|device|spin breaks the engine's n-th batch; after
+`kill`, of the first start alone, the parent sees a kernel that killed for memory, after `signal` it
+does not; `spin` takes KVLINE_FAULT_SPIN seconds of CPU time more; with KVLINE_FAULT_ALWAYS the n-th
+batch of every start and all after it;
 KVLINE_FAULT_MEMORY=stage:n makes torch allocate too much in the n-th call of a stage (OF_STAGES),
 on KVLINE_FAULT_DEVICE, and writes this value to the file KVLINE_FAULT_MARK;
 KVLINE_FAULT_RANK says which rank of several breaks so, by default the first;
 KVLINE_FAULT_HTTP_BLOCK=s blocks the HTTP process once for s seconds in a C call that holds the
-interpreter lock; KVLINE_FAULT_FRAMES makes what the engine answers unreadable;
+interpreter lock; KVLINE_FAULT_FRAMES=engine|http|parent makes what that process sends (of the
+engine, its answers) unreadable;
 KVLINE_WATCH_LOOP=file is of loopwatch.py.
 """
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,11 @@ def break_step() -> None:
                     file.write("k")
             if kind in ("kill", "signal"):
                 os.kill(os.getpid(), 9)
+            if kind == "spin":
+                end = time.process_time() + float(os.environ["KVLINE_FAULT_SPIN"])
+                while time.process_time() < end:
+                    pass
+                return launch(self, step, *more)
             if kind == "nan":
                 return launch_nan(self, step, *more)
             if kind == "oom":
@@ -95,10 +103,10 @@ def block_http() -> None:
     module.read_json = blocking
 
 
-def garble_frames() -> None:
-    """The engine's answers cannot be understood."""
-    module: Any = importlib.import_module("kvline_server.engine_process.outbox")
-    module.encode = lambda message: b"\x03\0\0\0abc"
+def garble_frames(module: str) -> None:
+    """What this process sends, or its outbox alone, cannot be understood."""
+    patched: Any = importlib.import_module(module)
+    patched.encode = lambda message: b"\x03\0\0\0abc"
 
 
 def count_kills() -> None:
@@ -164,8 +172,9 @@ elif STEP and not OF_ENGINE and HTTP not in arguments:
     count_kills()
 if "KVLINE_FAULT_COPY" in os.environ and ENGINE in arguments:
     slow_copies()
-if "KVLINE_FAULT_FRAMES" in os.environ and ENGINE in arguments:
-    garble_frames()
+OWN = "engine" if OF_ENGINE else "http" if HTTP in arguments else "parent"
+if os.environ.get("KVLINE_FAULT_FRAMES") == OWN:
+    garble_frames(f"kvline_server.{'engine_process.outbox' if OF_ENGINE else 'messages'}")
 if BLOCK and HTTP in arguments:
     block_http()
 

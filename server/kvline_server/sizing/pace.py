@@ -1,0 +1,55 @@
+"""Whether a step is short enough to serve, and what makes it shorter.
+
+In service nobody can tell a step that takes longer than half of the liveness limit from a hung
+engine, so a size whose steps do is not validated.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from kvline_contract.report import Direction, Knob
+from kvline_server.errors import StepTooLong
+from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.sizing.settings import EngineSettings
+from kvline_server.starvation import threads, waited
+from kvline_server.worker.step import Step
+
+SAFE = 0.8  # of what would just do: a step's time is not quite in proportion to its rows
+
+
+def check(step: Step, run: Callable[[], object], limit: float, settings: EngineSettings) -> None:
+    """Raises StepTooLong for a step that takes more than `limit` seconds. It has, and is run once
+    more: its first run may have loaded code, and what the node gave to others is left out now."""
+    own = [os.getpid()]
+    before, began = threads(own), time.monotonic()
+    run()
+    seconds = time.monotonic() - began - waited(before, threads(own))
+    if seconds <= limit:
+        return
+    rows, context = len(step.tokens), int(step.layout.lengths.max())
+    knobs = _knobs(rows, limit / seconds, settings)
+    advice = ", ".join(f"{knob.direction} {knob.spec_field}{_to(knob)}" for knob in knobs)
+    raise StepTooLong(
+        f"a step of {rows} rows, with a context of {context} tokens, took {seconds:.3g} s; one of "
+        f"more than {limit:g} s would be taken for a hung engine in service: {advice}",
+        knobs=knobs,
+    )
+
+
+def _knobs(rows: int, share: float, settings: EngineSettings) -> tuple[Knob, ...]:
+    """`share`: of the step's time that one may take. A step has maxPrefillTokens rows at most, and
+    that may not be below maxRunningRequests."""
+    fitting = int(rows * SAFE * share) // PAGE_SIZE * PAGE_SIZE
+    if not fitting:  # it is the context that takes so long
+        return (Knob("spec.engine.maxModelLen", Direction.LOWER),)
+    knobs = [Knob("spec.engine.maxPrefillTokens", Direction.LOWER, fitting)]
+    if fitting < settings.max_running_requests:
+        knobs.append(Knob("spec.engine.maxRunningRequests", Direction.LOWER, fitting))
+    return tuple(knobs)
+
+
+def _to(knob: Knob) -> str:
+    return "" if knob.value is None else f" to {knob.value}"

@@ -1,0 +1,133 @@
+"""A size is refused whose steps would be taken for a hung engine, with the setting that helps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from crowded import crowded_out
+from simulated import SETTINGS, Machine, Notes
+
+from kvline_contract.exits import ExitCode
+from kvline_contract.report import Direction
+from kvline_server.errors import StepTooLong
+from kvline_server.memory.device import MIB
+from kvline_server.sizing.loaded import Loaded
+from kvline_server.sizing.profile import ProfileLoop
+from kvline_server.sizing.record import AttemptStore
+from kvline_server.sizing.settings import EngineSettings
+from kvline_server.worker.step import Step
+
+PER_ROW, LIMIT = 0.001, 0.05
+# Runs a step of so many seconds of CPU time, and says how many it took by the clock.
+WORK = """
+import sys, time
+from types import SimpleNamespace
+import numpy as np
+from kvline_server.errors import StepTooLong
+from kvline_server.sizing import pace
+def run(seconds=float(sys.argv[1])):
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+step = SimpleNamespace(tokens=[0] * 16, layout=SimpleNamespace(lengths=np.array([16])))
+print(flush=True)
+input()
+began, refused = time.monotonic(), ""
+try:
+    pace.check(step, run, 0.4, None)
+except StepTooLong as error:
+    refused = error
+print(time.monotonic() - began, refused, flush=True)
+"""
+
+
+@dataclass
+class Slow(Machine):
+    """A row takes its time, and a step some more."""
+
+    loads: float = 0.0  # seconds that the first run of each number of rows takes
+
+    def launch(self, step: Step) -> Machine:
+        seen = {len(other.tokens) for other in self.steps}
+        rows = len(step.tokens)
+        time.sleep(rows * PER_ROW + (0 if rows in seen else self.loads))
+        return super().launch(step)
+
+
+def start(folder: Path, wanted: EngineSettings, made: Machine, limit: float = LIMIT) -> None:
+    ProfileLoop(
+        device=made,
+        settings=wanted,
+        loaded=Loaded(made, 1000, made.owned, "f" * 32, "bfloat16"),
+        send=Notes(),
+        store=AttemptStore(folder / "attempts.json"),
+        record_file=None,
+        wait_for_neighbours=lambda: None,
+        free_before_weights=(made.limit,),
+        longest_step=limit,
+    ).run(0.0)
+
+
+def slow(loads: float = 0.0) -> Slow:
+    return Slow(limit=256 * MIB, weights=100 * MIB, price=64 << 10, loads=loads)
+
+
+def test_a_step_that_is_too_long_is_refused_with_a_setting_that_starts(tmp_path: Path) -> None:
+    with pytest.raises(StepTooLong) as refused:
+        start(tmp_path, SETTINGS, slow())
+    ended = refused.value.termination()
+    assert ended.code == ExitCode.STEP_TOO_LONG and ExitCode.STEP_TOO_LONG.rejects
+    (knob,) = ended.knobs
+    assert (knob.spec_field, knob.direction) == ("spec.engine.maxPrefillTokens", Direction.LOWER)
+    assert "a step of 128 rows" in ended.message and "took 0.1" in ended.message
+    assert f"lower spec.engine.maxPrefillTokens to {knob.value}" in ended.message
+    assert knob.value is not None and 16 <= knob.value < 50
+    assert (
+        not (tmp_path / "attempts.json").exists()
+        or "Running" not in (tmp_path / "attempts.json").read_text()
+    ), "the size did not fail"
+    start(tmp_path, replace(SETTINGS, max_prefill_tokens=knob.value), slow())
+
+
+def test_a_step_has_no_fewer_rows_than_run_at_once(tmp_path: Path) -> None:
+    many = replace(SETTINGS, max_running_requests=64)
+    with pytest.raises(StepTooLong) as refused:
+        start(tmp_path, many, slow())
+    knobs = {knob.spec_field.rpartition(".")[2]: knob.value for knob in refused.value.knobs}
+    prefill, running = knobs["maxPrefillTokens"], knobs["maxRunningRequests"]
+    assert prefill is not None and prefill == running
+    lower = replace(many, max_prefill_tokens=prefill, max_running_requests=running)
+    start(tmp_path, lower, slow())
+
+
+def test_a_context_that_takes_too_long_whatever_the_rows_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StepTooLong, match=r"lower spec\.engine\.maxModelLen$"):
+        start(tmp_path, SETTINGS, slow(), limit=0.001)
+
+
+def test_the_time_of_a_first_run_does_not_count(tmp_path: Path) -> None:
+    """Kernels are loaded then, where a size is pinned or recorded and nothing was probed."""
+    pinned = replace(SETTINGS, max_prefill_tokens=16, pinned_kv_tokens=2048)
+    made = slow(loads=0.2)
+    start(tmp_path, pinned, made, limit=0.15)
+    assert len(made.steps) > len({len(step.tokens) for step in made.steps})
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("seconds", "busy"), [("0.2", True), ("0.8", False)])
+def test_what_a_busy_node_gives_to_others_does_not_count(seconds: str, busy: bool) -> None:
+    command, pipe = [sys.executable, "-c", WORK, seconds], subprocess.PIPE
+    with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None and process.stdin is not None
+        assert process.stdout.readline() == "\n"
+        with crowded_out(process.pid) if busy else nullcontext():
+            process.stdin.write("\n")
+            process.stdin.flush()
+            took, _, refused = process.stdout.readline().partition(" ")
+    assert float(took) > 0.4 and bool(refused.strip()) != busy
