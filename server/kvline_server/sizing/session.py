@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from kvline_contract.report import Attempt, Stage, State
+from kvline_contract.report import Stage, State
 from kvline_server.engine.largest_steps import LargestSteps, MakeBatch
-from kvline_server.errors import DeviceOutOfMemory, OutOfMemory
 from kvline_server.kernels.routing import Played
 from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.pages import PAGE_SIZE
@@ -64,19 +63,6 @@ class Session:
     def lowest_free(self) -> int:
         """MiB."""
         return min(self.measured.free_at_peak()) // MIB
-
-    def check_context(self, tokens: int) -> int:
-        asked = self.settings.max_model_len
-        if asked is not None and tokens < asked:
-            raise self.measured.binding().context_does_not_fit(tokens, asked)
-        return tokens
-
-    def out_of_memory(
-        self, error: DeviceOutOfMemory, attempts: tuple[Attempt, ...], pinned: bool = False
-    ) -> OutOfMemory:
-        """Of the rank that failed."""
-        self.measured.count_arrived()
-        return self.measured.ranks[error.rank].out_of_memory(attempts, pinned)
 
     def run_stress(self, max_model_len: int, aliased: int = 0) -> None:
         """The stress set with contexts of so many tokens, on pages of their own, or on the mapped
