@@ -1,4 +1,4 @@
-"""Which value of each setting would let a failed start succeed: measured, by the stress set under it.
+"""Which value of each setting would let a failed start succeed: by the stress set under it.
 
 A value is offered only where it helps by itself. What raises the memory in use is not played beyond
 what is known to fit, as a kill would take the diagnosis along.
@@ -60,6 +60,7 @@ class Adviser:
         asked = self.settings.max_model_len
         self.least = max(asked or 0, LEAST)
         self.target = asked or min(USEFUL, self.settings.wanted_len)
+        self.growth = max(rank.growth for rank in session.measured.ranks)
         self.ends = time.monotonic() + SECONDS
         # What steps took at most, in bytes: by their rows, and by the longest context.
         self.grown: list[tuple[int, int]] = []
@@ -92,6 +93,8 @@ class Adviser:
     def _prefill(self) -> Offer | None:
         low = max(self.settings.max_running_requests, PAGE_SIZE)
         values = doubled(low, self.settings.max_prefill_tokens)
+        if self._gains_too_little(self.settings, self.growth):
+            return None
         made = best(values, self._rows, lambda _: self.least, self.target)
         return made and Offer.lower(PREFILL_FIELD, *made)
 
@@ -102,6 +105,8 @@ class Adviser:
 
     def _running(self) -> Offer | None:
         values = doubled(1, self.settings.max_running_requests, 4)
+        if self._gains_too_little(self.settings.changed(max_running_requests=1), self.growth):
+            return None
 
         def leaves(running: int) -> int | None:
             return self._play(self.settings.changed(max_running_requests=running))
@@ -111,6 +116,8 @@ class Adviser:
 
     def _context(self) -> Offer | None:
         values = doubled(SHORTEST, self.settings.wanted_len, 4)
+        if self._gains_too_little(self.settings.changed(max_model_len=SHORTEST), self.growth):
+            return None
         most = SHORTEST
 
         def leaves(context: int) -> int | None:
@@ -129,6 +136,8 @@ class Adviser:
         assert self.found is not None
         bytes_short = (self.target - self.found.tokens) * self.session.bytes_per_token
         kept = self.settings.headroom_mib - -(-bytes_short // MIB) - 1
+        if self._gains_too_little(self.settings.changed(headroom_mib=0), 0):
+            return None
         for value in dict.fromkeys((max(0, kept), 0)):
             if value >= self.settings.headroom_mib:
                 continue
@@ -165,6 +174,15 @@ class Adviser:
         ranks = self.session.executor.ranks
         limit = self.session.device.limit + max(0, missing) * 16 // 15
         return (Offer.of_memory(-(-limit // MIB) * ranks, tokens),)
+
+    def _gains_too_little(self, settings: EngineSettings, growth: int) -> bool:
+        """Whether what these settings reserve less, and so many bytes of steps, cannot be enough:
+        then nothing needs to be played."""
+        if self.found is None:
+            return False
+        least = SHORTEST if settings.max_model_len != self.settings.max_model_len else self.least
+        missing = (least - self.found.tokens) * self.session.bytes_per_token
+        return self.settings.reserved() - settings.reserved() + growth < missing
 
     def _free(self) -> int:
         """Bytes of the rank with the least, beside the smallest cache."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvline_contract.memory import KV_CACHE, OTHERS, RUNTIME, Memory, Part
 
 MIB = 1 << 20
-OVERLAP = "parts that were measured at different moments"
+OVERLAP = "measured at other moments"
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,10 +34,10 @@ from kvline_server.sizing.settings import EngineSettings
 
 SMALLEST = 1024  # tokens of the cache while probing
 CROWDED = 20  # other processes are named as the reason above 1/CROWDED of the device
-RUNTIME_CPU = "the engine's process: Python, torch, tables, buffers"
-RUNTIME_GPU = "kernels, tables and buffers of the engine"
-BEFORE = "in use before this start, CUDA's own included"
-UNKNOWN = "at least: it did not survive the stress"
+RUNTIME_CPU = "Python, torch and buffers of the engine"
+RUNTIME_GPU = "kernels and buffers of the engine"
+BEFORE = "in use before, CUDA included"
+UNKNOWN = "at least: the stress ended here"
 
 
 @dataclass(slots=True)
@@ -116,8 +116,9 @@ class Diagnosis:
         parts = [*self._owned(), runtime, *self._outside(usage, 0), *self._spare()]
         memory = needed(self.limit, parts, self._gpu())
         offers = () if self.device.gpu else (self._more_memory(parts),)
+        weights = (self.loaded_bytes - self.collectives) // MIB
         return OutOfMemory(
-            f"the weights ({(self.loaded_bytes - self.collectives) // MIB} MiB) and their runtime do not fit: "
+            f"the weights ({weights} MiB) and their runtime do not fit: "
             f"{max(0, free) // MIB} MiB of {self.limit // MIB} MiB are free{self._where()}; "
             f"{sentence(memory)}; {self._others()}{self._advice(offers)}"
             + ("" if self.device.gpu else ", and more by what activations and the KV cache take"),
@@ -215,16 +216,16 @@ class Diagnosis:
             return [Taken(PROCESSES, held, detail or BEFORE)]
         clients = self.settings.reserved(kv_tokens) - self.settings.headroom_mib * MIB
         parts = [
-            Taken(PROCESSES, usage.used - usage.now, "the parent's, HTTP's, and the kernel's"),
-            Taken(CODE, usage.files, "file pages of programs that run"),
-            Taken(CLIENTS, clients, "what requests may make HTTP processes hold"),
+            Taken(PROCESSES, usage.used - usage.now, "parent, HTTP and kernel"),
+            Taken(CODE, usage.files, "file pages of what runs"),
+            Taken(CLIENTS, clients, "what requests make HTTP hold"),
         ]
         return [part for part in parts if part.nbytes >= MIB]
 
     def _spare(self) -> list[Taken]:
         """What must stay free."""
         return [
-            Taken(MARGIN, self.device.slack, "for steps that take more when repeated"),
+            Taken(MARGIN, self.device.slack, "for steps that take more again"),
             Taken(HEADROOM, self.settings.headroom_mib * MIB),
         ]
 
