@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -41,6 +42,7 @@ from kvline_server.parent.drain import END_SECONDS, DrainState
 from kvline_server.parent.engine import End, EngineProcesses, signal_name
 from kvline_server.parent.health import Health
 from kvline_server.parent.internal import InternalServer
+from kvline_server.parent.narrator import Narrator
 from kvline_server.parent.report_keeper import ReportKeeper
 from kvline_server.sizing.record import AttemptStore
 
@@ -79,7 +81,7 @@ class Supervisor:
                 listeners[index].close()  # only its process keeps it open
             self._start_engine()
             if until is None:
-                return self._watch(lambda: False, self._announce)
+                return self._watch(lambda: False, self._announce, Narrator(log))
             return self._watch(until, lambda: True)
         except ServerError as error:
             return self._end(error.termination())
@@ -97,9 +99,16 @@ class Supervisor:
         self.stop_now = self.health.draining
         self.health.draining = True
 
-    def _watch(self, until: Callable[[], bool], announce: Callable[[], bool]) -> int:
+    def _watch(
+        self,
+        until: Callable[[], bool],
+        announce: Callable[[], bool],
+        narrator: Narrator | None = None,
+    ) -> int:
         drain, announced = None, False
         while not until():
+            if narrator is not None:
+                narrator.tell(self.keeper.report, time.monotonic(), datetime.now(UTC))
             announced = announced or announce()
             if self.health.draining and drain is None:
                 drain = DrainState(self.drain_seconds)

@@ -71,6 +71,9 @@ class ProfileLoop:
     def run(self, started: float) -> Result:
         """Steps 3 to 8. `started` is the monotonic time at which loading began."""
         self.store.open(self.loaded.fingerprint, self.device.gpu)
+        if self.record is not None:
+            self.session.expected = started + self.record.loop_ms / 1000
+        self.session.begin(2, "warms up its kernels")
         self._autotune()
         self.wait_for_neighbours()
         self._capture()
@@ -90,6 +93,7 @@ class ProfileLoop:
         known, how = tuning.known(file, key, self.record.gemm_kernels if self.record else ())
         if not self.executor.tunes:
             return
+        self.session.at("autotune")
         with self.session.stage("autotune", None if known else State.AUTOTUNING) as details:
             try:
                 choices = self.executor.tune(self.settings.max_prefill_tokens, known)
@@ -110,7 +114,9 @@ class ProfileLoop:
             raise self._untried(error, f"{PROBE_PAGES} pages did not fit", steps=False) from error
         try:
             before = self.measured.used()
+            self.session.at("row counts")
             self._warm_up_row_counts()
+            self.session.at("graphs" if self.device.gpu else None)
             captured = self.executor.capture(
                 self.settings.max_prefill_tokens, self.settings.wanted_len
             )
@@ -166,6 +172,7 @@ class ProfileLoop:
 
     def _search(self, halvings: int = 0) -> int:
         """Steps 4 to 6. -> tokens to validate"""
+        self.session.begin(3, "measures the largest steps beside a small KV cache")
         search = Search(self.session, halvings)
         try:
             tokens = search.run()
@@ -221,6 +228,7 @@ class ProfileLoop:
         kept = self.store.attempts
         if any(a.target_tokens == 0 for a in kept):
             return adviser.unplayed()
+        self.session.begin(3, "measures what smaller settings would leave: this start fails")
         trial = self.store.begin(0, 0)
         self.send(Progress(attempt=trial))
         offers = ask()
@@ -244,6 +252,8 @@ class ProfileLoop:
         number = 1 + max((attempt.number for attempt in self.store.attempts), default=0)
         while True:
             self.send(Progress(attempt=self.store.begin(number, target)))
+            attempt = f", attempt {number}" if number > 1 else ""
+            self.session.begin(4, f"validates {target} tokens with the largest steps{attempt}")
             try:
                 self._validate(target)
             except DeviceOutOfMemory as error:

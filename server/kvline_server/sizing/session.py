@@ -6,10 +6,13 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from operator import itemgetter
 
-from kvline_contract.report import Stage, State
+from kvline_contract import times
+from kvline_contract.progress import ready_at
+from kvline_contract.report import START_STAGES, Current, Stage, State
 from kvline_server.engine.largest_steps import LargestSteps, MakeBatch
 from kvline_server.kernels.routing import Played
 from kvline_server.memory.device import MIB, Device
@@ -17,6 +20,7 @@ from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.messages import Progress, SendProgress
 from kvline_server.sizing.loaded import Loaded
 from kvline_server.sizing.measure import Measurement
+from kvline_server.sizing.pace import Pace
 from kvline_server.sizing.record import AttemptStore
 from kvline_server.sizing.settings import EngineSettings
 
@@ -42,6 +46,9 @@ class Session:
     store: AttemptStore
     pause: Callable[[float], None]
     free_before_weights: tuple[int, ...]  # of each rank, before collectives too
+    current: Current | None = None
+    pace: Pace = field(default_factory=Pace)
+    expected: float | None = None  # monotonic time at which a record says that the start ends
     measured: Measurement = field(init=False)
 
     def __post_init__(self) -> None:
@@ -49,6 +56,28 @@ class Session:
         self.measured = Measurement(
             self.executor, self.device, self.settings, self.loaded.owned, self.free_before_weights
         )
+
+    def begin(self, stage: int, what: str) -> None:
+        """Reports the stage that begins."""
+        self.current = Current(stage, START_STAGES, what, times.now())
+        self.at()
+
+    def at(
+        self,
+        name: str | None = None,
+        step: int | None = None,
+        steps: int | None = None,
+        rest: float | None = None,
+    ) -> None:
+        """Reports what the stage does: a step, or something else with a name. `rest`: seconds that
+        the start may take from now; without it a record tells, if there is one."""
+        if self.current is None:
+            return
+        if rest is None and self.expected is not None:
+            rest = self.expected - time.monotonic()
+        when = ready_at(datetime.now(UTC), rest) if rest is not None and rest > 0 else None
+        self.current = replace(self.current, name=name, step=step, steps=steps, ready_at=when)
+        self.send(Progress(current=self.current))
 
     @property
     def free_mib(self) -> int:
@@ -79,11 +108,19 @@ class Session:
             aliased=aliased,
             short_chunks=self.device.gpu,
         )
-        for name, steps in itertools.groupby(stress.makers(), key=itemgetter(0)):
-            makers = [make for _, make in steps]
+        groups = [
+            (name, [make for _, make in steps])
+            for name, steps in itertools.groupby(stress.makers(), key=itemgetter(0))
+        ]
+        names = [name for name, _ in groups]
+        for index, (name, makers) in enumerate(groups):
+            rest = self.pace.rest(names[index:], names, bool(aliased))
+            self.at(name, index + 1, len(names), rest)
+            began = time.monotonic()
             with self.stage(f"{'stress' if aliased else 'validate'} {name}", None) as details:
                 for routing, what in ROUTINGS if self.loaded.experts else PLAIN:
                     details += self._run_steps(makers, routing, what)
+            self.pace.note(name, time.monotonic() - began)
 
     def _run_steps(self, makers: list[MakeBatch], routing: Played, what: str) -> list[str]:
         """-> details for their stage"""
