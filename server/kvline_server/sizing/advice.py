@@ -26,13 +26,14 @@ from kvline_server.sizing.offers import (
 )
 from kvline_server.sizing.search import Search
 from kvline_server.sizing.session import PROBE_PAGES, PROBE_TOKENS, Session, whole_pages
-from kvline_server.sizing.settings import EngineSettings
+from kvline_server.sizing.settings import EngineSettings, logprob_rows
 
 SECONDS = 60.0  # after which no other value is tried
 LEAST = 2 * PAGE_SIZE  # tokens, without which no start succeeds
 USEFUL = 4096  # tokens
 SHORTEST = 256  # tokens of a context
 SAFE_PERCENT = 95  # of an estimate that is validated
+REPEATS = 64  # until a limit holds what it makes larger itself
 CAUTION = 1.1  # of a growth that is only extrapolated
 
 
@@ -159,7 +160,8 @@ class Adviser:
                 extrapolated(self.grown, self.settings.max_prefill_tokens),
                 extrapolated(self.lengthened, tokens),
             )
-            missing = round(grows * CAUTION) + reserved + cache - self._free()
+            self.growth = round(grows * CAUTION)
+            missing = self.growth + reserved + cache - self._free()
         elif self.session.device.gpu:
             return ()
         else:
@@ -167,13 +169,21 @@ class Adviser:
         return self._raised(missing, tokens)
 
     def _raised(self, missing: int, tokens: int) -> tuple[Offer, ...]:
-        """The container's memory, by so many missing bytes for so many tokens. It also makes the
-        chunks of the LM head larger, by up to 1/16 of what is added."""
-        if self.session.device.gpu:
+        """The container's memory, by so many missing bytes for so many tokens."""
+        session = self.session
+        if session.device.gpu:
             return ()
-        ranks = self.session.executor.ranks
-        limit = self.session.device.limit + max(0, missing) * 16 // 15
-        return (Offer.of_memory(-(-limit // MIB) * ranks, tokens),)
+        now = session.device.limit
+        rows = logprob_rows(now, session.loaded.vocabulary)
+        limit = needed = now + max(0, missing)
+        for _ in range(REPEATS):
+            # More memory makes the chunks of the LM head larger, and what they take with them.
+            larger = logprob_rows(limit, session.loaded.vocabulary) / rows - 1
+            enough = needed + round(self.growth * larger)
+            if enough <= limit:
+                break
+            limit = enough
+        return (Offer.of_memory(-(-limit // MIB) * session.executor.ranks, tokens),)
 
     def _gains_too_little(self, settings: EngineSettings, growth: int) -> bool:
         """Whether what these settings reserve less, and so many bytes of steps, cannot be enough:

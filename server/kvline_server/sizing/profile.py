@@ -178,7 +178,7 @@ class ProfileLoop:
             tokens = search.run()
         except DeviceOutOfMemory as error:
             raise self._out_of_memory(error, self.store.attempts[-1:]) from error
-        return self._checked(tokens, Found(tokens, search.longest))
+        return self._checked(tokens, Found(search.left, search.longest))
 
     def _checked(self, tokens: int, found: Found | None = None) -> int:
         """Whether so many tokens are enough. Raises OutOfMemory or ContextDoesNotFit."""

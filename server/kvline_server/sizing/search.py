@@ -25,6 +25,7 @@ class Search:
         self.settings, self.store = session.settings, session.store
         self.executor, self.measured = session.executor, session.measured
         self.longest = 0  # tokens of the longest sequence of the newest probe
+        self.left = 0  # tokens that it left, or less than none
         self.halvings = halvings
 
     def run(self) -> int:
@@ -42,14 +43,14 @@ class Search:
         """Where the spec leaves the context to the model, and fewer tokens than that fit, the
         context is as long as they are: it is sought by what two probes leave."""
         longest = play(self.settings.wanted_len)
-        tokens = left()
+        self.left = tokens = left()
         if self.settings.max_model_len is None and (tokens < longest or self.halvings):
             shorter = max(tokens if tokens < longest else longest // 2, PROBE_TOKENS)
             if shorter < longest:
                 self.executor.settle()
                 self.measured.forget_growth()
                 play(shorter)
-                more = left()
+                self.left = more = left()
                 tokens = between((longest, tokens), (shorter, more), self.settings.wanted_len)
         return tokens
 
