@@ -34,6 +34,7 @@ USEFUL = 4096  # tokens
 SHORTEST = 256  # tokens of a context
 SAFE_PERCENT = 95  # of an estimate that is validated
 REPEATS = 64  # until a limit holds what it makes larger itself
+NOISE = 20  # peaks of two starts differ by up to 1/NOISE of the memory on a CPU
 CAUTION = 1.1  # of a growth that is only extrapolated
 
 
@@ -61,6 +62,8 @@ class Adviser:
         asked = self.settings.max_model_len
         self.least = max(asked or 0, LEAST)
         self.target = asked or min(USEFUL, self.settings.wanted_len)
+        # Tokens more that a value must leave: the next start may need as much more.
+        self.spare = session.device.slack // session.bytes_per_token
         self.growth = max(rank.growth for rank in session.measured.ranks)
         self.ends = time.monotonic() + SECONDS
         # What steps took at most, in bytes: by their rows, and by the longest context.
@@ -96,7 +99,7 @@ class Adviser:
         values = doubled(low, self.settings.max_prefill_tokens)
         if self._gains_too_little(self.settings, self.growth):
             return None
-        made = best(values, self._rows, lambda _: self.least, self.target)
+        made = best(values, self._rows, lambda _: self.least + self.spare, self.target)
         return made and Offer.lower(PREFILL_FIELD, *made)
 
     def _rows(self, rows: int) -> int | None:
@@ -112,7 +115,7 @@ class Adviser:
         def leaves(running: int) -> int | None:
             return self._play(self.settings.changed(max_running_requests=running))
 
-        made = best(values, leaves, lambda _: self.least, self.target)
+        made = best(values, leaves, lambda _: self.least + self.spare, self.target)
         return made and Offer.lower(RUNNING_FIELD, *made)
 
     def _context(self) -> Offer | None:
@@ -129,7 +132,7 @@ class Adviser:
             most = self._play(shorter, self.lengthened, context) or 0
             return most
 
-        made = best(values, leaves, lambda context: context, 0)
+        made = best(values, leaves, lambda context: context + self.spare, 0)
         return made and Offer.lower(CONTEXT_FIELD, *made)
 
     def _headroom(self) -> Offer | None:
@@ -143,7 +146,7 @@ class Adviser:
             if value >= self.settings.headroom_mib:
                 continue
             tokens = self._play(self.settings.changed(headroom_mib=value))
-            if tokens is not None and tokens >= self.least:
+            if tokens is not None and tokens >= self.least + self.spare:
                 return Offer.lower(HEADROOM_FIELD, value, tokens)
         return None
 
@@ -183,6 +186,7 @@ class Adviser:
             if enough <= limit:
                 break
             limit = enough
+        limit += limit // NOISE
         return (Offer.of_memory(-(-limit // MIB) * session.executor.ranks, tokens),)
 
     def _gains_too_little(self, settings: EngineSettings, growth: int) -> bool:
@@ -191,7 +195,7 @@ class Adviser:
         if self.found is None:
             return False
         least = SHORTEST if settings.max_model_len != self.settings.max_model_len else self.least
-        missing = (least - self.found.tokens) * self.session.bytes_per_token
+        missing = (least + self.spare - self.found.tokens) * self.session.bytes_per_token
         return self.settings.reserved() - settings.reserved() + growth < missing
 
     def _free(self) -> int:
