@@ -30,8 +30,8 @@ def test_the_headline_has_stage_and_since_and_changes_with_the_stage_alone() -> 
 
 
 def test_a_line_has_step_seconds_and_rest() -> None:
-    said = line(REPORT, at(20))
-    assert said == f"stage 3 of 4: {WHAT}, step 2 of 6 (decode), 20 s so far, about 30 s left"
+    text = line(REPORT, at(20))
+    assert text == f"stage 3 of 4: {WHAT}, step 2 of 6 (decode), 20 s so far, about 30 s left"
     assert line(REPORT, at(62)).endswith("62 s so far, expected to be ready 12 s ago")
     unknown = replace(REPORT, current=replace(STRESS, ready_at=None))
     assert line(unknown, at(1)).endswith("1 s so far, the rest is not known yet")
@@ -44,8 +44,8 @@ def test_a_line_has_step_seconds_and_rest() -> None:
 def test_a_load_s_rest_is_by_its_rate() -> None:
     loads = replace(REPORT, current=Current(1, 4, "loads the model", SINCE))
     load = Stage("load", 20_000, 5 << 30, total_bytes=20 << 30)
-    said = line(replace(loads, stages=(load,)), at(25))
-    assert said == (
+    text = line(replace(loads, stages=(load,)), at(25))
+    assert text == (
         "stage 1 of 4: loads the model, 5,120 of 20,480 MiB, 25 s so far, "
         "about 60 s left of this stage"
     )

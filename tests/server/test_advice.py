@@ -43,7 +43,7 @@ def named(message: str, total: int) -> dict[str, int]:
     return {part: int(mib) for part, mib in re.findall(r"([-\w]+) (\d+) MiB", found)}
 
 
-def tokens_said(message: str, knob: Knob) -> int:
+def tokens_offered(message: str, knob: Knob) -> int:
     unit = "Mi" if knob.spec_field == "spec.resources.memory" else ""
     text = rf"{re.escape(knob.spec_field)} {knob.value}{unit} would leave ([\d,]+) tokens"
     (found,) = re.findall(text, message)
@@ -88,8 +88,8 @@ def test_each_value_that_a_failed_start_names_is_one_with_which_it_starts(
     for number, knob in enumerate(knobs):
         got = apply(made, wanted, knob, tmp_path / str(number))
         if not (isinstance(error, ContextDoesNotFit) and knob.spec_field.endswith("maxModelLen")):
-            said = tokens_said(str(error), knob)
-            assert said <= got, knob
+            offered = tokens_offered(str(error), knob)
+            assert offered <= got, knob
         assert got >= (wanted.max_model_len or 32) or knob.spec_field.endswith("maxModelLen")
 
 

@@ -74,8 +74,8 @@ def test_each_value_of_a_failed_start_lets_it_start(model: Path) -> None:
     failed = start()
     assert failed.returncode == 40, failed.stderr[-2000:]
     assert sum_of_parts(failed.stderr, 500) == 500
-    raised, said = offers(failed.stderr)["--memory"]
-    assert tokens(start(memory=raised)) >= said
+    raised, offered = offers(failed.stderr)["--memory"]
+    assert tokens(start(memory=raised)) >= offered
     # A little less than what would do, so that other settings help too.
     for less in range(48, 400, 48):
         memory = int(raised.removesuffix("Mi")) - less
@@ -87,6 +87,6 @@ def test_each_value_of_a_failed_start_lets_it_start(model: Path) -> None:
     assert sum_of_parts(failed.stderr, memory) == memory
     found = offers(failed.stderr)
     assert {"--memory", "--max-prefill-tokens"} <= set(found), failed.stderr
-    for flag, (value, said) in found.items():
+    for flag, (value, offered) in found.items():
         got = tokens(start(**{flag.removeprefix("--"): value}))
-        assert got > said / 2, (flag, value, said, got)
+        assert got > offered / 2, (flag, value, offered, got)

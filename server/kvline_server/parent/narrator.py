@@ -18,7 +18,7 @@ class Narrator:
     def __init__(self, log: Callable[[str], None]) -> None:
         self.log = log
         self._stage: tuple[int, str] | None = None
-        self._told = 0.0
+        self._logged = 0.0
 
     def tell(self, report: SizingReport, clock: float, now: datetime) -> None:
         """`clock` in seconds, from any moment."""
@@ -27,7 +27,7 @@ class Narrator:
             self._stage = None
             return
         stage = current.stage, current.what
-        if stage == self._stage and clock - self._told < SECONDS:
+        if stage == self._stage and clock - self._logged < SECONDS:
             return
-        self._stage, self._told = stage, clock
+        self._stage, self._logged = stage, clock
         self.log(line(report, now))

@@ -16,9 +16,9 @@ from kvline_contract.memory import (
     GRAPHS,
     HEADROOM,
     KV_CACHE,
-    MARGIN,
     PROCESSES,
     RUNTIME,
+    SLACK,
     Memory,
     rank_name,
 )
@@ -225,7 +225,7 @@ class Diagnosis:
     def _spare(self) -> list[Taken]:
         """What must stay free."""
         return [
-            Taken(MARGIN, self.device.slack, "for steps that take more again"),
+            Taken(SLACK, self.device.slack, "for steps that take more again"),
             Taken(HEADROOM, self.settings.headroom_mib * MIB),
         ]
 

@@ -75,7 +75,7 @@ def best(
 
 
 def doubled(low: int, below: int, factor: int = 2) -> list[int]:
-    """`low` and its products with `factor`, below a value."""
+    """`low`, and each time `factor` times as much, below a value."""
     out = []
     while low < below:
         out.append(low)

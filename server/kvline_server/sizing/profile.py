@@ -99,6 +99,7 @@ class ProfileLoop:
                 choices = self.executor.tune(self.settings.max_prefill_tokens, known)
             except DeviceOutOfMemory as error:
                 raise self._untried(error, "kernels could not be tried") from error
+            assert choices is not None, "there is something to tune"
             self.executor.settle()
             if known is None:
                 tuning.write(file, key, choices)
