@@ -19,7 +19,7 @@ from kvline_server.memory.device import MIB
 from kvline_server.messages import Progress
 from kvline_server.parent.narrator import SECONDS, Narrator
 from kvline_server.parent.report_keeper import ReportKeeper
-from kvline_server.sizing.pace import Pace
+from kvline_server.sizing.remaining import Remaining
 
 
 class Watching(Notes):
@@ -82,13 +82,13 @@ def test_the_rest_is_unknown_until_something_tells(tmp_path: Path) -> None:
 
 def test_what_is_left_is_by_the_steps_that_were_played() -> None:
     names = ["a", "b", "c", "d"]
-    pace = Pace()
-    assert pace.rest(names, names, again=True) is None
-    pace.note("a", 2.0)
-    assert pace.rest(names[1:], names, again=True) == 3 * 2.0 + 4 * 2.0
-    pace.note("b", 4.0)
-    assert pace.rest(["c", "d"], names, again=True) == 2 * 3.0 + 2.0 + 4.0 + 2 * 3.0
-    assert pace.rest(["b", "c"], names, again=False) == 4.0 + 3.0
+    remaining = Remaining()
+    assert remaining.rest(names, names, again=True) is None
+    remaining.note("a", 2.0)
+    assert remaining.rest(names[1:], names, again=True) == 3 * 2.0 + 4 * 2.0
+    remaining.note("b", 4.0)
+    assert remaining.rest(["c", "d"], names, again=True) == 2 * 3.0 + 2.0 + 4.0 + 2 * 3.0
+    assert remaining.rest(["b", "c"], names, again=False) == 4.0 + 3.0
 
 
 def test_a_log_has_each_stage_at_once_and_its_progress_now_and_then() -> None:

@@ -75,6 +75,7 @@ class ProfileLoop:
             self.session.expected = started + self.record.loop_ms / 1000
         self.session.begin(2, "warms up its kernels")
         self._autotune()
+        self.session.at("waits for HTTP")
         self.wait_for_neighbours()
         self._capture()
         target, source = self._target()

@@ -20,8 +20,8 @@ from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.messages import Progress, SendProgress
 from kvline_server.sizing.loaded import Loaded
 from kvline_server.sizing.measure import Measurement
-from kvline_server.sizing.pace import Pace
 from kvline_server.sizing.record import AttemptStore
+from kvline_server.sizing.remaining import Remaining
 from kvline_server.sizing.settings import EngineSettings
 
 PROBE_PAGES = 64
@@ -47,7 +47,7 @@ class Session:
     pause: Callable[[float], None]
     free_before_weights: tuple[int, ...]  # of each rank, before collectives too
     current: Current | None = None
-    pace: Pace = field(default_factory=Pace)
+    remaining: Remaining = field(default_factory=Remaining)
     expected: float | None = None  # monotonic time at which a record says that the start ends
     measured: Measurement = field(init=False)
 
@@ -114,13 +114,13 @@ class Session:
         ]
         names = [name for name, _ in groups]
         for index, (name, makers) in enumerate(groups):
-            rest = self.pace.rest(names[index:], names, bool(aliased))
+            rest = self.remaining.rest(names[index:], names, bool(aliased))
             self.at(name, index + 1, len(names), rest)
             began = time.monotonic()
             with self.stage(f"{'stress' if aliased else 'validate'} {name}", None) as details:
                 for routing, what in ROUTINGS if self.loaded.experts else PLAIN:
                     details += self._run_steps(makers, routing, what)
-            self.pace.note(name, time.monotonic() - began)
+            self.remaining.note(name, time.monotonic() - began)
 
     def _run_steps(self, makers: list[MakeBatch], routing: Played, what: str) -> list[str]:
         """-> details for their stage"""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Pace:
+class Remaining:
     # Seconds of a step of each name, as it was played last.
     seconds: dict[str, float] = field(default_factory=dict)
 
