@@ -165,7 +165,9 @@ def _diagnosis(found: Object) -> list[RenderableType]:
     if found.get("largestMaxModelLen"):
         parts.append(f"  largest spec.engine.maxModelLen that fits: {found['largestMaxModelLen']}")
     for knob in found.get("knobs") or []:
-        to = f" to {knob['value']}" if knob.get("value") is not None else ""
+        in_mib = isinstance(knob.get("value"), int) and knob["field"].endswith(".memory")
+        unit = "Mi" if in_mib else ""
+        to = f" to {knob['value']}{unit}" if knob.get("value") is not None else ""
         parts.append(f"  would help: {knob['direction']} {knob['field']}{to}")
     return ["", f"Revision {found['revision']}:", *parts] if parts else []
 

@@ -80,7 +80,8 @@ ADVICE = (
         "CapacityMeasured",
         ("Pending", "Loading", "Autotuning", "Probing", "Stressing", "Validating"),
         "a replica is being sized",
-        "wait; Loading shows its progress; a stage without progress for 300 s ends the container",
+        "wait; its message has the stage, the page and the pod's log its seconds and the expected "
+        "rest; a stage without progress for 300 s ends the container",
     ),
     Advice(
         "CapacityMeasured",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvline_contract.exits import meaning
 from kvline_contract.memory import HEADROOM, rank_name
 from kvline_contract.names import records_name
+from kvline_contract.progress import headline
 from kvline_contract.report import SizingReport, State
 from kvline_operator.candidate import OOM_RETRIES, host_memory
 from kvline_operator.gate import GateResult, Measured
@@ -14,6 +15,14 @@ from kvline_operator.service_state import Condition, ServiceState, failed_end
 from kvline_operator.threshold import Threshold, Thresholds, device
 
 # Order of progress; the condition shows the replica that is furthest.
+DOES = {
+    State.AUTOTUNING: "tries kernels",
+    State.PROBING: "measures memory beside a small KV cache",
+    State.STRESSING: "plays the largest steps beside a small KV cache",
+    State.SHRUNK_RETRY: "makes the KV cache smaller",
+    State.VALIDATING: "plays the largest steps beside the whole KV cache",
+    State.FAILED: "has failed",
+}
 PROGRESS = [
     State.FAILED,
     State.LOADING,
@@ -64,10 +73,7 @@ def _measuring(kind: str, pods: tuple[PodView, ...]) -> Condition:
         if report.failure is not None:
             reason = meaning(report.failure.code).reason or "EngineExited"
             return Condition(kind, "False", reason, report.failure.message)
-        tried = [a.target_tokens for a in report.attempts if a.number]
-        text = f"attempt {len(tried)} at {tried[-1]} tokens" if tried else "sizing"
-        if report.state is State.LOADING:
-            text = _loading(report)
+        text = headline(report.current) if report.current is not None else _earlier(report)
         return Condition(kind, "False", str(report.state), text)
     running = [p for p in pods if p.running]
     if not running:
@@ -84,6 +90,14 @@ def _nothing_runs(pods: tuple[PodView, ...]) -> str:
     if ended is None:
         return "no container runs yet"
     return f"no container runs: the last one ended with {meaning(ended.code).title}"
+
+
+def _earlier(report: SizingReport) -> str:
+    """Of a server that does not report what it does."""
+    if report.state is State.LOADING:
+        return _loading(report)
+    tried = [a.target_tokens for a in report.attempts if a.number]
+    return f"attempt {len(tried)} at {tried[-1]} tokens" if tried else DOES[report.state]
 
 
 def _loading(report: SizingReport) -> str:

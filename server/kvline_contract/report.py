@@ -25,6 +25,7 @@ MAX_REPORT_BYTES = 64 * 1024
 MAX_LOAD_BYTES = 4096
 MAX_TERMINATION_BYTES = 4096
 MAX_STAGES = 32
+START_STAGES = 4  # of Current: load, warm up, measure, validate
 MAX_ATTEMPTS = 5
 MAX_WARNINGS = 16
 
@@ -90,11 +91,28 @@ class Stage:
 
 
 @document
+class Current:
+    """What a start does now, for people: `stage` n of `stages`."""
+
+    stage: int = field(low=1, high=MAX_STAGES)
+    stages: int = field(low=1, high=MAX_STAGES)
+    what: str = field(limit=128)
+    since: str = field(limit=32)
+    # Of the stage, the step that runs: its number, how many there are, and its name.
+    step: int | None = field(low=1, omit_none=True, default=None)
+    steps: int | None = field(low=1, omit_none=True, default=None)
+    name: str | None = field(limit=64, omit_none=True, default=None)
+    # When it is expected to be Validated; absent where nothing tells.
+    ready_at: str | None = field(limit=32, omit_none=True, default=None)
+
+
+@document
 class Knob:
     """A field of the spec that would help if it were raised or lowered."""
 
     spec_field: str = field("field", limit=64)
     direction: Direction
+    # With which a start would succeed, in the field's unit, of memory in MiB.
     value: int | None = field(omit_none=True, default=None)
 
 
@@ -210,6 +228,8 @@ class SizingReport:
     failure: Termination | None = field(default=None)
     warnings: tuple[str, ...] = field(items=MAX_WARNINGS, limit=512, default=())
     provenance: Provenance | None = field(default=None)
+    # While a start goes on; older servers do not report it.
+    current: Current | None = field(omit_none=True, default=None)
 
     def __post_init__(self) -> None:
         if (self.result is not None) != (self.state is State.VALIDATED):

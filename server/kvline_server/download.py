@@ -49,6 +49,7 @@ def download(launch: LaunchConfig) -> None:
     target = Path(launch.model.path)
     repository, commit = _of_hub(launch)
     target.parent.mkdir(parents=True, exist_ok=True)
+    print(f"downloads {repository} at {commit}, once no other pod does", flush=True)
     with (target.parent / f".{target.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if target.is_dir():

@@ -16,6 +16,7 @@ import msgspec
 
 from kvline_contract.report import (
     Attempt,
+    Current,
     Effective,
     Provenance,
     Result,
@@ -133,6 +134,7 @@ class Progress(msgspec.Struct, tag="progress", array_like=True):
     result: Result | None = None
     failure: Termination | None = None
     warning: str | None = None
+    current: Current | None = None
 
 
 SendProgress = Callable[[Progress], None]

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
@@ -15,6 +16,7 @@ from kvline_contract.codec import ContractError
 from kvline_contract.exits import ExitCode
 from kvline_contract.launch import MAX_RECORDS, Device, Record
 from kvline_contract.memory import Memory, rank_title
+from kvline_contract.progress import line
 from kvline_contract.report import Result, SizingReport, State
 from kvline_server.errors import ConfigInvalid
 from kvline_server.flags import with_flag_names
@@ -72,7 +74,6 @@ def _follow(supervisor: Supervisor, console: Console, done: threading.Event) -> 
     with console.status("starting") as status:
         while True:
             report = supervisor.keeper.report
-            running = [s for s in report.stages if s.total_bytes is not None]
             passed = [s for s in report.stages if s.total_bytes is None]
             for stage in passed[shown:]:
                 console.print(
@@ -80,10 +81,8 @@ def _follow(supervisor: Supervisor, console: Console, done: threading.Event) -> 
                     f"  {stage.detail or ''}"
                 )
             shown = len(passed)
-            far = "".join(
-                f", {s.bytes // MIB:,} of {(s.total_bytes or 0) // MIB:,} MiB" for s in running
-            )
-            status.update(f"{report.state}{far} ({time.monotonic() - started:.0f} s)")
+            doing = line(report, datetime.now(UTC)) or str(report.state)
+            status.update(f"{doing} ({time.monotonic() - started:.0f} s in all)")
             if done.wait(0.1):
                 return
 

@@ -340,7 +340,7 @@ def test_an_engine_that_ends_twice_is_rejected_and_one_that_waits_is_held(
         {"field": "spec.resources.memory", "direction": "raise", "value": 3072}
     ]
     explained = space.kvline("explain", "chat").stdout
-    assert "would help: raise spec.resources.memory to 3072" in explained
+    assert "would help: raise spec.resources.memory to 3072Mi" in explained
     assert service.fewest_ready == 2
 
 

@@ -9,6 +9,7 @@ from kvline_contract.codec import encode
 from kvline_contract.memory import MemoryV1
 from kvline_contract.report import (
     Attempt,
+    Current,
     Effective,
     Outcome,
     Result,
@@ -26,6 +27,9 @@ from kvline_operator.workqueue import Key
 MEMORY = MemoryV1(2048, 513, 104, 0, 861, 128, 442)
 INPUTS = {"model": {"source": "pvc://models/smollm2"}, "resources": {"memory": "2Gi"}}
 LOSS = "measured 8528 KV tokens, 18408 are required (95 % of 19376): 9880 short"
+# At 12:00, 20 s after the stage began.
+VALIDATES = "validates 8528 tokens with the largest steps"
+CURRENT = Current(4, 4, VALIDATES, "2026-11-22T11:59:40Z", 2, 6, "decode", "2026-11-22T12:00:30Z")
 
 
 def condition(kind: str, status: str, reason: str, message: str = "") -> dict[str, str]:
@@ -58,6 +62,7 @@ def report(state: State, tokens: int) -> SizingReport:
         tuple(Stage(name, ms, 0) for name, ms in names),
         (Attempt(1, tokens, Outcome.SURVIVED if done else Outcome.RUNNING, None),),
         result if done else None,
+        current=None if done else CURRENT,
     )
 
 

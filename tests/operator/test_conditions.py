@@ -13,6 +13,7 @@ from kvline_contract.memory import MemoryV1
 from kvline_contract.report import (
     Attempt,
     Binding,
+    Current,
     Direction,
     Effective,
     Knob,
@@ -138,6 +139,31 @@ def test_a_load_says_how_far_it_is_in_steps_that_bound_its_writes() -> None:
     assert texts[1234] == "loading 11,200 of 140,000 MiB"
     assert texts[-1] == "loading 140,000 of 140,000 MiB"
     assert len(set(texts)) == 51
+
+
+def test_a_start_changes_its_condition_once_a_stage() -> None:
+    """Not with its seconds, steps or bytes, and without «sizing»."""
+    texts = []
+    for number, state in ((1, State.LOADING), (3, State.STRESSING), (4, State.VALIDATING)):
+        for step in range(1, 60):
+            current = Current(number, 4, f"does {state}", f"t{number}", step, 60, f"s{step}", "t")
+            stage = Stage("load", step, step << 20, total_bytes=60 << 20)
+            made = replace(report(state), current=current, stages=(stage,), updated_at=f"t{step}")
+            got = by_type(service_state(replace(PLAIN, running=True, report=made)))
+            assert got["CapacityMeasured"].reason == str(state)
+            texts.append(got["CapacityMeasured"].message)
+    assert list(dict.fromkeys(texts)) == [
+        "stage 1 of 4: does Loading, since t1",
+        "stage 3 of 4: does Stressing, since t3",
+        "stage 4 of 4: does Validating, since t4",
+    ]
+
+
+@pytest.mark.parametrize("state", [s for s in State if s not in (State.VALIDATED, State.FAILED)])
+def test_a_server_that_does_not_report_what_it_does_is_described_by_its_state(state: State) -> None:
+    bare = replace(report(state), attempts=())
+    got = by_type(service_state(replace(PLAIN, running=True, report=bare)))
+    assert got["CapacityMeasured"].message not in ("", "sizing")
 
 
 def test_the_replica_furthest_along_speaks() -> None:

@@ -55,6 +55,8 @@ def test_a_service_s_page_tells_its_story() -> None:
         str(State.VALIDATING),
         "attempt 1 at 8,528 tokens: Running",
         "5 stages in 11.7 s",
+        "stage 4 of 4: validates 8528 tokens with the largest steps, step 2 of 6 (decode), "
+        "20 s so far, about 30 s left",
         "22 Nov 2026, 00:00 UTC",
         "change the spec, or promote",
         "11 h",  # the age of the newer revision at noon

@@ -122,6 +122,10 @@ class Machine:
         kv, files = self.nbytes, self.working_files()
         return (Usage(self.limit, self.used(), self.now(), self.peak(), kv, files),)
 
+    @property
+    def tunes(self) -> bool:
+        return self.trial is not None
+
     def tune(self, max_rows: int, known: Choices | None) -> Choices | None:
         if self.trial is None:
             return None
@@ -226,6 +230,10 @@ class Together:
     def pages(self) -> int:
         (pages,) = {machine.pages for machine in self.machines}
         return pages
+
+    @property
+    def tunes(self) -> bool:
+        return self.machines[0].tunes
 
     def tune(self, max_rows: int, known: Choices | None) -> Choices | None:
         return self._all("tune", lambda machine: machine.tune(max_rows, known))[0]

@@ -26,7 +26,15 @@ from simulated import (
     Together,
 )
 
-from kvline_contract.memory import ACTIVATIONS, COLLECTIVES, GRAPHS, HEADROOM, KV_CACHE, OTHERS
+from kvline_contract.memory import (
+    ACTIVATIONS,
+    COLLECTIVES,
+    GRAPHS,
+    HEADROOM,
+    KV_CACHE,
+    OTHERS,
+    PROCESSES,
+)
 from kvline_contract.report import Binding, Outcome, Result, SizingReport, State
 from kvline_server.engine.largest_steps import SHORT
 from kvline_server.errors import (
@@ -38,7 +46,7 @@ from kvline_server.errors import (
 from kvline_server.memory.device import MIB
 from kvline_server.parallel.executor import Executor
 from kvline_server.size import summary, waterfalls
-from kvline_server.sizing.diagnosis import Diagnosis
+from kvline_server.sizing.diagnosis import BEFORE, Diagnosis
 from kvline_server.sizing.loaded import Loaded
 from kvline_server.sizing.profile import ProfileLoop, shrink
 from kvline_server.sizing.record import AttemptStore
@@ -211,8 +219,8 @@ def test_a_neighbour_on_one_gpu_lowers_the_size_of_all_and_is_named(tmp_path: Pa
     result = start.run()
     assert free - result.kv_tokens == 20 * MIB // BYTES_PER_TOKEN
     assert result.memory is result.ranks[1] and result.free_mib == 236
-    details = [p.detail for memory in result.ranks for p in memory.parts if p.name == OTHERS]
-    assert details == [None, "20 MiB of other processes on GPU 1 (rank 1 of 2)"]
+    details = [p.detail for memory in result.ranks for p in memory.parts if p.name == PROCESSES]
+    assert details == [BEFORE, "20 MiB of other processes on GPU 1 (rank 1 of 2)"]
     assert [memory.mib(HEADROOM) for memory in result.ranks] == [28, 8]
     assert start.notes.attempts[1].lowest_free_mib == 8
     (warning,) = start.notes.warnings
@@ -304,7 +312,8 @@ def test_what_collectives_take_is_no_neighbour_that_arrived(tmp_path: Path) -> N
     start = Start([gpu(collectives=60 * MIB, neighbour=1) for _ in range(2)], tmp_path)
     result = start.run()
     assert result.kv_tokens > 10_000 and not start.notes.warnings
-    assert all(p.detail is None for memory in result.ranks for p in memory.parts)
+    details = {p.detail for memory in result.ranks for p in memory.parts}
+    assert not any("of other processes" in (detail or "") for detail in details)
 
 
 def test_a_person_sees_each_rank_s_waterfall_and_which_one_binds(tmp_path: Path) -> None:

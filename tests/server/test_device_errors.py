@@ -127,6 +127,7 @@ def break_stage(monkeypatch: pytest.MonkeyPatch, stage: str, error: Exception) -
         raise error
 
     monkeypatch.setattr(where, name, broken)
+    monkeypatch.setattr(kernels.TorchKernels, "tunes", stage == "tune")
     if stage == "capture":
         monkeypatch.setattr(kernels.TorchKernels, "plan_in_place", lambda _kernels, tables: tables)
 
@@ -143,7 +144,7 @@ def test_memory_refused_at_any_stage_of_a_start_is_diagnosed(
     assert failure.name == "OutOfMemory"
     assert failure.knobs and failure.memory is not None and failure.memory.total_mib == 4096
     known = {"load": "their runtime do not fit", "launch": "pins 1024", "wait": "pins 1024"}
-    assert known.get(STAGES[stage][2], "no size survived the stress") in failure.message
+    assert known.get(STAGES[stage][2], "no memory is left for the stress") in failure.message
 
 
 @pytest.mark.parametrize(("stage", "error"), list(zip(STAGES, cycle(FAILED))))

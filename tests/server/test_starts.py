@@ -111,7 +111,9 @@ def test_a_pin_that_does_not_survive_fails_and_is_never_changed(
     ended = server.termination()
     assert "kvTokens pins 2048 tokens" in ended["message"]
     assert [a["targetTokens"] for a in ended["attempts"]] == [2048]
-    assert ended["knobs"][0] == {"field": "spec.capacity.kvTokens", "direction": "lower"}
+    pin = ended["knobs"][0]
+    assert (pin["field"], pin["direction"]) == ("spec.capacity.kvTokens", "lower")
+    assert f"spec.capacity.kvTokens {pin['value']} would leave" in ended["message"]
 
 
 def test_a_context_that_does_not_fit_names_the_largest_that_does(

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from kvline_contract.memory import Memory
+from kvline_contract.progress import line as line_of_start
 from kvline_contract.report import SizingReport
 from kvline_operator.advice import NOTHING, advise
 from kvline_operator.display import (
@@ -86,6 +87,7 @@ class Replica:
     tokens: int
     share: int  # of the largest replica's tokens, in units of WIDTH
     revision: str
+    doing: str  # of a start, with its seconds and expected rest
     attempts: tuple[str, ...]
     stages: tuple[Bar, ...]
     seconds: float
@@ -193,7 +195,7 @@ def service(view: View, now: datetime) -> Service:
         ),
         token_bytes=token_bytes(status) if capacity else "",
         conditions=tuple(_condition_row(c) for c in plain(status)),
-        replicas=replicas(view),
+        replicas=replicas(view, now),
         gate=gate((status.get("rollout") or {}).get("gate")),
         history=history(view.history, status.get("rollout") or {}, now),
     )
@@ -236,14 +238,14 @@ def gate(verdict: Object | None) -> Gate | None:
     )
 
 
-def replicas(view: View) -> tuple[Replica, ...]:
+def replicas(view: View, now: datetime) -> tuple[Replica, ...]:
     most = max([1, *(p.kv_tokens or 0 for p in view.pods)])
     minimum = (view.spec.get("capacity") or {}).get("minKVTokens", 0)
     ordered = sorted(view.pods, key=lambda p: (p.revision, p.name))
-    return tuple(_replica(pod, minimum, most) for pod in ordered)
+    return tuple(_replica(pod, minimum, most, now) for pod in ordered)
 
 
-def _replica(pod: PodView, minimum: int, most: int) -> Replica:
+def _replica(pod: PodView, minimum: int, most: int, now: datetime) -> Replica:
     state = replica_state(pod, minimum)
     bad = state in ("BelowMinimum", "Unreachable", "Failed") or pod.failed is not None
     stages, seconds = _stages(pod.report)
@@ -255,6 +257,7 @@ def _replica(pod: PodView, minimum: int, most: int) -> Replica:
         tokens=pod.kv_tokens or 0,
         share=round((pod.kv_tokens or 0) * WIDTH / most),
         revision=pod.revision,
+        doing=line_of_start(pod.report, now) if pod.report is not None else "",
         attempts=_attempts(pod.report),
         stages=stages,
         seconds=seconds,

@@ -81,6 +81,7 @@ class _PinnedCopies:
 
 class FlashInferKernels(Kernels):
     depth = 1
+    tunes = True
     keeps_fp8 = True
 
     def __init__(

@@ -40,6 +40,10 @@ class Executor(Protocol):
         """Steps in flight while the host prepares the next one."""
 
     @property
+    def tunes(self) -> bool:
+        """Whether `tune` has anything to choose."""
+
+    @property
     def pages(self) -> int:
         """Of the KV cache, the dummy page included."""
 
@@ -92,6 +96,10 @@ class Local:
     @property
     def depth(self) -> int:
         return self.worker.kernels.depth
+
+    @property
+    def tunes(self) -> bool:
+        return self.worker.kernels.tunes
 
     @property
     def pages(self) -> int:

@@ -50,6 +50,10 @@ class Ranks:
         return self.local.depth
 
     @property
+    def tunes(self) -> bool:
+        return self.local.tunes
+
+    @property
     def pages(self) -> int:
         return self.local.pages
 

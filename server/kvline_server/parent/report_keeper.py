@@ -15,6 +15,8 @@ from kvline_contract.report import (
     MAX_ATTEMPTS,
     MAX_STAGES,
     MAX_WARNINGS,
+    START_STAGES,
+    Current,
     Outcome,
     SizingReport,
     State,
@@ -37,6 +39,7 @@ class ReportKeeper:
             state=State.LOADING,
             started_at=times.now(),
             updated_at=times.now(),
+            current=_loads(),
         )
 
     @property
@@ -59,18 +62,20 @@ class ReportKeeper:
         if progress.provenance is not None:
             self._change(provenance=progress.provenance)
         if progress.result is not None:
-            self._change(state=State.VALIDATED, result=progress.result)
+            self._change(state=State.VALIDATED, result=progress.result, current=None)
         if progress.failure is not None:
             self.fail(progress.failure)
         if progress.warning is not None:
             self.warn(progress.warning)
+        if progress.current is not None:
+            self._change(current=progress.current)
 
     def touch(self) -> None:
         """There is progress that the report does not show."""
         self.changed_at = time.monotonic()
 
     def fail(self, failure: Termination) -> None:
-        self._change(state=State.FAILED, failure=failure, result=None)
+        self._change(state=State.FAILED, failure=failure, result=None, current=None)
 
     def warn(self, text: str, rank: int = 0) -> bool:
         """One of a rank other than 0 names it, unless several ranks warn of the same.
@@ -92,7 +97,7 @@ class ReportKeeper:
             replace(a, outcome=Outcome.KILLED) if a.outcome is Outcome.RUNNING else a
             for a in self._report.attempts
         )
-        self._change(state=State.SHRUNK_RETRY, stages=(), attempts=attempts)
+        self._change(state=State.SHRUNK_RETRY, stages=(), attempts=attempts, current=_loads())
         self.warn(warning)
 
     def _change(self, **values: object) -> None:
@@ -104,3 +109,8 @@ class ReportKeeper:
                 **values,  # type: ignore[arg-type]
             )
             self.changed_at = time.monotonic()
+
+
+def _loads() -> Current:
+    """From when the engine's process is started: it imports its libraries first."""
+    return Current(1, START_STAGES, "loads the model", times.now())

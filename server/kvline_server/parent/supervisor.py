@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from kvline_contract.exits import ExitCode
 from kvline_contract.launch import Device, LaunchConfig
 from kvline_contract.listening import shown
 from kvline_contract.names import ATTEMPTS_FILE, ENV_POD_NAME, ENV_POD_UID
+from kvline_contract.progress import WAITS_FOR_HTTP
 from kvline_contract.report import Outcome, State, Termination
 from kvline_server.errors import PortTaken, ServerError
 from kvline_server.flags import with_flag_names
@@ -42,6 +44,7 @@ from kvline_server.parent.drain import END_SECONDS, DrainState
 from kvline_server.parent.engine import End, EngineProcesses, signal_name
 from kvline_server.parent.health import Health
 from kvline_server.parent.internal import InternalServer
+from kvline_server.parent.narrator import Narrator
 from kvline_server.parent.report_keeper import ReportKeeper
 from kvline_server.sizing.record import AttemptStore
 from kvline_server.starvation import Quiet
@@ -80,7 +83,7 @@ class Supervisor:
                 listeners[index].close()  # only its process keeps it open
             self._start_engine()
             if until is None:
-                return self._watch(lambda: False, self._announce)
+                return self._watch(lambda: False, self._announce, Narrator(log))
             return self._watch(until, lambda: True)
         except ServerError as error:
             return self._end(error.termination())
@@ -98,10 +101,14 @@ class Supervisor:
         self.stop_now = self.health.draining
         self.health.draining = True
 
-    def _watch(self, until: Callable[[], bool], announce: Callable[[], bool]) -> int:
+    def _watch(
+        self, until: Callable[[], bool], announce: Callable[[], bool], tells: Narrator | None = None
+    ) -> int:
         drain, announced = None, False
         while not until():
             self._watch_progress()
+            if tells is not None:
+                tells.tell(self.keeper.report, time.monotonic(), datetime.now(UTC))
             announced = announced or announce()
             if self.health.draining and drain is None:
                 drain = DrainState(self.drain_seconds)
@@ -361,8 +368,9 @@ class Supervisor:
         if quiet < limit:
             return None
         silent = engine.without_pulse() if self.ranks > 1 else ()
-        # What is waited for once kernels are chosen.
-        http = self.health.edge.ready or state is not State.AUTOTUNING
+        current = self.keeper.report.current
+        waits = current is not None and current.name == WAITS_FOR_HTTP
+        http = self.health.edge.ready or not waits
         failure = stalls.of_a_start(state, limit, self.ranks, silent, http)
         self.interrupted |= failure.code == int(ExitCode.RANK_LOST)
         return failure

@@ -10,13 +10,16 @@ from dataclasses import dataclass
 
 from kvline_contract.memory import (
     ACTIVATIONS,
+    CLIENTS,
+    CODE,
     COLLECTIVES,
     GRAPHS,
     HEADROOM,
     KV_CACHE,
-    OTHERS,
+    PROCESSES,
+    RUNTIME,
+    SLACK,
     Memory,
-    Part,
     rank_name,
 )
 from kvline_contract.report import Attempt, Binding, Direction, Knob
@@ -25,10 +28,16 @@ from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.memory.parts import OwnedPart
 from kvline_server.parallel.executor import Usage
+from kvline_server.sizing.breakdown import Taken, needed, sentence, whole
+from kvline_server.sizing.offers import CONTEXT_FIELD, MEMORY_FIELD, Offer, advice, knobs
 from kvline_server.sizing.settings import EngineSettings
 
-MEMORY_FIELD = "spec.resources.memory"
+SMALLEST = 1024  # tokens of the cache while probing
 CROWDED = 20  # other processes are named as the reason above 1/CROWDED of the device
+RUNTIME_CPU = "Python, torch and buffers of the engine"
+RUNTIME_GPU = "kernels and buffers of the engine"
+BEFORE = "in use before, CUDA included"
+UNKNOWN = "at least: the stress ended here"
 
 
 @dataclass(slots=True)
@@ -38,6 +47,7 @@ class Diagnosis:
     owned: tuple[OwnedPart, ...]  # whose fixed bytes the load puts on the device
     neighbours: int = 0  # bytes that other processes held before the weights were loaded
     arrived: int = 0  # bytes that other processes have taken since
+    stressed: bool = False  # the stress was survived, and so its growth is known
     growth: int = 0  # bytes that the stress added
     graphs: int = 0  # bytes that captured graphs took
     resting: int = 0  # bytes in use when the newest stress began
@@ -51,30 +61,42 @@ class Diagnosis:
         return self.device.limit if self.usage is None else self.usage.limit
 
     @property
-    def free(self) -> int:
-        used = self.device.used() if self.usage is None else self.usage.used
-        return max(0, self.limit - used)
-
-    @property
     def name(self) -> str:
         return rank_name(self.rank, self.ranks, self.device.gpu)
 
-    def memory(self, kv_bytes: int, free_bytes: int) -> Memory:
-        """Memory by part; `others` is the rest, so that the parts add up exactly."""
-        total = self.limit // MIB
+    def memory(self, kv_tokens: int, kv_bytes: int, free_bytes: int) -> Memory:
+        """Of a validated size, with `free_bytes` at its stress."""
+        usage = self._used()
         parts = [
-            *(Part(part.name, part.fixed // MIB) for part in self.owned if part.fixed),
-            Part(ACTIVATIONS, self.growth // MIB),
-            Part(GRAPHS, self.graphs // MIB),
-            Part(KV_CACHE, kv_bytes // MIB),
-            Part(HEADROOM, max(0, free_bytes) // MIB),
+            *self._owned(),
+            Taken(ACTIVATIONS, self.growth),
+            Taken(GRAPHS, self.graphs),
+            Taken(KV_CACHE, kv_bytes),
+            Taken(HEADROOM, free_bytes),
+            *self._outside(usage, kv_tokens),
         ]
-        rest = total - sum(part.mib for part in parts)
-        held = f"{self.held} MiB of other processes" if self.crowded else None
-        if held and self.ranks > 1:
-            held += f" on {self.name}"
-        gpu = self.rank if self.ranks > 1 and self.device.gpu else None
-        return Memory(total, (*parts, Part(OTHERS, rest, held)), gpu)
+        return whole(self.limit, parts, self._runtime_detail(), self._gpu())
+
+    def failed(self) -> Memory:
+        """Of a start that failed, by what it measured: what each part takes, what is reserved, and
+        what they leave for the KV cache."""
+        parts = self._resting()
+        if self.stressed:
+            parts += [Taken(ACTIVATIONS, self.growth), *self._spare()]
+        else:  # the stress did not survive: it took all that was left, and needs more
+            parts = [part for part in parts if part.name != CLIENTS]
+            left = self.limit - sum(max(0, part.nbytes) for part in parts)
+            parts.append(Taken(ACTIVATIONS, left, UNKNOWN))
+        return needed(self.limit, parts, self._gpu())
+
+    def _resting(self) -> list[Taken]:
+        """What is in use between stresses, without a KV cache."""
+        usage = self._used()
+        outside = self._outside(usage, 0)
+        others = sum(part.nbytes for part in outside if part.name == PROCESSES)
+        named = self.loaded_bytes + self.graphs + others + self._kept(usage)
+        runtime = Taken(RUNTIME, usage.used - usage.kv - named, self._runtime_detail())
+        return [*self._owned(), Taken(GRAPHS, self.graphs), runtime, *outside]
 
     @property
     def loaded_bytes(self) -> int:
@@ -87,104 +109,142 @@ class Diagnosis:
         return sum(part.fixed for part in self.owned if part.name == COLLECTIVES)
 
     def weights_do_not_fit(self, free: int) -> OutOfMemory:
-        need = (max(0, self.loaded_bytes - free) + self.settings.reserved()) // MIB + 1
+        """`free` bytes were free before they were loaded."""
+        device, used = self.device, self.limit - free
+        usage = Usage(self.limit, used, device.now(), 0, 0, device.working_files())
+        runtime = Taken(RUNTIME, 0 if device.gpu else usage.now, self._runtime_detail())
+        parts = [*self._owned(), runtime, *self._outside(usage, 0), *self._spare()]
+        memory = needed(self.limit, parts, self._gpu())
+        offers = () if self.device.gpu else (self._more_memory(parts),)
+        weights = (self.loaded_bytes - self.collectives) // MIB
         return OutOfMemory(
-            f"the weights ({self.loaded_bytes // MIB} MiB) and their runtime do not fit: "
+            f"the weights ({weights} MiB) and their runtime do not fit: "
             f"{max(0, free) // MIB} MiB of {self.limit // MIB} MiB are free{self._where()}; "
-            + self._more(f"by {need} MiB and what activations and the KV cache take"),
-            memory=self.memory(0, free),
+            f"{sentence(memory)}; {self._others()}{self._advice(offers)}"
+            + ("" if self.device.gpu else ", and more by what activations and the KV cache take"),
+            memory=memory,
             binding=self._binding(Binding.WEIGHTS),
-            knobs=self._memory_knob(),
+            knobs=knobs(offers),
         )
 
-    def nothing_left(self, tokens: int) -> OutOfMemory:
+    def untried(self, what: str, lower: tuple[Offer, ...]) -> OutOfMemory:
+        """Memory was missing before a stress was played. `lower` are settings that might help."""
+        parts = [*self._resting(), *self._spare()]
+        memory = needed(self.limit, parts, self._gpu())
+        offers = tuple(o for o in lower if o.knob.direction is Direction.LOWER)
+        if not self.device.gpu:
+            offers = (self._more_memory(parts), *offers)
         return OutOfMemory(
-            f"no memory is left for the KV cache: {self._named()} and "
-            f"activations {self.growth // MIB} MiB leave room for {max(tokens, 0)} tokens "
-            f"{self._limit()} beside {self._reserved()}; {self._others()}{self._advice()}",
-            memory=self.memory(0, self.free),
+            f"no memory is left for the stress: {what}{self._where()}; {sentence(memory)}; "
+            f"{self._others()}{self._advice(offers)}",
+            memory=memory,
+            binding=self._binding(Binding.HOST_MEMORY),
+            knobs=knobs(offers),
+        )
+
+    def nothing_left(self, tokens: int, offers: tuple[Offer, ...]) -> OutOfMemory:
+        memory = self.failed()
+        return OutOfMemory(
+            f"no memory is left for the KV cache{self._where()}: {sentence(memory)}; that holds "
+            f"{max(tokens, 0)} tokens, and a start needs {2 * PAGE_SIZE}; "
+            f"{self._others()}{self._advice(offers)}",
+            memory=memory,
             binding=self._binding(
                 Binding.ACTIVATIONS if self.growth > self.loaded_bytes else Binding.WEIGHTS
             ),
-            knobs=self._knobs(),
+            knobs=knobs(offers),
         )
 
-    def context_does_not_fit(self, tokens: int, asked: int) -> ContextDoesNotFit:
-        largest = tokens // PAGE_SIZE * PAGE_SIZE
+    def context_does_not_fit(
+        self, tokens: int, asked: int, offers: tuple[Offer, ...]
+    ) -> ContextDoesNotFit:
+        largest = max(0, tokens // PAGE_SIZE * PAGE_SIZE)
         budget = f"the budget of {self.name}" if self.ranks > 1 else "the budget"
+        memory = self.failed()
+        all_offers = (Offer.of_context(largest, tokens), *offers) if largest else offers
         return ContextDoesNotFit(
-            f"spec.engine.maxModelLen is {asked}, {budget} holds {tokens} tokens; "
-            f"{self._others()}the largest length that fits is {largest}",
-            memory=self.memory(0, self.free),
+            f"{CONTEXT_FIELD} is {asked}, {budget} holds {tokens} tokens; "
+            f"{self._others()}the largest length that fits is {largest}; "
+            f"{sentence(memory)}; {self._advice(offers)}",
+            memory=memory,
             binding=self._binding(Binding.CONTEXT),
             largest_max_model_len=largest,
-            knobs=(
-                Knob("spec.engine.maxModelLen", Direction.LOWER, largest),
-                *self._memory_knob(),
-            ),
+            knobs=knobs(all_offers),
         )
 
-    def killed_while_probing(self, attempts: tuple[Attempt, ...]) -> OutOfMemory:
+    def killed_while_probing(
+        self, attempts: tuple[Attempt, ...], offers: tuple[Offer, ...]
+    ) -> OutOfMemory:
+        memory = self.failed()
         return OutOfMemory(
-            f"killed for memory while probing with the smallest KV cache: {self._named()} "
-            f"{self._limit()}; {self._advice()}",
-            memory=self.memory(0, 0),
+            f"killed for memory while probing with the smallest KV cache: {sentence(memory)}"
+            f"{self._where()}; {self._others()}{self._advice(offers)}",
+            memory=memory,
             binding=Binding.ACTIVATIONS,
-            knobs=self._knobs(),
-            attempts=attempts,
-        )
-
-    def out_of_memory(self, attempts: tuple[Attempt, ...], pinned: bool) -> OutOfMemory:
-        tried = ", ".join(str(a.target_tokens) for a in attempts if a.number)
-        if pinned:
-            knobs: tuple[Knob, ...] = (
-                Knob("spec.capacity.kvTokens", Direction.LOWER),
-                *self._memory_knob(),
-            )
-            text = f"spec.capacity.kvTokens pins {tried} tokens, which did not survive the stress"
-        else:
-            knobs = self._knobs()
-            text = f"no size survived the stress; tried {tried or 'the probe alone'} tokens"
-        return OutOfMemory(
-            f"{text}: {self._named()}, activations {self.growth // MIB} MiB, "
-            f"{self._reserved()}, {self._limit()}; {self._others()}{_advice(knobs)}",
-            memory=self.memory(0, self.free),
-            binding=self._binding(Binding.HOST_MEMORY),
-            knobs=knobs,
+            knobs=knobs(offers),
             attempts=attempts[-5:],
         )
 
-    def _named(self) -> str:
-        return ", ".join(f"{p.name} {p.fixed // MIB} MiB" for p in self.owned if p.fixed)
+    def out_of_memory(
+        self, attempts: tuple[Attempt, ...], pinned: bool, offers: tuple[Offer, ...]
+    ) -> OutOfMemory:
+        tried = ", ".join(str(a.target_tokens) for a in attempts if a.number)
+        if pinned:
+            text = f"spec.capacity.kvTokens pins {tried} tokens, which did not survive the stress"
+        else:
+            sizes = f"{tried} tokens" if tried else "the probe alone"
+            text = f"no size survived the stress; tried {sizes}"
+        memory = self.failed()
+        return OutOfMemory(
+            f"{text}: {sentence(memory)}{self._where()}; {self._others()}{self._advice(offers)}",
+            memory=memory,
+            binding=self._binding(Binding.HOST_MEMORY),
+            knobs=knobs(offers),
+            attempts=attempts[-5:],
+        )
 
-    def _limit(self) -> str:
-        return f"under a limit of {self.limit // MIB} MiB{self._where()}"
+    def _owned(self) -> list[Taken]:
+        return [Taken(part.name, part.fixed) for part in self.owned if part.fixed]
+
+    def _outside(self, usage: Usage, kv_tokens: int) -> list[Taken]:
+        """What is not the engine's own: other processes first."""
+        if self.device.gpu:
+            held = self.neighbours + (self.arrived if self.displaced else 0)
+            detail = f"{self.held} MiB of other processes" if self.crowded else None
+            if detail and self.ranks > 1:
+                detail += f" on {self.name}"
+            return [Taken(PROCESSES, held, detail or BEFORE)]
+        clients = self.settings.reserved(kv_tokens) - self.settings.headroom_mib * MIB
+        parts = [
+            Taken(PROCESSES, usage.used - usage.now, "parent, HTTP and kernel"),
+            Taken(CODE, usage.files, "file pages of what runs"),
+            Taken(CLIENTS, clients, "what requests make HTTP hold"),
+        ]
+        return [part for part in parts if part.nbytes >= MIB]
+
+    def _spare(self) -> list[Taken]:
+        """What must stay free."""
+        return [
+            Taken(SLACK, self.device.slack, "for steps that take more again"),
+            Taken(HEADROOM, self.settings.headroom_mib * MIB),
+        ]
+
+    def _kept(self, usage: Usage) -> int:
+        """Bytes in use that the stress has taken and the allocator has kept: activations."""
+        return max(0, min(self.growth, usage.now - self.resting)) if self.stressed else 0
+
+    def _used(self) -> Usage:
+        assert self.usage is not None, "measured once the weights are loaded"
+        return self.usage
+
+    def _runtime_detail(self) -> str:
+        return RUNTIME_GPU if self.device.gpu else RUNTIME_CPU
+
+    def _gpu(self) -> int | None:
+        return self.rank if self.ranks > 1 and self.device.gpu else None
 
     def _where(self) -> str:
         return f" on {self.name}" if self.ranks > 1 else ""
-
-    def _knobs(self) -> tuple[Knob, ...]:
-        return (
-            *self._memory_knob(),
-            Knob("spec.engine.maxPrefillTokens", Direction.LOWER),
-            Knob("spec.engine.maxRunningRequests", Direction.LOWER),
-            Knob("spec.engine.maxModelLen", Direction.LOWER),
-            Knob("spec.capacity.headroomMiB", Direction.LOWER),
-        )
-
-    def _memory_knob(self) -> tuple[Knob, ...]:
-        """Only a container's memory can be raised, not a GPU's."""
-        return () if self.device.gpu else (Knob(MEMORY_FIELD, Direction.RAISE),)
-
-    def _more(self, how_much: str) -> str:
-        if self.device.gpu:
-            return self._others() + "take a GPU with more memory"
-        return f"raise {MEMORY_FIELD} {how_much}"
-
-    def _reserved(self) -> str:
-        text = f"{self.settings.headroom_mib} MiB of headroom"
-        clients = self.settings.client_bytes // MIB
-        return f"{text} and {clients} MiB for HTTP clients" if clients else text
 
     def _others(self) -> str:
         if not self.crowded:
@@ -220,9 +280,14 @@ class Diagnosis:
             return Binding.ACTIVATIONS
         return otherwise
 
-    def _advice(self) -> str:
-        return self._others() + _advice(self._knobs())
+    def _advice(self, offers: tuple[Offer, ...]) -> str:
+        return advice(offers, self.device.gpu)
 
-
-def _advice(knobs: tuple[Knob, ...]) -> str:
-    return ", ".join(f"{knob.direction} {knob.spec_field}" for knob in knobs)
+    def _more_memory(self, parts: list[Taken]) -> Offer:
+        """What the parts that are known need, with the smallest cache that would do."""
+        tokens = max(self.settings.max_model_len or 0, SMALLEST) + PAGE_SIZE
+        each = sum(part.per_token for part in self.owned) + self.settings.client_bytes_per_token
+        missing = sum(max(0, part.nbytes) for part in parts) + tokens * each - self.limit
+        if missing <= 0:  # what else was missing is not known
+            return Offer(Knob(MEMORY_FIELD, Direction.RAISE))
+        return Offer.of_memory(-(-(self.limit + missing) // MIB) * self.ranks, None)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from kvline_contract.launch import LaunchConfig, LoadFormat
-from kvline_contract.memory import KV_CACHE, WEIGHTS
+from kvline_contract.memory import COLLECTIVES, KV_CACHE, WEIGHTS
 from kvline_contract.report import Provenance, Stage
 from kvline_server import device_errors
 from kvline_server.errors import DeviceOutOfMemory, ModelNotFound
@@ -81,7 +81,8 @@ def load_model(
             del source
             device.settle()
     except DeviceOutOfMemory as error:
-        owned, others = (OwnedPart(WEIGHTS, fixed=expected),), used - collectives
+        owned = OwnedPart(WEIGHTS, fixed=expected), OwnedPart(COLLECTIVES, fixed=collectives)
+        others = used - collectives
         rank = Diagnosis(device, settings, owned, others, rank=group.rank, ranks=group.ranks)
         raise rank.weights_do_not_fit(device.limit - used) from error
     ms = round((time.monotonic() - started) * 1000)

@@ -71,7 +71,7 @@ class Measurement:
     def count_growth(self) -> None:
         """What a stress took, whether freed since or kept by the allocator."""
         for rank, usage in zip(self.ranks, self.read(), strict=True):
-            rank.growth = max(rank.growth, usage.peak - rank.resting)
+            rank.growth, rank.stressed = max(rank.growth, usage.peak - rank.resting), True
 
     def count_graphs(self, before: tuple[int, ...]) -> None:
         """Bytes in use beyond those of `before`."""
@@ -119,10 +119,10 @@ class Measurement:
         """The rank that had the least free at the final size."""
         return min(self.ranks, key=lambda rank: rank.lowest_free).rank
 
-    def memory(self, headroom: int) -> tuple[Memory, ...]:
-        """Of each rank, by part."""
+    def memory(self, tokens: int, headroom: int) -> tuple[Memory, ...]:
+        """Of each rank, by part, at a size of so many tokens."""
         return tuple(
-            rank.memory(usage.kv, headroom + max(0, rank.lowest_free))
+            rank.memory(tokens, usage.kv, headroom + max(0, rank.lowest_free))
             for rank, usage in zip(self.ranks, self.read(), strict=True)
         )
 

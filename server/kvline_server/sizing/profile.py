@@ -10,18 +10,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from kvline_contract import times
-from kvline_contract.report import Outcome, Result, Source, Stage, State
-from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, StepTooLong
+from kvline_contract.progress import WAITS_FOR_HTTP
+from kvline_contract.report import Attempt, Outcome, Result, Source, Stage, State
+from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, OutOfMemory, StepTooLong
 from kvline_server.kernels import tuning
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
 from kvline_server.messages import Progress, SendProgress
 from kvline_server.options import LONGEST_STEP
+from kvline_server.sizing.advice import Adviser, Found
+from kvline_server.sizing.diagnosis import Diagnosis
 from kvline_server.sizing.loaded import Loaded
+from kvline_server.sizing.offers import PIN_FIELD, PREFILL_FIELD, Offer
 from kvline_server.sizing.record import AttemptStore, find_record, keep_record
 from kvline_server.sizing.search import Search
 from kvline_server.sizing.session import (
@@ -71,7 +76,11 @@ class ProfileLoop:
     def run(self, started: float) -> Result:
         """Steps 3 to 8. `started` is the monotonic time at which loading began."""
         self.store.open(self.loaded.fingerprint, self.device.gpu)
+        if self.record is not None:
+            self.session.expected = started + self.record.loop_ms / 1000
+        self.session.begin(2, "warms up its kernels")
         self._autotune()
+        self.session.at(WAITS_FOR_HTTP)
         self.wait_for_neighbours()
         self._capture()
         target, source = self._target()
@@ -88,14 +97,15 @@ class ProfileLoop:
         would make the server slower without notice."""
         file, key = self.folder / "tuning.json", self.loaded.fingerprint
         known, how = tuning.known(file, key, self.record.gemm_kernels if self.record else ())
-        with self.session.stage("autotune", State.AUTOTUNING) as details:
+        if not self.executor.tunes:
+            return
+        self.session.at("autotune")
+        with self.session.stage("autotune", None if known else State.AUTOTUNING) as details:
             try:
                 choices = self.executor.tune(self.settings.max_prefill_tokens, known)
             except DeviceOutOfMemory as error:
-                raise self.session.out_of_memory(error, ()) from error
-            if choices is None:
-                details.append("nothing to tune on this device")
-                return
+                raise self._untried(error, "kernels could not be tried") from error
+            assert choices is not None, "there is something to tune"
             self.executor.settle()
             if known is None:
                 tuning.write(file, key, choices)
@@ -107,13 +117,18 @@ class ProfileLoop:
         started = time.monotonic()
         try:
             self.executor.resize(PROBE_PAGES)
+        except DeviceOutOfMemory as error:
+            raise self._untried(error, f"{PROBE_PAGES} pages did not fit", steps=False) from error
+        try:
             before = self.measured.used()
+            self.session.at("row counts")
             self._warm_up_row_counts()
+            self.session.at("graphs" if self.device.gpu else None)
             captured = self.executor.capture(
                 self.settings.max_prefill_tokens, self.settings.wanted_len
             )
         except DeviceOutOfMemory as error:
-            raise self.session.out_of_memory(error, ()) from error
+            raise self._untried(error, "graphs could not be captured") from error
         if captured:
             self.executor.settle()  # or what the capture leaves in the allocator's cache counts
             self.measured.count_graphs(before)
@@ -138,25 +153,96 @@ class ProfileLoop:
         for attempt in failed:
             self.send(Progress(attempt=attempt))
         sizes = [attempt for attempt in failed if attempt.number]
-        probes = len(failed) - len(sizes)
+        probes = sum(a.target_tokens > 0 for a in failed) - len(sizes)
         if self.record is not None and self._recorded() in (a.target_tokens for a in sizes):
             self.record = None  # it was recorded on another device, or beside fewer neighbours
             sizes = []
         if sizes:
             if pinned is not None or sizes[-1].number >= MAX_TRIES:
+                error = self._no_size(self.measured.binding(), failed, pinned is not None)
                 self.store.clear()  # who fixes the cause outside needs no new state folder
-                raise self.measured.binding().out_of_memory(failed, pinned is not None)
-            return self.session.check_context(shrink(sizes[-1].target_tokens)), Source.MEASURED
+                raise error
+            return self._checked(shrink(sizes[-1].target_tokens)), Source.MEASURED
         # One kill while probing may be a node's restart, and more a model's own context too long.
         bounded = self.settings.max_model_len is None and self.settings.wanted_len > PROBE_TOKENS
         if probes > (MAX_TRIES if bounded else 1):
+            rank, adviser = self.measured.binding(), Adviser(self.session, None, killed=True)
+            few = probes <= 2  # one more kill would not hide the diagnosis
+            offers = self._advise(adviser, adviser.offers) if few else adviser.unplayed()
             self.store.clear()
-            raise self.measured.binding().killed_while_probing(failed)
+            raise rank.killed_while_probing(failed, offers)
         if pinned is not None:
-            return self.session.check_context(whole_pages(pinned)), Source.PINNED
+            return self._checked(whole_pages(pinned)), Source.PINNED
         if self.record is not None:
-            return self.session.check_context(self._recorded()), Source.RECORDED
-        return Search(self.session, probes if bounded else 0).run(), Source.MEASURED
+            return self._checked(self._recorded()), Source.RECORDED
+        return self._search(probes if bounded else 0), Source.MEASURED
+
+    def _search(self, halvings: int = 0) -> int:
+        """Steps 4 to 6. -> tokens to validate"""
+        self.session.begin(3, "measures the largest steps beside a small KV cache")
+        search = Search(self.session, halvings)
+        try:
+            tokens = search.run()
+        except DeviceOutOfMemory as error:
+            raise self._out_of_memory(error, self.store.attempts[-1:]) from error
+        return self._checked(tokens, Found(search.left, search.longest))
+
+    def _checked(self, tokens: int, found: Found | None = None) -> int:
+        """Whether so many tokens are enough. Raises OutOfMemory or ContextDoesNotFit."""
+        asked = self.settings.max_model_len
+        if tokens >= max(asked or 0, 2 * PAGE_SIZE):
+            return tokens
+        rank = self.measured.binding()
+        if found is not None and tokens < 2 * PAGE_SIZE:
+            raise rank.nothing_left(tokens, self._offers(found))
+        if asked is not None and tokens < asked:
+            offers = self._offers(found or Found(tokens, asked))
+            raise rank.context_does_not_fit(tokens, asked, offers)
+        return tokens
+
+    def _out_of_memory(
+        self, error: DeviceOutOfMemory, attempts: tuple[Attempt, ...], pinned: bool = False
+    ) -> OutOfMemory:
+        """Of the rank that failed."""
+        self.measured.count_arrived()
+        return self._no_size(self.measured.ranks[error.rank], attempts, pinned)
+
+    def _untried(self, error: DeviceOutOfMemory, what: str, steps: bool = True) -> OutOfMemory:
+        """Before the stress. Where `steps` took the memory, smaller ones take less."""
+        self.measured.count_arrived()
+        lower = Adviser(self.session, None).unplayed() if steps else ()
+        return self.measured.ranks[error.rank].untried(what, lower)
+
+    def _no_size(self, rank: Diagnosis, attempts: tuple[Attempt, ...], pinned: bool) -> OutOfMemory:
+        """No estimate was right here, so what is offered is validated: nothing after a kill, as one
+        more would hide the diagnosis."""
+        sizes = any(a.number for a in attempts)
+        adviser = Adviser(self.session, None, validated=sizes)
+        ask = adviser.pins if pinned else adviser.offers
+        if any(a.outcome is Outcome.KILLED for a in attempts):
+            offers = adviser.unplayed(PIN_FIELD if pinned else PREFILL_FIELD)
+        else:
+            offers = self._advise(adviser, ask)
+        return rank.out_of_memory(attempts, pinned, offers)
+
+    def _offers(self, found: Found | None) -> tuple[Offer, ...]:
+        adviser = Adviser(self.session, found)
+        return self._advise(adviser, adviser.offers)
+
+    def _advise(self, adviser: Adviser, ask: Callable[[], tuple[Offer, ...]]) -> tuple[Offer, ...]:
+        """Noted as an attempt for 0 tokens: where it is killed, the next start gives no advice that
+        must be played."""
+        kept = self.store.attempts
+        if any(a.target_tokens == 0 for a in kept):
+            return adviser.unplayed()
+        self.session.begin(3, "measures what smaller settings would leave: this start fails")
+        trial = self.store.begin(0, 0)
+        self.send(Progress(attempt=trial))
+        offers = ask()
+        self.store.put_back(kept)
+        before = next((a for a in kept if not a.number), None)
+        self.send(Progress(attempt=before or replace(trial, outcome=Outcome.SURVIVED)))
+        return offers
 
     def _recorded(self) -> int:
         """Tokens of the record, and as many more as more is free now than was as it was taken, by
@@ -173,20 +259,22 @@ class ProfileLoop:
         number = 1 + max((attempt.number for attempt in self.store.attempts), default=0)
         while True:
             self.send(Progress(attempt=self.store.begin(number, target)))
+            attempt = f", attempt {number}" if number > 1 else ""
+            self.session.begin(4, f"validates {target} tokens with the largest steps{attempt}")
             try:
                 self._validate(target)
             except DeviceOutOfMemory as error:
                 self.send(Progress(attempt=self.store.end(Outcome.OUT_OF_MEMORY, None)))
                 pinned = source is Source.PINNED
                 if pinned or number >= MAX_TRIES:
-                    raise self.session.out_of_memory(error, self.store.attempts, pinned) from error
+                    raise self._out_of_memory(error, self.store.attempts, pinned) from error
                 why = f"{target} tokens did not fit: {str(error)[:160]}"
                 with self.session.stage("shrink", State.SHRUNK_RETRY, why):
                     smaller = self._smaller(target)
                 if source is Source.RECORDED:
                     self.record, source = None, Source.MEASURED
-                    smaller = Search(self.session).run()
-                target = self.session.check_context(smaller)
+                    smaller = self._search()
+                target = self._checked(smaller)
                 number += 1
             except (DeviceFailure, StepTooLong):
                 self.store.forget()
@@ -246,7 +334,7 @@ class ProfileLoop:
             loop_ms=loop_ms,
             saved_ms=max(0, record.loop_ms - loop_ms) if record is not None else 0,
             measured_at=times.now(),
-            ranks=self.measured.memory(self.settings.headroom_mib * MIB),
+            ranks=self.measured.memory(tokens, self.settings.headroom_mib * MIB),
             gemm_kernels=tuning.texts(self.choices),
             cache_dtype=self.loaded.cache_dtype,
         )

@@ -81,6 +81,11 @@ class AttemptStore:
         self.attempts = self.attempts[:-1]
         self._write()
 
+    def put_back(self, attempts: tuple[Attempt, ...]) -> None:
+        """Instead of those that have come since."""
+        self.attempts = attempts
+        self._write()
+
     def interrupt(self) -> None:
         """Drops the current attempt: its engine was stopped on purpose, not by its size."""
         found = self._read()

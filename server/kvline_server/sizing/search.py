@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvline_contract.report import Outcome, State
 from kvline_server.errors import DeviceFailure, DeviceOutOfMemory
-from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.memory.pages import PAGE_SIZE, pages_for
 from kvline_server.messages import Progress
 from kvline_server.sizing.session import (
     MAX_TRIES,
@@ -23,24 +25,34 @@ class Search:
         self.settings, self.store = session.settings, session.store
         self.executor, self.measured = session.executor, session.measured
         self.longest = 0  # tokens of the longest sequence of the newest probe
+        self.left = 0  # tokens that it left, or less than none
         self.halvings = halvings
 
     def run(self) -> int:
-        """Steps 4 to 6. Where the spec leaves the context to the model, and fewer tokens than that
-        fit, the context is as long as they are: it is sought by what two probes leave."""
-        longest = self._run_probe(self.settings.wanted_len)
-        tokens = self._measure()
+        """Steps 4 to 6. -> tokens, which may be too few, or less than none. Raises
+        DeviceOutOfMemory where no probe survives."""
+        return self._seek(self._run_probe, self._measure)
+
+    def trial(self) -> int:
+        """As `run`, of other settings than those of this start: no attempt is kept, and nobody is
+        waited for."""
+        self._probe()
+        return self._seek(self._stress, self._left)
+
+    def _seek(self, play: Callable[[int], int], left: Callable[[], int]) -> int:
+        """Where the spec leaves the context to the model, and fewer tokens than that fit, the
+        context is as long as they are: it is sought by what two probes leave."""
+        longest = play(self.settings.wanted_len)
+        self.left = tokens = left()
         if self.settings.max_model_len is None and (tokens < longest or self.halvings):
             shorter = max(tokens if tokens < longest else longest // 2, PROBE_TOKENS)
             if shorter < longest:
                 self.executor.settle()
                 self.measured.forget_growth()
-                self._run_probe(shorter)
-                more = self._measure()
+                play(shorter)
+                self.left = more = left()
                 tokens = between((longest, tokens), (shorter, more), self.settings.wanted_len)
-        if tokens < PAGE_SIZE * 2:
-            raise self.measured.binding().nothing_left(tokens)
-        return self.session.check_context(tokens)
+        return tokens
 
     def _run_probe(self, context: int) -> int:
         """Attempt 0: the stress set on the smallest cache, with contexts of so many tokens, or of
@@ -54,7 +66,7 @@ class Search:
                 self._probe()
                 longest = self._stress(context)
                 break
-            except DeviceOutOfMemory as error:
+            except DeviceOutOfMemory:
                 self.measured.count_arrived()
                 displaced = self.measured.displaced
                 again = displaced or (self.session.device.gpu and tries == 0)
@@ -64,8 +76,8 @@ class Search:
                 elif self.settings.max_model_len is None and self.longest > PROBE_TOKENS:
                     self.halvings += 1
                 else:
-                    done = self.store.end(Outcome.OUT_OF_MEMORY, None)
-                    raise self.session.out_of_memory(error, (done,)) from error
+                    self.store.end(Outcome.OUT_OF_MEMORY, None)
+                    raise
                 self.store.forget()
             except DeviceFailure:
                 self.store.forget()
@@ -89,7 +101,9 @@ class Search:
         self.measured.rest()
         most = max(whole_pages(self._tokens() >> self.halvings), PROBE_TOKENS)
         if self.settings.max_model_len is not None:
-            most = max(most, context)  # asked for: what it takes is measured, if it fits or not
+            most = max(
+                most, pages_for(context) * PAGE_SIZE
+            )  # asked for: what it takes is measured, if it fits or not
         self.longest = min(context, most)
         self.session.run_stress(self.longest, aliased=most)
         return self.longest

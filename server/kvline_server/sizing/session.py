@@ -7,12 +7,14 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from operator import itemgetter
 
-from kvline_contract.report import Attempt, Stage, State
+from kvline_contract import times
+from kvline_contract.progress import ready_at
+from kvline_contract.report import START_STAGES, Current, Stage, State
 from kvline_server.engine.largest_steps import LargestSteps, MakeBatch
-from kvline_server.errors import DeviceOutOfMemory, OutOfMemory
 from kvline_server.kernels.routing import Played
 from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.pages import PAGE_SIZE
@@ -22,6 +24,7 @@ from kvline_server.sizing import pace
 from kvline_server.sizing.loaded import Loaded
 from kvline_server.sizing.measure import Measurement
 from kvline_server.sizing.record import AttemptStore
+from kvline_server.sizing.remaining import Remaining
 from kvline_server.sizing.settings import EngineSettings
 
 PROBE_PAGES = 64
@@ -47,6 +50,9 @@ class Session:
     pause: Callable[[float], None]
     free_before_weights: tuple[int, ...]  # of each rank, before collectives too
     longest_step: float = LONGEST_STEP  # seconds
+    current: Current | None = None
+    remaining: Remaining = field(default_factory=Remaining)
+    expected: float | None = None  # monotonic time at which a record says that the start ends
     measured: Measurement = field(init=False)
 
     def __post_init__(self) -> None:
@@ -54,6 +60,28 @@ class Session:
         self.measured = Measurement(
             self.executor, self.device, self.settings, self.loaded.owned, self.free_before_weights
         )
+
+    def begin(self, stage: int, what: str) -> None:
+        """Reports the stage that begins."""
+        self.current = Current(stage, START_STAGES, what, times.now())
+        self.at()
+
+    def at(
+        self,
+        name: str | None = None,
+        step: int | None = None,
+        steps: int | None = None,
+        rest: float | None = None,
+    ) -> None:
+        """Reports what the stage does: a step, or something else with a name. `rest`: seconds that
+        the start may take from now; without it a record tells, if there is one."""
+        if self.current is None:
+            return
+        if rest is None and self.expected is not None:
+            rest = self.expected - time.monotonic()
+        when = ready_at(datetime.now(UTC), rest) if rest is not None and rest > 0 else None
+        self.current = replace(self.current, name=name, step=step, steps=steps, ready_at=when)
+        self.send(Progress(current=self.current))
 
     @property
     def free_mib(self) -> int:
@@ -68,19 +96,6 @@ class Session:
     def lowest_free(self) -> int:
         """MiB."""
         return min(self.measured.free_at_peak()) // MIB
-
-    def check_context(self, tokens: int) -> int:
-        asked = self.settings.max_model_len
-        if asked is not None and tokens < asked:
-            raise self.measured.binding().context_does_not_fit(tokens, asked)
-        return tokens
-
-    def out_of_memory(
-        self, error: DeviceOutOfMemory, attempts: tuple[Attempt, ...], pinned: bool = False
-    ) -> OutOfMemory:
-        """Of the rank that failed."""
-        self.measured.count_arrived()
-        return self.measured.ranks[error.rank].out_of_memory(attempts, pinned)
 
     def run_stress(self, max_model_len: int, aliased: int = 0) -> None:
         """The stress set with contexts of so many tokens, on pages of their own, or on the mapped
@@ -97,12 +112,20 @@ class Session:
             aliased=aliased,
             short_chunks=self.device.gpu,
         )
-        for name, steps in itertools.groupby(stress.makers(), key=itemgetter(0)):
-            makers = [make for _, make in steps]
+        groups = [
+            (name, [make for _, make in steps])
+            for name, steps in itertools.groupby(stress.makers(), key=itemgetter(0))
+        ]
+        names = [name for name, _ in groups]
+        for index, (name, makers) in enumerate(groups):
+            rest = self.remaining.rest(names[index:], names, bool(aliased))
+            self.at(name, index + 1, len(names), rest)
+            began = time.monotonic()
             with self.stage(f"{'stress' if aliased else 'validate'} {name}", None) as details:
                 for routing, what in ROUTINGS if self.loaded.experts else PLAIN:
                     limit = math.inf if aliased else self.longest_step
                     details += self._run_steps(makers, routing, what, limit)
+            self.remaining.note(name, time.monotonic() - began)
 
     def _run_steps(
         self, makers: list[MakeBatch], routing: Played, what: str, limit: float

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvline_contract.launch import Device, KVCacheDtype, LaunchConfig
 from kvline_contract.report import Effective
@@ -53,6 +53,25 @@ class EngineSettings:
     client_bytes: int = 0
     client_bytes_per_token: int = 0
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
+    # By which client_bytes was found. Left out of the fingerprint, which has the bytes.
+    http_processes: int = field(default=1, repr=False)
+    ranks: int = field(default=1, repr=False)
+
+    def changed(self, **values: int) -> EngineSettings:
+        """With other values of these fields, and with what follows from them."""
+        made = replace(self, **values)  # type: ignore[arg-type]
+        mixed = self.mixed_prefill_tokens
+        return replace(
+            made,
+            mixed_prefill_tokens=mixed and min(mixed, made.max_prefill_tokens),
+            client_bytes=made.clients() if self.client_bytes else 0,
+        )
+
+    def clients(self) -> int:
+        """`client_bytes` on a CPU."""
+        limits = ClientLimits().on(Device.CPU)
+        taken = limits.memory(self.wanted_len, self.max_running_requests, self.http_processes)
+        return taken // self.ranks
 
     def reserved(self, kv_tokens: int = 0) -> int:
         """Bytes beside a KV cache of so many tokens, allocated while its size is validated."""
@@ -104,12 +123,8 @@ def resolve(
         )
     top = requested.max_top_logprobs
     headroom = launch.capacity.headroom_mib
-    clients = 0
-    if launch.device is Device.CPU:
-        context = requested.max_model_len or model.max_position
-        clients = ClientLimits().on(launch.device).memory(context, running, http_processes)
-        clients //= ranks
-    return EngineSettings(
+    cpu = launch.device is Device.CPU
+    settings = EngineSettings(
         max_model_len=requested.max_model_len,
         model_max_len=model.max_position,
         max_running_requests=running,
@@ -119,7 +134,9 @@ def resolve(
         logprob_rows=logprob_rows(memory_limit, model.vocabulary, defaults["block"]),
         pinned_kv_tokens=launch.capacity.kv_tokens,
         mixed_prefill_tokens=min(defaults["mixed"], prefill),
-        client_bytes=clients,
-        client_bytes_per_token=(QUEUED_BYTES + ENGINE_QUEUED_BYTES) // ranks if clients else 0,
+        client_bytes_per_token=(QUEUED_BYTES + ENGINE_QUEUED_BYTES) // ranks if cpu else 0,
         kv_cache_dtype=requested.kv_cache_dtype or KVCacheDtype.AUTO,
+        http_processes=http_processes,
+        ranks=ranks,
     )
+    return replace(settings, client_bytes=settings.clients()) if cpu else settings

@@ -1,0 +1,245 @@
+"""Which value of each setting would let a failed start succeed: by the stress set under it.
+
+A value is offered only where it helps by itself. What raises the memory in use is not played beyond
+what is known to fit, as a kill would take the diagnosis along.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from kvline_contract.report import Direction, Knob
+from kvline_server.errors import DeviceOutOfMemory, StepTooLong
+from kvline_server.memory.device import MIB
+from kvline_server.memory.pages import PAGE_SIZE, pages_for
+from kvline_server.sizing.offers import (
+    CONTEXT_FIELD,
+    HEADROOM_FIELD,
+    MEMORY_FIELD,
+    PIN_FIELD,
+    PREFILL_FIELD,
+    RUNNING_FIELD,
+    Offer,
+    best,
+    doubled,
+)
+from kvline_server.sizing.search import Search
+from kvline_server.sizing.session import PROBE_PAGES, PROBE_TOKENS, Session, whole_pages
+from kvline_server.sizing.settings import EngineSettings, logprob_rows
+
+SECONDS = 60.0  # after which no other value is tried
+LEAST = 2 * PAGE_SIZE  # tokens, without which no start succeeds
+USEFUL = 4096  # tokens
+SHORTEST = 256  # tokens of a context
+SAFE_PERCENT = 95  # of an estimate that is validated
+REPEATS = 64  # until a limit holds what it makes larger itself
+NOISE = 20  # peaks of two starts differ by up to 1/NOISE of the memory on a CPU
+CAUTION = 1.1  # of a growth that is only extrapolated
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """By a probe under this start's own settings."""
+
+    tokens: int  # less than 0 where something is missing
+    longest: int  # tokens of the longest sequence that it played
+
+
+class Adviser:
+    def __init__(
+        self,
+        session: Session,
+        found: Found | None,
+        validated: bool = False,
+        killed: bool = False,
+    ) -> None:
+        """`found` is None where no probe survived: it was refused memory, or `killed`. What is
+        `validated` was played at its own size, as estimates of this start were wrong."""
+        self.session, self.found = session, found
+        self.validated, self.killed = validated, killed
+        self.settings = session.settings
+        asked = self.settings.max_model_len
+        self.least = max(asked or 0, LEAST)
+        self.target = asked or min(USEFUL, self.settings.wanted_len)
+        # Tokens more that a value must leave: the next start may need as much more.
+        self.spare = session.device.slack // session.bytes_per_token
+        self.growth = max(rank.growth for rank in session.measured.ranks)
+        self.ends = time.monotonic() + SECONDS
+        # What steps took at most, in bytes: by their rows, and by the longest context.
+        self.grown: list[tuple[int, int]] = []
+        self.lengthened: list[tuple[int, int]] = []
+
+    def offers(self) -> tuple[Offer, ...]:
+        lower = [self._prefill()]
+        if self.found is not None:
+            lower += [self._running(), self._headroom()]
+        if not self.killed and (self.found is None or self.found.tokens < LEAST):
+            lower.append(self._context())
+        return (*self._memory(), *(offer for offer in lower if offer is not None))
+
+    def pins(self) -> tuple[Offer, ...]:
+        """For a pinned size that is too large."""
+        tokens = self._play(self.settings)
+        if not tokens or tokens < self.least:
+            return self.unplayed(PIN_FIELD)
+        pinned = self.settings.pinned_kv_tokens or 0
+        missing = (pinned - tokens) * self.session.bytes_per_token
+        return (Offer.lower(PIN_FIELD, tokens, tokens), *self._raised(missing, pinned))
+
+    def unplayed(self, spec_field: str = PREFILL_FIELD) -> tuple[Offer, ...]:
+        """Directions, where values cannot be measured."""
+        lower = Offer(Knob(spec_field, Direction.LOWER))
+        if self.session.device.gpu:
+            return (lower,)
+        return (Offer(Knob(MEMORY_FIELD, Direction.RAISE)), lower)
+
+    def _prefill(self) -> Offer | None:
+        low = max(self.settings.max_running_requests, PAGE_SIZE)
+        values = doubled(low, self.settings.max_prefill_tokens)
+        if self._gains_too_little(self.settings, self.growth):
+            return None
+        made = best(values, self._rows, lambda _: self.least + self.spare, self.target)
+        return made and Offer.lower(PREFILL_FIELD, *made)
+
+    def _rows(self, rows: int) -> int | None:
+        if self.killed and extrapolated(self.grown, rows) * CAUTION > self._free():
+            return None
+        return self._play(self.settings.changed(max_prefill_tokens=rows), self.grown, rows)
+
+    def _running(self) -> Offer | None:
+        values = doubled(1, self.settings.max_running_requests, 4)
+        if self._gains_too_little(self.settings.changed(max_running_requests=1), self.growth):
+            return None
+
+        def leaves(running: int) -> int | None:
+            return self._play(self.settings.changed(max_running_requests=running))
+
+        made = best(values, leaves, lambda _: self.least + self.spare, self.target)
+        return made and Offer.lower(RUNNING_FIELD, *made)
+
+    def _context(self) -> Offer | None:
+        values = doubled(SHORTEST, self.settings.wanted_len, 4)
+        if self._gains_too_little(self.settings.changed(max_model_len=SHORTEST), self.growth):
+            return None
+        most = SHORTEST
+
+        def leaves(context: int) -> int | None:
+            nonlocal most
+            if context > most:
+                return None  # a longer one leaves no more
+            shorter = self.settings.changed(max_model_len=context)
+            most = self._play(shorter, self.lengthened, context) or 0
+            return most
+
+        made = best(values, leaves, lambda context: context + self.spare, 0)
+        return made and Offer.lower(CONTEXT_FIELD, *made)
+
+    def _headroom(self) -> Offer | None:
+        """The largest that leaves enough, or 0."""
+        assert self.found is not None
+        bytes_short = (self.target - self.found.tokens) * self.session.bytes_per_token
+        kept = self.settings.headroom_mib - -(-bytes_short // MIB) - 1
+        if self._gains_too_little(self.settings.changed(headroom_mib=0), 0):
+            return None
+        for value in dict.fromkeys((max(0, kept), 0)):
+            if value >= self.settings.headroom_mib:
+                continue
+            tokens = self._play(self.settings.changed(headroom_mib=value))
+            if tokens is not None and tokens >= self.least + self.spare:
+                return Offer.lower(HEADROOM_FIELD, value, tokens)
+        return None
+
+    def _memory(self) -> tuple[Offer, ...]:
+        """Played contexts are the longest that are known to fit."""
+        if self.found is not None:
+            tokens = self.least if self.least > LEAST else min(self.target, self.found.longest)
+            missing = (tokens - self.found.tokens) * self.session.bytes_per_token
+        elif (self.grown or self.lengthened) and not self.validated:
+            tokens = self.least if self.least > LEAST else min(self.target, PROBE_TOKENS)
+            reserved = self.settings.reserved(tokens) + self.session.device.slack
+            cache = (tokens + PAGE_SIZE) * self.session.loaded.bytes_per_token
+            grows = max(
+                extrapolated(self.grown, self.settings.max_prefill_tokens),
+                extrapolated(self.lengthened, tokens),
+            )
+            self.growth = round(grows * CAUTION)
+            missing = self.growth + reserved + cache - self._free()
+        elif self.session.device.gpu:
+            return ()
+        else:
+            return (Offer(Knob(MEMORY_FIELD, Direction.RAISE)),)
+        return self._raised(missing, tokens)
+
+    def _raised(self, missing: int, tokens: int) -> tuple[Offer, ...]:
+        """The container's memory, by so many missing bytes for so many tokens."""
+        session = self.session
+        if session.device.gpu:
+            return ()
+        now = session.device.limit
+        rows = logprob_rows(now, session.loaded.vocabulary)
+        limit = needed = now + max(0, missing)
+        for _ in range(REPEATS):
+            # More memory makes the chunks of the LM head larger, and what they take with them.
+            larger = logprob_rows(limit, session.loaded.vocabulary) / rows - 1
+            enough = needed + round(self.growth * larger)
+            if enough <= limit:
+                break
+            limit = enough
+        limit += limit // NOISE
+        return (Offer.of_memory(-(-limit // MIB) * session.executor.ranks, tokens),)
+
+    def _gains_too_little(self, settings: EngineSettings, growth: int) -> bool:
+        """Whether what these settings reserve less, and so many bytes of steps, cannot be enough:
+        then nothing needs to be played."""
+        if self.found is None:
+            return False
+        least = SHORTEST if settings.max_model_len != self.settings.max_model_len else self.least
+        missing = (least + self.spare - self.found.tokens) * self.session.bytes_per_token
+        return self.settings.reserved() - settings.reserved() + growth < missing
+
+    def _free(self) -> int:
+        """Bytes of the rank with the least, beside the smallest cache."""
+        usage = self.session.executor.usage()
+        return min(each.limit - each.used - each.files for each in usage)
+
+    def _play(
+        self, settings: EngineSettings, grown: list[tuple[int, int]] | None = None, by: int = 0
+    ) -> int | None:
+        """Tokens that these settings would leave; None where the time is over. Notes what its steps
+        took in `grown`, with the figure that it grows by."""
+        if time.monotonic() > self.ends:
+            return None
+        trial = replace(self.session, settings=settings)
+        try:
+            tokens = Search(trial).trial()
+            if self.validated and tokens >= self.least:
+                tokens = self._validate(trial, whole_pages(tokens * SAFE_PERCENT // 100))
+        except (DeviceOutOfMemory, StepTooLong):
+            return 0
+        if grown is not None:
+            grown.append((by, max(rank.growth for rank in trial.measured.ranks)))
+        return tokens
+
+    def _validate(self, trial: Session, tokens: int) -> int:
+        """Plays the stress at the final size. -> tokens, 0 where they did not survive"""
+        executor, measured, settings = self.session.executor, trial.measured, trial.settings
+        try:
+            executor.resize(pages_for(tokens) + 1)
+            with executor.held(settings.reserved(tokens)):
+                measured.rest()
+                trial.run_stress(min(settings.wanted_len, tokens))
+                lowest = measured.keep_lowest_free()
+        finally:
+            executor.resize(PROBE_PAGES)
+        return tokens if lowest >= 0 or self.session.device.gpu else 0
+
+
+def extrapolated(points: list[tuple[int, int]], to: int) -> float:
+    """Bytes at a figure beyond those that were played, in a line through the first and the last; 0
+    where nothing was."""
+    if not points:
+        return 0.0
+    (first, low), (last, high) = points[0], points[-1]
+    slope = (high - low) / (last - first) if last > first else high / last
+    return high + slope * (to - last)

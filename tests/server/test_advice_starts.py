@@ -1,0 +1,92 @@
+"""The advice of a failed start, applied by a person: each value is one with which it starts. A.4 of
+issue 33, with real processes and real memory."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.process
+
+# Large steps and small weights: 32 MiB of them, and 12.6 MiB for a row of logits times 64.
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 8192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 1,
+    "vocab_size": 8192,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "eos_token_id": None,
+}
+OFFER = re.compile(r"(--[-a-z]+) (\d+(?:Mi)?) would leave ([\d,]+) tokens")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def size(model: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvline_server", "size", "--model", str(model)]
+    command += ["--load", "random", "--device", "cpu", "--json", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def offers(stderr: str) -> dict[str, tuple[str, int]]:
+    found = OFFER.findall(stderr)
+    return {flag: (value, int(tokens.replace(",", ""))) for flag, value, tokens in found}
+
+
+def tokens(done: subprocess.CompletedProcess[str]) -> int:
+    assert done.returncode == 0, done.stderr[-2000:]
+    return int(json.loads(done.stdout)["result"]["kvTokens"])
+
+
+def sum_of_parts(stderr: str, memory: int) -> int:
+    (parts,) = re.findall(rf"of {memory} MiB ((?:[-\w]+ \d+ MiB(?:, )?)+)", stderr)
+    missing = re.search(r"\((\d+) MiB more than there are\)", stderr)
+    total = sum(int(mib) for mib in re.findall(r" (\d+) MiB", f" {parts}"))
+    return total - (int(missing[1]) if missing else 0)
+
+
+@pytest.mark.timeout(570)  # eight starts
+def test_each_value_of_a_failed_start_lets_it_start(model: Path) -> None:
+    settings = {"--max-prefill-tokens": "2048", "--headroom-mib": "48", "--memory": "500Mi"}
+
+    def start(**changed: str) -> subprocess.CompletedProcess[str]:
+        flags = settings | {f"--{name.replace('_', '-')}": v for name, v in changed.items()}
+        return size(model, *(word for pair in flags.items() for word in pair))
+
+    failed = start()
+    assert failed.returncode == 40, failed.stderr[-2000:]
+    assert sum_of_parts(failed.stderr, 500) == 500
+    raised, offered = offers(failed.stderr)["--memory"]
+    assert tokens(start(memory=raised)) >= offered
+    # A little less than what would do, so that other settings help too.
+    for less in range(48, 400, 48):
+        memory = int(raised.removesuffix("Mi")) - less
+        settings["--memory"] = f"{memory}Mi"
+        failed = start()
+        if failed.returncode:
+            break
+    assert failed.returncode == 40, failed.stderr[-2000:]
+    assert sum_of_parts(failed.stderr, memory) == memory
+    found = offers(failed.stderr)
+    assert {"--memory", "--max-prefill-tokens"} <= set(found), failed.stderr
+    for flag, (value, offered) in found.items():
+        got = tokens(start(**{flag.removeprefix("--"): value}))
+        assert got > offered / 2, (flag, value, offered, got)
