@@ -22,9 +22,7 @@ from kvline_contract.codec import encode
 from kvline_contract.launch import FREE_NOISE, Device, EngineOptions
 from kvline_contract.memory import MemoryV1
 from kvline_contract.report import Outcome
-from kvline_server.engine.largest_steps import LargestSteps, worst_params
 from kvline_server.errors import ConfigInvalid, DeviceFailure
-from kvline_server.kernels.routing import Played
 from kvline_server.memory import device as devices
 from kvline_server.memory.arena import HostArena
 from kvline_server.memory.device import (
@@ -32,12 +30,10 @@ from kvline_server.memory.device import (
     cpu_device,
     tree_used,
 )
-from kvline_server.memory.pages import PAGE_SIZE, pages_for
 from kvline_server.model.config import read_config
 from kvline_server.model.decoder import kv_shape
 from kvline_server.parallel.executor import Usage
 from kvline_server.parent.children import ENGINE_MALLOC
-from kvline_server.sampling_params import MAX_BIASES, SamplingParams
 from kvline_server.sizing.measure import budget
 from kvline_server.sizing.profile import shrink
 from kvline_server.sizing.record import AttemptStore, find_record, fingerprint
@@ -309,92 +305,6 @@ def test_without_a_limit_a_server_takes_half_of_what_is_free(
     made = cpu_device(None, 1 << 30)  # a tree of nothing
     assert (made.limit, made.bounded) == (6 << 30, False)
     assert cpu_device(2 << 30, 1 << 30).bounded
-
-
-def test_the_stress_set_plays_every_option_at_once() -> None:
-    """In decodes, in prefills and in steps of both: an option that is added must be played."""
-    neutral, asked = SamplingParams(max_tokens=1), worst_params(50_000, 20)
-    not_played = {"temperature", "seed", "logprob_start", "cache_salt"}  # cost nothing, or save
-    for name in set(SamplingParams.__struct_fields__) - not_played:
-        assert getattr(asked, name) != getattr(neutral, name), name
-    assert len(asked.logit_bias) == MAX_BIASES and max(asked.logit_bias) < 50_000
-    assert (asked.logprobs, asked.prompt_logprobs) == (20, 20)
-
-
-@pytest.mark.parametrize("aliased", [1 << 20, 0])
-def test_the_stress_set_s_steps_are_as_large_as_the_scheduler_s(aliased: int) -> None:
-    largest = LargestSteps(
-        max_running_requests=8,
-        max_prefill_tokens=64,
-        max_top_logprobs=20,
-        max_model_len=512,
-        vocabulary=307,
-        pages=100,
-        aliased=aliased,
-        short_chunks=True,
-    )
-    every = [(name, make(Played.NOTHING).step) for name, make in largest.makers()]
-    for name, step in every:
-        rows = len(step.sampled_slots)
-        assert rows and step.listed.tolist() == list(range(rows)) and step.listed_top == 20
-        if name != "unfiltered":  # every option at once
-            assert (step.draws.top_k == 307).all() and (step.draws.min_p > 0).all()
-            penalties, biases = step.edits
-            assert set(penalties.rows) == set(range(rows)) and (penalties.subtracted > 0).any()
-            assert len(biases.rows) == rows * MAX_BIASES
-    steps = dict(every)
-    assert len(steps["prefill-one"].tokens) == len(steps["mixed"].tokens) == 64
-    assert len(steps["mixed"].sampled_slots) == len(steps["decode"].sampled_slots) == 8
-    assert len(steps["mixed"].targets) == 64 - 7 - 2  # all of the prompt but its ends
-    assert len(steps["last-chunk"].targets) == 62 and steps["unfiltered"].targets.size
-    short = [step for name, step in every if name == "short-chunks"]
-    assert [len(step.tokens) for step in short] == [2, 8, 31, 31]  # of 32 pages
-    assert all(step.layout.lengths.tolist() == [512] for step in short)
-
-
-@pytest.mark.parametrize("queries", [1, 2, 3, 4, 8, 16])
-@pytest.mark.parametrize("length", [40, 128, 256, 513, 1024, 2048, 8192])
-def test_short_chunks_reach_every_kernel_that_those_of_requests_do(
-    length: int, queries: int
-) -> None:
-    """Over an fp8 cache those of fewer rows than pages are fa2's, which has three."""
-
-    def kernel(rows: int) -> int:
-        packed = rows * queries
-        return 16 if packed <= 16 else 64 if packed <= 64 else 128
-
-    largest = LargestSteps(
-        max_running_requests=2,
-        max_prefill_tokens=8192,
-        max_top_logprobs=0,
-        max_model_len=length,
-        vocabulary=307,
-        pages=65,
-        aliased=1 << 20,
-        short_chunks=True,
-    )
-    made = [make(Played.NOTHING).step for name, make in largest.makers() if name == "short-chunks"]
-    of_requests = {kernel(rows) for rows in range(2, pages_for(length))}
-    assert {kernel(len(step.tokens)) for step in made} >= of_requests
-
-
-@given(st.integers(2, 40), st.integers(1, 8), st.integers(8, 300), st.integers(16, 600))
-def test_the_stress_set_s_sequences_fit_whatever_the_pages(
-    pages: int, running: int, prefill: int, longest: int
-) -> None:
-    """With 7 pages, four prompts of 28 tokens were to share them, each of which needs two."""
-    largest = LargestSteps(
-        max_running_requests=running,
-        max_prefill_tokens=max(running, prefill),
-        max_top_logprobs=5,
-        max_model_len=min(longest, (pages - 1) * PAGE_SIZE),
-        vocabulary=307,
-        pages=pages,
-    )
-    for name, make in largest.makers():
-        layout = make(Played.NOTHING).step.layout
-        assert layout.rows, name
-        assert 0 not in layout.pages and len(set(layout.pages)) == len(layout.pages) < pages, name
 
 
 def test_a_record_is_used_only_where_as_much_is_free(tmp_path: Path) -> None:
