@@ -17,6 +17,7 @@ from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.device import CpuDevice
 from kvline_server.sizing import load
 from kvline_server.sizing.settings import resolve
+from kvline_server.worker.backend import cpu_libraries, for_gpus, open_backend
 
 LIBRARIES = {"torch": "2.11.0"}
 
@@ -90,5 +91,19 @@ def test_choices_of_another_build_of_kernels_are_not_taken_over(
     assert fingerprint(build="a") != fingerprint(build="b")
 
 
-def test_another_torch_is_another_record(fingerprint: Callable[..., str]) -> None:
-    assert fingerprint() != fingerprint(libraries={"torch": "2.11.0+cpu"})
+def test_the_same_torch_without_cuda_s_libraries_is_another_record(
+    fingerprint: Callable[..., str], device: CpuDevice
+) -> None:
+    """One spec had 69,792 tokens in a pod and none outside, by the same version of torch."""
+    with_cuda, image = (cpu_libraries(each) for each in (True, False))
+    assert fingerprint(libraries=with_cuda) != fingerprint(libraries=image)
+    assert with_cuda["torch"] == f"{image['torch']} for GPUs"
+
+
+def test_a_start_says_that_its_torch_is_not_the_image_s(tiny_model: Path) -> None:
+    heard: list[str] = []
+    made = open_backend(launch_config(tiny_model), 1 << 30, os.getpid(), heard.append)
+    assert any("which the CPU image leaves out" in text for text in heard) == for_gpus()
+    assert made.libraries["torch"].endswith(" for GPUs") == for_gpus()
+    if not for_gpus():  # as in the image
+        assert heard == []

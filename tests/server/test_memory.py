@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -166,7 +167,6 @@ def test_the_arena_is_resident_when_it_is_mapped(make_model: Callable[..., Path]
 
 
 def test_the_peak_is_remembered_until_it_is_reset() -> None:
-    import os
 
     device = cpu_device(1 << 40, os.getpid())
     device.reset_peak()
@@ -183,7 +183,6 @@ def test_file_pages_that_the_kernel_drops_are_no_memory_of_a_step() -> None:
     """The kernel reclaims mapped files that nobody has read for a while. What was dropped after a
     peak counted as anonymous memory at the peak."""
     import mmap
-    import os
 
     def step(dropped: bool) -> None:
         """Reads 50 MiB of a file, uses 20 MiB, and may lose the file's pages."""
@@ -218,15 +217,45 @@ def test_file_pages_that_the_kernel_drops_are_no_memory_of_a_step() -> None:
 
 
 def test_a_tree_counts_its_children_and_a_canary() -> None:
-    import os
 
     before = tree_used(os.getpid())
     with cpu_device(1 << 40, os.getpid()).held(32 * MIB):
         assert tree_used(os.getpid()) - before > 30 * MIB
 
 
+SHARING = """
+import mmap, sys
+shared = mmap.mmap(int(sys.argv[1]), 0)
+for at in range(0, len(shared), mmap.PAGESIZE):
+    shared[at]
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_tree_counts_what_its_processes_share_once_as_a_container_does() -> None:
+    """Each process of a pod maps the steps of ranks: outside of a container they counted for each,
+    and the same spec had fewer tokens there."""
+    file = os.memfd_create("shared")
+    os.ftruncate(file, 40 * MIB)
+    with mmap.mmap(file, 0) as mapped:
+        mapped.write(b"x" * (40 * MIB))
+        before = tree_used(os.getpid())
+        command = [sys.executable, "-Sc", SHARING, str(file)]
+        child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(file,)
+        )
+        assert child.stdout is not None and child.stdout.readline()
+        own = tree_used(child.pid)
+        more = tree_used(os.getpid()) - before
+        child.communicate()
+    os.close(file)
+    assert 20 * MIB < own < 40 * MIB, "half of what two share"
+    assert more < 20 * MIB
+
+
 V1 = "total_rss 1000\ntotal_shmem 24\ntotal_cache 999999\n"
-V2 = "anon 1000\nshmem 24\nfile 999999\nkernel 76\n"
+V2 = "anon 1000\nshmem 24\nfile 999999\nkernel 126\nslab_reclaimable 50\n"
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -89,9 +88,8 @@ def load_model(
     details = ["random"] * random + _kept(worker.decoder.weights)
     taken = device.now() - before
     send(Progress(stage=Stage("load", ms, taken, ", ".join(details) or None)))
-    libraries = {name: version(name) for name in backend.libraries}
     revision = model_revision(launch)
-    provenance = Provenance(device.name, device.driver, launch.image, revision, libraries)
+    provenance = Provenance(device.name, device.driver, launch.image, revision, backend.libraries)
     send(Progress(provenance=provenance))
     return Loaded(
         executor=Local(worker, device),
