@@ -15,6 +15,7 @@ from kvline_contract.report import Provenance
 from kvline_server.kernels.group import ALONE, Alone, Group
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.device import CpuDevice
+from kvline_server.messages import Progress
 from kvline_server.sizing import load
 from kvline_server.sizing.settings import resolve
 from kvline_server.worker.backend import cpu_libraries, for_gpus, open_backend
@@ -101,9 +102,11 @@ def test_the_same_torch_without_cuda_s_libraries_is_another_record(
 
 
 def test_a_start_says_that_its_torch_is_not_the_image_s(tiny_model: Path) -> None:
-    heard: list[str] = []
-    made = open_backend(launch_config(tiny_model), 1 << 30, os.getpid(), heard.append)
-    assert any("which the CPU image leaves out" in text for text in heard) == for_gpus()
-    assert made.libraries["torch"].endswith(" for GPUs") == for_gpus()
-    if not for_gpus():  # as in the image
-        assert heard == []
+    launch = launch_config(tiny_model, EngineOptions(256, 2, 64))
+    backend = open_backend(launch, 1 << 30, os.getpid(), lambda text: None)
+    settings = resolve(launch, load.read_model(launch), backend.device.limit)
+    heard: list[Progress] = []
+    load.load_model(launch, load.read_model(launch), settings, backend, heard.append)
+    (detail,) = [one.stage.detail for one in heard if one.stage and not one.stage.total_bytes]
+    named = "with CUDA's libraries, which the CPU image leaves out, torch took " in str(detail)
+    assert named == for_gpus() == backend.libraries["torch"].endswith(" for GPUs")

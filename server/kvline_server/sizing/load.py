@@ -85,7 +85,8 @@ def load_model(
         rank = Diagnosis(device, settings, owned, others, rank=group.rank, ranks=group.ranks)
         raise rank.weights_do_not_fit(device.limit - used) from error
     ms = round((time.monotonic() - started) * 1000)
-    details = ["random"] * random + _kept(worker.decoder.weights)
+    notes = [backend.note] if backend.note else []
+    details = ["random"] * random + _kept(worker.decoder.weights) + notes
     taken = device.now() - before
     send(Progress(stage=Stage("load", ms, taken, ", ".join(details) or None)))
     revision = model_revision(launch)

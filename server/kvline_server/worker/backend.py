@@ -28,10 +28,7 @@ from kvline_server.model.config import ModelConfig
 
 MIN_CAPABILITY = (8, 0)  # bfloat16 on tensor cores
 HOPPER = 9  # the compute capability that kernels are built for
-GPU_BUILD = (
-    "torch has its libraries for GPUs here, which the CPU image leaves out: the engine took {} MiB "
-    "before it loaded the model, so a pod of that image has more KV tokens with the same memory"
-)
+GPU_BUILD = "with CUDA's libraries, which the CPU image leaves out, torch took {} MiB before"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +39,7 @@ class Backend:
     kernels: Callable[[ModelConfig, Group], Kernels]  # of a rank's share of the model
     arena: Callable[[KVShape, int], Arena]
     libraries: dict[str, str]  # their versions, which are part of the fingerprint
+    note: str = ""  # on what differs from the image, and so does the size
 
 
 def open_backend(
@@ -58,11 +56,11 @@ def open_backend(
         device = cpu_device(memory, root, launch.tensor_parallel)
         if not device.bounded:
             warn(unbounded(device.limit))
-        if for_gpus() and rank == 0:
-            warn(GPU_BUILD.format(device.now() // MIB))
         dtype = torch.float32
         cache = cache_dtype(launch, dtype)
-        return Backend(device, dtype, cache, _cpu_kernels, HostArena, cpu_libraries(for_gpus()))
+        found, note = cpu_libraries(for_gpus()), GPU_BUILD.format(device.now() // MIB)
+        note = note if for_gpus() else ""
+        return Backend(device, dtype, cache, _cpu_kernels, HostArena, found, note)
     return _cuda(launch, warn, rank)
 
 
