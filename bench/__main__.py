@@ -38,7 +38,8 @@ GPU = (
 
 def main(names: list[str]) -> int:
     known = CPU | {
-        name: name for name in (*GPU, "reads", "lengths", "plot", "rollouts", "scale", "quality")
+        name: name
+        for name in (*GPU, "reads", "lengths", "plot", "rollouts", "scale", "quality", "spread")
     }
     known |= {
         "test-run": "test_run",

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvline_operator.records import DRIFT_PERCENT
+
 
 @dataclass(frozen=True, slots=True)
 class Advice:
@@ -166,7 +168,8 @@ ADVICE = (
     Advice(
         "CapacityStable",
         ("Drifted",),
-        "a replica measured over 3 % more or less than recorded for an identical one",
+        f"a replica measured over {DRIFT_PERCENT} % more or less than recorded for an identical "
+        "one",
         "check what shares its node or GPU; the message has both figures",
     ),
     Advice("CapacityStable", ("Unknown",), "nothing is measured yet", "see CapacityMeasured"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,10 @@ from kvline_contract.memory import MemoryV1
 from kvline_contract.names import RECORDS_FILE
 from kvline_contract.report import Result, Source
 from kvline_operator import records
+from kvline_operator.spec import Rollout
 
+ROOT = Path(__file__).resolve().parents[2]
+SPREAD = "kv-spread-percent-1536mib"  # of bench/spread.py
 MEMORY = MemoryV1(100, 20, 10, 0, 50, 10, 10).upgraded()
 
 
@@ -47,7 +51,16 @@ def test_of_two_searches_the_smaller_stays_unless_it_drifted(second: int, stays:
     kept = records.merge(records.merge({}, [result(4096)]), [result(second)])
     assert kept["f" * 32].kv_tokens == stays
     drift = records.drifted(records.merge({}, [result(4096)])["f" * 32], result(second))
-    assert drift == (abs(second - 4096) > 0.03 * 4096)
+    assert drift == (abs(second - 4096) > 0.04 * 4096)
+
+
+def test_what_counts_as_drift_is_above_what_starts_of_one_spec_differ_by() -> None:
+    """Starts beside a load were 3.04 % apart, and 3 % was reported as a drift."""
+    lines = (ROOT / "bench" / "results" / "results.jsonl").read_text().splitlines()
+    found = [each for each in map(json.loads, lines) if each["name"] == SPREAD]
+    assert 1.25 * found[-1]["value"] <= records.DRIFT_PERCENT
+    allowed = 100 - Rollout().min_capacity_percent
+    assert allowed > records.DRIFT_PERCENT, "a loss is BelowBaseline before it is a drift"
 
 
 def test_a_size_taken_with_more_memory_free_replaces_one_from_beside_a_neighbour() -> None:

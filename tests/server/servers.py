@@ -37,7 +37,7 @@ CONFIG = {"architectures": ["LlamaForCausalLM"], "eos_token_id": None, **dict.fr
 FAULTS = Path(__file__).parent / "faults"
 # Steps of a pinned start, of which each of several ranks runs every one alone too; a size that is
 # searched for is probed with as many before it is validated.
-STRESS = 6
+STRESS = 7
 # Options of a Server whose size is searched for, and not pinned, in so much memory.
 SEARCHED: dict[str, Any] = {"capacity": CapacityOptions(headroom_mib=8), "memory": 900 << 20}
 GROWING = ("stage", "liveness", "rank")  # of options.Limits

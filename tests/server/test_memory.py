@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -22,9 +23,7 @@ from kvline_contract.codec import encode
 from kvline_contract.launch import FREE_NOISE, Device, EngineOptions
 from kvline_contract.memory import MemoryV1
 from kvline_contract.report import Outcome
-from kvline_server.engine.largest_steps import LargestSteps, worst_params
 from kvline_server.errors import ConfigInvalid, DeviceFailure
-from kvline_server.kernels.routing import Played
 from kvline_server.memory import device as devices
 from kvline_server.memory.arena import HostArena
 from kvline_server.memory.device import (
@@ -32,12 +31,10 @@ from kvline_server.memory.device import (
     cpu_device,
     tree_used,
 )
-from kvline_server.memory.pages import PAGE_SIZE, pages_for
 from kvline_server.model.config import read_config
 from kvline_server.model.decoder import kv_shape
 from kvline_server.parallel.executor import Usage
 from kvline_server.parent.children import ENGINE_MALLOC
-from kvline_server.sampling_params import MAX_BIASES, SamplingParams
 from kvline_server.sizing.measure import budget
 from kvline_server.sizing.profile import shrink
 from kvline_server.sizing.record import AttemptStore, find_record, fingerprint
@@ -170,7 +167,6 @@ def test_the_arena_is_resident_when_it_is_mapped(make_model: Callable[..., Path]
 
 
 def test_the_peak_is_remembered_until_it_is_reset() -> None:
-    import os
 
     device = cpu_device(1 << 40, os.getpid())
     device.reset_peak()
@@ -187,7 +183,6 @@ def test_file_pages_that_the_kernel_drops_are_no_memory_of_a_step() -> None:
     """The kernel reclaims mapped files that nobody has read for a while. What was dropped after a
     peak counted as anonymous memory at the peak."""
     import mmap
-    import os
 
     def step(dropped: bool) -> None:
         """Reads 50 MiB of a file, uses 20 MiB, and may lose the file's pages."""
@@ -222,15 +217,45 @@ def test_file_pages_that_the_kernel_drops_are_no_memory_of_a_step() -> None:
 
 
 def test_a_tree_counts_its_children_and_a_canary() -> None:
-    import os
 
     before = tree_used(os.getpid())
     with cpu_device(1 << 40, os.getpid()).held(32 * MIB):
         assert tree_used(os.getpid()) - before > 30 * MIB
 
 
+SHARING = """
+import mmap, sys
+shared = mmap.mmap(int(sys.argv[1]), 0)
+for at in range(0, len(shared), mmap.PAGESIZE):
+    shared[at]
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_tree_counts_what_its_processes_share_once_as_a_container_does() -> None:
+    """Each process of a pod maps the steps of ranks: outside of a container they counted for each,
+    and the same spec had fewer tokens there."""
+    file = os.memfd_create("shared")
+    os.ftruncate(file, 40 * MIB)
+    with mmap.mmap(file, 0) as mapped:
+        mapped.write(b"x" * (40 * MIB))
+        before = tree_used(os.getpid())
+        command = [sys.executable, "-Sc", SHARING, str(file)]
+        child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(file,)
+        )
+        assert child.stdout is not None and child.stdout.readline()
+        own = tree_used(child.pid)
+        more = tree_used(os.getpid()) - before
+        child.communicate()
+    os.close(file)
+    assert 20 * MIB < own < 40 * MIB, "half of what two share"
+    assert more < 20 * MIB
+
+
 V1 = "total_rss 1000\ntotal_shmem 24\ntotal_cache 999999\n"
-V2 = "anon 1000\nshmem 24\nfile 999999\nkernel 76\n"
+V2 = "anon 1000\nshmem 24\nfile 999999\nkernel 126\nslab_reclaimable 50\n"
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -309,92 +334,6 @@ def test_without_a_limit_a_server_takes_half_of_what_is_free(
     made = cpu_device(None, 1 << 30)  # a tree of nothing
     assert (made.limit, made.bounded) == (6 << 30, False)
     assert cpu_device(2 << 30, 1 << 30).bounded
-
-
-def test_the_stress_set_plays_every_option_at_once() -> None:
-    """In decodes, in prefills and in steps of both: an option that is added must be played."""
-    neutral, asked = SamplingParams(max_tokens=1), worst_params(50_000, 20)
-    not_played = {"temperature", "seed", "logprob_start", "cache_salt"}  # cost nothing, or save
-    for name in set(SamplingParams.__struct_fields__) - not_played:
-        assert getattr(asked, name) != getattr(neutral, name), name
-    assert len(asked.logit_bias) == MAX_BIASES and max(asked.logit_bias) < 50_000
-    assert (asked.logprobs, asked.prompt_logprobs) == (20, 20)
-
-
-@pytest.mark.parametrize("aliased", [1 << 20, 0])
-def test_the_stress_set_s_steps_are_as_large_as_the_scheduler_s(aliased: int) -> None:
-    largest = LargestSteps(
-        max_running_requests=8,
-        max_prefill_tokens=64,
-        max_top_logprobs=20,
-        max_model_len=512,
-        vocabulary=307,
-        pages=100,
-        aliased=aliased,
-        short_chunks=True,
-    )
-    every = [(name, make(Played.NOTHING).step) for name, make in largest.makers()]
-    for name, step in every:
-        rows = len(step.sampled_slots)
-        assert rows and step.listed.tolist() == list(range(rows)) and step.listed_top == 20
-        if name != "unfiltered":  # every option at once
-            assert (step.draws.top_k == 307).all() and (step.draws.min_p > 0).all()
-            penalties, biases = step.edits
-            assert set(penalties.rows) == set(range(rows)) and (penalties.subtracted > 0).any()
-            assert len(biases.rows) == rows * MAX_BIASES
-    steps = dict(every)
-    assert len(steps["prefill-one"].tokens) == len(steps["mixed"].tokens) == 64
-    assert len(steps["mixed"].sampled_slots) == len(steps["decode"].sampled_slots) == 8
-    assert len(steps["mixed"].targets) == 64 - 7 - 2  # all of the prompt but its ends
-    assert len(steps["last-chunk"].targets) == 62 and steps["unfiltered"].targets.size
-    short = [step for name, step in every if name == "short-chunks"]
-    assert [len(step.tokens) for step in short] == [2, 8, 31, 31]  # of 32 pages
-    assert all(step.layout.lengths.tolist() == [512] for step in short)
-
-
-@pytest.mark.parametrize("queries", [1, 2, 3, 4, 8, 16])
-@pytest.mark.parametrize("length", [40, 128, 256, 513, 1024, 2048, 8192])
-def test_short_chunks_reach_every_kernel_that_those_of_requests_do(
-    length: int, queries: int
-) -> None:
-    """Over an fp8 cache those of fewer rows than pages are fa2's, which has three."""
-
-    def kernel(rows: int) -> int:
-        packed = rows * queries
-        return 16 if packed <= 16 else 64 if packed <= 64 else 128
-
-    largest = LargestSteps(
-        max_running_requests=2,
-        max_prefill_tokens=8192,
-        max_top_logprobs=0,
-        max_model_len=length,
-        vocabulary=307,
-        pages=65,
-        aliased=1 << 20,
-        short_chunks=True,
-    )
-    made = [make(Played.NOTHING).step for name, make in largest.makers() if name == "short-chunks"]
-    of_requests = {kernel(rows) for rows in range(2, pages_for(length))}
-    assert {kernel(len(step.tokens)) for step in made} >= of_requests
-
-
-@given(st.integers(2, 40), st.integers(1, 8), st.integers(8, 300), st.integers(16, 600))
-def test_the_stress_set_s_sequences_fit_whatever_the_pages(
-    pages: int, running: int, prefill: int, longest: int
-) -> None:
-    """With 7 pages, four prompts of 28 tokens were to share them, each of which needs two."""
-    largest = LargestSteps(
-        max_running_requests=running,
-        max_prefill_tokens=max(running, prefill),
-        max_top_logprobs=5,
-        max_model_len=min(longest, (pages - 1) * PAGE_SIZE),
-        vocabulary=307,
-        pages=pages,
-    )
-    for name, make in largest.makers():
-        layout = make(Played.NOTHING).step.layout
-        assert layout.rows, name
-        assert 0 not in layout.pages and len(set(layout.pages)) == len(layout.pages) < pages, name
 
 
 def test_a_record_is_used_only_where_as_much_is_free(tmp_path: Path) -> None:

@@ -91,17 +91,17 @@ def test_the_stress_set_is_that_of_the_settings(tmp_path: Path) -> None:
     probed, validated = start.machine.steps[:STRESS], start.machine.steps[STRESS:]
     assert len(validated) == STRESS and tokens > SETTINGS.model_max_len
     for step in start.machine.steps:
-        assert step.listed_top == SETTINGS.max_top_logprobs
+        assert max(step.listed_top, step.scored_top) == SETTINGS.max_top_logprobs
         assert len(step.tokens) <= SETTINGS.max_prefill_tokens
         assert len(step.sampled_slots) <= SETTINGS.max_running_requests
     for steps in (probed, validated):
-        *_, decode, mixed, plain = steps
+        *_, decode, kinds, mixed, plain = steps
         assert len(mixed.tokens) == len(plain.tokens) == SETTINGS.max_prefill_tokens
-        assert len(decode.tokens) == SETTINGS.max_running_requests
+        assert len(decode.tokens) == len(kinds.tokens) == SETTINGS.max_running_requests
         assert decode.layout.lengths.max() == SETTINGS.model_max_len
         assert (decode.draws.top_k == 1000).all() and not plain.draws.top_k.any()
-    once = [len(set(steps[-3].layout.pages)) for steps in (probed, validated)]
-    assert once[0] < len(probed[-3].layout.pages) and once[1] == len(validated[-3].layout.pages)
+    once = [len(set(steps[-4].layout.pages)) for steps in (probed, validated)]
+    assert once[0] < len(probed[-4].layout.pages) and once[1] == len(validated[-4].layout.pages)
 
 
 def test_the_sequences_of_a_step_live_until_its_results_are_read(tmp_path: Path) -> None:

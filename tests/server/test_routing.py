@@ -57,6 +57,7 @@ def test_a_step_s_routing_is_that_of_every_layer_and_of_no_other_step(
         max_model_len=512,
         vocabulary=made.decoder.config.vocabulary,
         pages=200,
+        logprob_rows=16,
     )
     make = dict(largest.makers())["prefill-one"]
     for how in (Played.UNEQUAL, Played.EVEN, Played.NOTHING):

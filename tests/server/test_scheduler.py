@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -9,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvline_server.engine.request import Sequence
-from kvline_server.engine.scheduler import PREFILL_PER_REQUEST, WAVE, Scheduler, Work
+from kvline_server.engine.scheduler import (
+    PREFILL_PER_REQUEST,
+    SHARED_TABLES,
+    WAVE,
+    Scheduler,
+    Work,
+)
 from kvline_server.memory.pages import PAGE_SIZE, PagePool, pages_for
 from kvline_server.sampling_params import SamplingParams
 
@@ -124,6 +131,55 @@ def test_chats_that_sit_a_step_out_still_bound_the_prompts_beside_them() -> None
     scheduler.add(sequence(99, 50_000, 5, 10**6))
     (prompt,) = scheduler.schedule()
     assert prompt.rows <= 1024
+
+
+def twins(count: int, pages: int, output: int, penalty: float = 1.0) -> list[Sequence]:
+    """Of one prompt of so many pages."""
+    params = SamplingParams(max_tokens=output, repetition_penalty=penalty)
+    length = pages * PAGE_SIZE
+    return [Sequence(id, list(range(length)), length, params) for id in range(count)]
+
+
+def test_penalties_of_sequences_that_share_a_prompt_take_turns() -> None:
+    """A step changes the logits of all tokens of each sequence that has a repetition penalty: of
+    500 that share a prompt of 100,000 tokens those would be gigabytes."""
+    scheduler = Scheduler(PagePool(101), 10, 512)
+    first, *others = twins(10, 30, 20, penalty=1.1)
+    scheduler.add(first)
+    step(scheduler, [])
+    for each in others:
+        scheduler.add(each)
+    done: list[int] = []
+    before: list[int] = []
+    for number in itertools.count():
+        known = {each: each.length for each in (first, *others)}
+        step(scheduler, done)
+        sampled = [pages_for(length) for each, length in known.items() if each.length > length]
+        assert sampled and sum(sampled) <= 100
+        if scheduler.idle:
+            break
+        if len(scheduler.running) == 10 and number % 4 == 0:  # 3 of 10 have room in a step
+            lengths = [each.length for each in scheduler.running]
+            assert all(now > then for now, then in zip(lengths, before, strict=False))
+            before = lengths
+    assert sorted(done) == list(range(10))
+
+
+def test_all_page_tables_of_sequences_that_share_pages_have_a_bound() -> None:
+    scheduler = Scheduler(PagePool(101), 100, 512)
+    first, *others = twins(100, 80, 3)
+    scheduler.add(first)
+    while first.computed < 80 * PAGE_SIZE:
+        step(scheduler, [])
+    for each in others:
+        scheduler.add(each)
+    done: list[int] = []
+    most = 0
+    while not scheduler.idle:
+        step(scheduler, done)
+        most = max(most, sum(len(each.pages) for each in scheduler.running))
+    assert 5 * 100 < most <= (1 + SHARED_TABLES) * 100
+    assert sorted(done) == list(range(100))
 
 
 @settings(max_examples=30)

@@ -108,14 +108,15 @@ def small() -> Step:
 
 
 @pytest.mark.parametrize("aliased", [1 << 20, 0])
+@pytest.mark.parametrize("ranks", [1, 2, 8])
 @pytest.mark.parametrize(
     ("rows", "running", "length", "vocabulary"),
     [(64, 4, 256, 307), (16, 16, 4096, 32), (512, 1, 16, 307), (2048, 300, 40, 1000)],
 )
 def test_the_largest_steps_fit(
-    rows: int, running: int, length: int, vocabulary: int, aliased: int
+    rows: int, running: int, length: int, vocabulary: int, ranks: int, aliased: int
 ) -> None:
-    room = wire.step_bytes(rows, running, length, vocabulary)
+    room = wire.step_bytes(rows, running, length, vocabulary, ranks)
     pages = running * pages_for(length) + 1 if not aliased else 65
     stress = LargestSteps(
         max_running_requests=running,
@@ -124,6 +125,8 @@ def test_the_largest_steps_fit(
         max_model_len=length,
         vocabulary=vocabulary,
         pages=pages,
+        logprob_rows=16,
+        ranks=ranks,
         aliased=aliased,
     )
     memory = memoryview(bytearray(room))

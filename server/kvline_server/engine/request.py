@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvline_server.memory.pages import pages_for
 from kvline_server.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # penalties has the sequences of this module
@@ -61,6 +62,7 @@ class Sequence:
     pending: int = 0  # tokens sampled on the device that the host has not read yet
     slot: int = 0  # its index in Worker.last_tokens, while it runs
     counts: TokenCounts | None = None  # with penalties
+    penalised_in: int = 0  # the last of the scheduler's steps that had too many penalties
     ended: bool = False  # results still in flight are discarded
     limit: int = field(init=False)  # tokens that it may have at most
     has_penalties: bool = field(init=False)  # of its params, cached because each step reads it
@@ -85,6 +87,14 @@ class Sequence:
     def uncomputed(self) -> int:
         """Tokens still to be computed before the next one can be sampled."""
         return self.length - self.computed
+
+    @property
+    def penalised(self) -> int:
+        """Pages of the tokens whose logits its penalties change, at most."""
+        if not self.has_penalties:
+            return 0
+        of_prompt = self.params.repetition_penalty != 1.0
+        return pages_for(self.length - (0 if of_prompt else self.prompt_length))
 
     @property
     def first_scored(self) -> int:

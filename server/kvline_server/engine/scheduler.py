@@ -23,6 +23,9 @@ WAVE = 1024
 # Prompt rows of a mixed step for each request that runs or waits: few chats are not held up by a
 # long prompt, and many requests are not kept from filling the batch (docs/decisions/022).
 PREFILL_PER_REQUEST = 8
+# Sequences share pages, so all their page tables may be many times the cache. Prompts that HTTP
+# admits are (1 + QUEUE_FACTOR) times as long; what they share of their outputs has no such bound.
+SHARED_TABLES = 6
 
 
 class Work(NamedTuple):
@@ -50,6 +53,8 @@ class Scheduler:
         self.running: dict[Sequence, None] = {}  # an ordered set, oldest admission first
         self.preemptions = 0
         self._slots = list(range(max_running))
+        self._step = 0
+        self._penalised_left = 0  # pages, in this step
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -72,15 +77,19 @@ class Scheduler:
         work: list[Work] = []
         prefilling: list[Sequence] = []
         ready: list[Sequence] = []
-        ending = 0  # their last token is not read yet
+        ending = penalised = 0  # ending: their last token is not read yet
         for sequence in self.running:
             length = len(sequence.tokens) + sequence.pending
             if length - sequence.computed > 1:
                 prefilling.append(sequence)
             elif sequence.pending and length >= sequence.limit:
                 ending += 1
-            elif not (sequence.pending and sequence.has_penalties):
+            elif not sequence.has_penalties:
                 ready.append(sequence)
+            elif not sequence.pending:
+                ready.append(sequence)
+                penalised += sequence.penalised
+        ready = self._bounded(ready, penalised)
         live = len(self.running) - ending
         budget -= self._decode(ready, budget, work)
         if len(prefilling) < live:  # those that sit this step out decode in the next
@@ -88,7 +97,7 @@ class Scheduler:
             budget = min(budget, max(self.mixed_prefill_tokens, wanted))
         for sequence in prefilling:
             if budget and sequence in self.running:
-                budget -= self._continue(sequence, budget, work)
+                budget -= self._chunk(sequence, budget, work)
         while budget and self.waiting and len(self.running) < self.max_running:
             if self.waiting[0].pending:  # preempted a moment ago; its last token is not read yet
                 break
@@ -144,6 +153,34 @@ class Scheduler:
                 self._continue(sequence, 1, work)
         return len(work) - rows
 
+    def _bounded(self, ready: list[Sequence], penalised: int) -> list[Sequence]:
+        """Those that decode in this step: where all have penalties of more tokens than the cache
+        has, as those that share pages may, some wait. Who waited longest is first, and one alone
+        always fits. `penalised` are the pages of those tokens."""
+        self._step += 1
+        self._penalised_left = self.pool.total
+        if penalised <= self._penalised_left:
+            self._penalised_left -= penalised
+            return ready
+        waiting = set[Sequence]()
+        for sequence in sorted(ready, key=lambda each: each.penalised_in):
+            if sequence.penalised > self._penalised_left:
+                waiting.add(sequence)
+            elif sequence.has_penalties:
+                self._penalised_left -= sequence.penalised
+                sequence.penalised_in = self._step
+        return [sequence for sequence in ready if sequence not in waiting]
+
+    def _chunk(self, sequence: Sequence, budget: int, work: list[Work]) -> int:
+        """Rows of a prompt, without its last one where no more penalties fit into this step."""
+        if sequence.has_penalties and sequence.uncomputed <= budget:
+            if sequence.penalised > self._penalised_left:
+                budget = sequence.uncomputed - 1
+            else:
+                self._penalised_left -= sequence.penalised
+                sequence.penalised_in = self._step
+        return self._continue(sequence, budget, work) if budget else 0
+
     def _continue(self, sequence: Sequence, budget: int, work: list[Work]) -> int:
         count = min(sequence.uncomputed, budget)
         missing = pages_for(sequence.computed + count) - len(sequence.pages)
@@ -168,7 +205,7 @@ class Scheduler:
         matched = self.pool.match(sequence.chain[: max(0, sequence.cacheable) // PAGE_SIZE])
         missing = pages_for(len(sequence.tokens)) - len(matched)
         reserve = len(self.running)
-        if not self.pool.can_take(missing + reserve if self.running else missing):
+        if self._shares_too_much(sequence, matched) or not self.pool.can_take(missing + reserve):
             self.pool.release(matched)
             return 0
         self.waiting.popleft()
@@ -179,7 +216,14 @@ class Scheduler:
         sequence.published = len(matched)
         if not sequence.preemptions:
             sequence.cached = sequence.computed
-        return self._continue(sequence, budget, work)
+        return self._chunk(sequence, budget, work)
+
+    def _shares_too_much(self, sequence: Sequence, matched: list[int]) -> bool:
+        """Whether page tables would have more pages beside it than is reserved for."""
+        if not (matched and self.running):
+            return False
+        others = sum(len(each.pages) for each in self.running)
+        return others + pages_for(len(sequence.tokens)) > SHARED_TABLES * self.pool.total
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the head of the queue; its output tokens and prompt logprobs are kept."""

@@ -65,6 +65,7 @@ class LoadedRank:
             settings.max_running_requests,
             settings.wanted_len,
             model.vocabulary,
+            ranks.count,
         )
         return wire.Steps(ranks.steps_fd, size, self.local.depth + 1, ranks.count - 1)
 

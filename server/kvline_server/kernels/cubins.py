@@ -23,6 +23,8 @@ from kvline_server.memory.cuda import call
 
 # Modules beside this one.
 SOURCES = ("triton_kernels", "triton_cache", "triton_attention", "triton_fp8", "triton_experts")
+# Modules whose lists the numbers of tuning.Choices are indices of.
+CHOOSERS = ("gemm", "fp8_linear", "cuda_experts")
 BUILT = Path(__file__).with_name("cubins.bin")
 CONSTANT = "constexpr"
 TYPES = {"i32": ctypes.c_int32, "fp32": ctypes.c_float}
@@ -136,7 +138,21 @@ def _built(capability: int) -> dict[str, Cubin]:
 
 
 def source_hash() -> str:
-    files = (Path(__file__).with_name(f"{name}.py") for name in SOURCES)
+    return _hash_of(_modules(SOURCES))
+
+
+def identity() -> str:
+    """A hash of all that a number of tuning.Choices depends on: our kernels, compiled or not, what
+    lists them, and the CUDA whose cuBLASLt proposes algorithms. FlashInfer's version is apart."""
+    built = [BUILT] if BUILT.is_file() else []
+    return f"{torch.version.cuda} {_hash_of([*_modules(SOURCES + CHOOSERS), *built])}"
+
+
+def _modules(names: tuple[str, ...]) -> list[Path]:
+    return [Path(__file__).with_name(f"{name}.py") for name in names]
+
+
+def _hash_of(files: list[Path]) -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

@@ -17,7 +17,14 @@ import torch
 from flashinfer import norm, sampling
 from torch.nn import functional
 
-from kvline_server.kernels import cuda_attention, cuda_linear, cuda_rows, cuda_write, fp8_linear
+from kvline_server.kernels import (
+    cubins,
+    cuda_attention,
+    cuda_linear,
+    cuda_rows,
+    cuda_write,
+    fp8_linear,
+)
 from kvline_server.kernels.cuda_attention import Fp8Decodes
 from kvline_server.kernels.cuda_experts import ExpertGemms
 from kvline_server.kernels.flashinfer_attention import (
@@ -97,6 +104,7 @@ class FlashInferKernels(Kernels):
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.dtype = torch.bfloat16
         self.group = group
+        self.build = cubins.identity()
         shape, fp8 = (heads, kv_heads, dim), cache != self.dtype
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count
         size = max(FLOAT_BYTES, chunk_floats(shape, processors) if fp8 else 0)

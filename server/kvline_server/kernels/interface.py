@@ -151,6 +151,7 @@ class Kernels(Protocol):
     depth: int  # steps in flight while the host prepares the next one: 1 on a GPU, 0 on the CPU
     group: Group  # the ranks that have the other parts of the model
     tunes: bool = False  # has kernels to choose among by trial
+    build: str = ""  # that the numbers of tuning.Choices are of; empty where nothing is chosen
     keeps_fp8: bool = False  # takes an Fp8Weight, of a shape that fp8.fits lets pass
     routing: Played = Played.NOTHING  # of the step that runs
 

@@ -1,8 +1,9 @@
 """Memory accounting of a device: limit, use and peak.
 
 On the CPU the device is the container: the limit from cgroup v1 or v2 (or given), the use as
-anonymous, shared and kernel memory without page cache, the engine's peak from VmHWM. Without a
-container limit, the process tree is counted instead.
+anonymous, shared and kernel memory without what the kernel can drop, the engine's peak from VmHWM.
+Without a container limit the same is counted of the process tree. What other processes have or do
+changes neither, but for the kernel's caches in cgroup v1, which tells no parts of it apart.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ CGROUP = Path("/sys/fs/cgroup")
 VMSTAT = Path("/proc/vmstat")
 M_MMAP_THRESHOLD = -3  # malloc.h
 LOADED_BLOCK = 64 << 10
+STACK = 16 << 10  # of a thread, in the kernel
 
 
 class Device(Protocol):
@@ -270,8 +272,11 @@ def _used_v1(folder: Path) -> int:
 
 
 def _used_v2(folder: Path) -> int:
+    """Names and inodes of files are in the kernel's memory too, of which those count that this
+    container was the first on its node to read: they are dropped as pages of files are."""
     stat = _stat(folder)
-    return stat["anon"] + stat["shmem"] + stat.get("kernel", stat.get("slab", 0))
+    kernel = stat.get("kernel", stat.get("slab", 0)) - stat.get("slab_reclaimable", 0)
+    return stat["anon"] + stat["shmem"] + kernel
 
 
 def _available() -> int:
@@ -281,34 +286,41 @@ def _available() -> int:
     raise OSError("MemAvailable is not in /proc/meminfo")
 
 
-def _status(pid: int | str) -> dict[str, int]:
-    """A process's memory lines in bytes; empty for one that is gone or has none."""
+def _lines(file: Path) -> dict[str, int]:
+    """Numbers by the names before them, those of kB in bytes. Raises OSError for a process that is
+    gone."""
     out = {}
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+    for line in file.read_text().splitlines():
         key, _, rest = line.partition(":")
-        if key in ("VmHWM", "RssAnon", "RssFile", "RssShmem", "PPid"):
-            number = int(rest.split()[0])
-            out[key] = number if key == "PPid" else number * 1024
+        number, _, unit = rest.strip().partition(" ")
+        if number.isdigit():
+            out[key] = int(number) * (1024 if unit == "kB" else 1)
     return out
 
 
+def _status(pid: int | str) -> dict[str, int]:
+    """A process's memory lines in bytes, with PPid and Threads; some have no memory."""
+    return _lines(Path(f"/proc/{pid}/status"))
+
+
 def tree_used(root: int) -> int:
-    """Anonymous and shared memory of a process and all its descendants."""
+    """Memory of a process and all its descendants, as a container's account has it: anonymous and
+    shared memory, each page once, page tables and the kernel's stacks."""
     parents: dict[int, int] = {}
-    sizes: dict[int, int] = {}
+    kernel: dict[int, int] = {}
     for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        try:
-            status = _status(entry)
-        except OSError:  # it ended meanwhile
-            continue
-        parents[int(entry)] = status.get("PPid", 0)
-        sizes[int(entry)] = status.get("RssAnon", 0) + status.get("RssShmem", 0)
+        if entry.isdigit():
+            with suppress(OSError):  # it ended meanwhile
+                status = _status(entry)
+                parents[int(entry)] = status.get("PPid", 0)
+                kernel[int(entry)] = status.get("VmPTE", 0) + STACK * status.get("Threads", 0)
     total = 0
-    for pid, size in sizes.items():
+    for pid in parents:
         at = pid
         while at and at != root:
             at = parents.get(at, 0)
-        total += size if at == root else 0
+        if at == root:
+            with suppress(OSError):
+                mapped = _lines(Path(f"/proc/{pid}/smaps_rollup"))
+                total += mapped.get("Pss_Anon", 0) + mapped.get("Pss_Shmem", 0) + kernel[pid]
     return total

@@ -5,7 +5,7 @@ is the dummy page that padding rows write to; it is never allocated.
 
 A page is proven once a result that depends on it was read as finite. One that is not proven may
 hold NaN, which attention kernels multiply by 0 behind a sequence's end: it is cleared before it has
-another owner (docs/decisions/042).
+another owner (docs/decisions/040).
 """
 
 from __future__ import annotations

@@ -74,6 +74,6 @@ def _check_same(first: RankLoaded, rank: int, other: RankLoaded) -> None:
         )
     if first.fingerprint != other.fingerprint:
         raise DeviceFailure(
-            f"rank 0 and rank {rank} differ in the model's files, the settings, the driver or a "
-            "library, which must be equal on a pod's ranks"
+            f"rank 0 and rank {rank} differ in the model's files, the settings, the driver, a "
+            "library, or the way they exchange, which must be equal on a pod's ranks"
         )

@@ -26,11 +26,11 @@ _PAGE = mmap.PAGESIZE
 _LINE = 8  # int64 in a cache line: readers do not share one
 
 
-def step_bytes(rows: int, running: int, length: int, vocabulary: int) -> int:
+def step_bytes(rows: int, running: int, length: int, vocabulary: int, ranks: int) -> int:
     """Room for any step of so many rows, with `running` sequences of up to `length` tokens. The
-    stress has as many sequences as rows. What no step touches takes no memory."""
-    pages = running * pages_for(length) + rows
-    edits = running * min(length, vocabulary) + rows + MAX_BIASES * max(rows, running)
+    stress has as many edits for each rank. What no step touches takes no memory."""
+    pages = running * pages_for(length)
+    edits = running * (min(ranks * length, vocabulary) + min(ranks * MAX_BIASES, vocabulary))
     each_row = sum(np.dtype(kind).itemsize for kind in _TYPES) + 8 * len(_TYPES)
     return _HEAD + (rows + running + 1) * each_row + 4 * pages + 24 * edits
 

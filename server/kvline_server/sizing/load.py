@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from kvline_server.kernels.fp8 import FP8
 from kvline_server.kernels.group import ALONE, Group
 from kvline_server.kernels.interface import Kernels
 from kvline_server.memory.arena import KVShape, Scales
-from kvline_server.memory.device import MIB, compact_heap
+from kvline_server.memory.device import MIB, Device, compact_heap
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.memory.parts import OwnedPart
 from kvline_server.messages import Progress, SendProgress
@@ -86,12 +86,12 @@ def load_model(
         rank = Diagnosis(device, settings, owned, others, rank=group.rank, ranks=group.ranks)
         raise rank.weights_do_not_fit(device.limit - used) from error
     ms = round((time.monotonic() - started) * 1000)
-    details = ["random"] * random + _kept(worker.decoder.weights)
+    notes = [backend.note] if backend.note else []
+    details = ["random"] * random + _kept(worker.decoder.weights) + notes
     taken = device.now() - before
     send(Progress(stage=Stage("load", ms, taken, ", ".join(details) or None)))
-    libraries = {name: version(name) for name in backend.libraries}
     revision = model_revision(launch)
-    provenance = Provenance(device.name, device.driver, launch.image, revision, libraries)
+    provenance = Provenance(device.name, device.driver, launch.image, revision, backend.libraries)
     send(Progress(provenance=provenance))
     return Loaded(
         executor=Local(worker, device),
@@ -100,7 +100,7 @@ def load_model(
             *worker.decoder.weights.parts(),
             OwnedPart(KV_CACHE, per_token=cache.bytes_per_token),
         ),
-        fingerprint=_fingerprint(launch, settings, provenance, device.limit, worker),
+        fingerprint=_fingerprint(launch, settings, provenance, device, worker.kernels),
         cache_dtype=_name(cache.dtype),
         experts=model.experts is not None,
     )
@@ -110,8 +110,8 @@ def _fingerprint(
     launch: LaunchConfig,
     settings: EngineSettings,
     provenance: Provenance,
-    limit: int,
-    worker: Worker,
+    device: Device,
+    kernels: Kernels,
 ) -> str:
     with_weights = launch.model.load_format is not LoadFormat.RANDOM
     model = provenance.model_revision or identity(Path(launch.model.path), with_weights)
@@ -121,13 +121,31 @@ def _fingerprint(
             "loadFormat": str(launch.model.load_format),
             "settings": repr(settings),
             "device": provenance.gpu,
-            "kernels": type(worker.kernels).__name__,
-            "totalMiB": limit // MIB,
+            "kernels": type(kernels).__name__,
+            "build": kernels.build,
+            "totalMiB": device.limit // MIB,
             "tensorParallel": launch.tensor_parallel,
             "driver": provenance.driver,
             **provenance.libraries,
+            **_exchange(kernels.group),
+            **({} if device.gpu else _processors()),
         }
     )
+
+
+def _exchange(group: Group) -> dict[str, str | int]:
+    """NCCL takes a GiB more of each GPU than memory that they share."""
+    return {"exchange": type(group).__name__} if group.ranks > 1 else {}
+
+
+def _processors() -> dict[str, str | int]:
+    """On the CPU alone, as a GPU's sizes do not depend on them. Each thread has buffers of its own,
+    and weights are packed for the instructions that there are."""
+    return {
+        "threads": torch.get_num_threads(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+    }
 
 
 def _name(dtype: torch.dtype) -> str:

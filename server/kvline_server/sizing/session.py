@@ -90,8 +90,8 @@ class Session:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of a rank, with what its clients may make HTTP hold for each."""
-        return self.loaded.bytes_per_token + self.settings.client_bytes_per_token
+        """Of a rank, with what is reserved beside each."""
+        return self.loaded.bytes_per_token + self.settings.reserved_per_token
 
     def lowest_free(self) -> int:
         """MiB."""
@@ -109,6 +109,8 @@ class Session:
             max_model_len=max_model_len,
             vocabulary=self.loaded.vocabulary,
             pages=self.executor.pages,
+            logprob_rows=settings.logprob_rows,
+            ranks=self.executor.ranks,
             aliased=aliased,
             short_chunks=self.device.gpu,
         )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from kvline_contract.launch import Device, KVCacheDtype, LaunchConfig
 from kvline_contract.report import Effective
+from kvline_server.engine.scheduler import SHARED_TABLES
 from kvline_server.errors import ConfigInvalid
 from kvline_server.kernels.interface import LOGIT_BLOCK
 from kvline_server.memory.pages import PAGE_SIZE
@@ -32,6 +33,9 @@ DEFAULTS = {
 }
 DEFAULT_TOP_LOGPROBS = 20
 MAX_LOGPROB_BYTES = 1 << 30
+# Of a page in a page table while a step runs: on the CPU with the mask of its tokens, on a GPU in
+# the tables of two steps.
+TABLE_BYTES = {Device.CPU: 80, Device.CUDA: 8}
 LIVE_MATRICES = 3  # fp32 [rows, vocabulary] matrices alive at once while rows are scored
 
 
@@ -52,6 +56,8 @@ class EngineSettings:
     # rank's share, as they share the CPU's memory. 0 on a GPU, whose memory HTTP does not share.
     client_bytes: int = 0
     client_bytes_per_token: int = 0
+    # Page tables of sequences that share pages: those of the stress have pages of their own.
+    table_bytes_per_token: int = 0
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
     # By which client_bytes was found. Left out of the fingerprint, which has the bytes.
     http_processes: int = field(default=1, repr=False)
@@ -65,6 +71,7 @@ class EngineSettings:
             made,
             mixed_prefill_tokens=mixed and min(mixed, made.max_prefill_tokens),
             client_bytes=made.clients() if self.client_bytes else 0,
+            table_bytes_per_token=self.table_bytes_per_token * (made.max_running_requests > 1),
         )
 
     def clients(self) -> int:
@@ -75,8 +82,13 @@ class EngineSettings:
 
     def reserved(self, kv_tokens: int = 0) -> int:
         """Bytes beside a KV cache of so many tokens, allocated while its size is validated."""
-        clients = self.client_bytes + kv_tokens * self.client_bytes_per_token
-        return (self.headroom_mib << 20) + clients
+        shared = self.client_bytes + kv_tokens * self.reserved_per_token
+        return (self.headroom_mib << 20) + shared
+
+    @property
+    def reserved_per_token(self) -> int:
+        """Bytes beside each token of the KV cache."""
+        return self.client_bytes_per_token + self.table_bytes_per_token
 
     @property
     def wanted_len(self) -> int:
@@ -135,8 +147,14 @@ def resolve(
         pinned_kv_tokens=launch.capacity.kv_tokens,
         mixed_prefill_tokens=min(defaults["mixed"], prefill),
         client_bytes_per_token=(QUEUED_BYTES + ENGINE_QUEUED_BYTES) // ranks if cpu else 0,
+        table_bytes_per_token=_shared_tables(launch.device, running),
         kv_cache_dtype=requested.kv_cache_dtype or KVCacheDtype.AUTO,
         http_processes=http_processes,
         ranks=ranks,
     )
     return replace(settings, client_bytes=settings.clients()) if cpu else settings
+
+
+def _shared_tables(device: Device, running: int) -> int:
+    """Bytes for each token of the KV cache; one sequence shares its pages with none."""
+    return SHARED_TABLES * TABLE_BYTES[device] // PAGE_SIZE if running > 1 else 0

@@ -10,6 +10,8 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
+from pathlib import Path
 
 import torch
 
@@ -21,11 +23,12 @@ from kvline_server.kernels.group import Group
 from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import Arena, HostArena, KVShape
-from kvline_server.memory.device import Device, cpu_device, unbounded
+from kvline_server.memory.device import MIB, Device, cpu_device, unbounded
 from kvline_server.model.config import ModelConfig
 
 MIN_CAPABILITY = (8, 0)  # bfloat16 on tensor cores
 HOPPER = 9  # the compute capability that kernels are built for
+GPU_BUILD = "with CUDA's libraries, which the CPU image leaves out, torch took {} MiB before"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,8 @@ class Backend:
     cache_dtype: torch.dtype  # of the KV cache
     kernels: Callable[[ModelConfig, Group], Kernels]  # of a rank's share of the model
     arena: Callable[[KVShape, int], Arena]
-    libraries: tuple[str, ...]  # their versions are part of the fingerprint
+    libraries: dict[str, str]  # their versions, which are part of the fingerprint
+    note: str = ""  # on what differs from the image, and so does the size
 
 
 def open_backend(
@@ -52,11 +56,23 @@ def open_backend(
         device = cpu_device(memory, root, launch.tensor_parallel)
         if not device.bounded:
             warn(unbounded(device.limit))
-        libraries = ("kvline", "torch")
         dtype = torch.float32
         cache = cache_dtype(launch, dtype)
-        return Backend(device, dtype, cache, _cpu_kernels, HostArena, libraries)
+        found, note = cpu_libraries(for_gpus()), GPU_BUILD.format(device.now() // MIB)
+        note = note if for_gpus() else ""
+        return Backend(device, dtype, cache, _cpu_kernels, HostArena, found, note)
     return _cuda(launch, warn, rank)
+
+
+def for_gpus() -> bool:
+    """Whether torch has the libraries for GPUs, which the CPU image leaves out of the same version
+    (docs/decisions/028)."""
+    return (Path(torch.__file__).parent / "lib" / "libtorch_cuda.so").exists()
+
+
+def cpu_libraries(gpu_build: bool) -> dict[str, str]:
+    torch_version = version("torch") + (" for GPUs" if gpu_build else "")
+    return {"kvline": version("kvline"), "torch": torch_version}
 
 
 def cache_dtype(launch: LaunchConfig, dtype: torch.dtype) -> torch.dtype:
@@ -103,7 +119,7 @@ def _cuda(launch: LaunchConfig, warn: Callable[[str], None], rank: int) -> Backe
         )
     from kvline_server.memory.cuda import CudaArena, CudaDevice
 
-    libraries = ("kvline", "torch", "flashinfer-python")
+    libraries = {name: version(name) for name in ("kvline", "torch", "flashinfer-python")}
     dtype = torch.bfloat16
     cache = cache_dtype(launch, dtype)
     kernels = partial(_cuda_kernels, warn, cache)

@@ -1,0 +1,112 @@
+"""Which starts share a record: those whose size depends on the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from servers import launch_config
+
+from kvline_contract.launch import EngineOptions
+from kvline_contract.report import Provenance
+from kvline_server.kernels.group import ALONE, Alone, Group
+from kvline_server.kernels.torch import TorchKernels
+from kvline_server.memory.device import CpuDevice
+from kvline_server.messages import Progress
+from kvline_server.sizing import load
+from kvline_server.sizing.settings import resolve
+from kvline_server.worker.backend import cpu_libraries, for_gpus, open_backend
+
+LIBRARIES = {"torch": "2.11.0"}
+
+
+class Mapped(Alone):
+    ranks = 2
+
+
+class Copied(Alone):
+    ranks = 2
+
+
+@pytest.fixture(params=[False, True], ids=["CPU", "GPU"])
+def device(request: pytest.FixtureRequest) -> CpuDevice:
+    return CpuDevice("x", "1.0", 1 << 30, lambda: 0, gpu=request.param)
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def fingerprint(tiny_model: Path, device: CpuDevice) -> Callable[..., str]:
+    launch = launch_config(tiny_model, EngineOptions(256, 2, 64))
+    settings = resolve(launch, load.read_model(launch), device.limit)
+
+    def made(group: Group = ALONE, build: str = "", libraries: dict[str, str] = LIBRARIES) -> str:
+        kernels = TorchKernels(group=group)
+        kernels.build = build
+        provenance = Provenance(device.name, device.driver, "image", "", libraries)
+        return load._fingerprint(launch, settings, provenance, device, kernels)
+
+    return made
+
+
+def test_threads_and_cpus_split_the_records_of_a_cpu_and_not_of_a_gpu(
+    fingerprint: Callable[..., str], threads: Callable[[int], None], device: CpuDevice
+) -> None:
+    """Each thread has buffers of its own; a record of two was used by sixteen."""
+    threads(1)
+    first = fingerprint()
+    threads(2)
+    assert (fingerprint() == first) == device.gpu
+    threads(1)
+    assert fingerprint() == first
+
+
+def test_another_number_of_cpus_is_another_record_on_a_cpu_alone(
+    fingerprint: Callable[..., str], device: CpuDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = fingerprint()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(97)))
+    assert (fingerprint() == first) == device.gpu
+
+
+def test_the_exchange_of_ranks_is_part_of_it(fingerprint: Callable[..., str]) -> None:
+    """NCCL takes 1,284 MiB of each GPU, memory that they share 124."""
+    assert fingerprint(Mapped()) != fingerprint(Copied())
+    assert fingerprint(Mapped()) == fingerprint(Mapped())
+    assert fingerprint(ALONE) not in (fingerprint(Mapped()), fingerprint(Copied()))
+
+
+def test_choices_of_another_build_of_kernels_are_not_taken_over(
+    fingerprint: Callable[..., str],
+) -> None:
+    """A number of one build may be another kernel of the next, which kvline's version does not
+    tell."""
+    assert fingerprint(build="a") != fingerprint(build="b")
+
+
+def test_the_same_torch_without_cuda_s_libraries_is_another_record(
+    fingerprint: Callable[..., str], device: CpuDevice
+) -> None:
+    """One spec had 69,792 tokens in a pod and none outside, by the same version of torch."""
+    with_cuda, image = (cpu_libraries(each) for each in (True, False))
+    assert fingerprint(libraries=with_cuda) != fingerprint(libraries=image)
+    assert with_cuda["torch"] == f"{image['torch']} for GPUs"
+
+
+def test_a_start_says_that_its_torch_is_not_the_image_s(tiny_model: Path) -> None:
+    launch = launch_config(tiny_model, EngineOptions(256, 2, 64))
+    backend = open_backend(launch, 1 << 30, os.getpid(), lambda text: None)
+    settings = resolve(launch, load.read_model(launch), backend.device.limit)
+    heard: list[Progress] = []
+    load.load_model(launch, load.read_model(launch), settings, backend, heard.append)
+    (detail,) = [one.stage.detail for one in heard if one.stage and not one.stage.total_bytes]
+    named = "with CUDA's libraries, which the CPU image leaves out, torch took " in str(detail)
+    assert named == for_gpus() == backend.libraries["torch"].endswith(" for GPUs")

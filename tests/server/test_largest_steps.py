@@ -1,0 +1,306 @@
+"""The stress set of sizing against all steps that the scheduler could ever make."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvline_server.engine.engine import Engine
+from kvline_server.engine.largest_steps import LargestSteps, worst_params
+from kvline_server.engine.scheduler import SHARED_TABLES
+from kvline_server.kernels.layout import GREEDY
+from kvline_server.kernels.routing import Played
+from kvline_server.memory.pages import PAGE_SIZE, pages_for
+from kvline_server.model.shard import Shard, tokens
+from kvline_server.sampling_params import MAX_BIASES, SamplingParams
+from kvline_server.worker.step import Edits, InFlight, Results, Step, Table
+
+# Memory that is taken for each of these at once: one step has the most of all of them.
+TOGETHER = ("rows", "wanted", "sampled", "results", "sequences")
+
+
+def stress(**changed: Any) -> LargestSteps:
+    settings: dict[str, Any] = {
+        "max_running_requests": 8,
+        "max_prefill_tokens": 64,
+        "max_top_logprobs": 20,
+        "max_model_len": 512,
+        "vocabulary": 307,
+        "pages": 100,
+        "logprob_rows": 16,
+    }
+    return LargestSteps(**(settings | changed))
+
+
+def played(largest: LargestSteps) -> list[tuple[str, Step]]:
+    return [(name, make(Played.NOTHING).step) for name, make in largest.makers()]
+
+
+def test_the_stress_set_plays_every_option_at_once() -> None:
+    """In decodes, in prefills and in steps of both: an option that is added must be played."""
+    neutral, asked = SamplingParams(max_tokens=1), worst_params(50_000, 20)
+    not_played = {"temperature", "seed", "logprob_start", "cache_salt"}  # cost nothing, or save
+    for name in set(SamplingParams.__struct_fields__) - not_played:
+        assert getattr(asked, name) != getattr(neutral, name), name
+    assert len(asked.logit_bias) == MAX_BIASES and max(asked.logit_bias) < 50_000
+    assert (asked.logprobs, asked.prompt_logprobs) == (20, 20)
+
+
+@pytest.mark.parametrize("aliased", [1 << 20, 0])
+def test_the_stress_set_s_steps_are_as_large_as_the_scheduler_s(aliased: int) -> None:
+    every = played(stress(aliased=aliased, short_chunks=True))
+    for name, step in every:
+        rows = len(step.sampled_slots)
+        assert step.listed.tolist() == list(range(rows)) and step.listed_top == 20 * (rows > 0)
+        if rows and name != "unfiltered":  # every option at once
+            assert (step.draws.top_k == 307).sum() >= rows - 1 and step.draws.filtered.any()
+            penalties, biases = step.edits
+            assert set(penalties.rows) == set(range(rows)) and (penalties.factors > 1).all()
+            assert len(biases.rows) == rows * MAX_BIASES
+    decode, kinds = (step for name, step in every if name == "decode")
+    steps = dict(every) | {"decode": decode, "kinds": kinds}
+    assert len(steps["prefill-one"].targets) == len(steps["prefill-many"].wanted) == 64
+    assert len(steps["mixed"].wanted) == len(steps["last-chunk"].wanted) == 64
+    for name in ("prefill-many", "decode", "kinds", "mixed", "unfiltered"):
+        assert len(steps[name].sampled_slots) == 8, name
+    assert (decode.edits[0].subtracted > 0).any() and decode.draws.filtered.all()
+    assert (kinds.draws.temperatures < GREEDY).tolist() == [True] + 7 * [False]
+    short = [step for name, step in every if name == "short-chunks"]
+    assert [len(step.tokens) for step in short] == [2, 8, 31, 31]  # of 32 pages
+    assert all(step.layout.lengths.tolist() == [512] for step in short)
+
+
+@pytest.mark.parametrize("queries", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("length", [40, 128, 256, 513, 1024, 2048, 8192])
+def test_short_chunks_reach_every_kernel_that_those_of_requests_do(
+    length: int, queries: int
+) -> None:
+    """Over an fp8 cache those of fewer rows than pages are fa2's, which has three."""
+
+    def kernel(rows: int) -> int:
+        packed = rows * queries
+        return 16 if packed <= 16 else 64 if packed <= 64 else 128
+
+    largest = stress(
+        max_running_requests=2,
+        max_prefill_tokens=8192,
+        max_top_logprobs=0,
+        max_model_len=length,
+        pages=65,
+        aliased=1 << 20,
+        short_chunks=True,
+    )
+    made = [step for name, step in played(largest) if name == "short-chunks"]
+    of_requests = {kernel(rows) for rows in range(2, pages_for(length))}
+    assert {kernel(len(step.tokens)) for step in made} >= of_requests
+
+
+@given(st.integers(2, 40), st.integers(1, 8), st.integers(8, 300), st.integers(16, 600))
+def test_the_stress_set_s_sequences_fit_whatever_the_pages(
+    pages: int, running: int, prefill: int, longest: int
+) -> None:
+    """With 7 pages, four prompts of 28 tokens were to share them, each of which needs two."""
+    largest = stress(
+        max_running_requests=running,
+        max_prefill_tokens=max(running, prefill),
+        max_top_logprobs=5,
+        max_model_len=min(longest, (pages - 1) * PAGE_SIZE),
+        pages=pages,
+    )
+    for name, step in played(largest):
+        layout = step.layout
+        assert layout.rows, name
+        assert 0 not in layout.pages and len(set(layout.pages)) == len(layout.pages) < pages, name
+
+
+def at_once(step: Step, chunk: int) -> Iterator[slice]:
+    """The sampled rows that the LM head gets at once."""
+    scored, every = len(step.targets), len(step.wanted)
+    for start in range(0, every, chunk):
+        first, last = max(start, scored), min(start + chunk, every)
+        if last > first:
+            yield slice(first - scored, last - scored)
+
+
+def kind(edits: Edits) -> str:
+    """Both here and in the stress biases are -1, and no penalty is."""
+    return "biases" if (edits.subtracted == 1.0).all() else "penalties"
+
+
+def measures(step: Step, chunk: int, own: list[range]) -> Counter[str]:
+    """What memory is taken for; `own` are each rank's tokens."""
+    layout, scored, listed = step.layout, len(step.targets), len(step.listed)
+    rows = np.diff(layout.row_starts)
+    masked = (rows > 1) & (layout.lengths > rows)
+    found = Counter(
+        {
+            "rows": len(step.tokens),
+            "wanted": len(step.wanted),
+            "sampled": len(step.sampled_slots),
+            "listed": listed,
+            "scored": scored * step.scored_top,
+            "results": scored * step.scored_top + listed * step.listed_top,
+            "sequences": layout.sequences,
+            "pages": len(layout.pages),
+            "context": int(layout.lengths.max()) * len(step.tokens),
+            "masked": int((rows * layout.lengths)[masked].sum()),
+        }
+    )
+    mine = [
+        (f"{kind(edits)} of {rank}", edits.within(tokens))
+        for edits in step.edits
+        for rank, tokens in enumerate(own)
+    ]
+    found |= {name: len(edits.rows) for name, edits in mine}
+    for some in at_once(step, chunk):
+        draws = step.draws.at(some)
+        greedy, filtered = draws.temperatures < GREEDY, draws.filtered
+        once = {"sampled": len(greedy), "filtered": int(filtered.sum())}
+        once["beside greedy"] = int(greedy.any() and (~greedy).sum())
+        once["beside others"] = int(not filtered.all() and filtered.sum())
+        for name, edits in mine:
+            once[name] = len(edits.between(some.start, some.stop).rows)
+        for name, count in once.items():
+            found[f"{name} at once"] = max(found[f"{name} at once"], count)
+    return found
+
+
+class Recorder:
+    """An executor without a model, which keeps what it is given to run."""
+
+    ranks = 1
+
+    def __init__(self, pages: int, depth: int, vocabulary: int) -> None:
+        self.pages, self.depth, self.vocabulary = pages, depth, vocabulary
+        self.steps: list[Step] = []
+
+    def launch(self, step: Step) -> InFlight:
+        self.steps.append(step)
+        sampled, listed = len(step.sampled_slots), len(step.listed)
+        ids = np.arange(sampled) * 31 + len(self.steps) * 7
+        return Known(
+            Results(
+                tokens=ids % self.vocabulary,
+                scored=table(len(step.targets), step.scored_top) if len(step.targets) else None,
+                listed=table(listed, step.listed_top) if listed else None,
+            )
+        )
+
+
+class Known(NamedTuple):
+    results: Results
+
+    def wait(self) -> Results:
+        return self.results
+
+
+def table(rows: int, top: int) -> Table:
+    values, ids = np.zeros((rows, top), np.float32), np.zeros((rows, top), np.int32)
+    return Table(np.zeros(rows, np.float32), np.ones(rows, np.int32), ids, values)
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """Settings, as `resolve` lets them be, a size and what clients ask of it."""
+
+    running: int
+    prefill: int
+    length: int
+    top: int
+    pages: int
+    chunk: int
+    ranks: int
+    vocabulary: int
+    depth: int
+    mixed: int | None
+    asked: list[tuple[list[int], SamplingParams]]
+
+
+@st.composite
+def allowed(draw: st.DrawFn) -> Allowed:
+    running, pages = draw(st.integers(1, 9)), draw(st.integers(2, 40))
+    length = min(draw(st.integers(16, 200)), (pages - 1) * PAGE_SIZE)
+    vocabulary, top = draw(st.sampled_from([40, 97, 1000])), draw(st.integers(0, 3))
+    ranks = draw(st.integers(1, 3))
+    asked, twins = [], draw(st.booleans())  # which share the pages of their prompt
+    common = draw(st.integers(1, length))
+    for _ in range(draw(st.integers(1, 12))):
+        own = tokens(vocabulary, Shard(draw(st.integers(0, ranks - 1)), ranks))
+        used = range(vocabulary) if twins else draw(st.sampled_from([range(vocabulary), own]))
+        size = common if twins else draw(st.one_of(st.just(length), st.integers(1, length)))
+        base = 0 if twins else draw(st.sampled_from([0, 5]))
+        prompt = [used[(base + i) % len(used)] for i in range(size)]
+        biased = draw(st.sampled_from([None, range(vocabulary), own]))
+        params = SamplingParams(
+            max_tokens=max(1, length - size) if twins else draw(st.integers(1, length)),
+            temperature=draw(st.sampled_from([0.0, 0.8])),
+            top_k=draw(st.sampled_from([0, vocabulary])),
+            frequency_penalty=draw(st.sampled_from([0.0, 0.3])),
+            repetition_penalty=1.1 if twins else draw(st.sampled_from([1.0, 1.1])),
+            logit_bias=dict.fromkeys(biased[:MAX_BIASES], -1.0) if biased else {},
+            logprobs=draw(st.sampled_from([None, top])),
+            prompt_logprobs=draw(st.sampled_from([None, top])),
+            ignore_eos=True,
+        )
+        asked.append((prompt, params))
+    return Allowed(
+        running=running,
+        prefill=draw(st.integers(max(16, running), 80)),
+        length=length,
+        top=top,
+        pages=pages,
+        chunk=draw(st.sampled_from([2, 4, 16, 64])),
+        ranks=ranks,
+        vocabulary=vocabulary,
+        depth=draw(st.integers(0, 1)),
+        mixed=draw(st.sampled_from([None, 16])),
+        asked=asked,
+    )
+
+
+def made_of(drawn: Allowed) -> list[Step]:
+    """The steps that the engine makes for what was asked, the first of them."""
+    recorder = Recorder(drawn.pages, drawn.depth, drawn.vocabulary)
+    engine = Engine(recorder, drawn.running, drawn.prefill, drawn.length, (), drawn.mixed)  # type: ignore[arg-type]
+    for number, (prompt, params) in enumerate(drawn.asked):
+        engine.submit(number, prompt, params)
+    for _ in range(60):
+        engine.step()
+    return recorder.steps
+
+
+@settings(max_examples=100)
+@given(allowed())
+def test_the_stress_set_has_at_least_as_much_of_each_as_any_step(drawn: Allowed) -> None:
+    """Of prompts alone 7,680 to 8,191 of 8,192 rows reached the LM head, no row was greedy beside
+    filtered ones, and of several ranks one had all edits and the others none."""
+    largest = stress(
+        max_running_requests=drawn.running,
+        max_prefill_tokens=drawn.prefill,
+        max_top_logprobs=drawn.top,
+        max_model_len=drawn.length,
+        vocabulary=drawn.vocabulary,
+        pages=drawn.pages,
+        logprob_rows=drawn.chunk,
+        ranks=drawn.ranks,
+    )
+    own = [tokens(drawn.vocabulary, Shard(rank, drawn.ranks)) for rank in range(drawn.ranks)]
+    every = [measures(step, drawn.chunk, own) for _, step in played(largest)]
+    most: Counter[str] = Counter()
+    for each in every:
+        most |= each
+    most["pages"] += SHARED_TABLES * (drawn.pages - 1) * (drawn.running > 1)  # EngineSettings
+    if pages_for(drawn.length) * -(-drawn.prefill // drawn.length) >= drawn.pages:
+        most["context"] = 1 << 30  # a cache smaller than a step: longer sequences have fewer rows
+    together = [*TOGETHER, *(n for n in most if "penalties" in n and not n.endswith("once"))]
+    for step in made_of(drawn):
+        found = measures(step, drawn.chunk, own)
+        assert found <= most, f"{found - most} more than any step of the stress"
+        assert any(all(each[n] >= found[n] for n in together) for each in every), found
