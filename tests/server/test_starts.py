@@ -162,7 +162,7 @@ def test_a_model_that_cannot_run_ends_at_once(
     broken.mkdir()
     text = (tiny_model / "config.json").read_text()
     (broken / "config.json").write_text(
-        text.replace('"architectures"', '"auto_map": {}, "architectures"')
+        text.replace('"architectures"', '"auto_map": {"AutoModel": "x.Y"}, "architectures"')
     )
     server = start(model=broken)
     assert server.end(30) == 32
