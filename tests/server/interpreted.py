@@ -94,8 +94,8 @@ def quicken() -> None:
 def compiled(
     variants: Iterable[Variant], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[str, Cubin]]:
-    """Of each variant its name and its program. Triton's cache survives the run, because a third of
-    this stage's CPU time is LLVM's: a program has the key of its source, options and Triton."""
+    """Of each variant its name and its program. Triton's cache survives the run, because a quarter
+    of this stage's CPU time is LLVM's: a program has the key of its source, options and Triton."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(paths.CACHE / "triton"))
     for variant in variants:
         made = cubins.compile(variant, CAPABILITY)
