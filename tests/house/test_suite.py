@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,26 @@ def test_a_row_that_cannot_be_read_is_an_error() -> None:
     assert unstable.listed(TABLE) == []
     with pytest.raises(ValueError, match=r"docs/unstable\.md"):
         unstable.listed(TABLE + "| a.py::one | a pod | yesterday |\n")
+
+
+def collected(marker: str) -> list[Path]:
+    """Files and folders in which the tests of a marker are run; `gpu` is no stage."""
+    if marker == "gpu":
+        return [ROOT / "tests/gpu"]
+    (of,) = [made.options for made in stages.STAGES.values() if marker in made.options]
+    return [ROOT / word for word in of if (ROOT / word).exists()] or [ROOT / "tests"]
+
+
+@pytest.mark.parametrize("marker", stages.OTHERS.split(" or "))
+def test_every_test_of_a_marker_is_where_its_stage_collects(marker: str) -> None:
+    """Elsewhere no stage would run it: its own does not find it, and `unit` leaves it out."""
+    marked = [
+        path
+        for path in (ROOT / "tests").rglob("*.py")
+        if re.search(rf"\bmark\.{marker}\b", path.read_text())
+    ]
+    where = collected(marker)
+    assert marked and not [p for p in marked if not any(p.is_relative_to(at) for at in where)]
 
 
 def test_the_list_of_unstable_tests_names_tests_that_are_there_since_a_day_that_was() -> None:

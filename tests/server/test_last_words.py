@@ -17,6 +17,7 @@ import pytest
 from servers import Server, wait_for
 
 from kvline_contract.launch import CapacityOptions, EngineOptions
+from kvline_server.parent.supervisor import END_SECONDS
 
 pytestmark = pytest.mark.process
 
@@ -78,4 +79,4 @@ def test_a_client_that_never_sends_its_whole_request_does_not_hold_the_end(
     with socket.create_connection(("127.0.0.1", server.port)) as half:
         half.sendall(HALF)
         os.kill(server.children()["engine"], signal.SIGKILL)
-        assert server.end() == ENGINE_DIED
+        assert server.end(END_SECONDS + 5) == ENGINE_DIED
