@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from servers import Server, wait_for
+from waiting import limit
 
 from kvline_contract.launch import CapacityOptions, EngineOptions
 from kvline_server.parent.supervisor import END_SECONDS
@@ -45,7 +46,9 @@ def sequences(server: Server) -> int:
 
 def last_event(server: Server) -> str:
     body = {**LONG, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as answer:
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json=body, timeout=limit(30)
+    ) as answer:
         return [line for line in answer.iter_lines() if line][-1]
 
 
@@ -57,7 +60,9 @@ def test_clients_of_a_slow_http_process_have_their_errors_before_the_pod_ends(
     server.wait()
     children = server.children()
     with ThreadPoolExecutor(2) as pool:
-        whole = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG, timeout=30)
+        whole = pool.submit(
+            httpx.post, f"{server.url}/v1/completions", json=LONG, timeout=limit(30)
+        )
         stream = pool.submit(last_event, server)
         wait_for(lambda: sequences(server) > LONG["n"])  # both have come
         os.kill(children["http"], signal.SIGSTOP)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 from servers import STRESS, Server
 from ties import mostly_same, same_tokens
+from waiting import limit
 
 from kvline_server.engine.engine import Engine
 from kvline_server.http.errors import BadRequest
@@ -228,9 +229,11 @@ def test_the_engine_survives_a_request_that_failed(start: Callable[..., Server])
     server = start(faults={"KVLINE_FAULT_STEP": f"{STRESS + 1}:nan"})
     server.wait()
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "temperature": 0}
-    failed = httpx.post(f"{server.url}/v1/completions", json=body, timeout=10)
+    failed = httpx.post(f"{server.url}/v1/completions", json=body, timeout=limit(10))
     assert failed.status_code == 500
     assert failed.json()["error"]["code"] == "not_finite"
-    assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=10).status_code == 200
+    assert (
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=limit(10)).status_code == 200
+    )
     assert server.probe("/readyz")[0] == 200
     assert not np.isnan(server.probe("/load")[1]["usedTokens"])

@@ -15,6 +15,7 @@ import torch
 from near import FLIPPED, TOLERANCE, flips, same_ranking, same_ranks, same_values
 from rank_cases import CASES, RANKS, REQUESTS, TOKENS, params
 from ties import mostly_same, same_tokens
+from waiting import limit
 
 from kvline_contract.exits import ExitCode
 from kvline_server.engine.request import Scores
@@ -30,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = os.pathsep.join([str(HERE), *sys.path])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error", str(HERE / "rank_cases.py"), str(made)]
-    subprocess.run(command, env=environment, check=True, timeout=110)
+    subprocess.run(command, env=environment, check=True, timeout=limit(110))
     return made
 
 
