@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-SLOWNESS = "KVLINE_TEST_SLOWNESS"  # in the environment: 1.0 on the machine of docs/testing.md
+SLOWNESS = "KVLINE_TEST_SLOWNESS"  # in the environment: 1.0 on the machine of speed.py
 POLL_SECONDS = 0.1
 KINDS = ("cluster", "pod", "garbage collector", "server", "sleep")
 
