@@ -43,6 +43,7 @@ def main(names: list[str]) -> int:
     }
     known |= {
         "test-run": "test_run",
+        "demo": "demo_run",
         "http": "http_memory",
         "http-cpu": "http_cpu",
         "lm-eval": "lm_eval_scores",

@@ -22,9 +22,15 @@ with suppress(ImportError):  # a machine for GPU tests has none
     import hypothesis
 
     # Time is limited by pytest's own limit, which fits this machine: an example's 200 ms do not,
-    # and to be slow to draw examples is no fault of a test.
+    # and to be slow to draw examples is no fault of a test. Examples may share a folder that each
+    # begins anew. A test that names checks of its own would lose these.
     hypothesis.settings.register_profile(
-        "tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+        "tests",
+        deadline=None,
+        suppress_health_check=[
+            hypothesis.HealthCheck.too_slow,
+            hypothesis.HealthCheck.function_scoped_fixture,
+        ],
     )
     hypothesis.settings.load_profile("tests")
 

@@ -40,6 +40,8 @@ PROGRAMS = {"kube": "kubernetes", "coredns": "coredns", "pause": "pause"}  # its
 COMPILER = {"GOGC": "off", "GOMEMLIMIT": "1500MiB"}
 LOCK = CACHE / "build.lock"
 REPORT_SECONDS = 60
+# What decides, with tags, whether a compiled package of Go's cache can be used.
+FLAGS = ("-trimpath", "-buildvcs=false", "-gcflags=all=-dwarf=false")
 
 
 def build(say: Callable[[str], None]) -> None:
@@ -78,40 +80,44 @@ def reported(
     """Says what is under way, at once and again every REPORT_SECONDS with an estimate: a program
     may take minutes, and so may it to `count` its packages, which fetches them. Yields what is to
     be called with each that is compiled."""
-    started, done, ended, total = time.monotonic(), list[str](), threading.Event(), 0
+    began, counted, ended = time.monotonic(), 0.0, threading.Event()
+    done, total = list[str](), None
 
     def report() -> None:
         while not ended.wait(REPORT_SECONDS):
-            took = time.monotonic() - started
-            say(f"{what}, {progress(took, len(done), total)}")
+            say(f"{what}, {progress(time.monotonic() - began, len(done), total, counted)}")
 
     say(what)
     reporter = threading.Thread(target=report, daemon=True)
     reporter.start()
     try:
         total = count()
+        counted = time.monotonic() - began
         yield done.append
     finally:
         ended.set()
         reporter.join()
 
 
-def progress(took: float, done: int, packages: int) -> str:
-    """Of a build that has taken so many seconds for some of its packages, which come in the order
-    of their imports: most have a like size."""
-    if not packages:
+def progress(took: float, done: int, packages: int | None, counted: float = 0.0) -> str:
+    """Of a build that has taken so many seconds, `counted` of them until the number of packages to
+    compile was known, which is None before. They come in the order of their imports: most have a
+    like size."""
+    if packages is None:
         return f"{took:.0f} s so far, fetching modules"
     text = f"{took:.0f} s so far, {done:,} of {packages:,} packages"
     if not done:
         return text
-    rest = took / done * max(0, packages - done)
+    rest = (took - counted) / done * max(0, packages - done)
     return f"{text}, about {rest / 60:.0f} minutes to go" if rest >= 30 else f"{text}, nearly done"
 
 
 def packages(go: str, folder: Path, package: str, tags: str = "") -> int:
-    """How many the program is made of."""
+    """How many packages of the program are to be compiled: fewer where Go's cache has some, of a
+    build that was stopped or of another program."""
+    stale = ("-f", "{{if .Stale}}{{.ImportPath}}{{end}}")
     done = subprocess.run(
-        [go, "list", "-deps", "-tags", tags, package],
+        [go, "list", "-deps", *stale, *FLAGS, "-tags", tags, package],
         cwd=folder,
         env={**os.environ, "CGO_ENABLED": "0"},
         capture_output=True,
@@ -184,8 +190,7 @@ def compile_program(
 ) -> None:
     """Builds one program without debug information; static but where `environment` has it use C.
     Calls `compiled` with each package that was not there yet."""
-    command = [go, "build", "-v", "-trimpath", "-buildvcs=false", "-gcflags=all=-dwarf=false"]
-    command += ["-tags", tags, "-ldflags", flags]
+    command = [go, "build", "-v", *FLAGS, "-tags", tags, "-ldflags", flags]
     building = subprocess.Popen(
         [*command, "-o", str(into / name), package],
         cwd=folder,

@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from errors import ClusterError
+from errors import ClusterError, NotWithin
 from paths import ROOT
+from programs import limit
 
 FILE = ROOT / "manifests" / "crd.yaml"
 SECONDS = 30
@@ -19,16 +20,16 @@ class Kubectl(Protocol):
 
 
 def define(kubectl: Kubectl, file: Path = FILE) -> None:
-    """Raises ClusterError when the API server does not serve it in time.
+    """Raises NotWithin when the API server does not serve it in time.
 
     A new definition has `conditions: null` until the API server has filled them in, and
     `kubectl wait` takes that for an error: so the condition is polled instead.
     """
     kubectl("apply", "--server-side", "-f", str(file))
-    end = time.monotonic() + SECONDS
+    end = time.monotonic() + limit(SECONDS)
     while not _is_established(kubectl, file):
         if time.monotonic() > end:
-            raise ClusterError(f"{file.name}: not Established after {SECONDS} s")
+            raise NotWithin(f"{file.name}: not Established after {limit(SECONDS):.0f} s")
         time.sleep(0.1)
 
 

@@ -26,7 +26,7 @@ from errors import ClusterError, NotWithin
 from images import Images
 from network import FIRST_SERVICE, NODE_ADDRESS, SERVICE_RANGE, Network
 from paths import BIN, CLUSTERS
-from programs import Programs
+from programs import Programs, limit
 
 NODE = "local"
 # The defaults of 20 and 50 requests a second slow a small cluster down by seconds.
@@ -208,7 +208,7 @@ class LocalCluster:
         seen = log.stat().st_size if log.is_file() else 0
         self.run("containerd", f"--config={conf}/containerd.toml")
         self.programs.wait_for("containerd", 30, self.images.answers)
-        end = time.monotonic() + RUNTIME_SECONDS
+        end = time.monotonic() + limit(RUNTIME_SECONDS)
         while self.runtime_serves not in log.read_bytes()[seen:] and time.monotonic() < end:
             time.sleep(0.1)
 
@@ -280,8 +280,8 @@ class LocalCluster:
         documents = settings.claim(namespace, name, volume, str(folder), NODE)
         self.kubectl("apply", "-f", "-", input=documents)
         # A pod that comes first would wait until the scheduler considers the claim again.
-        bound = ("wait", "--for=jsonpath={.status.phase}=Bound", f"pvc/{name}", "--timeout=30s")
-        self.kubectl("-n", namespace, *bound)
+        bound = ("wait", "--for=jsonpath={.status.phase}=Bound", f"pvc/{name}")
+        self.kubectl("-n", namespace, *bound, f"--timeout={limit(30):.0f}s")
 
     def kubeconfig_of(self, namespace: str, account: str) -> Path:
         """Written for a ServiceAccount, with a token of one day."""

@@ -22,4 +22,10 @@ def test_a_build_says_how_far_it_is_and_how_long_it_may_take(
 
 
 def test_a_build_whose_packages_are_not_known_yet_says_that_it_fetches_them() -> None:
-    assert binaries.progress(61.0, 0, 0) == "61 s so far, fetching modules"
+    assert binaries.progress(61.0, 0, None) == "61 s so far, fetching modules"
+
+
+def test_the_time_that_fetching_took_is_none_of_the_compiler_s() -> None:
+    text = "200 s so far, 500 of 1,000 packages, about 1 minutes to go"
+    assert binaries.progress(200.0, 500, 1000, counted=140.0) == text
+    assert binaries.progress(61.0, 0, 0, counted=60.0) == "61 s so far, 0 of 0 packages"

@@ -26,6 +26,7 @@ from kvline_contract.report import (
     State,
 )
 
+ANSWER_SECONDS = 5  # as the operator gives a pod
 # A state may follow those that stand before it; ShrunkRetry leads back to Validating.
 AFTER = {
     State.LOADING: {State.AUTOTUNING, State.PROBING},
@@ -181,7 +182,7 @@ def _load(base: str, seen: Seen) -> None:
 
 def _get(url: str) -> tuple[int, bytes]:
     try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
+        with urllib.request.urlopen(url, timeout=ANSWER_SECONDS) as answer:
             return answer.status, answer.read(2 * MAX_REPORT_BYTES)
     except urllib.error.HTTPError as error:
         return error.code, error.read(4096)

@@ -6,6 +6,7 @@ import socket
 from http.server import BaseHTTPRequestHandler
 
 import pytest
+from waiting import limit
 
 from kvline_contract.listening import HTTPServer, listen, shown
 
@@ -17,7 +18,7 @@ def reached(listener: socket.socket) -> set[str]:
     port, found = listener.getsockname()[1], set()
     for address in EVERY:
         try:
-            socket.create_connection((address, port), 5).close()
+            socket.create_connection((address, port), limit(5)).close()
         except ConnectionRefusedError:
             continue
         found.add(address)

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import openai
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "suite"))
+
+from waiting import limit
+
 
 def main(url: str, model: str) -> None:
-    client: Any = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+    client: Any = openai.OpenAI(
+        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=limit(60)
+    )
     question = [{"role": "user", "content": "What is the capital of France?"}]
     chat = client.chat.completions.create(
         model=model, messages=question, max_tokens=24, temperature=0, logprobs=True, top_logprobs=2

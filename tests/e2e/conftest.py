@@ -35,6 +35,7 @@ def space() -> Iterator[Any]:
     from local import LocalCluster
     from playground import own
     from support import up
+    from waiting import spent
 
     if os.environ.get("KVLINE_E2E_NODE") == "gpu":
         import unpacked
@@ -43,6 +44,7 @@ def space() -> Iterator[Any]:
     else:
         cluster = LocalCluster(own("e2e"))
         made = up(cluster, "team")
+    cluster.kubectl = spent("cluster")(cluster.kubectl)
     yield made
     cluster.down()
 

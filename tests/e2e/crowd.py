@@ -14,6 +14,10 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "suite"))
+
+from waiting import limit
+
 JSON = {"Content-Type": "application/json"}
 
 
@@ -31,7 +35,7 @@ def long_stream(host: str, model: str, seconds: str, most: str) -> None:
 def _stream(host: str, model: str, tokens: int) -> tuple[float, str]:
     """Seconds, and the last line but one: the finish reason or an error."""
     began = time.monotonic()
-    connection = http.client.HTTPConnection(host, 8000, timeout=120)
+    connection = http.client.HTTPConnection(host, 8000, timeout=limit(120))
     body = {"model": model, "prompt": "Once", "max_tokens": tokens, "stream": True}
     try:
         connection.request(
@@ -52,7 +56,7 @@ def storm(host: str, model: str, stop: str, clients: str) -> None:
     def client() -> None:
         body = json.dumps({"model": model, "prompt": "x", "max_tokens": 16, "ignore_eos": True})
         while not Path(stop).exists() and os.getppid() == starter:
-            connection = http.client.HTTPConnection(host, 8000, timeout=120)
+            connection = http.client.HTTPConnection(host, 8000, timeout=limit(120))
             try:
                 connection.request("POST", "/v1/completions", body, JSON)
                 answer = connection.getresponse()
@@ -70,7 +74,7 @@ def storm(host: str, model: str, stop: str, clients: str) -> None:
         thread.start()
     while not Path(stop).exists() and os.getppid() == starter:
         time.sleep(0.2)
-    end = time.monotonic() + 120
+    end = time.monotonic() + limit(120)
     for thread in threads:  # what the server admitted is answered
         thread.join(max(0.0, end - time.monotonic()))
     print(json.dumps(seen))
@@ -81,7 +85,7 @@ def lengths(host: str, model: str, first: str, step: str) -> None:
     seen: Counter[str] = Counter()
     for length in range(int(first), 257, int(step)):
         body = json.dumps({"model": model, "prompt": [length] * length, "max_tokens": 2})
-        connection = http.client.HTTPConnection(host, 8000, timeout=120)
+        connection = http.client.HTTPConnection(host, 8000, timeout=limit(120))
         connection.request("POST", "/v1/completions", body, JSON)
         answer = connection.getresponse()
         answer.read()

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from playground import Space
-from waiting import NotInTime, eventually, spent
+from waiting import NotInTime, eventually, limit, spent
 
 from kvline_contract.names import LABEL_PREPARES
 
@@ -41,7 +41,8 @@ def install(cluster: Any, **more: str) -> None:
     import helm
     from network import NODE_ADDRESS
 
-    where = ("--kubeconfig", str(cluster.kubeconfig), "--namespace", "kvline-system", "--wait")
+    where = ["--kubeconfig", str(cluster.kubeconfig), "--namespace", "kvline-system"]
+    where += ["--wait", f"--timeout={limit(300):.0f}s"]
     values = {
         "image.operator": build.image_name("operator"),
         "image.server": build.image_name("server"),
@@ -61,7 +62,8 @@ def uninstall(cluster: Any) -> None:
 
     for release in ("kvline-crds", "kvline"):
         where = ("--kubeconfig", str(cluster.kubeconfig), "--namespace", "kvline-system")
-        helm.helm("uninstall", release, "--wait", *where)
+        within = f"--timeout={limit(300):.0f}s"
+        helm.helm("uninstall", release, "--wait", within, *where)
 
 
 def wait(space: Any, name: str, kind: str, seconds: float = 240, **wanted: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support import describe, pods, wait
-from waiting import NotInTime, eventually, limit
+from waiting import NotInTime, eventually, limit, settles
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -58,11 +58,11 @@ def test_apply_becomes_a_validated_budget_that_serves_and_scales(space: Any, clu
     )
     wait(space, "smollm2", "UpToDate", status="True")
 
-    def of_both() -> dict[str, Any]:
-        found = dict(space.get("kvl", "smollm2")["status"]["capacity"])
-        return found if found["kvTokensTotal"] >= 2 * found["kvTokens"] else {}
-
-    capacity = eventually(of_both, on="pod")
+    capacity = settles(
+        lambda: dict(space.get("kvl", "smollm2")["status"]["capacity"]),
+        lambda found: found["kvTokensTotal"] >= 2 * found["kvTokens"],  # of both
+        on="pod",
+    )
     assert capacity["kvTokens"] > 10_000
     # The second replica started from the first one's record.
     assert capacity["spread"]["min"] == capacity["spread"]["max"]

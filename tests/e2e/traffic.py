@@ -22,6 +22,10 @@ from typing import Any
 
 import httpx
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "suite"))
+
+from waiting import limit
+
 TOKENS = 16
 BODY = {"prompt": "The capital of France is", "max_tokens": TOKENS, "ignore_eos": True}
 
@@ -34,7 +38,7 @@ def served(host: str, model: str, pool: httpx.Client | None) -> str:
         if pool is not None:
             answer = pool.post(url, json=body)
         else:
-            answer = httpx.post(url, json=body, timeout=60, headers={"Connection": "close"})
+            answer = httpx.post(url, json=body, timeout=limit(60), headers={"Connection": "close"})
     except httpx.HTTPError as error:
         return f"{type(error).__name__}: {error}"
     lines = answer.text.split("\n\n")
@@ -63,7 +67,7 @@ def streaming(network: Any, host: str, model: str, folder: Path, threads: int) -
         yield streams
     finally:
         stop.touch()
-        result = json.loads(running.communicate(timeout=120)[0])
+        result = json.loads(running.communicate(timeout=limit(120))[0])
         streams.ended, streams.failures = result["ended"], result["failures"]
 
 
@@ -79,7 +83,7 @@ def main(host: str, model: str, stop: str, threads: int) -> None:
             ended.append(time.time())
             failures.extend([wrong] if wrong else [])
 
-    kept = (httpx.Client(timeout=60),)
+    kept = (httpx.Client(timeout=limit(60)),)
     running = [threading.Thread(target=stream, args=() if n else kept) for n in range(threads)]
     for thread in running:
         thread.start()

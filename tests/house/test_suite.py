@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-from datetime import date
+import re
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,21 @@ def test_wrong_and_then_late():
     finally:
         eventually(lambda: None, 0.01)
 
+def test_wrong_and_then_a_client_s_timeout():
+    try:
+        assert 1 == 2
+    finally:
+        try:
+            raise TimeoutError
+        except TimeoutError as error:
+            raise httpx.ConnectTimeout("late") from error
+
+def test_wrong_and_then_late_with_another_text():
+    try:
+        assert 1 == 2
+    except AssertionError:
+        raise NotInTime("late") from None
+
 def test_a_lost_request():
     raise httpx.ReadTimeout("never answered")
 
@@ -117,6 +133,8 @@ def test_only_what_failed_by_a_limit_alone_is_late(folder: Path, workers: tuple[
         "one_of_two_is_wrong": "failed",
         "late_and_then_a_traceback": "failed",
         "wrong_and_then_late": "failed",
+        "wrong_and_then_a_client_s_timeout": "failed",
+        "wrong_and_then_late_with_another_text": "failed",
         "a_lost_request": "failed",
         "out_of_tests": "skipped",
     }
@@ -148,6 +166,7 @@ def test_a_late_test_that_passes_alone_is_unstable_and_one_that_does_not_has_fai
     )
     kept: dict[str, Any] = json.loads((folder / "test-run.json").read_text())
     assert [name.partition("::")[2] for name in kept["unstable"]] == ["test_late_once"]
+    assert [name.partition("::")[2] for name in kept["failures"]] == ["test_late"]
     assert kept["stages"]["tried"]["late"] == 2 and set(kept) >= {"commit", "dirty", "seconds"}
 
 
@@ -180,8 +199,31 @@ def test_a_row_that_cannot_be_read_is_an_error() -> None:
         unstable.listed(TABLE + "| a.py::one | a pod | yesterday |\n")
 
 
-def test_the_list_of_unstable_tests_can_be_read() -> None:
-    unstable.listed(unstable.PAGE.read_text())
+def collected(marker: str) -> list[Path]:
+    """Files and folders in which the tests of a marker are run; `gpu` is no stage."""
+    if marker == "gpu":
+        return [ROOT / "tests/gpu"]
+    (of,) = [made.options for made in stages.STAGES.values() if marker in made.options]
+    return [ROOT / word for word in of if (ROOT / word).exists()] or [ROOT / "tests"]
+
+
+@pytest.mark.parametrize("marker", stages.OTHERS.split(" or "))
+def test_every_test_of_a_marker_is_where_its_stage_collects(marker: str) -> None:
+    """Elsewhere no stage would run it: its own does not find it, and `unit` leaves it out."""
+    marked = [
+        path
+        for path in (ROOT / "tests").rglob("*.py")
+        if re.search(rf"\bmark\.{marker}\b", path.read_text())
+    ]
+    where = collected(marker)
+    assert marked and not [p for p in marked if not any(p.is_relative_to(at) for at in where)]
+
+
+def test_the_list_of_unstable_tests_names_tests_that_are_there_since_a_day_that_was() -> None:
+    for row in unstable.listed(unstable.PAGE.read_text()):
+        path, _, name = row.test.partition("::")
+        assert f"def {name}(" in (ROOT / path).read_text(), row.test
+        assert row.since <= datetime.now(UTC).date(), row.test
 
 
 def test_limits_grow_with_the_slowness_that_a_stage_measured(

@@ -31,6 +31,7 @@ def cluster() -> Iterator[Any]:
     with spent("cluster"):
         made.down()
         made.up(print)
+    made.kubectl = spent("cluster")(made.kubectl)  # type: ignore[method-assign]
     crd.define(made.kubectl)
     made.kubectl("apply", "-f", "-", input=yaml.safe_dump_all(identity()))
     made.kubeconfig_of("kvline-system", "kvline-operator")

@@ -21,6 +21,7 @@ from kubernetes.config import kube_config
 from kvline_operator.__main__ import main
 
 MODULE = "kvline_operator"
+LOST = -1  # the exit code of one whose own is not known
 
 
 class Forked:
@@ -46,7 +47,8 @@ class Forked:
 
     def send_signal(self, how: signal.Signals) -> None:
         if self.returncode is None:
-            os.kill(self.pid, how)
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, how)
 
 
 class Source:
@@ -80,6 +82,10 @@ class Source:
             else:
                 self._made[pid] = self._newest = Forked(pid)
                 self._begun.release()
+        # It has ended, and says no more of those that it forked.
+        for forked in self._made.values():
+            forked.send_signal(signal.SIGKILL)
+            forked.end(LOST)
         self._newest = None
         self._begun.release()
 

@@ -29,7 +29,7 @@ from typing import Any
 import forked
 import yaml
 from api import Api
-from waiting import eventually, limit, spent
+from waiting import answered, eventually, limit
 
 from kvline_contract.codec import dumps
 from kvline_contract.launch import GateFile, LaunchConfig
@@ -80,8 +80,7 @@ class Space:
     name: str
 
     def kubectl(self, *words: str, input: str | None = None, check: bool = True) -> Any:
-        with spent("cluster"):
-            return self.cluster.kubectl("-n", self.name, *words, input=input, check=check)
+        return self.cluster.kubectl("-n", self.name, *words, input=input, check=check)
 
     @property
     def api(self) -> Api:
@@ -100,7 +99,9 @@ class Space:
         """`kubectl kvline`, as an administrator, on a wide terminal."""
         command = [sys.executable, "-m", "kvline_kubectl", *words, "-n", self.name]
         environment = {**os.environ, "KUBECONFIG": str(self.cluster.kubeconfig), "COLUMNS": "200"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=limit(300)
+        )
         assert "Traceback" not in done.stderr, done.stderr
         assert not check or done.returncode == 0, done.stderr
         return done
@@ -197,14 +198,16 @@ class Operator:
     def metric(self, name: str) -> float:
         """The value of a metric without labels."""
         url = f"http://127.0.0.1:{self.probe_port}/metrics"
-        text = urllib.request.urlopen(url, timeout=limit(10)).read().decode()
+        with answered():
+            text = urllib.request.urlopen(url, timeout=limit(10)).read().decode()
         return float(re.findall(rf"^{name} (\S+)$", text, re.M)[0])
 
     def health(self) -> str:
         """What its liveness probe answers: «ok», or what is wrong; empty while it is starting."""
         url = f"http://127.0.0.1:{self.probe_port}/healthz"
         try:
-            return str(urllib.request.urlopen(url, timeout=limit(10)).read().decode())
+            with answered():
+                return str(urllib.request.urlopen(url, timeout=limit(10)).read().decode())
         except urllib.error.HTTPError as error:
             return str(error.read().decode())
         except (urllib.error.URLError, ConnectionError):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from playground import Operator, children, serve
 from proxy import Proxy
-from waiting import limit
+from waiting import limit, settles
 
 from kvline_contract.names import LABEL_SERVICE
 from kvline_contract.report import State
@@ -215,7 +215,7 @@ def test_what_others_put_into_pods_is_taken_away_and_named(
     assert "spec.template.spec.containers[server].env[SPY] (set by kubectl-set)" in messages
     assert all(w in messages for w in ("annotations", "initContainers", "(set by kubectl-patch)"))
     until(lambda: node.play(State.VALIDATED) or space.up_to_date, 60)
-    until(operator.writes_nothing, 60)
+    settles(operator.writes_nothing, seconds=60)
 
 
 def test_one_who_puts_it_back_each_time_wins_after_a_while_and_is_named(
@@ -251,7 +251,7 @@ def test_one_who_puts_it_back_each_time_wins_after_a_while_and_is_named(
     assert space.condition("Ready")["status"] == "True"
     assert len(foreign_events(space, "ForeignChange")) == 1
     until(lambda: node.play(State.VALIDATED) or len(node.pods()) == 1)
-    until(operator.writes_nothing, 60)
+    settles(operator.writes_nothing, seconds=60)
     assert space.condition("UpToDate")["reason"] == "ForeignChange"
     # A change of the spec removes the foreign variable too.
     space.apply(replicas=2)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from playground import Operator, Space, manifest
 from proxy import ACCOUNT, Proxy
-from waiting import eventually, limit
+from waiting import eventually, limit, settles
 
 from kvline_contract.names import FIELD_MANAGER
 from kvline_contract.report import State
@@ -152,7 +152,7 @@ def test_a_revision_has_its_template_and_takes_it_along(
     assert second != first
 
     before = space.get("resourceclaimtemplates", second)
-    until(operator.writes_nothing)
+    settles(operator.writes_nothing)
     assert operator.writes_nothing()
     assert space.get("resourceclaimtemplates", second) == before
 

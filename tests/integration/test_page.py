@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from playground import ROOT, Operator, serve
 from servers import free_port
-from waiting import eventually
+from waiting import eventually, limit
 
 sys.path.insert(0, str(ROOT / "tests" / "operator"))
 
@@ -38,7 +38,7 @@ def browse(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
         command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu"]
         command += [f"--user-data-dir={folder}", "--enable-logging=stderr", "--hide-scrollbars"]
         command += [f"--virtual-time-budget={int(seconds * 1000)}", *(words or ["--dump-dom"])]
-        done = subprocess.run([*command, url], capture_output=True, text=True, timeout=90)
+        done = subprocess.run([*command, url], capture_output=True, text=True, timeout=limit(90))
         assert "CONSOLE" not in done.stderr, done.stderr[-2000:]  # no error, no refused script
         return done.stdout
 

@@ -13,7 +13,7 @@ import pytest
 from playground import Node
 from rolling import Service, up_to_date
 from servers import CONFIG
-from waiting import eventually
+from waiting import eventually, limit
 
 from kvline_contract.report import State
 
@@ -134,7 +134,7 @@ def run_check(space: Any, pod: dict[str, Any], models: Path) -> tuple[int, str]:
     command, flag = spec["containers"][0]["args"]
     assert flag == "--config=/etc/kvline/launch/launch.json"
     words = [sys.executable, "-m", "kvline_server", command, f"--config={config}"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=limit(60), check=False)
     return done.returncode, done.stderr
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from playground import CHILDREN, Operator, Space, children, serve
 from proxy import Proxy
-from waiting import eventually, limit
+from waiting import eventually, limit, settles
 
 from kvline_contract.report import State
 
@@ -107,7 +107,7 @@ def test_nothing_changed_means_zero_writes(
 ) -> None:
     """Invariant 6: no object's resourceVersion changes while nothing happens, resync included."""
     serve(space, node)
-    until(behind.writes_nothing)
+    settles(behind.writes_nothing)
 
     def versions() -> dict[str, str]:
         items = [i for v in children(space).values() for i in v] + [space.get("kvl", "chat")]

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from collector import attributes, collecting
 from playground import ROOT, Operator, serve, sizing_report
-from waiting import eventually, limit
+from waiting import answered, eventually, limit
 
 from kvline_contract.report import State
 from kvline_server.messages import Beat, EdgeBeat
@@ -175,7 +175,8 @@ def test_the_rules_have_nothing_to_be_linted() -> None:
 def test_what_is_scraped_has_nothing_to_be_linted(space: Any, operator: Any, node: Any) -> None:
     serve(space, node)
     url = f"http://127.0.0.1:{operator.probe_port}/metrics"
-    metrics = eventually(lambda: urllib.request.urlopen(url, timeout=limit(5)).read().decode())
+    with answered():
+        metrics = eventually(lambda: urllib.request.urlopen(url, timeout=limit(5)).read().decode())
     assert 'service="chat"' in metrics
     report = sizing_report("u", State.VALIDATED)
     pod = render(report, Beat(False, 1), EdgeBeat(True, 0), 1, "m").decode()

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, cast
 
 import msgspec
 import pytest
+from waiting import limit
 
 from kvline_contract.codec import dumps
 from kvline_contract.launch import GateFile
@@ -163,10 +164,10 @@ def test_only_the_operator_ends_a_wait_for_clients(pod: Pod, pool: ThreadPoolExe
     waits.start()
     at = [(REVISION, "127.0.0.1")]
     notices.end_waits(Reports(port, 60.0), pool, Tokens(), SERVICE, at)
-    waits.join(0.3)
+    waits.join(limit(0.3))
     assert waits.is_alive()
     notices.end_waits(Reports(port, 60.0), pool, tokens, SERVICE, at)
-    waits.join(10)
+    waits.join(limit(10))
     assert not waits.is_alive()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 from kubernetes import client
-from waiting import eventually
+from waiting import eventually, limit
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -42,8 +42,8 @@ def test_probes_and_metrics_answer_both_families(host: str) -> None:
     server.start()
     try:
         url = f"http://{host}:{server.server_port}"
-        assert httpx.get(f"{url}/healthz", timeout=30).text == "ok"
-        assert "kvline_" in httpx.get(f"{url}/metrics", timeout=30).text
+        assert httpx.get(f"{url}/healthz", timeout=limit(30)).text == "ok"
+        assert "kvline_" in httpx.get(f"{url}/metrics", timeout=limit(30)).text
     finally:
         server.shutdown()
         server.server_close()
@@ -58,7 +58,7 @@ def test_why_the_operator_is_not_healthy_is_logged_once(caplog: pytest.LogCaptur
     server.start()
     try:
         url = f"http://127.0.0.1:{server.server_port}/healthz"
-        got = [httpx.get(url, timeout=30).text for _ in reasons]
+        got = [httpx.get(url, timeout=limit(30)).text for _ in reasons]
     finally:
         server.shutdown()
         server.server_close()
@@ -72,7 +72,7 @@ def test_the_page_answers_both_families_and_a_taken_port_is_an_error() -> None:
     page.serve(board(), port)
 
     def shown() -> bool:
-        answers = [httpx.get(f"http://{host}:{port}/", timeout=30) for host in EVERY]
+        answers = [httpx.get(f"http://{host}:{port}/", timeout=limit(30)) for host in EVERY]
         return all("smollm2" in answer.text for answer in answers)
 
     eventually(shown, 30, on="server")

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -23,10 +22,9 @@ SHARED = 227 << 10  # bytes of a program on Hopper, at most
 
 
 def run(script: str) -> None:
-    """A script, in which this module can be imported."""
-    paths = (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))
+    """A script, in which this module and what it imports can be imported."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     script = f"import gc, interpreted\ninterpreted.quicken()\ngc.freeze()\n{script}"
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)
 
@@ -94,8 +92,8 @@ def quicken() -> None:
 def compiled(
     variants: Iterable[Variant], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[str, Cubin]]:
-    """Of each variant its name and its program. Triton's cache survives the run, because a third of
-    this stage's CPU time is LLVM's: a program has the key of its source, options and Triton."""
+    """Of each variant its name and its program. Triton's cache survives the run, because a quarter
+    of this stage's CPU time is LLVM's: a program has the key of its source, options and Triton."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(paths.CACHE / "triton"))
     for variant in variants:
         made = cubins.compile(variant, CAPABILITY)

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
-from waiting import NotInTime, eventually, limit, slowness, spent
+from waiting import NotInTime, eventually, limit, settles, slowness, spent
 
 from kvline_contract.codec import dumps
 from kvline_contract.launch import (
@@ -29,6 +29,7 @@ from kvline_contract.launch import (
 )
 from kvline_server.options import HttpArguments, RankArguments
 
+T = TypeVar("T")
 ENGINE, CAPACITY = EngineOptions(), CapacityOptions()
 SIZES = ["hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"]
 SIZES += ["vocab_size", "max_position_embeddings"]
@@ -67,6 +68,12 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def sockets(pid: int) -> int:
+    """That a process has open."""
+    files = Path(f"/proc/{pid}/fd")
+    return sum(os.readlink(file).startswith("socket:") for file in files.iterdir())
 
 
 def launch_config(
@@ -201,15 +208,47 @@ class Server:
         lines = [x for x in lines if x.startswith("kvline_requests_total")]
         return {x.split('"')[1]: float(x.split()[-1]) for x in lines}
 
-    def quiet(self) -> bool:
-        """Whether no sequence runs or waits and no page is held."""
+    def held(self) -> list[int]:
+        """Sequences that run and that wait, and tokens of the KV cache that they hold."""
         load = self.probe("/load")[1]
-        return bool(load["running"] == load["waiting"] == load["usedTokens"] == 0)
+        return [load[name] for name in ("running", "waiting", "usedTokens")]
+
+    def rests(self, seconds: float = 20) -> None:
+        """Waits until no sequence runs or waits and no page is held. What stays held is a leak, and
+        no matter of time."""
+        self.counts(self.held, lambda held: not any(held), seconds)
+
+    def ended(self, right: Callable[[dict[str, float]], bool], seconds: float = 20) -> None:
+        """Waits until its counts of `ends` are right."""
+        self.counts(self.ends, right, seconds)
+
+    @staticmethod
+    def counts(value: Callable[[], T], right: Callable[[T], bool], seconds: float = 20) -> None:
+        """Waits until a count is right, which one that no longer changes never is."""
+        settles(value, right, seconds, on="server", every=0.05)
+
+    def sockets(self) -> int:
+        """That its HTTP processes have open."""
+        pids = [pid for name, pid in self.children().items() if name.startswith("http")]
+        return sum(map(sockets, pids))
+
+    def waits_until_closed(self) -> None:
+        """Until a connection is refused; one that the kernel took as the port closed is reset."""
+
+        def is_closed() -> bool:
+            try:
+                with suppress(httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
+                    httpx.get(f"{self.url}/v1/models", timeout=limit(5))
+            except httpx.ConnectError:
+                return True
+            return False
+
+        wait_for(is_closed)
 
     def complete(self, **fields: Any) -> dict[str, Any]:
         """A completion's body; fails at any status but 200."""
         body = {"model": "tiny", **fields}
-        answer = self.client.post(f"{self.url}/v1/completions", json=body, timeout=60)
+        answer = self.client.post(f"{self.url}/v1/completions", json=body, timeout=limit(60))
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 from servers import Server, serving
+from waiting import answered, limit
 
 from kvline_server.errors import SecretMissing
 from kvline_server.http.access import Key
@@ -87,18 +88,20 @@ def test_a_server_with_a_key_serves_who_knows_it(guarded: Server) -> None:
     """H41: on every route of the public port, before a body is read; probes need none."""
     good = {"Authorization": f"Bearer {KEY}"}
     for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/else")):
-        refused = httpx.request(method, guarded.url + path)
+        refused = httpx.request(method, guarded.url + path, timeout=limit(5))
         assert refused.status_code == 401
         assert refused.json()["error"]["code"] == "invalid_api_key"
         assert refused.headers["WWW-Authenticate"] == "Bearer"
         assert KEY not in refused.text
-    assert httpx.get(f"{guarded.url}/v1/models", headers=good).status_code == 200
-    answer = httpx.post(f"{guarded.url}/v1/completions", json=BODY, headers=good, timeout=30)
+    assert httpx.get(f"{guarded.url}/v1/models", headers=good, timeout=limit(5)).status_code == 200
+    answer = httpx.post(f"{guarded.url}/v1/completions", json=BODY, headers=good, timeout=limit(30))
     assert answer.json()["usage"]["completion_tokens"] == 2
-    with socket.create_connection(("127.0.0.1", guarded.port), 5) as raw:
+    with socket.create_connection(("127.0.0.1", guarded.port), limit(5)) as raw:
         # A body that is announced and never comes holds nothing up.
         raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 999999\r\n\r\n")
-        assert raw.recv(64).startswith(b"HTTP/1.1 401")
+        with answered():
+            head = raw.recv(64)
+        assert head.startswith(b"HTTP/1.1 401")
     assert guarded.probe("/readyz")[0] == 200
     assert KEY not in guarded.output()
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import limit
 
 pytestmark = pytest.mark.process
 
@@ -43,7 +44,7 @@ def model(tmp_path: Path) -> Path:
 def size(model: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvline_server", "size", "--model", str(model)]
     command += ["--load", "random", "--device", "cpu", "--json", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=limit(300), check=False)
 
 
 def offers(stderr: str) -> dict[str, tuple[str, int]]:

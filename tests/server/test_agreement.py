@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers import STRESS
 from simulated import (
@@ -353,7 +353,7 @@ machines = st.builds(
 )
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(st.lists(machines, min_size=2, max_size=4))
 def test_whatever_the_ranks_one_size_fits_all_and_is_the_smallest(
     tmp_path: Path, together: list[Gpu]

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers import Server
+from waiting import limit
 
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.neutral import CHAT, COMPLETION, Neutral
@@ -187,7 +188,7 @@ def test_no_body_causes_a_5xx(server: Server, path: str, data: st.DataObject) ->
     body = data.draw(BODIES[path])
     raw = json.dumps(body).encode()
     headers = {"content-type": "application/json"}
-    answer = httpx.post(f"{server.url}{path}", content=raw, headers=headers, timeout=60)
+    answer = httpx.post(f"{server.url}{path}", content=raw, headers=headers, timeout=limit(60))
     if answer.status_code == 200 and body.get("stream"):
         check_stream([line for line in answer.text.split("\n") if line], body)
     elif answer.status_code == 200:
@@ -196,4 +197,4 @@ def test_no_body_causes_a_5xx(server: Server, path: str, data: st.DataObject) ->
         assert answer.status_code in (400, 404), (answer.status_code, answer.text)
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
         assert len(answer.content) <= 1024
-    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert httpx.get(f"{server.url}/health", timeout=limit(5)).status_code == 200

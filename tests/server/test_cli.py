@@ -30,7 +30,9 @@ def command(*words: object) -> list[str]:
 
 def mistake(*words: object, **options: Any) -> tuple[int, str]:
     """The code and the one line."""
-    ended = subprocess.run(command(*words), capture_output=True, text=True, timeout=100, **options)
+    ended = subprocess.run(
+        command(*words), capture_output=True, text=True, timeout=limit(100), **options
+    )
     lines = ended.stderr.strip().splitlines()
     assert len(lines) == 1, ended.stderr
     assert lines[0].startswith("kvline-server: ")
@@ -173,7 +175,7 @@ def serve(tiny_model: Path, tmp_path: Path) -> Iterator[Serve]:
 
 def ends_with(process: subprocess.Popen[str]) -> tuple[int, str]:
     """The code and the one line."""
-    _, text = process.communicate(timeout=100)
+    _, text = process.communicate(timeout=limit(100))
     assert len(text.strip().splitlines()) == 1, text
     return process.returncode, text.strip()
 
@@ -189,9 +191,9 @@ def test_ctrl_c_drains_and_a_second_one_ends_at_once(serve: Serve, tmp_path: Pat
     ports = re.search(r"API on 127.0.0.1:(\d+), probes and metrics on 127.0.0.1:(\d+)", ready)
     assert ports is not None
     port, internal = ports.groups()  # of the kernel's choice
-    assert httpx.get(f"http://127.0.0.1:{internal}/readyz").status_code == 200
+    assert httpx.get(f"http://127.0.0.1:{internal}/readyz", timeout=limit(5)).status_code == 200
     url = f"http://127.0.0.1:{port}/v1/completions"
-    with httpx.stream("POST", url, json=LONG, timeout=60) as stream:
+    with httpx.stream("POST", url, json=LONG, timeout=limit(60)) as stream:
         lines = stream.iter_lines()
         next(lines)
         os.killpg(process.pid, signal.SIGINT)
@@ -223,7 +225,7 @@ def test_a_run_killed_leaves_a_folder_that_the_next_removes(serve: Serve, tmp_pa
     (left,) = (tmp_path / "tmp").iterdir()
     assert not [file for file in left.iterdir() if file.is_socket()]
     process.kill()
-    assert process.communicate(timeout=30)[1] == ""  # its children end without a traceback
+    assert process.communicate(timeout=limit(30))[1] == ""  # its children end without a traceback
     again = serve(*ports)
     eventually(lambda: not left.exists(), on="server")
     assert again.poll() is None

@@ -17,6 +17,7 @@ import openai
 import pytest
 from drawn import firm
 from servers import Server
+from waiting import limit
 
 from kvline_server.sampling_params import SamplingParams
 
@@ -27,7 +28,7 @@ ENDS_AT_ONCE = {"temperature": 0, "logit_bias": {str(END): 100}}
 
 
 def ask(server: Server, body: dict[str, Any], path: str = "/v1/completions") -> dict[str, Any]:
-    answer = httpx.post(f"{server.url}{path}", json={"model": "tiny", **body}, timeout=60)
+    answer = httpx.post(f"{server.url}{path}", json={"model": "tiny", **body}, timeout=limit(60))
     assert answer.status_code == 200, answer.text
     return dict(answer.json())
 
@@ -40,7 +41,7 @@ def stream(
         "POST",
         f"{server.url}{path}",
         json={"model": "tiny", "stream": True, **body},
-        timeout=60,
+        timeout=limit(60),
     ) as answer:
         assert answer.status_code == 200, answer.read()
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
@@ -330,7 +331,7 @@ def test_usage_comes_once_and_is_null_before(server: Server, path: str, n: int) 
 
 def test_guidellm_s_requests_are_answered(server: Server) -> None:
     """It asks /health first, and counts tokens by the usage of every event."""
-    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert httpx.get(f"{server.url}/health", timeout=limit(5)).status_code == 200
     options = {"include_usage": True, "continuous_usage_stats": True}
     shared = {"stream_options": options, "stop": None, "ignore_eos": True}
     for path, body in (

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from servers import launch_config
 from test_size import size
+from waiting import limit
 
 from kvline_contract.codec import ContractError
 from kvline_contract.launch import CapacityOptions, EngineOptions, KVCacheDtype
@@ -83,7 +84,7 @@ def test_all_have_the_same_memory(tiny_model: Path) -> None:
     """Of a limit that nobody sets, half of what is free; each measurement looked anew."""
     command = [sys.executable, "-m", "kvline_server", "size", "--model", str(tiny_model), "--json"]
     command += ["--device", "cpu", "--compare", "maxModelLen=64,maxRunningRequests=4"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit(300), check=True)
     totals = [r["result"]["memory"]["totalMiB"] for r in json.loads(done.stdout).values()]
     assert len(totals) == 3 and len(set(totals)) == 1
     assert done.stderr.count("no container limits memory") <= 1
@@ -118,7 +119,7 @@ def test_an_interrupted_comparison_shows_what_was_measured(
     assert process.stderr is not None
     assert any("maxModelLen=64 (2 of 2)" in line for line in process.stderr)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=limit(30))
     assert process.returncode == 130
     if more:
         assert list(json.loads(out)) == [AS_GIVEN] and json.loads(out)[AS_GIVEN]["result"]

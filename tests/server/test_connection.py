@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import uvicorn
 from uvicorn.server import ServerState
+from waiting import answer_of
 
 from kvline_contract.launch import Device
 from kvline_server.http.connections import Connections
@@ -84,7 +85,7 @@ async def exchange(client: socket.socket, request: bytes, end: bytes | None = No
     loop, got = asyncio.get_running_loop(), b""
     await loop.sock_sendall(client, request)
     while end is None or not got.endswith(end):
-        part = await asyncio.wait_for(loop.sock_recv(client, 1 << 16), 30)
+        part = await answer_of(loop.sock_recv(client, 1 << 16), 30)
         if not part:
             break
         got += part
@@ -139,7 +140,7 @@ def test_a_head_behind_a_large_body_is_counted_from_its_own_beginning() -> None:
             await loop.sock_sendall(client, head[40:] + b" " * length)
             got = b""
             while got.count(b"\r\n\r\nok") < 2:
-                part = await asyncio.wait_for(loop.sock_recv(client, 1 << 16), 10)
+                part = await answer_of(loop.sock_recv(client, 1 << 16))
                 assert part, got
                 got += part
             assert got.count(b"HTTP/1.1 200") == 2
@@ -154,7 +155,7 @@ def test_a_head_behind_another_request_has_its_bound_too() -> None:
             long = (HEAD % 0)[:-2] + b"X: " + b"y" * (40 << 10)
             await loop.sock_sendall(client, HEAD % 0 + long)
             got = b""
-            while part := await asyncio.wait_for(loop.sock_recv(client, 1 << 16), 10):
+            while part := await answer_of(loop.sock_recv(client, 1 << 16)):
                 got += part
             assert got.count(b"HTTP/1.1 200") <= 1  # then the connection has ended
 

@@ -15,12 +15,14 @@ from pathlib import Path
 
 import httpx
 import pytest
-from servers import Server, serving, wait_for
+from servers import Server, serving
+from waiting import answered, limit
 
 from kvline_contract.launch import CapacityOptions, EngineOptions
 from kvline_server.options import ClientLimits
 
 pytestmark = pytest.mark.process
+LEAVES = 0.3  # seconds after which a client has left
 
 COMPLETION = {"model": "tiny", "prompt": "hello", "max_tokens": 3}
 JSON = b"Host: x\r\nContent-Type: application/json\r\n"
@@ -54,7 +56,7 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @contextlib.contextmanager
 def connected(server: Server, *parts: bytes) -> Iterator[socket.socket]:
-    with socket.create_connection(("127.0.0.1", server.port), 30) as raw:
+    with socket.create_connection(("127.0.0.1", server.port), limit(30)) as raw:
         for part in parts:
             raw.sendall(part)
         yield raw
@@ -63,7 +65,7 @@ def connected(server: Server, *parts: bytes) -> Iterator[socket.socket]:
 def everything(raw: socket.socket) -> bytes:
     """Until the server closes; a reset is an end as well."""
     out = b""
-    with contextlib.suppress(ConnectionError):
+    with answered(), contextlib.suppress(ConnectionError):
         while part := raw.recv(65536):
             out += part
     return out
@@ -73,7 +75,8 @@ def until(raw: socket.socket, mark: bytes) -> bytes:
     """One answer, which ends soon after the mark."""
     out = b""
     while mark not in out or not out.endswith(b"}"):
-        part = raw.recv(1 << 16)
+        with answered():
+            part = raw.recv(1 << 16)
         assert part, out
         out += part
     return out
@@ -88,7 +91,7 @@ def refused(answer: bytes, status: int) -> None:
 
 
 def good(server: Server) -> None:
-    answer = httpx.post(f"{server.url}/v1/completions", json=COMPLETION, timeout=30)
+    answer = httpx.post(f"{server.url}/v1/completions", json=COMPLETION, timeout=limit(30))
     assert answer.status_code == 200, answer.text
 
 
@@ -213,7 +216,9 @@ def test_chunks_without_end_are_413_and_reading_stops(server: Server) -> None:
 def test_a_compressed_body_is_415(server: Server) -> None:
     """H11."""
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
-    answer = httpx.post(f"{server.url}/v1/completions", content=b"\x1f\x8b", headers=headers)
+    answer = httpx.post(
+        f"{server.url}/v1/completions", content=b"\x1f\x8b", headers=headers, timeout=limit(5)
+    )
     assert answer.status_code == 415
 
 
@@ -235,12 +240,12 @@ def test_half_sent_bodies_have_a_bound_together_and_are_given_back(server: Serve
         half = POST + b"Content-Length: 2000000\r\n\r\n" + b"y" * (1 << 20)
         opened = [stack.enter_context(connected(server)) for _ in range(40)]
         for raw in opened:
-            raw.settimeout(0.5)
+            raw.settimeout(limit(0.5))
             with contextlib.suppress(OSError):
                 raw.sendall(half)
         good(server)
         assert resident(server) - before < 24
-    wait_for(lambda: server.ends()["refused"] >= refusals + 30)
+    server.ended(lambda ends: ends["refused"] >= refusals + 30)
     assert resident(server) - before < 12
     good(server)
 
@@ -280,20 +285,22 @@ def test_pipelined_requests_are_capped(server: Server) -> None:
     with connected(server, one * 4) as raw:
         answers = b""
         while answers.count(b"HTTP/1.1 200") < 4:
-            answers += raw.recv(65536)
+            with answered():
+                answers += raw.recv(65536)
     good(server)
 
 
 def test_a_thousand_clients_that_come_and_go_leave_nothing(server: Server) -> None:
     """H47: with a reset, at every stage of a request."""
-    wait_for(server.quiet)
+    server.rests()
     before = files(server)
     body = json.dumps({**COMPLETION, "max_tokens": 200, "stream": True}).encode()
     whole = POST + b"Content-Length: %d\r\n\r\n" % len(body) + body
     for number in range(1000):
         with connected(server, whole[: number % (len(whole) + 1)]) as raw:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    wait_for(lambda: server.quiet() and files(server) <= before + 2)
+    server.rests()
+    server.counts(lambda: files(server), lambda count: count <= before + 2)
     good(server)
     assert "Traceback" not in server.output()
 
@@ -303,7 +310,7 @@ def test_who_leaves_inside_a_body_is_aborted_and_no_error(server: Server) -> Non
     for _ in range(5):
         with connected(server, POST + b"Content-Length: 5000\r\n\r\n{"):
             time.sleep(0.05)
-    wait_for(lambda: server.ends()["aborted"] >= before["aborted"] + 5)
+    server.ended(lambda ends: ends["aborted"] >= before["aborted"] + 5)
     assert server.ends()["failed"] == before["failed"]
     assert "Traceback" not in server.output()
 
@@ -313,16 +320,16 @@ def test_who_leaves_before_the_answer_leaves_no_traceback(server: Server) -> Non
     before = server.ends()
     with pytest.raises(httpx.ReadTimeout):
         body = {**COMPLETION, "max_tokens": 480, "ignore_eos": True, "n": 8}
-        httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.3)
-    wait_for(lambda: server.ends()["aborted"] > before["aborted"])
-    wait_for(server.quiet)
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=LEAVES)
+    server.ended(lambda ends: ends["aborted"] > before["aborted"])
+    server.rests()
     assert "Traceback" not in server.output()
 
 
 def test_clients_that_read_nothing_lose_their_places(server: Server) -> None:
     """F47: all places are taken by streams that nobody reads; after 200 tokens or 2 s (not 30) they
     are dropped, their pages come back, and a client that was refused meanwhile is served."""
-    wait_for(server.quiet)
+    server.rests()
     before = server.ends()
     stream = {"max_tokens": 490, "ignore_eos": True, "stream": True, "logprobs": 20}
     body = json.dumps({**COMPLETION, **stream}).encode()
@@ -332,8 +339,8 @@ def test_clients_that_read_nothing_lose_their_places(server: Server) -> None:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             raw.connect(("127.0.0.1", server.port))
             raw.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        wait_for(lambda: server.ends()["aborted"] >= before["aborted"] + 20, 60)
-        wait_for(server.quiet)
+        server.ended(lambda ends: ends["aborted"] >= before["aborted"] + 20, 60)
+        server.rests()
         good(server)
     assert server.ends()["failed"] == before["failed"]
     assert "Traceback" not in server.output()

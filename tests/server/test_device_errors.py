@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from servers import launch_config
+from waiting import limit
 
 from kvline_contract.launch import CapacityOptions, EngineOptions
 from kvline_contract.report import Termination
@@ -191,10 +192,10 @@ def test_errors_after_validation(
     codes: list[int] = []
     running = threading.Thread(target=lambda: codes.append(run(made.process, made.launch)))
     running.start()
-    assert made.ready.wait(60)
+    assert made.ready.wait(limit(60))
     break_stage(monkeypatch, stage, error)
     made.process.inbox.put((made.process.http[0], Submit(1, [1, 2, 3], SamplingParams(4))))
-    running.join(30)
+    running.join(limit(30))
     assert codes == [code]
     assert stage in made.failure().message
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hub import COMMIT, Hub
 from servers import CONFIG, launch_config
+from waiting import limit
 
 from kvline_contract.launch import LoadFormat
 
@@ -57,7 +58,7 @@ def fetch(hub: Hub, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess
             environment["HF_TOKEN"] = token
         command = [sys.executable, "-m", "kvline_server", step, "--config", str(config)]
         return subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=60, check=False
+            command, env=environment, capture_output=True, text=True, timeout=limit(60), check=False
         )
 
     return run

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from waiting import answer_of, limit
 
 from kvline_server.engine.engine import Output
 from kvline_server.engine.request import Scores, Sequence
@@ -53,7 +54,7 @@ def test_sending_never_blocks_and_keeps_the_order(
         done.set()
 
     threading.Thread(target=send, daemon=True).start()
-    assert done.wait(30)
+    assert done.wait(limit(30))
     received = Channel(theirs).receive()
     assert [next(received) for _ in sent] == sent
     outbox.send(frame(1))
@@ -153,7 +154,7 @@ def test_large_prompt_logprobs_back_to_back_all_arrive(
         for id in ids:
             process.clients[id] = process.http[0]
             process._publish(outputs(id, large(count)))
-        for (delta,) in await asyncio.wait_for(asyncio.gather(*tasks), 60):
+        for (delta,) in await answer_of(asyncio.gather(*tasks), 60):
             assert sum(part.count for part in delta.prompt_scores) == count
             tokens = b"".join(part.tokens for part in delta.prompt_scores)
             assert tokens == np.arange(count, dtype=np.int32).tobytes()
@@ -170,7 +171,7 @@ async def connected(unread: int = 100) -> AsyncIterator[tuple[EngineClient, asyn
     _, writer = await asyncio.open_connection(sock=theirs)
     yield client, writer
     writer.close()
-    await asyncio.wait_for(client.lost.wait(), 10)
+    await answer_of(client.lost.wait())
     await asyncio.sleep(0)  # the transports close
 
 
@@ -194,8 +195,8 @@ def test_an_invalid_message_fails_every_request_with_a_reason(garbage: bytes) ->
             engine.write(garbage)
             for task in waiting:
                 with pytest.raises(EngineFailed):
-                    await asyncio.wait_for(task, 10)
-            await asyncio.wait_for(client.lost.wait(), 10)
+                    await answer_of(task)
+            await answer_of(client.lost.wait())
             assert "invalid message" in client.why_lost
             assert not client.connected
             with pytest.raises(EngineFailed):
@@ -213,7 +214,7 @@ def test_deltas_that_nobody_takes_are_bounded() -> None:
             first = asyncio.ensure_future(anext(sequence))
             await asyncio.sleep(0)
             engine.write(encode(Deltas([Delta(1, 7)])))
-            got = await asyncio.wait_for(first, 10)
+            got = await answer_of(first)
             for _ in range(50):
                 engine.write(encode(Deltas([Delta(1, 7)] * 10)))
             await engine.drain()
@@ -234,7 +235,7 @@ def test_a_burst_for_a_waiting_request_is_no_overflow() -> None:
             task = asyncio.create_task(ask(client))
             await asyncio.sleep(0)
             engine.write(encode(Deltas([Delta(1, 7)] * 5000 + [Delta(1, 7, "length")])))
-            assert len(await asyncio.wait_for(task, 10)) == 5001
+            assert len(await answer_of(task)) == 5001
 
     asyncio.run(story())
 
@@ -247,6 +248,6 @@ def test_the_end_of_a_drain_reaches_every_sequence() -> None:
             client.end(ApiError("over"))
             for task in (waiting, asyncio.create_task(ask(client))):
                 with pytest.raises(ApiError, match="over"):
-                    await asyncio.wait_for(task, 10)
+                    await answer_of(task)
 
     asyncio.run(story())

@@ -13,6 +13,7 @@ import client_load
 import httpx
 import pytest
 from servers import Server, wait_for
+from waiting import answered, limit
 
 from kvline_contract.launch import Device
 from kvline_server.http.admission import Admission
@@ -65,17 +66,18 @@ def test_costly_bodies_at_once_take_no_more_than_is_reserved(server: Server) -> 
     with ExitStack() as stack:
         clients = []
         for _ in range(10):
-            client = socket.create_connection(("127.0.0.1", server.port), 30)
+            client = socket.create_connection(("127.0.0.1", server.port), limit(30))
             clients.append(stack.enter_context(client))
             client.sendall(HEAD % len(ids) + ids[:-1])
         wait_for(lambda: len(select.select(clients, [], [], 0)[0]) == 7)
         refused = select.select(clients, [], [], 0)[0]
         for client in set(clients) - set(refused):
             client.sendall(ids[-1:])
-        answers = [client.recv(1 << 16).split(b" ", 2)[1] for client in clients]
+        with answered():
+            answers = [client.recv(1 << 16).split(b" ", 2)[1] for client in clients]
     assert sorted(answers) == [b"400"] * 3 + [b"429"] * 7
     assert 8 * MIB < peak(pid) - rest < 64 * MIB
-    wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 200)
+    wait_for(lambda: httpx.get(f"{server.url}/health", timeout=limit(5)).status_code == 200)
 
 
 @pytest.mark.parametrize("item", [b"[]", b"{}", b'""', b'"\\""'])

@@ -18,11 +18,13 @@ import openai
 import pytest
 from drawn import firm
 from servers import Server, wait_for
+from waiting import limit
 
 from kvline_server.http.completions import seeded
 from kvline_server.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.process
+LEAVES = 0.3  # seconds after which a client has left
 
 CHAT: dict[str, Any] = {
     "model": "tiny",
@@ -44,7 +46,9 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 def post(server: Server, body: Any, path: str = "/v1/completions", **more: Any) -> httpx.Response:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"content-type": "application/json", **more.pop("headers", {})}
-    return httpx.post(f"{server.url}{path}", content=raw, headers=headers, timeout=30, **more)
+    return httpx.post(
+        f"{server.url}{path}", content=raw, headers=headers, timeout=limit(30), **more
+    )
 
 
 def refused(answer: httpx.Response, status: int, named: str = "") -> None:
@@ -258,8 +262,8 @@ def test_a_huge_prompt_is_400_and_delays_no_others(server: Server, prompt: str) 
         answer = pool.submit(post, server, raw)
         asked = 0
         while asked < 3 or not answer.done():
-            assert server.probe("/readyz", timeout=5)[0] == 200
-            assert httpx.get(f"{server.url}/v1/models", timeout=5).status_code == 200
+            assert server.probe("/readyz", timeout=limit(5))[0] == 200
+            assert httpx.get(f"{server.url}/v1/models", timeout=limit(5)).status_code == 200
             asked += 1
         refused(answer.result(), 400, "prompt")
 
@@ -466,13 +470,13 @@ def test_an_unknown_model_is_404(server: Server, model: str) -> None:
 )
 def test_only_five_routes_exist_on_the_api_port(server: Server, path: str) -> None:
     """H40, H42."""
-    refused(httpx.get(f"{server.url}{path}"), 404)
+    refused(httpx.get(f"{server.url}{path}", timeout=limit(5)), 404)
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "HEAD", "TRACE", "DELETE"])
 def test_another_method_is_405(server: Server, method: str) -> None:
     """H45."""
-    answer = httpx.request(method, f"{server.url}/v1/completions")
+    answer = httpx.request(method, f"{server.url}/v1/completions", timeout=limit(5))
     assert answer.status_code == 405
 
 
@@ -481,8 +485,8 @@ def test_another_method_is_405(server: Server, method: str) -> None:
 
 def gave_back(server: Server, before: dict[str, float]) -> None:
     """One more request was left, none more came to its end, and its pages are back."""
-    wait_for(lambda: server.ends()["aborted"] > before["aborted"])
-    wait_for(server.quiet)
+    server.ended(lambda ends: ends["aborted"] > before["aborted"])
+    server.rests()
     assert server.ends()["finished"] == before["finished"]
 
 
@@ -491,10 +495,13 @@ LONG = {**COMPLETION, "max_tokens": 240, "ignore_eos": True}
 
 def test_leaving_a_stream_frees_its_pages(server: Server) -> None:
     """F44: pages are back within 20 s of a stream's end."""
-    wait_for(server.quiet)
+    server.rests()
     before = server.ends()
     with httpx.stream(
-        "POST", f"{server.url}/v1/completions", json={**LONG, "n": 4, "stream": True}
+        "POST",
+        f"{server.url}/v1/completions",
+        json={**LONG, "n": 4, "stream": True},
+        timeout=limit(5),
     ) as s:
         next(s.iter_lines())
     gave_back(server, before)
@@ -502,21 +509,23 @@ def test_leaving_a_stream_frees_its_pages(server: Server) -> None:
 
 def test_leaving_before_the_answer_frees_its_pages(server: Server) -> None:
     """F45, F46: four run, the others wait; none goes on after its client left."""
-    wait_for(server.quiet)
+    server.rests()
     before = server.ends()
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}/v1/completions", json={**LONG, "n": 8}, timeout=0.3)
+        httpx.post(f"{server.url}/v1/completions", json={**LONG, "n": 8}, timeout=LEAVES)
     gave_back(server, before)
 
 
 def test_too_many_get_429_with_retry_after_and_readiness_stays(server: Server) -> None:
     """And 429s alone count as load that was rejected, never a client's mistakes."""
-    wait_for(server.quiet)
+    server.rests()
     before = server.probe("/load")[1]["refusedLast60s"]
     for _ in range(3):
         refused(post(server, {**LONG, "n": 0}), 400, "n")
     body = {**LONG, "prompt": ["x"] * 100}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json={**body, "stream": True}) as s:
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=limit(5)
+    ) as s:
         lines = s.iter_lines()  # held: the response closes with it
         next(lines)
         answer = post(server, body)
@@ -531,8 +540,8 @@ def test_too_many_get_429_with_retry_after_and_readiness_stays(server: Server) -
 
 def test_every_request_is_counted_once(server: Server) -> None:
     """Invariant 3, over everything that this module has asked."""
-    wait_for(server.quiet)
+    server.rests()
     # Each HTTP process reports its ends with its next heartbeat.
-    wait_for(lambda: server.ends()["finished"] > 10 and server.ends()["aborted"] >= 2)
+    server.ended(lambda ends: ends["finished"] > 10 and ends["aborted"] >= 2)
     ends = server.ends()
     assert ends["failed"] == 0 and ends["refused"] > 60

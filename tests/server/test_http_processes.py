@@ -9,15 +9,18 @@ import time
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from operator import eq
 from pathlib import Path
 
 import httpx
 import pytest
 from drawn import firm
 from engines import greedy
-from servers import Server, serving, wait_for
+from servers import Server, serving, sockets, wait_for
+from waiting import answered, limit
 
 from kvline_contract.exits import ExitCode
+from kvline_server.http.access import READ_SECONDS
 
 pytestmark = pytest.mark.process
 
@@ -30,7 +33,7 @@ def stream(server: Server, prompt: str = "hello") -> list[str]:
     """The events of an answer, over a connection of its own."""
     out: list[str] = []
     with (
-        httpx.Client(timeout=60) as client,
+        httpx.Client(timeout=limit(60)) as client,
         client.stream(
             "POST", f"{server.url}/v1/completions", json=STREAM | {"prompt": prompt}
         ) as answer,
@@ -42,18 +45,13 @@ def stream(server: Server, prompt: str = "hello") -> list[str]:
     return out
 
 
-def sockets(pid: int) -> int:
-    files = Path(f"/proc/{pid}/fd")
-    return sum(os.readlink(file).startswith("socket:") for file in files.iterdir())
-
-
 def metric(server: Server, name: str) -> float:
     lines = server.probe("/metrics")[1].splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
-def rejected(server: Server, sequences: int) -> bool:
-    return metric(server, "kvline_rejected_sequences_total") == sequences
+def rejected(server: Server) -> float:
+    return metric(server, "kvline_rejected_sequences_total")
 
 
 def done(answers: list[Future[int]], count: int) -> bool:
@@ -71,7 +69,7 @@ def test_all_of_them_serve_and_add_up(tiny_model: Path, tmp_path: Path) -> None:
         pids = [pid for name, pid in server.children().items() if name.startswith("http")]
         assert len(pids) == PROCESSES
         before = [sockets(pid) for pid in pids]
-        clients = [httpx.Client() for _ in range(48)]
+        clients = [httpx.Client(timeout=limit(5)) for _ in range(48)]
         for client in clients:
             client.get(f"{server.url}/v1/models")
         shares = [sockets(pid) - count for pid, count in zip(pids, before, strict=True)]
@@ -86,7 +84,8 @@ def test_all_of_them_serve_and_add_up(tiny_model: Path, tmp_path: Path) -> None:
         assert len({d[0]["id"] for d in documents}) == STREAMS
         texts = {"".join(c["text"] for e in d for c in e["choices"]) for d in documents}
         assert len(texts) == 1, "greedy, so that tokens of another sequence would show"
-        wait_for(lambda: server.ends().get("finished") == STREAMS and server.quiet())
+        server.ended(lambda ends: ends.get("finished") == STREAMS)
+        server.rests()
         assert metric(server, "kvline_e2e_request_latency_seconds_count") == STREAMS
         assert metric(server, "kvline_inter_token_latency_seconds_count") == STREAMS * 23
 
@@ -100,34 +99,36 @@ def test_the_pod_admits_exactly_as_much_as_one_process_would(
         body = {**BODY, "prompt": ["hello"] * 16}
 
         def ask(_: int) -> int:
-            return httpx.post(f"{server.url}/v1/completions", json=body, timeout=90).status_code
+            return httpx.post(
+                f"{server.url}/v1/completions", json=body, timeout=limit(90)
+            ).status_code
 
         for times in (1, 2):  # what was held first is free the second time
             os.kill(engine, signal.SIGSTOP)  # no request ends before all have been sent
             with ThreadPoolExecutor(12) as pool:
                 answers = [pool.submit(ask, i) for i in range(12)]
                 wait_for(partial(done, answers, 4))
-                time.sleep(0.5)
+                time.sleep(limit(0.5))  # an answer too many would have come
                 assert done(answers, 4)
                 os.kill(engine, signal.SIGCONT)
                 seen = Counter(answer.result() for answer in answers)
             assert seen == {200: 8, 429: 4}
-            wait_for(partial(rejected, server, times * 64))
-            wait_for(server.quiet)
+            server.counts(partial(rejected, server), partial(eq, times * 64))
+            server.rests()
         load = server.probe("/load")[1]
         assert load["refusedLast60s"] == 128
 
 
 def test_a_drain_lets_the_streams_of_all_processes_end(tiny_model: Path, tmp_path: Path) -> None:
     with serving(three(tiny_model, tmp_path, clients={"late": 1.0})) as server:
-        engine = server.children()["engine"]
+        engine, before = server.children()["engine"], server.sockets()
         os.kill(engine, signal.SIGSTOP)
         with ThreadPoolExecutor(STREAMS) as pool:
             streams = [pool.submit(stream, server) for _ in range(STREAMS)]
-            time.sleep(2)  # all have been sent
+            wait_for(lambda: server.sockets() >= before + STREAMS)  # all are connected
             server.process.send_signal(signal.SIGTERM)
             server.wait("/readyz", 503)
-            time.sleep(2)  # the port is closed
+            server.waits_until_closed()
             assert server.probe("/livez")[0] == 200
             os.kill(engine, signal.SIGCONT)
             assert all(answer.result()[-1] == "[DONE]" for answer in streams)
@@ -138,14 +139,16 @@ def test_a_drain_lets_the_streams_of_all_processes_end(tiny_model: Path, tmp_pat
 def test_the_death_of_one_ends_the_pod_with_its_code(tiny_model: Path, tmp_path: Path) -> None:
     with serving(three(tiny_model, tmp_path)) as server:
         os.kill(server.children()["engine"], signal.SIGSTOP)
+        before = server.sockets()
         with ThreadPoolExecutor(STREAMS) as pool:
             streams = [pool.submit(stream, server) for _ in range(STREAMS)]
-            time.sleep(1)
+            wait_for(lambda: server.sockets() >= before + STREAMS)  # all are connected
             os.kill(server.children()["http1"], signal.SIGKILL)
             assert server.end() == int(ExitCode.ENGINE_DIED)
             for answer in streams:
-                with pytest.raises((httpx.TransportError, AssertionError)):
-                    answer.result(10)
+                with answered():
+                    error = answer.exception(limit(10))
+                assert isinstance(error, (httpx.TransportError, AssertionError))
         assert "the HTTP process ended with signal 9" in server.termination()["message"]
         assert server.children() == {}
 
@@ -165,10 +168,14 @@ def test_all_of_them_read_a_rotated_key(tiny_model: Path, tmp_path: Path) -> Non
 
     def seen(word: str) -> set[int]:
         headers = {"Authorization": f"Bearer {word}"}
-        asked = (httpx.get(f"{server.url}/v1/models", headers=headers) for _ in range(24))
+        asked = (
+            httpx.get(f"{server.url}/v1/models", headers=headers, timeout=limit(5))
+            for _ in range(24)
+        )
         return {answer.status_code for answer in asked}
 
     with serving(three(tiny_model, tmp_path / "run", key=key)) as server:
         assert (seen("old"), seen("new")) == ({200}, {401})
         key.write_text("new")
-        wait_for(lambda: (seen("old"), seen("new")) == ({401}, {200}))
+        time.sleep(READ_SECONDS)  # from then on none may go by the old one
+        assert (seen("old"), seen("new")) == ({401}, {200})

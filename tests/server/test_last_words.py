@@ -20,6 +20,7 @@ from servers import Server, wait_for
 from waiting import limit
 
 from kvline_contract.launch import CapacityOptions, EngineOptions
+from kvline_server.parent.supervisor import END_SECONDS
 
 pytestmark = pytest.mark.process
 
@@ -52,7 +53,9 @@ def sequences(server: Server) -> int:
 
 def last_event(server: Server) -> str:
     body = {**LONG, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as answer:
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json=body, timeout=limit(30)
+    ) as answer:
         return [line for line in answer.iter_lines() if line][-1]
 
 
@@ -64,7 +67,9 @@ def test_clients_of_a_slow_http_process_have_their_errors_before_the_pod_ends(
     server.wait()
     children = server.children()
     with ThreadPoolExecutor(2) as pool:
-        whole = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG, timeout=30)
+        whole = pool.submit(
+            httpx.post, f"{server.url}/v1/completions", json=LONG, timeout=limit(30)
+        )
         stream = pool.submit(last_event, server)
         wait_for(lambda: sequences(server) > LONG["n"])  # both have come
         os.kill(children["http"], signal.SIGSTOP)
@@ -127,4 +132,4 @@ def test_a_client_that_never_sends_its_whole_request_does_not_hold_the_end(
     with socket.create_connection(("127.0.0.1", server.port)) as half:
         half.sendall(HALF)
         os.kill(server.children()["engine"], signal.SIGKILL)
-        assert server.end() == ENGINE_DIED
+        assert server.end(END_SECONDS + 5) == ENGINE_DIED

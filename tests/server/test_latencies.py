@@ -125,7 +125,7 @@ def test_metrics_and_load_have_the_latencies_of_what_was_served(server: Server) 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: server.complete(**asked), range(4)))
     took = time.monotonic() - begun
-    wait_for(lambda: latencies(server)[f"{WHOLE}_count"] == 8)
+    server.counts(lambda: latencies(server), lambda found: found[f"{WHOLE}_count"] == 8)
     found = latencies(server)
     assert [found[f"{name}_count"] for name in (FIRST, BETWEEN, QUEUE)] == [8, 8 * 19, 8]
     assert 0 < found[f"{FIRST}_sum"] < found[f"{WHOLE}_sum"] < 8 * took

@@ -76,7 +76,7 @@ def test_a_load_longer_than_the_limit_goes_on_while_bytes_arrive(
     loading.start()
     while loading.is_alive():
         assert parent._stalled() is None
-        loading.join(0.05)
+        time.sleep(0.05)
     assert time.monotonic() - started > LIMIT
     updates = [r.stages for r in parent.seen if r.stages]
     assert all(len(stages) == 1 for stages in updates), (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from drawn import Drawn
 from engines import engine, finish, greedy, worker
-from ties import same_tokens
+from ties import mostly_same, same_tokens
 
 from kvline_server.engine.engine import Engine, Output
 from kvline_server.engine.request import Scores
@@ -131,10 +131,11 @@ def test_prompt_cut_into_chunks_and_preempted_scores_once(make_model: Callable[.
             made.submit(id, list(prompt), asked[id])
         results.append(finish(made))
     assert tight.scheduler.preemptions > 0
+    same = []
     for id, prompt in prompts.items():
         one, other = (r[id] for r in results)
         got, want = ([o.token for o in side] for side in (other, one))
-        same_tokens(got, want, asked[id], drawn.logits(asked[id], 40))
+        same.append(same_tokens(got, want, asked[id], drawn.logits(asked[id], 40)))
         assert len(one) == len(other) == 40
         assert sum(o.prompt_scores is not None for o in other) == 1
         scored = other[0].prompt_scores
@@ -143,6 +144,7 @@ def test_prompt_cut_into_chunks_and_preempted_scores_once(make_model: Callable[.
         first = one[0].prompt_scores
         assert first is not None
         assert np.allclose(scored.values, first.values, atol=1e-4)
+    mostly_same(same, 2 * 40, least=0.5)
 
 
 def test_ranks_count_from_one(made: Engine) -> None:

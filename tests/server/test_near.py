@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from near import FEW, TOLERANCE, flips, same_ranking, same_ranks, same_values
-from ties import draw_of, may_come, same_draws, same_tokens, settled
+from ties import draw_of, may_come, mostly_same, same_draws, same_tokens, settled
 
 from kvline_server.kernels.torch_rows import choose_rows
 from kvline_server.sampling_params import SamplingParams
@@ -36,6 +36,14 @@ def test_tokens_may_differ_at_a_tie_alone_and_what_follows_is_not_compared() -> 
     logits[1] = row(1.0, 1.0 - APART)
     with pytest.raises(AssertionError, match="token 1 is 5 and not 2"):
         same_tokens([2, 5, 7], [2, 2, 2], GREEDY, logits)
+
+
+def test_a_test_whose_tokens_mostly_follow_ties_shows_nothing() -> None:
+    mostly_same([20, 18, 0], 40)
+    mostly_same([4, 0], 8, least=0.5)
+    for same, least in (([20, 17, 0], 0.95), ([0, 0], 0.5), ([], 0.5)):
+        with pytest.raises(AssertionError, match="of 40 tokens were compared"):
+            mostly_same(same, 40, least)
 
 
 FILTERS: list[dict[str, Any]] = [{"top_k": 1}, {"min_p": 1.0}, {"top_p": 0.5}, {}]

@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 from servers import STRESS, Server
-from ties import same_tokens
+from ties import mostly_same, same_tokens
+from waiting import limit
 
 from kvline_server.engine.engine import Engine
 from kvline_server.http.errors import BadRequest
@@ -196,9 +197,11 @@ def test_a_row_that_is_not_finite_fails_its_request_alone(
                 "length",
             ]
             assert made.pool.used == 0
+    same = []
     for id in (0, 2):  # in a smaller batch from then on
         logits = drawn[0].logits(asked[id], 8)
-        same_tokens(generated[1][id], generated[0][id], asked[id], logits)
+        same.append(same_tokens(generated[1][id], generated[0][id], asked[id], logits))
+    mostly_same(same, 2 * 8, least=0.5)
     assert generated[1][1][:2] == generated[0][1][:2] and len(generated[1][1]) == 3
 
 
@@ -226,9 +229,11 @@ def test_the_engine_survives_a_request_that_failed(start: Callable[..., Server])
     server = start(faults={"KVLINE_FAULT_STEP": f"{STRESS + 1}:nan"})
     server.wait()
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "temperature": 0}
-    failed = httpx.post(f"{server.url}/v1/completions", json=body, timeout=10)
+    failed = httpx.post(f"{server.url}/v1/completions", json=body, timeout=limit(10))
     assert failed.status_code == 500
     assert failed.json()["error"]["code"] == "not_finite"
-    assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=10).status_code == 200
+    assert (
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=limit(10)).status_code == 200
+    )
     assert server.probe("/readyz")[0] == 200
     assert not np.isnan(server.probe("/load")[1]["usedTokens"])

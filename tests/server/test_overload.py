@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from servers import Server, serving, wait_for
+from waiting import limit
 
 from kvline_contract.launch import CapacityOptions, EngineOptions
 from kvline_server.http.process import BEAT_SECONDS
@@ -69,15 +70,15 @@ def doing(*works: Callable[[], None]) -> Iterator[None]:
     yield
     over.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(limit(60))
         assert not thread.is_alive()
 
 
 def settled(server: Server) -> bool:
     """Whether the counts of ends have stopped to change: HTTP processes report theirs with a
-    heartbeat, after the engine is quiet."""
+    heartbeat, after the engine is at rest."""
     seen = server.ends()
-    time.sleep(3 * BEAT_SECONDS)
+    time.sleep(limit(3 * BEAT_SECONDS))
     return server.ends() == seen
 
 
@@ -100,7 +101,9 @@ def test_probes_answer_while_the_queue_is_full_and_large_bodies_come(server: Ser
     seen: Counter[int] = Counter()
 
     def ask(body: dict[str, Any]) -> None:
-        seen[httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code] += 1
+        seen[
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=limit(60)).status_code
+        ] += 1
 
     def fill() -> None:
         ask({**LONG, "prompt": ["x"] * 128})
@@ -112,7 +115,10 @@ def test_probes_answer_while_the_queue_is_full_and_large_bodies_come(server: Ser
         headers = {"Content-Type": "application/json"}
         try:
             answer = httpx.post(
-                f"{server.url}/v1/completions", content=b" " * LARGE, headers=headers, timeout=60
+                f"{server.url}/v1/completions",
+                content=b" " * LARGE,
+                headers=headers,
+                timeout=limit(60),
             )
             assert answer.status_code == 413
             seen[413] += 1
@@ -139,7 +145,7 @@ def test_probes_answer_while_the_queue_is_full_and_large_bodies_come(server: Ser
 def test_256_abandoned_streams_free_their_pages(server: Server) -> None:
     async def all_of_them() -> None:
         limits = httpx.Limits(max_connections=STREAMS)
-        async with httpx.AsyncClient(timeout=60, limits=limits) as client:
+        async with httpx.AsyncClient(timeout=limit(60), limits=limits) as client:
 
             async def first_line(body: dict[str, Any]) -> httpx.Response:
                 request = client.build_request("POST", f"{server.url}/v1/completions", json=body)
@@ -153,11 +159,12 @@ def test_256_abandoned_streams_free_their_pages(server: Server) -> None:
             for response in open_ones:
                 await response.aclose()
 
-    wait_for(lambda: server.quiet() and settled(server))  # what the tests before have left
+    server.rests()  # from what the tests before have left
+    wait_for(lambda: settled(server))
     before = server.ends()
     asyncio.run(all_of_them())
-    wait_for(lambda: server.ends()["aborted"] >= before["aborted"] + STREAMS)
-    wait_for(server.quiet)
+    server.ended(lambda ends: ends["aborted"] >= before["aborted"] + STREAMS)
+    server.rests()
     assert server.ends()["finished"] == before["finished"]
 
 
@@ -172,7 +179,7 @@ def test_clients_that_retry_are_all_served(server: Server) -> None:
 
     async def all_of_them() -> None:
         limits = httpx.Limits(max_connections=160)
-        async with httpx.AsyncClient(timeout=60, limits=limits) as client:
+        async with httpx.AsyncClient(timeout=limit(60), limits=limits) as client:
 
             async def until_served() -> None:
                 while True:
@@ -208,12 +215,14 @@ def test_hostile_bodies_between_good_ones_change_no_answer(server: Server) -> No
         assert answer.status_code == 200
         return str(answer.json()["choices"][0]["text"])
 
-    with httpx.Client(timeout=60) as client:
+    with httpx.Client(timeout=limit(60)) as client:
         clean = [good(client, prompt) for prompt in prompts]
         for body in HOSTILE:
             try:
                 headers = {"Content-Type": "application/json"}
-                bad = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers)
+                bad = httpx.post(
+                    f"{server.url}/v1/completions", content=body, headers=headers, timeout=limit(5)
+                )
                 assert 400 <= bad.status_code < 500, (body[:40], bad.text)
             except httpx.TransportError:
                 assert len(body) > 2 << 20  # it answered and closed before all was sent

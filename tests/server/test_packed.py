@@ -9,6 +9,7 @@ import httpx
 import numpy as np
 import pytest
 from servers import Server
+from waiting import limit
 
 pytestmark = pytest.mark.process
 
@@ -25,7 +26,7 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi there"}], 
 
 
 def ask(server: Server, body: dict[str, Any], path: str = "/v1/completions") -> Any:
-    answer = httpx.post(f"{server.url}{path}", json=body, timeout=30)
+    answer = httpx.post(f"{server.url}{path}", json=body, timeout=limit(30))
     return answer.status_code, answer.json()
 
 

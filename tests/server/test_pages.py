@@ -65,7 +65,7 @@ class Pool(RuleBasedStateMachine):
         assert self.pool.free + self.pool.cached + self.pool.used == self.pool.total
 
 
-Pool.TestCase.settings = settings(max_examples=60, deadline=None)
+Pool.TestCase.settings = settings(max_examples=60)
 TestPool = Pool.TestCase
 
 

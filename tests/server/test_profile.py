@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers import STRESS
 from simulated import BYTES_PER_TOKEN, SETTINGS, Killed, Machine, Notes
@@ -614,7 +614,7 @@ def test_a_model_s_own_length_is_clipped_to_the_budget(tmp_path: Path) -> None:
     assert start.notes.lengths == [result.kv_tokens]
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(
     limit=st.integers(64, 512),
     weights=st.integers(1, 512),

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from servers import SEARCHED, STRESS, Server
 from test_rank_processes import leftovers
+from waiting import limit
 
 pytestmark = pytest.mark.process
 
@@ -102,7 +103,7 @@ def test_what_ends_a_rank_while_serving_is_what_ends_the_pod(
     server = start(model=shared_model, gpus=2, faults=faults)
     server.wait()
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 9}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=limit(30))
     assert answer.status_code == 500
     assert server.end(10) == code, server.output()
     assert text in server.termination()["message"]

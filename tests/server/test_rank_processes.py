@@ -72,7 +72,7 @@ def test_ranks_answer_as_one(shared_model: Path, tmp_path: Path, alone: tuple[An
     with serving(Server(shared_model, tmp_path, gpus=3)) as server:
         assert set(server.children()) == {"http", *NAMES}
         found, texts = answers(server), drawn(server, alone[2])
-        wait_for(server.quiet)
+        server.rests()
         server.process.send_signal(signal.SIGTERM)
         assert server.end(20) == 0
         assert not leftovers(server)
@@ -115,7 +115,7 @@ def end_of(server: Server, seconds: float) -> dict[str, Any]:
 
 
 def ask(server: Server) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=30)
+    return httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=limit(30))
 
 
 @pytest.mark.parametrize(("gpus", "rank"), [(2, 0), (2, 1), (4, 2)])

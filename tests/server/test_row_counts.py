@@ -12,7 +12,7 @@ import torch
 from drawn import Drawn
 from engines import decoder, engine, finish, greedy, worker
 from servers import Server, serving
-from ties import same_tokens
+from ties import mostly_same, same_tokens
 
 from kvline_server.kernels.interface import SlotMapping
 from kvline_server.kernels.layout import Layout
@@ -52,12 +52,15 @@ def test_padding_changes_no_output(
             made.submit(id, [(7 * id + i) % 300 for i in range(length)], asked[id])
         sides.append(finish(made))
     (with_pads, without) = sides
+    compared = []
     for id, outputs in without.items():
         got, want = ([o.token for o in side] for side in (with_pads[id], outputs))
         same = same_tokens(got, want, asked[id], drawn.logits(asked[id], 6))
+        compared.append(same)
         for one, other in zip(with_pads[id][:same], outputs[:same], strict=True):
             assert one.scores is not None and other.scores is not None
             assert abs(one.scores.values - other.scores.values).max() < 1e-4
+    mostly_same(compared, 6 * 6, least=0.5)
 
 
 def test_steps_run_only_at_row_counts_of_the_warm_up(

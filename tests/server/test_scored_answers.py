@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from waiting import answer_of, limit
 
 from kvline_contract.launch import Device
 from kvline_server import messages
@@ -45,7 +46,9 @@ class Scripted:
         bodies = Bodies(ClientLimits(), self.admission.totals)
         service = Service(generator, self.admission, bodies, limits, 0)
         transport = httpx.ASGITransport(create_app(service))
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://tiny", timeout=60)
+        self.http = httpx.AsyncClient(
+            transport=transport, base_url="http://tiny", timeout=limit(60)
+        )
         self.submitted: asyncio.Queue[Submit] = asyncio.Queue()
 
     @asynccontextmanager
@@ -78,7 +81,7 @@ class Scripted:
 
     async def answer(self, count: int, finish: str | None = "stop") -> None:
         """So many output tokens for the next sequence."""
-        id = (await asyncio.wait_for(self.submitted.get(), 30)).id
+        id = (await answer_of(self.submitted.get(), 30)).id
         one = PackedScores(1, TOP, bytes(4), bytes(4), bytes(4), bytes(4 * TOP), bytes(4 * TOP))
         deltas = [Delta(id, 5, None, one) for _ in range(count)]
         deltas[-1].finish = finish

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import limit
 
 pytestmark = pytest.mark.process
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.process
 def size(folder: Path, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvline_server", "size", "--model", str(folder)]
     command += ["--device", "cpu", "--memory", "900Mi", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit(100), check=False)
     assert not check or done.returncode == 0, done.stderr[-2000:]
     return done
 
@@ -93,6 +94,6 @@ def test_an_interrupted_search_is_no_success(tiny_model: Path) -> None:
         assert process.stderr is not None
         process.stderr.readline()  # the first stage is shown once the engine runs
         process.send_signal(signal.SIGINT)
-        out, error = process.communicate(timeout=100)
+        out, error = process.communicate(timeout=limit(100))
     assert (process.returncode, out) == (130, b"")
     assert b"interrupted" in error

@@ -10,7 +10,6 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
 
@@ -18,7 +17,7 @@ import httpx
 import pytest
 from crowded import crowded_out
 from servers import SEARCHED, STRESS, Server, wait_for
-from waiting import limit, within
+from waiting import answered, limit, within
 
 from kvline_contract.launch import GateFile
 from kvline_server.memory.pages import PAGE_SIZE
@@ -33,6 +32,7 @@ HALF = (
 # The operator's, of which the gate file has the digest.
 NOTICE = {"Authorization": "Bearer a-token"}
 DIGEST = sha256(b"a-token").hexdigest()
+LEAVES = 0.2  # seconds after which a client has left
 LONG = {"model": "tiny", "prompt": "hello", "max_tokens": 240, "ignore_eos": True}
 
 
@@ -44,10 +44,13 @@ def test_it_answers_probes_before_it_is_validated_and_sizes_itself(
     assert server.probe("/startupz")[0] == 503
     assert server.probe("/load")[0] == 503
     for path in ("/v1/models", "/v1/models/tiny"):
-        early = httpx.get(f"{server.url}{path}", timeout=30)
+        early = httpx.get(f"{server.url}{path}", timeout=limit(30))
         assert early.status_code == 503 and "not ready yet" in early.json()["error"]["message"]
     server.wait("/readyz")
-    assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"] == 256
+    assert (
+        httpx.get(f"{server.url}/v1/models", timeout=limit(5)).json()["data"][0]["max_model_len"]
+        == 256
+    )
     report = server.sizing()
     assert report["state"] == "Validated"
     names = [s["name"] for s in report["stages"]]
@@ -88,18 +91,6 @@ def test_sigterm_while_idle_ends_at_once_with_zero(start: Callable[..., Server])
     assert server.end(10) == 0  # where the drain would be two minutes
 
 
-def wait_for_closed_port(server: Server) -> None:
-    """Until a connection is refused; one that the kernel took as the port closed is reset."""
-
-    def closed() -> bool:
-        with suppress(httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
-            httpx.get(f"{server.url}/v1/models")
-        return False
-
-    with pytest.raises(httpx.ConnectError):
-        wait_for(closed)
-
-
 def test_sigterm_lets_streams_finish_and_takes_what_comes_on_open_connections(
     start: Callable[..., Server],
 ) -> None:
@@ -108,9 +99,9 @@ def test_sigterm_lets_streams_finish_and_takes_what_comes_on_open_connections(
     server = start(clients={"late": 4.0})
     server.wait()
     with (
-        httpx.Client(base_url=server.url, timeout=30) as pool,
+        httpx.Client(base_url=server.url, timeout=limit(30)) as pool,
         httpx.stream(
-            "POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}, timeout=30
+            "POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}, timeout=limit(30)
         ) as stream,
     ):
         assert pool.get("/v1/models").headers.get("connection") != "close"
@@ -125,7 +116,7 @@ def test_sigterm_lets_streams_finish_and_takes_what_comes_on_open_connections(
         assert late.status_code == 200
         wrong = pool.post("/v1/completions", json={**LONG, "max_tokens": -1})
         assert wrong.status_code == 400 and wrong.headers["connection"] == "close"
-        wait_for_closed_port(server)  # while the stream goes on
+        server.waits_until_closed()  # while the stream goes on
         os.kill(engine, signal.SIGCONT)
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert server.end() == 0
@@ -140,7 +131,7 @@ def test_a_connection_whose_stream_began_before_the_drain_takes_one_more_request
     and is answered with `Connection: close`. The stream's head could not say so."""
     server = start(clients={"late": 5.0})
     server.wait()
-    with httpx.Client(base_url=server.url, timeout=30) as pool:
+    with httpx.Client(base_url=server.url, timeout=limit(30)) as pool:
         body = {**LONG, "stream": True}
         with pool.stream("POST", "/v1/completions", json=body) as stream:
             lines = stream.iter_lines()
@@ -149,10 +140,10 @@ def test_a_connection_whose_stream_began_before_the_drain_takes_one_more_request
             engine = server.children()["engine"]
             os.kill(engine, signal.SIGSTOP)  # so that the port closes before the stream ends
             server.process.send_signal(signal.SIGTERM)
-            wait_for_closed_port(server)
+            server.waits_until_closed()
             os.kill(engine, signal.SIGCONT)
             assert [line for line in lines if line][-1] == "data: [DONE]"
-        time.sleep(0.5)  # a close would have come
+        time.sleep(limit(0.5))  # a close would have come
         late = pool.post("/v1/completions", json={**LONG, "max_tokens": 2})
         assert late.status_code == 200 and late.headers["connection"] == "close"
     assert server.end() == 0
@@ -164,7 +155,10 @@ def test_a_second_sigterm_ends_at_once(start: Callable[..., Server]) -> None:
     server = start()
     server.wait()
     with httpx.stream(
-        "POST", f"{server.url}/v1/completions", json={**LONG, "n": 4, "stream": True}, timeout=30
+        "POST",
+        f"{server.url}/v1/completions",
+        json={**LONG, "n": 4, "stream": True},
+        timeout=limit(30),
     ) as stream:
         lines = stream.iter_lines()
         next(lines)
@@ -187,21 +181,25 @@ def test_a_drain_is_as_long_as_its_launch_says(start: Callable[..., Server]) -> 
     server = start(drain_seconds=2, limits={"drain": 0.1})
     server.wait()
     with httpx.stream(
-        "POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}, timeout=30
+        "POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}, timeout=limit(30)
     ) as stream:
         lines = stream.iter_lines()
         next(lines)
         os.kill(server.children()["engine"], signal.SIGSTOP)
+        before = server.sockets()
         with (
             ThreadPoolExecutor(1) as pool,
             socket.create_connection(("127.0.0.1", server.port)) as half,
         ):
             half.sendall(HALF)
-            whole = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG, timeout=30)
-            time.sleep(0.5)
+            whole = pool.submit(
+                httpx.post, f"{server.url}/v1/completions", json=LONG, timeout=limit(30)
+            )
+            wait_for(lambda: server.sockets() >= before + 2)  # both are connected
             began = time.monotonic()
-            server.process.send_signal(signal.SIGTERM)
-            last = [line for line in lines if line][-1]
+            with within(30):
+                server.process.send_signal(signal.SIGTERM)
+                last = [line for line in lines if line][-1]
             assert time.monotonic() - began > 1.5
             assert whole.result().status_code == 503
             assert whole.result().json()["error"]["type"] == "server_error"
@@ -222,7 +220,7 @@ def test_an_engine_exception_answers_everybody_and_ends_the_pod(
     server = start(faults={"KVLINE_FAULT_STEP": f"{STRESS + 1}:raise"})
     server.wait()
     with within(10):
-        answer = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=30)
+        answer = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=limit(30))
     assert answer.status_code == 500
     assert answer.json()["error"]["type"] == "server_error"
     assert server.end(30) == 50  # where a drain would be two minutes
@@ -234,7 +232,9 @@ def test_a_device_failure_while_serving_holds_and_shows_the_device_error(
 ) -> None:
     server = start(faults={"KVLINE_FAULT_STEP": f"{STRESS + 1}:device"})
     server.wait()
-    assert httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=30).status_code == 500
+    assert (
+        httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=limit(30)).status_code == 500
+    )
     assert server.end(30) == 43
     ended = server.termination()
     assert ended["name"] == "DeviceFailure"
@@ -247,7 +247,7 @@ def test_an_engine_that_cannot_be_understood_answers_everybody_and_ends_the_pod(
     """F51: both processes live, and what passes between them cannot be read."""
     server = start(faults={"KVLINE_FAULT_FRAMES": "engine"})
     server.wait()
-    answer = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=30)
+    answer = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=limit(30))
     assert answer.status_code == 500
     assert answer.json()["error"]["type"] == "server_error"
     server.wait("/readyz", 503)
@@ -278,7 +278,7 @@ def test_death_for_memory_while_serving_has_its_own_code(
 ) -> None:
     server = start(faults={"KVLINE_FAULT_STEP": f"{STRESS + 1}:{fault}"})
     server.wait()
-    answer = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=30)
+    answer = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=limit(30))
     assert answer.status_code == 500
     assert server.end() == 51
     assert server.termination()["name"] == "OutOfMemoryServing"
@@ -292,7 +292,10 @@ def test_a_kill_that_was_not_for_memory_is_not_called_so(
     server = start(faults={"KVLINE_FAULT_STEP": f"{step}:signal"})
     if step > 1:
         server.wait()
-        assert httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=30).status_code == 500
+        assert (
+            httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=limit(30)).status_code
+            == 500
+        )
     assert server.end(60) == 50
     assert "signal 9, which the kernel did not send for memory" in server.termination()["message"]
 
@@ -347,11 +350,11 @@ def test_a_blocked_event_loop_fails_no_probe(start: Callable[..., Server]) -> No
     server = start(faults={"KVLINE_FAULT_HTTP_BLOCK": "20"})
     server.wait()
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=0.2)
+        httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=LEAVES)
 
     def blocked() -> bool:
         try:
-            httpx.get(f"{server.url}/v1/models", timeout=1)
+            httpx.get(f"{server.url}/v1/models", timeout=limit(1))
         except httpx.ReadTimeout:
             return True
         return False
@@ -384,16 +387,18 @@ def test_a_wait_for_clients_ends_when_another_pod_needs_the_gpu(
     server = start(gate=GateFile(1, True, token_sha256=DIGEST), limits={"leave": 60.0})
     server.wait("/readyz")
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(server.probe, "/prestop", 30.0)
-        time.sleep(0.5)
+        waiting = pool.submit(server.probe, "/prestop", limit(30))
+        time.sleep(limit(0.5))
         url = f"http://127.0.0.1:{server.internal_port}"
         for headers in ({}, {"Authorization": "Bearer another"}):
-            refused = httpx.post(f"{url}/prestop/end", headers=headers)
+            refused = httpx.post(f"{url}/prestop/end", headers=headers, timeout=limit(5))
             assert (refused.status_code, refused.json()) == (503, {"reason": "UnknownToken"})
         assert not waiting.done()
-        assert httpx.post(f"{url}/prestop/end", headers=NOTICE).status_code == 200
-        assert waiting.result(timeout=limit(5))[0] == 200
-    assert httpx.post(f"{url}/readyz").status_code == 404
+        ended = httpx.post(f"{url}/prestop/end", headers=NOTICE, timeout=limit(5))
+        assert ended.status_code == 200
+        with answered():
+            assert waiting.result(timeout=limit(5))[0] == 200
+    assert httpx.post(f"{url}/readyz", timeout=limit(5)).status_code == 404
 
 
 def test_the_gate_keeps_a_validated_pod_out_until_it_opens(start: Callable[..., Server]) -> None:
@@ -404,15 +409,15 @@ def test_the_gate_keeps_a_validated_pod_out_until_it_opens(start: Callable[..., 
     wait_for(lambda: server.probe("/readyz") == (503, {"reason": "BelowMinimum"}))
     device = server.sizing()["provenance"]["gpu"]
     server.write_gate(GateFile(1, True, 0, 1, {device: 4096, "NVIDIA H200": 1}))
-    time.sleep(0.5)
+    time.sleep(limit(0.5))
     assert server.probe("/readyz") == (503, {"reason": "BelowMinimum"}), "its own entry counts"
     server.write_gate(GateFile(1, True, 2048, 4096, {device: 2048, "NVIDIA H200": 4096}))
     server.wait("/readyz", 200)
     server.write_gate(GateFile(1, True, min_kv_tokens=4096))
-    time.sleep(0.5)
+    time.sleep(limit(0.5))
     assert server.probe("/readyz")[0] == 200  # it serves already
     (server.scratch / "gate.json").write_text("not json")
-    time.sleep(0.5)
+    time.sleep(limit(0.5))
     assert server.probe("/readyz")[0] == 200  # the last good one holds
     server.write_gate(GateFile(1, False))
     server.wait("/readyz", 503)
@@ -428,16 +433,17 @@ def test_the_operator_s_notice_opens_the_gate_until_the_file_says_so(
     server.wait("/startupz")
     assert server.probe("/readyz") == (503, {"reason": "GateClosed"})
     url = f"http://127.0.0.1:{server.internal_port}/gate/open?uid="
-    assert httpx.post(f"{url}another-pod-s", headers=NOTICE).json() == {"reason": "OtherPod"}
+    other = httpx.post(f"{url}another-pod-s", headers=NOTICE, timeout=limit(5))
+    assert other.json() == {"reason": "OtherPod"}
     own = f"{url}{server.sizing()['podUID']}"
-    assert httpx.post(own).json() == {"reason": "UnknownToken"}
+    assert httpx.post(own, timeout=limit(5)).json() == {"reason": "UnknownToken"}
     assert server.probe("/readyz") == (503, {"reason": "GateClosed"})
-    assert httpx.post(own, headers=NOTICE).status_code == 200
+    assert httpx.post(own, headers=NOTICE, timeout=limit(5)).status_code == 200
     assert server.probe("/readyz") == (503, {"reason": "BelowMinimum"})
     server.write_gate(replace(closed, min_kv_tokens=2048))
     server.wait("/readyz")
     server.write_gate(GateFile(1, True))
-    time.sleep(0.5)
+    time.sleep(limit(0.5))
     assert server.probe("/readyz")[0] == 200
     server.write_gate(GateFile(1, False))
     server.wait("/readyz", 503)

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 from servers import Server, serving, wait_for
+from waiting import answered, limit
 
 from kvline_contract.launch import LaunchConfig
 from kvline_server.errors import ConfigInvalid, SecretMissing
@@ -36,7 +37,8 @@ def issue(folder: Path, name: str) -> Path:
 
 def shown(port: int) -> bytes:
     """The certificate of a new connection."""
-    text = ssl.get_server_certificate(("127.0.0.1", port), timeout=10)
+    with answered():
+        text = ssl.get_server_certificate(("127.0.0.1", port), timeout=limit(10))
     return ssl.PEM_cert_to_DER_cert(text)
 
 
@@ -83,7 +85,7 @@ def test_a_server_speaks_tls_alone_and_takes_a_renewed_certificate(
     first = tmp_path / "tls" / "tls.crt"
     trust = ssl.create_default_context(cafile=first)
     kept = httpx.Limits(keepalive_expiry=120)
-    with httpx.Client(verify=trust, timeout=30, limits=kept) as client:
+    with httpx.Client(verify=trust, timeout=limit(30), limits=kept) as client:
         answer = client.post(f"{secured.url}/v1/completions", json=BODY)
         assert answer.json()["usage"]["completion_tokens"] == 2
         words = {**BODY, "stream": True}
@@ -95,9 +97,9 @@ def test_a_server_speaks_tls_alone_and_takes_a_renewed_certificate(
         # The connection that was open serves on; a new one has the new certificate.
         assert client.get(f"{secured.url}/v1/models").status_code == 200
     fresh = ssl.create_default_context(cafile=again)
-    assert httpx.get(f"{secured.url}/v1/models", verify=fresh).status_code == 200
+    assert httpx.get(f"{secured.url}/v1/models", verify=fresh, timeout=limit(5)).status_code == 200
     with pytest.raises(httpx.HTTPError):
-        httpx.get(secured.url.replace("https", "http") + "/v1/models")
+        httpx.get(secured.url.replace("https", "http") + "/v1/models", timeout=limit(5))
     assert "Traceback" not in secured.output()
 
 

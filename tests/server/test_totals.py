@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import limit
 
 from kvline_contract.launch import Device
 from kvline_server.messages import EdgeBeat
@@ -72,7 +73,7 @@ def play(program: str, file: int) -> list[list[int]]:
     ]
     assert all(p.stdout is not None and p.stdout.readline() == b"ready\n" for p in made)
     assert Totals(file).take((3, 1, 1))
-    printed = [process.communicate(timeout=60)[0] for process in made]
+    printed = [process.communicate(timeout=limit(60))[0] for process in made]
     assert [process.returncode for process in made] == [0] * PROCESSES
     return [[int(number) for number in text.split()] for text in printed]
 
@@ -108,7 +109,7 @@ def test_a_process_that_dies_with_the_lock_leaves_it_to_the_others() -> None:
     holder.kill()
     holder.communicate()
     assert Totals(file).take((3, 1, 1))
-    assert waiting.communicate(timeout=60)[0] == b"5000\n"
+    assert waiting.communicate(timeout=limit(60))[0] == b"5000\n"
     os.close(file)
 
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from collector import Collector, attributes, collecting
 from servers import Server, serving
-from waiting import eventually
+from waiting import eventually, limit
 
 from kvline_contract import tracing
 
@@ -46,7 +46,7 @@ def test_a_request_is_a_part_of_its_client_s_trace(
 ) -> None:
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
     url = f"{traced.url}/v1/completions"
-    answer = httpx.post(url, json={**BODY, "stream": stream}, headers=headers, timeout=30)
+    answer = httpx.post(url, json={**BODY, "stream": stream}, headers=headers, timeout=limit(30))
     assert answer.status_code == 200
     found = {span.name: span for span in spans(collector, 5)}
     assert set(found) == {"POST /v1/completions", "sequence", "queue", "prefill", "decode"}
@@ -70,7 +70,9 @@ def test_a_request_is_a_part_of_its_client_s_trace(
 def test_a_refusal_is_an_error_and_without_a_parent_a_trace_of_its_own(
     traced: Server, collector: Collector
 ) -> None:
-    answer = httpx.post(f"{traced.url}/v1/completions", json={**BODY, "model": "other"})
+    answer = httpx.post(
+        f"{traced.url}/v1/completions", json={**BODY, "model": "other"}, timeout=limit(5)
+    )
     assert answer.status_code == 404
     (span,) = spans(collector, 1)
     assert (span.status.code, span.status.message) == (2, "NotFound")
@@ -83,7 +85,7 @@ def test_a_collector_that_is_not_there_slows_nothing_down(start: Callable[..., S
     server = start(faults=nobody)
     server.wait()
     url = f"{server.url}/v1/completions"
-    assert all(httpx.post(url, json=BODY, timeout=30).status_code == 200 for _ in range(5))
+    assert all(httpx.post(url, json=BODY, timeout=limit(30)).status_code == 200 for _ in range(5))
     server.process.terminate()
     assert server.end() == 0
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from near import same_ranking
 from ties import same_draws
 from torch.overrides import TorchFunctionMode
+from waiting import limit
 
 from kvline_server.kernels.interface import NO_TOKEN, RowScores
 from kvline_server.kernels.layout import Draws
@@ -67,7 +68,7 @@ class Threads:
 
 
 def on_ranks(ranks: int, size: int, work: Callable[[Vocabulary], T]) -> list[T]:
-    table, barrier = [None] * ranks, threading.Barrier(ranks, timeout=30)
+    table, barrier = [None] * ranks, threading.Barrier(ranks, timeout=limit(30))
 
     def run(rank: int) -> T:
         try:

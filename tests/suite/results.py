@@ -11,7 +11,7 @@ import json
 import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -73,22 +73,28 @@ class Test:
 
 
 def is_late(error: BaseException) -> bool:
-    """Whether it says that a limit has passed, and nothing else: neither does what was already
-    wrong when it was raised."""
-    if isinstance(error, BaseExceptionGroup):
-        late = all(map(is_late, error.exceptions))
-    elif isinstance(error, pytest.fail.Exception):
-        late = str(error).startswith("Timeout (>")  # of pytest-timeout
-    else:
-        late = _says_late(error)
-    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return late and (before is None or isinstance(before, BEHIND) or is_late(before))
+    """Whether it says that a limit has passed, and nothing else: neither does anything that was
+    already wrong when it was raised, however far behind and whether it is shown or not."""
+    return _says_late(error) and all(
+        isinstance(before, BEHIND) or _says_late(before) for before in _before(error)
+    )
 
 
 def _says_late(error: BaseException) -> bool:
     from errors import NotWithin  # of the clusters, whose folder only tests have on their path
 
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(is_late, error.exceptions))
+    if isinstance(error, pytest.fail.Exception):
+        return str(error).startswith("Timeout (>")  # of pytest-timeout
     return isinstance(error, (*LATE, NotWithin))
+
+
+def _before(error: BaseException) -> Iterator[BaseException]:
+    for before in (error.__cause__, error.__context__):
+        if before is not None:
+            yield before
+            yield from _before(before)
 
 
 class Results:

@@ -87,7 +87,6 @@ class Ran:
 
 
 _printing = threading.Lock()
-_measuring = threading.Lock()  # of slowness: not beside another measurement of it
 
 
 def say(text: str) -> None:
@@ -111,8 +110,10 @@ def again(stage: Stage, test: str, number: int) -> Ran:
 
 def _pytest(stage: Stage, name: str, options: list[str]) -> Ran:
     began = time.monotonic()
-    with _measuring:
-        ran = Ran(stage.name, slowness=round(speed.slowness(), 2))
+    # Lanes that begin together measure together: what each of their stages will have beside it.
+    ran = Ran(stage.name, slowness=round(speed.slowness(), 2))
+    if ran.slowness >= speed.MOST:
+        say(f"{name:>11} | this machine is slower than limits grow: {speed.MOST:g} times")
     process = subprocess.Popen(
         [*PYTEST, *options],
         cwd=ROOT,

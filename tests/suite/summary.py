@@ -29,6 +29,7 @@ class Run:
     wanted: list[str]
     commit: str = "unknown"  # of the tree as the run began
     checks: dict[str, bool] = field(default_factory=dict)
+    install_seconds: float = 0.0  # before the suite itself: packages
     check_seconds: float = 0.0
     build_seconds: float = 0.0  # that stages waited for what clusters are made of
     cached: bool = True  # whether that was there when the run began
@@ -93,6 +94,7 @@ def document(run: Run) -> dict[str, Any]:
         "date": now(),
         "stages_wanted": run.wanted,
         "seconds": round(run.seconds, 1),
+        "install_seconds": round(run.install_seconds, 1),
         "check_seconds": round(run.check_seconds, 1),
         "build_seconds": round(run.build_seconds, 1),
         "programs_cached": run.cached,
@@ -131,7 +133,8 @@ def failures(run: Run) -> list[str]:
         for name, test in stage.tests.items()
         if test.outcome == "failed"
     ]
-    return [*wrong, *run.late, *(name for name, good in run.checks.items() if not good)]
+    checks = (name for name, good in run.checks.items() if not good)
+    return [*wrong, *run.late, *checks, *run.faults]
 
 
 def table(run: Run) -> str:
@@ -139,6 +142,7 @@ def table(run: Run) -> str:
     and so do tests of one: their seconds add up to more than the run's."""
     head = f"{'seconds':>24} {'CPU':>6} {'slow':>5} {'tests':>6} "
     lines = ["== where the time went", head + " ".join(f"{kind:>8.8}" for kind in (*KINDS, REST))]
+    lines.append(f"   {'packages':<12} {run.install_seconds:>8.0f}")
     lines.append(f"   {'check':<12} {run.check_seconds:>8.0f}")
     lines.append(f"   {'build':<12} {run.build_seconds:>8.0f}")
     for stage in run.stages:

@@ -111,7 +111,8 @@ class CpuDevice:
 
     def keep_peak(self, again: bool) -> bool:
         """The kernel knows the peak of all resident memory, of which file pages are taken off. It
-        may have dropped some since the peak, which would count as memory of the step."""
+        may have dropped some since the peak, which would count as memory of the step. Seen is only
+        what the step has lost of them at its end (_peak)."""
         status, steps = _status("self"), self.steps
         known = status["RssFile"] >= steps.files - DROPPED
         steps.least = min(steps.least, _peak(status, steps.files))
@@ -151,7 +152,8 @@ class CpuDevice:
 
 def _peak(status: dict[str, int], files: int) -> int:
     """What anonymous memory was at most since VmHWM was cleared, when file pages were so many: they
-    may have become more or fewer since."""
+    may have become more or fewer since. Pages that were dropped before the peak and read again
+    after it leave no trace here: the figure is too low by them then."""
     return status["VmHWM"] - min(status["RssFile"], files)
 
 
