@@ -218,7 +218,7 @@ class Diagnosis:
         parts = [
             Taken(PROCESSES, usage.used - usage.now, "parent, HTTP and kernel"),
             Taken(CODE, usage.files, "file pages of what runs"),
-            Taken(CLIENTS, clients, "what requests make HTTP hold"),
+            Taken(CLIENTS, clients, "what requests make HTTP hold, and page tables"),
         ]
         return [part for part in parts if part.nbytes >= MIB]
 
@@ -286,7 +286,7 @@ class Diagnosis:
     def _more_memory(self, parts: list[Taken]) -> Offer:
         """What the parts that are known need, with the smallest cache that would do."""
         tokens = max(self.settings.max_model_len or 0, SMALLEST) + PAGE_SIZE
-        each = sum(part.per_token for part in self.owned) + self.settings.client_bytes_per_token
+        each = sum(part.per_token for part in self.owned) + self.settings.reserved_per_token
         missing = sum(max(0, part.nbytes) for part in parts) + tokens * each - self.limit
         if missing <= 0:  # what else was missing is not known
             return Offer(Knob(MEMORY_FIELD, Direction.RAISE))
