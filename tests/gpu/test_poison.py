@@ -52,7 +52,7 @@ def test_random_loads_with_bad_requests_fail_no_other(
     while id < 400 or not made.idle:
         if id < 400 and rng.random() < 0.5:
             breaks = rng.random() < 0.2
-            kind = rng.randrange(6) + 6 * breaks  # good ones may share what is not proven
+            kind = rng.randrange(6) + 6 * breaks  # good ones may share what is not confirmed
             tokens = prompt(kind, rng.randint(1, 180))
             if breaks:
                 tokens[rng.randrange(len(tokens))] = BAD

@@ -49,6 +49,9 @@ PROMPTS: list[Json] = [
 ]
 
 
+TEXT_OR_NUMBER: st.SearchStrategy[Json] = st.sampled_from([*TEXTS, 0, 0.5, True, None])
+
+
 def edges(schema: dict[str, Json], known: dict[str, Json], ok: bool) -> st.SearchStrategy[Json]:
     """Values at the edges of a JSON schema: inside where `ok`, else often just outside."""
     if "$ref" in schema:
@@ -89,7 +92,8 @@ def _numbers(schema: dict[str, Json], ok: bool) -> st.SearchStrategy[Json]:
 def _objects(schema: dict[str, Json], known: dict[str, Json], ok: bool) -> st.SearchStrategy[Json]:
     if "properties" not in schema:
         keys = ["0", "256", "257", "306"] if ok else ["307", "-1", "x", "", "9" * 10]
-        values = edges(schema["additionalProperties"], known, ok)
+        of = schema["additionalProperties"]
+        values = TEXT_OR_NUMBER if of is True else edges(of, known, ok)  # True: any JSON
         return st.dictionaries(st.sampled_from(keys), values, max_size=4)
     fields = {name: edges(item, known, ok) for name, item in schema["properties"].items()}
     wanted = {name: fields.pop(name) for name in schema.get("required", ())}

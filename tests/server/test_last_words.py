@@ -20,7 +20,7 @@ from servers import Server, wait_for
 from waiting import limit
 
 from kvline_contract.launch import CapacityOptions, EngineOptions
-from kvline_server.parent.supervisor import END_SECONDS
+from kvline_server.parent.drain import END_SECONDS
 
 pytestmark = pytest.mark.process
 

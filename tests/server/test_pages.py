@@ -17,7 +17,7 @@ class Pool(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = PagePool(12)
-        self.clean: set[int] = set()  # pages with nothing but what was proven
+        self.clean: set[int] = set()  # pages with nothing but what was confirmed
 
     @rule(target=held, count=st.integers(0, 5))
     def take(self, count: int) -> list[int]:
@@ -41,8 +41,8 @@ class Pool(RuleBasedStateMachine):
         return self.pool.match([f"{number}-{i}".encode() for i in range(5)])
 
     @rule(pages=held)
-    def prove(self, pages: list[int]) -> None:
-        self.pool.prove(pages)
+    def confirm(self, pages: list[int]) -> None:
+        self.pool.confirm(pages)
         self.clean |= set(pages)
 
     @rule(pages=consumes(held))
@@ -81,15 +81,15 @@ def test_a_released_page_with_a_name_is_found_again_until_it_is_needed() -> None
     assert pool.match([b"a"]) == []
 
 
-def test_a_page_is_cleared_for_its_next_owner_unless_it_was_proven() -> None:
+def test_a_page_is_cleared_for_its_next_owner_unless_it_was_confirmed() -> None:
     pool = PagePool(3)
     pages = pool.take(2)
     assert set(pool.to_clear()) == {1, 2}, "sizing has written to them"
-    pool.prove(pages)
+    pool.confirm(pages)
     pool.release(pages)
     pages = pool.take(2)
     assert pool.to_clear() == []
-    pool.prove(pages[:1])
+    pool.confirm(pages[:1])
     pool.release(pages)
     assert set(pool.take(2)) == set(pages)
     assert pool.to_clear() == pages[1:]

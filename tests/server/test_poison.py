@@ -1,5 +1,5 @@
-"""Keys and values that are not finite end with the request that made them: whoever has its pages
-afterwards, or its prompt, gets what an engine without that request gives."""
+"""Keys and values that are not finite end with the request that made them: another that has its
+pages afterwards, or its prompt, gets what an engine without that request gives."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,12 +114,12 @@ def broken_step(made: Engine, at: int) -> None:
     """Hidden states of one step to come are NaN from the first layer on."""
     decode, seen = worker(made).forward, -1
 
-    def broken(ids: torch.Tensor, *words: object) -> torch.Tensor:
+    def broken(ids: torch.Tensor, *words: Any) -> torch.Tensor:
         nonlocal seen
         seen += 1
         return decode(torch.full_like(ids, BAD) if seen == at else ids, *words)
 
-    worker(made).forward = broken
+    worker(made).forward = broken  # type: ignore[assignment] # of five words
 
 
 @DEPTHS
@@ -190,7 +191,7 @@ def test_random_loads_with_bad_requests_fail_no_other(poisoned: Path, depth: int
     while id < 150 or not made.idle:
         if id < 150 and rng.random() < 0.5:
             breaks = rng.random() < 0.2
-            kind = rng.randrange(3) + 3 * breaks  # good ones may share what is not proven
+            kind = rng.randrange(3) + 3 * breaks  # good ones may share what is not confirmed
             tokens = prompt(kind, rng.randint(1, 70))
             if breaks:
                 tokens[rng.randrange(len(tokens))] = BAD

@@ -37,7 +37,7 @@ def step(scheduler: Scheduler, done: list[int], check: bool = True) -> list[Work
     scheduler.advance(work)
     for w in work:
         if w.start + w.rows == w.sequence.length:
-            scheduler.prove(w.sequence, w.sequence.length)
+            scheduler.confirm(w.sequence, w.sequence.length)
             w.sequence.tokens.append(7)
             if w.sequence.length - w.sequence.prompt_length >= w.sequence.params.max_tokens:
                 scheduler.remove(w.sequence)

@@ -116,7 +116,7 @@ class Engine:
             self.scheduler.fail(sequence)
             self.abort(sequence.id)
             return Output(sequence, 0, None, "error")
-        self.scheduler.prove(sequence, len(tokens))
+        self.scheduler.confirm(sequence, len(tokens))
         finish: FinishReason | None = None
         first = len(tokens) == sequence.prompt_length
         tokens.append(token)

@@ -54,7 +54,7 @@ class Sequence:
     pages: array[int] = field(default_factory=lambda: array("i"))
     chain: list[bytes] = field(default_factory=list)  # hashes of its full pages
     published: int = 0  # full pages that the prefix cache knows
-    proven: int = 0  # computed tokens on which a result that was read as finite depends
+    confirmed: int = 0  # computed tokens on which a result that was read as finite depends
     scored: int = 0  # prompt positions whose logprob has left the engine; survives preemption
     scores: list[Scores] = field(default_factory=list)
     preemptions: int = 0

@@ -61,7 +61,7 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a running or waiting sequence and frees its pages. Others find in the prefix
-        cache only those that are proven."""
+        cache only those that are confirmed."""
         if sequence in self.running:
             del self.running[sequence]
             self._release(sequence, retract=True)
@@ -116,14 +116,14 @@ class Scheduler:
             if (sequence.published + 1) * PAGE_SIZE <= sequence.computed:
                 self._publish(sequence)
 
-    def prove(self, sequence: Sequence, tokens: int) -> None:
+    def confirm(self, sequence: Sequence, tokens: int) -> None:
         """After a finite result that depends on so many tokens of a sequence; it may have been
         preempted since."""
         if tokens <= sequence.computed:
-            first, full = sequence.proven // PAGE_SIZE, tokens // PAGE_SIZE
+            first, full = sequence.confirmed // PAGE_SIZE, tokens // PAGE_SIZE
             if full > first:
-                self.pool.prove(sequence.pages[first:full])
-            sequence.proven = tokens
+                self.pool.confirm(sequence.pages[first:full])
+            sequence.confirmed = tokens
 
     def fail(self, sequence: Sequence) -> None:
         """After a result that was not finite, of a sequence that may have been preempted since:
@@ -235,11 +235,11 @@ class Scheduler:
 
     def _release(self, sequence: Sequence, retract: bool = False) -> None:
         self._slots.append(sequence.slot)
-        if sequence.computed == sequence.proven:  # no step writes to its last page any more
-            self.pool.prove(sequence.pages[-1:])
+        if sequence.computed == sequence.confirmed:  # no step writes to its last page any more
+            self.pool.confirm(sequence.pages[-1:])
         self.pool.release(sequence.pages, retract)
         sequence.pages = array("i")
-        sequence.computed = sequence.published = sequence.proven = 0
+        sequence.computed = sequence.published = sequence.confirmed = 0
 
 
 def _trim_to_wave(work: list[Work]) -> None:

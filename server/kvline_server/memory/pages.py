@@ -3,8 +3,8 @@
 Bookkeeping on page numbers alone. Invariant after every call: free + used + cached == total. Page 0
 is the dummy page that padding rows write to; it is never allocated.
 
-A page is proven once a result that depends on it was read as finite. One that is not proven may
-hold NaN, which attention kernels multiply by 0 behind a sequence's end: it is cleared before it has
+A page is confirmed once a result that depends on it was read as finite. One that is not may hold
+NaN, which attention kernels multiply by 0 behind a sequence's end: it is cleared before it has
 another owner (docs/decisions/040).
 """
 
@@ -54,7 +54,7 @@ class PagePool:
         self._page_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
         # In use, cached or free. At first all: what sizing left in them nobody has read.
-        self._unproven = set(self._free)
+        self._unconfirmed = set(self._free)
         self._to_clear: list[int] = []
 
     @property
@@ -75,15 +75,15 @@ class PagePool:
 
     def take(self, count: int) -> list[int]:
         """`count` pages with one reference; evicts least recently used cached pages. Those that
-        are not proven are cleared with the step that they are taken for. Requires
+        are not confirmed are cleared with the step that they are taken for. Requires
         can_take(count)."""
         assert self.can_take(count), "take without can_take"
         taken = []
         for _ in range(count):
             page = self._free.pop() if self._free else self._evict()
-            if page in self._unproven:
+            if page in self._unconfirmed:
                 self._to_clear.append(page)
-            self._unproven.add(page)
+            self._unconfirmed.add(page)
             self._references[page] = 1
             taken.append(page)
         return taken
@@ -112,19 +112,19 @@ class PagePool:
         pages, self._to_clear = self._to_clear, []
         return pages
 
-    def prove(self, pages: Sequence[int]) -> None:
+    def confirm(self, pages: Sequence[int]) -> None:
         """After a finite result that depends on all that was written to them."""
-        self._unproven.difference_update(pages)
+        self._unconfirmed.difference_update(pages)
 
     def retract(self, pages: Sequence[int]) -> None:
         """After a result that was not finite: the prefix cache forgets the pages, and none of them
-        is proven. Whichever sequence holds one keeps it."""
+        is confirmed. Whichever sequence holds one keeps it."""
         for page in pages:
             self._forget(page)
             if page in self._cached:
                 del self._cached[page]
                 self._free.append(page)
-        self._unproven.update(pages)
+        self._unconfirmed.update(pages)
 
     def known(self, hashes: list[bytes]) -> list[int]:
         """The pages under these hashes, wherever the prefix cache has one."""
@@ -132,14 +132,14 @@ class PagePool:
 
     def release(self, pages: Sequence[int], retract: bool = False) -> None:
         """Drops one reference each; a sequence's last page becomes evictable first. To `retract`:
-        the prefix cache forgets those that are not proven and that no other sequence holds."""
+        the prefix cache forgets those that are not confirmed and that no other sequence holds."""
         for page in reversed(pages):
             left = self._references[page] - 1
             if left:
                 self._references[page] = left
                 continue
             del self._references[page]
-            if retract and page in self._unproven:
+            if retract and page in self._unconfirmed:
                 self._forget(page)
             if page in self._hash_of:
                 self._cached[page] = None
