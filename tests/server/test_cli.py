@@ -174,19 +174,28 @@ def serve(tiny_model: Path, tmp_path: Path) -> Iterator[Serve]:
 
 
 def ends_with(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """The code and the one line."""
+    """The code and the one line beside those of the stages."""
     _, text = process.communicate(timeout=limit(100))
-    assert len(text.strip().splitlines()) == 1, text
-    return process.returncode, text.strip()
+    (line,) = [line for line in text.strip().splitlines() if not is_stage(line)]
+    return process.returncode, line
+
+
+def is_stage(line: str) -> bool:
+    return re.match(r"kvline-server: stage \d of \d: ", line) is not None
+
+
+def ready_line(process: subprocess.Popen[str]) -> str:
+    """The first line that is of no stage."""
+    assert process.stderr is not None
+    return next(line for line in process.stderr if not is_stage(line))
 
 
 @pytest.mark.process
 def test_ctrl_c_drains_and_a_second_one_ends_at_once(serve: Serve, tmp_path: Path) -> None:
     """A terminal sends SIGINT to the whole foreground group: the engine works on until the stream
-    is over. What the server says of itself is one line when it is ready and one at its end."""
+    is over. Beside its stages it has one line when it is ready and one at its end."""
     process = serve("--port", 0, "--internal-port", 0)
-    assert process.stderr is not None
-    ready = process.stderr.readline()
+    ready = ready_line(process)
     assert "ready: tiny on CPU x86_64, 2048 KV tokens, 256 a request at most" in ready
     ports = re.search(r"API on 127.0.0.1:(\d+), probes and metrics on 127.0.0.1:(\d+)", ready)
     assert ports is not None
@@ -207,8 +216,7 @@ def test_ctrl_c_drains_and_a_second_one_ends_at_once(serve: Serve, tmp_path: Pat
 @pytest.mark.process
 def test_an_idle_connection_ends_after_the_flag_s_seconds(serve: Serve) -> None:
     process = serve("--port", 0, "--internal-port", 0, "--keep-alive-seconds", 1)
-    assert process.stderr is not None
-    port = re.search(r"API on 127.0.0.1:(\d+)", process.stderr.readline())
+    port = re.search(r"API on 127.0.0.1:(\d+)", ready_line(process))
     assert port is not None
     with socket.create_connection(("127.0.0.1", int(port[1])), limit(60)) as idle:
         idle.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -221,7 +229,7 @@ def test_an_idle_connection_ends_after_the_flag_s_seconds(serve: Serve) -> None:
 def test_a_run_killed_leaves_a_folder_that_the_next_removes(serve: Serve, tmp_path: Path) -> None:
     ports = ["--port", free_port(), "--internal-port", free_port()]
     process = serve(*ports)
-    assert process.stderr is not None and process.stderr.readline()
+    assert ready_line(process)
     (left,) = (tmp_path / "tmp").iterdir()
     assert not [file for file in left.iterdir() if file.is_socket()]
     process.kill()

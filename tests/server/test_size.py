@@ -53,7 +53,7 @@ def test_a_recorded_size_is_validated_and_not_searched(tiny_model: Path, tmp_pat
     kept = json.loads(record.read_text())
     assert list(kept["records"]) == [found["result"]["fingerprint"]]
     for made in kept["records"].values():
-        made["freeMiB"] -= 20  # a start finds a few MiB less or more than the one before
+        made["freeMiB"] -= 4  # a start finds a few MiB less or more than the one before
         made["kvTokens"] -= 160
     record.write_text(json.dumps(kept))
     again = json.loads(size(tiny_model, "--json", "--record", str(record)).stdout)

@@ -138,7 +138,7 @@ def test_weights_that_do_not_fit_are_diagnosed_before_the_kernel_kills(
     ended = server.termination()
     assert "spec.resources.memory" in ended["message"]
     memory = ended["memory"]
-    assert sum(v for k, v in memory.items() if k != "totalMiB") == memory["totalMiB"] == 64
+    assert sum(part["mib"] for part in memory["parts"]) == memory["totalMiB"] == 64
 
 
 def test_a_volume_that_hangs_is_stalled(start: Callable[..., Server]) -> None:
