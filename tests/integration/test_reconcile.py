@@ -31,7 +31,8 @@ def shape(space: Any) -> str:
             keep = {k: item.get(k) for k in ("spec", "data", "immutable") if k in item}
             text = json.dumps([meta["labels"], keep], sort_keys=True).replace(space.name, "NS")
             made[f"{kind}/{meta['name']}"] = re.sub(r'"clusterIPs?": (\[[^]]*\]|"[^"]*")', "", text)
-    return json.dumps(made, sort_keys=True)
+    # Each operator has a token of its own for its notices.
+    return re.sub(r"\b[0-9a-f]{64}\b", "DIGEST", json.dumps(made, sort_keys=True))
 
 
 def revision(space: Any, name: str = "chat") -> str:

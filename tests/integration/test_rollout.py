@@ -84,8 +84,8 @@ def test_after_a_restart_of_the_operator_an_opened_gate_file_arrives_itself(
     operator.stop()
     operator.start()
     service.tokens[candidate] = 4096
-    notice = (service.node.addresses[uid], f"{OPEN_GATE_PATH}?uid={uid}")
-    service.until(lambda s: notice in service.node.posts)
+    path = f"{OPEN_GATE_PATH}?uid={uid}"
+    service.until(lambda s: (service.node.addresses.get(uid), path) in service.node.posts)
     service.poll()
     assert candidate not in service.served
     assert service.events("GatePassed")
