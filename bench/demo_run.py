@@ -1,4 +1,5 @@
-"""python bench demo: records what the last whole `make demo` took on this machine's own cluster."""
+"""python bench demo: records what the last whole `make demo` took, which this tree ran on a cluster
+of its own."""
 
 from __future__ import annotations
 

@@ -30,13 +30,14 @@ def main() -> int:
     # In a pipe too, lines come out when they are printed, in order with those of kubectl.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     # Of make: what it installs first is a part of it.
-    began, built = float(os.environ.get("KVLINE_BEGAN", time.time())), binaries.are_built()
+    began = float(os.environ.get("KVLINE_BEGAN", time.time()))
     try:
         cluster = choose(os.environ.get("CLUSTER", "local"))
         if sys.argv[1:] == ["down"]:
             cluster.down()
             print("the demo is gone; images, binaries, logs and the model stay in the cache")
             return 0
+        built = binaries.are_built()
         run(cluster)
     except ClusterError as error:
         print(f"\ndemo: {error}", file=sys.stderr)

@@ -41,8 +41,6 @@ def install(cluster: Any, **more: str) -> None:
     import helm
     from network import NODE_ADDRESS
 
-    where = ["--kubeconfig", str(cluster.kubeconfig), "--namespace", "kvline-system"]
-    where += ["--wait", f"--timeout={limit(300):.0f}s"]
     values = {
         "image.operator": build.image_name("operator"),
         "image.server": build.image_name("server"),
@@ -52,6 +50,7 @@ def install(cluster: Any, **more: str) -> None:
         **more,
     }
     values_set = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+    where = _where(cluster)
     helm.helm("upgrade", "--install", "kvline-crds", "charts/kvline-crds", *where)
     helm.helm("upgrade", "--install", "kvline", "charts/kvline", *values_set, *where)
 
@@ -61,9 +60,13 @@ def uninstall(cluster: Any) -> None:
     import helm
 
     for release in ("kvline-crds", "kvline"):
-        where = ("--kubeconfig", str(cluster.kubeconfig), "--namespace", "kvline-system")
-        within = f"--timeout={limit(300):.0f}s"
-        helm.helm("uninstall", release, "--wait", within, *where)
+        helm.helm("uninstall", release, *_where(cluster))
+
+
+def _where(cluster: Any) -> list[str]:
+    """Helm's words for a release of ours, and for how long it waits until its objects are ready."""
+    where = ["--kubeconfig", str(cluster.kubeconfig), "--namespace", "kvline-system"]
+    return [*where, "--wait", f"--timeout={limit(300):.0f}s"]
 
 
 def wait(space: Any, name: str, kind: str, seconds: float = 240, **wanted: str) -> dict[str, Any]:

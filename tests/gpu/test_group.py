@@ -20,14 +20,16 @@ WIDTH = 4096
 
 @pytest.mark.parametrize("kind", ["symmetric", "nccl"])
 def test_ranks_add_and_exchange(kind: str, tmp_path: Path) -> None:
+    """Each rank asserts in its process, whose error `spawn` raises here."""
     ranks = torch.cuda.device_count()
     spawn(  # type: ignore[no-untyped-call]
         rank_of, (kind, ranks, tmp_path), nprocs=ranks
     )
+    assert {file.name for file in tmp_path.glob("ended-*")} == {f"ended-{n}" for n in range(ranks)}
 
 
 def rank_of(rank: int, kind: str, ranks: int, folder: Path) -> None:
-    """In a process of its own."""
+    """In a process of its own; leaves a file where all of it was right."""
     torch.cuda.set_device(rank)
     group = made(kind, rank, ranks, folder)
     torch.manual_seed(rank)
@@ -43,6 +45,7 @@ def rank_of(rank: int, kind: str, ranks: int, folder: Path) -> None:
     apart(group)
     group.all_gather(torch.zeros(1, device="cuda"))  # all have ended
     torch.cuda.synchronize()
+    (folder / f"ended-{rank}").touch()
 
 
 def made(kind: str, rank: int, ranks: int, folder: Path) -> Any:

@@ -91,10 +91,10 @@ def _says_late(error: BaseException) -> bool:
 
 
 def _before(error: BaseException) -> Iterator[BaseException]:
-    for before in (error.__cause__, error.__context__):
-        if before is not None:
-            yield before
-            yield from _before(before)
+    links = {error.__cause__, error.__context__}  # often one and the same
+    for before in filter(None, links):
+        yield before
+        yield from _before(before)
 
 
 class Results:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-# Seconds that the load takes on two cores of an AMD EPYC of 2023 with nothing beside it.
+# Seconds that the load takes on two cores of an AMD EPYC with nothing beside it.
 USUAL_SECONDS = 2.0
 MOST = 8.0  # no limit grows further
 ROUNDS = 96
