@@ -7,7 +7,6 @@ import socket
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 BACKLOG = 1024
-PASSIVE = socket.AI_PASSIVE  # for a listener
 WILDCARDS = ("", "0.0.0.0", "::")  # noqa: S104 - a pod's ports are its interface
 
 
@@ -18,8 +17,10 @@ def listen(host: str, port: int, backlog: int = BACKLOG, reuse_port: bool = Fals
     both = host in WILDCARDS and socket.has_dualstack_ipv6()
     if both:
         host, family = "::", socket.AF_INET6
+    elif host in WILDCARDS:
+        host, family = "0.0.0.0", socket.AF_INET  # noqa: S104
     else:
-        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=PASSIVE)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         families = [family for family, *_ in found]
         family = socket.AF_INET if socket.AF_INET in families else families[0]
     return socket.create_server(

@@ -31,6 +31,16 @@ def test_a_wildcard_is_reached_by_both_families(host: str) -> None:
         assert reached(listener) == set(EVERY)
 
 
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
+def test_a_wildcard_without_ipv6_in_the_kernel_is_that_of_ipv4(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    with listen(host, 0) as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"
+        assert reached(listener) == {EVERY[0]}
+
+
 @pytest.mark.parametrize(
     ("host", "only"), [*zip(EVERY, EVERY, strict=True), ("localhost", EVERY[0])]
 )
