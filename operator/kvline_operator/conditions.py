@@ -82,8 +82,9 @@ def progressing(state: ServiceState) -> Condition:
         if pod.waiting_reason in IMAGE_REASONS:
             text = f"{pod.waiting_reason}: {pod.waiting_message}"
             return Condition(kind, "False", "ImagePullFailed", text)
-        if pod.failed is not None and meaning(pod.failed.code).condition == kind:
-            return Condition(kind, "False", meaning(pod.failed.code).reason, pod.failed.message)
+    ended = _lost(state)
+    if ended is not None:
+        return ended
     if _is_complete(state):
         return Condition(kind, "True", "Complete", "")
     if state.refused:
@@ -98,6 +99,18 @@ def progressing(state: ServiceState) -> Condition:
     waits = next(filter(None, map(waiting, state.newest)), "")
     text = f"{_counts(state)}; {waits}" if waits else _counts(state)
     return Condition(kind, "True", "RollingOut", text)
+
+
+def _lost(state: ServiceState) -> Condition | None:
+    """A replica that lost its device, a rank or its progress and is not validated again. Stable
+    ones count during a rollout as well, which a held gate makes last for days."""
+    kind = "Progressing"
+    stable = () if state.plan.newest == state.plan.stable else state.stable
+    for pod in (*state.newest, *stable):
+        if pod.failed is not None and meaning(pod.failed.code).condition == kind:
+            text = f"{pod.name}: {pod.failed.message}" if pod in stable else pod.failed.message
+            return Condition(kind, "False", meaning(pod.failed.code).reason, text)
+    return None
 
 
 def _is_complete(state: ServiceState) -> bool:

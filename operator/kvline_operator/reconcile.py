@@ -50,7 +50,7 @@ from kvline_operator.observe import Observed, observe
 from kvline_operator.pod_ownership import PodOwnership
 from kvline_operator.revision_state import RevisionState
 from kvline_operator.rollout_state import RolloutState
-from kvline_operator.service_state import Condition, Scaling, ServiceState
+from kvline_operator.service_state import Condition, Scaling, ServiceState, newly_ended
 from kvline_operator.settings import Settings
 from kvline_operator.sizing import Reports
 from kvline_operator.spec import ServiceSpec, parse
@@ -119,6 +119,7 @@ def reconcile(context: Context, key: Key) -> float:
     if apply_error is None or apply_error.reason == "ForeignChange":  # all is written
         waiting = rollout_state.to_notify(observed.pods)
         notices.open_gates(context.reports, context.pool, context.tokens, spec.uid, waiting)
+    before = context.status_cache.get(key)
     # The status is of what was observed before the writes; their events requeue this service.
     state = ServiceState(
         spec=spec,
@@ -135,6 +136,7 @@ def reconcile(context: Context, key: Key) -> float:
         scaling=scaling,
         preparing=rollout_state.preparing,
         stable_data=rollout_state.stored.get(rollout_state.plan.stable, {}).get("data", {}),
+        newly_ended=newly_ended(observed.pods, before.pods if before is not None else ()),
     )
     new, events = status.build(state, body.get("status") or {}, context.stamp())
     history = status_cache.history(rollout_state.stored, rollout_state.states)
@@ -333,17 +335,16 @@ def _prune(
 
 
 def _write_status(context: Context, body: Object, new: Object, events: list[status.Event]) -> None:
-    """Events first, then one status write; neither where the status is unchanged. An event's name
-    is a hash of its content and the object's version, so a repeat after a crash adds none."""
+    """Events first, then one status write where the status has changed. An event's name is a hash
+    of its content and the object's version, so a repeat after a crash adds none."""
     meta = body["metadata"]
-    if new == (body.get("status") or {}):
-        return
     owner = render.Owner(meta["namespace"], meta["name"], meta["uid"], base_name(meta["name"]))
     for item in events:
         event = (item.reason, item.kind, item.message)
         context.kube.create(render.event(owner, event, meta["resourceVersion"], context.stamp()))
         log.info("%s/%s: %s: %s", meta["namespace"], meta["name"], item.reason, item.message)
-    context.kube.replace_status(meta["namespace"], meta["name"], new, meta["resourceVersion"])
+    if new != (body.get("status") or {}):
+        context.kube.replace_status(meta["namespace"], meta["name"], new, meta["resourceVersion"])
 
 
 def _deadline_exceeded(observed: Observed, revision: str) -> bool:

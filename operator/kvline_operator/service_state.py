@@ -54,6 +54,9 @@ class ServiceState:
     scaling: Scaling | None = None
     preparing: Preparation | None = None  # the Job that its pods wait for
     stable_data: dict[str, Any] = field(default_factory=dict)  # of its ControllerRevision
+    # Whose server container ended since the last reconcile; no condition shows that where another
+    # replica serves, or where the container runs again.
+    newly_ended: tuple[PodView, ...] = ()
 
     @property
     def served_name(self) -> str:
@@ -90,6 +93,12 @@ class ServiceState:
         stable = tuple(p for p in ready if p.revision == self.plan.stable)
         new = tuple(p for p in ready if passed and p.revision == self.plan.candidate)
         return stable or new
+
+
+def newly_ended(pods: tuple[PodView, ...], before: tuple[PodView, ...]) -> tuple[PodView, ...]:
+    """Those of `before`, the pods of the last reconcile, whose server container ended since."""
+    numbers = {p.uid: p.end_number if p.ended else 0 for p in before}
+    return tuple(p for p in pods if p.ended and p.end_number > numbers.get(p.uid, p.end_number))
 
 
 def failed_end(pods: tuple[PodView, ...]) -> Ended | None:

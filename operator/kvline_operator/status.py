@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvline_contract.codec import encode
+from kvline_contract.exits import meaning
 from kvline_contract.names import LABEL_SERVICE
 from kvline_contract.report import MAX_WARNINGS, Termination
 from kvline_operator.capacity_status import CapacityStatus, capacity
@@ -101,6 +102,7 @@ def build(state: ServiceState, previous: Object, now: str) -> tuple[Object, list
     events = [Event("SpecWarning", "Warning", text) for text in own if text not in known]
     events += [Event("ReplicaWarning", "Warning", text) for text in theirs if text not in known]
     events += _ended_events(state.ended, previous.get("endedPods") or 0)
+    events += [Event("ContainerEnded", "Warning", _container_end(p)) for p in state.newly_ended]
     if state.plan.gate is not None:
         events += _gate_events(made, out["rollout"], previous)
     if state.scaling is not None:
@@ -189,6 +191,16 @@ def _ended_events(pods: tuple[EndedPod, ...], before: int) -> list[Event]:
         Event("PodEnded", "Warning", f"{p.text}; it no longer counts as a replica")
         for p in pods[:new]
     ]
+
+
+def _container_end(pod: PodView) -> str:
+    """With its number, so that a second end that is the same is an event of its own."""
+    assert pod.ended is not None
+    ended, which = pod.ended, f"{pod.name} on {pod.node}: end {pod.end_number} of its container"
+    if ended.from_outside:
+        return f"{which}: {ended.killed_text}"
+    name = ended.reason if ended.oom_killed else meaning(ended.code).title
+    return f"{which}, with code {ended.code} ({name}): {ended.message}"
 
 
 def _scale_events(scaling: Scaling, before: int | None) -> list[Event]:
