@@ -7,17 +7,19 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, cast
 
 import kopf
 
+from kvline_contract.listening import listen
 from kvline_contract.names import API_VERSION, CRD_SCHEMA, GROUP
 from kvline_contract.tracing import NoTracing, tracer
 from kvline_operator import handlers, kube
 from kvline_operator.claims import Claims
-from kvline_operator.errors import Forbidden, OperatorError
+from kvline_operator.errors import Forbidden, OperatorError, PortTaken
 from kvline_operator.lease import Lease
 from kvline_operator.loop import Loop
 from kvline_operator.metrics import Metrics
@@ -52,7 +54,7 @@ def main() -> int:
         return 1
     try:
         return asyncio.run(operate(settings, client, traces))
-    except Forbidden as error:
+    except (Forbidden, PortTaken) as error:
         print(f"kvline-operator: {error}", file=sys.stderr)
         return 1
 
@@ -99,33 +101,49 @@ async def operate(settings: Settings, client: kube.Kube, traces: Any | None) -> 
     loop = Loop(context, queue, metrics, resync, traces)
     lease = Lease(client, (settings.own_namespace, settings.lease_name), settings.identity)
     client.may_write = lease.held
-    ProbeServer(settings.probe_port, lambda: lease.unhealthy() or loop.unhealthy(), metrics).start()
+    if settings.page_port:
+        with _own(settings.page_port):
+            listen("", settings.page_port).close()  # a standby serves no page
+    with _own(settings.probe_port):
+        probes = ProbeServer(
+            settings.probe_port, lambda: lease.unhealthy() or loop.unhealthy(), metrics
+        )
+    probes.start()
     stop = _stop_on_signals()
     if not await _until(lease, stop):
         return 0
-    if settings.page_port:
-        from kvline_operator.page import app as page  # takes time and memory, where wanted
-
-        page.serve(cache, settings.page_port)
-    registry, options = kopf.OperatorRegistry(), kopf.OperatorSettings()
-    handlers.register(registry, queue, owners, resync)
-    handlers.configure(options)
-    watching = kopf.operator(
-        registry=registry,
-        settings=options,
-        standalone=True,
-        # Else kopf looks up the user name, and an arbitrary UID has none.
-        identity=cast(Any, "kvline-operator"),
-        clusterwide=not settings.namespaces,
-        namespaces=settings.namespaces,
-        stop_flag=stop,
-    )
     try:
+        if settings.page_port:
+            from kvline_operator.page import app as page  # takes time and memory, where wanted
+
+            with _own(settings.page_port):
+                page.serve(cache, settings.page_port)
+        registry, options = kopf.OperatorRegistry(), kopf.OperatorSettings()
+        handlers.register(registry, queue, owners, resync)
+        handlers.configure(options)
+        watching = kopf.operator(
+            registry=registry,
+            settings=options,
+            standalone=True,
+            # Else kopf looks up the user name, and an arbitrary UID has none.
+            identity=cast(Any, "kvline-operator"),
+            clusterwide=not settings.namespaces,
+            namespaces=settings.namespaces,
+            stop_flag=stop,
+        )
         return await _all(
             {"the queue": loop.run(), "the watch": watching, "the lease": lease.keep()}
         )
     finally:
         await _leave(lease)
+
+
+@contextmanager
+def _own(port: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise PortTaken(f"port {port}: {error.strerror}") from None
 
 
 def _stop_on_signals() -> asyncio.Event:

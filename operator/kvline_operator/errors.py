@@ -1,6 +1,7 @@
 """Errors of a reconcile.
 
 OperatorError
+├── PortTaken        one of the operator's own: it ends
 ├── SpecError        the spec is wrong: a condition, no retry
 ├── NameConflict     a foreign object has a child's name: a condition, slow retry
 ├── Invalid          the API server or a quota refused an object: a condition, slow retry
@@ -14,6 +15,10 @@ from __future__ import annotations
 
 
 class OperatorError(Exception):
+    pass
+
+
+class PortTaken(OperatorError):
     pass
 
 
