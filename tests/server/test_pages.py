@@ -50,14 +50,16 @@ class Pool(RuleBasedStateMachine):
         self.pool.retract(pages)
         self.clean -= set(pages)
         assert not set(self.pool.known(list(self.pool._page_of))) & set(pages)
-        self.pool.release(pages, retract=True)
+        self.pool.release(pages)
 
-    @rule(pages=consumes(held), retract=st.booleans())
-    def release(self, pages: list[int], retract: bool) -> None:
+    @rule(pages=consumes(held), leaves=st.booleans())
+    def release(self, pages: list[int], leaves: bool) -> None:
         alone = {page for page in pages if self.pool._references[page] == pages.count(page)}
-        self.pool.release(pages, retract)
-        known = set(self.pool.known(list(self.pool._page_of)))
-        assert not retract or not (known & alone) - self.clean
+        self.pool.release(pages)
+        if leaves:
+            self.pool.abandon(pages)
+            known = set(self.pool.known(list(self.pool._page_of)))
+            assert not (known & alone) - self.clean
 
     @invariant()
     def nothing_is_lost(self) -> None:

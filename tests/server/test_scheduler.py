@@ -298,6 +298,47 @@ def test_ten_thousand_random_aborts_leave_every_page_free_or_cached() -> None:
     assert scheduler.pool.free + scheduler.pool.cached == scheduler.pool.total
 
 
+def unconfirmed(scheduler: Scheduler) -> set[int]:
+    """Pages of the prefix cache that no finite result depends on."""
+    return scheduler.pool._unconfirmed & set(scheduler.pool._hash_of)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_pages_that_nobody_confirmed_leave_the_prefix_cache_with_their_last_client(
+    seed: int,
+) -> None:
+    rng = random.Random(seed)
+    scheduler = Scheduler(PagePool(24), 6, 12)
+    live: list[Sequence] = []
+    for id in range(2000):
+        live.append(sequence(id, rng.randint(1, 120), rng.randint(1, 90), rng.randint(0, 2)))
+        scheduler.add(live[-1])
+        for _ in range(rng.randint(0, 24)):
+            step(scheduler, [])
+        if len(live) > 8:
+            scheduler.remove(live.pop(rng.randrange(len(live))))
+        owed = {key for each in (*scheduler.running, *scheduler.waiting) for key in each.chain}
+        assert unconfirmed(scheduler) <= set(scheduler.pool.known(list(owed)))
+    for each in live:
+        scheduler.remove(each)
+    assert scheduler.preemptions > 50 and not unconfirmed(scheduler)
+
+
+def test_a_client_that_leaves_a_preempted_prompt_leaves_nothing_unconfirmed() -> None:
+    """The next request of that prompt found its pages, and failed with what was wrong in them."""
+    scheduler = Scheduler(PagePool(1 + 8), 2, 3)
+    old, young = sequence(0, 16, 90), sequence(1, 96, 4, base=500)
+    scheduler.add(old)
+    step(scheduler, [])
+    scheduler.add(young)
+    while not scheduler.preemptions:
+        step(scheduler, [])
+    assert young in scheduler.waiting and unconfirmed(scheduler)
+    scheduler.remove(young)
+    assert not unconfirmed(scheduler) & set(scheduler.pool.known(young.chain))
+    scheduler.pool.check()
+
+
 def test_decodes_go_before_prompt_chunks() -> None:
     scheduler = Scheduler(PagePool(50), 4, 16)
     scheduler.add(sequence(0, 4, 10))

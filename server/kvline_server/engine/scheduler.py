@@ -61,12 +61,13 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a running or waiting sequence and frees its pages. Others find in the prefix
-        cache only those that are confirmed."""
+        cache only those that are confirmed, also of what it left there when it was preempted."""
         if sequence in self.running:
             del self.running[sequence]
-            self._release(sequence, retract=True)
+            self._release(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        self.pool.abandon(self.pool.known(sequence.chain))
 
     @property
     def idle(self) -> bool:
@@ -233,11 +234,11 @@ class Scheduler:
         sequence.preemptions += 1
         self.preemptions += 1
 
-    def _release(self, sequence: Sequence, retract: bool = False) -> None:
+    def _release(self, sequence: Sequence) -> None:
         self._slots.append(sequence.slot)
         if sequence.computed == sequence.confirmed:  # no step writes to its last page any more
             self.pool.confirm(sequence.pages[-1:])
-        self.pool.release(sequence.pages, retract)
+        self.pool.release(sequence.pages)
         sequence.pages = array("i")
         sequence.computed = sequence.published = sequence.confirmed = 0
 

@@ -130,17 +130,19 @@ class PagePool:
         """The pages under these hashes, wherever the prefix cache has one."""
         return [self._page_of[digest] for digest in hashes if digest in self._page_of]
 
-    def release(self, pages: Sequence[int], retract: bool = False) -> None:
-        """Drops one reference each; a sequence's last page becomes evictable first. To `retract`:
-        the prefix cache forgets those that are not confirmed and that no other sequence holds."""
+    def abandon(self, pages: Sequence[int]) -> None:
+        """The sequence that computed them has left: the prefix cache forgets those that are not
+        confirmed and that no other holds."""
+        self.retract([page for page in pages if page in self._cached and page in self._unconfirmed])
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Drops one reference each; a sequence's last page becomes evictable first."""
         for page in reversed(pages):
             left = self._references[page] - 1
             if left:
                 self._references[page] = left
                 continue
             del self._references[page]
-            if retract and page in self._unconfirmed:
-                self._forget(page)
             if page in self._hash_of:
                 self._cached[page] = None
             else:
