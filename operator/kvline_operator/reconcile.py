@@ -197,7 +197,7 @@ def _records(spec: ServiceSpec, observed: Observed) -> dict[str, Record]:
     except ContractError as error:
         log.warning("%s/%s is measured and written anew: %s", spec.namespace, name, error)
         recorded = {}
-    return records.merge(recorded, [p.result for p in observed.pods if p.result is not None])
+    return records.merge(recorded, [p.report for p in observed.pods if p.report is not None])
 
 
 def _apply(

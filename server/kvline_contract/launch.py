@@ -152,7 +152,7 @@ class Record:
     # Of the replica; absent for one. `memory` is that of the binding rank.
     ranks: int | None = field(low=1, high=MAX_RANKS, omit_none=True, default=None)
 
-    def has_less_than(self, free_mib: int) -> bool:
+    def had_less_free_than(self, free_mib: int) -> bool:
         """Whether it was taken with less memory free, as beside another process."""
         return free_mib > self.free_mib + FREE_NOISE
 

@@ -248,7 +248,7 @@ class ProfileLoop:
         """Tokens of the record, and as many more as more is free now than was as it was taken, by
         much: other processes may have held memory then."""
         assert self.record is not None
-        if not self.record.has_less_than(self.session.free_mib):
+        if not self.record.had_less_free_than(self.session.free_mib):
             return whole_pages(self.record.kv_tokens)
         more = (self.session.free_mib - self.record.free_mib) * MIB
         return whole_pages(self.record.kv_tokens + more // self.session.bytes_per_token)
