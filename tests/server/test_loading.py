@@ -122,7 +122,7 @@ def test_a_start_of_several_ranks_that_hangs_has_lost_one(
     ended = parent._stalled()
     assert ended is not None and (ended.code, ended.name) == (44, "RankLost")
     assert ended.message == f"no progress in state {state} for {LIMIT:.0f} s: {text}"
-    assert parent.interrupted
+    assert parent.causes.interrupted
 
 
 @pytest.mark.parametrize("device", [Device.CPU, Device.CUDA])
@@ -163,8 +163,9 @@ def test_a_warning_of_another_rank_reaches_the_report(parent: Parent) -> None:
 def test_memory_that_ended_one_of_several_ranks_is_what_ends_the_pod(
     parent: Parent, monkeypatch: pytest.MonkeyPatch, state: State, code: int, end: End, text: str
 ) -> None:
-    monkeypatch.setattr(parent, "_killed_for_memory", lambda code: code == -9)
-    parent.keeper = cast(Any, SimpleNamespace(report=SimpleNamespace(state=state)))
-    ended = parent._why(end)
+    causes = parent.causes
+    monkeypatch.setattr(causes, "_killed_for_memory", lambda code: code == -9)
+    causes.keeper = cast(Any, SimpleNamespace(report=SimpleNamespace(state=state)))
+    ended = causes.of_engine(end, LIMIT)
     assert ended.code == code and ended.message.startswith(text)
-    assert not parent.interrupted
+    assert not parent.causes.interrupted

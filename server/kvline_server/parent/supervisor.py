@@ -8,7 +8,6 @@ an engine ends the pod with an exit code of the contract.
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 import time
@@ -23,10 +22,10 @@ from kvline_contract.launch import Device, LaunchConfig
 from kvline_contract.listening import shown
 from kvline_contract.names import ATTEMPTS_FILE, ENV_POD_NAME, ENV_POD_UID
 from kvline_contract.progress import WAITS_FOR_HTTP
-from kvline_contract.report import Outcome, State, Termination
+from kvline_contract.report import State, Termination
 from kvline_server.errors import PortTaken, ServerError
 from kvline_server.flags import with_flag_names
-from kvline_server.memory.device import container_limit, host_limit, oom_kills, unbounded
+from kvline_server.memory.device import container_limit, host_limit, unbounded
 from kvline_server.messages import (
     Beat,
     Drain,
@@ -38,10 +37,11 @@ from kvline_server.messages import (
 )
 from kvline_server.options import LARGE_HOST, ClientLimits, Options
 from kvline_server.parent import stalls
+from kvline_server.parent.causes import Causes
 from kvline_server.parent.children import Child, hear_last_words, listen, start_http
 from kvline_server.parent.cpus import cpus, http_processes
 from kvline_server.parent.drain import END_SECONDS, DrainState
-from kvline_server.parent.engine import End, EngineProcesses, signal_name
+from kvline_server.parent.engine import EngineProcesses
 from kvline_server.parent.health import Health
 from kvline_server.parent.internal import InternalServer
 from kvline_server.parent.narrator import Narrator
@@ -68,9 +68,7 @@ class Supervisor:
         self.http: list[Child] = []
         self.internal: InternalServer | None = None
         self.stop_now = False
-        self.interrupted = False  # the current attempt says nothing about its size
-        self.oom_kills: int | None = None  # when the engine started
-        self.thrashed = False  # the engine was killed here, for lack of memory
+        self.causes = Causes(self.keeper, self.device)
         self.drain_seconds = options.drain or launch.drain_seconds or options.limits.drain
 
     def run(self, until: Callable[[], bool] | None = None) -> int:
@@ -93,7 +91,7 @@ class Supervisor:
                 child.kill()
             if self.engine is not None:
                 self.engine.kill()
-            if self.interrupted or (working and self.health.draining):
+            if self.causes.interrupted or (working and self.health.draining):
                 self._attempts().interrupt()
 
     def stop(self) -> None:
@@ -149,7 +147,7 @@ class Supervisor:
     def _end_engine(self) -> None:
         """Does not wait for its end, as the driver takes time to free a GPU's memory."""
         if self.engine is not None and self.engine.working:
-            self.interrupted = True
+            self.causes.interrupted = True
             self.engine.end(None)
 
     def _announce(self) -> bool:
@@ -201,7 +199,7 @@ class Supervisor:
     def _start_engine(self) -> None:
         self.health.engine_starts += 1
         self.health.on_engine_heartbeat()
-        self.oom_kills, self.thrashed = oom_kills(), False
+        self.causes.engine_starts()
         options = self._with_memory()
         self.engine = EngineProcesses(options, self.processes, self.ranks, self._from_engine)
         if self.health.edge.ready:
@@ -261,7 +259,9 @@ class Supervisor:
         ended = [self.http[index] for index in self._ended_http()]
         if ended and not self.health.draining:
             hear_last_words(ended)
-            return self.keeper.report.failure or self._died("HTTP", ended[0].process.returncode)
+            return self.keeper.report.failure or self.causes.of_process(
+                "HTTP", ended[0].process.returncode
+            )
         engine, limit = self.engine, self.options.limits.rank
         if engine is None:
             return self._stalled()
@@ -270,7 +270,7 @@ class Supervisor:
             return self._stalled()
         self.health.engine_gone = True
         end = engine.end(silent)
-        if self._may_shrink(end):
+        if self.causes.may_shrink(end):
             engine.kill()
             if end.step_failed:
                 self._attempts().fail()
@@ -281,7 +281,7 @@ class Supervisor:
             self._start_engine()
             return None
         self._wait_for_answers()
-        return self._why(end)
+        return self.causes.of_engine(end, limit)
 
     def _invalid(self) -> str | None:
         """What a child sent that is no message: its heartbeats and last words are lost with it."""
@@ -297,58 +297,6 @@ class Supervisor:
         while self.health.owes_answers(self._ended_http()) and time.monotonic() < end:
             time.sleep(self.options.limits.poll / 10)
 
-    def _why(self, end: End) -> Termination:
-        if (failed := end.failure()) is not None:
-            rank, failure = failed
-            self.interrupted = rank > 0  # rank 0 has ended its attempt itself
-            return failure
-        if end.step_failed:
-            return Termination.of(self._out_of_memory(), end.step_failed)
-        if end.ranks == 1:
-            return self._died("engine", end.codes[0])
-        killed = end.killed()
-        if killed is not None and self._killed_for_memory(killed[1]):
-            return self._died(f"rank {killed[0]}", killed[1])
-        self.interrupted = True
-        return end.lost(self.options.limits.rank)
-
-    def _may_shrink(self, end: End) -> bool:
-        """Whether the size that was tried was too large: the restarted engine reads the attempts
-        and tries a smaller one. A GPU's KV cache takes no host memory."""
-        if end.failure() is not None:
-            return False
-        tried = any(a.outcome is Outcome.RUNNING for a in self.keeper.report.attempts)
-        killed = any(map(self._killed_for_memory, end.codes.values()))
-        return tried and (bool(end.step_failed) or (self.device is Device.CPU and killed))
-
-    def _killed_for_memory(self, code: int) -> bool:
-        """Whether the kernel killed a process for host memory. Others send SIGKILL too; where the
-        kernel's count cannot be read, memory is the likely cause."""
-        if code != -signal.SIGKILL:
-            return False
-        kills = oom_kills()
-        return self.thrashed or self.oom_kills is None or kills is None or kills > self.oom_kills
-
-    def _died(self, what: str, code: int) -> Termination:
-        state = self.keeper.report.state
-        if self._killed_for_memory(code):
-            return Termination.of(
-                self._out_of_memory(),
-                f"the {what} process was killed for host memory in state {state}; "
-                "raise spec.resources.memory",
-            )
-        self.interrupted = True  # whatever ended it was not the size that was tried
-        if code == int(ExitCode.OUT_OF_MEMORY_SERVING):
-            return Termination.of(
-                ExitCode.OUT_OF_MEMORY_SERVING, f"the {what} process ran out of memory"
-            )
-        how = signal_name(code) if code < 0 else f"code {code}"
-        return Termination.of(ExitCode.ENGINE_DIED, f"the {what} process ended with {how}")
-
-    def _out_of_memory(self) -> ExitCode:
-        serving = self.keeper.report.state is State.VALIDATED
-        return ExitCode.OUT_OF_MEMORY_SERVING if serving else ExitCode.OUT_OF_MEMORY
-
     def _attempts(self) -> AttemptStore:
         return AttemptStore(self.options.state_dir / ATTEMPTS_FILE)
 
@@ -362,7 +310,7 @@ class Supervisor:
         limit, quiet = self.options.limits.stage, self.starting.seconds()
         thrashes = stalls.patience(self.keeper.report.stages, limit)
         if state is State.VALIDATING and self.device is Device.CPU and quiet > thrashes:
-            self.thrashed = True
+            self.causes.thrashed = True
             engine.first.kill()
             return None
         if quiet < limit:
@@ -372,7 +320,7 @@ class Supervisor:
         waits = current is not None and current.name == WAITS_FOR_HTTP
         http = self.health.edge.ready or not waits
         failure = stalls.of_a_start(state, limit, self.ranks, silent, http)
-        self.interrupted |= failure.code == int(ExitCode.RANK_LOST)
+        self.causes.interrupted |= failure.code == int(ExitCode.RANK_LOST)
         return failure
 
     def _serves_no_more(self, engine: EngineProcesses) -> Termination | None:
