@@ -27,14 +27,14 @@ from kvline_contract.report import (
 )
 
 ANSWER_SECONDS = 5  # as the operator gives a pod
-# A state may follow those that stand before it; ShrunkRetry leads back to Validating.
+# A state may follow those that stand before it; ShrunkRetry leads back.
 AFTER = {
     State.LOADING: {State.AUTOTUNING, State.PROBING},
     State.AUTOTUNING: {State.PROBING},
     State.PROBING: {State.STRESSING, State.VALIDATING},
     State.STRESSING: {State.VALIDATING},
     State.VALIDATING: {State.SHRUNK_RETRY, State.VALIDATED},
-    State.SHRUNK_RETRY: {State.VALIDATING},
+    State.SHRUNK_RETRY: {State.VALIDATING, State.STRESSING},  # after a record that did not fit
     State.VALIDATED: set(),
     State.FAILED: set(),
 }

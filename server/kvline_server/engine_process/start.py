@@ -11,7 +11,7 @@ import torch
 
 from kvline_contract.launch import Device, LaunchConfig
 from kvline_contract.memory import COLLECTIVES
-from kvline_contract.report import Result, Stage, State
+from kvline_contract.report import Result, Stage
 from kvline_server.engine.engine import Engine
 from kvline_server.kernels.group import ALONE, Group
 from kvline_server.messages import Progress, RankLoaded, SendProgress
@@ -124,7 +124,6 @@ def start(
     """Rank 0's; `links` are to the other `ranks`; a step may take `longest_step` seconds. Raises
     ServerError with the reason when no budget can be validated."""
     started = time.monotonic()
-    send(Progress(state=State.LOADING))
     rank = load_rank(launch, send, memory, root, http_processes, ranks)
     settings, loaded, device = rank.settings, rank.loaded, rank.backend.device
     free: tuple[int, ...] = (rank.free_before,)

@@ -49,8 +49,9 @@ class ReportKeeper:
     def apply(self, progress: Progress) -> None:
         """Applies one progress message."""
         known = self._report
-        if progress.state is not None:
-            self._change(state=progress.state)
+        current = {"state": progress.state, "current": progress.current}
+        if told := {name: value for name, value in current.items() if value is not None}:
+            self._change(**told)  # in one change: reason and message of a condition
         if progress.stage is not None:
             ended = tuple(s for s in known.stages if s.total_bytes is None)
             self._change(stages=(*ended, progress.stage)[-MAX_STAGES:])
@@ -67,8 +68,6 @@ class ReportKeeper:
             self.fail(progress.failure)
         if progress.warning is not None:
             self.warn(progress.warning)
-        if progress.current is not None:
-            self._change(current=progress.current)
 
     def touch(self) -> None:
         """There is progress that the report does not show."""
@@ -97,7 +96,8 @@ class ReportKeeper:
             replace(a, outcome=Outcome.KILLED) if a.outcome is Outcome.RUNNING else a
             for a in self._report.attempts
         )
-        self._change(state=State.SHRUNK_RETRY, stages=(), attempts=attempts, current=_loads())
+        again = _loads("loads the model again, for a smaller KV cache")
+        self._change(state=State.SHRUNK_RETRY, stages=(), attempts=attempts, current=again)
         self.warn(warning)
 
     def _change(self, **values: object) -> None:
@@ -111,6 +111,6 @@ class ReportKeeper:
             self.changed_at = time.monotonic()
 
 
-def _loads() -> Current:
+def _loads(what: str = "loads the model") -> Current:
     """From when the engine's process is started: it imports its libraries first."""
-    return Current(1, START_STAGES, "loads the model", times.now())
+    return Current(1, START_STAGES, what, times.now())

@@ -78,7 +78,6 @@ class ProfileLoop:
         self.store.open(self.loaded.fingerprint, self.device.gpu)
         if self.record is not None:
             self.session.expected = started + self.record.loop_ms / 1000
-        self.session.begin(2, "warms up its kernels")
         self._autotune()
         self.session.at(WAITS_FOR_HTTP)
         self.wait_for_neighbours()
@@ -97,10 +96,13 @@ class ProfileLoop:
         would make the server slower without notice."""
         file, key = self.folder / "tuning.json", self.loaded.fingerprint
         known, how = tuning.known(file, key, self.record.gemm_kernels if self.record else ())
+        tries = self.executor.tunes and not known
+        state = State.AUTOTUNING if tries else State.PROBING
+        self.session.begin(2, "warms up its kernels", state)
         if not self.executor.tunes:
             return
         self.session.at("autotune")
-        with self.session.stage("autotune", None if known else State.AUTOTUNING) as details:
+        with self.session.stage("autotune") as details:
             try:
                 choices = self.executor.tune(self.settings.max_prefill_tokens, known)
             except DeviceOutOfMemory as error:
@@ -179,7 +181,8 @@ class ProfileLoop:
 
     def _search(self, halvings: int = 0) -> int:
         """Steps 4 to 6. -> tokens to validate"""
-        self.session.begin(3, "measures the largest steps beside a small KV cache")
+        what = "measures the largest steps beside a small KV cache"
+        self.session.begin(3, what, State.STRESSING)
         search = Search(self.session, halvings)
         try:
             tokens = search.run()
@@ -235,7 +238,9 @@ class ProfileLoop:
         kept = self.store.attempts
         if any(a.target_tokens == 0 for a in kept):
             return adviser.unplayed()
-        self.session.begin(3, "measures what smaller settings would leave: this start fails")
+        assert self.session.current is not None
+        stage = self.session.current.stage
+        self.session.begin(stage, "measures what smaller settings would leave: this start fails")
         trial = self.store.begin(0, 0)
         self.send(Progress(attempt=trial))
         offers = ask()
@@ -260,7 +265,8 @@ class ProfileLoop:
         while True:
             self.send(Progress(attempt=self.store.begin(number, target)))
             attempt = f", attempt {number}" if number > 1 else ""
-            self.session.begin(4, f"validates {target} tokens with the largest steps{attempt}")
+            what = f"validates {target} tokens with the largest steps{attempt}"
+            self.session.begin(4, what, State.VALIDATING)
             try:
                 self._validate(target)
             except DeviceOutOfMemory as error:
@@ -269,7 +275,9 @@ class ProfileLoop:
                 if pinned or number >= MAX_TRIES:
                     raise self._out_of_memory(error, self.store.attempts, pinned) from error
                 why = f"{target} tokens did not fit: {str(error)[:160]}"
-                with self.session.stage("shrink", State.SHRUNK_RETRY, why):
+                what = f"makes the KV cache smaller, as {target} tokens did not fit"
+                self.session.begin(4, what, State.SHRUNK_RETRY)
+                with self.session.stage("shrink", why):
                     smaller = self._smaller(target)
                 if source is Source.RECORDED:
                     self.record, source = None, Source.MEASURED
@@ -303,8 +311,7 @@ class ProfileLoop:
 
     def _validate(self, tokens: int) -> None:
         """Step 7: the whole stress set at the final size, with all that is reserved allocated."""
-        self.send(Progress(state=State.VALIDATING))
-        with self.session.stage("map", None, f"{tokens} tokens"):
+        with self.session.stage("map", f"{tokens} tokens"):
             self.executor.resize(pages_for(tokens) + 1)
         self.send(Progress(effective=self.settings.effective(self._model_len(tokens))))
         with self.executor.held(self.settings.reserved(tokens)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvline_contract.report import Outcome, State
+from kvline_contract.report import Outcome
 from kvline_server.errors import DeviceFailure, DeviceOutOfMemory
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
 from kvline_server.messages import Progress
@@ -89,7 +89,7 @@ class Search:
 
     def _probe(self) -> None:
         """Step 4: maps a few pages, which page tables repeat during the stress."""
-        with self.session.stage("probe", State.PROBING, f"{PROBE_PAGES} pages"):
+        with self.session.stage("probe", f"{PROBE_PAGES} pages"):
             self.executor.settle()
             self.executor.resize(PROBE_PAGES)
 
@@ -97,7 +97,6 @@ class Search:
         """Step 5: runs the stress set on aliased pages and measures the peak. Its sequences have no
         more tokens than the memory could hold if they took none beside the KV cache: longer ones
         never come, and to build them took gigabytes of the host. -> tokens of the longest"""
-        self.session.send(Progress(state=State.STRESSING))
         self.measured.rest()
         most = max(whole_pages(self._tokens() >> self.halvings), PROBE_TOKENS)
         if self.settings.max_model_len is not None:
@@ -122,7 +121,7 @@ class Search:
 
     def _left(self) -> int:
         """Tokens that fit every rank now."""
-        with self.session.stage("measure", None):
+        with self.session.stage("measure"):
             self.measured.count_growth()
             self.measured.count_arrived()
             return self._tokens()

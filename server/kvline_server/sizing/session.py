@@ -61,10 +61,11 @@ class Session:
             self.executor, self.device, self.settings, self.loaded.owned, self.free_before_weights
         )
 
-    def begin(self, stage: int, what: str) -> None:
-        """Reports the stage that begins."""
+    def begin(self, stage: int, what: str, state: State | None = None) -> None:
+        """Reports the stage that begins, with its state in one update: each is a change of the
+        service's condition."""
         self.current = Current(stage, START_STAGES, what, times.now())
-        self.at()
+        self.at(state=state)
 
     def at(
         self,
@@ -72,6 +73,7 @@ class Session:
         step: int | None = None,
         steps: int | None = None,
         rest: float | None = None,
+        state: State | None = None,
     ) -> None:
         """Reports what the stage does: a step, or something else with a name. `rest`: seconds that
         the start may take from now; without it a record tells, if there is one."""
@@ -81,7 +83,7 @@ class Session:
             rest = self.expected - time.monotonic()
         when = ready_at(datetime.now(UTC), rest) if rest is not None and rest > 0 else None
         self.current = replace(self.current, name=name, step=step, steps=steps, ready_at=when)
-        self.send(Progress(current=self.current))
+        self.send(Progress(state=state, current=self.current))
 
     @property
     def free_mib(self) -> int:
@@ -123,7 +125,7 @@ class Session:
             rest = self.remaining.rest(names[index:], names, bool(aliased))
             self.at(name, index + 1, len(names), rest)
             began = time.monotonic()
-            with self.stage(f"{'stress' if aliased else 'validate'} {name}", None) as details:
+            with self.stage(f"{'stress' if aliased else 'validate'} {name}") as details:
                 for routing, what in ROUTINGS if self.loaded.experts else PLAIN:
                     limit = math.inf if aliased else self.longest_step
                     details += self._run_steps(makers, routing, what, limit)
@@ -160,11 +162,9 @@ class Session:
         return alone, whole
 
     @contextmanager
-    def stage(self, name: str, state: State | None, *details: str) -> Iterator[list[str]]:
+    def stage(self, name: str, *details: str) -> Iterator[list[str]]:
         """Reports a stage with its time and the memory that it left on rank 0. The caller may add
         details to the list that it yields."""
-        if state is not None:
-            self.send(Progress(state=state))
         before, start, texts = self.device.now(), time.monotonic(), list(details)
         yield texts
         ms = round((time.monotonic() - start) * 1000)
