@@ -96,9 +96,10 @@ def _server(inputs: Object, revision: Revision, settings: Settings) -> Object:
         "resources": _resources(inputs["resources"]),
         "securityContext": _RESTRICTED,
         # The server itself ends a start without progress, and serving without: with a reason, which
-        # the kubelet gives none. These two find a parent that is gone, on however busy a node.
+        # the kubelet gives none. These two find a parent that is gone, on however busy a node; a
+        # server of an earlier image is ended by liveness alone, so it does not wait for long.
         "startupProbe": _probe("/startupz", 1, START_SECONDS),
-        "livenessProbe": _probe("/livez", 10, 30),
+        "livenessProbe": _probe("/livez", 10, 12),
         "readinessProbe": _probe("/readyz", 1, 1),
         "lifecycle": {"preStop": _pre_stop(inputs, revision, settings)},
         "terminationMessagePath": names.TERMINATION_LOG,

@@ -405,7 +405,8 @@ def test_probes_wait_longer_than_the_server_which_ends_what_hangs_itself() -> No
     revision = Revision("aaaaa", "image", made.inputs_json, 1)
     (server,) = pod_template("chat", made, revision, Settings("image"))["spec"]["containers"]
     assert patience(server["startupProbe"]) >= 3600 + limits.stage
-    assert patience(server["livenessProbe"]) >= limits.stage > limits.liveness
+    # Servers of earlier images end hangs by it alone, which are then noticed within three minutes.
+    assert 2 * limits.liveness <= patience(server["livenessProbe"]) <= 180 - limits.liveness
 
 
 def test_the_operator_s_own_pod_may_start_slowly() -> None:
