@@ -62,6 +62,24 @@ def start(tiny_model: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
         server.stop()
 
 
+@pytest.fixture
+def make_chat(tiny_model: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Chat over the tiny tokenizer, with a template and more added tokens."""
+    made: list[object] = []
+
+    def make(template: Any, *added: Any, settings: dict[str, Any] | None = None) -> Any:
+        import chats
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
+        folder = tmp_path / f"model-{len(made)}"
+        made.append(chats.write(folder, tokenizer, template, *added, settings=settings))
+        return made[-1]
+
+    yield make
+    made.clear()
+
+
 def write_tokenizer(folder: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 

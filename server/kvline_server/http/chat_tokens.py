@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvline_server.http.controls import Controls, Marks
+from kvline_server.http.controls import Controls, Unfollowed
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.renderers import CPU_SECONDS, Renderers, as_job
 from kvline_server.http.template_files import ChatFiles
@@ -66,40 +66,20 @@ class ChatTokens:
         if known.invalid:
             message = f"{self._renderers.title} {known.invalid}; use /v1/completions"
             raise BadRequest(message, "messages")
-        marks = Marks(known)
-        context = self._context(messages, asked, marks)
-        job = as_job(context, asked.continue_final_message)
+        own: dict[str, Any] = {**self._files.variables, "tools": None}
+        own["add_generation_prompt"] = asked.add_generation_prompt
+        variables = {**asked.variables, "documents": asked.documents}
+        job = as_job(messages, own, variables, asked.continue_final_message)
         if len(job) > JSON_PER_BYTE * self._tokens.max_text:
             raise self._tokens.too_long(len(job), "messages")
-        text = self._renderers.render(job)
+        text, origins = self._renderers.render(job)
         if len(text) > MAX_RENDERED:
             raise BadRequest(
                 "the rendered messages are too long", "messages", "context_length_exceeded"
             )
-        parts = marks.split(text) if marks.used else [(text, False)]
-        self._tokens.check_length("".join(part for part, _ in parts), most, "messages")
-        if marks.used:
-            return self._controls.encode(parts)
-        return list(self._tokens.tokenizer.encode(text, add_special_tokens=False).ids)
-
-    def _context(
-        self, messages: list[dict[str, Any]], asked: Asked, marks: Marks
-    ) -> dict[str, Any]:
-        every = self._controls.every
-        return {
-            **self._files.variables,
-            **{name: marks.protect(value, every) for name, value in asked.variables.items()},
-            "messages": [self._message(message, marks) for message in messages],
-            "documents": asked.documents and marks.protect(list(asked.documents), every),
-            "tools": None,
-            "add_generation_prompt": asked.add_generation_prompt,
-        }
-
-    def _message(self, message: dict[str, Any], marks: Marks) -> dict[str, Any]:
-        """In an assistant's, added tokens that are not special stay what they were when they were
-        generated, as in `<think>`: an answer in the history then has the tokens it had, which are
-        in the prefix cache."""
-        own = message["role"] == "assistant"
-        finder = self._controls.special if own else self._controls.every
-        protected = {k: marks.protect(v, finder) for k, v in message.items() if k != "role"}
-        return {"role": message["role"], **protected}
+        self._tokens.check_length(text, most, "messages")
+        try:
+            return self._controls.encode(text, origins)
+        except Unfollowed as error:
+            message = f"{self._renderers.title} writes {str(error)!r} in a way that does not show"
+            raise BadRequest(f"{message} whether a client wrote it", "messages") from None

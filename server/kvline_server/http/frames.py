@@ -24,3 +24,13 @@ def read(source: IO[bytes]) -> bytes | None:
 def write(out: IO[bytes], body: bytes) -> None:
     out.write(len(body).to_bytes(LENGTH, "big") + body)
     out.flush()
+
+
+def packed(text: str, origins: bytes) -> bytes:
+    """A rendered text, and a byte for each of its characters."""
+    return len(origins).to_bytes(LENGTH, "big") + origins + text.encode()
+
+
+def unpacked(body: bytes) -> tuple[str, bytes]:
+    end = LENGTH + int.from_bytes(body[:LENGTH], "big")
+    return body[end:].decode(), body[LENGTH:end]

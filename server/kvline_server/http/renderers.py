@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvline_server.http.errors import BadRequest
-from kvline_server.http.frames import OK, read, write
+from kvline_server.http.frames import OK, read, unpacked, write
 
 CPU_SECONDS = 1.0  # for one rendering; usual templates take milliseconds
 COMPILING = 10  # times as many to compile it: 70 KB take half a second
@@ -28,9 +28,6 @@ COMPILING = 10  # times as many to compile it: 70 KB take half a second
 class Known:
     """What a template is."""
 
-    words: frozenset[str] = frozenset()  # that it has itself
-    removed: tuple[str, ...] = ()  # that it may take out of a text
-    changes_case: bool = False
     invalid: str = ""  # why it is
     passing: bool = False  # invalid for a reason that may pass, as when the kernel ends a process
 
@@ -52,31 +49,29 @@ class Renderer:
             if answer is None:
                 reason = self._restart(self._compiling)
                 return Known(invalid=reason, passing=self._ended != -signal.SIGPROF)
-            fields = json.loads(answer)
-            words, removed = frozenset(fields.pop("words", ())), tuple(fields.pop("removed", ()))
-            self._greeted = Known(words=words, removed=removed, **fields)
+            self._greeted = Known(**json.loads(answer))
         return self._greeted
 
-    def render(self, job: bytes) -> tuple[bool, str]:
-        """-> whether it succeeded; the text, or what is wrong. Tries again where the process was
-        ended by others."""
+    def render(self, job: bytes) -> tuple[bool, bytes]:
+        """-> whether it succeeded; the packed text, or what is wrong. Tries again where
+        the process was ended by others."""
         done, text = self._render(job)
         if not done and self._replaced and self._ended != -signal.SIGPROF:
             done, text = self._render(job)
         return done, text
 
-    def _render(self, job: bytes) -> tuple[bool, str]:
+    def _render(self, job: bytes) -> tuple[bool, bytes]:
         self._replaced = False
         if invalid := self.known().invalid:
-            return False, invalid
+            return False, invalid.encode()
         answer: bytes | None = None
         with contextlib.suppress(OSError):
             assert self._process.stdin is not None
             write(self._process.stdin, job)
             answer = self._receive()
         if answer is None:
-            return False, self._restart(self._seconds)
-        return answer[:1] == OK, answer[1:].decode()
+            return False, self._restart(self._seconds).encode()
+        return answer[:1] == OK, answer[1:]
 
     def end(self) -> None:
         self._process.kill()
@@ -127,13 +122,14 @@ class Renderers:
                 self._known = None if known.passing else known
             return known
 
-    def render(self, job: bytes) -> str:
-        """Raises BadRequest with the template's error."""
+    def render(self, job: bytes) -> tuple[str, bytes]:
+        """-> the text, and its characters' origins (traced.py). Raises BadRequest with the
+        template's error."""
         with self._borrowed() as renderer:
-            done, text = renderer.render(job)
+            done, answer = renderer.render(job)
         if not done:
-            raise BadRequest(f"{self.title} {text}", "messages")
-        return text
+            raise BadRequest(f"{self.title} {answer.decode()}", "messages")
+        return unpacked(answer)
 
     @contextlib.contextmanager
     def _borrowed(self) -> Iterator[Renderer]:
@@ -144,8 +140,15 @@ class Renderers:
             self._idle.put(renderer)
 
 
-def as_job(context: dict[str, Any], continued: bool) -> bytes:
-    return json.dumps({"context": context, "continued": continued}, ensure_ascii=False).encode()
+def as_job(
+    messages: list[dict[str, Any]],
+    own: dict[str, Any],
+    variables: dict[str, Any],
+    continued: bool = False,
+) -> bytes:
+    """Of ChatTemplate.render."""
+    job = {"messages": messages, "own": own, "variables": variables, "continued": continued}
+    return json.dumps(job, ensure_ascii=False).encode()
 
 
 def _end(renderers: list[Renderer]) -> None:

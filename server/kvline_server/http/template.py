@@ -12,17 +12,27 @@ from collections.abc import Callable, Iterable
 from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, nodes, pass_environment
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import do_title, make_attrgetter
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-LONGEST_WORD = 64
-CUTTERS = {"replace", "split", "rsplit", "partition", "rpartition", "join"}
-CUTTERS |= {"removeprefix", "removesuffix", "strip", "lstrip", "rstrip", "trim"}
-CASES = {"lower", "upper", "title", "capitalize", "swapcase", "casefold"}
+from kvline_server.http.traced import (
+    CLIENT,
+    HISTORY,
+    OWN,
+    Traced,
+    as_text,
+    constant,
+    filled,
+    join,
+    trace,
+    written,
+)
 
 
 class TemplateFailed(Exception):
@@ -71,10 +81,8 @@ class Dictionaries:
 class ChatTemplate:
     def __init__(self, source: str) -> None:
         """Raises TemplateFailed where the source is invalid."""
-        made = environment()
         try:
-            tree = made.parse(source)
-            self._template = made.from_string(source)
+            self._template = environment().from_string(source)
         except TemplateSyntaxError as error:
             reason = f"is invalid in line {error.lineno}: {error.message}"
             raise TemplateFailed(reason) from None
@@ -82,39 +90,105 @@ class ChatTemplate:
             raise TemplateFailed("took more memory than it may when it was compiled") from None
         except Exception as error:
             raise TemplateFailed(f"is invalid: {_worded(error)}") from None
-        self.words = sorted(_words(tree))
-        self.removed = sorted(_removed(tree))
-        # Whether it may write a text in another case: then other texts become control tokens.
-        self.changes_case = bool(CASES.intersection(_names(tree)))
 
-    def render(self, context: dict[str, Any], continued: bool = False) -> str:
-        """`continued`: the text ends where the last message's content does, for an answer that goes
-        on with it. Raises TemplateFailed."""
-        tag = ""
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        own: dict[str, Any],
+        variables: dict[str, Any],
+        continued: bool = False,
+    ) -> Traced:
+        """`own`: what the template gets from the server and the model's files; `variables`: from
+        the client. `continued`: the text ends where the last message's content does, for an answer
+        that goes on with it. Raises TemplateFailed."""
+        last, tag = messages[-1]["content"] if continued else "", ""
         if continued:
             # Its blank shows whether the template strips the content.
             tag = f"CONTINUED{secrets.token_hex(8)} "
-            *before, last = context["messages"]
-            context = context | {"messages": [*before, last | {"content": last["content"] + tag}]}
+            messages = [*messages[:-1], messages[-1] | {"content": last + tag}]
+        context = {**trace(own, OWN), **trace(variables, CLIENT)}
         try:
-            text = self._template.render(context)
+            text = self._template.render(context, messages=[_message(m) for m in messages])
         except SecurityError as error:
             raise TemplateFailed(f"used an operation that is not allowed: {error}") from None
         except MemoryError:
             raise TemplateFailed("took more memory than it may") from None
         except Exception as error:
             raise TemplateFailed(f"failed{_place(error)}: {_worded(error)}") from None
-        return _cut(text, tag, context["messages"][-1]["content"]) if continued else text
+        assert isinstance(text, Traced)
+        return _cut(text, tag, last) if continued else text
 
 
-def environment() -> ImmutableSandboxedEnvironment:
-    made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    made.filters["tojson"] = _to_json
+class Generator(CodeGenerator):
+    """Writes which texts are the template's own, and joins without losing that."""
+
+    def visit_Const(self, node: nodes.Const, frame: Frame) -> None:
+        value = node.as_const(frame.eval_ctx)
+        if isinstance(value, str):
+            self.write(f"environment.own({value!r})")
+        elif isinstance(value, list | tuple | dict):
+            self.write(f"environment.traced({value!r}, {OWN})")
+        else:
+            super().visit_Const(node, frame)
+
+    def visit_TemplateData(self, node: nodes.TemplateData, frame: Frame) -> None:
+        if _escapes(frame):
+            super().visit_TemplateData(node, frame)
+        else:
+            self.write(f"environment.own({node.data!r})")
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        if _escapes(frame):
+            return super().visit_Concat(node, frame)
+        self.write("environment.concat((")
+        for each in node.nodes:
+            self.visit(each, frame)
+            self.write(", ")
+        self.write("))")
+
+    def _output_const_repr(self, group: Iterable[Any]) -> str:
+        return f"environment.own({''.join(group)!r})"
+
+    def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
+        if _escapes(frame):
+            super()._output_child_pre(node, frame, finalize)
+        else:
+            self.write("environment.text(")
+
+    def _output_child_post(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
+        self.write(")")
+
+
+class Environment(ImmutableSandboxedEnvironment):
+    code_generator_class = Generator
+    concat = staticmethod(join)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        guarded = super().wrap_str_format(value)
+        form = getattr(value, "__self__", None)
+        if guarded is None or not isinstance(form, Traced):
+            return guarded
+
+        def wrapper(*args: Any, **fields: Any) -> str:
+            return filled(form, "{}", args, guarded(*args, **fields))
+
+        return wrapper
+
+    # For what Generator writes.
+    own, traced, text = staticmethod(constant), staticmethod(trace), staticmethod(as_text)
+
+
+def _escapes(frame: Frame) -> bool:
+    """Text for HTML is another type, of unknown origin."""
+    return frame.eval_ctx.volatile or bool(frame.eval_ctx.autoescape)
+
+
+def environment() -> Environment:
+    made = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    made.filters.update(tojson=_to_json, join=pass_environment(_join), title=_title)
     made.globals.update(
         raise_exception=_raise,
-        strftime_now=lambda form: datetime.now().strftime(form),
+        strftime_now=lambda form: written(datetime.now().strftime(form), OWN),
         namespace=PublicNamespace,
         dict=Dictionaries(),
     )
@@ -127,15 +201,38 @@ def _to_json(
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
-) -> str:
+) -> Traced:
     """Without the escapes for HTML of jinja2's own."""
-    return json.dumps(
+    text = json.dumps(
         value,
         ensure_ascii=ensure_ascii,
         indent=indent,
         separators=separators,
         sort_keys=sort_keys,
     )
+    return written(text, CLIENT)
+
+
+def _join(
+    made: Environment, parts: Iterable[Any], between: str = "", attribute: str | int | None = None
+) -> Traced:
+    if attribute is not None:
+        parts = map(make_attrgetter(made, attribute), parts)
+    return as_text(between or Traced()).join(map(as_text, parts))
+
+
+def _title(value: Any) -> Traced:
+    text = as_text(value)
+    return text.like(do_title(text))
+
+
+def _message(given: dict[str, Any]) -> dict[str, Any]:
+    """A message's role is one of a few, and its fields have fixed names."""
+    theirs = HISTORY if given["role"] == "assistant" else CLIENT
+    return {
+        constant(name): trace(value, OWN if name == "role" else theirs)
+        for name, value in given.items()
+    }
 
 
 def _raise(message: str) -> None:
@@ -148,40 +245,12 @@ def _check_public(names: Iterable[Any]) -> None:
             raise SecurityError(f"the name {name!r:.40} in a namespace")
 
 
-def _cut(text: str, tag: str, content: str) -> str:
+def _cut(text: Traced, tag: str, content: str) -> Traced:
     at = text.rfind(tag.strip())
     if at < 0 or content.removesuffix(tag).strip() not in text:
         raise TemplateFailed("does not write the last message, so it cannot be continued")
     whole = text[at : at + len(tag)] == tag
     return text[:at] if whole else text[:at].rstrip()
-
-
-def _words(tree: nodes.Template) -> set[str]:
-    """Texts and names that the template itself has: what it compares values with."""
-    found = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
-    found.update(node.attr for node in tree.find_all(nodes.Getattr))
-    return {word for word in found if len(word) <= LONGEST_WORD}
-
-
-def _removed(tree: nodes.Template) -> set[str]:
-    """Texts that it may take out of others, whose rest then stands together."""
-    found: set[str] = set()
-    named = [
-        (call.node.attr, call.args)
-        for call in tree.find_all(nodes.Call)
-        if isinstance(call.node, nodes.Getattr)
-    ]
-    named += [(each.name, each.args) for each in tree.find_all(nodes.Filter)]
-    for name, given in named:
-        if name in CUTTERS:
-            texts = (each.value for each in given if isinstance(each, nodes.Const))
-            found.update(text for text in texts if isinstance(text, str) and text)
-    return found
-
-
-def _names(tree: nodes.Template) -> set[str]:
-    filters = {node.name for node in tree.find_all(nodes.Filter)}
-    return filters | {node.attr for node in tree.find_all(nodes.Getattr)}
 
 
 def _place(error: Exception) -> str:

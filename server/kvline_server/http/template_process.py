@@ -2,8 +2,9 @@
 of CPU time and no more of chat, and one that fills the memory gets an error.
 
 Frames on stdin and stdout (frames.py), JSON or text. The first gives the template; its
-answer says what the template is. Each later one is a conversation, answered with OK or FAILED and
-a text. Imports no more than jinja2: its memory is beside the KV cache.
+answer says whether it is valid. Each later one is a conversation, answered with OK, the text and
+its characters' origins (traced.py), or with FAILED and a text. Imports no more
+than jinja2: its memory is beside the KV cache.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import signal
 import sys
 from typing import Any
 
-from kvline_server.http.frames import FAILED, OK, read, write
+from kvline_server.http.frames import FAILED, OK, packed, read, write
 from kvline_server.http.template import ChatTemplate, TemplateFailed
+from kvline_server.http.traced import origins
 
 # Bytes that compiling may take: about 550 for a character of a template were measured.
 COMPILING, COMPILING_PER_CHARACTER = 16 << 20, 1 << 10
@@ -31,8 +33,7 @@ def main() -> int:
     _limit_time(given["compiling"])
     try:
         template = ChatTemplate(given["template"])
-        names = ("words", "removed", "changes_case")
-        known: dict[str, Any] = {name: getattr(template, name) for name in names}
+        known: dict[str, Any] = {}
     except TemplateFailed as error:
         known = {"invalid": str(error)}
     _limit_time(0)
@@ -51,7 +52,8 @@ def main() -> int:
 def _render(template: ChatTemplate, frame: bytes) -> bytes:
     try:
         job = json.loads(frame)
-        return OK + template.render(job["context"], job["continued"]).encode()
+        text = template.render(**job)
+        return OK + packed(text, origins(text))
     except TemplateFailed as error:
         return FAILED + str(error).encode("utf-8", "replace")
     except UnicodeEncodeError:
