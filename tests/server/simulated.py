@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from kvline_contract.memory import COLLECTIVES, KV_CACHE, WEIGHTS
-from kvline_contract.report import Attempt, State
+from kvline_contract.report import Attempt, Current, State
 from kvline_server.errors import DeviceOutOfMemory
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.device import MIB
@@ -311,8 +311,11 @@ class Notes:
     lengths: list[int] = field(default_factory=list)
     stages: dict[str, str | None] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    currents: list[Current] = field(default_factory=list)
 
     def __call__(self, progress: Progress) -> None:
+        if progress.current is not None:
+            self.currents.append(progress.current)
         if progress.state is not None:
             self.states.append(progress.state)
         if progress.stage is not None:

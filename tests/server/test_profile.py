@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -46,7 +47,7 @@ class Start:
         self.record: Path | None = None
         self.pause: Callable[[float], None] = time.sleep
 
-    def run(self) -> Result:
+    def run(self, started: float = 0.0) -> Result:
         made = self.machine
         loaded = Loaded(made, 1000, made.owned, FINGERPRINT, "bfloat16")
         return ProfileLoop(
@@ -59,7 +60,7 @@ class Start:
             wait_for_neighbours=lambda: None,
             free_before_weights=(made.limit,),
             pause=self.pause,
-        ).run(0.0)
+        ).run(started)
 
     @property
     def tried(self) -> list[int]:
@@ -351,6 +352,7 @@ def test_a_size_that_another_start_took_is_tried_again_or_is_smaller_by_what_it_
         assert second == first
     else:
         assert first - second >= 400 * MIB // BYTES_PER_TOKEN
+        assert result.free_mib == 1024 - 400, "its record is of a GPU with a neighbour"
 
 
 class Probed(Twin):
@@ -462,7 +464,7 @@ def from_record(folder: Path, tokens: int, free_mib: int, made: Machine) -> Star
     record = {
         "kvTokens": tokens,
         "freeMiB": free_mib,
-        "loopMs": 9,
+        "loopMs": 10**9,
         "measuredAt": "2026-11-21T10:00:00Z",
         "memory": dict.fromkeys(RECORDED_PARTS, 0),
     }
@@ -489,6 +491,21 @@ def test_a_recorded_size_that_does_not_fit_is_searched_for_in_the_same_start(
     }
 
 
+def test_what_a_pod_found_in_place_of_a_record_is_its_next_start_s(tmp_path: Path) -> None:
+    """The shared record was played again at each start, and failed."""
+    folder = tmp_path / "a"
+    found = from_record(folder, 60_000, 256, machine()).run()
+    again = from_record(folder, 60_000, 256, machine())
+    result = again.run()
+    assert (result.kv_tokens, result.source) == (found.kv_tokens, Source.RECORDED)
+    assert again.tried == [found.kv_tokens]
+    newer = json.loads((folder / "records.json").read_text())
+    newer["records"][FINGERPRINT] |= {"kvTokens": 16_000, "measuredAt": "2100-01-01T00:00:00Z"}
+    again.record = folder / "newer.json"
+    again.record.write_text(json.dumps(newer))
+    assert again.run().kv_tokens == 16_000
+
+
 def test_a_recorded_size_that_was_killed_is_searched_for_in_the_next_start(tmp_path: Path) -> None:
     found = Start(machine(), tmp_path).run()
     with pytest.raises(Killed):
@@ -497,6 +514,63 @@ def test_a_recorded_size_that_was_killed_is_searched_for_in_the_next_start(tmp_p
     result = again.run()
     assert (result.kv_tokens, result.source) == (found.kv_tokens, Source.MEASURED)
     assert again.tried == [2 * found.kv_tokens, found.kv_tokens]
+
+
+def test_a_size_searched_for_after_a_record_was_killed_shrinks_as_any_other(tmp_path: Path) -> None:
+    """While the record was among the failed sizes, each start searched anew: four times the same
+    size, and then no start at all."""
+
+    def made() -> Machine:
+        return machine(surprise=10 * MIB, kills=True)
+
+    def last(start: Start) -> int:
+        with pytest.raises(Killed):
+            start.run()
+        return start.tried[-1]
+
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    sizes = [last(Start(made(), plain)) for _ in range(2)]
+    smallest = Start(made(), plain).run().kv_tokens
+    folder, record = tmp_path / "a", 2 * sizes[0]
+    assert [last(from_record(folder, record, 256, made())) for _ in range(3)] == [record, *sizes]
+    result = from_record(folder, record, 256, made()).run()
+    assert (result.kv_tokens, result.source) == (smallest, Source.MEASURED)
+
+
+@pytest.mark.parametrize("free", [255, 256, 257])
+def test_a_killed_record_is_known_with_another_free_memory_at_the_restart(
+    tmp_path: Path, free: int
+) -> None:
+    """It had grown by what was free, so one MiB more was another size, and the start shrank it."""
+
+    def made(mib: int) -> Machine:
+        return machine(limit=mib * MIB, kills=True)
+
+    with pytest.raises(Killed):
+        from_record(tmp_path / "a", 60_000, 200, made(256)).run()
+    again = from_record(tmp_path / "a", 60_000, 200, made(free))
+    result = again.run()
+    plain = Start(made(free), tmp_path).run()
+    assert (result.kv_tokens, result.source) == (plain.kv_tokens, Source.MEASURED)
+    assert len(again.tried) == 2
+
+
+def test_a_record_whose_start_was_stopped_is_tried_again(tmp_path: Path) -> None:
+    tokens = Start(machine(), tmp_path).run().kv_tokens
+    with pytest.raises(Killed):
+        from_record(tmp_path / "a", 2 * tokens, 256, machine(kills=True)).run()
+    AttemptStore(tmp_path / "a" / "attempts.json").interrupt()
+    again = from_record(tmp_path / "a", tokens, 256, machine())
+    assert again.run().source is Source.RECORDED
+
+
+def test_the_time_of_a_record_that_failed_is_not_that_of_the_search(tmp_path: Path) -> None:
+    start = from_record(tmp_path / "a", 60_000, 256, machine())  # which took eleven days
+    start.run(time.monotonic())
+    tomorrow = str(datetime.now(UTC) + timedelta(days=1)).replace(" ", "T")
+    recorded = [each.stage for each in start.notes.currents if (each.ready_at or "") > tomorrow]
+    assert {2, 4} <= set(recorded) and 3 not in recorded
 
 
 def test_a_record_taken_beside_a_neighbour_grows_by_what_is_free_now(tmp_path: Path) -> None:

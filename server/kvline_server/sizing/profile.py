@@ -154,11 +154,11 @@ class ProfileLoop:
         failed = self.store.attempts
         for attempt in failed:
             self.send(Progress(attempt=attempt))
-        sizes = [attempt for attempt in failed if attempt.number]
-        probes = sum(a.target_tokens > 0 for a in failed) - len(sizes)
-        if self.record is not None and self._recorded() in (a.target_tokens for a in sizes):
-            self.record = None  # it was recorded on another device, or beside fewer neighbours
-            sizes = []
+        # A record that failed was taken on another device, or beside fewer neighbours.
+        sizes = [attempt for attempt in failed if attempt.number > self.store.recorded]
+        probes = sum(a.target_tokens > 0 for a in failed if not a.number)
+        if sizes or self.store.recorded:
+            self._forget_record()
         if sizes:
             if pinned is not None or sizes[-1].number >= MAX_TRIES:
                 error = self._no_size(self.measured.binding(), failed, pinned is not None)
@@ -178,6 +178,9 @@ class ProfileLoop:
         if self.record is not None:
             return self._checked(self._recorded()), Source.RECORDED
         return self._search(probes if bounded else 0), Source.MEASURED
+
+    def _forget_record(self) -> None:
+        self.record = self.session.expected = None
 
     def _search(self, halvings: int = 0) -> int:
         """Steps 4 to 6. -> tokens to validate"""
@@ -263,7 +266,8 @@ class ProfileLoop:
         -> the source of the size that fits"""
         number = 1 + max((attempt.number for attempt in self.store.attempts), default=0)
         while True:
-            self.send(Progress(attempt=self.store.begin(number, target)))
+            recorded = source is Source.RECORDED
+            self.send(Progress(attempt=self.store.begin(number, target, recorded)))
             attempt = f", attempt {number}" if number > 1 else ""
             what = f"validates {target} tokens with the largest steps{attempt}"
             self.session.begin(4, what, State.VALIDATING)
@@ -279,8 +283,9 @@ class ProfileLoop:
                 self.session.begin(4, what, State.SHRUNK_RETRY)
                 with self.session.stage("shrink", why):
                     smaller = self._smaller(target)
-                if source is Source.RECORDED:
-                    self.record, source = None, Source.MEASURED
+                if recorded:
+                    self._forget_record()
+                    source = Source.MEASURED
                     smaller = self._search()
                 target = self._checked(smaller)
                 number += 1
@@ -332,12 +337,14 @@ class ProfileLoop:
         record = self.record if source is Source.RECORDED else None
         tokens = (self.executor.pages - 1) * PAGE_SIZE
         loop_ms = round((time.monotonic() - started) * 1000)
+        # A size that is smaller for what came since is a record of as much less.
+        taken = self.measured.taken_since((0,) * self.executor.ranks) // MIB
         return Result(
             kv_tokens=tokens,
             bytes_per_token=self.loaded.bytes_per_token,
             source=source,
             fingerprint=self.loaded.fingerprint,
-            free_mib=max(0, self.session.free_mib),
+            free_mib=max(0, self.session.free_mib - taken),
             loop_ms=loop_ms,
             saved_ms=max(0, record.loop_ms - loop_ms) if record is not None else 0,
             measured_at=times.now(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ class _AttemptsFile:
     version: int
     fingerprint: str = field(limit=64)
     attempts: tuple[Attempt, ...] = field(items=MAX_ATTEMPTS, default=())
+    recorded: int = field(high=16, default=0)  # the attempt at a recorded size; 0: none
 
 
 class AttemptStore:
@@ -36,31 +38,35 @@ class AttemptStore:
         self.path = path
         self.fingerprint = ""
         self.attempts: tuple[Attempt, ...] = ()
+        self.recorded = 0  # number of the attempt at a recorded size; 0: none of them was
 
     def open(self, fingerprint: str, gpu: bool) -> None:
         """Reads the failed attempts of an earlier start; those still Running were killed, which on
         a GPU says nothing about their size: its KV cache takes no host memory. Attempts that
         survived are ignored: that start ended for another reason."""
         self.fingerprint = fingerprint
-        self.attempts = ()
+        self.attempts, self.recorded = (), 0
         found = self._read()
         if found is not None and (found.version, found.fingerprint) == (VERSION, fingerprint):
-            self.attempts = tuple(
+            self.recorded = found.recorded
+            self._keep(
                 replace(a, outcome=Outcome.KILLED) if a.outcome is Outcome.RUNNING else a
                 for a in found.attempts
                 if a.outcome is not Outcome.SURVIVED
                 and not (gpu and a.outcome in (Outcome.RUNNING, Outcome.KILLED))
             )
 
-    def begin(self, number: int, target_tokens: int) -> Attempt:
+    def begin(self, number: int, target_tokens: int, recorded: bool = False) -> Attempt:
         attempt = Attempt(number, target_tokens, Outcome.RUNNING)
-        self.attempts = (*self.attempts, attempt)[-MAX_ATTEMPTS:]
+        if recorded:
+            self.recorded = number
+        self._keep((*self.attempts, attempt))
         self._write()
         return attempt
 
     def end(self, outcome: Outcome, lowest_free_mib: int | None) -> Attempt:
         done = replace(self.attempts[-1], outcome=outcome, lowest_free_mib=lowest_free_mib)
-        self.attempts = (*self.attempts[:-1], done)
+        self._keep((*self.attempts[:-1], done))
         self._write()
         return done
 
@@ -69,8 +75,8 @@ class AttemptStore:
         found = self._read()
         if found is None:
             return
-        self.fingerprint = found.fingerprint
-        self.attempts = tuple(
+        self.fingerprint, self.recorded = found.fingerprint, found.recorded
+        self._keep(
             replace(a, outcome=Outcome.OUT_OF_MEMORY) if a.outcome is Outcome.RUNNING else a
             for a in found.attempts
         )
@@ -78,12 +84,12 @@ class AttemptStore:
 
     def forget(self) -> None:
         """Drops the current attempt: the device failed, so it shows nothing about its size."""
-        self.attempts = self.attempts[:-1]
+        self._keep(self.attempts[:-1])
         self._write()
 
     def put_back(self, attempts: tuple[Attempt, ...]) -> None:
         """Instead of those that have come since."""
-        self.attempts = attempts
+        self._keep(attempts)
         self._write()
 
     def interrupt(self) -> None:
@@ -91,13 +97,18 @@ class AttemptStore:
         found = self._read()
         if found is None:
             return
-        self.fingerprint = found.fingerprint
-        self.attempts = tuple(a for a in found.attempts if a.outcome is not Outcome.RUNNING)
+        self.fingerprint, self.recorded = found.fingerprint, found.recorded
+        self._keep(a for a in found.attempts if a.outcome is not Outcome.RUNNING)
         self._write()
 
     def clear(self) -> None:
         """Called at Validated: a later kill is no failed attempt."""
         self.path.unlink(missing_ok=True)
+
+    def _keep(self, attempts: Iterable[Attempt]) -> None:
+        self.attempts = tuple(attempts)[-MAX_ATTEMPTS:]
+        if all(a.number != self.recorded for a in self.attempts):
+            self.recorded = 0  # that attempt does not count, or is long past
 
     def _read(self) -> _AttemptsFile | None:
         try:
@@ -108,7 +119,8 @@ class AttemptStore:
     def _write(self) -> None:
         part = self.path.with_suffix(".part")
         with part.open("w") as file:
-            file.write(dumps(_AttemptsFile(VERSION, self.fingerprint, self.attempts)))
+            kept = _AttemptsFile(VERSION, self.fingerprint, self.attempts, self.recorded)
+            file.write(dumps(kept))
             file.flush()
             os.fsync(file.fileno())
         part.replace(self.path)
@@ -117,21 +129,23 @@ class AttemptStore:
 def find_record(
     shared: Path | None, folder: Path, fingerprint: str, free_mib: int
 ) -> Record | None:
-    """The record of an identical replica, else the one that an earlier start of this pod left in
-    `folder`: its volume of shared records may lag behind by more than a minute. None where reuse is
-    not allowed, or less memory is free than it had."""
+    """The record of an identical replica, or the one that an earlier start of this pod left in
+    `folder`, if that is newer: its volume of shared records may lag behind by more than a minute,
+    and a shared size that failed here is still shared. None where reuse is not allowed, or less
+    memory is free than either had."""
     if shared is None:
         return None
-    with suppress(ContractError):  # a damaged file holds no record
+    try:
         records = read_records(shared)
-        if records.reuse is Reuse.NEVER:
-            return None
-        record = records.records.get(fingerprint)
-        if record is None:
-            record = read_records(folder / OWN_RECORD).records.get(fingerprint)
-        if record is not None and free_mib + FREE_NOISE >= record.free_mib:
-            return record
-    return None
+    except ContractError:
+        return None  # a damaged file holds no record
+    if records.reuse is Reuse.NEVER:
+        return None
+    found = [records.records.get(fingerprint)]
+    with suppress(ContractError):
+        found.append(read_records(folder / OWN_RECORD).records.get(fingerprint))
+    usable = [r for r in found if r is not None and free_mib + FREE_NOISE >= r.free_mib]
+    return max(usable, key=lambda record: record.measured_at, default=None)
 
 
 def keep_record(folder: Path, result: Result) -> None:
