@@ -140,7 +140,8 @@ def test_a_rank_that_fails_while_probing_is_tried_again_on_gpus_and_then_named(
     assert Start(machines, tmp_path, Fault(stage, rank, 1)).run().kv_tokens > 30_000
     start = Start([gpu() for _ in range(ranks)], tmp_path, Fault(stage, rank, 9))
     assert f"on GPU {rank} (rank {rank} of {ranks})" in str(start.fails())
-    assert start.kept == [(0, "OutOfMemory")]
+    assert start.notes.attempts[0].outcome is Outcome.OUT_OF_MEMORY
+    assert not start.kept, "the next start probes again, and says the same"
     start.folder.joinpath("attempts.json").unlink()
     error = Start([cpu() for _ in range(ranks)], tmp_path, Fault(stage, rank, 1)).fails()
     assert f"on rank {rank} of {ranks}" in str(error) and "GPU" not in str(error)

@@ -646,6 +646,14 @@ def test_a_kill_while_probing_is_no_reason_to_shrink(tmp_path: Path) -> None:
     assert Start(machine(), tmp_path).run().source is Source.MEASURED  # the cause went, all is well
 
 
+def test_starts_that_ran_out_of_memory_alike_say_the_same(tmp_path: Path) -> None:
+    """Every third one said that it was killed, where nothing was."""
+    wanted = replace(SETTINGS, max_model_len=512)
+    for _ in range(4):
+        with pytest.raises(OutOfMemory, match="no size survived the stress; tried the probe alone"):
+            Start(machine(price=2 * MIB), tmp_path, wanted).run()
+
+
 def test_a_start_that_was_killed_once_while_probing_finds_the_same_size(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         Start(machine(price=2 * MIB, kills=True), tmp_path).run()

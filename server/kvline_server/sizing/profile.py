@@ -190,7 +190,9 @@ class ProfileLoop:
         try:
             tokens = search.run()
         except DeviceOutOfMemory as error:
-            raise self._out_of_memory(error, self.store.attempts[-1:]) from error
+            failure = self._out_of_memory(error, self.store.attempts[-1:])
+            self.store.forget()  # for the next start only what has ended this process counts
+            raise failure from error
         return self._checked(tokens, Found(search.left, search.longest))
 
     def _checked(self, tokens: int, found: Found | None = None) -> int:
