@@ -11,7 +11,7 @@ import json
 import mmap
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from kvline_server.model.fields import read_json
 
@@ -26,7 +26,7 @@ def end_tokens(config: dict[str, Any], folder: Path, vocabulary: int) -> tuple[i
     for source in (config, read_json(generation) if generation.is_file() else {}):
         value = source.get("eos_token_id")
         ids = value if isinstance(value, list) else [value]
-        found += [id for id in ids if isinstance(id, int) and _is_id(id)]
+        found += [id for id in ids if _is_id(id)]
     own = _of_tokenizer(folder)
     if own is not None and own < vocabulary:
         found.append(own)
@@ -77,5 +77,5 @@ def _added(data: mmap.mmap) -> list[Any]:
     return []
 
 
-def _is_id(value: Any) -> bool:
+def _is_id(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
