@@ -100,6 +100,52 @@ def test_what_we_cannot_run_is_refused_by_name(
         read_config(changed(**change))
 
 
+@pytest.mark.parametrize(
+    ("length", "longest"),
+    [({}, 131_072), ({ORIGINAL: 32_768}, 131_072), ({ORIGINAL: 65_536}, 262_144)],
+)
+@pytest.mark.parametrize("beside", [False, True])
+def test_yarn_raises_only_a_length_that_the_file_calls_the_original(
+    changed: Callable[..., Path], length: dict[str, int], longest: int, beside: bool
+) -> None:
+    """A raised max_position_embeddings was multiplied once more."""
+    rope: dict[str, Any] = {"type": "yarn", "factor": 4.0}
+    more = length if beside else {}
+    folder = changed(
+        max_position_embeddings=131_072, rope_scaling=rope if beside else rope | length, **more
+    )
+    assert read_config(folder).max_position == longest
+
+
+def test_a_field_of_rope_scaling_that_other_servers_read_is_refused_with_what_to_do(
+    changed: Callable[..., Path],
+) -> None:
+    """As in DeepSeek-R1-0528-Qwen3-8B."""
+    rope = {"type": "yarn", "factor": 4.0, ORIGINAL: 32, "attn_factor": 0.878}
+    hint = r"rope_scaling\.attn_factor 0\.878 is not supported: .*; remove it, or give attention_f"
+    with pytest.raises(ModelUnsupported, match=hint):
+        read_config(changed(rope_scaling=rope))
+
+
+def test_an_original_length_beside_linear_scaling_changes_nothing(
+    changed: Callable[..., Path],
+) -> None:
+    linear = {"type": "linear", "factor": 2.0}
+    plain = read_config(changed(rope_scaling=linear))
+    assert read_config(changed(rope_scaling=linear | {ORIGINAL: 32})) == plain
+
+
+def test_the_biases_of_qwen2_are_not_those_of_a_field(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    raw = json.loads((make_model("qwen2") / "config.json").read_text())
+    found = []
+    for bias in (None, False, True):
+        (tmp_path / "config.json").write_text(json.dumps(raw | {"attention_bias": bias}))
+        found.append(read_config(tmp_path))
+    assert found[0] == found[1] == found[2] and found[0].qkv_bias and not found[0].output_bias
+
+
 def test_an_unknown_architecture_gets_an_error_with_the_whole_list(
     changed: Callable[..., Path],
 ) -> None:
@@ -121,7 +167,10 @@ def test_what_changes_nothing_is_accepted(changed: Callable[..., Path]) -> None:
         "rope_interleaved": False,
         "transformers.js_config": {"a": 1},
     }
-    assert read_config(changed(use_mrope=False, id2label={"0": "a"}, more=[], **notes)) == plain
+    assert (
+        read_config(changed(use_mrope=False, id2label={"0": "a"}, more=[], text="", **notes))
+        == plain
+    )
 
 
 def test_a_large_file_is_read_and_a_larger_one_named_with_its_size(

@@ -55,6 +55,7 @@ class YarnScaling:
     beta_fast: float = 32.0  # turns within the original length from which a frequency stays
     beta_slow: float = 1.0  # below which it is divided
     truncate: bool = True  # the mixed pairs begin and end at whole numbers
+    longest: int = 0  # tokens: `factor` times the original length, where the file has that
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,10 +198,9 @@ def dense(
 
 
 def _longest(given: int, rope: Rope) -> int:
-    """YaRN is added to files whose max_position_embeddings stays that of the training."""
-    if isinstance(rope.scaling, YarnScaling):
-        return max(given, int(rope.scaling.factor * rope.scaling.original_max_position))
-    return given
+    """YaRN is added to files whose max_position_embeddings stays that of the training, with the
+    original length in it. Without, the length of the file may be the raised one already."""
+    return max(given, rope.scaling.longest) if isinstance(rope.scaling, YarnScaling) else given
 
 
 def experts(fields: Fields, count: str, renormalise: bool, at: str, **more: Any) -> Experts:
@@ -272,8 +272,9 @@ def read_rope(fields: Fields, scaling: Fields, theta: float) -> Rope:
         key = "rope_type" if "rope_type" in scaling.raw else "type"
         raise scaling.unsupported(key, f"; {', '.join(SCALINGS)} are")
     rope = read(fields, scaling, theta)
-    # A part that is rotated is read by the family that has one; `finetuned` is the authors' note.
-    scaling.refuse_unread(("finetuned",), {PART: 1.0})
+    # A part that is rotated is read by the family that has one; `finetuned` is the authors' note,
+    # and the original length stays in files whose scaling needs none.
+    scaling.refuse_unread(("finetuned", ORIGINAL), {PART: 1.0}, neutral.ROPE_HINTS)
     return rope
 
 
@@ -304,6 +305,7 @@ def _yarn(fields: Fields, scaling: Fields, theta: float) -> Rope:
     original = _original_length(fields, scaling)
     if factor * original >= 2**31:
         raise scaling.invalid("factor", f"with {original} tokens less than 2^31 in all")
+    told = scaling.value(ORIGINAL, fields.value(ORIGINAL)) is not None
     made = YarnScaling(
         factor=factor,
         original_max_position=original,
@@ -311,6 +313,7 @@ def _yarn(fields: Fields, scaling: Fields, theta: float) -> Rope:
         beta_fast=scaling.number("beta_fast", 32),
         beta_slow=scaling.number("beta_slow", 1),
         truncate=scaling.flag("truncate", not scaling.null("truncate")),
+        longest=int(factor * original) if told else 0,
     )
     return Rope(theta, made)
 

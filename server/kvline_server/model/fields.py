@@ -111,7 +111,7 @@ class Fields:
         """Raises ModelUnsupported for a field that nobody read, unless it is null, empty, ignored,
         or has the one value that changes nothing."""
         for key, value in self.raw.items():
-            if key in self.read or key in ignored or value is None or value in ([], {}):
+            if key in self.read or key in ignored or value is None or value in ([], {}, ""):
                 continue
             if key.startswith("_"):  # a private attribute of the library that saved the file
                 continue

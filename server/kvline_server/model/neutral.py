@@ -123,6 +123,10 @@ NEUTRAL: dict[str, object] = {
     "use_mrope": False,
     "use_sliding_window": False,
 }
+ROPE_HINTS = {  # within rope_scaling
+    "attn_factor": ": transformers does not read it and other servers multiply by it; remove it, "
+    "or give attention_factor",
+}
 # What an error adds.
 HINTS = {
     "auto_map": ": it asks for code of the repository, which is never run",

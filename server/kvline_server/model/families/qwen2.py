@@ -13,6 +13,7 @@ MODEL_TYPE = "qwen2"
 
 
 def read(fields: Fields) -> ModelConfig:
+    fields.flag("attention_bias")  # the class does not read it: what has biases is fixed
     return replace(dense(fields, kv_heads=32), qkv_bias=True, windows=upper_windows(fields))
 
 
