@@ -100,9 +100,8 @@ class Search:
         self.measured.rest()
         most = max(whole_pages(self._tokens() >> self.halvings), PROBE_TOKENS)
         if self.settings.max_model_len is not None:
-            most = max(
-                most, pages_for(context) * PAGE_SIZE
-            )  # asked for: what it takes is measured, if it fits or not
+            # Asked for: what it takes is measured, whether it fits or not.
+            most = max(most, pages_for(context) * PAGE_SIZE)
         self.longest = min(context, most)
         self.session.run_stress(self.longest, aliased=most)
         return self.longest

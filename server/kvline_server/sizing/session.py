@@ -135,8 +135,8 @@ class Session:
         self, makers: list[MakeBatch], routing: Played, what: str, limit: float
     ) -> list[str]:
         """-> details for their stage"""
-        times = [self._run_step(make, routing, limit) for make in makers]
-        alone, whole = (round(sum(each) * 1000) for each in zip(*times, strict=True))
+        seconds = [self._run_step(make, routing, limit) for make in makers]
+        alone, whole = (round(sum(each) * 1000) for each in zip(*seconds, strict=True))
         details = [f"{what} {whole} ms"] if what else []
         if (ranks := self.executor.ranks) > 1:
             details.append(f"each of {ranks} ranks alone {alone} ms, then together")
