@@ -95,6 +95,7 @@ def note(
 ) -> None:
     """A step."""
     for output in engine.step():
-        found[output.id] = max(found.get(output.id, 0), output.cached)
+        sequence = output.sequence
+        found[sequence.id] = sequence.cached
         if answers is not None:
-            answers[output.id].append(output.token)
+            answers[sequence.id].append(output.token)
