@@ -52,16 +52,20 @@ MESSAGE: Neutral = {
     "provider_specific_fields": ({}, {"refusal": None}),  # LiteLLM's
     "tool_calls": ([],),
 }
+# Of OpenAI's API, with no value that asks for nothing.
+UNSERVED = {"audio", "prediction", "reasoning_effort", "tool_call_id", "web_search_options"}
 STREAM_OPTIONS: Neutral = {"include_obfuscation": (False,)}
 
 
 def without(value: dict[str, Any], neutral: Neutral) -> dict[str, Any]:
     """`value` without nulls and neutral fields. Raises UnsupportedValue for any other value of a
-    field in `neutral`."""
+    field in `neutral`, and for one in UNSERVED."""
     kept = {}
     for name, item in value.items():
         if item is None:
             continue
+        if name in UNSERVED:
+            raise UnsupportedValue(f"{name}: is not supported here; leave it out")
         if name not in neutral:
             kept[name] = item
         elif not any(_same(item, taken) for taken in neutral[name]):

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from kvline_server.http import neutral
 from kvline_server.http.template_files import RESERVED
-from kvline_server.http.validation import UnsupportedValue, bad_request
+from kvline_server.http.validation import EmptyArray, UnsupportedValue, bad_request
 from kvline_server.options import MAX_PROMPTS
 from kvline_server.sampling_params import MAX_BIASES
 
@@ -24,6 +24,7 @@ MAX_TOKENS = 2**31 - 1
 MAX_PROMPT_IDS = 1 << 20
 MAX_DOCUMENTS, MAX_VARIABLES = 256, 64
 MAX_DEPTH = 32  # of lists and objects in each other, in what a template gets as it is
+OTHER_ROLES = ("tool", "function")
 OTHER_PARTS = {"image_url", "input_audio", "file", "refusal", "video_url", "audio_url"}
 
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
@@ -144,7 +145,9 @@ class CompletionRequest(GenerationRequest):
     def _prompt(cls, value: Any) -> list[str | list[int]]:
         if isinstance(value, str):
             return [value]
-        if not isinstance(value, list) or not value:
+        if value == []:
+            raise EmptyArray("must not be empty")
+        if not isinstance(value, list):
             raise ValueError("must be text, token ids, or a list of either")
         if all(isinstance(item, int) for item in value):
             value = [value]
@@ -193,6 +196,13 @@ class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(min_length=1, max_length=64)] | None = None
     name: Annotated[str, Field(max_length=64)] | None = None
+
+    @field_validator("role", mode="before")
+    @classmethod
+    def _no_tools(cls, value: Any) -> Any:
+        if value in OTHER_ROLES:
+            raise UnsupportedValue(f"{value} is not supported here; there are no tools")
+        return value
 
     @model_validator(mode="after")
     def _has_content(self) -> ChatMessage:

@@ -45,6 +45,10 @@ class UnsupportedValue(ValueError):
     code = "unsupported_value"
 
 
+class EmptyArray(ValueError):
+    code = "empty_array"
+
+
 def bad_request(kind: type[BaseModel], found: ValidationError) -> BadRequest:
     """The first wrong field's error: its name, what is taken and a code, never its value."""
     first, expected = _clearest(found.errors(include_url=False, include_input=False))
