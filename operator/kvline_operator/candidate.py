@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvline_contract.exits import meaning
+from kvline_contract.progress import headline
 from kvline_operator.container_ends import Ends, without_empty
 from kvline_operator.gate import Candidate, ComparisonGroup
 from kvline_operator.observe import PodView
@@ -33,7 +34,8 @@ def view(group: ComparisonGroup, pods: tuple[PodView, ...], promoted: bool) -> C
 
 def _stage(pod: PodView) -> str:
     if pod.report is not None:
-        return f"{pod.name}: {pod.report.state}"
+        current = pod.report.current  # None: of an earlier server, or one that does not start
+        return f"{pod.name}: {headline(current) if current else pod.report.state}"
     return waiting(pod)
 
 

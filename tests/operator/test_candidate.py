@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvline_contract.report import Current, SizingReport, State
 from kvline_operator import revision_state
 from kvline_operator.candidate import blocker, counted, failure
 from kvline_operator.candidate import view as view_candidate
@@ -195,3 +196,13 @@ def test_of_terminal_pods_the_oldest_are_deleted_and_each_has_its_reason() -> No
     in_time = ended([terminal(4, phase="Succeeded")])[0]  # the kubelet kept no reason
     assert in_time.reason == "Succeeded" and "evicted, or its node shut down" in in_time.text
     assert not has_ended({"metadata": {}, "status": {"phase": "Running"}})
+
+
+def test_a_candidate_that_is_measured_is_shown_by_the_stage_of_its_start() -> None:
+    at = Current(3, 4, "measures the largest steps", "2026-01-01T00:00:00Z", 5, 60)
+    report = SizingReport("u", "p", "b", 1, State.STRESSING, "t", "t", current=at)
+    seen = replace(pod(0, 0, running=True), report=report)
+    text = "p: stage 3 of 4: measures the largest steps, since 2026-01-01T00:00:00Z"
+    assert view_candidate(GROUP, (seen,), False).stage == text
+    earlier = replace(seen, report=replace(report, current=None))
+    assert view_candidate(GROUP, (earlier,), False).stage == "p: Stressing"
