@@ -82,8 +82,8 @@ ADVICE = (
         "CapacityMeasured",
         ("Pending", "Loading", "Autotuning", "Probing", "Stressing", "Validating"),
         "a replica is being sized",
-        "wait; its message has the stage, the page and the pod's log its seconds and the expected "
-        "rest; a stage without progress for 300 s ends the container",
+        "wait; the message has the stage, and the page and the pod's log also its seconds so far "
+        "and those left; a stage without progress for 300 s ends the container",
     ),
     Advice(
         "CapacityMeasured",
@@ -108,7 +108,7 @@ ADVICE = (
         "CapacityMeasured",
         ("StepTooLong",),
         "a step took longer than 30 s, and in service would be taken for a hung engine",
-        "set the field that the message names to its value, or give the pod more CPUs",
+        "lower the setting in the message to the value given there, or give the pod more CPUs",
     ),
     Advice(
         "CapacityMeasured",

@@ -14,8 +14,7 @@ from kvline_operator.records import DRIFT_PERCENT, drifted
 from kvline_operator.service_state import Condition, ServiceState, failed_end
 from kvline_operator.threshold import Threshold, Thresholds, device
 
-# Order of progress; the condition shows the replica that is furthest.
-DOES = {
+STATE_TEXTS = {  # for a server that does not report what it does
     State.AUTOTUNING: "tries kernels",
     State.PROBING: "measures memory beside a small KV cache",
     State.STRESSING: "plays the largest steps beside a small KV cache",
@@ -23,7 +22,7 @@ DOES = {
     State.VALIDATING: "plays the largest steps beside the whole KV cache",
     State.FAILED: "has failed",
 }
-PROGRESS = [
+PROGRESS = [  # in this order; the condition shows the replica that is furthest
     State.FAILED,
     State.LOADING,
     State.AUTOTUNING,
@@ -97,7 +96,7 @@ def _earlier(report: SizingReport) -> str:
     if report.state is State.LOADING:
         return _loading(report)
     tried = [a.target_tokens for a in report.attempts if a.number]
-    return f"attempt {len(tried)} at {tried[-1]} tokens" if tried else DOES[report.state]
+    return f"attempt {len(tried)} at {tried[-1]} tokens" if tried else STATE_TEXTS[report.state]
 
 
 def _loading(report: SizingReport) -> str:
