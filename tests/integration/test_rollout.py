@@ -66,7 +66,7 @@ def test_a_candidate_takes_over_before_its_opened_gate_file_has_arrived(
     known = {p["metadata"]["uid"] for p in service.pods_of(rejected)}
     service.tokens[rejected] = 2048
     service.until_reason("RevisionRejected")
-    assert not {address[uid] for uid in known} & {at for at, _ in service.node.posts}
+    assert not {address[uid] for uid in known} & {at for at, _ in list(service.node.posts)}
 
 
 def test_after_a_restart_of_the_operator_an_opened_gate_file_arrives_itself(
