@@ -10,6 +10,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Literal
 
 import msgspec
@@ -268,8 +269,8 @@ class Channel:
             self.connection.sendall(encode(message))
 
     def receive(self) -> Iterator[Message]:
-        """Messages until the other side closes. Raises OSError, and InvalidFrame."""
-        with self.connection.makefile("rb") as stream:
+        """Messages until the other side closes, or the connection breaks. Raises InvalidFrame."""
+        with suppress(OSError), self.connection.makefile("rb") as stream:
             while len(header := stream.read(LENGTH)) == LENGTH:
                 length = body_length(header)
                 body = stream.read(length)

@@ -34,6 +34,12 @@ INVALID = {
     "cut off": (b"\x02\x00\x00\x00\x92\xa5", "a frame of 2 bytes is no message"),
     "nested": (b"\x00\x00\x01\x00" + b"\x91" * 0x10000, "a frame of 65536 bytes is no message"),
 }
+# What handling these raises.
+FAULTS = {
+    "a fault of ours": (encode(Run(4)), "KeyError: 4"),
+    "a file's": (encode(Run(5)), "OSError: 5"),
+}
+FAILS = {4: KeyError(4), 5: OSError(5)}
 # A process with a thread that reads from the parent, and one that reads from another; the main
 # thread sleeps.
 LISTENER = """
@@ -44,7 +50,7 @@ from kvline_server.messages import Channel, Run
 parent, other = (Channel(socket.socket(fileno=int(fd))) for fd in sys.argv[1:])
 def handle(message):
     if isinstance(message, Run):
-        raise KeyError(message.slot)
+        raise {4: KeyError(4), 5: OSError(5)}[message.slot]
 listen(parent, "the parent", handle, parent, ExitCode.RANK_LOST)
 listen(other, "an HTTP process", handle, parent)
 time.sleep(600)
@@ -113,7 +119,7 @@ def test_a_rank_that_sends_what_nobody_asked_for_is_named(
         join._loaded(Link(pair[1], 2))
 
 
-@pytest.mark.parametrize("fails", [*INVALID, "a fault of ours"])
+@pytest.mark.parametrize("fails", [*INVALID, *FAULTS])
 @pytest.mark.parametrize(("source", "name"), [(0, "the parent"), (1, "an HTTP process")])
 def test_a_process_that_cannot_hear_ends_and_says_why(fails: str, source: int, name: str) -> None:
     """Its thread ended before, and it seemed idle: nothing that it was sent was ever done."""
@@ -123,7 +129,7 @@ def test_a_process_that_cannot_hear_ends_and_says_why(fails: str, source: int, n
     with subprocess.Popen(command, pass_fds=fds) as process:
         for _, theirs in pairs:
             theirs.close()
-        sent, text = INVALID.get(fails, (encode(Run(4)), "KeyError: 4"))
+        sent, text = INVALID.get(fails) or FAULTS[fails]
         pairs[source][0].sendall(encode(Answer()) + sent)
         (last,) = Channel(pairs[0][0]).receive()
         assert process.wait(limit(30)) == int(ExitCode.ENGINE_DIED)
@@ -152,14 +158,15 @@ def parent(tmp_path: Path) -> Supervisor:
     return Supervisor(Options(config=config, state_dir=tmp_path), launch_config(tmp_path))
 
 
-@pytest.mark.parametrize("fails", [*INVALID, "a fault of ours"])
+@pytest.mark.parametrize("fails", [*INVALID, *FAULTS])
 def test_the_parent_ends_where_it_cannot_hear_a_child(
     parent: Supervisor, pair: tuple[socket.socket, socket.socket], fails: str
 ) -> None:
     """It took the child for hung, a minute later and with another reason."""
 
     def handle(message: Message) -> None:
-        assert isinstance(message, Beat), "a fault of ours"
+        if isinstance(message, Run):
+            raise FAILS[message.slot]
         heard.append(message)
 
     heard: list[Message] = []
@@ -171,7 +178,7 @@ def test_the_parent_ends_where_it_cannot_hear_a_child(
         pair[0].sendall(encode(beat))
         eventually(lambda: heard == [beat], on="server")
         assert parent._failure() is None
-        sent, text = INVALID.get(fails, (encode(Run(4)), "AssertionError: a fault of ours"))
+        sent, text = INVALID.get(fails) or FAULTS[fails]
         pair[0].sendall(sent)
         eventually(lambda: child.heard.is_set(), on="server")
         ended = parent._failure()

@@ -26,9 +26,8 @@ def listen(
 
     def read() -> None:
         try:
-            with contextlib.suppress(OSError):
-                for message in source.receive():
-                    handle(message)
+            for message in source.receive():
+                handle(message)
         except Exception as error:
             failure = _failure(error, name)
             with contextlib.suppress(OSError):

@@ -64,9 +64,8 @@ class Child:
 
         def read() -> None:
             try:
-                with contextlib.suppress(OSError):
-                    for message in self.channel.receive():
-                        handle(message)
+                for message in self.channel.receive():
+                    handle(message)
             except InvalidFrame as error:
                 self.invalid = f"sent {error}"
             except Exception as error:
