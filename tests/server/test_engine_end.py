@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from kvline_server.parent import engine
 from kvline_server.parent.children import Child
 from kvline_server.parent.engine import LOST, End, meeting_folder
 from kvline_server.parent.engine import EngineProcesses as Processes
+from kvline_server.starvation import Quiet
 
 SILENT = 30.0
 
@@ -119,3 +121,18 @@ def test_a_rank_whose_pulse_ends_is_silent(begin: Callable[..., Processes], rank
     assert processes.without_pulse() == () and processes.silent(SILENT) is None
     processes._pulses[rank] -= SILENT
     assert processes.silent(SILENT) == rank
+
+
+def test_a_rank_s_first_pulse_may_come_while_others_are_judged(
+    begin: Callable[..., Processes],
+) -> None:
+    """The parent ended with «dictionary changed size during iteration»."""
+
+    class Judged(Quiet):
+        def seconds(self) -> float:
+            processes._from(1, Pulse())
+            return 0.0
+
+    processes = begin(*["sleep 60"] * 2)
+    processes._quiet[0] = Judged(time.monotonic)
+    assert processes.silent(SILENT) is None and processes.without_pulse() == (0,)

@@ -121,10 +121,10 @@ class EngineProcesses:
 
     def silent(self, seconds: float) -> int | None:
         """A rank that has sent no pulse for so long since its first one, though it could run."""
-        for rank, quiet in list(self._quiet.items()):
+        known = list(self._quiet.items())  # a rank's first pulse may come meanwhile
+        for rank, quiet in known:
             quiet.watch([self.ranks[rank].process.pid])
-        late = (rank for rank, quiet in self._quiet.items() if quiet.seconds() > seconds)
-        return next(late, None)
+        return next((rank for rank, quiet in known if quiet.seconds() > seconds), None)
 
     def without_pulse(self) -> tuple[int, ...]:
         """Ranks that have sent none yet."""
