@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from waiting import limit
 
+from kvline_server.memory.device import CpuDevice
+
 pytestmark = pytest.mark.process
 
 # Large steps and small weights: 32 MiB of them, and 12.6 MiB for a row of logits times 64.
@@ -30,6 +32,7 @@ CONFIG = {
     "tie_word_embeddings": True,
     "eos_token_id": None,
 }
+SLACK = CpuDevice("", "", 0, lambda: 0).slack
 OFFER = re.compile(r"(--[-a-z]+) (\d+(?:Mi)?) would leave ([\d,]+) tokens")
 
 
@@ -55,6 +58,10 @@ def offers(stderr: str) -> dict[str, tuple[str, int]]:
 def tokens(done: subprocess.CompletedProcess[str]) -> int:
     assert done.returncode == 0, done.stderr[-2000:]
     return int(json.loads(done.stdout)["result"]["kvTokens"])
+
+
+def bytes_per_token(done: subprocess.CompletedProcess[str]) -> int:
+    return int(json.loads(done.stdout)["result"]["bytesPerToken"])
 
 
 def sum_of_parts(stderr: str, memory: int) -> int:
@@ -89,5 +96,8 @@ def test_each_value_of_a_failed_start_lets_it_start(model: Path) -> None:
     found = offers(failed.stderr)
     assert {"--memory", "--max-prefill-tokens"} <= set(found), failed.stderr
     for flag, (value, offered) in found.items():
-        got = tokens(start(**{flag.removeprefix("--"): value}))
-        assert got > offered / 2, (flag, value, offered, got)
+        done = start(**{flag.removeprefix("--"): value})
+        got = tokens(done)
+        # Two starts differ by up to the slack, and more memory is offered with a share of it more.
+        noise = 0 if flag == "--memory" else SLACK // bytes_per_token(done)
+        assert got >= max(offered - noise, offered / 2), (flag, value, offered, got)
