@@ -305,7 +305,7 @@ def _yarn(fields: Fields, scaling: Fields, theta: float) -> Rope:
     original = _original_length(fields, scaling)
     if factor * original >= 2**31:
         raise scaling.invalid("factor", f"with {original} tokens less than 2^31 in all")
-    told = scaling.value(ORIGINAL, fields.value(ORIGINAL)) is not None
+    given = scaling.value(ORIGINAL, fields.value(ORIGINAL)) is not None
     made = YarnScaling(
         factor=factor,
         original_max_position=original,
@@ -313,7 +313,7 @@ def _yarn(fields: Fields, scaling: Fields, theta: float) -> Rope:
         beta_fast=scaling.number("beta_fast", 32),
         beta_slow=scaling.number("beta_slow", 1),
         truncate=scaling.flag("truncate", not scaling.null("truncate")),
-        longest=int(factor * original) if told else 0,
+        longest=int(factor * original) if given else 0,
     )
     return Rope(theta, made)
 

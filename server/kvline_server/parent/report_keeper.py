@@ -50,8 +50,8 @@ class ReportKeeper:
         """Applies one progress message."""
         known = self._report
         current = {"state": progress.state, "current": progress.current}
-        if told := {name: value for name, value in current.items() if value is not None}:
-            self._change(**told)  # in one change: reason and message of a condition
+        if reported := {name: value for name, value in current.items() if value is not None}:
+            self._change(**reported)  # in one change: reason and message of a condition
         if progress.stage is not None:
             ended = tuple(s for s in known.stages if s.total_bytes is None)
             self._change(stages=(*ended, progress.stage)[-MAX_STAGES:])
