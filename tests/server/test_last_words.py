@@ -7,20 +7,26 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from servers import Server, wait_for
+from crowded import crowded_out
+from servers import STRESS, Server, launch_config, wait_for
 from waiting import limit
 
 from kvline_contract.launch import CapacityOptions, EngineOptions
+from kvline_server.options import Options
+from kvline_server.parent.children import Child
 from kvline_server.parent.drain import END_SECONDS
+from kvline_server.parent.supervisor import Supervisor
 
 pytestmark = pytest.mark.process
 
@@ -83,11 +89,39 @@ def test_clients_of_a_slow_http_process_have_their_errors_before_the_pod_ends(
     assert server.end() == ENGINE_DIED
 
 
-def test_each_of_five_hundred_open_requests_has_its_error_on_one_core(
+def test_clients_of_an_engine_that_the_parent_cannot_understand_have_their_errors(
     start: Callable[..., Server],
 ) -> None:
-    """The parent ended the HTTP process 0.2 s after the engine, and most clients found a closed
-    connection."""
+    """The parent ended the HTTP process with it."""
+    garbles = {"KVLINE_FAULT_STEP": f"{STRESS + 2}:garble"}
+    server = start(engine=ENGINE, capacity=CAPACITY, faults=garbles)
+    server.wait()
+    with ThreadPoolExecutor(2) as pool:
+        whole = pool.submit(
+            httpx.post, f"{server.url}/v1/completions", json=LONG, timeout=limit(30)
+        )
+        stream = pool.submit(last_event, server)
+        assert whole.result().status_code == 500
+        error = json.loads(stream.result().removeprefix("data: "))["error"]
+        assert error["type"] == "server_error"
+    assert server.end() == ENGINE_DIED
+    assert server.termination()["message"].startswith("rank 0 sent a frame of 3 bytes")
+
+
+def test_a_size_whose_engine_the_parent_cannot_understand_is_no_failed_attempt(
+    start: Callable[..., Server],
+) -> None:
+    server = start(faults={"KVLINE_FAULT_STEP": "3:garble"})
+    assert server.end(60) == ENGINE_DIED
+    attempts = server.scratch / "state" / "attempts.json"
+    assert "Running" not in attempts.read_text()
+
+
+def test_each_of_five_hundred_open_requests_has_its_error_on_a_crowded_core(
+    start: Callable[..., Server],
+) -> None:
+    """The parent ended the HTTP process 0.2 s after the engine, then 3 s by the clock, and most
+    clients found a closed connection."""
     server = start(
         engine=EngineOptions(max_model_len=512, max_running_requests=100),
         capacity=CAPACITY,
@@ -95,7 +129,6 @@ def test_each_of_five_hundred_open_requests_has_its_error_on_one_core(
     )
     server.wait()
     children = server.children()
-    core = min(os.sched_getaffinity(0))
     body = json.dumps({**LONG, "n": 1}).encode()
     request = POST % len(body) + body
     with ExitStack() as stack:
@@ -106,13 +139,29 @@ def test_each_of_five_hundred_open_requests_has_its_error_on_one_core(
         for client in waiting:
             client.sendall(request)
         wait_for(lambda: sequences(server) >= MANY, 60)
-        for thread in os.listdir(f"/proc/{children['http']}/task"):
-            os.sched_setaffinity(int(thread), {core})
-        os.sched_setaffinity(server.process.pid, {core})
-        os.kill(children["engine"], signal.SIGKILL)
-        answers = [everything(client) for client in waiting]
+        with crowded_out(children["http"]):
+            os.kill(children["engine"], signal.SIGKILL)
+            answers = [everything(client) for client in waiting]
     assert Counter(answer[:13] for answer in answers) == {b"HTTP/1.1 500 ": MANY}
     assert server.end() == ENGINE_DIED
+
+
+def test_what_a_busy_node_keeps_from_http_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients had 3 s by the clock to get their errors."""
+    parent = Supervisor(Options(config=tmp_path, state_dir=tmp_path), launch_config(tmp_path))
+    with subprocess.Popen(["sh", "-c", "while :; do :; done"]) as process:
+        parent.http = [Child(process, None, [])]  # type: ignore[arg-type] # sends nothing
+        with crowded_out(process.pid):
+            owed = time.monotonic() + END_SECONDS + 2
+            monkeypatch.setattr(
+                parent.health, "owes_answers", lambda ended: time.monotonic() < owed
+            )
+            parent._wait_for_answers()
+            took = time.monotonic()
+        process.kill()
+    assert took >= owed
 
 
 def everything(client: socket.socket) -> bytes:

@@ -7,6 +7,7 @@ import time
 from kvline_server.messages import EdgeBeat
 
 END_SECONDS = 3.0  # after a drain or an engine's end, for the errors of unfinished requests
+MOST_END_SECONDS = 30.0  # by the clock, where a busy node gives HTTP no CPU for them
 HURRY_SECONDS = 1.0  # for them at a second signal
 
 

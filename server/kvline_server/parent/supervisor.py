@@ -40,7 +40,7 @@ from kvline_server.parent import stalls
 from kvline_server.parent.causes import Causes
 from kvline_server.parent.children import Child, hear_last_words, listen, start_http
 from kvline_server.parent.cpus import cpus, http_processes
-from kvline_server.parent.drain import END_SECONDS, DrainState
+from kvline_server.parent.drain import END_SECONDS, MOST_END_SECONDS, DrainState
 from kvline_server.parent.engine import EngineProcesses
 from kvline_server.parent.health import Health
 from kvline_server.parent.internal import InternalServer
@@ -255,13 +255,16 @@ class Supervisor:
     def _failure(self) -> Termination | None:
         """Why the pod must end, if it must. Restarts an engine that was killed while sizing."""
         if (invalid := self._invalid()) is not None:
+            self.causes.interrupted = True
+            self._end_with_answers()
             return Termination.of(ExitCode.ENGINE_DIED, invalid)
         ended = [self.http[index] for index in self._ended_http()]
         if ended and not self.health.draining:
             hear_last_words(ended)
-            return self.keeper.report.failure or self.causes.of_process(
-                "HTTP", ended[0].process.returncode
-            )
+            code = ended[0].process.returncode
+            failure = self.keeper.report.failure or self.causes.of_process("HTTP", code)
+            self._end_with_answers()
+            return failure
         engine, limit = self.engine, self.options.limits.rank
         if engine is None:
             return self._stalled()
@@ -291,10 +294,22 @@ class Supervisor:
         found = (f"{name} {child.invalid}" for name, child in every if child.invalid)
         return next(found, None)
 
+    def _end_with_answers(self) -> None:
+        """Where something else ends the pod: at the engine's end HTTP answers what is open."""
+        self.health.engine_gone = True
+        if self.engine is not None:
+            self.engine.end(None)
+        self._wait_for_answers()
+
     def _wait_for_answers(self) -> None:
-        """Until clients have the errors of the requests that the engine's end has left."""
-        end = time.monotonic() + END_SECONDS
-        while self.health.owes_answers(self._ended_http()) and time.monotonic() < end:
+        """Until clients have the errors of the requests that the engine's end has left. What a busy
+        node keeps from HTTP is not counted."""
+        began, http = time.monotonic(), [child.process.pid for child in self.http]
+        waits = Quiet(lambda: began)
+        while self.health.owes_answers(self._ended_http()):
+            waits.watch(http)
+            if waits.seconds() > END_SECONDS or waits.by_the_clock() > MOST_END_SECONDS:
+                return
             time.sleep(self.options.limits.poll / 10)
 
     def _attempts(self) -> AttemptStore:
@@ -306,7 +321,7 @@ class Supervisor:
         if engine is None:
             return None
         if state is State.VALIDATED:
-            return None if self.health.draining else self._serves_no_more(engine)
+            return None if self.health.draining else self._serves_no_more()
         limit, quiet = self.options.limits.stage, self.starting.seconds()
         thrashes = stalls.patience(self.keeper.report.stages, limit)
         if state is State.VALIDATING and self.device is Device.CPU and quiet > thrashes:
@@ -323,13 +338,11 @@ class Supervisor:
         self.causes.interrupted |= failure.code == int(ExitCode.RANK_LOST)
         return failure
 
-    def _serves_no_more(self, engine: EngineProcesses) -> Termination | None:
+    def _serves_no_more(self) -> Termination | None:
         text = self.health.no_progress()
         if text is None:
             return None
-        self.health.engine_gone = True
-        engine.end(None)
-        self._wait_for_answers()
+        self._end_with_answers()
         return Termination.of(ExitCode.NO_PROGRESS, text)
 
 

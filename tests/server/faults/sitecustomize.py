@@ -1,9 +1,10 @@
 """Faults put into a server under test from outside: Python imports this at start, before us.
 
-KVLINE_FAULT_STEP=n:raise|oom|kill|signal|nan|device|spin breaks the engine's n-th batch; after
-`kill`, of the first start alone, the parent sees a kernel that killed for memory, after `signal` it
-does not; `spin` takes KVLINE_FAULT_SPIN seconds of CPU time more; with KVLINE_FAULT_ALWAYS the n-th
-batch of every start and all after it;
+KVLINE_FAULT_STEP=n:raise|oom|kill|signal|nan|device|spin|garble breaks the engine's n-th batch;
+after `kill`, of the first start alone, the parent sees a kernel that killed for memory, after
+`signal` it does not; `spin` takes KVLINE_FAULT_SPIN seconds of CPU time more; from `garble` on the
+parent cannot read what it is sent; with KVLINE_FAULT_ALWAYS the n-th batch of every start and all
+after it;
 KVLINE_FAULT_MEMORY=stage:n makes torch allocate too much in the n-th call of a stage (OF_STAGES),
 on KVLINE_FAULT_DEVICE, and writes this value to the file KVLINE_FAULT_MARK;
 KVLINE_FAULT_RANK says which rank of several breaks so, by default the first;
@@ -52,6 +53,9 @@ def break_step() -> None:
                 end = time.process_time() + float(os.environ["KVLINE_FAULT_SPIN"])
                 while time.process_time() < end:
                     pass
+                return launch(self, step, *more)
+            if kind == "garble":
+                garble_frames("kvline_server.messages")
                 return launch(self, step, *more)
             if kind == "nan":
                 return launch_nan(self, step, *more)
