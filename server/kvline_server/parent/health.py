@@ -163,10 +163,9 @@ class Health:
         what = "the engine ran no step while work waited"
         if name == "HttpStalled":
             what = "an HTTP process answered nothing"
-        return (
-            f"{what}: for {quiet.by_the_clock():.0f} s, {quiet.seconds():.0f} s of them not for "
-            "want of a CPU"
-        )
+        passed = quiet.by_the_clock()
+        starved = passed - quiet.seconds()
+        return f"{what}: for {passed:.0f} s, of which it lacked a CPU for {starved:.0f} s"
 
     def wait_to_leave(self) -> None:
         """Until the last client knows that the pod ends; not at all where it was never ready: a
