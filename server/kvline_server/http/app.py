@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -44,6 +44,11 @@ class Service:
     bodies: Bodies
     limits: Limits
     started: int = field(default_factory=lambda: int(time.time()))
+    rendering: asyncio.Semaphore = field(init=False)  # as many chats as processes render
+
+    def __post_init__(self) -> None:
+        chat = self.generator.chat
+        self.rendering = asyncio.Semaphore(chat.processes if chat is not None else 1)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -93,14 +98,24 @@ async def _generate(
         stack.enter_context(service.admission.request())
         raw = await read_json(request, stack.enter_context(service.bodies.hold()))
         arrived = time.monotonic()
-        async with service.bodies.turn(len(raw)):
-            parsed = parse(kind, parse_object(raw))
-            del raw
-            _check_model(parsed.model, service.limits)
-            id = request_id(request.headers.get("x-request-id"))
-            work = route(id, parsed, service.generator, service.limits, arrived)
-            jobs = await asyncio.to_thread(work.plan)
-            room = stack.enter_context(service.admission.room(len(jobs), *_wanted(jobs)))
+        async with AsyncExitStack() as turns:
+            if route is Chat:
+                await turns.enter_async_context(service.rendering)
+            turn = service.bodies.turn(len(raw))
+            async with turn:
+                parsed = parse(kind, parse_object(raw))
+                del raw
+                _check_model(parsed.model, service.limits)
+                id = request_id(request.headers.get("x-request-id"))
+                work = route(id, parsed, service.generator, service.limits, arrived)
+                if route is not Chat:
+                    jobs = await asyncio.to_thread(work.plan)
+            if route is Chat:
+                # Without a turn: a template may take long, and completions need none.
+                await asyncio.to_thread(work.render)
+                async with turn:
+                    jobs = await asyncio.to_thread(work.plan)
+        room = stack.enter_context(service.admission.room(len(jobs), *_wanted(jobs)))
         headers = {"x-request-id": id}
         if parsed.stream:
             stream = events(work, jobs, stack.pop_all())

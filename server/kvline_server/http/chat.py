@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvline_server.http.chat_tokens import Asked
+from kvline_server.http.chat_tokens import Asked, Rendered
 from kvline_server.http.completions import prompt_logprobs, seeded
 from kvline_server.http.envelope import Chunks, Route, whole
 from kvline_server.http.errors import BadRequest
@@ -25,9 +25,10 @@ from kvline_server.sampling_params import SamplingParams
 class Chat(Route[ChatRequest]):
     chunk_kind = "chat.completion.chunk"
 
-    def plan(self) -> list[tuple[list[int], SamplingParams]]:
-        """Renders and tokenises; runs off the event loop. Raises BadRequest.
-        -> (token ids, parameters) of each choice"""
+    rendered: Rendered | None = None
+
+    def render(self) -> Rendered:
+        """Runs off the event loop. Raises BadRequest."""
         if self.generator.chat is None:
             raise BadRequest("no tokenizer is loaded; use /v1/completions with token ids")
         request = self.request
@@ -38,10 +39,19 @@ class Chat(Route[ChatRequest]):
             request.chat_template_kwargs or {},
             request.documents,
         )
-        ids = self.generator.chat.encode(messages, self.limits.max_model_len, asked)
+        self.rendered = self.generator.chat.render(messages, asked)
+        request.messages, request.documents = [], None  # they take memory
+        return self.rendered
+
+    def plan(self) -> list[tuple[list[int], SamplingParams]]:
+        """Tokenises, and renders before where that was not done; runs off the event loop. Raises
+        BadRequest. -> (token ids, parameters) of each choice"""
+        rendered, self.rendered = self.rendered or self.render(), None
+        request, chat = self.request, self.generator.chat
+        assert chat is not None
+        ids = chat.tokenise(rendered, self.limits.max_model_len)
         check_prompt(ids, self.limits, "messages")
         self.prompts = [ids]
-        request.messages, request.documents = [], None  # they take memory
         most = request.most()
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         params = sampling(

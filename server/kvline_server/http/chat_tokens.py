@@ -19,6 +19,9 @@ MAX_RENDERED = 8 << 20  # characters
 RENDERING, RENDERING_PER_BYTE, JSON_PER_BYTE = 8 << 20, 32, 4
 
 
+Rendered = tuple[str, bytes]  # with its characters' origins (traced.py)
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """What a template gets beside the messages."""
@@ -39,6 +42,7 @@ class ChatTokens:
     ) -> None:
         """`processes`: that render, so many at once; `seconds`: of CPU time for each rendering."""
         self._tokens, self._files = tokens, files
+        self.processes = processes
         self._renderers: Renderers | None = None
         if files.template is not None:
             self._controls = Controls(tokens.tokenizer)
@@ -56,9 +60,10 @@ class ChatTokens:
     def encode(
         self, messages: list[dict[str, Any]], most: int = 1 << 30, asked: Asked | None = None
     ) -> list[int]:
-        """The rendered template's tokens. Raises BadRequest where the template has an error, or the
-        text is far beyond `most` tokens."""
-        asked = asked or Asked()
+        return self.tokenise(self.render(messages, asked or Asked()), most)
+
+    def render(self, messages: list[dict[str, Any]], asked: Asked) -> Rendered:
+        """Takes as long as the template does. Raises BadRequest where that has an error."""
         if self._renderers is None:
             problem = self._files.problem or "this model has no chat template"
             raise BadRequest(f"{problem}; use /v1/completions", "messages")
@@ -72,7 +77,12 @@ class ChatTokens:
         job = as_job(messages, own, variables, asked.continue_final_message)
         if len(job) > JSON_PER_BYTE * self._tokens.max_text:
             raise self._tokens.too_long(len(job), "messages")
-        text, origins = self._renderers.render(job)
+        return self._renderers.render(job)
+
+    def tokenise(self, rendered: Rendered, most: int) -> list[int]:
+        """Raises BadRequest where the text is far beyond `most` tokens, or not to be followed."""
+        assert self._renderers is not None
+        text, origins = rendered
         if len(text) > MAX_RENDERED:
             raise BadRequest(
                 "the rendered messages are too long", "messages", "context_length_exceeded"
