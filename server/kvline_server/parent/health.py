@@ -163,9 +163,9 @@ class Health:
         what = "the engine ran no step while work waited"
         if name == "HttpStalled":
             what = "an HTTP process answered nothing"
-        passed = quiet.by_the_clock()
-        starved = passed - quiet.seconds()
-        return f"{what}: for {passed:.0f} s, of which it lacked a CPU for {starved:.0f} s"
+        counted, passed = quiet.seconds(), quiet.by_the_clock()
+        lacked = f"of which it lacked a CPU for {passed - counted:.0f} s"
+        return f"{what}: for {passed:.0f} s, {lacked}"
 
     def wait_to_leave(self) -> None:
         """Until the last client knows that the pod ends; not at all where it was never ready: a
