@@ -647,7 +647,7 @@ def test_a_kill_while_probing_is_no_reason_to_shrink(tmp_path: Path) -> None:
 
 
 def test_starts_that_ran_out_of_memory_alike_say_the_same(tmp_path: Path) -> None:
-    """Every third one said that it was killed, where nothing was."""
+    """Every third one named a kill, where nothing was killed."""
     wanted = replace(SETTINGS, max_model_len=512)
     for _ in range(4):
         with pytest.raises(OutOfMemory, match="no size survived the stress; tried the probe alone"):
