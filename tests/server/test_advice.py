@@ -140,6 +140,29 @@ def test_a_pin_names_the_size_that_would_survive(tmp_path: Path) -> None:
     assert apply(machine, wanted, memory, tmp_path / "memory") == 60_000
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["plays", "is killed while it plays"])
+def test_a_pin_that_was_killed_names_the_size_that_would_survive(
+    tmp_path: Path, again: bool
+) -> None:
+    """A kill is how a size fails on a CPU; one more than that leaves the diagnosis."""
+    wanted = replace(SETTINGS, pinned_kv_tokens=60_000)
+
+    def made(price: int = 64 << 10) -> Machine:
+        return machine(kills=True, price=price)
+
+    with pytest.raises(Killed):
+        Start(made(), tmp_path, wanted).run()
+    if again:
+        with pytest.raises(Killed):
+            Start(made(2 * MIB), tmp_path, wanted).run()
+    error = fails(made(), tmp_path, wanted)
+    assert "pins 60000 tokens, which did not survive" in str(error)
+    pin = next(k for k in error.termination().knobs if k.direction is Direction.LOWER)
+    assert pin.spec_field == "spec.capacity.kvTokens" and (pin.value is None) == again
+    if not again:
+        assert 30_000 < apply(made, wanted, pin, tmp_path / "pin") == pin.value
+
+
 def test_a_kill_while_advice_is_measured_leaves_the_diagnosis(tmp_path: Path) -> None:
     """A step of other settings may be killed too: the next start says what it knows."""
 

@@ -40,6 +40,7 @@ from kvline_server.sizing.session import (
 from kvline_server.sizing.settings import EngineSettings
 
 SHRINK_PERCENT = 95
+FEW_KILLS = 2  # after which one more, by advice that is played, does not hide the diagnosis
 
 
 class ProfileLoop:
@@ -169,7 +170,7 @@ class ProfileLoop:
         bounded = self.settings.max_model_len is None and self.settings.wanted_len > PROBE_TOKENS
         if probes > (MAX_TRIES if bounded else 1):
             rank, adviser = self.measured.binding(), Adviser(self.session, None, killed=True)
-            few = probes <= 2  # one more kill would not hide the diagnosis
+            few = probes <= FEW_KILLS
             offers = self._advise(adviser, adviser.offers) if few else adviser.unplayed()
             self.store.clear()
             raise rank.killed_while_probing(failed, offers)
@@ -222,27 +223,32 @@ class ProfileLoop:
         return self.measured.ranks[error.rank].untried(what, lower)
 
     def _no_size(self, rank: Diagnosis, attempts: tuple[Attempt, ...], pinned: bool) -> OutOfMemory:
-        """No estimate was right here, so what is offered is validated: nothing after a kill, as one
-        more would hide the diagnosis."""
+        """No estimate was right here, so what is offered is validated."""
         sizes = any(a.number for a in attempts)
-        adviser = Adviser(self.session, None, validated=sizes)
-        ask = adviser.pins if pinned else adviser.offers
-        if any(a.outcome is Outcome.KILLED for a in attempts):
-            offers = adviser.unplayed(PIN_FIELD if pinned else PREFILL_FIELD)
+        kills = sum(a.outcome is Outcome.KILLED for a in attempts)
+        adviser = Adviser(self.session, None, validated=sizes, killed=kills > 0)
+        ask, spec_field = (adviser.pins, PIN_FIELD) if pinned else (adviser.offers, PREFILL_FIELD)
+        if kills > FEW_KILLS:
+            offers = adviser.unplayed(spec_field)
         else:
-            offers = self._advise(adviser, ask)
+            offers = self._advise(adviser, ask, spec_field)
         return rank.out_of_memory(attempts, pinned, offers)
 
     def _offers(self, found: Found | None) -> tuple[Offer, ...]:
         adviser = Adviser(self.session, found)
         return self._advise(adviser, adviser.offers)
 
-    def _advise(self, adviser: Adviser, ask: Callable[[], tuple[Offer, ...]]) -> tuple[Offer, ...]:
+    def _advise(
+        self,
+        adviser: Adviser,
+        ask: Callable[[], tuple[Offer, ...]],
+        spec_field: str = PREFILL_FIELD,
+    ) -> tuple[Offer, ...]:
         """Noted as an attempt for 0 tokens: where it is killed, the next start gives no advice that
         must be played."""
         kept = self.store.attempts
         if any(a.target_tokens == 0 for a in kept):
-            return adviser.unplayed()
+            return adviser.unplayed(spec_field)
         assert self.session.current is not None
         stage = self.session.current.stage
         self.session.begin(stage, "measures what smaller settings would leave: this start fails")
