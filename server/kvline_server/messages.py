@@ -177,9 +177,10 @@ class Answer(msgspec.Struct, tag="answer", array_like=True):
 
 
 class RankLoaded(msgspec.Struct, tag="rank-loaded", array_like=True, kw_only=True):
-    """A rank's to rank 0, once its part of the model is loaded: figures in bytes, and what must be
-    the same on all."""
+    """A rank's to rank 0, once its part of the model is loaded: its process, figures in bytes, and
+    what must be the same on all."""
 
+    pid: int
     limit: int
     free_before: int  # before it met the others and loaded its weights
     collectives: int  # that the exchange with the others takes of its GPU

@@ -6,6 +6,7 @@ device or, where the kernel would kill the process, an exception that nothing ca
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -115,6 +116,7 @@ class Machine:
         self.pages = pages
 
     ranks = 1
+    pids = (os.getpid(),)
     depth = 0
     eager_steps = None
 

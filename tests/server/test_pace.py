@@ -24,23 +24,35 @@ from kvline_server.sizing.settings import EngineSettings
 from kvline_server.worker.step import Step
 
 PER_ROW, LIMIT = 0.001, 0.05
-# Runs a step of so many seconds of CPU time, and says how many it took by the clock.
-WORK = """
+# Takes seconds of CPU time, for each line that says how many.
+SPIN = """
 import sys, time
+for line in sys.stdin:
+    end = time.process_time() + float(line)
+    while time.process_time() < end:
+        pass
+    print(flush=True)
+"""
+# Runs a step of so many seconds of CPU time of another process, for which it waits as rank 0 does,
+# and says how many it took by the clock.
+WORK = """
+import os, subprocess, sys, time
 from types import SimpleNamespace
 import numpy as np
 from kvline_server.errors import StepTooLong
 from kvline_server.sizing import pace
-def run(seconds=float(sys.argv[1])):
-    end = time.process_time() + seconds
-    while time.process_time() < end:
-        pass
+rank, pipe = [sys.executable, "-c", sys.argv[2]], subprocess.PIPE
+rank = subprocess.Popen(rank, text=True, stdin=pipe, stdout=pipe)
+def run(seconds=sys.argv[1]):
+    print(seconds, file=rank.stdin, flush=True)
+    rank.stdout.readline()
+run("0")
 step = SimpleNamespace(tokens=[0] * 16, layout=SimpleNamespace(lengths=np.array([16])))
-print(flush=True)
+print(rank.pid, flush=True)
 input()
 began, refused = time.monotonic(), ""
 try:
-    pace.check(step, run, 0.4, None)
+    pace.check(step, run, 0.4, None, [os.getpid(), rank.pid])
 except StepTooLong as error:
     refused = error
 print(time.monotonic() - began, refused, flush=True)
@@ -122,11 +134,12 @@ def test_the_time_of_a_first_run_does_not_count(tmp_path: Path) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize(("seconds", "busy"), [("0.2", True), ("0.8", False)])
 def test_what_a_busy_node_gives_to_others_does_not_count(seconds: str, busy: bool) -> None:
-    command, pipe = [sys.executable, "-c", WORK, seconds], subprocess.PIPE
+    """Of any rank: rank 0 has all the CPU it wants while it waits for another one."""
+    command, pipe = [sys.executable, "-c", WORK, seconds, SPIN], subprocess.PIPE
     with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe) as process:
         assert process.stdout is not None and process.stdin is not None
-        assert process.stdout.readline() == "\n"
-        with crowded_out(process.pid) if busy else nullcontext():
+        rank = int(process.stdout.readline())
+        with crowded_out(rank) if busy else nullcontext():
             process.stdin.write("\n")
             process.stdin.flush()
             took, _, refused = process.stdout.readline().partition(" ")

@@ -72,6 +72,7 @@ class FakeLocal:
         self.group = self.group or FakeGroup(self.rank, self.ranks)
         self.worker = self
         self.loaded = RankLoaded(
+            pid=1000 + self.rank,
             limit=self.limit,
             free_before=self.rank,
             collectives=-self.rank,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ class LoadedRank:
     def message(self) -> RankLoaded:
         device = self.backend.device
         return RankLoaded(
+            pid=os.getpid(),
             limit=device.limit,
             free_before=self.free_before,
             collectives=self.collectives,

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -34,6 +35,10 @@ class Executor(Protocol):
 
     @property
     def ranks(self) -> int: ...
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of each rank's process."""
 
     @property
     def depth(self) -> int:
@@ -86,6 +91,7 @@ class Local:
     ranks = 1
 
     def __init__(self, worker: Worker, device: Device) -> None:
+        self.pids = (os.getpid(),)
         self.worker = worker
         self.device = device
         self.tune, self.warm_up, self.capture = worker.tune, worker.warm_up, worker.capture

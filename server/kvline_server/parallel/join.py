@@ -41,7 +41,8 @@ def join(
     every = [loaded, *others]
     free = tuple(each.free_before for each in every)
     taken = max(each.collectives for each in every)
-    return Joined(Ranks(local, group, links, steps, patience), free, taken)
+    pids = tuple(each.pid for each in every)
+    return Joined(Ranks(local, group, links, steps, patience, pids), free, taken)
 
 
 def follow(local: Local, group: Group, link: Link, steps: Steps, loaded: RankLoaded) -> Follower:

@@ -35,10 +35,13 @@ class Ranks:
         links: Sequence[Link],
         steps: Steps,
         patience: float = ANSWER_SECONDS,
+        pids: tuple[int, ...] = (),
     ) -> None:
-        """`links`: one to each other rank, in their order; `patience`: seconds for an answer."""
+        """`links`: one to each other rank, in their order; `patience`: seconds for an answer;
+        `pids`: of each rank's process."""
         self.local = local
         self.ranks = 1 + len(links)
+        self.pids = pids
         self._group = group
         self._links = links
         self._steps = steps

@@ -6,9 +6,8 @@ engine, so a size whose steps do is not validated.
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from kvline_contract.report import Direction, Knob
 from kvline_server.errors import StepTooLong
@@ -20,13 +19,19 @@ from kvline_server.worker.step import Step
 SAFE = 0.8  # of what would just do: a step's time is not quite in proportion to its rows
 
 
-def check(step: Step, run: Callable[[], object], limit: float, settings: EngineSettings) -> None:
+def check(
+    step: Step,
+    run: Callable[[], object],
+    limit: float,
+    settings: EngineSettings,
+    pids: Collection[int],
+) -> None:
     """Raises StepTooLong for a step that takes more than `limit` seconds. It has, and is run once
-    more: its first run may have loaded code, and what the node gave to others is left out now."""
-    own = [os.getpid()]
-    before, began = threads(own), time.monotonic()
+    more: its first run may have loaded code, and what the node gave to others is left out now,
+    whichever rank's process in `pids` waited for a CPU."""
+    before, began = threads(pids), time.monotonic()
     run()
-    seconds = time.monotonic() - began - waited(before, threads(own))
+    seconds = time.monotonic() - began - waited(before, threads(pids))
     if seconds <= limit:
         return
     rows, context = len(step.tokens), int(step.layout.lengths.max())

@@ -157,8 +157,8 @@ class Session:
             if self.executor.keep_peak(again > 0):
                 break
         if whole - alone > limit:
-            step = batch.step
-            pace.check(step, lambda: self.executor.launch(step).wait(), limit, self.settings)
+            step, pids = batch.step, self.executor.pids
+            pace.check(step, lambda: self.executor.launch(step).wait(), limit, self.settings, pids)
         return alone, whole
 
     @contextmanager
