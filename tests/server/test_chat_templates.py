@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chats import DOCUMENTS, EACH, TALK, TURNS, Make, text_of, theirs
+from chats import DOCUMENTS, EACH, SECONDS, TALK, TURNS, Make, text_of, theirs
 
 from kvline_server.http.chat_tokens import Asked, ChatTokens
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.protocol import ChatRequest, parse
+from kvline_server.http.renderers import Renderer
 from kvline_server.http.template import ChatTemplate, environment
 from kvline_server.http.template_files import RESERVED, ChatFiles, read_chat_files
 from kvline_server.http.tokens import Tokens
@@ -208,6 +209,19 @@ def test_an_invalid_template_costs_chat_alone(make_chat: Make) -> None:
         with pytest.raises(BadRequest, match="use /v1/completions") as failed:
             chat.encode(TALK)
         assert reason in failed.value.message
+
+
+@pytest.mark.parametrize(("template", "started"), [("{{ 7 ** (2 * 10 ** 7) }}", 1), (EACH, 3)])
+def test_an_endless_compilation_is_tried_once(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, template: str, started: int
+) -> None:
+    """However many processes would render; where it ends, all are ready before the first chat."""
+    starts, start = [], Renderer._start
+    monkeypatch.setattr(Renderer, "_start", lambda self: starts.append(1) or start(self))
+    chat = ChatTokens(Tokens(tiny_model), ChatFiles(template), 3, SECONDS)
+    for _ in range(2):
+        assert bool(chat.problem()) == (started == 1)
+    assert len(starts) == started
 
 
 def test_a_long_template_is_compiled_where_texts_are_short(tiny_model: Path) -> None:

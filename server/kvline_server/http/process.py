@@ -49,7 +49,7 @@ PARENT_SECONDS = 2.0
 LAST_WORDS_SECONDS = 1.0  # for errors at the end of a drain
 UNSENT_BYTES = 64 << 10
 TCP_NOTSENT_LOWAT = 25  # Linux; socket has the name from Python 3.12
-MOST_RENDERERS = 4  # processes for chat templates: 10 MiB each
+MOST_RENDERERS = 4  # processes for chat templates: 12 MiB each
 MOST_FILES, OTHER_FILES = 1 << 16, 128
 
 

@@ -1,6 +1,7 @@
 """Processes that render a model's chat template (template_process.py), and ends them.
 
-Called from threads, which wait for an idle process. One that ends is replaced at once.
+Called from threads, which wait for an idle process. One that ends is replaced at once, unless it
+ended because the template takes too long to compile.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Known:
 
 
 class Renderer:
-    """One process. Not for several threads at once."""
+    """One process, once it is started. Not for several threads at once."""
 
     def __init__(self, template: str, memory: int, seconds: float) -> None:
         self._seconds, self._compiling = seconds, COMPILING * seconds
@@ -41,14 +42,23 @@ class Renderer:
         self._first = json.dumps({**given, "compiling": self._compiling}).encode()
         self._greeted: Known | None = None
         self._replaced, self._ended = False, 0  # whether a process was, and how it ended
-        self._process = self._start()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        if self._process is None:
+            self._process = self._start()
 
     def known(self) -> Known:
         if self._greeted is None:
+            self.start()
             answer = self._receive()
             if answer is None:
-                reason = self._restart(self._compiling)
-                return Known(invalid=reason, passing=self._ended != -signal.SIGPROF)
+                reason = self._end(self._compiling)
+                if self._ended == -signal.SIGPROF:
+                    self._greeted = Known(invalid=reason)
+                    return self._greeted
+                self.start()
+                return Known(invalid=reason, passing=True)
             self._greeted = Known(**json.loads(answer))
         return self._greeted
 
@@ -66,16 +76,19 @@ class Renderer:
             return False, invalid.encode()
         answer: bytes | None = None
         with contextlib.suppress(OSError):
-            assert self._process.stdin is not None
+            assert self._process is not None and self._process.stdin is not None
             write(self._process.stdin, job)
             answer = self._receive()
         if answer is None:
-            return False, self._restart(self._seconds).encode()
+            reason = self._end(self._seconds)
+            self.start()
+            return False, reason.encode()
         return answer[:1] == OK, answer[1:]
 
     def end(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "kvline_server.http.template_process"]
@@ -86,14 +99,15 @@ class Renderer:
         return process
 
     def _receive(self) -> bytes | None:
-        assert self._process.stdout is not None
+        assert self._process is not None and self._process.stdout is not None
         return read(self._process.stdout)
 
-    def _restart(self, seconds: float) -> str:
+    def _end(self, seconds: float) -> str:
         """`seconds`: that it had. -> why the process has ended"""
+        assert self._process is not None
         self.end()
         self._replaced, self._ended = True, self._process.returncode
-        self._process, self._greeted = self._start(), None
+        self._process = self._greeted = None
         if self._ended == -signal.SIGPROF:
             return f"took more than {seconds:g} s of CPU time"
         return f"ended its process ({self._ended})"
@@ -105,7 +119,8 @@ class Renderers:
     ) -> None:
         """`memory` and `seconds`: bytes and CPU time that one rendering may take."""
         self.title = f"the chat template {name!r}" if name != "default" else "the chat template"
-        made = [Renderer(template, memory, seconds) for _ in range(count)]
+        self._made = made = [Renderer(template, memory, seconds) for _ in range(count)]
+        made[0].start()  # the others when it is known that the template can be compiled
         self._idle: queue.SimpleQueue[Renderer] = queue.SimpleQueue()
         for renderer in made:
             self._idle.put(renderer)
@@ -120,6 +135,8 @@ class Renderers:
                 with self._borrowed() as renderer:
                     known = renderer.known()
                 self._known = None if known.passing else known
+                for renderer in [] if known.invalid else self._made:
+                    renderer.start()
             return known
 
     def render(self, job: bytes) -> tuple[str, bytes]:
