@@ -9,14 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 from servers import launch_config
+from simulated import SETTINGS, Machine, Notes
 
 from kvline_contract.launch import EngineOptions
 from kvline_contract.report import Provenance
+from kvline_server.errors import OutOfMemory
 from kvline_server.kernels.group import ALONE, Alone, Group
 from kvline_server.kernels.torch import TorchKernels
-from kvline_server.memory.device import CpuDevice
+from kvline_server.memory.device import MIB, CpuDevice
 from kvline_server.messages import Progress
 from kvline_server.sizing import load
+from kvline_server.sizing.loaded import Loaded
+from kvline_server.sizing.profile import ProfileLoop
+from kvline_server.sizing.record import AttemptStore
 from kvline_server.sizing.settings import resolve
 from kvline_server.worker.backend import cpu_libraries, for_gpus, open_backend
 
@@ -108,5 +113,27 @@ def test_a_start_says_that_its_torch_is_not_the_image_s(tiny_model: Path) -> Non
     heard: list[Progress] = []
     load.load_model(launch, load.read_model(launch), settings, backend, heard.append)
     (detail,) = [one.stage.detail for one in heard if one.stage and not one.stage.total_bytes]
-    named = "with CUDA's libraries, which the CPU image leaves out, torch took " in str(detail)
+    named = "this torch has CUDA's libraries, unlike the CPU image's; the process has " in str(
+        detail
+    )
     assert named == for_gpus() == backend.libraries["torch"].endswith(" for GPUs")
+    backend = open_backend(launch, backend.device.now(), os.getpid(), lambda text: None)
+    with pytest.raises(OutOfMemory) as refused:
+        load.load_model(launch, load.read_model(launch), settings, backend, heard.append)
+    assert ("this torch has CUDA's libraries" in str(refused.value)) == named
+
+
+def test_a_size_that_is_refused_says_what_differs_from_the_image(tmp_path: Path) -> None:
+    made = Machine(limit=256 * MIB, weights=250 * MIB, price=1 << 20)
+    loop = ProfileLoop(
+        device=made,
+        settings=SETTINGS,
+        loaded=Loaded(made, 1000, made.owned, "f" * 32, "bfloat16", note="another torch"),
+        send=Notes(),
+        store=AttemptStore(tmp_path / "attempts.json"),
+        record_file=None,
+        wait_for_neighbours=lambda: None,
+        free_before_weights=(made.limit,),
+    )
+    with pytest.raises(OutOfMemory, match="; another torch; "):
+        loop.run(0.0)

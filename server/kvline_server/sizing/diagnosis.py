@@ -55,6 +55,7 @@ class Diagnosis:
     rank: int = 0
     ranks: int = 1
     usage: Usage | None = None  # the newest; None while weights are loaded
+    note: str = ""  # Backend's
 
     @property
     def limit(self) -> int:
@@ -248,7 +249,7 @@ class Diagnosis:
 
     def _others(self) -> str:
         if not self.crowded:
-            return ""
+            return f"{self.note}; " if self.note else ""
         gpu = self.name if self.ranks > 1 else "this GPU"
         text = f"other processes hold {self.held} MiB of {gpu}"
         if self.displaced:

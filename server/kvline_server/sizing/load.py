@@ -83,7 +83,15 @@ def load_model(
     except DeviceOutOfMemory as error:
         owned = OwnedPart(WEIGHTS, fixed=expected), OwnedPart(COLLECTIVES, fixed=collectives)
         others = used - collectives
-        rank = Diagnosis(device, settings, owned, others, rank=group.rank, ranks=group.ranks)
+        rank = Diagnosis(
+            device,
+            settings,
+            owned,
+            others,
+            rank=group.rank,
+            ranks=group.ranks,
+            note=backend.note,
+        )
         raise rank.weights_do_not_fit(device.limit - used) from error
     ms = round((time.monotonic() - started) * 1000)
     notes = [backend.note] if backend.note else []
@@ -103,6 +111,7 @@ def load_model(
         fingerprint=_fingerprint(launch, settings, provenance, device, worker.kernels),
         cache_dtype=_name(cache.dtype),
         experts=model.experts is not None,
+        note=backend.note,
     )
 
 

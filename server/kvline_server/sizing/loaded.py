@@ -20,6 +20,7 @@ class Loaded:
     fingerprint: str
     cache_dtype: str
     experts: bool = False  # whether the model has a mixture of them
+    note: str = ""  # Backend's
 
     @property
     def bytes_per_token(self) -> int:

@@ -31,6 +31,7 @@ class Measurement:
         settings: EngineSettings,
         owned: tuple[OwnedPart, ...],
         free_before_weights: tuple[int, ...],
+        note: str,
     ) -> None:
         self.executor = executor
         usage = executor.usage()
@@ -43,6 +44,7 @@ class Measurement:
                 rank=rank,
                 ranks=executor.ranks,
                 usage=each,
+                note=note,
             )
             for rank, (each, free) in enumerate(zip(usage, free_before_weights, strict=True))
         )

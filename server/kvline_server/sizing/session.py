@@ -57,8 +57,9 @@ class Session:
 
     def __post_init__(self) -> None:
         self.executor = self.loaded.executor
+        loaded, free = self.loaded, self.free_before_weights
         self.measured = Measurement(
-            self.executor, self.device, self.settings, self.loaded.owned, self.free_before_weights
+            self.executor, self.device, self.settings, loaded.owned, free, loaded.note
         )
 
     def begin(self, stage: int, what: str, state: State | None = None) -> None:

@@ -28,7 +28,10 @@ from kvline_server.model.config import ModelConfig
 
 MIN_CAPABILITY = (8, 0)  # bfloat16 on tensor cores
 HOPPER = 9  # the compute capability that kernels are built for
-GPU_BUILD = "with CUDA's libraries, which the CPU image leaves out, torch took {} MiB before"
+GPU_BUILD = (
+    "this torch has CUDA's libraries, unlike the CPU image's; the process has {} MiB before its "
+    "weights"
+)
 
 
 @dataclass(frozen=True, slots=True)
