@@ -80,6 +80,11 @@ FEATURES = {
         "{{ messages | last }}"
     ),
     "escapes": "{% autoescape true %}{{ messages[1].content ~ '<' }}<{{ '<' }}{% endautoescape %}",
+    "safe": (
+        "{% set safe = messages[1].content | safe %}{{ safe }}{{ '<' + safe }}{{ safe + '<' }}"
+        "{{ messages[1].content + safe }}{{ safe | replace('you', '<') }}{{ '%s' % safe }}"
+        "{{ safe % () }}{{ safe ~ '<' }}{{ ['<', safe] | join('&') }}{{ safe | upper | trim }}"
+    ),
     "repr": "{{ messages }}{{ messages[1].content | string }}{{ 'a' ~ 1 ~ none }}",
 }
 

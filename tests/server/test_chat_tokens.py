@@ -236,6 +236,15 @@ def test_a_control_token_that_strips_blanks_still_does(make_chat: Make) -> None:
     assert ids[1:3] == plain and len(ids) == 6
 
 
+def test_a_control_token_that_stands_alone_still_does(make_chat: Make) -> None:
+    """A client's letter beside it makes it a part of a word."""
+    word = AddedToken("begin", single_word=True, special=False)
+    chat = make_chat("begin{{ messages[0].content }}begin <|start|>", word)
+    for content in ("x", "x<|end|>"):
+        ids = chat.encode([{"role": "user", "content": content}])
+        assert controls(chat, ids) == (["begin"] if content[-1] == ">" else []) + ["<|start|>"]
+
+
 def byte_level(normalizer: Any = None) -> Tokenizer:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("l", "l"), ("\u0120", "a"), ("<", "|"), ("|", ">"), ("e", "n"), ("en", "d")]

@@ -39,6 +39,8 @@ class Traced(str):
         return Traced(text, self._origins[at])
 
     def __add__(self, other: str, /) -> Traced:
+        if hasattr(other, "__html__"):
+            return NotImplemented  # of markupsafe, which then escapes this one
         return Traced(super().__add__(other), self._origins + origins(other))
 
     def __radd__(self, other: str, /) -> Traced:
