@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,14 +13,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvline_contract.launch import Device
+from kvline_server.engine.batch import build
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.largest_steps import LargestSteps, worst_params
-from kvline_server.engine.scheduler import SHARED_TABLES
+from kvline_server.engine.request import Sequence
+from kvline_server.engine.scheduler import SHARED_TABLES, Work
 from kvline_server.kernels.layout import GREEDY
 from kvline_server.kernels.routing import Played
+from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
 from kvline_server.model.shard import Shard, tokens
 from kvline_server.sampling_params import MAX_BIASES, SamplingParams
+from kvline_server.sizing.settings import TABLE_BYTES, _shared_tables
 from kvline_server.worker.step import Edits, InFlight, Results, Step, Table
 
 # Memory that is taken for each of these at once: one step has the most of all of them.
@@ -118,6 +124,32 @@ def test_the_stress_set_s_sequences_fit_whatever_the_pages(
         layout = step.layout
         assert layout.rows, name
         assert 0 not in layout.pages and len(set(layout.pages)) == len(layout.pages) < pages, name
+
+
+def test_page_tables_of_six_times_the_cache_take_what_is_reserved_for_them() -> None:
+    """On the CPU with each sequence's own table and the mask of its tokens, on a GPU as they are
+    given to two steps."""
+    each, params = 50, SamplingParams(max_tokens=1)
+    tokens, total = each * PAGE_SIZE, SHARED_TABLES * 2 * each
+    shared = array("i", range(1, each + 1))
+    work = []
+    for id in range(total // each):
+        sequence = Sequence(id, [7] * tokens, tokens, params)
+        sequence.pages, sequence.computed = shared[:], tokens - 1
+        work.append(Work(sequence, tokens - 1, 1))
+    layout = build(work, []).step.layout
+    assert len(layout.pages) == total
+    kept = layout.pages.nbytes + sum(len(w.sequence.pages) * shared.itemsize for w in work)
+    kernels = TorchKernels()
+    for part in kernels.plan(layout):
+        mask = part.mask(0, kernels.dtype)
+        assert mask is not None
+        kept += part.pages.nbytes + mask.nbytes
+    assert kept == total * TABLE_BYTES[Device.CPU]
+    assert 2 * layout.pages.nbytes == total * TABLE_BYTES[Device.CUDA]
+    for device, tables in TABLE_BYTES.items():
+        reserved = _shared_tables(device, running=2) * 2 * tokens  # of a cache of two sequences
+        assert reserved == total * tables
 
 
 def at_once(step: Step, chunk: int) -> Iterator[slice]:
