@@ -25,7 +25,7 @@ from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
 from kvline_server.model.shard import Shard, tokens
 from kvline_server.sampling_params import MAX_BIASES, SamplingParams
-from kvline_server.sizing.settings import TABLE_BYTES, _shared_tables
+from kvline_server.sizing.settings import _shared_tables
 from kvline_server.worker.step import Edits, InFlight, Results, Step, Table
 
 # Memory that is taken for each of these at once: one step has the most of all of them.
@@ -126,9 +126,12 @@ def test_the_stress_set_s_sequences_fit_whatever_the_pages(
         assert 0 not in layout.pages and len(set(layout.pages)) == len(layout.pages) < pages, name
 
 
-def test_page_tables_of_six_times_the_cache_take_what_is_reserved_for_them() -> None:
-    """On the CPU with each sequence's own table and the mask of its tokens, on a GPU as they are
-    given to two steps."""
+@pytest.mark.parametrize("windows", [(), (32, 32), (0, 32)])
+def test_page_tables_of_six_times_the_cache_take_what_is_reserved_for_them(
+    windows: tuple[int, ...],
+) -> None:
+    """On the CPU with each sequence's own table and the masks of its tokens, one for each kind of
+    layer; on a GPU as they are given to two steps."""
     each, params = 50, SamplingParams(max_tokens=1)
     tokens, total = each * PAGE_SIZE, SHARED_TABLES * 2 * each
     shared = array("i", range(1, each + 1))
@@ -142,14 +145,13 @@ def test_page_tables_of_six_times_the_cache_take_what_is_reserved_for_them() -> 
     kept = layout.pages.nbytes + sum(len(w.sequence.pages) * shared.itemsize for w in work)
     kernels = TorchKernels()
     for part in kernels.plan(layout):
-        mask = part.mask(0, kernels.dtype)
-        assert mask is not None
-        kept += part.pages.nbytes + mask.nbytes
-    assert kept == total * TABLE_BYTES[Device.CPU]
-    assert 2 * layout.pages.nbytes == total * TABLE_BYTES[Device.CUDA]
-    for device, tables in TABLE_BYTES.items():
-        reserved = _shared_tables(device, running=2) * 2 * tokens  # of a cache of two sequences
-        assert reserved == total * tables
+        for window in windows or (0,):
+            assert part.mask(window, kernels.dtype) is not None
+        kept += part.pages.nbytes + sum(mask.nbytes for mask in part.masks.values())
+    taken = {Device.CPU: kept, Device.CUDA: 2 * layout.pages.nbytes}
+    for device, nbytes in taken.items():
+        reserved = _shared_tables(device, 2, windows) * 2 * tokens  # of a cache of two sequences
+        assert reserved == nbytes
 
 
 def at_once(step: Step, chunk: int) -> Iterator[slice]:

@@ -33,9 +33,11 @@ DEFAULTS = {
 }
 DEFAULT_TOP_LOGPROBS = 20
 MAX_LOGPROB_BYTES = 1 << 30
-# Of a page in a page table while a step runs: on the CPU with the mask of its tokens, on a GPU in
-# the tables of two steps.
-TABLE_BYTES = {Device.CPU: 80, Device.CUDA: 8}
+# Of a page in a page table while a step runs: of the sequence, the step and the kernels on the CPU,
+# of two steps on a GPU.
+TABLE_BYTES = {Device.CPU: 16, Device.CUDA: 8}
+# On the CPU, of the mask of a page's tokens, which all layers with one window share.
+MASK_BYTES = {Device.CPU: 64, Device.CUDA: 0}
 LIVE_MATRICES = 3  # fp32 [rows, vocabulary] matrices alive at once while rows are scored
 
 
@@ -147,7 +149,7 @@ def resolve(
         pinned_kv_tokens=launch.capacity.kv_tokens,
         mixed_prefill_tokens=min(defaults["mixed"], prefill),
         client_bytes_per_token=(QUEUED_BYTES + ENGINE_QUEUED_BYTES) // ranks if cpu else 0,
-        table_bytes_per_token=_shared_tables(launch.device, running),
+        table_bytes_per_token=_shared_tables(launch.device, running, model.windows),
         kv_cache_dtype=requested.kv_cache_dtype or KVCacheDtype.AUTO,
         http_processes=http_processes,
         ranks=ranks,
@@ -155,6 +157,7 @@ def resolve(
     return replace(settings, client_bytes=settings.clients()) if cpu else settings
 
 
-def _shared_tables(device: Device, running: int) -> int:
+def _shared_tables(device: Device, running: int, windows: tuple[int, ...]) -> int:
     """Bytes for each token of the KV cache; one sequence shares its pages with none."""
-    return SHARED_TABLES * TABLE_BYTES[device] // PAGE_SIZE if running > 1 else 0
+    page = TABLE_BYTES[device] + MASK_BYTES[device] * max(1, len(set(windows)))
+    return SHARED_TABLES * page // PAGE_SIZE if running > 1 else 0
