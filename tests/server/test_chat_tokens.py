@@ -148,6 +148,7 @@ JOINED = {
     "x<|": "{{ messages[0].content[1:] }}end|>",
     "|>": "<|end{{ messages | map(attribute='content') | join('') }}",
     "<|endx|>": "{{ '%s%s' % (messages[0].content[:5], messages[0].content[6:]) }}",
+    "x<|end|>": "{{ strftime_now(messages[0].content) }}",
     "<|end|>": "{{ messages }}{{ messages | tojson }}{{ messages[0].content | list | join }}",
 }
 

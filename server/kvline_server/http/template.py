@@ -30,6 +30,7 @@ from kvline_server.http.traced import (
     constant,
     filled,
     join,
+    origins,
     trace,
     written,
 )
@@ -188,7 +189,7 @@ def environment() -> Environment:
     made.filters.update(tojson=_to_json, join=pass_environment(_join), title=_title)
     made.globals.update(
         raise_exception=_raise,
-        strftime_now=lambda form: written(datetime.now().strftime(form), OWN),
+        strftime_now=_now,
         namespace=PublicNamespace,
         dict=Dictionaries(),
     )
@@ -233,6 +234,11 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
         constant(name): trace(value, OWN if name == "role" else theirs)
         for name, value in given.items()
     }
+
+
+def _now(form: str) -> Traced:
+    theirs = any(origins(form))  # other than OWN
+    return written(datetime.now().strftime(form), CLIENT if theirs else OWN)
 
 
 def _raise(message: str) -> None:

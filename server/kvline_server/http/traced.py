@@ -159,7 +159,8 @@ def filled(form: Traced, field: str, values: Sequence[Any], text: str) -> Traced
     pieces = form.split(field)
     if len(pieces) != len(values) + 1 or any(c in piece for piece in pieces for c in "%{}"):
         return Traced(text)
-    return pieces[0] + join(as_text(v) + p for v, p in zip(values, pieces[1:], strict=True))
+    made = pieces[0] + join(as_text(v) + p for v, p in zip(values, pieces[1:], strict=True))
+    return made if made == text else Traced(text)
 
 
 def trace(value: Any, origin: int) -> Any:
