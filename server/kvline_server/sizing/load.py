@@ -82,16 +82,7 @@ def load_model(
             device.settle()
     except DeviceOutOfMemory as error:
         owned = OwnedPart(WEIGHTS, fixed=expected), OwnedPart(COLLECTIVES, fixed=collectives)
-        others = used - collectives
-        rank = Diagnosis(
-            device,
-            settings,
-            owned,
-            others,
-            rank=group.rank,
-            ranks=group.ranks,
-            note=backend.note,
-        )
+        rank = _diagnosis(backend, settings, owned, used - collectives, group)
         raise rank.weights_do_not_fit(device.limit - used) from error
     ms = round((time.monotonic() - started) * 1000)
     notes = [backend.note] if backend.note else []
@@ -113,6 +104,18 @@ def load_model(
         experts=model.experts is not None,
         note=backend.note,
     )
+
+
+def _diagnosis(
+    backend: Backend,
+    settings: EngineSettings,
+    owned: tuple[OwnedPart, ...],
+    others: int,
+    group: Group,
+) -> Diagnosis:
+    rank = Diagnosis(backend.device, settings, owned, others, note=backend.note)
+    rank.rank, rank.ranks = group.rank, group.ranks
+    return rank
 
 
 def _fingerprint(
