@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -36,6 +37,9 @@ with suppress(ImportError):  # a machine for GPU tests has none
 
 
 def pytest_configure(config: Any) -> None:
+    # A shell ignores it in what it starts in the background, and programs that tests interrupt
+    # would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     stage = os.environ.get("KVLINE_STAGE")  # only a run by stages collects
     if stage:
         import catalogue
