@@ -39,7 +39,17 @@ GPU = (
 def main(names: list[str]) -> int:
     known = CPU | {
         name: name
-        for name in (*GPU, "reads", "lengths", "plot", "rollouts", "scale", "quality", "spread", "hits")
+        for name in (
+            *GPU,
+            "reads",
+            "lengths",
+            "plot",
+            "rollouts",
+            "scale",
+            "quality",
+            "spread",
+            "hits",
+        )
     }
     known |= {
         "test-run": "test_run",
