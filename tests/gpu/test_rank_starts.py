@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs here"),
 ]
-PROBE = 2 * (6 + len(SHORT))  # steps, those of each rank alone included
+PROBE = 2 * (7 + len(SHORT))  # steps, those of each rank alone included
 FAULTS = Path(__file__).parents[1] / "server" / "faults"
 
 

@@ -119,7 +119,6 @@ class Machine:
     pids = (os.getpid(),)
     depth = 0
     eager_steps = None
-
     def usage(self) -> tuple[Usage, ...]:
         kv, files = self.nbytes, self.working_files()
         return (Usage(self.limit, self.used(), self.now(), self.peak(), kv, files),)
@@ -217,6 +216,7 @@ class Together:
 
     depth = 0
     eager_steps = None
+    pids = (os.getpid(),)
 
     def __init__(self, machines: Sequence[Machine], fault: Fault = NO_FAULT) -> None:
         self.machines = machines

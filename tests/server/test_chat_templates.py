@@ -221,8 +221,13 @@ def test_an_endless_compilation_is_tried_once(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, template: str, started: int
 ) -> None:
     """However many processes would render; where it ends, all are ready before the first chat."""
-    starts, start = [], Renderer._start
-    monkeypatch.setattr(Renderer, "_start", lambda self: starts.append(1) or start(self))
+    starts, start = list[Renderer](), Renderer._start
+
+    def counted(self: Renderer) -> subprocess.Popen[bytes]:
+        starts.append(self)
+        return start(self)
+
+    monkeypatch.setattr(Renderer, "_start", counted)
     chat = ChatTokens(Tokens(tiny_model), ChatFiles(template), 3, SECONDS)
     for _ in range(2):
         assert bool(chat.problem()) == (started == 1)
@@ -243,6 +248,12 @@ def test_a_long_template_is_compiled_where_texts_are_short(tiny_model: Path) -> 
         chat.encode([{"role": "user", "content": content * 5}])
 
 
+def killed(renderer: Renderer) -> subprocess.Popen[bytes]:
+    assert renderer._process is not None
+    renderer._process.kill()
+    return renderer._process
+
+
 def test_a_renderer_that_is_killed_is_replaced(make_chat: Make) -> None:
     """Before its first answer, and after it."""
     chat = make_chat(EACH)
@@ -250,13 +261,12 @@ def test_a_renderer_that_is_killed_is_replaced(make_chat: Make) -> None:
     assert renderers is not None
     renderer = renderers._idle.get()
     renderers._idle.put(renderer)
-    renderer._process.kill()
-    renderer._process.wait()
+    killed(renderer).wait()
     with pytest.raises(BadRequest, match=r"the chat template ended its process \(-9\)"):
         chat.encode(TALK)
     for _ in range(2):
         assert text_of(chat, TALK[3:]) == "user: bye\n"
-        renderer._process.kill()
+        killed(renderer)
         assert text_of(chat, TALK[3:]) == "user: bye\n"
 
 

@@ -78,7 +78,7 @@ def joined(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> ChatTo
     return chat
 
 
-PLAIN = {
+PLAIN: dict[str, tuple[str, str, dict[str, Any]]] = {
     "its keys are parts of tokens": (
         "{% for d in documents %}{{ d.title }}: {{ d.text }};{{ d['start'] }}{% endfor %}",
         "",
