@@ -119,6 +119,7 @@ class Machine:
     pids = (os.getpid(),)
     depth = 0
     eager_steps = None
+
     def usage(self) -> tuple[Usage, ...]:
         kv, files = self.nbytes, self.working_files()
         return (Usage(self.limit, self.used(), self.now(), self.peak(), kv, files),)
