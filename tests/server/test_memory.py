@@ -28,6 +28,7 @@ from kvline_server.memory import device as devices
 from kvline_server.memory.arena import HostArena
 from kvline_server.memory.device import (
     MIB,
+    check_memory,
     cpu_device,
     tree_used,
 )
@@ -330,10 +331,27 @@ def test_without_a_limit_a_server_takes_half_of_what_is_free(
 ) -> None:
     """It took 11 of 13 GiB of a machine that was somebody's."""
     monkeypatch.setattr(devices, "CGROUP", tmp_path)
-    monkeypatch.setattr(devices, "_available", lambda: 12 << 30)
+    monkeypatch.setattr(devices, "machine_memory", lambda: (24 << 30, 12 << 30))
     made = cpu_device(None, 1 << 30)  # a tree of nothing
     assert (made.limit, made.bounded) == (6 << 30, False)
     assert cpu_device(2 << 30, 1 << 30).bounded
+
+
+def test_more_memory_than_the_machine_has_is_refused_and_more_than_is_free_warned_of() -> None:
+    """It filled the machine, and the kernel ended processes of others."""
+    total, free = 24_000 * MIB, 16_000 * MIB
+
+    def warning(asked: int, container: int | None = None) -> str | None:
+        return check_memory(asked * MIB, container and container * MIB, total, free)
+
+    wanted = "--memory is 921600 MiB, and this machine has 24000 MiB; give less than the 16000 MiB"
+    with pytest.raises(ConfigInvalid, match=wanted):
+        warning(921_600)
+    assert "16000 of this machine's 24000 MiB are free" in (warning(20_000) or "")
+    assert warning(16_000) is None
+    assert warning(921_600, container=20_000) is None, "the container's limit holds"
+    with pytest.raises(ConfigInvalid):
+        warning(921_600, container=30_000)
 
 
 def test_a_record_is_used_only_where_as_much_is_free(tmp_path: Path) -> None:

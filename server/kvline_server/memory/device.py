@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from kvline_server.errors import ConfigInvalid
+
 MIB = 1 << 20
 DROPPED = MIB  # of file pages in a step; fewer do not matter
 FILES = 64 * MIB  # code that really runs; with less, first attempts thrashed (decisions/005)
@@ -177,6 +179,30 @@ def host_limit(memory: int | None, root: int) -> tuple[int, bool]:
     return limit, bounded
 
 
+def check_memory(asked: int, container: int | None, total: int, free: int) -> str | None:
+    """For --memory. -> a warning. Raises ConfigInvalid for more than this machine has: a search
+    would fill it, and the kernel would end processes, of others too. A container's limit holds
+    beside the flag. All in bytes."""
+    taken = min(asked, container or asked)
+    if taken > total:
+        raise ConfigInvalid(
+            f"--memory is {asked // MIB} MiB, and this machine has {total // MIB} MiB; give less "
+            f"than the {free // MIB} MiB that are free, or leave it out for half of them"
+        )
+    if container is None and taken > free:
+        return (
+            f"--memory is {asked // MIB} MiB, and {free // MIB} of this machine's {total // MIB} "
+            "MiB are free: for more the kernel may end processes, of others too"
+        )
+    return None
+
+
+def machine_memory() -> tuple[int, int]:
+    """Bytes that this machine has, and that are free."""
+    found = _lines(Path("/proc/meminfo"))
+    return found["MemTotal"], found["MemAvailable"]
+
+
 def unbounded(limit: int) -> str:
     """A warning."""
     mib = limit // MIB
@@ -192,7 +218,7 @@ def _host_memory(memory: int | None, root: int) -> tuple[int, Callable[[], int],
     limit, used = _cgroup() or (UNLIMITED, tree)
     bounded = limit < UNLIMITED or memory is not None
     if limit >= UNLIMITED:  # no container limit
-        limit, used = memory or _available() // FREE_PART + tree(), tree
+        limit, used = memory or machine_memory()[1] // FREE_PART + tree(), tree
     return min(limit, memory or limit), used, bounded
 
 
@@ -279,13 +305,6 @@ def _used_v2(folder: Path) -> int:
     stat = _stat(folder)
     kernel = stat.get("kernel", stat.get("slab", 0)) - stat.get("slab_reclaimable", 0)
     return stat["anon"] + stat["shmem"] + kernel
-
-
-def _available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("MemAvailable is not in /proc/meminfo")
 
 
 def _lines(file: Path) -> dict[str, int]:

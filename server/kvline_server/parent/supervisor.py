@@ -25,7 +25,13 @@ from kvline_contract.progress import WAITS_FOR_HTTP
 from kvline_contract.report import State, Termination
 from kvline_server.errors import PortTaken, ServerError
 from kvline_server.flags import with_flag_names
-from kvline_server.memory.device import container_limit, host_limit, unbounded
+from kvline_server.memory.device import (
+    check_memory,
+    container_limit,
+    host_limit,
+    machine_memory,
+    unbounded,
+)
 from kvline_server.messages import (
     Beat,
     Drain,
@@ -74,6 +80,7 @@ class Supervisor:
     def run(self, until: Callable[[], bool] | None = None) -> int:
         """Serves until a signal, a failure, or `until` returns true; returns the exit code."""
         try:
+            self._check_memory()
             listeners = self._open_ports()
             self.http = start_http(self.options, self.clients, listeners)
             for index, child in enumerate(self.http):
@@ -195,6 +202,16 @@ class Supervisor:
                 f"spec.resources.memory: {LARGE_HOST >> 30}Gi gives them a GPU's"
             )
         return limits
+
+    def _check_memory(self) -> None:
+        asked = self.options.memory
+        if asked is not None and self.device is Device.CPU:
+            self._warn(check_memory(asked, container_limit(), *machine_memory()))
+
+    def _warn(self, text: str | None) -> None:
+        if text is not None:
+            self.keeper.warn(text)
+            log(f"warning: {text}")
 
     def _start_engine(self) -> None:
         self.health.engine_starts += 1
