@@ -83,6 +83,28 @@ def test_the_stress_set_s_steps_are_as_large_as_the_scheduler_s(aliased: int) ->
     assert all(step.layout.lengths.tolist() == [512] for step in short)
 
 
+def test_rows_and_context_of_a_last_chunk_are_in_other_steps_too() -> None:
+    """So it holds no more than they do, where attention holds nothing for each pair of the two."""
+
+    def most(last_chunk: bool) -> list[int]:
+        steps = played(stress(aliased=1 << 20, short_chunks=True, last_chunk=last_chunk))
+        assert ("last-chunk" in dict(steps)) == last_chunk
+        sizes = [
+            (
+                len(step.tokens),
+                len(step.wanted),
+                len(step.targets),
+                len(step.sampled_slots),
+                int(step.layout.lengths.max()),
+                sum(len(edits.rows) for edits in step.edits),
+            )
+            for _, step in steps
+        ]
+        return [max(each) for each in zip(*sizes, strict=True)]
+
+    assert most(False) == most(True)
+
+
 @pytest.mark.parametrize("queries", [1, 2, 3, 4, 8, 16])
 @pytest.mark.parametrize("length", [40, 128, 256, 513, 1024, 2048, 8192])
 def test_short_chunks_reach_every_kernel_that_those_of_requests_do(

@@ -46,10 +46,12 @@ class Start:
         self.notes = Notes()
         self.record: Path | None = None
         self.pause: Callable[[float], None] = time.sleep
+        self.tiles_context = False
 
     def run(self, started: float = 0.0) -> Result:
         made = self.machine
         loaded = Loaded(made, 1000, made.owned, FINGERPRINT, "bfloat16")
+        loaded = replace(loaded, tiles_context=self.tiles_context)
         return ProfileLoop(
             device=made,
             settings=self.wanted,
@@ -180,6 +182,17 @@ def test_a_step_whose_peak_is_not_known_is_run_again_at_most_twice(
         [True, True, True, True] if unknown == 1 else [True, True, False, True]
     )
     assert len(made.steps) - len(plain.steps) == (1 if unknown == 1 else 6)
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+def test_a_last_chunk_is_always_validated_and_probed_where_it_may_take_more(
+    tiles: bool, tmp_path: Path
+) -> None:
+    start = Start(machine(), tmp_path)
+    start.tiles_context = tiles
+    start.run()
+    assert ("stress last-chunk" in start.notes.stages) == (not tiles)
+    assert "validate last-chunk" in start.notes.stages
 
 
 def test_memory_that_an_owner_names_is_a_part_of_the_report(tmp_path: Path) -> None:

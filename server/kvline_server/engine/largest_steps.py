@@ -71,7 +71,8 @@ UNFILTERED: Other = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 class LargestSteps:
     """Under these settings; `pages` are those of the KV cache, the dummy page included. With
     `aliased` page tables may repeat them, for as many tokens in all. A CPU has no kernels for
-    `short_chunks` alone, which would be 3 of 25 s of SmolLM2's start."""
+    `short_chunks` alone, which would be 3 of 25 s of SmolLM2's start. Where attention holds nothing
+    for each row and token of its context, a `last_chunk` holds no more than other steps."""
 
     max_running_requests: int
     max_prefill_tokens: int
@@ -83,6 +84,7 @@ class LargestSteps:
     ranks: int = 1
     aliased: int = 0  # tokens; 0: every page has its own
     short_chunks: bool = False
+    last_chunk: bool = True
 
     def makers(self) -> Iterator[tuple[str, MakeBatch]]:
         """Name of each step's stage and what builds the step, for its sequences to live as long as
@@ -92,7 +94,8 @@ class LargestSteps:
         plain = SamplingParams(1 << 30, ignore_eos=True, logprobs=top, prompt_logprobs=top)
         yield "prefill-one", partial(self._batch, self._first_chunks(), every, ALIKE)
         yield "prefill-many", partial(self._batch, self._many_ends(), every, GREEDY)
-        yield "last-chunk", partial(self._batch, self._long_ends(), every, ALIKE)
+        if self.last_chunk:
+            yield "last-chunk", partial(self._batch, self._long_ends(), every, ALIKE)
         most = min(self.max_prefill_tokens, max(2, pages_for(self._longest) - 1))
         for rows in SHORT if self.short_chunks else ():
             chunk = Part(self._longest, self._longest - min(rows, most), min(rows, most))

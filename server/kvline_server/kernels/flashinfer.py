@@ -90,6 +90,7 @@ class FlashInferKernels(Kernels):
     depth = 1
     tunes = True
     keeps_fp8 = True
+    tiles_context = True
 
     def __init__(
         self,

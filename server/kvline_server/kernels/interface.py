@@ -153,6 +153,7 @@ class Kernels(Protocol):
     tunes: bool = False  # has kernels to choose among by trial
     build: str = ""  # that the numbers of tuning.Choices are of; empty where nothing is chosen
     keeps_fp8: bool = False  # takes an Fp8Weight, of a shape that fp8.fits lets pass
+    tiles_context: bool = False  # attention holds nothing for each row and token of its context
     routing: Played = Played.NOTHING  # of the step that runs
 
     @property

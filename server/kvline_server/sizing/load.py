@@ -102,6 +102,7 @@ def load_model(
         fingerprint=_fingerprint(launch, settings, provenance, device, worker.kernels),
         cache_dtype=_name(cache.dtype),
         experts=model.experts is not None,
+        tiles_context=worker.kernels.tiles_context,
         note=backend.note,
     )
 

@@ -21,6 +21,7 @@ class Loaded:
     cache_dtype: str
     experts: bool = False  # whether the model has a mixture of them
     note: str = ""  # Backend's
+    tiles_context: bool = False  # of Kernels
 
     @property
     def bytes_per_token(self) -> int:

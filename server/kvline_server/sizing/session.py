@@ -116,6 +116,7 @@ class Session:
             ranks=self.executor.ranks,
             aliased=aliased,
             short_chunks=self.device.gpu,
+            last_chunk=not (aliased and self.loaded.tiles_context),
         )
         groups = [
             (name, [make for _, make in steps])
