@@ -20,6 +20,7 @@ from kvline_contract.report import SizingReport, Stage, State
 from kvline_server.messages import Progress
 from kvline_server.model.loader import SafetensorsSource
 from kvline_server.options import Limits, Options
+from kvline_server.parent import causes as module
 from kvline_server.parent import stalls
 from kvline_server.parent.engine import End, EngineProcesses
 from kvline_server.parent.supervisor import Supervisor
@@ -165,7 +166,22 @@ def test_memory_that_ended_one_of_several_ranks_is_what_ends_the_pod(
 ) -> None:
     causes = parent.causes
     monkeypatch.setattr(causes, "_killed_for_memory", lambda code: code == -9)
+    monkeypatch.setattr(module, "counts_own_kills", lambda: True)
     causes.keeper = cast(Any, SimpleNamespace(report=SimpleNamespace(state=state)))
     ended = causes.of_engine(end, LIMIT)
     assert ended.code == code and ended.message.startswith(text)
     assert not parent.causes.interrupted
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["in a container", "of the machine"])
+def test_a_kill_is_blamed_on_memory_only_where_the_count_is_of_this_pod(
+    parent: Parent, monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    """A kill -9 was, once the kernel had ended any process of the machine for memory."""
+    kills = iter((3, 4))
+    monkeypatch.setattr(module, "oom_kills", lambda: next(kills))
+    monkeypatch.setattr(module, "counts_own_kills", lambda: own)
+    parent.causes.engine_starts()
+    ended = parent.causes.of_process("engine", -9)
+    assert ended.name == ("OutOfMemory" if own else "EngineDied")
+    assert ("may have been killed for memory" in ended.message) == (not own)

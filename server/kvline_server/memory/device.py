@@ -260,6 +260,12 @@ def oom_kills() -> int | None:
     return None
 
 
+def counts_own_kills() -> bool:
+    """Whether `oom_kills` is of this pod alone: all pods have a limit. Without one the cgroup may
+    be a whole session's, or there is none."""
+    return container_limit() is not None
+
+
 def _cgroup() -> tuple[int, Callable[[], int]] | None:
     """Limit and use of the cgroup that holds this process, v1 first (a v1 machine mounts both)."""
     own = _own_cgroup("memory")

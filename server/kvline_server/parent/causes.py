@@ -7,7 +7,7 @@ import signal
 from kvline_contract.exits import ExitCode
 from kvline_contract.launch import Device
 from kvline_contract.report import Outcome, State, Termination
-from kvline_server.memory.device import oom_kills
+from kvline_server.memory.device import counts_own_kills, oom_kills
 from kvline_server.parent.engine import End, signal_name
 from kvline_server.parent.report_keeper import ReportKeeper
 
@@ -50,7 +50,14 @@ class Causes:
 
     def of_process(self, what: str, code: int) -> Termination:
         state = self.keeper.report.state
-        if self._killed_for_memory(code):
+        for_memory = self._killed_for_memory(code)
+        if for_memory and not (self.thrashed or counts_own_kills()):
+            return Termination.of(
+                ExitCode.ENGINE_DIED,
+                f"the {what} process ended with signal 9 in state {state}; it may have been killed "
+                "for memory: the kernel's count of such kills is not of this server alone",
+            )
+        if for_memory:
             return Termination.of(
                 self._out_of_memory(),
                 f"the {what} process was killed for host memory in state {state}; "

@@ -114,8 +114,9 @@ def garble_frames(module: str) -> None:
 
 
 def count_kills() -> None:
-    """In the parent, in place of the kernel's count."""
+    """In the parent, in place of the kernel's count, as in a container."""
     module: Any = importlib.import_module("kvline_server.memory.device")
+    module.counts_own_kills = lambda: True
     module.oom_kills = lambda: KILLS.stat().st_size if KILLS.exists() else 0
 
 
