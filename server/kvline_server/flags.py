@@ -5,9 +5,17 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
+from decimal import Decimal
 from typing import NoReturn
 
-UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "k": 10**3, "M": 10**6, "G": 10**9}
+UNITS = {
+    **{letter + "i": 1 << 10 * i for i, letter in enumerate("KMGTPE", 1)},
+    **{letter: 10 ** (3 * i) for i, letter in enumerate("kMGTPE", 1)},
+}
+# As resource.Quantity of Kubernetes has it, without parts of a byte.
+_QUANTITY = re.compile(rf"(\d+\.?\d*|\.\d+)({'|'.join(UNITS)}|[eE][+-]?\d{{1,3}})?")
+LEAST_MEMORY = 1 << 20  # bytes: for less a unit was forgotten
+MOST_MEMORY = 1 << 60
 FLAGS = {
     "maxModelLen": "--max-model-len",
     "maxRunningRequests": "--max-running-requests",
@@ -26,7 +34,13 @@ _FIELD = re.compile(
     r"\b(?:spec\.)?(?:engine|capacity|resources|model)\.(\w+)\b"
     rf"|\b({'|'.join(name for name in FLAGS if not name.islower())})\b"
 )
-_KEY = re.compile(r"spec\.access\.apiKeySecret names .*")
+# What of a message is of pods alone, and what is said instead.
+_OF_PODS = (
+    (re.compile(r"spec\.access\.apiKeySecret names .*"), "--api-key-file sets it"),
+    (re.compile(r"spec\.access\.tlsSecret names .*"), "--tls-dir names the folder"),
+    (re.compile(r"\bspec\.resources\.gpus asks for a GPU"), "--device cuda asks for a GPU"),
+    (re.compile(r"spec\.model\.loadFormat: random"), "--load random"),
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -40,10 +54,20 @@ class Parser(argparse.ArgumentParser):
 
 def quantity(text: str) -> int:
     """A Kubernetes memory quantity in bytes."""
-    match = re.fullmatch(r"(\d{1,12})(Ki|Mi|Gi|k|M|G)?", text)
-    if not match or not int(match[1]):
-        raise argparse.ArgumentTypeError(f"expected a quantity such as 2Gi, got {text!r}")
-    return int(match[1]) * UNITS[match[2] or ""]
+    match = _QUANTITY.fullmatch(text) if len(text) <= 32 else None
+    if not match:
+        raise argparse.ArgumentTypeError(f"expected a quantity such as 2Gi, got {text[:40]!r}")
+    unit = match[2] or ""
+    if unit in UNITS or not unit:
+        size = int(Decimal(match[1]) * UNITS.get(unit, 1))
+    else:
+        size = int(Decimal(match[0]))
+    if size < LEAST_MEMORY:
+        hint = f": {text}Mi?" if text.isdecimal() and size else ", less than 1Mi"
+        raise argparse.ArgumentTypeError(f"{text} is {size} bytes{hint}")
+    if size > MOST_MEMORY:
+        raise argparse.ArgumentTypeError(f"{text} is more than any machine has")
+    return size
 
 
 def number(low: int, high: int) -> Callable[[str], int]:
@@ -57,5 +81,6 @@ def number(low: int, high: int) -> Callable[[str], int]:
 
 def with_flag_names(text: str) -> str:
     """Replaces the names of spec fields in a message by the flags that set them."""
-    known = _FIELD.sub(lambda m: FLAGS.get(m[1] or m[2], m[0]), text)
-    return _KEY.sub("--api-key-file sets it", known)
+    for of_pods, instead in _OF_PODS:
+        text = of_pods.sub(instead, text)
+    return _FIELD.sub(lambda m: FLAGS.get(m[1] or m[2], m[0]), text)

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ import pytest
 from servers import free_port, launch_config
 from waiting import eventually, limit
 
-from kvline_server.flags import with_flag_names
+from kvline_server.flags import quantity, with_flag_names
+from kvline_server.http.tls import WHAT
 from kvline_server.scratch import LOCK, PREFIX, scratch
 
 LONG = {"model": "tiny", "prompt": "hello", "max_tokens": 240, "ignore_eos": True, "stream": True}
@@ -49,6 +51,8 @@ def mistake(*words: object, **options: Any) -> tuple[int, str]:
         (["--model", "M", "--threads", "0"], 2, "--threads"),
         (["--model", "M", "--drain-seconds", "3601"], 2, "--drain-seconds: expected 1 to 3600"),
         (["--model", "M", "--memory", "lots"], 2, "--memory: expected a quantity"),
+        (["--model", "M", "--memory", "800"], 2, "--memory: 800 is 800 bytes: 800Mi?"),
+        (["--model", "M", "--device", "cpu", "--host", "192.0.2.1"], 20, "--host 192.0.2.1 is no"),
         (["--model", "M", "--no-such-flag"], 2, "--no-such-flag"),
         (["--model", "M", "--gpus", "9"], 2, "--gpus: expected 1 to 8"),
         (["--config", "F", "--gpus", "2"], 20, "--config F takes no --gpus"),
@@ -113,10 +117,45 @@ def test_the_version_is_shown() -> None:
             "spec.access.apiKeySecret names a Secret of this namespace and a key in it",
             "--api-key-file sets it",
         ),
+        (
+            f"/d: no tls.crt and tls.key; {WHAT}",
+            "/d: no tls.crt and tls.key; --tls-dir names the folder",
+        ),
+        (
+            "spec.resources.gpus asks for a GPU, and CUDA finds none on this machine",
+            "--device cuda asks for a GPU, and CUDA finds none on this machine",
+        ),
+        (
+            "no .safetensors file; spec.model.loadFormat: random needs none",
+            "no .safetensors file; --load random needs none",
+        ),
     ],
 )
 def test_messages_name_flags(spec: str, flags: str) -> None:
     assert with_flag_names(spec) == flags
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("2Gi", 2 << 30),
+        ("1e9", 10**9),
+        ("1.5Gi", 3 << 29),
+        (".5G", 5 * 10**8),
+        ("1Ti", 1 << 40),
+        ("1E", 10**18),
+        ("12e+8", 12 * 10**8),
+        ("2097152", 2 << 20),
+    ],
+)
+def test_memory_is_read_as_kubernetes_reads_it(text: str, size: int) -> None:
+    assert quantity(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "1 Gi", "2gi", "1e99", "1e", "1m", ".", "0.5Ki"])
+def test_a_bad_quantity_is_refused(text: str) -> None:
+    with pytest.raises(ArgumentTypeError):
+        quantity(text)
 
 
 def test_a_killed_run_leaves_nothing_for_longer_than_to_the_next(

@@ -7,6 +7,7 @@ an engine ends the pod with an exit code of the contract.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import sys
@@ -23,7 +24,7 @@ from kvline_contract.listening import shown
 from kvline_contract.names import ATTEMPTS_FILE, ENV_POD_NAME, ENV_POD_UID
 from kvline_contract.progress import WAITS_FOR_HTTP
 from kvline_contract.report import State, Termination
-from kvline_server.errors import PortTaken, ServerError
+from kvline_server.errors import ConfigInvalid, PortTaken, ServerError
 from kvline_server.flags import with_flag_names
 from kvline_server.memory.device import (
     check_memory,
@@ -182,14 +183,13 @@ class Supervisor:
         try:
             self.internal = InternalServer(o.host, o.internal_port, self.health)
         except OSError as error:
-            where = shown(o.host, o.internal_port)
-            raise PortTaken(f"internal port {where}: {error.strerror}") from None
+            raise _not_opened("internal port", o.host, o.internal_port, error) from None
         self.internal_port = self.internal.server_port  # the kernel's choice for port 0
         self.internal.start()
         try:
             listeners = listen(o.host, o.port, self.processes)
         except OSError as error:
-            raise PortTaken(f"API port {shown(o.host, o.port)}: {error.strerror}") from None
+            raise _not_opened("API port", o.host, o.port, error) from None
         self.port = listeners[0].getsockname()[1]
         return listeners
 
@@ -361,6 +361,12 @@ class Supervisor:
             return None
         self._end_with_answers()
         return Termination.of(ExitCode.NO_PROGRESS, text)
+
+
+def _not_opened(what: str, host: str, port: int, error: OSError) -> ServerError:
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return ConfigInvalid(f"--host {host} is no address of this machine: {error.strerror}")
+    return PortTaken(f"{what} {shown(host, port)}: {error.strerror}")
 
 
 def log(text: str) -> None:

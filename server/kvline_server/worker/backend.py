@@ -98,8 +98,8 @@ def _driver() -> str:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
         return (
-            "the driver's libcuda.so.1 cannot be loaded: check that the node's device plug-in or "
-            "container toolkit brings it into the container"
+            "the driver's libcuda.so.1 cannot be loaded: check that NVIDIA's driver is installed, "
+            "and that a device plug-in or container toolkit brings it into a container"
         )
     return "the driver's libcuda.so.1 is there, but no device: check the node with nvidia-smi"
 
