@@ -107,7 +107,8 @@ def test_the_whole_way_gives_the_tokens_of_transformers_text(make_chat: Make) ->
     """Through the process that renders, and the tokenizer."""
     for name, template in FEATURES.items():
         chat = make_chat(template)
-        asked = Asked(documents=DOCUMENTS, variables={"level": "high"})
+        documents = DOCUMENTS if "documents" in template else None  # the others are a 400
+        asked = Asked(documents=documents, variables={"level": "high"})
         special = {"bos_token": "<|start|>", "eos_token": "<|end|>"}
         text = theirs(template, TALK, asked, **special)
         assert chat.encode(TALK, asked=asked) == chat._tokens.encode(text), name
@@ -268,6 +269,35 @@ def test_a_renderer_that_is_killed_is_replaced(make_chat: Make) -> None:
         assert text_of(chat, TALK[3:]) == "user: bye\n"
         killed(renderer)
         assert text_of(chat, TALK[3:]) == "user: bye\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "reads"),
+    [
+        (EACH, False),
+        ("{% set documents = [] %}{{ documents }}", False),
+        ("{% macro m(documents) %}{{ documents }}{% endmacro %}{{ m(1) }}", False),
+        ("{% for documents in messages %}{{ documents.role }}{% endfor %}", False),
+        ("{{ messages[0].documents }}{# documents #}documents", False),
+        ("{% macro m() %}{{ documents }}{% endmacro %}{{ m() }}", True),
+        ("{% if documents is defined %}with{% endif %}", True),
+        ("{% set documents = documents or [] %}{{ documents }}", True),
+        ("{% generation %}{{ documents[0].a if documents }}{% endgeneration %}", True),
+    ],
+)
+def test_documents_that_a_template_never_reads_are_refused(
+    make_chat: Make, template: str, reads: bool
+) -> None:
+    """The prompt was the one without them."""
+    chat = make_chat(template)
+    for nothing in (None, []):
+        chat.encode(TALK[3:], asked=Asked(documents=nothing))
+    if reads:
+        chat.encode(TALK[3:], asked=Asked(documents=DOCUMENTS))
+        return
+    with pytest.raises(BadRequest, match="documents: the chat template does not read") as refused:
+        chat.encode(TALK[3:], asked=Asked(documents=DOCUMENTS))
+    assert (refused.value.param, refused.value.code) == ("documents", "unsupported_value")
 
 
 def test_a_model_without_template_says_so(make_chat: Make) -> None:

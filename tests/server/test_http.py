@@ -421,7 +421,7 @@ def test_a_message_is_continued_and_a_template_gets_what_it_asks_for(server: Ser
         answer = post(server, {**CHAT, "messages": messages, **more}, "/v1/chat/completions")
         return int(answer.json()["usage"]["prompt_tokens"])
 
-    whole = prompt_tokens(chat_template_kwargs={"unused": [1]}, documents=[{"text": "a"}])
+    whole = prompt_tokens(chat_template_kwargs={"unused": [1]}, documents=[])
     assert whole == prompt_tokens(add_generation_prompt=True)
     closed = prompt_tokens(add_generation_prompt=False)
     assert whole - closed == len("sassistant\n")  # <|start|> is one

@@ -71,6 +71,9 @@ class ChatTokens:
         if known.invalid:
             message = f"{self._renderers.title} {known.invalid}; use /v1/completions"
             raise BadRequest(message, "messages")
+        if asked.documents and not known.documents:
+            message = f"documents: {self._renderers.title} does not read them"
+            raise BadRequest(message, "documents", "unsupported_value")
         own: dict[str, Any] = {**self._files.variables, "tools": None}
         own["add_generation_prompt"] = asked.add_generation_prompt
         variables = {**asked.variables, "documents": asked.documents}

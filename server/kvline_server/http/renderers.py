@@ -30,6 +30,7 @@ class Known:
     """What a template is."""
 
     invalid: str = ""  # why it is
+    documents: bool = False  # whether it reads them
     passing: bool = False  # invalid for a reason that may pass, as when the kernel ends a process
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes, pass_environment
+from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes, pass_environment
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
@@ -82,8 +82,11 @@ class Dictionaries:
 class ChatTemplate:
     def __init__(self, source: str) -> None:
         """Raises TemplateFailed where the source is invalid."""
+        made = environment()
         try:
-            self._template = environment().from_string(source)
+            tree = made.parse(source)
+            self.reads = meta.find_undeclared_variables(tree)  # what it takes from the context
+            self._template = made.from_string(tree)
         except TemplateSyntaxError as error:
             reason = f"is invalid in line {error.lineno}: {error.message}"
             raise TemplateFailed(reason) from None

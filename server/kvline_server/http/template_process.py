@@ -33,7 +33,7 @@ def main() -> int:
     _limit_time(given["compiling"])
     try:
         template = ChatTemplate(given["template"])
-        known: dict[str, Any] = {}
+        known: dict[str, Any] = {"documents": "documents" in template.reads}
     except TemplateFailed as error:
         known = {"invalid": str(error)}
     _limit_time(0)
