@@ -220,6 +220,29 @@ def test_without_any_end_token_the_class_has_one(changed: Callable[..., Path]) -
     raw = json.loads((folder / "config.json").read_text())
     del raw["eos_token_id"]
     for more, tokens in (({}, (2,)), ({"eos_token_id": None}, ()), ({"vocab_size": 2}, ())):
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("value", ["x", -7, True, 2.0, 258, [257, "x"], [[2]], [258], {"a": 2}])
+def test_an_end_token_that_is_none_of_the_vocabulary_is_refused(
+    changed: Callable[..., Path], file: str, value: Any
+) -> None:
+    """Answers went on to their limit, without a word."""
+    named = {"eos_token_id": value}
+    folder = changed(vocab_size=258, **(named if file == "config.json" else {}))
+    if file != "config.json":
+        (folder / file).write_text(json.dumps(named))
+    with pytest.raises(ModelInvalid, match=f"/{file}: eos_token_id: expected .* below 258.*, got"):
+        read_config(folder)
+
+
+@pytest.mark.parametrize(("value", "tokens"), [(None, ()), ([], ()), ([None, 5], (5,)), (0, (0,))])
+def test_no_end_token_is_allowed(
+    changed: Callable[..., Path], value: Any, tokens: tuple[int, ...]
+) -> None:
+    folder = changed(eos_token_id=None)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    assert read_config(folder).eos_token_ids == tokens
+
+
         (folder / "config.json").write_text(json.dumps(raw | more))
         assert read_config(folder).eos_token_ids == tokens
     (folder / "generation_config.json").write_text('{"eos_token_id": 5}')

@@ -151,7 +151,7 @@ def read_config(folder: Path) -> ModelConfig:
     quantized = quantization.read(fields)
     _refuse_other_windows(fields, model)
     fields.refuse_unread(neutral.IGNORED, neutral.NEUTRAL, neutral.HINTS)
-    eos = end_tokens(fields.raw, folder, model.vocabulary)
+    eos = end_tokens(fields, folder, model.vocabulary)
     if not eos and "eos_token_id" not in fields.raw:
         eos = tuple(id for id in model.eos_token_ids if id < model.vocabulary)
     return replace(model, architecture=name, eos_token_ids=eos, quantization=quantized)

@@ -13,24 +13,30 @@ import re
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from kvline_server.model.fields import read_json
+from kvline_server.model.fields import Fields, read_json
 
 ADDED = re.compile(rb'"added_tokens"\s*:\s*(?=\[)')
 WINDOW = 1 << 20  # bytes of the list of added tokens that are tried first
 
 
-def end_tokens(config: dict[str, Any], folder: Path, vocabulary: int) -> tuple[int, ...]:
-    """Ids, each once."""
+def end_tokens(config: Fields, folder: Path, vocabulary: int) -> tuple[int, ...]:
+    """Ids, each once. Raises ModelInvalid for what is no token of the vocabulary."""
+    found = _given(config, vocabulary)
     generation = folder / "generation_config.json"
-    found: list[int] = []
-    for source in (config, read_json(generation) if generation.is_file() else {}):
-        value = source.get("eos_token_id")
-        ids = value if isinstance(value, list) else [value]
-        found += [id for id in ids if _is_id(id)]
+    if generation.is_file():
+        found += _given(Fields(read_json(generation), generation), vocabulary)
     own = _of_tokenizer(folder)
     if own is not None and own < vocabulary:
         found.append(own)
     return tuple(dict.fromkeys(found))
+
+
+def _given(fields: Fields, vocabulary: int) -> list[int]:
+    value = fields.value("eos_token_id", [])
+    ids = [id for id in (value if isinstance(value, list) else [value]) if id is not None]
+    if not all(_is_id(id) and id < vocabulary for id in ids):
+        raise fields.invalid("eos_token_id", f"a token id below {vocabulary}, a list of such")
+    return ids
 
 
 def token_text(value: Any) -> str:
