@@ -154,6 +154,12 @@ def test_an_unknown_architecture_gets_an_error_with_the_whole_list(
     assert all(name in str(error.value) for name in families.known())
 
 
+def test_a_field_that_is_not_known_says_what_to_do(changed: Callable[..., Path]) -> None:
+    hint = r"foo_bar 3 is not supported: .* what the model computes; remove it from config.json if"
+    with pytest.raises(ModelUnsupported, match=hint):
+        read_config(changed(foo_bar=3))
+
+
 def test_what_changes_nothing_is_accepted(changed: Callable[..., Path]) -> None:
     plain = read_config(changed())
     notes: dict[str, Any] = {

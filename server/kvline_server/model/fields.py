@@ -13,7 +13,10 @@ from kvline_server.errors import ModelInvalid, ModelNotFound, ModelUnsupported
 # Lists of modules that are not quantised have made files of some 100 KiB: parsed, 16 MiB of such
 # text are about 100 MiB.
 MAX_CONFIG_BYTES = 16 << 20
-UNKNOWN = ": this server does not know it, and it may change what the model computes"
+UNKNOWN = (
+    ": this server does not know it, and it may change what the model computes; "
+    "remove it from config.json if it does not"
+)
 LARGEST = 1e38  # of a number: float32's
 
 
