@@ -335,7 +335,7 @@ for _ in range(32):
         ),
         ({"chat_template_kwargs": {"a": NESTED}}, "chat_template_kwargs: lists and objects are"),
         ({"documents": [{"a": NESTED}]}, "documents: lists and objects are"),
-        ({"documents": ["a"]}, "documents.0: must be an object"),
+        ({"documents": ["a"]}, "documents[0]: must be an object"),
         (
             {"add_generation_prompt": True, "continue_final_message": True},
             "add_generation_prompt: not together with continue_final_message",

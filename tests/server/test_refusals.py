@@ -86,8 +86,10 @@ def test_a_part_that_is_not_text_is_named_with_its_place(part: dict[str, Any]) -
     """It was refused as content that should be a string, which a list of text parts is not."""
     content = [{"type": "text", "text": "Hi"}, part]
     error = refused({**CHAT, "messages": [{"role": "user", "content": content}]})
-    assert f"{part['type']} is not supported here; only text parts are taken" in error.message
     assert error.param == "messages[0].content[1].type"
+    assert error.message == (
+        f"{error.param}: {part['type']} is not supported here; only text parts are taken"
+    )
     assert error.code == "unsupported_value"
 
 
@@ -95,9 +97,9 @@ def test_a_part_that_is_not_text_is_named_with_its_place(part: dict[str, Any]) -
     ("content", "says"),
     [
         (5, "must be a string or a list"),
-        ([5], "0: must be an object"),
-        ([{"type": "text"}], "0.text: is required"),
-        ([{"type": "text", "text": 5}], "0.text: must be a string"),
+        ([5], "[0]: must be an object"),
+        ([{"type": "text"}], "[0].text: is required"),
+        ([{"type": "text", "text": 5}], "[0].text: must be a string"),
         ([{"type": "\x00" * 900, "text": "a"}], "this kind of part is not supported"),
         ([], "must not be empty"),
     ],
@@ -105,7 +107,7 @@ def test_a_part_that_is_not_text_is_named_with_its_place(part: dict[str, Any]) -
 def test_the_error_is_of_the_type_that_was_meant(content: Any, says: str) -> None:
     """A union's error is not that of its first type, whatever was sent."""
     error = refused({**CHAT, "messages": [{"role": "user", "content": content}]})
-    assert error.message.startswith("messages.0.content") and says in error.message
+    assert error.message.startswith("messages[0].content") and says in error.message
 
 
 def test_as_many_stop_texts_as_evaluation_harnesses_send_are_taken() -> None:

@@ -58,8 +58,8 @@ def bad_request(kind: type[BaseModel], found: ValidationError) -> BadRequest:
         path.append(name)
     if first["type"] in RANGES and len(path) == 1:
         message = f"must be {_ranges(kind)[str(path[0])]}"
-    name = ".".join(map(str, path))[:100]
-    return BadRequest(f"{name}: {message}" if name else message, _param(path), _code(first))
+    name = _name(path)[:100]
+    return BadRequest(f"{name}: {message}" if name else message, name, _code(first))
 
 
 def _clearest(errors: list[ErrorDetails]) -> tuple[ErrorDetails, str]:
@@ -108,10 +108,10 @@ def _path(error: ErrorDetails) -> Path:
     return [part for part in error["loc"] if not _is_union_arm(part)]
 
 
-def _param(path: Path) -> str | None:
+def _name(path: Path) -> str:
     """As OpenAI writes it: messages[0].content."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
-    return text.removeprefix(".") or None
+    return text.removeprefix(".")
 
 
 @cache
