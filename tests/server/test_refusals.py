@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvline_server.http.body import parse_object
 from kvline_server.http.chat import Chat
 from kvline_server.http.chat_tokens import ChatTokens
 from kvline_server.http.completions import Completion
@@ -108,6 +109,40 @@ def test_the_error_is_of_the_type_that_was_meant(content: Any, says: str) -> Non
     """A union's error is not that of its first type, whatever was sent."""
     error = refused({**CHAT, "messages": [{"role": "user", "content": content}]})
     assert error.message.startswith("messages[0].content") and says in error.message
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "param"),
+    [
+        (b"", "the body is empty", None),
+        (b" \n", "the body is empty", None),
+        (b'{"model":\n  x}', "the body is not valid JSON: Expecting value, line 2, column 3", None),
+        (b'{"n": ' + b"[" * 30_000, "the body has lists and objects too deep in each other", None),
+        (b'{"n": ' + b"1" * 5000 + b"}", "the body has an integer of too many digits", None),
+        (b"[1e400]", "the body must be a JSON object", None),
+        (b'{"n": 1, "top_p": 1e400}', "top_p: the number 1e400 is out of range", "top_p"),
+        (b'{"a": [{"b": -1e999}]}', "a: the number -1e999 is out of range", "a"),
+        (b'{"\xff": 1}', "the body is not valid UTF-8 text", None),
+        (
+            b'{"n": 1, "messages": [{"content": "\\ud800"}]}',
+            "messages: '\\ud800' is half of a surrogate pair, which no text may have",
+            "messages",
+        ),
+        (b'{"\\udc00": 1, "\\udc00": 1}', "the key '\\udc00' stands twice", None),
+        (
+            b'{"a\\udc00": "b"}',
+            "the body: '\\udc00' is half of a surrogate pair, which no text may have",
+            None,
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, bytes) else None,
+)
+def test_a_body_that_cannot_be_read_says_what_is_wrong_and_where(
+    body: bytes, message: str, param: str | None
+) -> None:
+    with pytest.raises(BadRequest) as caught:
+        parse_object(body)
+    assert (caught.value.message, caught.value.param) == (message, param)
 
 
 def test_as_many_stop_texts_as_evaluation_harnesses_send_are_taken() -> None:

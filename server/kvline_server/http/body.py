@@ -93,42 +93,70 @@ def parse_object(raw: bytes | bytearray) -> dict[str, Any]:
     """Strict JSON: UTF-8, unique keys, finite numbers, no lone surrogate."""
     if next(islice(_VALUE.finditer(raw), MAX_VALUES, None), None) is not None:
         raise BadRequest(f"the body has more than {MAX_VALUES} texts, lists and objects")
+    beyond: list[str] = []  # numbers out of range
+
+    def number(text: str) -> float:
+        value = float(text)
+        if not math.isfinite(value):
+            beyond.append(text[:40])
+        return value
+
     try:
         text = raw.decode("utf-8")
+        if not text.strip():
+            raise BadRequest("the body is empty")
         value = json.loads(
             text,
             object_pairs_hook=_unique,
             parse_constant=_no_constant,
-            parse_float=_finite,
+            parse_float=number,
         )
-        if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except BadRequest:
-        raise
+        if not isinstance(value, dict):
+            raise BadRequest("the body must be a JSON object")
+        if beyond or "\\u" in text:
+            for name, field in value.items():
+                _check_writable(name, field, beyond)
     except UnicodeError:
         raise BadRequest("the body is not valid UTF-8 text") from None
-    except (ValueError, RecursionError):
-        raise BadRequest("the body is not valid JSON") from None
-    if not isinstance(value, dict):
-        raise BadRequest("the body must be a JSON object")
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise BadRequest(f"the body is not valid JSON: {error.msg}, {place}") from None
+    except RecursionError:
+        raise BadRequest("the body has lists and objects too deep in each other") from None
+    except ValueError:  # the interpreter's limit
+        raise BadRequest("the body has an integer of too many digits") from None
     return value
+
+
+def _check_writable(name: str, field: Any, beyond: list[str]) -> None:
+    """Raises BadRequest with the field's name where it has half of a surrogate pair, or a number
+    `beyond` the range."""
+    try:
+        json.dumps({name: field}, ensure_ascii=False, allow_nan=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])
+        wrong = f"{half} is half of a surrogate pair, which no text may have"
+    except ValueError:
+        wrong = f"the number {beyond[0]} is out of range"
+    else:
+        return
+    param = _printable(name)
+    raise BadRequest(f"{param or 'the body'}: {wrong}", param)
+
+
+def _printable(name: str) -> str | None:
+    """A field's name for an error, which is UTF-8 and short."""
+    return name[:100] if name.isprintable() else None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in pairs:
         if key in out:
-            raise BadRequest(f"the key {key[:40]!r} stands twice", key)
+            raise BadRequest(f"the key {key[:40]!r} stands twice", _printable(key))
         out[key] = value
     return out
 
 
 def _no_constant(text: str) -> float:
     raise BadRequest(f"{text} is not a JSON number")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise BadRequest("a number is out of range")
-    return value
