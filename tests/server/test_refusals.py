@@ -145,6 +145,22 @@ def test_a_body_that_cannot_be_read_says_what_is_wrong_and_where(
     assert (caught.value.message, caught.value.param) == (message, param)
 
 
+@pytest.mark.parametrize("stop", ["a", ["a"]])
+def test_a_stop_text_without_a_tokenizer_is_refused(stop: Any) -> None:
+    """No answer has a text that it could be found in."""
+    limits = Limits("tiny", 307, CONTEXT, 20, max_prompt_tokens=CONTEXT)
+    generator = Generator(EngineClient(9), None, Traces(None))
+    for body in ({"stop": stop}, {"stop": []}, {}):
+        request = parse(CompletionRequest, {**COMPLETION, "prompt": [1], **body})
+        work = Completion("id", request, generator, limits, 0.0)
+        if not request.stop:
+            assert work.plan()
+            continue
+        with pytest.raises(BadRequest, match="stop: no tokenizer is loaded") as caught:
+            work.plan()
+        assert caught.value.param == "stop"
+
+
 def test_as_many_stop_texts_as_evaluation_harnesses_send_are_taken() -> None:
     sixteen = [f"stop {i}" for i in range(16)]
     assert parse(CompletionRequest, {**COMPLETION, "stop": sixteen}).stops() == sixteen

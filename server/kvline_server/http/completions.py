@@ -47,6 +47,8 @@ class Completion(Route[CompletionRequest]):
 
     def plan(self) -> list[tuple[list[int], SamplingParams]]:
         """Tokenises; may take a while, so it runs off the event loop. Raises BadRequest."""
+        if self.request.stops() and self.generator.tokens is None:
+            raise BadRequest("stop: no tokenizer is loaded, so answers have no text", "stop")
         jobs, total = [], 0
         for prompt in self.request.prompt:
             ids = self._encode(prompt)
