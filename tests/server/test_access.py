@@ -85,7 +85,7 @@ def guarded(tiny_model: Path, tmp_path: Path) -> Iterator[Server]:
 
 @pytest.mark.process
 def test_a_server_with_a_key_serves_who_knows_it(guarded: Server) -> None:
-    """H41: on every route of the public port, before a body is read; probes need none."""
+    """H41: on every route of the public port but /health, before a body is read."""
     good = {"Authorization": f"Bearer {KEY}"}
     for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/else")):
         refused = httpx.request(method, guarded.url + path, timeout=limit(5))
@@ -103,6 +103,7 @@ def test_a_server_with_a_key_serves_who_knows_it(guarded: Server) -> None:
             head = raw.recv(64)
         assert head.startswith(b"HTTP/1.1 401")
     assert guarded.probe("/readyz")[0] == 200
+    assert httpx.get(f"{guarded.url}/health", timeout=limit(5)).status_code == 200
     assert KEY not in guarded.output()
 
 
