@@ -88,7 +88,7 @@ class ClientLimits:
     stall: float = 30.0  # how long a client may not read its answer
     unread_tokens: int = 250  # buffered for a client that does not read
     linger: float = 2.0  # how long the rest of a refused request is read
-    linger_bytes: int = 1 << 20
+    linger_bytes: int = 8 << 20  # clients such as Python's send a whole body before they read
     late: float = 5.0  # at the start of a drain, while idle connections may still send requests
     sweep: float = 1.0
 

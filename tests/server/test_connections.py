@@ -199,6 +199,14 @@ def test_a_body_that_says_it_is_too_long_is_not_read(server: Server) -> None:
         refused(everything(raw), 413)
 
 
+def test_who_sends_a_whole_body_before_reading_sees_why_it_is_refused(server: Server) -> None:
+    """H07: as Python's http.client does; several times, since a reset comes by chance."""
+    for _ in range(5):
+        with connected(server, POST + b"Content-Length: 7000000\r\n\r\n") as raw:
+            raw.sendall(b"y" * 7_000_000)
+            refused(everything(raw), 413)
+
+
 def test_chunks_without_end_are_413_and_reading_stops(server: Server) -> None:
     """H07."""
     before = resident(server)
