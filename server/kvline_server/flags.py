@@ -34,7 +34,7 @@ _FIELD = re.compile(
     r"\b(?:spec\.)?(?:engine|capacity|resources|model)\.(\w+)\b"
     rf"|\b({'|'.join(name for name in FLAGS if not name.islower())})\b"
 )
-# What of a message is of pods alone, and what is said instead.
+# Parts of messages that are of pods alone, and what stands in their place.
 _OF_PODS = (
     (re.compile(r"spec\.access\.apiKeySecret names .*"), "--api-key-file sets it"),
     (re.compile(r"spec\.access\.tlsSecret names .*"), "--tls-dir names the folder"),

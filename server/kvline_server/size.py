@@ -14,12 +14,13 @@ from rich.table import Table
 
 from kvline_contract.codec import ContractError
 from kvline_contract.exits import ExitCode
-from kvline_contract.launch import MAX_RECORDS, Device, Record
+from kvline_contract.launch import MAX_RECORDS, Device, LaunchConfig, Record
 from kvline_contract.memory import Memory, rank_title
 from kvline_contract.progress import line
 from kvline_contract.report import Result, SizingReport, State
 from kvline_server.errors import ConfigInvalid
 from kvline_server.flags import with_flag_names
+from kvline_server.model.config import read_config
 from kvline_server.parent.supervisor import Supervisor
 from kvline_server.sizing import record as records
 
@@ -63,7 +64,7 @@ def show(supervisor: Supervisor, as_json: bool, record: Path | None = None) -> i
     elif report.result is not None:
         for table in waterfalls(report.result, supervisor.device is Device.CUDA):
             Console().print(table)
-        Console().print(summary(report, report.result))
+        Console().print(summary(report, report.result, _own_length(supervisor)))
     return code
 
 
@@ -117,16 +118,24 @@ def waterfall(memory: Memory, heading: str | None = None) -> Table:
     return table
 
 
-def summary(report: SizingReport, result: Result) -> str:
+def _own_length(supervisor: Supervisor) -> int | None:
+    """Of the model, where no length was asked for: then the cache may shorten it."""
+    launch = LaunchConfig.parse(supervisor.options.config.read_bytes())
+    asked = launch.engine.max_model_len is not None
+    return None if asked else read_config(Path(launch.model.path)).max_position
+
+
+def summary(report: SizingReport, result: Result, own_length: int | None = None) -> str:
     length = report.effective.max_model_len if report.effective else 0
     sequences = result.kv_tokens // length if length else 0
+    shortened = f" of the model's {own_length}" if own_length and length < own_length else ""
     tries = max((a.number for a in report.attempts), default=0)
     ranks = len(result.ranks)
     each = "each" if ranks == 1 else f"each on every one of {ranks} ranks"
     return (
         f"{result.kv_tokens} KV tokens ({result.bytes_per_token} bytes {each}), {sequences} full-"
-        f"length sequences of {length}; {result.source} in {result.loop_ms / 1000:.1f} s, "
-        f"validated in attempt {tries}"
+        f"length sequences of {length}{shortened}; {result.source} in "
+        f"{result.loop_ms / 1000:.1f} s, validated in attempt {tries}"
     )
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from waiting import limit
 
+from kvline_server.sizing.record import unreadable
+
 pytestmark = pytest.mark.process
 
 
@@ -60,6 +62,16 @@ def test_a_recorded_size_is_validated_and_not_searched(tiny_model: Path, tmp_pat
     assert again["result"]["source"] == "Recorded"
     assert again["result"]["kvTokens"] == found["result"]["kvTokens"] - 160, again["attempts"]
     assert "stress" not in stages(again) and "validate" in stages(again)
+
+
+def test_a_file_that_gives_no_record_is_warned_of(tiny_model: Path, tmp_path: Path) -> None:
+    """It was ignored in silence, and cost a search. The length is cut to the cache here."""
+    record = tmp_path / "records.json"
+    record.write_text("precious")
+    done = size(tiny_model, "--kv-tokens", "256", "--record", str(record))
+    assert f"warning: --record {record}: not a JSON document" in done.stderr
+    assert "1 full-length sequences of 256 of the model's 512" in " ".join(done.stdout.split())
+    assert unreadable(tmp_path / "none") == f"{tmp_path / 'none'}: no such file"
 
 
 def test_a_person_reads_stages_and_a_waterfall(tiny_model: Path) -> None:

@@ -53,7 +53,7 @@ from kvline_server.parent.health import Health
 from kvline_server.parent.internal import InternalServer
 from kvline_server.parent.narrator import Narrator
 from kvline_server.parent.report_keeper import ReportKeeper
-from kvline_server.sizing.record import AttemptStore
+from kvline_server.sizing.record import AttemptStore, unreadable
 from kvline_server.starvation import Quiet
 
 
@@ -81,7 +81,7 @@ class Supervisor:
     def run(self, until: Callable[[], bool] | None = None) -> int:
         """Serves until a signal, a failure, or `until` returns true; returns the exit code."""
         try:
-            self._check_memory()
+            self._check_flags()
             listeners = self._open_ports()
             self.http = start_http(self.options, self.clients, listeners)
             for index, child in enumerate(self.http):
@@ -203,10 +203,13 @@ class Supervisor:
             )
         return limits
 
-    def _check_memory(self) -> None:
-        asked = self.options.memory
+    def _check_flags(self) -> None:
+        asked, record = self.options.memory, self.options.record
         if asked is not None and self.device is Device.CPU:
             self._warn(check_memory(asked, container_limit(), *machine_memory()))
+        if record is not None and self.options.from_flags:  # a pod's may be missing, or damaged
+            why = unreadable(record)
+            self._warn(why and f"--record {why}; no record is used")
 
     def _warn(self, text: str | None) -> None:
         if text is not None:

@@ -161,6 +161,15 @@ def read_records(path: Path) -> Records:
     return Records.parse(path.read_bytes())
 
 
+def unreadable(path: Path) -> str | None:
+    """Why a file that a person named gives no records: the search that follows takes longer."""
+    try:
+        read_records(path)
+    except (OSError, ContractError) as error:
+        return f"{path}: {error}"
+    return None if path.is_file() else f"{path}: no such file"
+
+
 def write_records(path: Path, records: dict[str, Record]) -> None:
     """Replaces the file atomically."""
     part = path.with_name(f".{path.name}.part")
