@@ -44,7 +44,11 @@ WHOLE, CUT = safetensors(), safetensors(2)
         ({"a.gguf": b"GGUF"}, ModelUnsupported, "a.gguf: GGUF is not supported; served are .safet"),
         ({"config.json": b"{"}, ModelInvalid, "config.json: not JSON"),
         ({"config.json": b"{}"}, ModelUnsupported, "architectures"),
-        (WITH_CONFIG, ModelInvalid, "no .safetensors file"),
+        (
+            WITH_CONFIG,
+            ModelInvalid,
+            "no .safetensors file; spec.model.loadFormat: random needs none",
+        ),
         ({**WITH_CONFIG, "a.safetensors": CUT}, ModelInvalid, "a.safetensors"),
         (index("b.safetensors"), ModelInvalid, "b.safetensors"),
         (index("../b.safetensors"), ModelInvalid, "leaves the model"),

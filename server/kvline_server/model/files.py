@@ -41,6 +41,7 @@ def weight_files(folder: Path) -> list[Path]:
         p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".gguf")
     )
     hint = f"; {others[0]} is of an unsupported format" if others else ""
+    hint += "; spec.model.loadFormat: random needs none"
     raise ModelInvalid(f"{folder}: no .safetensors file{hint}")
 
 
