@@ -220,12 +220,6 @@ def test_generation_config_adds_its_end_tokens(changed: Callable[..., Path]) -> 
     assert read_config(folder).eos_token_ids == (257, 5)
 
 
-def test_without_any_end_token_the_class_has_one(changed: Callable[..., Path]) -> None:
-    """As in transformers; null is none, and one beyond the vocabulary cannot come."""
-    folder = changed()
-    raw = json.loads((folder / "config.json").read_text())
-    del raw["eos_token_id"]
-    for more, tokens in (({}, (2,)), ({"eos_token_id": None}, ()), ({"vocab_size": 2}, ())):
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize("value", ["x", -7, True, 2.0, 258, [257, "x"], [[2]], [258], {"a": 2}])
 def test_an_end_token_that_is_none_of_the_vocabulary_is_refused(
@@ -249,6 +243,12 @@ def test_no_end_token_is_allowed(
     assert read_config(folder).eos_token_ids == tokens
 
 
+def test_without_any_end_token_the_class_has_one(changed: Callable[..., Path]) -> None:
+    """As in transformers; null is none, and one beyond the vocabulary cannot come."""
+    folder = changed()
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["eos_token_id"]
+    for more, tokens in (({}, (2,)), ({"eos_token_id": None}, ()), ({"vocab_size": 2}, ())):
         (folder / "config.json").write_text(json.dumps(raw | more))
         assert read_config(folder).eos_token_ids == tokens
     (folder / "generation_config.json").write_text('{"eos_token_id": 5}')
