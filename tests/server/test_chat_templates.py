@@ -290,7 +290,8 @@ def test_documents_that_a_template_never_reads_are_refused(
 ) -> None:
     """The prompt was the one without them."""
     chat = make_chat(template)
-    for nothing in (None, []):
+    nothings: tuple[Any, ...] = (None, [])
+    for nothing in nothings:
         chat.encode(TALK[3:], asked=Asked(documents=nothing))
     if reads:
         chat.encode(TALK[3:], asked=Asked(documents=DOCUMENTS))

@@ -27,7 +27,7 @@ from kvline_server.kernels.interface import Heads, SlotMapping
 from kvline_server.kernels.layout import Layout
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import KVLayer, Scales
-from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE
 from kvline_server.messages import Progress
 from kvline_server.model import kv_scales
 from kvline_server.model.loader import SafetensorsSource
@@ -111,8 +111,10 @@ def calibrated(source: Path, folder: Path, layers: int = 2) -> Path:
     answer(made, 8)
     scales = {}
     for index, kv in enumerate(worker(made).arena.layers()):
-        scales[KEYS.format(index)] = kv.keys.abs().max().reshape(1) / MOST
-        scales[VALUES.format(index)] = kv.values.abs().max().reshape(()).clone() / MOST
+        # Not of the dummy page: no expert gets its rows, so they have whatever memory had.
+        keys, values = (each[DUMMY_PAGE + 1 :].abs().max() for each in (kv.keys, kv.values))
+        scales[KEYS.format(index)] = keys.reshape(1) / MOST
+        scales[VALUES.format(index)] = values.reshape(()).clone() / MOST
     assert len(scales) == 2 * layers
     return scaled(source, folder, scales)
 

@@ -150,7 +150,8 @@ def test_a_stop_text_without_a_tokenizer_is_refused(stop: Any) -> None:
     """No answer has a text that it could be found in."""
     limits = Limits("tiny", 307, CONTEXT, 20, max_prompt_tokens=CONTEXT)
     generator = Generator(EngineClient(9), None, Traces(None))
-    for body in ({"stop": stop}, {"stop": []}, {}):
+    bodies: tuple[dict[str, Any], ...] = ({"stop": stop}, {"stop": []}, {})
+    for body in bodies:
         request = parse(CompletionRequest, {**COMPLETION, "prompt": [1], **body})
         work = Completion("id", request, generator, limits, 0.0)
         if not request.stop:
