@@ -64,8 +64,17 @@ def theirs(template: str, messages: list[dict[str, Any]], asked: Asked, **specia
     return str(made[0][0])
 
 
+def encode(
+    chat: ChatTokens,
+    messages: list[dict[str, Any]],
+    most: int = 1 << 30,
+    asked: Asked | None = None,
+) -> list[int]:
+    return chat.tokenise(chat.render(messages, asked or Asked()), most)
+
+
 def text_of(chat: ChatTokens, messages: list[dict[str, Any]], asked: Asked | None = None) -> str:
-    return chat._tokens.decode(chat.encode(messages, asked=asked))
+    return chat._tokens.decode(encode(chat, messages, asked=asked))
 
 
 def controls(chat: ChatTokens, ids: list[int]) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
+from chats import encode
 from engines import engine, finish, worker
 from ties import draw_of, settled
 
@@ -55,7 +56,7 @@ def firm(
     talk = open_chat(folder, tokens) if chat else None
     for prompt in prompts:
         message = [{"role": "user", "content": prompt}]
-        ids = talk.encode(message) if talk is not None else tokens.encode(prompt)
+        ids = encode(talk, message) if talk is not None else tokens.encode(prompt)
         made = engine(folder)
         drawn = Drawn(made)
         for id, params in enumerate(asked):

@@ -14,7 +14,7 @@ import pytest
 from servers import Server
 
 from kvline_server.http.admission import Admission
-from kvline_server.http.chat_tokens import ChatTokens
+from kvline_server.http.chat_tokens import Asked, ChatTokens
 from kvline_server.http.completions import legacy_logprobs, prompt_logprobs
 from kvline_server.http.errors import BadRequest, TooMany
 from kvline_server.http.later import Later, encode
@@ -152,7 +152,9 @@ def test_a_text_far_beyond_the_context_is_refused_before_it_is_tokenised(tiny_mo
         tokens.encode("\U0001f600" * 500_000, 8192)
     assert seen == [PART]  # four tokens a character
     with pytest.raises(BadRequest, match="messages: more than 100 tokens"):
-        chat.encode([{"role": "user", "content": "\U0001f600" * 500_000}], 100)
+        chat.tokenise(
+            chat.render([{"role": "user", "content": "\U0001f600" * 500_000}], Asked()), 100
+        )
     seen.clear()
     assert len(tokens.encode("a" * 20_000, 20_000)) == 20_000  # what fits is never refused
     assert seen == [20_000]  # so few bytes are tokenised once

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chats import DOCUMENTS, EACH, SECONDS, TALK, TURNS, Make, text_of, theirs
+from chats import DOCUMENTS, EACH, SECONDS, TALK, TURNS, Make, encode, text_of, theirs
 
 from kvline_server.http.chat_tokens import Asked, ChatTokens
 from kvline_server.http.errors import BadRequest
@@ -111,7 +111,7 @@ def test_the_whole_way_gives_the_tokens_of_transformers_text(make_chat: Make) ->
         asked = Asked(documents=documents, variables={"level": "high"})
         special = {"bos_token": "<|start|>", "eos_token": "<|end|>"}
         text = theirs(template, TALK, asked, **special)
-        assert chat.encode(TALK, asked=asked) == chat._tokens.encode(text), name
+        assert encode(chat, TALK, asked=asked) == chat._tokens.encode(text), name
 
 
 @pytest.mark.parametrize("content", ["Once upon", "Once upon a time  ", " \n x", "0"])
@@ -130,7 +130,7 @@ def test_a_template_that_does_not_write_the_last_message_cannot_continue_it(
     asked = Asked(add_generation_prompt=False, continue_final_message=True)
     for template in ("fixed", "{{ messages[0].content }}", "{{ messages[-1].content | length }}"):
         with pytest.raises(BadRequest, match="cannot be continued"):
-            make_chat(template).encode(TALK[1:], asked=asked)
+            encode(make_chat(template), TALK[1:], asked=asked)
 
 
 def test_names_of_the_environment_are_reserved() -> None:
@@ -141,7 +141,7 @@ def test_a_list_of_named_templates_has_a_default(make_chat: Make, tmp_path: Path
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": EACH}]
     assert text_of(make_chat(named), TALK[3:]) == "user: bye\n"
     with pytest.raises(BadRequest, match=r"chat templates \(rag, tool_use\) none is the default"):
-        make_chat([{"name": n, "template": "T"} for n in ("tool_use", "rag")]).encode(TALK)
+        encode(make_chat([{"name": n, "template": "T"} for n in ("tool_use", "rag")]), TALK)
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("R")
     (tmp_path / "chat_template.jinja").write_text("file")
@@ -173,7 +173,7 @@ def test_any_error_of_a_template_is_a_400_that_names_it(make_chat: Make, templat
     chat = make_chat(template)
     for _ in range(2):  # the process that renders is there again
         with pytest.raises(BadRequest, match="the chat template") as failed:
-            chat.encode(TALK)
+            encode(chat, TALK)
         assert FAILURES[template] in failed.value.message
 
 
@@ -181,12 +181,12 @@ def test_endless_templates_do_not_stop_chat(make_chat: Make) -> None:
     """Three at once, on the one process that a small container has for them."""
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     chat = make_chat("{% if endless %}" + endless + "{% endif %}" + EACH)
-    chat.encode(TALK)
+    encode(chat, TALK)
     failed: list[str] = []
 
     def ask() -> None:
         try:
-            chat.encode(TALK, asked=Asked(variables={"endless": True}))
+            encode(chat, TALK, asked=Asked(variables={"endless": True}))
         except BadRequest as error:
             failed.append(error.message)
 
@@ -213,7 +213,7 @@ def test_an_invalid_template_costs_chat_alone(make_chat: Make) -> None:
         chat = make_chat(template)
         assert chat.problem().startswith(f"the chat template {reason}")
         with pytest.raises(BadRequest, match="use /v1/completions") as failed:
-            chat.encode(TALK)
+            encode(chat, TALK)
         assert reason in failed.value.message
 
 
@@ -242,11 +242,11 @@ def test_a_long_template_is_compiled_where_texts_are_short(tiny_model: Path) -> 
     chat = ChatTokens(tokens, ChatFiles(part + EACH))
     assert chat.problem() == ""
     content = "\U0001f600" * 30_000
-    assert chat.encode([{"role": "user", "content": content}]) == tokens.encode(
+    assert encode(chat, [{"role": "user", "content": content}]) == tokens.encode(
         f"user: {content}\n"
     )
     with pytest.raises(BadRequest, match="this server tokenises 131072 at most"):
-        chat.encode([{"role": "user", "content": content * 5}])
+        encode(chat, [{"role": "user", "content": content * 5}])
 
 
 def killed(renderer: Renderer) -> subprocess.Popen[bytes]:
@@ -264,7 +264,7 @@ def test_a_renderer_that_is_killed_is_replaced(make_chat: Make) -> None:
     renderers._idle.put(renderer)
     killed(renderer).wait()
     with pytest.raises(BadRequest, match=r"the chat template ended its process \(-9\)"):
-        chat.encode(TALK)
+        encode(chat, TALK)
     for _ in range(2):
         assert text_of(chat, TALK[3:]) == "user: bye\n"
         killed(renderer)
@@ -292,12 +292,12 @@ def test_documents_that_a_template_never_reads_are_refused(
     chat = make_chat(template)
     nothings: tuple[Any, ...] = (None, [])
     for nothing in nothings:
-        chat.encode(TALK[3:], asked=Asked(documents=nothing))
+        encode(chat, TALK[3:], asked=Asked(documents=nothing))
     if reads:
-        chat.encode(TALK[3:], asked=Asked(documents=DOCUMENTS))
+        encode(chat, TALK[3:], asked=Asked(documents=DOCUMENTS))
         return
     with pytest.raises(BadRequest, match="documents: the chat template does not read") as refused:
-        chat.encode(TALK[3:], asked=Asked(documents=DOCUMENTS))
+        encode(chat, TALK[3:], asked=Asked(documents=DOCUMENTS))
     assert (refused.value.param, refused.value.code) == ("documents", "unsupported_value")
 
 
@@ -305,7 +305,7 @@ def test_a_model_without_template_says_so(make_chat: Make) -> None:
     chat = make_chat(None)
     assert chat.problem() == ""
     with pytest.raises(BadRequest, match="no chat template"):
-        chat.encode(TALK)
+        encode(chat, TALK)
 
 
 def test_today_is_the_date(make_chat: Make) -> None:

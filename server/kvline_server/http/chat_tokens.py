@@ -57,11 +57,6 @@ class ChatTokens:
         invalid = self._renderers.known().invalid
         return invalid and f"{self._renderers.title} {invalid}"
 
-    def encode(
-        self, messages: list[dict[str, Any]], most: int = 1 << 30, asked: Asked | None = None
-    ) -> list[int]:
-        return self.tokenise(self.render(messages, asked or Asked()), most)
-
     def render(self, messages: list[dict[str, Any]], asked: Asked) -> Rendered:
         """Takes as long as the template does. Raises BadRequest where that has an error."""
         if self._renderers is None:
