@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -98,9 +98,7 @@ async def _generate(
         stack.enter_context(service.admission.request())
         raw = await read_json(request, stack.enter_context(service.bodies.hold()))
         arrived = time.monotonic()
-        async with AsyncExitStack() as turns:
-            if route is Chat:
-                await turns.enter_async_context(service.rendering)
+        async with service.rendering if route is Chat else nullcontext():
             turn = service.bodies.turn(len(raw))
             async with turn:
                 parsed = parse(kind, parse_object(raw))
