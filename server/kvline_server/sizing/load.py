@@ -114,9 +114,15 @@ def _diagnosis(
     others: int,
     group: Group,
 ) -> Diagnosis:
-    rank = Diagnosis(backend.device, settings, owned, others, note=backend.note)
-    rank.rank, rank.ranks = group.rank, group.ranks
-    return rank
+    return Diagnosis(
+        device=backend.device,
+        settings=settings,
+        owned=owned,
+        neighbours=others,
+        rank=group.rank,
+        ranks=group.ranks,
+        note=backend.note,
+    )
 
 
 def _fingerprint(
