@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from test_conditions import BODY, PLAIN, by_type, ended, ready_pod, report, service_state
+from services import BODY, PLAIN, by_type, ended, ready_pod, report, service_state
 
 from kvline_contract.report import State
 from kvline_operator import reconcile, status

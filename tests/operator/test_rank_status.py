@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from test_conditions import PLAIN, by_type, ready_pod, report, service_state
+from services import PLAIN, by_type, ready_pod, report, service_state
 
 from kvline_contract.memory import MAX_PARTS, Memory, Part
 from kvline_contract.report import SizingReport, State

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_conditions import PLAIN, by_type, service_state
+from services import PLAIN, by_type, service_state
 from test_profile import Start, machine
 
 from kvline_server.memory.device import MIB
