@@ -6,11 +6,10 @@ device or, where the kernel would kill the process, an exception that nothing ca
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
@@ -116,7 +115,7 @@ class Machine:
         self.pages = pages
 
     ranks = 1
-    pids = (os.getpid(),)
+    pids: ClassVar[tuple[int, ...]] = ()  # no process that can wait for a CPU
     depth = 0
     eager_steps = None
 
@@ -217,7 +216,7 @@ class Together:
 
     depth = 0
     eager_steps = None
-    pids = (os.getpid(),)
+    pids: ClassVar[tuple[int, ...]] = ()  # no process that can wait for a CPU
 
     def __init__(self, machines: Sequence[Machine], fault: Fault = NO_FAULT) -> None:
         self.machines = machines

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,18 +60,19 @@ print(time.monotonic() - began, refused, flush=True)
 
 @dataclass
 class Slow(Machine):
-    """A row takes its time, and a step some more."""
+    """A row takes its time, and a step some more, by the machine's own clock."""
 
     loads: float = 0.0  # seconds that the first run of each number of rows takes
+    seconds: float = 0.0
 
     def launch(self, step: Step) -> Machine:
         seen = {len(other.tokens) for other in self.steps}
         rows = len(step.tokens)
-        time.sleep(rows * PER_ROW + (0 if rows in seen else self.loads))
+        self.seconds += rows * PER_ROW + (0 if rows in seen else self.loads)
         return super().launch(step)
 
 
-def start(folder: Path, wanted: EngineSettings, made: Machine, limit: float = LIMIT) -> None:
+def start(folder: Path, wanted: EngineSettings, made: Slow, limit: float = LIMIT) -> None:
     ProfileLoop(
         device=made,
         settings=wanted,
@@ -83,6 +83,7 @@ def start(folder: Path, wanted: EngineSettings, made: Machine, limit: float = LI
         wait_for_neighbours=lambda: None,
         free_before_weights=(made.limit,),
         longest_step=limit,
+        clock=lambda: made.seconds,
     ).run(0.0)
 
 
@@ -97,7 +98,7 @@ def test_a_step_that_is_too_long_is_refused_with_a_setting_that_starts(tmp_path:
     assert ended.code == ExitCode.STEP_TOO_LONG and ExitCode.STEP_TOO_LONG.rejects
     (knob,) = ended.knobs
     assert (knob.spec_field, knob.direction) == ("spec.engine.maxPrefillTokens", Direction.LOWER)
-    assert "a step of 128 rows" in ended.message and "took 0.1" in ended.message
+    assert "a step of 128 rows" in ended.message and "took 0.128 s" in ended.message
     assert f"lower spec.engine.maxPrefillTokens to {knob.value}" in ended.message
     assert knob.value is not None and 16 <= knob.value < 50
     assert (

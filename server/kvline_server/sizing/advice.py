@@ -6,7 +6,6 @@ what is known to fit, as a kill would take the diagnosis along.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 
 from kvline_contract.report import Direction, Knob
@@ -65,7 +64,7 @@ class Adviser:
         # Tokens more that a value must leave: the next start may need as much more.
         self.spare = session.device.slack // session.bytes_per_token
         self.growth = max(rank.growth for rank in session.measured.ranks)
-        self.ends = time.monotonic() + SECONDS
+        self.ends = session.clock() + SECONDS
         # What steps took at most, in bytes: by their rows, and by the longest context.
         self.grown: list[tuple[int, int]] = []
         self.lengthened: list[tuple[int, int]] = []
@@ -208,7 +207,7 @@ class Adviser:
     ) -> int | None:
         """Tokens that these settings would leave; None where the time is over. Notes what its steps
         took in `grown`, with the figure that it grows by."""
-        if time.monotonic() > self.ends:
+        if self.session.clock() > self.ends:
             return None
         trial = replace(self.session, settings=settings)
         try:

@@ -25,13 +25,14 @@ def check(
     limit: float,
     settings: EngineSettings,
     pids: Collection[int],
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Raises StepTooLong for a step that takes more than `limit` seconds. It has, and is run once
     more: its first run may have loaded code, and what the node gave to others is left out now,
     whichever rank's process in `pids` waited for a CPU."""
-    before, began = threads(pids), time.monotonic()
+    before, began = threads(pids), clock()
     run()
-    seconds = time.monotonic() - began - waited(before, threads(pids))
+    seconds = clock() - began - waited(before, threads(pids))
     if seconds <= limit:
         return
     rows, context = len(step.tokens), int(step.layout.lengths.max())

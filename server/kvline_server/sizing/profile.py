@@ -56,9 +56,10 @@ class ProfileLoop:
         free_before_weights: tuple[int, ...],  # of each rank, before collectives too
         pause: Callable[[float], None] = time.sleep,
         longest_step: float = LONGEST_STEP,  # seconds
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.session = Session(
-            device, settings, loaded, send, store, pause, free_before_weights, longest_step
+            device, settings, loaded, send, store, pause, free_before_weights, longest_step, clock
         )
         self.device = device
         self.settings = settings
@@ -117,7 +118,7 @@ class ProfileLoop:
 
     def _capture(self) -> None:
         """Captures graphs once, before sizing: they stay valid when the arena is resized."""
-        started = time.monotonic()
+        started = self.session.clock()
         try:
             self.executor.resize(PROBE_PAGES)
         except DeviceOutOfMemory as error:
@@ -135,16 +136,16 @@ class ProfileLoop:
         if captured:
             self.executor.settle()  # or what the capture leaves in the allocator's cache counts
             self.measured.count_graphs(before)
-            ms = round((time.monotonic() - started) * 1000)
+            ms = round((self.session.clock() - started) * 1000)
             self.send(Progress(stage=Stage("graphs", ms, self.measured.ranks[0].graphs)))
 
     def _warm_up_row_counts(self) -> None:
         """Runs each row count once before memory is measured, because kernels allocate memory at
         the first step of a row count."""
-        started, before = time.monotonic(), self.device.used()
+        started, before = self.session.clock(), self.device.used()
         if counts := self.executor.warm_up(self.settings.max_prefill_tokens):
             self.executor.settle()
-            ms, taken = round((time.monotonic() - started) * 1000), self.device.used() - before
+            ms, taken = round((self.session.clock() - started) * 1000), self.device.used() - before
             self.send(
                 Progress(stage=Stage("row counts", ms, max(0, taken), f"{counts} row counts"))
             )
@@ -344,7 +345,7 @@ class ProfileLoop:
     def _result(self, source: Source, started: float) -> Result:
         record = self.record if source is Source.RECORDED else None
         tokens = (self.executor.pages - 1) * PAGE_SIZE
-        loop_ms = round((time.monotonic() - started) * 1000)
+        loop_ms = round((self.session.clock() - started) * 1000)
         # A size that is smaller for what came since is a record of as much less.
         taken = self.measured.taken_since((0,) * self.executor.ranks) // MIB
         return Result(

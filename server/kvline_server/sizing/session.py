@@ -50,9 +50,10 @@ class Session:
     pause: Callable[[float], None]
     free_before_weights: tuple[int, ...]  # of each rank, before collectives too
     longest_step: float = LONGEST_STEP  # seconds
+    clock: Callable[[], float] = time.monotonic
     current: Current | None = None
     remaining: Remaining = field(default_factory=Remaining)
-    expected: float | None = None  # monotonic time at which a record says that the start ends
+    expected: float | None = None  # the clock's time at which a record says that the start ends
     measured: Measurement = field(init=False)
 
     def __post_init__(self) -> None:
@@ -81,7 +82,7 @@ class Session:
         if self.current is None:
             return
         if rest is None and self.expected is not None:
-            rest = self.expected - time.monotonic()
+            rest = self.expected - self.clock()
         when = ready_at(datetime.now(UTC), rest) if rest is not None and rest > 0 else None
         self.current = replace(self.current, name=name, step=step, steps=steps, ready_at=when)
         self.send(Progress(state=state, current=self.current))
@@ -126,12 +127,12 @@ class Session:
         for index, (name, makers) in enumerate(groups):
             rest = self.remaining.rest(names[index:], names, bool(aliased))
             self.at(name, index + 1, len(names), rest)
-            began = time.monotonic()
+            began = self.clock()
             with self.stage(f"{'stress' if aliased else 'validate'} {name}") as details:
                 for routing, what in ROUTINGS if self.loaded.experts else PLAIN:
                     limit = math.inf if aliased else self.longest_step
                     details += self._run_steps(makers, routing, what, limit)
-            self.remaining.note(name, time.monotonic() - began)
+            self.remaining.note(name, self.clock() - began)
 
     def _run_steps(
         self, makers: list[MakeBatch], routing: Played, what: str, limit: float
@@ -150,26 +151,33 @@ class Session:
         """Once more while its peak is not known (Device.keep_peak). -> seconds that every rank
         alone took, and in all; raises StepTooLong where all together take longer than `limit`"""
         for again in range(STEP_TRIES - 1, -1, -1):
-            batch, started = make(routing), time.monotonic()
+            batch, started = make(routing), self.clock()
             if self.executor.ranks > 1:
                 self.executor.rehearse(batch.step)
-            alone = time.monotonic() - started
+            alone = self.clock() - started
             self.executor.launch(batch.step).wait()
-            whole = time.monotonic() - started
+            whole = self.clock() - started
             if self.executor.keep_peak(again > 0):
                 break
         if whole - alone > limit:
             step, pids = batch.step, self.executor.pids
-            pace.check(step, lambda: self.executor.launch(step).wait(), limit, self.settings, pids)
+            pace.check(
+                step,
+                lambda: self.executor.launch(step).wait(),
+                limit,
+                self.settings,
+                pids,
+                self.clock,
+            )
         return alone, whole
 
     @contextmanager
     def stage(self, name: str, *details: str) -> Iterator[list[str]]:
         """Reports a stage with its time and the memory that it left on rank 0. The caller may add
         details to the list that it yields."""
-        before, start, texts = self.device.now(), time.monotonic(), list(details)
+        before, start, texts = self.device.now(), self.clock(), list(details)
         yield texts
-        ms = round((time.monotonic() - start) * 1000)
+        ms = round((self.clock() - start) * 1000)
         self.send(
             Progress(stage=Stage(name, ms, self.device.now() - before, ", ".join(texts) or None))
         )
