@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from kvline_operator.advice import ADVICE
+from kvline_operator.report.advice import ADVICE
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAD = """# The API

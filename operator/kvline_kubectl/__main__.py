@@ -15,8 +15,8 @@ from kvline_contract import times
 from kvline_contract.launch import KVCacheDtype
 from kvline_kubectl import act, show, size
 from kvline_kubectl.cluster import Cluster, Problem, connect
-from kvline_operator.display import reported
 from kvline_operator.errors import ApiUnavailable, OperatorError
+from kvline_operator.report.display import reported
 
 Object = dict[str, Any]
 out = Console(highlight=False, soft_wrap=True)

@@ -11,11 +11,11 @@ from typing import Any
 
 from kvline_contract.names import ANNOTATION_PROMOTE, ANNOTATION_RESTART, ANNOTATION_UPGRADE
 from kvline_kubectl.cluster import Problem
-from kvline_operator.observe import condition_of
-from kvline_operator.revision_state import PROMOTED
-from kvline_operator.revisions import Revision, wanted
-from kvline_operator.spec import REVISION_CAPACITY_FIELDS, REVISION_FIELDS, canonical, parse
-from kvline_operator.status_cache import RevisionEntry
+from kvline_operator.api.spec import REVISION_CAPACITY_FIELDS, REVISION_FIELDS, canonical, parse
+from kvline_operator.observe.pods import condition_of
+from kvline_operator.plan.revisions import Revision, wanted
+from kvline_operator.report.status_cache import RevisionEntry
+from kvline_operator.store.revision_state import PROMOTED
 
 Object = dict[str, Any]
 BELOW_BASELINE = "BelowBaseline"

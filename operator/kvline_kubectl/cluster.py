@@ -10,8 +10,8 @@ from kubernetes import client, config
 from kvline_contract.names import KIND, LABEL_REVISION, LABEL_SERVICE, base_name
 from kvline_operator.errors import Invalid
 from kvline_operator.kube import Kube, api_client
-from kvline_operator.revision_state import read
-from kvline_operator.status_cache import RevisionEntry, history
+from kvline_operator.report.status_cache import RevisionEntry, history
+from kvline_operator.store.revision_state import read
 
 Object = dict[str, Any]
 TRIES = 10  # of a patch, while only the status changes

@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvline_contract.memory import Memory
-from kvline_operator.advice import NOTHING, advise
-from kvline_operator.display import (
+from kvline_operator.observe.pods import condition_of
+from kvline_operator.report.advice import NOTHING, advise
+from kvline_operator.report.display import (
     Titled,
     changes,
     elapsed,
@@ -24,9 +25,8 @@ from kvline_operator.display import (
     verdict,
     wanted,
 )
-from kvline_operator.kstatus import plain
-from kvline_operator.observe import condition_of
-from kvline_operator.status_cache import RevisionEntry
+from kvline_operator.report.kstatus import plain
+from kvline_operator.report.status_cache import RevisionEntry
 
 Object = dict[str, Any]
 BAR = 40

@@ -19,11 +19,11 @@ from kvline_contract import names
 from kvline_contract.codec import ContractError
 from kvline_contract.report import SizingReport
 from kvline_kubectl.cluster import Cluster, Problem
-from kvline_operator.podspec import pod_template
-from kvline_operator.render import Owner, claim_template, launch_config
-from kvline_operator.revisions import Revision
+from kvline_operator.api.spec import ServiceSpec, parse
+from kvline_operator.plan.podspec import pod_template
+from kvline_operator.plan.render import Owner, claim_template, launch_config
+from kvline_operator.plan.revisions import Revision
 from kvline_operator.settings import Settings
-from kvline_operator.spec import ServiceSpec, parse
 
 Object = dict[str, Any]
 KEEP_SECONDS = 600  # ttlSecondsAfterFinished: time to read the log

@@ -17,21 +17,22 @@ import kopf
 from kvline_contract.listening import listen
 from kvline_contract.names import API_VERSION, CRD_SCHEMA, GROUP
 from kvline_contract.tracing import NoTracing, tracer
-from kvline_operator import handlers, kube
-from kvline_operator.claims import Claims
+from kvline_operator import kube
 from kvline_operator.errors import Forbidden, OperatorError, PortTaken
-from kvline_operator.lease import Lease
-from kvline_operator.loop import Loop
-from kvline_operator.metrics import Metrics
-from kvline_operator.owners import Owners
-from kvline_operator.pod_ownership import PodOwnership
-from kvline_operator.probe import ProbeServer
+from kvline_operator.observe.claims import Claims
+from kvline_operator.observe.owners import Owners
+from kvline_operator.observe.pod_ownership import PodOwnership
+from kvline_operator.observe.reports import Reports
 from kvline_operator.reconcile import Context
-from kvline_operator.resync import Resync
+from kvline_operator.report.metrics import Metrics
+from kvline_operator.report.status_cache import StatusCache
+from kvline_operator.run import handlers
+from kvline_operator.run.lease import Lease
+from kvline_operator.run.loop import Loop
+from kvline_operator.run.probe import ProbeServer
+from kvline_operator.run.resync import Resync
+from kvline_operator.run.workqueue import WorkQueue
 from kvline_operator.settings import Settings, parse
-from kvline_operator.sizing import Reports
-from kvline_operator.status_cache import StatusCache
-from kvline_operator.workqueue import WorkQueue
 
 log = logging.getLogger("kvline")
 PARALLEL_READS = 32

@@ -26,37 +26,27 @@ from kvline_contract.names import (
 )
 from kvline_contract.report import State
 from kvline_contract.times import stamp
-from kvline_operator import (
-    apply,
-    autoscale,
-    candidate,
-    jobs,
-    notices,
-    prepare,
-    records,
-    render,
-    revision_state,
-    revisions,
-    rollout,
-    status,
-    status_cache,
-)
-from kvline_operator.claims import Claims
-from kvline_operator.drift import Corrections
-from kvline_operator.ended_pods import surplus
+from kvline_operator.api.key import Key
+from kvline_operator.api.spec import ServiceSpec, parse
+from kvline_operator.apply import ensure as apply
+from kvline_operator.apply import notices
+from kvline_operator.apply.drift import Corrections
+from kvline_operator.apply.tokens import Tokens
 from kvline_operator.errors import Forbidden, Invalid, NameConflict, SpecError
 from kvline_operator.kube import Kube
-from kvline_operator.observe import Observed, observe
-from kvline_operator.pod_ownership import PodOwnership
-from kvline_operator.revision_state import RevisionState
-from kvline_operator.rollout_state import RolloutState
-from kvline_operator.service_state import Condition, Scaling, ServiceState, newly_ended
+from kvline_operator.observe.children import Observed, observe
+from kvline_operator.observe.claims import Claims
+from kvline_operator.observe.ended_pods import surplus
+from kvline_operator.observe.pod_ownership import PodOwnership
+from kvline_operator.observe.reports import Reports
+from kvline_operator.plan import autoscale, candidate, jobs, prepare, render, revisions, rollout
+from kvline_operator.plan.rollout_state import RolloutState
+from kvline_operator.report import status, status_cache
+from kvline_operator.report.service_state import Condition, Scaling, ServiceState, newly_ended
+from kvline_operator.report.status_cache import StatusCache, View
 from kvline_operator.settings import Settings
-from kvline_operator.sizing import Reports
-from kvline_operator.spec import ServiceSpec, parse
-from kvline_operator.status_cache import StatusCache, View
-from kvline_operator.tokens import Tokens
-from kvline_operator.workqueue import Key
+from kvline_operator.store import records, revision_state
+from kvline_operator.store.revision_state import RevisionState
 
 log = logging.getLogger("kvline")
 CLAIMED_SECONDS = 30.0  # until a service that another release has is looked at again

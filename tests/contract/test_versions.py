@@ -30,7 +30,7 @@ from kvline_contract.report import (
     Termination,
     served,
 )
-from kvline_operator.capacity_status import CapacityStatus
+from kvline_operator.store.capacity_status import CapacityStatus
 
 WRITTEN = Path(__file__).parent / "golden" / "written-v1"
 V1_KEYS = {

@@ -23,7 +23,7 @@ from test_main_job import RANDOM
 from waiting import NotInTime, eventually, limit
 
 from kvline_contract.names import LABEL_SERVICE, PRE_STOP_SECONDS, STATE_DIR
-from kvline_operator.podspec import DRAIN_SECONDS
+from kvline_operator.plan.podspec import DRAIN_SECONDS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 

@@ -14,9 +14,9 @@ from waiting import limit, settles
 from kvline_contract.names import LABEL_SERVICE
 from kvline_contract.report import State
 from kvline_kubectl.cluster import connect
-from kvline_operator import owners
-from kvline_operator.drift import LIMIT
+from kvline_operator.apply.drift import LIMIT
 from kvline_operator.errors import Conflict
+from kvline_operator.observe import owners
 
 pytestmark = pytest.mark.integration
 

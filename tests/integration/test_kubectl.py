@@ -12,8 +12,8 @@ from rolling import Service, up_to_date
 from kvline_contract.names import ANNOTATION_PROMOTE
 from kvline_kubectl import act
 from kvline_kubectl.cluster import Problem, connect
-from kvline_operator.revision_state import RevisionState
-from kvline_operator.status_cache import RevisionEntry
+from kvline_operator.report.status_cache import RevisionEntry
+from kvline_operator.store.revision_state import RevisionState
 
 pytestmark = pytest.mark.integration
 

@@ -16,9 +16,10 @@ from waiting import limit, within
 from kvline_contract.names import ANNOTATION_VERDICT, KIND, LABEL_SERVICE, records_name
 from kvline_contract.report import State
 from kvline_kubectl.cluster import connect
-from kvline_operator import apply, render
+from kvline_operator.api.spec import parse
+from kvline_operator.apply import ensure as apply
 from kvline_operator.errors import Conflict
-from kvline_operator.spec import parse
+from kvline_operator.plan import render
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "tests" / "operator"))
 from pictures import rolled_back, simple
 
 from kvline_operator.page.app import serve as serve_page
-from kvline_operator.status_cache import StatusCache, View
+from kvline_operator.report.status_cache import StatusCache, View
 
 pytestmark = pytest.mark.integration
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
 from kvline_contract.report import VERSION, Load
-from kvline_operator.autoscale import Scale, decide, demand
-from kvline_operator.spec import Autoscaling
+from kvline_operator.api.spec import Autoscaling
+from kvline_operator.plan.autoscale import Scale, decide, demand
 from kvline_server.messages import EdgeBeat
 from kvline_server.parent.recent import Recent
 

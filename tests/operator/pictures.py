@@ -18,11 +18,11 @@ from kvline_contract.report import (
     Stage,
     State,
 )
-from kvline_operator.observe import view
-from kvline_operator.revision_state import RevisionState
-from kvline_operator.sizing import Reading
-from kvline_operator.status_cache import RevisionEntry, StatusCache, View
-from kvline_operator.workqueue import Key
+from kvline_operator.api.key import Key
+from kvline_operator.observe.pods import view
+from kvline_operator.observe.reports import Reading
+from kvline_operator.report.status_cache import RevisionEntry, StatusCache, View
+from kvline_operator.store.revision_state import RevisionState
 
 MEMORY = MemoryV1(2048, 513, 104, 0, 861, 128, 442)
 INPUTS = {"model": {"source": "pvc://models/smollm2"}, "resources": {"memory": "2Gi"}}

@@ -17,15 +17,15 @@ from kvline_contract.report import (
     State,
     Termination,
 )
-from kvline_operator.conditions import conditions
-from kvline_operator.ended_pods import EndedPod
-from kvline_operator.gate import GateResult, Verdict
-from kvline_operator.observe import Ended, PodView
-from kvline_operator.records import merge
-from kvline_operator.rollout import RolloutPlan
-from kvline_operator.service_state import Condition, ServiceState
-from kvline_operator.spec import parse
-from kvline_operator.threshold import Thresholds
+from kvline_operator.api.spec import parse
+from kvline_operator.observe.ended_pods import EndedPod
+from kvline_operator.observe.pods import Ended, PodView
+from kvline_operator.plan.rollout import RolloutPlan
+from kvline_operator.plan.threshold import Thresholds
+from kvline_operator.report.conditions import conditions
+from kvline_operator.report.service_state import Condition, ServiceState
+from kvline_operator.store.records import merge
+from kvline_operator.store.verdict import GateResult, Verdict
 
 BODY = {
     "metadata": {"name": "chat", "namespace": "ns", "uid": "u", "generation": 3},

@@ -7,8 +7,10 @@ import re
 
 from kvline_contract.exits import ExitCode
 from kvline_contract.report import State
-from kvline_operator import autoscale, capacity, conditions, prepare, reconcile
-from kvline_operator.advice import ADVICE, advise
+from kvline_operator import reconcile
+from kvline_operator.plan import autoscale, prepare
+from kvline_operator.report import capacity, conditions
+from kvline_operator.report.advice import ADVICE, advise
 
 WRITTEN = re.compile(r'Condition\(\s*(kind|"\w+"), "\w+", "(\w+)"')
 PAIR = re.compile(r'"(ModelAvailable|Progressing)", "(\w+)"')

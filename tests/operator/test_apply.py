@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvline_operator.apply import covers
+from kvline_operator.apply.ensure import covers
 
 WANTED: dict[str, Any] = {
     "kind": "Deployment",

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvline_contract.report import Load
-from kvline_operator.autoscale import (
+from kvline_operator.api.spec import Autoscaling
+from kvline_operator.plan.autoscale import (
     VERSION,
     Activity,
     Scale,
@@ -21,7 +22,6 @@ from kvline_operator.autoscale import (
     decide,
     demand,
 )
-from kvline_operator.spec import Autoscaling
 
 HOW = Autoscaling(
     max_replicas=8, target_percent=50, scale_down_delay_seconds=60, scale_up_percent=1000

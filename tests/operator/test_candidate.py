@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 
 from kvline_contract.report import Current, SizingReport, State
-from kvline_operator import revision_state
-from kvline_operator.candidate import blocker, counted, failure
-from kvline_operator.candidate import view as view_candidate
-from kvline_operator.container_ends import Ends, dumps, parse
-from kvline_operator.ended_pods import ended, has_ended, surplus
-from kvline_operator.gate import ComparisonGroup
-from kvline_operator.observe import PodView, leaving, needless_waits, view
-from kvline_operator.revision_state import RevisionState
-from kvline_operator.sizing import Reading
+from kvline_operator.observe.children import leaving, needless_waits
+from kvline_operator.observe.ended_pods import ended, has_ended, surplus
+from kvline_operator.observe.pods import PodView, view
+from kvline_operator.observe.reports import Reading
+from kvline_operator.plan.candidate import blocker, counted, failure
+from kvline_operator.plan.candidate import view as view_candidate
+from kvline_operator.plan.gate import ComparisonGroup
+from kvline_operator.store import revision_state
+from kvline_operator.store.container_ends import Ends, dumps, parse
+from kvline_operator.store.revision_state import RevisionState
 
 GROUP = ComparisonGroup("hf://org/model", 0)
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from kubernetes import client
 
-from kvline_operator.claims import FRESH, Claims
 from kvline_operator.kube import Kube, api_client
+from kvline_operator.observe.claims import FRESH, Claims
 
 
 class Cluster(Kube):

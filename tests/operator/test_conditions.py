@@ -27,14 +27,15 @@ from kvline_contract.report import (
     Stage,
     State,
 )
-from kvline_operator import candidate, status
-from kvline_operator.gate import GateResult, Verdict
-from kvline_operator.observe import Ended, PodView
-from kvline_operator.prepare import Preparation
-from kvline_operator.revision_state import RevisionState
-from kvline_operator.rollout import RolloutPlan
-from kvline_operator.service_state import Condition
-from kvline_operator.threshold import Thresholds
+from kvline_operator.observe.pods import Ended, PodView
+from kvline_operator.plan import candidate
+from kvline_operator.plan.prepare import Preparation
+from kvline_operator.plan.rollout import RolloutPlan
+from kvline_operator.plan.threshold import Thresholds
+from kvline_operator.report import status
+from kvline_operator.report.service_state import Condition
+from kvline_operator.store.revision_state import RevisionState
+from kvline_operator.store.verdict import GateResult, Verdict
 
 
 def test_a_serving_replica() -> None:

@@ -11,10 +11,11 @@ import pytest
 from services import BODY, PLAIN, by_type, ended, ready_pod, report, service_state
 
 from kvline_contract.report import State
-from kvline_operator import reconcile, status
-from kvline_operator.observe import Ended, PodView
-from kvline_operator.rollout import RolloutPlan
-from kvline_operator.service_state import newly_ended
+from kvline_operator import reconcile
+from kvline_operator.observe.pods import Ended, PodView
+from kvline_operator.plan.rollout import RolloutPlan
+from kvline_operator.report import status
+from kvline_operator.report.service_state import newly_ended
 
 ROLLS_OUT = RolloutPlan({"aaaaa": 2, "bbbbb": 1}, "aaaaa", candidate="bbbbb")
 NEEDLESS = ("settings", "reports", "pool", "status_cache", "pod_ownership", "claims")

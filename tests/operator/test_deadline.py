@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
-from kvline_operator import deadline, revision_state
-from kvline_operator.gate import GateResult, Verdict
-from kvline_operator.revision_state import PROMOTED, RevisionState
-from kvline_operator.rollout import DeploymentState, RolloutPlan, Situation, plan
-from kvline_operator.spec import OnFailure, Rollout, Strategy
+from kvline_operator.api.spec import OnFailure, Rollout, Strategy
+from kvline_operator.observe.children import DeploymentState
+from kvline_operator.plan import deadline
+from kvline_operator.plan.rollout import RolloutPlan, Situation, plan
+from kvline_operator.store import revision_state
+from kvline_operator.store.revision_state import PROMOTED, RevisionState
+from kvline_operator.store.verdict import GateResult, Verdict
 
 START = datetime(2026, 11, 22, 10, 0, tzinfo=UTC)
 HOW = Rollout(strategy=Strategy.RECREATE, progress_deadline_seconds=60)

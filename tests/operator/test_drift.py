@@ -8,8 +8,16 @@ from typing import Any
 import pytest
 
 from kvline_contract.names import FIELD_MANAGER
-from kvline_operator.apply import ensure
-from kvline_operator.drift import LIMIT, WINDOW, Corrections, Foreign, foreign, removal, without
+from kvline_operator.apply.drift import (
+    LIMIT,
+    WINDOW,
+    Corrections,
+    Foreign,
+    foreign,
+    removal,
+    without,
+)
+from kvline_operator.apply.ensure import ensure
 from kvline_operator.kube import Kube
 
 WANTED: dict[str, Any] = {

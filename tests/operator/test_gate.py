@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 
 from kvline_contract.codec import dumps
 from kvline_contract.launch import GateFile, KVCacheDtype
-from kvline_operator.gate import (
+from kvline_operator.observe.pods import Measured
+from kvline_operator.plan.acceptance import comparison_group
+from kvline_operator.plan.gate import (
     Baseline,
     Candidate,
     ComparisonGroup,
-    GateResult,
-    Measured,
     evaluate,
     incomparable,
     thresholds,
 )
-from kvline_operator.revision_state import comparison_group
-from kvline_operator.threshold import Thresholds
+from kvline_operator.plan.threshold import Thresholds
+from kvline_operator.store.verdict import GateResult
 
 GROUP = ComparisonGroup("hf://org/model", 1)
 BASELINE = Baseline(GROUP, 100, {"H200": 1000, "": 500})

@@ -6,7 +6,7 @@ from typing import Any
 
 import kopf
 
-from kvline_operator import handlers
+from kvline_operator.run import handlers
 
 OBJECT: Any = {"metadata": {"name": "chat", "labels": {"a": "b"}}, "spec": {"replicas": 1}}
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvline_operator.advice import ADVICE
-from kvline_operator.kstatus import STALLED, abnormal, plain
-from kvline_operator.service_state import Condition
-from kvline_operator.status import refused
+from kvline_operator.report.advice import ADVICE
+from kvline_operator.report.kstatus import STALLED, abnormal, plain
+from kvline_operator.report.service_state import Condition
+from kvline_operator.report.status import refused
 
 # The version of Argo CD's interpreter.
 lua51 = pytest.importorskip("lupa.lua51", reason="make env: requirements/dev.txt has lupa")

@@ -8,8 +8,8 @@ from typing import Any
 
 from kvline_contract.report import SizingReport
 from kvline_kubectl.size import objects
-from kvline_operator.display import reported
-from kvline_operator.spec import parse
+from kvline_operator.api.spec import parse
+from kvline_operator.report.display import reported
 
 GOLDEN = Path(__file__).parents[1] / "contract" / "golden"
 

@@ -13,7 +13,7 @@ from waiting import eventually, limit
 
 from kvline_operator.errors import ApiUnavailable, Forbidden
 from kvline_operator.kube import Kube
-from kvline_operator.lease import DEADLINE, DURATION, RENEW, Lease
+from kvline_operator.run.lease import DEADLINE, DURATION, RENEW, Lease
 
 NAME = ("ns", "kvline-operator")
 

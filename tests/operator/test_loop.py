@@ -11,19 +11,20 @@ from concurrent.futures import ThreadPoolExecutor
 from kubernetes import client
 from waiting import eventually
 
-from kvline_operator.claims import Claims
+from kvline_operator.api.key import Key
 from kvline_operator.errors import ApiUnavailable
 from kvline_operator.kube import Kube, api_client
-from kvline_operator.loop import STALL, Loop
-from kvline_operator.metrics import Metrics
-from kvline_operator.owners import Owners
-from kvline_operator.pod_ownership import PodOwnership
+from kvline_operator.observe.claims import Claims
+from kvline_operator.observe.owners import Owners
+from kvline_operator.observe.pod_ownership import PodOwnership
+from kvline_operator.observe.reports import Reports
 from kvline_operator.reconcile import Context
-from kvline_operator.resync import Resync
+from kvline_operator.report.metrics import Metrics
+from kvline_operator.report.status_cache import StatusCache
+from kvline_operator.run.loop import STALL, Loop
+from kvline_operator.run.resync import Resync
+from kvline_operator.run.workqueue import WorkQueue
 from kvline_operator.settings import Settings
-from kvline_operator.sizing import Reports
-from kvline_operator.status_cache import StatusCache
-from kvline_operator.workqueue import Key, WorkQueue
 
 
 class Clock:

@@ -23,10 +23,11 @@ from pictures import of_two_ranks
 from kvline_contract.codec import encode
 from kvline_contract.memory import Memory, MemoryV1, Part
 from kvline_contract.report import Result, SizingReport, Source, State
+from kvline_operator.api.key import Key
 from kvline_operator.kube import Kube
-from kvline_operator.metrics import Metrics
-from kvline_operator.status_cache import StatusCache, View
-from kvline_operator.workqueue import Key, WorkQueue
+from kvline_operator.report.metrics import Metrics
+from kvline_operator.report.status_cache import StatusCache, View
+from kvline_operator.run.workqueue import WorkQueue
 from kvline_server.messages import Beat, EdgeBeat
 from kvline_server.parent.metrics import render
 

@@ -20,10 +20,10 @@ from waiting import limit
 from kvline_contract.codec import dumps
 from kvline_contract.launch import GateFile
 from kvline_contract.report import State
-from kvline_operator import notices
-from kvline_operator.observe import PodView
-from kvline_operator.sizing import Reports
-from kvline_operator.tokens import MAX_ENTRIES, Tokens
+from kvline_operator.apply import notices
+from kvline_operator.apply.tokens import MAX_ENTRIES, Tokens
+from kvline_operator.observe.pods import PodView
+from kvline_operator.observe.reports import Reports
 from kvline_server.options import Limits, Options
 from kvline_server.parent.health import Health
 from kvline_server.parent.internal import InternalServer

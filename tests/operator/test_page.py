@@ -21,10 +21,10 @@ from kvline_contract.codec import encode
 from kvline_contract.memory import FIGURES, Memory, MemoryV1, Part
 from kvline_contract.report import State
 from kvline_kubectl import show
-from kvline_operator.display import memories, memory
 from kvline_operator.page.app import make
 from kvline_operator.page.view_model import WIDTH, age, line, moment, waterfall
-from kvline_operator.status_cache import StatusCache
+from kvline_operator.report.display import memories, memory
+from kvline_operator.report.status_cache import StatusCache
 
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
 

@@ -17,11 +17,11 @@ from pictures import board
 
 from kvline_contract.report import SizingReport, State
 from kvline_operator.kube import Kube
-from kvline_operator.metrics import Metrics
+from kvline_operator.observe.reports import fetch
 from kvline_operator.page import app as page
-from kvline_operator.probe import ProbeServer
-from kvline_operator.sizing import fetch
-from kvline_operator.workqueue import WorkQueue
+from kvline_operator.report.metrics import Metrics
+from kvline_operator.run.probe import ProbeServer
+from kvline_operator.run.workqueue import WorkQueue
 from kvline_server.options import Options
 from kvline_server.parent.health import Health
 from kvline_server.parent.internal import InternalServer

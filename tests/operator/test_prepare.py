@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from kvline_operator import jobs, prepare
-from kvline_operator.observe import Observed, view
-from kvline_operator.podspec import pod_template
-from kvline_operator.render import controller_revision
-from kvline_operator.revisions import Revision
+from kvline_operator.api.spec import ServiceSpec, parse
+from kvline_operator.observe.children import Observed
+from kvline_operator.observe.pods import view
+from kvline_operator.observe.reports import Reading
+from kvline_operator.plan import jobs, prepare
+from kvline_operator.plan.podspec import pod_template
+from kvline_operator.plan.render import controller_revision
+from kvline_operator.plan.revisions import Revision
 from kvline_operator.settings import Settings
-from kvline_operator.sizing import Reading
-from kvline_operator.spec import ServiceSpec, parse
 
 HUB = "hf://org/name@" + "0" * 40
 MODEL = {

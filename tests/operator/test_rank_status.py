@@ -9,9 +9,9 @@ from services import PLAIN, by_type, ready_pod, report, service_state
 
 from kvline_contract.memory import MAX_PARTS, Memory, Part
 from kvline_contract.report import SizingReport, State
-from kvline_operator import status
-from kvline_operator.capacity_status import CapacityStatus, retained
-from kvline_operator.revision_state import RevisionState
+from kvline_operator.report import status
+from kvline_operator.store.capacity_status import CapacityStatus, retained
+from kvline_operator.store.revision_state import RevisionState
 
 
 def of_ranks(*ranks: Memory) -> SizingReport:

@@ -16,8 +16,8 @@ from kvline_contract.launch import MAX_RECORDS, Record, Records, Reuse
 from kvline_contract.memory import MemoryV1
 from kvline_contract.names import RECORDS_FILE
 from kvline_contract.report import Attempt, Outcome, Result, SizingReport, Source, State
-from kvline_operator import records
-from kvline_operator.spec import Rollout
+from kvline_operator.api.spec import Rollout
+from kvline_operator.store import records
 
 ROOT = Path(__file__).resolve().parents[2]
 SPREAD = "kv-spread-percent-1536mib"  # of bench/spread.py

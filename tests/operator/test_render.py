@@ -10,9 +10,10 @@ import pytest
 import yaml
 
 from kvline_contract.launch import VERSION, GateFile, KVCacheDtype, LaunchConfig
-from kvline_operator.gate import GateResult, Verdict
-from kvline_operator.podspec import pod_template
-from kvline_operator.render import (
+from kvline_operator.api.spec import ServiceSpec, parse
+from kvline_operator.plan.acceptance import comparison_group
+from kvline_operator.plan.podspec import pod_template
+from kvline_operator.plan.render import (
     Owner,
     controller_revision,
     disruption_budget,
@@ -22,11 +23,10 @@ from kvline_operator.render import (
     network_policy,
     revision_objects,
 )
-from kvline_operator.revision_state import comparison_group
-from kvline_operator.revisions import Revision, known, wanted
-from kvline_operator.rollout import RolloutPlan
+from kvline_operator.plan.revisions import Revision, known, wanted
+from kvline_operator.plan.rollout import RolloutPlan
 from kvline_operator.settings import Settings
-from kvline_operator.spec import ServiceSpec, parse
+from kvline_operator.store.verdict import GateResult, Verdict
 from kvline_server.options import Limits
 
 ROOT = Path(__file__).parents[2]

@@ -8,11 +8,11 @@ import pytest
 from test_render import OWNER, spec
 
 from kvline_contract.launch import VERSION, GateFile, LaunchConfig
-from kvline_operator.render import controller_revision, launch_config, revision_objects
-from kvline_operator.revision_state import comparison_group
-from kvline_operator.revisions import Revision, known, wanted
+from kvline_operator.api.spec import ServiceSpec
+from kvline_operator.plan.acceptance import comparison_group
+from kvline_operator.plan.render import controller_revision, launch_config, revision_objects
+from kvline_operator.plan.revisions import Revision, known, wanted
 from kvline_operator.settings import Settings
-from kvline_operator.spec import ServiceSpec
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 3, 8])

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvline_contract.names import KIND, LABEL_SERVICE
+from kvline_operator.api.key import Key
 from kvline_operator.kube import Kube
-from kvline_operator.owners import Owners
-from kvline_operator.resync import Resync
-from kvline_operator.workqueue import Key
+from kvline_operator.observe.owners import Owners
+from kvline_operator.run.resync import Resync
 
 A, B = Key("team", "a"), Key("team", "b")
 

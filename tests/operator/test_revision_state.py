@@ -7,12 +7,15 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvline_operator import revision_state
-from kvline_operator.container_ends import Ends
-from kvline_operator.gate import GateResult, Measured, Verdict
-from kvline_operator.revision_state import RevisionState, accept_first, stable, updated
-from kvline_operator.rollout import RolloutPlan
-from kvline_operator.threshold import Thresholds
+from kvline_operator.observe.pods import Measured
+from kvline_operator.plan import acceptance
+from kvline_operator.plan.acceptance import accept_first, updated
+from kvline_operator.plan.rollout import RolloutPlan
+from kvline_operator.plan.threshold import Thresholds
+from kvline_operator.store import revision_state
+from kvline_operator.store.container_ends import Ends
+from kvline_operator.store.revision_state import RevisionState, stable
+from kvline_operator.store.verdict import GateResult, Verdict
 
 A = RevisionState(accepted=3, baseline={"H200": 1000}, bytes_per_token=100)
 PASS = Verdict(GateResult.PASSED, "enough", 980, 950, 1000)
@@ -60,7 +63,7 @@ def test_a_rejection_is_stored_in_the_word_that_older_operators_read() -> None:
     assert annotations["kvline.dev/verdict"] == "Failed"
     read = revision_state.read({"metadata": {"annotations": annotations}})
     assert read == RevisionState(verdict="Rejected", stable_at_verdict=3, measured=9)
-    past = read.current_verdict(A, POLICY)
+    past = acceptance.current_verdict(read, A, POLICY)
     assert past is not None and past.result is GateResult.REJECTED
 
 
@@ -75,9 +78,9 @@ def test_a_verdict_counts_beside_the_revision_it_was_given_beside() -> None:
         3,
         920,
     )
-    verdict = after["b"].current_verdict(after["a"], POLICY)
+    verdict = acceptance.current_verdict(after["b"], after["a"], POLICY)
     assert verdict == FAIL
-    assert after["b"].current_verdict(replace(A, accepted=4), POLICY) is None
+    assert acceptance.current_verdict(after["b"], replace(A, accepted=4), POLICY) is None
 
 
 def test_a_shortfall_counts_by_the_policy_of_today() -> None:
@@ -86,11 +89,11 @@ def test_a_shortfall_counts_by_the_policy_of_today() -> None:
     short = RevisionState(
         verdict="Rejected", stable_at_verdict=3, measured=920, required=950, verdict_baseline=1000
     )
-    assert short.current_verdict(A, POLICY) is not None
-    assert short.current_verdict(A, Thresholds(0, 92)) is None
-    assert short.current_verdict(A, Thresholds(930, 92)) is not None
+    assert acceptance.current_verdict(short, A, POLICY) is not None
+    assert acceptance.current_verdict(short, A, Thresholds(0, 92)) is None
+    assert acceptance.current_verdict(short, A, Thresholds(930, 92)) is not None
     ended = RevisionState(verdict="Rejected", stable_at_verdict=3, message="ended 2 times")
-    assert ended.current_verdict(A, Thresholds(0, 1)) is not None
+    assert acceptance.current_verdict(ended, A, Thresholds(0, 1)) is not None
 
 
 def test_a_promotion_of_what_serves_begins_a_new_baseline_once() -> None:
@@ -111,9 +114,9 @@ def test_a_rejection_is_dropped_once_the_spec_says_something_else() -> None:
     failed = RevisionState(
         verdict="Rejected", stable_at_verdict=3, message="30 short", measured=920
     )
-    assert failed.current_verdict(A, POLICY) is not None
+    assert acceptance.current_verdict(failed, A, POLICY) is not None
     after = updated({"a": A, "b": failed}, plan(None), "a", ())["b"]
-    assert after.current_verdict(A, POLICY) is None
+    assert acceptance.current_verdict(after, A, POLICY) is None
     assert after == replace(failed, stable_at_verdict=0)
 
 
@@ -156,11 +159,11 @@ def test_what_serves_first_is_the_beginning() -> None:
 
 def test_a_promotion_is_spent_once_something_else_was_accepted() -> None:
     b = RevisionState(accepted=4, verdict="Promoted", stable_at_verdict=3)
-    assert revision_state.promoted(RevisionState(), A, asked=True)
-    assert revision_state.promoted(b, A, asked=True), "while it takes over"
+    assert acceptance.promoted(RevisionState(), A, asked=True)
+    assert acceptance.promoted(b, A, asked=True), "while it takes over"
     c = replace(A, accepted=5)
-    assert not revision_state.promoted(b, c, asked=True)
+    assert not acceptance.promoted(b, c, asked=True)
     kept = updated({"b": b, "c": c}, plan(None, "c"), "c", (), promote="b")["b"]
     assert kept.verdict == "Promoted"
     taken_away = updated({"b": b, "c": c}, plan(None, "c"), "c", ())["b"]
-    assert revision_state.promoted(taken_away, c, asked=True)
+    assert acceptance.promoted(taken_away, c, asked=True)

@@ -7,10 +7,10 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvline_operator.gate import GateResult, Verdict
-from kvline_operator.rollout import DeploymentState as Deployed
-from kvline_operator.rollout import RolloutPlan, Situation, plan, write_order
-from kvline_operator.spec import OnFailure, Rollout, Strategy
+from kvline_operator.api.spec import OnFailure, Rollout, Strategy
+from kvline_operator.observe.children import DeploymentState as Deployed
+from kvline_operator.plan.rollout import RolloutPlan, Situation, plan, write_order
+from kvline_operator.store.verdict import GateResult, Verdict
 
 HOW = Rollout()
 PASSED, REJECTED = GateResult.PASSED, GateResult.REJECTED

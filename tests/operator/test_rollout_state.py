@@ -13,16 +13,18 @@ import pytest
 from kvline_contract.memory import MemoryV1
 from kvline_contract.names import LABEL_REVISION
 from kvline_contract.report import Result, SizingReport, Source, State
-from kvline_operator import render, revision_state
-from kvline_operator.gate import GateResult, Verdict
-from kvline_operator.observe import Observed, PodView, view
+from kvline_operator.api.spec import ServiceSpec, parse
+from kvline_operator.observe.children import Observed
+from kvline_operator.observe.pods import PodView, view
+from kvline_operator.observe.reports import Reading
+from kvline_operator.plan import render
+from kvline_operator.plan.revisions import Revision
+from kvline_operator.plan.rollout_state import RolloutState
 from kvline_operator.reconcile import requeue_after
-from kvline_operator.revision_state import RevisionState
-from kvline_operator.revisions import Revision
-from kvline_operator.rollout_state import RolloutState
 from kvline_operator.settings import Settings
-from kvline_operator.sizing import Reading
-from kvline_operator.spec import ServiceSpec, parse
+from kvline_operator.store import revision_state
+from kvline_operator.store.revision_state import RevisionState
+from kvline_operator.store.verdict import GateResult, Verdict
 
 SETTINGS = Settings("registry.example/server@sha256:" + "0" * 64)
 STABLE, CANDIDATE = "aaaaa", "bbbbb"

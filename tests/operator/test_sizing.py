@@ -19,7 +19,7 @@ from kvline_contract.report import (
     Source,
     State,
 )
-from kvline_operator.sizing import Reports, fetch
+from kvline_operator.observe.reports import Reports, fetch
 
 GOOD = SizingReport("uid", "pod", "abcde", 3, State.PROBING, "t0", "t1")
 VALIDATED = replace(

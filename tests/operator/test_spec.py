@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from kvline_operator.api.spec import parse, parse_source
 from kvline_operator.errors import SpecError
-from kvline_operator.render import Owner, controller_revision, launch_config
-from kvline_operator.revisions import Revision, known, revision_hash, wanted
+from kvline_operator.plan.render import Owner, controller_revision, launch_config
+from kvline_operator.plan.revisions import Revision, known, revision_hash, wanted
 from kvline_operator.settings import Settings
-from kvline_operator.spec import parse, parse_source
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

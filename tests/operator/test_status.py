@@ -27,14 +27,15 @@ from kvline_contract.report import (
     State,
     Termination,
 )
-from kvline_operator import revision_state, status
-from kvline_operator.capacity_status import CapacityStatus, retained
-from kvline_operator.ended_pods import EndedPod
-from kvline_operator.gate import GateResult, Verdict
-from kvline_operator.observe import Ended
-from kvline_operator.revision_state import RevisionState
-from kvline_operator.rollout import RolloutPlan
-from kvline_operator.service_state import Condition, ServiceState
+from kvline_operator.observe.ended_pods import EndedPod
+from kvline_operator.observe.pods import Ended
+from kvline_operator.plan.rollout import RolloutPlan
+from kvline_operator.report import status
+from kvline_operator.report.service_state import Condition, ServiceState
+from kvline_operator.store import revision_state
+from kvline_operator.store.capacity_status import CapacityStatus, retained
+from kvline_operator.store.revision_state import RevisionState
+from kvline_operator.store.verdict import GateResult, Verdict
 
 
 def test_an_accepted_revision_that_measures_less_serves_and_warns_with_both_figures() -> None:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import limit
 
-from kvline_operator.workqueue import Key, WorkQueue
+from kvline_operator.api.key import Key
+from kvline_operator.run.workqueue import WorkQueue
 
 
 class Clock:

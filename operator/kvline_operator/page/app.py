@@ -13,9 +13,9 @@ from fastapi.responses import HTMLResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from kvline_contract.listening import listen
+from kvline_operator.api.key import Key
 from kvline_operator.page import view_model
-from kvline_operator.status_cache import StatusCache
-from kvline_operator.workqueue import Key
+from kvline_operator.report.status_cache import StatusCache
 
 # Only our own style sheet and script are loaded, whatever a message contains.
 HEADERS = {

@@ -9,8 +9,9 @@ from typing import Any
 from kvline_contract.memory import Memory
 from kvline_contract.progress import line as line_of_start
 from kvline_contract.report import SizingReport
-from kvline_operator.advice import NOTHING, advise
-from kvline_operator.display import (
+from kvline_operator.observe.pods import PodView, condition_of
+from kvline_operator.report.advice import NOTHING, advise
+from kvline_operator.report.display import (
     changes,
     elapsed,
     measured,
@@ -21,10 +22,9 @@ from kvline_operator.display import (
     verdict,
     wanted,
 )
-from kvline_operator.kstatus import plain
-from kvline_operator.observe import PodView, condition_of
-from kvline_operator.status import replica_state
-from kvline_operator.status_cache import RevisionEntry, View
+from kvline_operator.report.kstatus import plain
+from kvline_operator.report.status import replica_state
+from kvline_operator.report.status_cache import RevisionEntry, View
 
 Object = dict[str, Any]
 # Width of a full bar, in SVG units.

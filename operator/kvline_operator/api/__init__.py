@@ -1,0 +1,1 @@
+"""The InferenceService as users write it, parsed to values."""

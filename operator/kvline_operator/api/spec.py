@@ -1,0 +1,262 @@
+"""The body of an InferenceService to a frozen ServiceSpec.
+
+The CRD's schema rejects most invalid specs; what it cannot check is a SpecError that names the
+field. Reads `metadata` and `spec`, never `status`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any
+
+from kvline_contract.codec import camel
+from kvline_contract.launch import EngineOptions, KVCacheDtype, Reuse
+from kvline_contract.names import (
+    ANNOTATION_PAUSED,
+    ANNOTATION_PROMOTE,
+    ANNOTATION_RESTART,
+    ANNOTATION_UPGRADE,
+    CPU_RANK,
+    base_name,
+    hub_folder,
+)
+from kvline_operator.errors import SpecError
+
+SOURCE = re.compile(
+    r"(?:hf://(?P<org>[\w.-]+)/(?P<name>[\w.-]+)@(?P<commit>[0-9a-f]{40})"
+    r"|pvc://(?P<claim>[a-z0-9-]+)/(?P<path>[\w./-]+))",
+    re.ASCII,
+)
+# Fields that change pods and therefore make a revision; thresholds and replicas do not.
+REVISION_FIELDS = (
+    "model",
+    "engine",
+    "resources",
+    "scheduling",
+    "access",
+    "drainSeconds",
+    "podMetadata",
+)
+REVISION_CAPACITY_FIELDS = ("kvTokens", "headroomMiB")
+ENGINE_FIELDS = {camel(field.name) for field in fields(EngineOptions)}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    text: str
+    claim: str | None  # pvc:// claim
+    path: str  # below /models
+    commit: str  # of hf://, else empty
+
+    @property
+    def from_hub(self) -> bool:
+        return self.claim is None
+
+
+class Strategy(StrEnum):
+    SURGE = "Surge"
+    REPLACE = "Replace"
+    RECREATE = "Recreate"
+
+
+class OnFailure(StrEnum):
+    ROLLBACK = "Rollback"
+    HOLD = "Hold"
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """spec.rollout, with the annotations of a rollout; a change restarts no pod."""
+
+    strategy: Strategy = Strategy.SURGE
+    min_capacity_percent: int = 95
+    progress_deadline_seconds: int = 1800
+    on_failure: OnFailure = OnFailure.ROLLBACK
+    promote: str = ""  # annotation kvline.dev/promote: a revision
+    paused: bool = False  # annotation kvline.dev/paused
+
+
+@dataclass(frozen=True, slots=True)
+class Autoscaling:
+    """spec.autoscaling."""
+
+    max_replicas: int
+    min_replicas: int = 1
+    target_percent: int = 70
+    scale_down_delay_seconds: int = 300
+    scale_up_percent: int = 100  # of the replicas, in a minute
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSpec:
+    namespace: str
+    name: str
+    uid: str
+    generation: int
+    base: str
+    image: str | None
+    source: ModelSource
+    served_name: str
+    replicas: int
+    min_kv_tokens: int
+    reuse: Reuse
+    rollout: Rollout
+    autoscaling: Autoscaling | None
+    policy: str  # digest of spec.rollout and spec.capacity
+    inputs_json: str  # canonical JSON of the fields that make a revision
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """A fresh copy of the revision's inputs."""
+        return dict(json.loads(self.inputs_json))
+
+    @property
+    def scheme(self) -> str:
+        return scheme(self.inputs)
+
+    @property
+    def gpus(self) -> int:
+        return gpus(self.inputs.get("resources", {}))
+
+    @property
+    def device_class(self) -> str:
+        return device_class(self.inputs.get("resources", {}))
+
+
+def parse(body: dict[str, Any]) -> ServiceSpec:
+    metadata, spec = body["metadata"], body.get("spec") or {}
+    model = spec.get("model") or {}
+    return ServiceSpec(
+        namespace=metadata["namespace"],
+        name=metadata["name"],
+        uid=metadata["uid"],
+        generation=metadata.get("generation", 0),
+        base=base_name(metadata["name"]),
+        image=spec.get("image"),
+        source=parse_source(model.get("source")),
+        served_name=model.get("servedName") or metadata["name"],
+        replicas=spec.get("replicas", 1),
+        min_kv_tokens=(spec.get("capacity") or {}).get("minKVTokens", 0),
+        reuse=_reuse(spec),
+        rollout=_rollout(metadata, spec),
+        autoscaling=_autoscaling(spec),
+        policy=_policy(spec),
+        inputs_json=canonical(inputs(metadata, _checked(spec))),
+    )
+
+
+def _checked(spec: dict[str, Any]) -> dict[str, Any]:
+    """A field that a newer CRD lets pass must not be dropped in silence: pods would have another
+    setting than their revision."""
+    engine = spec.get("engine") or {}
+    for key in sorted(set(engine) - ENGINE_FIELDS):
+        raise SpecError(f"spec.engine.{key}: this operator does not know it; upgrade the operator")
+    dtype = engine.get("kvCacheDtype", KVCacheDtype.AUTO)
+    if dtype not in set(KVCacheDtype):
+        known = " or ".join(KVCacheDtype)
+        raise SpecError(f"spec.engine.kvCacheDtype must be {known}, got {dtype!r:.80}")
+    return spec
+
+
+def _reuse(spec: dict[str, Any]) -> Reuse:
+    value = (spec.get("capacity") or {}).get("reuse", Reuse.AUTO)
+    try:
+        return Reuse(value)
+    except ValueError:
+        raise SpecError(f"spec.capacity.reuse must be Auto or Never, got {value!r:.80}") from None
+
+
+def _rollout(metadata: dict[str, Any], spec: dict[str, Any]) -> Rollout:
+    rollout = spec.get("rollout") or {}
+    annotations = metadata.get("annotations") or {}
+    default = Rollout()
+    return Rollout(
+        strategy=Strategy(rollout.get("strategy", default.strategy)),
+        min_capacity_percent=rollout.get("minCapacityPercent", default.min_capacity_percent),
+        progress_deadline_seconds=rollout.get(
+            "progressDeadlineSeconds", default.progress_deadline_seconds
+        ),
+        on_failure=OnFailure(rollout.get("onFailure", default.on_failure)),
+        promote=annotations.get(ANNOTATION_PROMOTE, ""),
+        paused=annotations.get(ANNOTATION_PAUSED) == "true",
+    )
+
+
+def _policy(spec: dict[str, Any]) -> str:
+    """Without defaults, so that an operator with more fields computes the same digest."""
+    text = canonical([spec.get("rollout") or {}, spec.get("capacity") or {}])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _autoscaling(spec: dict[str, Any]) -> Autoscaling | None:
+    given = spec.get("autoscaling")
+    if not given:
+        return None
+    default = Autoscaling(given["maxReplicas"])
+    return Autoscaling(
+        max_replicas=given["maxReplicas"],
+        min_replicas=given.get("minReplicas", default.min_replicas),
+        target_percent=given.get("targetPercent", default.target_percent),
+        scale_down_delay_seconds=given.get(
+            "scaleDownDelaySeconds", default.scale_down_delay_seconds
+        ),
+        scale_up_percent=given.get("scaleUpPercent", default.scale_up_percent),
+    )
+
+
+def parse_source(text: Any) -> ModelSource:
+    match = SOURCE.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise SpecError(
+            "spec.model.source must be hf://org/name@<40 hex> or pvc://claim/path, "
+            f"got {text!r:.80}"
+        )
+    if match["claim"]:
+        if ".." in match["path"].split("/"):
+            raise SpecError(f"spec.model.source must not contain ..: {text!r:.80}")
+        return ModelSource(text, match["claim"], match["path"], "")
+    folder = hub_folder(match["org"], match["name"], match["commit"])
+    return ModelSource(text, None, folder, match["commit"])
+
+
+def scheme(inputs: dict[str, Any]) -> str:
+    """Of the API of a revision with these inputs."""
+    return "https" if "tlsSecret" in inputs.get("access", {}) else "http"
+
+
+def gpus(resources: dict[str, Any]) -> int:
+    """Per replica; CPU ranks are none."""
+    return 0 if resources.get("gpuResource") == CPU_RANK else int(resources.get("gpus", 0))
+
+
+def ranks(resources: dict[str, Any]) -> int:
+    """Processes that share the model of a replica, each with a GPU of its own or on the CPU."""
+    return max(1, int(resources.get("gpus", 0)))
+
+
+def device_class(resources: dict[str, Any]) -> str:
+    """Of the GPUs, which a ResourceClaim then allocates; empty without GPUs, or where they are an
+    extended resource."""
+    return str(resources.get("gpuDeviceClass", "")) if resources.get("gpus") else ""
+
+
+def inputs(metadata: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
+    """The fields and annotations that make a revision. Absent fields stay absent."""
+    out: dict[str, Any] = {key: spec[key] for key in REVISION_FIELDS if spec.get(key)}
+    capacity = spec.get("capacity") or {}
+    pinned = {key: capacity[key] for key in REVISION_CAPACITY_FIELDS if key in capacity}
+    if pinned:
+        out["capacity"] = pinned
+    annotations = metadata.get("annotations") or {}
+    for key, name in ((ANNOTATION_RESTART, "restart"), (ANNOTATION_UPGRADE, "upgrade")):
+        if key in annotations:
+            out[name] = annotations[key][:64]
+    return out
+
+
+def canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))

@@ -1,0 +1,1 @@
+"""Writes: child objects where they differ, and notices to pods."""

@@ -1,0 +1,149 @@
+"""What other managers have added to an object of ours, by its managedFields. Pure.
+
+Server-side apply restores our fields, but merges lists by key and keeps what only others set. In a
+pod template such an addition rolls pods past the gate, and an extra item in a list of ours would be
+a difference for ever. Additions elsewhere (a Service's type, annotations) are allowed.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from kvline_contract.names import FIELD_MANAGER
+
+Object = dict[str, Any]
+Step = str | int
+# Kinds in which an additional field contradicts ours, so that the API server refuses both together.
+WHOLE = ("PodDisruptionBudget", "NetworkPolicy")
+LIMIT, WINDOW = 5, 3600.0  # equal corrections of one object, in so many seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """A field or list item that only another manager has set."""
+
+    steps: tuple[Step, ...]  # keys and indices in the live object
+    path: str  # for messages
+    manager: str
+
+    @property
+    def admitted(self) -> bool:
+        """Whether the API server added it to a write of ours: a default in place of a removed
+        value, or a change by a mutating admission webhook, which is the cluster's policy and would
+        come back each time."""
+        return self.manager == FIELD_MANAGER
+
+
+def foreign(live: Object, wanted: Object) -> tuple[Foreign, ...]:
+    """What to remove, in an order in which no list index shifts: later items first."""
+    found: dict[tuple[Step, ...], Foreign] = {}
+    entries = live["metadata"].get("managedFields") or []
+    whole = wanted["kind"] in WHOLE
+    for entry in sorted(entries, key=lambda e: e.get("manager") == FIELD_MANAGER):
+        applied = entry.get("operation") == "Apply" and entry.get("manager") == FIELD_MANAGER
+        fields = (entry.get("fieldsV1") or {}).get("f:spec")
+        if applied or entry.get("subresource") or not fields:
+            continue
+        begin = Foreign(("spec",), "spec", str(entry.get("manager") or "unknown"))
+        for item in _walk(fields, live.get("spec"), wanted.get("spec") or {}, begin, whole):
+            found.setdefault(item.steps, item)
+    order = [[(isinstance(s, int), s) for s in steps] for steps in found]
+    return tuple(f for _, f in sorted(zip(order, found.values(), strict=True), reverse=True))
+
+
+def _walk(
+    fields: Object, live: Any, wanted: Any, parent: Foreign, whole: bool
+) -> Iterator[Foreign]:
+    for key, below in fields.items():
+        step = _find(key, live)
+        if key == "." or step is None:
+            continue
+        shown = f".{step}" if isinstance(step, str) else f"[{_label(key, step)}]"
+        here = Foreign((*parent.steps, step), parent.path + shown, parent.manager)
+        there = _find(key, wanted)
+        if there is not None:
+            yield from _walk(below, live[step], wanted[there], here, whole)
+        elif whole or isinstance(step, int) or here.steps[:2] == ("spec", "template"):
+            yield here
+
+
+def _find(key: str, value: Any) -> Step | None:
+    """The key or index that a key of fieldsV1 means in a value; None where it is absent."""
+    kind, _, rest = key.partition(":")
+    if kind == "f":
+        return rest if isinstance(value, dict) and value.get(rest) is not None else None
+    if kind not in ("k", "v") or not isinstance(value, list):
+        return None
+    asked = json.loads(rest)
+    for index, item in enumerate(value):
+        if kind == "v" and item == asked:
+            return index
+        if kind == "k" and isinstance(item, dict) and asked.items() <= item.items():
+            return index
+    return None
+
+
+def _label(key: str, index: int) -> str:
+    value = json.loads(key[2:])
+    return ",".join(str(v) for v in value.values()) if isinstance(value, dict) else str(index)
+
+
+def without(live: Object, found: tuple[Foreign, ...]) -> Object:
+    """The live object without them."""
+    if not found:
+        return live
+    out = copy.deepcopy(live)
+    for item in found:
+        place: Any = out
+        for step in item.steps[:-1]:
+            place = place[step]
+        del place[item.steps[-1]]
+    return out
+
+
+def removal(live: Object, found: tuple[Foreign, ...]) -> list[Object]:
+    """The removal as a JSON patch, which fails where the object has changed since."""
+    version = live["metadata"]["resourceVersion"]
+    held = {"op": "replace", "path": "/metadata/resourceVersion", "value": version}
+    return [held, *({"op": "remove", "path": _pointer(f.steps)} for f in found)]
+
+
+def _pointer(steps: tuple[Step, ...]) -> str:
+    return "".join("/" + str(s).replace("~", "~0").replace("/", "~1") for s in steps)
+
+
+class Corrections:
+    """How often an object was corrected to the same content. After LIMIT corrections a change is
+    tolerated and its manager reported: pods that roll for ever are worse than the change."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._done: dict[str, tuple[bytes, list[float]]] = {}  # by UID
+
+    def exhausted(self, uid: str, wanted: Object) -> bool:
+        return len(self._recent(uid, wanted)) >= LIMIT
+
+    def add(self, uid: str, wanted: Object) -> None:
+        recent = self._recent(uid, wanted)
+        now = self._clock()
+        stale = [u for u, (_, times) in list(self._done.items()) if times[-1] < now - WINDOW]
+        for other in stale:
+            self._done.pop(other, None)
+        self._done[uid] = _digest(wanted), [*recent, now]
+
+    def _recent(self, uid: str, wanted: Object) -> list[float]:
+        """Times of recent corrections; none where the wanted content has changed since."""
+        digest, times = self._done.get(uid, (b"", []))
+        if digest != _digest(wanted):
+            return []
+        return [at for at in times if at > self._clock() - WINDOW]
+
+
+def _digest(wanted: Object) -> bytes:
+    return hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).digest()

@@ -1,0 +1,235 @@
+"""The child objects of a service and the reports of its pods, as values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from kvline_contract import times
+from kvline_contract.names import (
+    LABEL_PREPARES,
+    LABEL_REVISION,
+    LABEL_SERVICE,
+    SERVER_CONTAINER,
+)
+from kvline_operator.api.spec import ServiceSpec
+from kvline_operator.errors import Missing, SpecError
+from kvline_operator.kube import Kube
+from kvline_operator.observe.ended_pods import EndedPod, ended, has_ended
+from kvline_operator.observe.pod_ownership import PodOwnership
+from kvline_operator.observe.pods import (
+    Measured,
+    PodView,
+    condition_of,
+    container,
+    is_ready,
+    revision_of,
+    view,
+)
+from kvline_operator.observe.reports import Reading, Reports
+
+Object = dict[str, Any]
+Waits = tuple[tuple[str, str], ...]  # revision and address of pods whose preStop wait serves nobody
+UNSERVED = (
+    "spec.resources.gpuDeviceClass needs the API resource.k8s.io/v1 (Kubernetes 1.34 or newer), "
+    "which this API server does not serve; remove the field to request nvidia.com/gpu, or set "
+    "spec.resources.gpuResource"
+)
+# Of the scheduler's messages: an extended resource, and devices of a ResourceClaim.
+SHORTAGES = ("Insufficient ", "cannot allocate all claims")
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentState:
+    """A revision's Deployment as observed."""
+
+    revision: str
+    replicas: int
+    ready: int
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    revisions: list[Object]  # ControllerRevisions
+    deployments: list[Object]
+    config_maps: list[Object]
+    pods: tuple[PodView, ...]
+    ended: tuple[EndedPod, ...] = ()  # terminal pods, newest first
+    jobs: tuple[Object, ...] = ()  # prepare Jobs, also those being deleted
+    preparing: tuple[PodView, ...] = ()  # their pods, oldest first
+    claim_templates: tuple[Object, ...] = ()  # ResourceClaimTemplates
+    needless: Waits = ()
+
+    def config_map(self, name: str) -> Object | None:
+        return self.child("ConfigMap", name)
+
+    def child(self, kind: str, name: str) -> Object | None:
+        """A child object of the service that the lists contain."""
+        found = (c for c in self._listed().get(kind, []) if c["metadata"]["name"] == name)
+        return next(found, None)
+
+    def lists(self, kind: str) -> bool:
+        """Whether children of this kind are listed: an unlisted one is most likely absent."""
+        return kind in self._listed()
+
+    def _listed(self) -> dict[str, Sequence[Object]]:
+        return {
+            "ControllerRevision": self.revisions,
+            "Deployment": self.deployments,
+            "ConfigMap": self.config_maps,
+            "ResourceClaimTemplate": self.claim_templates,
+        }
+
+    def serving(self) -> dict[str, tuple[Measured, ...]]:
+        """The sizes of ready replicas, by revision."""
+        out: dict[str, tuple[Measured, ...]] = {}
+        for pod in self.pods:
+            if pod.ready and pod.measured is not None:
+                out[pod.revision] = (*out.get(pod.revision, ()), pod.measured)
+        return out
+
+    def refused(self, revision: str) -> str:
+        """Why the API server refuses a revision's pods, such as an unknown priority class; empty
+        where it does not."""
+        for item in self.deployments:
+            if item["metadata"]["labels"].get(LABEL_REVISION) == revision:
+                failure = condition_of(item.get("status") or {}, "ReplicaFailure")
+                return str(failure.get("message", "")) if failure.get("status") == "True" else ""
+        return ""
+
+    def deployment_states(self) -> tuple[DeploymentState, ...]:
+        return tuple(
+            DeploymentState(
+                revision=d["metadata"]["labels"].get(LABEL_REVISION, ""),
+                replicas=d["spec"].get("replicas", 1),
+                ready=(d.get("status") or {}).get("readyReplicas", 0),
+            )
+            for d in self.deployments
+        )
+
+
+def observe(
+    kube: Kube, spec: ServiceSpec, reports: Reports, pool: ThreadPoolExecutor, lineage: PodOwnership
+) -> Observed:
+    """All children of a service, its pods' sizing reports, and their load if it autoscales."""
+    namespace, selector = spec.namespace, f"{LABEL_SERVICE}={spec.base}"
+    kinds = ("ControllerRevision", "Deployment", "ConfigMap", "Pod", "Job")
+    lists = list(pool.map(lambda kind: kube.select(kind, namespace, selector), kinds))
+    revisions, deployments, config_maps = (_owned(items, spec.uid) for items in lists[:3])
+    found = lineage.ours(lists[3], spec.uid, {d["metadata"]["uid"] for d in deployments})
+    ours = [p for p in found if not p["metadata"].get("deletionTimestamp")]
+    living = [p for p in ours if not has_ended(p)]
+    readings = list(pool.map(lambda pod: _read_report(pod, reports), living))
+    views = [view(pod, reading) for pod, reading in zip(living, readings, strict=True)]
+    now = times.now()
+    leaves = leaving(found, deployments, now)
+    pods = tuple(_awaiting(pod, leaves) for pod in views)
+    if spec.autoscaling is not None:
+        pods = tuple(pool.map(partial(_with_load, reports), pods))
+    jobs = tuple(item for item in lists[4] if _is_owned(item, spec.uid))
+    preparing = _preparing(kube, spec, jobs) if jobs else ()
+    return Observed(
+        revisions=revisions,
+        deployments=deployments,
+        config_maps=config_maps,
+        pods=pods,
+        ended=ended(ours),
+        jobs=jobs,
+        preparing=preparing,
+        claim_templates=_claim_templates(kube, spec, selector, revisions),
+        needless=needless_waits(pods, found, now),
+    )
+
+
+def _claim_templates(
+    kube: Kube, spec: ServiceSpec, selector: str, revisions: list[Object]
+) -> tuple[Object, ...]:
+    """Listed only for services with spec.resources.gpuDeviceClass, now or in an earlier revision:
+    API servers before 1.34 lack the kind."""
+    if not spec.device_class and not any("claimTemplate" in r["data"] for r in revisions):
+        return ()
+    try:
+        found = kube.select("ResourceClaimTemplate", spec.namespace, selector)
+    except Missing:
+        if spec.device_class:
+            raise SpecError(UNSERVED) from None
+        return ()
+    return tuple(_owned(found, spec.uid))
+
+
+def leaving(pods: list[Object], deployments: list[Object], now: str) -> str:
+    """The name of a pod that leaves its node: terminating within its grace period, whose end
+    deletionTimestamp is (a later one may be stuck), or one of a Deployment that wants fewer."""
+    surplus: Counter[str] = Counter()  # by revision: placed pods above the wanted ones
+    for item in deployments:
+        surplus[revision_of(item)] -= item["spec"].get("replicas", 1)
+    placed = [p for p in pods if (p.get("spec") or {}).get("nodeName") and not has_ended(p)]
+    for pod in placed:
+        ends = pod["metadata"].get("deletionTimestamp")
+        surplus[revision_of(pod)] += not ends
+        if ends and ends > now:
+            return str(pod["metadata"]["name"])
+    found = (p for p in placed if not p["metadata"].get("deletionTimestamp"))
+    return next((str(p["metadata"]["name"]) for p in found if surplus[revision_of(p)] > 0), "")
+
+
+def needless_waits(pods: tuple[PodView, ...], found: list[Object], now: str) -> Waits:
+    """Of terminating pods that wait for their clients (preStop) while another pod of the service
+    lacks what they hold, such as the only GPU. As long as a replica is ready, or the lack is of
+    something else, their wait does serve."""
+    lacking = any(p.awaits and any(s in p.unschedulable for s in SHORTAGES) for p in pods)
+    if not lacking or any(p.ready for p in pods):
+        return ()
+    terminating = (p for p in found if (p["metadata"].get("deletionTimestamp") or "") > now)
+    living = [p for p in terminating if not has_ended(p)]
+    waits = [(revision_of(p), (p.get("status") or {}).get("podIP")) for p in living]
+    return tuple(sorted((revision, address) for revision, address in waits if address))
+
+
+def _awaiting(pod: PodView, leaves: str) -> PodView:
+    """A pod without a node is no failure while another of the service leaves one: in Recreate and
+    Replace it gets what that one had."""
+    return replace(pod, awaits=leaves) if pod.unschedulable else pod
+
+
+def _preparing(kube: Kube, spec: ServiceSpec, jobs: tuple[Object, ...]) -> tuple[PodView, ...]:
+    found = kube.select("Pod", spec.namespace, f"{LABEL_PREPARES}={spec.base}")
+    uids = [job["metadata"]["uid"] for job in jobs]
+    ours = [p for p in found if any(_is_owned(p, uid) for uid in uids)]
+    views = [view(_with_download(pod), Reading(None)) for pod in ours]
+    return tuple(sorted(views, key=lambda p: (p.created, p.name)))
+
+
+def _with_download(pod: Object) -> Object:
+    """A Job's pod downloads in its only container, a service's pod in an init container."""
+    status = pod.get("status") or {}
+    return {**pod, "status": {"initContainerStatuses": status.get("containerStatuses"), **status}}
+
+
+def _owned(items: list[Object], uid: str) -> list[Object]:
+    """Without foreign objects that have our labels, and those being deleted."""
+    living = (item for item in items if not item["metadata"].get("deletionTimestamp"))
+    return [item for item in living if _is_owned(item, uid)]
+
+
+def _is_owned(item: Object, uid: str) -> bool:
+    return any(o.get("uid") == uid for o in item["metadata"].get("ownerReferences") or [])
+
+
+def _read_report(pod: Object, reports: Reports) -> Reading:
+    status = pod.get("status") or {}
+    address = status.get("podIP")
+    server = container(status.get("containerStatuses"), SERVER_CONTAINER)
+    if not address or "running" not in (server.get("state") or {}):
+        return Reading(None)
+    return reports.read(pod["metadata"]["uid"], address, is_ready(status))
+
+
+def _with_load(reports: Reports, pod: PodView) -> PodView:
+    if not (pod.ready and pod.address):
+        return pod
+    return replace(pod, load=reports.load(pod.uid, pod.address))

@@ -1,0 +1,1 @@
+"""What should be, from values to values: revisions, gate, rollout, child objects. Pure."""

@@ -1,0 +1,160 @@
+"""Which revision is accepted, what stands of its verdict, and its baseline. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+from kvline_contract.launch import KVCacheDtype
+from kvline_contract.times import stamp
+from kvline_operator.api.spec import gpus, parse_source, ranks
+from kvline_operator.observe.pods import Measured
+from kvline_operator.plan.gate import Baseline, ComparisonGroup
+from kvline_operator.plan.rollout import RolloutPlan
+from kvline_operator.plan.threshold import Thresholds
+from kvline_operator.store.capacity_status import CapacityStatus, retained
+from kvline_operator.store.revision_state import PASSED, PROMOTED, REJECTED, RevisionState, stable
+from kvline_operator.store.verdict import GateResult, Verdict
+
+Object = dict[str, Any]
+
+
+def current_verdict(
+    state: RevisionState, stable: RevisionState, policy: Thresholds
+) -> Verdict | None:
+    """The stored verdict, if it was made against this stable revision. A rejection for too few
+    tokens is dropped once the current thresholds accept them."""
+    verdict = state.last_verdict() if state.stable_at_verdict == stable.accepted else None
+    if verdict is None or verdict.result is GateResult.PASSED or not verdict.required:
+        return verdict
+    limit = replace(policy, baseline={"": verdict.baseline}).of("")
+    return verdict if verdict.measured < limit.tokens else None
+
+
+def promoted(state: RevisionState, stable: RevisionState, asked: bool) -> bool:
+    """Whether annotation kvline.dev/promote accepts the revision now. It does so once: after
+    another revision has been accepted it must be removed and set again."""
+    used = state.verdict == PROMOTED and state.stable_at_verdict != stable.accepted
+    return asked and not used
+
+
+def without_used_promotions(
+    states: dict[str, RevisionState], promote: str
+) -> dict[str, RevisionState]:
+    """Drops promotions that expired and whose annotation was removed: they may be made again."""
+    return {
+        name: replace(s, verdict="")
+        if s.verdict == PROMOTED and s.expired and name != promote
+        else s
+        for name, s in states.items()
+    }
+
+
+def comparison_group(inputs: Object) -> ComparisonGroup:
+    source = parse_source(inputs["model"]["source"])
+    resources, engine = inputs["resources"], inputs.get("engine", {})
+    return ComparisonGroup(
+        source.text.partition("@")[0],
+        gpus(resources),
+        ranks(resources),
+        engine.get("kvCacheDtype", KVCacheDtype.AUTO),
+    )
+
+
+def baseline_of(state: RevisionState, inputs: Object) -> Baseline:
+    return Baseline(comparison_group(inputs), state.bytes_per_token, state.baseline)
+
+
+def accept_first(
+    states: dict[str, RevisionState], measured: dict[str, tuple[Measured, ...]], wanted: str
+) -> dict[str, RevisionState]:
+    """Accepts the first revision that serves, where none is accepted yet; also what an operator
+    without gates left behind."""
+    serving = [name for name in measured if name in states]
+    if stable(states) or not serving:
+        return states
+    name = wanted if wanted in serving else max(serving, key=lambda n: len(measured[n]))
+    begun = _with_raised_baseline(replace(states[name], accepted=1), measured[name])
+    return {**states, name: begun}
+
+
+def updated(
+    states: dict[str, RevisionState],
+    plan: RolloutPlan,
+    wanted: str,
+    serving: tuple[Measured, ...],
+    promote: str = "",
+) -> dict[str, RevisionState]:
+    """All states after this reconcile. `serving` are the ready replicas of plan.stable, `promote`
+    is the value of annotation kvline.dev/promote."""
+    out = dict(states)
+    before = stable(states)
+    if not before:
+        return out
+    for name, state in states.items():
+        if name != wanted and state.verdict == REJECTED:
+            # A rejection holds while the spec asks for the revision. Afterwards it is history, and
+            # the same spec applied again is measured again.
+            out[name] = replace(state, stable_at_verdict=0)
+        waits = name == wanted and name != plan.stable
+        if name != promote and not waits and state.verdict == PROMOTED:
+            out[name] = replace(state, verdict=PASSED)  # the annotation may be used again
+    if plan.gate is not None and plan.gate.result is not GateResult.HELD:
+        out[wanted] = _with_verdict(out[wanted], plan.gate, states[before])
+    if plan.stable != before and serving:
+        out[plan.stable] = _accepted(out[plan.stable], plan, states[before])
+    elif serving and promote == plan.stable and out[promote].verdict != PROMOTED:
+        out[promote] = _with_new_baseline(out[promote], serving)
+    if serving:
+        out[plan.stable] = _with_raised_baseline(out[plan.stable], serving)
+    return out
+
+
+def with_capacity(
+    states: dict[str, RevisionState], stable: str, now: CapacityStatus | None, time: datetime
+) -> dict[str, RevisionState]:
+    """Stores status.capacity of the stable revision, current or last served."""
+    state = states.get(stable)
+    if state is None or not state.accepted:
+        return states
+    capacity = retained(state.capacity, now, stamp(time))
+    return {**states, stable: replace(state, capacity=capacity)}
+
+
+def _with_verdict(state: RevisionState, verdict: Verdict, stable: RevisionState) -> RevisionState:
+    passed = PROMOTED if verdict.promoted else PASSED
+    return replace(
+        state,
+        verdict=REJECTED if verdict.result is GateResult.REJECTED else passed,
+        stable_at_verdict=stable.accepted,
+        measured=verdict.measured,
+        required=verdict.required,
+        verdict_baseline=verdict.baseline,
+        message=verdict.message,
+        diagnosis=verdict.diagnosis,
+    )
+
+
+def _accepted(state: RevisionState, plan: RolloutPlan, before: RevisionState) -> RevisionState:
+    """The baseline is inherited, unless the revision was promoted or not comparable."""
+    compared = plan.gate is not None and plan.gate.baseline > 0
+    baseline = dict(before.baseline) if compared else {}
+    return replace(state, accepted=before.accepted + 1, baseline=baseline)
+
+
+def _with_new_baseline(state: RevisionState, serving: tuple[Measured, ...]) -> RevisionState:
+    """A promotion of the stable revision: what it measures now becomes the baseline."""
+    least = min(m.tokens for m in serving)
+    text = f"promoted by hand: {least} KV tokens begin a new baseline"
+    verdict = Verdict(GateResult.PASSED, text, least, promoted=True)
+    return replace(_with_verdict(state, verdict, state), baseline={})
+
+
+def _with_raised_baseline(state: RevisionState, serving: tuple[Measured, ...]) -> RevisionState:
+    """Raises the baseline of each GPU model to its smallest ready replica, if that is larger."""
+    baseline = dict(state.baseline)
+    for gpu in {m.gpu for m in serving}:
+        least = min(m.tokens for m in serving if m.gpu == gpu)
+        baseline[gpu] = max(least, baseline.get(gpu, 0))
+    return replace(state, baseline=baseline, bytes_per_token=serving[0].bytes_per_token)

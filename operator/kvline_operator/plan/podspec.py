@@ -1,0 +1,261 @@
+"""The pod template of a revision: fixed, of Pod Security level `restricted`, with only those
+fields of the spec that the CRD's schema bounds. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvline_contract import names, tracing
+from kvline_operator.api.spec import ServiceSpec, device_class, gpus, ranks
+from kvline_operator.plan import placement
+from kvline_operator.plan.revisions import Revision
+from kvline_operator.settings import Settings
+
+Object = dict[str, Any]
+
+GPU_RESOURCE = "nvidia.com/gpu"  # default: of NVIDIA's device plug-in
+GPU_CLAIM = "gpu"  # name of the pod's claim, and of the claim's request
+DRAIN_SECONDS = 120  # default of spec.drainSeconds, also the server's
+START_SECONDS = 6 * 3600  # of a start, which may read a large model from a slow volume
+EXIT_SECONDS = 15  # for the engine to exit after the drain
+CACHE_SIZE_LIMIT = "200Gi"
+STATE_SIZE_LIMIT = "4Gi"
+SHARED_MEMORY, SHARED_MEMORY_OF_RANKS = "64Mi", "1Gi"  # several ranks exchange steps there
+
+_RESTRICTED: Object = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+
+
+def pod_template(
+    base: str, spec: ServiceSpec, revision: Revision, settings: Settings, alone: bool = False
+) -> Object:
+    """With spec.model.cache a Job downloads the model for all pods; not for one that runs `alone`
+    (kubectl kvline size)."""
+    inputs = spec.inputs
+    name = names.revision_name(base, revision.name)
+    pod: Object = {
+        "serviceAccountName": base,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": _grace(inputs),
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": names.RUN_AS,
+            "runAsGroup": names.RUN_AS,
+            "fsGroup": names.RUN_AS,
+            # Ownership of a large cache is changed once, not at each start.
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [_server(inputs, revision, settings)],
+        "volumes": _volumes(spec, inputs, name, names.gate_name(base, revision.name), base),
+    }
+    if device_class(inputs["resources"]):
+        pod["resourceClaims"] = [{"name": GPU_CLAIM, "resourceClaimTemplateName": name}]
+    access = inputs.get("access", {})
+    if "apiKeySecret" in access:
+        secret = access["apiKeySecret"]
+        items = [{"key": secret["key"], "path": names.ACCESS_FILE}]
+        _mount_secret(pod, "access", secret["name"], names.ACCESS_DIR, items)
+    if "tlsSecret" in access:
+        items = [{"key": name, "path": name} for name in (names.TLS_CERTIFICATE, names.TLS_KEY)]
+        _mount_secret(pod, "tls", access["tlsSecret"]["name"], names.TLS_DIR, items)
+    if spec.source.from_hub and (alone or "cache" not in inputs["model"]):
+        pod["initContainers"] = [download_container(inputs, revision.image, settings)]
+    pod |= placement.fields(inputs, base, revision.name, settings)
+    return {
+        "metadata": placement.metadata(inputs, placement.labels(base, revision.name)),
+        "spec": pod,
+    }
+
+
+def _grace(inputs: Object) -> int:
+    return names.PRE_STOP_SECONDS + int(inputs.get("drainSeconds", DRAIN_SECONDS)) + EXIT_SECONDS
+
+
+def _server(inputs: Object, revision: Revision, settings: Settings) -> Object:
+    return {
+        "name": names.SERVER_CONTAINER,
+        "image": revision.image,
+        "imagePullPolicy": "IfNotPresent",
+        "args": [
+            "serve",
+            f"--config={names.LAUNCH_DIR}/{names.LAUNCH_FILE}",
+            f"--record={names.RECORDS_DIR}/{names.RECORDS_FILE}",
+            f"--gate={names.GATE_DIR}/{names.GATE_FILE}",
+            f"--state-dir={names.STATE_DIR}",
+        ],
+        "env": [*_environment(), *_traces(settings)],
+        "ports": [
+            {"name": "api", "containerPort": names.API_PORT, "protocol": "TCP"},
+            {"name": "internal", "containerPort": names.INTERNAL_PORT, "protocol": "TCP"},
+        ],
+        "resources": _resources(inputs["resources"]),
+        "securityContext": _RESTRICTED,
+        # The server itself ends a start without progress, and serving without: with a reason, which
+        # the kubelet gives none. These two find a parent that is gone, on however busy a node; a
+        # server of an earlier image is ended by liveness alone, so it does not wait for long.
+        "startupProbe": _probe("/startupz", 1, START_SECONDS),
+        "livenessProbe": _probe("/livez", 10, 12),
+        "readinessProbe": _probe("/readyz", 1, 1),
+        "lifecycle": {"preStop": _pre_stop(inputs, revision, settings)},
+        "terminationMessagePath": names.TERMINATION_LOG,
+        "volumeMounts": [
+            {"name": "launch", "mountPath": names.LAUNCH_DIR, "readOnly": True},
+            {"name": "gate", "mountPath": names.GATE_DIR, "readOnly": True},
+            {"name": "records", "mountPath": names.RECORDS_DIR, "readOnly": True},
+            {"name": "models", "mountPath": names.MODELS_DIR, "readOnly": True},
+            {"name": "state", "mountPath": names.STATE_DIR},
+            {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108
+        ],
+    }
+
+
+def _mount_secret(pod: Object, name: str, secret: str, path: str, items: list[Object]) -> None:
+    """Optional, so that a missing Secret ends the server with its own exit code and a condition,
+    instead of a pod that waits for its mount."""
+    wanted = {"secretName": secret, "items": items, "optional": True}
+    pod["volumes"].append({"name": name, "secret": wanted})
+    mount = {"name": name, "mountPath": path, "readOnly": True}
+    pod["containers"][0]["volumeMounts"].append(mount)
+
+
+def _environment() -> list[Object]:
+    """The pod's identity, and writable folders for HOME and TMPDIR on a read-only root."""
+    fields = (
+        (names.ENV_POD_UID, "metadata.uid"),
+        (names.ENV_POD_NAME, "metadata.name"),
+        (names.ENV_NODE_NAME, "spec.nodeName"),
+    )
+    home = [{"name": n, "value": names.STATE_DIR} for n in ("HOME", "TMPDIR")]
+    return [
+        {"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": path}}}
+        for name, path in fields
+    ] + home
+
+
+def _traces(settings: Settings) -> list[Object]:
+    where = settings.traces_endpoint
+    return [{"name": tracing.ENDPOINT, "value": where}] if where else []
+
+
+def _resources(asked: Object) -> Object:
+    """Memory: the request equals the limit, so that a measured size holds on every node. CPU: no
+    limit, which would throttle steps. CPU ranks are processes and ask the node for nothing."""
+    amounts: Object = {key: asked[key] for key in ("cpu", "memory") if key in asked}
+    limits: Object = {"memory": asked["memory"]}
+    if "ephemeralStorage" in asked:
+        amounts["ephemeral-storage"] = asked["ephemeralStorage"]
+    if device_class(asked):
+        return {"requests": amounts, "limits": limits, "claims": [{"name": GPU_CLAIM}]}
+    if count := gpus(asked):
+        name = asked.get("gpuResource", GPU_RESOURCE)
+        amounts[name] = limits[name] = str(count)
+    return {"requests": amounts, "limits": limits}
+
+
+def _pre_stop(inputs: Object, revision: Revision, settings: Settings) -> Object:
+    """An image that is inherited from an earlier operator may lack the route: its pods would end
+    while requests are still sent to them."""
+    default = settings.image_for(gpus(inputs["resources"]))
+    if revision.named or revision.image == default:
+        return _get(names.PRE_STOP_PATH)
+    return {"sleep": {"seconds": names.PRE_STOP_SECONDS}}
+
+
+def _get(path: str) -> Object:
+    return {"httpGet": {"path": path, "port": "internal", "scheme": "HTTP"}}
+
+
+def _probe(path: str, period: int, failures: int) -> Object:
+    return {
+        **_get(path),
+        "periodSeconds": period,
+        "timeoutSeconds": 5,
+        "failureThreshold": failures,
+        "successThreshold": 1,
+    }
+
+
+def check_container(stored: Object) -> Object:
+    """Checks the model of a revision's data without loading it: in a claim as the server sees it,
+    on the hub with the token and settings of the container that downloads it for each pod."""
+    changed = {
+        "args": ["check", f"--config={names.LAUNCH_DIR}/{names.LAUNCH_FILE}"],
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        # Little, as it runs beside the replicas of a full node.
+        "resources": {
+            "requests": {"cpu": "10m", "memory": "128Mi"},
+            "limits": {"memory": "512Mi"},
+        },
+    }
+    if loads := stored["podTemplate"]["spec"].get("initContainers"):
+        return {**loads[0], **changed}
+    return {
+        **changed,
+        "name": names.SERVER_CONTAINER,
+        "image": stored["image"],
+        "imagePullPolicy": "IfNotPresent",
+        "securityContext": _RESTRICTED,
+        "terminationMessagePath": names.TERMINATION_LOG,
+        "volumeMounts": [
+            {"name": "launch", "mountPath": names.LAUNCH_DIR, "readOnly": True},
+            {"name": "models", "mountPath": names.MODELS_DIR, "readOnly": True},
+        ],
+    }
+
+
+def download_container(inputs: Object, image: str, settings: Settings) -> Object:
+    """Downloads the model. This container, and the check made from it, have the hub token."""
+    environment: list[Object] = [{"name": n, "value": names.STATE_DIR} for n in ("HOME", "TMPDIR")]
+    if settings.hub_endpoint:
+        environment.append({"name": "HF_ENDPOINT", "value": settings.hub_endpoint})
+    secret = inputs["model"].get("tokenSecret")
+    if secret:
+        reference = {"name": secret["name"], "key": secret["key"]}
+        environment.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": reference}})
+    return {
+        "name": names.DOWNLOAD_CONTAINER,
+        "image": image,
+        "imagePullPolicy": "IfNotPresent",
+        "args": ["download", f"--config={names.LAUNCH_DIR}/{names.LAUNCH_FILE}"],
+        "env": environment,
+        "resources": {
+            "requests": {"cpu": "250m", "memory": "512Mi"},
+            "limits": {"cpu": "2", "memory": "2Gi"},
+        },
+        "securityContext": _RESTRICTED,
+        "terminationMessagePath": names.TERMINATION_LOG,
+        "volumeMounts": [
+            {"name": "launch", "mountPath": names.LAUNCH_DIR, "readOnly": True},
+            {"name": "models", "mountPath": names.MODELS_DIR},
+            {"name": "state", "mountPath": names.STATE_DIR},
+        ],
+    }
+
+
+def _volumes(spec: ServiceSpec, inputs: Object, launch: str, gate: str, base: str) -> list[Object]:
+    records = {"name": names.records_name(base), "optional": True}
+    least = SHARED_MEMORY_OF_RANKS if ranks(inputs["resources"]) > 1 else SHARED_MEMORY
+    shared = inputs["resources"].get("sharedMemory", least)
+    return [
+        {"name": "launch", "configMap": {"name": launch}},
+        {"name": "gate", "configMap": {"name": gate}},
+        {"name": "records", "configMap": records},
+        {"name": "models", **_models(spec, inputs)},
+        {"name": "state", "emptyDir": {"sizeLimit": STATE_SIZE_LIMIT}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shared}},
+    ]
+
+
+def _models(spec: ServiceSpec, inputs: Object) -> Object:
+    if spec.source.claim is not None:
+        claim = {"claimName": spec.source.claim, "readOnly": True}
+        return {"persistentVolumeClaim": claim}
+    cache = inputs["model"].get("cache")
+    if cache:
+        return {"persistentVolumeClaim": {"claimName": cache["claim"]}}
+    return {"emptyDir": {"sizeLimit": CACHE_SIZE_LIMIT}}

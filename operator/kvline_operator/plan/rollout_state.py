@@ -1,0 +1,142 @@
+"""The rollout of a service, from observed objects and stored revision states. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from kvline_contract.launch import GateFile
+from kvline_operator.api.spec import ServiceSpec
+from kvline_operator.observe.children import Observed
+from kvline_operator.observe.pods import PodView
+from kvline_operator.plan import acceptance, candidate, deadline, prepare, rollout
+from kvline_operator.plan.gate import evaluate, thresholds
+from kvline_operator.plan.threshold import Thresholds
+from kvline_operator.store import revision_state
+from kvline_operator.store.capacity_status import CapacityStatus
+from kvline_operator.store.revision_state import RevisionState
+from kvline_operator.store.verdict import GateResult, Verdict
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutState:
+    """The revisions of a service after this reconcile, and the plan for their Deployments."""
+
+    stored: dict[str, Object]  # ControllerRevisions by revision
+    states: dict[str, RevisionState]
+    plan: rollout.RolloutPlan
+    ready: dict[str, int]  # ready replicas by revision
+    limits: Thresholds | None  # of the spec's revision, where it is not the stable one
+    preparing: prepare.Preparation | None
+
+    @property
+    def download(self) -> bool:
+        """Whether pods of a running revision download their model themselves."""
+        running = (self.stored[name]["data"] for name in self.plan.replicas if name in self.stored)
+        return any("initContainers" in data["podTemplate"]["spec"] for data in running)
+
+    def thresholds(self, name: str, spec: ServiceSpec) -> Thresholds:
+        """For an accepted revision spec.capacity.minKVTokens alone: a smaller replica serves better
+        than none."""
+        if self.limits is not None and name in (self.plan.candidate, self.plan.rejected):
+            return self.limits
+        return Thresholds(spec.min_kv_tokens)
+
+    def is_open(self, name: str) -> bool:
+        """Whether the gate of a revision is. It stays open while replicas are ready, because
+        closing it would make them unready."""
+        verdict = self.plan.gate
+        if verdict is None or name not in (self.plan.candidate, self.plan.rejected):
+            return True
+        return verdict.result is GateResult.PASSED or self.ready.get(name, 0) > 0
+
+    def gate(self, name: str, spec: ServiceSpec, digest: str | None = None) -> GateFile:
+        """The gate file of a revision; `digest`: of the token in notices to its pods."""
+        made = self.thresholds(name, spec).gate(self.is_open(name))
+        return replace(made, token_sha256=digest)
+
+    def to_notify(self, pods: tuple[PodView, ...]) -> list[PodView]:
+        """Validated pods that are not ready although their gate file, which was written in this
+        reconcile, is open."""
+        unready = [p for p in pods if p.validated and p.running and not p.ready and p.address]
+        written = {name for name, count in self.plan.replicas.items() if count}
+        kept = [p for p in unready if p.revision in written & self.stored.keys()]
+        return [p for p in kept if self.is_open(p.revision)]
+
+    @classmethod
+    def of(
+        cls,
+        spec: ServiceSpec,
+        observed: Observed,
+        wanted: str,
+        stored: dict[str, Object],
+        known: dict[str, RevisionState],
+        time: datetime,
+    ) -> RolloutState:
+        serving = observed.serving()
+        states = acceptance.without_used_promotions(known, spec.rollout.promote)
+        states = acceptance.accept_first(states, serving, wanted)
+        stable = revision_state.stable(states)
+        sized = observed.deployment_states()
+        verdict = limits = None
+        if stable and stable != wanted:
+            verdict, limits = _verdict(spec, observed, wanted, stored, states)
+        situation = rollout.Situation(wanted, stable, spec.replicas, sized, verdict)
+        situation = deadline.with_deadline(situation, spec.rollout, spec.policy, states, time)
+        plan = rollout.plan(situation, spec.rollout)
+        preparing = None
+        if plan.replicas.get(wanted):
+            preparing = prepare.of(spec, observed, wanted, stable, stored, time)
+        if preparing is not None and not preparing.done:
+            situation = _unprepared(situation, preparing)
+            plan = rollout.plan(situation, spec.rollout)
+        ready = serving.get(plan.stable, ())
+        after = acceptance.updated(states, plan, wanted, ready, spec.rollout.promote)
+        after = deadline.updated(after, plan, situation, spec.policy, time)
+        served = [p.report for p in observed.pods if p.ready and p.revision == plan.stable]
+        capacity = CapacityStatus.of(served)
+        if capacity is not None or not served:  # else ready, but no report could be read
+            after = acceptance.with_capacity(after, plan.stable, capacity, time)
+        return cls(stored, after, plan, {s.revision: s.ready for s in sized}, limits, preparing)
+
+
+def _unprepared(now: rollout.Situation, by: prepare.Preparation) -> rollout.Situation:
+    """No pods before the Job is done, unless there are some already; the verdict names the Job."""
+    verdict = now.verdict
+    if verdict is not None and verdict.result is GateResult.HELD and not verdict.blocked:
+        verdict = replace(verdict, message=by.message, blocked=by.blocked)
+    return replace(now, verdict=verdict, prepared=now.size(now.wanted) > 0)
+
+
+def _verdict(
+    spec: ServiceSpec,
+    observed: Observed,
+    wanted: str,
+    stored: dict[str, Object],
+    states: dict[str, RevisionState],
+) -> tuple[Verdict, Thresholds]:
+    """The candidate's verdict and thresholds. A stored verdict stands until the candidate is
+    promoted, fails later, or the spec requires less."""
+    stable = revision_state.stable(states)
+    policy = Thresholds(spec.min_kv_tokens, spec.rollout.min_capacity_percent)
+    past = acceptance.current_verdict(states[wanted], states[stable], policy)
+    asked = spec.rollout.promote == wanted
+    promoted = acceptance.promoted(states[wanted], states[stable], asked)
+    promoted = promoted or (past is not None and past.promoted)
+    pods = tuple(p for p in observed.pods if p.revision == wanted)
+    group = acceptance.comparison_group(stored[wanted]["data"]["inputs"])
+    seen = candidate.view(group, pods, promoted)
+    baseline = acceptance.baseline_of(states[stable], stored[stable]["data"]["inputs"])
+    limits = thresholds(seen, baseline, policy)
+    now = evaluate(seen, baseline, policy)
+    if past is None or (now.result is not GateResult.HELD and _overrules(now, past)):
+        return now, limits
+    return past, limits
+
+
+def _overrules(now: Verdict, past: Verdict) -> bool:
+    """Whether a new verdict replaces a stored one: a promotion is final, a rejection until it."""
+    return not past.promoted and (past.result is GateResult.PASSED or now.promoted)

@@ -1,0 +1,1 @@
+"""Status, conditions, events, metrics and advice, from what was observed and planned."""

@@ -1,0 +1,213 @@
+"""CapacityMeasured, CapacitySufficient and CapacityStable. Pure."""
+
+from __future__ import annotations
+
+from kvline_contract.exits import meaning
+from kvline_contract.memory import HEADROOM, rank_name
+from kvline_contract.names import records_name
+from kvline_contract.progress import headline
+from kvline_contract.report import SizingReport, State
+from kvline_operator.observe.pods import Measured, PodView
+from kvline_operator.plan.candidate import OOM_RETRIES, host_memory
+from kvline_operator.plan.threshold import Threshold, Thresholds, device
+from kvline_operator.report.service_state import Condition, ServiceState, failed_end
+from kvline_operator.store.records import DRIFT_PERCENT, drifted
+from kvline_operator.store.verdict import GateResult
+
+STATE_TEXTS = {  # for a server that does not report what it does
+    State.AUTOTUNING: "tries kernels",
+    State.PROBING: "measures memory beside a small KV cache",
+    State.STRESSING: "plays the largest steps beside a small KV cache",
+    State.SHRUNK_RETRY: "makes the KV cache smaller",
+    State.VALIDATING: "plays the largest steps beside the whole KV cache",
+    State.FAILED: "has failed",
+}
+PROGRESS = [  # in this order; the condition shows the replica that is furthest
+    State.FAILED,
+    State.LOADING,
+    State.AUTOTUNING,
+    State.PROBING,
+    State.STRESSING,
+    State.SHRUNK_RETRY,
+    State.VALIDATING,
+    State.VALIDATED,
+]
+
+
+def measured(state: ServiceState) -> Condition:
+    kind = "CapacityMeasured"
+    if state.spec.replicas == 0:
+        return Condition(kind, "Unknown", "ScaledToZero", "spec.replicas is 0")
+    pods = state.stable or state.newest
+    measured = [p for p in pods if p.kv_tokens is not None]
+    if measured:
+        fewest = min(measured, key=lambda p: p.kv_tokens or 0)
+        text = f"{fewest.kv_tokens} KV tokens are validated on {measured[0].node}"
+        return Condition(kind, "True", "Validated", text + _least_left(fewest))
+    failed = failed_end(pods)
+    if failed is not None and failed.from_outside:
+        return Condition(kind, "False", "Killed", failed.killed_text)
+    gpus = state.stable_gpus if state.stable else state.spec.gpus
+    if failed is not None and failed.oom_killed:
+        return Condition(kind, "False", _oom_reason(pods, gpus), _killed_message(pods, gpus))
+    if failed is not None and meaning(failed.code).condition == kind:
+        return Condition(kind, "False", meaning(failed.code).reason, failed.message)
+    return _measuring(kind, pods)
+
+
+def _least_left(pod: PodView) -> str:
+    """Of several ranks the one that limits the budget: its GPU is where to search for the cause."""
+    result = pod.result
+    if result is None or len(result.ranks) == 1:
+        return ""
+    name = rank_name(result.binding_rank, len(result.ranks), result.memory.gpu is not None)
+    return f"; {name} has the least memory left, {result.memory.mib(HEADROOM)} MiB"
+
+
+def _measuring(kind: str, pods: tuple[PodView, ...]) -> Condition:
+    """No result and no failure yet: the stage of the replica that is furthest."""
+    reports = [p.report for p in pods if p.report is not None]
+    if reports:
+        report = max(reports, key=lambda r: PROGRESS.index(r.state))
+        if report.failure is not None:
+            reason = meaning(report.failure.code).reason or "EngineExited"
+            return Condition(kind, "False", reason, report.failure.message)
+        text = headline(report.current) if report.current is not None else _earlier(report)
+        return Condition(kind, "False", str(report.state), text)
+    running = [p for p in pods if p.running]
+    if not running:
+        return Condition(kind, "Unknown", "Pending", _nothing_runs(pods))
+    bad = next((p for p in running if p.report_invalid), None)
+    if bad is not None:
+        return Condition(kind, "Unknown", "ReportInvalid", f"{bad.name}: {bad.report_error}")
+    text = running[0].report_error or "the sizing report has not been read yet"
+    return Condition(kind, "Unknown", "ReportMissing", f"{running[0].name}: {text}")
+
+
+def _nothing_runs(pods: tuple[PodView, ...]) -> str:
+    ended = failed_end(pods)
+    if ended is None:
+        return "no container runs yet"
+    return f"no container runs: the last one ended with {meaning(ended.code).title}"
+
+
+def _earlier(report: SizingReport) -> str:
+    """Of a server that does not report what it does."""
+    if report.state is State.LOADING:
+        return _loading(report)
+    tried = [a.target_tokens for a in report.attempts if a.number]
+    return f"attempt {len(tried)} at {tried[-1]} tokens" if tried else STATE_TEXTS[report.state]
+
+
+def _loading(report: SizingReport) -> str:
+    """Progress of loading, which tells a slow volume from a hung one. In steps of 2 %, which limits
+    the status writes of one load to 50."""
+    for stage in report.stages:
+        if stage.total_bytes:
+            done = stage.bytes - stage.bytes % max(1, stage.total_bytes // 50)
+            return f"loading {done >> 20:,} of {stage.total_bytes >> 20:,} MiB"
+    return "loading"
+
+
+def _oom_reason(pods: tuple[PodView, ...], gpus: int) -> str:
+    shrinks = not gpus and _oom_kills(pods) <= OOM_RETRIES
+    return "ShrunkRetry" if shrinks else "OutOfMemory"
+
+
+def _oom_kills(pods: tuple[PodView, ...]) -> int:
+    return max(p.oom_kills for p in pods)
+
+
+def _killed_message(pods: tuple[PodView, ...], gpus: int) -> str:
+    if gpus:
+        return host_memory(_oom_kills(pods))
+    return (
+        f"the container was killed at its memory limit while sizing, kill {_oom_kills(pods)}; "
+        "each restart tries 95 % of the size that was killed"
+    )
+
+
+def sufficient(state: ServiceState) -> Condition:
+    """Whether each replica of the spec's revision reaches its threshold. Reports the one with the
+    smallest margin, its binding threshold and where that comes from."""
+    kind = "CapacitySufficient"
+    sized = [(p, m) for p in state.newest if (m := p.measured) is not None]
+    if not sized:
+        return Condition(kind, "Unknown", "Unknown", "no replica of this spec is measured yet")
+    gate = state.plan.gate if state.plan.candidate else None
+    pod, size = min(sized, key=lambda pair: state.limits.distance(pair[1]))
+    limit = state.limits.of(size.gpu)
+    if size.tokens < limit.tokens and limit.by_minimum:
+        return Condition(kind, "False", "BelowMinimum", _too_little(pod, size, limit))
+    if size.tokens < limit.tokens:
+        return Condition(kind, "False", "BelowBaseline", _too_little(pod, size, limit))
+    if gate is not None and gate.result is GateResult.HELD and gate.blocked:
+        return Condition(kind, "False", "NotComparable", gate.message)
+    for other, new in sized:
+        if state.limits.unknown(new.gpu) and not state.limits.minimum and not other.ready:
+            text = (
+                f"{other.name} measured {new.tokens} KV tokens on {device(new.gpu)}, which has no "
+                "baseline: set spec.capacity.minKVTokens, or promote"
+            )
+            return Condition(kind, "False", "NotComparable", text)
+    text = f"measured {size.tokens} KV tokens, "
+    text += f"{limit.tokens} are required ({limit.source})" if limit.tokens else "none are required"
+    return Condition(kind, "True", "Sufficient", text)
+
+
+def _too_little(pod: PodView, size: Measured, limit: Threshold) -> str:
+    traffic = "it stays ready" if pod.ready else "it takes no traffic"
+    ask = "lower that" if limit.by_minimum else "lower spec.rollout.minCapacityPercent, promote"
+    return (
+        f"{pod.name} measured {size.tokens} KV tokens, {limit.tokens} are required "
+        f"({limit.source}): {limit.tokens - size.tokens} short, {traffic}; {ask}, raise "
+        "spec.resources.memory, or lower spec.engine.maxPrefillTokens or maxRunningRequests"
+    )
+
+
+def _below_baseline(state: ServiceState) -> str:
+    """The stable revision's replica furthest below minCapacityPercent of the baseline, if any. It
+    serves nevertheless."""
+    percent = state.spec.rollout.min_capacity_percent
+    expected = Thresholds(0, percent, state.stable_state.baseline)
+    sized = [(p, m) for p in state.stable if (m := p.measured) is not None]
+    short = [(p, m) for p, m in sized if m.tokens < expected.of(m.gpu).tokens]
+    if not short:
+        return ""
+    pod, size = min(short, key=lambda pair: expected.distance(pair[1]))
+    limit = expected.of(size.gpu)
+    return (
+        f"{pod.name} measured {size.tokens} KV tokens, {limit.tokens} are expected "
+        f"({limit.source}): {limit.tokens - size.tokens} short; its revision was accepted, so it "
+        "serves nevertheless; check what changed on its node, or annotate "
+        f"kvline.dev/promote={state.plan.stable} to begin a new baseline"
+    )
+
+
+def stable(state: ServiceState) -> Condition:
+    """Whether replicas measure as much as their baseline and as identical replicas before."""
+    kind = "CapacityStable"
+    short = _below_baseline(state)
+    if short:
+        return Condition(kind, "False", "BelowBaseline", short)
+    known = 0
+    for pod in state.pods:
+        result = pod.result
+        record = state.records.get(result.fingerprint) if result is not None else None
+        if result is None or record is None or not record.like(len(result.ranks)):
+            continue
+        known += 1
+        if drifted(record, result):
+            change = 100 * (result.kv_tokens - record.kv_tokens) / record.kv_tokens
+            text = (
+                f"{pod.name} measured {result.kv_tokens} KV tokens where an identical replica had "
+                f"{record.kv_tokens} ({change:+.1f} %): others use more or less memory there now; "
+                f"delete ConfigMap {records_name(state.spec.base)} to record sizes anew"
+            )
+            return Condition(kind, "False", "Drifted", text)
+    if state.records and not any(p.result for p in state.pods):
+        text = f"no replica is measured yet; sizes are recorded: {len(state.records)}"
+        return Condition(kind, "Unknown", "Unknown", text)
+    if not known:
+        return Condition(kind, "Unknown", "NoRecord", "no size of these replicas is recorded")
+    return Condition(kind, "True", "Stable", f"within {DRIFT_PERCENT} % of the recorded sizes")

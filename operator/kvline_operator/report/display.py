@@ -1,0 +1,113 @@
+"""What the web page and `kubectl kvline` both show of a status. Pure."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from datetime import datetime
+from typing import Any
+
+from kvline_contract.codec import ContractError, decode
+from kvline_contract.memory import Memory, MemoryV1
+from kvline_contract.report import SizingReport
+from kvline_operator.report.status_cache import RevisionEntry
+from kvline_operator.store.capacity_status import RankMemory, ranks
+
+Object = dict[str, Any]
+Titled = tuple[tuple[str, Memory], ...]
+ROLES = ("stable", "candidate", "rejected")
+
+
+def wanted(spec: Object, status: Object) -> int:
+    """Desired replicas: of the autoscaler, else of the spec."""
+    return int(status.get("desiredReplicas") or spec.get("replicas", 1))
+
+
+def memory(status: Object) -> Memory | None:
+    """Memory by part in a status; None before a replica has served, or where another writer left
+    what is no memory. An operator of an earlier version has written no parts."""
+    found = (status.get("capacity") or {}).get("memory")
+    with suppress(ContractError):
+        return decode(MemoryV1, found, strict=False).upgraded() if found else None
+    return None
+
+
+def memories(status: Object) -> Titled:
+    """Memory of each rank under its title, where a status has several; else of the only one,
+    without a title."""
+    found = rank_memories(status)
+    if found:
+        binding = status["capacity"].get("bindingRank")
+        return tuple((item.title(len(found), binding), item.memory) for item in found)
+    one = memory(status)
+    return (("", one),) if one is not None else ()
+
+
+def rank_memories(status: Object) -> tuple[RankMemory, ...]:
+    """Of a replica with several ranks; empty where it has one, or another writer left what is no
+    memory."""
+    given = (status.get("capacity") or {}).get("ranks") or ()
+    with suppress(ContractError):
+        return tuple(decode(RankMemory, item, strict=False) for item in given)
+    return ()
+
+
+def token_bytes(status: Object) -> str:
+    """What a token takes, of a status with a capacity; each of several ranks has a part of it."""
+    several = len(rank_memories(status))
+    each = f" on each of {several} ranks" if several else ""
+    return f"{status['capacity'].get('bytesPerToken', 0):,} bytes a token{each}"
+
+
+def reported(report: SizingReport) -> Titled:
+    """The same of a report with a result."""
+    result = report.result
+    if result is None:
+        return ()
+    several = ranks(result)
+    named = tuple((item.title(len(several), result.binding_rank), item.memory) for item in several)
+    return named or (("", result.memory),)
+
+
+def role(rollout: Object, revision: str) -> str:
+    """stable, candidate or rejected; empty for an earlier revision."""
+    return next((r for r in ROLES if rollout.get(f"{r}Revision") == revision), "")
+
+
+def verdict(past: RevisionEntry) -> str:
+    """The gate's verdict; First for the first revision of a service, which has no gate."""
+    return past.state.verdict or ("First" if past.state.accepted == 1 else "")
+
+
+def measured(past: RevisionEntry) -> int:
+    """KV tokens in the gate's verdict, else its baseline; 0 where neither is known."""
+    return past.state.measured or max(past.state.baseline.values(), default=0)
+
+
+def elapsed(stamp: str, now: datetime) -> tuple[int, str]:
+    """The time since an RFC 3339 stamp, in the largest unit of d, h, m, s that gives 2 or more."""
+    seconds = int((now - datetime.fromisoformat(stamp)).total_seconds())
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= 2 * size:
+            return seconds // size, unit
+    return max(0, seconds), "s"
+
+
+def changes(older: RevisionEntry, newer: RevisionEntry) -> list[str]:
+    """Changed fields, as `path: before -> after`."""
+    before, after = _flat(older.inputs), _flat(newer.inputs)
+    out = [
+        f"{key}: {before.get(key, 'absent')} -> {after.get(key, 'absent')}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    ]
+    return out + ([f"image: {newer.image}"] if older.image != newer.image else [])
+
+
+def _flat(value: Any, path: str = "") -> dict[str, str]:
+    if not isinstance(value, dict):
+        return {path: value if isinstance(value, str) else json.dumps(value)}
+    out: dict[str, str] = {}
+    for key, item in value.items():
+        out |= _flat(item, f"{path}.{key}" if path else key)
+    return out

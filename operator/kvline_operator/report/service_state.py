@@ -1,0 +1,110 @@
+"""Everything that the status of a service is built from, as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvline_contract.launch import Record
+from kvline_contract.names import API_PORT
+from kvline_operator.api.spec import ServiceSpec, gpus, scheme
+from kvline_operator.observe.ended_pods import EndedPod
+from kvline_operator.observe.pods import Ended, PodView
+from kvline_operator.plan.autoscale import Activity
+from kvline_operator.plan.prepare import Preparation
+from kvline_operator.plan.rollout import RolloutPlan
+from kvline_operator.plan.threshold import Thresholds
+from kvline_operator.store.revision_state import RevisionState
+from kvline_operator.store.verdict import GateResult
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    type: str
+    status: str  # True, False, Unknown
+    reason: str
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """The autoscaler's decision, for the status."""
+
+    reason: Activity
+    message: str
+    replicas: int
+    why: str  # why the last change was made
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceState:
+    """Everything that conditions and status are built from."""
+
+    spec: ServiceSpec
+    plan: RolloutPlan
+    pods: tuple[PodView, ...]
+    ended: tuple[EndedPod, ...] = ()  # terminal pods of all revisions, newest first
+    records: dict[str, Record] = field(default_factory=dict)  # by fingerprint
+    apply_error: Condition | None = None  # a child object could not be written
+    deadline_exceeded: bool = False
+    refused: str = ""  # why the API server refuses pods of the spec's revision
+    stable_state: RevisionState = field(default_factory=RevisionState)  # of the stable revision
+    limits: Thresholds = field(default_factory=Thresholds)  # for replicas of the spec's revision
+    image_outdated: bool = False
+    scaling: Scaling | None = None
+    preparing: Preparation | None = None  # the Job that its pods wait for
+    stable_data: dict[str, Any] = field(default_factory=dict)  # of its ControllerRevision
+    # Whose server container ended since the last reconcile; no condition shows that where another
+    # replica serves, or where the container runs again.
+    newly_ended: tuple[PodView, ...] = ()
+
+    @property
+    def served_name(self) -> str:
+        """The model name of the stable revision, which may differ from the current spec's."""
+        return str(self.stable_data.get("servedName") or self.spec.served_name)
+
+    @property
+    def stable_gpus(self) -> int:
+        """GPUs per replica of the stable revision."""
+        inputs = self.stable_data.get("inputs") or self.spec.inputs
+        return gpus(inputs.get("resources", {}))
+
+    @property
+    def url(self) -> str:
+        spec = self.spec
+        tls = scheme(self.stable_data.get("inputs") or spec.inputs)
+        return f"{tls}://{spec.base}.{spec.namespace}.svc:{API_PORT}/v1"
+
+    @property
+    def newest(self) -> tuple[PodView, ...]:
+        """Pods of the candidate, else of the stable revision."""
+        return tuple(p for p in self.pods if p.revision == self.plan.newest)
+
+    @property
+    def stable(self) -> tuple[PodView, ...]:
+        return tuple(p for p in self.pods if p.revision == self.plan.stable)
+
+    @property
+    def serving(self) -> tuple[PodView, ...]:
+        """Ready replicas with a validated size: of the stable revision, or, where it has none (late
+        in Replace and Recreate), of a candidate that has passed its gate."""
+        passed = self.plan.gate is not None and self.plan.gate.result is GateResult.PASSED
+        ready = tuple(p for p in self.pods if p.ready and p.validated)
+        stable = tuple(p for p in ready if p.revision == self.plan.stable)
+        new = tuple(p for p in ready if passed and p.revision == self.plan.candidate)
+        return stable or new
+
+
+def newly_ended(pods: tuple[PodView, ...], before: tuple[PodView, ...]) -> tuple[PodView, ...]:
+    """Those of `before`, the pods of the last reconcile, whose server container ended since."""
+    numbers = {p.uid: p.end_number if p.ended else 0 for p in before}
+    return tuple(p for p in pods if p.ended and p.end_number > numbers.get(p.uid, p.end_number))
+
+
+def failed_end(pods: tuple[PodView, ...]) -> Ended | None:
+    """The last failed termination of a replica not validated since. It is kept through restarts, so
+    that a crash loop does not flap between Loading and its reason."""
+    for pod in pods:
+        if pod.failed is not None and not (pod.failed.from_outside and pod.running):
+            return pod.failed
+    return None

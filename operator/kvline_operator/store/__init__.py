@@ -1,0 +1,1 @@
+"""What is kept in objects between reconciles, and its reading back."""
