@@ -72,7 +72,7 @@ class Run:
         return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **options)
 
     def apply(self, name: str, spec: Object) -> None:
-        lines = ["apiVersion: kvline.dev/v1alpha1", "kind: InferenceService"]
+        lines = ["apiVersion: serving.kvline.dev/v1alpha1", "kind: InferenceService"]
         lines += [f"metadata: {{name: {name}}}", "spec:"]
         lines += [f"  {field}: {json.dumps(value)}" for field, value in spec.items()]
         self.say("$ kubectl apply -f - <<END")

@@ -16,7 +16,7 @@ NAME = "smollm2"
 STEPS = 13
 SECONDS = 600  # that a step may take
 REFUSED = """
-apiVersion: kvline.dev/v1alpha1
+apiVersion: serving.kvline.dev/v1alpha1
 kind: InferenceService
 metadata:
   name: too-much

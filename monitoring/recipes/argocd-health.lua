@@ -1,6 +1,6 @@
 -- Argo CD's health of an InferenceService. In ConfigMap argocd-cm of Argo CD's namespace, as
 --   data:
---     resource.customizations.health.kvline.dev_InferenceService: |
+--     resource.customizations.health.serving.kvline.dev_InferenceService: |
 --       (this file)
 -- Degraded: a user has to change something, also where the stable revision still serves.
 local health = { status = "Progressing", message = "the operator has not reconciled this spec yet" }

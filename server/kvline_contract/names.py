@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import re
 
-GROUP = "kvline.dev"
+GROUP = "serving.kvline.dev"
 API_VERSION = "v1alpha1"
 KIND = "InferenceService"
 PLURAL = "inferenceservices"
 # Raised with each field that an older definition would drop in silence; the title of the schema in
 # manifests/crd.yaml says it, so that an operator can tell an older one.
 CRD_SCHEMA = 2
-CRD_TITLE = "kvline.dev schema "
+CRD_TITLE = "serving.kvline.dev schema "
 
 LABEL_SERVICE = "kvline.dev/service"  # base name of the service that owns the object
 LABEL_REVISION = "kvline.dev/revision"  # five characters, see revisions.py of the operator

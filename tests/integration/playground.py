@@ -134,7 +134,7 @@ def manifest(name: str = "chat", **spec: Any) -> str:
     base = {"model": {"source": "pvc://models/tiny"}, "resources": {"memory": "2Gi"}}
     return json.dumps(
         {
-            "apiVersion": "kvline.dev/v1alpha1",
+            "apiVersion": "serving.kvline.dev/v1alpha1",
             "kind": "InferenceService",
             "metadata": {"name": name},
             "spec": {**base, **spec},

@@ -161,7 +161,7 @@ def test_an_api_that_is_taken_away_and_comes_back(
     serve(space, node)
     space.cluster.kubectl("delete", "-f", str(crd.FILE))
     try:
-        for line in ("the watch ended: ", "the CustomResourceDefinition of kvline.dev is not inst"):
+        for line in ("the watch ended: ", "the CustomResourceDefinition of serving.kvline.dev is not inst"):
             assert operator.process is not None and operator.process.wait(limit(90)) == 1
             assert line in operator.log.read_text().splitlines()[-1]
             operator.start()
@@ -177,12 +177,12 @@ def test_an_api_that_is_taken_away_and_comes_back(
         operator.stop()
 
 
-@pytest.mark.parametrize("number", ["", "kvline.dev schema 0"])
+@pytest.mark.parametrize("number", ["", "serving.kvline.dev schema 0"])
 def test_an_older_definition_is_refused_with_both_numbers(
     space: Any, node: Any, until: Callable[..., Any], tmp_path: Path, number: str
 ) -> None:
     """F19: the start ends in 30 s; with today's definition the same operator serves."""
-    raw = ("get", "--raw", "/openapi/v3/apis/kvline.dev/v1alpha1")
+    raw = ("get", "--raw", "/openapi/v3/apis/serving.kvline.dev/v1alpha1")
     now = f'"{CRD_TITLE}{CRD_SCHEMA}"'
     older = tmp_path / "crd.yaml"
     older.write_text(crd.FILE.read_text().replace(f"title: {now[1:-1]}", f'title: "{number}"'))
@@ -193,7 +193,7 @@ def test_an_older_definition_is_refused_with_both_numbers(
         process = operator.start().process
         assert process is not None and process.wait(limit(30)) == 1
         last = operator.log.read_text().splitlines()[-1]
-        assert f"needs schema {CRD_SCHEMA} of kvline.dev/v1alpha1" in last
+        assert f"needs schema {CRD_SCHEMA} of serving.kvline.dev/v1alpha1" in last
         assert ("the cluster has 0" if number else "one without a number") in last
     finally:
         space.cluster.kubectl("apply", "--server-side", "-f", str(crd.FILE))

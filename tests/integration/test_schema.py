@@ -35,7 +35,7 @@ def body(**change: Any) -> str:
     }
     return json.dumps(
         {
-            "apiVersion": "kvline.dev/v1alpha1",
+            "apiVersion": "serving.kvline.dev/v1alpha1",
             "kind": "InferenceService",
             "metadata": {"name": "chat"},
             "spec": spec,

@@ -1,9 +1,9 @@
 {{/* The operator's permissions in the namespaces that it reconciles. No secrets, logs or exec. tests/integration/test_rights.py checks that each one is used. */}}
 {{- define "kvline.rules" -}}
-- apiGroups: [kvline.dev]
+- apiGroups: [serving.kvline.dev]
   resources: [inferenceservices]
   verbs: [get, list, watch]
-- apiGroups: [kvline.dev]
+- apiGroups: [serving.kvline.dev]
   resources: [inferenceservices/status]
   verbs: [patch]
 - apiGroups: [""]
