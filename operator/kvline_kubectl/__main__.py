@@ -110,10 +110,13 @@ def status(cluster: Cluster, a: argparse.Namespace) -> int:
         body = cluster.service(a.name)
         _print(a, lambda: show.service(body), body.get("status") or {})
         return 0
-    found = cluster.kube.services(() if a.all_namespaces else (cluster.namespace,))
+    where = () if a.all_namespaces else (cluster.namespace,)
+    found = cluster.kube.services(where)
     if not found and a.output == "table":
         log.print(f"no InferenceService in {'any' if a.all_namespaces else cluster.namespace}")
     _print(a, lambda: show.services(found, a.all_namespaces), [_short(b) for b in found])
+    for line in cluster.earlier(where):
+        log.print(line, style="yellow")
     return 0
 
 

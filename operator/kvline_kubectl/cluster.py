@@ -8,8 +8,9 @@ from typing import Any
 from kubernetes import client, config
 
 from kvline_contract.names import KIND, LABEL_REVISION, LABEL_SERVICE, base_name
-from kvline_operator.errors import Invalid
+from kvline_operator.errors import Forbidden, Invalid
 from kvline_operator.kube import Kube, api_client
+from kvline_operator.observe import earlier_group
 from kvline_operator.report.status_cache import RevisionEntry, history
 from kvline_operator.store.revision_state import read
 
@@ -29,8 +30,18 @@ class Cluster:
     def service(self, name: str) -> Object:
         found = self.kube.get(KIND, self.namespace, name)
         if found is None:
-            raise Problem(f"no InferenceService {name} in namespace {self.namespace}")
+            text = f"no InferenceService {name} in namespace {self.namespace}"
+            raise Problem("\n".join([text, *self.earlier((self.namespace,))]))
         return found
+
+    def earlier(self, namespaces: tuple[str, ...]) -> list[str]:
+        """What there is to say of services of the kind's earlier group; nothing to a user who may
+        not list them."""
+        try:
+            found = earlier_group.count(self.kube, namespaces)
+        except Forbidden:
+            return []
+        return [earlier_group.text(found)] if found else []
 
     def patch(self, body: Object, patch: list[Object]) -> None:
         """Patches the service if it is as it was read. Raises Problem where its spec or annotations

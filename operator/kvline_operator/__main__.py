@@ -88,7 +88,6 @@ async def operate(settings: Settings, client: kube.Kube, traces: Any | None) -> 
     """Stands by until this process holds the lease, then runs until a part ends; returns the exit
     code. The kubelet restarts the container."""
     queue, cache, owners = WorkQueue(), StatusCache(), Owners()
-    metrics = Metrics(cache, client, queue)
     context = Context(
         kube=client,
         settings=settings,
@@ -99,6 +98,7 @@ async def operate(settings: Settings, client: kube.Kube, traces: Any | None) -> 
         claims=Claims(client, settings.own_namespace),
     )
     resync = Resync(client, settings.namespaces, owners)
+    metrics = Metrics(cache, client, queue, resync.earlier)
     loop = Loop(context, queue, metrics, resync, traces)
     lease = Lease(client, (settings.own_namespace, settings.lease_name), settings.identity)
     client.may_write = lease.held

@@ -20,6 +20,7 @@ from urllib3.exceptions import HTTPError
 from kvline_contract.names import (
     API_VERSION,
     CRD_TITLE,
+    EARLIER_GROUP,
     FIELD_MANAGER,
     GROUP,
     KIND,
@@ -41,6 +42,7 @@ METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 PAGE = 250  # objects in a page of a list
 TIMEOUT = (5, 30)  # connect, read; seconds
 LEASE_TIMEOUT = (3, 6)  # below the lease's own deadline
+EARLIER_KIND = f"{KIND}.{EARLIER_GROUP}"  # the same kind in its earlier group
 NO_VERSION = "1"  # a resourceVersion that no object has: with it, apply only creates
 
 # kind -> (path prefix, plural)
@@ -59,6 +61,7 @@ KINDS = {
     "Job": ("/apis/batch/v1", "jobs"),
     "ResourceClaimTemplate": ("/apis/resource.k8s.io/v1", "resourceclaimtemplates"),
     KIND: (f"/apis/{GROUP}/{API_VERSION}", PLURAL),
+    EARLIER_KIND: (f"/apis/{EARLIER_GROUP}/{API_VERSION}", PLURAL),
 }
 
 

@@ -6,6 +6,7 @@ import hashlib
 import re
 
 GROUP = "serving.kvline.dev"
+EARLIER_GROUP = "kvline.dev"  # of the same kind, until it was renamed
 API_VERSION = "v1alpha1"
 KIND = "InferenceService"
 PLURAL = "inferenceservices"

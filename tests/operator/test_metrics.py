@@ -25,6 +25,7 @@ from kvline_contract.memory import Memory, MemoryV1, Part
 from kvline_contract.report import Result, SizingReport, Source, State
 from kvline_operator.api.key import Key
 from kvline_operator.kube import Kube
+from kvline_operator.observe.earlier_group import EarlierGroup
 from kvline_operator.report.metrics import Metrics
 from kvline_operator.report.status_cache import StatusCache, View
 from kvline_operator.run.workqueue import WorkQueue
@@ -59,7 +60,7 @@ STATUS: dict[str, Any] = {
 UNITS = ("tokens", "bytes", "seconds", "ratio", "info")
 COUNTED = (  # gauges that count things, whose unit is the thing
     "keys|replicas|requests_waiting|requests_running|kv_blocks|sequences|attempts"
-    "|condition|image_outdated|active|budget_serving"
+    "|condition|image_outdated|active|budget_serving|services"
 )
 
 
@@ -74,7 +75,9 @@ def operator(*more: View) -> str:
     kube.writes = 7
     queue.add(Key("team", "chat"))
     queue.add(Key("team", "new"))
-    metrics = Metrics(board, kube, queue)
+    earlier = EarlierGroup(kube, ())
+    earlier.services = 3
+    metrics = Metrics(board, kube, queue, earlier)
     metrics.reconciled("ok", 0.1)
     metrics.worked(0.02)
     return metrics.text().decode()
@@ -126,6 +129,7 @@ def test_a_service_s_figures_are_those_of_its_status() -> None:
     assert found["kvline_queue_keys", ""] == 2
     assert found["kvline_queue_overdue_seconds", ""] == 1.5
     assert found["kvline_queue_stalled_seconds", ""] == 1.5
+    assert found["kvline_earlier_group_services", ""] == 3
 
 
 def test_the_memory_of_ranks_is_exported_where_there_are_several() -> None:

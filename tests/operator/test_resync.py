@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
 from kvline_contract.names import KIND, LABEL_SERVICE
 from kvline_operator.api.key import Key
-from kvline_operator.kube import Kube
+from kvline_operator.errors import Forbidden, Missing
+from kvline_operator.kube import EARLIER_KIND, Kube
 from kvline_operator.observe.owners import Owners
 from kvline_operator.run.resync import Resync
 
@@ -145,3 +149,47 @@ def test_foreign_objects_with_our_labels_are_not_queued() -> None:
     assert resync.changed() == set()
     resync.observe_event(None, made.objects.pop(("Pod", "stranger")), gone=True)
     assert resync.changed() == set() and resync.missed == 0
+
+
+class Before(Cluster):
+    """With the kind's earlier group: its services, or the error of listing them."""
+
+    answer: int | Exception = Missing("no such group")
+
+    def metadata(
+        self, kind: str, namespaces: tuple[str, ...], selector: str = ""
+    ) -> Iterator[dict[str, Any]]:
+        if kind != EARLIER_KIND:
+            return super().metadata(kind, namespaces, selector)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return iter([{}] * self.answer)
+
+
+def test_services_of_the_earlier_group_are_counted_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = Before()
+    resync = Resync(made, (), Owners())
+    counts: list[tuple[int | Exception, int]] = [(Missing(""), 0), (2, 2), (2, 2), (1, 1), (0, 0)]
+    for made.answer, services in counts:
+        resync.changed()
+        assert resync.earlier.services == services
+    lines = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert [line.split(",")[0] for line in lines] == [
+        "2 of inferenceservices.kvline.dev exist",
+        "1 of inferenceservices.kvline.dev exist",
+    ]
+
+
+def test_a_role_without_the_earlier_group_does_not_end_resyncs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = Before()
+    made.put(KIND, "a", 1)
+    made.answer = Forbidden("LIST inferenceservices.kvline.dev: HTTP 403")
+    resync = Resync(made, (), Owners())
+    assert resync.changed() == {A}
+    resync.changed()
+    (line,) = caplog.messages
+    assert "whether kvline.dev has services is unknown" in line

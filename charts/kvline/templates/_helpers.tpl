@@ -3,6 +3,9 @@
 - apiGroups: [serving.kvline.dev]
   resources: [inferenceservices]
   verbs: [get, list, watch]
+- apiGroups: [kvline.dev] # the kind's earlier group, to say that its services are not reconciled
+  resources: [inferenceservices]
+  verbs: [list]
 - apiGroups: [serving.kvline.dev]
   resources: [inferenceservices/status]
   verbs: [patch]

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvline_operator.kube import Kube
+from kvline_operator.observe.earlier_group import EarlierGroup
 from kvline_operator.report.display import ROLES, memory, rank_memories, wanted
 from kvline_operator.report.status_cache import StatusCache, View
 
@@ -33,7 +34,9 @@ class Queue(Protocol):
 class Metrics:
     """Counts reconciles, and collects all other metrics at each scrape."""
 
-    def __init__(self, cache: StatusCache, kube: Kube, queue: Queue) -> None:
+    def __init__(
+        self, cache: StatusCache, kube: Kube, queue: Queue, earlier: EarlierGroup | None = None
+    ) -> None:
         self.registry = CollectorRegistry()
         self._reconciles = Counter(
             "kvline_reconciles", "Reconciles by result", ["result"], registry=self.registry
@@ -53,7 +56,7 @@ class Metrics:
         )
         kube.on_call = calls.observe
         self.registry.register(_Services(cache))
-        self.registry.register(_Work(kube, queue))
+        self.registry.register(_Work(kube, queue, earlier))
 
     def reconciled(self, result: str, seconds: float) -> None:
         self._reconciles.labels(result).inc()
@@ -67,9 +70,10 @@ class Metrics:
 
 
 class _Work(Collector):
-    def __init__(self, kube: Kube, queue: Queue) -> None:
+    def __init__(self, kube: Kube, queue: Queue, earlier: EarlierGroup | None) -> None:
         self._kube = kube
         self._queue = queue
+        self._earlier = earlier
 
     def collect(self) -> Iterator[Metric]:
         text = "1 if this operator holds the lease and reconciles, 0 if it stands by"
@@ -82,6 +86,9 @@ class _Work(Collector):
         yield GaugeMetricFamily("kvline_queue_overdue_seconds", text, late)
         text = "Time since a reconcile last finished while some are due; liveness fails above 300"
         yield GaugeMetricFamily("kvline_queue_stalled_seconds", text, self._queue.stalled())
+        text = "Services of the API group kvline.dev, which this version does not reconcile"
+        earlier = self._earlier.services if self._earlier is not None else 0
+        yield GaugeMetricFamily("kvline_earlier_group_services", text, earlier)
 
 
 class _Services(Collector):

@@ -14,6 +14,7 @@ from typing import Any
 from kvline_contract.names import KIND, LABEL_MANAGED_BY, MANAGED_BY
 from kvline_operator.api.key import Key
 from kvline_operator.kube import Kube
+from kvline_operator.observe.earlier_group import EarlierGroup
 from kvline_operator.observe.owners import CHILDREN, Owners
 
 Listed = dict[str, tuple[Key, str]]  # by UID: its service and resourceVersion
@@ -24,6 +25,7 @@ class Resync:
         self._kube = kube
         self._namespaces = namespaces
         self._owners = owners
+        self.earlier = EarlierGroup(kube, namespaces)
         self._lock = threading.Lock()  # events arrive on another thread than resyncs
         self._versions: dict[str, str] = {}  # UID -> resourceVersion of its last event
         self._keys: dict[str, Key] = {}
@@ -50,6 +52,7 @@ class Resync:
             self.missed = len(self._unseen - self._seen)
             self._seen, self._unseen = set(), set()
         services, listed = self._list()
+        self.earlier.check()
         with self._lock:
             return self._compare(services, listed)
 
