@@ -2,16 +2,21 @@
 
 OperatorError
 ├── PortTaken        one of the operator's own: it ends
-├── SpecError        the spec is wrong: a condition, no retry
-├── NameConflict     a foreign object has a child's name: a condition, slow retry
-├── Invalid          the API server or a quota refused an object: a condition, slow retry
-├── Forbidden        RBAC denies it: a condition naming verb and kind, slow retry
-└── ApiUnavailable   the API server cannot do it now: retry with backoff
-    ├── Conflict     409: changed by another client meanwhile
-    └── Missing      404: no such object, or no such kind
+├── SpecError        the spec is wrong
+├── NameConflict     a foreign object has a child's name
+├── Deleting         a child is being deleted: it is made again once that is done
+└── ApiError         the API server's answer, or that there is none
+    ├── Forbidden        RBAC denies it
+    ├── Denied           an admission plug-in or a webhook refuses the object
+    ├── Invalid          the object is not valid
+    └── ApiUnavailable   the API server, or a webhook that it must ask, cannot do it now
+        ├── Conflict     409: changed by another client meanwhile
+        └── Missing      404: no such object, or no such kind
 """
 
 from __future__ import annotations
+
+from kvline_operator.answers import Answer
 
 
 class OperatorError(Exception):
@@ -30,19 +35,32 @@ class NameConflict(OperatorError):
     pass
 
 
-class Invalid(OperatorError):
+class Deleting(OperatorError):
     pass
 
 
-class Forbidden(OperatorError):
-    pass
-
-
-class ApiUnavailable(OperatorError):
-    def __init__(self, text: str, after: float = 0.0) -> None:
+class ApiError(OperatorError):
+    def __init__(self, text: str, after: float = 0.0, answer: Answer | None = None) -> None:
         """`after`: seconds of the API server's Retry-After; 0 for none."""
         super().__init__(text)
         self.after = after
+        self.answer = answer or Answer()
+
+
+class Forbidden(ApiError):
+    pass
+
+
+class Denied(ApiError):
+    pass
+
+
+class Invalid(ApiError):
+    pass
+
+
+class ApiUnavailable(ApiError):
+    pass
 
 
 class Conflict(ApiUnavailable):

@@ -1,6 +1,6 @@
 """The only importer of the kubernetes client: plain dicts in and out, a timeout on every call.
 
-One ApiClient for the process. Errors have verb, kind, name and HTTP status, never a body or header.
+One ApiClient for the process. Errors have verb, kind, name and the API server's Status.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ from kvline_contract.names import (
     KIND,
     PLURAL,
 )
+from kvline_operator.answers import Answer, Refusal
 from kvline_operator.errors import (
+    ApiError,
     ApiUnavailable,
     Conflict,
+    Denied,
     Forbidden,
     Invalid,
     Missing,
-    OperatorError,
 )
 
 Object = dict[str, Any]
@@ -40,6 +42,7 @@ Query = Sequence[tuple[str, str]]
 JSON = "application/json"
 METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 PAGE = 250  # objects in a page of a list
+MESSAGE = 1024  # characters of the API server's message, in ours
 TIMEOUT = (5, 30)  # connect, read; seconds
 LEASE_TIMEOUT = (3, 6)  # below the lease's own deadline
 EARLIER_KIND = f"{KIND}.{EARLIER_GROUP}"  # the same kind in its earlier group
@@ -189,7 +192,9 @@ class Kube:
         self._count_write()
         try:
             self._call("POST", body["kind"], body["metadata"]["namespace"], None, body=body)
-        except Conflict:
+        except Conflict as error:  # or of a quota's figures, which change meanwhile
+            if not error.answer.exists:
+                raise
             return False
         return True
 
@@ -285,22 +290,21 @@ def _paths(kind: str, namespaces: tuple[str, ...]) -> list[str]:
     return [f"{prefix}/namespaces/{n}/{plural}" for n in namespaces] or [f"{prefix}/{plural}"]
 
 
-def _error(call: Call, status: int, raw: Any, after: float) -> OperatorError:
-    """Keeps the API server's message for 400, 403 and 422: it names the quota or the field."""
-    try:
-        message = str(json.loads(raw).get("message", ""))[:512]
-    except (ValueError, AttributeError):
-        message = ""
-    text = f"{call.method} {call.what}: HTTP {status}"
-    if status == 404:
-        return Missing(text)
-    if status == 409:
-        return Conflict(text)
-    if status == 403 and "quota" not in message:
-        return Forbidden(f"{text}: {message}")
-    if status in (403, 422, 400):
-        return Invalid(f"{text}: {message}")
-    return ApiUnavailable(text, after)
+def _error(call: Call, status: int, raw: bytes, after: float) -> ApiError:
+    answer = Answer.parse(status, raw)
+    message = answer.message[:MESSAGE]
+    text = f"{call.method} {call.what}: HTTP {status}" + (f": {message}" if message else "")
+    return _class_of(answer)(text, after, answer)
+
+
+def _class_of(answer: Answer) -> type[ApiError]:
+    """A webhook may refuse with any code: who refuses counts before it."""
+    refusal = answer.refusal
+    if refusal is Refusal.NONE:
+        return {404: Missing, 409: Conflict}.get(answer.code, ApiUnavailable)
+    if refusal is Refusal.WEBHOOK:
+        return ApiUnavailable
+    return {Refusal.RIGHTS: Forbidden, Refusal.SCHEMA: Invalid}.get(refusal, Denied)
 
 
 def _seconds(retry_after: str | None) -> float:

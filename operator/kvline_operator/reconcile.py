@@ -32,7 +32,7 @@ from kvline_operator.apply import ensure as apply
 from kvline_operator.apply import notices
 from kvline_operator.apply.drift import Corrections
 from kvline_operator.apply.tokens import Tokens
-from kvline_operator.errors import Forbidden, Invalid, NameConflict, SpecError
+from kvline_operator.errors import Denied, Forbidden, Invalid, NameConflict, SpecError
 from kvline_operator.kube import Kube
 from kvline_operator.observe.children import Observed, observe
 from kvline_operator.observe.claims import Claims
@@ -226,9 +226,9 @@ def _apply(
         return Condition("Accepted", "False", "NameConflict", str(error))
     except Forbidden as error:
         return Condition("Accepted", "False", "Forbidden", str(error))
+    except Denied as error:
+        return Condition("Progressing", "False", error.answer.refusal, str(error))
     except Invalid as error:
-        if "quota" in str(error):
-            return Condition("Progressing", "False", "QuotaExceeded", str(error))
         return Condition("Accepted", "False", "SpecInvalid", str(error))
     return _foreign_change([text for text in lasting if text])
 

@@ -13,7 +13,7 @@ from kubernetes.utils.quantity import parse_quantity
 from kvline_contract.names import FIELD_MANAGER
 from kvline_operator.apply import drift
 from kvline_operator.apply.drift import Corrections
-from kvline_operator.errors import ApiUnavailable, Conflict, Invalid, NameConflict
+from kvline_operator.errors import Conflict, Deleting, Invalid, NameConflict
 from kvline_operator.kube import Kube
 
 Object = dict[str, Any]
@@ -43,14 +43,17 @@ def ensure(
     its labels or be foreign, so it is read by name; with `absent` it is created first, and read
     only if something has its name. With `exact` it is written only over the version that was read.
     Returns the dispute where another manager has added something; that is removed a few times."""
+    meta = wanted["metadata"]
+    refused: Conflict | Invalid | None = None
     if seen is None and absent:
         try:
             kube.apply(wanted, anew=True)
             return None
-        except (Conflict, Invalid):
-            pass  # the update below reports what is wrong
-    meta = wanted["metadata"]
+        except (Conflict, Invalid) as error:
+            refused = error  # or the difference to what has its name is the reason
     live = seen or kube.get(wanted["kind"], meta["namespace"], meta["name"])
+    if live is None and refused is not None:
+        raise refused
     if live is None:
         kube.apply(wanted)
         return None
@@ -108,10 +111,10 @@ def _describe(
 
 
 def _check_ours(live: Object, wanted: Object) -> None:
-    """Raises NameConflict for a foreign object, ApiUnavailable for one that is being deleted."""
+    """Raises NameConflict for a foreign object, Deleting for one that is being deleted."""
     what = f"{wanted['kind']} {wanted['metadata']['name']}"
     if live["metadata"].get("deletionTimestamp"):
-        raise ApiUnavailable(f"{what} is being deleted")
+        raise Deleting(f"{what} is being deleted")
     uid = wanted["metadata"]["ownerReferences"][0]["uid"]
     controllers = [o for o in live["metadata"].get("ownerReferences") or [] if o.get("controller")]
     if any(o.get("uid") == uid for o in controllers):
@@ -122,7 +125,7 @@ def _check_ours(live: Object, wanted: Object) -> None:
     if applied and not controllers:
         return  # ours, its owner reference was removed
     if applied and controllers[0].get("name") == wanted["metadata"]["ownerReferences"][0]["name"]:
-        raise ApiUnavailable(f"{what} of a deleted service of this name is not collected yet")
+        raise Deleting(f"{what} of a deleted service of this name is not collected yet")
     raise NameConflict(f"{what} exists and is not this service's; rename one of the two")
 
 
