@@ -55,11 +55,12 @@ class Api:
         """Every name of a kind -> path of its version, plural. Core kinds come last and take
         precedence, as in kubectl."""
         groups = (self.get("/apis") or {}).get("groups", [])
-        prefixes = [f"/apis/{group['preferredVersion']['groupVersion']}" for group in groups]
-        for prefix in [*prefixes, "/api/v1"]:
+        prefixes = {f"/apis/{g['preferredVersion']['groupVersion']}": g["name"] for g in groups}
+        for prefix, group in [*prefixes.items(), ("/api/v1", "")]:
             for kind in (self.get(prefix) or {}).get("resources", []):
                 if kind["namespaced"] and "/" not in kind["name"]:
-                    words = (kind["name"], kind["singularName"], *kind.get("shortNames", ()))
+                    full = f"{kind['name']}.{group}"
+                    words = (kind["name"], kind["singularName"], full, *kind.get("shortNames", ()))
                     yield from ((word, (prefix, kind["name"])) for word in words)
 
     def _call(self, method: str, path: str, query: dict[str, str], body: Any) -> Object | None:

@@ -4,19 +4,23 @@ restarts."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import build
 import earlier
 import pytest
+from playground import manifest
 from support import install, pods, uninstall, wait
 from test_main_job import RANDOM
 from waiting import eventually, limit
 
 from conftest import ROOT
+from kvline_contract.names import EARLIER_GROUP, GROUP, PLURAL
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+EARLIER = f"{PLURAL}.{EARLIER_GROUP}"
 
 
 def living(space: Any) -> dict[str, int]:
@@ -62,14 +66,16 @@ def rollout(space: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def predecessor(cluster: Any, tmp_path: Path) -> tuple[Path, dict[str, str]]:
-    """The tree of the previous operator, whose images it loads into the cluster."""
+def predecessor(cluster: Any, tmp_path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
+    """The tree of the previous operator, whose images it loads into the cluster. Its definition is
+    of the kind's earlier group, and must not outlive a test that failed."""
     if not earlier.unpack(tmp_path):
         pytest.skip(f"this clone's history does not reach back to {earlier.COMMIT}")
     images = earlier.images(tmp_path)
     for name in images.values():
         build.load_as(cluster.images, name, name)
-    return tmp_path, images
+    yield tmp_path, images
+    cluster.kubectl("delete", "crd", EARLIER, "--ignore-not-found")
 
 
 def apply_tree(cluster: Any, tree: Path, manifest: str, images: dict[str, str]) -> None:
@@ -84,22 +90,37 @@ def apply_tree(cluster: Any, tree: Path, manifest: str, images: dict[str, str]) 
     cluster.kubectl("-n", "kvline-system", *rolled)
 
 
+def earlier_status(space: Any) -> dict[str, Any]:
+    return dict((space.get(EARLIER, "steady") or {}).get("status") or {})
+
+
+def is_up_to_date(status: dict[str, Any]) -> bool:
+    found = [c["status"] for c in status.get("conditions", []) if c["type"] == "UpToDate"]
+    return found == ["True"]
+
+
 def test_from_the_operator_before_to_this_one(
     space: Any, cluster: Any, predecessor: tuple[Path, dict[str, str]]
 ) -> None:
-    """F41: an operator upgrade restarts no pod of a service with two replicas; the new image comes
-    with `upgrade`, through the gate."""
+    """F41: an operator upgrade restarts no pod of a service with two replicas, from the group
+    kvline.dev by the steps of docs/operations.md; the new image comes with `upgrade`, through the
+    gate."""
     now = {c: build.image_name(c) for c in build.COMPONENTS}
     tree, old = predecessor
     assert old["server"] != now["server"]
     uninstall(cluster)
     apply_tree(cluster, tree, "operator.yaml", old)
-    space.apply("steady", **RANDOM, replicas=2)
-    wait(space, "steady", "UpToDate", status="True")
+    steady = manifest("steady", **RANDOM, replicas=2)
+    space.kubectl("apply", "-f", "-", input=steady.replace(f'"{GROUP}/', f'"{EARLIER_GROUP}/'))
+    eventually(lambda: is_up_to_date(earlier_status(space)), 240, on="pod")
     before = living(space)
-    first = rollout(space)["stableRevision"]
+    first = earlier_status(space)["rollout"]["stableRevision"]
 
+    space.kubectl("delete", EARLIER, "--all", "--cascade=orphan", f"--timeout={limit(60):.0f}s")
+    cluster.kubectl("delete", "crd", EARLIER, f"--timeout={limit(60):.0f}s")
     apply_tree(cluster, ROOT, "install.yaml", now)
+    space.kubectl("apply", "-f", "-", input=steady)
+    eventually(lambda: "rollout" in ((space.get("kvl", "steady") or {}).get("status") or {}), 60)
     eventually(lambda: rollout(space).get("imageOutdated"), 60, on="pod")
     wait(space, "steady", "UpToDate", status="True")
     assert living(space) == before and answers(space, cluster, "steady")
