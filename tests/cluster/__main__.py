@@ -56,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         cluster.up(say)
         print(f"export KUBECONFIG={cluster.kubeconfig}")
     elif arguments.command == "down":
+        cluster.claim_use()
         cluster.down()
     else:
         return cluster.enter(arguments.rest).returncode

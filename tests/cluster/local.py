@@ -43,6 +43,7 @@ class LocalCluster:
     limits: tuple[str, ...] = RAISED  # of the controllers; empty: Kubernetes' defaults
     network: Network = field(init=False)
     state: Path = field(init=False)
+    lock: int = field(init=False, default=-1)  # the open file of claim_use
     path: ClassVar[str] = ""  # searched for the node's programs before PATH
     runtime_serves: ClassVar[bytes] = b"Start streaming server"  # in containerd's log
 
@@ -64,6 +65,17 @@ class LocalCluster:
     @property
     def cgroup(self) -> str:
         return f"kvline-{self.name}"
+
+    def claim_use(self) -> None:
+        """Keeps other test runs from this cluster as long as this process lives. Raises
+        ClusterError where one has it: it would be taken down under its tests."""
+        try:
+            self.lock = lock.take(self.state.with_name(f"{self.name}.use"))
+        except lock.Taken as taken:
+            raise ClusterError(
+                f"the cluster {self.name} is used by process {taken.holder}, another test run: "
+                "wait until that has ended, or end it"
+            ) from None
 
     # Up ----------------------------------------------------------------------------------------
 

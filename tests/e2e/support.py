@@ -23,6 +23,7 @@ def up(cluster: Any, namespace: str, **values: str) -> Space:
 
     helm.ensure(print)
     model.ensure(print)
+    cluster.claim_use()
     with spent("cluster"):
         cluster.down()
         cluster.up(print)

@@ -28,6 +28,7 @@ def cluster() -> Iterator[Any]:
     from local import LocalCluster
 
     made = LocalCluster(own("integration"), "control")
+    made.claim_use()
     with spent("cluster"):
         made.down()
         made.up(print)
