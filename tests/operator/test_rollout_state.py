@@ -32,15 +32,12 @@ HOW = {"strategy": "Recreate", "progressDeadlineSeconds": 60}
 
 
 def spec(length: int = 2048, promote: str = "", **more: Any) -> ServiceSpec:
-    meta: dict[str, Any] = {"name": "chat", "namespace": "ns", "uid": "u"}
-    meta["annotations"] = {"kvline.dev/promote": promote} if promote else {}
+    meta = {"name": "chat", "namespace": "ns", "uid": "u"}
     base = {"model": {"source": "pvc://m/x"}, "resources": {"memory": "2Gi"}}
-    return parse(
-        {
-            "metadata": meta,
-            "spec": {**base, "engine": {"maxModelLen": length}, "rollout": HOW, **more},
-        }
-    )
+    given = {**base, "engine": {"maxModelLen": length}, "rollout": HOW, **more}
+    if promote:
+        given["rollout"] = {**given["rollout"], "promote": promote}
+    return parse({"metadata": meta, "spec": given})
 
 
 class Service:

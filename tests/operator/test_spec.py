@@ -16,13 +16,10 @@ from kvline_operator.settings import Settings
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-def body(spec: dict[str, Any] | None = None, annotations: dict[str, str] | None = None) -> Any:
+def body(spec: dict[str, Any] | None = None) -> Any:
     base = {"model": {"source": "pvc://models/tiny"}, "resources": {"memory": "2Gi"}}
     meta = {"name": "chat", "namespace": "ns", "uid": "u", "generation": 3}
-    return {
-        "metadata": {**meta, "annotations": annotations or {}},
-        "spec": {**base, **(spec or {})},
-    }
+    return {"metadata": meta, "spec": {**base, **(spec or {})}}
 
 
 def test_sources() -> None:
@@ -96,19 +93,13 @@ def test_defaults_are_not_invented() -> None:
         ({"scheduling": {"nodeSelector": {"a": "b"}}}, True),
         ({"model": {"source": "pvc://models/other"}}, True),
         ({"engine": {}}, False),
+        ({"restartedAt": "now"}, True),
+        ({"upgradePolicy": "Latest"}, False),
     ],
 )
 def test_only_what_changes_pods_makes_a_revision(change: dict[str, Any], moves: bool) -> None:
     one, other = parse(body()), parse(body(change))
     assert (one.inputs_json != other.inputs_json) == moves
-
-
-def test_a_restart_annotation_makes_a_revision_with_the_same_image() -> None:
-    first = wanted(parse(body()), [], "default@one")
-    restarted = parse(body(annotations={"kvline.dev/restart": "2026-11-21T10:00:00Z"}))
-    again = wanted(restarted, [first], "default@two")
-    assert again.name != first.name
-    assert again.image == "default@one"
 
 
 def test_a_new_default_image_moves_no_pod() -> None:
@@ -134,7 +125,7 @@ def test_a_wrong_image_that_is_taken_back_is_taken_back() -> None:
     assert wanted(plain, [bad, good], "default@two") is good
     only = wanted(wrong, [], "default@one")
     assert wanted(plain, [only], "default@one").image == "default@one"
-    restarted = parse(body(annotations={"kvline.dev/restart": "2026-11-21T10:00:00Z"}))
+    restarted = parse(body({"restartedAt": "2026-11-21T10:00:00Z"}))
     assert wanted(restarted, [bad, good], "default@two", good.name).image == "default@one"
 
 

@@ -15,15 +15,7 @@ from typing import Any
 
 from kvline_contract.codec import camel
 from kvline_contract.launch import EngineOptions, KVCacheDtype, Reuse
-from kvline_contract.names import (
-    ANNOTATION_PAUSED,
-    ANNOTATION_PROMOTE,
-    ANNOTATION_RESTART,
-    ANNOTATION_UPGRADE,
-    CPU_RANK,
-    base_name,
-    hub_folder,
-)
+from kvline_contract.names import CPU_RANK, base_name, hub_folder
 from kvline_operator.errors import SpecError
 
 SOURCE = re.compile(
@@ -40,8 +32,11 @@ REVISION_FIELDS = (
     "access",
     "drainSeconds",
     "podMetadata",
+    "restartedAt",
 )
 REVISION_CAPACITY_FIELDS = ("kvTokens", "headroomMiB")
+# Fields of spec.rollout that ask for an act, and are no policy that a candidate is tried under.
+ACTS = ("paused", "promote")
 ENGINE_FIELDS = {camel(field.name) for field in fields(EngineOptions)}
 
 
@@ -68,16 +63,23 @@ class OnFailure(StrEnum):
     HOLD = "Hold"
 
 
+class UpgradePolicy(StrEnum):
+    """Which image a spec without spec.image gets."""
+
+    PINNED = "Pinned"  # the stable revision's
+    LATEST = "Latest"  # the operator's default image
+
+
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """spec.rollout, with the annotations of a rollout; a change restarts no pod."""
+    """spec.rollout; a change restarts no pod."""
 
     strategy: Strategy = Strategy.SURGE
     min_capacity_percent: int = 95
     progress_deadline_seconds: int = 1800
     on_failure: OnFailure = OnFailure.ROLLBACK
-    promote: str = ""  # annotation kvline.dev/promote: a revision
-    paused: bool = False  # annotation kvline.dev/paused
+    promote: str = ""  # a revision
+    paused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ class ServiceSpec:
     generation: int
     base: str
     image: str | None
+    upgrade_policy: UpgradePolicy
     source: ModelSource
     served_name: str
     replicas: int
@@ -137,15 +140,16 @@ def parse(body: dict[str, Any]) -> ServiceSpec:
         generation=metadata.get("generation", 0),
         base=base_name(metadata["name"]),
         image=spec.get("image"),
+        upgrade_policy=UpgradePolicy(spec.get("upgradePolicy", UpgradePolicy.PINNED)),
         source=parse_source(model.get("source")),
         served_name=model.get("servedName") or metadata["name"],
         replicas=spec.get("replicas", 1),
         min_kv_tokens=(spec.get("capacity") or {}).get("minKVTokens", 0),
         reuse=_reuse(spec),
-        rollout=_rollout(metadata, spec),
+        rollout=_rollout(spec),
         autoscaling=_autoscaling(spec),
         policy=_policy(spec),
-        inputs_json=canonical(inputs(metadata, _checked(spec))),
+        inputs_json=canonical(inputs(_checked(spec))),
     )
 
 
@@ -170,9 +174,8 @@ def _reuse(spec: dict[str, Any]) -> Reuse:
         raise SpecError(f"spec.capacity.reuse must be Auto or Never, got {value!r:.80}") from None
 
 
-def _rollout(metadata: dict[str, Any], spec: dict[str, Any]) -> Rollout:
+def _rollout(spec: dict[str, Any]) -> Rollout:
     rollout = spec.get("rollout") or {}
-    annotations = metadata.get("annotations") or {}
     default = Rollout()
     return Rollout(
         strategy=Strategy(rollout.get("strategy", default.strategy)),
@@ -181,14 +184,16 @@ def _rollout(metadata: dict[str, Any], spec: dict[str, Any]) -> Rollout:
             "progressDeadlineSeconds", default.progress_deadline_seconds
         ),
         on_failure=OnFailure(rollout.get("onFailure", default.on_failure)),
-        promote=annotations.get(ANNOTATION_PROMOTE, ""),
-        paused=annotations.get(ANNOTATION_PAUSED) == "true",
+        promote=rollout.get("promote", default.promote),
+        paused=rollout.get("paused", default.paused),
     )
 
 
 def _policy(spec: dict[str, Any]) -> str:
-    """Without defaults, so that an operator with more fields computes the same digest."""
-    text = canonical([spec.get("rollout") or {}, spec.get("capacity") or {}])
+    """Without defaults, so that an operator with more fields computes the same digest; without
+    acts, so that a pause does not try an expired candidate again."""
+    rollout = {k: v for k, v in (spec.get("rollout") or {}).items() if k not in ACTS}
+    text = canonical([rollout, spec.get("capacity") or {}])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -244,17 +249,13 @@ def device_class(resources: dict[str, Any]) -> str:
     return str(resources.get("gpuDeviceClass", "")) if resources.get("gpus") else ""
 
 
-def inputs(metadata: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
-    """The fields and annotations that make a revision. Absent fields stay absent."""
+def inputs(spec: dict[str, Any]) -> dict[str, Any]:
+    """The fields that make a revision. Absent fields stay absent."""
     out: dict[str, Any] = {key: spec[key] for key in REVISION_FIELDS if spec.get(key)}
     capacity = spec.get("capacity") or {}
     pinned = {key: capacity[key] for key in REVISION_CAPACITY_FIELDS if key in capacity}
     if pinned:
         out["capacity"] = pinned
-    annotations = metadata.get("annotations") or {}
-    for key, name in ((ANNOTATION_RESTART, "restart"), (ANNOTATION_UPGRADE, "upgrade")):
-        if key in annotations:
-            out[name] = annotations[key][:64]
     return out
 
 

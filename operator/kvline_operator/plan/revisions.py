@@ -1,6 +1,8 @@
 """The revision of a spec. Pure.
 
-Two specs with equal inputs and image are the same revision.
+Two specs with equal inputs and image are the same revision. Without spec.image the image is the
+stable revision's, with spec.upgradePolicy Latest the operator's default: so a new default image
+restarts no pod unasked, and removing a wrong spec.image reverts it.
 """
 
 from __future__ import annotations
@@ -11,12 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvline_contract.names import ANNOTATION_IMAGE, LABEL_REVISION
-from kvline_operator.api.spec import ServiceSpec, canonical
+from kvline_operator.api.spec import ServiceSpec, UpgradePolicy, canonical, gpus
 from kvline_operator.errors import SpecError
 
 SAFE_ALPHABET = "bcdfghjklmnpqrstvwxz2456789"  # as Kubernetes uses: no vowels, so no words
 LENGTH = 5
 HISTORY_LIMIT = 10
+# Inputs that change no pod. `restart` and `upgrade` are of operators that had annotations for it.
+ASKED = ("restartedAt", "restart", "upgrade")
+Object = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +31,11 @@ class Revision:
     inputs_json: str
     number: int  # increases with each new revision of a service
     named: bool = False  # its image is of spec.image, not the operator's default
+
+    @property
+    def inputs(self) -> Object:
+        """A fresh copy of its inputs."""
+        return dict(json.loads(self.inputs_json))
 
 
 def revision_hash(inputs_json: str, image: str, counter: int = 0) -> str:
@@ -60,22 +70,25 @@ def wanted(
     spec: ServiceSpec, existing: list[Revision], default_image: str, stable: str = ""
 ) -> Revision:
     """The revision of this spec: an existing one with equal inputs and image, else a new one.
-
-    Without spec.image, the image is that of the stable revision if its inputs are equal, else that
-    of the newest revision with equal inputs and a default image, so that a new default image
-    restarts no pod and removing a wrong spec.image reverts it. Raises SpecError without any image.
-    """
-    existing = sorted(existing, key=lambda revision: revision.name != stable)
-    unnamed = [r for r in existing if r.name == stable or not r.named]
-    for revision in existing if spec.image else unnamed:
-        if revision.inputs_json == spec.inputs_json and spec.image in (None, revision.image):
-            return revision
-    image = spec.image or _inherited_image(spec, unnamed) or default_image
+    `stable` is the one that was accepted last. Raises SpecError without any image."""
+    newest_first = sorted(existing, key=lambda revision: -revision.number)
+    accepted = next((r for r in newest_first if r.name == stable), None)
+    ordered = [*filter(None, (accepted,)), *(r for r in newest_first if r is not accepted)]
+    same = [r for r in ordered if _same(spec, r.inputs)]
+    image = spec.image or (default_image if spec.upgrade_policy is UpgradePolicy.LATEST else "")
+    if not image:
+        # Also a newest one with another image than the stable one: a rollout of both is going on.
+        under_way = [accepted, *(r for r in newest_first[:1] if not r.named)]
+        if (found := next((r for r in under_way if r in same), None)) is not None:
+            return found
+        image = _pinned_image(spec, accepted, newest_first) or default_image
     if not image:
         raise SpecError(
             f"spec.image is required: spec.resources.gpus is {spec.gpus}, and the operator was "
             "started without --default-cuda-image (the chart's image.cuda)"
         )
+    if (found := next((r for r in same if r.image == image), None)) is not None:
+        return found
     taken = {revision.name for revision in existing}
     counter = 0
     while (name := revision_hash(spec.inputs_json, image, counter)) in taken:
@@ -84,11 +97,30 @@ def wanted(
     return Revision(name, image, spec.inputs_json, number, bool(spec.image))
 
 
-def _inherited_image(spec: ServiceSpec, existing: list[Revision]) -> str | None:
-    """The image of the revision that annotation kvline.dev/restart restarts."""
-    without = {k: v for k, v in spec.inputs.items() if k != "restart"}
-    for revision in existing:
-        other = {k: v for k, v in json.loads(revision.inputs_json).items() if k != "restart"}
-        if other == without:
-            return revision.image
-    return None
+def same_pods(one: Object, other: Object) -> bool:
+    """Whether revisions with these inputs differ in nothing but when they were asked for."""
+    return _without(one, ASKED) == _without(other, ASKED)
+
+
+def _same(spec: ServiceSpec, inputs: Object) -> bool:
+    """Whether a revision with these inputs is the spec's. Without spec.restartedAt it is, whenever
+    it was restarted: taking the field away restarts nothing."""
+    asked = spec.inputs.get("restartedAt")
+    restarted = inputs.get("restartedAt", inputs.get("restart"))
+    return same_pods(spec.inputs, inputs) and asked in (None, restarted)
+
+
+def _pinned_image(
+    spec: ServiceSpec, accepted: Revision | None, newest_first: list[Revision]
+) -> str:
+    """The image of the stable revision, for the same kind of device; before there is one, of the
+    newest revision with these inputs. Empty where there is none."""
+    if accepted is not None:
+        resources = accepted.inputs.get("resources", {})
+        return accepted.image if bool(gpus(resources)) == bool(spec.gpus) else ""
+    unnamed = (r for r in newest_first if not r.named)
+    return next((r.image for r in unnamed if same_pods(spec.inputs, r.inputs)), "")
+
+
+def _without(inputs: Object, keys: tuple[str, ...]) -> Object:
+    return {key: value for key, value in inputs.items() if key not in keys}
