@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--compare",
         metavar="FIELD=VALUE,...",
         help="then measure with each of these changes of the spec alone, such as "
-        "kvCacheDtype=fp8,gpus=2, and print a table of what each gives",
+        "kvCacheDtype=fp8,memory=4Gi, and print a table of what each gives",
     )
     size.add_argument(
         "--json",
@@ -247,12 +247,13 @@ def _run(arguments: argparse.Namespace) -> int:
         if not launch.require_tls:
             _refuse(arguments, ["tls_dir"], "the file does not require TLS")
 
-        def start(asked: LaunchConfig) -> Supervisor:
+        def start(asked: LaunchConfig, memory: int | None = None) -> Supervisor:
             config = arguments.config
             if config is None or asked != launch:
                 config = own / "launch.json"
                 config.write_text(asked.dumps())
-            supervisor = Supervisor(_options(arguments, config, state), asked)
+            options = _options(arguments, config, state)
+            supervisor = Supervisor(replace(options, memory=memory or options.memory), asked)
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: supervisor.stop())
             return supervisor
@@ -260,13 +261,14 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.command == "serve":
             return start(launch).run()
         from kvline_server import compare, size
-        from kvline_server.memory.device import host_limit, unbounded
+        from kvline_server.memory.device import container_limit, host_limit, unbounded
 
         if arguments.write_record:  # reported before the work, not after it
             size.check_writable(arguments.write_record)
         if comparison is not None:
             try:
                 every = compare.choices(comparison, launch)
+                compare.check_memory(every, container_limit())
             except ContractError as error:
                 build_parser().error(f"argument --compare: {error}")
             compare.check_ranks(every)

@@ -3,6 +3,7 @@ the other, as each takes the whole device."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -15,11 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 from kvline_contract.codec import ContractError, camel, encode
-from kvline_contract.launch import EngineOptions, LaunchConfig
+from kvline_contract.launch import Device, EngineOptions, LaunchConfig
 from kvline_contract.memory import EXPERTS, KV_CACHE, SCALES, WEIGHTS
 from kvline_contract.report import SizingReport
 from kvline_server.errors import ModelUnsupported
-from kvline_server.flags import with_flag_names
+from kvline_server.flags import quantity, with_flag_names
 from kvline_server.model import shard
 from kvline_server.model.config import read_config
 from kvline_server.parent.supervisor import Supervisor
@@ -33,12 +34,14 @@ SETTINGS = {
     "gpus": ("tensorParallel",),
     "headroomMiB": ("capacity", "headroomMiB"),
 }
+MEMORY = "memory"  # the container's limit, which no launch file has
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     name: str
     launch: LaunchConfig
+    memory: int | None = None  # bytes; None: as given
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ def choices(text: str, launch: LaunchConfig) -> list[Choice]:
         raise ContractError("a pinned kvTokens is the budget of every choice: leave it out")
     if len(every) > MAX_CHOICES:
         raise ContractError(f"expected at most {MAX_CHOICES} choices, got {len(every)}")
-    made = [Choice(AS_GIVEN, launch), *(Choice(each, _changed(each, launch)) for each in every)]
+    made = [Choice(AS_GIVEN, launch), *(_choice(each, launch) for each in every)]
     if len(set(every)) < len(every):
         raise ContractError("expected each choice once")
     return made
@@ -72,10 +75,32 @@ def check_ranks(every: list[Choice]) -> None:
                 raise ModelUnsupported(f"--compare, {choice.name}: {error}") from None
 
 
+def check_memory(every: list[Choice], limit: int | None) -> None:
+    """Before any is measured. `limit`: of the container, which a larger choice would be measured
+    with in its place. Raises ContractError."""
+    for choice in every:
+        if choice.memory is not None and limit is not None and choice.memory > limit:
+            raise ContractError(
+                f"{choice.name}: more than the {limit >> 20} MiB that this container may take"
+            )
+
+
+def _choice(choice: str, launch: LaunchConfig) -> Choice:
+    field, _, value = choice.partition("=")
+    if field != MEMORY or not value:
+        return Choice(choice, _changed(choice, launch))
+    if launch.device is Device.CUDA:
+        raise ContractError(f"{choice[:80]}: memory of the host holds no KV cache of a GPU")
+    try:
+        return Choice(choice, launch, quantity(value))
+    except argparse.ArgumentTypeError as error:
+        raise ContractError(f"{choice[:80]}: {error}") from None
+
+
 def _changed(choice: str, launch: LaunchConfig) -> LaunchConfig:
     field, _, value = choice.partition("=")
     if field not in SETTINGS or not value:
-        known = ", ".join(SETTINGS)
+        known = ", ".join((*SETTINGS, MEMORY))
         raise ContractError(f"expected FIELD=VALUE, of {known}; got {choice[:80]!r}")
     document: dict[str, Any] = encode(launch)
     into = document
@@ -93,7 +118,7 @@ def _changed(choice: str, launch: LaunchConfig) -> LaunchConfig:
 
 def show(
     every: list[Choice],
-    start: Callable[[LaunchConfig], Supervisor],
+    start: Callable[[LaunchConfig, int | None], Supervisor],
     as_json: bool,
     record: Path | None,
 ) -> int:
@@ -104,7 +129,7 @@ def show(
     before: Supervisor | None = None
     for number, choice in enumerate(every, 1):
         console.print(f"{choice.name} ({number} of {len(every)})", style="bold", highlight=False)
-        supervisor = start(choice.launch)
+        supervisor = start(choice.launch, choice.memory)
         if before is not None and before.health.draining:  # a signal before this one took them
             code = INTERRUPTED
             break

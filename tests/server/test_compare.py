@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ from test_size import size
 from waiting import limit
 
 from kvline_contract.codec import ContractError
-from kvline_contract.launch import CapacityOptions, EngineOptions, KVCacheDtype
-from kvline_server.compare import AS_GIVEN, SETTINGS, choices
+from kvline_contract.launch import CapacityOptions, Device, EngineOptions, KVCacheDtype
+from kvline_server.compare import AS_GIVEN, SETTINGS, check_memory, choices
 
 AS_GIVEN_CELL = AS_GIVEN.replace(" ", "-")
 GIVEN = launch_config(Path("/model"), engine=EngineOptions(max_model_len=64))
@@ -46,6 +47,8 @@ def test_each_choice_changes_one_setting_of_the_launch() -> None:
         ("gpus=9", "^gpus=9: expected 1 to 8, got 9"),
         ("gpus=-1", "^gpus=-1: expected 1 to 8, got -1"),
         ("gpus=two", "^gpus=two: expected an integer"),
+        ("memory=two", "^memory=two: expected a quantity such as 2Gi, got 'two'"),
+        ("memory=", "got 'memory='"),
         ("maxModelLen=1", "^maxModelLen=1: expected 16 to"),
         ("gpus=2,gpus=2", "expected each choice once"),
         (",".join(f"gpus={n}" for n in range(9)), "at most 8 choices, got 9"),
@@ -60,6 +63,17 @@ def test_a_pinned_budget_leaves_nothing_to_compare() -> None:
     pinned = launch_config(Path("/model"), capacity=CapacityOptions(kv_tokens=2048))
     with pytest.raises(ContractError, match="pinned kvTokens is the budget of every choice"):
         choices("gpus=2", pinned)
+
+
+def test_memory_is_compared_on_a_cpu_up_to_the_container_s_limit() -> None:
+    first, more = every = choices("memory=1.5Gi", GIVEN)
+    assert (first.memory, more.memory, more.launch) == (None, 1536 << 20, GIVEN)
+    check_memory(every, None)
+    check_memory(every, 1536 << 20)
+    with pytest.raises(ContractError, match=r"^memory=1.5Gi: more than the 1024 MiB that this"):
+        check_memory(every, 1 << 30)
+    with pytest.raises(ContractError, match=r"^memory=1.5Gi: memory of the host holds no KV cache"):
+        choices("memory=1.5Gi", replace(GIVEN, device=Device.CUDA))
 
 
 def test_every_setting_of_the_engine_can_be_compared() -> None:
@@ -88,6 +102,16 @@ def test_all_have_the_same_memory(tiny_model: Path) -> None:
     totals = [r["result"]["memory"]["totalMiB"] for r in json.loads(done.stdout).values()]
     assert len(totals) == 3 and len(set(totals)) == 1
     assert done.stderr.count("no container limits memory") <= 1
+
+
+@pytest.mark.process
+def test_each_choice_of_memory_is_measured_within_it(tiny_model: Path) -> None:
+    words = ("--compare", "memory=1300Mi,kvCacheDtype=fp8", "--json")
+    reports = json.loads(size(tiny_model, *words).stdout)
+    totals = {name: r["result"]["memory"]["totalMiB"] for name, r in reports.items()}
+    assert totals == {AS_GIVEN: 900, "memory=1300Mi": 1300, "kvCacheDtype=fp8": 900}
+    tokens = {name: r["result"]["kvTokens"] for name, r in reports.items()}
+    assert tokens["memory=1300Mi"] > tokens[AS_GIVEN]
 
 
 @pytest.mark.process
