@@ -17,7 +17,7 @@ from pictures import board
 
 from kvline_contract.report import SizingReport, State
 from kvline_operator.kube import Kube
-from kvline_operator.observe.reports import fetch
+from kvline_operator.observe.reports import Reports
 from kvline_operator.page import app as page
 from kvline_operator.report.metrics import Metrics
 from kvline_operator.run.probe import ProbeServer
@@ -89,10 +89,11 @@ def test_a_pod_s_report_is_read_at_an_address_of_either_family(
     server = InternalServer(Options(tmp_path, tmp_path).host, 0, health)
     server.start()
     try:
-        reading = fetch(address, server.server_port, "uid")
+        reading = Reports(server.server_port, 1.0).read("uid", address, ready=False)
         assert isinstance(reading.report, SizingReport), reading.error
         assert reading.report.state is not State.VALIDATED
     finally:
         server.shutdown()
         server.server_close()
-    assert f"{'[::1]' if ':' in address else address}:" in fetch(address, 9, "uid").error
+    nobody = Reports(9, 1.0).read("uid", address, ready=False)
+    assert f"{'[::1]' if ':' in address else address}:" in nobody.error

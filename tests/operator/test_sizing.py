@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from waiting import within
+from waiting import eventually, within
 
 from kvline_contract.memory import MemoryV1
 from kvline_contract.report import (
@@ -19,7 +19,8 @@ from kvline_contract.report import (
     Source,
     State,
 )
-from kvline_operator.observe.reports import Reports, fetch
+from kvline_operator.observe.ask import Request, Silent
+from kvline_operator.observe.reports import REPORT_PATH, Reading, Reports
 
 GOOD = SizingReport("uid", "pod", "abcde", 3, State.PROBING, "t0", "t1")
 VALIDATED = replace(
@@ -54,6 +55,17 @@ def answering(
         yield server.getsockname()[1]
 
 
+def fetch(port: int) -> Reading:
+    reports = Reports(port, 300)
+
+    def read() -> Reading | None:
+        reading = reports.read("uid", "127.0.0.1", ready=False)
+        return None if "no answer" in reading.error else reading
+
+    found: Reading = eventually(read, 30, on="server")
+    return found
+
+
 def body(text: str | bytes, status: str = "200 OK") -> Callable[[socket.socket], None]:
     raw = text.encode() if isinstance(text, str) else text
     return lambda s: s.sendall(f"HTTP/1.0 {status}\r\n\r\n".encode() + raw)
@@ -74,7 +86,7 @@ def drip(connection: socket.socket) -> None:
 
 def test_a_report_is_read() -> None:
     with answering(body(GOOD.dumps())) as port:
-        assert fetch("127.0.0.1", port, "uid").report == GOOD
+        assert fetch(port).report == GOOD
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -85,7 +97,7 @@ def test_a_report_is_asked_for_in_this_version_and_read_in_both(version: int) ->
         body(VALIDATED.dumps(version))(connection)
 
     with answering(answer, asked.append) as port:
-        assert fetch("127.0.0.1", port, "uid").report == VALIDATED
+        assert fetch(port).report == VALIDATED
     assert [head.split(b"\r\n")[0] for head in asked] == [b"GET /sizing?version=2 HTTP/1.0"]
 
 
@@ -111,7 +123,7 @@ BAD = {
 def test_a_bad_answer_is_invalid_and_says_why(name: str) -> None:
     with answering(BAD[name]) as port:
         with within(5.5):
-            reading = fetch("127.0.0.1", port, "uid")
+            reading = fetch(port)
         assert reading.report is None
         assert reading.invalid
         assert 0 < len(reading.error) < 300
@@ -120,15 +132,13 @@ def test_a_bad_answer_is_invalid_and_says_why(name: str) -> None:
 
 @pytest.mark.fault("F38", shows="an answer that drips ends within its time")
 def test_a_slow_answer_ends_in_time() -> None:
-    with answering(drip) as port:
-        with within(1):
-            reading = fetch("127.0.0.1", port, "uid", seconds=0.5)
-        assert (reading.report, reading.invalid) == (None, False)
+    with answering(drip) as port, within(1), pytest.raises(Silent):
+        Request("127.0.0.1", port, REPORT_PATH).begin(seconds=0.5).result()
 
 
 @pytest.mark.fault("F38", shows="nobody there is Unreachable")
 def test_nobody_there_is_unreachable() -> None:
-    reading = fetch("127.0.0.1", 1, "uid")
+    reading = fetch(1)
     assert not reading.invalid
     assert "127.0.0.1:1" in reading.error
 
