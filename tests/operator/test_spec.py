@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvline_operator.api.spec import parse, parse_source
+from kvline_operator.api.source import Claim, Download, Hub, source_of
+from kvline_operator.api.spec import parse
 from kvline_operator.errors import SpecError
 from kvline_operator.plan.render import Owner, controller_revision, launch_config
 from kvline_operator.plan.revisions import Revision, known, revision_hash, wanted
@@ -23,10 +24,21 @@ def body(spec: dict[str, Any] | None = None) -> Any:
 
 
 def test_sources() -> None:
-    hub = parse_source(f"hf://org/name@{COMMIT}")
-    assert (hub.from_hub, hub.path, hub.commit) == (True, f"org--name/{COMMIT}", COMMIT)
-    claim = parse_source("pvc://models/a/b")
-    assert (claim.from_hub, claim.claim, claim.path) == (False, "models", "a/b")
+    """Each brings its volume, who downloads it, the ports for that, and what identifies it."""
+    text, folder = f"hf://org/name@{COMMIT}", f"org--name/{COMMIT}"
+    token = {"name": "s", "key": "k"}
+    hub = source_of({"source": text, "tokenSecret": token})
+    assert hub == Hub(text, folder, token=token)
+    assert (hub.download, hub.identity) == (Download.POD, "hf://org/name")
+    assert hub.volume == {"emptyDir": {"sizeLimit": "200Gi"}} and hub.egress(443) == [443]
+    cached = source_of({"source": text, "cache": {"claim": "models"}})
+    assert cached == Hub(text, folder, "models") and cached.download is Download.JOB
+    assert cached.volume == {"persistentVolumeClaim": {"claimName": "models"}}
+    claim = source_of({"source": "pvc://models/a/b"})
+    assert claim == Claim("pvc://models/a/b", "models", "a/b")
+    assert (claim.download, claim.identity) == (Download.NOBODY, "pvc://models/a/b")
+    assert claim.volume == {"persistentVolumeClaim": {"claimName": "models", "readOnly": True}}
+    assert claim.egress(443) == []
 
 
 @pytest.mark.parametrize(

@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
 from kvline_contract.codec import camel
 from kvline_contract.launch import EngineOptions, KVCacheDtype, Reuse
-from kvline_contract.names import CPU_RANK, base_name, hub_folder
+from kvline_contract.names import CPU_RANK, base_name
+from kvline_operator.api.source import ModelSource, source_of
 from kvline_operator.errors import SpecError
 
-SOURCE = re.compile(
-    r"(?:hf://(?P<org>[\w.-]+)/(?P<name>[\w.-]+)@(?P<commit>[0-9a-f]{40})"
-    r"|pvc://(?P<claim>[a-z0-9-]+)/(?P<path>[\w./-]+))",
-    re.ASCII,
-)
 # Fields that change pods and therefore make a revision; thresholds and replicas do not.
 REVISION_FIELDS = (
     "model",
@@ -38,18 +33,6 @@ REVISION_CAPACITY_FIELDS = ("kvTokens", "headroomMiB")
 # Fields of spec.rollout that ask for an act, and are no policy that a candidate is tried under.
 ACTS = ("paused", "promote")
 ENGINE_FIELDS = {camel(field.name) for field in fields(EngineOptions)}
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSource:
-    text: str
-    claim: str | None  # pvc:// claim
-    path: str  # below /models
-    commit: str  # of hf://, else empty
-
-    @property
-    def from_hub(self) -> bool:
-        return self.claim is None
 
 
 class Strategy(StrEnum):
@@ -141,7 +124,7 @@ def parse(body: dict[str, Any]) -> ServiceSpec:
         base=base_name(metadata["name"]),
         image=spec.get("image"),
         upgrade_policy=UpgradePolicy(spec.get("upgradePolicy", UpgradePolicy.PINNED)),
-        source=parse_source(model.get("source")),
+        source=source_of(model),
         served_name=model.get("servedName") or metadata["name"],
         replicas=spec.get("replicas", 1),
         min_kv_tokens=(spec.get("capacity") or {}).get("minKVTokens", 0),
@@ -211,21 +194,6 @@ def _autoscaling(spec: dict[str, Any]) -> Autoscaling | None:
         ),
         scale_up_percent=given.get("scaleUpPercent", default.scale_up_percent),
     )
-
-
-def parse_source(text: Any) -> ModelSource:
-    match = SOURCE.fullmatch(text) if isinstance(text, str) else None
-    if match is None:
-        raise SpecError(
-            "spec.model.source must be hf://org/name@<40 hex> or pvc://claim/path, "
-            f"got {text!r:.80}"
-        )
-    if match["claim"]:
-        if ".." in match["path"].split("/"):
-            raise SpecError(f"spec.model.source must not contain ..: {text!r:.80}")
-        return ModelSource(text, match["claim"], match["path"], "")
-    folder = hub_folder(match["org"], match["name"], match["commit"])
-    return ModelSource(text, None, folder, match["commit"])
 
 
 def scheme(inputs: dict[str, Any]) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 
 from kvline_contract.launch import KVCacheDtype
 from kvline_contract.times import stamp
-from kvline_operator.api.spec import gpus, parse_source, ranks
+from kvline_operator.api.source import source_of
+from kvline_operator.api.spec import gpus, ranks
 from kvline_operator.observe.pods import Measured
 from kvline_operator.plan.gate import Baseline, ComparisonGroup
 from kvline_operator.plan.rollout import RolloutPlan
@@ -52,10 +53,9 @@ def without_used_promotions(
 
 
 def comparison_group(inputs: Object) -> ComparisonGroup:
-    source = parse_source(inputs["model"]["source"])
     resources, engine = inputs["resources"], inputs.get("engine", {})
     return ComparisonGroup(
-        source.text.partition("@")[0],
+        source_of(inputs["model"]).identity,
         gpus(resources),
         ranks(resources),
         engine.get("kvCacheDtype", KVCacheDtype.AUTO),

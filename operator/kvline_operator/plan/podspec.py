@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvline_contract import names, tracing
+from kvline_operator.api.source import Download, ModelSource
 from kvline_operator.api.spec import ServiceSpec, device_class, gpus, ranks
 from kvline_operator.plan import placement
 from kvline_operator.plan.revisions import Revision
@@ -18,7 +19,6 @@ GPU_CLAIM = "gpu"  # name of the pod's claim, and of the claim's request
 DRAIN_SECONDS = 120  # default of spec.drainSeconds, also the server's
 START_SECONDS = 6 * 3600  # of a start, which may read a large model from a slow volume
 EXIT_SECONDS = 15  # for the engine to exit after the drain
-CACHE_SIZE_LIMIT = "200Gi"
 STATE_SIZE_LIMIT = "4Gi"
 SHARED_MEMORY, SHARED_MEMORY_OF_RANKS = "64Mi", "1Gi"  # several ranks exchange steps there
 
@@ -63,8 +63,8 @@ def pod_template(
     if "tlsSecret" in access:
         items = [{"key": name, "path": name} for name in (names.TLS_CERTIFICATE, names.TLS_KEY)]
         _mount_secret(pod, "tls", access["tlsSecret"]["name"], names.TLS_DIR, items)
-    if spec.source.from_hub and (alone or "cache" not in inputs["model"]):
-        pod["initContainers"] = [download_container(inputs, revision.image, settings)]
+    if spec.source.download is Download.POD or (alone and spec.source.download is Download.JOB):
+        pod["initContainers"] = [download_container(spec.source, revision.image, settings)]
     pod |= placement.fields(inputs, base, revision.name, settings)
     return {
         "metadata": placement.metadata(inputs, placement.labels(base, revision.name)),
@@ -208,14 +208,13 @@ def check_container(stored: Object) -> Object:
     }
 
 
-def download_container(inputs: Object, image: str, settings: Settings) -> Object:
+def download_container(source: ModelSource, image: str, settings: Settings) -> Object:
     """Downloads the model. This container, and the check made from it, have the hub token."""
     environment: list[Object] = [{"name": n, "value": names.STATE_DIR} for n in ("HOME", "TMPDIR")]
     if settings.hub_endpoint:
         environment.append({"name": "HF_ENDPOINT", "value": settings.hub_endpoint})
-    secret = inputs["model"].get("tokenSecret")
-    if secret:
-        reference = {"name": secret["name"], "key": secret["key"]}
+    if source.token is not None:
+        reference = {"name": source.token["name"], "key": source.token["key"]}
         environment.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": reference}})
     return {
         "name": names.DOWNLOAD_CONTAINER,
@@ -245,17 +244,7 @@ def _volumes(spec: ServiceSpec, inputs: Object, launch: str, gate: str, base: st
         {"name": "launch", "configMap": {"name": launch}},
         {"name": "gate", "configMap": {"name": gate}},
         {"name": "records", "configMap": records},
-        {"name": "models", **_models(spec, inputs)},
+        {"name": "models", **spec.source.volume},
         {"name": "state", "emptyDir": {"sizeLimit": STATE_SIZE_LIMIT}},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shared}},
     ]
-
-
-def _models(spec: ServiceSpec, inputs: Object) -> Object:
-    if spec.source.claim is not None:
-        claim = {"claimName": spec.source.claim, "readOnly": True}
-        return {"persistentVolumeClaim": claim}
-    cache = inputs["model"].get("cache")
-    if cache:
-        return {"persistentVolumeClaim": {"claimName": cache["claim"]}}
-    return {"emptyDir": {"sizeLimit": CACHE_SIZE_LIMIT}}

@@ -24,7 +24,8 @@ from kvline_contract.launch import (
     Model,
     Record,
 )
-from kvline_operator.api.spec import ServiceSpec, gpus, parse_source, ranks
+from kvline_operator.api.source import Download, source_of
+from kvline_operator.api.spec import ServiceSpec, gpus, ranks
 from kvline_operator.plan.autoscale import Scale
 from kvline_operator.plan.podspec import GPU_CLAIM, download_container, pod_template
 from kvline_operator.plan.revisions import Revision
@@ -192,8 +193,8 @@ def controller_revision(spec: ServiceSpec, revision: Revision, settings: Setting
         **({"imageNamed": True} if revision.named else {}),
         "podTemplate": pod_template(owner.base, spec, revision, settings),
     }
-    if spec.source.from_hub and "cache" in spec.inputs["model"]:
-        data["download"] = download_container(spec.inputs, revision.image, settings)
+    if spec.source.download is Download.JOB:
+        data["download"] = download_container(spec.source, revision.image, settings)
     if spec.device_class:
         data["claimTemplate"] = claim_template(spec.inputs["resources"])
     data["launch"] = launch_config(owner, revision.name, data).dumps()
@@ -293,7 +294,7 @@ def launch_config(owner: Owner, revision: str, data: Object) -> LaunchConfig:
     inputs = data["inputs"]
     model, engine = inputs["model"], inputs.get("engine", {})
     capacity = inputs.get("capacity", {})
-    source = parse_source(model["source"])
+    source = source_of(model)
     return LaunchConfig(
         version=VERSION,
         namespace=owner.namespace,

@@ -13,6 +13,7 @@ from kvline_contract.codec import encode
 from kvline_contract.exits import meaning
 from kvline_contract.names import LABEL_SERVICE
 from kvline_contract.report import MAX_WARNINGS, Termination
+from kvline_operator.api.source import Download
 from kvline_operator.api.spec import ServiceSpec, Strategy
 from kvline_operator.observe.ended_pods import EndedPod
 from kvline_operator.observe.pods import PodView, condition_of
@@ -224,8 +225,7 @@ def spec_warnings(spec: ServiceSpec) -> list[str]:
             "spec.access.apiKeySecret without tlsSecret: the API port is plain HTTP, so clients "
             "send the key in clear text unless a mesh or an ingress encrypts the way to the pods"
         )
-    uncached = spec.source.claim is None and "cache" not in inputs.get("model", {})
-    if uncached and spec.rollout.strategy is Strategy.RECREATE:
+    if spec.source.download is Download.POD and spec.rollout.strategy is Strategy.RECREATE:
         found.append(
             "spec.rollout.strategy Recreate without spec.model.cache: nothing serves while a new "
             "revision downloads its model"
