@@ -25,6 +25,7 @@ from kvline_operator.report.display import (
     verdict,
     wanted,
 )
+from kvline_operator.report.estimates import ARITHMETIC, per_gib, rows
 from kvline_operator.report.kstatus import plain
 from kvline_operator.report.status_cache import RevisionEntry
 
@@ -77,6 +78,7 @@ def service(body: Object) -> RenderableType:
         )
         if not capacity.get("serving", True):
             parts.append(Text(f"no replica serves now; the last one served until {_as_of(status)}"))
+        parts += estimates(status)
     made = table("CONDITION", "STATUS", "REASON", "MESSAGE")
     for item in plain(status):
         state = Text(item["status"], COLORS[item["status"]])
@@ -116,6 +118,17 @@ def waterfall(device: Memory) -> Table:
     return made
 
 
+def estimates(status: Object) -> list[RenderableType]:
+    """What would give each replica more KV tokens; empty before one has served."""
+    parts: list[RenderableType] = ["", per_gib(status)] if per_gib(status) else []
+    if shown := rows(status):
+        made = table("WOULD GIVE A REPLICA", "KV TOKENS", "OF NOW", right=("KV TOKENS", "OF NOW"))
+        for row in shown:
+            made.add_row(row.change, row.tokens, row.ratio)
+        parts += ["", made, Text(ARITHMETIC, "dim")]
+    return parts
+
+
 def explain(body: Object, events: list[Object]) -> RenderableType:
     """Why a service does not match its spec, and what to do."""
     meta, status = body["metadata"], body.get("status") or {}
@@ -147,6 +160,7 @@ def explain(body: Object, events: list[Object]) -> RenderableType:
         parts += ["", f"No replica serves; the last one had {tokens} KV tokens ({_as_of(status)})."]
     shown = memories(status)
     parts += waterfalls(shown) if len(shown) > 1 else []
+    parts += estimates(status)
     for text in status.get("warnings") or []:
         parts += ["", Text(f"Warning: {text}", "yellow")]
     if events:

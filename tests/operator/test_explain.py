@@ -31,3 +31,32 @@ def test_warnings_of_replicas_and_the_last_figure_are_explained() -> None:
     assert "binding constraint: KVCache" in text
     assert "largest spec.engine.maxModelLen that fits: 976" in text
     assert "would help: Raise spec.resources.memory to 3Gi" in text
+
+
+def test_what_would_help_is_shown_before_it_is_asked() -> None:
+    rows = [
+        {
+            "field": "spec.resources.memory",
+            "value": "3072Mi",
+            "kvTokens": 39700,
+            "bound": "AtLeast",
+        },
+        {"field": "spec.engine.kvCacheDtype", "value": "fp8", "kvTokens": 32832},
+    ]
+    capacity = {**STATUS["capacity"], "tokensPerGiB": 23301, "estimates": rows}
+    console = Console(width=80)
+    with console.capture() as printed:
+        console.print(
+            explain({"metadata": {"name": "chat"}, "status": {**STATUS, "capacity": capacity}}, [])
+        )
+    text = printed.get()
+    assert "23,301 KV tokens in a GiB of KV cache" in text
+    assert any(
+        line.split() == ["resources.memory", "3072Mi", "at", "least", "39,700", "2.42", "x"]
+        for line in text.splitlines()
+    )
+    assert any(
+        line.split() == ["engine.kvCacheDtype", "fp8", "about", "32,832", "2.00", "x"]
+        for line in text.splitlines()
+    )
+    assert "arithmetic from the measured parts, not measured" in text

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from services import (
     FAILED,
+    GPU,
     HELD,
     LOST,
     PASSED,
@@ -267,6 +268,24 @@ def test_capacity_is_that_of_the_smallest_replica() -> None:
     assert out["capacity"]["spread"] == {"min": 4000, "max": 4096}
     assert out["capacity"]["fullLengthSequences"] == 3
     assert [r["kvTokens"] for r in out["replicaSizing"]] == [4000, 4096]
+
+
+def test_what_would_help_is_there_before_it_is_asked() -> None:
+    """Of the stable revision, also once none of its replicas serves any more."""
+    out, _ = status.build(service_state(ready_pod()), {}, "now")
+    assert out["capacity"]["tokensPerGiB"] == (1 << 30) // 512
+    memory, half = out["capacity"]["estimates"]
+    assert (memory["field"], memory["value"]) == ("spec.resources.memory", "3072Mi")
+    assert memory["bound"] == "AtLeast" and memory["kvTokens"] > 4096
+    assert (half["field"], half["value"]) == ("spec.engine.maxRunningRequests", "2")
+    assert half["bound"] == "AtMost" and half["kvTokens"] > 4096
+    kept = retained(None, CapacityStatus.of([report(State.VALIDATED)]), "then")
+    gone = service_state(PLAIN, stable_state=RevisionState(accepted=1, capacity=kept))
+    assert status.build(gone, {}, "now")[0]["capacity"]["estimates"] == [memory]
+    on_gpu = service_state(ready_pod(), spec=GPU)
+    assert [r["field"] for r in status.build(on_gpu, {}, "now")[0]["capacity"]["estimates"]] == [
+        half["field"]
+    ]
 
 
 def test_an_unready_replica_gives_no_capacity() -> None:

@@ -15,6 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from kvline_contract.listening import listen
 from kvline_operator.api.key import Key
 from kvline_operator.page import view_model
+from kvline_operator.report.estimates import ARITHMETIC
 from kvline_operator.report.status_cache import StatusCache
 
 # Only our own style sheet and script are loaded, whatever a message contains.
@@ -45,6 +46,7 @@ def make(cache: StatusCache, now: Callable[[], datetime] = lambda: datetime.now(
     )
     templates.filters["figure"] = view_model.figure
     templates.filters["moment"] = view_model.moment
+    templates.globals["arithmetic"] = ARITHMETIC
 
     def page(template: str, status: int = 200, **values: object) -> HTMLResponse:
         text = templates.get_template(template).render(now=now(), **values)

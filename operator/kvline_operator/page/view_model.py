@@ -22,6 +22,7 @@ from kvline_operator.report.display import (
     verdict,
     wanted,
 )
+from kvline_operator.report.estimates import Shown, per_gib, rows
 from kvline_operator.report.kstatus import plain
 from kvline_operator.report.status import replica_state
 from kvline_operator.report.status_cache import RevisionEntry, View
@@ -137,6 +138,8 @@ class Service:
     capacity: Object
     ranks: tuple[Waterfall, ...]
     token_bytes: str
+    per_gib: str
+    estimates: tuple[Shown, ...]
     conditions: tuple[ConditionRow, ...]
     replicas: tuple[Replica, ...]
     gate: Gate | None
@@ -194,6 +197,8 @@ def service(view: View, now: datetime) -> Service:
             Waterfall(title, waterfall(found), found.total_mib) for title, found in memories(status)
         ),
         token_bytes=token_bytes(status) if capacity else "",
+        per_gib=per_gib(status),
+        estimates=rows(status),
         conditions=tuple(_condition_row(c) for c in plain(status)),
         replicas=replicas(view, now),
         gate=gate((status.get("rollout") or {}).get("gate")),

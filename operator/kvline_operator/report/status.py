@@ -18,6 +18,7 @@ from kvline_operator.api.spec import ServiceSpec, Strategy
 from kvline_operator.observe.ended_pods import EndedPod
 from kvline_operator.observe.pods import PodView, condition_of
 from kvline_operator.report.conditions import conditions
+from kvline_operator.report.estimates import what_if
 from kvline_operator.report.kstatus import TYPES, abnormal
 from kvline_operator.report.service_state import Condition, Scaling, ServiceState
 from kvline_operator.store.capacity_status import CapacityStatus, capacity
@@ -90,11 +91,10 @@ def build(state: ServiceState, previous: Object, now: str) -> tuple[Object, list
         "rollout": _rollout(state, previous.get("rollout") or {}, now),
         "replicaSizing": replica_sizing(state),
     }
-    figures = capacity(
-        CapacityStatus.of(p.report for p in state.serving),
-        state.stable_state.capacity,
-        bool(state.serving) or any(p.ready for p in state.stable),
-    )
+    now_served = CapacityStatus.of(p.report for p in state.serving)
+    kept = state.stable_state.capacity
+    serving = bool(state.serving) or any(p.ready for p in state.stable)
+    figures = capacity(now_served, kept, serving) | what_if(now_served or kept, state)
     own = spec_warnings(state.spec)
     theirs = warnings(state)[: MAX_WARNINGS - len(own)]
     more = {"capacity": figures, "warnings": own + theirs, "diagnosis": diagnosis(state)}

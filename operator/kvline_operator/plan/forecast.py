@@ -1,0 +1,208 @@
+"""Bounds of the KV budget after a change of the spec, by arithmetic from a measured budget. Pure.
+
+The measured parts of the memory and the bytes of a token are inputs; nothing is measured. A change
+whose effect they do not tell has no bound.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass
+from math import ceil, inf, prod
+from typing import Any
+
+from kubernetes.utils.quantity import parse_quantity
+
+from kvline_contract.launch import KVCacheDtype
+from kvline_contract.memory import ACTIVATIONS, CLIENTS, GRAPHS
+from kvline_contract.report import Source
+from kvline_operator.api.spec import gpus, ranks
+from kvline_operator.store.capacity_status import CapacityStatus
+
+Object = dict[str, Any]
+MIB, GIB = 1 << 20, 1 << 30
+ROUNDING = 32  # tokens: a budget is whole pages of 16, less one
+SHRINKS = 0.95  # what a validation that ran out of memory leaves of a size
+SCORES = 16  # rows that are scored at once take at most 1/SCORES of the memory on a CPU
+FP8_RATIO = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number, of the dtype and fp8
+# What makes pods and not their KV budget.
+WITHOUT_EFFECT = {"drainSeconds", "podMetadata", "restart", "resources.ephemeralStorage"}
+# Lowered, they leave memory to the KV cache; raised, they take some.
+LIMITS = ("maxModelLen", "maxRunningRequests", "maxPrefillTokens", "maxTopLogprobs")
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """KV tokens of a replica; `high` is None where nothing is known above."""
+
+    low: int
+    high: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """Of one changed field, on what is there for the KV cache."""
+
+    least: float = 0  # bytes more
+    most: float = 0
+    shrinks: float = 1  # what is left at least of the memory beside weights and KV cache
+    ratio: float = 1  # of the bytes of a token, before and after
+
+
+UNKNOWN = Effect(-inf, inf)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a change of one field would give."""
+
+    field: str
+    value: str
+    kv_tokens: int
+    bound: str = ""  # AtLeast, AtMost; empty: proportional to what was measured
+
+
+def bounds(measured: CapacityStatus, before: Object, after: Object) -> Bounds:
+    """The budget of a revision with inputs `after`, from one that was measured with `before`. The
+    same image and the same kind of node are assumed."""
+    changed = _changed(before, after)
+    pinned = (after.get("capacity") or {}).get("kvTokens")
+    changed.pop("capacity.kvTokens", None)
+    effects = [_effect(path, *values, measured, before) for path, values in changed.items()]
+    found = _with(measured, effects)
+    if pinned is None:
+        return found
+    survives = found.low >= pinned
+    return Bounds(pinned if survives else 0, pinned)
+
+
+def _with(measured: CapacityStatus, effects: list[Effect]) -> Bounds:
+    tokens, each = measured.kv_tokens, measured.bytes_per_token
+    # What clients may hold grows with the KV cache on a CPU: by an unknown part of this.
+    beside = _bytes(measured, CLIENTS) / tokens
+    freed = (1 - prod(e.shrinks for e in effects)) * _bytes(measured, ACTIVATIONS, GRAPHS, CLIENTS)
+    ratio = prod(e.ratio for e in effects)
+    least, most = sum(e.least for e in effects), sum(e.most for e in effects) + freed
+
+    def at(start: float, gained: float, extra: float) -> float:
+        return (start * (each + extra) + gained) / (each / ratio + extra)
+
+    low = min(at(tokens, least, extra) for extra in (0, beside))
+    low = max(0, low - ROUNDING * (low != tokens))
+    start = _largest(measured)
+    if start is None or most == inf:
+        return Bounds(int(low), None)
+    high = max(at(start, most, extra) for extra in (0, beside))
+    return Bounds(int(low), max(0, ceil(high)))
+
+
+def _largest(measured: CapacityStatus) -> float | None:
+    """The most that the same memory may hold: beside rounding, each attempt has shrunk the size. A
+    recorded size does not tell its attempts; None for a pinned one."""
+    if measured.source is Source.PINNED:
+        return None
+    shrunk = 1 if measured.source is Source.RECORDED else measured.attempts - 1
+    return (measured.kv_tokens + ROUNDING) / SHRINKS**shrunk
+
+
+def _effect(path: str, old: Any, new: Any, measured: CapacityStatus, before: Object) -> Effect:
+    section, _, field = path.partition(".")
+    resources = before.get("resources") or {}
+    if path in WITHOUT_EFFECT:
+        return Effect()
+    if path == "resources.memory":
+        return _of_memory(old, new, measured, resources)
+    if path == "capacity.headroomMiB" and None not in (old, new):
+        return Effect((old - new) * MIB, (old - new) * MIB)
+    if path == "engine.kvCacheDtype":
+        wider = (old or KVCacheDtype.AUTO) == KVCacheDtype.AUTO and new == KVCacheDtype.FP8
+        known = FP8_RATIO.get(measured.cache_dtype or "")
+        # What a step takes beside it may grow: numbers are read in the model's own dtype.
+        return Effect(least=-inf, ratio=known) if wider and known else UNKNOWN
+    if section == "engine" and field in LIMITS and None not in (old, new):
+        return _of_limit(field, old, new, measured)
+    return UNKNOWN
+
+
+def _of_limit(field: str, old: int, new: int, measured: CapacityStatus) -> Effect:
+    if new > old:
+        return Effect(least=-inf)
+    # One sequence alone shares its pages with none, so nothing is kept for that.
+    alone = field == "maxRunningRequests" and new == 1
+    return Effect(most=_bytes(measured, CLIENTS) if alone else 0, shrinks=new / max(1, old))
+
+
+def _of_memory(old: str, new: str, measured: CapacityStatus, resources: Object) -> Effect:
+    """On a CPU each rank has its share. More memory lets more rows be scored at once, which takes
+    at most a share of it, and, as rows come in blocks, as much as a step takes now."""
+    more = (_amount(new) - _amount(old)) / ranks(resources)
+    if gpus(resources):  # the host's, which has no part of the KV cache
+        return Effect() if more > 0 else Effect(least=-inf)
+    scores = abs(more) / SCORES + _bytes(measured, ACTIVATIONS)
+    return Effect(more - scores, more) if more > 0 else Effect(more, more + scores)
+
+
+def estimates(
+    measured: CapacityStatus, inputs: Object, running: int | None
+) -> tuple[Estimate, ...]:
+    """What 1 GiB more, an fp8 cache and half the requests would give each replica, where that can
+    be told. `running`: requests that run at once, with the default resolved."""
+    out: list[Estimate] = []
+    if measured.source is Source.PINNED:
+        return ()
+    resources = inputs.get("resources") or {}
+    if "memory" in resources and not gpus(resources):
+        more = f"{(_amount(resources['memory']) + GIB) // MIB}Mi"
+        low = bounds(measured, inputs, _with_field(inputs, "resources", "memory", more)).low
+        if low > measured.kv_tokens:
+            out.append(Estimate("spec.resources.memory", more, low, "AtLeast"))
+    if ratio := FP8_RATIO.get(measured.cache_dtype or ""):
+        most = bounds(measured, inputs, _with_field(inputs, "engine", "kvCacheDtype", "fp8")).high
+        exact = not _bytes(measured, CLIENTS)
+        tokens = measured.kv_tokens * ratio if exact else most or 0
+        bound = "" if exact else "AtMost"
+        out.append(Estimate("spec.engine.kvCacheDtype", "fp8", tokens, bound))
+    if running and running > 1:
+        now = _with_field(inputs, "engine", "maxRunningRequests", running)
+        half = _with_field(inputs, "engine", "maxRunningRequests", running // 2)
+        most = bounds(measured, now, half).high or 0
+        out.append(Estimate("spec.engine.maxRunningRequests", str(running // 2), most, "AtMost"))
+    return tuple(out)
+
+
+def tokens_per_gib(measured: CapacityStatus) -> int:
+    """KV tokens in 1 GiB of KV cache, on each rank."""
+    return GIB // max(1, measured.bytes_per_token)
+
+
+def _with_field(inputs: Object, section: str, field: str, value: Any) -> Object:
+    out = copy.deepcopy(inputs)
+    out[section] = {**(out.get(section) or {}), field: value}
+    return out
+
+
+def _changed(before: Object, after: Object) -> dict[str, tuple[Any, Any]]:
+    """Changed fields by path, of two levels in those that are settings."""
+    old, new = _flat(before), _flat(after)
+    paths = sorted(old.keys() | new.keys())
+    return {p: (old.get(p), new.get(p)) for p in paths if old.get(p) != new.get(p)}
+
+
+def _flat(inputs: Object) -> Object:
+    out: Object = {}
+    for key, value in inputs.items():
+        if key in ("engine", "resources", "capacity"):
+            out |= {f"{key}.{field}": item for field, item in value.items()}
+        else:
+            out[key] = json.dumps(value, sort_keys=True)
+    return out
+
+
+def _bytes(measured: CapacityStatus, *parts: str) -> int:
+    memory = measured.memory.upgraded()
+    return sum(memory.mib(part) for part in parts) * MIB
+
+
+def _amount(quantity: str) -> int:
+    return int(parse_quantity(quantity))  # type: ignore[no-untyped-call]
