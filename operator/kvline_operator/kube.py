@@ -19,6 +19,7 @@ from urllib3.exceptions import HTTPError
 
 from kvline_contract.names import (
     API_VERSION,
+    AUTOSCALER,
     CRD_TITLE,
     EARLIER_GROUP,
     FIELD_MANAGER,
@@ -153,6 +154,16 @@ class Kube:
             query=[("fieldManager", FIELD_MANAGER)],
             content="application/json-patch+json",
         )
+
+    def scale(self, namespace: str, name: str, replicas: int, version: str) -> str:
+        """Sets a service's spec.replicas as an autoscaler does, and returns its resourceVersion;
+        raises Conflict where the service has changed since it was read."""
+        self._count_write()
+        body = {"metadata": {"resourceVersion": version}, "spec": {"replicas": replicas}}
+        where = (KIND, namespace, f"{name}/scale")
+        query, content = [("fieldManager", AUTOSCALER)], "application/merge-patch+json"
+        made = self._call("PATCH", *where, body=body, query=query, content=content) or {}
+        return str(made["metadata"]["resourceVersion"])
 
     def json_patch(self, kind: str, namespace: str, name: str, patch: list[Object]) -> None:
         """A JSON patch with the operator's field manager."""

@@ -21,6 +21,7 @@ LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
 MANAGED_BY = "kvline"
 LABEL_PREPARES = "kvline.dev/prepares"  # base name; on pods of prepare Jobs, which are no replicas
 FIELD_MANAGER = "kvline-operator"  # server-side apply's owner of our fields
+AUTOSCALER = "kvline-autoscaler"  # field manager of spec.replicas with spec.autoscaling
 # A ConfigMap of a namespace that one release of the operator has by name, and the release's own.
 CLAIM, CLAIM_KEY = "kvline-operator", "namespace"
 

@@ -247,7 +247,7 @@ def test_reason_and_message(
 ) -> None:
     actual, text = activity(scale(kept), demand(demanded, 50), HOW, ready)
     assert actual is reason
-    assert "spec.replicas is not used" in text
+    assert "spec.replicas follows" in text
 
 
 @pytest.mark.parametrize(

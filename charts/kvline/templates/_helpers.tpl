@@ -7,7 +7,7 @@
   resources: [inferenceservices]
   verbs: [list]
 - apiGroups: [serving.kvline.dev]
-  resources: [inferenceservices/status]
+  resources: [inferenceservices/status, inferenceservices/scale] # scale: with spec.autoscaling
   verbs: [patch]
 - apiGroups: [""]
   resources: [pods]

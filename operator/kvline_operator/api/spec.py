@@ -15,6 +15,8 @@ from typing import Any
 from kvline_contract.codec import camel
 from kvline_contract.launch import EngineOptions, KVCacheDtype, Reuse
 from kvline_contract.names import CPU_RANK, base_name
+from kvline_operator.api import replicas_field
+from kvline_operator.api.replicas_field import ReplicasField
 from kvline_operator.api.source import ModelSource, source_of
 from kvline_operator.errors import SpecError
 
@@ -94,6 +96,7 @@ class ServiceSpec:
     autoscaling: Autoscaling | None
     policy: str  # digest of spec.rollout and spec.capacity
     inputs_json: str  # canonical JSON of the fields that make a revision
+    replicas_field: ReplicasField  # with spec.autoscaling `replicas` is not it
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -133,6 +136,7 @@ def parse(body: dict[str, Any]) -> ServiceSpec:
         autoscaling=_autoscaling(spec),
         policy=_policy(spec),
         inputs_json=canonical(inputs(_checked(spec))),
+        replicas_field=replicas_field.read(body),
     )
 
 
