@@ -24,6 +24,7 @@ log = Console(stderr=True, highlight=False, soft_wrap=True)
 # Parts of the status that `explain` prints.
 EXPLAINED = ("conditions", "capacity", "diagnosis", "warnings")
 NUMBERS = ("maxModelLen", "maxRunningRequests", "maxPrefillTokens", "maxTopLogprobs")
+WAIT = "for the operator to read the change; 0 does not wait (default: 60)"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,12 +52,17 @@ def parser() -> argparse.ArgumentParser:
     add("history", "show revisions, their gate results and changes", history).add_argument("name")
     for name, text, run in (
         ("promote", "accept a revision whatever it measured", promote),
+        ("pause", "hold the new revision of a rollout", pause),
+        ("resume", "let a paused rollout go on", resume),
+        ("restart", "restart all pods, through the gate", restart),
+        ("upgrade", "follow the operator's default image, through the gate", upgrade),
         ("rollback", "restore the spec of an earlier revision", rollback),
     ):
         made = add(name, text, run)
         made.add_argument("name")
-        made.add_argument("revision", nargs="?")
-    add("upgrade", "roll out the operator's default image", upgrade).add_argument("name")
+        made.add_argument("--timeout", type=int, default=60, metavar="SECONDS", help=WAIT)
+        if run in (promote, rollback):
+            made.add_argument("revision", nargs="?")
     _add_size(add("size", "measure a spec in a Job, without changing the service", sizing))
     return top
 
@@ -158,24 +164,55 @@ def history(cluster: Cluster, a: argparse.Namespace) -> int:
     return 0
 
 
+def pause(cluster: Cluster, a: argparse.Namespace) -> int:
+    body = cluster.service(a.name)
+    return _change(cluster, a, body, act.pause(body), f"the rollout of {a.name} is paused")
+
+
+def resume(cluster: Cluster, a: argparse.Namespace) -> int:
+    body = cluster.service(a.name)
+    return _change(cluster, a, body, act.resume(body), f"the rollout of {a.name} goes on")
+
+
+def restart(cluster: Cluster, a: argparse.Namespace) -> int:
+    body = cluster.service(a.name)
+    patch = act.restart(body, times.now())
+    return _change(cluster, a, body, patch, f"{a.name} is restarted, through its gate")
+
+
+def upgrade(cluster: Cluster, a: argparse.Namespace) -> int:
+    body = cluster.service(a.name)
+    text = (
+        f"{a.name} follows the operator's default image, through its gate; "
+        "spec.upgradePolicy Pinned ends that and keeps the image"
+    )
+    return _change(cluster, a, body, act.upgrade(body), text)
+
+
 def promote(cluster: Cluster, a: argparse.Namespace) -> int:
     body = cluster.service(a.name)
     revision, patch = act.promote(body, cluster.history(a.name), a.revision)
-    cluster.patch(body, patch)
-    return _done(a, f"revision {revision} of {a.name} is promoted")
+    return _change(cluster, a, body, patch, f"revision {revision} of {a.name} is promoted")
 
 
 def rollback(cluster: Cluster, a: argparse.Namespace) -> int:
     body = cluster.service(a.name)
     revision, patch = act.rollback(body, cluster.history(a.name), a.revision)
-    cluster.patch(body, patch)
-    return _done(a, f"the spec of {a.name} is that of revision {revision} again")
+    text = f"the spec of {a.name} is that of revision {revision} again"
+    return _change(cluster, a, body, patch, text)
 
 
-def upgrade(cluster: Cluster, a: argparse.Namespace) -> int:
-    body = cluster.service(a.name)
-    cluster.patch(body, act.upgrade(body, times.now()))
-    return _done(a, f"{a.name} is upgraded to the operator's default image, through its gate")
+def _change(
+    cluster: Cluster, a: argparse.Namespace, body: Object, patch: act.Patch, text: str
+) -> int:
+    """Says it once the operator has read it: the status is of the change from then on."""
+    after = cluster.patch(body, patch)
+    if a.timeout:
+        after = cluster.observed(after, a.timeout)
+        if refused := act.refused(after):
+            raise Problem(refused)
+    _print(a, lambda: text, {"done": text, "generation": after["metadata"]["generation"]})
+    return 0
 
 
 def sizing(cluster: Cluster, a: argparse.Namespace) -> int:
@@ -215,11 +252,6 @@ def _print(a: argparse.Namespace, table: Callable[[], Any], plain: Any) -> None:
         show.as_json(plain)
     else:
         out.print(table())
-
-
-def _done(a: argparse.Namespace, text: str) -> int:
-    _print(a, lambda: text, {"done": text})
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Changes of an InferenceService by the plugin: annotations, or the spec of an earlier revision.
+"""Changes of an InferenceService by the plugin: fields that ask for an act, or the spec of an
+earlier revision.
 
 Pure: each returns a JSON patch of a resource as it was read, for Cluster.patch, which applies it
 with the user's own permissions.
@@ -9,52 +10,84 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from kvline_contract.names import ANNOTATION_PROMOTE, ANNOTATION_RESTART, ANNOTATION_UPGRADE
 from kvline_kubectl.cluster import Problem
-from kvline_operator.api.spec import REVISION_CAPACITY_FIELDS, REVISION_FIELDS, canonical, parse
+from kvline_operator.api.spec import (
+    REVISION_CAPACITY_FIELDS,
+    REVISION_FIELDS,
+    UpgradePolicy,
+    canonical,
+    parse,
+)
 from kvline_operator.observe.pods import condition_of
-from kvline_operator.plan.revisions import Revision, wanted
+from kvline_operator.plan.revisions import Revision, same_pods, wanted
 from kvline_operator.report.status_cache import RevisionEntry
-from kvline_operator.store.revision_state import PROMOTED
 
 Object = dict[str, Any]
 BELOW_BASELINE = "BelowBaseline"
+LATEST = str(UpgradePolicy.LATEST)
 Patch = list[Object]
+
+
+def pause(body: Object) -> Patch:
+    if _rollout(body).get("paused"):
+        raise Problem("spec.rollout.paused is true already")
+    return _with_rollout(body, paused=True)
+
+
+def resume(body: Object) -> Patch:
+    if not _rollout(body).get("paused"):
+        raise Problem("spec.rollout.paused is not true")
+    return _with_rollout(body, paused=None)
+
+
+def restart(body: Object, now: str) -> Patch:
+    return _with_spec({**body["spec"], "restartedAt": now})
 
 
 def promote(
     body: Object, history: tuple[RevisionEntry, ...], revision: str | None
 ) -> tuple[str, Patch]:
     """The revision, and the patch that promotes it."""
-    rollout = (body.get("status") or {}).get("rollout") or {}
+    status = body.get("status") or {}
+    rollout = status.get("rollout") or {}
     named = revision or rollout.get("candidateRevision") or rollout.get("rejectedRevision") or ""
-    if (
-        not named
-        and condition_of(body.get("status") or {}, "CapacityStable").get("reason") == BELOW_BASELINE
-    ):
+    if not named and condition_of(status, "CapacityStable").get("reason") == BELOW_BASELINE:
         named = rollout.get("stableRevision", "")
     if not named:
         raise Problem(
             "nothing to promote: no revision is a candidate, rejected, or below its baseline"
         )
-    past = _known(history, named)
-    annotated = (body["metadata"].get("annotations") or {}).get(ANNOTATION_PROMOTE)
-    if annotated == named and past.state.verdict == PROMOTED:
-        away = f"kubectl annotate kvl {body['metadata']['name']} {ANNOTATION_PROMOTE}-"
+    past, gate = _known(history, named), rollout.get("gate") or {}
+    measured = past.state.accepted or past.state.measured
+    if not measured and not (gate.get("revision") == named and gate.get("measured")):
+        why = f": {gate['message']}" if gate.get("revision") == named else ""
+        raise Problem(f"no replica of revision {named} has been measured{why}")
+    if _rollout(body).get("promote") == named:
         raise Problem(
-            f"revision {named} is promoted already; to promote it again, first run: {away}"
+            f"spec.rollout.promote is {named} already; to promote it again, remove the field first"
         )
-    return named, _annotated(body, {ANNOTATION_PROMOTE: named})
+    return named, _with_rollout(body, promote=named)
 
 
-def upgrade(body: Object, now: str) -> Patch:
+def refused(body: Object) -> str:
+    """Why the operator does not accept what was asked for; empty where it does."""
+    for kind, reason in (("Accepted", "SpecInvalid"), ("UpToDate", "PromotionRefused")):
+        condition = condition_of(body.get("status") or {}, kind)
+        if condition.get("reason") == reason:
+            return str(condition.get("message") or reason)
+    return ""
+
+
+def upgrade(body: Object) -> Patch:
     """Changes to the operator's default image; the new revision has to pass its gate."""
-    if body["spec"].get("image"):
+    spec, rollout = body["spec"], (body.get("status") or {}).get("rollout") or {}
+    if spec.get("image"):
         raise Problem("this service has spec.image; change it there")
-    rollout = (body.get("status") or {}).get("rollout") or {}
+    if spec.get("upgradePolicy") == LATEST:
+        raise Problem(f"spec.upgradePolicy is {LATEST} already")
     if not rollout.get("imageOutdated"):
         raise Problem("the service runs the operator's default image already")
-    return _annotated(body, {ANNOTATION_UPGRADE: now})
+    return _with_spec({**spec, "upgradePolicy": LATEST})
 
 
 def rollback(
@@ -63,22 +96,20 @@ def rollback(
     """The revision, and the patch that restores its spec."""
     target = _known(history, revision) if revision else _before(body, history)
     after = copy.deepcopy(body)
-    _restore(after, target)
+    _restore(after["spec"], target)
     if not target.named:
         after["spec"].pop("image", None)
     existing = [Revision(p.name, p.image, canonical(p.inputs), p.number, p.named) for p in history]
-    stable = ((body.get("status") or {}).get("rollout") or {}).get("stableRevision", "")
-    if wanted(parse(after), existing, target.image, stable).name != target.name:
+    if wanted(parse(after), existing, target.image, _stable(body)).image != target.image:
         after["spec"]["image"] = target.image
-    if canonical([after["spec"], _annotations(after)]) == canonical(
-        [body["spec"], _annotations(body)]
-    ):
+    if canonical(after["spec"]) == canonical(body["spec"]):
         raise Problem(f"the spec is that of revision {target.name} already")
-    return target.name, _replaced(body, after)
+    return target.name, _with_spec(after["spec"])
 
 
 def _before(body: Object, history: tuple[RevisionEntry, ...]) -> RevisionEntry:
-    """With a candidate or a rejected revision the stable one; else the one accepted before it."""
+    """With a candidate or a rejected revision the stable one; else the one accepted before it with
+    other pods: a restart alone is nothing to go back from."""
     rollout = (body.get("status") or {}).get("rollout") or {}
     accepted = sorted(
         (p for p in history if p.state.accepted),
@@ -86,25 +117,28 @@ def _before(body: Object, history: tuple[RevisionEntry, ...]) -> RevisionEntry:
         reverse=True,
     )
     unsettled = rollout.get("candidateRevision") or rollout.get("rejectedRevision")
-    at = 0 if unsettled else 1
-    if len(accepted) <= at:
-        raise Problem("there is no earlier accepted revision")
-    return accepted[at]
+    if accepted and unsettled:
+        return accepted[0]
+    for earlier in accepted[1:]:
+        now = accepted[0]
+        if earlier.image != now.image or not same_pods(earlier.inputs, now.inputs):
+            return earlier
+    raise Problem("there is no earlier accepted revision")
 
 
-def _restore(body: Object, target: RevisionEntry) -> None:
-    """Writes a revision's inputs into a resource; fields that make no revision are kept."""
-    spec, inputs = body["spec"], target.inputs
+def _restore(spec: Object, target: RevisionEntry) -> None:
+    """Writes a revision's inputs into a spec. Fields that make no revision are kept, but for those
+    that would lead away from it again."""
+    inputs = target.inputs
     for key in REVISION_FIELDS:
         _set(spec, key, inputs.get(key))
     capacity = dict(spec.get("capacity") or {})
     for key in REVISION_CAPACITY_FIELDS:
         _set(capacity, key, (inputs.get("capacity") or {}).get(key))
     _set(spec, "capacity", capacity or None)
-    annotations = dict(body["metadata"].get("annotations") or {})
-    _set(annotations, ANNOTATION_RESTART, inputs.get("restart"))
-    _set(annotations, ANNOTATION_UPGRADE, inputs.get("upgrade"))
-    body["metadata"]["annotations"] = annotations
+    rollout = {k: v for k, v in (spec.get("rollout") or {}).items() if k != "promote"}
+    _set(spec, "rollout", rollout or None)
+    spec.pop("upgradePolicy", None)
 
 
 def _set(where: Object, key: str, value: Any) -> None:
@@ -122,18 +156,21 @@ def _known(history: tuple[RevisionEntry, ...], revision: str) -> RevisionEntry:
     raise Problem(f"no revision {revision}; revisions: {names}")
 
 
-def _annotations(body: Object) -> Object:
-    return dict(body["metadata"].get("annotations") or {})
+def _stable(body: Object) -> str:
+    return str(((body.get("status") or {}).get("rollout") or {}).get("stableRevision", ""))
 
 
-def _annotated(body: Object, more: Object) -> Patch:
-    after = copy.deepcopy(body)
-    after["metadata"]["annotations"] = {**_annotations(body), **more}
-    return _replaced(body, after)
+def _rollout(body: Object) -> Object:
+    return dict(body["spec"].get("rollout") or {})
 
 
-def _replaced(body: Object, after: Object) -> Patch:
-    return [
-        {"op": "add", "path": "/metadata/annotations", "value": _annotations(after)},
-        {"op": "add", "path": "/spec", "value": after["spec"]},
-    ]
+def _with_rollout(body: Object, **changed: Any) -> Patch:
+    """Sets fields of spec.rollout; None removes one."""
+    rollout = _rollout(body) | changed
+    spec = dict(body["spec"])
+    _set(spec, "rollout", {k: v for k, v in rollout.items() if v is not None} or None)
+    return _with_spec(spec)
+
+
+def _with_spec(spec: Object) -> Patch:
+    return [{"op": "add", "path": "/spec", "value": spec}]

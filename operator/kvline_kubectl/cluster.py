@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
 from kubernetes import client, config
 
-from kvline_contract.names import KIND, LABEL_REVISION, LABEL_SERVICE, base_name
+from kvline_contract.names import CLI_FIELD_MANAGER, KIND, LABEL_REVISION, LABEL_SERVICE, base_name
 from kvline_operator.errors import Forbidden, Invalid
 from kvline_operator.kube import Kube, api_client
 from kvline_operator.observe import earlier_group
@@ -16,6 +17,7 @@ from kvline_operator.store.revision_state import read
 
 Object = dict[str, Any]
 TRIES = 10  # of a patch, while only the status changes
+POLL = 0.3  # seconds
 
 
 class Problem(Exception):
@@ -43,16 +45,17 @@ class Cluster:
             return []
         return [earlier_group.text(found)] if found else []
 
-    def patch(self, body: Object, patch: list[Object]) -> None:
-        """Patches the service if it is as it was read. Raises Problem where its spec or annotations
-        have changed. The operator writes the status all through a rollout: a version that is new
-        by that alone is patched instead."""
+    def patch(self, body: Object, patch: list[Object]) -> Object:
+        """Patches the service if it is as it was read, and returns it. Raises Problem where its
+        spec has changed. The operator writes the status all through a rollout: a version that is
+        new by that alone is patched instead."""
         name, now = body["metadata"]["name"], body
         for left in reversed(range(TRIES)):
             version = now["metadata"]["resourceVersion"]
             test = {"op": "test", "path": "/metadata/resourceVersion", "value": version}
             try:
-                return self.kube.patch(KIND, self.namespace, name, [test, *patch])
+                tested = [test, *patch]
+                return self.kube.patch(KIND, self.namespace, name, tested, CLI_FIELD_MANAGER)
             except Invalid:
                 now = self.service(name)
                 if _written(now) != _written(body):
@@ -61,6 +64,22 @@ class Cluster:
                     ) from None
                 if not left or now["metadata"]["resourceVersion"] == version:
                     raise
+        raise AssertionError("the last try returned or raised")
+
+    def observed(self, written: Object, seconds: float) -> Object:
+        """The service once the operator has read what was written."""
+        meta, until = written["metadata"], time.monotonic() + seconds
+        while True:
+            now = self.service(meta["name"])
+            read = (now.get("status") or {}).get("observedGeneration", 0)
+            if now["metadata"]["uid"] != meta["uid"] or read >= meta["generation"]:
+                return now
+            if time.monotonic() >= until:
+                raise Problem(
+                    f"{meta['name']} is changed, but the operator has not read it within "
+                    f"{seconds:g} s: is it running?"
+                )
+            time.sleep(POLL)
 
     def history(self, name: str) -> tuple[RevisionEntry, ...]:
         """The service's revisions with their stored states, newest first."""
@@ -78,9 +97,8 @@ class Cluster:
 
 
 def _written(body: Object) -> tuple[Any, ...]:
-    """What users write, without what the operator reports."""
-    meta = body["metadata"]
-    return meta["uid"], meta.get("annotations"), body["spec"]
+    """What a patch replaces: the spec, of this object."""
+    return body["metadata"]["uid"], body["spec"]
 
 
 def connect(context: str | None, kubeconfig: str | None, namespace: str | None) -> Cluster:

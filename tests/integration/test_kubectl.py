@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rolling import Service, up_to_date
 
-from kvline_contract.names import ANNOTATION_PROMOTE
+from kvline_contract.names import CLI_FIELD_MANAGER
 from kvline_kubectl import act
 from kvline_kubectl.cluster import Problem, connect
 from kvline_operator.report.status_cache import RevisionEntry
@@ -102,8 +102,7 @@ def test_upgrade_takes_the_new_default_image_through_the_gate(
     service.until(lambda s: s["rollout"]["stableRevision"] == second)
     service.until_reason("UpToDate")
     assert not service.poll()["rollout"]["imageOutdated"]
-    # And back: the upgrade annotation is part of the revision.
-    say("rollback", "chat")
+    say("rollback", "chat")  # and back: to the image of before, which the spec then names
     service.until(lambda s: s["rollout"]["stableRevision"] == first)
 
 
@@ -125,15 +124,15 @@ def test_what_cannot_be_done_is_reported_in_a_line(space: Any, say: Callable[...
 
 
 def test_a_change_in_between_is_not_undone(space: Any) -> None:
-    """The spec and annotations that were read are the patch's precondition; the status, which the
-    operator writes all through a rollout, is not. Text that JSON can escape changes nothing."""
-    history = (RevisionEntry("aaaaa", 1, "", "", {}, RevisionState()),)
-    space.apply()
-    space.kubectl("annotate", "kvl", "chat", "team=f\u00fcr <a> & \u2013")
+    """The spec that was read is the patch's precondition; the status, which the operator writes all
+    through a rollout, is not. Text that JSON can escape changes nothing."""
+    history = (RevisionEntry("aaaaa", 1, "", "", {}, RevisionState(accepted=1)),)
+    escaped = {"podMetadata": {"annotations": {"team": "f\u00fcr <a> & \u2013"}}}
+    space.apply(**escaped)
     mine = connect(None, str(space.cluster.kubeconfig), space.name)
     read = mine.service("chat")
     patch = act.promote(read, history, "aaaaa")[1]
-    space.apply(replicas=2)
+    space.apply(replicas=2, **escaped)
     with pytest.raises(Problem, match="has changed meanwhile"):
         mine.patch(read, patch)
     assert space.get("kvl", "chat")["spec"]["replicas"] == 2
@@ -145,6 +144,9 @@ def test_a_change_in_between_is_not_undone(space: Any) -> None:
     assert version != read["metadata"]["resourceVersion"]
     patch = act.promote(read, history, "aaaaa")[1]
     mine.patch(read, patch)
-    assert space.get("kvl", "chat")["metadata"]["annotations"][ANNOTATION_PROMOTE] == "aaaaa"
+    after = space.kubectl("get", "kvl", "chat", "-o", "json", "--show-managed-fields")
+    assert json.loads(after.stdout)["spec"]["rollout"] == {"promote": "aaaaa"}
+    written = [m["manager"] for m in json.loads(after.stdout)["metadata"]["managedFields"]]
+    assert written.count(CLI_FIELD_MANAGER) == 1
     with pytest.raises(Problem, match="has changed meanwhile"):
         mine.patch(read, patch)

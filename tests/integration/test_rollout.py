@@ -129,7 +129,8 @@ def test_half_the_budget_is_rejected_until_the_spec_or_a_promotion_says_otherwis
     service.until_reason("RevisionRejected")
     assert len(service.events("RevisionRejected")) == 2
 
-    space.kubectl("annotate", "kvl", "chat", f"kvline.dev/promote={rejected}")
+    promoted = json.dumps({"spec": {"rollout": {"promote": rejected}}})
+    space.kubectl("patch", "kvl", "chat", "--type=merge", "-p", promoted)
     status = service.until_reason("UpToDate")
     assert status["rollout"]["stableRevision"] == rejected
     assert status["capacity"]["kvTokens"] == 2048
@@ -354,7 +355,7 @@ def test_a_spec_that_changes_on_the_way_and_a_pause_keep_what_serves(
     second = service.candidate()
     service.tokens[second] = 4096
     service.until(lambda s: second in service.served)
-    space.kubectl("annotate", "kvl", "chat", "kvline.dev/paused=true")
+    space.kvline("pause", "chat")
     space.apply(replicas=2, engine={"maxModelLen": 2046})
     status = service.until(lambda s: s["rollout"]["candidateRevision"] not in (first, second, ""))
     assert up_to_date(status)["reason"] == "Paused"
@@ -375,7 +376,7 @@ def test_a_spec_that_changes_on_the_way_and_a_pause_keep_what_serves(
     service.until(repaired, seconds=180, on="garbage collector")
     assert not service.pods_of(third)
     service.tokens[third] = 4096
-    space.kubectl("annotate", "kvl", "chat", "kvline.dev/paused-")
+    space.kvline("resume", "chat")
     status = service.until_reason("UpToDate")
     assert status["rollout"]["stableRevision"] not in (first, second)
     assert service.fewest_ready == 2
@@ -422,7 +423,7 @@ def test_an_accepted_revision_that_measures_less_serves_warns_and_can_be_promote
     assert f"revision {revision}" in space.kvline("promote", "chat").stdout
     service.until(lambda s: space.condition("CapacityStable")["reason"] != "BelowBaseline")
     twice = space.kvline("promote", "chat", revision, check=False)
-    assert "is promoted already" in twice.stderr
+    assert f"spec.rollout.promote is {revision} already" in twice.stderr
     stored = space.get("controllerrevisions", f"chat-{revision}")["metadata"]["annotations"]
     assert json.loads(stored["kvline.dev/baseline"]) == {"": 2000}
     space.apply(replicas=2, engine=BIGGER, capacity={"minKVTokens": 2500})
