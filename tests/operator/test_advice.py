@@ -7,9 +7,8 @@ import re
 
 from kvline_contract.exits import ExitCode
 from kvline_contract.report import State
-from kvline_operator import reconcile
 from kvline_operator.plan import autoscale, prepare
-from kvline_operator.report import capacity, conditions
+from kvline_operator.report import capacity, conditions, failures
 from kvline_operator.report.advice import ADVICE, advise
 
 WRITTEN = re.compile(r'Condition\(\s*(kind|"\w+"), "\w+", "(\w+)"')
@@ -24,7 +23,8 @@ def created() -> set[tuple[str, str]]:
     found |= {("CapacityMeasured", str(state)) for state in sizing}
     found |= {("ScalingActive", str(activity)) for activity in autoscale.Activity}
     found |= set(PAIR.findall(inspect.getsource(prepare)))
-    for module in (conditions, capacity, reconcile):
+    found |= {(row[0], reason) for reason, row in failures.TABLE.items()}
+    for module in (conditions, capacity, failures):
         kind = ""
         for part in re.split(r"\ndef ", inspect.getsource(module)):
             named = KIND.search(part)

@@ -11,14 +11,13 @@ import pytest
 from services import BODY, PLAIN, by_type, ended, ready_pod, report, service_state
 
 from kvline_contract.report import State
-from kvline_operator import reconcile
 from kvline_operator.observe.pods import Ended, PodView
 from kvline_operator.plan.rollout import RolloutPlan
 from kvline_operator.report import status
+from kvline_operator.report.reporter import Reporter
 from kvline_operator.report.service_state import newly_ended
 
 ROLLS_OUT = RolloutPlan({"aaaaa": 2, "bbbbb": 1}, "aaaaa", candidate="bbbbb")
-NEEDLESS = ("settings", "reports", "pool", "status_cache", "pod_ownership", "claims")
 OTHER = ready_pod(name="chat-aaaaa-2", uid="u2")
 AGAIN = replace(PLAIN, running=True, restarts=1, report=report(State.LOADING))  # after its end
 
@@ -74,11 +73,9 @@ def test_an_event_is_written_where_the_status_stays_as_it_is() -> None:
     written: list[Any] = []
     kube = SimpleNamespace(create=written.append)  # and no write of the status
     now = datetime(2026, 1, 1, tzinfo=UTC)
-    context = reconcile.Context(
-        kube=cast(Any, kube), now=lambda: now, **dict.fromkeys(NEEDLESS, cast(Any, None))
-    )
+    reporter = Reporter(cast(Any, kube), cast(Any, None), cast(Any, None), lambda: now)
     body = {**BODY, "status": {"model": "x"}}
     body["metadata"] = {**BODY["metadata"], "resourceVersion": "7"}
     event = status.Event("ContainerEnded", "Warning", "why")
-    reconcile._write_status(context, body, {"model": "x"}, [event])
+    reporter._write(body, {"model": "x"}, [event], None)
     assert [e["reason"] for e in written] == ["ContainerEnded"]

@@ -20,7 +20,7 @@ from kvline_operator.observe.reports import Reading
 from kvline_operator.plan import render
 from kvline_operator.plan.revisions import Revision
 from kvline_operator.plan.rollout_state import RolloutState
-from kvline_operator.reconcile import requeue_after
+from kvline_operator.report.reporter import requeue_after
 from kvline_operator.settings import Settings
 from kvline_operator.store import revision_state
 from kvline_operator.store.revision_state import RevisionState
@@ -177,7 +177,7 @@ def test_a_near_verdict_that_ends_an_outage_is_asked_for_sooner() -> None:
         plan = SimpleNamespace(candidate=candidate)
         state = SimpleNamespace(pods=pods, plan=plan)
         settings = replace(SETTINGS, poll_seconds=1.0)
-        return requeue_after(SimpleNamespace(settings=settings), state)  # type: ignore[arg-type]
+        return requeue_after(settings, state)  # type: ignore[arg-type]
 
     near, serves = pod(CANDIDATE, State.VALIDATING), pod(STABLE, ready=True)
     assert seconds(CANDIDATE, near) == 0.25

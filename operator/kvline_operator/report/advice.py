@@ -201,6 +201,51 @@ ADVICE = (
     ),
     Advice(
         "Progressing",
+        ("LimitRangeViolated",),
+        "a LimitRange of the namespace refuses an object",
+        "the message has its limit and what was asked; request less, or change the LimitRange",
+    ),
+    Advice(
+        "Progressing",
+        ("PodSecurityViolated",),
+        "the namespace's Pod Security level refuses pods",
+        "the message names the fields; change them in the spec, or the namespace's label",
+    ),
+    Advice(
+        "Progressing",
+        ("AdmissionDenied",),
+        "an admission webhook, a policy or another admission plug-in refuses an object",
+        "the message names it and its reason; change the spec, or its rule; it is tried again each "
+        "minute",
+    ),
+    Advice(
+        "Progressing",
+        ("WebhookUnavailable",),
+        "an admission webhook that the API server must ask does not answer",
+        "the message names it; repair its service, or delete its webhook configuration; nothing of "
+        "this service changes meanwhile",
+    ),
+    Advice(
+        "Progressing",
+        ("NamespaceTerminating",),
+        "the namespace is being deleted, and takes no new objects",
+        "nothing; or create the service in another namespace",
+    ),
+    Advice(
+        "Progressing",
+        ("ApiUnavailable", "ChildDeleting"),
+        "the API server did not answer a call, or a child object is still being deleted",
+        "nothing, it is tried again within a minute; if it lasts, the message has the call: check "
+        "the API server, or the finalizers of the object that it names",
+    ),
+    Advice(
+        "Progressing",
+        ("InternalError",),
+        "the operator failed in a way that it does not expect",
+        "see its log and report it; the service is tried again within a minute",
+    ),
+    Advice(
+        "Progressing",
         ("PodsRefused",),
         "the API server refuses pods of the spec's revision",
         "the message has the cause, such as a missing priority or runtime class; correct it",
@@ -284,13 +329,6 @@ ADVICE = (
         ("DemandUnknown",),
         "ready replicas do not report their load, or none is ready; none is removed meanwhile",
         "check that the operator reaches port 8001 of the pods",
-    ),
-    Advice(
-        "ScalingActive",
-        ("ForeignChange",),
-        "another manager writes spec.replicas too; it is set back, at most three times a day, and "
-        "has no effect meanwhile",
-        "the message names it: make it ignore the field, or remove spec.autoscaling",
     ),
     Advice("Ready", ("Serving",), "a ready replica of an accepted revision serves", NOTHING),
     Advice("Ready", ("ScaledToZero",), "spec.replicas is 0", NOTHING),

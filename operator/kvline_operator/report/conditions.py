@@ -8,10 +8,10 @@ from __future__ import annotations
 from kvline_contract.exits import meaning
 from kvline_operator.observe.ended_pods import REFUSED, EndedPod
 from kvline_operator.observe.pods import PodView
-from kvline_operator.plan.autoscale import Activity
+from kvline_operator.plan.autoscale import Activity, Scaling
 from kvline_operator.plan.candidate import IMAGE_REASONS, waiting
 from kvline_operator.report import capacity
-from kvline_operator.report.service_state import Condition, Scaling, ServiceState, failed_end
+from kvline_operator.report.service_state import Condition, ServiceState, failed_end
 from kvline_operator.store.verdict import GateResult, Verdict
 
 READY_ORDER = (

@@ -13,10 +13,16 @@ from kvline_operator.report.service_state import Condition
 TYPES = ("Reconciling", "Stalled")
 STALLED = {
     "Accepted": ("SpecInvalid", "NameConflict", "Forbidden"),
-    "ModelAvailable": ("NotFound", "Invalid", "Unsupported"),
+    "ModelAvailable": ("NotFound", "Invalid", "Unsupported", "ClaimMissing"),
     "CapacityMeasured": ("OutOfMemory", "ContextDoesNotFit", "StepTooLong"),
     "CapacitySufficient": ("BelowMinimum", "NotComparable"),
-    "Progressing": ("DeadlineExceeded",),
+    "Progressing": (
+        "DeadlineExceeded",
+        "LimitRangeViolated",
+        "PodSecurityViolated",
+        "AdmissionDenied",
+        "NamespaceTerminating",
+    ),
     "UpToDate": ("RevisionRejected", "ForeignChange"),
 }
 
@@ -27,7 +33,7 @@ def abnormal(made: list[Condition]) -> list[Condition]:
         stalls = condition.reason in STALLED.get(condition.type, ())
         if condition.status == "False" and stalls:
             return [Condition("Stalled", "True", condition.reason, condition.message)]
-    for name in ("UpToDate", "Ready"):
+    for name in ("UpToDate", "Ready", "Progressing"):
         for condition in made:
             moves = condition.status != "True" and condition.reason != "ScaledToZero"
             if condition.type == name and moves:

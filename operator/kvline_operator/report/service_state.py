@@ -10,7 +10,7 @@ from kvline_contract.names import API_PORT
 from kvline_operator.api.spec import ServiceSpec, gpus, scheme
 from kvline_operator.observe.ended_pods import EndedPod
 from kvline_operator.observe.pods import Ended, PodView
-from kvline_operator.plan.autoscale import Activity
+from kvline_operator.plan.autoscale import Scaling
 from kvline_operator.plan.prepare import Preparation
 from kvline_operator.plan.rollout import RolloutPlan
 from kvline_operator.plan.threshold import Thresholds
@@ -24,16 +24,6 @@ class Condition:
     status: str  # True, False, Unknown
     reason: str
     message: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Scaling:
-    """The autoscaler's decision, for the status."""
-
-    reason: Activity
-    message: str
-    replicas: int
-    why: str  # why the last change was made
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,11 @@ from kvline_operator.api.source import Download
 from kvline_operator.api.spec import ServiceSpec, Strategy
 from kvline_operator.observe.ended_pods import EndedPod
 from kvline_operator.observe.pods import PodView, condition_of
+from kvline_operator.plan.autoscale import Scaling
 from kvline_operator.report.conditions import conditions
 from kvline_operator.report.estimates import what_if
 from kvline_operator.report.kstatus import TYPES, abnormal
-from kvline_operator.report.service_state import Condition, Scaling, ServiceState
+from kvline_operator.report.service_state import Condition, ServiceState
 from kvline_operator.store.capacity_status import CapacityStatus, capacity
 from kvline_operator.store.verdict import GateResult
 
@@ -54,6 +55,11 @@ EVENTS = {
     ("Progressing", "Unschedulable"): ("Unschedulable", "Warning"),
     ("Progressing", "ImagePullFailed"): ("ImagePullFailed", "Warning"),
     ("Progressing", "QuotaExceeded"): ("QuotaExceeded", "Warning"),
+    ("Progressing", "LimitRangeViolated"): ("LimitRangeViolated", "Warning"),
+    ("Progressing", "PodSecurityViolated"): ("PodSecurityViolated", "Warning"),
+    ("Progressing", "AdmissionDenied"): ("AdmissionDenied", "Warning"),
+    ("Progressing", "WebhookUnavailable"): ("WebhookUnavailable", "Warning"),
+    ("Progressing", "InternalError"): ("InternalError", "Warning"),
     ("Progressing", "PodsRefused"): ("PodsRefused", "Warning"),
     ("Progressing", "DeadlineExceeded"): ("DeadlineExceeded", "Warning"),
     ("Progressing", "DeviceFailure"): ("DeviceFailure", "Warning"),
@@ -112,20 +118,22 @@ def build(state: ServiceState, previous: Object, now: str) -> tuple[Object, list
     return out, [*events, *_condition_events(made, previous)]
 
 
-def refused(spec_error: Condition, body: Object, now: str) -> tuple[Object, list[Event]]:
-    """The status of a spec that cannot be parsed: Ready stays True if it was, the rest is kept."""
+def refused(wrong: Condition, body: Object, now: str) -> tuple[Object, list[Event]]:
+    """The status of a service of which nothing could be planned, such as of a spec that cannot be
+    parsed: Ready stays True if it was, the rest is kept."""
     previous = body.get("status") or {}
     generation = body["metadata"].get("generation", 0)
-    made_anew = ("Accepted", "Ready", *TYPES)
+    made_anew = (wrong.type, "Ready", *TYPES)
     kept = [c for c in previous.get("conditions") or [] if c.get("type") not in made_anew]
     was_ready = condition_of(previous, "Ready").get("status") == "True"
-    ready = Condition("Ready", "False", spec_error.reason, spec_error.message)
-    made = [spec_error, *([] if was_ready else [ready]), *abnormal([spec_error])]
+    ready = Condition("Ready", "False", wrong.reason, wrong.message)
+    moves = Condition("Reconciling", "True", wrong.reason, wrong.message)
+    made = [wrong, *([] if was_ready else [ready]), *(abnormal([wrong]) or [moves])]
     stamped = [_stamp(c, previous, generation, now) for c in made]
     if was_ready:
         kept.append(condition_of(previous, "Ready"))
     status = {**previous, "conditions": [*stamped, *kept], "observedGeneration": generation}
-    status["reason"] = spec_error.reason
+    status["reason"] = wrong.reason
     return status, _condition_events(made, previous)
 
 

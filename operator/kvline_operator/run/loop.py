@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kvline_operator.api.key import Key
-from kvline_operator.errors import ApiUnavailable, OperatorError
+from kvline_operator.errors import ApiError, Conflict, Deleting, OperatorError
 from kvline_operator.reconcile import Context, reconcile
 from kvline_operator.report.metrics import Metrics
 from kvline_operator.run.resync import Resync
@@ -68,11 +68,10 @@ class Loop:
                 self.queue.add(key, again * (1 + min(self.queue.oldest_overdue(), MAX_STRETCH)))
         except OperatorError as error:
             result = type(error).__name__
-            level, after = logging.WARNING, 0.0
-            if isinstance(error, ApiUnavailable):
-                level, after = logging.INFO, error.after
-            delay = self.queue.retry(key, after)
-            log.log(level, "reconcile failed: %s; again in %.0f s", error, delay)
+            delay = self.queue.retry(key, error.after if isinstance(error, ApiError) else 0.0)
+            # Another client was faster, or a child is still going: no fault of anything.
+            level = logging.INFO if isinstance(error, Conflict | Deleting) else logging.WARNING
+            log.log(level, "%s/%s: %s; again in %.0f s", key.namespace, key.name, error, delay)
         except Exception:
             result = "Unexpected"
             delay = self.queue.retry(key)

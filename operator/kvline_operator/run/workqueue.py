@@ -14,7 +14,7 @@ from collections.abc import Callable
 from kvline_operator.api.key import Key
 
 FIRST_DELAY = 1.0
-LAST_DELAY = 300.0
+LAST_DELAY = 60.0
 
 
 class WorkQueue:

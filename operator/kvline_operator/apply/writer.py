@@ -1,0 +1,165 @@
+"""Writes what a plan wants and the cluster has not, then deletes what it no longer wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from kvline_contract.names import LABEL_REVISION, base_name, gate_name, scale_name
+from kvline_contract.times import stamp
+from kvline_operator.apply import ensure as apply
+from kvline_operator.apply import notices
+from kvline_operator.apply.drift import Corrections
+from kvline_operator.apply.tokens import Tokens
+from kvline_operator.errors import NameConflict, OperatorError
+from kvline_operator.kube import Kube
+from kvline_operator.observe.ended_pods import surplus
+from kvline_operator.observe.reports import Reports
+from kvline_operator.plan import jobs, prepare, render, revisions, rollout
+from kvline_operator.plan.service_plan import ServicePlan
+from kvline_operator.settings import Settings
+from kvline_operator.store import revision_state
+from kvline_operator.store.revision_state import RevisionState
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What came of the writes."""
+
+    error: OperatorError | None = None  # at the first that failed; those after it were not tried
+    lasting: tuple[str, ...] = ()  # changes by others that came back after each removal
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    kube: Kube
+    settings: Settings
+    reports: Reports
+    pool: ThreadPoolExecutor
+    corrections: Corrections
+    tokens: Tokens
+    now: Callable[[], datetime]
+
+    def write(self, plan: ServicePlan) -> Written:
+        spec, observed = plan.spec, plan.observed
+        notices.end_waits(self.reports, self.pool, self.tokens, spec.uid, observed.needless)
+        try:
+            lasting = [*self._objects(plan), *self._revisions(plan)]
+            self._prepare(plan)
+            self._prune(plan)
+        except OperatorError as error:
+            return Written(error)
+        waiting = plan.rollout.to_notify(observed.pods)
+        notices.open_gates(self.reports, self.pool, self.tokens, spec.uid, waiting)
+        return Written(lasting=tuple(filter(None, lasting)))
+
+    def _objects(self, plan: ServicePlan) -> list[str]:
+        """Of the service, then the stored states of its revisions."""
+        spec, state = plan.spec, plan.rollout
+        budget = render.disruption_budget(spec, state.plan)
+        objects = [*render.service_objects(spec, self.settings, state.download), budget]
+        lasting = [self._ensure(plan, wanted) for wanted in objects]
+        lasting += [self._ensure(plan, wanted, exact=True) for wanted in plan.maps]
+        self._store_states(plan)
+        return lasting
+
+    def _revisions(self, plan: ServicePlan) -> list[str]:
+        spec, observed, state = plan.spec, plan.observed, plan.rollout
+        lasting = []
+        for name, replicas in rollout.write_order(
+            state.plan.replicas, observed.deployment_states()
+        ):
+            if name not in state.stored:
+                continue  # its ControllerRevision was deleted: the Deployment stays unchanged
+            seen = observed.config_map(gate_name(spec.base, name))
+            rolls = bool(state.plan.candidate)
+            digest = notices.digest(self.tokens, (spec.uid, name), seen, rolls)
+            gate = state.gate(name, spec, digest)
+            launch = self._launch(plan, state.stored[name])
+            objects = render.revision_objects(spec, state.stored[name], replicas, gate, launch)
+            lasting += [self._ensure(plan, wanted) for wanted in objects]
+        return lasting
+
+    def _launch(self, plan: ServicePlan, stored: Object) -> str:
+        """A revision's launch file: from its ControllerRevision, else from the live ConfigMap."""
+        if "launch" in stored["data"]:
+            return render.launch_text(plan.spec, stored, None)
+        name = stored["metadata"]["name"]
+        live = plan.observed.config_map(name)
+        live = live or self.kube.get("ConfigMap", plan.spec.namespace, name)
+        return render.launch_text(plan.spec, stored, live)
+
+    def _ensure(self, plan: ServicePlan, wanted: Object, exact: bool = False) -> str:
+        """Applies an object. Returns a description of a change by others that is tolerated for now;
+        empty where there is none, or where it was removed, which is reported as an event."""
+        kind, meta, observed = wanted["kind"], wanted["metadata"], plan.observed
+        seen = observed.child(kind, meta["name"])
+        absent = observed.lists(kind) or not observed.revisions
+        dispute = apply.ensure(self.kube, wanted, seen, absent, exact, self.corrections)
+        if dispute is None or dispute.settled:
+            return dispute.text if dispute is not None else ""
+        # Now and not with the status: a later write may fail, and the event would be lost.
+        of = meta["ownerReferences"][0]
+        owner = render.Owner(meta["namespace"], of["name"], of["uid"], base_name(of["name"]))
+        text = f"{dispute.text}: removed; change the InferenceService instead"
+        event = ("ForeignChangeRemoved", "Warning", text)
+        self.kube.create(render.event(owner, event, dispute.version, stamp(self.now())))
+        return ""
+
+    def _store_states(self, plan: ServicePlan) -> None:
+        """Before the revisions are, so that a crash in between does not lose a verdict. Written
+        only over the version that was read: after a write by another operator this reconcile fails
+        and runs again."""
+        spec, states = plan.spec, plan.rollout.states
+        for name, stored in plan.rollout.stored.items():
+            annotations = revision_state.to_annotations(states.get(name, RevisionState()))
+            wanted = render.with_annotations(spec, stored, annotations)
+            if "resourceVersion" not in stored["metadata"]:  # new
+                apply.ensure(self.kube, wanted, absent=True)
+            elif annotations != revision_state.to_annotations(revision_state.read(stored)):
+                self.kube.apply(wanted, over=stored, exact=True)
+
+    def _prepare(self, plan: ServicePlan) -> None:
+        """Creates the Job that the pods wait for and deletes other unfinished ones; finished Jobs
+        are deleted by their TTL. Jobs are immutable, so none is updated."""
+        wanted = plan.rollout.preparing
+        name = wanted.name if wanted is not None else ""
+        for job in prepare.unfinished(plan.observed):
+            if job["metadata"]["name"] != name:
+                apply.prune(self.kube, job, "Job")
+        if wanted is None or wanted.exists:
+            return
+        self._ensure(plan, jobs.policy(plan.spec, self.settings))
+        if not self.kube.create(wanted.job):
+            raise NameConflict(
+                f"Job {name} exists and is not this service's; rename one of the two"
+            )
+
+    def _prune(self, plan: ServicePlan) -> None:
+        """Deletes Deployments, ConfigMaps and ResourceClaimTemplates of revisions that are not in
+        the plan, all but the newest ten ControllerRevisions and terminal pods, and what the
+        autoscaler stored where it is off."""
+        spec, observed, replicas = plan.spec, plan.observed, plan.rollout.plan.replicas
+        of_revisions: tuple[tuple[str, Sequence[Object]], ...] = (
+            ("Deployment", observed.deployments),
+            ("ConfigMap", observed.config_maps),
+            ("ResourceClaimTemplate", observed.claim_templates),
+        )
+        for kind, items in of_revisions:
+            for item in items:
+                revision = (item["metadata"].get("labels") or {}).get(LABEL_REVISION)
+                if revision and revision not in replicas:
+                    apply.prune(self.kube, item, kind)
+        for pod in surplus(observed.ended):
+            self.kube.delete("Pod", spec.namespace, pod.name, pod.uid)
+        newest = sorted(observed.revisions, key=lambda r: r.get("revision", 0), reverse=True)
+        for item in newest[revisions.HISTORY_LIMIT :]:
+            if (item["metadata"].get("labels") or {}).get(LABEL_REVISION) not in replicas:
+                apply.prune(self.kube, item, "ControllerRevision")
+        if spec.autoscaling is None and (old := observed.config_map(scale_name(spec.base))):
+            apply.prune(self.kube, old, "ConfigMap")

@@ -1,0 +1,113 @@
+"""All that one reconcile decides about a service, from its spec and what was observed. Pure."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from kvline_contract.codec import ContractError
+from kvline_contract.launch import Record, Reuse
+from kvline_contract.names import LABEL_REVISION, SCALE_FILE, records_name, scale_name
+from kvline_contract.times import stamp
+from kvline_operator.api.spec import ServiceSpec
+from kvline_operator.observe.children import Observed
+from kvline_operator.plan import autoscale, candidate, render, revisions
+from kvline_operator.plan.autoscale import Scale, Scaling
+from kvline_operator.plan.rollout_state import RolloutState
+from kvline_operator.settings import Settings
+from kvline_operator.store import records, revision_state
+from kvline_operator.store.revision_state import RevisionState
+
+log = logging.getLogger("kvline")
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ServicePlan:
+    spec: ServiceSpec  # with the replicas that the autoscaler wants
+    observed: Observed
+    rollout: RolloutState
+    records: dict[str, Record]  # recorded sizes, by fingerprint
+    image_outdated: bool
+    scale: Scale | None  # None where autoscaling is off, as is `scaling`
+    scaling: Scaling | None
+
+    @classmethod
+    def of(
+        cls, spec: ServiceSpec, observed: Observed, settings: Settings, now: datetime
+    ) -> ServicePlan:
+        """Raises SpecError where no revision can be made of the spec."""
+        scale, scaling = _scale(spec, observed, now)
+        spec = replace(spec, replicas=scale.replicas) if scale else spec
+        revision, stored, known = _revision(spec, observed, settings)
+        known, pods = candidate.counted(known, observed.pods)
+        observed = replace(observed, pods=pods)
+        rollout = RolloutState.of(spec, observed, revision.name, stored, known, now)
+        outdated = _image_outdated(spec, rollout, settings)
+        recorded = _records(spec, observed)
+        return cls(spec, observed, rollout, recorded, outdated, scale, scaling)
+
+    @property
+    def maps(self) -> list[Object]:
+        """The ConfigMaps that only this operator reads and writes."""
+        # With Never it is there before the first pod, which would start again from its own record.
+        wanted = self.records or self.spec.reuse is Reuse.NEVER
+        maps = [render.records_map(self.spec, self.records)] if wanted else []
+        return maps + ([render.scale_map(self.spec, self.scale)] if self.scale else [])
+
+
+def _scale(
+    spec: ServiceSpec, observed: Observed, now: datetime
+) -> tuple[Scale | None, Scaling | None]:
+    """The autoscaler's decision, which is stored, and ScalingActive; None where it is off."""
+    policy, ready = spec.autoscaling, [p.load for p in observed.pods if p.ready]
+    if policy is None:
+        return None, None
+    stored = observed.config_map(scale_name(spec.base)) or {}
+    before = Scale.parse((stored.get("data") or {}).get(SCALE_FILE))
+    demand = autoscale.demand(ready, policy.target_percent)
+    existing = sum(s.replicas for s in observed.deployment_states())
+    minute_ago = stamp(now - autoscale.STEP)
+    settled = sum(1 for p in observed.pods if p.ready and p.ready_since <= minute_ago)
+    after = autoscale.decide(before, existing, demand, policy, now, settled)
+    reason, text = autoscale.activity(after, demand, policy, len(ready))
+    return after, Scaling(reason, text, after.replicas, after.why)
+
+
+def _revision(
+    spec: ServiceSpec, observed: Observed, settings: Settings
+) -> tuple[revisions.Revision, dict[str, Object], dict[str, RevisionState]]:
+    """The revision of the current spec; all ControllerRevisions by revision, including a new one
+    that is not written yet; and the stored state of each."""
+    stored = {
+        item["metadata"]["labels"][LABEL_REVISION]: item
+        for item in observed.revisions
+        if LABEL_REVISION in (item["metadata"].get("labels") or {})
+    }
+    existing = revisions.known(list(stored.values()))
+    known = {name: revision_state.read(item) for name, item in stored.items()}
+    stable = revision_state.stable(known)
+    wanted = revisions.wanted(spec, existing, settings.image_for(spec.gpus), stable)
+    if wanted.name not in stored:
+        stored[wanted.name] = render.controller_revision(spec, wanted, settings)
+        known[wanted.name] = RevisionState()
+    return wanted, stored, known
+
+
+def _image_outdated(spec: ServiceSpec, rollout: RolloutState, settings: Settings) -> bool:
+    stored = rollout.stored.get(rollout.plan.stable)
+    default = settings.image_for(spec.gpus)
+    return bool(stored and default and not spec.image and stored["data"]["image"] != default)
+
+
+def _records(spec: ServiceSpec, observed: Observed) -> dict[str, Record]:
+    """The recorded sizes, with those that replicas have measured since."""
+    name = records_name(spec.base)
+    try:
+        recorded = records.read(observed.config_map(name))
+    except ContractError as error:
+        log.warning("%s/%s is measured and written anew: %s", spec.namespace, name, error)
+        recorded = {}
+    return records.merge(recorded, [p.report for p in observed.pods if p.report is not None])

@@ -1,0 +1,75 @@
+"""The one table from an error of a reconcile to the condition that tells of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kvline_operator.answers import Refusal
+from kvline_operator.errors import ApiError, Deleting, NameConflict, SpecError
+from kvline_operator.observe.pods import condition_of
+from kvline_operator.report.service_state import Condition
+
+Object = dict[str, Any]
+MINUTE = 60.0  # rights, quotas and policies change without an event
+SOON = 0.0  # it may pass by itself: with the growing delay of the queue, at most a minute
+# Of each reason, the type of its condition, and seconds until the next try.
+TABLE = {
+    "SpecInvalid": ("Accepted", MINUTE),
+    "NameConflict": ("Accepted", MINUTE),
+    "Forbidden": ("Accepted", MINUTE),
+    "QuotaExceeded": ("Progressing", MINUTE),
+    "LimitRangeViolated": ("Progressing", MINUTE),
+    "PodSecurityViolated": ("Progressing", MINUTE),
+    "AdmissionDenied": ("Progressing", MINUTE),
+    "NamespaceTerminating": ("Progressing", MINUTE),
+    "WebhookUnavailable": ("Progressing", SOON),
+    "ApiUnavailable": ("Progressing", SOON),
+    "ChildDeleting": ("Progressing", SOON),
+    "InternalError": ("Progressing", SOON),
+}
+OWN: dict[type[Exception], str] = {
+    SpecError: "SpecInvalid",
+    NameConflict: "NameConflict",
+    Deleting: "ChildDeleting",
+}
+
+
+def reason(error: Exception) -> str:
+    if isinstance(error, ApiError):
+        return error.answer.refusal
+    return OWN.get(type(error), "InternalError")
+
+
+def retry_seconds(error: Exception) -> float:
+    return TABLE[reason(error)][1]
+
+
+def loses_events(error: Exception) -> bool:
+    """Whether it keeps an event away only for now."""
+    return reason(error) == Refusal.NONE
+
+
+def condition(error: Exception, previous: Object) -> Condition:
+    """Of one that may pass the message differs from try to try, as an address in it does; it stays
+    as it is while the reason does. Else each try would write the status, and that requeues the
+    service at once."""
+    why = reason(error)
+    kind, seconds = TABLE[why]
+    before = condition_of(previous, kind)
+    if seconds == SOON and (before.get("status"), before.get("reason")) == ("False", why):
+        return Condition(kind, "False", why, before["message"])
+    text = str(error)
+    if why == "InternalError":
+        text = f"{type(error).__name__}: the operator's log has its cause; please report it"
+    return Condition(kind, "False", why, text)
+
+
+def foreign_change(lasting: Iterable[str]) -> Condition | None:
+    """Changes by others that came back after each removal."""
+    found = list(lasting)
+    if not found:
+        return None
+    text = "; ".join(found) + ": set again after each removal, so it is not removed for an hour, "
+    text += "and pods may run with it. Stop its manager, and change the InferenceService instead"
+    return Condition("UpToDate", "False", "ForeignChange", text)

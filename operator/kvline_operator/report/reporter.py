@@ -1,0 +1,157 @@
+"""Writes the status and its events, and says when the service is looked at again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from kvline_contract.names import LABEL_REVISION, base_name
+from kvline_contract.report import State
+from kvline_contract.times import stamp
+from kvline_operator.api.key import Key
+from kvline_operator.errors import OperatorError
+from kvline_operator.kube import Kube
+from kvline_operator.observe.children import Observed
+from kvline_operator.plan import render
+from kvline_operator.plan.service_plan import ServicePlan
+from kvline_operator.report import failures, status, status_cache
+from kvline_operator.report.service_state import Condition, ServiceState, newly_ended
+from kvline_operator.report.status_cache import StatusCache, View
+from kvline_operator.settings import Settings
+from kvline_operator.store.revision_state import RevisionState
+
+log = logging.getLogger("kvline")
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Reporter:
+    kube: Kube
+    settings: Settings
+    cache: StatusCache
+    now: Callable[[], datetime]
+
+    def failed(self, body: Object, error: Exception) -> float:
+        """For an error before anything was written; most of the status stays as it is."""
+        wrong = failures.condition(error, body.get("status") or {})
+        new, events = status.refused(wrong, body, stamp(self.now()))
+        self.cache.refuse(_key(body), body.get("spec") or {}, new)
+        self._write(body, new, events, error)
+        return _again(error)
+
+    def report(
+        self, body: Object, plan: ServicePlan, error: OperatorError | None, lasting: Sequence[str]
+    ) -> float:
+        """The status is of what was observed before the writes; their events requeue the service.
+        `error` and `lasting` are of the writes."""
+        key, previous = _key(body), body.get("status") or {}
+        before = self.cache.get(key)
+        wrong = failures.condition(error, previous) if error else failures.foreign_change(lasting)
+        state = _state(plan, wrong, before)
+        new, events = status.build(state, previous, stamp(self.now()))
+        history = status_cache.history(plan.rollout.stored, plan.rollout.states)
+        self.cache.put(View(key, body["spec"], new, plan.observed.pods, history))
+        self._write(body, new, events, error)
+        if error is not None:
+            _again(error)
+        return requeue_after(self.settings, state)
+
+    def _write(
+        self, body: Object, new: Object, events: list[status.Event], error: Exception | None
+    ) -> None:
+        """Events first, then one status write where the status has changed. An event's name is a
+        hash of its content and the object's version, so a repeat after a crash adds none."""
+        meta = body["metadata"]
+        try:
+            self._write_events(meta, events)
+            if new != (body.get("status") or {}):
+                version = meta["resourceVersion"]
+                self.kube.replace_status(meta["namespace"], meta["name"], new, version)
+        except OperatorError:
+            if error is not None:  # the first cause, which the status would have had
+                log.warning("%s/%s: %s", meta["namespace"], meta["name"], error)
+            raise
+
+    def _write_events(self, meta: Object, events: list[status.Event]) -> None:
+        """What refuses an event, such as a webhook, keeps no status back."""
+        owner = render.Owner(meta["namespace"], meta["name"], meta["uid"], base_name(meta["name"]))
+        for item in events:
+            log.info("%s/%s: %s: %s", meta["namespace"], meta["name"], item.reason, item.message)
+            event = (item.reason, item.kind, item.message)
+            made = render.event(owner, event, meta["resourceVersion"], stamp(self.now()))
+            try:
+                self.kube.create(made)
+            except OperatorError as error:
+                if failures.loses_events(error):  # the next try writes both
+                    raise
+                log.warning("no event %s: %s", item.reason, error)
+
+
+def _key(body: Object) -> Key:
+    return Key(body["metadata"]["namespace"], body["metadata"]["name"])
+
+
+def _again(error: Exception) -> float:
+    """Seconds to the next try; raises what the queue tries again sooner, with a growing delay."""
+    seconds = failures.retry_seconds(error)
+    if not seconds:
+        raise error
+    return seconds
+
+
+def _state(plan: ServicePlan, wrong: Condition | None, before: View | None) -> ServiceState:
+    observed, rollout = plan.observed, plan.rollout
+    stable, newest = rollout.plan.stable, rollout.plan.newest
+    return ServiceState(
+        spec=plan.spec,
+        plan=rollout.plan,
+        pods=observed.pods,
+        ended=observed.ended,
+        stable_state=rollout.states.get(stable, RevisionState()),
+        limits=rollout.thresholds(newest, plan.spec),
+        image_outdated=plan.image_outdated,
+        records=plan.records,
+        apply_error=wrong,
+        deadline_exceeded=_deadline_exceeded(observed, newest),
+        refused=observed.refused(newest),
+        scaling=plan.scaling,
+        preparing=rollout.preparing,
+        stable_data=rollout.stored.get(stable, {}).get("data", {}),
+        newly_ended=newly_ended(observed.pods, before.pods if before is not None else ()),
+    )
+
+
+def _deadline_exceeded(observed: Observed, revision: str) -> bool:
+    """Whether this revision's Deployment reports ProgressDeadlineExceeded. It does not for a
+    replica that was ready before: that one has its own reason."""
+    return any(
+        condition.get("reason") == "ProgressDeadlineExceeded"
+        for item in observed.deployments
+        if item["metadata"]["labels"].get(LABEL_REVISION) == revision
+        for condition in (item.get("status") or {}).get("conditions") or []
+    )
+
+
+def requeue_after(settings: Settings, state: ServiceState) -> float:
+    """Seconds until the next poll: short while a replica is being measured, whose progress is only
+    in its sizing report; longer while anything else is in progress, in case an event is missed; 0
+    for none."""
+    measured = [p.report for p in state.pods if p.running and not p.validated]
+    if measured:
+        validating = any(r is not None and r.state is State.VALIDATING for r in measured)
+        outage = state.plan.candidate and not any(p.ready for p in state.pods)
+        # The verdict that is near ends it, whatever it is.
+        return settings.poll_seconds / (4 if validating and outage else 1)
+    settled = (
+        not state.plan.candidate
+        and len(state.newest) == state.spec.replicas
+        and all(p.ready and p.validated and not p.report_error for p in state.newest)
+    )
+    if not settled:
+        return min(settings.poll_seconds * 30, settings.resync_seconds)
+    if state.scaling is not None:
+        return settings.load_seconds
+    return failures.MINUTE if state.apply_error is not None else 0.0
