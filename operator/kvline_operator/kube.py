@@ -172,10 +172,15 @@ class Kube:
         content = "application/json-patch+json"
         self._call("PATCH", kind, namespace, name, body=patch, query=query, content=content)
 
-    def patch(self, kind: str, namespace: str, name: str, patch: list[Object]) -> None:
-        """A JSON patch; raises Invalid where one of its tests does not hold."""
+    def patch(
+        self, kind: str, namespace: str, name: str, patch: list[Object], manager: str
+    ) -> Object:
+        """The object after a JSON patch by a field manager; raises Invalid where one of its tests
+        does not hold."""
+        query = [("fieldManager", manager)]
         content = "application/json-patch+json"
-        self._call("PATCH", kind, namespace, name, body=patch, content=content)
+        where = (kind, namespace, name)
+        return self._call("PATCH", *where, body=patch, query=query, content=content) or {}
 
     def log(self, namespace: str, pod: str, container: str) -> str:
         """A container's log so far."""

@@ -21,14 +21,12 @@ LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
 MANAGED_BY = "kvline"
 LABEL_PREPARES = "kvline.dev/prepares"  # base name; on pods of prepare Jobs, which are no replicas
 FIELD_MANAGER = "kvline-operator"  # server-side apply's owner of our fields
+# Of what kubectl kvline writes. Flux takes out fields of managers whose name begins with kubectl.
+CLI_FIELD_MANAGER = "kvline-cli"
 AUTOSCALER = "kvline-autoscaler"  # field manager of spec.replicas with spec.autoscaling
 # A ConfigMap of a namespace that one release of the operator has by name, and the release's own.
 CLAIM, CLAIM_KEY = "kvline-operator", "namespace"
 
-ANNOTATION_RESTART = "kvline.dev/restart"  # a timestamp: a new revision of the same spec
-ANNOTATION_UPGRADE = "kvline.dev/upgrade"  # a timestamp: take the operator's default image
-ANNOTATION_PROMOTE = "kvline.dev/promote"  # a revision: accept it whatever it measured
-ANNOTATION_PAUSED = "kvline.dev/paused"  # "true": a rollout makes no progress
 # Of ControllerRevisions, where the operator keeps results; see its revision_state.py.
 ANNOTATION_ACCEPTED = "kvline.dev/accepted"
 ANNOTATION_VERDICT = "kvline.dev/verdict"
