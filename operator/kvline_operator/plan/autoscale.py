@@ -32,6 +32,17 @@ class Activity(StrEnum):
     STABLE = "Stable"
     UNKNOWN = "DemandUnknown"
     AT_MAXIMUM = "AtMaximum"
+    FOREIGN_CHANGE = "ForeignChange"
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """The autoscaler's decision, for the status."""
+
+    reason: Activity
+    message: str
+    replicas: int
+    why: str  # why the last change was made
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +80,15 @@ class ScaleUpWindow:
 
 
 @document
+class SecondWriter:
+    """Who else writes spec.replicas while the autoscaler does."""
+
+    managers: str = field(limit=256)
+    times: int  # within a day
+    at: str = field(limit=32)  # RFC 3339; the last time
+
+
+@document
 class Scale:
     """The state of the autoscaler, stored in a ConfigMap."""
 
@@ -78,6 +98,8 @@ class Scale:
     lower: ScaleDownWindow | None = field(default=None)
     rises: tuple[ScaleUp, ...] = field(items=MAX_RISES, default=())  # within STEP
     higher: ScaleUpWindow | None = field(default=None)
+    own: bool = field(default=False)  # the autoscaler was a manager of spec.replicas when last read
+    second: SecondWriter | None = field(default=None)
 
     @classmethod
     def parse(cls, text: object) -> Scale | None:
@@ -85,8 +107,9 @@ class Scale:
         try:
             found = decode(cls, loads(text, MAX_BYTES), strict=False)  # type: ignore[arg-type]
             windows = [w for w in (found.lower, found.higher) if w is not None]
-            for moment in (*(r.at for r in found.rises), *(w.since for w in windows)):
-                _moment(moment)
+            times = [*(r.at for r in found.rises), *(w.since for w in windows)]
+            for time in times + ([found.second.at] if found.second is not None else []):
+                moment(time)
         except (ContractError, TypeError, ValueError):
             return None
         return found if found.version == VERSION else None
@@ -196,7 +219,7 @@ def decide(
         return still
     lower = last.lower or ScaleDownWindow(stamp(now), wanted)
     most = max(lower.most, wanted)
-    if now - min(_moment(lower.since), now) < timedelta(seconds=policy.scale_down_delay_seconds):
+    if now - min(moment(lower.since), now) < timedelta(seconds=policy.scale_down_delay_seconds):
         return replace(last, lower=ScaleDownWindow(lower.since, most))
     return Scale(VERSION, most, demand.text)
 
@@ -209,13 +232,13 @@ def _waits(last: Scale, wanted: int, now: datetime) -> tuple[ScaleUpWindow | Non
         return None, last.replicas
     window = last.higher or ScaleUpWindow(stamp(now), wanted)
     window = ScaleUpWindow(window.since, min(window.least, wanted))
-    lasted = now - min(_moment(window.since), now) >= STEP
+    lasted = now - min(moment(window.since), now) >= STEP
     return window, window.least if lasted else last.replicas
 
 
 def _scale_up(last: Scale, wanted: int, why: str, policy: Autoscaling, now: datetime) -> Scale:
     """Scales up, limited to scaleUpPercent of the replicas of a minute ago."""
-    rises = [r for r in last.rises if timedelta(0) <= now - _moment(r.at) < STEP]
+    rises = [r for r in last.rises if timedelta(0) <= now - moment(r.at) < STEP]
     base = rises[0].before if rises else last.replicas
     most = max(base + 1, base * (100 + policy.scale_up_percent) // 100)
     if min(wanted, most) <= last.replicas or len(rises) == MAX_RISES:
@@ -224,10 +247,22 @@ def _scale_up(last: Scale, wanted: int, why: str, policy: Autoscaling, now: date
     return Scale(VERSION, min(wanted, most), why, None, tuple(rises))
 
 
-def activity(scale: Scale, demand: Demand, policy: Autoscaling, ready: int) -> tuple[Activity, str]:
+def activity(
+    scale: Scale, demand: Demand, policy: Autoscaling, ready: int, second: str = ""
+) -> tuple[Activity, str]:
     """Reason and message of ScalingActive; the message has no figures of the current load, which
-    would change the status with every poll."""
-    bounds = f"{policy.min_replicas} to {policy.max_replicas} replicas; spec.replicas is not used"
+    would change the status with every poll. `second` tells of another writer of spec.replicas."""
+    reason, text = _activity(scale, demand, policy, ready)
+    if not second:
+        return reason, text
+    known = reason is not Activity.UNKNOWN
+    return Activity.FOREIGN_CHANGE if known else reason, f"{second}; {text}"
+
+
+def _activity(
+    scale: Scale, demand: Demand, policy: Autoscaling, ready: int
+) -> tuple[Activity, str]:
+    bounds = f"{policy.min_replicas} to {policy.max_replicas} replicas; spec.replicas follows"
     if demand.not_reporting or not demand.reporting:
         who = (
             f"{demand.not_reporting} ready replicas do not"
@@ -253,7 +288,7 @@ def _clip(replicas: int, policy: Autoscaling) -> int:
     return min(max(replicas, policy.min_replicas), policy.max_replicas)
 
 
-def _moment(text: str) -> datetime:
+def moment(text: str) -> datetime:
     found = datetime.fromisoformat(text)
     if found.tzinfo is None:
         raise ValueError("a time without a time zone")

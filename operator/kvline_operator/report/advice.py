@@ -330,6 +330,13 @@ ADVICE = (
         "ready replicas do not report their load, or none is ready; none is removed meanwhile",
         "check that the operator reaches port 8001 of the pods",
     ),
+    Advice(
+        "ScalingActive",
+        ("ForeignChange",),
+        "another manager writes spec.replicas too; it is set back, at most three times a day, and "
+        "has no effect meanwhile",
+        "the message names it: make it ignore the field, or remove spec.autoscaling",
+    ),
     Advice("Ready", ("Serving",), "a ready replica of an accepted revision serves", NOTHING),
     Advice("Ready", ("ScaledToZero",), "spec.replicas is 0", NOTHING),
 )
