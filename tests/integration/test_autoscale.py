@@ -47,7 +47,7 @@ def test_up_at_once_down_after_the_delay_and_remembered(
     space: Any, operator: Any, node: Node, until: Callable[..., Any]
 ) -> None:
     node.load = load(100)
-    space.apply(autoscaling=HOW, replicas=3)  # spec.replicas, which is ignored
+    space.apply(autoscaling=HOW, replicas=3)  # spec.replicas, which has no effect
     until(lambda: follow(node, space, 1))
     until(lambda: space.condition("ScalingActive").get("reason") == "Stable")
 
@@ -56,7 +56,7 @@ def test_up_at_once_down_after_the_delay_and_remembered(
     until(lambda: space.condition("ScalingActive").get("reason") == "AtMaximum")
     assert any(text.startswith("from 1 to ") for text in events(space, "Scaled"))
     assert space.get("kvl", "chat")["status"]["desiredReplicas"] == 4
-    assert space.get("kvl", "chat")["spec"]["replicas"] == 3  # spec.replicas is not written
+    until(lambda: space.get("kvl", "chat")["spec"]["replicas"] == 4)
 
     node.load = None  # they serve, but report no load
     until(lambda: space.condition("ScalingActive").get("reason") == "DemandUnknown")
@@ -76,6 +76,53 @@ def test_up_at_once_down_after_the_delay_and_remembered(
     until(lambda: follow(node, space, 2))
     until(lambda: space.get("configmap", "chat-scale") is None)
     until(lambda: not space.condition("ScalingActive"))
+
+
+def test_the_number_stays_without_autoscaling_and_a_second_writer_is_named(
+    space: Any, operator: Any, node: Node, until: Callable[..., Any]
+) -> None:
+    """`kubectl scale` was taken for the number of a service that lost spec.autoscaling later."""
+
+    def replicas() -> int:
+        return int(space.get("kvl", "chat")["spec"]["replicas"])
+
+    def named() -> bool:
+        active = space.condition("ScalingActive")
+        return active.get("reason") == "ForeignChange" and "kubectl" in active["message"]
+
+    node.load = load(5000)
+    space.apply(autoscaling=HOW)
+    until(lambda: follow(node, space, 4))
+    until(lambda: replicas() == 4)
+    owners = {
+        entry["manager"]: entry.get("subresource", "")
+        for entry in space.get("kvl", "chat")["metadata"]["managedFields"]
+        if "f:replicas" in entry["fieldsV1"].get("f:spec", {})
+    }
+    assert owners == {"kvline-autoscaler": "scale"}
+    assert not named()
+
+    for number in (2, 3, 2):
+        space.kubectl("scale", "kvl/chat", f"--replicas={number}")
+        until(lambda: replicas() == 4)
+    until(named)
+    space.kubectl("scale", "kvl/chat", "--replicas=1")
+    until(lambda: "left to it" in space.condition("ScalingActive")["message"])
+    assert replicas() == 1 and wanted(space) == 4
+    space.kubectl("scale", "kvl/chat", "--replicas=4")
+
+    def settled() -> bool:
+        body = space.get("kvl", "chat")
+        return bool(
+            body["status"]["observedGeneration"] == body["metadata"]["generation"]
+            and space.up_to_date
+        )
+
+    until(settled)
+    space.apply()  # without spec.autoscaling
+    until(lambda: space.get("configmap", "chat-scale") is None)
+    until(settled)
+    assert replicas() == wanted(space) == 4
 
 
 def test_scaling_while_a_rollout_is_on_its_way(
