@@ -45,16 +45,6 @@ class Scaling:
     why: str  # why the last change was made
 
 
-@dataclass(frozen=True, slots=True)
-class Scaling:
-    """The autoscaler's decision, for the status."""
-
-    reason: Activity
-    message: str
-    replicas: int
-    why: str  # why the last change was made
-
-
 @document
 class ScaleDownWindow:
     """A period in which fewer replicas were enough."""
