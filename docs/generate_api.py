@@ -67,13 +67,17 @@ def rows(schema: dict[str, Any], path: str) -> list[str]:
         where = f"{path}.{name}"
         star = " (required)" if name in required else ""
         meaning = field.get("description", "").replace("|", "\\|")
-        out.append(f"| `{where}`{star} | {field['type']} | {bounds(field)} | {meaning} |")
+        out.append(f"| `{where}`{star} | {kind(field)} | {bounds(field)} | {meaning} |")
         if meaning.startswith("As a pod's"):
             continue  # Kubernetes documents its fields
         out += rows(field, where)
-        if field["type"] == "array":
+        if kind(field) == "array":
             out += rows(field["items"], f"{where}[]")
     return out
+
+
+def kind(field: dict[str, Any]) -> str:
+    return "quantity" if field.get("x-kubernetes-int-or-string") else str(field["type"])
 
 
 def bounds(field: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ KIND = "InferenceService"
 PLURAL = "inferenceservices"
 # Raised with each field that an older definition would drop in silence; the title of the schema in
 # manifests/crd.yaml says it, so that an operator can tell an older one.
-CRD_SCHEMA = 2
+CRD_SCHEMA = 3
 CRD_TITLE = "serving.kvline.dev schema "
 
 LABEL_SERVICE = "kvline.dev/service"  # base name of the service that owns the object

@@ -145,7 +145,7 @@ def _hub_errors(repository: str, commit: str) -> Iterator[None]:
     except GatedRepoError:
         raise ModelNotFound(
             f"{repository} is gated and the token, if any, has no access: set "
-            "spec.model.tokenSecret"
+            "spec.model.tokenSecretRef"
         ) from None
     except (RepositoryNotFoundError, RevisionNotFoundError):
         raise ModelNotFound(f"the hub has no {repository} at {commit}, or hides it") from None
@@ -165,8 +165,8 @@ def _token() -> str:
     valid = token.isascii() and token.isprintable() and " " not in token
     if given is not None and not (valid and 0 < len(token) <= MAX_TOKEN):
         raise SecretMissing(
-            f"the value that spec.model.tokenSecret names is no token: expected one word of 1 to "
-            f"{MAX_TOKEN} ASCII characters"
+            f"the value that spec.model.tokenSecretRef names is no token: expected one word of 1 "
+            f"to {MAX_TOKEN} ASCII characters"
         )
     return token
 

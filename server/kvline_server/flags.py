@@ -36,8 +36,8 @@ _FIELD = re.compile(
 )
 # Parts of messages that are of pods alone, and what stands in their place.
 _OF_PODS = (
-    (re.compile(r"spec\.access\.apiKeySecret names .*"), "--api-key-file sets it"),
-    (re.compile(r"spec\.access\.tlsSecret names .*"), "--tls-dir names the folder"),
+    (re.compile(r"spec\.access\.apiKeySecretRef names .*"), "--api-key-file sets it"),
+    (re.compile(r"spec\.access\.tlsSecretRef names .*"), "--tls-dir names the folder"),
     (re.compile(r"\bspec\.resources\.gpus asks for a GPU"), "--device cuda asks for a GPU"),
     (re.compile(r"spec\.model\.loadFormat: random"), "--load random"),
 )

@@ -11,14 +11,14 @@ from waiting import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-ACCESS = {"apiKeySecret": {"name": "chat-key", "key": "token"}}
+ACCESS = {"apiKeySecretRef": {"name": "chat-key", "key": "token"}}
 KEY = "e2e-canary-key-7d1f"
 
 
 def test_who_knows_the_key_is_served(space: Any, cluster: Any) -> None:
     space.apply("guarded", **RANDOM, access=ACCESS)
     condition = wait(space, "guarded", "ModelAvailable", reason="SecretMissing")
-    assert "spec.access.apiKeySecret" in condition["message"]
+    assert "spec.access.apiKeySecretRef" in condition["message"]
     space.kubectl("create", "secret", "generic", "chat-key", f"--from-literal=token={KEY}")
     wait(space, "guarded", "Ready", 400, status="True")
 

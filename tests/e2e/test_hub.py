@@ -24,8 +24,8 @@ TOKEN, WRONG = "hf_canary_9c41f7", "hf_canary_refused_2b"
 SPEC = {
     "model": {
         "source": f"hf://{hub.REPOSITORY}@{hub.COMMIT}",
-        "tokenSecret": {"name": "hub", "key": "token"},
-        "cache": {"claim": "cache"},
+        "tokenSecretRef": {"name": "hub", "key": "token"},
+        "cache": {"claimName": "cache"},
     },
     "engine": {"maxModelLen": 512, "maxPrefillTokens": 128, "maxRunningRequests": 4},
     "capacity": {"kvTokens": 4096},
@@ -91,7 +91,7 @@ def test_a_gated_model_is_explained_then_fetched_once_and_the_token_is_nowhere(
 
     set_token(space, "token", WRONG)
     refused = wait(space, "gated", "ModelAvailable", reason="NotFound")
-    assert "spec.model.tokenSecret" in refused["message"]
+    assert "spec.model.tokenSecretRef" in refused["message"]
     assert not (cache / hub.COMMIT).exists()
 
     set_token(space, "token", TOKEN)  # the pod recovers by itself

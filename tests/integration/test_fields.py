@@ -25,9 +25,9 @@ CHANGES: list[tuple[str, Any, str]] = [
     ("model.source", "pvc://models/other", ROLLS),
     ("model.servedName", "other", ROLLS),
     ("model.loadFormat", "random", ROLLS),
-    ("model.tokenSecret.name", "s", "tokenSecret"),
-    ("model.tokenSecret.key", "k", "tokenSecret"),
-    ("model.cache.claim", "c", "cache is for hf:// sources"),
+    ("model.tokenSecretRef.name", "s", "tokenSecretRef"),
+    ("model.tokenSecretRef.key", "k", "tokenSecretRef"),
+    ("model.cache.claimName", "c", "cache is for hf:// sources"),
     ("replicas", 2, STAYS),
     ("drainSeconds", 4000, "spec.drainSeconds"),
     ("drainSeconds", 600, ROLLS),
@@ -62,11 +62,11 @@ CHANGES: list[tuple[str, Any, str]] = [
     ("podMetadata.labels", {"team": "search"}, ROLLS),
     ("podMetadata.annotations", {"a.kvline.dev/x": ""}, "must not be the operator's own"),
     ("podMetadata.annotations", {"sidecar.istio.io/inject": "false"}, ROLLS),
-    ("access.tlsSecret.name", "Bad_Name", "spec.access.tlsSecret.name"),
-    ("access.tlsSecret", {"name": "chat-tls"}, ROLLS),
-    ("access.apiKeySecret.name", "s", "spec.access.apiKeySecret.key"),
-    ("access.apiKeySecret", SECRET, ROLLS),
-    ("access.apiKeySecret.key", "other", ROLLS),
+    ("access.tlsSecretRef.name", "Bad_Name", "spec.access.tlsSecretRef.name"),
+    ("access.tlsSecretRef", {"name": "chat-tls"}, ROLLS),
+    ("access.apiKeySecretRef.name", "s", "spec.access.apiKeySecretRef.key"),
+    ("access.apiKeySecretRef", SECRET, ROLLS),
+    ("access.apiKeySecretRef.key", "other", ROLLS),
     ("autoscaling.maxReplicas", 3, STAYS),
     ("autoscaling.minReplicas", 2, STAYS),
     ("autoscaling.targetPercent", 50, STAYS),
@@ -99,7 +99,7 @@ def changed(spec: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 def test_each_field_rolls_out_or_stays_or_is_refused_by_name(
     space: Any, operator: Any, node: Node, until: Callable[..., Any]
 ) -> None:
-    """C16: each field changed on a service that serves, and no change gets stuck; tokenSecret,
+    """C16: each field changed on a service that serves, and no change gets stuck; tokenSecretRef,
     cache, gpus, gpuResource, gpuDeviceClass, priorityClassName and runtimeClassName by a value that
     is refused."""
     crd = yaml.safe_load((ROOT / "manifests" / "crd.yaml").read_text())

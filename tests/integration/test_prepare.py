@@ -21,8 +21,8 @@ pytestmark = pytest.mark.integration
 
 MODEL = {
     "source": "hf://org/name@" + "0" * 40,
-    "cache": {"claim": "cache"},
-    "tokenSecret": {"name": "hub", "key": "token"},
+    "cache": {"claimName": "cache"},
+    "tokenSecretRef": {"name": "hub", "key": "token"},
 }
 POLICIES = ("chat", "chat-prepare")
 

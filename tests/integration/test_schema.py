@@ -117,9 +117,13 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("rollout", {"rollout": {"onFailure": "Panic"}}, "spec.rollout.onFailure"),
     ("rollout", {"rollout": {"steps": [10]}}, "steps"),
     ("unbuilt", {"autoscaling": {"minReplicas": 1}}, "autoscaling"),
-    ("C03", {"access": {}}, "access must have apiKeySecret or tlsSecret"),
-    ("C03", {"access": {"apiKeySecret": {"name": "a"}}}, "spec.access.apiKeySecret.key"),
-    ("C03", {"access": {"apiKeySecret": {"name": "A", "key": "b"}}}, "spec.access.apiKeySecret"),
+    ("C03", {"access": {}}, "access must have apiKeySecretRef or tlsSecretRef"),
+    ("C03", {"access": {"apiKeySecretRef": {"name": "a"}}}, "spec.access.apiKeySecretRef.key"),
+    ("C03", {"access": {"apiKeySecretRef": {"name": "A", "key": "b"}}}, "apiKeySecretRef.name"),
+    ("quantity", {"resources": {"memory": "2Gi", "cpu": 0}}, "must be greater than 0"),
+    ("quantity", {"resources": {"memory": "2Gi", "cpu": "1.2345"}}, "spec.resources.cpu"),
+    ("quantity", {"resources": {"memory": "2Gi", "cpu": True}}, "spec.resources.cpu"),
+    ("quantity", {"resources": {"memory": "2Gi", "ephemeralStorage": "0Gi"}}, "ephemeralStorage"),
 ]
 
 
@@ -180,6 +184,33 @@ def test_a_bad_quantity_is_refused(space: Any, memory: str) -> None:
     refused(space, "spec.resources", body(resources={"memory": memory}))
 
 
+@pytest.mark.parametrize(
+    "resources",
+    [
+        {"memory": "1.5Gi", "cpu": 2},
+        {"memory": 2147483648, "cpu": "1.5", "sharedMemory": "64Mi"},
+        {"memory": "2048Mi", "cpu": "1500m", "ephemeralStorage": "0.5Gi"},
+    ],
+)
+def test_a_quantity_is_a_number_or_text_as_in_a_pod(space: Any, resources: dict[str, Any]) -> None:
+    space.apply(resources=resources)
+    assert space.get("kvl", "chat")["spec"]["resources"] == resources
+
+
+def test_references_have_the_names_that_kubernetes_gives_objects(space: Any) -> None:
+    """Secrets and claims are named as DNS subdomains, and a Secret's keys have up to 253
+    characters."""
+    source, long = f"hf://o/n@{COMMIT}", "n" * 253
+    model = {
+        "source": source,
+        "tokenSecretRef": {"name": "hub.example.com", "key": "k" * 253},
+        "cache": {"claimName": "models.v2"},
+    }
+    access = {"tlsSecretRef": {"name": long}, "apiKeySecretRef": {"name": "a.b", "key": ".key"}}
+    space.apply(model=model, access=access)
+    space.apply(model={"source": "pvc://models.v2/tiny"})
+
+
 @pytest.mark.parametrize("spec", ["absent", {}, None])
 def test_an_empty_spec_is_refused(space: Any, spec: Any) -> None:
     """C01."""
@@ -193,11 +224,11 @@ def test_an_empty_spec_is_refused(space: Any, spec: Any) -> None:
 
 def test_secrets_of_other_namespaces_cannot_be_named(space: Any) -> None:
     """C11."""
-    for name in ("other/name", "with.dots"):
-        model = {"source": f"hf://o/n@{COMMIT}", "tokenSecret": {"name": name, "key": "k"}}
-        refused(space, "tokenSecret.name", body(model=model))
-    model = {"source": "pvc://models/x", "tokenSecret": {"name": "a", "key": "k"}}
-    refused(space, "tokenSecret is for hf:// sources", body(model=model))
+    for name in ("other/name", "With-Capitals", "a..b"):
+        model = {"source": f"hf://o/n@{COMMIT}", "tokenSecretRef": {"name": name, "key": "k"}}
+        refused(space, "tokenSecretRef.name", body(model=model))
+    model = {"source": "pvc://models/x", "tokenSecretRef": {"name": "a", "key": "k"}}
+    refused(space, "tokenSecretRef is for hf:// sources", body(model=model))
 
 
 def test_a_huge_object_is_refused_by_its_fields_bounds(space: Any) -> None:

@@ -21,8 +21,8 @@ from kvline_operator.settings import Settings
 HUB = "hf://org/name@" + "0" * 40
 MODEL = {
     "source": HUB,
-    "cache": {"claim": "cache"},
-    "tokenSecret": {"name": "hub", "key": "token"},
+    "cache": {"claimName": "cache"},
+    "tokenSecretRef": {"name": "hub", "key": "token"},
 }
 SCHEDULING = {
     "nodeSelector": {"disk": "fast"},
@@ -74,7 +74,7 @@ def test_with_a_cache_the_job_alone_downloads_and_sees_the_token() -> None:
 
 
 def test_without_a_cache_each_pod_downloads_for_itself() -> None:
-    spec = made(model={"source": HUB, "tokenSecret": MODEL["tokenSecret"]})
+    spec = made(model={"source": HUB, "tokenSecretRef": MODEL["tokenSecretRef"]})
     revision = stored(spec)
     assert not jobs.downloads(revision)
     assert len(secrets(revision["data"]["podTemplate"])) == 1
@@ -155,7 +155,7 @@ def test_a_model_in_a_claim_is_checked_as_the_server_would_find_it(strategy: str
 @pytest.mark.parametrize("strategy", ["Recreate", "Replace"])
 def test_a_model_of_the_hub_without_a_cache_is_checked_with_the_token(strategy: str) -> None:
     """Each pod downloads it for itself, when the replicas that it replaces are gone already."""
-    spec = made(strategy, model={"source": HUB, "tokenSecret": MODEL["tokenSecret"]})
+    spec = made(strategy, model={"source": HUB, "tokenSecretRef": MODEL["tokenSecretRef"]})
     got = found(spec)
     assert got is not None
     template = got.job["spec"]["template"]

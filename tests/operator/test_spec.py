@@ -27,11 +27,11 @@ def test_sources() -> None:
     """Each brings its volume, who downloads it, the ports for that, and what identifies it."""
     text, folder = f"hf://org/name@{COMMIT}", f"org--name/{COMMIT}"
     token = {"name": "s", "key": "k"}
-    hub = source_of({"source": text, "tokenSecret": token})
+    hub = source_of({"source": text, "tokenSecretRef": token})
     assert hub == Hub(text, folder, token=token)
     assert (hub.download, hub.identity) == (Download.POD, "hf://org/name")
     assert hub.volume == {"emptyDir": {"sizeLimit": "200Gi"}} and hub.egress(443) == [443]
-    cached = source_of({"source": text, "cache": {"claim": "models"}})
+    cached = source_of({"source": text, "cache": {"claimName": "models"}})
     assert cached == Hub(text, folder, "models") and cached.download is Download.JOB
     assert cached.volume == {"persistentVolumeClaim": {"claimName": "models"}}
     claim = source_of({"source": "pvc://models/a/b"})
@@ -170,7 +170,7 @@ def test_stored_revisions_are_read_back_newest_first() -> None:
 def test_a_key_is_a_file_that_the_server_itself_misses() -> None:
     """The Secret is optional for Kubernetes, so that the server's exit code can explain what is
     missing."""
-    access = {"apiKeySecret": {"name": "chat-key", "key": "token"}}
+    access = {"apiKeySecretRef": {"name": "chat-key", "key": "token"}}
     with_key = body({"access": access})
     settings = Settings("image")
     stored = {}
@@ -197,7 +197,7 @@ def test_a_key_is_a_file_that_the_server_itself_misses() -> None:
 
 def test_a_certificate_is_mounted_and_the_address_says_so() -> None:
     """With or without a key; the launch file of a service without TLS does not change."""
-    spec = parse(body({"access": {"tlsSecret": {"name": "chat-tls"}}}))
+    spec = parse(body({"access": {"tlsSecretRef": {"name": "chat-tls"}}}))
     revision = Revision("aaaaa", "image", spec.inputs_json, 1)
     stored = controller_revision(spec, revision, Settings("image"))["data"]
     pod = stored["podTemplate"]["spec"]

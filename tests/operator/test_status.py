@@ -169,17 +169,17 @@ def test_warnings_of_reports_reach_the_status_with_one_event() -> None:
 
 def test_a_spec_that_costs_more_than_it_seems_is_warned_of_once() -> None:
     hub = {"source": "hf://org/name@" + "0" * 40}
-    secret = {"apiKeySecret": {"name": "s", "key": "k"}}
+    secret = {"apiKeySecretRef": {"name": "s", "key": "k"}}
     costly = {"model": hub, "rollout": {"strategy": "Recreate"}, "access": secret}
     kept = {
         **costly,
-        "model": {**hub, "cache": {"claim": "c"}},
-        "access": {**secret, "tlsSecret": {"name": "t"}},
+        "model": {**hub, "cache": {"claimName": "c"}},
+        "access": {**secret, "tlsSecretRef": {"name": "t"}},
     }
     state = service_state(ready_pod(), spec=costly)
     made, news = status.build(state, {}, "now")
     assert [text.partition(" without ")[0] for text in made["warnings"]] == [
-        "spec.access.apiKeySecret",
+        "spec.access.apiKeySecretRef",
         "spec.rollout.strategy Recreate",
     ]
     assert [n.message for n in news if n.reason == "SpecWarning"] == made["warnings"]
@@ -363,7 +363,7 @@ def test_the_address_is_that_of_the_revision_that_serves() -> None:
     """A spec that asks for TLS and another name was rejected: plain HTTP and the old name serve."""
     spec = {
         "model": {"source": "pvc://models/tiny", "servedName": "new"},
-        "access": {"tlsSecret": {"name": "cert"}},
+        "access": {"tlsSecretRef": {"name": "cert"}},
     }
     data = {"inputs": {"model": {}}, "servedName": "old"}
     verdict = Verdict(GateResult.REJECTED, "too little", 1)

@@ -71,7 +71,7 @@ def test_no_key_is_no_start(tmp_path: Path, content: bytes | None) -> None:
     file = tmp_path / "key"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(SecretMissing, match=r"spec\.access\.apiKeySecret"):
+    with pytest.raises(SecretMissing, match=r"spec\.access\.apiKeySecretRef"):
         Key(file)
 
 
@@ -114,4 +114,4 @@ def test_a_missing_key_ends_the_start_with_its_own_code(
     server = start(key=tmp_path / "nothing")
     assert server.end(30) == 22
     assert server.termination()["name"] == "SecretMissing"
-    assert "spec.access.apiKeySecret" in server.termination()["message"]
+    assert "spec.access.apiKeySecretRef" in server.termination()["message"]

@@ -114,7 +114,7 @@ def test_the_version_is_shown() -> None:
         ("raise spec.resources.memory by 3 MiB", "raise --memory by 3 MiB"),
         ("/m/model.safetensors: memory of a model", "/m/model.safetensors: memory of a model"),
         (
-            "spec.access.apiKeySecret names a Secret of this namespace and a key in it",
+            "spec.access.apiKeySecretRef names a Secret of this namespace and a key in it",
             "--api-key-file sets it",
         ),
         (

@@ -105,7 +105,7 @@ def test_the_token_opens_a_gated_model_and_is_never_shown(
     hub.gated = True
     without = fetch()
     assert without.returncode == 30
-    assert "tokenSecret" in without.stderr
+    assert "tokenSecretRef" in without.stderr
     wrong = fetch(token="hf_wrong_canary")
     assert wrong.returncode == 30
     right = fetch(token=TOKEN)
@@ -124,7 +124,7 @@ def test_an_invalid_token_is_rejected_without_being_shown(
     """C12."""
     done = fetch(token=token)
     assert done.returncode == 22
-    assert "spec.model.tokenSecret" in done.stderr and "Traceback" not in done.stderr
+    assert "spec.model.tokenSecretRef" in done.stderr and "Traceback" not in done.stderr
     assert not token.strip() or token not in done.stderr
 
 
@@ -152,7 +152,7 @@ def test_the_check_asks_the_hub_without_fetching_weights(
 
     hub.gated = True
     refused = fetch(step="check")
-    assert refused.returncode == 30 and "tokenSecret" in refused.stderr
+    assert refused.returncode == 30 and "tokenSecretRef" in refused.stderr
     assert fetch(step="check", token=TOKEN).returncode == 0
     hub.gated = False
     assert fetch(step="check", commit="f" * 40).returncode == 30

@@ -52,7 +52,7 @@ def test_a_launch_file_without_tls_is_as_it_was() -> None:
 
 
 def test_nothing_there_is_no_start(tmp_path: Path) -> None:
-    with pytest.raises(SecretMissing, match=r"spec\.access\.tlsSecret"):
+    with pytest.raises(SecretMissing, match=r"spec\.access\.tlsSecretRef"):
         Certificate(tmp_path)
 
 
@@ -63,7 +63,7 @@ def test_a_key_of_another_certificate_is_no_start_and_no_renewal(tmp_path: Path)
     assert good.context.minimum_version is ssl.TLSVersion.TLSv1_2
     shutil.copy(tmp_path / "b" / "tls.key", tmp_path / "a" / "tls.key")
     assert not good.renew()
-    with pytest.raises(ConfigInvalid, match=r"spec\.access\.tlsSecret"):
+    with pytest.raises(ConfigInvalid, match=r"spec\.access\.tlsSecretRef"):
         Certificate(tmp_path / "a")
     shutil.copy(tmp_path / "b" / "tls.crt", tmp_path / "a" / "tls.crt")
     assert good.renew() and not good.renew()
@@ -109,4 +109,4 @@ def test_a_missing_certificate_ends_the_start_with_its_own_code(
 ) -> None:
     server = start(tls=tmp_path / "nothing")
     assert server.end(30) == 22
-    assert "spec.access.tlsSecret" in server.termination()["message"]
+    assert "spec.access.tlsSecretRef" in server.termination()["message"]

@@ -118,5 +118,5 @@ def source_of(model: Object) -> ModelSource:
             raise SpecError(f"spec.model.source must not contain ..: {text!r:.80}")
         return Claim(match[0], match["claim"], match["path"])
     folder = hub_folder(match["org"], match["name"], match["commit"])
-    cache = (model.get("cache") or {}).get("claim", "")
-    return Hub(match[0], folder, cache, model.get("tokenSecret"))
+    cache = (model.get("cache") or {}).get("claimName", "")
+    return Hub(match[0], folder, cache, model.get("tokenSecretRef"))

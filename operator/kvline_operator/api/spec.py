@@ -17,6 +17,7 @@ from kvline_contract.launch import EngineOptions, KVCacheDtype, Reuse
 from kvline_contract.names import CPU_RANK, base_name
 from kvline_operator.api import replicas_field
 from kvline_operator.api.replicas_field import ReplicasField
+from kvline_operator.api.inputs import read
 from kvline_operator.api.source import ModelSource, source_of
 from kvline_operator.errors import SpecError
 
@@ -118,7 +119,8 @@ class ServiceSpec:
 
 def parse(body: dict[str, Any]) -> ServiceSpec:
     metadata, spec = body["metadata"], body.get("spec") or {}
-    model = spec.get("model") or {}
+    made = read(inputs(_checked(spec)))
+    model = made.get("model", {})
     return ServiceSpec(
         namespace=metadata["namespace"],
         name=metadata["name"],
@@ -135,7 +137,7 @@ def parse(body: dict[str, Any]) -> ServiceSpec:
         rollout=_rollout(spec),
         autoscaling=_autoscaling(spec),
         policy=_policy(spec),
-        inputs_json=canonical(inputs(_checked(spec))),
+        inputs_json=canonical(made),
         replicas_field=replicas_field.read(body),
     )
 
@@ -202,7 +204,7 @@ def _autoscaling(spec: dict[str, Any]) -> Autoscaling | None:
 
 def scheme(inputs: dict[str, Any]) -> str:
     """Of the API of a revision with these inputs."""
-    return "https" if "tlsSecret" in inputs.get("access", {}) else "http"
+    return "https" if "tlsSecretRef" in inputs.get("access", {}) else "http"
 
 
 def gpus(resources: dict[str, Any]) -> int:

@@ -56,13 +56,13 @@ def pod_template(
     if device_class(inputs["resources"]):
         pod["resourceClaims"] = [{"name": GPU_CLAIM, "resourceClaimTemplateName": name}]
     access = inputs.get("access", {})
-    if "apiKeySecret" in access:
-        secret = access["apiKeySecret"]
+    if "apiKeySecretRef" in access:
+        secret = access["apiKeySecretRef"]
         items = [{"key": secret["key"], "path": names.ACCESS_FILE}]
         _mount_secret(pod, "access", secret["name"], names.ACCESS_DIR, items)
-    if "tlsSecret" in access:
+    if "tlsSecretRef" in access:
         items = [{"key": name, "path": name} for name in (names.TLS_CERTIFICATE, names.TLS_KEY)]
-        _mount_secret(pod, "tls", access["tlsSecret"]["name"], names.TLS_DIR, items)
+        _mount_secret(pod, "tls", access["tlsSecretRef"]["name"], names.TLS_DIR, items)
     if spec.source.download is Download.POD or (alone and spec.source.download is Download.JOB):
         pod["initContainers"] = [download_container(spec.source, revision.image, settings)]
     pod |= placement.fields(inputs, base, revision.name, settings)

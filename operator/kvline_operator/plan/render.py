@@ -24,6 +24,7 @@ from kvline_contract.launch import (
     Model,
     Record,
 )
+from kvline_operator.api.inputs import read
 from kvline_operator.api.source import Download, source_of
 from kvline_operator.api.spec import ServiceSpec, gpus, ranks
 from kvline_operator.plan.autoscale import Scale
@@ -291,7 +292,7 @@ def launch_text(spec: ServiceSpec, stored: Object, live: Object | None) -> str:
 
 def launch_config(owner: Owner, revision: str, data: Object) -> LaunchConfig:
     """The pod's launch configuration, from the revision's stored inputs."""
-    inputs = data["inputs"]
+    inputs = read(data["inputs"])
     model, engine = inputs["model"], inputs.get("engine", {})
     capacity = inputs.get("capacity", {})
     source = source_of(model)
@@ -317,8 +318,8 @@ def launch_config(owner: Owner, revision: str, data: Object) -> LaunchConfig:
             KVCacheDtype(engine["kvCacheDtype"]) if "kvCacheDtype" in engine else None,
         ),
         capacity=CapacityOptions(capacity.get("kvTokens"), capacity.get("headroomMiB")),
-        require_api_key="apiKeySecret" in inputs.get("access", {}),
-        require_tls="tlsSecret" in inputs.get("access", {}) or None,
+        require_api_key="apiKeySecretRef" in inputs.get("access", {}),
+        require_tls="tlsSecretRef" in inputs.get("access", {}) or None,
         drain_seconds=inputs.get("drainSeconds"),
     )
 

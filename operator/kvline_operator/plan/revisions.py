@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvline_contract.names import ANNOTATION_IMAGE, LABEL_REVISION
+from kvline_operator.api.inputs import read
 from kvline_operator.api.spec import ServiceSpec, UpgradePolicy, canonical, gpus
 from kvline_operator.errors import SpecError
 
@@ -58,7 +59,7 @@ def known(controller_revisions: list[dict[str, Any]]) -> list[Revision]:
                 name=(item["metadata"].get("labels") or {}).get(LABEL_REVISION, ""),
                 image=data.get("image")
                 or (item["metadata"].get("annotations") or {}).get(ANNOTATION_IMAGE, ""),
-                inputs_json=canonical(data.get("inputs", {})),
+                inputs_json=canonical(read(data.get("inputs", {}))),
                 number=item.get("revision", 0),
                 named=bool(data.get("imageNamed")),
             )

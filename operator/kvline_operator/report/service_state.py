@@ -7,6 +7,7 @@ from typing import Any
 
 from kvline_contract.launch import Record
 from kvline_contract.names import API_PORT
+from kvline_operator.api.inputs import read
 from kvline_operator.api.spec import ServiceSpec, gpus, scheme
 from kvline_operator.observe.ended_pods import EndedPod
 from kvline_operator.observe.pods import Ended, PodView
@@ -62,7 +63,7 @@ class ServiceState:
     @property
     def url(self) -> str:
         spec = self.spec
-        tls = scheme(self.stable_data.get("inputs") or spec.inputs)
+        tls = scheme(read(self.stable_data.get("inputs") or spec.inputs))
         return f"{tls}://{spec.base}.{spec.namespace}.svc:{API_PORT}/v1"
 
     @property

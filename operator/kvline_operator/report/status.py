@@ -228,10 +228,10 @@ def spec_warnings(spec: ServiceSpec) -> list[str]:
     """What a spec may ask for, but not without a word."""
     found, inputs = [], spec.inputs
     access = inputs.get("access", {})
-    if "apiKeySecret" in access and "tlsSecret" not in access:
+    if "apiKeySecretRef" in access and "tlsSecretRef" not in access:
         found.append(
-            "spec.access.apiKeySecret without tlsSecret: the API port is plain HTTP, so clients "
-            "send the key in clear text unless a mesh or an ingress encrypts the way to the pods"
+            "spec.access.apiKeySecretRef without tlsSecretRef: the API port is plain HTTP, so "
+            "clients send the key in clear text unless a mesh or an ingress encrypts the way to the pods"
         )
     if spec.source.download is Download.POD and spec.rollout.strategy is Strategy.RECREATE:
         found.append(

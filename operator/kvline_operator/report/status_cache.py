@@ -9,6 +9,7 @@ import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvline_operator.api.inputs import read
 from kvline_operator.api.key import Key
 from kvline_operator.observe.pods import PodView
 from kvline_operator.store.revision_state import RevisionState
@@ -79,7 +80,7 @@ def history(
             image=item["data"].get("image", ""),
             named=bool(item["data"].get("imageNamed")),
             created=item["metadata"].get("creationTimestamp", ""),
-            inputs=item["data"].get("inputs", {}),
+            inputs=read(item["data"].get("inputs", {})),
             state=states.get(name, RevisionState()),
         )
         for name, item in stored.items()

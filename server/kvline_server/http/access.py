@@ -32,8 +32,8 @@ class Key:
         self._read_at = clock()
         if self._digest is None:
             raise SecretMissing(
-                f"{path}: no key of 1 to {MAX_KEY_BYTES} bytes; spec.access.apiKeySecret names a "
-                "Secret of this namespace and a key in it; one of the two does not exist"
+                f"{path}: no key of 1 to {MAX_KEY_BYTES} bytes; spec.access.apiKeySecretRef names "
+                "a Secret of this namespace and a key in it; one of the two does not exist"
             )
 
     def matches(self, headers: list[tuple[bytes, bytes]]) -> bool:

@@ -17,7 +17,7 @@ from kvline_server.errors import ConfigInvalid, SecretMissing
 
 log = logging.getLogger("kvline")
 READ_SECONDS = 2.0
-WHAT = "spec.access.tlsSecret names a Secret of type kubernetes.io/tls of this namespace"
+WHAT = "spec.access.tlsSecretRef names a Secret of type kubernetes.io/tls of this namespace"
 
 
 class Certificate:
