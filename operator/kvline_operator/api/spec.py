@@ -16,8 +16,8 @@ from kvline_contract.codec import camel
 from kvline_contract.launch import EngineOptions, KVCacheDtype, Reuse
 from kvline_contract.names import CPU_RANK, base_name
 from kvline_operator.api import replicas_field
-from kvline_operator.api.replicas_field import ReplicasField
 from kvline_operator.api.inputs import read
+from kvline_operator.api.replicas_field import ReplicasField
 from kvline_operator.api.source import ModelSource, source_of
 from kvline_operator.errors import SpecError
 
