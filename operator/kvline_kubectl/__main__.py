@@ -15,8 +15,9 @@ from kvline_contract import times
 from kvline_contract.launch import KVCacheDtype
 from kvline_kubectl import act, show, size
 from kvline_kubectl.cluster import Cluster, Problem, connect
+from kvline_kubectl.past import with_phases
 from kvline_operator.errors import ApiUnavailable, OperatorError
-from kvline_operator.report.display import reported
+from kvline_operator.report.display import reported, verdict
 
 Object = dict[str, Any]
 out = Console(highlight=False, soft_wrap=True)
@@ -144,15 +145,15 @@ def explain(cluster: Cluster, a: argparse.Namespace) -> int:
 
 def history(cluster: Cluster, a: argparse.Namespace) -> int:
     body = cluster.service(a.name)
-    past = cluster.history(a.name)
-    rollout = (body.get("status") or {}).get("rollout") or {}
+    past = with_phases(cluster.history(a.name), body)
     plain = [
         {
             "revision": p.name,
             "number": p.number,
             "created": p.created,
             "image": p.image,
-            "gate": p.state.verdict,
+            "phase": p.phase,
+            "gate": verdict(p),
             "measured": p.state.measured,
             "required": p.state.required,
             "baseline": p.state.baseline,
@@ -160,7 +161,7 @@ def history(cluster: Cluster, a: argparse.Namespace) -> int:
         }
         for p in past
     ]
-    _print(a, lambda: show.history(past, rollout), plain)
+    _print(a, lambda: show.history(past), plain)
     return 0
 
 

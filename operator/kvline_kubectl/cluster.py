@@ -86,7 +86,7 @@ class Cluster:
         selector = f"{LABEL_SERVICE}={base_name(name)}"
         found = self.kube.select("ControllerRevision", self.namespace, selector)
         stored = {item["metadata"]["labels"][LABEL_REVISION]: item for item in found}
-        return history(stored, {revision: read(item) for revision, item in stored.items()})
+        return history(stored, {revision: read(item) for revision, item in stored.items()}, {})
 
     def events(self, body: Object) -> list[Object]:
         """Events of a service, oldest first."""

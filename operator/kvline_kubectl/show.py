@@ -20,7 +20,7 @@ from kvline_operator.report.display import (
     elapsed,
     measured,
     memories,
-    role,
+    phase,
     token_bytes,
     verdict,
     wanted,
@@ -190,20 +190,20 @@ def _as_of(status: Object) -> str:
     return str(status["capacity"].get("asOf", "a moment ago"))
 
 
-def history(past: tuple[RevisionEntry, ...], rollout: Object) -> Table:
+def history(past: tuple[RevisionEntry, ...]) -> Table:
     """One line for each revision, newest first, with its changes."""
-    columns = ("REVISION", "AGE", "NOW", "GATE", "MEASURED", "REQUIRED", "BASELINE", "CHANGED")
+    columns = ("REVISION", "AGE", "PHASE", "GATE", "MEASURED", "REQUIRED", "BASELINE", "CHANGED")
     made = table(*columns, right=("MEASURED", "REQUIRED", "BASELINE"))
     for item, older in zip(past, [*past[1:], None], strict=True):
         changed = ", ".join(changes(older, item)) if older else "the oldest one kept"
         made.add_row(
             item.name,
             age(item.created),
-            role(rollout, item.name) or "-",
+            phase(item) or "-",
             verdict(item) or "-",
             number(measured(item)),
             number(item.state.required),
-            number(item.state.verdict_baseline),
+            number(item.state.verdict.baseline if item.state.verdict else 0),
             Text(changed),
         )
     return made

@@ -3,6 +3,7 @@
 OperatorError
 ├── PortTaken        one of the operator's own: it ends
 ├── SpecError        the spec is wrong
+├── NewerState       a newer operator keeps the state of a revision
 ├── NameConflict     a foreign object has a child's name
 ├── Deleting         a child is being deleted: it is made again once that is done
 └── ApiError         the API server's answer, or that there is none
@@ -28,6 +29,10 @@ class PortTaken(OperatorError):
 
 
 class SpecError(OperatorError):
+    pass
+
+
+class NewerState(OperatorError):
     pass
 
 

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 MAX_INTEGER = 2**53 - 1  # the largest that every JSON reader keeps exact
 MAX_TEXT = 1024
-MAX_KEY = 64  # characters of a map's key
+MAX_KEY = 64  # characters of a map's key, where its field does not say otherwise
 
 
 class ContractError(ValueError):
@@ -33,19 +33,24 @@ def field(
     high: int = MAX_INTEGER,
     limit: int = MAX_TEXT,
     items: int = 16,
+    keys: int = MAX_KEY,
     omit_none: bool = False,
     default: Any = dataclasses.MISSING,
+    default_factory: Any = dataclasses.MISSING,
 ) -> Any:
-    """A document's field: its JSON key, bounds of a number, length of a text, items of a list."""
+    """A document's field: its JSON key, bounds of a number, length of a text, items of a list or
+    map, characters of a map's key."""
     metadata = {
         "key": key,
         "low": low,
         "high": high,
         "limit": limit,
         "items": items,
+        "keys": keys,
         "omit_none": omit_none,
     }
-    return dataclasses.field(metadata=metadata, default=default)
+    made: Any = dataclasses.field  # whose overloads take one kind of default each
+    return made(metadata=metadata, default=default, default_factory=default_factory)
 
 
 @typing.dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -202,8 +207,9 @@ def _read_map(kind: Any, value: Any, bounds: Any, strict: bool, where: str) -> d
         raise ContractError(f"{where}: {len(value)} entries, at most {bounds['items']}")
     out = {}
     for key, item in value.items():
-        if len(key) > MAX_KEY:
-            raise ContractError(f"{where}: a key of {len(key)} characters, at most {MAX_KEY}")
+        if len(key) > bounds["keys"]:
+            most = bounds["keys"]
+            raise ContractError(f"{where}: a key of {len(key)} characters, at most {most}")
         out[key] = _read(kind, item, bounds, strict, f"{where}.{key}")
     return out
 

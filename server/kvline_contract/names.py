@@ -27,24 +27,9 @@ AUTOSCALER = "kvline-autoscaler"  # field manager of spec.replicas with spec.aut
 # A ConfigMap of a namespace that one release of the operator has by name, and the release's own.
 CLAIM, CLAIM_KEY = "kvline-operator", "namespace"
 
-# Of ControllerRevisions, where the operator keeps results; see its revision_state.py.
-ANNOTATION_ACCEPTED = "kvline.dev/accepted"
-ANNOTATION_VERDICT = "kvline.dev/verdict"
-ANNOTATION_AGAINST = "kvline.dev/against"
-ANNOTATION_MEASURED = "kvline.dev/measured"
-ANNOTATION_REQUIRED = "kvline.dev/required"
-ANNOTATION_COMPARED = "kvline.dev/compared"
-ANNOTATION_BASELINE = "kvline.dev/baseline"
-ANNOTATION_BYTES = "kvline.dev/bytes-per-token"
-ANNOTATION_MESSAGE = "kvline.dev/message"
-ANNOTATION_CAPACITY = "kvline.dev/capacity"  # its last figures while it served, as JSON
-ANNOTATION_DIAGNOSIS = "kvline.dev/diagnosis"  # the failed engine's diagnosis, as JSON
-ANNOTATION_ENDS = "kvline.dev/ends"  # failures of its pods' engines, by number, as JSON
+# Of ControllerRevisions; what the operator keeps of a revision is in revision_state.py.
+ANNOTATION_STATE = "kvline.dev/state"
 ANNOTATION_IMAGE = "kvline.dev/image"
-ANNOTATION_SINCE = "kvline.dev/missing-since"
-ANNOTATION_EXPIRED = "kvline.dev/expired"
-ANNOTATION_OVERDUE = "kvline.dev/expired-message"
-ANNOTATION_EXPIRED_POLICY = "kvline.dev/expired-policy"
 
 # As spec.resources.gpuResource: `gpus` counts ranks on the CPU, which no node has to offer.
 CPU_RANK = "kvline.dev/cpu-rank"

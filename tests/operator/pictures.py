@@ -23,6 +23,7 @@ from kvline_operator.observe.pods import view
 from kvline_operator.observe.reports import Reading
 from kvline_operator.report.status_cache import RevisionEntry, StatusCache, View
 from kvline_operator.store.revision_state import RevisionState
+from kvline_operator.store.verdict import GateResult, Phase, StoredVerdict
 
 MEMORY = MemoryV1(2048, 513, 104, 0, 861, 128, 442)
 INPUTS = {"model": {"source": "pvc://models/smollm2"}, "resources": {"memory": "2Gi"}}
@@ -110,11 +111,12 @@ def rolled_back(name: str = "smollm2", message: str = LOSS) -> View:
         pod(f"{name}-dt8h5-c", "dt8h5", State.VALIDATING, 8528),
     )
     less = {**INPUTS, "resources": {"memory": "1536Mi"}}
-    failed = RevisionState(verdict="Rejected", measured=8528, required=18408)
+    verdict = StoredVerdict(GateResult.REJECTED, 1, 8528, 18408)
+    failed = RevisionState(verdict=verdict)
     first = RevisionState(accepted=1, baseline={"": 19376})
     history = (
-        RevisionEntry("dt8h5", 2, "image:1", "2026-11-22T00:40:00Z", less, failed),
-        RevisionEntry("9xqtt", 1, "image:1", "2026-11-21T10:00:00Z", INPUTS, first),
+        RevisionEntry("dt8h5", 2, "image:1", "2026-11-22T00:40:00Z", less, failed, Phase.REJECTED),
+        RevisionEntry("9xqtt", 1, "image:1", "2026-11-21T10:00:00Z", INPUTS, first, Phase.ACCEPTED),
     )
     spec = {"model": {"source": "pvc://models/smollm2"}, "replicas": 2}
     return View(Key("team", name), spec, status, pods, history)

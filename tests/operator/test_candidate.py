@@ -16,7 +16,7 @@ from kvline_operator.plan.candidate import blocker, counted, failure
 from kvline_operator.plan.candidate import view as view_candidate
 from kvline_operator.plan.gate import ComparisonGroup
 from kvline_operator.store import revision_state
-from kvline_operator.store.container_ends import Ends, dumps, parse
+from kvline_operator.store.container_ends import Ends
 from kvline_operator.store.revision_state import RevisionState
 
 GROUP = ComparisonGroup("hf://org/model", 0)
@@ -114,11 +114,6 @@ def test_ends_are_counted_by_their_number_and_go_with_their_pod() -> None:
     assert failure(seen, gpus=0) == "p ended 2 times, with code 40 (OutOfMemory): its words"
     states, (other,) = counted(states, (replace(pod(40, 0), revision="c"),))
     assert (other.failures, states["b"].ends) == (0, {})
-    assert parse(dumps({"u": Ends((1, 8), (3,))})) == {"u": Ends((1, 8), (3,))}
-    for text in ("", "[]", '{"u": 1}', '{"u": [1]}', '{"u": [["x"], []]}', "{"):
-        assert parse(text) == {}
-    earlier = {"metadata": {"annotations": {"kvline.dev/kills": '{"u": [1, 2]}'}}}
-    assert revision_state.read(earlier) == RevisionState()
 
 
 def test_a_pod_that_was_killed_and_runs_again_is_not_hindered() -> None:

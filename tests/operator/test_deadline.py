@@ -8,10 +8,11 @@ from datetime import UTC, datetime, timedelta
 from kvline_operator.api.spec import OnFailure, Rollout, Strategy
 from kvline_operator.observe.children import DeploymentState
 from kvline_operator.plan import deadline
+from kvline_operator.plan.phase import Policy
 from kvline_operator.plan.rollout import RolloutPlan, Situation, plan
 from kvline_operator.store import revision_state
-from kvline_operator.store.revision_state import PROMOTED, RevisionState
-from kvline_operator.store.verdict import GateResult, Verdict
+from kvline_operator.store.revision_state import Expiry, RevisionState
+from kvline_operator.store.verdict import GateResult, StoredVerdict, Verdict
 
 START = datetime(2026, 11, 22, 10, 0, tzinfo=UTC)
 HOW = Rollout(strategy=Strategy.RECREATE, progress_deadline_seconds=60)
@@ -25,7 +26,7 @@ class Reconciles:
 
     def __init__(self, how: Rollout = HOW, replicas: int = 1) -> None:
         self.how, self.replicas, self.time = how, replicas, START
-        self.policy = "as applied"
+        self.policy = Policy(digest="as applied")
         self.sized: tuple[DeploymentState, ...] = (DeploymentState("a", replicas, replicas),)
         self.states = {"a": RevisionState(accepted=3), "b": RevisionState()}
 
@@ -73,7 +74,7 @@ def test_another_spec_or_a_promotion_tries_again_and_a_promotion_once() -> None:
     service.how = replace(HOW, promote="b")
     promoted = Verdict(GateResult.PASSED, "promoted by hand", promoted=True)
     assert service.step(promoted).replicas == {"b": 1, "a": 0}
-    service.states["b"] = replace(service.states["b"], verdict=PROMOTED)
+    service.states["b"] = replace(service.states["b"], verdict=StoredVerdict.of(promoted, 3))
     assert service.step(promoted, 61).replicas == {"a": 1}
     assert service.step(promoted, 1000).replicas == {"a": 1}
 
@@ -84,7 +85,7 @@ def test_another_policy_tries_it_again_under_its_own_deadline() -> None:
         service.step(HELD, seconds)
     service.replicas = 3
     assert service.step(HELD).replicas == {"a": 3}, "another number of replicas is no policy"
-    service.policy = "another"
+    service.policy = Policy(digest="another")
     assert service.step(HELD).replicas == {"b": 3, "a": 0}
     assert service.step(HELD, 59).candidate == "b"
     assert service.step(HELD, 1).rejected == "b"
@@ -94,9 +95,9 @@ def test_another_policy_tries_it_again_under_its_own_deadline() -> None:
 def test_one_that_an_earlier_operator_brought_back_stays_so_until_the_policy_changes() -> None:
     """It kept no policy, and the operator's upgrade alone takes nothing away."""
     service = Reconciles()
-    service.states["b"] = RevisionState(expired=3, expired_message="b-1 has no node")
+    service.states["b"] = RevisionState(expiry=Expiry(3, "b-1 has no node"))
     assert service.step(HELD).replicas == {"a": 1}
-    service.policy = "another"
+    service.policy = Policy(digest="another")
     assert service.step(HELD).replicas == {"b": 1, "a": 0}
 
 

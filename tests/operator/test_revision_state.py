@@ -1,70 +1,27 @@
-"""The stored state of revisions: written as annotations, read back, changed, dropped."""
+"""What a reconcile keeps of a revision: verdicts, acceptances and baselines."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from kvline_operator.observe.pods import Measured
 from kvline_operator.plan import acceptance
 from kvline_operator.plan.acceptance import accept_first, updated
+from kvline_operator.plan.phase import current_verdict
 from kvline_operator.plan.rollout import RolloutPlan
 from kvline_operator.plan.threshold import Thresholds
-from kvline_operator.store import revision_state
-from kvline_operator.store.container_ends import Ends
 from kvline_operator.store.revision_state import RevisionState, stable
-from kvline_operator.store.verdict import GateResult, Verdict
+from kvline_operator.store.verdict import GateResult, StoredVerdict, Verdict
 
 A = RevisionState(accepted=3, baseline={"H200": 1000}, bytes_per_token=100)
 PASS = Verdict(GateResult.PASSED, "enough", 980, 950, 1000)
 FAIL = Verdict(GateResult.REJECTED, "30 short", 920, 950, 1000)
+PROMOTED = Verdict(GateResult.PASSED, "by hand", 980, promoted=True)
 POLICY = Thresholds(0, 95)
-numbers = st.integers(0, 10**12)
 
 
-@given(
-    st.builds(
-        RevisionState,
-        accepted=numbers,
-        verdict=st.sampled_from(["", "Passed", "Rejected", "Promoted"]),
-        stable_at_verdict=numbers,
-        measured=numbers,
-        required=numbers,
-        verdict_baseline=numbers,
-        message=st.text(max_size=40),
-        bytes_per_token=numbers,
-        ends=st.dictionaries(
-            st.text(max_size=9), st.builds(Ends, st.tuples(st.integers(1, 99))), max_size=3
-        ),
-        baseline=st.dictionaries(st.text(max_size=9), st.integers(1, 10**12), max_size=3),
-    )
-)
-def test_what_was_written_is_read(state: RevisionState) -> None:
-    annotations = revision_state.to_annotations(state)
-    assert revision_state.read({"metadata": {"annotations": annotations}}) == state
-
-
-def test_unreadable_annotations_count_as_missing() -> None:
-    annotations = {f"kvline.dev/{k}": v for k, v in (("accepted", "-1"), ("verdict", "Great"))}
-    annotations |= {
-        "kvline.dev/baseline": '{"H200": "many", "A100": 7}',
-        "kvline.dev/measured": "9" * 40,
-    }
-    read = revision_state.read({"metadata": {"annotations": annotations}})
-    assert read == RevisionState(baseline={"A100": 7})
-    assert revision_state.read({"metadata": {}}) == RevisionState()
-
-
-def test_a_rejection_is_stored_in_the_word_that_older_operators_read() -> None:
-    rejected = RevisionState(verdict="Rejected", stable_at_verdict=3, measured=9)
-    annotations = revision_state.to_annotations(rejected)
-    assert annotations["kvline.dev/verdict"] == "Failed"
-    read = revision_state.read({"metadata": {"annotations": annotations}})
-    assert read == RevisionState(verdict="Rejected", stable_at_verdict=3, measured=9)
-    past = acceptance.current_verdict(read, A, POLICY)
-    assert past is not None and past.result is GateResult.REJECTED
+def judged(verdict: Verdict, against: int = 3, accepted: int = 0) -> RevisionState:
+    return RevisionState(accepted=accepted, verdict=StoredVerdict.of(verdict, against))
 
 
 def plan(gate: Verdict | None, stable: str = "a", rejected: str = "") -> RolloutPlan:
@@ -73,51 +30,42 @@ def plan(gate: Verdict | None, stable: str = "a", rejected: str = "") -> Rollout
 
 def test_a_verdict_counts_beside_the_revision_it_was_given_beside() -> None:
     after = updated({"a": A, "b": RevisionState()}, plan(FAIL, rejected="b"), "b", ())
-    assert (after["b"].verdict, after["b"].stable_at_verdict, after["b"].measured) == (
-        "Rejected",
-        3,
-        920,
-    )
-    verdict = acceptance.current_verdict(after["b"], after["a"], POLICY)
-    assert verdict == FAIL
-    assert acceptance.current_verdict(after["b"], replace(A, accepted=4), POLICY) is None
+    assert after["b"] == judged(FAIL) and after["b"].measured == 920
+    assert current_verdict(after["b"], after["a"], POLICY) == FAIL
+    assert current_verdict(after["b"], replace(A, accepted=4), POLICY) is None
 
 
 def test_a_shortfall_counts_by_the_policy_of_today() -> None:
     """A lower minCapacityPercent or minKVTokens lifts a rejection for a shortfall, not one for a
     failed engine."""
-    short = RevisionState(
-        verdict="Rejected", stable_at_verdict=3, measured=920, required=950, verdict_baseline=1000
-    )
-    assert acceptance.current_verdict(short, A, POLICY) is not None
-    assert acceptance.current_verdict(short, A, Thresholds(0, 92)) is None
-    assert acceptance.current_verdict(short, A, Thresholds(930, 92)) is not None
-    ended = RevisionState(verdict="Rejected", stable_at_verdict=3, message="ended 2 times")
-    assert acceptance.current_verdict(ended, A, Thresholds(0, 1)) is not None
+    short = judged(FAIL)
+    assert current_verdict(short, A, POLICY) is not None
+    assert current_verdict(short, A, Thresholds(0, 92)) is None
+    assert current_verdict(short, A, Thresholds(930, 92)) is not None
+    ended = judged(Verdict(GateResult.REJECTED, "ended 2 times"))
+    assert current_verdict(ended, A, Thresholds(0, 1)) is not None
 
 
 def test_a_promotion_of_what_serves_begins_a_new_baseline_once() -> None:
     """Promoting the stable revision, which measures less now, lowers the baseline."""
     less = (Measured("H200", 400, 100), Measured("H200", 500, 100))
     once = updated({"a": A}, plan(None), "a", less, promote="a")
-    assert (once["a"].baseline, once["a"].verdict) == ({"H200": 400}, "Promoted")
+    assert once["a"].baseline == {"H200": 400} and acceptance.is_promoted(once["a"])
     again = updated(once, plan(None), "a", (Measured("H200", 300, 100),), promote="a")
     assert again == once, "the annotation is spent until it is taken away"
     taken_away = updated(again, plan(None), "a", less)
-    assert taken_away["a"].verdict == "Passed"
+    assert taken_away["a"].verdict is not None and not acceptance.is_promoted(taken_away["a"])
     anew = updated(taken_away, plan(None), "a", (Measured("H200", 300, 100),), promote="a")
     assert anew["a"].baseline == {"H200": 300}
     assert updated({"a": A}, plan(None), "a", (), promote="a") == {"a": A}, "nothing serves"
 
 
 def test_a_rejection_is_dropped_once_the_spec_says_something_else() -> None:
-    failed = RevisionState(
-        verdict="Rejected", stable_at_verdict=3, message="30 short", measured=920
-    )
-    assert acceptance.current_verdict(failed, A, POLICY) is not None
+    failed = judged(FAIL)
+    assert current_verdict(failed, A, POLICY) is not None
     after = updated({"a": A, "b": failed}, plan(None), "a", ())["b"]
-    assert acceptance.current_verdict(after, A, POLICY) is None
-    assert after == replace(failed, stable_at_verdict=0)
+    assert current_verdict(after, A, POLICY) is None
+    assert after == judged(FAIL, against=0)
 
 
 def test_an_acceptance_keeps_the_best_and_a_promotion_begins_anew() -> None:
@@ -129,9 +77,8 @@ def test_an_acceptance_keeps_the_best_and_a_promotion_begins_anew() -> None:
         {"H200": 1000},
         950,
     )
-    promoted = Verdict(GateResult.PASSED, "by hand", 980, promoted=True)
-    anew = updated({"a": A, "b": RevisionState()}, plan(promoted, "b"), "b", serving)
-    assert (anew["b"].verdict, anew["b"].baseline) == ("Promoted", {"H200": 980})
+    anew = updated({"a": A, "b": RevisionState()}, plan(PROMOTED, "b"), "b", serving)
+    assert anew["b"].baseline == {"H200": 980} and acceptance.is_promoted(anew["b"])
 
 
 def test_the_baseline_is_the_best_of_the_smallest_and_never_sinks() -> None:
@@ -158,12 +105,12 @@ def test_what_serves_first_is_the_beginning() -> None:
 
 
 def test_a_promotion_is_spent_once_something_else_was_accepted() -> None:
-    b = RevisionState(accepted=4, verdict="Promoted", stable_at_verdict=3)
+    b = judged(PROMOTED, accepted=4)
     assert acceptance.promoted(RevisionState(), A, asked=True)
     assert acceptance.promoted(b, A, asked=True), "while it takes over"
     c = replace(A, accepted=5)
     assert not acceptance.promoted(b, c, asked=True)
     kept = updated({"b": b, "c": c}, plan(None, "c"), "c", (), promote="b")["b"]
-    assert kept.verdict == "Promoted"
+    assert acceptance.is_promoted(kept)
     taken_away = updated({"b": b, "c": c}, plan(None, "c"), "c", ())["b"]
     assert acceptance.promoted(taken_away, c, asked=True)

@@ -36,15 +36,13 @@ from kvline_operator.report.service_state import Condition, ServiceState
 from kvline_operator.store import revision_state
 from kvline_operator.store.capacity_status import CapacityStatus, retained
 from kvline_operator.store.revision_state import RevisionState
-from kvline_operator.store.verdict import GateResult, Verdict
+from kvline_operator.store.verdict import GateResult, StoredVerdict, Verdict
 
 
 def test_an_accepted_revision_that_measures_less_serves_and_warns_with_both_figures() -> None:
     """A smaller GPU or another driver must not keep an accepted revision from serving: both figures
     are reported, and only minKVTokens is a threshold."""
-    stable_state = RevisionState(
-        accepted=2, baseline={"": 4096}, required=3892, bytes_per_token=512
-    )
+    stable_state = RevisionState(accepted=2, baseline={"": 4096}, bytes_per_token=512)
     made = service_state(ready_pod(2000), stable_state=stable_state, records={})
     got = by_type(made)
     assert got["Ready"].reason == "Serving"
@@ -207,10 +205,11 @@ def test_what_would_help_is_a_field_and_outlives_the_rejected_pod() -> None:
     assert status.build(service_state(crashed), {}, "now")[0]["diagnosis"] == expected
     assert "diagnosis" not in status.build(service_state(ready_pod()), {}, "now")[0]
     stored = revision_state.to_annotations(
-        RevisionState(verdict="Rejected", stable_at_verdict=3, diagnosis=termination)
+        RevisionState(verdict=StoredVerdict(GateResult.REJECTED, 3, diagnosis=termination))
     )
-    kept = revision_state.read({"metadata": {"annotations": stored}}).last_verdict()
-    plan = RolloutPlan({"aaaaa": 1}, "aaaaa", gate=kept, rejected="bbbbb")
+    kept = revision_state.read({"metadata": {"annotations": stored}}).verdict
+    assert kept is not None
+    plan = RolloutPlan({"aaaaa": 1}, "aaaaa", gate=kept.verdict(), rejected="bbbbb")
     made, _ = status.build(service_state(ready_pod(), plan=plan), {}, "now")
     assert made["diagnosis"] == {**expected, "revision": "bbbbb"}
 
@@ -234,7 +233,7 @@ def test_a_gate_s_verdict_has_one_event_with_its_figures() -> None:
     assert again == made and not silent
     taken_back, quiet = status.build(
         service_state(
-            ready_pod(), stable_state=RevisionState(accepted=2, verdict="Passed", message="enough")
+            ready_pod(), stable_state=RevisionState(accepted=2, verdict=StoredVerdict.of(PASSED, 1))
         ),
         made,
         "later",

@@ -117,11 +117,11 @@ class Writer:
         and runs again."""
         spec, states = plan.spec, plan.rollout.states
         for name, stored in plan.rollout.stored.items():
-            annotations = revision_state.to_annotations(states.get(name, RevisionState()))
-            wanted = render.with_annotations(spec, stored, annotations)
+            state = states.get(name, RevisionState())
+            wanted = render.with_annotations(spec, stored, revision_state.to_annotations(state))
             if "resourceVersion" not in stored["metadata"]:  # new
                 apply.ensure(self.kube, wanted, absent=True)
-            elif annotations != revision_state.to_annotations(revision_state.read(stored)):
+            elif not revision_state.is_stored(state, stored):
                 self.kube.apply(wanted, over=stored, exact=True)
 
     def _prepare(self, plan: ServicePlan) -> None:

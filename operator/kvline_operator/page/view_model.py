@@ -17,7 +17,7 @@ from kvline_operator.report.display import (
     measured,
     memories,
     memory,
-    role,
+    phase,
     token_bytes,
     verdict,
     wanted,
@@ -111,7 +111,7 @@ class Row:
     """A revision in the history."""
 
     name: str
-    role: str
+    phase: str
     age: str
     verdict: str
     measured: int
@@ -202,7 +202,7 @@ def service(view: View, now: datetime) -> Service:
         conditions=tuple(_condition_row(c) for c in plain(status)),
         replicas=replicas(view, now),
         gate=gate((status.get("rollout") or {}).get("gate")),
-        history=history(view.history, status.get("rollout") or {}, now),
+        history=history(view.history, now),
     )
 
 
@@ -292,13 +292,13 @@ def _stages(report: SizingReport | None) -> tuple[tuple[Bar, ...], float]:
     return tuple(out), total / 1000
 
 
-def history(past: tuple[RevisionEntry, ...], rollout: Object, now: datetime) -> tuple[Row, ...]:
+def history(past: tuple[RevisionEntry, ...], now: datetime) -> tuple[Row, ...]:
     out = []
     for item, older in zip(past, [*past[1:], None], strict=True):
         out.append(
             Row(
                 name=item.name,
-                role=role(rollout, item.name),
+                phase=phase(item),
                 age=age(item.created, now),
                 verdict=verdict(item),
                 measured=measured(item),

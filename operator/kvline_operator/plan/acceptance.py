@@ -1,4 +1,4 @@
-"""Which revision is accepted, what stands of its verdict, and its baseline. Pure."""
+"""Which revision is accepted, its verdict and its baseline. Pure."""
 
 from __future__ import annotations
 
@@ -13,31 +13,22 @@ from kvline_operator.api.spec import gpus, ranks
 from kvline_operator.observe.pods import Measured
 from kvline_operator.plan.gate import Baseline, ComparisonGroup
 from kvline_operator.plan.rollout import RolloutPlan
-from kvline_operator.plan.threshold import Thresholds
 from kvline_operator.store.capacity_status import CapacityStatus, retained
-from kvline_operator.store.revision_state import PASSED, PROMOTED, REJECTED, RevisionState, stable
-from kvline_operator.store.verdict import GateResult, Verdict
+from kvline_operator.store.revision_state import RevisionState, stable
+from kvline_operator.store.verdict import GateResult, StoredVerdict, Verdict
 
 Object = dict[str, Any]
-
-
-def current_verdict(
-    state: RevisionState, stable: RevisionState, policy: Thresholds
-) -> Verdict | None:
-    """The stored verdict, if it was made against this stable revision. A rejection for too few
-    tokens is dropped once the current thresholds accept them."""
-    verdict = state.last_verdict() if state.stable_at_verdict == stable.accepted else None
-    if verdict is None or verdict.result is GateResult.PASSED or not verdict.required:
-        return verdict
-    limit = replace(policy, baseline={"": verdict.baseline}).of("")
-    return verdict if verdict.measured < limit.tokens else None
 
 
 def promoted(state: RevisionState, stable: RevisionState, asked: bool) -> bool:
     """Whether annotation kvline.dev/promote accepts the revision now. It does so once: after
     another revision has been accepted it must be removed and set again."""
-    used = state.verdict == PROMOTED and state.stable_at_verdict != stable.accepted
+    used = is_promoted(state) and state.against(stable) is None
     return asked and not used
+
+
+def is_promoted(state: RevisionState) -> bool:
+    return state.verdict is not None and state.verdict.promoted
 
 
 def without_used_promotions(
@@ -45,9 +36,7 @@ def without_used_promotions(
 ) -> dict[str, RevisionState]:
     """Drops promotions that expired and whose annotation was removed: they may be made again."""
     return {
-        name: replace(s, verdict="")
-        if s.verdict == PROMOTED and s.expired and name != promote
-        else s
+        name: replace(s, verdict=None) if is_promoted(s) and s.expiry and name != promote else s
         for name, s in states.items()
     }
 
@@ -93,18 +82,21 @@ def updated(
     if not before:
         return out
     for name, state in states.items():
-        if name != wanted and state.verdict == REJECTED:
+        if state.verdict is None:
+            continue
+        if name != wanted and state.verdict.result is GateResult.REJECTED:
             # A rejection holds while the spec asks for the revision. Afterwards it is history, and
             # the same spec applied again is measured again.
-            out[name] = replace(state, stable_at_verdict=0)
+            out[name] = replace(state, verdict=replace(state.verdict, against=0))
         waits = name == wanted and name != plan.stable
-        if name != promote and not waits and state.verdict == PROMOTED:
-            out[name] = replace(state, verdict=PASSED)  # the annotation may be used again
+        if name != promote and not waits and state.verdict.promoted:  # it may be promoted again
+            out[name] = replace(state, verdict=replace(state.verdict, promoted=False))
     if plan.gate is not None and plan.gate.result is not GateResult.HELD:
-        out[wanted] = _with_verdict(out[wanted], plan.gate, states[before])
+        stored = StoredVerdict.of(plan.gate, states[before].accepted)
+        out[wanted] = replace(out[wanted], verdict=stored)
     if plan.stable != before and serving:
         out[plan.stable] = _accepted(out[plan.stable], plan, states[before])
-    elif serving and promote == plan.stable and out[promote].verdict != PROMOTED:
+    elif serving and promote == plan.stable and not is_promoted(out[promote]):
         out[promote] = _with_new_baseline(out[promote], serving)
     if serving:
         out[plan.stable] = _with_raised_baseline(out[plan.stable], serving)
@@ -122,20 +114,6 @@ def with_capacity(
     return {**states, stable: replace(state, capacity=capacity)}
 
 
-def _with_verdict(state: RevisionState, verdict: Verdict, stable: RevisionState) -> RevisionState:
-    passed = PROMOTED if verdict.promoted else PASSED
-    return replace(
-        state,
-        verdict=REJECTED if verdict.result is GateResult.REJECTED else passed,
-        stable_at_verdict=stable.accepted,
-        measured=verdict.measured,
-        required=verdict.required,
-        verdict_baseline=verdict.baseline,
-        message=verdict.message,
-        diagnosis=verdict.diagnosis,
-    )
-
-
 def _accepted(state: RevisionState, plan: RolloutPlan, before: RevisionState) -> RevisionState:
     """The baseline is inherited, unless the revision was promoted or not comparable."""
     compared = plan.gate is not None and plan.gate.baseline > 0
@@ -148,7 +126,7 @@ def _with_new_baseline(state: RevisionState, serving: tuple[Measured, ...]) -> R
     least = min(m.tokens for m in serving)
     text = f"promoted by hand: {least} KV tokens begin a new baseline"
     verdict = Verdict(GateResult.PASSED, text, least, promoted=True)
-    return replace(_with_verdict(state, verdict, state), baseline={})
+    return replace(state, verdict=StoredVerdict.of(verdict, state.accepted), baseline={})
 
 
 def _with_raised_baseline(state: RevisionState, serving: tuple[Measured, ...]) -> RevisionState:

@@ -15,25 +15,29 @@ from datetime import UTC, datetime, timedelta
 
 from kvline_contract.times import stamp
 from kvline_operator.api.spec import Rollout
+from kvline_operator.plan.acceptance import is_promoted
+from kvline_operator.plan.phase import Policy, has_expired
 from kvline_operator.plan.rollout import RolloutPlan, Situation
-from kvline_operator.store.revision_state import PROMOTED, RevisionState
-from kvline_operator.store.verdict import GateResult, Verdict
+from kvline_operator.store.revision_state import Expiry, RevisionState
+from kvline_operator.store.verdict import MAX_MESSAGE, Phase, Verdict
 
 
 def with_deadline(
-    now: Situation, rollout: Rollout, policy: str, states: dict[str, RevisionState], time: datetime
+    now: Situation,
+    rollout: Rollout,
+    policy: Policy,
+    states: dict[str, RevisionState],
+    time: datetime,
 ) -> Situation:
-    """Marks the candidate's verdict as expired once its deadline has passed. `policy` is the digest
-    in ServiceSpec."""
+    """Marks the candidate's verdict as expired once its deadline has passed."""
     verdict = now.verdict
     if verdict is None:
         return now
     mine = states[now.wanted]
-    same_policy = mine.policy in ("", policy)  # earlier operators stored none
-    if same_policy and 0 < mine.expired == states[now.stable].accepted:
-        if rollout.promote == now.wanted and mine.verdict != PROMOTED:
+    if mine.expiry is not None and has_expired(mine, states[now.stable], policy):
+        if rollout.promote == now.wanted and not is_promoted(mine):
             return now  # a promotion gives it one more try
-        return replace(now, verdict=replace(verdict, expired=True, message=mine.expired_message))
+        return replace(now, verdict=replace(verdict, expired=True, message=mine.expiry.message))
     if rollout.paused or not _overdue(verdict, now, rollout, mine, time):
         return now
     seconds = rollout.progress_deadline_seconds
@@ -44,7 +48,7 @@ def with_deadline(
 def _overdue(
     verdict: Verdict, now: Situation, rollout: Rollout, mine: RevisionState, time: datetime
 ) -> bool:
-    if verdict.result is GateResult.PASSED and now.ready(now.wanted):
+    if verdict.phase is Phase.PASSED and now.ready(now.wanted):
         return False  # it serves, and proceeds as resources become free
     since = _moment(mine.missing_since)
     return since is not None and time - since >= timedelta(
@@ -56,21 +60,16 @@ def updated(
     states: dict[str, RevisionState],
     plan: RolloutPlan,
     now: Situation,
-    policy: str,
+    policy: Policy,
     time: datetime,
 ) -> dict[str, RevisionState]:
     """All states after this reconcile, with the candidate's clock: since when stable replicas are
     missing without ready ones of the candidate in their place, and whether it has expired."""
-    out = {
-        name: replace(s, missing_since="", expired=0, expired_message="", policy="")
-        for name, s in states.items()
-    }
+    out = {name: replace(s, missing_since="", expiry=None) for name, s in states.items()}
     verdict, mine = plan.gate, states[now.wanted]
     if verdict is not None and verdict.expired:
-        accepted = states[now.stable].accepted
-        out[now.wanted] = replace(
-            out[now.wanted], expired=accepted, expired_message=verdict.message, policy=policy
-        )
+        expiry = Expiry(states[now.stable].accepted, verdict.message[:MAX_MESSAGE], policy.digest)
+        out[now.wanted] = replace(out[now.wanted], expiry=expiry)
     elif plan.candidate and not plan.paused and _is_missing(now, plan):
         since = mine.missing_since if _moment(mine.missing_since) else stamp(time)
         out[now.wanted] = replace(out[now.wanted], missing_since=since)
@@ -79,7 +78,7 @@ def updated(
 
 def _is_missing(now: Situation, plan: RolloutPlan) -> bool:
     ready = now.ready(now.wanted)
-    goes_on = ready > 0 and plan.gate is not None and plan.gate.result is GateResult.PASSED
+    goes_on = ready > 0 and plan.gate is not None and plan.gate.phase is Phase.PASSED
     return not goes_on and plan.replicas.get(now.stable, 0) < now.replicas - ready
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kvline_operator.api.spec import OnFailure, Rollout, Strategy
 from kvline_operator.observe.children import DeploymentState
-from kvline_operator.store.verdict import GateResult, Verdict
+from kvline_operator.store.verdict import Phase, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class RolloutPlan:
     def serving(self) -> int:
         """Desired replicas that take traffic once ready; not those of a candidate whose gate has
         not passed."""
-        passed = self.gate is not None and self.gate.result is GateResult.PASSED
+        passed = self.gate is not None and self.gate.phase is Phase.PASSED
         closed = "" if passed else self.candidate
         return sum(count for name, count in self.replicas.items() if name != closed)
 
@@ -66,11 +66,11 @@ def plan(now: Situation, policy: Rollout) -> RolloutPlan:
     if policy.paused:
         sizes = _drained(_paused_sizes(now, policy), now, least)
         return RolloutPlan(sizes, stable, wanted, verdict, paused=True)
-    failed = verdict.result is GateResult.REJECTED and policy.on_failure is OnFailure.ROLLBACK
-    if failed or verdict.expired:
+    failed = verdict.phase is Phase.REJECTED and policy.on_failure is OnFailure.ROLLBACK
+    if failed or verdict.phase is Phase.EXPIRED:
         sizes = _drained({stable: now.replicas}, now, least)
         return RolloutPlan(sizes, stable, "", verdict, rejected=wanted)
-    if verdict.result is GateResult.PASSED and now.ready(wanted) >= now.replicas > 0:
+    if verdict.phase is Phase.PASSED and now.ready(wanted) >= now.replicas > 0:
         return RolloutPlan(_drained({wanted: now.replicas}, now, least), wanted, "", verdict)
     sizes = _sizes(now, policy, verdict) if now.prepared else {wanted: 0, stable: now.replicas}
     return RolloutPlan(_drained(sizes, now, least), stable, wanted, verdict)
@@ -96,7 +96,7 @@ def _sizes(now: Situation, policy: Rollout, verdict: Verdict) -> dict[str, int]:
     ready = min(now.ready(now.wanted), now.replicas)
     if policy.strategy is Strategy.RECREATE:
         return {now.wanted: now.replicas, now.stable: 0}
-    following = ready + 1 if verdict.result is GateResult.PASSED else max(1, ready)
+    following = ready + 1 if verdict.phase is Phase.PASSED else max(1, ready)
     size = min(now.replicas, following)
     gone = size if policy.strategy is Strategy.REPLACE else ready
     return {now.wanted: size, now.stable: now.replicas - gone}

@@ -12,13 +12,15 @@ from kvline_operator.observe.children import Observed
 from kvline_operator.observe.pods import PodView
 from kvline_operator.plan import acceptance, candidate, deadline, prepare, rollout
 from kvline_operator.plan.gate import evaluate, thresholds
+from kvline_operator.plan.phase import Policy, current_verdict, phases
 from kvline_operator.plan.threshold import Thresholds
 from kvline_operator.store import revision_state
 from kvline_operator.store.capacity_status import CapacityStatus
 from kvline_operator.store.revision_state import RevisionState
-from kvline_operator.store.verdict import GateResult, Verdict
+from kvline_operator.store.verdict import GateResult, Phase, Verdict
 
 Object = dict[str, Any]
+KEPT_OUT = {Phase.MEASURING, Phase.HELD, Phase.REJECTED, Phase.EXPIRED}  # of traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +29,18 @@ class RolloutState:
 
     stored: dict[str, Object]  # ControllerRevisions by revision
     states: dict[str, RevisionState]
+    policy: Policy
     plan: rollout.RolloutPlan
     ready: dict[str, int]  # ready replicas by revision
     limits: Thresholds | None  # of the spec's revision, where it is not the stable one
     preparing: prepare.Preparation | None
+
+    @property
+    def phases(self) -> dict[str, Phase]:
+        """By revision."""
+        names = self.plan.candidate, self.plan.rejected
+        now: dict[str, Verdict | None] = dict.fromkeys(names, self.plan.gate)
+        return phases(self.states, self.policy, now)
 
     @property
     def download(self) -> bool:
@@ -48,10 +58,7 @@ class RolloutState:
     def is_open(self, name: str) -> bool:
         """Whether the gate of a revision is. It stays open while replicas are ready, because
         closing it would make them unready."""
-        verdict = self.plan.gate
-        if verdict is None or name not in (self.plan.candidate, self.plan.rejected):
-            return True
-        return verdict.result is GateResult.PASSED or self.ready.get(name, 0) > 0
+        return self.phases.get(name) not in KEPT_OUT or self.ready.get(name, 0) > 0
 
     def gate(self, name: str, spec: ServiceSpec, digest: str | None = None) -> GateFile:
         """The gate file of a revision; `digest`: of the token in notices to its pods."""
@@ -81,11 +88,12 @@ class RolloutState:
         states = acceptance.accept_first(states, serving, wanted)
         stable = revision_state.stable(states)
         sized = observed.deployment_states()
+        policy = Policy.of(spec)
         verdict = limits = None
         if stable and stable != wanted:
             verdict, limits = _verdict(spec, observed, wanted, stored, states)
         situation = rollout.Situation(wanted, stable, spec.replicas, sized, verdict)
-        situation = deadline.with_deadline(situation, spec.rollout, spec.policy, states, time)
+        situation = deadline.with_deadline(situation, spec.rollout, policy, states, time)
         plan = rollout.plan(situation, spec.rollout)
         preparing = None
         if plan.replicas.get(wanted):
@@ -95,12 +103,13 @@ class RolloutState:
             plan = rollout.plan(situation, spec.rollout)
         ready = serving.get(plan.stable, ())
         after = acceptance.updated(states, plan, wanted, ready, spec.rollout.promote)
-        after = deadline.updated(after, plan, situation, spec.policy, time)
+        after = deadline.updated(after, plan, situation, policy, time)
         served = [p.report for p in observed.pods if p.ready and p.revision == plan.stable]
         capacity = CapacityStatus.of(served)
         if capacity is not None or not served:  # else ready, but no report could be read
             after = acceptance.with_capacity(after, plan.stable, capacity, time)
-        return cls(stored, after, plan, {s.revision: s.ready for s in sized}, limits, preparing)
+        counts = {s.revision: s.ready for s in sized}
+        return cls(stored, after, policy, plan, counts, limits, preparing)
 
 
 def _unprepared(now: rollout.Situation, by: prepare.Preparation) -> rollout.Situation:
@@ -121,8 +130,8 @@ def _verdict(
     """The candidate's verdict and thresholds. A stored verdict stands until the candidate is
     promoted, fails later, or the spec requires less."""
     stable = revision_state.stable(states)
-    policy = Thresholds(spec.min_kv_tokens, spec.rollout.min_capacity_percent)
-    past = acceptance.current_verdict(states[wanted], states[stable], policy)
+    policy = Policy.of(spec).thresholds
+    past = current_verdict(states[wanted], states[stable], policy)
     asked = spec.rollout.promote == wanted
     promoted = acceptance.promoted(states[wanted], states[stable], asked)
     promoted = promoted or (past is not None and past.promoted)

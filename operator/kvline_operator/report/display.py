@@ -12,6 +12,7 @@ from kvline_contract.memory import Memory, MemoryV1
 from kvline_contract.report import SizingReport
 from kvline_operator.report.status_cache import RevisionEntry
 from kvline_operator.store.capacity_status import RankMemory, ranks
+from kvline_operator.store.verdict import Phase
 
 Object = dict[str, Any]
 Titled = tuple[tuple[str, Memory], ...]
@@ -69,14 +70,17 @@ def reported(report: SizingReport) -> Titled:
     return named or (("", result.memory),)
 
 
-def role(rollout: Object, revision: str) -> str:
-    """stable, candidate or rejected; empty for an earlier revision."""
-    return next((r for r in ROLES if rollout.get(f"{r}Revision") == revision), "")
+def phase(past: RevisionEntry) -> str:
+    """Empty for a revision that was left behind: it would be measured again."""
+    left = past.state.verdict is not None or past.state.accepted
+    return "" if past.phase is Phase.NEW and left else str(past.phase)
 
 
 def verdict(past: RevisionEntry) -> str:
-    """The gate's verdict; First for the first revision of a service, which has no gate."""
-    return past.state.verdict or ("First" if past.state.accepted == 1 else "")
+    """The gate's last verdict; First for the first revision of a service, which has no gate."""
+    if past.state.verdict is not None:
+        return past.state.verdict.word
+    return "First" if past.state.accepted == 1 else ""
 
 
 def measured(past: RevisionEntry) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvline_operator.answers import Refusal
-from kvline_operator.errors import ApiError, Deleting, NameConflict, SpecError
+from kvline_operator.errors import ApiError, Deleting, NameConflict, NewerState, SpecError
 from kvline_operator.observe.pods import condition_of
 from kvline_operator.report.service_state import Condition
 
@@ -17,6 +17,7 @@ SOON = 0.0  # it may pass by itself: with the growing delay of the queue, at mos
 TABLE = {
     "SpecInvalid": ("Accepted", MINUTE),
     "NameConflict": ("Accepted", MINUTE),
+    "NewerState": ("Accepted", MINUTE),
     "Forbidden": ("Accepted", MINUTE),
     "QuotaExceeded": ("Progressing", MINUTE),
     "LimitRangeViolated": ("Progressing", MINUTE),
@@ -31,6 +32,7 @@ TABLE = {
 OWN: dict[type[Exception], str] = {
     SpecError: "SpecInvalid",
     NameConflict: "NameConflict",
+    NewerState: "NewerState",
     Deleting: "ChildDeleting",
 }
 

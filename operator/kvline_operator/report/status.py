@@ -161,7 +161,8 @@ def _rollout(state: ServiceState, previous: Object, now: str) -> Object:
 def _gate(state: ServiceState) -> Object:
     """The verdict on the candidate or the rejected revision, else on the stable one."""
     plan = state.plan
-    verdict = plan.gate or state.stable_state.last_verdict()
+    past = state.stable_state.verdict
+    verdict = plan.gate or (past.verdict() if past is not None else None)
     if verdict is None:
         return {}
     revision = plan.candidate or plan.rejected or plan.stable

@@ -13,6 +13,7 @@ from kvline_operator.api.inputs import read
 from kvline_operator.api.key import Key
 from kvline_operator.observe.pods import PodView
 from kvline_operator.store.revision_state import RevisionState
+from kvline_operator.store.verdict import Phase
 
 Object = dict[str, Any]
 
@@ -27,6 +28,7 @@ class RevisionEntry:
     created: str  # RFC 3339; empty for one created by this reconcile
     inputs: Object
     state: RevisionState
+    phase: Phase = Phase.NEW
     named: bool = False  # its image is of spec.image, not the default
 
 
@@ -70,7 +72,7 @@ class StatusCache:
 
 
 def history(
-    stored: dict[str, Object], states: dict[str, RevisionState]
+    stored: dict[str, Object], states: dict[str, RevisionState], phases: dict[str, Phase]
 ) -> tuple[RevisionEntry, ...]:
     """The revisions of a service, newest first."""
     found = [
@@ -82,6 +84,7 @@ def history(
             created=item["metadata"].get("creationTimestamp", ""),
             inputs=read(item["data"].get("inputs", {})),
             state=states.get(name, RevisionState()),
+            phase=phases.get(name, Phase.NEW),
         )
         for name, item in stored.items()
     ]

@@ -6,18 +6,19 @@ A termination is known by its number, from 1, and is counted once however often 
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from kvline_contract.codec import document, field
 
 MAX_PODS, MAX_ENDS = 32, 16
 
 
-@dataclass(frozen=True, slots=True)
+@document
 class Ends:
     """Numbers of one container's terminations."""
 
-    failed: tuple[int, ...] = ()  # with an exit code that rejects
-    oom_killed: tuple[int, ...] = ()
+    failed: tuple[int, ...] = field(items=MAX_ENDS, default=())  # with an exit code that rejects
+    oom_killed: tuple[int, ...] = field(items=MAX_ENDS, default=())
 
     def with_failure(self, number: int) -> Ends:
         return replace(self, failed=_with(self.failed, number))
@@ -31,23 +32,6 @@ PodEnds = dict[str, Ends]  # by pod UID
 
 def without_empty(found: PodEnds) -> PodEnds:
     return dict([(uid, ends) for uid, ends in found.items() if ends != Ends()][:MAX_PODS])
-
-
-def dumps(ends: PodEnds) -> str:
-    lists = {uid: [e.failed, e.oom_killed] for uid, e in ends.items()}
-    return json.dumps(lists, sort_keys=True) if lists else ""
-
-
-def parse(text: str) -> PodEnds:
-    """Empty where the annotation is unreadable: counting starts again."""
-    try:
-        found = json.loads(text) if text else {}
-        return {
-            str(uid): Ends(tuple(map(int, failed)), tuple(map(int, oom_killed)))
-            for uid, (failed, oom_killed) in found.items()
-        }
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        return {}
 
 
 def _with(numbers: tuple[int, ...], number: int) -> tuple[int, ...]:

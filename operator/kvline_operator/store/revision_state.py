@@ -1,129 +1,110 @@
-"""Each revision's verdict, figures and acceptance, in annotations of its
-ControllerRevision. Pure.
+"""What is kept of a revision: one document in an annotation of its ControllerRevision. Pure.
 
 The status of an InferenceService is never an input, so what must survive a restart of the operator
-is stored here. An annotation that is unreadable counts as absent.
+is stored here, as facts: in which phase a revision is follows from them (plan/phase.py). A document
+that is unreadable counts as absent. One of a newer version ends the reconcile, since a write would
+lose what it has.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
+import logging
 from typing import Any
 
-from kvline_contract import names
-from kvline_contract.codec import ContractError
-from kvline_contract.report import Termination
-from kvline_operator.store import container_ends
-from kvline_operator.store.capacity_status import CapacityStatus
-from kvline_operator.store.container_ends import PodEnds
-from kvline_operator.store.verdict import GateResult, Verdict
+from kvline_contract.codec import ContractError, decode, document, dumps, field, loads
+from kvline_contract.names import ANNOTATION_STATE
+from kvline_operator.errors import NewerState
+from kvline_operator.store import earlier
+from kvline_operator.store.capacity_status import MAX_BYTES, CapacityStatus
+from kvline_operator.store.container_ends import MAX_PODS, PodEnds
+from kvline_operator.store.verdict import MAX_MESSAGE, StoredVerdict
 
-PASSED, REJECTED, PROMOTED = "Passed", "Rejected", "Promoted"
-# Verdicts as annotations have them. A rejection is stored as «Failed»: earlier operators know only
-# that, and would after a downgrade measure every rejected revision again.
-STORED = {PASSED: "Passed", REJECTED: "Failed", PROMOTED: "Promoted"}
-VERDICTS = {stored: verdict for verdict, stored in STORED.items()}
-NUMBERS = {
-    "accepted": names.ANNOTATION_ACCEPTED,
-    "stable_at_verdict": names.ANNOTATION_AGAINST,
-    "measured": names.ANNOTATION_MEASURED,
-    "required": names.ANNOTATION_REQUIRED,
-    "verdict_baseline": names.ANNOTATION_COMPARED,
-    "bytes_per_token": names.ANNOTATION_BYTES,
-    "expired": names.ANNOTATION_EXPIRED,
-}
-TEXTS = {
-    "message": names.ANNOTATION_MESSAGE,
-    "missing_since": names.ANNOTATION_SINCE,
-    "expired_message": names.ANNOTATION_OVERDUE,
-    "policy": names.ANNOTATION_EXPIRED_POLICY,
-}
+log = logging.getLogger("kvline")
+VERSION = 1  # raised where an operator of the version before must not write over a document
+MAX_STATE_BYTES = MAX_BYTES + 64 * 1024  # the API server takes 256 KiB of annotations
+MAX_GPU_MODELS, MAX_GPU_NAME = 256, 128
 Object = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@document
+class Expiry:
+    """A candidate that was not ready in time, where stable replicas had been removed for it."""
+
+    against: int = field(low=1)  # `accepted` of the revision that came back
+    message: str = field(limit=MAX_MESSAGE, default="")  # why it was not ready
+    policy: str = field(limit=64, default="")  # ServiceSpec.policy then; empty: not known
+
+
+@document
 class RevisionState:
-    """What is stored of one revision."""
-
+    version: int = VERSION
     accepted: int = 0  # number of the acceptance within the service; the highest is stable
-    verdict: str = ""  # Passed, Rejected or Promoted; empty before the gate has decided
-    stable_at_verdict: int = 0  # `accepted` of the stable revision at the time of the verdict
-    measured: int = 0  # KV tokens, as in gate.Verdict
-    required: int = 0
-    verdict_baseline: int = 0  # that `required` is a percentage of; 0: none
-    message: str = ""
+    verdict: StoredVerdict | None = field(omit_none=True, default=None)  # the gate's last one
     bytes_per_token: int = 0
-    baseline: dict[str, int] = field(default_factory=dict)  # KV tokens by GPU model
-    # Of a candidate that stable replicas were removed for; see deadline.py.
-    missing_since: str = ""  # RFC 3339: since when they are missing without ready replacements
-    expired: int = 0  # `accepted` of the stable revision that came back instead
-    expired_message: str = ""  # why the candidate was not ready in time
-    policy: str = ""  # ServiceSpec.policy when it expired
-    capacity: CapacityStatus | None = None  # last served
-    ends: PodEnds = field(default_factory=dict)  # failures of its containers
-    diagnosis: Termination | None = None  # termination message of its failed engine
+    baseline: dict[str, int] = field(  # KV tokens by GPU model
+        low=1, items=MAX_GPU_MODELS, keys=MAX_GPU_NAME, default_factory=dict
+    )
+    # RFC 3339: since when stable replicas are missing without ready ones of this candidate
+    missing_since: str = field(limit=32, default="")
+    expiry: Expiry | None = field(omit_none=True, default=None)
+    capacity: CapacityStatus | None = field(omit_none=True, default=None)  # last served
+    # Failures of its containers
+    ends: PodEnds = field(items=MAX_PODS, default_factory=dict)
 
-    def last_verdict(self) -> Verdict | None:
-        """The stored verdict, whichever revision was stable then."""
-        if not self.verdict:
-            return None
-        result = GateResult.REJECTED if self.verdict == REJECTED else GateResult.PASSED
-        figures = (self.measured, self.required, self.verdict_baseline)
-        promoted = self.verdict == PROMOTED
-        return Verdict(result, self.message, *figures, promoted=promoted, diagnosis=self.diagnosis)
+    @property
+    def measured(self) -> int:
+        """KV tokens in the gate's last verdict; 0: none."""
+        return self.verdict.measured if self.verdict is not None else 0
+
+    @property
+    def required(self) -> int:
+        return self.verdict.required if self.verdict is not None else 0
+
+    def against(self, stable: RevisionState) -> StoredVerdict | None:
+        """The verdict, if it was made beside this stable revision."""
+        verdict = self.verdict
+        return verdict if verdict is not None and verdict.against == stable.accepted else None
 
 
 def read(controller_revision: Object) -> RevisionState:
-    annotations = controller_revision["metadata"].get("annotations") or {}
-    fields: dict[str, Any] = {name: annotations.get(key, "") for name, key in TEXTS.items()}
-    fields |= {name: _number(annotations.get(key, "")) for name, key in NUMBERS.items()}
-    return RevisionState(
-        verdict=VERDICTS.get(annotations.get(names.ANNOTATION_VERDICT, ""), ""),
-        baseline=_baseline(annotations.get(names.ANNOTATION_BASELINE, "")),
-        capacity=CapacityStatus.parse(annotations.get(names.ANNOTATION_CAPACITY, "")),
-        ends=container_ends.parse(annotations.get(names.ANNOTATION_ENDS, "")),
-        diagnosis=_diagnosis(annotations.get(names.ANNOTATION_DIAGNOSIS, "")),
-        **fields,
-    )
+    """Raises NewerState."""
+    meta = controller_revision["metadata"]
+    annotations = meta.get("annotations") or {}
+    text = annotations.get(ANNOTATION_STATE)
+    try:
+        value = loads(text, MAX_STATE_BYTES) if text else earlier.document(annotations)
+        return decode(RevisionState, _known(value), strict=False)
+    except NewerState as error:
+        raise NewerState(f"ControllerRevision {meta.get('name')}: {error}") from None
+    except ValueError as error:  # also of text that is no UTF-8
+        log.warning("ControllerRevision %s is measured anew: %s", meta.get("name"), error)
+        return RevisionState()
+
+
+def _known(value: Object) -> Object:
+    version = value.get("version")
+    if type(version) is int and version > VERSION:
+        raise NewerState(
+            f"annotation {ANNOTATION_STATE} has version {version}, and this operator reads up to "
+            f"{VERSION}: upgrade the operator, or remove the annotation to measure anew"
+        )
+    if version != VERSION:
+        raise ContractError(f"version: expected {VERSION}, got {version!r:.24}")
+    return value
 
 
 def to_annotations(state: RevisionState) -> dict[str, str]:
-    annotations: dict[str, Any] = {
-        key: getattr(state, name) for name, key in (NUMBERS | TEXTS).items()
-    }
-    annotations[names.ANNOTATION_VERDICT] = STORED.get(state.verdict, "")
-    if state.baseline:
-        annotations[names.ANNOTATION_BASELINE] = json.dumps(state.baseline, sort_keys=True)
-    if state.capacity is not None:
-        annotations[names.ANNOTATION_CAPACITY] = state.capacity.dumps()
-    annotations[names.ANNOTATION_ENDS] = container_ends.dumps(state.ends)
-    if state.diagnosis is not None:
-        annotations[names.ANNOTATION_DIAGNOSIS] = state.diagnosis.dumps()
-    return {key: str(value) for key, value in annotations.items() if value}
+    """None for a revision of which nothing is known."""
+    return {ANNOTATION_STATE: dumps(state)} if state != RevisionState() else {}
+
+
+def is_stored(state: RevisionState, controller_revision: Object) -> bool:
+    """Whether the annotations have this text. Those of an earlier operator do not."""
+    annotations = controller_revision["metadata"].get("annotations") or {}
+    return annotations.get(ANNOTATION_STATE) == to_annotations(state).get(ANNOTATION_STATE)
 
 
 def stable(states: dict[str, RevisionState]) -> str:
     """The revision that was accepted last; empty before the first."""
     accepted = {name: s.accepted for name, s in states.items() if s.accepted}
     return max(accepted, key=lambda name: accepted[name]) if accepted else ""
-
-
-def _number(text: str) -> int:
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else 0
-
-
-def _diagnosis(text: str) -> Termination | None:
-    try:
-        return Termination.parse(text)
-    except ContractError:
-        return None
-
-
-def _baseline(text: str) -> dict[str, int]:
-    try:
-        found = json.loads(text) if text else {}
-    except ValueError:
-        return {}
-    items = found.items() if isinstance(found, dict) else ()
-    return {str(gpu)[:128]: n for gpu, n in items if isinstance(n, int) and n > 0}
