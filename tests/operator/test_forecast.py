@@ -219,7 +219,7 @@ def bounds_of(**changes: Any) -> Bounds:
         {"resources": {"cpu": "4"}},
         {"model": {"source": "pvc://models/other"}},
         {"scheduling": {"nodeSelector": {"pool": "large"}}},
-        {"access": {"tlsSecret": {"name": "tls"}}},
+        {"access": {"tlsSecretRef": {"name": "tls"}}},
     ],
 )
 def test_what_arithmetic_cannot_tell_has_no_bound(changes: Object) -> None:
