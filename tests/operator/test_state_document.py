@@ -176,7 +176,7 @@ def test_what_was_written_is_read(state: RevisionState) -> None:
     "text",
     ["", "[]", "{", '{"version":0}', '{"accepted":3}', '{"version":1,"accepted":-1}', "\ud800"],
 )
-def test_an_unreadable_document_counts_as_absent_and_is_said(
+def test_an_unreadable_document_counts_as_absent_and_is_logged(
     text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is replaced by the next write, and what an operator left before it counts no more."""

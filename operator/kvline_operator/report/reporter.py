@@ -52,7 +52,9 @@ class Reporter:
         wrong = failures.condition(error, previous) if error else failures.foreign_change(lasting)
         state = _state(plan, wrong, before)
         new, events = status.build(state, previous, stamp(self.now()))
-        history = status_cache.history(plan.rollout.stored, plan.rollout.states, plan.rollout.phases)
+        history = status_cache.history(
+            plan.rollout.stored, plan.rollout.states, plan.rollout.phases
+        )
         self.cache.put(View(key, body["spec"], new, plan.observed.pods, history))
         self._write(body, new, events, error)
         if error is not None:
