@@ -98,7 +98,7 @@ async def operate(settings: Settings, client: kube.Kube, traces: Any | None) -> 
         claims=Claims(client, settings.own_namespace),
     )
     resync = Resync(client, settings.namespaces, owners)
-    metrics = Metrics(cache, client, queue, resync.earlier)
+    metrics = Metrics(cache, client, queue, resync.earlier, context.claims)
     loop = Loop(context, queue, metrics, resync, traces)
     lease = Lease(client, (settings.own_namespace, settings.lease_name), settings.identity)
     client.may_write = lease.held

@@ -24,8 +24,7 @@ FIELD_MANAGER = "kvline-operator"  # server-side apply's owner of our fields
 # Of what kubectl kvline writes. Flux takes out fields of managers whose name begins with kubectl.
 CLI_FIELD_MANAGER = "kvline-cli"
 AUTOSCALER = "kvline-autoscaler"  # field manager of spec.replicas with spec.autoscaling
-# A ConfigMap of a namespace that one release of the operator has by name, and the release's own.
-CLAIM, CLAIM_KEY = "kvline-operator", "namespace"
+OPERATOR = "kvline-operator"  # the chart's name for the ServiceAccount, role, binding and Lease
 
 # Of ControllerRevisions; what the operator keeps of a revision is in revision_state.py.
 ANNOTATION_STATE = "kvline.dev/state"

@@ -58,6 +58,9 @@ def test_every_right_that_is_granted_is_used_and_no_other_is_asked_for(
     space: Any, operator: Any, node: Any, until: Callable[..., Any], cluster: Any
 ) -> None:
     serve(space, node)
+    space.apply(autoscaling={"minReplicas": 2, "maxReplicas": 2})
+    until(lambda: space.get("kvl", "chat")["spec"]["replicas"] == 2)
+    space.apply(replicas=1)
     for length in range(512, 512 + 12):  # more revisions than are kept
         space.apply(engine={"maxModelLen": length})
         generation = space.get("kvl", "chat")["metadata"]["generation"]

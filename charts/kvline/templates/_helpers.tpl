@@ -39,6 +39,10 @@
 - apiGroups: [""]
   resources: [events]
   verbs: [create]
+- apiGroups: [rbac.authorization.k8s.io] # which release has a namespace
+  resources: [rolebindings]
+  resourceNames: [kvline-operator]
+  verbs: [get]
 {{- end }}
 {{- define "kvline.image" -}}
 {{- if and (not .allowTags) .image (not (contains "@sha256:" .image)) }}

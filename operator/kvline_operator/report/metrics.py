@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvline_operator.kube import Kube
+from kvline_operator.observe.claims import Claims
 from kvline_operator.observe.earlier_group import EarlierGroup
 from kvline_operator.report.display import ROLES, memory, rank_memories, wanted
 from kvline_operator.report.status_cache import StatusCache, View
@@ -35,7 +36,12 @@ class Metrics:
     """Counts reconciles, and collects all other metrics at each scrape."""
 
     def __init__(
-        self, cache: StatusCache, kube: Kube, queue: Queue, earlier: EarlierGroup | None = None
+        self,
+        cache: StatusCache,
+        kube: Kube,
+        queue: Queue,
+        earlier: EarlierGroup | None = None,
+        claims: Claims | None = None,
     ) -> None:
         self.registry = CollectorRegistry()
         self._reconciles = Counter(
@@ -57,6 +63,8 @@ class Metrics:
         kube.on_call = calls.observe
         self.registry.register(_Services(cache))
         self.registry.register(_Work(kube, queue, earlier))
+        if claims is not None:
+            self.registry.register(_Claims(claims))
 
     def reconciled(self, result: str, seconds: float) -> None:
         self._reconciles.labels(result).inc()
@@ -89,6 +97,19 @@ class _Work(Collector):
         text = "Services of the API group kvline.dev, which this version does not reconcile"
         earlier = self._earlier.services if self._earlier is not None else 0
         yield GaugeMetricFamily("kvline_earlier_group_services", text, earlier)
+
+
+class _Claims(Collector):
+    def __init__(self, claims: Claims) -> None:
+        self._claims = claims
+
+    def collect(self) -> Iterator[Metric]:
+        text = "1 if a namespace is left to another release, 0 if that one renews no Lease"
+        labels = ["namespace", "release"]
+        family = GaugeMetricFamily("kvline_namespace_claim_active", text, labels=labels)
+        for namespace, claim in sorted(self._claims.known().items()):
+            family.add_metric([namespace, claim.release], claim.lives)
+        yield family
 
 
 class _Services(Collector):
