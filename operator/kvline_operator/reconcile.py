@@ -72,4 +72,6 @@ def reconcile(context: Context, key: Key) -> float:
         written = context.writer.write(plan)
     except Exception as error:
         return context.reporter.failed(body, error)
+    if written.version:  # else the status would be refused as that of an earlier version
+        body["metadata"]["resourceVersion"] = written.version
     return context.reporter.report(body, plan, written.error, written.lasting)

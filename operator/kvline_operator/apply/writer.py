@@ -33,6 +33,7 @@ class Written:
 
     error: OperatorError | None = None  # at the first that failed; those after it were not tried
     lasting: tuple[str, ...] = ()  # changes by others that came back after each removal
+    version: str = ""  # resourceVersion of the service, where it was written too
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +53,12 @@ class Writer:
             lasting = [*self._objects(plan), *self._revisions(plan)]
             self._prepare(plan)
             self._prune(plan)
+            version = self._scale(plan)
         except OperatorError as error:
             return Written(error)
         waiting = plan.rollout.to_notify(observed.pods)
         notices.open_gates(self.reports, self.pool, self.tokens, spec.uid, waiting)
-        return Written(lasting=tuple(filter(None, lasting)))
+        return Written(lasting=tuple(filter(None, lasting)), version=version)
 
     def _objects(self, plan: ServicePlan) -> list[str]:
         """Of the service, then the stored states of its revisions."""
@@ -123,6 +125,12 @@ class Writer:
                 apply.ensure(self.kube, wanted, absent=True)
             elif not revision_state.is_stored(state, stored):
                 self.kube.apply(wanted, over=stored, exact=True)
+
+    def _scale(self, plan: ServicePlan) -> str:
+        spec, wanted = plan.spec, plan.replicas_to_write
+        if wanted is None:
+            return ""
+        return self.kube.scale(spec.namespace, spec.name, wanted, spec.replicas_field.version)
 
     def _prepare(self, plan: ServicePlan) -> None:
         """Creates the Job that the pods wait for and deletes other unfinished ones; finished Jobs

@@ -13,7 +13,7 @@ from kvline_contract.names import LABEL_REVISION, SCALE_FILE, records_name, scal
 from kvline_contract.times import stamp
 from kvline_operator.api.spec import ServiceSpec
 from kvline_operator.observe.children import Observed
-from kvline_operator.plan import autoscale, candidate, render, revisions
+from kvline_operator.plan import autoscale, candidate, render, replicas, revisions
 from kvline_operator.plan.autoscale import Scale, Scaling
 from kvline_operator.plan.rollout_state import RolloutState
 from kvline_operator.settings import Settings
@@ -50,6 +50,12 @@ class ServicePlan:
         return cls(spec, observed, rollout, recorded, outdated, scale, scaling)
 
     @property
+    def replicas_to_write(self) -> int | None:
+        """For spec.replicas, from the autoscaler; None where it stays as it is."""
+        seen = self.spec.replicas_field
+        return replicas.replicas_to_write(self.scale, seen) if self.scale else None
+
+    @property
     def maps(self) -> list[Object]:
         """The ConfigMaps that only this operator reads and writes."""
         # With Never it is there before the first pod, which would start again from its own record.
@@ -72,7 +78,9 @@ def _scale(
     minute_ago = stamp(now - autoscale.STEP)
     settled = sum(1 for p in observed.pods if p.ready and p.ready_since <= minute_ago)
     after = autoscale.decide(before, existing, demand, policy, now, settled)
-    reason, text = autoscale.activity(after, demand, policy, len(ready))
+    after = replicas.observe_writers(after, before, spec.replicas_field, now)
+    second = replicas.second_writer(after, now)
+    reason, text = autoscale.activity(after, demand, policy, len(ready), second)
     return after, Scaling(reason, text, after.replicas, after.why)
 
 
