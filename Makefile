@@ -6,12 +6,15 @@ export KVLINE_BEGAN := $(shell date +%s)
 # Where it is set, each process compiles all that it imports anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-down images test test-gpu demo-gpu demo-gpu-down demo-gpu-rehearsal gpu-node image-check kernels cubins check unit kernels-test process integration e2e recipes env bench scale soak-rollout plot api manifests lock clean
+.PHONY: help demo demo-down images test test-gpu demo-gpu demo-gpu-down demo-gpu-rehearsal gpu-node image-check kernels cubins check unit kernels-test process integration e2e recipes env bench scale soak-rollout plot api manifests lock clean
+
+help: ## these words
+	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 demo: python ## a model served with a validated KV budget, on this machine
 	@$(PYTHON) demo
 
-demo-down: python
+demo-down: python ## remove what the demo made
 	@$(PYTHON) demo down
 
 demo-gpu: python ## the story on an NVIDIA GPU: from apply to gated rollouts; STEPS= selects, PARTS=build/gpu-node
@@ -20,7 +23,7 @@ demo-gpu: python ## the story on an NVIDIA GPU: from apply to gated rollouts; ST
 gpu-node: env ## build/gpu-node: what a GPU machine without a network lacks, in two parts; KERNELS=FILE
 	@$(VENV_PYTHON) tests/gpu_node/pack.py
 
-demo-gpu-down: python
+demo-gpu-down: python ## remove what demo-gpu made
 	@$(PYTHON) demo/gpu.py down
 
 demo-gpu-rehearsal: env ## its steps that need no GPU, as a test on the local node
@@ -32,25 +35,25 @@ images: python ## build and push the images: REGISTRY=host/path; KERNELS=FILE: C
 test: env ## everything that this machine can run, and what it could not
 	@$(VENV_PYTHON) tests/suite
 
-env: python
+env: python ## .venv, with what the other words need
 	@$(PYTHON) tests/environment.py
 
-check: env
+check: env ## a part of test: formatter, linters, types, house rules
 	@$(VENV_PYTHON) tests/suite check
 
-unit: env
+unit: env ## a part of test: what needs neither cluster nor GPU
 	@$(VENV_PYTHON) tests/suite unit
 
-kernels-test: env
+kernels-test: env ## a part of test: GPU kernels without a GPU
 	@$(VENV_PYTHON) tests/suite kernels
 
-process: env
+process: env ## a part of test: whole servers
 	@$(VENV_PYTHON) tests/suite process
 
-integration: env
+integration: env ## a part of test: with a real API server; root
 	@$(VENV_PYTHON) tests/suite integration
 
-e2e: env
+e2e: env ## a part of test: with real pods; root
 	@$(VENV_PYTHON) tests/suite e2e
 
 recipes: env ## the HPA recipe with Prometheus and its adapter, on the local node

@@ -32,6 +32,7 @@ PART_OF = "app.kubernetes.io/part-of"
 FILLED = "kvline.dev/demo-model"
 NODE = "kvline.dev/demo-node"
 HOSTNAME = "kubernetes.io/hostname"
+SPARE = 4  # volumes with the model, for claims that the demo does not make
 
 
 class Cluster(Protocol):
@@ -86,6 +87,7 @@ class LocalDemo:
 
     def claim(self, say: Say) -> None:
         self.cluster.claim("default", model.MODELS)
+        self.cluster.spare_volumes(SPARE, model.MODELS)  # for claims in other namespaces
 
     def placement(self) -> dict[str, object]:
         return {}
@@ -122,6 +124,9 @@ class LocalDemo:
             f"kubectl kvline explain {name}",
             f"curl http://{ip}:8000/v1/completions -H 'Content-Type: application/json' -d '{body}'",
             f"# Services ({SERVICE_RANGE}) are reachable from this machine",
+            "# the README's service in a namespace of its own; its claim finds the model there",
+            "kubectl create namespace team; "
+            "kubectl -n team apply -f demo/claim.yaml -f manifests/samples/chat.yaml",
             "make demo-down",
         ]
 
@@ -174,7 +179,8 @@ class OwnCluster:
                 "this namespace has a claim `models` of its own; take another: "
                 "kubectl config set-context --current --namespace=NAME"
             )
-        text = (ROOT / "demo" / "claim.yaml").read_text()
+        self.kubectl("apply", "-f", str(ROOT / "demo" / "claim.yaml"))
+        text = (ROOT / "demo" / "loader.yaml").read_text()
         text = text.replace("SERVER_IMAGE", self.image_names()["server"])
         self.kubectl("apply", "-f", "-", input=text)
         self.kubectl("wait", "--for=condition=Ready", "pod/model-loader", "--timeout=300s")

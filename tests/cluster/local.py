@@ -295,6 +295,10 @@ class LocalCluster:
         bound = ("wait", "--for=jsonpath={.status.phase}=Bound", f"pvc/{name}")
         self.kubectl("-n", namespace, *bound, f"--timeout={limit(30):.0f}s")
 
+    def spare_volumes(self, count: int, folder: Path) -> None:
+        """Volumes over a folder of the host, for claims of any namespace."""
+        self.kubectl("apply", "-f", "-", input=settings.spare_volumes(count, str(folder), NODE))
+
     def kubeconfig_of(self, namespace: str, account: str) -> Path:
         """Written for a ServiceAccount, with a token of one day."""
         words = ("create", "token", account, "--duration=24h")

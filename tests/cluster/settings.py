@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from network import BRIDGE, NODE_ADDRESS, POD_RANGE
 
@@ -133,30 +134,55 @@ def corefile(state: Path) -> str:
 """
 
 
+STORAGE_CLASS = "kvline-local"
+SPACE = {"storage": "10Gi"}
+
+
 def claim(namespace: str, name: str, volume: str, folder: str, node: str) -> str:
     """A local volume over a folder of the host, and the claim that it is bound to."""
-    size, storage = {"storage": "10Gi"}, "kvline-local"
+    access = {"accessModes": ["ReadWriteMany", "ReadOnlyMany"], "storageClassName": STORAGE_CLASS}
+    bound = {"claimRef": {"namespace": namespace, "name": name}}
+    asks = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {**access, "volumeName": volume, "resources": {"requests": SPACE}},
+    }
+    return _list([_volume(volume, {**access, **bound}, folder, node), asks])
+
+
+def spare_volumes(count: int, folder: str, node: str) -> str:
+    """Local volumes over a folder of the host for claims that name no storage class, as any cluster
+    has them; their class is the default one."""
+    default = {"storageclass.kubernetes.io/is-default-class": "true"}
+    storage = {
+        "apiVersion": "storage.k8s.io/v1",
+        "kind": "StorageClass",
+        "metadata": {"name": STORAGE_CLASS, "annotations": default},
+        "provisioner": "kubernetes.io/no-provisioner",
+        "volumeBindingMode": "Immediate",
+    }
+    modes = ["ReadWriteOnce", "ReadWriteMany", "ReadOnlyMany"]
+    access = {"accessModes": modes, "storageClassName": STORAGE_CLASS}
+    names = [f"kvline-spare-{number}" for number in range(1, count + 1)]
+    return _list([storage, *(_volume(name, access, folder, node) for name in names)])
+
+
+def _volume(name: str, spec: dict[str, Any], folder: str, node: str) -> dict[str, Any]:
     here = {"key": "kubernetes.io/hostname", "operator": "In", "values": [node]}
-    spec = {"accessModes": ["ReadWriteMany", "ReadOnlyMany"], "storageClassName": storage}
-    items = [
-        {
-            "apiVersion": "v1",
-            "kind": "PersistentVolume",
-            "metadata": {"name": volume},
-            "spec": {
-                **spec,
-                "capacity": size,
-                "persistentVolumeReclaimPolicy": "Retain",
-                "claimRef": {"namespace": namespace, "name": name},
-                "local": {"path": folder},
-                "nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": [here]}]}},
-            },
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": name},
+        "spec": {
+            **spec,
+            "capacity": SPACE,
+            "persistentVolumeReclaimPolicy": "Retain",
+            "local": {"path": folder},
+            "nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": [here]}]}},
         },
-        {
-            "apiVersion": "v1",
-            "kind": "PersistentVolumeClaim",
-            "metadata": {"name": name, "namespace": namespace},
-            "spec": {**spec, "volumeName": volume, "resources": {"requests": size}},
-        },
-    ]
+    }
+
+
+def _list(items: list[dict[str, Any]]) -> str:
     return json.dumps({"apiVersion": "v1", "kind": "List", "items": items})

@@ -14,6 +14,7 @@ from waiting import NotInTime, eventually, limit, settles
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
+SAMPLES = Path(__file__).resolve().parents[2] / "manifests" / "samples"
 RANDOM = {
     "model": {"source": "pvc://models/smollm2", "loadFormat": "random"},
     "engine": {"maxModelLen": 512, "maxPrefillTokens": 128, "maxRunningRequests": 4},
@@ -69,6 +70,13 @@ def test_apply_becomes_a_validated_budget_that_serves_and_scales(space: Any, clu
     assert space.condition("CapacityStable", "smollm2")["reason"] == "Stable"
     space.kubectl("scale", "kvl", "smollm2", "--replicas=0")
     wait(space, "smollm2", "Ready", reason="ScaledToZero")
+
+
+def test_the_readme_s_own_service_serves_as_it_stands(space: Any) -> None:
+    space.kubectl("apply", "-f", str(SAMPLES / "chat.yaml"))
+    wait(space, "chat", "UpToDate", status="True")
+    status = space.get("kvl", "chat")["status"]
+    assert status["capacity"]["kvTokens"] >= 16_000 and status["readyReplicas"] == 1
 
 
 SCORED = [-11.5498, -0.3397, -2.4214, -0.4495]  # in float32, of «The capital of France is»

@@ -1,4 +1,4 @@
-"""What is said without measuring: bounds hold on a machine that sizes as the server does, and no
+"""Figures without a measurement: bounds hold on a machine that sizes as the server does, and no
 figure is given for what the arithmetic cannot tell."""
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def fields(*given: Any) -> list[str]:
     return [row.field.rpartition(".")[2] for row in estimates(*given)]
 
 
-def test_rows_are_given_for_what_can_be_told() -> None:
+def test_rows_are_given_for_what_can_be_computed() -> None:
     inputs = inputs_of(GIVEN, False)
     every = ["memory", "kvCacheDtype", "maxRunningRequests"]
     assert fields(measured(), inputs, 16) == every

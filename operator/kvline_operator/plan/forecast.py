@@ -147,7 +147,7 @@ def estimates(
     measured: CapacityStatus, inputs: Object, running: int | None
 ) -> tuple[Estimate, ...]:
     """What 1 GiB more, an fp8 cache and half the requests would give each replica, where that can
-    be told. `running`: requests that run at once, with the default resolved."""
+    be computed. `running`: requests that run at once, with the default resolved."""
     out: list[Estimate] = []
     if measured.source is Source.PINNED:
         return ()
