@@ -112,7 +112,7 @@ def test_one_dtype_read_from_two_revisions_can_be_compared() -> None:
             GateResult.HELD,
             0,
             "measured 960 KV tokens, which cannot be compared (a replica has 2 GPUs, not 1 GPU): "
-            "set spec.capacity.minKVTokens, or annotate kvline.dev/promote with this revision",
+            "set spec.capacity.minKVTokens, or promote it by spec.rollout.promote",
         ),
         (
             "more GPUs with a minimum",
@@ -137,8 +137,8 @@ def test_one_dtype_read_from_two_revisions_can_be_compared() -> None:
             GateResult.HELD,
             0,
             "measured 1990 KV tokens, which cannot be compared (spec.engine.kvCacheDtype is fp8, "
-            "not auto: tokens of another size): set spec.capacity.minKVTokens, or annotate "
-            "kvline.dev/promote with this revision",
+            "not auto: tokens of another size): set spec.capacity.minKVTokens, or promote it by "
+            "spec.rollout.promote",
         ),
         (
             "an fp8 cache with a minimum",

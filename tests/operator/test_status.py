@@ -50,7 +50,7 @@ def test_an_accepted_revision_that_measures_less_serves_and_warns_with_both_figu
     stable = got["CapacityStable"]
     assert stable.reason == "BelowBaseline"
     assert "measured 2000 KV tokens, 3892 are expected (95 % of the baseline 4096" in stable.message
-    assert "1892 short" in stable.message and "promote=aaaaa" in stable.message
+    assert "1892 short" in stable.message and "promote: aaaaa" in stable.message
     assert "1000 are required (spec.capacity.minKVTokens)" in got["CapacitySufficient"].message
     _, news = status.build(made, {}, "now")
     assert [n.message for n in news if n.reason == "BelowBaseline"] == [stable.message]
@@ -66,7 +66,7 @@ def test_an_accepted_revision_that_measures_less_serves_and_warns_with_both_figu
         (HELD, False, False, "RollingOut", "is measured before it takes traffic: b: Probing"),
         (STUCK, False, False, "GateHeld", "b has no node"),
         (PASSED, False, False, "RollingOut", "is rolled out: 0 of 1 replicas are ready"),
-        (PASSED, False, True, "Paused", "kvline.dev/paused is true"),
+        (PASSED, False, True, "Paused", "spec.rollout.paused is true"),
         (FAILED, False, False, "RevisionRejected", "is kept out of traffic, aaaaa serves"),
         (
             FAILED,

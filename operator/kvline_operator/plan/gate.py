@@ -107,7 +107,7 @@ def _compare(candidate: Candidate, baseline: Baseline, limits: Thresholds) -> Ve
     if why and not limits.minimum:
         text = (
             f"measured {worst.tokens} KV tokens, which cannot be compared ({why}): set "
-            "spec.capacity.minKVTokens, or annotate kvline.dev/promote with this revision"
+            "spec.capacity.minKVTokens, or promote it by spec.rollout.promote"
         )
         return Verdict(GateResult.HELD, text, worst.tokens, blocked=True)
     return _enough(GateResult.PASSED, worst, limits, why)

@@ -306,8 +306,8 @@ ADVICE = (
     Advice(
         "UpToDate",
         ("Paused",),
-        'annotation kvline.dev/paused is "true"',
-        "remove it: kubectl annotate kvl NAME kvline.dev/paused-",
+        "spec.rollout.paused is true",
+        "kubectl kvline resume NAME, or remove the field",
     ),
     Advice(
         "UpToDate",
@@ -315,7 +315,7 @@ ADVICE = (
         "another manager changes a child object again after each correction; after five within an "
         "hour the change is tolerated",
         "the message names path and field manager: stop that one and change the InferenceService; "
-        "for a restart annotate kvline.dev/restart",
+        "for a restart set spec.restartedAt",
     ),
     Advice("ScalingActive", ("Stable", "Scaling"), "replicas follow the load", NOTHING),
     Advice(

@@ -179,8 +179,8 @@ def _below_baseline(state: ServiceState) -> str:
     return (
         f"{pod.name} measured {size.tokens} KV tokens, {limit.tokens} are expected "
         f"({limit.source}): {limit.tokens - size.tokens} short; its revision was accepted, so it "
-        "serves nevertheless; check what changed on its node, or annotate "
-        f"kvline.dev/promote={state.plan.stable} to begin a new baseline"
+        "serves nevertheless; check what changed on its node, or begin a new baseline by "
+        f"spec.rollout.promote: {state.plan.stable}"
     )
 
 

@@ -179,7 +179,7 @@ def _in_progress(kind: str, state: ServiceState, gate: Verdict) -> Condition:
     name = f"revision {state.plan.candidate}"
     nothing = "" if any(p.ready for p in state.pods) else "; nothing serves meanwhile"
     if state.plan.paused:
-        text = f"{name} is paused: kvline.dev/paused is true{nothing}"
+        text = f"{name} is paused: spec.rollout.paused is true{nothing}"
         return Condition(kind, "False", "Paused", text)
     if gate.result is GateResult.PASSED:
         text = f"{name} is rolled out: {_counts(state)}{nothing}"
