@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import kopf
 
-from kvline_contract.listening import listen
 from kvline_contract.names import API_VERSION, CRD_SCHEMA, GROUP
 from kvline_contract.tracing import NoTracing, tracer
 from kvline_operator import kube
@@ -27,6 +26,7 @@ from kvline_operator.reconcile import Context
 from kvline_operator.report.metrics import Metrics
 from kvline_operator.report.status_cache import StatusCache
 from kvline_operator.run import handlers
+from kvline_operator.run.forward import Forward
 from kvline_operator.run.lease import Lease
 from kvline_operator.run.loop import Loop
 from kvline_operator.run.probe import ProbeServer
@@ -41,8 +41,7 @@ CRD_PUBLISH_SECONDS = 10  # until an API server serves the schema of a CRD that 
 
 def main() -> int:
     settings = parse(sys.argv[1:])
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    logging.getLogger("kopf").setLevel(logging.WARNING)
+    _log(settings.log_level)
     try:
         client = kube.connect()
         missing = _missing_crd(client) or _older_crd(client)
@@ -58,6 +57,15 @@ def main() -> int:
     except (Forbidden, PortTaken) as error:
         print(f"kvline-operator: {error}", file=sys.stderr)
         return 1
+
+
+def _log(name: str) -> None:
+    level = logging.getLevelNamesMapping()[name.upper()]
+    form = "%(asctime)s %(levelname)s %(name)s %(message)s"
+    # The client's debug log would have whole answers of the API server.
+    logging.basicConfig(level=max(level, logging.INFO), format=form)
+    log.setLevel(level)
+    logging.getLogger("kopf").setLevel(max(level, logging.WARNING))
 
 
 def _missing_crd(client: kube.Kube) -> str | None:
@@ -100,18 +108,20 @@ async def operate(settings: Settings, client: kube.Kube, traces: Any | None) -> 
     resync = Resync(client, settings.namespaces, owners)
     metrics = Metrics(cache, client, queue, resync.earlier, context.claims)
     loop = Loop(context, queue, metrics, resync, traces)
-    lease = Lease(client, (settings.own_namespace, settings.lease_name), settings.identity)
+    where = settings.own_namespace, settings.lease_name
+    lease = Lease(client, where, settings.identity, page=settings.page_address)
     client.may_write = lease.held
+    forward = None
     if settings.page_port:
         with _own(settings.page_port):
-            listen("", settings.page_port).close()  # a standby serves no page
+            forward = Forward(settings.page_port, lambda: lease.holders_page)
     with _own(settings.probe_port):
         probes = ProbeServer(
             settings.probe_port, lambda: lease.unhealthy() or loop.unhealthy(), metrics
         )
     probes.start()
     stop = _stop_on_signals()
-    if not await _until(lease, stop):
+    if not await _stand_by(lease, stop, forward):
         return 0
     try:
         if settings.page_port:
@@ -158,6 +168,17 @@ def _stop_on_signals() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, end, number)
     return stop
+
+
+async def _stand_by(lease: Lease, stop: asyncio.Event, forward: Forward | None) -> bool:
+    """As _until; meanwhile the holder's page is reached here too."""
+    if forward is None:
+        return await _until(lease, stop)
+    await forward.start()
+    try:
+        return await _until(lease, stop)
+    finally:
+        forward.close()
 
 
 async def _until(lease: Lease, stop: asyncio.Event) -> bool:

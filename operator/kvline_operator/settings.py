@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from kvline_contract.names import ENV_POD_NAME
+from kvline_contract.listening import shown
+from kvline_contract.names import ENV_POD_IP, ENV_POD_NAME
 
+LOG_LEVELS = ("debug", "info", "warning", "error")
 DIGEST_IMAGE = re.compile(r"[a-z0-9][a-z0-9._:/-]*@sha256:[0-9a-f]{64}")
 
 
@@ -37,6 +39,8 @@ class Settings:
     workers: int = 8
     probe_port: int = 8081
     page_port: int = 8082  # the web page; 0: none
+    page_address: str = ""  # host:port of it, for the standbys; empty where it is not known
+    log_level: str = "info"
     report_port: int = 8001
 
     def image_for(self, gpus: int) -> str:
@@ -125,6 +129,9 @@ def _own(parser: argparse.ArgumentParser) -> None:
         default="kvline-operator",
         help="Lease in the operator's namespace; of operators with the same Lease one is active",
     )
+    parser.add_argument(
+        "--log-level", choices=LOG_LEVELS, default="info", help="least severe level that is logged"
+    )
     parser.add_argument("--probe-port", type=int, default=8081)
     parser.add_argument(
         "--page-port", type=int, default=8082, help="port of the web page; 0: no page"
@@ -146,6 +153,7 @@ def parse(argv: list[str]) -> Settings:
         value = getattr(a, f"{name}_seconds")
         if not 0.05 <= value <= 86400:
             parser.error(f"--{name}-seconds must be 0.05 to 86400 seconds, got {value}")
+    address = os.environ.get(ENV_POD_IP, "")
     return Settings(
         default_image=a.default_image,
         default_cuda_image=a.default_cuda_image,
@@ -165,6 +173,8 @@ def parse(argv: list[str]) -> Settings:
         load_seconds=a.load_seconds,
         probe_port=a.probe_port,
         page_port=a.page_port,
+        page_address=shown(address, a.page_port) if address and a.page_port else "",
+        log_level=a.log_level,
     )
 
 

@@ -21,9 +21,10 @@ LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
 MANAGED_BY = "kvline"
 LABEL_PREPARES = "kvline.dev/prepares"  # base name; on pods of prepare Jobs, which are no replicas
 FIELD_MANAGER = "kvline-operator"  # server-side apply's owner of our fields
+AUTOSCALER = "kvline-autoscaler"  # field manager of spec.replicas with spec.autoscaling
 # Of what kubectl kvline writes. Flux takes out fields of managers whose name begins with kubectl.
 CLI_FIELD_MANAGER = "kvline-cli"
-AUTOSCALER = "kvline-autoscaler"  # field manager of spec.replicas with spec.autoscaling
+ANNOTATION_PAGE = "kvline.dev/page"  # of the operator's Lease: host:port of its holder's page
 OPERATOR = "kvline-operator"  # the chart's name for the ServiceAccount, role, binding and Lease
 
 # Of ControllerRevisions; what the operator keeps of a revision is in revision_state.py.
@@ -64,6 +65,7 @@ TERMINATION_LOG = "/dev/termination-log"
 
 ENV_POD_UID = "KVLINE_POD_UID"
 ENV_POD_NAME = "KVLINE_POD_NAME"
+ENV_POD_IP = "KVLINE_POD_IP"  # of the operator
 ENV_NODE_NAME = "KVLINE_NODE_NAME"
 
 RUN_AS = 65532  # uid, gid and fsGroup of every container

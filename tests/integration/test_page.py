@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from playground import ROOT, Operator, serve
 from servers import free_port
@@ -47,7 +48,7 @@ def browse(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
 @pytest.fixture
 def operator(space: Any, tmp_path: Path) -> Iterator[Operator]:
-    made = Operator(space, tmp_path / "operator.log")
+    made = Operator(space, tmp_path / "operator.log", {"KVLINE_POD_IP": "127.0.0.1"})
     made.page_port = free_port()
     yield made.start()
     made.stop()
@@ -72,6 +73,32 @@ def test_the_operator_s_page_has_what_the_status_has(
         assert file.read_bytes().startswith(PNG) and file.stat().st_size > 30_000
     space.kubectl("delete", "kvl", "chat")
     eventually(lambda: "No service yet" in browse(home))
+
+
+def test_the_page_s_service_leads_to_the_lease_s_holder_by_every_replica(
+    space: Any, operator: Operator, node: Any, tmp_path: Path
+) -> None:
+    serve(space, node)
+    standby = Operator(space, tmp_path / "standby.log", operator.extra)
+    standby.page_port = free_port()
+    standby.start()
+
+    def shown() -> bool:
+        try:
+            answer = httpx.get(f"http://127.0.0.1:{standby.page_port}/", timeout=limit(10))
+        except httpx.TransportError:
+            return False
+        return f"{space.name}/chat" in answer.text
+
+    try:
+        eventually(lambda: "standing by: " in standby.log.read_text())
+        assert standby.is_well() and shown()
+        operator.stop()
+        eventually(lambda: "holds the lease and reconciles" in standby.log.read_text())
+        eventually(shown)
+    finally:
+        standby.stop()
+        operator.start()
 
 
 def test_an_open_page_follows_what_happens(browse: Callable[..., str]) -> None:

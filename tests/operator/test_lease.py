@@ -198,3 +198,14 @@ def test_nothing_is_written_by_one_that_does_not_hold_it() -> None:
         with pytest.raises(ApiUnavailable, match="could not renew its lease"):
             write()
     assert kube.writes == 0
+
+
+def test_a_standby_knows_where_the_holder_s_page_is(clock: Clock) -> None:
+    cluster = Cluster()
+    one = Lease(cluster, NAME, "one", clock, page="10.0.0.1:8082")
+    other = Lease(cluster, NAME, "other", clock, page="10.0.0.2:8082")
+    assert one.attempt() and not other.attempt()
+    assert (one.holders_page, other.holders_page) == ("", "10.0.0.1:8082")
+    one.release()
+    assert other.attempt() and not one.attempt()
+    assert (one.holders_page, other.holders_page) == ("10.0.0.2:8082", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 from kubernetes import client
@@ -37,3 +38,18 @@ def test_a_port_that_is_taken_ends_the_start_before_it_has_the_lease(
 def test_a_port_that_is_taken_meanwhile_is_one_line_too() -> None:
     with pytest.raises(PortTaken, match="port 5: in use"), operator._own(5):
         raise OSError(98, "in use")
+
+
+@pytest.mark.parametrize(("level", "heard"), [("debug", True), ("info", False), ("error", False)])
+def test_the_log_has_the_level_that_was_asked_for(level: str, heard: bool) -> None:
+    """And of libraries at most «info»: the client's debug log has whole answers."""
+    root, ours = logging.getLogger(), logging.getLogger("kvline")
+    before = root.level, ours.level
+    try:
+        operator._log(level)
+        assert ours.isEnabledFor(logging.DEBUG) is heard
+        assert ours.isEnabledFor(logging.INFO) is (level != "error")
+        assert not logging.getLogger("kubernetes.client.rest").isEnabledFor(logging.DEBUG)
+    finally:
+        root.setLevel(before[0])
+        ours.setLevel(before[1])

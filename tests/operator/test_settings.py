@@ -36,6 +36,7 @@ def test_the_image_comes_by_digest_unless_a_developer_says_so() -> None:
         ([*GOOD, "--hub-endpoint", "http://hub:99999"], "--hub-endpoint"),
         ([*GOOD, "--resync-seconds", "0"], "--resync-seconds"),
         ([*GOOD, "--poll-seconds", "nan"], "--poll-seconds"),
+        ([*GOOD, "--log-level", "loud"], "--log-level"),
     ],
 )
 def test_a_wrong_value_stops_the_start_and_is_named(
@@ -57,3 +58,19 @@ def test_a_wrong_value_stops_the_start_and_is_named(
 )
 def test_the_port_that_a_download_may_reach_is_the_hub_s(endpoint: str, port: int) -> None:
     assert parse([*GOOD, "--hub-endpoint", endpoint]).hub_port == port
+
+
+@pytest.mark.parametrize(
+    ("address", "words", "shown"),
+    [
+        ("10.0.0.1", [], "10.0.0.1:8082"),
+        ("fd00::1", [], "[fd00::1]:8082"),
+        ("10.0.0.1", ["--page-port", "0"], ""),
+        ("", [], ""),
+    ],
+)
+def test_standbys_find_the_page_at_the_pod_s_own_address(
+    address: str, words: list[str], shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVLINE_POD_IP", address)
+    assert parse([*GOOD, *words]).page_address == shown

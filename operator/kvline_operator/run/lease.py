@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
 
+from kvline_contract.names import ANNOTATION_PAGE
 from kvline_operator.errors import Forbidden, OperatorError
 from kvline_operator.kube import Kube
 
@@ -37,10 +38,14 @@ class Lease:
         where: tuple[str, str],
         identity: str,
         clock: Callable[[], float] = time.monotonic,
+        page: str = "",
     ) -> None:
         """`where` is its namespace and name. `identity` survives a restart of the container, whose
-        previous process is gone: the new one continues at once."""
+        previous process is gone: the new one continues at once. `page` is where its page is served,
+        for standbys."""
         self.holder = ""  # as last read
+        self.holders_page = ""  # of another holder: host:port
+        self._page = page
         self._kube = kube
         self._where = where
         self._identity = identity
@@ -98,6 +103,7 @@ class Lease:
         live = self._kube.get("Lease", *self._where)
         spec = dict((live or {}).get("spec") or {})
         self.holder = spec.get("holderIdentity") or ""
+        self.holders_page = self._page_of(live) if self.holder != self._identity else ""
         if live is not None and not self._may_take(live["metadata"]["resourceVersion"], spec):
             return False
         if not self._kube.put_lease(self._body(live, spec, self._identity)):
@@ -111,6 +117,10 @@ class Lease:
         if self.holder in ("", self._identity):
             return True
         return self._clock() - self._changed >= float(spec.get("leaseDurationSeconds") or DURATION)
+
+    def _page_of(self, live: Object | None) -> str:
+        metadata = live["metadata"] if live is not None else {}
+        return str((metadata.get("annotations") or {}).get(ANNOTATION_PAGE, ""))
 
     def release(self) -> None:
         """Gives it up, so that a standby need not wait; nothing is written afterwards."""
@@ -128,6 +138,8 @@ class Lease:
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")  # informational, see above
         namespace, name = self._where
         meta: Object = {"name": name, "namespace": namespace}
+        if holder and self._page:
+            meta["annotations"] = {ANNOTATION_PAGE: self._page}
         if live is not None:
             meta["resourceVersion"] = live["metadata"]["resourceVersion"]
         changed = holder and spec.get("holderIdentity") != holder

@@ -76,7 +76,9 @@ class Loop:
             result = "Unexpected"
             delay = self.queue.retry(key)
             log.exception("reconcile of %s/%s broke", key.namespace, key.name)
-        self.metrics.reconciled(result, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        log.debug("reconciled %s/%s in %.3f s: %s", key.namespace, key.name, seconds, result)
+        self.metrics.reconciled(result, seconds)
         if self.tracer is not None:
             about = {"k8s.namespace.name": key.namespace, "kvline.service": key.name}
             about["kvline.result"] = result

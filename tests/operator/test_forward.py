@@ -1,0 +1,76 @@
+"""A standby's page port leads to the page of the operator that holds the Lease."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from waiting import eventually, limit
+
+from kvline_contract.listening import listen
+from kvline_operator.report.status_cache import StatusCache
+from kvline_operator.run.forward import Forward
+
+
+def free_port() -> int:
+    with listen("", 0) as probe:
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def standing_by(holder: list[str]) -> Iterator[int]:
+    """The port of a standby, for the page at the address in `holder`."""
+    port, done = free_port(), threading.Event()
+    forward = Forward(port, lambda: holder[0])
+
+    async def stand_by() -> None:
+        await forward.start()
+        await asyncio.to_thread(done.wait)
+        forward.close()
+
+    thread = threading.Thread(target=asyncio.run, args=(stand_by(),))
+    thread.start()
+    try:
+        yield port
+    finally:
+        done.set()
+        thread.join()
+
+
+def get(port: int) -> str:
+    return httpx.get(f"http://127.0.0.1:{port}/", timeout=limit(30)).text
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_a_standby_shows_the_holder_s_page(host: str) -> None:
+    from kvline_operator.page import app as page
+
+    port = free_port()
+    page.serve(StatusCache(), port)
+    eventually(lambda: "kvline" in get(port), 30, on="server")
+    with standing_by([f"{host}:{port}"]) as standby:
+        assert get(standby) == get(port)
+
+
+def test_a_client_is_not_kept_waiting_where_no_page_is_served() -> None:
+    holder = [""]
+    with standing_by(holder) as port:
+        for address in ("", f"127.0.0.1:{free_port()}"):
+            holder[0] = address
+            with socket.create_connection(("127.0.0.1", port), limit(10)) as client:
+                client.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                try:
+                    assert client.recv(100) == b""
+                except ConnectionResetError:
+                    continue
+
+
+def test_its_port_is_free_for_the_page_once_it_holds_the_lease() -> None:
+    with standing_by([""]) as port, pytest.raises(OSError, match="in use"):
+        listen("", port)
+    listen("", port).close()
