@@ -31,6 +31,8 @@ CHANGES: list[tuple[str, Any, str]] = [
     ("replicas", 2, STAYS),
     ("drainSeconds", 4000, "spec.drainSeconds"),
     ("drainSeconds", 600, ROLLS),
+    ("startupSeconds", 10, "spec.startupSeconds"),
+    ("startupSeconds", 30000, ROLLS),
     ("resources.gpus", 9, "spec.resources.gpus"),
     ("resources.gpuResource", "nvidia.com/gpu.shared", "which is 0"),
     ("resources.gpuDeviceClass", "gpu.nvidia.com", "which is 0"),

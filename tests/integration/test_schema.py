@@ -211,6 +211,13 @@ def test_references_have_the_names_that_kubernetes_gives_objects(space: Any) -> 
     space.apply(model={"source": "pvc://models.v2/tiny"})
 
 
+@pytest.mark.parametrize("name", ["1chat", "my.chat", "c" * 41, "chat-"])
+def test_a_name_that_a_service_cannot_have_is_refused(space: Any, name: str) -> None:
+    made = json.loads(body())
+    made["metadata"]["name"] = name
+    refused(space, "metadata.name", json.dumps(made))
+
+
 @pytest.mark.parametrize("spec", ["absent", {}, None])
 def test_an_empty_spec_is_refused(space: Any, spec: Any) -> None:
     """C01."""

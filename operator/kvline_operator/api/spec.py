@@ -29,6 +29,7 @@ REVISION_FIELDS = (
     "scheduling",
     "access",
     "drainSeconds",
+    "startupSeconds",
     "podMetadata",
     "restartedAt",
 )

@@ -17,7 +17,7 @@ Object = dict[str, Any]
 GPU_RESOURCE = "nvidia.com/gpu"  # default: of NVIDIA's device plug-in
 GPU_CLAIM = "gpu"  # name of the pod's claim, and of the claim's request
 DRAIN_SECONDS = 120  # default of spec.drainSeconds, also the server's
-START_SECONDS = 6 * 3600  # of a start, which may read a large model from a slow volume
+START_SECONDS = 6 * 3600  # default of spec.startupSeconds
 EXIT_SECONDS = 15  # for the engine to exit after the drain
 STATE_SIZE_LIMIT = "4Gi"
 SHARED_MEMORY, SHARED_MEMORY_OF_RANKS = "64Mi", "1Gi"  # several ranks exchange steps there
@@ -98,7 +98,7 @@ def _server(inputs: Object, revision: Revision, settings: Settings) -> Object:
         # The server itself ends a start without progress, and serving without: with a reason, which
         # the kubelet gives none. These two find a parent that is gone, on however busy a node; a
         # server of an earlier image is ended by liveness alone, so it does not wait for long.
-        "startupProbe": _probe("/startupz", 1, START_SECONDS),
+        "startupProbe": _probe("/startupz", 1, inputs.get("startupSeconds", START_SECONDS)),
         "livenessProbe": _probe("/livez", 10, 12),
         "readinessProbe": _probe("/readyz", 1, 1),
         "lifecycle": {"preStop": _pre_stop(inputs, revision, settings)},
@@ -236,10 +236,15 @@ def download_container(source: ModelSource, image: str, settings: Settings) -> O
     }
 
 
+def shared_memory(resources: Object) -> str:
+    """Of /dev/shm."""
+    least = SHARED_MEMORY_OF_RANKS if ranks(resources) > 1 else SHARED_MEMORY
+    return str(resources.get("sharedMemory", least))
+
+
 def _volumes(spec: ServiceSpec, inputs: Object, launch: str, gate: str, base: str) -> list[Object]:
     records = {"name": names.records_name(base), "optional": True}
-    least = SHARED_MEMORY_OF_RANKS if ranks(inputs["resources"]) > 1 else SHARED_MEMORY
-    shared = inputs["resources"].get("sharedMemory", least)
+    shared = shared_memory(inputs["resources"])
     return [
         {"name": "launch", "configMap": {"name": launch}},
         {"name": "gate", "configMap": {"name": gate}},

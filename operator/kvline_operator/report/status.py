@@ -19,6 +19,7 @@ from kvline_operator.observe.ended_pods import EndedPod
 from kvline_operator.observe.pods import PodView, condition_of
 from kvline_operator.plan.autoscale import Scaling
 from kvline_operator.report.conditions import conditions
+from kvline_operator.report.effective import effective
 from kvline_operator.report.estimates import what_if
 from kvline_operator.report.kstatus import TYPES, abnormal
 from kvline_operator.report.service_state import Condition, ServiceState
@@ -95,6 +96,7 @@ def build(state: ServiceState, previous: Object, now: str) -> tuple[Object, list
         "selector": f"{LABEL_SERVICE}={state.spec.base}",
         "url": state.url,
         "rollout": _rollout(state, previous.get("rollout") or {}, now),
+        "effective": effective(state),
         "replicaSizing": replica_sizing(state),
     }
     now_served = CapacityStatus.of(p.report for p in state.serving)

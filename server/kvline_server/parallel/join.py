@@ -15,7 +15,7 @@ from kvline_server.parallel.link import Link
 from kvline_server.parallel.ranks import ANSWER_SECONDS, Ranks
 from kvline_server.parallel.wire import Steps
 
-LOAD_SECONDS = 3600.0  # the parent ends a start without progress long before
+LOAD_SECONDS = 7 * 86400.0  # the longest spec.startupSeconds; the parent ends a start that hangs
 
 
 @dataclass(frozen=True, slots=True)

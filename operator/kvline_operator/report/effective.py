@@ -1,0 +1,49 @@
+"""status.effective: the settings that hold, with the defaults of absent fields. Pure.
+
+Defaults are not written into the spec: one in a field that makes a revision would be a new revision
+whenever it changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from kvline_contract.codec import camel, encode
+from kvline_contract.launch import KVCacheDtype, LoadFormat
+from kvline_operator.api.spec import ranks
+from kvline_operator.plan.podspec import DRAIN_SECONDS, START_SECONDS, shared_memory
+from kvline_operator.report.service_state import ServiceState
+
+Object = dict[str, Any]
+CHOSEN = ("maxModelLen", "maxRunningRequests", "maxPrefillTokens", "maxTopLogprobs")
+
+
+def effective(state: ServiceState) -> Object:
+    """Under the spec's names. What the server chooses is there once a replica of the newest
+    revision has reported it."""
+    spec, inputs = state.spec, state.spec.inputs
+    reports = (p.report.effective for p in state.newest if p.report is not None)
+    reported: Object = next((encode(found) for found in reports if found is not None), {})
+    engine, resources = inputs.get("engine", {}), inputs["resources"]
+    kept = {key: reported[key] for key in CHOSEN if key in reported}
+    capacity = {"headroomMiB": reported["headroomMiB"]} if reported else {}
+    out: Object = {
+        "drainSeconds": inputs.get("drainSeconds", DRAIN_SECONDS),
+        "startupSeconds": inputs.get("startupSeconds", START_SECONDS),
+        "upgradePolicy": str(spec.upgrade_policy),
+        "model": {"loadFormat": inputs["model"].get("loadFormat", str(LoadFormat.WEIGHTS))},
+        "resources": {"ranks": ranks(resources), "sharedMemory": shared_memory(resources)},
+        "engine": {"kvCacheDtype": str(KVCacheDtype.AUTO), **engine, **kept},
+        "capacity": {**inputs.get("capacity", {}), **capacity, "reuse": str(spec.reuse)},
+        "rollout": _fields(spec.rollout),
+    }
+    if spec.autoscaling is not None:
+        out["autoscaling"] = _fields(spec.autoscaling)
+    return out
+
+
+def _fields(policy: Any) -> Object:
+    """Without `promote`, which has no default."""
+    found = {camel(name): value for name, value in asdict(policy).items() if name != "promote"}
+    return {name: str(v) if isinstance(v, str) else v for name, v in found.items()}

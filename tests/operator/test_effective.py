@@ -1,0 +1,88 @@
+"""status.effective: what holds where the spec says nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from services import PLAIN, ready_pod, service_state
+
+from kvline_operator.api.spec import parse
+from kvline_operator.plan.podspec import pod_template
+from kvline_operator.plan.revisions import Revision
+from kvline_operator.report.effective import effective
+from kvline_operator.settings import Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_defaults_hold_where_the_spec_is_silent() -> None:
+    assert effective(service_state(PLAIN)) == {
+        "drainSeconds": 120,
+        "startupSeconds": 21600,
+        "upgradePolicy": "Pinned",
+        "model": {"loadFormat": "weights"},
+        "resources": {"ranks": 1, "sharedMemory": "64Mi"},
+        "engine": {"kvCacheDtype": "auto"},
+        "capacity": {"reuse": "Auto"},
+        "rollout": {
+            "strategy": "Surge",
+            "minCapacityPercent": 95,
+            "progressDeadlineSeconds": 1800,
+            "onFailure": "Rollback",
+            "paused": False,
+        },
+    }
+
+
+def test_what_the_server_chose_is_that_of_its_report() -> None:
+    made = effective(service_state(ready_pod(), spec={"engine": {"kvCacheDtype": "fp8"}}))
+    assert made["engine"] == {
+        "kvCacheDtype": "fp8",
+        "maxModelLen": 1024,
+        "maxRunningRequests": 4,
+        "maxPrefillTokens": 512,
+        "maxTopLogprobs": 20,
+    }
+    assert made["capacity"] == {"reuse": "Auto", "headroomMiB": 128}
+
+
+def paths(value: dict[str, Any], path: str = "") -> set[str]:
+    found = set()
+    for key, item in value.items():
+        found |= paths(item, f"{path}.{key}") if isinstance(item, dict) else {f"{path}.{key}"}
+    return found
+
+
+def test_the_schema_has_every_field_and_no_other() -> None:
+    """A field that it lacks would be dropped by the API server, and be written again for ever."""
+    (version,) = yaml.safe_load((ROOT / "manifests" / "crd.yaml").read_text())["spec"]["versions"]
+    status = version["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]
+
+    def known(schema: dict[str, Any], path: str = "") -> set[str]:
+        found = set()
+        for name, body in schema["properties"].items():
+            where = f"{path}.{name}"
+            found |= known(body, where) if "properties" in body else {where}
+        return found
+
+    spec = {"capacity": {"kvTokens": 2048}, "autoscaling": {"maxReplicas": 2}}
+    assert paths(effective(service_state(ready_pod(), spec=spec))) == known(status["effective"])
+
+
+def test_a_start_may_take_as_long_as_the_spec_says() -> None:
+    """The kubelet would otherwise restart a load that takes longer, for ever."""
+    body = {
+        "metadata": {"name": "chat", "namespace": "ns", "uid": "u"},
+        "spec": {
+            "model": {"source": "pvc://models/tiny"},
+            "resources": {"memory": "2Gi"},
+            "startupSeconds": 90000,
+        },
+    }
+    spec = parse(body)
+    revision = Revision("aaaaa", "image", spec.inputs_json, 1)
+    (container,) = pod_template("chat", spec, revision, Settings("image"))["spec"]["containers"]
+    probe = container["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] == 90000
