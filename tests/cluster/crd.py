@@ -33,6 +33,20 @@ def define(kubectl: Kubectl, file: Path = FILE) -> None:
         time.sleep(0.1)
 
 
+def undefine(kubectl: Kubectl, name: str) -> None:
+    """Deletes it, and returns once kubectl has it no longer in its cache, from which it would
+    resolve a short name for minutes. Raises NotWithin when the API server serves it for too long.
+    """
+    kubectl("delete", "crd", name, "--ignore-not-found")
+    plural, _, group = name.partition(".")
+    end = time.monotonic() + limit(SECONDS)
+    # Without --cached it is read, and the cache written, anew.
+    while plural in kubectl("api-resources", f"--api-group={group}", "-o", "name").stdout:
+        if time.monotonic() > end:
+            raise NotWithin(f"{name}: served {limit(SECONDS):.0f} s after its deletion")
+        time.sleep(0.5)
+
+
 def _is_established(kubectl: Kubectl, file: Path) -> bool:
     established = "jsonpath={.status.conditions[?(@.type=='Established')].status}"
     try:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import build
+import crd
 import earlier
 import pytest
 from playground import manifest
@@ -75,13 +76,13 @@ def predecessor(cluster: Any, tmp_path: Path) -> Iterator[tuple[Path, dict[str, 
     for name in images.values():
         build.load_as(cluster.images, name, name)
     yield tmp_path, images
-    cluster.kubectl("delete", "crd", EARLIER, "--ignore-not-found")
+    crd.undefine(cluster.kubectl, EARLIER)
 
 
 def apply_tree(cluster: Any, tree: Path, manifest: str, images: dict[str, str]) -> None:
     """Applies the CRD and operator of a tree by kubectl."""
-    crd = str(tree / "manifests" / "crd.yaml")
-    cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", crd)
+    definition = str(tree / "manifests" / "crd.yaml")
+    cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", definition)
     text = (tree / "manifests" / manifest).read_text()
     for component, name in images.items():
         text = text.replace(f"localhost/kvline-{component}:dev", name)
@@ -117,7 +118,7 @@ def test_from_the_operator_before_to_this_one(
     first = earlier_status(space)["rollout"]["stableRevision"]
 
     space.kubectl("delete", EARLIER, "--all", "--cascade=orphan", f"--timeout={limit(60):.0f}s")
-    cluster.kubectl("delete", "crd", EARLIER, f"--timeout={limit(60):.0f}s")
+    crd.undefine(cluster.kubectl, EARLIER)
     apply_tree(cluster, ROOT, "install.yaml", now)
     space.kubectl("apply", "-f", "-", input=steady)
     eventually(lambda: "rollout" in ((space.get("kvl", "steady") or {}).get("status") or {}), 60)
