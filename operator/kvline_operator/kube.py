@@ -122,10 +122,10 @@ class Kube:
 
     def apply(
         self, body: Object, anew: bool = False, over: Object | None = None, exact: bool = False
-    ) -> None:
-        """Server-side apply with force. Raises Conflict: with `anew` where an object of that name
-        exists; with `over` where that object was replaced by another; with `exact` also where it
-        has changed since it was read."""
+    ) -> Object:
+        """Server-side apply with force; returns the object as it is then. Raises Conflict: with
+        `anew` where an object of that name exists; with `over` where that object was replaced by
+        another; with `exact` also where it has changed since it was read."""
         query = [("fieldManager", FIELD_MANAGER), ("force", "true")]
         meta = dict(body["metadata"])
         if over is not None:
@@ -137,7 +137,7 @@ class Kube:
         self._count_write()
         content = "application/apply-patch+yaml"
         where = (body["kind"], meta["namespace"], meta["name"])
-        self._call("PATCH", *where, body=body, query=query, content=content)
+        return self._call("PATCH", *where, body=body, query=query, content=content) or {}
 
     def replace_status(self, namespace: str, name: str, status: Object, version: str) -> None:
         """Replaces the status; raises Conflict where the object has changed since it was read."""
@@ -166,12 +166,13 @@ class Kube:
         made = self._call("PATCH", *where, body=body, query=query, content=content) or {}
         return str(made["metadata"]["resourceVersion"])
 
-    def json_patch(self, kind: str, namespace: str, name: str, patch: list[Object]) -> None:
-        """A JSON patch with the operator's field manager."""
+    def json_patch(self, kind: str, namespace: str, name: str, patch: list[Object]) -> Object:
+        """A JSON patch with the operator's field manager; returns the object."""
         self._count_write()
         query = [("fieldManager", FIELD_MANAGER)]
         content = "application/json-patch+json"
-        self._call("PATCH", kind, namespace, name, body=patch, query=query, content=content)
+        where = (kind, namespace, name)
+        return self._call("PATCH", *where, body=patch, query=query, content=content) or {}
 
     def patch(
         self, kind: str, namespace: str, name: str, patch: list[Object], manager: str

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvline_operator.apply.ensure import covers
+from kvline_operator.apply.difference import covers
 
 WANTED: dict[str, Any] = {
     "kind": "Deployment",
@@ -34,7 +34,7 @@ def live(**spec: Any) -> dict[str, Any]:
             "labels": {"a": "b", "theirs": "x"},
             "ownerReferences": [{"uid": "v"}, {"uid": "u", "controller": True, "kind": "K"}],
         },
-        "spec": {"replicas": 2, "containers": [container], "added": 1, **spec},
+        "spec": {"replicas": 2, "containers": [container], "added": 1, "off": False, **spec},
     }
 
 
@@ -58,6 +58,7 @@ def test_defaults_and_other_people_s_fields_are_not_differences() -> None:
             ]
         },
         {"off": True},
+        {"off": None},  # its default may be true, as that of allowPrivilegeEscalation
         {"empty": [1]},
     ],
 )

@@ -17,7 +17,7 @@ from kvline_operator.apply.drift import (
     removal,
     without,
 )
-from kvline_operator.apply.ensure import ensure
+from kvline_operator.apply.ensure import End, ensure
 from kvline_operator.kube import Kube
 
 WANTED: dict[str, Any] = {
@@ -59,16 +59,15 @@ def owned(body: dict[str, Any]) -> dict[str, Any]:
 
 
 class Writes(Kube):
-    """What would be written."""
+    """What would be written, and an API server that answers with `answer`."""
 
-    def __init__(self) -> None:
+    def __init__(self, answer: dict[str, Any] | None = None) -> None:
         self.sent: list[Any] = []
+        self.answer = answer or {}
 
-    def apply(self, *words: Any, **how: Any) -> None:
+    def apply(self, *words: Any, **how: Any) -> dict[str, Any]:
         self.sent.append(words)
-
-    def amend(self, *words: Any) -> None:
-        self.sent.append(words)
+        return self.answer
 
 
 FIELDS = {
@@ -172,3 +171,84 @@ def test_what_goes_to_and_fro_by_our_own_wish_is_no_dispute() -> None:
         for wanted in (WANTED, {**WANTED, "spec": {"replicas": 2}}):
             assert not corrections.exhausted("u", wanted)
             corrections.add("u", wanted)
+
+
+def changed_image(manager: str = "") -> dict[str, Any]:
+    """A Deployment whose image is another's, by this field manager or, without one, admission."""
+    body = copy.deepcopy(WANTED)
+    (server,) = body["spec"]["template"]["spec"]["containers"]
+    server |= {"image": "mirror/server", "imagePullPolicy": "Always"}
+    image = {"f:containers": {'k:{"name":"server"}': {"f:image": {}}}}
+    fields = {"f:spec": {"f:template": {"f:spec": image}}}
+    theirs = {"manager": manager, "operation": "Update", "fieldsV1": fields}
+    entries = [OURS, theirs] if manager else [OURS]
+    status = {"manager": "kube-controller-manager", "operation": "Update", "subresource": "status"}
+    entries.append({**status, "fieldsV1": {"f:status": {"f:replicas": {}}}})
+    body["metadata"] |= {"uid": "u", "resourceVersion": "7", "managedFields": entries}
+    return owned(body)
+
+
+def with_image(image: str = "registry/server") -> dict[str, Any]:
+    body = copy.deepcopy(WANTED)
+    body["spec"]["template"]["spec"]["containers"][0]["image"] = image
+    return owned(body)
+
+
+def test_what_admission_makes_of_a_write_stays_and_is_written_once() -> None:
+    live, corrections = changed_image(), Corrections()
+    kube = Writes(live)
+    first = ensure(kube, with_image(), None, absent=True, corrections=corrections)
+    assert first is not None and first.end is End.ADMITTED
+    assert 'spec.template.spec.containers[0].image is "mirror/server"' in first.text
+    for _ in range(3):
+        assert ensure(kube, with_image(), live, corrections=corrections) is None
+    assert len(kube.sent) == 1
+    again = ensure(kube, with_image("registry/next"), live, corrections=corrections)
+    assert again is not None and len(kube.sent) == 2, "another wish is written"
+
+
+def test_what_another_makes_of_what_admission_made_is_corrected() -> None:
+    corrections = Corrections()
+    ensure(Writes(changed_image()), with_image(), None, absent=True, corrections=corrections)
+    later = changed_image("meddler")
+    later["spec"]["template"]["spec"]["containers"][0]["image"] = "evil"
+    kube = Writes(with_image())
+    kube.answer["metadata"] |= {"uid": "u", "resourceVersion": "8"}
+    assert ensure(kube, with_image(), later, corrections=corrections) is None
+    assert len(kube.sent) == 1
+
+
+@pytest.mark.parametrize(
+    ("manager", "named"),
+    [("kubectl-edit", "set by kubectl-edit"), ("", "set by an admission webhook or policy")],
+)
+def test_who_sets_a_field_of_ours_each_time_is_named_rightly(manager: str, named: str) -> None:
+    """And not the controller that writes the status."""
+    corrections, kube = Corrections(), Writes(with_image())
+    kube.answer["metadata"] |= {"uid": "u", "resourceVersion": "8"}
+    for _ in range(LIMIT):
+        assert ensure(kube, with_image(), changed_image(manager), corrections=corrections) is None
+    last = ensure(kube, with_image(), changed_image(manager), corrections=corrections)
+    assert last is not None and last.end is End.TOLERATED and named in last.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted", "live", "fields", "path"),
+    [
+        ("Service", {"selector": {"a": "b"}}, {"selector": {"a": "b", "c": "d"}},
+         {"f:selector": {}}, "spec.selector.c"),
+        ("Service", {"selector": {"a": "b"}}, {"publishNotReadyAddresses": True},
+         {"f:publishNotReadyAddresses": {}}, "spec.publishNotReadyAddresses"),
+        ("NetworkPolicy", {"podSelector": {"matchLabels": {"a": "b"}}},
+         {"podSelector": {"matchLabels": {"a": "b", "c": "d"}}}, {"f:podSelector": {}},
+         "spec.podSelector.matchLabels.c"),
+    ],
+)  # fmt: skip
+def test_what_takes_pods_from_an_object_that_selects_them_is_foreign(
+    kind: str, wanted: Any, live: Any, fields: Any, path: str
+) -> None:
+    entry = {"manager": "kubectl-patch", "operation": "Update", "fieldsV1": {"f:spec": fields}}
+    body = {"metadata": {"managedFields": [entry]}, "spec": {**wanted, **live}}
+    found = foreign(body, {"kind": kind, "metadata": {}, "spec": wanted})
+    assert [f.path for f in found] == [path]
+    assert without(body, found)["spec"] == wanted

@@ -1,8 +1,9 @@
 """What other managers have added to an object of ours, by its managedFields. Pure.
 
 Server-side apply restores our fields, but merges lists by key and keeps what only others set. In a
-pod template such an addition rolls pods past the gate, and an extra item in a list of ours would be
-a difference for ever. Additions elsewhere (a Service's type, annotations) are allowed.
+pod template such an addition rolls pods past the gate, in a selector it takes all pods away, and an
+extra item in a list of ours would be a difference for ever. Additions elsewhere (a Service's type,
+annotations) are allowed.
 """
 
 from __future__ import annotations
@@ -11,17 +12,23 @@ import copy
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvline_contract.names import FIELD_MANAGER
+from kvline_operator.apply.difference import Difference, Step
 
 Object = dict[str, Any]
-Step = str | int
 # Kinds in which an additional field contradicts ours, so that the API server refuses both together.
 WHOLE = ("PodDisruptionBudget", "NetworkPolicy")
+# Fields that are ours alone even where we leave them out: with this one, pods that their gate keeps
+# out of traffic would get it.
+OURS = {"Service": ("spec", "publishNotReadyAddresses")}
+SELECTORS = ("selector", "podSelector", "matchLabels")
 LIMIT, WINDOW = 5, 3600.0  # equal corrections of one object, in so many seconds
+MAX_ADMITTED = 8192  # objects; the one written first is written once more
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,27 +46,37 @@ class Foreign:
         come back each time."""
         return self.manager == FIELD_MANAGER
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is in what only we may set: a list, a selector or a pod template of ours."""
+        within = self.steps[:-1]
+        is_item = isinstance(self.steps[-1], int)
+        return is_item or within[-1] in SELECTORS or within[:2] == ("spec", "template")
+
 
 def foreign(live: Object, wanted: Object) -> tuple[Foreign, ...]:
     """What to remove, in an order in which no list index shifts: later items first."""
     found: dict[tuple[Step, ...], Foreign] = {}
     entries = live["metadata"].get("managedFields") or []
     whole = wanted["kind"] in WHOLE
+    ours = OURS.get(wanted["kind"])
     for entry in sorted(entries, key=lambda e: e.get("manager") == FIELD_MANAGER):
         applied = entry.get("operation") == "Apply" and entry.get("manager") == FIELD_MANAGER
         fields = (entry.get("fieldsV1") or {}).get("f:spec")
         if applied or entry.get("subresource") or not fields:
             continue
         begin = Foreign(("spec",), "spec", str(entry.get("manager") or "unknown"))
-        for item in _walk(fields, live.get("spec"), wanted.get("spec") or {}, begin, whole):
-            found.setdefault(item.steps, item)
+        for item in _walk(fields, live.get("spec"), wanted.get("spec") or {}, begin):
+            if whole or item.steps == ours or item.is_ours:
+                found.setdefault(item.steps, item)
     order = [[(isinstance(s, int), s) for s in steps] for steps in found]
     return tuple(f for _, f in sorted(zip(order, found.values(), strict=True), reverse=True))
 
 
-def _walk(
-    fields: Object, live: Any, wanted: Any, parent: Foreign, whole: bool
-) -> Iterator[Foreign]:
+def _walk(fields: Object, live: Any, wanted: Any, parent: Foreign) -> Iterator[Foreign]:
+    """What `fields`, of fieldsV1, adds to `wanted`."""
+    if not fields and isinstance(live, dict) and isinstance(wanted, dict):
+        fields = {f"f:{key}": {} for key in live}  # a map that has one owner, such as a selector
     for key, below in fields.items():
         step = _find(key, live)
         if key == "." or step is None:
@@ -68,8 +85,8 @@ def _walk(
         here = Foreign((*parent.steps, step), parent.path + shown, parent.manager)
         there = _find(key, wanted)
         if there is not None:
-            yield from _walk(below, live[step], wanted[there], here, whole)
-        elif whole or isinstance(step, int) or here.steps[:2] == ("spec", "template"):
+            yield from _walk(below, live[step], wanted[there], here)
+        else:
             yield here
 
 
@@ -87,6 +104,22 @@ def _find(key: str, value: Any) -> Step | None:
         if kind == "k" and isinstance(item, dict) and asked.items() <= item.items():
             return index
     return None
+
+
+def managers(live: Object, steps: tuple[Step, ...]) -> list[str]:
+    """Field managers but ours that have set this field; none where an admission webhook has."""
+    entries = live["metadata"].get("managedFields") or []
+    others = [e for e in entries if e.get("manager") != FIELD_MANAGER and not e.get("subresource")]
+    found = [e for e in others if _owns(e.get("fieldsV1") or {}, live, steps)]
+    return sorted({str(e.get("manager") or "unknown") for e in found})
+
+
+def _owns(fields: Object, live: Any, steps: tuple[Step, ...]) -> bool:
+    if not fields or not steps:
+        return True  # a leaf, with all that is below it
+    below = (key for key in fields if key != "." and _find(key, live) == steps[0])
+    key = next(below, None)
+    return key is not None and _owns(fields[key], live[steps[0]], steps[1:])
 
 
 def _label(key: str, index: int) -> str:
@@ -120,11 +153,27 @@ def _pointer(steps: tuple[Step, ...]) -> str:
 
 class Corrections:
     """How often an object was corrected to the same content. After LIMIT corrections a change is
-    tolerated and its manager reported: pods that roll for ever are worse than the change."""
+    tolerated and its manager reported: pods that roll for ever are worse than the change.
+
+    And what the API server answered to a write with: a difference in that was made by admission,
+    the cluster's policy, and would be made again."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._done: dict[str, tuple[bytes, list[float]]] = {}  # by UID
+        self._admitted: OrderedDict[str, tuple[bytes, frozenset[str]]] = OrderedDict()  # by UID
+
+    def admit(self, uid: str, wanted: Object, left: Sequence[Difference]) -> None:
+        self._admitted.pop(uid, None)
+        if left:
+            self._admitted[uid] = _digest(wanted), frozenset(map(_text, left))
+        if len(self._admitted) > MAX_ADMITTED:
+            self._admitted.popitem(last=False)
+
+    def admitted(self, uid: str, wanted: Object, left: Sequence[Difference]) -> bool:
+        """Whether admission made all of these differences."""
+        digest, known = self._admitted.get(uid, (b"", frozenset()))
+        return not left or (digest == _digest(wanted) and known.issuperset(map(_text, left)))
 
     def exhausted(self, uid: str, wanted: Object) -> bool:
         return len(self._recent(uid, wanted)) >= LIMIT
@@ -143,6 +192,10 @@ class Corrections:
         if digest != _digest(wanted):
             return []
         return [at for at in times if at > self._clock() - WINDOW]
+
+
+def _text(difference: Difference) -> str:
+    return json.dumps([difference.steps, difference.live], sort_keys=True)
 
 
 def _digest(wanted: Object) -> bytes:

@@ -25,6 +25,8 @@ from kvline_operator.store import revision_state
 from kvline_operator.store.revision_state import RevisionState
 
 Object = dict[str, Any]
+REMOVED = "removed; change the InferenceService instead"
+ADMITTED = "so made by a mutating admission webhook or policy as it was written; it stays"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,18 +100,19 @@ class Writer:
 
     def _ensure(self, plan: ServicePlan, wanted: Object, exact: bool = False) -> str:
         """Applies an object. Returns a description of a change by others that is tolerated for now;
-        empty where there is none, or where it was removed, which is reported as an event."""
+        empty where there is none, or where an event reports it."""
         kind, meta, observed = wanted["kind"], wanted["metadata"], plan.observed
         seen = observed.child(kind, meta["name"])
         absent = observed.lists(kind) or not observed.revisions
         dispute = apply.ensure(self.kube, wanted, seen, absent, exact, self.corrections)
-        if dispute is None or dispute.settled:
+        if dispute is None or dispute.end is apply.End.TOLERATED:
             return dispute.text if dispute is not None else ""
         # Now and not with the status: a later write may fail, and the event would be lost.
         of = meta["ownerReferences"][0]
         owner = render.Owner(meta["namespace"], of["name"], of["uid"], base_name(of["name"]))
-        text = f"{dispute.text}: removed; change the InferenceService instead"
-        event = ("ForeignChangeRemoved", "Warning", text)
+        event = ("ForeignChangeRemoved", "Warning", f"{dispute.text}: {REMOVED}")
+        if dispute.end is apply.End.ADMITTED:
+            event = ("AdmissionChanged", "Normal", f"{dispute.text}: {ADMITTED}")
         self.kube.create(render.event(owner, event, dispute.version, stamp(self.now())))
         return ""
 
