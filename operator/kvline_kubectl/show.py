@@ -12,8 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from kvline_contract.memory import Memory
+from kvline_contract.report import SizingReport
 from kvline_operator.observe.pods import condition_of
 from kvline_operator.report.advice import NOTHING, advise
+from kvline_operator.report.causes import causes
 from kvline_operator.report.display import (
     Titled,
     changes,
@@ -21,6 +23,7 @@ from kvline_operator.report.display import (
     measured,
     memories,
     phase,
+    reported,
     token_bytes,
     verdict,
     wanted,
@@ -118,6 +121,36 @@ def waterfall(device: Memory) -> Table:
     return made
 
 
+def sized(report: SizingReport) -> RenderableType:
+    """A measured spec: its memory and its KV budget."""
+    result, effective = report.result, report.effective
+    assert result is not None, "of a report with a result"
+    length = effective.max_model_len if effective else 0
+    text = (
+        f"{number(result.kv_tokens)} KV tokens of {number(result.bytes_per_token)} bytes, "
+        f"{result.kv_tokens // length if length else 0} full-length sequences of {length:,}"
+    )
+    return Group(*waterfalls(reported(report)), text)
+
+
+def comparison(reports: dict[str, SizingReport]) -> RenderableType:
+    """A line for each choice, and under the table why one was not validated."""
+    columns = ("CHOICE", "KV TOKENS", "RATIO", "FULL SEQS")
+    made, why = table(*columns, right=columns[1:]), []
+    first = next(iter(reports.values())).result
+    for name, report in reports.items():
+        result, effective = report.result, report.effective
+        if result is None or effective is None:
+            made.add_row(name, "-", "-", "-")
+            text = report.failure.message if report.failure else f"ended in state {report.state}"
+            why.append(Text(f"{name}: {text}", "red"))
+            continue
+        ratio = f"{result.kv_tokens / first.kv_tokens:.2f}" if first is not None else "-"
+        sequences = number(result.kv_tokens // max(1, effective.max_model_len))
+        made.add_row(name, number(result.kv_tokens), ratio, sequences)
+    return Group(made, *why)
+
+
 def estimates(status: Object) -> list[RenderableType]:
     """What would give each replica more KV tokens; empty before one has served."""
     parts: list[RenderableType] = ["", per_gib(status)] if per_gib(status) else []
@@ -141,18 +174,18 @@ def explain(body: Object, events: list[Object]) -> RenderableType:
     ready = condition_of(status, "Ready")
     head = "serves" if ready.get("status") == "True" else f"does not serve: {ready.get('reason')}"
     parts.append(Text(f"{meta['name']} {head}. {ready.get('message', '')}", "bold"))
-    for item in status["conditions"]:
-        if item["status"] == "True" or item["type"] == "Ready":
-            continue
+    unmet = causes(status["conditions"])
+    for item in unmet:
         known = advise(item["type"], item["reason"])
-        if item["reason"] in ("NoRecord", "ScaledToZero") and ready.get("status") == "True":
-            continue
         parts += ["", Text(f"{item['type']}: {item['reason']}", COLORS[item["status"]])]
         parts.append(Text(f"  now:  {item.get('message', '')}"))
         if known is not None:
             parts.append(Text(f"  what: {known.happened}"))
             parts += [Text(f"  do:   {known.do}")] if known.do != NOTHING else []
-    if len(parts) == 1:
+    current = condition_of(status, "UpToDate")
+    if ready.get("status") == "True" and current.get("status") == "False" and current not in unmet:
+        parts += ["", Text(f"Meanwhile: {current.get('message', '')}")]
+    if not unmet and ready.get("status") == "True":
         parts.append("All conditions are met.")
     parts += _diagnosis(status.get("diagnosis") or {})
     if not (status.get("capacity") or {}).get("serving", True):

@@ -7,12 +7,13 @@ import re
 
 from kvline_contract.exits import ExitCode
 from kvline_contract.report import State
+from kvline_operator.observe import trouble
 from kvline_operator.plan import autoscale, prepare
 from kvline_operator.report import capacity, conditions, failures
 from kvline_operator.report.advice import ADVICE, advise
 
 WRITTEN = re.compile(r'Condition\(\s*(kind|"\w+"), "\w+", "(\w+)"')
-PAIR = re.compile(r'"(ModelAvailable|Progressing)", "(\w+)"')
+PAIR = re.compile(r'"(ModelAvailable|Progressing|CapacityMeasured)", "(\w+)"')
 KIND = re.compile(r'kind = "(\w+)"')
 
 
@@ -22,7 +23,8 @@ def created() -> set[tuple[str, str]]:
     sizing = set(State) - {State.FAILED}
     found |= {("CapacityMeasured", str(state)) for state in sizing}
     found |= {("ScalingActive", str(activity)) for activity in autoscale.Activity}
-    found |= set(PAIR.findall(inspect.getsource(prepare)))
+    for module in (prepare, trouble):
+        found |= set(PAIR.findall(inspect.getsource(module)))
     found |= {(row[0], reason) for reason, row in failures.TABLE.items()}
     for module in (conditions, capacity, failures):
         kind = ""

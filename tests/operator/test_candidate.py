@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from kvline_contract.report import Current, SizingReport, State
+from kvline_operator.observe import trouble
 from kvline_operator.observe.children import leaving, needless_waits
 from kvline_operator.observe.ended_pods import ended, has_ended, surplus
 from kvline_operator.observe.pods import PodView, view
 from kvline_operator.observe.reports import Reading
-from kvline_operator.plan.candidate import blocker, counted, failure
+from kvline_operator.observe.trouble import Effect
+from kvline_operator.plan.candidate import counted
 from kvline_operator.plan.candidate import view as view_candidate
 from kvline_operator.plan.gate import ComparisonGroup
 from kvline_operator.store import revision_state
@@ -22,25 +24,36 @@ from kvline_operator.store.revision_state import RevisionState
 GROUP = ComparisonGroup("hf://org/model", 0)
 
 
-def pod(code: int, restarts: int, reason: str = "Error", running: bool = False) -> PodView:
+def pod(
+    code: int, restarts: int, reason: str = "Error", running: bool = False, gpus: int = 0
+) -> PodView:
     end = {"terminated": {"exitCode": code, "reason": reason, "message": "its words"}}
     now = {"running": {}} if running else {"waiting": {"reason": "CrashLoopBackOff"}}
     container = {"name": "server", "restartCount": restarts, "state": now, "lastState": end}
     meta = {"name": "p", "uid": "u", "labels": {"kvline.dev/revision": "b"}}
-    return view({"metadata": meta, "status": {"containerStatuses": [container]}}, Reading(None))
+    limits = {"memory": "2Gi", **({"nvidia.com/gpu": str(gpus)} if gpus else {})}
+    spec = {"containers": [{"name": "server", "resources": {"limits": limits}}]}
+    status = {"containerStatuses": [container]}
+    return view({"metadata": meta, "spec": spec, "status": status}, Reading(None))
+
+
+def blocker(seen: PodView) -> str:
+    """What holds the gate."""
+    found = trouble.of(seen)
+    return found.text if found is not None and found.effect is Effect.HOLDS else ""
 
 
 End = tuple[int, str]
 OWN, OOM, KILLED, CLEAN = (40, "Error"), (137, "OOMKilled"), (137, "Error"), (0, "Completed")
 
 
-def after(*ends: End) -> PodView:
+def after(*ends: End, gpus: int = 0) -> PodView:
     """A pod whose container ended so, one after another, each end seen twice: as it waits, and as
     it runs again. Annotations are all that is kept in between."""
     states = {"b": RevisionState()}
     for number, (code, reason) in enumerate(ends):
         for restarts, running in ((number, False), (number + 1, True)):
-            last = pod(code, restarts, reason, running)
+            last = pod(code, restarts, reason, running, gpus)
             states, (last,) = counted(states, (last,))
             kept = revision_state.to_annotations(states["b"])
             states = {"b": revision_state.read({"metadata": {"annotations": kept}})}
@@ -58,6 +71,15 @@ def after(*ends: End) -> PodView:
         ("a shrink, then its first failure", [OOM, OOM, OWN], False),
         ("kills by the kubelet", [KILLED] * 9, False),
         ("lost with its node", [(137, "ContainerStatusUnknown")] * 9, False),
+        ("lost by a runtime that was restarted", [(255, "Unknown")] * 9, False),
+        ("a program that is not in the image", [(128, "StartError")] * 9, False),
+        ("a shell that does not find it", [(127, "Error")] * 9, False),
+        ("an image of another architecture", [(255, "Error")] * 9, False),
+        (
+            "a driver's hook that fails, then its first failure",
+            [(128, "StartError")] * 9 + [OWN],
+            False,
+        ),
         ("a node that shuts down", [(143, "Error")] * 9, False),
         ("a device that is lost", [(43, "Error")] * 9, False),
         ("a rank that is lost", [(44, "Error")] * 9, False),
@@ -81,9 +103,9 @@ def test_too_little_host_memory_beside_a_gpu_rejects_at_the_second_kill() -> Non
     """A smaller KV cache was tried five times, each after a longer back-off, while nothing served:
     on a GPU it takes no host memory."""
     group = replace(GROUP, gpus=1)
-    assert not view_candidate(group, (after(OOM),), promoted=False).failure
-    seen = view_candidate(group, (after(OOM, OOM),), promoted=False)
-    assert "limit of host memory, kill 2" in seen.failure
+    assert not view_candidate(group, (after(OOM, gpus=1),), promoted=False).failure
+    seen = view_candidate(group, (after(OOM, OOM, gpus=1),), promoted=False)
+    assert "at its memory limit of 2Gi, which is host memory, kill 2" in seen.failure
     assert "raise spec.resources.memory" in seen.failure
 
 
@@ -99,6 +121,10 @@ def test_too_little_host_memory_beside_a_gpu_rejects_at_the_second_kill() -> Non
         (44, "Error", "RankLost"),
         (45, "Error", "NoProgress"),
         (0, "Completed", "killed (code 0) by the kubelet"),
+        (255, "Unknown", "killed (code 255)"),
+        (128, "StartError", "not started: its words"),
+        (128, "ContainerCannotRun", "not started: its words"),
+        (127, "Error", "not started: its words"),
     ],
 )
 def test_an_end_that_is_not_the_engine_s_holds(code: int, reason: str, held: str) -> None:
@@ -111,7 +137,9 @@ def test_ends_are_counted_by_their_number_and_go_with_their_pod() -> None:
     assert states["b"].ends == {"u": Ends((1,))} and seen.failures == 1
     states, (seen,) = counted(states, (pod(40, 7),))
     assert states["b"].ends == {"u": Ends((1, 8))}, "what was not seen is not counted"
-    assert failure(seen, gpus=0) == "p ended 2 times, with code 40 (OutOfMemory): its words"
+    found = trouble.of(seen)
+    assert found is not None and found.effect is Effect.REJECTS
+    assert found.text == "p ended 2 times, with code 40 (OutOfMemory): its words"
     states, (other,) = counted(states, (replace(pod(40, 0), revision="c"),))
     assert (other.failures, states["b"].ends) == (0, {})
 

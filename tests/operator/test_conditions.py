@@ -27,8 +27,9 @@ from kvline_contract.report import (
     Stage,
     State,
 )
+from kvline_operator.observe import trouble
 from kvline_operator.observe.pods import Ended, PodView
-from kvline_operator.plan import candidate
+from kvline_operator.observe.trouble import Effect, Trouble
 from kvline_operator.plan.prepare import Preparation
 from kvline_operator.plan.rollout import RolloutPlan
 from kvline_operator.plan.threshold import Thresholds
@@ -136,7 +137,7 @@ def test_a_candidate_s_replica_that_the_gate_holds_back_names_what_binds_it() ->
 def test_every_exit_code_becomes_its_condition(code: ExitCode) -> None:
     """F31: the reason stands through restarts until the replica is validated."""
     crashed = replace(PLAIN, ended=ended(code), restarts=3)
-    again = replace(crashed, running=True, report=report(State.LOADING))
+    again = replace(crashed, running=True, fresh=True, report=report(State.LOADING))
     for pod in (crashed, again):
         condition = by_type(service_state(pod))[code.condition]
         assert (condition.status, condition.reason) == ("False", code.reason)
@@ -171,11 +172,12 @@ def test_a_pod_that_waits_for_a_terminating_one_says_so_with_the_scheduler_s_wor
     words = "has no node until old has left one: 0/1 nodes: Insufficient"
     assert (found["Progressing"].status, found["Progressing"].reason) == ("True", "RollingOut")
     assert words in found["Progressing"].message and words in found["Ready"].message
-    assert not candidate.blocker(waits) and candidate.blocker(replace(waits, awaits=""))
+    effects = [trouble.of(pod) for pod in (waits, replace(waits, awaits=""))]
+    assert [t and t.effect for t in effects] == [Effect.WAITS, Effect.HOLDS]
 
 
 def test_a_kill_for_host_memory_beside_a_gpu_is_no_smaller_retry() -> None:
-    killed = replace(PLAIN, ended=Ended(137, "OOMKilled", None, ""), oom_kills=1)
+    killed = replace(PLAIN, ended=Ended(137, "OOMKilled", None, ""), oom_kills=1, on_gpu=True)
     found = by_type(service_state(killed, spec=GPU))["CapacityMeasured"]
     assert found.reason == "OutOfMemory"
     assert "host memory, kill 1" in found.message
@@ -196,7 +198,13 @@ def test_a_kill_for_host_memory_beside_a_gpu_is_no_smaller_retry() -> None:
         ),
         (replace(PLAIN, downloading=True), "ModelAvailable", "Downloading"),
         (replace(PLAIN, download_ended=ended(33)), "ModelAvailable", "DownloadFailed"),
-        (replace(PLAIN, running=True), "CapacityMeasured", "ReportMissing"),
+        (replace(PLAIN, running=True), "CapacityMeasured", "Pending"),
+        (replace(PLAIN, running=True, report_error="x"), "CapacityMeasured", "ReportMissing"),
+        (
+            replace(PLAIN, running=True, report_error="x", fresh=True),
+            "CapacityMeasured",
+            "Pending",
+        ),
         (
             replace(PLAIN, running=True, report_error="NaN", report_invalid=True),
             "CapacityMeasured",
@@ -279,8 +287,15 @@ def test_a_download_is_the_reason_and_not_that_its_time_is_over() -> None:
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        ('pods "chat-1" is forbidden: no PriorityClass with name urgent', "PodsRefused"),
+        ('pods "chat-1" is forbidden: no PriorityClass with name urgent', "AdmissionDenied"),
         ('pods "chat-1" is forbidden: exceeded quota: small', "QuotaExceeded"),
+        ('pods "chat-1" is forbidden: failed quota: q: must specify cpu', "QuotaExceeded"),
+        ('pods "quota-1" is forbidden: maximum cpu usage per Pod is 1', "LimitRangeViolated"),
+        (
+            'pods "chat-1" is forbidden: violates PodSecurity "restricted:latest"',
+            "PodSecurityViolated",
+        ),
+        ("timed out waiting for the condition", "PodsRefused"),
     ],
 )
 def test_pods_that_are_never_created_are_reported_with_the_api_servers_message(
@@ -291,11 +306,12 @@ def test_pods_that_are_never_created_are_reported_with_the_api_servers_message(
 
 
 def test_what_pods_wait_for_is_reported() -> None:
-    waits = Preparation({}, condition="ModelAvailable", reason="Downloading", message="Job x")
+    loads = Trouble("ModelAvailable", "Downloading", "Job x", "Job x", Effect.WAITS)
+    waits = Preparation({}, trouble=loads)
     got = by_type(service_state(preparing=waits))
     assert got["ModelAvailable"] == Condition("ModelAvailable", "False", "Downloading", "Job x")
     assert got["Ready"].reason == "Downloading"
-    pull = Preparation({}, condition="Progressing", reason="ImagePullFailed", message="Job x")
+    pull = Preparation({}, trouble=Trouble("Progressing", "ImagePullFailed", "Job x", "Job x"))
     assert by_type(service_state(preparing=pull))["Progressing"].reason == "ImagePullFailed"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvline_contract.times import stamp
 from kvline_operator.api.spec import ServiceSpec, parse
 from kvline_operator.observe.children import Observed
 from kvline_operator.observe.pods import view
@@ -191,6 +192,11 @@ def ended(code: int, message: str = "why") -> Object:
     return {"terminated": {"exitCode": code, "reason": "Error", "message": message}}
 
 
+def reported(got: prepare.Preparation) -> tuple[str, str]:
+    """The condition that reports it, and its reason."""
+    return (got.trouble.condition, got.trouble.reason) if got.trouble is not None else ("", "")
+
+
 def found(
     spec: ServiceSpec,
     stable: str = "aaaaa",
@@ -200,7 +206,7 @@ def found(
     lost: bool = False,
     before: ServiceSpec | None = None,  # what serves; else the same spec
 ) -> prepare.Preparation | None:
-    views = tuple(view(pod, Reading(None)) for pod in pods)
+    views = tuple(view(pod, Reading(None), stamp(NOW)) for pod in pods)
     serving = (view(pod_of(ended(30), "server"), Reading(None)),) if lost else ()
     made = [deployment("aaaaa", 2), deployment("bbbbb", replicas)]
     observed = Observed([], made, [], serving, (), live, views)
@@ -279,7 +285,7 @@ def test_what_delays_it_is_reported(
     got = found(spec, live=(job_of(spec, conditions),), pods=pods)
     assert got is not None and not got.done
     condition, reason, *text = expected
-    assert (got.condition, got.reason) == (condition, reason)
+    assert reported(got) == (condition, reason)
     assert all(part in got.message for part in text)
     assert got.blocked == (reason not in ("", "Downloading"))
 
@@ -331,7 +337,7 @@ def test_a_volume_that_is_not_mounted_beside_the_serving_pods_is_left_to_the_new
     got = found(spec, live=(job_of(spec),), pods=(waits,), before=before)
     assert got is not None and got.done == done
     if not done and since == "11:57:00":
-        assert (got.blocked, got.reason) == (True, "CheckFailed")
+        assert (got.blocked, reported(got)[1]) == (True, "PodNotSetUp")
         assert "not set up on n2" in got.message
     # An image that takes long to pull is waited for.
     waits["status"]["conditions"] = []
@@ -356,9 +362,9 @@ def test_a_job_whose_pod_is_not_made_does_not_download_for_ever(
     job = job_of(spec, creationTimestamp=f"2026-01-01T{created}Z")
     got = found(spec, live=(job,))
     assert got is not None and got.blocked == refused
-    assert got.reason == ("PodsRefused" if refused else "Downloading")
+    assert reported(got)[1] == ("PodsRefused" if refused else "Downloading")
     got = found(spec, live=(job,), pods=(pod_of({"running": {}}),))
-    assert got is not None and got.reason == "Downloading"
+    assert got is not None and reported(got)[1] == "Downloading"
 
 
 def test_one_that_is_being_deleted_is_waited_for() -> None:

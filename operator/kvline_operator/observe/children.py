@@ -124,14 +124,14 @@ def observe(
     ours = [p for p in found if not p["metadata"].get("deletionTimestamp")]
     living = [p for p in ours if not has_ended(p)]
     readings = list(pool.map(lambda pod: _read_report(pod, reports), living))
-    views = [view(pod, reading) for pod, reading in zip(living, readings, strict=True)]
     now = times.now()
+    views = [view(pod, reading, now) for pod, reading in zip(living, readings, strict=True)]
     leaves = leaving(found, deployments, now)
     pods = tuple(_awaiting(pod, leaves) for pod in views)
     if spec.autoscaling is not None:
         pods = tuple(pool.map(partial(_with_load, reports), pods))
     jobs = tuple(item for item in lists[4] if _is_owned(item, spec.uid))
-    preparing = _preparing(kube, spec, jobs) if jobs else ()
+    preparing = _preparing(kube, spec, jobs, now) if jobs else ()
     return Observed(
         revisions=revisions,
         deployments=deployments,
@@ -196,11 +196,13 @@ def _awaiting(pod: PodView, leaves: str) -> PodView:
     return replace(pod, awaits=leaves) if pod.unschedulable else pod
 
 
-def _preparing(kube: Kube, spec: ServiceSpec, jobs: tuple[Object, ...]) -> tuple[PodView, ...]:
+def _preparing(
+    kube: Kube, spec: ServiceSpec, jobs: tuple[Object, ...], now: str
+) -> tuple[PodView, ...]:
     found = kube.select("Pod", spec.namespace, f"{LABEL_PREPARES}={spec.base}")
     uids = [job["metadata"]["uid"] for job in jobs]
     ours = [p for p in found if any(_is_owned(p, uid) for uid in uids)]
-    views = [view(_with_download(pod), Reading(None)) for pod in ours]
+    views = [view(_with_download(pod), Reading(None), now) for pod in ours]
     return tuple(sorted(views, key=lambda p: (p.created, p.name)))
 
 

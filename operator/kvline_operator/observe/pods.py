@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from kvline_contract.codec import ContractError
+from kvline_contract.exits import meaning
 from kvline_contract.names import DOWNLOAD_CONTAINER, LABEL_REVISION, SERVER_CONTAINER
 from kvline_contract.report import Load, Result, SizingReport, State, Termination
 from kvline_operator.observe.reports import Reading
 
 Object = dict[str, Any]
 KILLS = (0, 137, 143)  # exit codes after SIGTERM, SIGKILL, and SIGTERM before the server started
+LOST = ("ContainerStatusUnknown", "Unknown")  # reasons of a container that its node lost
+# Of the container runtime and the kernel; the server exits with none of them.
+NOT_STARTED = (126, 127, 128, 255)
+NOT_STARTED_REASONS = ("StartError", "ContainerCannotRun")
+WRONG_ARCHITECTURE = "exec format error"
+SET_UP_SECONDS = 120.0  # for volumes and network; a claim may be attached to another node
+FRESH_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +48,27 @@ class Ended:
     @property
     def from_outside(self) -> bool:
         """An external kill of the server: by the kubelet (a probe) or the node (a shutdown)."""
-        return self.code in KILLS and not self.oom_killed
+        return self.reason in LOST or (self.code in KILLS and not self.oom_killed)
+
+    @property
+    def not_started(self) -> bool:
+        """The node could not run the image's program."""
+        if self.from_outside or self.termination is not None:
+            return False
+        known = self.code in NOT_STARTED or self.reason in NOT_STARTED_REASONS
+        return known or WRONG_ARCHITECTURE in self.message
+
+    @property
+    def of_engine(self) -> bool:
+        """Whether it counts against its revision."""
+        if self.oom_killed:
+            return True
+        return not (self.from_outside or self.not_started) and meaning(self.code).rejects
+
+    @property
+    def title(self) -> str:
+        """For messages: the contract's name of its code, else Kubernetes' reason."""
+        return self.reason if self.oom_killed or self.not_started else meaning(self.code).title
 
     @property
     def killed_text(self) -> str:
@@ -75,8 +104,14 @@ class PodView:
     failures: int = 0  # terminations that count against its revision; candidate.counted
     oom_kills: int = 0
     load: Load | None = None  # of ready pods of services with spec.autoscaling
-    unmounted_since: str = ""  # RFC 3339; empty where its volumes and network are set up
+    not_set_up: bool = False  # its volumes or network, for long
+    fresh: bool = False  # its container has run for less than a minute
     address: str = ""
+    namespace: str = ""
+    gates: tuple[str, ...] = ()  # scheduling gates, such as Kueue's, that keep it from a node
+    secrets: tuple[str, ...] = ()  # names of those that it reads
+    memory: str = ""  # its server's limit
+    on_gpu: bool = False
 
     @property
     def validated(self) -> bool:
@@ -91,12 +126,6 @@ class PodView:
     def failed(self) -> Ended | None:
         """Its last termination, unless it has been validated since."""
         return self.ended if self.ended and not self.validated else None
-
-    @property
-    def killed(self) -> Ended | None:
-        """Its last termination, if that was an external kill and it does not run again yet."""
-        failed = self.failed
-        return failed if failed and failed.from_outside and not self.running else None
 
     @property
     def measured(self) -> Measured | None:
@@ -115,17 +144,21 @@ class PodView:
         return self.result.kv_tokens if self.result is not None else None
 
 
-def view(pod: Object, reading: Reading) -> PodView:
-    status = pod.get("status") or {}
+def view(pod: Object, reading: Reading, now: str = "") -> PodView:
+    """`now`: RFC 3339; without it no time has passed."""
+    status, spec = pod.get("status") or {}, pod.get("spec") or {}
     server = container(status.get("containerStatuses"), SERVER_CONTAINER)
     download = container(status.get("initContainerStatuses"), DOWNLOAD_CONTAINER)
     waiting = (server.get("state") or {}).get("waiting") or {}
     if waiting.get("reason") in (None, "PodInitializing"):
         waiting = (download.get("state") or {}).get("waiting") or waiting
+    scheduled = condition_of(status, "PodScheduled")
+    asked = (container(spec.get("containers"), SERVER_CONTAINER).get("resources")) or {}
+    limits = asked.get("limits") or {}
     return PodView(
         name=pod["metadata"]["name"],
         uid=pod["metadata"]["uid"],
-        node=(pod.get("spec") or {}).get("nodeName", ""),
+        node=spec.get("nodeName", ""),
         revision=revision_of(pod),
         ready=is_ready(status),
         running="running" in (server.get("state") or {}),
@@ -133,7 +166,7 @@ def view(pod: Object, reading: Reading) -> PodView:
         restarts=server.get("restartCount", 0),
         waiting_reason=waiting.get("reason", ""),
         waiting_message=waiting.get("message", ""),
-        unschedulable=_unschedulable(status),
+        unschedulable=_unschedulable(scheduled),
         ended=_ended(server),
         download_ended=_ended(download),
         report=reading.report,
@@ -141,8 +174,15 @@ def view(pod: Object, reading: Reading) -> PodView:
         report_invalid=reading.invalid,
         created=pod["metadata"].get("creationTimestamp", ""),
         ready_since=condition_of(status, "Ready").get("lastTransitionTime") or "",
-        unmounted_since=_unmounted_since(status),
+        not_set_up=_seconds(_not_set_up_since(status), now) > SET_UP_SECONDS,
+        fresh=_is_fresh(server, now) or _is_fresh(download, now),
         address=status.get("podIP") or "",
+        namespace=pod["metadata"].get("namespace", ""),
+        gates=_gates(spec, scheduled),
+        secrets=_secrets(spec),
+        memory=str(limits.get("memory", "")),
+        # Of extended resources a pod of ours has GPUs alone; a claim is for GPUs, too.
+        on_gpu=bool(asked.get("claims")) or any("/" in name for name in limits),
     )
 
 
@@ -165,17 +205,42 @@ def is_ready(status: Object) -> bool:
     return condition_of(status, "Ready").get("status") == "True"
 
 
-def _unmounted_since(status: Object) -> str:
+def _not_set_up_since(status: Object) -> str:
     """RFC 3339; empty where a pod's volumes and network are there, or its kubelet does not tell."""
     found = condition_of(status, "PodReadyToStartContainers")
     return str(found.get("lastTransitionTime") or "") if found.get("status") == "False" else ""
 
 
-def _unschedulable(status: Object) -> str:
-    scheduled = condition_of(status, "PodScheduled")
+def _is_fresh(status: Object, now: str) -> bool:
+    running = (status.get("state") or {}).get("running")
+    return running is not None and _seconds(running.get("startedAt", ""), now) < FRESH_SECONDS
+
+
+def _seconds(since: str, now: str) -> float:
+    """0 where one of the two times is not known."""
+    if not (since and now):
+        return 0.0
+    return (datetime.fromisoformat(now) - datetime.fromisoformat(since)).total_seconds()
+
+
+def _unschedulable(scheduled: Object) -> str:
     if scheduled.get("reason") != "Unschedulable":
         return ""
     return str(scheduled.get("message") or "no node fits")
+
+
+def _gates(spec: Object, scheduled: Object) -> tuple[str, ...]:
+    if scheduled.get("reason") != "SchedulingGated":
+        return ()
+    return tuple(gate["name"] for gate in spec.get("schedulingGates") or []) or ("unknown",)
+
+
+def _secrets(spec: Object) -> tuple[str, ...]:
+    volumes = (v.get("secret", {}).get("secretName") for v in spec.get("volumes") or [])
+    containers = [*(spec.get("initContainers") or []), *(spec.get("containers") or [])]
+    sources = (e.get("valueFrom") or {} for c in containers for e in c.get("env") or [])
+    variables = (source.get("secretKeyRef", {}).get("name") for source in sources)
+    return tuple(sorted({name for name in (*volumes, *variables) if name}))
 
 
 def _ended(container: Object) -> Ended | None:

@@ -4,29 +4,34 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvline_contract.exits import meaning
 from kvline_contract.progress import headline
+from kvline_operator.observe import trouble
 from kvline_operator.observe.pods import PodView
+from kvline_operator.observe.trouble import Effect, Trouble
 from kvline_operator.plan.gate import Candidate, ComparisonGroup
 from kvline_operator.store.container_ends import Ends, without_empty
 from kvline_operator.store.revision_state import RevisionState
 
-# OOM kills while sizing after which the next start may succeed: on a CPU it tries a smaller size;
-# on a GPU the KV cache takes no host memory, but a single kill may have been the node's.
-OOM_RETRIES, OOM_RETRIES_GPU = 4, 1
-IMAGE_REASONS = {"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull"}
 
-
-def view(group: ComparisonGroup, pods: tuple[PodView, ...], promoted: bool) -> Candidate:
-    failures = [(p, text) for p in pods if (text := failure(p, group.gpus))]
-    first = failures[0][0].failed if failures else None
-    replicas = tuple(p.measured for p in pods if p.measured is not None)
+def view(
+    group: ComparisonGroup,
+    pods: tuple[PodView, ...],
+    promoted: bool,
+    refusal: Trouble | None = None,
+) -> Candidate:
+    """`refusal`: why the revision lacks pods, if it does."""
+    found = [(p, t) for p in pods if (t := trouble.of(p))]
+    failed = [(p, t) for p, t in found if t.effect is Effect.REJECTS]
+    holding = [t.text for _, t in found if t.effect is Effect.HOLDS]
+    if refusal is not None and not any(p.running for p in pods):
+        holding.append(refusal.text)
+    first = failed[0][0].failed if failed else None
     return Candidate(
         group=group,
-        replicas=replicas,
-        failure=failures[0][1] if failures else "",
+        replicas=tuple(p.measured for p in pods if p.measured is not None),
+        failure=failed[0][1].text if failed else "",
         diagnosis=first.termination if first is not None else None,
-        blocker=next(filter(None, map(blocker, pods)), ""),
+        blocker=holding[0] if holding else "",
         stage=next(filter(None, map(_stage, pods)), ""),
         promoted=promoted,
     )
@@ -36,15 +41,8 @@ def _stage(pod: PodView) -> str:
     if pod.report is not None:
         current = pod.report.current  # None: of an earlier server, or one that does not start
         return f"{pod.name}: {headline(current) if current else pod.report.state}"
-    return waiting(pod)
-
-
-def waiting(pod: PodView) -> str:
-    """That it waits for a pod that leaves its node; empty where it does not."""
-    if not pod.awaits:
-        return ""
-    why = pod.unschedulable
-    return f"{pod.name} has no node until {pod.awaits} has left one: {why}"
+    found = trouble.of(pod)
+    return found.text if found is not None else ""
 
 
 def counted(
@@ -67,50 +65,10 @@ def counted(
 
 
 def _with_last(ends: Ends, pod: PodView) -> Ends:
-    """Exit codes that hold, external kills and exit code 0 are not the engine's failures."""
+    """Ends that are not the engine's do not count."""
     last = pod.failed
-    if last is None or last.from_outside:
+    if last is None or not last.of_engine:
         return ends
     if last.oom_killed:
         return ends.with_oom_kill(pod.end_number)
-    return ends.with_failure(pod.end_number) if meaning(last.code).rejects else ends
-
-
-def failure(pod: PodView, gpus: int) -> str:
-    """Why a pod rejects its revision: its engine failed twice, or was OOMKilled more often than
-    sizing retries. Empty where it does not."""
-    ended = pod.failed
-    if ended is None or ended.from_outside or not meaning(ended.code).rejects:
-        return ""
-    retries = OOM_RETRIES_GPU if gpus else OOM_RETRIES
-    count, least = (pod.oom_kills, retries + 1) if ended.oom_killed else (pod.failures, 2)
-    if count < least:
-        return ""
-    if gpus and ended.oom_killed:
-        return f"{pod.name}: {host_memory(count)}"
-    what = "OOMKilled" if ended.oom_killed else meaning(ended.code).title
-    return f"{pod.name} ended {count} times, with code {ended.code} ({what}): {ended.message}"
-
-
-def host_memory(kills: int) -> str:
-    """Of a container with a GPU that was OOMKilled."""
-    return (
-        f"the container was killed at its limit of host memory, kill {kills}; the KV cache is on "
-        "the GPU and takes none of it: raise spec.resources.memory"
-    )
-
-
-def blocker(pod: PodView) -> str:
-    """What prevents the measurement of a pod whose engine did not fail; empty for nothing."""
-    if pod.unschedulable and not pod.awaits:
-        return f"{pod.name} has no node: {pod.unschedulable}"
-    if pod.waiting_reason in IMAGE_REASONS or pod.waiting_reason == "CreateContainerConfigError":
-        return f"{pod.name}: {pod.waiting_reason}: {pod.waiting_message}"
-    if pod.killed is not None:
-        return f"{pod.name}: {pod.killed.killed_text}"
-    for ended in (pod.failed, pod.download_ended):
-        if ended is not None and ended.code and not meaning(ended.code).rejects:
-            return f"{pod.name}: {meaning(ended.code).title}: {ended.message}"
-    if pod.report_invalid:
-        return f"{pod.name}: its sizing report cannot be read: {pod.report_error}"
-    return ""
+    return ends.with_failure(pod.end_number)

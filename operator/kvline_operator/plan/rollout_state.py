@@ -8,6 +8,7 @@ from typing import Any
 
 from kvline_contract.launch import GateFile
 from kvline_operator.api.spec import ServiceSpec
+from kvline_operator.observe import trouble
 from kvline_operator.observe.children import Observed
 from kvline_operator.observe.pods import PodView
 from kvline_operator.plan import acceptance, candidate, deadline, prepare, rollout
@@ -137,7 +138,9 @@ def _verdict(
     promoted = promoted or (past is not None and past.promoted)
     pods = tuple(p for p in observed.pods if p.revision == wanted)
     group = acceptance.comparison_group(stored[wanted]["data"]["inputs"])
-    seen = candidate.view(group, pods, promoted)
+    ended = tuple(p for p in observed.ended if p.revision == wanted)
+    lacks = trouble.of_refusals(observed.refused(wanted), pods, ended, group.gpus > 0)
+    seen = candidate.view(group, pods, promoted, lacks)
     baseline = acceptance.baseline_of(states[stable], stored[stable]["data"]["inputs"])
     limits = thresholds(seen, baseline, policy)
     now = evaluate(seen, baseline, policy)

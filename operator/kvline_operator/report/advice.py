@@ -3,75 +3,12 @@ docs/operations.md and of `kubectl kvline explain`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from kvline_operator.report.start_advice import NOTHING as NOTHING
+from kvline_operator.report.start_advice import START_ADVICE, Advice
 from kvline_operator.store.records import DRIFT_PERCENT
 
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    condition: str
-    reasons: tuple[str, ...]
-    happened: str
-    do: str
-
-
-NOTHING = "nothing"
 ADVICE = (
-    Advice("Accepted", ("Valid",), "the spec is valid", NOTHING),
-    Advice(
-        "Accepted",
-        ("SpecInvalid",),
-        "the server refuses a setting, or the API server refuses a child object or lacks its kind",
-        "the message names the field; correct it and apply again",
-    ),
-    Advice(
-        "Accepted",
-        ("NameConflict",),
-        "a foreign object has the name of a child object",
-        "rename one of the two",
-    ),
-    Advice(
-        "Accepted",
-        ("Forbidden",),
-        "the operator lacks an RBAC permission",
-        "the message names verb and kind; compare the operator's role with the chart's",
-    ),
-    Advice("ModelAvailable", ("Available",), "the model is available to the pods", NOTHING),
-    Advice("ModelAvailable", ("Random",), "weights are random, from config.json alone", NOTHING),
-    Advice("ModelAvailable", ("Pending",), "no container has run yet", "see Progressing"),
-    Advice(
-        "ModelAvailable",
-        ("Downloading", "DownloadFailed"),
-        "the model is being downloaded, or the download failed and is retried",
-        "if it fails, check the hub's address, egress from the cluster, and disk space",
-    ),
-    Advice(
-        "ModelAvailable",
-        ("CheckFailed",),
-        "the Job that checks the model before replicas are removed has no result",
-        "describe its pod and read its log; usual causes are a kill (137), an image that is not "
-        "kvline's, and a volume that cannot be mounted",
-    ),
-    Advice(
-        "ModelAvailable",
-        ("SecretMissing",),
-        "a Secret of the spec, or its key, does not exist",
-        "create it in the service's namespace; the pod starts by itself within minutes",
-    ),
-    Advice(
-        "ModelAvailable",
-        ("NotFound", "Invalid"),
-        "no such model; a damaged file",
-        "the message names file and reason; correct spec.model.source",
-    ),
-    Advice(
-        "ModelAvailable",
-        ("Unsupported",),
-        "an unsupported architecture or option, or a number of GPUs that cannot share the model",
-        "the message names the reason; correct spec.model.source, or set spec.resources.gpus to a "
-        "number that it lists",
-    ),
+    *START_ADVICE,
     Advice(
         "CapacityMeasured",
         ("Validated",),
@@ -96,7 +33,7 @@ ADVICE = (
         ("OutOfMemory",),
         "every attempt ran out of memory, or the engine did while serving, or with a GPU the "
         "container was killed for host memory",
-        "raise spec.resources.memory, or change a field that the message names",
+        "raise spec.resources.memory, or change a field that the message or status.diagnosis names",
     ),
     Advice(
         "CapacityMeasured",
@@ -124,10 +61,15 @@ ADVICE = (
     ),
     Advice(
         "CapacityMeasured",
-        ("ReportInvalid", "ReportMissing"),
-        "the pod's sizing report is invalid, or cannot be fetched",
-        "compare the versions of operator and server image; check that a NetworkPolicy of yours "
-        "lets the operator reach port 8001",
+        ("ReportInvalid",),
+        "the pod's sizing report is invalid",
+        "compare the versions of operator and server image",
+    ),
+    Advice(
+        "CapacityMeasured",
+        ("ReportMissing",),
+        "the sizing report of a pod that runs cannot be fetched",
+        "check that a NetworkPolicy of yours lets the operator reach port 8001",
     ),
     Advice("CapacityMeasured", ("ScaledToZero",), "spec.replicas is 0", NOTHING),
     Advice(
@@ -179,105 +121,6 @@ ADVICE = (
         "no size of these replicas is recorded yet",
         "nothing; pinned sizes are not recorded",
     ),
-    Advice("Progressing", ("Complete",), "the rollout is complete", NOTHING),
-    Advice("Progressing", ("RollingOut",), "replicas are starting", "wait"),
-    Advice(
-        "Progressing",
-        ("Unschedulable",),
-        "no node fits a replica",
-        "the message is the scheduler's; free or add a node, or request less",
-    ),
-    Advice(
-        "Progressing",
-        ("ImagePullFailed",),
-        "the node cannot pull the image",
-        "the message is the kubelet's; correct spec.image or the registry's credentials",
-    ),
-    Advice(
-        "Progressing",
-        ("QuotaExceeded",),
-        "a ResourceQuota of the namespace refuses an object",
-        "the message names the quota; raise it or request less",
-    ),
-    Advice(
-        "Progressing",
-        ("LimitRangeViolated",),
-        "a LimitRange of the namespace refuses an object",
-        "the message has its limit and what was asked; request less, or change the LimitRange",
-    ),
-    Advice(
-        "Progressing",
-        ("PodSecurityViolated",),
-        "the namespace's Pod Security level refuses pods",
-        "the message names the fields; change them in the spec, or the namespace's label",
-    ),
-    Advice(
-        "Progressing",
-        ("AdmissionDenied",),
-        "an admission webhook, a policy or another admission plug-in refuses an object",
-        "the message names it and its reason; change the spec, or its rule; it is tried again each "
-        "minute",
-    ),
-    Advice(
-        "Progressing",
-        ("WebhookUnavailable",),
-        "an admission webhook that the API server must ask does not answer",
-        "the message names it; repair its service, or delete its webhook configuration; nothing of "
-        "this service changes meanwhile",
-    ),
-    Advice(
-        "Progressing",
-        ("NamespaceTerminating",),
-        "the namespace is being deleted, and takes no new objects",
-        "nothing; or create the service in another namespace",
-    ),
-    Advice(
-        "Progressing",
-        ("ApiUnavailable", "ChildDeleting"),
-        "the API server did not answer a call, or a child object is still being deleted",
-        "nothing, it is tried again within a minute; if it lasts, the message has the call: check "
-        "the API server, or the finalizers of the object that it names",
-    ),
-    Advice(
-        "Progressing",
-        ("InternalError",),
-        "the operator failed in a way that it does not expect",
-        "see its log and report it; the service is tried again within a minute",
-    ),
-    Advice(
-        "Progressing",
-        ("PodsRefused",),
-        "the API server refuses pods of the spec's revision",
-        "the message has the cause, such as a missing priority or runtime class; correct it",
-    ),
-    Advice(
-        "Progressing",
-        ("DeadlineExceeded",),
-        "no progress within spec.rollout.progressDeadlineSeconds",
-        "see the other conditions for what it waits for",
-    ),
-    Advice(
-        "Progressing",
-        ("DeviceFailure",),
-        "the GPU is missing, unsupported or lost, or the node could not allocate it",
-        "check the node's driver and device plug-in; the container restarts by itself",
-    ),
-    Advice(
-        "Progressing",
-        ("RankLost",),
-        "one rank of a pod with several ended (killed, or its GPU hung), so the others ended too; "
-        "that rejects no revision",
-        "nothing the first time, the container restarts by itself; if it repeats, check the GPU of "
-        "the rank that the message names (rank 1 has the pod's GPU 1) and the node's log for kills",
-    ),
-    Advice(
-        "Progressing",
-        ("NoProgress",),
-        "a process of a pod that served made no progress for 60 s while work waited, though its "
-        "node gave it CPU: it hangs, or waits for a device or a disk; that rejects no revision",
-        "nothing the first time, the container restarts by itself; if it repeats, check the node's "
-        "GPU and disk, and report what the pod was asked",
-    ),
     Advice("UpToDate", ("UpToDate",), "the spec's revision alone serves", NOTHING),
     Advice(
         "UpToDate",
@@ -288,7 +131,7 @@ ADVICE = (
     Advice(
         "UpToDate",
         ("GateHeld",),
-        "a new revision cannot be measured (no node, image, model or GPU, or a lost rank) or "
+        "a new revision cannot be measured (no pod, node, image, model or GPU, or a lost rank) or "
         "compared; with Surge the stable one serves meanwhile, with Replace and Recreate it is "
         "scaled up again after spec.rollout.progressDeadlineSeconds",
         "the message has the cause; for another model, number of GPUs or kvCacheDtype set "

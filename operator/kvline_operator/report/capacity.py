@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from kvline_contract.exits import meaning
 from kvline_contract.memory import HEADROOM, rank_name
 from kvline_contract.names import records_name
 from kvline_contract.progress import headline
 from kvline_contract.report import SizingReport, State
+from kvline_operator.observe import trouble
 from kvline_operator.observe.pods import Measured, PodView
-from kvline_operator.plan.candidate import OOM_RETRIES, host_memory
+from kvline_operator.observe.trouble import Trouble
 from kvline_operator.plan.threshold import Threshold, Thresholds, device
-from kvline_operator.report.service_state import Condition, ServiceState, failed_end
+from kvline_operator.report.service_state import Condition, ServiceState
 from kvline_operator.store.records import DRIFT_PERCENT, drifted
 from kvline_operator.store.verdict import GateResult
 
@@ -22,6 +22,7 @@ STATE_TEXTS = {  # for a server that does not report what it does
     State.VALIDATING: "plays the largest steps beside the whole KV cache",
     State.FAILED: "has failed",
 }
+UNREAD = ("ReportInvalid", "ReportMissing")
 PROGRESS = [  # in this order; the condition shows the replica that is furthest
     State.FAILED,
     State.LOADING,
@@ -44,15 +45,12 @@ def measured(state: ServiceState) -> Condition:
         fewest = min(measured, key=lambda p: p.kv_tokens or 0)
         text = f"{fewest.kv_tokens} KV tokens are validated on {measured[0].node}"
         return Condition(kind, "True", "Validated", text + _least_left(fewest))
-    failed = failed_end(pods)
-    if failed is not None and failed.from_outside:
-        return Condition(kind, "False", "Killed", failed.killed_text)
-    gpus = state.stable_gpus if state.stable else state.spec.gpus
-    if failed is not None and failed.oom_killed:
-        return Condition(kind, "False", _oom_reason(pods, gpus), _killed_message(pods, gpus))
-    if failed is not None and meaning(failed.code).condition == kind:
-        return Condition(kind, "False", meaning(failed.code).reason, failed.message)
-    return _measuring(kind, pods)
+    found = [t for t in trouble.of_all(pods) if t.condition == kind]
+    failed = next((t for t in found if t.reason not in UNREAD), None)
+    if failed is not None:
+        return Condition(kind, "False", failed.reason, failed.message)
+    unread = next(filter(None, map(trouble.of_report, pods)), None)
+    return _measuring(kind, pods, unread)
 
 
 def _least_left(pod: PodView) -> str:
@@ -64,31 +62,25 @@ def _least_left(pod: PodView) -> str:
     return f"; {name} has the least memory left, {result.memory.mib(HEADROOM)} MiB"
 
 
-def _measuring(kind: str, pods: tuple[PodView, ...]) -> Condition:
+def _measuring(kind: str, pods: tuple[PodView, ...], unread: Trouble | None) -> Condition:
     """No result and no failure yet: the stage of the replica that is furthest."""
     reports = [p.report for p in pods if p.report is not None]
     if reports:
         report = max(reports, key=lambda r: PROGRESS.index(r.state))
-        if report.failure is not None:
-            reason = meaning(report.failure.code).reason or "EngineExited"
-            return Condition(kind, "False", reason, report.failure.message)
         text = headline(report.current) if report.current is not None else _earlier(report)
         return Condition(kind, "False", str(report.state), text)
-    running = [p for p in pods if p.running]
-    if not running:
-        return Condition(kind, "Unknown", "Pending", _nothing_runs(pods))
-    bad = next((p for p in running if p.report_invalid), None)
-    if bad is not None:
-        return Condition(kind, "Unknown", "ReportInvalid", f"{bad.name}: {bad.report_error}")
-    text = running[0].report_error or "the sizing report has not been read yet"
-    return Condition(kind, "Unknown", "ReportMissing", f"{running[0].name}: {text}")
+    if unread is not None:
+        return Condition(kind, "Unknown", unread.reason, unread.message)
+    return Condition(kind, "Unknown", "Pending", _no_report(pods))
 
 
-def _nothing_runs(pods: tuple[PodView, ...]) -> str:
-    ended = failed_end(pods)
+def _no_report(pods: tuple[PodView, ...]) -> str:
+    if any(p.running for p in pods):
+        return "the container has just started"
+    ended = next((p.failed for p in pods if p.failed is not None), None)
     if ended is None:
         return "no container runs yet"
-    return f"no container runs: the last one ended with {meaning(ended.code).title}"
+    return f"no container runs: the last one ended with {ended.title}"
 
 
 def _earlier(report: SizingReport) -> str:
@@ -107,24 +99,6 @@ def _loading(report: SizingReport) -> str:
             done = stage.bytes - stage.bytes % max(1, stage.total_bytes // 50)
             return f"loading {done >> 20:,} of {stage.total_bytes >> 20:,} MiB"
     return "loading"
-
-
-def _oom_reason(pods: tuple[PodView, ...], gpus: int) -> str:
-    shrinks = not gpus and _oom_kills(pods) <= OOM_RETRIES
-    return "ShrunkRetry" if shrinks else "OutOfMemory"
-
-
-def _oom_kills(pods: tuple[PodView, ...]) -> int:
-    return max(p.oom_kills for p in pods)
-
-
-def _killed_message(pods: tuple[PodView, ...], gpus: int) -> str:
-    if gpus:
-        return host_memory(_oom_kills(pods))
-    return (
-        f"the container was killed at its memory limit while sizing, kill {_oom_kills(pods)}; "
-        "each restart tries 95 % of the size that was killed"
-    )
 
 
 def sufficient(state: ServiceState) -> Condition:

@@ -5,13 +5,16 @@ All have positive polarity: True is good. Reasons are part of the API.
 
 from __future__ import annotations
 
-from kvline_contract.exits import meaning
-from kvline_operator.observe.ended_pods import REFUSED, EndedPod
+from dataclasses import replace
+
+from kvline_contract.report import State
+from kvline_operator.observe import trouble
+from kvline_operator.observe.ended_pods import EndedPod
 from kvline_operator.observe.pods import PodView
+from kvline_operator.observe.trouble import Effect, Trouble
 from kvline_operator.plan.autoscale import Activity, Scaling
-from kvline_operator.plan.candidate import IMAGE_REASONS, waiting
 from kvline_operator.report import capacity
-from kvline_operator.report.service_state import Condition, ServiceState, failed_end
+from kvline_operator.report.service_state import Condition, ServiceState
 from kvline_operator.store.verdict import GateResult, Verdict
 
 READY_ORDER = (
@@ -43,30 +46,36 @@ def accepted(state: ServiceState) -> Condition:
     error = state.apply_error
     if error is not None and error.type == "Accepted":
         return error
-    ended = failed_end(state.newest)
-    if ended is not None and meaning(ended.code).condition == "Accepted":
-        return Condition("Accepted", "False", meaning(ended.code).reason, ended.message)
+    found = next((t for t in state.troubles if t.condition == "Accepted"), None)
+    if found is not None:
+        return _of(found)
     return Condition("Accepted", "True", "Valid", "the spec can be acted on")
 
 
+def _of(found: Trouble) -> Condition:
+    return Condition(found.condition, "False", found.reason, found.message)
+
+
 def model_available(state: ServiceState) -> Condition:
+    """True only where a pod or Job has seen the model: a container that runs has not yet."""
     kind = "ModelAvailable"
-    if state.preparing is not None and state.preparing.condition == kind:
-        return Condition(kind, "False", state.preparing.reason, state.preparing.message)
-    for pod in state.newest:
-        for ended in (pod.ended, pod.download_ended):
-            if ended is not None and meaning(ended.code).condition == kind:
-                return Condition(kind, "False", meaning(ended.code).reason, ended.message)
-        if pod.waiting_reason == "CreateContainerConfigError":
-            return Condition(kind, "False", "SecretMissing", pod.waiting_message)
-    if any(p.downloading for p in state.newest):
-        return Condition(kind, "False", "Downloading", "the model is being downloaded")
-    if any(p.running or p.ended is not None for p in state.newest):
+    job = state.preparing
+    if job is not None and job.trouble is not None and job.trouble.condition == kind:
+        return _of(job.trouble)
+    found = [t for t in state.troubles if t.condition == kind]
+    if found:
+        return _of(min(found, key=lambda t: t.effect is Effect.WAITS))
+    if any(map(trouble.has_seen_model, state.newest)) or (job is not None and job.has_read):
         if state.spec.inputs["model"].get("loadFormat") == "random":
             return Condition(kind, "True", "Random", "weights are random, from config.json alone")
         return Condition(kind, "True", "Available", state.spec.source.text)
-    waits = next(filter(None, map(waiting, state.newest)), "no container has run yet")
-    return Condition(kind, "Unknown", "Pending", waits)
+    if any(p.report is not None and p.report.state is State.LOADING for p in state.newest):
+        return Condition(kind, "Unknown", "Loading", capacity.measured(state).message)
+    found = [t for t in state.troubles if t.effect is Effect.WAITS]
+    waits = [t.message for t in found if t.condition == "Progressing"]
+    runs = any(p.running or p.ended is not None for p in state.newest)
+    waits += ["no container has read it yet" if runs else "no container has run yet"]
+    return Condition(kind, "Unknown", "Pending", waits[0])
 
 
 def progressing(state: ServiceState) -> Condition:
@@ -74,48 +83,36 @@ def progressing(state: ServiceState) -> Condition:
     error = state.apply_error
     if error is not None and error.type == kind:
         return error
-    if state.preparing is not None and state.preparing.condition == kind:
-        return Condition(kind, "False", state.preparing.reason, state.preparing.message)
-    for pod in state.newest:
-        if pod.unschedulable and not pod.awaits:
-            return Condition(kind, "False", "Unschedulable", pod.unschedulable)
-        if pod.waiting_reason in IMAGE_REASONS:
-            text = f"{pod.waiting_reason}: {pod.waiting_message}"
-            return Condition(kind, "False", "ImagePullFailed", text)
-    ended = _lost(state)
-    if ended is not None:
-        return ended
+    job = state.preparing
+    if job is not None and job.trouble is not None and job.trouble.condition == kind:
+        return _of(job.trouble)
+    found = [t for t in state.troubles if t.condition == kind]
+    stops = next((t for t in found if t.effect is not Effect.WAITS), None) or _of_stable(state)
+    if stops is not None:
+        return _of(stops)
     if _is_complete(state):
         return Condition(kind, "True", "Complete", "")
-    if state.refused:
-        if "quota" in state.refused:
-            return Condition(kind, "False", "QuotaExceeded", state.refused)
-        return Condition(kind, "False", "PodsRefused", state.refused)
-    refused = _refused_device(state)
-    if refused is not None:
-        return Condition(kind, "False", "DeviceFailure", refused.text)
+    if state.refusal is not None:
+        return _of(state.refusal)
     if state.deadline_exceeded and not any(p.downloading for p in state.newest):
         return Condition(kind, "False", "DeadlineExceeded", "no progress within the deadline")
-    waits = next(filter(None, map(waiting, state.newest)), "")
-    text = f"{_counts(state)}; {waits}" if waits else _counts(state)
+    text = f"{_counts(state)}; {found[0].message}" if found else _counts(state)
     return Condition(kind, "True", "RollingOut", text)
 
 
-def _lost(state: ServiceState) -> Condition | None:
-    """A replica that lost its device, a rank or its progress and is not validated again. Stable
-    ones count during a rollout as well, which a held gate makes last for days."""
-    kind = "Progressing"
+def _of_stable(state: ServiceState) -> Trouble | None:
+    """Of a stable replica that lost its device, a rank or its progress. It counts during a rollout
+    as well, which a held gate makes last for days."""
     stable = () if state.plan.newest == state.plan.stable else state.stable
-    for pod in (*state.newest, *stable):
-        if pod.failed is not None and meaning(pod.failed.code).condition == kind:
-            text = f"{pod.name}: {pod.failed.message}" if pod in stable else pod.failed.message
-            return Condition(kind, "False", meaning(pod.failed.code).reason, text)
-    return None
+    found = ((p, trouble.of(p)) for p in stable if p.failed is not None)
+    lost = ((p, t) for p, t in found if t is not None and t.condition == "Progressing")
+    return next((replace(t, message=f"{p.name}: {t.message}") for p, t in lost), None)
 
 
 def _is_complete(state: ServiceState) -> bool:
     ready = sum(1 for p in state.newest if p.ready)
-    return not state.plan.candidate and ready >= state.spec.replicas
+    rolls = state.plan.candidate and state.spec.replicas
+    return not rolls and ready >= state.spec.replicas
 
 
 def _counts(state: ServiceState) -> str:
@@ -130,16 +127,6 @@ def _counts(state: ServiceState) -> str:
 def _ended_newest(state: ServiceState) -> list[EndedPod]:
     """Terminal pods of the newest revision, newest first."""
     return [p for p in state.ended if p.revision == state.plan.newest]
-
-
-def _refused_device(state: ServiceState) -> EndedPod | None:
-    """The last pod of the spec's revision whose node could not allocate a GPU, until a container of
-    a newer pod has run."""
-    ran = max((p.created for p in state.newest if p.running or p.ended or p.ready), default="")
-    for pod in _ended_newest(state) if state.spec.gpus else ():
-        if pod.reason == REFUSED and pod.created >= ran:
-            return pod
-    return None
 
 
 def up_to_date(state: ServiceState) -> Condition:
@@ -216,9 +203,12 @@ def ready(state: ServiceState, others: list[Condition]) -> Condition:
     if state.spec.replicas == 0:
         return Condition(kind, "False", "ScaledToZero", "spec.replicas is 0")
     by_type = {c.type: c for c in others}
-    # DeadlineExceeded last: what the rollout waits for, such as a download, says more.
-    order = sorted(READY_ORDER, key=lambda name: by_type[name].reason == "DeadlineExceeded")
-    for condition in (by_type[name] for name in order):
+    # A model that was not seen yet says less than the stage or the failure of its server, and
+    # DeadlineExceeded less than what the rollout waits for, such as a download.
+    unseen = by_type["ModelAvailable"].status == "Unknown"
+    late = {"ModelAvailable"} if unseen and by_type["CapacityMeasured"].status == "False" else set()
+    late |= {c.type for c in others if c.reason == "DeadlineExceeded"}
+    for condition in (by_type[name] for name in sorted(READY_ORDER, key=late.__contains__)):
         if condition.status != "True":
             return Condition(kind, "False", condition.reason, condition.message)
     return Condition(kind, "False", "ReportMissing", "ready pods have no readable report")

@@ -8,9 +8,11 @@ from typing import Any
 from kvline_contract.launch import Record
 from kvline_contract.names import API_PORT
 from kvline_operator.api.inputs import read
-from kvline_operator.api.spec import ServiceSpec, gpus, scheme
+from kvline_operator.api.spec import ServiceSpec, scheme
+from kvline_operator.observe import trouble
 from kvline_operator.observe.ended_pods import EndedPod
-from kvline_operator.observe.pods import Ended, PodView
+from kvline_operator.observe.pods import PodView
+from kvline_operator.observe.trouble import Trouble
 from kvline_operator.plan.autoscale import Scaling
 from kvline_operator.plan.prepare import Preparation
 from kvline_operator.plan.rollout import RolloutPlan
@@ -55,10 +57,15 @@ class ServiceState:
         return str(self.stable_data.get("servedName") or self.spec.served_name)
 
     @property
-    def stable_gpus(self) -> int:
-        """GPUs per replica of the stable revision."""
-        inputs = self.stable_data.get("inputs") or self.spec.inputs
-        return gpus(inputs.get("resources", {}))
+    def troubles(self) -> tuple[Trouble, ...]:
+        """Of the newest revision's pods."""
+        return trouble.of_all(self.newest)
+
+    @property
+    def refusal(self) -> Trouble | None:
+        """Why the newest revision lacks pods."""
+        ended = tuple(p for p in self.ended if p.revision == self.plan.newest)
+        return trouble.of_refusals(self.refused, self.newest, ended, self.spec.gpus > 0)
 
     @property
     def url(self) -> str:
@@ -90,12 +97,3 @@ def newly_ended(pods: tuple[PodView, ...], before: tuple[PodView, ...]) -> tuple
     """Those of `before`, the pods of the last reconcile, whose server container ended since."""
     numbers = {p.uid: p.end_number if p.ended else 0 for p in before}
     return tuple(p for p in pods if p.ended and p.end_number > numbers.get(p.uid, p.end_number))
-
-
-def failed_end(pods: tuple[PodView, ...]) -> Ended | None:
-    """The last failed termination of a replica not validated since. It is kept through restarts, so
-    that a crash loop does not flap between Loading and its reason."""
-    for pod in pods:
-        if pod.failed is not None and not (pod.failed.from_outside and pod.running):
-            return pod.failed
-    return None

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvline_contract.codec import encode
-from kvline_contract.exits import meaning
 from kvline_contract.names import LABEL_SERVICE
 from kvline_contract.report import MAX_WARNINGS, Termination
 from kvline_operator.api.source import Download
@@ -53,8 +52,12 @@ EVENTS = {
     ("ModelAvailable", "DownloadFailed"): ("DownloadFailed", "Warning"),
     ("ModelAvailable", "CheckFailed"): ("CheckFailed", "Warning"),
     ("ModelAvailable", "SecretMissing"): ("SecretMissing", "Warning"),
+    ("ModelAvailable", "ClaimMissing"): ("ClaimMissing", "Warning"),
     ("Progressing", "Unschedulable"): ("Unschedulable", "Warning"),
+    ("Progressing", "SchedulingGated"): ("SchedulingGated", "Warning"),
+    ("Progressing", "PodNotSetUp"): ("PodNotSetUp", "Warning"),
     ("Progressing", "ImagePullFailed"): ("ImagePullFailed", "Warning"),
+    ("Progressing", "ContainerNotStarted"): ("ContainerNotStarted", "Warning"),
     ("Progressing", "QuotaExceeded"): ("QuotaExceeded", "Warning"),
     ("Progressing", "LimitRangeViolated"): ("LimitRangeViolated", "Warning"),
     ("Progressing", "PodSecurityViolated"): ("PodSecurityViolated", "Warning"),
@@ -211,8 +214,7 @@ def _container_end(pod: PodView) -> str:
     ended, which = pod.ended, f"{pod.name} on {pod.node}: end {pod.end_number} of its container"
     if ended.from_outside:
         return f"{which}: {ended.killed_text}"
-    name = ended.reason if ended.oom_killed else meaning(ended.code).title
-    return f"{which}, with code {ended.code} ({name}): {ended.message}"
+    return f"{which}, with code {ended.code} ({ended.title}): {ended.message}"
 
 
 def _scale_events(scaling: Scaling, before: int | None) -> list[Event]:
@@ -234,7 +236,8 @@ def spec_warnings(spec: ServiceSpec) -> list[str]:
     if "apiKeySecretRef" in access and "tlsSecretRef" not in access:
         found.append(
             "spec.access.apiKeySecretRef without tlsSecretRef: the API port is plain HTTP, so "
-            "clients send the key in clear text unless a mesh or an ingress encrypts the way to the pods"
+            "clients send the key in clear text unless a mesh or an ingress encrypts the way to "
+            "the pods"
         )
     if spec.source.download is Download.POD and spec.rollout.strategy is Strategy.RECREATE:
         found.append(
