@@ -25,7 +25,7 @@ from kvline_operator.plan.threshold import Thresholds
 from kvline_operator.report.conditions import conditions
 from kvline_operator.report.service_state import Condition, ServiceState
 from kvline_operator.store.records import merge
-from kvline_operator.store.verdict import GateResult, Verdict
+from kvline_operator.store.verdict import GateResult, Phase, Verdict
 
 BODY = {
     "metadata": {"name": "chat", "namespace": "ns", "uid": "u", "generation": 3},
@@ -81,6 +81,7 @@ def recorded() -> dict[str, Record]:
 def service_state(*pods: PodView, spec: dict[str, Any] | None = None, **more: Any) -> ServiceState:
     body = {**BODY, "spec": {**BODY["spec"], **(spec or {})}}
     more.setdefault("plan", RolloutPlan({"aaaaa": 1}, "aaaaa"))
+    more.setdefault("phases", {more["plan"].stable: Phase.ACCEPTED})
     spec_ = parse(body)
     more.setdefault("limits", Thresholds(spec_.min_kv_tokens))
     return ServiceState(spec_, pods=pods, **more)

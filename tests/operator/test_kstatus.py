@@ -50,7 +50,8 @@ def recorded(kind: str, reason: str) -> Object:
         made["Ready"] = Condition("Ready", "False", reason, "why")
         made["UpToDate"] = Condition("UpToDate", "False", "Scaling", "0 of 1")
     if reason == "ScaledToZero":
-        made["UpToDate"] = Condition("UpToDate", "True", "UpToDate")
+        made["Ready"] = Condition("Ready", "False", reason, "why")
+        made["UpToDate"] = Condition("UpToDate", "True", reason if kind == "UpToDate" else kind)
     conditions = list(made.values())
     return service(*conditions, *abnormal(conditions))
 

@@ -124,6 +124,12 @@ ADVICE = (
     Advice("UpToDate", ("UpToDate",), "the spec's revision alone serves", NOTHING),
     Advice(
         "UpToDate",
+        ("ScaledToZero",),
+        "spec.replicas is 0, so a new revision is measured and rolled out only once it is more",
+        NOTHING,
+    ),
+    Advice(
+        "UpToDate",
         ("RollingOut", "Scaling"),
         "in progress; a new revision is measured before it takes traffic",
         "wait",

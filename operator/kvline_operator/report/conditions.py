@@ -15,7 +15,7 @@ from kvline_operator.observe.trouble import Effect, Trouble
 from kvline_operator.plan.autoscale import Activity, Scaling
 from kvline_operator.report import capacity
 from kvline_operator.report.service_state import Condition, ServiceState
-from kvline_operator.store.verdict import GateResult, Verdict
+from kvline_operator.store.verdict import GateResult, Phase, Verdict
 
 READY_ORDER = (
     "Accepted",
@@ -136,6 +136,9 @@ def up_to_date(state: ServiceState) -> Condition:
         text = f"revision {plan.rejected} was rejected, {_who_serves(state)}: {plan.gate.message}"
         return Condition(kind, "False", "RevisionRejected", text)
     if plan.candidate and plan.gate is not None:
+        waits = not state.spec.replicas and not plan.paused
+        if waits and plan.gate.phase is not Phase.REJECTED:
+            return _without_replicas(kind, state)
         return _in_progress(kind, state, plan.gate)
     if state.apply_error is not None and state.apply_error.type == kind:
         return state.apply_error
@@ -149,6 +152,18 @@ def up_to_date(state: ServiceState) -> Condition:
     if ready == state.spec.replicas == len(state.newest):
         return Condition(kind, "True", "UpToDate", f"revision {state.plan.stable}")
     return Condition(kind, "False", "Scaling", _counts(state))
+
+
+def _without_replicas(kind: str, state: ServiceState) -> Condition:
+    """A candidate that spec.replicas gives no replica: there is nothing to wait for."""
+    if state.pods:
+        text = f"spec.replicas is 0: {len(state.pods)} replicas are still to be removed"
+        return Condition(kind, "False", "Scaling", text)
+    text = (
+        f"spec.replicas is 0: revision {state.plan.candidate} is rolled out once there are "
+        f"replicas, and {state.plan.stable} is stable until then"
+    )
+    return Condition(kind, "True", "ScaledToZero", text)
 
 
 def _who_serves(state: ServiceState) -> str:

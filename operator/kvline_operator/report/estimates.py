@@ -27,7 +27,7 @@ def what_if(measured: CapacityStatus | None, state: ServiceState) -> Object:
 
 def _running(state: ServiceState, inputs: Object) -> int | None:
     """Requests that a replica runs at once: as one reports it, else as the spec has it."""
-    reports = [p.report for p in state.serving if p.report is not None]
+    reports = [p.report for p in state.described if p.report is not None]
     effective = next((r.effective for r in reports if r.effective is not None), None)
     if effective is not None:
         return effective.max_running_requests

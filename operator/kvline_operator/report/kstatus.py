@@ -12,7 +12,7 @@ from kvline_operator.report.service_state import Condition
 
 TYPES = ("Reconciling", "Stalled")
 STALLED = {
-    "Accepted": ("SpecInvalid", "NameConflict", "Forbidden"),
+    "Accepted": ("SpecInvalid", "NameConflict", "NewerState", "Forbidden"),
     "ModelAvailable": ("NotFound", "Invalid", "Unsupported", "ClaimMissing"),
     "CapacityMeasured": ("OutOfMemory", "ContextDoesNotFit", "StepTooLong"),
     "CapacitySufficient": ("BelowMinimum", "NotComparable"),

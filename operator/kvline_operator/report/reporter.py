@@ -50,7 +50,7 @@ class Reporter:
         key, previous = _key(body), body.get("status") or {}
         before = self.cache.get(key)
         wrong = failures.condition(error, previous) if error else failures.foreign_change(lasting)
-        state = _state(plan, wrong, before)
+        state = service_state_of(plan, wrong, before)
         new, events = status.build(state, previous, stamp(self.now()))
         history = status_cache.history(
             plan.rollout.stored, plan.rollout.states, plan.rollout.phases
@@ -104,7 +104,9 @@ def _again(error: Exception) -> float:
     return seconds
 
 
-def _state(plan: ServicePlan, wrong: Condition | None, before: View | None) -> ServiceState:
+def service_state_of(
+    plan: ServicePlan, wrong: Condition | None, before: View | None
+) -> ServiceState:
     observed, rollout = plan.observed, plan.rollout
     stable, newest = rollout.plan.stable, rollout.plan.newest
     return ServiceState(
@@ -112,6 +114,7 @@ def _state(plan: ServicePlan, wrong: Condition | None, before: View | None) -> S
         plan=rollout.plan,
         pods=observed.pods,
         ended=observed.ended,
+        phases=rollout.phases,
         stable_state=rollout.states.get(stable, RevisionState()),
         limits=rollout.thresholds(newest, plan.spec),
         image_outdated=plan.image_outdated,
@@ -148,7 +151,7 @@ def requeue_after(settings: Settings, state: ServiceState) -> float:
         # The verdict that is near ends it, whatever it is.
         return settings.poll_seconds / (4 if validating and outage else 1)
     settled = (
-        not state.plan.candidate
+        (not state.plan.candidate or not state.spec.replicas)
         and len(state.newest) == state.spec.replicas
         and all(p.ready and p.validated and not p.report_error for p in state.newest)
     )

@@ -18,7 +18,7 @@ from kvline_operator.plan.prepare import Preparation
 from kvline_operator.plan.rollout import RolloutPlan
 from kvline_operator.plan.threshold import Thresholds
 from kvline_operator.store.revision_state import RevisionState
-from kvline_operator.store.verdict import GateResult
+from kvline_operator.store.verdict import Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,7 @@ class ServiceState:
     apply_error: Condition | None = None  # a child object could not be written
     deadline_exceeded: bool = False
     refused: str = ""  # why the API server refuses pods of the spec's revision
+    phases: dict[str, Phase] = field(default_factory=dict)  # by revision
     stable_state: RevisionState = field(default_factory=RevisionState)  # of the stable revision
     limits: Thresholds = field(default_factory=Thresholds)  # for replicas of the spec's revision
     image_outdated: bool = False
@@ -84,13 +85,24 @@ class ServiceState:
 
     @property
     def serving(self) -> tuple[PodView, ...]:
-        """Ready replicas with a validated size: of the stable revision, or, where it has none (late
-        in Replace and Recreate), of a candidate that has passed its gate."""
-        passed = self.plan.gate is not None and self.plan.gate.result is GateResult.PASSED
-        ready = tuple(p for p in self.pods if p.ready and p.validated)
-        stable = tuple(p for p in ready if p.revision == self.plan.stable)
-        new = tuple(p for p in ready if passed and p.revision == self.plan.candidate)
-        return stable or new
+        """Ready replicas with a validated size, of whatever revision: the Service leads to them.
+        Not those of a candidate whose gate has not passed."""
+        plan = self.plan
+        passed = plan.gate is not None and plan.gate.phase is Phase.PASSED
+        closed = "" if passed else plan.candidate
+        return tuple(p for p in self.pods if p.ready and p.validated and p.revision != closed)
+
+    @property
+    def described(self) -> tuple[PodView, ...]:
+        """Those whose figures the status has: of the stable revision, or, where none of it serves
+        (late in Replace and Recreate), of the others."""
+        stable = tuple(p for p in self.serving if p.revision == self.plan.stable)
+        return stable or self.serving
+
+    @property
+    def accepted(self) -> str:
+        """The revision that was accepted last; empty before the first."""
+        return next((name for name, p in self.phases.items() if p is Phase.ACCEPTED), "")
 
 
 def newly_ended(pods: tuple[PodView, ...], before: tuple[PodView, ...]) -> tuple[PodView, ...]:

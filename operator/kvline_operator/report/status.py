@@ -6,7 +6,7 @@ it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvline_contract.codec import encode
@@ -45,6 +45,7 @@ EVENTS = {
     ("CapacityStable", "BelowBaseline"): ("BelowBaseline", "Warning"),
     ("Accepted", "SpecInvalid"): ("SpecInvalid", "Warning"),
     ("Accepted", "NameConflict"): ("NameConflict", "Warning"),
+    ("Accepted", "NewerState"): ("NewerState", "Warning"),
     ("Accepted", "Forbidden"): ("Forbidden", "Warning"),
     ("ModelAvailable", "NotFound"): ("ModelNotFound", "Warning"),
     ("ModelAvailable", "Invalid"): ("ModelInvalid", "Warning"),
@@ -102,10 +103,7 @@ def build(state: ServiceState, previous: Object, now: str) -> tuple[Object, list
         "effective": effective(state),
         "replicaSizing": replica_sizing(state),
     }
-    now_served = CapacityStatus.of(p.report for p in state.serving)
-    kept = state.stable_state.capacity
-    serving = bool(state.serving) or any(p.ready for p in state.stable)
-    figures = capacity(now_served, kept, serving) | what_if(now_served or kept, state)
+    figures = _capacity(state)
     own = spec_warnings(state.spec)
     theirs = warnings(state)[: MAX_WARNINGS - len(own)]
     more = {"capacity": figures, "warnings": own + theirs, "diagnosis": diagnosis(state)}
@@ -142,6 +140,14 @@ def refused(wrong: Condition, body: Object, now: str) -> tuple[Object, list[Even
     return status, _condition_events(made, previous)
 
 
+def _capacity(state: ServiceState) -> Object:
+    now, kept = CapacityStatus.of(p.report for p in state.described), state.stable_state.capacity
+    if now is not None:
+        now = replace(now, kv_tokens_total=sum(p.kv_tokens or 0 for p in state.serving))
+    serving = bool(state.serving) or any(p.ready for p in state.stable)
+    return capacity(now, kept, serving) | what_if(now or kept, state)
+
+
 def _reason(made: list[Condition]) -> str:
     """What a list of services shows: why one is not ready, or else why its spec is not served."""
     ready, current = (next(c for c in made if c.type == t) for t in ("Ready", "UpToDate"))
@@ -150,9 +156,9 @@ def _reason(made: list[Condition]) -> str:
 
 def _rollout(state: ServiceState, previous: Object, now: str) -> Object:
     plan = state.plan
-    out: Object = {"stableRevision": plan.stable, "imageOutdated": state.image_outdated}
-    if plan.candidate:
-        out["candidateRevision"] = plan.candidate
+    out: Object = {"stableRevision": state.accepted, "imageOutdated": state.image_outdated}
+    if plan.newest != state.accepted:
+        out["candidateRevision"] = plan.newest
     if plan.rejected:
         out["rejectedRevision"] = plan.rejected
     gate = _gate(state)
