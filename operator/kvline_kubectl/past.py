@@ -31,5 +31,5 @@ def _judged(status: Object) -> dict[str, Verdict | None]:
     candidate, gate = rollout.get("candidateRevision"), rollout.get("gate") or {}
     if not candidate or gate.get("revision") != candidate:
         return {}
-    blocked = condition_of(status, "UpToDate").get("reason") == "GateHeld"
+    blocked = condition_of(status, "UpToDate").get("reason") in ("GateHeld", "PromotionRefused")
     return {candidate: Verdict(GateResult(gate["result"]), "", blocked=blocked)}

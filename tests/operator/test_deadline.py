@@ -74,7 +74,8 @@ def test_another_spec_or_a_promotion_tries_again_and_a_promotion_once() -> None:
     service.how = replace(HOW, promote="b")
     promoted = Verdict(GateResult.PASSED, "promoted by hand", promoted=True)
     assert service.step(promoted).replicas == {"b": 1, "a": 0}
-    service.states["b"] = replace(service.states["b"], verdict=StoredVerdict.of(promoted, 3))
+    stored = StoredVerdict.of(promoted, 3)
+    service.states["b"] = replace(service.states["b"], verdict=stored, promotion_used=True)
     assert service.step(promoted, 61).replicas == {"a": 1}
     assert service.step(promoted, 1000).replicas == {"a": 1}
 

@@ -52,9 +52,9 @@ def test_a_promotion_of_what_serves_begins_a_new_baseline_once() -> None:
     once = updated({"a": A}, plan(None), "a", less, promote="a")
     assert once["a"].baseline == {"H200": 400} and acceptance.is_promoted(once["a"])
     again = updated(once, plan(None), "a", (Measured("H200", 300, 100),), promote="a")
-    assert again == once, "the annotation is spent until it is taken away"
+    assert again == once, "the field is spent until it is taken away"
     taken_away = updated(again, plan(None), "a", less)
-    assert taken_away["a"].verdict is not None and not acceptance.is_promoted(taken_away["a"])
+    assert taken_away["a"] == replace(once["a"], promotion_used=False)
     anew = updated(taken_away, plan(None), "a", (Measured("H200", 300, 100),), promote="a")
     assert anew["a"].baseline == {"H200": 300}
     assert updated({"a": A}, plan(None), "a", (), promote="a") == {"a": A}, "nothing serves"
@@ -104,13 +104,33 @@ def test_what_serves_first_is_the_beginning() -> None:
     }
 
 
-def test_a_promotion_is_spent_once_something_else_was_accepted() -> None:
-    b = judged(PROMOTED, accepted=4)
-    assert acceptance.promoted(RevisionState(), A, asked=True)
-    assert acceptance.promoted(b, A, asked=True), "while it takes over"
-    c = replace(A, accepted=5)
-    assert not acceptance.promoted(b, c, asked=True)
-    kept = updated({"b": b, "c": c}, plan(None, "c"), "c", (), promote="b")["b"]
-    assert acceptance.is_promoted(kept)
-    taken_away = updated({"b": b, "c": c}, plan(None, "c"), "c", ())["b"]
-    assert acceptance.promoted(taken_away, c, asked=True)
+def test_a_promotion_does_not_outlive_a_rollback() -> None:
+    """Neither its verdict nor the field that still names it, whatever its gate says then."""
+    promoted = updated({"a": A, "b": RevisionState()}, plan(PROMOTED), "b", (), promote="b")["b"]
+    assert promoted == replace(judged(PROMOTED), promotion_used=True)
+    assert current_verdict(promoted, A, POLICY) == PROMOTED, "while it takes over"
+    back = updated({"a": A, "b": promoted}, plan(None), "a", (), promote="b")["b"]
+    assert current_verdict(back, A, POLICY) is None
+    again = updated({"a": A, "b": back}, plan(FAIL, rejected="b"), "b", (), promote="b")["b"]
+    for state in (promoted, back, again):
+        assert "has accepted it once" in acceptance.promotion_refused(state, measured=True)
+    removed = updated({"a": A, "b": again}, plan(None), "a", ())["b"]
+    assert not acceptance.promotion_refused(removed, measured=False)
+
+
+def test_a_rollback_ends_a_promotion_whose_field_was_removed() -> None:
+    back = updated({"a": A, "b": judged(PROMOTED)}, plan(None), "a", ())["b"]
+    assert current_verdict(back, A, POLICY) is None
+
+
+def test_only_what_was_measured_is_promoted() -> None:
+    """At any time: what was held as not comparable, and has no pods now, was."""
+    assert "ever measured" in acceptance.promotion_refused(RevisionState(), measured=False)
+    assert not acceptance.promotion_refused(RevisionState(), measured=True)
+    held = Verdict(GateResult.HELD, "cannot be compared", 700, blocked=True)
+    after = updated({"a": A, "b": RevisionState()}, plan(held), "b", ())["b"]
+    waits = updated({"a": A, "b": after}, plan(replace(held, measured=0)), "b", ())["b"]
+    assert not acceptance.promotion_refused(waits, measured=False)
+    ended = judged(Verdict(GateResult.REJECTED, "ended 2 times"))
+    assert "ever measured" in acceptance.promotion_refused(ended, measured=False)
+    assert not acceptance.promotion_refused(judged(FAIL), measured=False)

@@ -112,6 +112,7 @@ def test_a_policy_that_changed_tries_an_expired_candidate_again(
 def test_a_promotion_that_expired_can_be_given_again() -> None:
     """Taken away and set anew, as the documentation says; while it stands it is tried once."""
     service = Service().expired()
+    service.states[CANDIDATE] = replace(service.states[CANDIDATE], seen_tokens=700)
     promoted = spec(promote=CANDIDATE)
     for _ in range(2):
         assert service.step(promoted).plan.replicas == {CANDIDATE: 1, STABLE: 0}
@@ -119,6 +120,25 @@ def test_a_promotion_that_expired_can_be_given_again() -> None:
         assert service.step(promoted, 9999).plan.replicas == {STABLE: 1}
         assert service.step(spec()).plan.replicas == {STABLE: 1}
         assert service.step(spec()).plan.replicas == {STABLE: 1}
+
+
+def test_a_promotion_of_what_was_never_measured_is_refused_with_its_reason() -> None:
+    """It neither expires the candidate's expiry nor removes a stable replica."""
+    service = Service().expired()
+    for seconds in (1, 60, 9999):
+        made = service.step(spec(promote=CANDIDATE), seconds)
+        assert made.plan.replicas == {STABLE: 1} and made.plan.gate is not None
+        assert "no replica of it was ever measured" in made.plan.gate.promotion_refused
+        assert not made.plan.gate.promoted
+    plain = service.step(spec()).plan.gate
+    assert plain is not None and not plain.promotion_refused
+
+
+def test_a_pause_does_not_try_an_expired_candidate_again() -> None:
+    service = Service().expired()
+    for paused in (True, False):
+        made = service.step(spec(rollout={**HOW, "paused": paused}))
+        assert (made.plan.replicas[STABLE], made.plan.replicas.get(CANDIDATE, 0)) == (1, 0)
 
 
 def pod(revision: str, state: State = State.VALIDATED, ready: bool = False) -> PodView:

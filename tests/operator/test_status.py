@@ -60,6 +60,10 @@ def test_an_accepted_revision_that_measures_less_serves_and_warns_with_both_figu
     assert by_type(lenient)["CapacityStable"].reason == "NoRecord", "the policy of today counts"
 
 
+UNASKED = replace(STUCK, promotion_refused="since it never ran")
+MEASURING = replace(HELD, promotion_refused="since it never ran")
+
+
 @pytest.mark.parametrize(
     ("gate", "rejected", "paused", "reason", "text"),
     [
@@ -75,6 +79,9 @@ def test_an_accepted_revision_that_measures_less_serves_and_warns_with_both_figu
             "RevisionRejected",
             "was rejected, aaaaa serves: measured 9 KV tokens",
         ),
+        (UNASKED, True, False, "PromotionRefused", "is not promoted, since it never ran: b has no"),
+        (UNASKED, False, False, "PromotionRefused", "is not promoted"),
+        (MEASURING, False, False, "RollingOut", "is measured before it takes traffic"),
     ],
 )
 def test_a_candidate_leaves_ready_true_and_says_why_it_does_not_serve(

@@ -20,11 +20,14 @@ from kvline_operator.store.verdict import GateResult, StoredVerdict, Verdict
 Object = dict[str, Any]
 
 
-def promoted(state: RevisionState, stable: RevisionState, asked: bool) -> bool:
-    """Whether annotation kvline.dev/promote accepts the revision now. It does so once: after
-    another revision has been accepted it must be removed and set again."""
-    used = is_promoted(state) and state.against(stable) is None
-    return asked and not used
+def promotion_refused(state: RevisionState, measured: bool) -> str:
+    """Why spec.rollout.promote, which names this revision, does not accept it now; empty where it
+    does. It accepts it once, so that a field left in Git does not outlive a rollback."""
+    if not (measured or state.measured or state.seen_tokens or state.accepted):
+        return "since no replica of it was ever measured"
+    if state.promotion_used:
+        return "since spec.rollout.promote has accepted it once: remove the field, and set it again"
+    return ""
 
 
 def is_promoted(state: RevisionState) -> bool:
@@ -34,7 +37,7 @@ def is_promoted(state: RevisionState) -> bool:
 def without_used_promotions(
     states: dict[str, RevisionState], promote: str
 ) -> dict[str, RevisionState]:
-    """Drops promotions that expired and whose annotation was removed: they may be made again."""
+    """Drops promotions that expired and are asked for no more: they may be made again."""
     return {
         name: replace(s, verdict=None) if is_promoted(s) and s.expiry and name != promote else s
         for name, s in states.items()
@@ -76,27 +79,19 @@ def updated(
     promote: str = "",
 ) -> dict[str, RevisionState]:
     """All states after this reconcile. `serving` are the ready replicas of plan.stable, `promote`
-    is the value of annotation kvline.dev/promote."""
+    is spec.rollout.promote."""
     out = dict(states)
     before = stable(states)
     if not before:
         return out
     for name, state in states.items():
-        if state.verdict is None:
-            continue
-        if name != wanted and state.verdict.result is GateResult.REJECTED:
-            # A rejection holds while the spec asks for the revision. Afterwards it is history, and
-            # the same spec applied again is measured again.
-            out[name] = replace(state, verdict=replace(state.verdict, against=0))
-        waits = name == wanted and name != plan.stable
-        if name != promote and not waits and state.verdict.promoted:  # it may be promoted again
-            out[name] = replace(state, verdict=replace(state.verdict, promoted=False))
-    if plan.gate is not None and plan.gate.result is not GateResult.HELD:
-        stored = StoredVerdict.of(plan.gate, states[before].accepted)
-        out[wanted] = replace(out[wanted], verdict=stored)
+        used = state.promotion_used and name == promote
+        out[name] = replace(_past(state) if name != wanted else state, promotion_used=used)
+    if plan.gate is not None:
+        out[wanted] = _judged(out[wanted], plan.gate, states[before], promote == wanted)
     if plan.stable != before and serving:
         out[plan.stable] = _accepted(out[plan.stable], plan, states[before])
-    elif serving and promote == plan.stable and not is_promoted(out[promote]):
+    elif serving and promote == plan.stable and not out[promote].promotion_used:
         out[promote] = _with_new_baseline(out[promote], serving)
     if serving:
         out[plan.stable] = _with_raised_baseline(out[plan.stable], serving)
@@ -114,6 +109,25 @@ def with_capacity(
     return {**states, stable: replace(state, capacity=capacity)}
 
 
+def _past(state: RevisionState) -> RevisionState:
+    """Of a revision that the spec does not ask for. A rejection and a promotion hold while it does:
+    the same spec applied again is measured again."""
+    verdict = state.verdict
+    if verdict is None or not (verdict.promoted or verdict.result is GateResult.REJECTED):
+        return state
+    return replace(state, verdict=replace(verdict, against=0))
+
+
+def _judged(
+    state: RevisionState, gate: Verdict, stable: RevisionState, asked: bool
+) -> RevisionState:
+    """`asked`: spec.rollout.promote names the revision."""
+    if gate.result is GateResult.HELD:
+        return replace(state, seen_tokens=gate.measured or state.seen_tokens)
+    used = state.promotion_used or (asked and gate.promoted)
+    return replace(state, verdict=StoredVerdict.of(gate, stable.accepted), promotion_used=used)
+
+
 def _accepted(state: RevisionState, plan: RolloutPlan, before: RevisionState) -> RevisionState:
     """The baseline is inherited, unless the revision was promoted or not comparable."""
     compared = plan.gate is not None and plan.gate.baseline > 0
@@ -126,7 +140,8 @@ def _with_new_baseline(state: RevisionState, serving: tuple[Measured, ...]) -> R
     least = min(m.tokens for m in serving)
     text = f"promoted by hand: {least} KV tokens begin a new baseline"
     verdict = Verdict(GateResult.PASSED, text, least, promoted=True)
-    return replace(state, verdict=StoredVerdict.of(verdict, state.accepted), baseline={})
+    stored = StoredVerdict.of(verdict, state.accepted)
+    return replace(state, verdict=stored, baseline={}, promotion_used=True)
 
 
 def _with_raised_baseline(state: RevisionState, serving: tuple[Measured, ...]) -> RevisionState:

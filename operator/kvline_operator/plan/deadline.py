@@ -3,9 +3,9 @@
 Recreate and Replace remove stable replicas before the candidate is ready. If it is not ready
 within spec.rollout.progressDeadlineSeconds, for any reason, the stable replicas come back. The
 candidate is not run again until spec.rollout or spec.capacity changes (other than a number of
-replicas) or it is promoted. A Deployment's own deadline does not fit: it also counts the time in
-which a candidate waited for resources, so that a change of strategy from Surge to Recreate would be
-reverted at once.
+replicas) or it is promoted; a new spec.restartedAt makes another candidate. A Deployment's own
+deadline does not fit: it also counts the time in which a candidate waited for resources, so that a
+change of strategy from Surge to Recreate would be reverted at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from datetime import UTC, datetime, timedelta
 
 from kvline_contract.times import stamp
 from kvline_operator.api.spec import Rollout
-from kvline_operator.plan.acceptance import is_promoted
 from kvline_operator.plan.phase import Policy, has_expired
 from kvline_operator.plan.rollout import RolloutPlan, Situation
 from kvline_operator.store.revision_state import Expiry, RevisionState
@@ -35,7 +34,7 @@ def with_deadline(
         return now
     mine = states[now.wanted]
     if mine.expiry is not None and has_expired(mine, states[now.stable], policy):
-        if rollout.promote == now.wanted and not is_promoted(mine):
+        if verdict.promoted and rollout.promote == now.wanted and not mine.promotion_used:
             return now  # a promotion gives it one more try
         return replace(now, verdict=replace(verdict, expired=True, message=mine.expiry.message))
     if rollout.paused or not _overdue(verdict, now, rollout, mine, time):

@@ -134,9 +134,10 @@ def _verdict(
     policy = Policy.of(spec).thresholds
     past = current_verdict(states[wanted], states[stable], policy)
     asked = spec.rollout.promote == wanted
-    promoted = acceptance.promoted(states[wanted], states[stable], asked)
-    promoted = promoted or (past is not None and past.promoted)
     pods = tuple(p for p in observed.pods if p.revision == wanted)
+    measured = any(p.measured is not None for p in pods)
+    refused = acceptance.promotion_refused(states[wanted], measured) if asked else ""
+    promoted = (asked and not refused) or (past is not None and past.promoted)
     group = acceptance.comparison_group(stored[wanted]["data"]["inputs"])
     ended = tuple(p for p in observed.ended if p.revision == wanted)
     lacks = trouble.of_refusals(observed.refused(wanted), pods, ended, group.gpus > 0)
@@ -144,9 +145,11 @@ def _verdict(
     baseline = acceptance.baseline_of(states[stable], stored[stable]["data"]["inputs"])
     limits = thresholds(seen, baseline, policy)
     now = evaluate(seen, baseline, policy)
-    if past is None or (now.result is not GateResult.HELD and _overrules(now, past)):
-        return now, limits
-    return past, limits
+    if past is not None and (now.result is GateResult.HELD or not _overrules(now, past)):
+        now = past
+    if now.result is not GateResult.PASSED:
+        now = replace(now, promotion_refused=refused)
+    return now, limits
 
 
 def _overrules(now: Verdict, past: Verdict) -> bool:

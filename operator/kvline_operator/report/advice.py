@@ -154,6 +154,14 @@ ADVICE = (
     ),
     Advice(
         "UpToDate",
+        ("PromotionRefused",),
+        "spec.rollout.promote names a revision of which no replica was ever measured, or that it "
+        "has accepted before",
+        "correct what the message names, or restart for another try; to promote it again, remove "
+        "the field and set it again",
+    ),
+    Advice(
+        "UpToDate",
         ("Paused",),
         "spec.rollout.paused is true",
         "kubectl kvline resume NAME, or remove the field",

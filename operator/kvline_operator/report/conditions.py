@@ -132,6 +132,10 @@ def _ended_newest(state: ServiceState) -> list[EndedPod]:
 def up_to_date(state: ServiceState) -> Condition:
     kind = "UpToDate"
     plan = state.plan
+    if plan.gate is not None and plan.gate.promotion_refused and _waits_for_a_user(plan.gate):
+        name = f"revision {plan.rejected or plan.candidate}"
+        text = f"{name} is not promoted, {plan.gate.promotion_refused}: {plan.gate.message}"
+        return Condition(kind, "False", "PromotionRefused", text)
     if plan.rejected and plan.gate is not None:
         text = f"revision {plan.rejected} was rejected, {_who_serves(state)}: {plan.gate.message}"
         return Condition(kind, "False", "RevisionRejected", text)
@@ -164,6 +168,10 @@ def _without_replicas(kind: str, state: ServiceState) -> Condition:
         f"replicas, and {state.plan.stable} is stable until then"
     )
     return Condition(kind, "True", "ScaledToZero", text)
+
+
+def _waits_for_a_user(gate: Verdict) -> bool:
+    return gate.expired or gate.blocked or gate.result is GateResult.REJECTED
 
 
 def _who_serves(state: ServiceState) -> str:

@@ -23,7 +23,7 @@ STALLED = {
         "AdmissionDenied",
         "NamespaceTerminating",
     ),
-    "UpToDate": ("RevisionRejected", "ForeignChange"),
+    "UpToDate": ("RevisionRejected", "PromotionRefused", "ForeignChange"),
 }
 
 

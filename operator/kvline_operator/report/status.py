@@ -71,6 +71,7 @@ EVENTS = {
     ("Progressing", "RankLost"): ("RankLost", "Warning"),
     ("Progressing", "NoProgress"): ("NoProgress", "Warning"),
     ("UpToDate", "GateHeld"): ("GateHeld", "Warning"),
+    ("UpToDate", "PromotionRefused"): ("PromotionRefused", "Warning"),
     ("UpToDate", "ForeignChange"): ("ForeignChange", "Warning"),
     ("Ready", "Serving"): ("Serving", "Normal"),
 }

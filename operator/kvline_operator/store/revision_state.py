@@ -41,6 +41,8 @@ class RevisionState:
     accepted: int = 0  # number of the acceptance within the service; the highest is stable
     verdict: StoredVerdict | None = field(omit_none=True, default=None)  # the gate's last one
     bytes_per_token: int = 0
+    seen_tokens: int = 0  # KV tokens that were measured before there was a verdict
+    promotion_used: bool = False  # spec.rollout.promote names it, and has accepted it
     baseline: dict[str, int] = field(  # KV tokens by GPU model
         low=1, items=MAX_GPU_MODELS, keys=MAX_GPU_NAME, default_factory=dict
     )

@@ -40,6 +40,7 @@ class Verdict:
     promoted: bool = False
     diagnosis: Termination | None = None  # termination message of the failed engine
     expired: bool = False  # past progressDeadlineSeconds: the stable revision is scaled up again
+    promotion_refused: str = ""  # why spec.rollout.promote, which names the revision, does not hold
 
     @property
     def phase(self) -> Phase:
