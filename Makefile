@@ -86,7 +86,7 @@ plot: env ## docs/images from bench/results
 api: env ## docs/api.md from the CRD
 	@$(VENV_PYTHON) docs/generate_api.py
 
-manifests: env ## manifests/install.yaml from the chart
+manifests: env ## manifests/install.yaml from the chart, and copies in the charts
 	@$(VENV_PYTHON) tests/cluster/helm.py
 
 lock: ## requirements/*.txt, with hashes, from pyproject.toml; then today's newest is installed and run

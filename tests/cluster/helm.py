@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,8 +13,14 @@ from paths import BIN, ROOT
 
 HELM = BIN / "helm"
 KUBERNETES = "1.34.0"  # the Kubernetes version that templates are rendered for
+# Helm warns of links in a chart, and packs what they lead to.
+COPIES = {
+    "manifests/crd.yaml": "charts/kvline-crds/crd.yaml",
+    "monitoring/alerts.yaml": "charts/kvline/alerts.yaml",
+}
 HEAD = """\
-# charts/kvline with manifests/install-values.yaml: `make manifests`. No image is pinned here:
+# charts/kvline with manifests/install-values.yaml, and the roles of charts/kvline-crds:
+# `make manifests`. No image is pinned here:
 # name both by digest, or use the chart.
 """
 
@@ -37,10 +44,13 @@ def template(chart: str, *words: str) -> str:
 
 
 def install_manifest() -> str:
-    return HEAD + template("kvline", "--values", "manifests/install-values.yaml")
+    roles = template("kvline-crds", "--show-only", "templates/roles.yaml")
+    return HEAD + template("kvline", "--values", "manifests/install-values.yaml") + roles
 
 
 if __name__ == "__main__":
     ensure(print)
+    for source, copy in COPIES.items():
+        shutil.copyfile(ROOT / source, ROOT / copy)
     (ROOT / "manifests" / "install.yaml").write_text(install_manifest())
     sys.exit(0)

@@ -4,6 +4,7 @@ a Role in one namespace is enough for an operator that watches only that namespa
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,10 @@ def objects(text: str) -> list[dict[str, Any]]:
 
 def test_the_plain_manifests_are_the_charts(helm: Any) -> None:
     assert (ROOT / "manifests" / "install.yaml").read_text() == helm.install_manifest()
-    (crd,) = objects(helm.template("kvline-crds"))
+    for source, copy in helm.COPIES.items():
+        assert (ROOT / source).read_bytes() == (ROOT / copy).read_bytes(), "make manifests"
+    crd, *roles = objects(helm.template("kvline-crds"))
+    assert {role["kind"] for role in roles} == {"ClusterRole"}
     assert crd == yaml.safe_load((ROOT / "manifests" / "crd.yaml").read_text())
     assert crd["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
 
@@ -48,6 +52,10 @@ def test_the_plain_manifests_are_the_charts(helm: Any) -> None:
         ((*IMAGES, "--set", "resources.limits.gpu=1"), "additional properties 'gpu' not allowed"),
         ((*IMAGES, "--set", "namespaces={Team}"), "does not match pattern"),
         ((*IMAGES, "--set", "hubEndpoint=ftp://hub"), "does not match pattern"),
+        ((*IMAGES, "--set", "hubEndpoint=https://hub/a?b"), "does not match pattern"),
+        ((*IMAGES, "--set", "logLevel=loud"), "logLevel"),
+        ((*IMAGES, "--set", "resources.limits.cpu=two"), "does not match pattern"),
+        ((*IMAGES, "--set", "aggregateRoles=false"), "'aggregateRoles' not allowed"),
         ((*IMAGES, "--set", "intervals.pollSeconds=0"), "minimum"),
         ((*IMAGES, "--set", "image.allowTags=yes please"), "want boolean"),
     ],
@@ -76,7 +84,7 @@ def test_every_value_reaches_what_it_is_about(helm: Any, tmp_path: Path) -> None
     values = {
         "image": {"operator": DIGEST, "server": DIGEST, "cuda": DIGEST, "pullSecrets": ["reg"]},
         "namespaces": ["team", "research"],
-        "hubEndpoint": "https://hub.example:8443",
+        "hubEndpoint": "https://hub.example:8443/api/hf",
         "metricsNamespaces": ["monitoring"],
         "clientNamespaces": ["apps"],
         "tracesEndpoint": "http://collector.monitoring:4318",
@@ -87,8 +95,9 @@ def test_every_value_reaches_what_it_is_about(helm: Any, tmp_path: Path) -> None
         },
         "page": {"enabled": True, "namespaces": ["desk"]},
         "replicas": 2,
-        "aggregateRoles": False,
-        "prometheusRule": {"enabled": True},
+        "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
+        "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+        "logLevel": "debug",
         "intervals": {"resyncSeconds": 60, "pollSeconds": 4, "loadSeconds": 5},
         "nodeSelector": {"kubernetes.io/os": "linux"},
         "tolerations": [{"key": "infra", "operator": "Exists"}],
@@ -100,6 +109,15 @@ def test_every_value_reaches_what_it_is_about(helm: Any, tmp_path: Path) -> None
     kinds = [(d["kind"], d["metadata"].get("namespace")) for d in made]
     assert ("Role", "team") in kinds and ("RoleBinding", "research") in kinds
     assert not [kind for kind, _ in kinds if kind in ("ClusterRole", "Namespace")]
+    service, monitor = (of(made, kind, "kvline-metrics") for kind in ("Service", "ServiceMonitor"))
+    assert monitor["spec"]["selector"]["matchLabels"] == service["metadata"]["labels"]
+    assert [p["name"] for p in service["spec"]["ports"]] == [
+        p["port"] for p in monitor["spec"]["endpoints"]
+    ]
+    pods = of(made, "PodMonitor")
+    assert pods["spec"]["namespaceSelector"] == {"matchNames": ["team", "research"]}
+    for item in (monitor, pods, of(made, "PrometheusRule")):
+        assert item["metadata"]["labels"] == {"release": "prometheus"}
     rule = next(d for d in made if d["kind"] == "PrometheusRule")
     assert rule["spec"] == yaml.safe_load((ROOT / "monitoring" / "alerts.yaml").read_text())
     deployment = next(d for d in made if d["kind"] == "Deployment")["spec"]
@@ -109,7 +127,8 @@ def test_every_value_reaches_what_it_is_about(helm: Any, tmp_path: Path) -> None
     for word in (
         "--namespace=team",
         "--namespace=research",
-        "--hub-endpoint=https://hub.example:8443",
+        "--hub-endpoint=https://hub.example:8443/api/hf",
+        "--log-level=debug",
         "--metrics-namespace=monitoring",
         "--client-namespace=apps",
         "--traces-endpoint=http://collector.monitoring:4318",
@@ -142,6 +161,68 @@ def test_every_value_reaches_what_it_is_about(helm: Any, tmp_path: Path) -> None
     assert options.pull_secrets == ("reg",) and options.traces_port == 4318
 
 
+def of(made: list[dict[str, Any]], kind: str, name: str = "") -> dict[str, Any]:
+    """The object of a kind, of several that of the name."""
+    found = [d for d in made if d["kind"] == kind]
+    return next(d for d in found if len(found) == 1 or d["metadata"]["name"] == name)
+
+
+def test_values_are_taken_as_helm_s_users_write_them(helm: Any, tmp_path: Path) -> None:
+    values = {
+        "global": {
+            "imageRegistry": "mirror.example/proxy",
+            "imagePullSecrets": [{"name": "all"}, "plain"],
+            "storageClass": "of-a-parent-chart",
+        },
+        "image": {
+            "operator": DIGEST,
+            "server": DIGEST.replace("registry.example/", "team/"),
+            "cuda": DIGEST,
+            "pullSecrets": [{"name": "own"}, "plain"],
+        },
+        "serverPods": {"imagePullSecrets": [{"name": "theirs"}]},
+        "resources": {"requests": {"cpu": 0.5, "memory": "1.5Gi"}, "limits": {"cpu": 2}},
+        "nodeSelector": {"infra": True},
+        "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {}}},
+        "podAnnotations": {"sidecar.istio.io/inject": False, "checksum/x": "abc"},
+        "podLabels": {"team": "infra", "tier": 1},
+        "podSecurityContext": {"runAsUser": None, "runAsGroup": None},
+        "page": {"enabled": True},
+    }
+    file = tmp_path / "values.yaml"
+    file.write_text(yaml.safe_dump(values))
+    deployment = of(objects(helm.template("kvline", "--values", str(file))), "Deployment")
+    made = deployment["spec"]["template"]
+    pod, (container,) = made["spec"], made["spec"]["containers"]
+    digest = DIGEST.rpartition("/")[2]
+    assert container["image"] == f"mirror.example/proxy/{digest}"
+    env = {item["name"]: item.get("value") for item in container["env"]}
+    assert env["KVLINE_DEFAULT_IMAGE"] == f"mirror.example/proxy/team/{digest}"
+    assert env["KVLINE_DEFAULT_CUDA_IMAGE"] == f"mirror.example/proxy/{digest}"
+    assert "KVLINE_POD_IP" in env
+    assert pod["imagePullSecrets"] == [{"name": name} for name in ("all", "plain", "own")]
+    secrets = [a.partition("=")[2] for a in container["args"] if a.startswith("--pull-secret=")]
+    assert secrets == ["all", "plain", "theirs"]
+    assert container["resources"]["requests"]["cpu"] == 0.5
+    assert container["resources"]["limits"] == {
+        "cpu": 2,
+        "memory": "512Mi",
+        "ephemeral-storage": "256Mi",
+    }
+    assert pod["nodeSelector"] == {"infra": "true"} and pod["affinity"] == values["affinity"]
+    assert made["metadata"]["annotations"] == {
+        "sidecar.istio.io/inject": "false",
+        "checksum/x": "abc",
+    }
+    own = {"app.kubernetes.io/name": "kvline-operator"}
+    assert made["metadata"]["labels"] == {"team": "infra", "tier": "1", **own}
+    assert deployment["spec"]["selector"]["matchLabels"] == own
+    assert pod["securityContext"] == {
+        "runAsNonRoot": True,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
 @pytest.fixture
 def release(helm: Any, space: Any) -> Iterator[Callable[..., str]]:
     """Helm with the cluster, and a release that watches only the test's namespace."""
@@ -157,7 +238,7 @@ def test_a_role_in_one_namespace_is_enough(
     space: Any, node: Any, release: Callable[..., str], tmp_path: Path
 ) -> None:
     cluster = space.cluster
-    words = ("--set", f"namespaces={{{space.name}}}", "--set", "aggregateRoles=false", *IMAGES)
+    words = ("--set", f"namespaces={{{space.name}}}", *IMAGES)
     release("install", "kvline", "charts/kvline", *words)
     account = cluster.kubeconfig_of(space.name, "kvline-operator")
     operator = Operator(space, tmp_path / "operator.log", kubeconfig=account)
@@ -187,5 +268,8 @@ def test_a_role_in_one_namespace_is_enough(
 
 
 def test_helm_finds_nothing_to_complain_about(helm: Any) -> None:
+    """It warned of links in a chart with every command."""
     for chart, words in (("kvline-crds", ()), ("kvline", IMAGES)):
-        assert "0 chart(s) failed" in helm.helm("lint", f"charts/{chart}", "--strict", *words)
+        command = [helm.HELM, "lint", ROOT / "charts" / chart, "--strict", *words]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert "0 chart(s) failed" in done.stdout and done.stderr == ""

@@ -158,11 +158,7 @@ def chart(home: str, looked_after: str) -> str:
     helm.ensure(print)
     words = ["--namespace", home, "--kube-version", helm.KUBERNETES]
     words += ["--values", "manifests/install-values.yaml"]
-    for value in (
-        f"namespaces={{{looked_after}}}",
-        "aggregateRoles=false",
-        "createNamespace=false",
-    ):
+    for value in (f"namespaces={{{looked_after}}}", "createNamespace=false"):
         words += ["--set", value]
     made = yaml.safe_load_all(helm.helm("template", "kvline", "charts/kvline", *words))
     return yaml.safe_dump_all([d for d in made if d and d["kind"] != "Deployment"])

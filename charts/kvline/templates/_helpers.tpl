@@ -44,9 +44,33 @@
   resourceNames: [kvline-operator]
   verbs: [get]
 {{- end }}
+{{/* An image by digest, of global.imageRegistry where that is set. */}}
 {{- define "kvline.image" -}}
-{{- if and (not .allowTags) .image (not (contains "@sha256:" .image)) }}
-{{- fail (printf "image.%s must be name@sha256:<64 hex>, got %s; image.allowTags is for development" .name .image) }}
+{{- $image := get .values.image .name }}
+{{- if and (not .values.image.allowTags) $image (not (contains "@sha256:" $image)) }}
+{{- fail (printf "image.%s must be name@sha256:<64 hex>, got %s; image.allowTags is for development" .name $image) }}
 {{- end }}
-{{- .image }}
+{{- $path := splitList "/" $image }}
+{{- $host := first $path }}
+{{- if and (gt (len $path) 1) (or (contains "." $host) (contains ":" $host) (eq "localhost" $host)) }}
+{{- $path = rest $path }}
+{{- else }}
+{{- $host = "" }}
+{{- end }}
+{{- $path = prepend $path (.values.global.imageRegistry | default $host) | compact }}
+{{- join "/" $path }}
+{{- end }}
+{{/* Names of Secrets, which users write as NAME or as {name: NAME}; as JSON. */}}
+{{- define "kvline.secrets" -}}
+{{- $names := list }}
+{{- range . }}
+{{- $names = append $names (kindIs "string" . | ternary . (get (kindIs "string" . | ternary dict .) "name")) }}
+{{- end }}
+{{- toJson (uniq $names) }}
+{{- end }}
+{{/* Labels or annotations, whose values are text. */}}
+{{- define "kvline.texts" -}}
+{{- range $key, $value := . }}
+{{ $key | quote }}: {{ $value | toString | quote }}
+{{- end }}
 {{- end }}
