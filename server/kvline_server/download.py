@@ -147,8 +147,11 @@ def _hub_errors(repository: str, commit: str) -> Iterator[None]:
             f"{repository} is gated and the token, if any, has no access: set "
             "spec.model.tokenSecretRef"
         ) from None
-    except (RepositoryNotFoundError, RevisionNotFoundError):
-        raise ModelNotFound(f"the hub has no {repository} at {commit}, or hides it") from None
+    except (RepositoryNotFoundError, RevisionNotFoundError):  # also of a private repository
+        raise ModelNotFound(
+            f"the hub has no {repository} at {commit}, or there is no right to read it: correct "
+            "spec.model.source, or set spec.model.tokenSecretRef to a token that may read it"
+        ) from None
     except Exception as error:
         # A one-shot step, and the transport's errors share no base class. Their text can contain
         # request headers, so only type and status are reported.

@@ -138,6 +138,7 @@ def test_an_unknown_commit_is_not_found(fetch: Callable[..., Any]) -> None:
     done = fetch(commit="f" * 40)
     assert done.returncode == 30
     assert "f" * 40 in done.stderr
+    assert "no right to read it" in done.stderr and "spec.model.tokenSecretRef" in done.stderr
 
 
 def test_the_check_asks_the_hub_without_fetching_weights(

@@ -38,23 +38,9 @@ START_ADVICE = (
     ),
     Advice(
         "Accepted",
-        ("NewerState",),
-        "a newer operator has kept the state of a revision in a form that this one cannot read, "
-        "so nothing is changed; pods serve on",
-        "upgrade the operator again, or let it measure anew: remove the annotation of the "
-        "ControllerRevision that the message names",
-    ),
-    Advice(
-        "Accepted",
         ("Forbidden",),
         "the operator lacks an RBAC permission",
         "the message names verb and kind; compare the operator's role with the chart's",
-    ),
-    Advice(
-        "Accepted",
-        ("NewerState",),
-        "a newer operator has stored the state of a revision in a form that this one cannot read",
-        "run the newer operator again; this one changes nothing of the service meanwhile",
     ),
     Advice("Progressing", ("Complete",), "the rollout is complete", NOTHING),
     Advice("Progressing", ("RollingOut",), "replicas are starting", "wait"),
