@@ -66,7 +66,7 @@ def updated(
     missing without ready ones of the candidate in their place, and whether it has expired."""
     out = {name: replace(s, missing_since="", expiry=None) for name, s in states.items()}
     verdict, mine = plan.gate, states[now.wanted]
-    if verdict is not None and verdict.expired:
+    if verdict is not None and verdict.phase is Phase.EXPIRED:
         expiry = Expiry(states[now.stable].accepted, verdict.message[:MAX_MESSAGE], policy.digest)
         out[now.wanted] = replace(out[now.wanted], expiry=expiry)
     elif plan.candidate and not plan.paused and _is_missing(now, plan):

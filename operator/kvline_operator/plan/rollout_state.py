@@ -116,7 +116,7 @@ class RolloutState:
 def _unprepared(now: rollout.Situation, by: prepare.Preparation) -> rollout.Situation:
     """No pods before the Job is done, unless there are some already; the verdict names the Job."""
     verdict = now.verdict
-    if verdict is not None and verdict.result is GateResult.HELD and not verdict.blocked:
+    if verdict is not None and verdict.phase is Phase.MEASURING:
         verdict = replace(verdict, message=by.message, blocked=by.blocked)
     return replace(now, verdict=verdict, prepared=now.size(now.wanted) > 0)
 

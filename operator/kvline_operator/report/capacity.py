@@ -12,7 +12,7 @@ from kvline_operator.observe.trouble import Trouble
 from kvline_operator.plan.threshold import Threshold, Thresholds, device
 from kvline_operator.report.service_state import Condition, ServiceState
 from kvline_operator.store.records import DRIFT_PERCENT, drifted
-from kvline_operator.store.verdict import GateResult
+from kvline_operator.store.verdict import Phase
 
 STATE_TEXTS = {  # for a server that does not report what it does
     State.AUTOTUNING: "tries kernels",
@@ -115,7 +115,7 @@ def sufficient(state: ServiceState) -> Condition:
         return Condition(kind, "False", "BelowMinimum", _too_little(pod, size, limit))
     if size.tokens < limit.tokens:
         return Condition(kind, "False", "BelowBaseline", _too_little(pod, size, limit))
-    if gate is not None and gate.result is GateResult.HELD and gate.blocked:
+    if gate is not None and gate.phase is Phase.HELD:
         return Condition(kind, "False", "NotComparable", gate.message)
     for other, new in sized:
         if state.limits.unknown(new.gpu) and not state.limits.minimum and not other.ready:

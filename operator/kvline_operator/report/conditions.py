@@ -15,7 +15,7 @@ from kvline_operator.observe.trouble import Effect, Trouble
 from kvline_operator.plan.autoscale import Activity, Scaling
 from kvline_operator.report import capacity
 from kvline_operator.report.service_state import Condition, ServiceState
-from kvline_operator.store.verdict import GateResult, Phase, Verdict
+from kvline_operator.store.verdict import Phase, Verdict
 
 READY_ORDER = (
     "Accepted",
@@ -171,7 +171,7 @@ def _without_replicas(kind: str, state: ServiceState) -> Condition:
 
 
 def _waits_for_a_user(gate: Verdict) -> bool:
-    return gate.expired or gate.blocked or gate.result is GateResult.REJECTED
+    return gate.phase in (Phase.HELD, Phase.REJECTED, Phase.EXPIRED)
 
 
 def _who_serves(state: ServiceState) -> str:
@@ -191,14 +191,14 @@ def _in_progress(kind: str, state: ServiceState, gate: Verdict) -> Condition:
     if state.plan.paused:
         text = f"{name} is paused: spec.rollout.paused is true{nothing}"
         return Condition(kind, "False", "Paused", text)
-    if gate.result is GateResult.PASSED:
+    if gate.phase is Phase.PASSED:
         text = f"{name} is rolled out: {_counts(state)}{nothing}"
         return Condition(kind, "False", "RollingOut", text)
-    if gate.result is GateResult.REJECTED:
+    if gate.phase is Phase.REJECTED:
         serves = "nothing serves" if nothing else _who_serves(state)
         text = f"{name} is kept out of traffic, {serves}: {gate.message}"
         return Condition(kind, "False", "RevisionRejected", text)
-    if gate.blocked:
+    if gate.phase is Phase.HELD:
         return Condition(kind, "False", "GateHeld", f"{name}: {gate.message}{nothing}")
     text = f"{name} is measured before it takes traffic: {gate.message}{nothing}"
     return Condition(kind, "False", "RollingOut", text)
