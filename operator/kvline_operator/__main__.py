@@ -19,8 +19,7 @@ from kvline_contract.tracing import NoTracing, tracer
 from kvline_operator import kube
 from kvline_operator.errors import Forbidden, OperatorError, PortTaken
 from kvline_operator.observe.claims import Claims
-from kvline_operator.observe.owners import Owners
-from kvline_operator.observe.pod_ownership import PodOwnership
+from kvline_operator.observe.ownership import Owners, PodOwnership
 from kvline_operator.observe.reports import Reports
 from kvline_operator.reconcile import Context
 from kvline_operator.report.metrics import Metrics

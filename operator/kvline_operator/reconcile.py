@@ -20,7 +20,7 @@ from kvline_operator.apply.writer import Writer
 from kvline_operator.kube import Kube
 from kvline_operator.observe.children import observe
 from kvline_operator.observe.claims import Claims
-from kvline_operator.observe.pod_ownership import PodOwnership
+from kvline_operator.observe.ownership import PodOwnership
 from kvline_operator.observe.reports import Reports
 from kvline_operator.plan.service_plan import ServicePlan
 from kvline_operator.report.reporter import Reporter

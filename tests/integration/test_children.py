@@ -16,7 +16,7 @@ from kvline_contract.report import State
 from kvline_kubectl.cluster import connect
 from kvline_operator.apply.drift import LIMIT
 from kvline_operator.errors import Conflict
-from kvline_operator.observe import owners
+from kvline_operator.observe import ownership
 
 pytestmark = pytest.mark.integration
 
@@ -89,7 +89,7 @@ def test_what_is_made_anew_takes_nothing_over(
     space.apply()
     until(lambda: space.list("deployments"))
     kube = connect(None, str(space.cluster.kubeconfig), space.name).kube
-    for kind in (kind for kind in owners.CHILDREN if kind != "Pod"):
+    for kind in (kind for kind in ownership.CHILDREN if kind != "Pod"):
         name = kube.select(kind, space.name, LABEL_SERVICE)[0]["metadata"]["name"]
         there = kube.get(kind, space.name, name)
         assert there is not None

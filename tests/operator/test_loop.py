@@ -15,8 +15,7 @@ from kvline_operator.api.key import Key
 from kvline_operator.errors import ApiUnavailable
 from kvline_operator.kube import Kube, api_client
 from kvline_operator.observe.claims import Claims
-from kvline_operator.observe.owners import Owners
-from kvline_operator.observe.pod_ownership import PodOwnership
+from kvline_operator.observe.ownership import Owners, PodOwnership
 from kvline_operator.observe.reports import Reports
 from kvline_operator.reconcile import Context
 from kvline_operator.report.metrics import Metrics

@@ -12,7 +12,7 @@ from kvline_contract.names import KIND, LABEL_SERVICE
 from kvline_operator.api.key import Key
 from kvline_operator.errors import Forbidden, Missing
 from kvline_operator.kube import EARLIER_KIND, Kube
-from kvline_operator.observe.owners import Owners
+from kvline_operator.observe.ownership import Owners
 from kvline_operator.run.resync import Resync
 
 A, B = Key("team", "a"), Key("team", "b")

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from kvline_operator.api.revision_hash import revision_hash
 from kvline_operator.api.source import Claim, Download, Hub, source_of
 from kvline_operator.api.spec import parse
 from kvline_operator.errors import SpecError
 from kvline_operator.plan.render import Owner, controller_revision, launch_config
-from kvline_operator.plan.revisions import Revision, known, revision_hash, wanted
+from kvline_operator.plan.revisions import Revision, known, wanted
 from kvline_operator.settings import Settings
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

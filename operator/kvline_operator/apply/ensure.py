@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from kvline_contract.names import FIELD_MANAGER
 from kvline_operator.apply import drift
 from kvline_operator.apply.difference import Difference, differences
 from kvline_operator.apply.drift import Corrections
 from kvline_operator.errors import Conflict, Deleting, Invalid, NameConflict
 from kvline_operator.kube import Kube
+from kvline_operator.observe.ownership import Whose, whose
 
 Object = dict[str, Any]
 
@@ -144,22 +144,17 @@ def _name(wanted: Object) -> str:
 
 
 def _check_ours(live: Object, wanted: Object) -> None:
-    """Raises NameConflict for a foreign object, Deleting for one that is being deleted."""
-    what = f"{wanted['kind']} {wanted['metadata']['name']}"
+    """Raises NameConflict for a foreign object, Deleting for one that is being deleted. An orphan
+    is written over; an immutable one that has another content cannot be."""
+    what = _name(wanted)
     if live["metadata"].get("deletionTimestamp"):
         raise Deleting(f"{what} is being deleted")
-    uid = wanted["metadata"]["ownerReferences"][0]["uid"]
-    controllers = [o for o in live["metadata"].get("ownerReferences") or [] if o.get("controller")]
-    if any(o.get("uid") == uid for o in controllers):
-        return
-    applied = any(
-        m.get("manager") == FIELD_MANAGER for m in live["metadata"].get("managedFields") or []
-    )
-    if applied and not controllers:
-        return  # ours, its owner reference was removed
-    if applied and controllers[0].get("name") == wanted["metadata"]["ownerReferences"][0]["name"]:
+    owned = whose(live, wanted["metadata"]["ownerReferences"][0])
+    if owned is Whose.EARLIER:
         raise Deleting(f"{what} of a deleted service of this name is not collected yet")
-    raise NameConflict(f"{what} exists and is not this service's; rename one of the two")
+    immutable = wanted["kind"] == "ControllerRevision" and live.get("data") != wanted["data"]
+    if owned is Whose.FOREIGN or (owned is Whose.ORPHAN and immutable):
+        raise NameConflict(f"{what} exists and is not this service's; rename one of the two")
 
 
 def prune(kube: Kube, live: Object, kind: str) -> None:

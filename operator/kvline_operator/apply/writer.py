@@ -17,6 +17,7 @@ from kvline_operator.apply.tokens import Tokens
 from kvline_operator.errors import NameConflict, OperatorError
 from kvline_operator.kube import Kube
 from kvline_operator.observe.ended_pods import surplus
+from kvline_operator.observe.ownership import is_owned
 from kvline_operator.observe.reports import Reports
 from kvline_operator.plan import jobs, prepare, render, revisions, rollout
 from kvline_operator.plan.service_plan import ServicePlan
@@ -126,7 +127,7 @@ class Writer:
             wanted = render.with_annotations(spec, stored, revision_state.to_annotations(state))
             if "resourceVersion" not in stored["metadata"]:  # new
                 apply.ensure(self.kube, wanted, absent=True)
-            elif not revision_state.is_stored(state, stored):
+            elif not (is_owned(stored, spec.uid) and revision_state.is_stored(state, stored)):
                 self.kube.apply(wanted, over=stored, exact=True)
 
     def _scale(self, plan: ServicePlan) -> str:

@@ -20,7 +20,7 @@ from kvline_operator.api.spec import ServiceSpec
 from kvline_operator.errors import Missing, SpecError
 from kvline_operator.kube import Kube
 from kvline_operator.observe.ended_pods import EndedPod, ended, has_ended
-from kvline_operator.observe.pod_ownership import PodOwnership
+from kvline_operator.observe.ownership import PodOwnership, Service, is_owned
 from kvline_operator.observe.pods import (
     Measured,
     PodView,
@@ -119,7 +119,9 @@ def observe(
     namespace, selector = spec.namespace, f"{LABEL_SERVICE}={spec.base}"
     kinds = ("ControllerRevision", "Deployment", "ConfigMap", "Pod", "Job")
     lists = list(pool.map(lambda kind: kube.select(kind, namespace, selector), kinds))
-    revisions, deployments, config_maps = (_owned(items, spec.uid) for items in lists[:3])
+    service = Service(spec.name, spec.uid, spec.base)
+    revisions = service.revisions(lists[0])
+    deployments, config_maps = (service.of_revisions(items, revisions) for items in lists[1:3])
     found = lineage.ours(lists[3], spec.uid, {d["metadata"]["uid"] for d in deployments})
     ours = [p for p in found if not p["metadata"].get("deletionTimestamp")]
     living = [p for p in ours if not has_ended(p)]
@@ -130,7 +132,7 @@ def observe(
     pods = tuple(_awaiting(pod, leaves) for pod in views)
     if spec.autoscaling is not None:
         pods = tuple(pool.map(partial(_with_load, reports), pods))
-    jobs = tuple(item for item in lists[4] if _is_owned(item, spec.uid))
+    jobs = tuple(item for item in lists[4] if is_owned(item, spec.uid))
     preparing = _preparing(kube, spec, jobs, now) if jobs else ()
     return Observed(
         revisions=revisions,
@@ -140,25 +142,26 @@ def observe(
         ended=ended(ours),
         jobs=jobs,
         preparing=preparing,
-        claim_templates=_claim_templates(kube, spec, selector, revisions),
+        claim_templates=_claim_templates(kube, spec, service, revisions),
         needless=needless_waits(pods, found, now),
     )
 
 
 def _claim_templates(
-    kube: Kube, spec: ServiceSpec, selector: str, revisions: list[Object]
+    kube: Kube, spec: ServiceSpec, service: Service, revisions: list[Object]
 ) -> tuple[Object, ...]:
     """Listed only for services with spec.resources.gpuDeviceClass, now or in an earlier revision:
     API servers before 1.34 lack the kind."""
     if not spec.device_class and not any("claimTemplate" in r["data"] for r in revisions):
         return ()
     try:
+        selector = f"{LABEL_SERVICE}={spec.base}"
         found = kube.select("ResourceClaimTemplate", spec.namespace, selector)
     except Missing:
         if spec.device_class:
             raise SpecError(UNSERVED) from None
         return ()
-    return tuple(_owned(found, spec.uid))
+    return tuple(service.of_revisions(found, revisions))
 
 
 def leaving(pods: list[Object], deployments: list[Object], now: str) -> str:
@@ -201,7 +204,7 @@ def _preparing(
 ) -> tuple[PodView, ...]:
     found = kube.select("Pod", spec.namespace, f"{LABEL_PREPARES}={spec.base}")
     uids = [job["metadata"]["uid"] for job in jobs]
-    ours = [p for p in found if any(_is_owned(p, uid) for uid in uids)]
+    ours = [p for p in found if any(is_owned(p, uid) for uid in uids)]
     views = [view(_with_download(pod), Reading(None), now) for pod in ours]
     return tuple(sorted(views, key=lambda p: (p.created, p.name)))
 
@@ -210,16 +213,6 @@ def _with_download(pod: Object) -> Object:
     """A Job's pod downloads in its only container, a service's pod in an init container."""
     status = pod.get("status") or {}
     return {**pod, "status": {"initContainerStatuses": status.get("containerStatuses"), **status}}
-
-
-def _owned(items: list[Object], uid: str) -> list[Object]:
-    """Without foreign objects that have our labels, and those being deleted."""
-    living = (item for item in items if not item["metadata"].get("deletionTimestamp"))
-    return [item for item in living if _is_owned(item, uid)]
-
-
-def _is_owned(item: Object, uid: str) -> bool:
-    return any(o.get("uid") == uid for o in item["metadata"].get("ownerReferences") or [])
 
 
 def _read_report(pod: Object, reports: Reports) -> Reading:

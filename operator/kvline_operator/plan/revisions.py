@@ -7,18 +7,16 @@ restarts no pod unasked, and removing a wrong spec.image reverts it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from typing import Any
 
 from kvline_contract.names import ANNOTATION_IMAGE, LABEL_REVISION
 from kvline_operator.api.inputs import read
+from kvline_operator.api.revision_hash import revision_hash
 from kvline_operator.api.spec import ServiceSpec, UpgradePolicy, canonical, gpus
 from kvline_operator.errors import SpecError
 
-SAFE_ALPHABET = "bcdfghjklmnpqrstvwxz2456789"  # as Kubernetes uses: no vowels, so no words
-LENGTH = 5
 HISTORY_LIMIT = 10
 # Inputs that change no pod. `restart` and `upgrade` are of operators that had annotations for it.
 ASKED = ("restartedAt", "restart", "upgrade")
@@ -37,16 +35,6 @@ class Revision:
     def inputs(self) -> Object:
         """A fresh copy of its inputs."""
         return dict(json.loads(self.inputs_json))
-
-
-def revision_hash(inputs_json: str, image: str, counter: int = 0) -> str:
-    text = canonical([inputs_json, image, counter])
-    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
-    letters = []
-    for _ in range(LENGTH):
-        number, index = divmod(number, len(SAFE_ALPHABET))
-        letters.append(SAFE_ALPHABET[index])
-    return "".join(letters)
 
 
 def known(controller_revisions: list[dict[str, Any]]) -> list[Revision]:

@@ -13,7 +13,7 @@ import kopf
 from kvline_contract.names import API_VERSION, GROUP, LABEL_MANAGED_BY, MANAGED_BY, PLURAL
 from kvline_operator.api.key import Key
 from kvline_operator.kube import KINDS, PAGE
-from kvline_operator.observe.owners import CHILDREN, Owners
+from kvline_operator.observe.ownership import CHILDREN, Owners
 from kvline_operator.run.resync import Resync
 from kvline_operator.run.workqueue import WorkQueue
 

@@ -15,7 +15,7 @@ from kvline_contract.names import KIND, LABEL_MANAGED_BY, MANAGED_BY
 from kvline_operator.api.key import Key
 from kvline_operator.kube import Kube
 from kvline_operator.observe.earlier_group import EarlierGroup
-from kvline_operator.observe.owners import CHILDREN, Owners
+from kvline_operator.observe.ownership import CHILDREN, Owners
 
 Listed = dict[str, tuple[Key, str]]  # by UID: its service and resourceVersion
 
