@@ -9,6 +9,7 @@ lose what it has.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 from kvline_contract.codec import ContractError, decode, document, dumps, field, loads
@@ -96,14 +97,15 @@ def _known(value: Object) -> Object:
 
 
 def to_annotations(state: RevisionState) -> dict[str, str]:
-    """None for a revision of which nothing is known."""
-    return {ANNOTATION_STATE: dumps(state)} if state != RevisionState() else {}
+    """Deterministic: equal states have one text."""
+    baseline, ends = dict(sorted(state.baseline.items())), dict(sorted(state.ends.items()))
+    return {ANNOTATION_STATE: dumps(replace(state, baseline=baseline, ends=ends))}
 
 
 def is_stored(state: RevisionState, controller_revision: Object) -> bool:
-    """Whether the annotations have this text. Those of an earlier operator do not."""
+    """Whether the annotation has this text. A form that others gave it is written over."""
     annotations = controller_revision["metadata"].get("annotations") or {}
-    return annotations.get(ANNOTATION_STATE) == to_annotations(state).get(ANNOTATION_STATE)
+    return annotations.get(ANNOTATION_STATE) == to_annotations(state)[ANNOTATION_STATE]
 
 
 def stable(states: dict[str, RevisionState]) -> str:
