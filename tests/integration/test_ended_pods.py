@@ -27,6 +27,9 @@ NOT_THE_ENGINE_S = (
     (30, "ModelNotFound"),
     (137, "killed (code 137)"),
     (43, "DeviceFailure"),
+    (127, "not started"),
+    (128, "not started"),
+    (255, "not started"),
     (45, "NoProgress"),
     (0, "killed (code 0)"),
 )

@@ -79,6 +79,7 @@ def not_set_up(since: str) -> tuple[Object, ...]:
 GATED = no_node("SchedulingGated", "Scheduling is blocked due to non-empty scheduling gates")
 KUEUE = [{"name": "kueue.x-k8s.io/admission"}]
 NO_CLAIM = no_node("Unschedulable", '0/3 nodes: persistentvolumeclaim "models" not found.')
+OTHER_ARCHITECTURE = "a line of its log\n" * 99 + "exec /opt/kvline/bin/python: exec format error\n"
 CREATING = waiting("ContainerCreating", "")
 
 
@@ -137,7 +138,7 @@ CREATING = waiting("ContainerCreating", "")
             "no such file",
         ),
         (
-            pod(waiting("CrashLoopBackOff"), terminated(1, message="exec format error")),
+            pod(waiting("CrashLoopBackOff"), terminated(1, message=OTHER_ARCHITECTURE)),
             "Progressing",
             "ContainerNotStarted",
             "exec format error",

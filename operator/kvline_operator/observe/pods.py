@@ -56,7 +56,7 @@ class Ended:
         if self.from_outside or self.termination is not None:
             return False
         known = self.code in NOT_STARTED or self.reason in NOT_STARTED_REASONS
-        return known or WRONG_ARCHITECTURE in self.message
+        return known or self.message.rstrip().endswith(WRONG_ARCHITECTURE)
 
     @property
     def of_engine(self) -> bool:
@@ -256,7 +256,7 @@ def _ended(container: Object) -> Ended | None:
                 code=ended.get("exitCode", 0),
                 reason=ended.get("reason", ""),
                 termination=termination,
-                message=termination.message if termination else message[:512],
+                message=termination.message if termination else message[-512:],
             )
     return None
 

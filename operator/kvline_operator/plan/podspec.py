@@ -103,6 +103,8 @@ def _server(inputs: Object, revision: Revision, settings: Settings) -> Object:
         "readinessProbe": _probe("/readyz", 1, 1),
         "lifecycle": {"preStop": _pre_stop(inputs, revision, settings)},
         "terminationMessagePath": names.TERMINATION_LOG,
+        # Of an end before the server could write one, such as in an image of another architecture.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [
             {"name": "launch", "mountPath": names.LAUNCH_DIR, "readOnly": True},
             {"name": "gate", "mountPath": names.GATE_DIR, "readOnly": True},
@@ -228,6 +230,7 @@ def download_container(source: ModelSource, image: str, settings: Settings) -> O
         },
         "securityContext": _RESTRICTED,
         "terminationMessagePath": names.TERMINATION_LOG,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [
             {"name": "launch", "mountPath": names.LAUNCH_DIR, "readOnly": True},
             {"name": "models", "mountPath": names.MODELS_DIR},
