@@ -87,6 +87,9 @@ class LaunchConfig:
     drain_seconds: int | None = field(low=1, high=3600, omit_none=True, default=None)
     # Whether the API's port speaks TLS; absent where it does not, so that older servers read it.
     require_tls: bool | None = field(omit_none=True, default=None)
+    # What the container has of the spec besides, and a size depends on.
+    environment: dict[str, str] | None = field(items=16, limit=256, omit_none=True, default=None)
+    cpu_limit: str | None = field(limit=24, omit_none=True, default=None)
 
     @classmethod
     def parse(cls, text: str | bytes) -> LaunchConfig:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from kvline_operator.api.inputs import read
 from kvline_operator.api.quantity import canonical
+from kvline_operator.api.revision_hash import revision_hash
 from kvline_operator.api.spec import parse
 from kvline_operator.errors import SpecError
 from kvline_operator.plan.render import Owner, controller_revision, launch_config
-from kvline_operator.plan.revisions import Revision, known, revision_hash, wanted
+from kvline_operator.plan.revisions import Revision, known, wanted
 from kvline_operator.settings import Settings
 
 HUB = "hf://org/name@0123456789abcdef0123456789abcdef01234567"
@@ -118,3 +120,31 @@ def test_what_is_stored_of_a_new_revision_has_today_s_names() -> None:
     spec = parse(body(**TODAY))
     made = controller_revision(spec, Revision("aaaaa", "image", spec.inputs_json, 1), Settings("i"))
     assert made["data"]["inputs"] == TODAY
+
+
+def pod_of(**spec: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Pod spec and launch file of a new revision."""
+    made = parse(body(**spec))
+    revision = Revision("aaaaa", "image", made.inputs_json, 1)
+    data = controller_revision(made, revision, Settings("i", pull_secrets=("of-chart",)))["data"]
+    return data["podTemplate"]["spec"], json.loads(data["launch"])
+
+
+def test_account_and_pull_secrets_are_the_spec_s_or_else_the_operator_s() -> None:
+    pod, _ = pod_of()
+    assert pod["serviceAccountName"] == "chat"
+    assert pod["imagePullSecrets"] == [{"name": "of-chart"}]
+    secrets = [{"name": "registry.example"}]
+    pod, launch = pod_of(serviceAccountName="identity", imagePullSecrets=secrets)
+    assert (pod["serviceAccountName"], pod["imagePullSecrets"]) == ("identity", secrets)
+    assert pod["automountServiceAccountToken"] is False
+    assert "environment" not in launch and "cpuLimit" not in launch  # older images refuse them
+
+
+def test_environment_and_cpu_limit_are_the_container_s_and_in_its_launch_file() -> None:
+    env = [{"name": "OMP_NUM_THREADS", "value": "2"}]
+    pod, launch = pod_of(env=env, resources={"memory": "2Gi", "cpu": 1, "cpuLimit": "2000m"})
+    (container,) = pod["containers"]
+    assert container["env"][-1] == env[0]
+    assert container["resources"]["limits"] == {"memory": "2Gi", "cpu": "2"}
+    assert launch["environment"] == {"OMP_NUM_THREADS": "2"} and launch["cpuLimit"] == "2"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,11 +55,13 @@ def fingerprint(tiny_model: Path, device: CpuDevice) -> Callable[..., str]:
     launch = launch_config(tiny_model, EngineOptions(256, 2, 64))
     settings = resolve(launch, load.read_model(launch), device.limit)
 
-    def made(group: Group = ALONE, build: str = "", libraries: dict[str, str] = LIBRARIES) -> str:
+    def made(
+        group: Group = ALONE, build: str = "", libraries: dict[str, str] = LIBRARIES, **more: Any
+    ) -> str:
         kernels = TorchKernels(group=group)
         kernels.build = build
         provenance = Provenance(device.name, device.driver, "image", "", libraries)
-        return load._fingerprint(launch, settings, provenance, device, kernels)
+        return load._fingerprint(replace(launch, **more), settings, provenance, device, kernels)
 
     return made
 
@@ -80,6 +84,14 @@ def test_another_number_of_cpus_is_another_record_on_a_cpu_alone(
     first = fingerprint()
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(97)))
     assert (fingerprint() == first) == device.gpu
+
+
+def test_what_a_spec_asks_of_the_container_is_part_of_it(fingerprint: Callable[..., str]) -> None:
+    """And is in none of a spec that asks for nothing, whose records stay."""
+    plain, limited = fingerprint(), fingerprint(cpu_limit="2")
+    tuned = fingerprint(environment={"NCCL_MIN_CTAS": "4"})
+    assert len({plain, limited, tuned, fingerprint(environment={"NCCL_MIN_CTAS": "8"})}) == 4
+    assert fingerprint(environment=None, cpu_limit=None) == plain
 
 
 def test_the_exchange_of_ranks_is_part_of_it(fingerprint: Callable[..., str]) -> None:

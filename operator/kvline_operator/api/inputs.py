@@ -11,7 +11,7 @@ from typing import Any
 from kvline_operator.api.quantity import canonical
 
 Object = dict[str, Any]
-QUANTITIES = ("cpu", "memory", "ephemeralStorage", "sharedMemory")
+QUANTITIES = ("cpu", "cpuLimit", "memory", "ephemeralStorage", "sharedMemory")
 # Parent -> name of before -> today's.
 RENAMED = {
     ("model",): {"tokenSecret": "tokenSecretRef"},

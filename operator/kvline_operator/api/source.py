@@ -52,7 +52,7 @@ class ModelSource(Protocol):
         """The key of a Secret with which it is downloaded."""
 
     def egress(self, hub_port: int) -> list[int]:
-        """TCP ports that whoever downloads or checks it connects to."""
+        """TCP ports that a download or a check of it connects to."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,9 @@ REVISION_FIELDS = (
     "access",
     "drainSeconds",
     "startupSeconds",
+    "imagePullSecrets",
+    "serviceAccountName",
+    "env",
     "podMetadata",
     "restartedAt",
 )

@@ -42,7 +42,8 @@ def fields(inputs: Object, base: str, revision: str, settings: Settings) -> Obje
     made = {
         "runtimeClassName": of_gpus,
         "priorityClassName": settings.priority_class,
-        "imagePullSecrets": [{"name": name} for name in settings.pull_secrets],
+        "imagePullSecrets": inputs.get("imagePullSecrets")
+        or [{"name": name} for name in settings.pull_secrets],
         **{key: given[key] for key in AS_GIVEN if given.get(key)},
         "affinity": _affinity(given.get("affinity", {}), own),
         "topologySpreadConstraints": [

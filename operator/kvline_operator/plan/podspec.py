@@ -37,7 +37,7 @@ def pod_template(
     inputs = spec.inputs
     name = names.revision_name(base, revision.name)
     pod: Object = {
-        "serviceAccountName": base,
+        "serviceAccountName": inputs.get("serviceAccountName", base),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": _grace(inputs),
@@ -88,7 +88,7 @@ def _server(inputs: Object, revision: Revision, settings: Settings) -> Object:
             f"--gate={names.GATE_DIR}/{names.GATE_FILE}",
             f"--state-dir={names.STATE_DIR}",
         ],
-        "env": [*_environment(), *_traces(settings)],
+        "env": [*_environment(), *_traces(settings), *inputs.get("env", [])],
         "ports": [
             {"name": "api", "containerPort": names.API_PORT, "protocol": "TCP"},
             {"name": "internal", "containerPort": names.INTERNAL_PORT, "protocol": "TCP"},
@@ -145,10 +145,13 @@ def _traces(settings: Settings) -> list[Object]:
 
 
 def _resources(asked: Object) -> Object:
-    """Memory: the request equals the limit, so that a measured size holds on every node. CPU: no
-    limit, which would throttle steps. CPU ranks are processes and ask the node for nothing."""
+    """Memory: the request equals the limit, so that a measured size holds on every node. CPU: a
+    limit only where it is asked for, as it throttles steps. Ranks on the CPU are processes and
+    ask the node for nothing."""
     amounts: Object = {key: asked[key] for key in ("cpu", "memory") if key in asked}
     limits: Object = {"memory": asked["memory"]}
+    if "cpuLimit" in asked:
+        limits["cpu"] = asked["cpuLimit"]
     if "ephemeralStorage" in asked:
         amounts["ephemeral-storage"] = asked["ephemeralStorage"]
     if device_class(asked):

@@ -321,6 +321,8 @@ def launch_config(owner: Owner, revision: str, data: Object) -> LaunchConfig:
         require_api_key="apiKeySecretRef" in inputs.get("access", {}),
         require_tls="tlsSecretRef" in inputs.get("access", {}) or None,
         drain_seconds=inputs.get("drainSeconds"),
+        environment={item["name"]: item["value"] for item in inputs.get("env", [])} or None,
+        cpu_limit=inputs["resources"].get("cpuLimit"),
     )
 
 

@@ -147,6 +147,7 @@ def _fingerprint(
             "driver": provenance.driver,
             **provenance.libraries,
             **_exchange(kernels.group),
+            **_asked(launch),
             **({} if device.gpu else _processors()),
         }
     )
@@ -155,6 +156,13 @@ def _fingerprint(
 def _exchange(group: Group) -> dict[str, str | int]:
     """NCCL takes a GiB more of each GPU than memory that they share."""
     return {"exchange": type(group).__name__} if group.ranks > 1 else {}
+
+
+def _asked(launch: LaunchConfig) -> dict[str, str | int]:
+    """Only where the spec asks for it, so that records of other services stay."""
+    given = {"cpuLimit": launch.cpu_limit or ""}
+    given |= {f"env {name}": value for name, value in (launch.environment or {}).items()}
+    return {name: value for name, value in given.items() if value}
 
 
 def _processors() -> dict[str, str | int]:
