@@ -6,25 +6,23 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console
 
 from kvline_contract import times
-from kvline_contract.launch import KVCacheDtype
 from kvline_kubectl import act, show, size
 from kvline_kubectl.cluster import Cluster, Problem, connect
 from kvline_kubectl.past import with_phases
+from kvline_kubectl.size_job import AS_GIVEN
 from kvline_operator.errors import ApiUnavailable, OperatorError
-from kvline_operator.report.display import reported, verdict
+from kvline_operator.report.display import verdict
 
 Object = dict[str, Any]
 out = Console(highlight=False, soft_wrap=True)
 log = Console(stderr=True, highlight=False, soft_wrap=True)
 # Parts of the status that `explain` prints.
 EXPLAINED = ("conditions", "capacity", "diagnosis", "warnings")
-NUMBERS = ("maxModelLen", "maxRunningRequests", "maxPrefillTokens", "maxTopLogprobs")
 WAIT = "for the operator to read the change; 0 does not wait (default: 60)"
 
 
@@ -52,11 +50,11 @@ def parser() -> argparse.ArgumentParser:
     ).add_argument("name")
     add("history", "show revisions, their gate results and changes", history).add_argument("name")
     for name, text, run in (
-        ("promote", "accept a revision whatever it measured", promote),
         ("pause", "hold the new revision of a rollout", pause),
         ("resume", "let a paused rollout go on", resume),
         ("restart", "restart all pods, through the gate", restart),
         ("upgrade", "follow the operator's default image, through the gate", upgrade),
+        ("promote", "accept a revision whatever it measured", promote),
         ("rollback", "restore the spec of an earlier revision", rollback),
     ):
         made = add(name, text, run)
@@ -64,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument("--timeout", type=int, default=60, metavar="SECONDS", help=WAIT)
         if run in (promote, rollback):
             made.add_argument("revision", nargs="?")
-    _add_size(add("size", "measure a spec in a Job, without changing the service", sizing))
+    size.add_arguments(add("size", "measure a spec in a Job, without changing the service", sizing))
     return top
 
 
@@ -75,27 +73,6 @@ def _shared(default: str | None) -> argparse.ArgumentParser:
     made.add_argument("--kubeconfig")
     made.add_argument("-o", "--output", choices=["table", "json"], help="default: table")
     return made
-
-
-def _add_size(made: argparse.ArgumentParser) -> None:
-    made.add_argument("name", nargs="?", help="an existing service whose spec to measure")
-    made.add_argument(
-        "-f", "--filename", type=Path, help="a manifest to measure instead; it is not applied"
-    )
-    made.add_argument(
-        "--image", help="server image; default: spec.image, else that of the newest revision"
-    )
-    made.add_argument("--memory", help="overrides spec.resources.memory")
-    made.add_argument("--load", choices=["weights", "random"], default="weights")
-    for field in NUMBERS:
-        flag = "--" + "".join(f"-{c.lower()}" if c.isupper() else c for c in field)
-        made.add_argument(flag, type=int, dest=field, help=f"overrides spec.engine.{field}")
-    made.add_argument(
-        "--kv-cache-dtype",
-        choices=[str(kind) for kind in KVCacheDtype],
-        dest="kvCacheDtype",
-        help="overrides spec.engine.kvCacheDtype",
-    )
 
 
 def main() -> int:
@@ -217,35 +194,18 @@ def _change(
 
 
 def sizing(cluster: Cluster, a: argparse.Namespace) -> int:
-    if (a.name is None) == (a.filename is None):
-        raise Problem("exactly one of NAME and -f FILE is required")
-    body = cluster.service(a.name) if a.name else size.from_file(a.filename, cluster.namespace)
-    engine = {field: getattr(a, field) for field in (*NUMBERS, "kvCacheDtype")}
-    body = size.changed(body, a.memory, engine, a.load == "random")
-    image = a.image or body["spec"].get("image") or _serving(cluster, a.name)
-    report = size.run(cluster, body, image, lambda line: log.print(line, markup=False))
+    reports = size.measure(cluster, a, lambda line: log.print(line, markup=False))
+    report = reports[AS_GIVEN]
+    if a.compare:
+        plain = {name: json.loads(each.dumps(version=1)) for name, each in reports.items()}
+        _print(a, lambda: show.comparison(reports), plain)
+        return 0 if all(each.result is not None for each in reports.values()) else 1
     if report.result is None:
         raise Problem(
             report.failure.message if report.failure else f"sizing ended in state {report.state}"
         )
-    result, effective = report.result, report.effective
-    table = Group(*show.waterfalls(reported(report)))
-    _print(a, lambda: table, json.loads(report.dumps(version=1)))
-    if a.output == "table":
-        length = effective.max_model_len if effective else 0
-        out.print(
-            f"{result.kv_tokens:,} KV tokens of {result.bytes_per_token} bytes, "
-            f"{result.kv_tokens // length if length else 0} full-length sequences of {length:,}"
-        )
+    _print(a, lambda: show.sized(report), json.loads(report.dumps(version=1)))
     return 0
-
-
-def _serving(cluster: Cluster, name: str | None) -> str:
-    """The image of the newest revision of a service."""
-    past = cluster.history(name) if name else ()
-    if not past:
-        raise Problem("--image is required: neither the spec nor a revision has an image")
-    return past[0].image
 
 
 def _print(a: argparse.Namespace, table: Callable[[], Any], plain: Any) -> None:

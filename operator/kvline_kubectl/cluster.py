@@ -8,7 +8,15 @@ from typing import Any
 
 from kubernetes import client, config
 
-from kvline_contract.names import CLI_FIELD_MANAGER, KIND, LABEL_REVISION, LABEL_SERVICE, base_name
+from kvline_contract.names import (
+    CLI_FIELD_MANAGER,
+    KIND,
+    LABEL_MANAGED_BY,
+    LABEL_REVISION,
+    LABEL_SERVICE,
+    MANAGED_BY,
+    base_name,
+)
 from kvline_operator.errors import Forbidden, Invalid
 from kvline_operator.kube import Kube, api_client
 from kvline_operator.observe import earlier_group
@@ -16,6 +24,8 @@ from kvline_operator.report.status_cache import RevisionEntry, history
 from kvline_operator.store.revision_state import read
 
 Object = dict[str, Any]
+SET_UP = ("FailedMount", "FailedAttachVolume", "FailedMapVolume", "FailedCreatePodSandBox")
+OURS = f"{LABEL_MANAGED_BY}={MANAGED_BY}"
 TRIES = 10  # of a patch, while only the status changes
 POLL = 0.3  # seconds
 
@@ -29,8 +39,11 @@ class Cluster:
     kube: Kube
     namespace: str
 
+    def find(self, name: str) -> Object | None:
+        return self.kube.get(KIND, self.namespace, name)
+
     def service(self, name: str) -> Object:
-        found = self.kube.get(KIND, self.namespace, name)
+        found = self.find(name)
         if found is None:
             text = f"no InferenceService {name} in namespace {self.namespace}"
             raise Problem("\n".join([text, *self.earlier((self.namespace,))]))
@@ -88,11 +101,27 @@ class Cluster:
         stored = {item["metadata"]["labels"][LABEL_REVISION]: item for item in found}
         return history(stored, {revision: read(item) for revision, item in stored.items()}, {})
 
+    def newest_revision(self, name: str) -> Object | None:
+        """The newest ControllerRevision of a service; of one that has none any other's in the
+        namespace, whose pods have the operator's settings too. None where there is none."""
+        found = self.kube.select("ControllerRevision", self.namespace, OURS)
+        base = base_name(name)
+        of = [r for r in found if r["metadata"]["labels"].get(LABEL_SERVICE) == base] or found
+        return max(of, key=lambda r: int(r.get("revision", 0)), default=None)
+
     def events(self, body: Object) -> list[Object]:
-        """Events of a service, oldest first."""
+        """Events of a service, oldest first; with those about volumes and network of its pods,
+        whose cause is nowhere else."""
         uid = body["metadata"]["uid"]
+        sized = (body.get("status") or {}).get("replicaSizing") or []
+        pods = {item["pod"] for item in sized}
         found = self.kube.select("Event", self.namespace)
-        own = [e for e in found if e["involvedObject"].get("uid") == uid]
+        own = [
+            e
+            for e in found
+            if e["involvedObject"].get("uid") == uid
+            or (e["involvedObject"].get("name") in pods and e["reason"] in SET_UP)
+        ]
         return sorted(own, key=lambda e: e.get("lastTimestamp") or "")
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvline_contract.memory import Memory, MemoryV1, Part
 from kvline_contract.report import Source
+from kvline_operator.api.quantity import in_bytes
 from kvline_operator.plan.forecast import Bounds, bounds, estimates, tokens_per_gib
 from kvline_operator.store.capacity_status import CapacityStatus, Spread
 
@@ -143,7 +144,7 @@ def test_what_would_help_is_what_the_machine_would_measure(machine: Machine, giv
         section, field = row.field.split(".")[1:]
         if field == "memory":
             more += 1024
-            assert row.value == f"{more}Mi" and not machine.gpu
+            assert in_bytes(row.value, "") == more * MIB and not machine.gpu
         elif row.value.isdigit():
             after[section][field] = int(row.value)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvline_kubectl.__main__ import parser
+from kvline_kubectl.size import changed
 
 
 @pytest.mark.parametrize(
@@ -22,10 +23,17 @@ def test_shared_flags_stand_before_or_behind_the_command(words: str) -> None:
     assert (asked.command, asked.name) == ("status", "llm")
 
 
-def test_size_takes_each_field_of_the_engine() -> None:
-    words = "size llm --max-model-len 99 --kv-cache-dtype fp8"
+def test_size_takes_each_field_that_makes_a_budget() -> None:
+    words = "size llm --max-model-len 99 --kv-cache-dtype fp8 --gpus 2 --headroom-mib 300"
     asked = parser().parse_args(words.split())
-    assert (asked.maxModelLen, asked.kvCacheDtype, asked.maxTopLogprobs) == (99, "fp8", None)
+    body = {"spec": {"model": {}, "resources": {"memory": "2Gi"}, "engine": {"maxModelLen": 5}}}
+    assert changed(body, asked)["spec"] == {
+        "model": {},
+        "resources": {"memory": "2Gi", "gpus": 2},
+        "engine": {"maxModelLen": 99, "kvCacheDtype": "fp8"},
+        "capacity": {"headroomMiB": 300},
+    }
+    assert body["spec"]["engine"] == {"maxModelLen": 5}
 
 
 def test_without_flags_the_context_s_namespace_and_a_table_are_the_default() -> None:

@@ -281,7 +281,7 @@ def test_what_would_help_is_there_before_it_is_asked() -> None:
     out, _ = status.build(service_state(ready_pod()), {}, "now")
     assert out["capacity"]["tokensPerGiB"] == (1 << 30) // 512
     memory, half = out["capacity"]["estimates"]
-    assert (memory["field"], memory["value"]) == ("spec.resources.memory", "3072Mi")
+    assert (memory["field"], memory["value"]) == ("spec.resources.memory", "3Gi")
     assert memory["bound"] == "AtLeast" and memory["kvTokens"] > 4096
     assert (half["field"], half["value"]) == ("spec.engine.maxRunningRequests", "2")
     assert half["bound"] == "AtMost" and half["kvTokens"] > 4096

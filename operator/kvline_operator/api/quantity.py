@@ -29,3 +29,12 @@ def canonical(value: str | int, field: str) -> str:
     found = ((amount // size, name) for name, size in kinds.items() if amount % size == 0)
     number, name = next(chain(found, [(amount, "")]))
     return f"{number}{name}" if amount else "0"
+
+
+def in_bytes(value: str | int, field: str) -> int:
+    """A part of a byte counts as one."""
+    match = QUANTITY.fullmatch(canonical(value, field))
+    assert match is not None, "canonical"
+    if match[2] == "m":
+        return -(-int(match[1]) // 1000)
+    return int(match[1]) * {**DECIMAL, **BINARY}[match[2] or ""]

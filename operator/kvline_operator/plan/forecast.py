@@ -12,22 +12,23 @@ from dataclasses import dataclass
 from math import ceil, inf, prod
 from typing import Any
 
-from kubernetes.utils.quantity import parse_quantity
-
 from kvline_contract.launch import KVCacheDtype
 from kvline_contract.memory import ACTIVATIONS, CLIENTS, GRAPHS
 from kvline_contract.report import Source
+from kvline_operator.api.quantity import canonical, in_bytes
 from kvline_operator.api.spec import gpus, ranks
+from kvline_operator.plan.revisions import ASKED
 from kvline_operator.store.capacity_status import CapacityStatus
 
 Object = dict[str, Any]
 MIB, GIB = 1 << 20, 1 << 30
+MEMORY = "spec.resources.memory"
 ROUNDING = 32  # tokens: a budget is whole pages of 16, less one
 SHRINKS = 0.95  # what a validation that ran out of memory leaves of a size
 SCORES = 16  # rows that are scored at once take at most 1/SCORES of the memory on a CPU
 FP8_RATIO = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number, of the dtype and fp8
 # What makes pods and not their KV budget.
-WITHOUT_EFFECT = {"drainSeconds", "podMetadata", "restart", "resources.ephemeralStorage"}
+WITHOUT_EFFECT = {"drainSeconds", "podMetadata", "resources.ephemeralStorage", *ASKED}
 # Lowered, they leave memory to the KV cache; raised, they take some.
 LIMITS = ("maxModelLen", "maxRunningRequests", "maxPrefillTokens", "maxTopLogprobs")
 
@@ -136,7 +137,7 @@ def _of_limit(field: str, old: int, new: int, measured: CapacityStatus) -> Effec
 def _of_memory(old: str, new: str, measured: CapacityStatus, resources: Object) -> Effect:
     """On a CPU each rank has its share. More memory lets more rows be scored at once, which takes
     at most a share of it, and, as rows come in blocks, as much as a step takes now."""
-    more = (_amount(new) - _amount(old)) / ranks(resources)
+    more = (in_bytes(new, MEMORY) - in_bytes(old, MEMORY)) / ranks(resources)
     if gpus(resources):  # the host's, which has no part of the KV cache
         return Effect() if more > 0 else Effect(least=-inf)
     scores = abs(more) / SCORES + _bytes(measured, ACTIVATIONS)
@@ -153,10 +154,11 @@ def estimates(
         return ()
     resources = inputs.get("resources") or {}
     if "memory" in resources and not gpus(resources):
-        more = f"{(_amount(resources['memory']) + GIB) // MIB}Mi"
+        mib = (in_bytes(resources["memory"], MEMORY) + GIB) // MIB
+        more = canonical(f"{mib}Mi", MEMORY)
         low = bounds(measured, inputs, _with_field(inputs, "resources", "memory", more)).low
         if low > measured.kv_tokens:
-            out.append(Estimate("spec.resources.memory", more, low, "AtLeast"))
+            out.append(Estimate(MEMORY, more, low, "AtLeast"))
     if ratio := FP8_RATIO.get(measured.cache_dtype or ""):
         most = bounds(measured, inputs, _with_field(inputs, "engine", "kvCacheDtype", "fp8")).high
         exact = not _bytes(measured, CLIENTS)
@@ -202,7 +204,3 @@ def _flat(inputs: Object) -> Object:
 def _bytes(measured: CapacityStatus, *parts: str) -> int:
     memory = measured.memory.upgraded()
     return sum(memory.mib(part) for part in parts) * MIB
-
-
-def _amount(quantity: str) -> int:
-    return int(parse_quantity(quantity))  # type: ignore[no-untyped-call]
