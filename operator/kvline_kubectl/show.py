@@ -5,9 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.cells import cell_len
+from rich.console import (
+    Console,
+    ConsoleOptions,
+    Group,
+    JustifyMethod,
+    RenderableType,
+    RenderResult,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -37,10 +46,31 @@ BAR = 40
 COLORS = {"True": "green", "False": "red", "Unknown": "yellow"}
 
 
+WRAPPED = ("MESSAGE", "CHANGED", "")  # columns of prose, which wrap within the terminal
+PROSE = 20  # columns that prose has at least
+
+
+class Lines(Table):
+    """Names and figures are whole: a terminal that is too narrow wraps the line, as of kubectl."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = max(options.max_width, self._whole())
+        yield from super().__rich_console__(console, options.update(max_width=width))
+
+    def _whole(self) -> int:
+        found = 0
+        for column in self.columns:
+            cells = [c for c in (column.header, *column.cells) if isinstance(c, str | Text)]
+            longest = max((cell_len(str(cell)) for cell in cells), default=0)
+            found += (longest if column.no_wrap else min(longest, PROSE)) + 2
+        return found
+
+
 def table(*columns: str, right: Iterable[str] = ()) -> Table:
-    made = Table(box=None, pad_edge=False, header_style="bold")
+    made = Lines(box=None, pad_edge=False, header_style="bold")
     for name in columns:
-        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+        justify: JustifyMethod = "right" if name in right else "left"
+        made.add_column(name, justify=justify, overflow="fold", no_wrap=name not in WRAPPED)
     return made
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kvline_kubectl.show import explain
+from kvline_kubectl.show import explain, services
 
 STATUS: dict[str, Any] = {
     "conditions": [{"type": "Ready", "status": "False", "reason": "Starting", "message": "m"}],
@@ -60,3 +60,23 @@ def test_what_would_help_is_shown_before_it_is_asked() -> None:
         for line in text.splitlines()
     )
     assert "arithmetic from the measured parts, not measured" in text
+
+
+def test_no_name_or_figure_of_a_list_is_broken_on_a_narrow_terminal() -> None:
+    name = "smollm2-instruct-for-production"
+    body = {
+        "metadata": {"name": name, "namespace": "research-and-development"},
+        "spec": {"replicas": 2},
+        "status": {
+            "reason": "RevisionRejected",
+            "capacity": {"kvTokens": 19376, "kvTokensTotal": 38752, "fullLengthSequences": 2},
+            "rollout": {"stableRevision": "9xqtt", "gate": {"result": "Rejected"}},
+        },
+    }
+    console = Console(width=80, soft_wrap=True)
+    with console.capture() as printed:
+        console.print(services([body], True))
+    heading, line = printed.get().splitlines()
+    for word in ("research-and-development", name, "RevisionRejected", "19,376", "Rejected"):
+        assert word in line.split()
+    assert "KV TOKENS" in heading
