@@ -24,7 +24,7 @@ from kvline_contract.memory import Memory
 from kvline_contract.report import SizingReport
 from kvline_operator.observe.pods import condition_of
 from kvline_operator.report.advice import NOTHING, advise
-from kvline_operator.report.causes import causes
+from kvline_operator.report.causes import BEFORE_SIZING, causes
 from kvline_operator.report.display import (
     Titled,
     changes,
@@ -223,7 +223,8 @@ def explain(body: Object, events: list[Object]) -> RenderableType:
         parts += ["", f"No replica serves; the last one had {tokens} KV tokens ({_as_of(status)})."]
     shown = memories(status)
     parts += waterfalls(shown) if len(shown) > 1 else []
-    parts += estimates(status)
+    if not any(item["type"] in BEFORE_SIZING for item in unmet):
+        parts += estimates(status)
     for text in status.get("warnings") or []:
         parts += ["", Text(f"Warning: {text}", "yellow")]
     if events:

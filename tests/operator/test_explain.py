@@ -60,6 +60,12 @@ def test_what_would_help_is_shown_before_it_is_asked() -> None:
         for line in text.splitlines()
     )
     assert "arithmetic from the measured parts, not measured" in text
+    missing = {"type": "ModelAvailable", "status": "False", "reason": "NotFound", "message": "m"}
+    status = {**STATUS, "conditions": [*STATUS["conditions"], missing], "capacity": capacity}
+    with console.capture() as printed:
+        console.print(explain({"metadata": {"name": "chat"}, "status": status}, []))
+    assert "ModelAvailable: NotFound" in (text := printed.get())
+    assert "KV tokens in a GiB" not in text and "kvCacheDtype" not in text
 
 
 def test_no_name_or_figure_of_a_list_is_broken_on_a_narrow_terminal() -> None:

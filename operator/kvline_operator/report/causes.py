@@ -18,6 +18,7 @@ ORDER = (
     "CapacityStable",
     "ScalingActive",
 )
+BEFORE_SIZING = ORDER[:3]
 # A condition that is False for one of these reasons waits for another one.
 CONSEQUENCES = {
     ("Progressing", "DeadlineExceeded"),

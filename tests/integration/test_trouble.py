@@ -1,0 +1,70 @@
+"""What keeps pods from serving, as a user sees it: by conditions and `kubectl kvline explain`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from playground import Node
+from waiting import eventually
+
+from kvline_contract.report import State
+
+pytestmark = pytest.mark.integration
+
+CAUSE = "MountVolume.SetUp failed for volume models: exit status 32: access denied by server"
+
+
+def test_a_volume_that_is_never_mounted_is_explained_by_its_event(
+    space: Any, operator: Any, node: Node
+) -> None:
+    """2.2 and 2.8: the pod was shown as one that starts, for ever."""
+    space.apply()
+    (pod,) = eventually(node.pods)
+    node.bind(pod)
+    since = "2026-01-01T00:00:00Z"
+    creating = {"waiting": {"reason": "ContainerCreating"}}
+    waits = {"type": "PodReadyToStartContainers", "status": "False", "lastTransitionTime": since}
+    server = {"name": "server", "state": creating, "ready": False, "restartCount": 0}
+    server |= {"image": "", "imageID": ""}
+    node.patch(pod, {"phase": "Pending", "conditions": [waits], "containerStatuses": [server]})
+    eventually(lambda: space.condition("Progressing").get("reason") == "PodNotSetUp")
+    assert space.condition("Ready")["reason"] == "PodNotSetUp"
+    name = pod["metadata"]["name"]
+    assert f"describe pod {name}" in space.condition("Ready")["message"]
+    event = {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"name": "mount"},
+        "involvedObject": {"kind": "Pod", "name": name, "namespace": space.name},
+        "reason": "FailedMount",
+        "type": "Warning",
+        "message": CAUSE,
+    }
+    space.kubectl("create", "-f", "-", input=json.dumps(event))
+    output = space.kvline("explain", "chat").stdout
+    assert output.index("Progressing: PodNotSetUp") < output.index("access denied by server")
+    assert "NetworkPolic" not in output and "CapacityMeasured" not in output
+    node.play(State.VALIDATED)
+    eventually(lambda: space.condition("Progressing").get("reason") == "Complete")
+
+
+def test_a_secret_that_is_there_at_last_is_missing_no_longer(
+    space: Any, operator: Any, node: Node
+) -> None:
+    """2.2: the reason stood for the whole of the next start."""
+    space.apply(access={"apiKeySecretRef": {"name": "keys", "key": "key"}})
+    (pod,) = eventually(node.pods)
+    node.bind(pod)
+    node.crash(pod, 22, "/etc/kvline/access/key: no key")
+    eventually(lambda: space.condition("ModelAvailable").get("reason") == "SecretMissing")
+    assert f"Secret keys of namespace {space.name}" in space.condition("Ready")["message"]
+    output = space.kvline("explain", "chat").stdout
+    assert "ModelAvailable: SecretMissing" in output and "CapacityMeasured" not in output
+    node.play(State.LOADING)
+    eventually(lambda: space.condition("ModelAvailable").get("reason") == "Loading")
+    assert space.condition("ModelAvailable")["status"] == "Unknown"
+    node.play(State.STRESSING)
+    eventually(lambda: space.condition("ModelAvailable")["status"] == "True")
+    assert space.condition("Ready")["reason"] == "Stressing"
