@@ -125,9 +125,14 @@ class Service:
 
 
 def _print_timed(watching: subprocess.Popen[str], began: float) -> None:
+    """Each row that differs from the one before in more than its age, which is last: a status
+    changes more often than its columns."""
     assert watching.stdout is not None
+    before: list[str] = []
     for line in watching.stdout:
-        seconds = time.monotonic() - began
+        if (columns := line.split()[:-1]) == before:
+            continue
+        before, seconds = columns, time.monotonic() - began
         print(f"      {seconds:5.1f} s  {line.rstrip()}", flush=True)
 
 

@@ -26,6 +26,16 @@ from kvline_operator.store.revision_state import RevisionState
 from kvline_operator.store.verdict import GateResult, Phase, StoredVerdict
 
 MEMORY = MemoryV1(2048, 513, 104, 0, 861, 128, 442)
+ESTIMATES = [
+    {"field": "spec.resources.memory", "value": "3Gi", "kvTokens": 39712, "bound": "AtLeast"},
+    {"field": "spec.engine.kvCacheDtype", "value": "fp8", "kvTokens": 76400, "bound": "AtMost"},
+    {
+        "field": "spec.engine.maxRunningRequests",
+        "value": "8",
+        "kvTokens": 20550,
+        "bound": "AtMost",
+    },
+]
 INPUTS = {"model": {"source": "pvc://models/smollm2"}, "resources": {"memory": "2Gi"}}
 LOSS = "measured 8528 KV tokens, 18408 are required (95 % of 19376): 9880 short"
 # At 12:00, 20 s after the stage began.
@@ -89,6 +99,8 @@ def rolled_back(name: str = "smollm2", message: str = LOSS) -> View:
             "spread": {"min": 19376, "max": 19584},
             "fullLengthSequences": 2,
             "bytesPerToken": 46080,
+            "tokensPerGiB": 23301,
+            "estimates": ESTIMATES,
             "attempts": 1,
             "measuredAt": "2026-11-22T00:00:00Z",
             "source": "Measured",

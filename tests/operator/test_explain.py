@@ -52,11 +52,11 @@ def test_what_would_help_is_shown_before_it_is_asked() -> None:
     text = printed.get()
     assert "23,301 KV tokens in a GiB of KV cache" in text
     assert any(
-        line.split() == ["resources.memory", "3072Mi", "at", "least", "39,700", "2.42", "x"]
+        line.split() == ["resources.memory", "3072Mi", "at", "least", "39,700", "2.42x"]
         for line in text.splitlines()
     )
     assert any(
-        line.split() == ["engine.kvCacheDtype", "fp8", "about", "32,832", "2.00", "x"]
+        line.split() == ["engine.kvCacheDtype", "fp8", "about", "32,832", "2.00x"]
         for line in text.splitlines()
     )
     assert "arithmetic from the measured parts, not measured" in text

@@ -22,7 +22,7 @@ from kvline_contract.memory import FIGURES, Memory, MemoryV1, Part
 from kvline_contract.report import State
 from kvline_kubectl import show
 from kvline_operator.page.app import make
-from kvline_operator.page.view_model import WIDTH, age, line, moment, waterfall
+from kvline_operator.page.view_model import WIDTH, age, grouped, line, moment, waterfall
 from kvline_operator.report.display import memories, memory
 from kvline_operator.report.status_cache import StatusCache
 
@@ -47,21 +47,40 @@ def test_the_list_has_every_service_and_its_figures() -> None:
 def test_a_service_s_page_tells_its_story() -> None:
     text = page("/services/team/smollm2")
     for word in (
-        "9880 short",
-        "8,528",
+        "9,880 short",
+        "measured 8,528 KV tokens, 18,408 are required (95 % of 19,376)",
         "18,408",
         "<code>resources.memory: 2Gi -&gt; 1536Mi</code>",
         "smollm2-dt8h5-c",
         str(State.VALIDATING),
         "attempt 1 at 8,528 tokens: Running",
         "5 stages in 11.7 s",
-        "stage 4 of 4: validates 8528 tokens with the largest steps, step 2 of 6 (decode), "
+        "stage 4 of 4: validates 8,528 tokens with the largest steps, step 2 of 6 (decode), "
         "20 s so far, about 30 s left",
         "22 Nov 2026, 00:00 UTC",
         "change the spec, or promote",
+        "23,301 KV tokens in a GiB of KV cache",
+        '<code>resources.memory 3Gi</code></td><td class="number">at least 39,712</td>',
+        '<code>engine.kvCacheDtype fp8</code></td><td class="number">at most 76,400</td>',
+        "arithmetic from the measured parts, not measured",
         "11 h",  # the age of the newer revision at noon
     ):
         assert word in text, word
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("measured 9088 KV tokens: 10368 short", "measured 9,088 KV tokens: 10,368 short"),
+        ("the baseline 20480.", "the baseline 20,480."),
+        ("999 of 1024", "999 of 1,024"),
+        ("port 8001, code 1000 and HTTP 5000", "port 8001, code 1000 and HTTP 5000"),
+        ("llama-70000 at 10.0.0.1:8000, 2026-11-22", "llama-70000 at 10.0.0.1:8000, 2026-11-22"),
+        ("revision 12345x and 1,234", "revision 12345x and 1,234"),
+    ],
+)
+def test_numbers_of_messages_are_written_as_the_page_s_figures(message: str, shown: str) -> None:
+    assert grouped(message) == shown
 
 
 def test_an_empty_board_and_unknown_pages_say_so() -> None:
@@ -70,6 +89,7 @@ def test_an_empty_board_and_unknown_pages_say_so() -> None:
     for path in ("/services/team/nobody", "/static/none.js", "/static/../app.py", "/elsewhere"):
         answer = client.get(path)
         assert answer.status_code == 404 and "Not found" in answer.text
+        assert ("may have been deleted" in answer.text) == (path.startswith("/services"))
     assert client.post("/").status_code == 405
 
 

@@ -45,6 +45,7 @@ def make(cache: StatusCache, now: Callable[[], datetime] = lambda: datetime.now(
         lstrip_blocks=True,
     )
     templates.filters["figure"] = view_model.figure
+    templates.filters["grouped"] = view_model.grouped
     templates.filters["moment"] = view_model.moment
     templates.globals["arithmetic"] = ARITHMETIC
 

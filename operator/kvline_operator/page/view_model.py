@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -347,6 +348,15 @@ def _level(condition: Object) -> str:
 
 def figure(value: int) -> str:
     return f"{value:,}" if value else "-"
+
+
+# Numbers of four digits and more that stand alone, but those that are names.
+_NUMBER = re.compile(r"(?<![^\s(])(?<!port )(?<!code )(?<!HTTP )\d{4,}(?=[\s);:,.%]|$)")
+
+
+def grouped(message: str) -> str:
+    """A message with its numbers as the page's figures are written."""
+    return _NUMBER.sub(lambda found: f"{int(found[0]):,}", message)
 
 
 def moment(stamp: str) -> str:

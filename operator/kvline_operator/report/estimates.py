@@ -61,7 +61,7 @@ def rows(status: Object) -> tuple[Shown, ...]:
         Shown(
             f"{row['field'].removeprefix('spec.')} {row['value']}",
             f"{BOUNDS.get(row.get('bound', ''), '')} {row['kvTokens']:,}",
-            f"{row['kvTokens'] / now:.2f} x",
+            f"{row['kvTokens'] / now:.2f}x",
         )
         for row in capacity.get("estimates") or ()
     )
