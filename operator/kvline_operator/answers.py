@@ -69,8 +69,8 @@ class Answer:
     def refusal(self) -> Refusal:
         if any(c.reason == "NamespaceTerminating" for c in self.causes):
             return Refusal.NAMESPACE
-        if (said := of_message(self.message)) is not None:
-            return said
+        if (named := of_message(self.message)) is not None:
+            return named
         if self.code == 403:
             return Refusal.RIGHTS
         return Refusal.SCHEMA if self.code in (400, 413, 422) else Refusal.NONE
@@ -100,5 +100,5 @@ def of_message(message: str) -> Refusal | None:
     forbidden = FORBIDDEN.match(message)
     if forbidden is None:
         return None
-    said = (refusal for refusal, grammar in PLUGINS if grammar.match(forbidden[1]))
-    return next(said, Refusal.ADMISSION)
+    found = (refusal for refusal, grammar in PLUGINS if grammar.match(forbidden[1]))
+    return next(found, Refusal.ADMISSION)

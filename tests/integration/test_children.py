@@ -256,3 +256,38 @@ def test_one_who_puts_it_back_each_time_wins_after_a_while_and_is_named(
     # A change of the spec removes the foreign variable too.
     space.apply(replicas=2)
     until(lambda: node.play(State.VALIDATED) or space.up_to_date, 60)
+
+
+def owners_of(space: Any) -> set[str]:
+    """UIDs of the owners of all children; empty for one without."""
+    items = [item for found in children(space).values() for item in found]
+    meta = [item["metadata"] for item in items]
+    return {o["uid"] for m in meta for o in m.get("ownerReferences") or [{"uid": ""}]}
+
+
+def test_orphaned_children_are_the_service_s_again(
+    space: Any, operator: Operator, node: Any, until: Callable[..., Any]
+) -> None:
+    """F68: the baseline is kept, pods run on, and the other revision is owned, then pruned."""
+    serve(space, node)
+    rollout = space.get("kvl", "chat")["status"]["rollout"]
+    stable = rollout["stableRevision"]
+    served = {p["metadata"]["uid"] for p in node.pods()}
+    longer = {"engine": {"maxModelLen": 4096}}
+    space.apply(**longer)
+    until(lambda: len(space.list("deployments")) == 2 and len(node.pods()) == 2)
+    space.kubectl("delete", "kvl", "chat", "--cascade=orphan", f"--timeout={limit(60):.0f}s")
+    assert owners_of(space) == {""}
+    space.apply(**longer)
+    uid = space.get("kvl", "chat")["metadata"]["uid"]
+    until(lambda: owners_of(space) == {uid})
+    status = until(lambda: space.get("kvl", "chat").get("status"))
+    assert status["rollout"]["stableRevision"] == stable
+    assert status["rollout"]["candidateRevision"] != stable
+    assert served < {p["metadata"]["uid"] for p in node.pods()}
+    assert space.condition("Ready")["status"] == "True"
+    until(lambda: node.play(State.VALIDATED) or space.up_to_date, 60)
+    until(lambda: len(space.list("deployments")) == 1)
+    status = space.get("kvl", "chat")["status"]
+    assert stable in status["rollout"]["gate"]["message"] or status["rollout"]["gate"]["baseline"]
+    settles(operator.writes_nothing, seconds=60)

@@ -44,7 +44,7 @@ class Cluster(Kube):
 
     def __init__(self, fails: Callable[[Call], tuple[int, str] | None]) -> None:
         self.fails = fails
-        self.service = copy.deepcopy(BODY)
+        self.service: Object = copy.deepcopy(BODY)
         self.service["metadata"] |= {"resourceVersion": "7"}
         self.events: list[str] = []
         self.status_writes = 0
@@ -64,7 +64,7 @@ class Cluster(Kube):
         if call.method == "GET":
             return self._read(call)
         meta = {**call.body["metadata"], "uid": "x"} if isinstance(call.body, dict) else {}
-        return json.dumps({**dict(call.body), "metadata": meta} if meta else {}).encode()
+        return json.dumps({**call.body, "metadata": meta} if meta else {}).encode()
 
     def _read(self, call: Call) -> bytes:
         if call.path.endswith(f"{PLURAL}/chat"):
