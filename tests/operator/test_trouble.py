@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
-from services import GPU, LOST, by_type, report, service_state
+from services import GPU, HELD, LOST, by_type, ready_pod, report, service_state
 
 from kvline_contract.exits import ExitCode
 from kvline_contract.report import Stage, State
@@ -22,6 +22,7 @@ from kvline_operator.plan.candidate import counted
 from kvline_operator.plan.candidate import view as candidate
 from kvline_operator.plan.gate import Baseline, ComparisonGroup, evaluate
 from kvline_operator.plan.prepare import Preparation
+from kvline_operator.plan.rollout import RolloutPlan
 from kvline_operator.plan.threshold import Thresholds
 from kvline_operator.report import status
 from kvline_operator.report.advice import advise
@@ -286,6 +287,15 @@ def test_a_model_is_available_once_a_pod_has_seen_it(
         assert got["Ready"].reason == got["CapacityMeasured"].reason
 
 
+def test_a_candidate_s_model_is_not_what_the_stable_one_serves() -> None:
+    plan = RolloutPlan({"aaaaa": 1, "bbbbb": 1}, "aaaaa", "bbbbb", HELD)
+    new = replace(pod(running(), reading=at(State.LOADING)), revision="bbbbb")
+    got = by_type(service_state(ready_pod(), new, plan=plan))
+    assert (got["CapacityMeasured"].status, got["Ready"].status) == ("True", "True")
+    found = got["ModelAvailable"]
+    assert (found.status, found.reason, found.message) == ("Unknown", "Loading", "loading")
+
+
 def test_a_model_that_a_job_has_fetched_is_available() -> None:
     got = by_type(service_state(preparing=Preparation({}, done=True, has_read=True)))
     assert got["ModelAvailable"].status == "True"
@@ -382,6 +392,7 @@ def pods(draw: st.DrawFn) -> PodView:
     return replace(made, failures=ends[0], oom_kills=ends[1])
 
 
+@example(pod(running(), reading=Reading(None, "TimeoutError", invalid=True)))
 @given(pods())
 def test_gate_conditions_and_explain_agree_about_any_pod(seen: PodView) -> None:
     found = trouble.of(seen)

@@ -67,8 +67,7 @@ def _measuring(kind: str, pods: tuple[PodView, ...], unread: Trouble | None) -> 
     reports = [p.report for p in pods if p.report is not None]
     if reports:
         report = max(reports, key=lambda r: PROGRESS.index(r.state))
-        text = headline(report.current) if report.current is not None else _earlier(report)
-        return Condition(kind, "False", str(report.state), text)
+        return Condition(kind, "False", str(report.state), stage(report))
     if unread is not None:
         return Condition(kind, "Unknown", unread.reason, unread.message)
     return Condition(kind, "Unknown", "Pending", _no_report(pods))
@@ -81,6 +80,11 @@ def _no_report(pods: tuple[PodView, ...]) -> str:
     if ended is None:
         return "no container runs yet"
     return f"no container runs: the last one ended with {ended.title}"
+
+
+def stage(report: SizingReport) -> str:
+    """What a start does."""
+    return headline(report.current) if report.current is not None else _earlier(report)
 
 
 def _earlier(report: SizingReport) -> str:

@@ -69,8 +69,10 @@ def model_available(state: ServiceState) -> Condition:
         if state.spec.inputs["model"].get("loadFormat") == "random":
             return Condition(kind, "True", "Random", "weights are random, from config.json alone")
         return Condition(kind, "True", "Available", state.spec.source.text)
-    if any(p.report is not None and p.report.state is State.LOADING for p in state.newest):
-        return Condition(kind, "Unknown", "Loading", capacity.measured(state).message)
+    reports = (p.report for p in state.newest if p.report is not None)
+    loading = next((r for r in reports if r.state is State.LOADING), None)
+    if loading is not None:
+        return Condition(kind, "Unknown", "Loading", capacity.stage(loading))
     found = [t for t in state.troubles if t.effect is Effect.WAITS]
     waits = [t.message for t in found if t.condition == "Progressing"]
     runs = any(p.running or p.ended is not None for p in state.newest)
@@ -229,7 +231,8 @@ def ready(state: ServiceState, others: list[Condition]) -> Condition:
     # A model that was not seen yet says less than the stage or the failure of its server, and
     # DeadlineExceeded less than what the rollout waits for, such as a download.
     unseen = by_type["ModelAvailable"].status == "Unknown"
-    late = {"ModelAvailable"} if unseen and by_type["CapacityMeasured"].status == "False" else set()
+    says_more = by_type["CapacityMeasured"].reason not in ("Pending", "Validated")
+    late = {"ModelAvailable"} if unseen and says_more else set()
     late |= {c.type for c in others if c.reason == "DeadlineExceeded"}
     for condition in (by_type[name] for name in sorted(READY_ORDER, key=late.__contains__)):
         if condition.status != "True":
