@@ -209,7 +209,8 @@ class Kube:
         """Creates an object; False where one of that name exists already."""
         self._count_write()
         try:
-            self._call("POST", body["kind"], body["metadata"]["namespace"], None, body=body)
+            where = (body["kind"], body["metadata"]["namespace"], None)
+            self._call("POST", *where, body=body, query=[("fieldManager", FIELD_MANAGER)])
         except Conflict as error:  # or of a quota's figures, which change meanwhile
             if not error.answer.exists:
                 raise

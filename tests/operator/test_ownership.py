@@ -14,7 +14,7 @@ from kvline_contract.launch import GateFile
 from kvline_contract.names import FIELD_MANAGER
 from kvline_operator.api.spec import parse
 from kvline_operator.observe.ownership import Service, Whose, whose
-from kvline_operator.plan import render
+from kvline_operator.plan import jobs, render
 from kvline_operator.plan.revisions import wanted
 from kvline_operator.settings import Settings
 
@@ -38,15 +38,24 @@ def revision(**spec: Any) -> tuple[Object, list[Object]]:
     new = wanted(made, [], SETTINGS.image_for(made.gpus))
     stored = render.controller_revision(made, new, SETTINGS)
     gate = GateFile(version=1, open=True)
-    return orphan(stored), [orphan(o) for o in render.revision_objects(made, stored, 1, gate, "{}")]
+    objects = [jobs.job(made, stored), *render.revision_objects(made, stored, 1, gate, "{}")]
+    return orphan(stored), [orphan(o) for o in objects]
 
 
 HUB = {"source": "hf://org/name@" + "0" * 40, "tokenSecretRef": {"name": "hub", "key": "token"}}
+CACHED = {**HUB, "cache": {"claimName": "models"}}
 KEY = {"apiKeySecretRef": {"name": "keys", "key": "key"}, "tlsSecretRef": {"name": "tls"}}
 
 
 @pytest.mark.parametrize(
-    "spec", [{}, {"model": HUB}, {"access": KEY}, {"resources": {"memory": "2Gi", "gpus": 1}}]
+    "spec",
+    [
+        {},
+        {"model": HUB},
+        {"model": CACHED},
+        {"access": KEY},
+        {"resources": {"memory": "2Gi", "gpus": 1}},
+    ],
 )
 def test_orphans_of_every_kind_of_spec_are_the_service_s_again(spec: Any) -> None:
     left, objects = revision(image="registry.example/server:2", **spec)
@@ -85,9 +94,17 @@ FORGERIES: dict[str, Callable[[Object], Any]] = {
     "secret": lambda b: b["data"]["podTemplate"]["spec"]["volumes"].append(
         {"name": "x", "secret": {"secretName": "theirs"}}
     ),
+    "secret variable": lambda b: container(b)["env"].append(
+        {"name": "X", "valueFrom": {"secretKeyRef": {"name": "theirs", "key": "x"}}}
+    ),
+    "all variables": lambda b: container(b).update(envFrom=[{"secretRef": {"name": "theirs"}}]),
     "claim": lambda b: b["data"]["podTemplate"]["spec"]["volumes"].append(
         {"name": "x", "persistentVolumeClaim": {"claimName": "theirs"}}
     ),
+    "volume of two kinds": lambda b: b["data"]["podTemplate"]["spec"]["volumes"].append(
+        {"name": "x", "emptyDir": {}, "hostPath": {"path": "/"}}
+    ),
+    "another shape": lambda b: b["data"].update(podTemplate={"spec": ["x"]}),
     "no template": lambda b: b["data"].pop("podTemplate"),
     "no data": lambda b: b.pop("data"),
     "not written by us": lambda b: b["metadata"].update(managedFields=[{"manager": "kubectl"}]),

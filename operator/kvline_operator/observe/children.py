@@ -19,8 +19,9 @@ from kvline_contract.names import (
 from kvline_operator.api.spec import ServiceSpec
 from kvline_operator.errors import Missing, SpecError
 from kvline_operator.kube import Kube
+from kvline_operator.observe.earlier_group import released
 from kvline_operator.observe.ended_pods import EndedPod, ended, has_ended
-from kvline_operator.observe.ownership import PodOwnership, Service, is_owned
+from kvline_operator.observe.ownership import PodOwnership, Service, is_owned, living
 from kvline_operator.observe.pods import (
     Measured,
     PodView,
@@ -118,21 +119,23 @@ def observe(
     """All children of a service, its pods' sizing reports, and their load if it autoscales."""
     namespace, selector = spec.namespace, f"{LABEL_SERVICE}={spec.base}"
     kinds = ("ControllerRevision", "Deployment", "ConfigMap", "Pod", "Job")
-    lists = list(pool.map(lambda kind: kube.select(kind, namespace, selector), kinds))
+    found_by_kind = pool.map(lambda kind: kube.select(kind, namespace, selector), kinds)
+    lists = [released(kube, items) for items in found_by_kind]
     service = Service(spec.name, spec.uid, spec.base)
     revisions = service.revisions(lists[0])
-    deployments, config_maps = (service.of_revisions(items, revisions) for items in lists[1:3])
+    others = (living(items) for items in lists[1:3])
+    deployments, config_maps = (service.of_revisions(items, revisions) for items in others)
     found = lineage.ours(lists[3], spec.uid, {d["metadata"]["uid"] for d in deployments})
-    ours = [p for p in found if not p["metadata"].get("deletionTimestamp")]
-    living = [p for p in ours if not has_ended(p)]
-    readings = list(pool.map(lambda pod: _read_report(pod, reports), living))
+    ours = living(found)
+    replicas = [p for p in ours if not has_ended(p)]
+    readings = list(pool.map(lambda pod: _read_report(pod, reports), replicas))
     now = times.now()
-    views = [view(pod, reading, now) for pod, reading in zip(living, readings, strict=True)]
+    views = [view(pod, reading, now) for pod, reading in zip(replicas, readings, strict=True)]
     leaves = leaving(found, deployments, now)
     pods = tuple(_awaiting(pod, leaves) for pod in views)
     if spec.autoscaling is not None:
         pods = tuple(pool.map(partial(_with_load, reports), pods))
-    jobs = tuple(item for item in lists[4] if is_owned(item, spec.uid))
+    jobs = tuple(service.of_revisions(lists[4], revisions))
     preparing = _preparing(kube, spec, jobs, now) if jobs else ()
     return Observed(
         revisions=revisions,
@@ -161,7 +164,7 @@ def _claim_templates(
         if spec.device_class:
             raise SpecError(UNSERVED) from None
         return ()
-    return tuple(service.of_revisions(found, revisions))
+    return tuple(service.of_revisions(living(found), revisions))
 
 
 def leaving(pods: list[Object], deployments: list[Object], now: str) -> str:
@@ -188,8 +191,8 @@ def needless_waits(pods: tuple[PodView, ...], found: list[Object], now: str) -> 
     if not lacking or any(p.ready for p in pods):
         return ()
     terminating = (p for p in found if (p["metadata"].get("deletionTimestamp") or "") > now)
-    living = [p for p in terminating if not has_ended(p)]
-    waits = [(revision_of(p), (p.get("status") or {}).get("podIP")) for p in living]
+    running = [p for p in terminating if not has_ended(p)]
+    waits = [(revision_of(p), (p.get("status") or {}).get("podIP")) for p in running]
     return tuple(sorted((revision, address) for revision, address in waits if address))
 
 

@@ -74,12 +74,10 @@ class Service:
         return [r for r in living(items) if self._owns(r) or (self._left(r) and self._made(r))]
 
     def of_revisions(self, items: Sequence[Object], revisions: Sequence[Object]) -> list[Object]:
-        """Its other children, and orphans of these revisions, of which Deployments have to be as
-        they were rendered."""
+        """Its other children, and orphans of these revisions, of which Deployments and Jobs have
+        to be as they were rendered."""
         known = {_label(r): r["data"] for r in revisions}
-        return [
-            i for i in living(items) if self._owns(i) or (self._left(i) and self._fits(i, known))
-        ]
+        return [i for i in items if self._owns(i) or (self._left(i) and self._fits(i, known))]
 
     def _owns(self, item: Object) -> bool:
         return is_owned(item, self.uid)
@@ -100,13 +98,11 @@ class Service:
         name, revision = item["metadata"]["name"], _label(item)
         if not revision:
             return name in (names.records_name(self.base), names.scale_name(self.base))
-        if revision not in known:
+        kinds = names.revision_name, names.gate_name, names.prepare_name
+        if revision not in known or name not in [named(self.base, revision) for named in kinds]:
             return False
-        own = names.revision_name(self.base, revision), names.gate_name(self.base, revision)
         template, data = (item.get("spec") or {}).get("template"), known[revision]
-        return name in own and (
-            template is None or is_rendered(template, self.base, data["inputs"], data["image"])
-        )
+        return template is None or is_rendered(template, self.base, data["inputs"], data["image"])
 
 
 def living(items: Sequence[Object]) -> list[Object]:

@@ -15,6 +15,13 @@ VOLUMES = {"configMap", "emptyDir", "persistentVolumeClaim", "secret"}
 
 
 def is_rendered(template: Object, base: str, inputs: Object, image: str) -> bool:
+    try:
+        return _is_rendered(template, base, inputs, image)
+    except (AttributeError, TypeError):  # a ControllerRevision's data may have any shape
+        return False
+
+
+def _is_rendered(template: Object, base: str, inputs: Object, image: str) -> bool:
     pod = template.get("spec") or {}
     containers = [*(pod.get("initContainers") or []), *(pod.get("containers") or [])]
     named = {base, *_strings(inputs)}
@@ -25,6 +32,7 @@ def is_rendered(template: Object, base: str, inputs: Object, image: str) -> bool
         and pod.get("serviceAccountName") in named
         and (pod.get("securityContext") or {}).get("runAsNonRoot") is True
         and all(c.get("image") == image and _is_restricted(c) for c in containers)
+        and all(_reads_named(c, named) for c in containers)
         and all(_is_ours(v, base, named) for v in pod.get("volumes") or [])
     )
 
@@ -39,8 +47,19 @@ def _is_restricted(container: Object) -> bool:
     )
 
 
+def _reads_named(container: Object, named: set[str]) -> bool:
+    """Whether its environment is of no other Secret, and of no ConfigMap at all."""
+    found = [e.get("valueFrom") or {} for e in container.get("env") or []]
+    secrets = {(f.get("secretKeyRef") or {}).get("name") for f in found} - {None}
+    return (
+        secrets <= named
+        and not any("configMapKeyRef" in f for f in found)
+        and not container.get("envFrom")
+    )
+
+
 def _is_ours(volume: Object, base: str, named: set[str]) -> bool:
-    (kind,) = volume.keys() - {"name"} or {""}
+    kind = "".join(volume.keys() - {"name"})
     source = volume.get(kind) or {}
     if kind not in VOLUMES:
         return False
