@@ -123,6 +123,7 @@ def test_the_number_stays_without_autoscaling_and_a_second_writer_is_named(
     until(lambda: space.get("configmap", "chat-scale") is None)
     until(settled)
     assert replicas() == wanted(space) == 4
+    assert len(space.list("controllerrevisions")) == 1  # none of this makes a revision
 
 
 def test_scaling_while_a_rollout_is_on_its_way(

@@ -13,7 +13,7 @@ from waiting import eventually, within
 
 from kvline_contract.report import SizingReport, State
 from kvline_operator.observe.ask import Asker, Request, Silent
-from kvline_operator.observe.reports import REPORT_PATH, Reports
+from kvline_operator.observe.reports import REPORT_PATH, SLOW_SECONDS, Reports
 
 SILENT = [f"127.0.1.{number}" for number in range(1, 101)]
 WELL = "127.0.2.1"
@@ -73,6 +73,22 @@ def test_a_hundred_silent_ports_do_not_slow_others(ports: Ports) -> None:
                 reading = workers.submit(reports.read, "well", WELL, False).result()
             assert reading.report == REPORT
     assert set(ports.taken) == {*SILENT, WELL}
+
+
+def test_a_pod_that_is_slow_to_answer_keeps_its_last_report_for_a_moment(ports: Ports) -> None:
+    """Else its conditions would change with each poll, on a busy node."""
+    now = [0.0]
+    reports = Reports(ports.number, 300.0, clock=lambda: now[0])
+    address = SILENT[0]
+    ports.answers.add(address)
+    assert reports.read("well", address, ready=False).report == REPORT
+    ports.answers.remove(address)
+    now[0] += SLOW_SECONDS - 1
+    kept = reports.read("well", address, ready=False)
+    assert (kept.report, kept.error) == (REPORT, "")
+    now[0] += 1
+    lost = reports.read("well", address, ready=False)
+    assert lost.report is None and "no answer" in lost.error
 
 
 def test_a_silent_pod_is_asked_less_and_less_often_until_it_answers(ports: Ports) -> None:

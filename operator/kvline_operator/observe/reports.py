@@ -16,12 +16,14 @@ from typing import Generic, TypeVar
 from kvline_contract.codec import ContractError
 from kvline_contract.names import END_PRE_STOP_PATH, OPEN_GATE_PATH, SIZING_PATH
 from kvline_contract.report import REPORT_VERSION, Load, SizingReport, State
-from kvline_operator.observe.ask import Asker, Request, Unreachable
+from kvline_operator.observe.ask import Asker, Request, Silent, Unreachable
 
 T = TypeVar("T")
 LOAD_PATH = "/load"
 # A server that knows version 1 alone ignores which one is asked for.
 REPORT_PATH = f"{SIZING_PATH}?version={REPORT_VERSION}"
+# A pod that is slow to answer, as on a busy node, keeps its last report for so long.
+SLOW_SECONDS = 5.0
 MAX_ENTRIES = 4096  # reports; the least recently stored one is evicted and read again
 
 
@@ -74,6 +76,7 @@ class Reports:
         self._load_seconds = load_seconds
         self._loads: _Cache[Load | None] = _Cache(clock)
         self._reports: _Cache[SizingReport] = _Cache(clock)
+        self._recent: _Cache[SizingReport] = _Cache(clock)
         self._asker = Asker(clock)
 
     def read(self, uid: str, address: str, ready: bool) -> Reading:
@@ -102,12 +105,16 @@ class Reports:
         try:
             raw = self._asker.ask(uid, Request(address, self._port, REPORT_PATH))
             report = SizingReport.parse(raw)
+        except Silent as error:
+            recent = self._recent.get(uid, SLOW_SECONDS)
+            return Reading(recent.value) if recent is not None else Reading(None, str(error))
         except Unreachable as error:
             return Reading(None, str(error))
         except ContractError as error:
             return Reading(None, str(error), invalid=True)
         if report.pod_uid != uid:
             return Reading(None, "podUID: the report is of another pod", invalid=True)
+        self._recent.put(uid, report)
         return Reading(report)
 
     def end_wait(self, address: str, token: str) -> None:
