@@ -100,6 +100,13 @@ def test_the_api_page_is_what_the_crd_says() -> None:
     assert subprocess.run(command, check=False).returncode == 0, "make api"
 
 
+def test_the_charts_copies_are_of_their_sources() -> None:
+    import helm
+
+    for source, copy in helm.COPIES.items():
+        assert (ROOT / source).read_text() == (ROOT / copy).read_text(), "make manifests"
+
+
 def test_the_exit_codes_of_the_page_are_those_of_the_contract() -> None:
     from kvline_contract.exits import ExitCode
 
