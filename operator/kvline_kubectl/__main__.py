@@ -6,12 +6,14 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from kvline_contract import times
-from kvline_kubectl import act, show, size
+from kvline_kubectl import act, check, show, size
 from kvline_kubectl.cluster import Cluster, Problem, connect
 from kvline_kubectl.past import with_phases
 from kvline_kubectl.size_job import AS_GIVEN
@@ -62,6 +64,8 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument("--timeout", type=int, default=60, metavar="SECONDS", help=WAIT)
         if run in (promote, rollback):
             made.add_argument("revision", nargs="?")
+    made = add("check", "answer whether a manifest would pass its gate; changes nothing", checking)
+    made.add_argument("-f", "--filename", type=Path, required=True)
     size.add_arguments(add("size", "measure a spec in a Job, without changing the service", sizing))
     return top
 
@@ -191,6 +195,21 @@ def _change(
             raise Problem(refused)
     _print(a, lambda: text, {"done": text, "generation": after["metadata"]["generation"]})
     return 0
+
+
+def checking(cluster: Cluster, a: argparse.Namespace) -> int:
+    body = size.from_file(a.filename, cluster, a.namespace)
+    name, space = body["metadata"]["name"], body["metadata"]["namespace"]
+    cluster = replace(cluster, namespace=space)
+    live = cluster.find(name)
+    if live is None:
+        answer = check.Answer(check.Result.UNKNOWN, f"there is no {name} in namespace {space} yet")
+    else:
+        rollout = (live.get("status") or {}).get("rollout") or {}
+        outdated = bool(rollout.get("imageOutdated"))
+        answer = check.check(check.applied(body, live), cluster.history(name), outdated)
+    _print(a, lambda: show.answer(answer, a.filename), answer.plain())
+    return check.EXIT_CODES[answer.result]
 
 
 def sizing(cluster: Cluster, a: argparse.Namespace) -> int:

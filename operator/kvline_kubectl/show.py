@@ -22,6 +22,7 @@ from rich.text import Text
 
 from kvline_contract.memory import Memory
 from kvline_contract.report import SizingReport
+from kvline_kubectl.check import Answer, Result
 from kvline_operator.observe.pods import condition_of
 from kvline_operator.report.advice import NOTHING, advise
 from kvline_operator.report.causes import BEFORE_SIZING, causes
@@ -179,6 +180,16 @@ def comparison(reports: dict[str, SizingReport]) -> RenderableType:
         sequences = number(result.kv_tokens // max(1, effective.max_model_len))
         made.add_row(name, number(result.kv_tokens), ratio, sequences)
     return Group(made, *why)
+
+
+def answer(made: Answer, file: Path) -> RenderableType:
+    """Whether a manifest would pass its gate."""
+    color = {Result.PASSES: "green", Result.UNKNOWN: "yellow"}.get(made.result, "red")
+    of = f" (revision {made.revision})" if made.revision else ""
+    parts = [Text(f"{made.result}{of}", f"bold {color}"), Text(made.message)]
+    if made.result is Result.UNKNOWN:
+        parts.append(Text(f"kubectl kvline size -f {file} measures it, without applying it"))
+    return Group(*parts)
 
 
 def estimates(status: Object) -> list[RenderableType]:

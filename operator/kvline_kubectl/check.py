@@ -1,0 +1,207 @@
+"""`kubectl kvline check`: whether a changed spec would pass its gate, before it is applied. From
+stored revisions, baselines and arithmetic, by the operator's own parser and gate. Pure.
+
+A figure of an equal revision, or a bound, decides only beyond the noise of a measurement.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from kvline_operator.api.spec import ServiceSpec, canonical, parse
+from kvline_operator.errors import SpecError
+from kvline_operator.observe.pods import Measured
+from kvline_operator.plan import gate
+from kvline_operator.plan.acceptance import baseline_of, comparison_group
+from kvline_operator.plan.forecast import Bounds, bounds
+from kvline_operator.plan.phase import Policy, current_verdict, has_expired
+from kvline_operator.plan.revisions import Revision, wanted
+from kvline_operator.plan.threshold import device
+from kvline_operator.report.status_cache import RevisionEntry
+from kvline_operator.store.records import DRIFT_PERCENT
+from kvline_operator.store.revision_state import RevisionState, stable
+from kvline_operator.store.verdict import GateResult, Verdict
+
+Object = dict[str, Any]
+DEFAULT_IMAGE = "the operator's default image"  # its name is the operator's alone
+# What is asked by commands of the plugin, as another field manager than the manifest's.
+VERBS = ("restartedAt", "upgradePolicy")
+ROLLOUT_VERBS = ("paused", "promote")
+
+
+class Result(StrEnum):
+    PASSES = "Passes"
+    REJECTED = "Rejected"
+    HELD = "Held"  # it would be measured, and wait for a person
+    UNKNOWN = "MustBeMeasured"
+
+
+EXIT_CODES = {Result.PASSES: 0, Result.REJECTED: 3, Result.HELD: 3, Result.UNKNOWN: 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    result: Result
+    message: str
+    revision: str = ""
+    low: int | None = None  # KV tokens of a replica
+    high: int | None = None
+    required: int | None = None
+
+    def plain(self) -> Object:
+        return {key: value for key, value in asdict(self).items() if value not in (None, "")}
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """KV tokens of a replica of the new revision, and where that is from."""
+
+    gpu: str
+    bytes_per_token: int
+    tokens: Bounds
+    source: str
+
+
+def applied(new: Object, live: Object) -> Object:
+    """The service after the manifest was applied: fields that the plugin wrote stay."""
+    out = copy.deepcopy(new)
+    out["metadata"] = {**live["metadata"], **out["metadata"], "uid": live["metadata"]["uid"]}
+    spec, before = out["spec"], live["spec"]
+    spec |= {key: before[key] for key in VERBS if key in before and key not in spec}
+    asked = {k: v for k, v in (before.get("rollout") or {}).items() if k in ROLLOUT_VERBS}
+    if asked:
+        spec["rollout"] = {**asked, **(spec.get("rollout") or {})}
+    return out
+
+
+def check(body: Object, history: tuple[RevisionEntry, ...], image_outdated: bool) -> Answer:
+    """Of a service as it would be; `image_outdated`: the operator's default image is another one
+    than the stable revision's."""
+    states = {past.name: past.state for past in history}
+    accepted = next((past for past in history if past.name == stable(states)), None)
+    if accepted is None:
+        return Answer(Result.UNKNOWN, "no revision of it serves yet, so nothing is measured")
+    existing = [Revision(p.name, p.image, canonical(p.inputs), p.number, p.named) for p in history]
+    default = DEFAULT_IMAGE if image_outdated else accepted.image
+    try:
+        spec = parse(body)
+        revision = wanted(spec, existing, default, accepted.name)
+    except SpecError as error:
+        return Answer(Result.REJECTED, f"the spec is not accepted: {error}")
+    if revision.name == accepted.name:
+        return _same_pods(spec, accepted)
+    state = states.get(revision.name, RevisionState())
+    decided = _decided(spec, revision, state, accepted.state)
+    return decided or _expected(spec, revision, state, accepted)
+
+
+def _same_pods(spec: ServiceSpec, accepted: RevisionEntry) -> Answer:
+    """Thresholds of an accepted revision take no replica away, but keep new ones out."""
+    capacity = accepted.state.capacity
+    tokens = capacity.kv_tokens if capacity is not None else None
+    required = spec.min_kv_tokens or None
+    if tokens is not None and tokens < spec.min_kv_tokens:
+        text = (
+            f"no new revision; spec.capacity.minKVTokens {spec.min_kv_tokens} is more than the "
+            f"{tokens} KV tokens of a replica: those that serve stay, others become ready no more"
+        )
+        return Answer(Result.REJECTED, text, accepted.name, tokens, tokens, required)
+    text = "no new revision, and no pod is restarted"
+    return Answer(Result.PASSES, text, accepted.name, tokens, tokens, required)
+
+
+def _decided(
+    spec: ServiceSpec, revision: Revision, state: RevisionState, accepted: RevisionState
+) -> Answer | None:
+    """What is decided already, beside the revision that serves."""
+    policy = Policy.of(spec)
+    verdict = current_verdict(state, accepted, policy.thresholds)
+    if verdict is not None:
+        tokens, required = verdict.measured or None, verdict.required or None
+        text = f"revision {revision.name} is decided: {verdict.message}"
+        return Answer(_of(verdict), text, revision.name, tokens, tokens, required)
+    if has_expired(state, accepted, policy):
+        why = state.expiry.message if state.expiry is not None else ""
+        text = f"revision {revision.name} was not ready in time and is not tried again: {why}"
+        return Answer(Result.REJECTED, text, revision.name)
+    return None
+
+
+def _of(verdict: Verdict) -> Result:
+    if verdict.result is GateResult.HELD:
+        return Result.HELD
+    return Result.PASSES if verdict.result is GateResult.PASSED else Result.REJECTED
+
+
+def _expected(
+    spec: ServiceSpec, revision: Revision, state: RevisionState, accepted: RevisionEntry
+) -> Answer:
+    """The gate's verdict at both ends of what the new revision may measure."""
+    candidate = gate.Candidate(comparison_group(spec.inputs), ())
+    baseline = baseline_of(accepted.state, accepted.inputs)
+    why = gate.incomparable(candidate, baseline)
+    if why and not spec.min_kv_tokens:
+        text = f"it would be held, as it cannot be compared ({why}): set spec.capacity.minKVTokens"
+        return Answer(Result.HELD, text, revision.name)
+    known = _before(state, accepted) or _by_arithmetic(spec, revision, accepted)
+    if known is None or (not known.tokens.low and known.tokens.high is None):
+        text = "neither a stored figure nor arithmetic gives its KV tokens"
+        return Answer(Result.UNKNOWN, text, revision.name)
+
+    def at(tokens: int) -> Verdict:
+        size = Measured(known.gpu, tokens, known.bytes_per_token)
+        seen = gate.Candidate(candidate.group, (size,))
+        return gate.evaluate(seen, baseline, Policy.of(spec).thresholds)
+
+    near = _with_noise(known.tokens)
+    low, high = near.low, near.high
+    result = Result.UNKNOWN
+    if low and at(low).result is not GateResult.REJECTED:
+        result = _of(at(low))
+    elif high is not None and at(high).result is GateResult.REJECTED:
+        result = Result.REJECTED
+    limits = gate.thresholds(candidate, baseline, Policy.of(spec).thresholds).of(known.gpu)
+    text = f"{_range(known.tokens)} KV tokens ({known.source}), {limits.tokens:,} are required"
+    text += f" ({limits.source})" if limits.source else ""
+    return Answer(result, text, revision.name, known.tokens.low, known.tokens.high, limits.tokens)
+
+
+def _before(state: RevisionState, accepted: RevisionEntry) -> Known | None:
+    """What a revision with these inputs and this image has measured before."""
+    if (served := state.capacity) is not None:
+        gpu = served.provenance.gpu if served.provenance is not None else ""
+        tokens, each = served.kv_tokens, served.bytes_per_token
+    else:
+        tokens, each = state.measured, accepted.state.bytes_per_token
+        gpu = next(iter(accepted.state.baseline), "")
+        if not tokens or len(accepted.state.baseline) > 1:  # on which GPU is not stored
+            return None
+    source = f"which an equal revision measured on {device(gpu)}"
+    return Known(gpu, each, Bounds(tokens, tokens), source)
+
+
+def _by_arithmetic(spec: ServiceSpec, revision: Revision, accepted: RevisionEntry) -> Known | None:
+    measured = accepted.state.capacity
+    if measured is None or revision.image != accepted.image:
+        return None
+    found = bounds(measured, accepted.inputs, spec.inputs)
+    gpu = measured.provenance.gpu if measured.provenance is not None else ""
+    source = f"arithmetic from the {measured.kv_tokens:,} of revision {accepted.name}"
+    return Known(gpu, measured.bytes_per_token, found, source)
+
+
+def _with_noise(tokens: Bounds) -> Bounds:
+    high = tokens.high
+    more = None if high is None else -(-high * (100 + DRIFT_PERCENT) // 100)
+    return Bounds(tokens.low * (100 - DRIFT_PERCENT) // 100, more)
+
+
+def _range(tokens: Bounds) -> str:
+    if tokens.low == tokens.high:
+        return f"{tokens.low:,}"
+    if tokens.high is None:
+        return f"at least {tokens.low:,}"
+    return f"{tokens.low:,} to {tokens.high:,}" if tokens.low else f"at most {tokens.high:,}"

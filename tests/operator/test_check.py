@@ -1,0 +1,182 @@
+"""`kubectl kvline check`: the answers before a manifest is applied."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from services import BODY
+
+from kvline_contract.memory import MemoryV1
+from kvline_contract.report import Provenance, Source
+from kvline_kubectl.check import EXIT_CODES, Answer, Result, applied, check
+from kvline_operator.api.spec import canonical, parse
+from kvline_operator.plan.revisions import revision_hash
+from kvline_operator.report.status_cache import RevisionEntry
+from kvline_operator.store.capacity_status import CapacityStatus, Spread
+from kvline_operator.store.revision_state import Expiry, RevisionState
+from kvline_operator.store.verdict import GateResult, StoredVerdict
+
+TOKENS, EACH = 20480, 46080
+IMAGE = "localhost/server@sha256:" + "a" * 64
+MEMORY = MemoryV1(2048, 513, 86, 0, 900, 59, 490)
+ENGINE = {"maxRunningRequests": 16, "maxPrefillTokens": 512}
+SERVED = CapacityStatus(
+    kv_tokens=TOKENS,
+    kv_tokens_total=TOKENS,
+    spread=Spread(TOKENS, TOKENS),
+    bytes_per_token=EACH,
+    memory=MEMORY,
+    attempts=1,
+    measured_at="t",
+    source=Source.MEASURED,
+    fingerprint="f",
+    cache_dtype="float32",
+)
+STABLE = RevisionState(accepted=2, bytes_per_token=EACH, baseline={"": TOKENS}, capacity=SERVED)
+Object = dict[str, Any]
+
+
+def service(**spec: Any) -> Object:
+    body = copy.deepcopy(BODY)
+    body["spec"] = {
+        "model": {"source": "pvc://models/smollm2"},
+        "resources": {"memory": "2Gi"},
+        "engine": ENGINE,
+        **spec,
+    }
+    return body
+
+
+def revision(body: Object, state: RevisionState, number: int = 1) -> RevisionEntry:
+    """As the operator's ControllerRevision of this service."""
+    inputs = parse(body).inputs
+    name = revision_hash(canonical(inputs), IMAGE)
+    return RevisionEntry(name, number, IMAGE, "", inputs, state)
+
+
+def asked(
+    new: Object, *others: RevisionEntry, stable: RevisionState = STABLE, **more: Any
+) -> Answer:
+    return check(new, (*others, revision(service(), stable)), more.get("outdated", False))
+
+
+def test_without_a_change_of_pods_nothing_is_measured() -> None:
+    same = asked(service(replicas=3, rollout={"strategy": "Replace"}))
+    assert same.result is Result.PASSES and "no new revision" in same.message
+    assert asked(service(restartedAt="2026-01-01T00:00:00Z")).result is Result.PASSES
+    high = asked(service(capacity={"minKVTokens": 30000}))
+    assert high.result is Result.REJECTED and "30000 is more than the 20480" in high.message
+
+
+@pytest.mark.parametrize(
+    ("memory", "result", "words"),
+    [
+        ("3Gi", Result.PASSES, "arithmetic from the 20,480"),
+        ("1536Mi", Result.REJECTED, "19,456 are required (95 % of the baseline 20480 on a CPU)"),
+        ("2000Mi", Result.UNKNOWN, "19,456 are required"),
+    ],
+)
+def test_arithmetic_decides_what_it_can(memory: str, result: Result, words: str) -> None:
+    answer = asked(service(resources={"memory": memory}))
+    assert answer.result is result and words in answer.message
+    assert answer.required == 19456 and answer.low is not None and answer.high is not None
+    assert (answer.low > TOKENS) == (memory == "3Gi")
+
+
+def test_what_arithmetic_cannot_tell_must_be_measured() -> None:
+    answer = asked(service(engine={**ENGINE, "maxModelLen": 4096}))
+    assert (answer.result, answer.low) == (Result.UNKNOWN, None)
+    assert asked(service(image="localhost/other@sha256:" + "b" * 64)).result is Result.UNKNOWN
+    latest = asked(service(upgradePolicy="Latest"), outdated=True)
+    assert latest.result is Result.UNKNOWN
+    assert asked(service(upgradePolicy="Latest")).result is Result.PASSES  # it is that already
+    bare = replace(STABLE, capacity=None)
+    assert asked(service(resources={"memory": "3Gi"}), stable=bare).result is Result.UNKNOWN
+    first = asked(service(), stable=RevisionState())
+    assert first.result is Result.UNKNOWN and "no revision of it serves yet" in first.message
+
+
+OTHER = service(resources={"memory": "1900Mi"})
+
+
+def verdict(result: GateResult, against: int, measured: int) -> StoredVerdict:
+    return StoredVerdict(result, against, measured, 19456, TOKENS, f"measured {measured}")
+
+
+def test_a_verdict_beside_the_revision_that_serves_is_the_answer() -> None:
+    failed = RevisionState(verdict=verdict(GateResult.REJECTED, 2, 18000))
+    answer = asked(OTHER, revision(OTHER, failed, 2))
+    assert (answer.result, answer.low, answer.required) == (Result.REJECTED, 18000, 19456)
+    assert "is decided: measured 18000" in answer.message
+    passed = RevisionState(verdict=verdict(GateResult.PASSED, 2, 19500))
+    assert asked(OTHER, revision(OTHER, passed, 2)).result is Result.PASSES
+    policy = parse(OTHER).policy
+    late = RevisionState(expiry=Expiry(2, "b has no node", policy))
+    answer = asked(OTHER, revision(OTHER, late, 2))
+    assert answer.result is Result.REJECTED and "b has no node" in answer.message
+
+
+@pytest.mark.parametrize(
+    ("tokens", "result"),
+    [(25000, Result.PASSES), (12000, Result.REJECTED), (19500, Result.UNKNOWN)],
+)
+def test_what_an_equal_revision_measured_before_decides_beyond_its_noise(
+    tokens: int, result: Result
+) -> None:
+    """A rejection that is history is measured again, so its figure is an expectation."""
+    past = RevisionState(verdict=verdict(GateResult.REJECTED, 0, tokens))
+    answer = asked(OTHER, revision(OTHER, past, 2))
+    assert answer.result is result and (answer.low, answer.high) == (tokens, tokens)
+    assert "which an equal revision measured on a CPU" in answer.message
+    served = RevisionState(accepted=1, capacity=replace(SERVED, kv_tokens=tokens))
+    assert asked(OTHER, revision(OTHER, served, 2)).result is result
+
+
+def test_a_mixed_pool_s_figure_counts_where_its_gpu_is_known() -> None:
+    mixed = replace(STABLE, baseline={"H100": TOKENS, "L4": 9000})
+    past = RevisionState(verdict=verdict(GateResult.REJECTED, 0, 25000))
+    new = service(model={"source": "pvc://models/smollm2", "servedName": "other"})
+    assert asked(new, revision(new, past, 2), stable=mixed).result is Result.UNKNOWN
+    on = replace(SERVED, kv_tokens=12000, provenance=Provenance("L4", "", "", "", {}))
+    served = RevisionState(accepted=1, capacity=on)
+    answer = asked(new, revision(new, served, 2), stable=mixed)
+    assert answer.result is Result.PASSES and "baseline 9000 on L4" in answer.message
+
+
+def test_what_cannot_be_compared_is_held_until_the_spec_has_a_minimum() -> None:
+    new = service(engine={**ENGINE, "kvCacheDtype": "fp8"})
+    answer = asked(new)
+    assert answer.result is Result.HELD and "set spec.capacity.minKVTokens" in answer.message
+    new["spec"]["capacity"] = {"minKVTokens": 16000}
+    assert asked(new).result is Result.UNKNOWN
+    new["spec"]["capacity"] = {"minKVTokens": 10**6}
+    assert asked(new).result is Result.REJECTED  # four times as many at most
+    assert asked(service(model={"source": "pvc://models/other"})).result is Result.HELD
+
+
+def test_a_pin_below_the_threshold_is_rejected() -> None:
+    low = asked(service(capacity={"kvTokens": 16000}))
+    assert low.result is Result.REJECTED and (low.low, low.high) == (16000, 16000)
+
+
+def test_a_spec_that_the_operator_does_not_accept_is_rejected_with_its_field() -> None:
+    answer = asked(service(engine={"kvCacheDtype": "fp4"}))
+    assert answer.result is Result.REJECTED and "spec.engine.kvCacheDtype" in answer.message
+
+
+def test_what_the_plugin_wrote_stays_when_a_manifest_is_applied() -> None:
+    live = service(upgradePolicy="Latest", rollout={"paused": True, "strategy": "Replace"})
+    new = {"metadata": {"name": "chat", "namespace": "ns", "uid": ""}, "spec": service()["spec"]}
+    made = applied(new, live)
+    assert made["spec"]["upgradePolicy"] == "Latest" and made["metadata"]["uid"] == "u"
+    assert made["spec"]["rollout"] == {"paused": True}  # the rest is the manifest's own
+    new["spec"]["upgradePolicy"] = "Pinned"
+    assert applied(new, live)["spec"]["upgradePolicy"] == "Pinned"
+
+
+def test_exit_codes_are_none_of_an_error_s() -> None:
+    assert EXIT_CODES[Result.PASSES] == 0
+    assert not {1, 2} & set(EXIT_CODES.values()) and set(EXIT_CODES) == set(Result)
