@@ -16,6 +16,9 @@ from waiting import limit
 
 from kvline_contract.codec import ContractError
 from kvline_contract.launch import CapacityOptions, Device, EngineOptions, KVCacheDtype
+from kvline_contract.report import SizingReport
+from kvline_operator.plan.forecast import estimates
+from kvline_operator.store.capacity_status import CapacityStatus
 from kvline_server.compare import AS_GIVEN, SETTINGS, check_memory, choices
 
 AS_GIVEN_CELL = AS_GIVEN.replace(" ", "-")
@@ -105,13 +108,28 @@ def test_all_have_the_same_memory(tiny_model: Path) -> None:
 
 
 @pytest.mark.process
-def test_each_choice_of_memory_is_measured_within_it(tiny_model: Path) -> None:
-    words = ("--compare", "memory=1300Mi,kvCacheDtype=fp8", "--json")
-    reports = json.loads(size(tiny_model, *words).stdout)
-    totals = {name: r["result"]["memory"]["totalMiB"] for name, r in reports.items()}
-    assert totals == {AS_GIVEN: 900, "memory=1300Mi": 1300, "kvCacheDtype=fp8": 900}
-    tokens = {name: r["result"]["kvTokens"] for name, r in reports.items()}
-    assert tokens["memory=1300Mi"] > tokens[AS_GIVEN]
+def test_each_choice_is_measured_within_its_memory_and_the_operator_s_bounds(
+    tiny_model: Path,
+) -> None:
+    """What status.capacity.estimates has of each change before anybody measures it."""
+    words = ("--compare", "memory=1924Mi,kvCacheDtype=fp8,maxRunningRequests=8", "--json")
+    found = json.loads(size(tiny_model, *words).stdout)
+    reports = {name: SizingReport.parse(json.dumps(each)) for name, each in found.items()}
+    totals = [r.result.memory.total_mib for r in reports.values() if r.result is not None]
+    assert totals == [900, 1924, 900, 900]
+    before = CapacityStatus.of([reports[AS_GIVEN]])
+    assert before is not None
+    given = {"model": {"source": "pvc://models/tiny"}, "resources": {"memory": "900Mi"}}
+    rows = estimates(before, given, 16)
+    assert len(rows) == 3
+    for row in rows:
+        choice = f"{row.field.rpartition('.')[2]}={row.value}"
+        result = reports[choice].result
+        assert result is not None
+        if row.bound == "AtLeast":
+            assert result.kv_tokens >= row.kv_tokens > before.kv_tokens, choice
+        else:
+            assert result.kv_tokens <= row.kv_tokens, choice
 
 
 @pytest.mark.process
