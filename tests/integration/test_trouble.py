@@ -19,7 +19,7 @@ CAUSE = "MountVolume.SetUp failed for volume models: exit status 32: access deni
 def test_a_volume_that_is_never_mounted_is_explained_by_its_event(
     space: Any, operator: Any, node: Node
 ) -> None:
-    """2.2 and 2.8: the pod was shown as one that starts, for ever."""
+    """F69: a pod without its volume is named by its condition, and explained by its event."""
     space.apply()
     (pod,) = eventually(node.pods)
     node.bind(pod)
@@ -53,7 +53,7 @@ def test_a_volume_that_is_never_mounted_is_explained_by_its_event(
 def test_a_secret_that_is_there_at_last_is_missing_no_longer(
     space: Any, operator: Any, node: Node
 ) -> None:
-    """2.2: the reason stood for the whole of the next start."""
+    """F71: SecretMissing names the Secret, and goes while the next start loads."""
     space.apply(access={"apiKeySecretRef": {"name": "keys", "key": "key"}})
     (pod,) = eventually(node.pods)
     node.bind(pod)

@@ -179,8 +179,9 @@ CREATING = waiting("ContainerCreating", "")
 def test_what_keeps_a_pod_from_serving_holds_the_gate_and_is_named(
     seen: PodView, condition: str, reason: str, words: str
 ) -> None:
-    """2.2: of these some were reported by no condition, and most by a condition or the gate
-    alone."""
+    """F69: the condition names the gate, the claim or what kubelet or runtime wrote, and the gate
+    waits for the same. Of these some were reported by no condition, and most by a condition or the
+    gate alone."""
     found = by_type(service_state(seen))
     assert (found[condition].status, found[condition].reason) == ("False", reason)
     assert words in found[condition].message
@@ -206,7 +207,7 @@ def test_what_passes_by_itself_or_is_past_is_no_trouble(seen: PodView) -> None:
 
 
 def test_a_container_that_restarts_brings_no_advice_about_the_network() -> None:
-    """2.8: its port is closed for the first seconds of each start."""
+    """Its port is closed for the first seconds of each start."""
     closed = Reading(None, "ConnectionRefusedError at 10.0.0.1:8001")
     failed = terminated(40, message="40 MiB short")
     for since in (JUST_NOW, EARLIER):
@@ -240,7 +241,8 @@ def at(state: State, *stages: Stage) -> Reading:
     ],
 )
 def test_a_reason_goes_when_its_cause_goes(code: int, seen: Reading, stands: bool) -> None:
-    """2.2: SecretMissing stood for 15 minutes beside the Secret, with the pod sizing."""
+    """F71: a reason goes with the first step that is only possible without its cause.
+    SecretMissing stood for 15 minutes beside the Secret, with the pod sizing."""
     last = pod(running(), terminated(code), reading=seen, restarts=1)
     assert (trouble.of(last) is not None) == stands
     known = ExitCode(code)
@@ -280,7 +282,7 @@ def test_a_download_that_goes_on_is_not_what_it_failed_for(
 def test_a_model_is_available_once_a_pod_has_seen_it(
     seen: PodView, status_: str, reason: str
 ) -> None:
-    """2.2: not because a container ran, or ended."""
+    """Not because a container ran, or ended."""
     got = by_type(service_state(seen))
     assert (got["ModelAvailable"].status, got["ModelAvailable"].reason) == (status_, reason)
     if got["CapacityMeasured"].status == "False":
@@ -305,7 +307,7 @@ FORBIDDEN = 'pods "chat-aaaaa-" is forbidden: exceeded quota: small, requested: 
 
 
 def test_pods_that_are_refused_hold_the_gate_too() -> None:
-    """2.2: the gate wrote «no replica has been measured yet» for as long as the quota was full."""
+    """The gate wrote «no replica has been measured yet» for as long as the quota was full."""
     refusal = trouble.of_refusals(FORBIDDEN, (), (), False)
     assert refusal is not None and refusal.reason == "QuotaExceeded"
     verdict = evaluate(candidate(GROUP, (), False, refusal), Baseline(GROUP, 0, {}), Thresholds())
@@ -319,7 +321,7 @@ def test_pods_that_are_refused_hold_the_gate_too() -> None:
 
 
 def test_a_missing_model_brings_advice_about_the_model_alone() -> None:
-    """2.8: the cause first, and none of the five conditions that wait for it."""
+    """The cause first, and none of the five conditions that wait for it."""
     hidden = "the hub has no org/name at 0000, or no right to read it"
     output = explained(pod(waiting("CrashLoopBackOff"), terminated(30, message=hidden), restarts=4))
     assert output.startswith(f"chat does not serve: NotFound. {hidden}")
@@ -416,7 +418,8 @@ def test_gate_conditions_and_explain_agree_about_any_pod(seen: PodView) -> None:
 
 @given(st.lists(ENDS, max_size=9))
 def test_an_end_that_is_the_node_s_never_rejects(ends: list[Object]) -> None:
-    """2.2: an image of the wrong architecture rejected its revision after 10 s, for good."""
+    """F70: ends in any order, of which the node's own hold and the engine's own two reject. An
+    image of another architecture rejected its revision after 10 s, for good."""
     states = {"aaaaa": RevisionState()}
     own = 0
     for number, end in enumerate(ends):
