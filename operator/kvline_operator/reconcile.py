@@ -58,14 +58,14 @@ class Context:
 def reconcile(context: Context, key: Key) -> float:
     """Brings one service closer to its spec. Returns the seconds after which to requeue it; 0: with
     the next event. What it raises is in the status too, where that could be written."""
-    if context.claims.other(key.namespace):
-        context.status_cache.drop(key)
-        return CLAIMED_SECONDS
     body = context.kube.get(KIND, key.namespace, key.name)
     if body is None or body["metadata"].get("deletionTimestamp"):
         context.status_cache.drop(key)
         return 0.0  # its children are garbage collected
     try:
+        if context.claims.other(key.namespace):
+            context.status_cache.drop(key)
+            return CLAIMED_SECONDS
         spec = parse(body)
         observed = observe(context.kube, spec, context.reports, context.pool, context.pod_ownership)
         plan = ServicePlan.of(spec, observed, context.settings, context.now())

@@ -78,15 +78,10 @@ class Cluster(Kube):
         return next((c for c in made if c["type"] == kind), {})
 
 
-class Unclaimed(Claims):
-    def other(self, namespace: str) -> Any:
-        return None
-
-
 def run(cluster: Cluster) -> tuple[float, Exception | None]:
     """One reconcile: seconds to the next, or what it raised."""
     reports, pool = Reports(1, 1.0, 1.0), ThreadPoolExecutor(2)
-    parts = reports, pool, StatusCache(), PodOwnership(cluster), Unclaimed(cluster, "ns")
+    parts = reports, pool, StatusCache(), PodOwnership(cluster), Claims(cluster, "ns")
     context = Context(cluster, Settings("registry/server:1"), *parts)
     try:
         return reconcile(context, CHAT), None
@@ -106,6 +101,7 @@ DEAD = 'Internal error occurred: failed calling webhook "x": dial tcp 10.0.0.1:4
 CASES = [
     ("GET", "/pods", 503, "", "Progressing", "ApiUnavailable"),
     ("GET", "/deployments", 403, f'{FORBIDDEN}User "x" cannot list', "Accepted", "Forbidden"),
+    ("GET", "/rolebindings/", 403, f'{FORBIDDEN}User "x" cannot get', "Accepted", "Forbidden"),
     ("PATCH", "/services/", 500, DEAD.format(1), "Progressing", "WebhookUnavailable"),
     ("PATCH", "/deployments/", 403, DENIED, "Progressing", "AdmissionDenied"),
     ("PATCH", "/deployments/", 500, DENIED, "Progressing", "AdmissionDenied"),
