@@ -22,7 +22,7 @@ from kvline_contract.report import MAX_REPORT_BYTES
 
 SECONDS = 5.0  # of a request, from the connection to the end of the answer
 # That who asks waits for it: always a moment, and a second while few others do.
-MOMENT, PATIENCE, PATIENT = 0.2, 1.0, 3
+MOMENT, PATIENCE, PATIENT = 0.1, 1.0, 3
 LONGEST_PAUSE = 15.0  # between requests to a pod that is silent
 MAX_SILENT = 4096  # pods; the least recently asked one is forgotten
 
