@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from kvline_contract import names
 from kvline_contract.launch import KVCacheDtype
+from kvline_contract.names import KIND, LABEL_SERVICE, base_name
 from kvline_kubectl.cluster import Cluster, Problem
 from kvline_kubectl.size_job import Question, Reports, Say, operator_settings, run
 from kvline_operator.api.quantity import in_bytes
@@ -60,14 +60,15 @@ def measure(cluster: Cluster, a: argparse.Namespace, say: Say) -> Reports:
     cluster = dataclasses.replace(cluster, namespace=body["metadata"]["namespace"])
     body = changed(body, a)
     stored = cluster.newest_revision(body["metadata"]["name"])
-    image = a.image or body["spec"].get("image") or _image(a.name, stored)
+    image = a.image or body["spec"].get("image") or _image(body, stored)
     settings, room = operator_settings(image, stored), largest(body, a.compare)
     return run(cluster, Question(body, image, settings, a.compare, room), say)
 
 
-def _image(name: str | None, stored: Object | None) -> str:
+def _image(body: Object, stored: Object | None) -> str:
     """Of the service's newest revision."""
-    if name is None or stored is None:
+    base = base_name(body["metadata"]["name"])
+    if stored is None or stored["metadata"]["labels"].get(LABEL_SERVICE) != base:
         raise Problem("--image is required: neither the spec nor a revision has an image")
     return str(stored["data"].get("image", ""))
 
@@ -79,9 +80,9 @@ def from_file(path: Path, cluster: Cluster, namespace: str | None) -> Object:
         found = [d for d in yaml.safe_load_all(path.read_text()) if isinstance(d, dict)]
     except (OSError, yaml.YAMLError) as error:
         raise Problem(f"{path}: {error}") from None
-    services = [d for d in found if d.get("kind") == names.KIND]
+    services = [d for d in found if d.get("kind") == KIND]
     if len(services) != 1 or not services[0].get("metadata", {}).get("name"):
-        raise Problem(f"{path}: expected one named {names.KIND}, found {len(services)}")
+        raise Problem(f"{path}: expected one named {KIND}, found {len(services)}")
     body = services[0]
     own = body["metadata"].get("namespace")
     if namespace and own and namespace != own:

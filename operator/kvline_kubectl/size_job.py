@@ -60,15 +60,16 @@ def operator_settings(image: str, stored: Object | None) -> Settings:
     pod = (data.get("podTemplate") or {}).get("spec") or {}
     loads = [*pod.get("initContainers", []), data.get("download") or {}]
     hub = (e["value"] for c in loads for e in c.get("env", []) if e["name"] == "HF_ENDPOINT")
-    of_service = (data.get("inputs") or {}).get("scheduling") or {}
+    inputs = data.get("inputs") or {}
+    of_service = {**(inputs.get("scheduling") or {}), **inputs}  # its own, which a spec has
 
-    def given(field: str) -> str:
-        return "" if field in of_service else pod.get(field, "")
+    def given(field: str, none: Any = "") -> Any:
+        return none if field in of_service else pod.get(field, none)
 
     return Settings(
         image,
         hub_endpoint=next(hub, ""),
-        pull_secrets=tuple(item["name"] for item in pod.get("imagePullSecrets", [])),
+        pull_secrets=tuple(item["name"] for item in given("imagePullSecrets", [])),
         runtime_class=given("runtimeClassName"),
         priority_class=given("priorityClassName"),
     )
@@ -115,7 +116,8 @@ def objects(asked: Question) -> tuple[Object, list[Object]]:
 def _pod(asked: Question, room: ServiceSpec, name: str) -> Object:
     revision = Revision("size", asked.image, room.inputs_json, 0)
     pod = pod_template(room.base, room, revision, asked.settings, alone=True)["spec"]
-    pod = {**pod, "restartPolicy": "Never", "serviceAccountName": "default"}
+    account = room.inputs.get("serviceAccountName", "default")
+    pod = {**pod, "restartPolicy": "Never", "serviceAccountName": account}
     server = {k: v for k, v in pod["containers"][0].items() if k not in SERVING}
     server["args"] = [
         "size",

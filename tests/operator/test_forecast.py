@@ -218,6 +218,7 @@ def bounds_of(**changes: Any) -> Bounds:
         {"engine": {"maxModelLen": 4096}},  # before: the model's own, which nothing here tells
         {"resources": {"gpus": 1}},
         {"resources": {"cpu": "4"}},
+        {"resources": {"cpuLimit": "4"}},
         {"model": {"source": "pvc://models/other"}},
         {"scheduling": {"nodeSelector": {"pool": "large"}}},
         {"access": {"tlsSecretRef": {"name": "tls"}}},
@@ -227,9 +228,18 @@ def test_what_arithmetic_cannot_tell_has_no_bound(changes: Object) -> None:
     assert bounds_of(**changes) == Bounds(0, None)
 
 
-def test_what_makes_pods_alone_changes_no_budget() -> None:
-    tokens = measured().kv_tokens
-    made = bounds_of(podMetadata={"labels": {"team": "a"}})
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"podMetadata": {"labels": {"team": "a"}}},
+        {"imagePullSecrets": [{"name": "registry"}]},
+        {"serviceAccountName": "reader"},
+        {"startupSeconds": 7200},
+    ],
+)
+def test_what_makes_pods_alone_changes_no_budget(changes: Object) -> None:
+    tokens, before = measured().kv_tokens, inputs_of(GIVEN, False)
+    made = bounds(measured(), before, {**before, **changes})
     assert made.low == tokens and made.high is not None and made.high <= tokens + 64
 
 

@@ -13,7 +13,7 @@ from kvline_contract.names import LABEL_SERVICE, LAUNCH_FILE
 from kvline_contract.report import SizingReport, State
 from kvline_kubectl import show
 from kvline_kubectl.cluster import Cluster, Problem
-from kvline_kubectl.size import from_file, largest
+from kvline_kubectl.size import _image, from_file, largest
 from kvline_kubectl.size_job import Question, objects, operator_settings
 from kvline_operator.api.spec import parse
 from kvline_operator.plan import revisions
@@ -94,10 +94,27 @@ def test_the_pod_has_what_the_operator_and_the_service_give_pods() -> None:
 
 
 def test_what_another_service_s_own_spec_gives_its_pods_is_not_taken() -> None:
-    other = service({"scheduling": {"runtimeClassName": "kata", "priorityClassName": "high"}})
+    theirs = {"runtimeClassName": "kata", "priorityClassName": "high"}
+    other = service({"scheduling": theirs, "serviceAccountName": "theirs"})
     job, _ = made(service(gpus=1), stored=stored(other, Settings("image", pull_secrets=("r",))))
     assert pod_of(job)["imagePullSecrets"] == [{"name": "r"}]
-    assert not {"runtimeClassName", "priorityClassName"} & pod_of(job).keys()
+    assert pod_of(job)["serviceAccountName"] == "default"
+    assert not theirs.keys() & pod_of(job).keys()
+    other = service({"imagePullSecrets": [{"name": "theirs"}]})
+    job, _ = made(service(), stored=stored(other, Settings("image")))
+    assert "imagePullSecrets" not in pod_of(job)
+    mine = {"imagePullSecrets": [{"name": "mine"}], "serviceAccountName": "reader"}
+    job, _ = made(service(mine), stored=stored(other, Settings("image")))
+    assert {key: pod_of(job)[key] for key in mine} == mine
+
+
+def test_without_an_image_it_is_that_of_the_service_s_own_revision() -> None:
+    own = stored(service(), Settings("image"))
+    assert _image(service(), own) == "image"
+    other = {**service(), "metadata": {**service()["metadata"], "name": "other"}}
+    for body, found in ((other, own), (service(), None)):
+        with pytest.raises(Problem, match="--image is required"):
+            _image(body, found)
 
 
 def test_a_comparison_has_room_for_each_choice_and_measures_the_spec_in_its_own() -> None:

@@ -28,7 +28,15 @@ SHRINKS = 0.95  # what a validation that ran out of memory leaves of a size
 SCORES = 16  # rows that are scored at once take at most 1/SCORES of the memory on a CPU
 FP8_RATIO = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number, of the dtype and fp8
 # What makes pods and not their KV budget.
-WITHOUT_EFFECT = {"drainSeconds", "podMetadata", "resources.ephemeralStorage", *ASKED}
+WITHOUT_EFFECT = {
+    "drainSeconds",
+    "startupSeconds",
+    "imagePullSecrets",
+    "serviceAccountName",
+    "podMetadata",
+    "resources.ephemeralStorage",
+    *ASKED,
+}
 # Lowered, they leave memory to the KV cache; raised, they take some.
 LIMITS = ("maxModelLen", "maxRunningRequests", "maxPrefillTokens", "maxTopLogprobs")
 
