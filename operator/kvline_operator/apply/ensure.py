@@ -64,7 +64,8 @@ def ensure(
         raise refused
     if live is None:
         return _admitted(kube.apply(wanted), wanted, known)
-    _check_ours(live, wanted)
+    if live["metadata"].get("deletionTimestamp"):
+        raise Deleting(f"{_name(wanted)} is being deleted")
     return _correct(kube, live, wanted, exact, known)
 
 
@@ -92,6 +93,7 @@ def _correct(
     meta = live["metadata"]
     if not found and corrections.admitted(meta["uid"], wanted, left):
         return None
+    _check_ours(live, wanted)
     if corrections.exhausted(meta["uid"], wanted):
         return Dispute(_describe(live, wanted, found, left), End.TOLERATED, meta["resourceVersion"])
     after = _write(kube, live, wanted, exact, found, left)
@@ -144,11 +146,9 @@ def _name(wanted: Object) -> str:
 
 
 def _check_ours(live: Object, wanted: Object) -> None:
-    """Raises NameConflict for a foreign object, Deleting for one that is being deleted. An orphan
-    is written over; an immutable one that has another content cannot be."""
+    """Raises NameConflict for a foreign object, Deleting for one that is still to be collected. An
+    orphan is written over; an immutable one that has another content cannot be."""
     what = _name(wanted)
-    if live["metadata"].get("deletionTimestamp"):
-        raise Deleting(f"{what} is being deleted")
     owned = whose(live, wanted["metadata"]["ownerReferences"][0])
     if owned is Whose.EARLIER:
         raise Deleting(f"{what} of a deleted service of this name is not collected yet")

@@ -17,13 +17,10 @@ from kvline_operator.apply.tokens import Tokens
 from kvline_operator.errors import NameConflict, OperatorError
 from kvline_operator.kube import Kube
 from kvline_operator.observe.ended_pods import surplus
-from kvline_operator.observe.ownership import is_owned
 from kvline_operator.observe.reports import Reports
 from kvline_operator.plan import jobs, prepare, render, revisions, rollout
 from kvline_operator.plan.service_plan import ServicePlan
 from kvline_operator.settings import Settings
-from kvline_operator.store import revision_state
-from kvline_operator.store.revision_state import RevisionState
 
 Object = dict[str, Any]
 REMOVED = "removed; change the InferenceService instead"
@@ -64,13 +61,16 @@ class Writer:
         return Written(lasting=tuple(filter(None, lasting)), version=version)
 
     def _objects(self, plan: ServicePlan) -> list[str]:
-        """Of the service, then the stored states of its revisions."""
-        spec, state = plan.spec, plan.rollout
-        budget = render.disruption_budget(spec, state.plan)
-        objects = [*render.service_objects(spec, self.settings, state.download), budget]
-        lasting = [self._ensure(plan, wanted) for wanted in objects]
+        """Of the service, then its ControllerRevisions: before their Deployments, so that a crash
+        in between does not lose a verdict. Those are written only over the version that was read:
+        after a write by another operator this reconcile fails and runs again."""
+        lasting = [self._ensure(plan, wanted) for wanted in plan.objects]
         lasting += [self._ensure(plan, wanted, exact=True) for wanted in plan.maps]
-        self._store_states(plan)
+        for wanted, over in plan.revisions:
+            if over is None:
+                apply.ensure(self.kube, wanted, absent=True)
+            else:
+                self.kube.apply(wanted, over=over, exact=True)
         return lasting
 
     def _revisions(self, plan: ServicePlan) -> list[str]:
@@ -81,7 +81,7 @@ class Writer:
         ):
             if name not in state.stored:
                 continue  # its ControllerRevision was deleted: the Deployment stays unchanged
-            seen = observed.config_map(gate_name(spec.base, name))
+            seen = plan.listed["ConfigMap"].get(gate_name(spec.base, name))
             rolls = bool(state.plan.candidate)
             digest = notices.digest(self.tokens, (spec.uid, name), seen, rolls)
             gate = state.gate(name, spec, digest)
@@ -95,16 +95,16 @@ class Writer:
         if "launch" in stored["data"]:
             return render.launch_text(plan.spec, stored, None)
         name = stored["metadata"]["name"]
-        live = plan.observed.config_map(name)
+        live = plan.listed["ConfigMap"].get(name)
         live = live or self.kube.get("ConfigMap", plan.spec.namespace, name)
         return render.launch_text(plan.spec, stored, live)
 
     def _ensure(self, plan: ServicePlan, wanted: Object, exact: bool = False) -> str:
         """Applies an object. Returns a description of a change by others that is tolerated for now;
         empty where there is none, or where an event reports it."""
-        kind, meta, observed = wanted["kind"], wanted["metadata"], plan.observed
-        seen = observed.child(kind, meta["name"])
-        absent = observed.lists(kind) or not observed.revisions
+        kind, meta = wanted["kind"], wanted["metadata"]
+        seen = plan.listed.get(kind, {}).get(meta["name"])
+        absent = kind in plan.listed or not plan.observed.revisions
         dispute = apply.ensure(self.kube, wanted, seen, absent, exact, self.corrections)
         if dispute is None or dispute.end is apply.End.TOLERATED:
             return dispute.text if dispute is not None else ""
@@ -116,19 +116,6 @@ class Writer:
             event = ("AdmissionChanged", "Normal", f"{dispute.text}: {ADMITTED}")
         self.kube.create(render.event(owner, event, dispute.version, stamp(self.now())))
         return ""
-
-    def _store_states(self, plan: ServicePlan) -> None:
-        """Before the revisions are, so that a crash in between does not lose a verdict. Written
-        only over the version that was read: after a write by another operator this reconcile fails
-        and runs again."""
-        spec, states = plan.spec, plan.rollout.states
-        for name, stored in plan.rollout.stored.items():
-            state = states.get(name, RevisionState())
-            wanted = render.with_annotations(spec, stored, revision_state.to_annotations(state))
-            if "resourceVersion" not in stored["metadata"]:  # new
-                apply.ensure(self.kube, wanted, absent=True)
-            elif not (is_owned(stored, spec.uid) and revision_state.is_stored(state, stored)):
-                self.kube.apply(wanted, over=stored, exact=True)
 
     def _scale(self, plan: ServicePlan) -> str:
         spec, wanted = plan.spec, plan.replicas_to_write
@@ -173,5 +160,6 @@ class Writer:
         for item in newest[revisions.HISTORY_LIMIT :]:
             if (item["metadata"].get("labels") or {}).get(LABEL_REVISION) not in replicas:
                 apply.prune(self.kube, item, "ControllerRevision")
-        if spec.autoscaling is None and (old := observed.config_map(scale_name(spec.base))):
+        old = plan.listed["ConfigMap"].get(scale_name(spec.base))
+        if spec.autoscaling is None and old is not None:
             apply.prune(self.kube, old, "ConfigMap")

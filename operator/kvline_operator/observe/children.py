@@ -19,7 +19,6 @@ from kvline_contract.names import (
 from kvline_operator.api.spec import ServiceSpec
 from kvline_operator.errors import Missing, SpecError
 from kvline_operator.kube import Kube
-from kvline_operator.observe.earlier_group import released
 from kvline_operator.observe.ended_pods import EndedPod, ended, has_ended
 from kvline_operator.observe.ownership import PodOwnership, Service, is_owned, living
 from kvline_operator.observe.pods import (
@@ -34,6 +33,7 @@ from kvline_operator.observe.pods import (
 from kvline_operator.observe.reports import Reading, Reports
 
 Object = dict[str, Any]
+SINGLES = ("ServiceAccount", "Service", "NetworkPolicy", "PodDisruptionBudget")
 Waits = tuple[tuple[str, str], ...]  # revision and address of pods whose preStop wait serves nobody
 UNSERVED = (
     "spec.resources.gpuDeviceClass needs the API resource.k8s.io/v1 (Kubernetes 1.34 or newer), "
@@ -64,26 +64,25 @@ class Observed:
     preparing: tuple[PodView, ...] = ()  # their pods, oldest first
     claim_templates: tuple[Object, ...] = ()  # ResourceClaimTemplates
     needless: Waits = ()
+    singles: tuple[Object, ...] = ()  # children of which a service has one, ours or not
 
     def config_map(self, name: str) -> Object | None:
         return self.child("ConfigMap", name)
 
     def child(self, kind: str, name: str) -> Object | None:
         """A child object of the service that the lists contain."""
-        found = (c for c in self._listed().get(kind, []) if c["metadata"]["name"] == name)
-        return next(found, None)
+        return self.listed().get(kind, {}).get(name)
 
-    def lists(self, kind: str) -> bool:
-        """Whether children of this kind are listed: an unlisted one is most likely absent."""
-        return kind in self._listed()
-
-    def _listed(self) -> dict[str, Sequence[Object]]:
-        return {
+    def listed(self) -> dict[str, dict[str, Object]]:
+        """Children by kind and name. One of these kinds that is missing is most likely absent."""
+        kinds: dict[str, Sequence[Object]] = {
             "ControllerRevision": self.revisions,
             "Deployment": self.deployments,
             "ConfigMap": self.config_maps,
             "ResourceClaimTemplate": self.claim_templates,
         }
+        kinds |= {kind: [s for s in self.singles if s["kind"] == kind] for kind in SINGLES}
+        return {k: {c["metadata"]["name"]: c for c in items} for k, items in kinds.items()}
 
     def serving(self) -> dict[str, tuple[Measured, ...]]:
         """The sizes of ready replicas, by revision."""
@@ -119,8 +118,8 @@ def observe(
     """All children of a service, its pods' sizing reports, and their load if it autoscales."""
     namespace, selector = spec.namespace, f"{LABEL_SERVICE}={spec.base}"
     kinds = ("ControllerRevision", "Deployment", "ConfigMap", "Pod", "Job")
-    found_by_kind = pool.map(lambda kind: kube.select(kind, namespace, selector), kinds)
-    lists = [released(kube, items) for items in found_by_kind]
+    lists = list(pool.map(lambda kind: kube.select(kind, namespace, selector), kinds))
+    singles = pool.map(lambda kind: kube.get(kind, namespace, spec.base), SINGLES)
     service = Service(spec.name, spec.uid, spec.base)
     revisions = service.revisions(lists[0])
     others = (living(items) for items in lists[1:3])
@@ -147,6 +146,7 @@ def observe(
         preparing=preparing,
         claim_templates=_claim_templates(kube, spec, service, revisions),
         needless=needless_waits(pods, found, now),
+        singles=tuple(filter(None, singles)),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -13,6 +14,7 @@ from kvline_contract.names import LABEL_REVISION, SCALE_FILE, records_name, scal
 from kvline_contract.times import stamp
 from kvline_operator.api.spec import ServiceSpec
 from kvline_operator.observe.children import Observed
+from kvline_operator.observe.ownership import is_owned
 from kvline_operator.plan import autoscale, candidate, render, replicas, revisions
 from kvline_operator.plan.autoscale import Scale, Scaling
 from kvline_operator.plan.rollout_state import RolloutState
@@ -28,11 +30,16 @@ Object = dict[str, Any]
 class ServicePlan:
     spec: ServiceSpec  # with the replicas that the autoscaler wants
     observed: Observed
+    listed: dict[str, dict[str, Object]]  # of what was observed, by kind and name
     rollout: RolloutState
     records: dict[str, Record]  # recorded sizes, by fingerprint
     image_outdated: bool
     scale: Scale | None  # None where autoscaling is off, as is `scaling`
     scaling: Scaling | None
+    objects: tuple[Object, ...]  # that exist once for a service
+    maps: tuple[Object, ...]  # ConfigMaps that only this operator reads and writes
+    # ControllerRevisions to write, each with the version that it is written over; None: a new one
+    revisions: tuple[tuple[Object, Object | None], ...]
 
     @classmethod
     def of(
@@ -47,7 +54,20 @@ class ServicePlan:
         rollout = RolloutState.of(spec, observed, revision.name, stored, known, now)
         outdated = _image_outdated(spec, rollout, settings)
         recorded = _records(spec, observed)
-        return cls(spec, observed, rollout, recorded, outdated, scale, scaling)
+        budget = render.disruption_budget(spec, rollout.plan)
+        return cls(
+            spec=spec,
+            observed=observed,
+            listed=observed.listed(),
+            rollout=rollout,
+            records=recorded,
+            image_outdated=outdated,
+            scale=scale,
+            scaling=scaling,
+            objects=(*render.service_objects(spec, settings, rollout.download), budget),
+            maps=_maps(spec, recorded, scale),
+            revisions=tuple(_changed(spec, rollout)),
+        )
 
     @property
     def replicas_to_write(self) -> int | None:
@@ -55,13 +75,25 @@ class ServicePlan:
         seen = self.spec.replicas_field
         return replicas.replicas_to_write(self.scale, seen) if self.scale else None
 
-    @property
-    def maps(self) -> list[Object]:
-        """The ConfigMaps that only this operator reads and writes."""
-        # With Never it is there before the first pod, which would start again from its own record.
-        wanted = self.records or self.spec.reuse is Reuse.NEVER
-        maps = [render.records_map(self.spec, self.records)] if wanted else []
-        return maps + ([render.scale_map(self.spec, self.scale)] if self.scale else [])
+
+def _maps(
+    spec: ServiceSpec, recorded: dict[str, Record], scale: Scale | None
+) -> tuple[Object, ...]:
+    # With Never it is there before the first pod, which would start again from its own record.
+    wanted = recorded or spec.reuse is Reuse.NEVER
+    maps = [render.records_map(spec, recorded)] if wanted else []
+    return (*maps, *([render.scale_map(spec, scale)] if scale else []))
+
+
+def _changed(spec: ServiceSpec, rollout: RolloutState) -> Iterator[tuple[Object, Object | None]]:
+    for name, stored in rollout.stored.items():
+        state = rollout.states.get(name, RevisionState())
+        is_new = "resourceVersion" not in stored["metadata"]
+        kept = is_owned(stored, spec.uid) and revision_state.is_stored(state, stored)
+        if is_new or not kept:
+            annotations = revision_state.to_annotations(state)
+            wanted = render.with_annotations(spec, stored, annotations)
+            yield wanted, None if is_new else stored
 
 
 def _scale(

@@ -79,17 +79,20 @@ class Reporter:
 
     def _write_events(self, meta: Object, events: list[status.Event]) -> None:
         """What refuses an event, such as a webhook, keeps no status back."""
-        owner = render.Owner(meta["namespace"], meta["name"], meta["uid"], base_name(meta["name"]))
         for item in events:
             log.info("%s/%s: %s: %s", meta["namespace"], meta["name"], item.reason, item.message)
             event = (item.reason, item.kind, item.message)
-            made = render.event(owner, event, meta["resourceVersion"], stamp(self.now()))
+            made = render.event(_owner(meta), event, meta["resourceVersion"], stamp(self.now()))
             try:
                 self.kube.create(made)
             except OperatorError as error:
                 if failures.loses_events(error):  # the next try writes both
                     raise
                 log.warning("no event %s: %s", item.reason, error)
+
+
+def _owner(meta: Object) -> render.Owner:
+    return render.Owner(meta["namespace"], meta["name"], meta["uid"], base_name(meta["name"]))
 
 
 def _key(body: Object) -> Key:

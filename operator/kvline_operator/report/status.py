@@ -15,7 +15,7 @@ from kvline_contract.report import MAX_WARNINGS, Termination
 from kvline_operator.api.source import Download
 from kvline_operator.api.spec import ServiceSpec, Strategy
 from kvline_operator.observe.ended_pods import EndedPod
-from kvline_operator.observe.pods import PodView, condition_of
+from kvline_operator.observe.pods import PodView
 from kvline_operator.plan.autoscale import Scaling
 from kvline_operator.report.conditions import conditions
 from kvline_operator.report.effective import effective
@@ -129,13 +129,13 @@ def refused(wrong: Condition, body: Object, now: str) -> tuple[Object, list[Even
     generation = body["metadata"].get("generation", 0)
     made_anew = (wrong.type, "Ready", *TYPES)
     kept = [c for c in previous.get("conditions") or [] if c.get("type") not in made_anew]
-    was_ready = condition_of(previous, "Ready").get("status") == "True"
+    was_ready = _recorded(previous, "Ready").get("status") == "True"
     ready = Condition("Ready", "False", wrong.reason, wrong.message)
     moves = Condition("Reconciling", "True", wrong.reason, wrong.message)
     made = [wrong, *([] if was_ready else [ready]), *(abnormal([wrong]) or [moves])]
     stamped = [_stamp(c, previous, generation, now) for c in made]
     if was_ready:
-        kept.append(condition_of(previous, "Ready"))
+        kept.append(_recorded(previous, "Ready"))
     status = {**previous, "conditions": [*stamped, *kept], "observedGeneration": generation}
     status["reason"] = wrong.reason
     return status, _condition_events(made, previous)
@@ -193,7 +193,7 @@ def _gate_events(made: list[Condition], rollout: Object, previous: Object) -> li
     out = []
     if gate["result"] == GateResult.PASSED and not same:
         out += [Event("GatePassed", "Normal", f"revision {gate['revision']}: {gate['message']}")]
-    known = condition_of(previous, "UpToDate").get("reason") == REJECTED
+    known = _recorded(previous, "UpToDate").get("reason") == REJECTED
     if not known or _newest(rollout) != _newest(before):
         rejected = [c for c in made if (c.type, c.reason) == ("UpToDate", REJECTED)]
         out += [Event(REJECTED, "Warning", c.message) for c in rejected]
@@ -302,7 +302,7 @@ def replica_state(pod: PodView, minimum: int) -> str:
 def _condition_events(made: list[Condition], previous: Object) -> list[Event]:
     out = []
     for condition in made:
-        before = condition_of(previous, condition.type)
+        before = _recorded(previous, condition.type)
         changed = (before.get("status"), before.get("reason")) != (
             condition.status,
             condition.reason,
@@ -313,8 +313,13 @@ def _condition_events(made: list[Condition], previous: Object) -> list[Event]:
     return out
 
 
+def _recorded(status: Object, kind: str) -> Object:
+    """The condition of this type; empty where there is none."""
+    return next((c for c in status.get("conditions") or [] if c.get("type") == kind), {})
+
+
 def _stamp(condition: Condition, previous: Object, generation: int, now: str) -> Object:
-    before = condition_of(previous, condition.type)
+    before = _recorded(previous, condition.type)
     since = before.get("lastTransitionTime") if before.get("status") == condition.status else None
     return {
         "type": condition.type,
