@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from playground import Node, Operator, Space, serve
+from rolling import Service, up_to_date
 
 from kvline_contract.names import ANNOTATION_IMAGE, ANNOTATION_STATE, KIND, LABEL_SERVICE
 from kvline_kubectl.cluster import connect
@@ -55,3 +56,16 @@ def test_what_an_earlier_operator_kept_is_read_once_and_becomes_the_document(
     assert name in space.condition("Accepted")["message"]
     assert space.condition("Ready")["status"] == "True"
     assert annotations()[ANNOTATION_STATE] == newer
+
+
+def test_a_change_at_zero_replicas_is_measured_once_there_are_some(service: Service) -> None:
+    """UpToDate is True until then, so nothing waits for a rollout that cannot begin."""
+    first = service.stable()
+    service.space.apply(replicas=0, engine={"maxModelLen": 2048})
+    status = service.until_reason("ScaledToZero")
+    assert up_to_date(status)["status"] == "True"
+    candidate = status["rollout"]["candidateRevision"]
+    assert status["rollout"]["stableRevision"] == first != candidate
+    service.tokens[candidate] = 4096
+    service.space.apply(replicas=2, engine={"maxModelLen": 2048})
+    service.until(lambda s: s["rollout"]["stableRevision"] == candidate)

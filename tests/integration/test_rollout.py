@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import signal
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from waiting import eventually
 
 from kvline_contract.names import GATE_FILE, LABEL_SERVICE, OPEN_GATE_PATH, gate_name
 from kvline_contract.report import Binding, Direction, Knob, Termination
+from kvline_operator.store.revision_state import RevisionState, read, to_annotations
 
 pytestmark = pytest.mark.integration
 
@@ -123,8 +125,8 @@ def test_half_the_budget_is_rejected_until_the_spec_or_a_promotion_says_otherwis
     space.apply(replicas=2)  # the old spec again: no pod restarts, the rejection is dropped
     service.until_reason("UpToDate")
     assert {p["metadata"]["uid"] for p in service.node.pods()} == before
-    stored = space.get("controllerrevisions", f"chat-{rejected}")["metadata"]["annotations"]
-    assert stored["kvline.dev/verdict"] == "Failed" and "kvline.dev/against" not in stored
+    verdict = stored(space, rejected).verdict
+    assert verdict is not None and (verdict.result, verdict.against) == ("Rejected", 0)
     space.apply(replicas=2, engine=SMALLER)
     service.until_reason("RevisionRejected")
     assert len(service.events("RevisionRejected")) == 2
@@ -134,9 +136,9 @@ def test_half_the_budget_is_rejected_until_the_spec_or_a_promotion_says_otherwis
     status = service.until_reason("UpToDate")
     assert status["rollout"]["stableRevision"] == rejected
     assert status["capacity"]["kvTokens"] == 2048
-    stored = space.get("controllerrevisions", f"chat-{rejected}")["metadata"]["annotations"]
-    assert stored["kvline.dev/verdict"] == "Promoted"
-    assert json.loads(stored["kvline.dev/baseline"]) == {"": 2048}
+    verdict = stored(space, rejected).verdict
+    assert verdict is not None and verdict.promoted
+    assert stored(space, rejected).baseline == {"": 2048}
 
 
 def test_small_losses_do_not_add_up(service: Service, space: Any) -> None:
@@ -286,11 +288,15 @@ def test_recreate_brings_back_what_served_when_the_candidate_gets_no_further(
 
 def age(space: Any, revision: str) -> None:
     """Moves the start of a candidate's deadline an hour back."""
+    found = stored(space, revision)
+    assert found.missing_since
+    ((key, text),) = to_annotations(replace(found, missing_since="2026-01-01T00:00:00Z")).items()
     name = f"chat-{revision}"
-    past = "kvline.dev/missing-since=2026-01-01T00:00:00Z"
-    found = space.get("controllerrevisions", name)["metadata"]["annotations"]
-    assert "kvline.dev/missing-since" in found
-    space.kubectl("annotate", "--overwrite", "controllerrevision", name, past)
+    space.kubectl("annotate", "--overwrite", "controllerrevision", name, f"{key}={text}")
+
+
+def stored(space: Any, revision: str) -> RevisionState:
+    return read(space.get("controllerrevisions", f"chat-{revision}"))
 
 
 def test_replace_measures_in_the_place_of_one_and_never_lacks_two(
@@ -424,8 +430,7 @@ def test_an_accepted_revision_that_measures_less_serves_warns_and_can_be_promote
     service.until(lambda s: space.condition("CapacityStable")["reason"] != "BelowBaseline")
     twice = space.kvline("promote", "chat", revision, check=False)
     assert f"spec.rollout.promote is {revision} already" in twice.stderr
-    stored = space.get("controllerrevisions", f"chat-{revision}")["metadata"]["annotations"]
-    assert json.loads(stored["kvline.dev/baseline"]) == {"": 2000}
+    assert stored(space, revision).baseline == {"": 2000}
     space.apply(replicas=2, engine=BIGGER, capacity={"minKVTokens": 2500})
     service.until(lambda s: space.condition("CapacitySufficient")["status"] == "False")
     service.node.was_ready.clear()
