@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
         if run in (promote, rollback):
             made.add_argument("revision", nargs="?")
     made = add("check", "answer whether a manifest would pass its gate; changes nothing", checking)
-    made.add_argument("-f", "--filename", type=Path, required=True)
+    made.add_argument("-f", "--filename", type=Path, required=True, help="-: stdin")
     size.add_arguments(add("size", "measure a spec in a Job, without changing the service", sizing))
     return top
 

@@ -7,7 +7,7 @@ A figure of an equal revision, or a bound, decides only beyond the noise of a me
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -95,7 +95,10 @@ def check(body: Object, history: tuple[RevisionEntry, ...], image_outdated: bool
         return _same_pods(spec, accepted)
     state = states.get(revision.name, RevisionState())
     decided = _decided(spec, revision, state, accepted.state)
-    return decided or _expected(spec, revision, state, accepted)
+    answer = decided or _expected(spec, revision, state, accepted)
+    if spec.rollout.paused:
+        return replace(answer, message=f"{answer.message}; spec.rollout.paused holds it back")
+    return answer
 
 
 def _same_pods(spec: ServiceSpec, accepted: RevisionEntry) -> Answer:
@@ -175,7 +178,8 @@ def _before(state: RevisionState, accepted: RevisionEntry) -> Known | None:
         gpu = served.provenance.gpu if served.provenance is not None else ""
         tokens, each = served.kv_tokens, served.bytes_per_token
     else:
-        tokens, each = state.measured, accepted.state.bytes_per_token
+        tokens = state.measured or state.seen_tokens
+        each = accepted.state.bytes_per_token
         gpu = next(iter(accepted.state.baseline), "")
         if not tokens or len(accepted.state.baseline) > 1:  # on which GPU is not stored
             return None

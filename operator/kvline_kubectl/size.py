@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +75,11 @@ def _image(body: Object, stored: Object | None) -> str:
 
 
 def from_file(path: Path, cluster: Cluster, namespace: str | None) -> Object:
-    """The one InferenceService of a manifest, in the namespace that kubectl would apply it to; it
-    need not exist."""
+    """The one InferenceService of a manifest, - for stdin, in the namespace that kubectl would
+    apply it to; it need not exist."""
     try:
-        found = [d for d in yaml.safe_load_all(path.read_text()) if isinstance(d, dict)]
+        text = sys.stdin.read() if str(path) == "-" else path.read_text()
+        found = [d for d in yaml.safe_load_all(text) if isinstance(d, dict)]
     except (OSError, yaml.YAMLError) as error:
         raise Problem(f"{path}: {error}") from None
     services = [d for d in found if d.get("kind") == KIND]

@@ -12,8 +12,8 @@ from services import BODY
 from kvline_contract.memory import MemoryV1
 from kvline_contract.report import Provenance, Source
 from kvline_kubectl.check import EXIT_CODES, Answer, Result, applied, check
+from kvline_operator.api.revision_hash import revision_hash
 from kvline_operator.api.spec import canonical, parse
-from kvline_operator.plan.revisions import revision_hash
 from kvline_operator.report.status_cache import RevisionEntry
 from kvline_operator.store.capacity_status import CapacityStatus, Spread
 from kvline_operator.store.revision_state import Expiry, RevisionState
@@ -133,6 +133,15 @@ def test_what_an_equal_revision_measured_before_decides_beyond_its_noise(
     assert "which an equal revision measured on a CPU" in answer.message
     served = RevisionState(accepted=1, capacity=replace(SERVED, kv_tokens=tokens))
     assert asked(OTHER, revision(OTHER, served, 2)).result is result
+
+
+def test_a_held_revision_s_figure_counts_and_a_pause_is_named() -> None:
+    held = RevisionState(seen_tokens=12000)
+    new = copy.deepcopy(OTHER)
+    new["spec"]["rollout"] = {"paused": True}
+    answer = asked(new, revision(OTHER, held, 2))
+    assert (answer.result, answer.low) == (Result.REJECTED, 12000)
+    assert answer.message.endswith("spec.rollout.paused holds it back")
 
 
 def test_a_mixed_pool_s_figure_counts_where_its_gpu_is_known() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,14 @@ def test_a_comparison_is_a_line_for_each_choice() -> None:
     assert lines[1].split()[:4] == ["as", "given", f"{tokens:,}", "1.00"]
     assert lines[2].split()[:3] == ["gpus=2", f"{2 * tokens:,}", "2.00"]
     assert lines[4].startswith("gpus=4: ended in state")
+
+
+def test_a_manifest_may_come_from_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "kind: ConfigMap\n---\nkind: InferenceService\nmetadata: {name: chat}\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    nowhere: Any = None
+    made = from_file(Path("-"), Cluster(nowhere, "default"), None)
+    assert made["metadata"]["name"] == "chat"
 
 
 def test_a_manifest_s_own_namespace_is_that_of_its_job(tmp_path: Path) -> None:
