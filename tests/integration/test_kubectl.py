@@ -17,7 +17,7 @@ from kvline_operator.store.revision_state import RevisionState
 
 pytestmark = pytest.mark.integration
 
-DIGEST = "localhost/kvline-server@sha256:" + "b" * 64
+DIGEST, NEXT = (f"localhost/kvline-server@sha256:{c * 64}" for c in "bc")
 
 
 @pytest.fixture
@@ -88,9 +88,7 @@ def test_upgrade_takes_the_new_default_image_through_the_gate(
     early = say("upgrade", "chat", check=False)
     assert early.returncode == 1 and "default image already" in early.stderr
     first = service.stable()
-    operator.stop()
-    operator.words = ["--default-image", DIGEST]
-    operator.start()
+    _restart(operator, DIGEST)
     service.until(lambda s: s["rollout"]["imageOutdated"])
     assert service.stable() == first and len(service.pods_of(first)) == 2  # F41: no pod moved
 
@@ -102,8 +100,22 @@ def test_upgrade_takes_the_new_default_image_through_the_gate(
     service.until(lambda s: s["rollout"]["stableRevision"] == second)
     service.until_reason("UpToDate")
     assert not service.poll()["rollout"]["imageOutdated"]
-    say("rollback", "chat")  # and back: to the image of before, which the spec then names
-    service.until(lambda s: s["rollout"]["stableRevision"] == first)
+
+    _restart(operator, NEXT)  # it follows without a word
+    third = service.candidate()
+    service.tokens[third] = 4096
+    service.until(lambda s: s["rollout"]["stableRevision"] == third)
+    # And back: the spec then names the image of before, and follows no more.
+    say("rollback", "chat")
+    service.until(lambda s: s["rollout"]["stableRevision"] == second)
+    spec = service.space.get("kvl", "chat")["spec"]
+    assert spec["image"] == DIGEST and "upgradePolicy" not in spec
+
+
+def _restart(operator: Any, image: str) -> None:
+    operator.stop()
+    operator.words = ["--default-image", image]
+    operator.start()
 
 
 def test_what_cannot_be_done_is_reported_in_a_line(space: Any, say: Callable[..., Any]) -> None:
