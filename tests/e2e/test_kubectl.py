@@ -20,9 +20,12 @@ def test_a_manifest_is_sized_before_it_is_applied(space: Any, cluster: Any, tmp_
     file = tmp_path / "plan.yaml"
     file.write_text(manifest("plan", **{**RANDOM, "capacity": {}}))
     image = build.image_name("server")
-    done = space.kvline("size", "-f", str(file), "--image", image, "-o", "json")
-    report = json.loads(done.stdout)
+    words = ("--image", image, "--compare", "memory=2Gi", "-o", "json")
+    done = space.kvline("size", "-f", str(file), *words)
+    report, more = json.loads(done.stdout).values()
     assert report["state"] == "Validated" and report["result"]["kvTokens"] > 1000
+    assert more["result"]["memory"]["totalMiB"] == 2048 > report["result"]["memory"]["totalMiB"]
+    assert more["result"]["kvTokens"] > report["result"]["kvTokens"]
     assert report["effective"]["maxModelLen"] == 512
     assert "validate" in done.stderr  # the stages
     assert space.get("kvl", "plan") is None
