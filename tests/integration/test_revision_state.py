@@ -21,6 +21,11 @@ pytestmark = pytest.mark.integration
 EARLIER = Path(__file__).parents[1] / "operator" / "earlier" / "states.json"
 
 
+@pytest.mark.fault(
+    "F72",
+    shows="the annotations of an earlier operator become the document without a pod restart, those "
+    "of others stay; a state of a newer operator is in Accepted and is not written over",
+)
 def test_what_an_earlier_operator_kept_is_read_once_and_becomes_the_document(
     space: Space, node: Node, operator: Operator, until: Callable[..., Any]
 ) -> None:
@@ -58,6 +63,10 @@ def test_what_an_earlier_operator_kept_is_read_once_and_becomes_the_document(
     assert annotations()[ANNOTATION_STATE] == newer
 
 
+@pytest.mark.fault(
+    "F73",
+    shows="UpToDate is True at once, and the revision is measured and takes over at 2 replicas",
+)
 def test_a_change_at_zero_replicas_is_measured_once_there_are_some(service: Service) -> None:
     """UpToDate is True until then, so nothing waits for a rollout that cannot begin."""
     first = service.stable()

@@ -93,6 +93,7 @@ def stored(name: str, length: int, state: RevisionState) -> dict[str, Any]:
     }
 
 
+@pytest.mark.fault("F73", shows="such a service is not looked at again before an event")
 @pytest.mark.parametrize("verdict", [None, PASSED])
 def test_without_replicas_a_new_revision_waits_and_the_service_is_at_rest(
     verdict: Verdict | None,

@@ -177,6 +177,7 @@ def test_what_was_written_is_read(state: RevisionState) -> None:
     assert revision_state.is_stored(turned, {"metadata": {"annotations": annotations}})
 
 
+@pytest.mark.fault("F72", shows="an unreadable document counts as absent and is in the log")
 @pytest.mark.parametrize(
     "text",
     ["", "[]", "{", '{"version":0}', '{"accepted":3}', '{"version":1,"accepted":-1}', "\ud800"],
