@@ -114,13 +114,16 @@ def test_what_a_mutating_webhook_makes_of_a_child_stays_and_is_written_once(
     assert not events(space, "ForeignChange") and not events(space, "ForeignChangeRemoved")
     before = deployment["metadata"]["generation"]
     operator.stop()
+    webhook.remove()  # even so an operator that begins anew restarts no pod
     operator.start()
     until(operator.is_well)
     settles(operator.writes_nothing, seconds=60)
     assert space.list("deployments")[0]["metadata"]["generation"] == before
-    space.apply(replicas=2)  # a wish of ours is written all the same
+    space.apply(replicas=2)  # another wish is written all the same
     until(lambda: node.play(State.VALIDATED) or space.up_to_date, 60)
-    assert space.list("deployments")[0]["spec"]["replicas"] == 2
+    (scaled,) = space.list("deployments")
+    assert scaled["spec"]["replicas"] == 2
+    assert scaled["spec"]["template"] == deployment["spec"]["template"]
 
 
 def test_a_limit_range_that_refuses_pods_is_no_quota(

@@ -27,6 +27,7 @@ WHOLE = ("PodDisruptionBudget", "NetworkPolicy")
 # out of traffic would get it.
 OURS = {"Service": ("spec", "publishNotReadyAddresses")}
 SELECTORS = ("selector", "podSelector", "matchLabels")
+APPLIED = (FIELD_MANAGER, "Apply")
 LIMIT, WINDOW = 5, 3600.0  # equal corrections of one object, in so many seconds
 MAX_ADMITTED = 8192  # objects; the one written first is written once more
 
@@ -107,19 +108,39 @@ def _find(key: str, value: Any) -> Step | None:
 
 
 def managers(live: Object, steps: tuple[Step, ...]) -> list[str]:
-    """Field managers but ours that have set this field; none where an admission webhook has."""
+    """Field managers but ours that have set this field; none where admission has."""
     entries = live["metadata"].get("managedFields") or []
     others = [e for e in entries if e.get("manager") != FIELD_MANAGER and not e.get("subresource")]
-    found = [e for e in others if _owns(e.get("fieldsV1") or {}, live, steps)]
+    found = [e for e in others if _fields_at(e.get("fieldsV1") or {}, live, steps) is not None]
     return sorted({str(e.get("manager") or "unknown") for e in found})
 
 
-def _owns(fields: Object, live: Any, steps: tuple[Step, ...]) -> bool:
-    if not fields or not steps:
-        return True  # a leaf, with all that is below it
-    below = (key for key in fields if key != "." and _find(key, live) == steps[0])
-    key = next(below, None)
-    return key is not None and _owns(fields[key], live[steps[0]], steps[1:])
+def is_still_ours(live: Object, wanted: Object, difference: Difference) -> bool:
+    """Whether our last apply has this field: who changes or removes one takes it, but admission,
+    which changes what is applied. True also of a wish that has changed since."""
+    entries = live["metadata"].get("managedFields") or []
+    applied = [e for e in entries if (e.get("manager"), e.get("operation")) == APPLIED]
+    at = [_fields_at(e.get("fieldsV1") or {}, live, difference.steps) for e in applied]
+    items = [[k for k in fields if k[:2] in ("k:", "v:")] for fields in at if fields is not None]
+    if not isinstance(difference.live, list):
+        return bool(items)
+    asked: Any = wanted
+    for step in difference.steps:
+        asked = asked[step]
+    return any(not keys or len(keys) >= len(asked) for keys in items)
+
+
+def _fields_at(fields: Object, live: Any, steps: tuple[Step, ...]) -> Object | None:
+    """What fieldsV1 has of a field; None where it lacks it."""
+    for step in steps:
+        if not fields:
+            return fields  # a leaf, with all that is below it
+        key = next((k for k in fields if k == f"f:{step}" or _find(k, live) == step), None)
+        if key is None:
+            return None
+        fields = fields[key]
+        live = live.get(step) if isinstance(live, dict) else live[step]
+    return fields
 
 
 def _label(key: str, index: int) -> str:
@@ -163,12 +184,15 @@ class Corrections:
         self._done: dict[str, tuple[bytes, list[float]]] = {}  # by UID
         self._admitted: OrderedDict[str, tuple[bytes, frozenset[str]]] = OrderedDict()  # by UID
 
-    def admit(self, uid: str, wanted: Object, left: Sequence[Difference]) -> None:
-        self._admitted.pop(uid, None)
-        if left:
-            self._admitted[uid] = _digest(wanted), frozenset(map(_text, left))
+    def admit(self, uid: str, wanted: Object, left: Sequence[Difference]) -> bool:
+        """Whether that is news: of an earlier wish it may be known."""
+        _, known = self._admitted.pop(uid, (b"", frozenset()))
+        found = frozenset(map(_text, left))
+        if found:
+            self._admitted[uid] = _digest(wanted), found
         if len(self._admitted) > MAX_ADMITTED:
             self._admitted.popitem(last=False)
+        return not known.issuperset(found)
 
     def admitted(self, uid: str, wanted: Object, left: Sequence[Difference]) -> bool:
         """Whether admission made all of these differences."""

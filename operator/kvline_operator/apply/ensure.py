@@ -5,6 +5,7 @@ A foreign object that has the name of a child is never changed.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,14 +67,13 @@ def ensure(
         return _admitted(kube.apply(wanted), wanted, known)
     if live["metadata"].get("deletionTimestamp"):
         raise Deleting(f"{_name(wanted)} is being deleted")
-    return _correct(kube, live, wanted, exact, known)
+    return _correct(kube, live, _kept(live, wanted), exact, known)
 
 
 def _admitted(after: Object, wanted: Object, corrections: Corrections) -> Dispute | None:
     """Of the API server's answer to a write."""
     left = _left(after, wanted)
-    corrections.admit(after["metadata"]["uid"], wanted, left)
-    if not left:
+    if not corrections.admit(after["metadata"]["uid"], wanted, left):
         return None
     found = (f"{d.path} is {json.dumps(d.live)[:100]}" for d in left[:5])
     text = f"{_name(wanted)}: {', '.join(found)}"
@@ -83,6 +83,22 @@ def _admitted(after: Object, wanted: Object, corrections: Corrections) -> Disput
 def _left(live: Object, wanted: Object) -> tuple[Difference, ...]:
     """What differs but for the additions of others."""
     return tuple(differences(drift.without(live, drift.foreign(live, wanted)), wanted))
+
+
+def _kept(live: Object, wanted: Object) -> Object:
+    """What is wanted, with what admission made of its pod template. Our wish for one never changes,
+    as a new one is a new revision, so managedFields tell: also an operator that has just begun, and
+    after the webhook is gone. To correct it would restart pods."""
+    clean = drift.without(live, drift.foreign(live, wanted))
+    found = (d for d in differences(clean, wanted) if d.steps[:2] == ("spec", "template"))
+    admitted = [d for d in found if d.live is not None and drift.is_still_ours(clean, wanted, d)]
+    kept: Any = copy.deepcopy(wanted) if admitted else wanted
+    for item in admitted:
+        place = kept
+        for step in item.steps[:-1]:
+            place = place[step]
+        place[item.steps[-1]] = item.live
+    return dict(kept)
 
 
 def _correct(
