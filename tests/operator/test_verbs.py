@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvline_operator.api.spec import ServiceSpec, parse
+from kvline_operator.errors import SpecError
 from kvline_operator.plan.revisions import Revision, known, wanted
 from kvline_operator.store import revision_state
 
@@ -156,6 +157,22 @@ def test_what_an_annotation_asked_of_an_earlier_operator_stays_done(
     body["spec"]["restartedAt"] = NOON
     again = wanted(parse(body), stored, THREE, stable)
     assert again.name not in states and again.image == case["stored"][-1]["data"]["image"]
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"upgradePolicy": "Weekly"}, "spec.upgradePolicy must be Pinned or Latest, got 'Weekly'"),
+        ({"rollout": {"strategy": "Canary"}}, "spec.rollout.strategy must be Surge or Replace or"),
+        ({"rollout": {"onFailure": "Retry"}}, "spec.rollout.onFailure must be Rollback or Hold"),
+        ({"capacity": {"reuse": "Once"}}, "spec.capacity.reuse must be Auto or Never"),
+    ],
+)
+def test_a_value_of_a_newer_definition_is_refused_by_its_field(
+    given: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(SpecError, match=why):
+        spec(**given)
 
 
 def test_a_pause_and_a_promotion_are_no_policy() -> None:

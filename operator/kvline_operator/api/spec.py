@@ -10,7 +10,7 @@ import hashlib
 import json
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from kvline_contract.codec import camel
 from kvline_contract.launch import EngineOptions, KVCacheDtype, Reuse
@@ -40,6 +40,9 @@ REVISION_CAPACITY_FIELDS = ("kvTokens", "headroomMiB")
 # Fields of spec.rollout that ask for an act, and are no policy that a candidate is tried under.
 ACTS = ("paused", "promote")
 ENGINE_FIELDS = {camel(field.name) for field in fields(EngineOptions)}
+
+
+Choice = TypeVar("Choice", bound=StrEnum)
 
 
 class Strategy(StrEnum):
@@ -123,7 +126,7 @@ class ServiceSpec:
 
 def parse(body: dict[str, Any]) -> ServiceSpec:
     metadata, spec = body["metadata"], body.get("spec") or {}
-    made = read(inputs(_checked(spec)))
+    made, capacity = read(inputs(_checked(spec))), spec.get("capacity") or {}
     model = made.get("model", {})
     return ServiceSpec(
         namespace=metadata["namespace"],
@@ -132,12 +135,14 @@ def parse(body: dict[str, Any]) -> ServiceSpec:
         generation=metadata.get("generation", 0),
         base=base_name(metadata["name"]),
         image=spec.get("image"),
-        upgrade_policy=UpgradePolicy(spec.get("upgradePolicy", UpgradePolicy.PINNED)),
+        upgrade_policy=_choice(
+            UpgradePolicy, spec.get("upgradePolicy", UpgradePolicy.PINNED), "upgradePolicy"
+        ),
         source=source_of(model),
         served_name=model.get("servedName") or metadata["name"],
         replicas=spec.get("replicas", 1),
-        min_kv_tokens=(spec.get("capacity") or {}).get("minKVTokens", 0),
-        reuse=_reuse(spec),
+        min_kv_tokens=capacity.get("minKVTokens", 0),
+        reuse=_choice(Reuse, capacity.get("reuse", Reuse.AUTO), "capacity.reuse"),
         rollout=_rollout(spec),
         autoscaling=_autoscaling(spec),
         policy=_policy(spec),
@@ -152,31 +157,29 @@ def _checked(spec: dict[str, Any]) -> dict[str, Any]:
     engine = spec.get("engine") or {}
     for key in sorted(set(engine) - ENGINE_FIELDS):
         raise SpecError(f"spec.engine.{key}: this operator does not know it; upgrade the operator")
-    dtype = engine.get("kvCacheDtype", KVCacheDtype.AUTO)
-    if dtype not in set(KVCacheDtype):
-        known = " or ".join(KVCacheDtype)
-        raise SpecError(f"spec.engine.kvCacheDtype must be {known}, got {dtype!r:.80}")
+    _choice(KVCacheDtype, engine.get("kvCacheDtype", KVCacheDtype.AUTO), "engine.kvCacheDtype")
     return spec
 
 
-def _reuse(spec: dict[str, Any]) -> Reuse:
-    value = (spec.get("capacity") or {}).get("reuse", Reuse.AUTO)
+def _choice(kind: type[Choice], value: Any, field: str) -> Choice:
     try:
-        return Reuse(value)
+        return kind(value)
     except ValueError:
-        raise SpecError(f"spec.capacity.reuse must be Auto or Never, got {value!r:.80}") from None
+        known = " or ".join(kind)
+        raise SpecError(f"spec.{field} must be {known}, got {value!r:.80}") from None
 
 
 def _rollout(spec: dict[str, Any]) -> Rollout:
-    rollout = spec.get("rollout") or {}
-    default = Rollout()
+    rollout, default = spec.get("rollout") or {}, Rollout()
+    strategy = rollout.get("strategy", default.strategy)
+    on_failure = rollout.get("onFailure", default.on_failure)
     return Rollout(
-        strategy=Strategy(rollout.get("strategy", default.strategy)),
+        strategy=_choice(Strategy, strategy, "rollout.strategy"),
         min_capacity_percent=rollout.get("minCapacityPercent", default.min_capacity_percent),
         progress_deadline_seconds=rollout.get(
             "progressDeadlineSeconds", default.progress_deadline_seconds
         ),
-        on_failure=OnFailure(rollout.get("onFailure", default.on_failure)),
+        on_failure=_choice(OnFailure, on_failure, "rollout.onFailure"),
         promote=rollout.get("promote", default.promote),
         paused=rollout.get("paused", default.paused),
     )
