@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from playground import Node
 from waiting import eventually
+from webhook import Webhook
 
 from kvline_contract.report import State
 
@@ -68,3 +70,39 @@ def test_a_secret_that_is_there_at_last_is_missing_no_longer(
     node.play(State.STRESSING)
     eventually(lambda: space.condition("ModelAvailable")["status"] == "True")
     assert space.condition("Ready")["reason"] == "Stressing"
+
+
+def test_a_pod_that_others_gate_is_held_until_they_let_it_go(
+    space: Any, operator: Any, node: Node, tmp_path: Path
+) -> None:
+    """F69: a queue such as Kueue adds a gate to pods at admission: the condition has its name, and
+    the claim's that is missing afterwards."""
+    gate = {"name": "kueue.x-k8s.io/admission"}
+    webhook = Webhook(space, tmp_path)
+    webhook.change = lambda body: [{"op": "add", "path": "/spec/schedulingGates", "value": [gate]}]
+    webhook.install("pods")
+    try:
+        space.apply()
+        (pod,) = eventually(node.pods)
+    finally:
+        webhook.remove()
+        webhook.close()
+    assert pod["spec"]["schedulingGates"] == [gate]
+    eventually(lambda: space.condition("Ready").get("reason") == "SchedulingGated")
+    assert "kueue.x-k8s.io/admission" in space.condition("Progressing")["message"]
+    output = space.kvline("explain", "chat").stdout
+    assert "Progressing: SchedulingGated" in output and "CapacityMeasured" not in output
+    # What the scheduler writes of a missing claim; a gated pod it leaves alone.
+    lack = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+    lack["message"] = '0/1 nodes are available: persistentvolumeclaim "models" not found.'
+    node.patch(pod, {"phase": "Pending", "conditions": [lack]})
+    wanted = f"claim models does not exist in namespace {space.name}"
+    eventually(lambda: space.condition("Ready").get("message") == wanted)
+    assert space.condition("ModelAvailable")["reason"] == "ClaimMissing"
+    output = space.kvline("explain", "chat").stdout
+    assert wanted in output and "create the claim" in output and "Progressing:" not in output
+    space.kubectl(
+        "patch", "pod", pod["metadata"]["name"], "-p", '{"spec":{"schedulingGates":null}}'
+    )
+    # The scheduler of this control plane has no nodes.
+    eventually(lambda: space.condition("Ready").get("reason") == "Unschedulable")
