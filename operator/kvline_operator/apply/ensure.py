@@ -17,6 +17,7 @@ from kvline_operator.apply.difference import Difference, differences
 from kvline_operator.apply.drift import Corrections
 from kvline_operator.errors import Conflict, Deleting, Invalid, NameConflict
 from kvline_operator.kube import Kube
+from kvline_operator.observe.earlier_group import released
 from kvline_operator.observe.ownership import Whose, whose
 
 Object = dict[str, Any]
@@ -109,6 +110,7 @@ def _correct(
     meta = live["metadata"]
     if not found and corrections.admitted(meta["uid"], wanted, left):
         return None
+    (live,) = released(kube, [live])
     _check_ours(live, wanted)
     if corrections.exhausted(meta["uid"], wanted):
         return Dispute(_describe(live, wanted, found, left), End.TOLERATED, meta["resourceVersion"])

@@ -19,6 +19,7 @@ from kvline_contract.names import (
 from kvline_operator.api.spec import ServiceSpec
 from kvline_operator.errors import Missing, SpecError
 from kvline_operator.kube import Kube
+from kvline_operator.observe.earlier_group import released
 from kvline_operator.observe.ended_pods import EndedPod, ended, has_ended
 from kvline_operator.observe.ownership import PodOwnership, Service, is_owned, living
 from kvline_operator.observe.pods import (
@@ -118,7 +119,8 @@ def observe(
     """All children of a service, its pods' sizing reports, and their load if it autoscales."""
     namespace, selector = spec.namespace, f"{LABEL_SERVICE}={spec.base}"
     kinds = ("ControllerRevision", "Deployment", "ConfigMap", "Pod", "Job")
-    lists = list(pool.map(lambda kind: kube.select(kind, namespace, selector), kinds))
+    found_by_kind = pool.map(lambda kind: kube.select(kind, namespace, selector), kinds)
+    lists = [released(kube, items) for items in found_by_kind]
     singles = pool.map(lambda kind: kube.get(kind, namespace, spec.base), SINGLES)
     service = Service(spec.name, spec.uid, spec.base)
     revisions = service.revisions(lists[0])
