@@ -71,7 +71,7 @@ def reconcile(context: Context, key: Key) -> float:
         plan = ServicePlan.of(spec, observed, context.settings, context.now())
         written = context.writer.write(plan)
     except Exception as error:
-        return context.reporter.failed(body, error)
+        return context.reporter.failed(key, body, error)
     if written.version:  # else the status would be refused as that of an earlier version
         body["metadata"]["resourceVersion"] = written.version
-    return context.reporter.report(body, plan, written.error, written.lasting)
+    return context.reporter.report(key, body, plan, written.error, written.lasting)

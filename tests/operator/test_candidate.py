@@ -10,7 +10,7 @@ import pytest
 from kvline_contract.report import Current, SizingReport, State
 from kvline_operator.observe import trouble
 from kvline_operator.observe.children import leaving, needless_waits
-from kvline_operator.observe.ended_pods import ended, has_ended, surplus
+from kvline_operator.observe.ended_pods import HISTORY_LIMIT, ended, has_ended
 from kvline_operator.observe.pods import PodView, view
 from kvline_operator.observe.reports import Reading
 from kvline_operator.observe.trouble import Effect
@@ -205,7 +205,7 @@ def test_a_wait_that_serves_nobody_is_ended(
 
 def test_of_terminal_pods_the_oldest_are_deleted_and_each_has_its_reason() -> None:
     pods = ended([terminal(n) for n in range(12)] + [{"metadata": {}, "status": {}}])
-    assert [p.name for p in surplus(pods)] == ["p01", "p00"]
+    assert [p.name for p in pods[HISTORY_LIMIT:]] == ["p01", "p00"]
     evicted = terminal(1, reason="Evicted", message="low on memory")
     disrupted = terminal(
         2, conditions=[{"type": "DisruptionTarget", "reason": "PreemptionByScheduler"}]

@@ -16,7 +16,7 @@ from kvline_operator.apply.drift import Corrections
 from kvline_operator.apply.tokens import Tokens
 from kvline_operator.errors import NameConflict, OperatorError
 from kvline_operator.kube import Kube
-from kvline_operator.observe.ended_pods import surplus
+from kvline_operator.observe.ended_pods import HISTORY_LIMIT
 from kvline_operator.observe.reports import Reports
 from kvline_operator.plan import jobs, prepare, render, revisions, rollout
 from kvline_operator.plan.service_plan import ServicePlan
@@ -76,9 +76,7 @@ class Writer:
     def _revisions(self, plan: ServicePlan) -> list[str]:
         spec, observed, state = plan.spec, plan.observed, plan.rollout
         lasting = []
-        for name, replicas in rollout.write_order(
-            state.plan.replicas, observed.deployment_states()
-        ):
+        for name, replicas in rollout.write_order(state.plan.replicas, observed.deployment_states):
             if name not in state.stored:
                 continue  # its ControllerRevision was deleted: the Deployment stays unchanged
             seen = plan.listed["ConfigMap"].get(gate_name(spec.base, name))
@@ -154,7 +152,7 @@ class Writer:
                 revision = (item["metadata"].get("labels") or {}).get(LABEL_REVISION)
                 if revision and revision not in replicas:
                     apply.prune(self.kube, item, kind)
-        for pod in surplus(observed.ended):
+        for pod in observed.ended[HISTORY_LIMIT:]:
             self.kube.delete("Pod", spec.namespace, pod.name, pod.uid)
         newest = sorted(observed.revisions, key=lambda r: r.get("revision", 0), reverse=True)
         for item in newest[revisions.HISTORY_LIMIT :]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from kvline_contract import times
@@ -54,7 +54,7 @@ class DeploymentState:
     ready: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: what is derived is kept
 class Observed:
     revisions: list[Object]  # ControllerRevisions
     deployments: list[Object]
@@ -102,6 +102,7 @@ class Observed:
                 return str(failure.get("message", "")) if failure.get("status") == "True" else ""
         return ""
 
+    @cached_property
     def deployment_states(self) -> tuple[DeploymentState, ...]:
         return tuple(
             DeploymentState(

@@ -45,11 +45,6 @@ def ended(pods: list[Object]) -> tuple[EndedPod, ...]:
     return tuple(sorted(found, key=lambda p: (p.created, p.name), reverse=True))
 
 
-def surplus(pods: tuple[EndedPod, ...]) -> tuple[EndedPod, ...]:
-    """Those to delete."""
-    return pods[HISTORY_LIMIT:]
-
-
 def _view(pod: Object) -> EndedPod:
     meta, status = pod["metadata"], pod["status"]
     disrupted = [

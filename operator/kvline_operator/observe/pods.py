@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 from kvline_contract.codec import ContractError
@@ -78,7 +79,7 @@ class Ended:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: what is derived is kept
 class PodView:
     """A pod that is not terminal, as far as status and gate depend on it."""
 
@@ -113,21 +114,21 @@ class PodView:
     memory: str = ""  # its server's limit
     on_gpu: bool = False
 
-    @property
+    @cached_property
     def validated(self) -> bool:
         return self.report is not None and self.report.state is State.VALIDATED
 
-    @property
+    @cached_property
     def end_number(self) -> int:
         """Number of its server container's last termination, from 1, for any reason."""
         return self.restarts + (0 if self.running else 1)
 
-    @property
+    @cached_property
     def failed(self) -> Ended | None:
         """Its last termination, unless it has been validated since."""
         return self.ended if self.ended and not self.validated else None
 
-    @property
+    @cached_property
     def measured(self) -> Measured | None:
         """The validated size, as input of the gate."""
         if self.report is None or self.result is None:
@@ -135,11 +136,11 @@ class PodView:
         gpu = self.report.provenance.gpu if self.report.provenance is not None else ""
         return Measured(gpu, self.result.kv_tokens, self.result.bytes_per_token)
 
-    @property
+    @cached_property
     def result(self) -> Result | None:
         return self.report.result if self.report is not None else None
 
-    @property
+    @cached_property
     def kv_tokens(self) -> int | None:
         return self.result.kv_tokens if self.result is not None else None
 

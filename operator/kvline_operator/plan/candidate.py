@@ -12,6 +12,8 @@ from kvline_operator.plan.gate import Candidate, ComparisonGroup
 from kvline_operator.store.container_ends import Ends, without_empty
 from kvline_operator.store.revision_state import RevisionState
 
+NONE = Ends()
+
 
 def view(
     group: ComparisonGroup,
@@ -53,12 +55,14 @@ def counted(
     after = {}
     for name, state in states.items():
         mine = (p for p in pods if p.revision == name)
-        found = {p.uid: _with_last(state.ends.get(p.uid, Ends()), p) for p in mine}
+        found = {p.uid: _with_last(state.ends.get(p.uid, NONE), p) for p in mine}
         after[name] = replace(state, ends=without_empty(found))
     stored = {uid: ends for s in after.values() for uid, ends in s.ends.items()}
 
     def with_counts(pod: PodView) -> PodView:
-        ends = stored.get(pod.uid, Ends())
+        if pod.uid not in stored:
+            return pod
+        ends = stored[pod.uid]
         return replace(pod, failures=len(ends.failed), oom_kills=len(ends.oom_killed))
 
     return after, tuple(map(with_counts, pods))
@@ -66,7 +70,7 @@ def counted(
 
 def _with_last(ends: Ends, pod: PodView) -> Ends:
     """Ends that are not the engine's do not count."""
-    last = pod.failed
+    last = pod.failed if pod.ended is not None else None
     if last is None or not last.of_engine:
         return ends
     if last.oom_killed:

@@ -44,7 +44,7 @@ def phases(
     states: dict[str, RevisionState], policy: Policy, now: dict[str, Verdict | None]
 ) -> dict[str, Phase]:
     """Of all revisions of a service, by name."""
-    accepted = states.get(stable(states), RevisionState())
+    accepted = states.get(stable(states)) or RevisionState()
     return {name: phase(state, accepted, policy, now.get(name)) for name, state in states.items()}
 
 

@@ -54,9 +54,9 @@ def of(
     revision = stored[wanted]
     loads = jobs.downloads(revision)
     pods = [p for p in observed.pods if p.revision == wanted]
-    lost = any(p.failed and p.failed.code == ExitCode.MODEL_NOT_FOUND for p in pods)
+    lost = any(p.ended and p.failed and p.failed.code == ExitCode.MODEL_NOT_FOUND for p in pods)
     fresh = wanted != stable and not any(
-        s.replicas for s in observed.deployment_states() if s.revision == wanted
+        s.replicas for s in observed.deployment_states if s.revision == wanted
     )
     if loads and (fresh or lost):
         made = jobs.job(spec, revision)
@@ -73,7 +73,7 @@ def of(
         return Preparation(made, live is not None, message=f"Job {name} {what}")
     mine = [p for p in observed.preparing if p.revision == wanted]
     has_read = _has(live, "Complete") or any(map(_succeeded, mine))
-    running = {s.revision for s in observed.deployment_states() if s.replicas} - {wanted}
+    running = {s.revision for s in observed.deployment_states if s.replicas} - {wanted}
     shared = any(_claims(revision) & _claims(stored.get(other, {})) for other in running)
     done = has_read or (not loads and _cannot_check(mine, shared))
     found = None if done else _trouble(live, mine, loads, now)

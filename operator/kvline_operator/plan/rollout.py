@@ -12,13 +12,14 @@ as the stable replicas become ready.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from kvline_operator.api.spec import OnFailure, Rollout, Strategy
 from kvline_operator.observe.children import DeploymentState
 from kvline_operator.store.verdict import Phase, Verdict
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: what is derived is kept
 class RolloutPlan:
     replicas: dict[str, int]  # revision -> desired replicas; Deployments of others are deleted
     stable: str
@@ -27,12 +28,12 @@ class RolloutPlan:
     rejected: str = ""  # the revision of the spec, scaled down because its gate rejected it
     paused: bool = False
 
-    @property
+    @cached_property
     def newest(self) -> str:
         """The revision that is to run: the candidate, else the stable one."""
         return self.candidate or self.stable
 
-    @property
+    @cached_property
     def serving(self) -> int:
         """Desired replicas that take traffic once ready; not those of a candidate whose gate has
         not passed."""

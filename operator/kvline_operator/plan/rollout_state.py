@@ -88,7 +88,7 @@ class RolloutState:
         states = acceptance.without_used_promotions(known, spec.rollout.promote)
         states = acceptance.accept_first(states, serving, wanted)
         stable = revision_state.stable(states)
-        sized = observed.deployment_states()
+        sized = observed.deployment_states
         policy = Policy.of(spec)
         verdict = limits = None
         if stable and stable != wanted:

@@ -48,11 +48,12 @@ class ServicePlan:
         """Raises SpecError where no revision can be made of the spec."""
         scale, scaling = _scale(spec, observed, now)
         spec = replace(spec, replicas=scale.replicas) if scale else spec
-        revision, stored, known = _revision(spec, observed, settings)
+        default = settings.image_for(spec.gpus)
+        revision, stored, known = _revision(spec, observed, settings, default)
         known, pods = candidate.counted(known, observed.pods)
         observed = replace(observed, pods=pods)
         rollout = RolloutState.of(spec, observed, revision.name, stored, known, now)
-        outdated = _image_outdated(spec, rollout, settings)
+        outdated = _image_outdated(spec, rollout, default)
         recorded = _records(spec, observed)
         budget = render.disruption_budget(spec, rollout.plan)
         return cls(
@@ -87,7 +88,7 @@ def _maps(
 
 def _changed(spec: ServiceSpec, rollout: RolloutState) -> Iterator[tuple[Object, Object | None]]:
     for name, stored in rollout.stored.items():
-        state = rollout.states.get(name, RevisionState())
+        state = rollout.states.get(name) or RevisionState()
         is_new = "resourceVersion" not in stored["metadata"]
         kept = is_owned(stored, spec.uid) and revision_state.is_stored(state, stored)
         if is_new or not kept:
@@ -106,7 +107,7 @@ def _scale(
     stored = observed.config_map(scale_name(spec.base)) or {}
     before = Scale.parse((stored.get("data") or {}).get(SCALE_FILE))
     demand = autoscale.demand(ready, policy.target_percent)
-    existing = sum(s.replicas for s in observed.deployment_states())
+    existing = sum(s.replicas for s in observed.deployment_states)
     minute_ago = stamp(now - autoscale.STEP)
     settled = sum(1 for p in observed.pods if p.ready and p.ready_since <= minute_ago)
     after = autoscale.decide(before, existing, demand, policy, now, settled)
@@ -117,7 +118,7 @@ def _scale(
 
 
 def _revision(
-    spec: ServiceSpec, observed: Observed, settings: Settings
+    spec: ServiceSpec, observed: Observed, settings: Settings, default: str
 ) -> tuple[revisions.Revision, dict[str, Object], dict[str, RevisionState]]:
     """The revision of the current spec; all ControllerRevisions by revision, including a new one
     that is not written yet; and the stored state of each."""
@@ -129,16 +130,15 @@ def _revision(
     existing = revisions.known(list(stored.values()))
     known = {name: revision_state.read(item) for name, item in stored.items()}
     stable = revision_state.stable(known)
-    wanted = revisions.wanted(spec, existing, settings.image_for(spec.gpus), stable)
+    wanted = revisions.wanted(spec, existing, default, stable)
     if wanted.name not in stored:
         stored[wanted.name] = render.controller_revision(spec, wanted, settings)
         known[wanted.name] = RevisionState()
     return wanted, stored, known
 
 
-def _image_outdated(spec: ServiceSpec, rollout: RolloutState, settings: Settings) -> bool:
+def _image_outdated(spec: ServiceSpec, rollout: RolloutState, default: str) -> bool:
     stored = rollout.stored.get(rollout.plan.stable)
-    default = settings.image_for(spec.gpus)
     return bool(stored and default and not spec.image and stored["data"]["image"] != default)
 
 

@@ -34,20 +34,25 @@ class Reporter:
     cache: StatusCache
     now: Callable[[], datetime]
 
-    def failed(self, body: Object, error: Exception) -> float:
+    def failed(self, key: Key, body: Object, error: Exception) -> float:
         """For an error before anything was written; most of the status stays as it is."""
         wrong = failures.condition(error, body.get("status") or {})
         new, events = status.refused(wrong, body, stamp(self.now()))
-        self.cache.refuse(_key(body), body.get("spec") or {}, new)
+        self.cache.refuse(key, body.get("spec") or {}, new)
         self._write(body, new, events, error)
         return _again(error)
 
     def report(
-        self, body: Object, plan: ServicePlan, error: OperatorError | None, lasting: Sequence[str]
+        self,
+        key: Key,
+        body: Object,
+        plan: ServicePlan,
+        error: OperatorError | None,
+        lasting: Sequence[str],
     ) -> float:
         """The status is of what was observed before the writes; their events requeue the service.
         `error` and `lasting` are of the writes."""
-        key, previous = _key(body), body.get("status") or {}
+        previous = body.get("status") or {}
         before = self.cache.get(key)
         wrong = failures.condition(error, previous) if error else failures.foreign_change(lasting)
         state = service_state_of(plan, wrong, before)
@@ -93,10 +98,6 @@ class Reporter:
 
 def _owner(meta: Object) -> render.Owner:
     return render.Owner(meta["namespace"], meta["name"], meta["uid"], base_name(meta["name"]))
-
-
-def _key(body: Object) -> Key:
-    return Key(body["metadata"]["namespace"], body["metadata"]["name"])
 
 
 def _again(error: Exception) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from kvline_contract.launch import Record
@@ -29,7 +30,7 @@ class Condition:
     message: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: what is derived is kept
 class ServiceState:
     """Everything that conditions and status are built from."""
 
@@ -52,38 +53,38 @@ class ServiceState:
     # replica serves, or where the container runs again.
     newly_ended: tuple[PodView, ...] = ()
 
-    @property
+    @cached_property
     def served_name(self) -> str:
         """The model name of the stable revision, which may differ from the current spec's."""
         return str(self.stable_data.get("servedName") or self.spec.served_name)
 
-    @property
+    @cached_property
     def troubles(self) -> tuple[Trouble, ...]:
         """Of the newest revision's pods."""
         return trouble.of_all(self.newest)
 
-    @property
+    @cached_property
     def refusal(self) -> Trouble | None:
         """Why the newest revision lacks pods."""
         ended = tuple(p for p in self.ended if p.revision == self.plan.newest)
         return trouble.of_refusals(self.refused, self.newest, ended, self.spec.gpus > 0)
 
-    @property
+    @cached_property
     def url(self) -> str:
         spec = self.spec
         tls = scheme(read(self.stable_data.get("inputs") or spec.inputs))
         return f"{tls}://{spec.base}.{spec.namespace}.svc:{API_PORT}/v1"
 
-    @property
+    @cached_property
     def newest(self) -> tuple[PodView, ...]:
         """Pods of the candidate, else of the stable revision."""
         return tuple(p for p in self.pods if p.revision == self.plan.newest)
 
-    @property
+    @cached_property
     def stable(self) -> tuple[PodView, ...]:
         return tuple(p for p in self.pods if p.revision == self.plan.stable)
 
-    @property
+    @cached_property
     def serving(self) -> tuple[PodView, ...]:
         """Ready replicas with a validated size, of whatever revision: the Service leads to them.
         Not those of a candidate whose gate has not passed."""
@@ -92,14 +93,14 @@ class ServiceState:
         closed = "" if passed else plan.candidate
         return tuple(p for p in self.pods if p.ready and p.validated and p.revision != closed)
 
-    @property
+    @cached_property
     def described(self) -> tuple[PodView, ...]:
         """Those whose figures the status has: of the stable revision, or, where none of it serves
         (late in Replace and Recreate), of the others."""
         stable = tuple(p for p in self.serving if p.revision == self.plan.stable)
         return stable or self.serving
 
-    @property
+    @cached_property
     def accepted(self) -> str:
         """The revision that was accepted last; empty before the first."""
         return next((name for name, p in self.phases.items() if p is Phase.ACCEPTED), "")

@@ -269,7 +269,7 @@ def diagnosis(state: ServiceState) -> Object:
 
 
 def _failure(pod: PodView) -> Termination | None:
-    if pod.failed is not None:
+    if pod.ended is not None and pod.failed is not None:
         return pod.failed.termination
     return pod.report.failure if pod.report is not None else None
 
