@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from services import GPU, HELD, LOST, by_type, ready_pod, report, service_state
 
-from kvline_contract.exits import ExitCode
+from kvline_contract.exits import ExitCode, meaning
 from kvline_contract.report import Stage, State
 from kvline_kubectl.show import explain
 from kvline_operator.observe import trouble
@@ -245,7 +245,7 @@ def test_a_reason_goes_when_its_cause_goes(code: int, seen: Reading, stands: boo
     SecretMissing stood for 15 minutes beside the Secret, with the pod sizing."""
     last = pod(running(), terminated(code), reading=seen, restarts=1)
     assert (trouble.of(last) is not None) == stands
-    known = ExitCode(code)
+    known = meaning(code)
     got = by_type(service_state(last))[known.condition]
     assert (got.reason == known.reason and got.status == "False") == stands
 
@@ -424,11 +424,12 @@ def test_an_end_that_is_the_node_s_never_rejects(ends: list[Object]) -> None:
     own = 0
     for number, end in enumerate(ends):
         last = pod(waiting("CrashLoopBackOff"), end, restarts=number)
-        assert last.ended is not None
-        own += last.ended.of_engine
+        ended = last.ended
+        assert ended is not None
+        own += ended.of_engine
         states, (last,) = counted(states, (last,))
         found = trouble.of(last)
         assert found is not None
         assert found.effect is not Effect.REJECTS or own >= 2
-        if last.ended.code in (126, 127, 128, 255) and last.ended.reason != "OOMKilled":
+        if ended.code in (126, 127, 128, 255) and ended.reason != "OOMKilled":
             assert found.effect is Effect.HOLDS
