@@ -22,6 +22,10 @@ REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 # Applied in this order, each in addition to those before.
 CHANGES: list[tuple[str, Any, str]] = [
     ("image", DIGEST, ROLLS),
+    ("upgradePolicy", "Latest", "upgradePolicy Latest is for the operator's default image"),
+    ("upgradePolicy", "Pinned", STAYS),
+    ("restartedAt", "", "spec.restartedAt"),
+    ("restartedAt", "2026-11-26T12:00:00Z", ROLLS),
     ("model.source", "pvc://models/other", ROLLS),
     ("model.servedName", "other", ROLLS),
     ("model.loadFormat", "random", ROLLS),
@@ -60,6 +64,9 @@ CHANGES: list[tuple[str, Any, str]] = [
     ("rollout.minCapacityPercent", 50, STAYS),
     ("rollout.progressDeadlineSeconds", 600, STAYS),
     ("rollout.onFailure", "Hold", STAYS),
+    ("rollout.paused", True, STAYS),
+    ("rollout.paused", False, STAYS),
+    ("rollout.promote", "bbbbb", STAYS),
     ("scheduling.nodeSelector", {"disk": "fast"}, ROLLS),
     ("scheduling.tolerations", [{"key": "gpu", "operator": "Exists"}], ROLLS),
     ("scheduling.topologySpreadConstraints", [SPREAD], ROLLS),
