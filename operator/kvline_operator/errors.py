@@ -5,6 +5,7 @@ OperatorError
 ├── SpecError        the spec is wrong
 ├── NewerState       a newer operator keeps the state of a revision
 ├── NameConflict     a foreign object has a child's name
+├── Gone             the service was deleted meanwhile
 ├── Deleting         a child is being deleted: it is made again once that is done
 └── ApiError         the API server's answer, or that there is none
     ├── Forbidden        RBAC denies it
@@ -37,6 +38,10 @@ class NewerState(OperatorError):
 
 
 class NameConflict(OperatorError):
+    pass
+
+
+class Gone(OperatorError):
     pass
 
 

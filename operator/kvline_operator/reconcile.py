@@ -17,6 +17,7 @@ from kvline_operator.api.spec import parse
 from kvline_operator.apply.drift import Corrections
 from kvline_operator.apply.tokens import Tokens
 from kvline_operator.apply.writer import Writer
+from kvline_operator.errors import Gone
 from kvline_operator.kube import Kube
 from kvline_operator.observe.children import observe
 from kvline_operator.observe.claims import Claims
@@ -70,6 +71,9 @@ def reconcile(context: Context, key: Key) -> float:
         observed = observe(context.kube, spec, context.reports, context.pool, context.pod_ownership)
         plan = ServicePlan.of(spec, observed, context.settings, context.now())
         written = context.writer.write(plan)
+    except Gone:
+        context.status_cache.drop(key)
+        return 0.0
     except Exception as error:
         return context.reporter.failed(key, body, error)
     if written.version:  # else the status would be refused as that of an earlier version

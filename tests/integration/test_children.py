@@ -258,11 +258,14 @@ def test_one_who_puts_it_back_each_time_wins_after_a_while_and_is_named(
     until(lambda: node.play(State.VALIDATED) or space.up_to_date, 60)
 
 
-def owners_of(space: Any) -> set[str]:
-    """UIDs of the owners of all children; empty for one without."""
-    items = [item for found in children(space).values() for item in found]
-    meta = [item["metadata"] for item in items]
-    return {o["uid"] for m in meta for o in m.get("ownerReferences") or [{"uid": ""}]}
+def owners_of(space: Any) -> dict[str, set[str]]:
+    """By UID of the owner, kinds and names of children; the UID is empty where there is none."""
+    out: dict[str, set[str]] = {}
+    for kind, items in children(space).items():
+        for meta in (item["metadata"] for item in items):
+            for owner in meta.get("ownerReferences") or [{"uid": ""}]:
+                out.setdefault(owner["uid"], set()).add(f"{kind}/{meta['name']}")
+    return out
 
 
 def test_orphaned_children_are_the_service_s_again(
@@ -277,10 +280,11 @@ def test_orphaned_children_are_the_service_s_again(
     space.apply(**longer)
     until(lambda: len(space.list("deployments")) == 2 and len(node.pods()) == 2)
     space.kubectl("delete", "kvl", "chat", "--cascade=orphan", f"--timeout={limit(60):.0f}s")
-    assert owners_of(space) == {""}
+    left = owners_of(space)
+    assert left.keys() == {""}
     space.apply(**longer)
     uid = space.get("kvl", "chat")["metadata"]["uid"]
-    until(lambda: owners_of(space) == {uid})
+    until(lambda: owners_of(space) == {uid: left[""]})
     status = until(lambda: space.get("kvl", "chat").get("status"))
     assert status["rollout"]["stableRevision"] == stable
     assert status["rollout"]["candidateRevision"] != stable

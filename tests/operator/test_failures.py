@@ -185,5 +185,29 @@ def test_every_refusal_and_every_error_of_ours_has_its_row() -> None:
     assert {failures.reason(error) for error in own} <= failures.TABLE.keys()
 
 
+@pytest.mark.parametrize("later", [None, "u2", "going"])
+def test_a_service_that_goes_while_it_is_read_takes_no_orphan_with_it(later: str | None) -> None:
+    """Its children lose their owner in the moment in which they are read: an owner written back
+    would be one that is gone, and Kubernetes would delete them."""
+    account = {"kind": "ServiceAccount", "metadata": {"name": "chat", "managedFields": []}}
+    cluster = Cluster(lambda call: None)
+    read = cluster._read
+    times = itertools.count()
+
+    def going(call: Call) -> bytes:
+        if call.path.endswith("/serviceaccounts/chat"):
+            return json.dumps(account).encode()
+        if call.path.endswith(f"{PLURAL}/chat") and next(times):
+            if later is None:
+                raise Missing(call.what)
+            change = {"deletionTimestamp": "now"} if later == "going" else {"uid": later}
+            cluster.service["metadata"] |= change
+        return read(call)
+
+    cluster._read = going  # type: ignore[method-assign]
+    assert run(cluster) == (0.0, None)
+    assert cluster.writes == 0
+
+
 def test_reconcile_is_a_story_of_at_most_forty_lines() -> None:
     assert len(inspect.getsource(reconcile).splitlines()) <= 40

@@ -11,13 +11,14 @@ from typing import Any
 
 from kvline_contract import times
 from kvline_contract.names import (
+    KIND,
     LABEL_PREPARES,
     LABEL_REVISION,
     LABEL_SERVICE,
     SERVER_CONTAINER,
 )
 from kvline_operator.api.spec import ServiceSpec
-from kvline_operator.errors import Missing, SpecError
+from kvline_operator.errors import Gone, Missing, SpecError
 from kvline_operator.kube import Kube
 from kvline_operator.observe.earlier_group import released
 from kvline_operator.observe.ended_pods import EndedPod, ended, has_ended
@@ -127,6 +128,8 @@ def observe(
     revisions = service.revisions(lists[0])
     others = (living(items) for items in lists[1:3])
     deployments, config_maps = (service.of_revisions(items, revisions) for items in others)
+    once = tuple(filter(None, singles))
+    _check_there(kube, spec, (*revisions, *deployments, *config_maps, *once))
     found = lineage.ours(lists[3], spec.uid, {d["metadata"]["uid"] for d in deployments})
     ours = living(found)
     replicas = [p for p in ours if not has_ended(p)]
@@ -149,8 +152,18 @@ def observe(
         preparing=preparing,
         claim_templates=_claim_templates(kube, spec, service, revisions),
         needless=needless_waits(pods, found, now),
-        singles=tuple(filter(None, singles)),
+        singles=once,
     )
+
+
+def _check_there(kube: Kube, spec: ServiceSpec, children: Sequence[Object]) -> None:
+    """Raises Gone where children have no owner because the service is being deleted and they are to
+    stay: with its UID again they would be deleted with it. It was read before them."""
+    if all(is_owned(child, spec.uid) for child in children):
+        return
+    now = (kube.get(KIND, spec.namespace, spec.name) or {}).get("metadata", {})
+    if now.get("uid") != spec.uid or now.get("deletionTimestamp"):
+        raise Gone(f"{spec.namespace}/{spec.name} is deleted")
 
 
 def _claim_templates(
