@@ -27,12 +27,16 @@ class Settings:
     identity: str = "kvline-operator"  # holderIdentity of the Lease
     metrics_namespaces: tuple[str, ...] = ()  # whose pods may read the metrics of replicas
     client_namespaces: tuple[str, ...] = ()  # whose pods may use the API, besides the service's own
+    mesh_namespaces: tuple[str, ...] = ()  # that the pods may connect to
     hub_endpoint: str = ""  # empty: the public hub
+    hub_proxy: str = ""  # HTTP proxy of downloads; empty: none
     # For the pods of new revisions:
     traces_endpoint: str = ""  # of an OpenTelemetry collector
     runtime_class: str = ""
     priority_class: str = ""
     pull_secrets: tuple[str, ...] = ()  # Secrets in the service's own namespace
+    hub_ca: str = ""  # a ConfigMap there with the hub's or the proxy's certificate authority
+    platform_user: bool = False  # user and groups are the platform's choice
     resync_seconds: float = 300.0
     poll_seconds: float = 1.0  # interval while a replica is being measured
     load_seconds: float = 15.0  # interval of the load of services with spec.autoscaling
@@ -49,7 +53,7 @@ class Settings:
     @property
     def hub_port(self) -> int:
         """The port that downloading pods may connect to."""
-        return _port(self.hub_endpoint)
+        return _port(self.hub_proxy or self.hub_endpoint)
 
     @property
     def traces_port(self) -> int:
@@ -100,12 +104,6 @@ def _parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
         help="OpenTelemetry collector (OTLP over HTTP) for the pods of new revisions",
     )
     parser.add_argument(
-        "--hub-endpoint",
-        type=_address,
-        default=environment.get("HF_ENDPOINT", ""),
-        help="URL of another hub, such as a mirror; default: the public hub",
-    )
-    parser.add_argument(
         "--runtime-class", default="", help="runtimeClassName of new revisions with GPUs"
     )
     parser.add_argument("--priority-class", default="", help="priorityClassName of new revisions")
@@ -115,8 +113,36 @@ def _parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
         default=[],
         help="imagePullSecret of new revisions; a Secret in each service's namespace",
     )
+    _of_platform(parser, environment)
     _own(parser)
     return parser
+
+
+def _of_platform(parser: argparse.ArgumentParser, environment: Mapping[str, str]) -> None:
+    """What the network and the platform ask of the services' pods."""
+    parser.add_argument(
+        "--hub-endpoint",
+        type=_address,
+        default=environment.get("HF_ENDPOINT", ""),
+        help="URL of another hub, such as a mirror; default: the public hub",
+    )
+    parser.add_argument("--hub-proxy", type=_address, default="", help="HTTP proxy of downloads")
+    parser.add_argument(
+        "--hub-ca",
+        default="",
+        help="ConfigMap in each service's namespace whose key ca.crt downloads trust",
+    )
+    parser.add_argument(
+        "--platform-user",
+        action="store_true",
+        help="leave user and groups of new revisions' pods to the platform, as OpenShift asks",
+    )
+    parser.add_argument(
+        "--mesh-namespace",
+        action="append",
+        default=[],
+        help="a namespace, such as a mesh's, that the services' pods may connect to",
+    )
 
 
 def _own(parser: argparse.ArgumentParser) -> None:
@@ -163,7 +189,11 @@ def parse(argv: list[str]) -> Settings:
         identity=os.environ.get(ENV_POD_NAME) or f"{socket.gethostname()}-{os.getpid()}",
         metrics_namespaces=tuple(a.metrics_namespace),
         client_namespaces=tuple(a.client_namespace),
+        mesh_namespaces=tuple(a.mesh_namespace),
         hub_endpoint=a.hub_endpoint,
+        hub_proxy=a.hub_proxy,
+        hub_ca=a.hub_ca,
+        platform_user=a.platform_user,
         traces_endpoint=a.traces_endpoint,
         runtime_class=a.runtime_class,
         priority_class=a.priority_class,

@@ -34,6 +34,8 @@ ANNOTATION_IMAGE = "kvline.dev/image"
 # As spec.resources.gpuResource: `gpus` counts ranks on the CPU, which no node has to offer.
 CPU_RANK = "kvline.dev/cpu-rank"
 
+HUB_CA_VOLUME = "hub-ca"  # of pods, a ConfigMap that the operator's settings name
+HUB_CA_DIR, HUB_CA_FILE = "/etc/kvline/hub-ca", "ca.crt"
 API_PORT = 8000  # /v1, in the Service
 INTERNAL_PORT = 8001  # probes, sizing, load, metrics; pod address only
 SIZING_PATH = "/sizing"  # GET ?version=: the newest report version that who asks reads

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from kvline_contract.names import HUB_CA_VOLUME
+
 Object = dict[str, Any]
 HOST = ("hostNetwork", "hostPID", "hostIPC", "hostUsers", "hostAliases")
 VOLUMES = {"configMap", "emptyDir", "persistentVolumeClaim", "secret"}
@@ -64,7 +66,8 @@ def _is_ours(volume: Object, base: str, named: set[str]) -> bool:
     if kind not in VOLUMES:
         return False
     if kind == "configMap":
-        return str(source.get("name", "")).startswith(f"{base}-")
+        of_settings = volume["name"] == HUB_CA_VOLUME
+        return of_settings or str(source.get("name", "")).startswith(f"{base}-")
     if kind == "secret":
         return source.get("secretName") in named
     if kind != "persistentVolumeClaim":

@@ -79,7 +79,7 @@ def policy(spec: ServiceSpec, settings: Settings) -> Object:
         "spec": {
             "podSelector": {"matchLabels": {names.LABEL_PREPARES: owner.base}},
             "policyTypes": ["Ingress", "Egress"],
-            "egress": egress(spec.source.egress(settings.hub_port)),
+            "egress": egress(spec.source.egress(settings.hub_port), settings.mesh_namespaces),
         },
     }
 

@@ -20,8 +20,11 @@ DRAIN_SECONDS = 120  # default of spec.drainSeconds, also the server's
 START_SECONDS = 6 * 3600  # default of spec.startupSeconds
 EXIT_SECONDS = 15  # for the engine to exit after the drain
 STATE_SIZE_LIMIT = "4Gi"
+PROXIES = ("HTTPS_PROXY", "HTTP_PROXY")
+TRUSTED = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
 SHARED_MEMORY, SHARED_MEMORY_OF_RANKS = "64Mi", "1Gi"  # several ranks exchange steps there
 
+USER = dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), names.RUN_AS)
 _RESTRICTED: Object = {
     "allowPrivilegeEscalation": False,
     "readOnlyRootFilesystem": True,
@@ -43,15 +46,16 @@ def pod_template(
         "terminationGracePeriodSeconds": _grace(inputs),
         "securityContext": {
             "runAsNonRoot": True,
-            "runAsUser": names.RUN_AS,
-            "runAsGroup": names.RUN_AS,
-            "fsGroup": names.RUN_AS,
+            **({} if settings.platform_user else USER),
             # Ownership of a large cache is changed once, not at each start.
             "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "containers": [_server(inputs, revision, settings)],
-        "volumes": _volumes(spec, inputs, name, names.gate_name(base, revision.name), base),
+        "volumes": [
+            *_volumes(spec, inputs, name, names.gate_name(base, revision.name), base),
+            *_authority(spec.source, settings),
+        ],
     }
     if device_class(inputs["resources"]):
         pod["resourceClaims"] = [{"name": GPU_CLAIM, "resourceClaimTemplateName": name}]
@@ -221,6 +225,13 @@ def download_container(source: ModelSource, image: str, settings: Settings) -> O
     if source.token is not None:
         reference = {"name": source.token["name"], "key": source.token["key"]}
         environment.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": reference}})
+    if settings.hub_proxy:
+        environment += [{"name": n, "value": settings.hub_proxy} for n in PROXIES]
+    volumes = _authority(source, settings)
+    authority = [{"name": v["name"], "mountPath": names.HUB_CA_DIR} for v in volumes]
+    if authority:
+        trusted = f"{names.HUB_CA_DIR}/{names.HUB_CA_FILE}"
+        environment += [{"name": n, "value": trusted} for n in TRUSTED]
     return {
         "name": names.DOWNLOAD_CONTAINER,
         "image": image,
@@ -238,8 +249,19 @@ def download_container(source: ModelSource, image: str, settings: Settings) -> O
             {"name": "launch", "mountPath": names.LAUNCH_DIR, "readOnly": True},
             {"name": "models", "mountPath": names.MODELS_DIR},
             {"name": "state", "mountPath": names.STATE_DIR},
+            *authority,
         ],
     }
+
+
+def _authority(source: ModelSource, settings: Settings) -> list[Object]:
+    """The volume of what a download trusts. Optional: serving pods of a cached model do not need
+    it, and a download without it names the certificate that it cannot check."""
+    if not settings.hub_ca or source.download is Download.NOBODY:
+        return []
+    items = [{"key": names.HUB_CA_FILE, "path": names.HUB_CA_FILE}]
+    wanted = {"name": settings.hub_ca, "items": items, "optional": True}
+    return [{"name": names.HUB_CA_VOLUME, "configMap": wanted}]
 
 
 def shared_memory(resources: Object) -> str:

@@ -167,16 +167,19 @@ def network_policy(owner: Owner, settings: Settings, download: bool) -> Object:
                     "ports": [{"protocol": "TCP", "port": names.INTERNAL_PORT}],
                 },
             ],
-            "egress": egress(ports),
+            "egress": egress(ports, settings.mesh_namespaces),
         },
     }
 
 
-def egress(ports: list[int]) -> list[Object]:
-    """Rules for these TCP ports anywhere, and for DNS; none where there are no ports."""
+def egress(ports: list[int], meshes: tuple[str, ...]) -> list[Object]:
+    """Rules for these TCP ports anywhere, for all of these namespaces, and for DNS; none where
+    there is neither."""
     dns = [{"protocol": p, "port": 53} for p in ("UDP", "TCP")]
     tcp = [{"protocol": "TCP", "port": port} for port in ports]
-    return [{"ports": dns}, {"ports": tcp}] if tcp else []
+    rules = [{"ports": tcp}] if tcp else []
+    rules += [{"to": _namespaces(meshes)}] if meshes else []
+    return [{"ports": dns}, *rules] if rules else []
 
 
 def _namespaces(names: tuple[str, ...]) -> list[Object]:

@@ -1,0 +1,71 @@
+"""What the administrator sets for the pods of services, and what they may reach."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvline_operator.api.spec import parse
+from kvline_operator.observe.restricted import is_rendered
+from kvline_operator.plan.jobs import job, policy
+from kvline_operator.plan.render import Owner, controller_revision, network_policy
+from kvline_operator.plan.revisions import Revision
+from kvline_operator.settings import Settings
+
+HUB = "hf://org/name@0123456789abcdef0123456789abcdef01234567"
+CLOSED = Settings("image", hub_proxy="http://proxy.example:3128", hub_ca="company-ca")
+DNS = {"ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]}
+
+
+def revision(settings: Settings, **model: Any) -> tuple[Any, dict[str, Any]]:
+    meta = {"name": "chat", "namespace": "ns", "uid": "u", "generation": 1}
+    spec = parse({"metadata": meta, "spec": {"model": model, "resources": {"memory": "2Gi"}}})
+    made = Revision("aaaaa", "image", spec.inputs_json, 1)
+    return spec, controller_revision(spec, made, settings)
+
+
+def has_way_out(container: dict[str, Any], pod: dict[str, Any]) -> None:
+    env = {item["name"]: item.get("value") for item in container["env"]}
+    assert env["HTTPS_PROXY"] == env["HTTP_PROXY"] == "http://proxy.example:3128"
+    assert env["SSL_CERT_FILE"] == env["REQUESTS_CA_BUNDLE"]
+    (mount,) = [m for m in container["volumeMounts"] if m["name"] == "hub-ca"]
+    assert env["SSL_CERT_FILE"].startswith(mount["mountPath"])
+    (volume,) = [v for v in pod["volumes"] if v["name"] == "hub-ca"]
+    assert volume["configMap"]["name"] == "company-ca"
+
+
+def test_a_download_goes_through_the_proxy_and_trusts_its_authority() -> None:
+    """Of each pod, and of the Job for a cache that services share."""
+    _, stored = revision(CLOSED, source=HUB)
+    pod = stored["data"]["podTemplate"]["spec"]
+    has_way_out(pod["initContainers"][0], pod)
+    assert is_rendered(stored["data"]["podTemplate"], "chat", stored["data"]["inputs"], "image")
+    spec, stored = revision(CLOSED, source=HUB, cache={"claimName": "models"})
+    pod = job(spec, stored)["spec"]["template"]["spec"]
+    has_way_out(pod["containers"][0], pod)
+
+
+def test_a_model_in_a_claim_has_neither() -> None:
+    _, stored = revision(CLOSED, source="pvc://models/tiny")
+    assert "hub-ca" not in str(stored) and "proxy.example" not in str(stored)
+
+
+def test_the_policy_opens_the_proxy_s_port_and_the_mesh() -> None:
+    spec, _ = revision(CLOSED, source=HUB, cache={"claimName": "models"})
+    port = {"ports": [{"protocol": "TCP", "port": 3128}]}
+    assert policy(spec, CLOSED)["spec"]["egress"] == [DNS, port]
+    mesh = Settings("image", mesh_namespaces=("istio-system",))
+    label = {"matchLabels": {"kubernetes.io/metadata.name": "istio-system"}}
+    made = network_policy(Owner.of(spec), mesh, download=False)["spec"]["egress"]
+    assert made == [DNS, {"to": [{"namespaceSelector": label}]}]
+    assert network_policy(Owner.of(spec), Settings("image"), download=False)["spec"]["egress"] == []
+
+
+def test_the_platform_may_choose_user_and_groups() -> None:
+    chosen = {"runAsUser", "runAsGroup", "fsGroup"}
+    for settings, there in (
+        (Settings("image"), chosen),
+        (Settings("i", platform_user=True), set()),
+    ):
+        _, stored = revision(settings, source="pvc://models/tiny")
+        context = stored["data"]["podTemplate"]["spec"]["securityContext"]
+        assert context["runAsNonRoot"] is True and context.keys() & chosen == there
