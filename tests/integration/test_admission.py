@@ -120,9 +120,9 @@ def test_what_a_mutating_webhook_makes_of_a_child_stays_and_is_written_once(
     settles(operator.writes_nothing, seconds=60)
     assert space.list("deployments")[0]["metadata"]["generation"] == before
     space.apply(replicas=2)  # another wish is written all the same
+    until(lambda: space.list("deployments")[0]["spec"]["replicas"] == 2)
     until(lambda: node.play(State.VALIDATED) or space.up_to_date, 60)
     (scaled,) = space.list("deployments")
-    assert scaled["spec"]["replicas"] == 2
     assert scaled["spec"]["template"] == deployment["spec"]["template"]
 
 

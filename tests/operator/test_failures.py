@@ -185,20 +185,23 @@ def test_every_refusal_and_every_error_of_ours_has_its_row() -> None:
     assert {failures.reason(error) for error in own} <= failures.TABLE.keys()
 
 
-@pytest.mark.parametrize("later", [None, "u2", "going"])
-def test_a_service_that_goes_while_it_is_read_takes_no_orphan_with_it(later: str | None) -> None:
-    """Its children lose their owner in the moment in which they are read: an owner written back
-    would be one that is gone, and Kubernetes would delete them."""
-    account = {"kind": "ServiceAccount", "metadata": {"name": "chat", "managedFields": []}}
+@pytest.mark.parametrize("children", ["none", "orphan"])
+@pytest.mark.parametrize("later", ["", "u2", "going"])
+def test_a_service_that_goes_while_it_is_read_gets_and_takes_no_child(
+    later: str, children: str
+) -> None:
+    """Its children lose their owner, or are collected, in the moment in which they are read. An
+    owner written back would be one that is gone, and Kubernetes would delete them with it."""
     cluster = Cluster(lambda call: None)
-    read = cluster._read
-    times = itertools.count()
+    read, times = cluster._read, itertools.count()
+    kinds = {"serviceaccounts", "services", "networkpolicies", "poddisruptionbudgets"}
 
     def going(call: Call) -> bytes:
-        if call.path.endswith("/serviceaccounts/chat"):
-            return json.dumps(account).encode()
-        if call.path.endswith(f"{PLURAL}/chat") and next(times):
-            if later is None:
+        kind = call.path.split("/")[-2]
+        if children == "orphan" and kind in kinds:
+            return json.dumps({"kind": kind, "metadata": {"name": "chat"}}).encode()
+        if kind == PLURAL and next(times):
+            if not later:
                 raise Missing(call.what)
             change = {"deletionTimestamp": "now"} if later == "going" else {"uid": later}
             cluster.service["metadata"] |= change

@@ -122,14 +122,14 @@ def observe(
     namespace, selector = spec.namespace, f"{LABEL_SERVICE}={spec.base}"
     kinds = ("ControllerRevision", "Deployment", "ConfigMap", "Pod", "Job")
     found_by_kind = pool.map(lambda kind: kube.select(kind, namespace, selector), kinds)
-    lists = [released(kube, items) for items in found_by_kind]
     singles = pool.map(lambda kind: kube.get(kind, namespace, spec.base), SINGLES)
+    lists = [released(kube, items) for items in found_by_kind]
     service = Service(spec.name, spec.uid, spec.base)
     revisions = service.revisions(lists[0])
     others = (living(items) for items in lists[1:3])
     deployments, config_maps = (service.of_revisions(items, revisions) for items in others)
     once = tuple(filter(None, singles))
-    _check_there(kube, spec, (*revisions, *deployments, *config_maps, *once))
+    _check_there(kube, spec, revisions, deployments, config_maps, once)
     found = lineage.ours(lists[3], spec.uid, {d["metadata"]["uid"] for d in deployments})
     ours = living(found)
     replicas = [p for p in ours if not has_ended(p)]
@@ -156,10 +156,12 @@ def observe(
     )
 
 
-def _check_there(kube: Kube, spec: ServiceSpec, children: Sequence[Object]) -> None:
-    """Raises Gone where children have no owner because the service is being deleted and they are to
-    stay: with its UID again they would be deleted with it. It was read before them."""
-    if all(is_owned(child, spec.uid) for child in children):
+def _check_there(kube: Kube, spec: ServiceSpec, *children: Sequence[Object]) -> None:
+    """Raises Gone where children are missing or have no owner because the service is deleted, which
+    was read before them. They are being collected, and would be made again; or they are to stay,
+    and with an owner that is gone they would be collected."""
+    complete = all(children) and len(children[-1]) == len(SINGLES)
+    if complete and all(is_owned(child, spec.uid) for items in children for child in items):
         return
     now = (kube.get(KIND, spec.namespace, spec.name) or {}).get("metadata", {})
     if now.get("uid") != spec.uid or now.get("deletionTimestamp"):
