@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvline_operator.api.revision_hash import is_hash
 from kvline_operator.api.spec import ServiceSpec, parse
 from kvline_operator.errors import SpecError
 from kvline_operator.plan.revisions import Revision, known, wanted
@@ -147,6 +148,8 @@ def test_what_an_annotation_asked_of_an_earlier_operator_stays_done(
     }
     stable = revision_state.stable(states)
     assert stable == case["stored"][-1]["metadata"]["labels"]["kvline.dev/revision"]
+    for name, item in zip(states, case["stored"], strict=True):
+        assert is_hash(name, item["data"]["inputs"], item["data"]["image"]), "as it was"
     stored = known(case["stored"])
     assert wanted(parse(body), stored, THREE, stable).name == stable
     assert parse(body).policy == case["policy"]
