@@ -14,8 +14,8 @@ from kvline_operator.report.advice import ADVICE
 ROOT = Path(__file__).resolve().parents[1]
 HEAD = """# The API
 
-Generated from `manifests/crd.yaml` by `make api`. Group `serving.kvline.dev`, version `v1alpha1`, kind
-`InferenceService`, short name `kvl`. `kubectl explain kvl.spec` shows the same.
+Generated from `manifests/crd.yaml` by `make api`. Group `serving.kvline.dev`, version `v1alpha1`,
+kind `InferenceService`, short name `kvl`. `kubectl explain kvl.spec` shows the same.
 """
 
 

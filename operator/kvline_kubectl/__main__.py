@@ -199,6 +199,7 @@ def _change(
 
 def checking(cluster: Cluster, a: argparse.Namespace) -> int:
     body = size.from_file(a.filename, cluster, a.namespace)
+    cluster.validate(body, str(a.filename))
     name, space = body["metadata"]["name"], body["metadata"]["namespace"]
     cluster = replace(cluster, namespace=space)
     live = cluster.find(name)

@@ -17,7 +17,7 @@ from kvline_contract.names import (
     MANAGED_BY,
     base_name,
 )
-from kvline_operator.errors import Forbidden, Invalid
+from kvline_operator.errors import Denied, Forbidden, Invalid
 from kvline_operator.kube import Kube, api_client
 from kvline_operator.observe import earlier_group
 from kvline_operator.report.status_cache import RevisionEntry, history
@@ -48,6 +48,20 @@ class Cluster:
             text = f"no InferenceService {name} in namespace {self.namespace}"
             raise Problem("\n".join([text, *self.earlier((self.namespace,))]))
         return found
+
+    def validate(self, body: Object, file: str) -> None:
+        """Raises Problem with a line for each field that the API server refuses. kubectl apply
+        prints the whole object before them. What a user may not create is not validated."""
+        meta = {key: body["metadata"][key] for key in ("name", "namespace")}
+        try:
+            self.kube.validate({**body, "metadata": meta})
+        except (Forbidden, Denied):
+            return
+        except Invalid as error:
+            of_schema = (f"{c.field}: {c.message}".removeprefix(": ") for c in error.answer.causes)
+            unknown = error.answer.message.partition("strict decoding error: ")[2]
+            lines = tuple(of_schema) or (unknown or error.answer.message,)
+            raise Problem("\n".join(f"{file}: {line}" for line in lines)) from None
 
     def earlier(self, namespaces: tuple[str, ...]) -> list[str]:
         """What there is to say of services of the kind's earlier group; nothing to a user who may

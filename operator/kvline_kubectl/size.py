@@ -58,6 +58,8 @@ def measure(cluster: Cluster, a: argparse.Namespace, say: Say) -> Reports:
     if (a.name is None) == (a.filename is None):
         raise Problem("exactly one of NAME and -f FILE is required")
     body = cluster.service(a.name) if a.name else from_file(a.filename, cluster, a.namespace)
+    if a.filename:
+        cluster.validate(body, str(a.filename))
     cluster = dataclasses.replace(cluster, namespace=body["metadata"]["namespace"])
     body = changed(body, a)
     stored = cluster.newest_revision(body["metadata"]["name"])

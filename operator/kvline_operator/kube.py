@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,14 @@ class Kube:
                 raise
             return False
         return True
+
+    def validate(self, body: Object) -> None:
+        """Creates it in a dry run. Raises Invalid where the schema refuses it or has not all of its
+        fields. Whether the name is free is asked last, and does not matter."""
+        where = body["kind"], body["metadata"]["namespace"]
+        query = [("dryRun", "All"), ("fieldValidation", "Strict")]
+        with suppress(Conflict):
+            self._call("POST", *where, None, body=body, query=query)
 
     def delete(self, kind: str, namespace: str, name: str, uid: str) -> None:
         """Deletes the object with this UID, in the background; no error where it is gone."""

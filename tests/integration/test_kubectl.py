@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from playground import manifest
 from rolling import Service, up_to_date
 
 from kvline_contract.names import CLI_FIELD_MANAGER
@@ -24,6 +26,30 @@ DIGEST, NEXT = (f"localhost/kvline-server@sha256:{c * 64}" for c in "bc")
 def say(space: Any) -> Callable[..., Any]:
     run: Callable[..., Any] = space.kvline
     return run
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"engine": {"maxModelLn": 5}}, 'unknown field "spec.engine.maxModelLn"'),
+    ({"drainSeconds": 4000}, "spec.drainSeconds: Invalid value: 4000: "),
+]
+
+
+@pytest.mark.parametrize(("spec", "line"), WRONG)
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_field_that_is_wrong_in_a_file_is_one_line(
+    space: Any, tmp_path: Path, spec: dict[str, Any], line: str, exists: bool
+) -> None:
+    """Where kubectl apply prints the object that it was to change first."""
+    if exists:
+        space.apply()
+    file = tmp_path / "chat.json"
+    file.write_text(manifest(**spec))
+    done = space.kvline("check", "-f", str(file), check=False)
+    assert done.returncode == 1 and done.stdout == ""
+    (shown,) = done.stderr.splitlines()
+    assert shown.startswith(f"{file}: {line}") and len(shown) < 250
+    file.write_text(manifest())
+    assert "Invalid" not in space.kvline("check", "-f", str(file), check=False).stderr
 
 
 def test_a_rejected_spec_is_explained_and_rolled_back(
