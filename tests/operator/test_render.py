@@ -10,7 +10,10 @@ import pytest
 import yaml
 
 from kvline_contract.launch import VERSION, GateFile, KVCacheDtype, LaunchConfig
+from kvline_contract.names import base_name
+from kvline_operator.api.revision_hash import is_hash
 from kvline_operator.api.spec import ServiceSpec, parse
+from kvline_operator.observe.restricted import is_rendered
 from kvline_operator.plan.acceptance import comparison_group
 from kvline_operator.plan.podspec import pod_template
 from kvline_operator.plan.render import (
@@ -140,6 +143,15 @@ def test_a_revision_that_an_earlier_operator_stored_is_left_as_it_is(case: dict[
     gate = GateFile(VERSION, True)
     objects = {o["kind"]: o for o in revision_objects(made, stored, 1, gate, "{}")}
     assert objects["Deployment"]["spec"]["template"] == stored["data"]["podTemplate"]
+
+
+@pytest.mark.parametrize("case", EARLIER, ids=["cpu", "gpu"])
+def test_a_revision_that_an_earlier_operator_stored_may_be_adopted(case: dict[str, Any]) -> None:
+    """Its name is a hash of inputs in the names of that operator."""
+    stored, base = case["stored"], base_name(case["body"]["metadata"]["name"])
+    data, name = stored["data"], stored["metadata"]["labels"]["kvline.dev/revision"]
+    assert is_hash(name, data["inputs"], data["image"])
+    assert is_rendered(data["podTemplate"], base, data["inputs"], data["image"])
 
 
 @pytest.mark.fault(
