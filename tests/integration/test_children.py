@@ -145,6 +145,7 @@ def test_a_foreign_finalizer_on_a_child_makes_no_loop_and_no_second_one(
     until(lambda: space.get("kvl", "chat") is None)
     # The garbage collector looks for kinds that are new to it every 30 seconds.
     until(lambda: held(space, name), 90, on="garbage collector")
+    proxy.await_resync()  # by then a reconcile that was under way has ended
     written = behind.writes
     proxy.await_resync()  # which finds what no event has reported
     assert behind.writes == written

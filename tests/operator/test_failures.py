@@ -169,6 +169,14 @@ def test_where_the_status_is_refused_too_the_log_has_both(caplog: pytest.LogCapt
     assert "PATCH ServiceAccount ns/chat: HTTP 403" in caplog.text
 
 
+def test_a_service_that_is_gone_when_its_status_is_written_is_no_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cluster = Cluster(lambda c: (404, "not found") if c.path.endswith("/status") else None)
+    assert run(cluster)[1] is None
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
+
+
 def test_what_serves_stays_ready_while_nothing_can_be_read() -> None:
     cluster = Cluster(on("GET", "/pods", 503, ""))
     was = {"type": "Ready", "status": "True", "reason": "Serving", "message": "1 replica serves"}

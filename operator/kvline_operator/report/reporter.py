@@ -12,7 +12,7 @@ from kvline_contract.names import LABEL_REVISION, base_name
 from kvline_contract.report import State
 from kvline_contract.times import stamp
 from kvline_operator.api.key import Key
-from kvline_operator.errors import OperatorError
+from kvline_operator.errors import Missing, OperatorError
 from kvline_operator.kube import Kube
 from kvline_operator.observe.children import Observed
 from kvline_operator.plan import render
@@ -77,6 +77,8 @@ class Reporter:
             if new != (body.get("status") or {}):
                 version = meta["resourceVersion"]
                 self.kube.replace_status(meta["namespace"], meta["name"], new, version)
+        except Missing:
+            log.info("%s/%s was deleted meanwhile", meta["namespace"], meta["name"])
         except OperatorError:
             if error is not None:  # the first cause, which the status would have had
                 log.warning("%s/%s: %s", meta["namespace"], meta["name"], error)
