@@ -166,7 +166,7 @@ def test_a_service_selects_our_pods_that_are_ready_and_no_others(
     change = {"spec": {"selector": {"team": "x"}, "publishNotReadyAddresses": True}}
     space.kubectl("patch", "service", "chat", "-p", json.dumps(change))
     until(lambda: space.get("service", "chat")["spec"] == before)  # type: ignore[index]
-    (message,) = events(space, "ForeignChangeRemoved")
+    (message,) = until(lambda: events(space, "ForeignChangeRemoved"))
     assert "spec.selector.team (set by kubectl-patch)" in message
     assert "spec.publishNotReadyAddresses (set by kubectl-patch)" in message
     policy = {"spec": {"podSelector": {"matchLabels": {"team": "x"}}}}
