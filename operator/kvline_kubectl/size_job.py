@@ -59,7 +59,8 @@ def operator_settings(image: str, stored: Object | None) -> Settings:
     data = (stored or {}).get("data") or {}
     pod = (data.get("podTemplate") or {}).get("spec") or {}
     loads = [*pod.get("initContainers", []), data.get("download") or {}]
-    hub = (e["value"] for c in loads for e in c.get("env", []) if e["name"] == "HF_ENDPOINT")
+    found = {e["name"]: e.get("value", "") for c in loads for e in c.get("env", [])}
+    authority = (v for v in pod.get("volumes", []) if v["name"] == names.HUB_CA_VOLUME)
     inputs = data.get("inputs") or {}
     of_service = {**(inputs.get("scheduling") or {}), **inputs}  # its own, which a spec has
 
@@ -68,7 +69,10 @@ def operator_settings(image: str, stored: Object | None) -> Settings:
 
     return Settings(
         image,
-        hub_endpoint=next(hub, ""),
+        hub_endpoint=found.get("HF_ENDPOINT", ""),
+        hub_proxy=found.get("HTTPS_PROXY", ""),
+        hub_ca=next((v["configMap"]["name"] for v in authority), ""),
+        platform_user=bool(pod) and "runAsUser" not in pod["securityContext"],
         pull_secrets=tuple(item["name"] for item in given("imagePullSecrets", [])),
         runtime_class=given("runtimeClassName"),
         priority_class=given("priorityClassName"),
@@ -90,7 +94,8 @@ def objects(asked: Question) -> tuple[Object, list[Object]]:
         "metadata": dict(meta),
         "spec": {
             "backoffLimit": 0,
-            "activeDeadlineSeconds": DEADLINE_SECONDS * choices,
+            "activeDeadlineSeconds": choices
+            * max(DEADLINE_SECONDS, spec.inputs.get("startupSeconds", 0)),
             "ttlSecondsAfterFinished": KEEP_SECONDS,
             "template": {
                 # Without the labels by which a Service finds its replicas.

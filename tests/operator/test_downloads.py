@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from kvline_kubectl.size_job import operator_settings
 from kvline_operator.api.spec import parse
 from kvline_operator.observe.restricted import is_rendered
 from kvline_operator.plan.jobs import job, policy
@@ -69,3 +71,11 @@ def test_the_platform_may_choose_user_and_groups() -> None:
         _, stored = revision(settings, source="pvc://models/tiny")
         context = stored["data"]["podTemplate"]["spec"]["securityContext"]
         assert context["runAsNonRoot"] is True and context.keys() & chosen == there
+
+
+def test_a_size_job_has_the_settings_of_the_service_s_newest_revision() -> None:
+    settings = replace(CLOSED, hub_endpoint="https://hub.example", platform_user=True)
+    for given in (settings, Settings("image")):
+        _, stored = revision(given, source=HUB, cache={"claimName": "models"})
+        assert operator_settings("image", stored) == given
+    assert operator_settings("image", None) == Settings("image")
