@@ -147,7 +147,12 @@ class Place:
 def body(name: str) -> dict[str, Any]:
     spec = {"model": {"source": "pvc://models/fake"}, "resources": {"memory": "256Mi"}}
     meta = {"name": name, "namespace": "scale"}
-    return {"apiVersion": "serving.kvline.dev/v1alpha1", "kind": KIND, "metadata": meta, "spec": spec}
+    return {
+        "apiVersion": "serving.kvline.dev/v1alpha1",
+        "kind": KIND,
+        "metadata": meta,
+        "spec": spec,
+    }
 
 
 def name(number: int) -> str:

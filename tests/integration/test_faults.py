@@ -161,7 +161,10 @@ def test_an_api_that_is_taken_away_and_comes_back(
     serve(space, node)
     space.cluster.kubectl("delete", "-f", str(crd.FILE))
     try:
-        for line in ("the watch ended: ", "the CustomResourceDefinition of serving.kvline.dev is not inst"):
+        for line in (
+            "the watch ended: ",
+            "the CustomResourceDefinition of serving.kvline.dev is not inst",
+        ):
             assert operator.process is not None and operator.process.wait(limit(90)) == 1
             assert line in operator.log.read_text().splitlines()[-1]
             operator.start()
