@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvline_kubectl import act
 from kvline_operator.api.inputs import read
 from kvline_operator.api.quantity import canonical
 from kvline_operator.api.revision_hash import revision_hash
@@ -14,7 +15,9 @@ from kvline_operator.api.spec import parse
 from kvline_operator.errors import SpecError
 from kvline_operator.plan.render import Owner, controller_revision, launch_config
 from kvline_operator.plan.revisions import Revision, known, wanted
+from kvline_operator.report.status_cache import history
 from kvline_operator.settings import Settings
+from kvline_operator.store.verdict import Phase
 
 HUB = "hf://org/name@0123456789abcdef0123456789abcdef01234567"
 
@@ -148,3 +151,13 @@ def test_environment_and_cpu_limit_are_the_container_s_and_in_its_launch_file() 
     assert container["env"][-1] == env[0]
     assert container["resources"]["limits"] == {"memory": "2Gi", "cpu": "2"}
     assert launch["environment"] == {"OMP_NUM_THREADS": "2"} and launch["cpuLimit"] == "2"
+
+
+def test_a_rollback_to_a_revision_of_before_writes_today_s_names() -> None:
+    """The API server would drop those of before, and the spec would be another revision."""
+    past = history({"aaaaa": stored(BEFORE)}, {}, {"aaaaa": Phase.ACCEPTED})
+    revision, patch = act.rollback(body(), past, "aaaaa")
+    (spec,) = [operation["value"] for operation in patch if operation["path"] == "/spec"]
+    assert revision == "aaaaa" and {key: spec[key] for key in TODAY} == TODAY
+    found = wanted(parse(body(**spec)), known([stored(BEFORE)]), "new-image", "aaaaa")
+    assert found.name == "aaaaa"
