@@ -176,7 +176,8 @@ def test_memory_is_written_over_nothing_but_what_was_read(
     spec = parse(body)
     (stored,) = kube.select("ControllerRevision", space.name, f"{LABEL_SERVICE}=chat")
     name = stored["metadata"]["name"]
-    space.kubectl("annotate", "controllerrevision", name, "--overwrite", f"{ANNOTATION_STATE}=theirs")
+    theirs = f"{ANNOTATION_STATE}=theirs"
+    space.kubectl("annotate", "controllerrevision", name, "--overwrite", theirs)
     mine = render.with_annotations(spec, stored, {ANNOTATION_STATE: "ours"})
     with pytest.raises(Conflict):
         kube.apply(mine, over=stored, exact=True)

@@ -98,7 +98,7 @@ def stored(name: str, length: int, state: RevisionState) -> dict[str, Any]:
 def test_without_replicas_a_new_revision_waits_and_the_service_is_at_rest(
     verdict: Verdict | None,
 ) -> None:
-    """It would be looked at again for ever, and «is measured» for ever. With a replica it goes on."""
+    """It would be looked at again and again as being measured. With a replica it goes on."""
     figures = CapacityStatus.of([ready_pod().report])
     stable = RevisionState(accepted=1, baseline={"": 4096}, bytes_per_token=512, capacity=figures)
     judged = RevisionState(verdict=StoredVerdict.of(verdict, 1) if verdict else None)
