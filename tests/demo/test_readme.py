@@ -15,6 +15,7 @@ from kubernetes.utils.quantity import parse_quantity
 from local import NODE
 from story import NAME
 
+from kvline_operator.api.source import Claim
 from kvline_operator.api.spec import parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +55,7 @@ def test_its_model_is_in_the_demo_s_claim() -> None:
     made = readme()
     spec = parse({**made, "metadata": {**made["metadata"], "namespace": "default", "uid": "u"}})
     claim = yaml.safe_load(settings.claim("default", "models", "v", str(model.MODELS), NODE))
+    assert isinstance(spec.source, Claim)
     assert spec.source.claim in [item["metadata"]["name"] for item in claim["items"]]
     assert model.MODELS / spec.source.path == model.MODEL
     minimum, measured = spec.min_kv_tokens, re.search(r"(\d+) KV tokens of", _story())

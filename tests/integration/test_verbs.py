@@ -16,7 +16,7 @@ from kvline_contract.report import Termination
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
 FLUX = "kustomize-controller"
-SMALLER = {"engine": {"maxModelLen": 512}}
+SMALLER: dict[str, Any] = {"engine": {"maxModelLen": 512}}
 
 
 def union(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def test_a_promotion_does_not_outlive_a_rollback(service: Service, space: Space)
     smaller = service.candidate()
     service.tokens[smaller] = 1000
     service.until_reason("RevisionRejected")
-    promoted = {"rollout": {"promote": smaller}}
+    promoted: dict[str, Any] = {"rollout": {"promote": smaller}}
     space.apply(replicas=2, **SMALLER, **promoted)
     service.until(lambda s: s["rollout"]["stableRevision"] == smaller)
     service.until_reason("UpToDate")
