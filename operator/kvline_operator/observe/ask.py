@@ -8,6 +8,7 @@ less often, and nobody waits for it until it has answered.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 import time
 from collections import OrderedDict
@@ -115,7 +116,15 @@ class Asker:
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True, name="reports").start()
+    thread = threading.Thread(target=loop.run_forever, daemon=True, name="reports")
+    thread.start()
+
+    def end() -> None:
+        """Before the interpreter goes: a thread that wakes in its end may crash the process."""
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+
+    atexit.register(end)
     return loop
 
 
