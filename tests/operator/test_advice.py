@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
+from pathlib import Path
+
+import pytest
+import yaml
 
 from kvline_contract.exits import ExitCode
 from kvline_contract.report import State
+from kvline_operator.answers import of_message
 from kvline_operator.observe import trouble
 from kvline_operator.plan import autoscale, prepare
 from kvline_operator.report import capacity, conditions, failures
@@ -50,3 +55,53 @@ def test_ready_has_the_advice_of_what_stands_in_its_way() -> None:
             assert advise("Ready", reason) is not None
     assert advise("Ready", "BelowMinimum") == advise("CapacitySufficient", "BelowMinimum")
     assert advise("Ready", "SomethingElse") is None
+
+
+CRD = Path(__file__).parents[2] / "manifests" / "crd.yaml"
+
+
+def test_every_field_that_advice_names_is_one() -> None:
+    version = yaml.safe_load(CRD.read_text())["spec"]["versions"][0]
+    for item in ADVICE:
+        for path in re.findall(r"spec\.[A-Za-z.]*[A-Za-z]", f"{item.happened} {item.do}"):
+            field = version["schema"]["openAPIV3Schema"]
+            for name in path.split("."):
+                assert name in field.get("properties", {}), f"{item.reasons}: {path}"
+                field = field["properties"][name]
+
+
+@pytest.mark.parametrize(
+    ("condition", "reason", "names"),
+    [
+        ("Progressing", "QuotaExceeded", "spec.resources.cpuLimit"),
+        ("Progressing", "LimitRangeViolated", "request what it allows spec.resources.cpuLimit"),
+        ("Progressing", "PodSecurityViolated", "sidecar serverPods.platformUser label"),
+        ("Progressing", "ImagePullFailed", "spec.imagePullSecrets"),
+        ("ModelAvailable", "DownloadFailed", "hubEndpoint hubProxy hubCA"),
+        ("CapacitySufficient", "BelowMinimum", "without a GPU raise spec.resources.memory"),
+        ("CapacityMeasured", "OutOfMemory", "without a GPU raise spec.resources.memory"),
+    ],
+)
+def test_advice_names_what_helps(condition: str, reason: str, names: str) -> None:
+    found = advise(condition, reason)
+    assert found is not None
+    assert set(names.split()) <= set(re.split(r"[^\w.]+", found.do))
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        ("no PriorityClass with name high was found", "spec.scheduling.priorityClassName"),
+        ('pod rejected: RuntimeClass "nvidia" not found', "spec.scheduling.runtimeClassName"),
+        (
+            'error looking up service account ns/chat: serviceaccount "chat" not found',
+            "spec.serviceAccountName",
+        ),
+    ],
+)
+def test_what_a_pod_names_and_the_cluster_lacks_has_its_field(message: str, field: str) -> None:
+    """The API server refuses it by an admission plug-in, in these words."""
+    reason = of_message(f'pods "chat-1" is forbidden: {message}')
+    assert reason is not None
+    found = advise("Progressing", str(reason))
+    assert found is not None and field in found.do

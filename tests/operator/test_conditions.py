@@ -184,6 +184,18 @@ def test_a_kill_for_host_memory_beside_a_gpu_is_no_smaller_retry() -> None:
     assert "raise spec.resources.memory" in found.message
 
 
+@pytest.mark.parametrize("minimum", [9500, 0])
+def test_host_memory_is_no_advice_for_a_gpu_that_measured_too_little(minimum: int) -> None:
+    """It holds no KV cache of a GPU."""
+    limits = Thresholds(minimum, 95, {"": 9000})
+    for on_gpu in (True, False):
+        pod = replace(ready_pod(), on_gpu=on_gpu)
+        found = by_type(service_state(pod, limits=limits))["CapacitySufficient"]
+        assert found.reason == ("BelowMinimum" if minimum > 8550 else "BelowBaseline")
+        assert ("spec.resources.memory" in found.message) != on_gpu
+        assert "lower spec.engine.maxPrefillTokens or maxRunningRequests" in found.message
+
+
 @pytest.mark.parametrize(
     ("pod", "kind", "reason"),
     [

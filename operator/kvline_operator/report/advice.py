@@ -33,7 +33,8 @@ ADVICE = (
         ("OutOfMemory",),
         "every attempt ran out of memory, or the engine did while serving, or with a GPU the "
         "container was killed for host memory",
-        "raise spec.resources.memory, or change a field that the message or status.diagnosis names",
+        "change a field that the message or status.diagnosis names; without a GPU, or after a kill "
+        "for host memory, raise spec.resources.memory",
     ),
     Advice(
         "CapacityMeasured",
@@ -82,7 +83,8 @@ ADVICE = (
         "CapacitySufficient",
         ("BelowMinimum",),
         "a replica measured less than spec.capacity.minKVTokens",
-        "lower it, or raise the memory; the message has both figures",
+        "lower it, or without a GPU raise spec.resources.memory; the message has both figures, and "
+        "other fields",
     ),
     Advice(
         "CapacitySufficient",

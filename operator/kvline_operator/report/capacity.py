@@ -136,10 +136,11 @@ def sufficient(state: ServiceState) -> Condition:
 def _too_little(pod: PodView, size: Measured, limit: Threshold) -> str:
     traffic = "it stays ready" if pod.ready else "it takes no traffic"
     ask = "lower that" if limit.by_minimum else "lower spec.rollout.minCapacityPercent, promote"
+    host = "" if pod.on_gpu else "raise spec.resources.memory, "  # which holds no GPU's KV cache
     return (
         f"{pod.name} measured {size.tokens} KV tokens, {limit.tokens} are required "
-        f"({limit.source}): {limit.tokens - size.tokens} short, {traffic}; {ask}, raise "
-        "spec.resources.memory, or lower spec.engine.maxPrefillTokens or maxRunningRequests"
+        f"({limit.source}): {limit.tokens - size.tokens} short, {traffic}; {ask}, {host}or lower "
+        "spec.engine.maxPrefillTokens or maxRunningRequests"
     )
 
 

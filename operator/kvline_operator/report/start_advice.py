@@ -75,32 +75,38 @@ START_ADVICE = (
         "Progressing",
         ("ImagePullFailed",),
         "the node cannot pull the image",
-        "the message is the kubelet's; correct spec.image or the registry's credentials",
+        "the message is the kubelet's; correct spec.image, or the registry's credentials in the "
+        "Secrets of spec.imagePullSecrets",
     ),
     Advice(
         "Progressing",
         ("QuotaExceeded",),
         "a ResourceQuota of the namespace refuses an object",
-        "the message names the quota; raise it or request less",
+        "the message names the quota; raise it or request less; where it must specify limits.cpu, "
+        "set spec.resources.cpuLimit",
     ),
     Advice(
         "Progressing",
         ("LimitRangeViolated",),
         "a LimitRange of the namespace refuses an object",
-        "the message has its limit and what was asked; request less, or change the LimitRange",
+        "the message has its limit and what was asked; request what it allows, set "
+        "spec.resources.cpuLimit, or change the LimitRange",
     ),
     Advice(
         "Progressing",
         ("PodSecurityViolated",),
         "the namespace's Pod Security level refuses pods",
-        "the message names the fields; change them in the spec, or the namespace's label",
+        "the message names container and fields, which the spec does not have: see which webhook "
+        "adds a sidecar, the chart's serverPods.platformUser, and the namespace's label",
     ),
     Advice(
         "Progressing",
         ("AdmissionDenied",),
-        "an admission webhook, a policy or another admission plug-in refuses an object",
-        "the message names it and its reason; change the spec, or its rule; it is tried again each "
-        "minute",
+        "an admission webhook, a policy or another admission plug-in refuses an object, or pods "
+        "name a PriorityClass, RuntimeClass or ServiceAccount that does not exist",
+        "the message names it and its reason; change the spec, or its rule; for a missing class or "
+        "account see spec.scheduling.priorityClassName, spec.scheduling.runtimeClassName and "
+        "spec.serviceAccountName; it is tried again each minute",
     ),
     Advice(
         "Progressing",
@@ -132,7 +138,7 @@ START_ADVICE = (
         "Progressing",
         ("PodsRefused",),
         "the API server refuses pods of the spec's revision",
-        "the message has the cause, such as a missing priority or runtime class; correct it",
+        "the message has the cause; correct it",
     ),
     Advice(
         "Progressing",
@@ -174,8 +180,8 @@ START_ADVICE = (
         "ModelAvailable",
         ("Downloading", "DownloadFailed"),
         "the model is being downloaded, or the download failed and is retried",
-        "if it fails, check the hub's address, egress from the cluster, and disk space; the "
-        "message has the hub's error",
+        "if it fails, the message has the cause: check the hub's address (the chart's hubEndpoint, "
+        "hubProxy and hubCA), egress from the cluster, and disk space",
     ),
     Advice(
         "ModelAvailable",
