@@ -24,7 +24,7 @@ CHANGES: list[tuple[str, Any, str]] = [
     ("image", DIGEST, ROLLS),
     ("upgradePolicy", "Latest", "upgradePolicy Latest is for the operator's default image"),
     ("upgradePolicy", "Pinned", STAYS),
-    ("restartedAt", "", "spec.restartedAt"),
+    ("restartedAt", "now", "spec.restartedAt"),
     ("restartedAt", "2026-11-26T12:00:00Z", ROLLS),
     ("model.source", "pvc://models/other", ROLLS),
     ("model.servedName", "other", ROLLS),

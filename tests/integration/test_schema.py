@@ -122,7 +122,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("rollout", {"rollout": {"steps": [10]}}, "steps"),
     ("rollout", {"rollout": {"paused": "true"}}, "spec.rollout.paused"),
     ("rollout", {"rollout": {"promote": "chat-bbbbb"}}, "spec.rollout.promote"),
-    ("verbs", {"restartedAt": "a" * 65}, "spec.restartedAt"),
+    ("verbs", {"restartedAt": "today"}, "spec.restartedAt"),
     ("verbs", {"upgradePolicy": "Always"}, "spec.upgradePolicy"),
     ("unbuilt", {"autoscaling": {"minReplicas": 1}}, "autoscaling"),
     ("C03", {"access": {}}, "access must have apiKeySecretRef or tlsSecretRef"),

@@ -69,8 +69,9 @@ def test_flux_leaves_what_the_plugin_wrote_and_takes_what_kubectl_wrote(
     patched(space, rollout={"paused": True})
     flux_applies(space)
     assert "rollout" not in written(space), "of kubectl's own managers nothing stays"
-    flux_applies(space, restartedAt="by-git")
-    assert written(space)["restartedAt"] == "by-git", "what Git has is Git's"
+    of_git = "2026-01-01T00:00:00Z"
+    flux_applies(space, restartedAt=of_git)
+    assert written(space)["restartedAt"] == of_git, "what Git has is Git's"
 
 
 def test_a_restart_goes_through_the_gate_and_removing_the_field_restarts_nothing(

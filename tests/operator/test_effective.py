@@ -23,7 +23,7 @@ def test_defaults_hold_where_the_spec_is_silent() -> None:
         "startupSeconds": 21600,
         "upgradePolicy": "Pinned",
         "model": {"loadFormat": "weights"},
-        "resources": {"ranks": 1, "sharedMemory": "64Mi"},
+        "resources": {"gpus": 0, "sharedMemory": "64Mi"},
         "engine": {"kvCacheDtype": "auto"},
         "capacity": {"reuse": "Auto"},
         "rollout": {
@@ -55,20 +55,36 @@ def paths(value: dict[str, Any], path: str = "") -> set[str]:
     return found
 
 
+def known(schema: dict[str, Any], path: str = "") -> set[str]:
+    found = set()
+    for name, body in schema["properties"].items():
+        where = f"{path}.{name}"
+        found |= known(body, where) if "properties" in body else {where}
+    return found
+
+
+def schema() -> Any:
+    (version,) = yaml.safe_load((ROOT / "manifests" / "crd.yaml").read_text())["spec"]["versions"]
+    return version["schema"]["openAPIV3Schema"]["properties"]
+
+
 def test_the_schema_has_every_field_and_no_other() -> None:
     """A field that it lacks would be dropped by the API server, and be written again for ever."""
-    (version,) = yaml.safe_load((ROOT / "manifests" / "crd.yaml").read_text())["spec"]["versions"]
-    status = version["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]
-
-    def known(schema: dict[str, Any], path: str = "") -> set[str]:
-        found = set()
-        for name, body in schema["properties"].items():
-            where = f"{path}.{name}"
-            found |= known(body, where) if "properties" in body else {where}
-        return found
-
     spec = {"capacity": {"kvTokens": 2048}, "autoscaling": {"maxReplicas": 2}}
+    status = schema()["status"]["properties"]
     assert paths(effective(service_state(ready_pod(), spec=spec))) == known(status["effective"])
+
+
+def test_every_field_has_the_name_that_it_has_in_the_spec() -> None:
+    fields = schema()
+    assert known(fields["status"]["properties"]["effective"]) <= known(fields["spec"])
+
+
+def test_the_deadline_of_a_rollout_may_be_as_long_as_a_start() -> None:
+    """With Replace and Recreate a longer load would expire however long a start may take."""
+    spec = schema()["spec"]["properties"]
+    deadline = spec["rollout"]["properties"]["progressDeadlineSeconds"]
+    assert deadline["maximum"] == spec["startupSeconds"]["maximum"]
 
 
 def test_a_start_may_take_as_long_as_the_spec_says() -> None:

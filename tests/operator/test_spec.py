@@ -106,7 +106,7 @@ def test_defaults_are_not_invented() -> None:
         ({"scheduling": {"nodeSelector": {"a": "b"}}}, True),
         ({"model": {"source": "pvc://models/other"}}, True),
         ({"engine": {}}, False),
-        ({"restartedAt": "now"}, True),
+        ({"restartedAt": "2026-11-21T10:00:00Z"}, True),
         ({"upgradePolicy": "Latest"}, False),
     ],
 )

@@ -11,7 +11,6 @@ from typing import Any
 
 from kvline_contract.codec import camel, encode
 from kvline_contract.launch import KVCacheDtype, LoadFormat
-from kvline_operator.api.spec import ranks
 from kvline_operator.plan.podspec import DRAIN_SECONDS, START_SECONDS, shared_memory
 from kvline_operator.report.service_state import ServiceState
 
@@ -33,7 +32,7 @@ def effective(state: ServiceState) -> Object:
         "startupSeconds": inputs.get("startupSeconds", START_SECONDS),
         "upgradePolicy": str(spec.upgrade_policy),
         "model": {"loadFormat": inputs["model"].get("loadFormat", str(LoadFormat.WEIGHTS))},
-        "resources": {"ranks": ranks(resources), "sharedMemory": shared_memory(resources)},
+        "resources": {"gpus": resources.get("gpus", 0), "sharedMemory": shared_memory(resources)},
         "engine": {"kvCacheDtype": str(KVCacheDtype.AUTO), **engine, **kept},
         "capacity": {**inputs.get("capacity", {}), **capacity, "reuse": str(spec.reuse)},
         "rollout": _fields(spec.rollout),
