@@ -203,7 +203,9 @@ def test_host_memory_is_no_advice_for_a_gpu_that_measured_too_little(minimum: in
         (replace(PLAIN, waiting_reason="ImagePullBackOff"), "Progressing", "ImagePullFailed"),
         (
             replace(
-                PLAIN, waiting_reason="CreateContainerConfigError", waiting_message="no secret hf"
+                PLAIN,
+                waiting_reason="CreateContainerConfigError",
+                waiting_message='secret "hf" not found',
             ),
             "ModelAvailable",
             "SecretMissing",
@@ -280,10 +282,12 @@ def test_a_gpu_that_a_node_cannot_give_is_a_device_failure_until_a_container_run
 
 
 def test_the_deadline_and_quota_show() -> None:
-    assert (
-        by_type(service_state(PLAIN, deadline_exceeded=True))["Progressing"].reason
-        == "DeadlineExceeded"
+    late = service_state(
+        PLAIN, spec={"rollout": {"progressDeadlineSeconds": 60}}, deadline_exceeded=True
     )
+    found = by_type(late)["Progressing"]
+    assert found.reason == "DeadlineExceeded"
+    assert found.message == "no progress within spec.rollout.progressDeadlineSeconds (60)"
     quota = Condition("Progressing", "False", "QuotaExceeded", "pods: 5 of 5")
     assert by_type(service_state(PLAIN, apply_error=quota))["Progressing"] == quota
 

@@ -192,6 +192,17 @@ def ended(code: int, message: str = "why") -> Object:
     return {"terminated": {"exitCode": code, "reason": "Error", "message": message}}
 
 
+def test_a_check_that_was_killed_for_memory_names_its_limit() -> None:
+    """Which no field of the spec sets."""
+    killed = pod_of({"terminated": {"exitCode": 137, "reason": "OOMKilled"}}, "server")
+    limits = {"limits": {"memory": "512Mi"}}
+    killed["spec"] = {"containers": [{"name": "server", "resources": limits}]}
+    spec = made("Recreate", model={"source": "pvc://m/x"})
+    got = found(spec, live=(job_of(spec),), pods=(killed,))
+    assert got is not None and reported(got) == ("ModelAvailable", "CheckFailed")
+    assert got.message.endswith("was killed at its memory limit of 512Mi, which the operator sets")
+
+
 def reported(got: prepare.Preparation) -> tuple[str, str]:
     """The condition that reports it, and its reason."""
     return (got.trouble.condition, got.trouble.reason) if got.trouble is not None else ("", "")

@@ -52,7 +52,13 @@ def pod(
     meta = {"name": "chat-1", "namespace": "ns", "uid": "u"}
     meta["labels"] = {"kvline.dev/revision": "aaaaa"}  # type: ignore[assignment]
     asked = {"limits": {"memory": "2Gi"}}
-    spec = {"containers": [{"name": "server", "resources": asked}], "nodeName": "n1", **spec}
+    loads = {"name": "download", "resources": {"limits": {"memory": "1Gi"}}}
+    spec = {
+        "initContainers": [loads],
+        "containers": [{"name": "server", "resources": asked}],
+        "nodeName": "n1",
+        **spec,
+    }
     return view({"metadata": meta, "spec": spec, "status": made}, reading or Reading(None), NOW)
 
 
@@ -120,6 +126,18 @@ CREATING = waiting("ContainerCreating", "")
             'secret "hub" not found (namespace ns)',
         ),
         (
+            pod(waiting("CreateContainerConfigError", "couldn't find key k in Secret ns/hub")),
+            "ModelAvailable",
+            "SecretMissing",
+            "couldn't find key k in Secret ns/hub",
+        ),
+        (
+            pod(waiting("CreateContainerConfigError", 'configmap "my-secret-map" not found')),
+            "Progressing",
+            "ContainerNotStarted",
+            'configmap "my-secret-map" not found',
+        ),
+        (
             pod(waiting("CreateContainerConfigError", "image will run as root")),
             "Progressing",
             "ContainerNotStarted",
@@ -160,7 +178,7 @@ CREATING = waiting("ContainerCreating", "")
             pod(waiting("PodInitializing"), download={"state": terminated(137, "OOMKilled")}),
             "ModelAvailable",
             "DownloadFailed",
-            "code 137 (OOMKilled)",
+            "the download was killed at its memory limit of 1Gi",
         ),
         (
             pod(waiting("PodInitializing"), download={"state": terminated(31, message="cut off")}),
@@ -365,7 +383,7 @@ ENDS = st.builds(
 STATES = st.one_of(
     st.none(),
     st.sampled_from([running(), running(JUST_NOW), CREATING, waiting("CrashLoopBackOff")]),
-    st.builds(waiting, st.sampled_from(REASONS), st.sampled_from(["a secret is missing", ""])),
+    st.builds(waiting, st.sampled_from(REASONS), st.sampled_from(['secret "a" not found', ""])),
     ENDS,
 )
 READINGS = st.one_of(

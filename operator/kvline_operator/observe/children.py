@@ -232,8 +232,12 @@ def _preparing(
 
 def _with_download(pod: Object) -> Object:
     """A Job's pod downloads in its only container, a service's pod in an init container."""
-    status = pod.get("status") or {}
-    return {**pod, "status": {"initContainerStatuses": status.get("containerStatuses"), **status}}
+    spec, status = pod.get("spec") or {}, pod.get("status") or {}
+    return {
+        **pod,
+        "spec": {"initContainers": spec.get("containers"), **spec},
+        "status": {"initContainerStatuses": status.get("containerStatuses"), **status},
+    }
 
 
 def _read_report(pod: Object, reports: Reports) -> Reading:

@@ -112,6 +112,7 @@ class PodView:
     gates: tuple[str, ...] = ()  # scheduling gates, such as Kueue's, that keep it from a node
     secrets: tuple[str, ...] = ()  # names of those that it reads
     memory: str = ""  # its server's limit
+    download_memory: str = ""  # its download's limit
     on_gpu: bool = False
 
     @cached_property
@@ -154,7 +155,8 @@ def view(pod: Object, reading: Reading, now: str = "") -> PodView:
     if waiting.get("reason") in (None, "PodInitializing"):
         waiting = (download.get("state") or {}).get("waiting") or waiting
     scheduled = condition_of(status, "PodScheduled")
-    asked = (container(spec.get("containers"), SERVER_CONTAINER).get("resources")) or {}
+    asked = container(spec.get("containers"), SERVER_CONTAINER).get("resources") or {}
+    loads = container(spec.get("initContainers"), DOWNLOAD_CONTAINER).get("resources") or {}
     limits = asked.get("limits") or {}
     return PodView(
         name=pod["metadata"]["name"],
@@ -182,6 +184,7 @@ def view(pod: Object, reading: Reading, now: str = "") -> PodView:
         gates=_gates(spec, scheduled),
         secrets=_secrets(spec),
         memory=str(limits.get("memory", "")),
+        download_memory=str((loads.get("limits") or {}).get("memory", "")),
         # Of extended resources a pod of ours has GPUs alone; a claim is for GPUs, too.
         on_gpu=bool(asked.get("claims")) or any("/" in name for name in limits),
     )

@@ -36,7 +36,7 @@ START_REASONS = {
     "PostStartHookError",
 }
 # Words of the kubelet about a Secret, and of the scheduler about a claim: neither has a code.
-SECRET = re.compile(r"\bsecret\b", re.IGNORECASE)
+SECRET = re.compile(r'\bsecret "|\bin Secret ')
 CLAIM = re.compile(r'persistentvolumeclaim "([^"]+)" not found')
 AFTER_LOAD = {
     ExitCode.OUT_OF_MEMORY,
@@ -89,8 +89,7 @@ def of_job(pods: tuple[PodView, ...], otherwise: tuple[str, str]) -> Trouble | N
         return waits
     if failed.not_started:
         return _not_started(last[0], failed.message or failed.title)
-    text = f"ended with code {failed.code} ({failed.reason}): {failed.message}"
-    return _made(last[0], *otherwise, text)
+    return _made(last[0], *otherwise, _how(*last))
 
 
 def of_refusals(
@@ -195,8 +194,21 @@ def _of_download(pod: PodView) -> Trouble | None:
     known = meaning(ended.code)
     if known.condition in ABOUT_SPEC and not ended.from_outside:
         return _of_known(pod, ended)
-    text = f"the download ended with code {ended.code} ({ended.title}): {ended.message}"
+    text = f"the download {_how(pod, ended)}"
     return _made(pod, "ModelAvailable", "DownloadFailed", text)
+
+
+def _how(pod: PodView, ended: Ended) -> str:
+    """How a container ended whose limits no field of the spec sets."""
+    if ended.oom_killed:
+        memory = pod.download_memory if ended is pod.download_ended else pod.memory
+        return f"was killed at {_limit(memory)}, which the operator sets"
+    text = f"ended with code {ended.code} ({ended.title})"
+    return f"{text}: {ended.message}" if ended.message else f"{text} and no message"
+
+
+def _limit(memory: str) -> str:
+    return f"its memory limit{f' of {memory}' if memory else ''}"
 
 
 def _goes_on(pod: PodView, ended: Ended) -> bool:
@@ -256,7 +268,7 @@ def _has_loaded(report: SizingReport | None) -> bool:
 
 def _of_oom_kill(pod: PodView, ended: Ended) -> Trouble:
     kind, kills = "CapacityMeasured", pod.oom_kills
-    limit = f"its memory limit{f' of {pod.memory}' if pod.memory else ''}"
+    limit = _limit(pod.memory)
     if pod.on_gpu:
         text = (
             f"the container was killed at {limit}, which is host memory, kill {kills}; the KV "

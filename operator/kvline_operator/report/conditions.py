@@ -97,7 +97,9 @@ def progressing(state: ServiceState) -> Condition:
     if state.refusal is not None:
         return _of(state.refusal)
     if state.deadline_exceeded and not any(p.downloading for p in state.newest):
-        return Condition(kind, "False", "DeadlineExceeded", "no progress within the deadline")
+        seconds = state.spec.rollout.progress_deadline_seconds
+        text = f"no progress within spec.rollout.progressDeadlineSeconds ({seconds})"
+        return Condition(kind, "False", "DeadlineExceeded", text)
     text = f"{_counts(state)}; {found[0].message}" if found else _counts(state)
     return Condition(kind, "True", "RollingOut", text)
 
