@@ -76,5 +76,5 @@ def _references(item: Object) -> list[Object]:
 def text(services: int) -> str:
     return (
         f"{services} of {PLURAL}.{EARLIER_GROUP} exist, which this version does not reconcile: "
-        f"move them to {PLURAL}.{GROUP} (docs/operations.md, From the group {EARLIER_GROUP})"
+        f"move them to {PLURAL}.{GROUP} (docs/operations.md, From the API group {EARLIER_GROUP})"
     )
