@@ -80,14 +80,12 @@ def refused(body: Object) -> str:
 
 
 def upgrade(body: Object) -> Patch:
-    """Changes to the operator's default image; the new revision has to pass its gate."""
-    spec, rollout = body["spec"], (body.get("status") or {}).get("rollout") or {}
+    """Follows the operator's default image from now on; each new revision has to pass its gate."""
+    spec = body["spec"]
     if spec.get("image"):
         raise Problem("this service has spec.image; change it there")
     if spec.get("upgradePolicy") == LATEST:
         raise Problem(f"spec.upgradePolicy is {LATEST} already")
-    if not rollout.get("imageOutdated"):
-        raise Problem("the service runs the operator's default image already")
     return _with_spec({**spec, "upgradePolicy": LATEST})
 
 

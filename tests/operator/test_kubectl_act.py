@@ -64,10 +64,15 @@ def test_what_changes_nothing_is_refused() -> None:
         (act.resume, body(rollout={"paused": False}), "paused is not true"),
         (act.upgrade, body(image=ONE), "has spec.image"),
         (act.upgrade, body(upgradePolicy="Latest"), "is Latest already"),
-        (act.upgrade, body(), "default image already"),
     ):
         with pytest.raises(Problem, match=why):
             write(given)
+
+
+def test_a_service_may_follow_the_default_image_before_there_is_a_newer_one() -> None:
+    """spec.upgradePolicy is a policy: for a current service, and before a first revision."""
+    for given in (body({"imageOutdated": False}), {**body(), "status": {}}):
+        assert after(given, act.upgrade(given)) == {**BASE, "upgradePolicy": "Latest"}
 
 
 def test_promote_names_the_revision_and_refuses_one_that_was_never_measured() -> None:
