@@ -203,13 +203,15 @@ def checking(cluster: Cluster, a: argparse.Namespace) -> int:
     name, space = body["metadata"]["name"], body["metadata"]["namespace"]
     cluster = replace(cluster, namespace=space)
     live = cluster.find(name)
+    past = cluster.history(name) if live is not None else ()
     if live is None:
         answer = check.Answer(check.Result.UNKNOWN, f"there is no {name} in namespace {space} yet")
     else:
         rollout = (live.get("status") or {}).get("rollout") or {}
         outdated = bool(rollout.get("imageOutdated"))
-        answer = check.check(check.applied(body, live), cluster.history(name), outdated)
-    _print(a, lambda: show.answer(answer, a.filename), answer.plain())
+        answer = check.check(check.applied(body, live), past, outdated)
+    measure = size.command(a, bool(body["spec"].get("image") or past))
+    _print(a, lambda: show.answer(answer, measure), answer.plain())
     return check.EXIT_CODES[answer.result]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len
@@ -182,13 +181,13 @@ def comparison(reports: dict[str, SizingReport]) -> RenderableType:
     return Group(made, *why)
 
 
-def answer(made: Answer, file: Path) -> RenderableType:
-    """Whether a manifest would pass its gate."""
+def answer(made: Answer, measure: str) -> RenderableType:
+    """Whether a manifest would pass its gate; `measure`: the command that measures it."""
     color = {Result.PASSES: "green", Result.UNKNOWN: "yellow"}.get(made.result, "red")
     of = f" (revision {made.revision})" if made.revision else ""
     parts = [Text(f"{made.result}{of}", f"bold {color}"), Text(made.message)]
     if made.result is Result.UNKNOWN:
-        parts.append(Text(f"kubectl kvline size -f {file} measures it, without applying it"))
+        parts.append(Text(f"{measure} measures it, without applying it"))
     return Group(*parts)
 
 
@@ -218,7 +217,8 @@ def explain(body: Object, events: list[Object]) -> RenderableType:
     unmet = causes(status["conditions"])
     for item in unmet:
         known = advise(item["type"], item["reason"])
-        parts += ["", Text(f"{item['type']}: {item['reason']}", COLORS[item["status"]])]
+        color = COLORS["False" if item["status"] == "False" else "Unknown"]
+        parts += ["", Text(f"{item['type']}: {item['reason']}", color)]
         parts.append(Text(f"  now:  {item.get('message', '')}"))
         if known is not None:
             parts.append(Text(f"  what: {known.happened}"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,20 @@ def add_arguments(made: argparse.ArgumentParser) -> None:
         help="measure this too with each of these changes alone, such as kvCacheDtype=fp8,"
         "memory=4Gi, one after the other in a pod with room for all",
     )
+
+
+def command(a: argparse.Namespace, has_image: bool) -> str:
+    """The one that measures the manifest of a `check` with these flags. `has_image`: the spec or a
+    revision has one."""
+    file = "FILE" if str(a.filename) == "-" else shlex.quote(str(a.filename))
+    words = ["kubectl kvline size -f", file]
+    for flag, value in (
+        ("-n", a.namespace),
+        ("--context", a.context),
+        ("--kubeconfig", a.kubeconfig),
+    ):
+        words += [flag, shlex.quote(value)] if value else []
+    return " ".join(words if has_image else [*words, "--image IMAGE"])
 
 
 def measure(cluster: Cluster, a: argparse.Namespace, say: Say) -> Reports:

@@ -13,8 +13,10 @@ from rich.console import Console
 from kvline_contract.names import LABEL_SERVICE, LAUNCH_FILE
 from kvline_contract.report import SizingReport, State
 from kvline_kubectl import show
+from kvline_kubectl.__main__ import parser
+from kvline_kubectl.check import Answer, Result
 from kvline_kubectl.cluster import Cluster, Problem
-from kvline_kubectl.size import _image, from_file, largest
+from kvline_kubectl.size import _image, command, from_file, largest
 from kvline_kubectl.size_job import Question, objects, operator_settings
 from kvline_operator.api.spec import parse
 from kvline_operator.plan import revisions
@@ -185,3 +187,29 @@ def test_a_manifest_s_own_namespace_is_that_of_its_job(tmp_path: Path) -> None:
         from_file(file, cluster, "other")
     file.write_text("kind: InferenceService\nmetadata: {name: chat}\n")
     assert from_file(file, cluster, None)["metadata"]["namespace"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("given", "has_image", "expected"),
+    [
+        ("check -f chat.yaml", True, "-f chat.yaml"),
+        ("check -f chat.yaml", False, "-f chat.yaml --image IMAGE"),
+        ("-n chats check -f -", True, "-f FILE -n chats"),
+        (
+            "check -f - -n chats --context dev",
+            False,
+            "-f FILE -n chats --context dev --image IMAGE",
+        ),
+    ],
+)
+def test_what_must_be_measured_names_the_command_that_does(
+    given: str, has_image: bool, expected: str
+) -> None:
+    """With the flags of the check, and an image where neither the spec nor a revision has one."""
+    made = command(parser().parse_args(given.split()), has_image)
+    assert made == f"kubectl kvline size {expected}"
+    parser().parse_args(made.split()[2:])
+    console = Console(width=200)
+    with console.capture() as printed:
+        console.print(show.answer(Answer(Result.UNKNOWN, "why"), made))
+    assert f"{made} measures it" in printed.get()
