@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from kvline_kubectl.show import explain, services
@@ -86,3 +87,26 @@ def test_no_name_or_figure_of_a_list_is_broken_on_a_narrow_terminal() -> None:
     for word in ("research-and-development", name, "RevisionRejected", "19,376", "Rejected"):
         assert word in line.split()
     assert "KV TOKENS" in heading
+
+
+@pytest.mark.parametrize(
+    ("reason", "do"),
+    [("AtMaximum", "raise it"), ("ForeignChange", "remove spec.autoscaling")],
+)
+def test_a_condition_that_is_met_and_asks_for_something_is_explained(reason: str, do: str) -> None:
+    """ScalingActive is True: the operator scales."""
+    ready = {"type": "Ready", "status": "True", "reason": "Serving", "message": "m"}
+    scales = {"type": "ScalingActive", "status": "True", "reason": reason, "message": "its words"}
+    console = Console(width=200)
+    with console.capture() as printed:
+        found = {"conditions": [ready, scales]}
+        console.print(explain({"metadata": {"name": "chat"}, "status": found}, []))
+    text = printed.get()
+    assert text.startswith("chat serves.")
+    assert f"ScalingActive: {reason}" in text and "now:  its words" in text and do in text
+    assert "All conditions are met" not in text
+    usual = {**scales, "reason": "Stable"}
+    with console.capture() as printed:
+        found = {"conditions": [ready, usual]}
+        console.print(explain({"metadata": {"name": "chat"}, "status": found}, []))
+    assert "All conditions are met" in (text := printed.get()) and "ScalingActive" not in text
