@@ -221,3 +221,12 @@ def test_each_alert_has_a_paragraph_that_says_what_to_do() -> None:
     for rule in alerts():
         assert rule["annotations"]["runbook_url"].endswith("#" + rule["alert"].lower())
         assert f"\n### {rule['alert']}\n" in page, rule["alert"]
+
+
+def test_an_alert_for_several_reasons_says_which_and_its_paragraph_has_each() -> None:
+    page = (ROOT / "docs" / "operations.md").read_text()
+    for rule in alerts():
+        paragraph = page.partition(f"\n### {rule['alert']}\n")[2].partition("\n### ")[0]
+        for reasons in re.findall(r'reason=~"([^"]+)"', rule["expr"]):
+            assert "{{ $labels.reason }}" in rule["annotations"]["summary"], rule["alert"]
+            assert [r for r in reasons.split("|") if r not in paragraph] == [], rule["alert"]

@@ -191,7 +191,7 @@ FAMILIES: tuple[tuple[str, str, str, Callable[[View], Values]], ...] = (
     ("memory_bytes", "Memory of the smallest replica by part", "part", _memory),
     ("replicas", "Replicas by state", "state", _replicas),
     ("gate_tokens", "KV tokens of the latest gate verdict", "figure", _gate),
-    ("image_outdated", "1 if the operator has a newer default image", "", _outdated),
+    ("image_outdated", "1 if the operator's default image is another one", "", _outdated),
     (
         "full_length_sequences",
         "Sequences of maxModelLen tokens that fit the smallest budget",
