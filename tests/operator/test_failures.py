@@ -153,6 +153,28 @@ def test_a_message_that_differs_at_each_try_is_written_once() -> None:
     assert cluster.status_writes == 1 and cluster.events == ["WebhookUnavailable"]
 
 
+def test_a_refusal_that_differs_at_each_try_is_written_once_for_a_generation() -> None:
+    """Webhooks put a request's id or the time into what they say."""
+    denied = [f"{DENIED}, request {n}" for n in range(9)]
+    cluster = Cluster(on("PATCH", "/deployments/", 403, *denied))
+    for _ in range(3):
+        run(cluster)
+    assert cluster.status_writes == 1 and cluster.events == ["AdmissionDenied"]
+    cluster.service["metadata"]["generation"] += 1
+    run(cluster)
+    assert "request 3" in cluster.condition("Progressing")["message"]
+
+
+def test_the_next_of_several_refused_calls_is_named() -> None:
+    """As one after another is allowed."""
+    text = f'{FORBIDDEN}User "x" cannot list'
+    cluster = Cluster(on("GET", "/deployments", 403, text))
+    run(cluster)
+    cluster.fails = on("GET", "/pods", 403, text)
+    run(cluster)
+    assert "GET Pod" in cluster.condition("Accepted")["message"]
+
+
 def test_an_event_that_is_refused_keeps_no_status_back(caplog: pytest.LogCaptureFixture) -> None:
     def refuses(call: Call) -> tuple[int, str] | None:
         return (500, DEAD) if call.method != "GET" and "status" not in call.path else None

@@ -52,19 +52,29 @@ def loses_events(error: Exception) -> bool:
     return reason(error) == Refusal.NONE
 
 
-def condition(error: Exception, previous: Object) -> Condition:
-    """Of one that may pass the message differs from try to try, as an address in it does; it stays
-    as it is while the reason does. Else each try would write the status, and that requeues the
-    service at once."""
+def condition(error: Exception, previous: Object, generation: int) -> Condition:
+    """`previous` is the status so far, `generation` the service's. What others say may differ from
+    try to try, as an address or a request's id in it does: the first message stays. Else each try
+    would write the status, and that requeues the service at once."""
     why = reason(error)
-    kind, seconds = TABLE[why]
-    before = condition_of(previous, kind)
-    if seconds == SOON and (before.get("status"), before.get("reason")) == ("False", why):
-        return Condition(kind, "False", why, before["message"])
+    kind, _ = TABLE[why]
     text = str(error)
     if why == "InternalError":
         text = f"{type(error).__name__}: the operator's log has its cause; please report it"
+    before = condition_of(previous, kind)
+    known = tuple(before.get(key) for key in ("status", "reason", "observedGeneration"))
+    if known == ("False", why, generation) and _says_the_same(error, before["message"]):
+        text = before["message"]
     return Condition(kind, "False", why, text)
+
+
+def _says_the_same(error: Exception, before: str) -> bool:
+    """Whether this message is of the same cause, for one reason. Of what may pass by itself it is,
+    whichever call met it; of a refusal where it refuses the same call: once that is allowed, the
+    next one has to be named."""
+    if retry_seconds(error) == SOON:
+        return True
+    return isinstance(error, ApiError) and before.startswith(str(error).partition(": ")[0] + ": ")
 
 
 def foreign_change(lasting: Iterable[str]) -> Condition | None:

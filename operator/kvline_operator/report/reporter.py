@@ -36,7 +36,8 @@ class Reporter:
 
     def failed(self, key: Key, body: Object, error: Exception) -> float:
         """For an error before anything was written; most of the status stays as it is."""
-        wrong = failures.condition(error, body.get("status") or {})
+        generation = body["metadata"].get("generation", 0)
+        wrong = failures.condition(error, body.get("status") or {}, generation)
         new, events = status.refused(wrong, body, stamp(self.now()))
         self.cache.refuse(key, body.get("spec") or {}, new)
         self._write(body, new, events, error)
@@ -54,7 +55,9 @@ class Reporter:
         `error` and `lasting` are of the writes."""
         previous = body.get("status") or {}
         before = self.cache.get(key)
-        wrong = failures.condition(error, previous) if error else failures.foreign_change(lasting)
+        wrong = failures.foreign_change(lasting)
+        if error is not None:
+            wrong = failures.condition(error, previous, plan.spec.generation)
         state = service_state_of(plan, wrong, before)
         new, events = status.build(state, previous, stamp(self.now()))
         history = status_cache.history(
