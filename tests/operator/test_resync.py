@@ -10,7 +10,7 @@ import pytest
 
 from kvline_contract.names import KIND, LABEL_SERVICE
 from kvline_operator.api.key import Key
-from kvline_operator.errors import Forbidden, Missing
+from kvline_operator.errors import ApiUnavailable, Forbidden, Missing
 from kvline_operator.kube import EARLIER_KIND, Kube
 from kvline_operator.observe.ownership import Owners
 from kvline_operator.run.resync import Resync
@@ -182,12 +182,14 @@ def test_services_of_the_earlier_group_are_counted_and_logged_once(
     ]
 
 
-def test_a_role_without_the_earlier_group_does_not_end_resyncs(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("error", [Forbidden("HTTP 403"), ApiUnavailable("HTTP 500")])
+def test_an_earlier_group_that_cannot_be_listed_does_not_end_resyncs(
+    error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The role is not this version's, or the group's conversion webhook has gone."""
     made = Before()
     made.put(KIND, "a", 1)
-    made.answer = Forbidden("LIST inferenceservices.kvline.dev: HTTP 403")
+    made.answer = error
     resync = Resync(made, (), Owners())
     assert resync.changed() == {A}
     resync.changed()

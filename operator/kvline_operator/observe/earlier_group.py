@@ -9,7 +9,7 @@ import logging
 from typing import Any
 
 from kvline_contract.names import EARLIER_GROUP, GROUP, PLURAL
-from kvline_operator.errors import Forbidden, Missing
+from kvline_operator.errors import Forbidden, Missing, OperatorError
 from kvline_operator.kube import EARLIER_KIND, Kube
 
 log = logging.getLogger("kvline")
@@ -23,16 +23,17 @@ class EarlierGroup:
         self._kube = kube
         self._namespaces = namespaces
         self.services = 0
-        self._forbidden = False
+        self._unknown = False
 
     def check(self) -> None:
         try:
             found = count(self._kube, self._namespaces)
-        except Forbidden as error:  # of a role that is not this version's; all else works
-            if not self._forbidden:
+        except OperatorError as error:  # this list only informs: all else works without it
+            if not self._unknown:
                 log.warning("whether %s has services is unknown: %s", EARLIER_GROUP, error)
-            self._forbidden = True
+            self._unknown = True
             return
+        self._unknown = False
         if found and found != self.services:
             log.warning("%s", text(found))
         self.services = found
