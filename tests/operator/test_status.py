@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from services import (
+    BODY,
     FAILED,
     GPU,
     HELD,
@@ -28,6 +29,7 @@ from kvline_contract.report import (
     State,
     Termination,
 )
+from kvline_operator.api.spec import parse
 from kvline_operator.observe.ended_pods import EndedPod
 from kvline_operator.observe.pods import Ended
 from kvline_operator.plan.rollout import RolloutPlan
@@ -192,6 +194,24 @@ def test_a_spec_that_costs_more_than_it_seems_is_warned_of_once() -> None:
     assert not [n for n in quiet if n.reason == "SpecWarning"]
     state = service_state(ready_pod(), spec=kept)
     assert "warnings" not in status.build(state, made, "later")[0]
+
+
+def test_an_annotation_that_asked_an_earlier_operator_is_warned_of_with_its_field() -> None:
+    """It has no effect any more: a service whose rollout was paused by one goes on."""
+    fields = {
+        "kvline.dev/paused": "spec.rollout.paused",
+        "kvline.dev/promote": "spec.rollout.promote",
+        "kvline.dev/restart": "spec.restartedAt",
+        "kvline.dev/upgrade": "spec.upgradePolicy",
+    }
+    annotations = {**dict.fromkeys(fields, "true"), "example.com/paused": "true"}
+    asked = {**BODY, "metadata": {**BODY["metadata"], "annotations": annotations}}
+    state = replace(service_state(ready_pod()), spec=parse(asked))
+    made, news = status.build(state, {}, "now")
+    for text, (name, field) in zip(made["warnings"], fields.items(), strict=True):
+        assert f"annotation {name} has no effect" in text and f"use {field}" in text
+    assert [n.message for n in news if n.reason == "SpecWarning"] == made["warnings"]
+    assert "warnings" not in status.build(service_state(ready_pod()), made, "later")[0]
 
 
 def test_what_would_help_is_a_field_and_outlives_the_rejected_pod() -> None:

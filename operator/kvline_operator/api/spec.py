@@ -39,6 +39,13 @@ REVISION_FIELDS = (
 REVISION_CAPACITY_FIELDS = ("kvTokens", "headroomMiB")
 # Fields of spec.rollout that ask for an act, and are no policy that a candidate is tried under.
 ACTS = ("paused", "promote")
+# Annotations that asked earlier operators for an act, and the field that does so now.
+EARLIER_ACTS = {
+    "kvline.dev/paused": "spec.rollout.paused",
+    "kvline.dev/promote": "spec.rollout.promote",
+    "kvline.dev/restart": "spec.restartedAt",
+    "kvline.dev/upgrade": "spec.upgradePolicy",
+}
 ENGINE_FIELDS = {camel(field.name) for field in fields(EngineOptions)}
 
 
@@ -105,6 +112,7 @@ class ServiceSpec:
     policy: str  # digest of spec.rollout and spec.capacity
     inputs_json: str  # canonical JSON of the fields that make a revision
     replicas_field: ReplicasField  # with spec.autoscaling `replicas` is not it
+    earlier_acts: tuple[str, ...] = ()  # annotations of EARLIER_ACTS
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -148,6 +156,7 @@ def parse(body: dict[str, Any]) -> ServiceSpec:
         policy=_policy(spec),
         inputs_json=canonical(made),
         replicas_field=replicas_field.read(body),
+        earlier_acts=tuple(k for k in EARLIER_ACTS if k in (metadata.get("annotations") or {})),
     )
 
 

@@ -13,7 +13,7 @@ from kvline_contract.codec import encode
 from kvline_contract.names import LABEL_SERVICE
 from kvline_contract.report import MAX_WARNINGS, Termination
 from kvline_operator.api.source import Download
-from kvline_operator.api.spec import ServiceSpec, Strategy
+from kvline_operator.api.spec import EARLIER_ACTS, ServiceSpec, Strategy
 from kvline_operator.observe.ended_pods import EndedPod
 from kvline_operator.observe.pods import PodView
 from kvline_operator.plan.autoscale import Scaling
@@ -251,6 +251,8 @@ def spec_warnings(spec: ServiceSpec) -> list[str]:
             "spec.rollout.strategy Recreate without spec.model.cache: nothing serves while a new "
             "revision downloads its model"
         )
+    for name in spec.earlier_acts:
+        found.append(f"annotation {name} has no effect: use {EARLIER_ACTS[name]}, and remove it")
     return found
 
 
