@@ -51,14 +51,9 @@ class Settings:
         return self.default_cuda_image if gpus else self.default_image
 
     @property
-    def hub_port(self) -> int:
-        """The port that downloading pods may connect to."""
-        return _port(self.hub_proxy or self.hub_endpoint)
-
-    @property
     def traces_port(self) -> int:
         """The port that tracing pods may connect to."""
-        return _port(self.traces_endpoint)
+        return port_of(self.traces_endpoint)
 
 
 def _parser(environment: Mapping[str, str]) -> argparse.ArgumentParser:
@@ -208,7 +203,8 @@ def parse(argv: list[str]) -> Settings:
     )
 
 
-def _port(address: str) -> int:
+def port_of(address: str) -> int:
+    """Of a URL; without one that of https."""
     parts = urlsplit(address)
     return parts.port or (80 if parts.scheme == "http" else 443)
 

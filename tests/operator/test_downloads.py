@@ -9,8 +9,11 @@ from kvline_kubectl.size_job import operator_settings
 from kvline_operator.api.spec import parse
 from kvline_operator.observe.restricted import is_rendered
 from kvline_operator.plan.jobs import job, policy
+from kvline_operator.plan.phase import Policy
 from kvline_operator.plan.render import Owner, controller_revision, network_policy
 from kvline_operator.plan.revisions import Revision
+from kvline_operator.plan.rollout import RolloutPlan
+from kvline_operator.plan.rollout_state import RolloutState
 from kvline_operator.settings import Settings
 
 HUB = "hf://org/name@0123456789abcdef0123456789abcdef01234567"
@@ -52,14 +55,31 @@ def test_a_model_in_a_claim_has_neither() -> None:
 
 
 def test_the_policy_opens_the_proxy_s_port_and_the_mesh() -> None:
-    spec, _ = revision(CLOSED, source=HUB, cache={"claimName": "models"})
+    spec, stored = revision(CLOSED, source=HUB, cache={"claimName": "models"})
     port = {"ports": [{"protocol": "TCP", "port": 3128}]}
-    assert policy(spec, CLOSED)["spec"]["egress"] == [DNS, port]
+    assert policy(spec, job(spec, stored), CLOSED)["spec"]["egress"] == [DNS, port]
     mesh = Settings("image", mesh_namespaces=("istio-system",))
     label = {"matchLabels": {"kubernetes.io/metadata.name": "istio-system"}}
-    made = network_policy(Owner.of(spec), mesh, download=False)["spec"]["egress"]
+    made = network_policy(Owner.of(spec), mesh, [])["spec"]["egress"]
     assert made == [DNS, {"to": [{"namespaceSelector": label}]}]
-    assert network_policy(Owner.of(spec), Settings("image"), download=False)["spec"]["egress"] == []
+    assert network_policy(Owner.of(spec), Settings("image"), [])["spec"]["egress"] == []
+
+
+def test_a_proxy_that_is_set_later_leaves_older_pods_their_way_out() -> None:
+    """Their stored container downloads without it, also where it is rescheduled."""
+    spec, old = revision(Settings("image"), source=HUB)
+    new = revision(CLOSED, source=HUB)[1]
+    stored = {"aaaaa": old, "bbbbb": new}
+
+    def ports(**replicas: int) -> list[int]:
+        plan = RolloutPlan(replicas, "aaaaa")
+        return RolloutState(stored, {}, Policy(), plan, {}, None, None).hub_ports
+
+    assert ports(aaaaa=1) == [443]
+    assert ports(aaaaa=1, bbbbb=1) == [443, 3128]
+    assert ports(bbbbb=1) == [3128]
+    (_, way) = policy(spec, job(spec, old), CLOSED)["spec"]["egress"]
+    assert [p["port"] for p in way["ports"]] == [443]
 
 
 def test_the_platform_may_choose_user_and_groups() -> None:

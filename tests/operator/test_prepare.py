@@ -108,7 +108,7 @@ def test_its_pod_runs_where_a_replica_would_and_does_not_serve(model: Object) ->
     assert "nvidia.com/gpu" not in container["resources"].get("limits", {})
     assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-    assert jobs.policy(spec, SETTINGS)["spec"]["podSelector"]["matchLabels"] == {
+    assert jobs.policy(spec, job_of(spec), SETTINGS)["spec"]["podSelector"]["matchLabels"] == {
         "kvline.dev/prepares": "chat"
     }
 
@@ -167,7 +167,7 @@ def test_a_model_of_the_hub_without_a_cache_is_checked_with_the_token(strategy: 
     assert container["env"] == loads["env"] and "initContainers" not in template["spec"]
     # argparse's error of an image without the command is in its log.
     assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
-    assert jobs.policy(spec, SETTINGS)["spec"]["egress"]
+    assert jobs.policy(spec, got.job, SETTINGS)["spec"]["egress"]
 
 
 def job_of(spec: ServiceSpec, conditions: tuple[str, ...] = (), **metadata: Any) -> Object:

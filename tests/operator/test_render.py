@@ -61,7 +61,7 @@ def spec(source: str = "pvc://models/tiny", /, **more: Any) -> ServiceSpec:
 
 def let_in(settings: Settings, port: int) -> list[str]:
     """Names of the namespaces that may connect; empty for the service's own."""
-    rules = network_policy(OWNER, settings, False)["spec"]["ingress"]
+    rules = network_policy(OWNER, settings, [])["spec"]["ingress"]
     (rule,) = [rule for rule in rules if rule["ports"][0]["port"] == port]
     labels = [s.get("namespaceSelector", {}).get("matchLabels", {}) for s in rule["from"]]
     return [label.get("kubernetes.io/metadata.name", "") for label in labels]
@@ -80,19 +80,19 @@ def test_who_may_reach_which_port() -> None:
 
 
 @pytest.mark.parametrize(
-    ("download", "traces", "ports"),
+    ("hub", "traces", "ports"),
     [
-        (False, "", []),
-        (True, "", [443]),
-        (False, "http://collector:4318", [4318]),
-        (True, "http://collector", [443, 80]),
+        ([], "", []),
+        ([443], "", [443]),
+        ([], "http://collector:4318", [4318]),
+        ([443, 3128], "http://collector", [443, 3128, 80]),
     ],
 )
 def test_a_pod_may_reach_what_it_needs_and_nothing_else(
-    download: bool, traces: str, ports: list[int]
+    hub: list[int], traces: str, ports: list[int]
 ) -> None:
     settings = Settings("image", traces_endpoint=traces)
-    egress = network_policy(OWNER, settings, download)["spec"]["egress"]
+    egress = network_policy(OWNER, settings, hub)["spec"]["egress"]
     assert [p["port"] for rule in egress for p in rule["ports"] if p["port"] != 53] == ports
     assert bool(egress) == bool(ports)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvline_operator.settings import parse
+from kvline_operator.settings import parse, port_of
 
 DIGEST = "registry.example/kvline@sha256:" + "a" * 64
 GOOD = ["--default-image", DIGEST]
@@ -57,7 +57,7 @@ def test_a_wrong_value_stops_the_start_and_is_named(
     ],
 )
 def test_the_port_that_a_download_may_reach_is_the_hub_s(endpoint: str, port: int) -> None:
-    assert parse([*GOOD, "--hub-endpoint", endpoint]).hub_port == port
+    assert port_of(parse([*GOOD, "--hub-endpoint", endpoint]).hub_endpoint) == port
 
 
 @pytest.mark.parametrize(

@@ -25,13 +25,13 @@ def body(spec: dict[str, Any] | None = None) -> Any:
 
 
 def test_sources() -> None:
-    """Each brings its volume, who downloads it, the ports for that, and what identifies it."""
+    """Each brings its volume, who downloads it, and what identifies it."""
     text, folder = f"hf://org/name@{COMMIT}", f"org--name/{COMMIT}"
     token = {"name": "s", "key": "k"}
     hub = source_of({"source": text, "tokenSecretRef": token})
     assert hub == Hub(text, folder, token=token)
     assert (hub.download, hub.identity) == (Download.POD, "hf://org/name")
-    assert hub.volume == {"emptyDir": {"sizeLimit": "200Gi"}} and hub.egress(443) == [443]
+    assert hub.volume == {"emptyDir": {"sizeLimit": "200Gi"}}
     cached = source_of({"source": text, "cache": {"claimName": "models"}})
     assert cached == Hub(text, folder, "models") and cached.download is Download.JOB
     assert cached.volume == {"persistentVolumeClaim": {"claimName": "models"}}
@@ -39,7 +39,6 @@ def test_sources() -> None:
     assert claim == Claim("pvc://models/a/b", "models", "a/b")
     assert (claim.download, claim.identity) == (Download.NOBODY, "pvc://models/a/b")
     assert claim.volume == {"persistentVolumeClaim": {"claimName": "models", "readOnly": True}}
-    assert claim.egress(443) == []
 
 
 @pytest.mark.parametrize(

@@ -51,9 +51,6 @@ class ModelSource(Protocol):
     def token(self) -> Object | None:
         """The key of a Secret with which it is downloaded."""
 
-    def egress(self, hub_port: int) -> list[int]:
-        """TCP ports that a download or a check of it connects to."""
-
 
 @dataclass(frozen=True, slots=True)
 class Claim:
@@ -72,9 +69,6 @@ class Claim:
     @property
     def volume(self) -> Object:
         return {"persistentVolumeClaim": {"claimName": self.claim, "readOnly": True}}
-
-    def egress(self, hub_port: int) -> list[int]:
-        return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +93,6 @@ class Hub:
     @property
     def download(self) -> Download:
         return Download.JOB if self.cache else Download.POD
-
-    def egress(self, hub_port: int) -> list[int]:
-        return [hub_port]
 
 
 def source_of(model: Object) -> ModelSource:

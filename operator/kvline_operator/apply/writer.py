@@ -131,7 +131,7 @@ class Writer:
                 apply.prune(self.kube, job, "Job")
         if wanted is None or wanted.exists:
             return
-        self._ensure(plan, jobs.policy(plan.spec, self.settings))
+        self._ensure(plan, jobs.policy(plan.spec, wanted.job, self.settings))
         if not self.kube.create(wanted.job):
             raise NameConflict(
                 f"Job {name} exists and is not this service's; rename one of the two"

@@ -12,8 +12,9 @@ from __future__ import annotations
 from typing import Any
 
 from kvline_contract import names
+from kvline_operator.api.source import Download
 from kvline_operator.api.spec import ServiceSpec
-from kvline_operator.plan.podspec import check_container
+from kvline_operator.plan.podspec import check_container, hub_port
 from kvline_operator.plan.render import Owner, egress, metadata
 from kvline_operator.settings import Settings
 
@@ -69,9 +70,11 @@ def job(spec: ServiceSpec, stored: Object, nodes: tuple[str, ...] = ()) -> Objec
     }
 
 
-def policy(spec: ServiceSpec, settings: Settings) -> Object:
-    """No ingress; egress to the hub's port where a model is downloaded."""
+def policy(spec: ServiceSpec, made: Object, settings: Settings) -> Object:
+    """Of the Job `made`. No ingress; egress to the hub's port where the model is there."""
     owner = Owner.of(spec)
+    (container,) = made["spec"]["template"]["spec"]["containers"]
+    ports = [] if spec.source.download is Download.NOBODY else [hub_port(container)]
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -79,7 +82,7 @@ def policy(spec: ServiceSpec, settings: Settings) -> Object:
         "spec": {
             "podSelector": {"matchLabels": {names.LABEL_PREPARES: owner.base}},
             "policyTypes": ["Ingress", "Egress"],
-            "egress": egress(spec.source.egress(settings.hub_port), settings.mesh_namespaces),
+            "egress": egress(ports, settings.mesh_namespaces),
         },
     }
 

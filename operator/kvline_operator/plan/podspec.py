@@ -10,7 +10,7 @@ from kvline_operator.api.source import Download, ModelSource
 from kvline_operator.api.spec import ServiceSpec, device_class, gpus, ranks
 from kvline_operator.plan import placement
 from kvline_operator.plan.revisions import Revision
-from kvline_operator.settings import Settings
+from kvline_operator.settings import Settings, port_of
 
 Object = dict[str, Any]
 
@@ -252,6 +252,13 @@ def download_container(source: ModelSource, image: str, settings: Settings) -> O
             *authority,
         ],
     }
+
+
+def hub_port(download: Object) -> int:
+    """The port that a stored container which downloads or checks connects to. The settings of today
+    may have another proxy."""
+    environment = {item["name"]: item.get("value") for item in download.get("env", [])}
+    return port_of(environment.get(PROXIES[0]) or environment.get("HF_ENDPOINT") or "")
 
 
 def _authority(source: ModelSource, settings: Settings) -> list[Object]:

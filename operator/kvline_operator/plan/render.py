@@ -71,8 +71,8 @@ def metadata(owner: Owner, name: str, revision: str | None = None) -> Object:
     }
 
 
-def service_objects(spec: ServiceSpec, settings: Settings, download: bool) -> list[Object]:
-    """Objects that exist once for a service. `download`: its pods download the model themselves."""
+def service_objects(spec: ServiceSpec, settings: Settings, hub_ports: list[int]) -> list[Object]:
+    """Objects that exist once for a service. `hub_ports`: as RolloutState has them."""
     owner = Owner.of(spec)
     return [
         {
@@ -97,7 +97,7 @@ def service_objects(spec: ServiceSpec, settings: Settings, download: bool) -> li
                 ],
             },
         },
-        network_policy(owner, settings, download),
+        network_policy(owner, settings, hub_ports),
     ]
 
 
@@ -142,14 +142,13 @@ def scale_map(spec: ServiceSpec, scale: Scale) -> Object:
     }
 
 
-def network_policy(owner: Owner, settings: Settings, download: bool) -> Object:
+def network_policy(owner: Owner, settings: Settings, hub_ports: list[int]) -> Object:
     """Ingress: the API from the service's own namespace and those of clients; the internal port
     from the operator's namespace and those that may read metrics. Egress: none, except the hub's
-    port where pods download, the collector's port where they trace, and DNS for either."""
+    ports where pods download, the collector's port where they trace, and DNS for either."""
     clients = [{"podSelector": {}}, *_namespaces(settings.client_namespaces)]
     readers = _namespaces((settings.own_namespace, *settings.metrics_namespaces))
-    ports = [settings.hub_port] if download else []
-    ports += [settings.traces_port] if settings.traces_endpoint else []
+    ports = [*hub_ports, *([settings.traces_port] if settings.traces_endpoint else [])]
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",

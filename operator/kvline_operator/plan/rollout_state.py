@@ -11,7 +11,7 @@ from kvline_operator.api.spec import ServiceSpec
 from kvline_operator.observe import trouble
 from kvline_operator.observe.children import Observed
 from kvline_operator.observe.pods import PodView
-from kvline_operator.plan import acceptance, candidate, deadline, prepare, rollout
+from kvline_operator.plan import acceptance, candidate, deadline, podspec, prepare, rollout
 from kvline_operator.plan.gate import evaluate, thresholds
 from kvline_operator.plan.phase import Policy, current_verdict, phases
 from kvline_operator.plan.threshold import Thresholds
@@ -44,10 +44,12 @@ class RolloutState:
         return phases(self.states, self.policy, now)
 
     @property
-    def download(self) -> bool:
-        """Whether pods of a running revision download their model themselves."""
+    def hub_ports(self) -> list[int]:
+        """Those that pods of running revisions download their model from themselves."""
         running = (self.stored[name]["data"] for name in self.plan.replicas if name in self.stored)
-        return any("initContainers" in data["podTemplate"]["spec"] for data in running)
+        pods = (data["podTemplate"]["spec"] for data in running)
+        loads = (container for pod in pods for container in pod.get("initContainers", []))
+        return sorted(set(map(podspec.hub_port, loads)))
 
     def thresholds(self, name: str, spec: ServiceSpec) -> Thresholds:
         """For an accepted revision spec.capacity.minKVTokens alone: a smaller replica serves better
@@ -84,9 +86,9 @@ class RolloutState:
         known: dict[str, RevisionState],
         time: datetime,
     ) -> RolloutState:
-        serving = observed.serving()
+        serving, unread = observed.serving(), observed.unread()
         states = acceptance.without_used_promotions(known, spec.rollout.promote)
-        states = acceptance.accept_first(states, serving, wanted)
+        states = acceptance.accept_first(states, serving, wanted, unread)
         stable = revision_state.stable(states)
         sized = observed.deployment_states
         policy = Policy.of(spec)
@@ -103,7 +105,8 @@ class RolloutState:
             situation = _unprepared(situation, preparing)
             plan = rollout.plan(situation, spec.rollout)
         ready = serving.get(plan.stable, ())
-        after = acceptance.updated(states, plan, wanted, ready, spec.rollout.promote)
+        promote, read = spec.rollout.promote, plan.stable not in unread
+        after = acceptance.updated(states, plan, wanted, ready, promote, read)
         after = deadline.updated(after, plan, situation, policy, time)
         served = [p.report for p in observed.pods if p.ready and p.revision == plan.stable]
         capacity = CapacityStatus.of(served)

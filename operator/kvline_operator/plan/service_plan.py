@@ -65,7 +65,7 @@ class ServicePlan:
             image_outdated=outdated,
             scale=scale,
             scaling=scaling,
-            objects=(*render.service_objects(spec, settings, rollout.download), budget),
+            objects=(*render.service_objects(spec, settings, rollout.hub_ports), budget),
             maps=_maps(spec, recorded, scale),
             revisions=tuple(_changed(spec, rollout)),
         )
