@@ -58,6 +58,8 @@ def test_a_promotion_of_what_serves_begins_a_new_baseline_once() -> None:
     anew = updated(taken_away, plan(None), "a", (Measured("H200", 300, 100),), promote="a")
     assert anew["a"].baseline == {"H200": 300}
     assert updated({"a": A}, plan(None), "a", (), promote="a") == {"a": A}, "nothing serves"
+    some = updated({"a": A}, plan(None), "a", less, promote="a", read=False)
+    assert some == {"a": A}, "another replica, which may have less, has yet to be read"
 
 
 def test_a_rejection_is_dropped_once_the_spec_says_something_else() -> None:

@@ -57,7 +57,7 @@ class Service:
         self.states = {STABLE: serves, CANDIDATE: RevisionState()}
         self.replicas = {STABLE: 1}
 
-    def step(self, now: ServiceSpec, seconds: int = 1) -> RolloutState:
+    def step(self, now: ServiceSpec, seconds: int = 1, *pods: PodView) -> RolloutState:
         self.time += timedelta(seconds=seconds)
         deployments = [
             {
@@ -72,7 +72,7 @@ class Service:
             "metadata": {"name": f"chat-{CANDIDATE}-prepare", "uid": "j", "labels": labels},
             "status": {"conditions": [{"type": "Complete", "status": "True"}]},
         }
-        observed = Observed([], deployments, [], (), jobs=(job,))
+        observed = Observed([], deployments, [], pods, jobs=(job,))
         made = RolloutState.of(now, observed, CANDIDATE, self.stored, self.states, self.time)
         self.replicas = made.plan.replicas
         self.states = {
@@ -160,6 +160,25 @@ def pod(revision: str, state: State = State.VALIDATED, ready: bool = False) -> P
         },
         Reading(report),
     )
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_baseline_is_raised_once_every_ready_replica_was_read(begun: bool) -> None:
+    """After a start of the operator the smallest may be slow to answer. Raised without it, the
+    baseline would reject an equal candidate, for good."""
+    service, read = Service(), pod(STABLE, ready=True)
+    if not begun:
+        service.states[STABLE] = RevisionState()
+    before = service.states[STABLE].baseline
+    unread = replace(read, report=None, report_error="no answer in time")
+    for _ in range(2):
+        service.step(spec(), 1, read, unread)
+        kept = service.states[STABLE]
+        assert (kept.accepted, kept.baseline) == (1, before)
+        assert kept.bytes_per_token == 512
+    unready = replace(unread, ready=False)
+    service.step(spec(), 1, read, read, unready, replace(unread, revision=CANDIDATE))
+    assert service.states[STABLE].baseline == {"": 4096}
 
 
 def test_only_pods_whose_gate_file_is_open_are_notified() -> None:

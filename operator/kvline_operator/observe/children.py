@@ -94,6 +94,10 @@ class Observed:
                 out[pod.revision] = (*out.get(pod.revision, ()), pod.measured)
         return out
 
+    def unread(self) -> frozenset[str]:
+        """Revisions of ready replicas whose size is not known (yet), as after a start."""
+        return frozenset(p.revision for p in self.pods if p.ready and p.measured is None)
+
     def refused(self, revision: str) -> str:
         """Why the API server refuses a revision's pods, such as an unknown priority class; empty
         where it does not."""

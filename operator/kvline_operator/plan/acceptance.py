@@ -59,15 +59,20 @@ def baseline_of(state: RevisionState, inputs: Object) -> Baseline:
 
 
 def accept_first(
-    states: dict[str, RevisionState], measured: dict[str, tuple[Measured, ...]], wanted: str
+    states: dict[str, RevisionState],
+    measured: dict[str, tuple[Measured, ...]],
+    wanted: str,
+    unread: frozenset[str] = frozenset(),
 ) -> dict[str, RevisionState]:
     """Accepts the first revision that serves, where none is accepted yet; also what an operator
-    without gates left behind."""
+    without gates left behind. `unread` are the revisions with ready replicas that are not
+    `measured`."""
     serving = [name for name in measured if name in states]
     if stable(states) or not serving:
         return states
     name = wanted if wanted in serving else max(serving, key=lambda n: len(measured[n]))
-    begun = _with_raised_baseline(replace(states[name], accepted=1), measured[name])
+    first = replace(states[name], accepted=1)
+    begun = _with_raised_baseline(first, measured[name], name not in unread)
     return {**states, name: begun}
 
 
@@ -77,9 +82,10 @@ def updated(
     wanted: str,
     serving: tuple[Measured, ...],
     promote: str = "",
+    read: bool = True,
 ) -> dict[str, RevisionState]:
-    """All states after this reconcile. `serving` are the ready replicas of plan.stable, `promote`
-    is spec.rollout.promote."""
+    """All states after this reconcile. `serving` are the ready replicas of plan.stable, all of them
+    where `read`; `promote` is spec.rollout.promote."""
     out = dict(states)
     before = stable(states)
     if not before:
@@ -91,10 +97,10 @@ def updated(
         out[wanted] = _judged(out[wanted], plan.gate, states[before], promote == wanted)
     if plan.stable != before and serving:
         out[plan.stable] = _accepted(out[plan.stable], plan, states[before])
-    elif serving and promote == plan.stable and not out[promote].promotion_used:
+    elif serving and read and promote == plan.stable and not out[promote].promotion_used:
         out[promote] = _with_new_baseline(out[promote], serving)
     if serving:
-        out[plan.stable] = _with_raised_baseline(out[plan.stable], serving)
+        out[plan.stable] = _with_raised_baseline(out[plan.stable], serving, read)
     return out
 
 
@@ -144,10 +150,13 @@ def _with_new_baseline(state: RevisionState, serving: tuple[Measured, ...]) -> R
     return replace(state, verdict=stored, baseline={}, promotion_used=True)
 
 
-def _with_raised_baseline(state: RevisionState, serving: tuple[Measured, ...]) -> RevisionState:
-    """Raises the baseline of each GPU model to its smallest ready replica, if that is larger."""
+def _with_raised_baseline(
+    state: RevisionState, serving: tuple[Measured, ...], read: bool
+) -> RevisionState:
+    """Raises the baseline of each GPU model to its smallest ready replica, if that is larger. Not
+    before all are `read`: the smallest may be the one that has yet to answer."""
     baseline = dict(state.baseline)
-    for gpu in {m.gpu for m in serving}:
+    for gpu in {m.gpu for m in serving} if read else ():
         least = min(m.tokens for m in serving if m.gpu == gpu)
         baseline[gpu] = max(least, baseline.get(gpu, 0))
     return replace(state, baseline=baseline, bytes_per_token=serving[0].bytes_per_token)
