@@ -19,6 +19,7 @@ from kvline_operator.api.spec import (
     parse,
 )
 from kvline_operator.observe.pods import condition_of
+from kvline_operator.plan.phase import tried
 from kvline_operator.plan.revisions import Revision, same_pods, wanted
 from kvline_operator.report.status_cache import RevisionEntry
 
@@ -99,7 +100,9 @@ def rollback(
     if not target.named:
         after["spec"].pop("image", None)
     existing = [Revision(p.name, p.image, canonical(p.inputs), p.number, p.named) for p in history]
-    if wanted(parse(after), existing, target.image, _stable(body)).image != target.image:
+    begun = tried({past.name: past.state for past in history})
+    found = wanted(parse(after), existing, target.image, _stable(body), begun)
+    if found.image != target.image:
         after["spec"]["image"] = target.image
     if canonical(after["spec"]) == canonical(body["spec"]):
         raise Problem(f"the spec is that of revision {target.name} already")

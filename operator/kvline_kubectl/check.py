@@ -17,7 +17,7 @@ from kvline_operator.observe.pods import Measured
 from kvline_operator.plan import gate
 from kvline_operator.plan.acceptance import baseline_of, comparison_group
 from kvline_operator.plan.forecast import Bounds, bounds
-from kvline_operator.plan.phase import Policy, current_verdict, has_expired
+from kvline_operator.plan.phase import Policy, current_verdict, has_expired, tried
 from kvline_operator.plan.revisions import Revision, wanted
 from kvline_operator.plan.threshold import device
 from kvline_operator.report.status_cache import RevisionEntry
@@ -88,7 +88,7 @@ def check(body: Object, history: tuple[RevisionEntry, ...], image_outdated: bool
     default = DEFAULT_IMAGE if image_outdated else accepted.image
     try:
         spec = parse(body)
-        revision = wanted(spec, existing, default, accepted.name)
+        revision = wanted(spec, existing, default, accepted.name, tried(states))
     except SpecError as error:
         return Answer(Result.REJECTED, f"the spec is not accepted: {error}")
     if revision.name == accepted.name:

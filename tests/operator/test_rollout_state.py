@@ -20,11 +20,12 @@ from kvline_operator.observe.reports import Reading
 from kvline_operator.plan import render
 from kvline_operator.plan.revisions import Revision
 from kvline_operator.plan.rollout_state import RolloutState
+from kvline_operator.plan.service_plan import ServicePlan
 from kvline_operator.report.reporter import requeue_after
 from kvline_operator.settings import Settings
 from kvline_operator.store import revision_state
-from kvline_operator.store.revision_state import RevisionState
-from kvline_operator.store.verdict import GateResult, Verdict
+from kvline_operator.store.revision_state import Expiry, RevisionState
+from kvline_operator.store.verdict import GateResult, StoredVerdict, Verdict
 
 SETTINGS = Settings("registry.example/server@sha256:" + "0" * 64)
 STABLE, CANDIDATE = "aaaaa", "bbbbb"
@@ -223,3 +224,34 @@ def test_a_near_verdict_that_ends_an_outage_is_asked_for_sooner() -> None:
     assert seconds(CANDIDATE, near, serves) == 1.0
     assert seconds("", near) == 1.0
     assert seconds(CANDIDATE, pod(CANDIDATE, State.STRESSING)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("state", "plan"),
+    [
+        (RevisionState(verdict=StoredVerdict(GateResult.REJECTED, 1)), ("", CANDIDATE)),
+        (RevisionState(expiry=Expiry(1)), ("", CANDIDATE)),
+        (RevisionState(missing_since="2026-11-23T10:00:00Z"), (CANDIDATE, "")),
+    ],
+)
+def test_an_upgrade_of_the_operator_renames_no_revision_on_its_way(
+    state: RevisionState, plan: tuple[str, str]
+) -> None:
+    """It has the default image of before. Under another name it would be rolled out once more, and
+    take the stable replicas away for it. One that was asked for in between is newer."""
+    old = RevisionState(verdict=StoredVerdict(GateResult.REJECTED, 0))  # counts no more
+    made = {
+        STABLE: (spec(1024), "one", RevisionState(accepted=1)),
+        CANDIDATE: (spec(), "two", state),
+        "ccccc": (spec(512), "two", old),
+    }
+    stored = []
+    for number, (name, (of, image, kept)) in enumerate(made.items(), 1):
+        revision = Revision(name, image, of.inputs_json, number)
+        item = render.controller_revision(of, revision, SETTINGS)
+        stored.append(render.with_annotations(of, item, revision_state.to_annotations(kept)))
+    observed = Observed(stored, [], [], ())
+    now = datetime(2026, 11, 23, 10, tzinfo=UTC)
+    got = ServicePlan.of(spec(), observed, Settings("three"), now).rollout
+    assert got.stored.keys() == made.keys()
+    assert (got.plan.candidate, got.plan.rejected) == plan

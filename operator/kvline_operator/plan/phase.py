@@ -48,6 +48,20 @@ def phases(
     return {name: phase(state, accepted, policy, now.get(name)) for name, state in states.items()}
 
 
+def tried(states: dict[str, RevisionState]) -> set[str]:
+    """Revisions that have a verdict or an expiry beside the stable one, or run for one."""
+    accepted = states.get(stable(states))
+    if accepted is None:
+        return set()
+    return {
+        name
+        for name, state in states.items()
+        if state.against(accepted)
+        or state.missing_since
+        or (state.expiry is not None and state.expiry.against == accepted.accepted)
+    }
+
+
 def current_verdict(
     state: RevisionState, accepted: RevisionState, policy: Thresholds
 ) -> Verdict | None:

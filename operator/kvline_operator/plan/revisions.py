@@ -8,6 +8,7 @@ restarts no pod unasked, and removing a wrong spec.image reverts it.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,19 +57,26 @@ def known(controller_revisions: list[dict[str, Any]]) -> list[Revision]:
 
 
 def wanted(
-    spec: ServiceSpec, existing: list[Revision], default_image: str, stable: str = ""
+    spec: ServiceSpec,
+    existing: list[Revision],
+    default_image: str,
+    stable: str = "",
+    tried: Collection[str] = (),
 ) -> Revision:
     """The revision of this spec: an existing one with equal inputs and image, else a new one.
-    `stable` is the one that was accepted last. Raises SpecError without any image."""
+    `stable` is the one that was accepted last, `tried` are those that ran beside it, as plan/phase
+    has them. Raises SpecError without any image."""
     newest_first = sorted(existing, key=lambda revision: -revision.number)
     accepted = next((r for r in newest_first if r.name == stable), None)
     ordered = [*filter(None, (accepted,)), *(r for r in newest_first if r is not accepted)]
     same = [r for r in ordered if _same(spec, r.inputs)]
     image = spec.image or (default_image if spec.upgrade_policy is UpgradePolicy.LATEST else "")
     if not image:
-        # Also a newest one with another image than the stable one: a rollout of both is going on.
-        under_way = [accepted, *(r for r in newest_first[:1] if not r.named)]
-        if (found := next((r for r in under_way if r in same), None)) is not None:
+        # Also one with another image than the stable one, of the default then, that is the newest
+        # or has its verdict: another name for it would be rolled out once more.
+        begun = {*tried, *(r.name for r in newest_first[:1])}
+        kept = [accepted, *(r for r in newest_first if r.name in begun and not r.named)]
+        if (found := next((r for r in kept if r in same), None)) is not None:
             return found
         image = _pinned_image(spec, accepted, newest_first) or default_image
     if not image:

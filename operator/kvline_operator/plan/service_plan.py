@@ -15,7 +15,7 @@ from kvline_contract.times import stamp
 from kvline_operator.api.spec import ServiceSpec
 from kvline_operator.observe.children import Observed
 from kvline_operator.observe.ownership import is_owned
-from kvline_operator.plan import autoscale, candidate, render, replicas, revisions
+from kvline_operator.plan import autoscale, candidate, phase, render, replicas, revisions
 from kvline_operator.plan.autoscale import Scale, Scaling
 from kvline_operator.plan.rollout_state import RolloutState
 from kvline_operator.settings import Settings
@@ -130,7 +130,7 @@ def _revision(
     existing = revisions.known(list(stored.values()))
     known = {name: revision_state.read(item) for name, item in stored.items()}
     stable = revision_state.stable(known)
-    wanted = revisions.wanted(spec, existing, default, stable)
+    wanted = revisions.wanted(spec, existing, default, stable, phase.tried(known))
     if wanted.name not in stored:
         stored[wanted.name] = render.controller_revision(spec, wanted, settings)
         known[wanted.name] = RevisionState()
