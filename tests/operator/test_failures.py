@@ -30,7 +30,7 @@ from kvline_operator.observe.claims import Claims
 from kvline_operator.observe.ownership import PodOwnership
 from kvline_operator.observe.reports import Reports
 from kvline_operator.reconcile import Context, reconcile
-from kvline_operator.report import failures
+from kvline_operator.report import failures, status
 from kvline_operator.report.status_cache import StatusCache
 from kvline_operator.settings import Settings
 
@@ -143,6 +143,20 @@ def test_an_error_of_the_operator_itself_is_in_the_status_too() -> None:
     assert isinstance(run(cluster)[1], KeyError)
     assert cluster.condition("Progressing")["reason"] == "InternalError"
     assert "secret" not in cluster.condition("Progressing")["message"]
+
+
+def test_an_error_of_the_status_itself_is_in_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What serves goes on to, and the user sees why nothing else is told."""
+
+    def breaks(*_: Any) -> None:
+        raise KeyError("tokens")
+
+    monkeypatch.setattr(status, "build", breaks)
+    cluster = Cluster(lambda call: None)
+    for _ in range(2):
+        assert isinstance(run(cluster)[1], KeyError)
+    assert cluster.condition("Progressing")["reason"] == "InternalError"
+    assert cluster.status_writes == 1 and cluster.events == ["InternalError"]
 
 
 def test_a_message_that_differs_at_each_try_is_written_once() -> None:

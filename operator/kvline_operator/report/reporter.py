@@ -35,7 +35,8 @@ class Reporter:
     now: Callable[[], datetime]
 
     def failed(self, key: Key, body: Object, error: Exception) -> float:
-        """For an error before anything was written; most of the status stays as it is."""
+        """For an error before anything was written, or of the status itself; most of it stays as it
+        is."""
         generation = body["metadata"].get("generation", 0)
         wrong = failures.condition(error, body.get("status") or {}, generation)
         new, events = status.refused(wrong, body, stamp(self.now()))
@@ -54,20 +55,22 @@ class Reporter:
         """The status is of what was observed before the writes; their events requeue the service.
         `error` and `lasting` are of the writes."""
         previous = body.get("status") or {}
-        before = self.cache.get(key)
         wrong = failures.foreign_change(lasting)
         if error is not None:
             wrong = failures.condition(error, previous, plan.spec.generation)
-        state = service_state_of(plan, wrong, before)
-        new, events = status.build(state, previous, stamp(self.now()))
-        history = status_cache.history(
-            plan.rollout.stored, plan.rollout.states, plan.rollout.phases
-        )
+        try:
+            state = service_state_of(plan, wrong, self.cache.get(key))
+            new, events = status.build(state, previous, stamp(self.now()))
+            seconds = requeue_after(self.settings, state)
+            of = plan.rollout
+            history = status_cache.history(of.stored, of.states, of.phases)
+        except Exception as broken:  # a mistake of ours
+            return self.failed(key, body, broken)
         self.cache.put(View(key, body["spec"], new, plan.observed.pods, history))
         self._write(body, new, events, error)
         if error is not None:
             _again(error)
-        return requeue_after(self.settings, state)
+        return seconds
 
     def _write(
         self, body: Object, new: Object, events: list[status.Event], error: Exception | None
