@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import httpx
 import pytest
@@ -14,7 +14,7 @@ from waiting import eventually, limit
 
 from kvline_contract.listening import listen
 from kvline_operator.report.status_cache import StatusCache
-from kvline_operator.run.forward import Forward
+from kvline_operator.run.forward import MAX_CONNECTIONS, Forward
 
 
 def free_port() -> int:
@@ -68,6 +68,44 @@ def test_a_client_is_not_kept_waiting_where_no_page_is_served() -> None:
                     assert client.recv(100) == b""
                 except ConnectionResetError:
                     continue
+
+
+def test_a_standby_that_leads_to_itself_ends_the_connection_and_goes_on() -> None:
+    """Where its address is that of a holder that is gone, and it does not know its own."""
+    holder = [""]
+    with listen("127.0.0.1", 0) as page, standing_by(holder) as port:
+        holder[0] = f"127.0.0.1:{port}"
+        with pytest.raises(httpx.TransportError):
+            get(port)
+        holder[0] = f"127.0.0.1:{page.getsockname()[1]}"
+        eventually(lambda: is_passed_on(port), 30, on="server")
+
+
+def test_a_standby_passes_on_so_many_connections_and_no_more() -> None:
+    with listen("127.0.0.1", 0) as page, ExitStack() as stack:
+        with standing_by([f"127.0.0.1:{page.getsockname()[1]}"]) as port:
+            clients = [connection(port) for _ in range(MAX_CONNECTIONS)]
+            ends = [stack.enter_context(page.accept()[0]) for _ in clients]
+            assert not is_passed_on(port)
+            for end in (*clients, *ends):
+                end.close()
+            eventually(lambda: is_passed_on(port), 30, on="server")
+
+
+def connection(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), limit(10))
+
+
+def is_passed_on(port: int) -> bool:
+    """Whether nothing closes a connection."""
+    with connection(port) as client:
+        client.settimeout(1)
+        try:
+            return bool(client.recv(1))
+        except TimeoutError:
+            return True
+        except ConnectionResetError:
+            return False
 
 
 def test_its_port_is_free_for_the_page_once_it_holds_the_lease() -> None:

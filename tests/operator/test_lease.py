@@ -200,6 +200,15 @@ def test_nothing_is_written_by_one_that_does_not_hold_it() -> None:
     assert kube.writes == 0
 
 
+def test_a_holder_s_page_at_one_s_own_address_is_no_other_s(clock: Clock) -> None:
+    """A new pod may get the IP of the holder that is gone."""
+    cluster = Cluster()
+    gone = Lease(cluster, NAME, "gone", clock, page="10.0.0.1:8082")
+    new = Lease(cluster, NAME, "new", clock, page="10.0.0.1:8082")
+    assert gone.attempt() and not new.attempt()
+    assert (new.holder, new.holders_page) == ("gone", "")
+
+
 def test_a_standby_knows_where_the_holder_s_page_is(clock: Clock) -> None:
     cluster = Cluster()
     one = Lease(cluster, NAME, "one", clock, page="10.0.0.1:8082")

@@ -119,8 +119,10 @@ class Lease:
         return self._clock() - self._changed >= float(spec.get("leaseDurationSeconds") or DURATION)
 
     def _page_of(self, live: Object | None) -> str:
+        """Not this process's own: a pod may get the IP of a holder that is gone."""
         metadata = live["metadata"] if live is not None else {}
-        return str((metadata.get("annotations") or {}).get(ANNOTATION_PAGE, ""))
+        found = str((metadata.get("annotations") or {}).get(ANNOTATION_PAGE, ""))
+        return found if found != self._page else ""
 
     def release(self) -> None:
         """Gives it up, so that a standby need not wait; nothing is written afterwards."""
