@@ -12,7 +12,8 @@ import pytest
 
 from kvline_contract.launch import GateFile
 from kvline_contract.names import FIELD_MANAGER
-from kvline_operator.api.spec import parse
+from kvline_operator.api.revision_hash import revision_hash
+from kvline_operator.api.spec import canonical, parse
 from kvline_operator.observe.ownership import Service, Whose, whose
 from kvline_operator.plan import jobs, render
 from kvline_operator.plan.revisions import wanted
@@ -44,6 +45,7 @@ def revision(**spec: Any) -> tuple[Object, list[Object]]:
 
 HUB = {"source": "hf://org/name@" + "0" * 40, "tokenSecretRef": {"name": "hub", "key": "token"}}
 CACHED = {**HUB, "cache": {"claimName": "models"}}
+PINNED = "registry.example/server@sha256:" + "a" * 64
 KEY = {"apiKeySecretRef": {"name": "keys", "key": "key"}, "tlsSecretRef": {"name": "tls"}}
 
 
@@ -76,6 +78,17 @@ def container(body: Object) -> Object:
     return found
 
 
+def names_a_claim(body: Object) -> None:
+    """Where the inputs have no claim; with the name that such a revision has."""
+    data = body["data"]
+    data["inputs"]["env"] = [{"name": "OMP_NUM_THREADS", "value": "theirs"}]
+    volume = {"name": "x", "persistentVolumeClaim": {"claimName": "theirs"}}
+    data["podTemplate"]["spec"]["volumes"].append(volume)
+    name = revision_hash(canonical(data["inputs"]), data["image"])
+    text = json.dumps(body).replace(body["metadata"]["labels"]["kvline.dev/revision"], name)
+    body |= json.loads(text)
+
+
 FORGERIES: dict[str, Callable[[Object], Any]] = {
     "inputs": lambda b: b["data"]["inputs"]["resources"].update(memory="64Gi"),
     "image": lambda b: b["data"].update(image="evil:1"),
@@ -101,6 +114,25 @@ FORGERIES: dict[str, Callable[[Object], Any]] = {
     "claim": lambda b: b["data"]["podTemplate"]["spec"]["volumes"].append(
         {"name": "x", "persistentVolumeClaim": {"claimName": "theirs"}}
     ),
+    "claim's name as a variable": names_a_claim,
+    "command": lambda b: container(b).update(command=["sh"]),
+    "argument": lambda b: container(b)["args"].append("--evil"),
+    "other arguments": lambda b: container(b).update(args=["sh", "-c", "x"]),
+    "plain variable": lambda b: container(b)["env"].append({"name": "LD_PRELOAD", "value": "x"}),
+    "probe": lambda b: container(b)["livenessProbe"].update(exec={"command": ["sh"]}),
+    "probe of another host": lambda b: container(b)["livenessProbe"]["httpGet"].update(host="x"),
+    "hook": lambda b: container(b)["lifecycle"].update(postStart={"exec": {"command": ["sh"]}}),
+    "ConfigMap": lambda b: b["data"]["podTemplate"]["spec"]["volumes"].append(
+        {"name": "x", "configMap": {"name": "chat-other"}}
+    ),
+    "field of pods": lambda b: b["data"]["podTemplate"]["spec"].update(nodeName="node"),
+    "download": lambda b: b["data"].update(download={**container(b), "image": "evil:1"}),
+    "claim of another kind": lambda b: b["data"].update(
+        claimTemplate={"kind": "RoleBinding", "apiVersion": "rbac.authorization.k8s.io/v1"}
+    ),
+    "launch file": lambda b: b["data"].update(
+        launch=b["data"]["launch"].replace("pvc://models/tiny", "pvc://models/other")
+    ),
     "volume of two kinds": lambda b: b["data"]["podTemplate"]["spec"]["volumes"].append(
         {"name": "x", "emptyDir": {}, "hostPath": {"path": "/"}}
     ),
@@ -122,17 +154,77 @@ def test_a_forged_revision_is_nobody_s(how: str) -> None:
     assert SERVICE.revisions([forged]) == []
 
 
-def test_a_forged_child_of_a_known_revision_is_nobody_s() -> None:
-    left, objects = revision()
-    for change in ("template", "name", "revision"):
-        forged = copy.deepcopy(objects[-1])
-        if change == "template":
-            forged["spec"]["template"]["spec"]["containers"][0]["image"] = "evil:1"
-        elif change == "name":
-            forged["metadata"]["name"] = "chat-other"
-        else:
-            forged["metadata"]["labels"]["kvline.dev/revision"] = "bbbbb"
-        assert SERVICE.of_revisions([forged], [left]) == []
+def pod_of(item: Object) -> Object:
+    found: Object = item["spec"]["template"]["spec"]
+    return found
+
+
+def first(item: Object) -> Object:
+    found: Object = pod_of(item)["containers"][0]
+    return found
+
+
+CHILDREN: dict[str, Callable[[Object], Any]] = {
+    "image": lambda d: first(d).update(image="evil:1"),
+    "digest": lambda d: first(d).update(image="registry.example/server@sha256:" + "b" * 64),
+    "account": lambda d: pod_of(d).update(serviceAccountName="admin"),
+    "earlier account": lambda d: pod_of(d).update(serviceAccount="admin"),
+    "root": lambda d: pod_of(d)["securityContext"].update(runAsNonRoot=False),
+    "no context": lambda d: pod_of(d).pop("securityContext"),
+    "token": lambda d: pod_of(d).pop("automountServiceAccountToken"),
+    "capability": lambda d: first(d)["securityContext"]["capabilities"].update(drop=[]),
+    "command": lambda d: first(d).update(command=["sh"]),
+    "arguments": lambda d: first(d).update(args=["sh", "-c", "x"]),
+    "variable": lambda d: first(d).setdefault("env", []).append({"name": "X", "value": "x"}),
+    "probe": lambda d: first(d).update(livenessProbe={"exec": {"command": ["sh"]}}),
+    "sidecar": lambda d: pod_of(d)["containers"].append({**first(d), "name": "spy"}),
+    "volume": lambda d: pod_of(d)["volumes"].append({"name": "x", "hostPath": {"path": "/"}}),
+    "host": lambda d: pod_of(d).update(hostNetwork=True),
+    "name": lambda d: d["metadata"].update(name="chat-other"),
+    "revision": lambda d: d["metadata"]["labels"].update({"kvline.dev/revision": "bbbbb"}),
+    "another shape": lambda d: d["spec"]["template"].update(spec=["x"]),
+}
+
+
+@pytest.mark.parametrize("place", [0, -1], ids=["Job", "Deployment"])
+@pytest.mark.parametrize("spec", [{}, {"model": HUB}, {"model": CACHED}], ids=["claim", "hub", "c"])
+@pytest.mark.parametrize("how", CHILDREN)
+def test_a_forged_child_of_a_known_revision_is_nobody_s(how: str, spec: Any, place: int) -> None:
+    left, objects = revision(image=PINNED, **spec)
+    forged = copy.deepcopy(objects[place])
+    assert SERVICE.of_revisions([forged], [left]) == [forged]
+    CHILDREN[how](forged)
+    assert SERVICE.of_revisions([forged], [left]) == []
+
+
+def test_an_orphan_has_defaults_and_what_webhooks_make_without_other_content() -> None:
+    left, objects = revision(image=PINNED, resources={"memory": "2048Mi"})
+    live = copy.deepcopy(objects[-1])
+    first(live).update(image=PINNED.replace("registry.example", "mirror.example/x"))
+    first(live).update(imagePullPolicy="Always")
+    first(live)["resources"] = {"requests": {"memory": "2Gi"}, "limits": {"memory": "2Gi"}}
+    pod_of(live).update(
+        dnsPolicy="ClusterFirst",
+        restartPolicy="Always",
+        schedulerName="default-scheduler",
+        serviceAccount=pod_of(live)["serviceAccountName"],
+        terminationGracePeriodSeconds=300,
+    )
+    pod_of(live)["volumes"][0]["configMap"]["defaultMode"] = 420
+    live["spec"]["template"]["metadata"] |= {"annotations": {"x": "y"}, "creationTimestamp": None}
+    assert SERVICE.of_revisions([live], [left]) == [live]
+
+
+def test_what_is_of_the_whole_service_is_its_own_with_an_orphaned_revision() -> None:
+    """Recorded sizes and the autoscaler's state are read before they are first written."""
+    left, _ = revision()
+    owner = {"uid": "u2", "name": "chat", "controller": True}
+    owned = {**left, "metadata": {**left["metadata"], "ownerReferences": [owner]}}
+    for name in ("chat-records", "chat-scale"):
+        item = orphan({"metadata": {"name": name, "labels": {"kvline.dev/service": "chat"}}})
+        assert SERVICE.of_revisions([item], [left]) == [item]
+        assert SERVICE.of_revisions([item], [owned]) == []
+        assert SERVICE.of_revisions([item], []) == []
 
 
 def test_whose_an_object_is() -> None:

@@ -19,7 +19,8 @@ from kvline_contract.names import FIELD_MANAGER, KIND, LABEL_REVISION, LABEL_SER
 from kvline_operator.api.key import Key
 from kvline_operator.api.revision_hash import is_hash
 from kvline_operator.kube import Kube
-from kvline_operator.observe.restricted import is_rendered
+from kvline_operator.observe.live_template import is_deployment_of, is_job_of
+from kvline_operator.observe.restricted import is_data
 
 Object = dict[str, Any]
 # The kinds that are watched. No ResourceClaimTemplate: API servers before 1.34 lack the kind, and
@@ -75,9 +76,11 @@ class Service:
 
     def of_revisions(self, items: Sequence[Object], revisions: Sequence[Object]) -> list[Object]:
         """Its other children, and orphans of these revisions, of which Deployments and Jobs have
-        to be as they were rendered."""
+        to be as the revision stores them. Without an orphan among the revisions there is none of
+        the service as a whole."""
         known = {_label(r): r["data"] for r in revisions}
-        return [i for i in items if self._owns(i) or (self._left(i) and self._fits(i, known))]
+        left = any(not self._owns(r) for r in revisions)
+        return [i for i in items if self._owns(i) or (self._left(i) and self._fits(i, known, left))]
 
     def _owns(self, item: Object) -> bool:
         return is_owned(item, self.uid)
@@ -90,19 +93,21 @@ class Service:
         inputs, image = data.get("inputs") or {}, str(data.get("image"))
         if revision["metadata"]["name"] != names.revision_name(self.base, name):
             return False
-        return is_hash(name, inputs, image) and is_rendered(
-            data.get("podTemplate") or {}, self.base, inputs, image
-        )
+        return is_hash(name, inputs, image) and is_data(data, self.base, name)
 
-    def _fits(self, item: Object, known: Mapping[str, Object]) -> bool:
+    def _fits(self, item: Object, known: Mapping[str, Object], left: bool) -> bool:
         name, revision = item["metadata"]["name"], _label(item)
         if not revision:
-            return name in (names.records_name(self.base), names.scale_name(self.base))
+            return left and name in (names.records_name(self.base), names.scale_name(self.base))
         kinds = names.revision_name, names.gate_name, names.prepare_name
         if revision not in known or name not in [named(self.base, revision) for named in kinds]:
             return False
         template, data = (item.get("spec") or {}).get("template"), known[revision]
-        return template is None or is_rendered(template, self.base, data["inputs"], data["image"])
+        if template is None:
+            return True
+        if name == names.prepare_name(self.base, revision):
+            return is_job_of(template, data)
+        return is_deployment_of(template, data)
 
 
 def living(items: Sequence[Object]) -> list[Object]:
