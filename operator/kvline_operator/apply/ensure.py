@@ -13,7 +13,7 @@ from enum import Enum, auto
 from typing import Any
 
 from kvline_operator.apply import drift
-from kvline_operator.apply.difference import Difference, differences
+from kvline_operator.apply.difference import Difference, covers, differences
 from kvline_operator.apply.drift import Corrections
 from kvline_operator.errors import Conflict, Deleting, Invalid, NameConflict
 from kvline_operator.kube import Kube
@@ -68,7 +68,37 @@ def ensure(
         return _admitted(kube.apply(wanted), wanted, known)
     if live["metadata"].get("deletionTimestamp"):
         raise Deleting(f"{_name(wanted)} is being deleted")
+    (live,) = released(kube, [live])
+    owned = whose(live, meta["ownerReferences"][0])
+    if owned is Whose.ORPHAN and seen is None and "template" in wanted.get("spec", {}):
+        raise _conflict(wanted)  # the list, which has the orphans that are as rendered, lacks it
     return _correct(kube, live, _kept(live, wanted), exact, known)
+
+
+def create_revision(kube: Kube, wanted: Object) -> None:
+    """Creates a ControllerRevision. One that exists though the list lacks it has lost its labels:
+    it gets them back and the reconcile runs again, as its state would be lost if it were written
+    over."""
+    try:
+        kube.apply(wanted, anew=True)
+        return
+    except (Conflict, Invalid) as error:
+        refused = error
+    meta, kind = wanted["metadata"], wanted["kind"]
+    live = kube.get(kind, meta["namespace"], meta["name"])
+    if live is None:
+        raise refused
+    if live["metadata"].get("deletionTimestamp"):
+        raise Deleting(f"{_name(wanted)} is being deleted")
+    (live,) = released(kube, [live])
+    _check_ours(live, wanted)
+    kept = live["metadata"].get("labels") or {}
+    if not covers(kept, meta["labels"]):
+        version = live["metadata"]["resourceVersion"]
+        held = {"op": "replace", "path": "/metadata/resourceVersion", "value": version}
+        labels = {"op": "add", "path": "/metadata/labels", "value": kept | meta["labels"]}
+        kube.json_patch(kind, meta["namespace"], meta["name"], [held, labels])
+    raise Conflict(f"{_name(wanted)} exists, which the list of ControllerRevisions lacked")
 
 
 def _admitted(after: Object, wanted: Object, corrections: Corrections) -> Dispute | None:
@@ -110,7 +140,6 @@ def _correct(
     meta = live["metadata"]
     if not found and corrections.admitted(meta["uid"], wanted, left):
         return None
-    (live,) = released(kube, [live])
     _check_ours(live, wanted)
     if corrections.exhausted(meta["uid"], wanted):
         return Dispute(_describe(live, wanted, found, left), End.TOLERATED, meta["resourceVersion"])
@@ -172,7 +201,12 @@ def _check_ours(live: Object, wanted: Object) -> None:
         raise Deleting(f"{what} of a deleted service of this name is not collected yet")
     immutable = wanted["kind"] == "ControllerRevision" and live.get("data") != wanted["data"]
     if owned is Whose.FOREIGN or (owned is Whose.ORPHAN and immutable):
-        raise NameConflict(f"{what} exists and is not this service's; rename one of the two")
+        raise _conflict(wanted)
+
+
+def _conflict(wanted: Object) -> NameConflict:
+    what = _name(wanted)
+    return NameConflict(f"{what} exists and is not this service's; rename one of the two")
 
 
 def prune(kube: Kube, live: Object, kind: str) -> None:

@@ -68,7 +68,7 @@ class Writer:
         lasting += [self._ensure(plan, wanted, exact=True) for wanted in plan.maps]
         for wanted, over in plan.revisions:
             if over is None:
-                apply.ensure(self.kube, wanted, absent=True)
+                apply.create_revision(self.kube, wanted)
             else:
                 self.kube.apply(wanted, over=over, exact=True)
         return lasting
