@@ -6,6 +6,7 @@ import ast
 import re
 import statistics
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -162,3 +163,14 @@ def test_a_gpu_s_libraries_have_few_importers(package: str, homes: tuple[str, ..
         str(p.relative_to(server)) for p in server.rglob("*.py") if pattern.search(p.read_text())
     }
     assert found == set(homes)
+
+
+def test_a_file_of_tests_that_others_import_has_a_name_of_its_own() -> None:
+    """Folders of tests are on one path: the first file of the name would be taken for the other."""
+    files = list((ROOT / "tests").rglob("*.py"))
+    asked = re.compile(r"(?m)^from (test_\w+) import")
+    names = {name for file in files for name in asked.findall(file.read_text())}
+    shared = {
+        name: count for name, count in Counter(file.stem for file in files).items() if count > 1
+    }
+    assert names and not names & shared.keys()
