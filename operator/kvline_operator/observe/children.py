@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from kvline_contract import times
@@ -137,13 +137,13 @@ def observe(
     found = lineage.ours(lists[3], spec.uid, {d["metadata"]["uid"] for d in deployments})
     ours = living(found)
     replicas = [p for p in ours if not has_ended(p)]
-    readings = list(pool.map(lambda pod: _read_report(pod, reports), replicas))
+    readings = read_reports(replicas, reports, spec.autoscaling is not None)
     now = times.now()
     views = [view(pod, reading, now) for pod, reading in zip(replicas, readings, strict=True)]
     leaves = leaving(found, deployments, now)
     pods = tuple(_awaiting(pod, leaves) for pod in views)
     if spec.autoscaling is not None:
-        pods = tuple(pool.map(partial(_with_load, reports), pods))
+        pods = tuple(_with_load(reports, pod) for pod in pods)
     jobs = tuple(service.of_revisions(lists[4], revisions))
     preparing = _preparing(kube, spec, jobs, now) if jobs else ()
     return Observed(
@@ -244,13 +244,22 @@ def _with_download(pod: Object) -> Object:
     }
 
 
-def _read_report(pod: Object, reports: Reports) -> Reading:
+def read_reports(pods: list[Object], reports: Reports, loads: bool) -> list[Reading]:
+    """Of all pods at once, with their `loads`, which are read after them."""
+    ports = [_port(pod) for pod in pods]
+    for port in filter(None, ports):
+        reports.begin(*port, load=loads and port[-1])
+    return [reports.read(*port) if port is not None else Reading(None) for port in ports]
+
+
+def _port(pod: Object) -> tuple[str, str, bool] | None:
+    """UID, address and whether it is ready; None where its server does not run."""
     status = pod.get("status") or {}
     address = status.get("podIP")
     server = container(status.get("containerStatuses"), SERVER_CONTAINER)
     if not address or "running" not in (server.get("state") or {}):
-        return Reading(None)
-    return reports.read(pod["metadata"]["uid"], address, is_ready(status))
+        return None
+    return pod["metadata"]["uid"], address, is_ready(status)
 
 
 def _with_load(reports: Reports, pod: PodView) -> PodView:

@@ -79,6 +79,13 @@ class Reports:
         self._recent: _Cache[SizingReport] = _Cache(clock)
         self._asker = Asker(clock)
 
+    def begin(self, uid: str, address: str, ready: bool, load: bool) -> None:
+        """Asks for what is read next of this pod, with its load or without."""
+        if not (ready and self._reports.get(uid, self._keep_seconds)):
+            self._asker.begin(uid, Request(address, self._port, REPORT_PATH))
+        if load and not self._loads.get(uid, self._load_seconds):
+            self._asker.begin(uid, self._load_request(address))
+
     def read(self, uid: str, address: str, ready: bool) -> Reading:
         if ready and (kept := self._reports.get(uid, self._keep_seconds)):
             return Reading(kept.value)
@@ -91,15 +98,23 @@ class Reports:
         return reading
 
     def load(self, uid: str, address: str) -> Load | None:
-        """A replica's load, at most `load_seconds` old."""
+        """A replica's load, asked for every `load_seconds`; the last one is used for twice as long
+        where a pod is slow to answer."""
         if kept := self._loads.get(uid, self._load_seconds):
             return kept.value
         try:
-            load = Load.parse(self._asker.ask(uid, Request(address, self._port, LOAD_PATH)))
+            load = Load.parse(self._asker.ask(uid, self._load_request(address)))
+        except Silent:
+            recent = self._loads.get(uid, 2 * self._load_seconds)
+            return recent.value if recent is not None else None
         except (Unreachable, ContractError):
             load = None
         self._loads.put(uid, load)
         return load
+
+    def _load_request(self, address: str) -> Request:
+        """Its answer may be read one interval late."""
+        return Request(address, self._port, LOAD_PATH, keep=2 * self._load_seconds)
 
     def _report(self, uid: str, address: str) -> Reading:
         try:
