@@ -68,6 +68,23 @@ def test_labels_and_owners_that_were_taken_come_back(
     assert len(space.list("deployments")) == 1
 
 
+def test_a_revision_that_lost_its_label_keeps_its_state(
+    space: Any, operator: Operator, node: Any, until: Callable[..., Any]
+) -> None:
+    """F23: the acceptance and the baseline are in its annotations, and no list has it."""
+    serve(space, node)
+    settles(operator.writes_nothing, seconds=60)
+    (before,) = space.list("controllerrevisions")
+    pods = {p["metadata"]["uid"] for p in node.pods()}
+    space.kubectl("label", "controllerrevision", before["metadata"]["name"], "kvline.dev/service-")
+    until(lambda: LABEL_SERVICE in space.list("controllerrevisions")[0]["metadata"]["labels"])
+    until(lambda: space.up_to_date)
+    settles(operator.writes_nothing, seconds=60)
+    (after,) = space.list("controllerrevisions")
+    assert after["metadata"]["annotations"] == before["metadata"]["annotations"]
+    assert {p["metadata"]["uid"] for p in node.pods()} == pods
+
+
 def test_a_foreign_object_with_a_child_s_name_is_left_alone(
     space: Any, operator: Any, until: Callable[..., Any]
 ) -> None:
