@@ -59,9 +59,7 @@ def promote(
             "nothing to promote: no revision is a candidate, rejected, or below its baseline"
         )
     past, gate = _known(history, named), rollout.get("gate") or {}
-    state = past.state
-    measured = state.accepted or state.measured or state.seen_tokens
-    if not measured and not (gate.get("revision") == named and gate.get("measured")):
+    if not past.state.was_measured and not (gate.get("revision") == named and gate.get("measured")):
         why = f": {gate['message']}" if gate.get("revision") == named else ""
         raise Problem(f"no replica of revision {named} has been measured{why}")
     if _rollout(body).get("promote") == named:

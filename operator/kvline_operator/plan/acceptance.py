@@ -23,7 +23,7 @@ Object = dict[str, Any]
 def promotion_refused(state: RevisionState, measured: bool) -> str:
     """Why spec.rollout.promote, which names this revision, does not accept it now; empty where it
     does. It accepts it once, so that a field left in Git does not outlive a rollback."""
-    if not (measured or state.measured or state.seen_tokens or state.accepted):
+    if not (measured or state.was_measured):
         return "since no replica of it was ever measured"
     if state.promotion_used:
         return "since spec.rollout.promote has accepted it once: remove the field, and set it again"

@@ -34,12 +34,15 @@ class RolloutPlan:
         return self.candidate or self.stable
 
     @cached_property
-    def serving(self) -> int:
-        """Desired replicas that take traffic once ready; not those of a candidate whose gate has
-        not passed."""
+    def closed(self) -> str:
+        """The candidate, while its gate has not passed: its replicas take no traffic."""
         passed = self.gate is not None and self.gate.phase is Phase.PASSED
-        closed = "" if passed else self.candidate
-        return sum(count for name, count in self.replicas.items() if name != closed)
+        return "" if passed else self.candidate
+
+    @cached_property
+    def serving(self) -> int:
+        """Desired replicas that take traffic once ready."""
+        return sum(count for name, count in self.replicas.items() if name != self.closed)
 
 
 @dataclass(frozen=True, slots=True)

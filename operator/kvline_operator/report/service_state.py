@@ -88,10 +88,8 @@ class ServiceState:
     def serving(self) -> tuple[PodView, ...]:
         """Ready replicas with a validated size, of whatever revision: the Service leads to them.
         Not those of a candidate whose gate has not passed."""
-        plan = self.plan
-        passed = plan.gate is not None and plan.gate.phase is Phase.PASSED
-        closed = "" if passed else plan.candidate
-        return tuple(p for p in self.pods if p.ready and p.validated and p.revision != closed)
+        found = (p for p in self.pods if p.ready and p.validated)
+        return tuple(p for p in found if p.revision != self.plan.closed)
 
     @cached_property
     def described(self) -> tuple[PodView, ...]:

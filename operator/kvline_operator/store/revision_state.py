@@ -60,6 +60,11 @@ class RevisionState:
         return self.verdict.measured if self.verdict is not None else 0
 
     @property
+    def was_measured(self) -> bool:
+        """Whether a replica of it ever was."""
+        return bool(self.accepted or self.measured or self.seen_tokens)
+
+    @property
     def required(self) -> int:
         return self.verdict.required if self.verdict is not None else 0
 
