@@ -146,7 +146,7 @@ def test_an_error_of_the_operator_itself_is_in_the_status_too() -> None:
 
 
 def test_an_error_of_the_status_itself_is_in_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What serves goes on to, and the user sees why nothing else is told."""
+    """What serves goes on to, and the user sees why the rest is of before."""
 
     def breaks(*_: Any) -> None:
         raise KeyError("tokens")
