@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import socketserver
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -73,23 +74,37 @@ def test_a_client_is_not_kept_waiting_where_no_page_is_served() -> None:
 def test_a_standby_that_leads_to_itself_ends_the_connection_and_goes_on() -> None:
     """Where its address is that of a holder that is gone, and it does not know its own."""
     holder = [""]
-    with listen("127.0.0.1", 0) as page, standing_by(holder) as port:
+    with greeting_page() as page, standing_by(holder) as port:
         holder[0] = f"127.0.0.1:{port}"
         with pytest.raises(httpx.TransportError):
             get(port)
-        holder[0] = f"127.0.0.1:{page.getsockname()[1]}"
+        holder[0] = page
         eventually(lambda: is_passed_on(port), 30, on="server")
 
 
 def test_a_standby_passes_on_so_many_connections_and_no_more() -> None:
-    with listen("127.0.0.1", 0) as page, ExitStack() as stack:
-        with standing_by([f"127.0.0.1:{page.getsockname()[1]}"]) as port:
-            clients = [connection(port) for _ in range(MAX_CONNECTIONS)]
-            ends = [stack.enter_context(page.accept()[0]) for _ in clients]
-            assert not is_passed_on(port)
-            for end in (*clients, *ends):
-                end.close()
-            eventually(lambda: is_passed_on(port), 30, on="server")
+    with greeting_page() as page, standing_by([page]) as port, ExitStack() as stack:
+        for _ in range(MAX_CONNECTIONS):
+            assert stack.enter_context(connection(port)).recv(1) == b"x"
+        assert not is_passed_on(port)
+        stack.close()
+        eventually(lambda: is_passed_on(port), 30, on="server")
+
+
+class Greeting(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        self.request.sendall(b"x")
+        self.request.recv(1)  # the client's end
+
+
+@contextmanager
+def greeting_page() -> Iterator[str]:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Greeting) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
 
 
 def connection(port: int) -> socket.socket:
@@ -97,13 +112,9 @@ def connection(port: int) -> socket.socket:
 
 
 def is_passed_on(port: int) -> bool:
-    """Whether nothing closes a connection."""
     with connection(port) as client:
-        client.settimeout(1)
         try:
-            return bool(client.recv(1))
-        except TimeoutError:
-            return True
+            return client.recv(1) == b"x"
         except ConnectionResetError:
             return False
 
