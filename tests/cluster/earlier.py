@@ -36,6 +36,16 @@ def unpack(folder: Path, commit: str = COMMIT) -> bool:
     return bool(packed)
 
 
+def as_of_group(tree: Path, group: str) -> None:
+    """The tree as if its API group had had this name: for what does not depend on the name."""
+    names = tree / "server" / "kvline_contract" / "names.py"
+    text = names.read_text()
+    for before in ('GROUP = "kvline.dev"', 'CRD_TITLE = "kvline.dev schema "'):
+        assert before in text
+        text = text.replace(before, before.replace("kvline.dev", group))
+    names.write_text(text)
+
+
 def images(tree: Path) -> dict[str, str]:
     """The name of each component's image, built by the tree's own code where the store has none."""
     done = subprocess.run(

@@ -73,7 +73,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 # Taken by the API, and explained by the service: condition's reason, a word of describe.
 EXPLAINED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "no-claim": ({"model": {"source": "pvc://nowhere/x"}}, "ClaimMissing", "claim nowhere does not"),
+    "no-claim": ({"model": {"source": "pvc://nowhere/x"}}, "ClaimMissing", "claim nowhere"),
     "no-image": ({"image": NOWHERE}, "ImagePullFailed", NOWHERE),
     "no-gpu": (
         {"resources": {"memory": "2Gi", "gpus": 1}, "image": NOWHERE},

@@ -129,7 +129,7 @@ def test_annotations_of_others_have_no_effect(
 @pytest.mark.parametrize(
     ("id", "spec", "words"),
     [
-        ("C09", {"env": [{"name": "LD_PRELOAD", "value": "/x"}]}, 'unknown field "spec.env"'),
+        ("C09", {"env": [{"name": "LD_PRELOAD", "value": "/x"}]}, "spec.env[0].name"),
         ("C09", {"podTemplate": {}}, 'unknown field "spec.podTemplate"'),
         (
             "C19",

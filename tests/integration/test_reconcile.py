@@ -245,12 +245,14 @@ def test_two_long_names_have_children_of_their_own(
     space: Any, operator: Any, until: Callable[..., Any]
 ) -> None:
     """C04, C05."""
-    one, other = "a" * 60 + "." + "b" * 60 + ".x", "a" * 60 + "." + "b" * 60 + ".y"
+    one, other = "a" * 39 + "x", "a" * 39 + "y"
+    refused = space.apply("a" * 60 + "." + "b" * 192, check=False)
+    assert refused.returncode != 0 and "metadata.name" in refused.stderr
     space.apply(one)
     space.apply(other)
     until(lambda: len(space.list("deployments")) == 2)
     names = {d["metadata"]["name"] for d in space.list("deployments")}
-    assert len(names) == 2
+    assert len(names) == 2 and {n.rpartition("-")[0] for n in names} == {one, other}
     assert all(len(n) <= 63 for n in names)
 
 
