@@ -25,10 +25,6 @@ PARTS = (Part("weights", 30), Part("experts", 15), Part("kv-cache", 45), Part("o
 # The same as images of version 1 have it.
 FIXED = MemoryV1(100, 30, 0, 0, 45, 0, 25)
 LATER = ("cacheDtype", "estimates", "tokensPerGiB")  # which the earlier operator did not write
-    "cacheDtype",
-    "estimates",
-    "tokensPerGiB",
-)  # fields that the earlier operator did not write
 MINIMUM = '{"spec": {"capacity": {"minKVTokens": 100}}}'
 Object = dict[str, Any]
 
