@@ -9,7 +9,7 @@ from kubernetes import client
 
 from kvline_operator.errors import Forbidden
 from kvline_operator.kube import Kube, api_client
-from kvline_operator.observe.claims import FRESH, GONE, Claim, Claims
+from kvline_operator.observe.claims import FRESH, GONE, HANDOVER, Claim, Claims
 from kvline_operator.report.metrics import Metrics
 from kvline_operator.report.status_cache import StatusCache
 from kvline_operator.run.workqueue import WorkQueue
@@ -36,7 +36,12 @@ class Cluster(Kube):
         self.may_read_leases = True
         self.reads = 0
         self.now = 0.0
-        self.claims = Claims(self, "ours", lambda: self.now)
+        self.paused: list[float] = []
+        self.claims = Claims(self, "ours", lambda: self.now, self._pause)
+
+    def _pause(self, seconds: float) -> None:
+        self.paused.append(seconds)
+        self.now += seconds
 
     def get(self, kind: str, namespace: str, name: str) -> Object | None:
         assert name == OPERATOR
@@ -69,6 +74,16 @@ def test_a_namespace_is_another_s_while_a_role_binding_binds_it(
     assert caplog.text.count("belongs to the operator in theirs (by its RoleBinding): left") == 1
     cluster.binding = None
     assert cluster.later() == ""
+
+
+def test_what_is_ours_by_name_is_begun_once_others_have_seen_it() -> None:
+    """Another may go by what it read FRESH seconds ago: both would correct each other's objects."""
+    cluster = Cluster(binding(account("ours")))
+    assert cluster.claims.other("team") == "" and cluster.paused == [HANDOVER]
+    assert HANDOVER > FRESH
+    assert cluster.later() == "" and cluster.paused == [HANDOVER]
+    whole = Cluster(None)  # of the whole cluster
+    assert whole.claims.other("team") == "" and not whole.paused
 
 
 @pytest.mark.parametrize(

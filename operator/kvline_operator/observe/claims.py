@@ -24,6 +24,10 @@ FRESH = 2.0  # seconds that an answer is good for, of all services of a namespac
 # Seconds without a change of its Lease after which a release counts as gone. Long: while it is
 # upgraded, or its node is lost, its services must not change hands.
 GONE = 300.0
+# Seconds from the Lease to the first reconcile in a namespace that is ours by name: for so long
+# others may still go by what they read before, and two that write the same objects correct each
+# other.
+HANDOVER = FRESH + 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +48,17 @@ NONE = Claim("")
 
 class Claims:
     def __init__(
-        self, kube: Kube, own_namespace: str, clock: Callable[[], float] = time.monotonic
+        self,
+        kube: Kube,
+        own_namespace: str,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self._kube = kube
         self._own = own_namespace
         self._clock = clock
+        self._pause = pause
+        self._begun: float | None = None  # when we first reconciled what is ours by name
         self._known: dict[str, tuple[float, Claim]] = {}  # by namespace
         self._leases: dict[str, tuple[float, str]] = {}  # by release: last change, and version
 
@@ -57,7 +67,10 @@ class Claims:
         at, before = self._known.get(namespace, (float("-inf"), NONE))
         if self._clock() - at < FRESH:
             return before.holder
-        release = self._claimant(namespace)
+        bound = self._bound(namespace)
+        release = "" if self._own in bound else next(iter(bound), "")
+        if self._own in bound:
+            self._wait_for_others()
         claim = Claim(release, self._lives(release)) if release else NONE
         self._known[namespace] = self._clock(), claim
         if claim != before:
@@ -68,16 +81,22 @@ class Claims:
         """By namespace, as last read; for metrics."""
         return {name: claim for name, (_, claim) in list(self._known.items()) if claim != NONE}
 
-    def _claimant(self, namespace: str) -> str:
+    def _wait_for_others(self) -> None:
+        if self._begun is None:
+            self._begun = self._clock()
+        if (rest := self._begun + HANDOVER - self._clock()) > 0:
+            self._pause(rest)
+
+    def _bound(self, namespace: str) -> list[str]:
+        """Namespaces of the releases that it belongs to."""
         found = self._kube.get("RoleBinding", namespace, OPERATOR) or {}
         if (found.get("roleRef") or {}).get("name") != OPERATOR:
-            return ""
-        bound = [
+            return []
+        return [
             str(subject.get("namespace", ""))
             for subject in found.get("subjects") or []
             if (subject.get("kind"), subject.get("name")) == ("ServiceAccount", OPERATOR)
         ]
-        return "" if self._own in bound else next(iter(bound), "")
 
     def _lives(self, release: str) -> bool:
         """By changes of its Lease on our own clock, because wall clocks may differ."""
