@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from waiting import eventually, limit, within
 from kvline_contract.codec import dumps
 from kvline_contract.report import Load, SizingReport, State
 from kvline_operator.observe import ask
-from kvline_operator.observe.ask import Asker, Request, Silent
+from kvline_operator.observe.ask import Answer, Asker, Request, Silent
 from kvline_operator.observe.children import read_reports
 from kvline_operator.observe.reports import REPORT_PATH, SLOW_SECONDS, Reports
 
@@ -81,8 +81,8 @@ def test_a_hundred_silent_ports_do_not_slow_others(ports: Ports) -> None:
             with within(seconds):
                 for address in SILENT:
                     workers.submit(reports.read, address, address, False)
-                reading = workers.submit(reports.read, "well", WELL, False).result()
-            assert reading.report == REPORT
+                well = partial(workers.submit, reports.read, "well", WELL, False)
+                eventually(lambda: well().result().report == REPORT, 5, on="server")
     assert set(ports.taken) == {*SILENT, WELL}
 
 
@@ -102,25 +102,57 @@ def test_a_pod_that_is_slow_to_answer_keeps_its_last_report_for_a_moment(ports: 
     assert lost.report is None and "no answer" in lost.error
 
 
-def test_a_silent_pod_is_asked_less_and_less_often_until_it_answers(ports: Ports) -> None:
-    now, address = [0.0], SILENT[0]
-    asker = Asker(lambda: now[0], seconds=0.01)
+class Requests:
+    """Requests that are answered when the test wants, so no time of this machine matters."""
+
+    def __init__(self) -> None:
+        self.sent: list[Future[Answer]] = []
+        self.at_once: bytes | None = None  # the answer to each, from now on
+
+    def begin(self) -> Future[Answer]:
+        self.sent.append(Future())
+        if self.at_once is not None:
+            self.answer(self.at_once, 0.0)
+        return self.sent[-1]
+
+    def answer(self, body: bytes, seconds: float = 60.0) -> None:
+        self.sent[-1].set_result(Answer(body, seconds))
+
+    def end(self) -> None:
+        """None is answered."""
+        for request in self.sent:
+            if not request.done():
+                request.set_exception(Silent("no answer in time"))
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> Requests:
+    made = Requests()
+    monkeypatch.setattr(Request, "begin", lambda *_: made.begin())
+    monkeypatch.setattr(ask, "PATIENCE", 0.01)
+    return made
+
+
+def test_a_silent_pod_is_asked_less_and_less_often_until_it_answers(requests: Requests) -> None:
+    now, body = [0.0], dumps(REPORT).encode()
+    asker = Asker(lambda: now[0])
 
     def poll() -> bytes | None:
         """A second after the last one; by then the last request has ended."""
+        requests.end()
         now[0] += 1.0
-        time.sleep(0.03)
         try:
-            return asker.ask("uid", Request(address, ports.number, REPORT_PATH))
+            return asker.ask("uid", Request(SILENT[0], 8001, REPORT_PATH))
         except Silent:
             return None
 
-    for _ in range(90):
-        assert poll() is None
-    assert 4 < len(ports.taken) < 12
-    ports.answers.add(address)
-    assert eventually(poll, 30, on="server") == REPORT.dumps().encode()
-    assert poll() is not None  # and at once from then on
+    assert [poll() for _ in range(90)] == [None] * 90
+    assert 4 < len(requests.sent) < 12
+    requests.at_once = body
+    assert body in [poll() for _ in range(round(ask.LONGEST_PAUSE) + 1)]
+    before = len(requests.sent)
+    assert [poll() for _ in "123"] == [body] * 3  # and at once from then on
+    assert len(requests.sent) == before + 3
 
 
 def pod(uid: str, address: str, ready: str = "True") -> dict[str, Any]:
@@ -140,15 +172,20 @@ def test_a_service_waits_once_for_all_its_silent_pods(ports: Ports) -> None:
     ports.seconds = 0.3
     with within(2):
         *silent, well = read_reports([*pods, pod("well", WELL)], reports, loads=True)
-        assert well.report == REPORT and reports.load("well", WELL) == LOAD
+        assert well.error in ("", f"no answer in time at {WELL}:{ports.number}")
+        eventually(lambda: reports.read("well", WELL, True).report == REPORT, 2, on="server")
+        eventually(lambda: reports.load("well", WELL) == LOAD, 2, on="server")
         assert {reports.load(address, address) for address in SILENT} == {None}
     assert not any(reading.report for reading in silent)
     with within(1):
         read_reports(pods, reports, loads=True)
 
 
-def test_pods_that_take_a_moment_are_read_by_each_worker_that_asks(ports: Ports) -> None:
+def test_pods_that_take_a_moment_are_read_by_each_worker_that_asks(
+    ports: Ports, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As after a start of the operator, when all services are reconciled at once."""
+    monkeypatch.setattr(ask, "PATIENCE", limit(5))
     asker, eight = Asker(), SILENT[:8]
     ports.answers, ports.seconds = set(eight), 0.2
 
@@ -159,54 +196,41 @@ def test_pods_that_take_a_moment_are_read_by_each_worker_that_asks(ports: Ports)
         assert list(services.map(read, eight)) == [REPORT.dumps().encode()] * 8
 
 
-@pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> float:
-    """Seconds after which an answer is late."""
-    monkeypatch.setattr(ask, "PATIENCE", limit(0.1))
-    return limit(0.1)
-
-
-def test_the_load_of_a_pod_that_is_always_late_is_known(ports: Ports, hasty: float) -> None:
+def test_the_load_of_a_pod_that_is_always_late_is_known(requests: Requests) -> None:
     """Else nothing would be scaled down, since the delay starts again with each load missed."""
-    now, address = [0.0], SILENT[0]
-    reports = Reports(ports.number, 300.0, 15.0, clock=lambda: now[0])
-    ports.answers, ports.seconds = {address}, 2 * hasty
-    assert reports.load("uid", address) is None
-    time.sleep(4 * hasty)
-    for asked in (2, 3, 4):  # the next one is asked for in advance
+    now, body = [0.0], dumps(LOAD).encode()
+    reports = Reports(8001, 300.0, 15.0, clock=lambda: now[0])
+    assert reports.load("uid", SILENT[0]) is None
+    for sent in (2, 3, 4):  # the next one is asked for in advance
+        requests.answer(body)
         now[0] += 15.3
-        assert reports.load("uid", address) == LOAD
-        time.sleep(4 * hasty)
-        assert len(ports.taken) == asked
-    ports.seconds = 0.0
-    for asked in (5, 5, 6, 7):  # once one was in time, no more is
+        assert reports.load("uid", SILENT[0]) == LOAD
+        assert len(requests.sent) == sent
+    requests.answer(body)
+    requests.at_once = body
+    for sent in (5, 5, 6, 7):  # once one was in time, no more is
         now[0] += 15.3
-        assert reports.load("uid", address) == LOAD
-        time.sleep(4 * hasty)
-        assert len(ports.taken) == asked
+        assert reports.load("uid", SILENT[0]) == LOAD
+        assert len(requests.sent) == sent
 
 
-def test_a_load_is_used_for_two_intervals_while_its_pod_is_silent(
-    ports: Ports, hasty: float
-) -> None:
-    now, address = [0.0], SILENT[0]
-    reports = Reports(ports.number, 300.0, 15.0, clock=lambda: now[0])
-    ports.answers.add(address)
-    assert reports.load("uid", address) == LOAD
-    ports.answers.clear()
+def test_a_load_is_used_for_two_intervals_while_its_pod_is_silent(requests: Requests) -> None:
+    now = [0.0]
+    reports = Reports(8001, 300.0, 15.0, clock=lambda: now[0])
+    requests.at_once = dumps(LOAD).encode()
+    assert reports.load("uid", SILENT[0]) == LOAD
+    requests.at_once = None
     for seconds, known in ((15.0, LOAD), (29.0, LOAD), (31.0, None)):
         now[0] = seconds
-        assert reports.load("uid", address) == known
+        assert reports.load("uid", SILENT[0]) == known
 
 
-def test_a_notice_that_was_answered_late_is_not_repeated(ports: Ports, hasty: float) -> None:
-    asker, address = Asker(), SILENT[0]
-    ports.answers, ports.seconds = {address}, 2 * hasty
-    notify = partial(asker.ask, "uid", Request(address, ports.number, "/open", "POST"))
+def test_a_notice_that_was_answered_late_is_not_repeated(requests: Requests) -> None:
+    notify = partial(Asker().ask, "uid", Request(SILENT[0], 8001, "/open", "POST"))
     with pytest.raises(Silent):
         notify()
-    time.sleep(4 * hasty)
-    assert notify() and ports.taken == [address]
+    requests.answer(b"{}")
+    assert notify() == b"{}" and len(requests.sent) == 1
 
 
 def test_a_silent_pod_has_one_error_and_a_bounded_pause(ports: Ports) -> None:
