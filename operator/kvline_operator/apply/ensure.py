@@ -68,10 +68,11 @@ def ensure(
         return _admitted(kube.apply(wanted), wanted, known)
     if live["metadata"].get("deletionTimestamp"):
         raise Deleting(f"{_name(wanted)} is being deleted")
-    (live,) = released(kube, [live])
-    owned = whose(live, meta["ownerReferences"][0])
-    if owned is Whose.ORPHAN and seen is None and "template" in wanted.get("spec", {}):
-        raise _conflict(wanted)  # the list, which has the orphans that are as rendered, lacks it
+    if seen is None:  # the lists' are released, and their orphans are as rendered
+        (live,) = released(kube, [live])
+        orphan = whose(live, meta["ownerReferences"][0]) is Whose.ORPHAN
+        if orphan and "template" in wanted.get("spec", {}):
+            raise _conflict(wanted)
     return _correct(kube, live, _kept(live, wanted), exact, known)
 
 

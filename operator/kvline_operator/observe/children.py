@@ -132,7 +132,7 @@ def observe(
     revisions = service.revisions(lists[0])
     others = (living(items) for items in lists[1:3])
     deployments, config_maps = (service.of_revisions(items, revisions) for items in others)
-    once = tuple(filter(None, singles))
+    once = tuple(released(kube, [item for item in singles if item is not None]))
     _check_there(kube, spec, revisions, deployments, config_maps, once)
     found = lineage.ours(lists[3], spec.uid, {d["metadata"]["uid"] for d in deployments})
     ours = living(found)

@@ -63,7 +63,7 @@ class Reporter:
             new, events = status.build(state, previous, stamp(self.now()))
             seconds = requeue_after(self.settings, state)
             of = plan.rollout
-            history = status_cache.history(of.stored, of.states, of.phases)
+            history = status_cache.history(of.stored, of.states, state.phases)
         except Exception as broken:  # a mistake of ours
             return self.failed(key, body, broken)
         self.cache.put(View(key, body["spec"], new, plan.observed.pods, history))
