@@ -10,6 +10,7 @@ import pytest
 from playground import Node
 from waiting import limit
 
+from kvline_contract.names import SCALE_FILE
 from kvline_contract.report import Load, State
 
 pytestmark = pytest.mark.integration
@@ -78,6 +79,11 @@ def test_up_at_once_down_after_the_delay_and_remembered(
     until(lambda: not space.condition("ScalingActive"))
 
 
+def stored(space: Any) -> dict[str, Any]:
+    """The autoscaler's state."""
+    return dict(json.loads(space.get("configmap", "chat-scale")["data"][SCALE_FILE]))
+
+
 def test_the_number_stays_without_autoscaling_and_a_second_writer_is_named(
     space: Any, operator: Any, node: Node, until: Callable[..., Any]
 ) -> None:
@@ -105,6 +111,7 @@ def test_the_number_stays_without_autoscaling_and_a_second_writer_is_named(
     for number in (2, 3, 2):
         space.kubectl("scale", "kvl/chat", f"--replicas={number}")
         until(lambda: replicas() == 4)
+        until(lambda: stored(space)["own"])  # or the next one is not told from this one
     until(named)
     space.kubectl("scale", "kvl/chat", "--replicas=1")
     until(lambda: "left to it" in space.condition("ScalingActive")["message"])
