@@ -111,7 +111,7 @@ def test_the_number_stays_without_autoscaling_and_a_second_writer_is_named(
     for number in (2, 3, 2):
         space.kubectl("scale", "kvl/chat", f"--replicas={number}")
         until(lambda: replicas() == 4)
-        until(lambda: stored(space)["own"])  # or the next one is not told from this one
+        until(lambda: stored(space)["own"])  # or the next one counts as this one
     until(named)
     space.kubectl("scale", "kvl/chat", "--replicas=1")
     until(lambda: "left to it" in space.condition("ScalingActive")["message"])
