@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from typing import Any
 
 GROUP = "serving.kvline.dev"
 EARLIER_GROUP = "kvline.dev"  # of the same kind, until it was renamed
@@ -84,6 +85,11 @@ def base_name(name: str) -> str:
     usable = re.sub(r"[^a-z0-9-]", "-", name.lower())[:24].strip("-")
     digest = hashlib.sha256(name.encode()).hexdigest()[:8]
     return f"kvl-{usable}-{digest}" if usable else f"kvl-{digest}"
+
+
+def revision_of(item: dict[str, Any]) -> str:
+    """Of a Kubernetes object, by its label; empty where it has none."""
+    return str((item["metadata"].get("labels") or {}).get(LABEL_REVISION, ""))
 
 
 def revision_name(base: str, revision: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from kvline_contract.names import LABEL_REVISION, base_name, gate_name, scale_name
+from kvline_contract.names import base_name, gate_name, revision_of, scale_name
 from kvline_contract.times import stamp
 from kvline_operator.apply import ensure as apply
 from kvline_operator.apply import notices
@@ -149,14 +149,13 @@ class Writer:
         )
         for kind, items in of_revisions:
             for item in items:
-                revision = (item["metadata"].get("labels") or {}).get(LABEL_REVISION)
-                if revision and revision not in replicas:
+                if (revision := revision_of(item)) and revision not in replicas:
                     apply.prune(self.kube, item, kind)
         for pod in observed.ended[HISTORY_LIMIT:]:
             self.kube.delete("Pod", spec.namespace, pod.name, pod.uid)
         newest = sorted(observed.revisions, key=lambda r: r.get("revision", 0), reverse=True)
         for item in newest[revisions.HISTORY_LIMIT :]:
-            if (item["metadata"].get("labels") or {}).get(LABEL_REVISION) not in replicas:
+            if revision_of(item) not in replicas:
                 apply.prune(self.kube, item, "ControllerRevision")
         old = plan.listed["ConfigMap"].get(scale_name(spec.base))
         if spec.autoscaling is None and old is not None:

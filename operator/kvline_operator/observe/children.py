@@ -13,9 +13,9 @@ from kvline_contract import times
 from kvline_contract.names import (
     KIND,
     LABEL_PREPARES,
-    LABEL_REVISION,
     LABEL_SERVICE,
     SERVER_CONTAINER,
+    revision_of,
 )
 from kvline_operator.api.spec import ServiceSpec
 from kvline_operator.errors import Gone, Missing, SpecError
@@ -29,7 +29,6 @@ from kvline_operator.observe.pods import (
     condition_of,
     container,
     is_ready,
-    revision_of,
     view,
 )
 from kvline_operator.observe.reports import Reading, Reports
@@ -101,17 +100,19 @@ class Observed:
     def refused(self, revision: str) -> str:
         """Why the API server refuses a revision's pods, such as an unknown priority class; empty
         where it does not."""
-        for item in self.deployments:
-            if item["metadata"]["labels"].get(LABEL_REVISION) == revision:
-                failure = condition_of(item.get("status") or {}, "ReplicaFailure")
-                return str(failure.get("message", "")) if failure.get("status") == "True" else ""
-        return ""
+        failure = condition_of(self.deployment_status(revision), "ReplicaFailure")
+        return str(failure.get("message", "")) if failure.get("status") == "True" else ""
+
+    def deployment_status(self, revision: str) -> Object:
+        """Of a revision's Deployment; empty where there is none."""
+        found = (d.get("status") for d in self.deployments if revision_of(d) == revision)
+        return next(found, None) or {}
 
     @cached_property
     def deployment_states(self) -> tuple[DeploymentState, ...]:
         return tuple(
             DeploymentState(
-                revision=d["metadata"]["labels"].get(LABEL_REVISION, ""),
+                revision=revision_of(d),
                 replicas=d["spec"].get("replicas", 1),
                 ready=(d.get("status") or {}).get("readyReplicas", 0),
             )

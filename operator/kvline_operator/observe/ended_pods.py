@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvline_contract.names import LABEL_REVISION
+from kvline_contract.names import revision_of
 
 Object = dict[str, Any]
 HISTORY_LIMIT = 10  # for each service; older ones are deleted, as a broken node makes thousands
@@ -57,7 +57,7 @@ def _view(pod: Object) -> EndedPod:
     return EndedPod(
         name=meta["name"],
         uid=meta["uid"],
-        revision=(meta.get("labels") or {}).get(LABEL_REVISION, ""),
+        revision=revision_of(pod),
         node=(pod.get("spec") or {}).get("nodeName", ""),
         created=meta.get("creationTimestamp", ""),
         reason=reason or status["phase"],

@@ -15,7 +15,7 @@ from enum import Enum, auto
 from typing import Any
 
 from kvline_contract import names
-from kvline_contract.names import FIELD_MANAGER, KIND, LABEL_REVISION, LABEL_SERVICE
+from kvline_contract.names import FIELD_MANAGER, KIND, LABEL_SERVICE, revision_of
 from kvline_operator.api.key import Key
 from kvline_operator.api.revision_hash import is_hash
 from kvline_operator.kube import Kube
@@ -78,7 +78,7 @@ class Service:
         """Its other children, and orphans of these revisions, of which Deployments and Jobs have
         to be as the revision stores them. Without an orphan among the revisions there is none of
         the service as a whole."""
-        known = {_label(r): r["data"] for r in revisions}
+        known = {revision_of(r): r["data"] for r in revisions}
         left = any(not self._owns(r) for r in revisions)
         return [i for i in items if self._owns(i) or (self._left(i) and self._fits(i, known, left))]
 
@@ -89,14 +89,14 @@ class Service:
         return whose(item, {"name": self.name, "uid": self.uid}) is Whose.ORPHAN
 
     def _made(self, revision: Object) -> bool:
-        data, name = revision.get("data") or {}, _label(revision)
+        data, name = revision.get("data") or {}, revision_of(revision)
         inputs, image = data.get("inputs") or {}, str(data.get("image"))
         if revision["metadata"]["name"] != names.revision_name(self.base, name):
             return False
         return is_hash(name, inputs, image) and is_data(data, self.base, name)
 
     def _fits(self, item: Object, known: Mapping[str, Object], left: bool) -> bool:
-        name, revision = item["metadata"]["name"], _label(item)
+        name, revision = item["metadata"]["name"], revision_of(item)
         if not revision:
             return left and name in (names.records_name(self.base), names.scale_name(self.base))
         kinds = names.revision_name, names.gate_name, names.prepare_name
@@ -112,10 +112,6 @@ class Service:
 
 def living(items: Sequence[Object]) -> list[Object]:
     return [item for item in items if not item["metadata"].get("deletionTimestamp")]
-
-
-def _label(item: Object) -> str:
-    return str((item["metadata"].get("labels") or {}).get(LABEL_REVISION, ""))
 
 
 class Owners:

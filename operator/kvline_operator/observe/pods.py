@@ -9,7 +9,7 @@ from typing import Any
 
 from kvline_contract.codec import ContractError
 from kvline_contract.exits import meaning
-from kvline_contract.names import DOWNLOAD_CONTAINER, LABEL_REVISION, SERVER_CONTAINER
+from kvline_contract.names import DOWNLOAD_CONTAINER, SERVER_CONTAINER, revision_of
 from kvline_contract.report import Load, Result, SizingReport, State, Termination
 from kvline_operator.observe.reports import Reading
 
@@ -263,7 +263,3 @@ def _ended(container: Object) -> Ended | None:
                 message=termination.message if termination else message[-512:],
             )
     return None
-
-
-def revision_of(item: Object) -> str:
-    return str((item["metadata"].get("labels") or {}).get(LABEL_REVISION, ""))

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from kvline_contract.exits import ExitCode
-from kvline_contract.names import LABEL_REVISION
+from kvline_contract.names import revision_of
 from kvline_operator.api.spec import ServiceSpec, Strategy
 from kvline_operator.observe import trouble
 from kvline_operator.observe.children import Observed
@@ -131,7 +131,7 @@ def unfinished(observed: Observed) -> list[Object]:
         for job in observed.jobs
         if not job["metadata"].get("deletionTimestamp")
         and not (_has(job, "Complete") or _has(job, "Failed"))
-        and job["metadata"]["labels"].get(LABEL_REVISION) not in succeeded
+        and revision_of(job) not in succeeded
     ]
 
 

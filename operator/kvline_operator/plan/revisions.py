@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from kvline_contract.names import ANNOTATION_IMAGE, LABEL_REVISION
+from kvline_contract.names import ANNOTATION_IMAGE, revision_of
 from kvline_operator.api.inputs import read
 from kvline_operator.api.revision_hash import revision_hash
 from kvline_operator.api.spec import ServiceSpec, UpgradePolicy, canonical, gpus
@@ -45,7 +45,7 @@ def known(controller_revisions: list[dict[str, Any]]) -> list[Revision]:
         data = item.get("data") or {}
         found.append(
             Revision(
-                name=(item["metadata"].get("labels") or {}).get(LABEL_REVISION, ""),
+                name=revision_of(item),
                 image=data.get("image")
                 or (item["metadata"].get("annotations") or {}).get(ANNOTATION_IMAGE, ""),
                 inputs_json=canonical(read(data.get("inputs", {}))),

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvline_contract.codec import ContractError
 from kvline_contract.launch import Record, Reuse
-from kvline_contract.names import LABEL_REVISION, SCALE_FILE, records_name, scale_name
+from kvline_contract.names import SCALE_FILE, records_name, revision_of, scale_name
 from kvline_contract.times import stamp
 from kvline_operator.api.spec import ServiceSpec
 from kvline_operator.observe.children import Observed
@@ -122,11 +122,7 @@ def _revision(
 ) -> tuple[revisions.Revision, dict[str, Object], dict[str, RevisionState]]:
     """The revision of the current spec; all ControllerRevisions by revision, including a new one
     that is not written yet; and the stored state of each."""
-    stored = {
-        item["metadata"]["labels"][LABEL_REVISION]: item
-        for item in observed.revisions
-        if LABEL_REVISION in (item["metadata"].get("labels") or {})
-    }
+    stored = {name: item for item in observed.revisions if (name := revision_of(item))}
     existing = revisions.known(list(stored.values()))
     known = {name: revision_state.read(item) for name, item in stored.items()}
     stable = revision_state.stable(known)

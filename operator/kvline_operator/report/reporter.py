@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from kvline_contract.names import LABEL_REVISION, base_name
+from kvline_contract.names import base_name
 from kvline_contract.report import State
 from kvline_contract.times import stamp
 from kvline_operator.api.key import Key
@@ -144,12 +144,8 @@ def service_state_of(
 def _deadline_exceeded(observed: Observed, revision: str) -> bool:
     """Whether this revision's Deployment reports ProgressDeadlineExceeded. It does not for a
     replica that was ready before: that one has its own reason."""
-    return any(
-        condition.get("reason") == "ProgressDeadlineExceeded"
-        for item in observed.deployments
-        if item["metadata"]["labels"].get(LABEL_REVISION) == revision
-        for condition in (item.get("status") or {}).get("conditions") or []
-    )
+    found = observed.deployment_status(revision).get("conditions") or []
+    return any(condition.get("reason") == "ProgressDeadlineExceeded" for condition in found)
 
 
 def requeue_after(settings: Settings, state: ServiceState) -> float:
