@@ -79,7 +79,7 @@ class Writer:
         for name, replicas in rollout.write_order(state.plan.replicas, observed.deployment_states):
             if name not in state.stored:
                 continue  # its ControllerRevision was deleted: the Deployment stays unchanged
-            seen = plan.listed["ConfigMap"].get(gate_name(spec.base, name))
+            seen = observed.config_map(gate_name(spec.base, name))
             rolls = bool(state.plan.candidate)
             digest = notices.digest(self.tokens, (spec.uid, name), seen, rolls)
             gate = state.gate(name, spec, digest)
@@ -93,7 +93,7 @@ class Writer:
         if "launch" in stored["data"]:
             return render.launch_text(plan.spec, stored, None)
         name = stored["metadata"]["name"]
-        live = plan.listed["ConfigMap"].get(name)
+        live = plan.observed.config_map(name)
         live = live or self.kube.get("ConfigMap", plan.spec.namespace, name)
         return render.launch_text(plan.spec, stored, live)
 
@@ -101,8 +101,9 @@ class Writer:
         """Applies an object. Returns a description of a change by others that is tolerated for now;
         empty where there is none, or where an event reports it."""
         kind, meta = wanted["kind"], wanted["metadata"]
-        seen = plan.listed.get(kind, {}).get(meta["name"])
-        absent = kind in plan.listed or not plan.observed.revisions
+        listed = plan.observed.listed
+        seen = listed.get(kind, {}).get(meta["name"])
+        absent = kind in listed or not plan.observed.revisions
         dispute = apply.ensure(self.kube, wanted, seen, absent, exact, self.corrections)
         if dispute is None or dispute.end is apply.End.TOLERATED:
             return dispute.text if dispute is not None else ""
@@ -157,6 +158,6 @@ class Writer:
         for item in newest[revisions.HISTORY_LIMIT :]:
             if revision_of(item) not in replicas:
                 apply.prune(self.kube, item, "ControllerRevision")
-        old = plan.listed["ConfigMap"].get(scale_name(spec.base))
+        old = observed.config_map(scale_name(spec.base))
         if spec.autoscaling is None and old is not None:
             apply.prune(self.kube, old, "ConfigMap")

@@ -68,12 +68,9 @@ class Observed:
     singles: tuple[Object, ...] = ()  # children of which a service has one, ours or not
 
     def config_map(self, name: str) -> Object | None:
-        return self.child("ConfigMap", name)
+        return self.listed["ConfigMap"].get(name)
 
-    def child(self, kind: str, name: str) -> Object | None:
-        """A child object of the service that the lists contain."""
-        return self.listed().get(kind, {}).get(name)
-
+    @cached_property
     def listed(self) -> dict[str, dict[str, Object]]:
         """Children by kind and name. One of these kinds that is missing is most likely absent."""
         kinds: dict[str, Sequence[Object]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 from kvline_contract.launch import GateFile
@@ -24,7 +25,7 @@ Object = dict[str, Any]
 KEPT_OUT = {Phase.MEASURING, Phase.HELD, Phase.REJECTED, Phase.EXPIRED}  # of traffic
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: what is derived is kept
 class RolloutState:
     """The revisions of a service after this reconcile, and the plan for their Deployments."""
 
@@ -36,7 +37,7 @@ class RolloutState:
     limits: Thresholds | None  # of the spec's revision, where it is not the stable one
     preparing: prepare.Preparation | None
 
-    @property
+    @cached_property
     def phases(self) -> dict[str, Phase]:
         """By revision."""
         names = self.plan.candidate, self.plan.rejected

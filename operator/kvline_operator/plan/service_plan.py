@@ -30,7 +30,6 @@ Object = dict[str, Any]
 class ServicePlan:
     spec: ServiceSpec  # with the replicas that the autoscaler wants
     observed: Observed
-    listed: dict[str, dict[str, Object]]  # of what was observed, by kind and name
     rollout: RolloutState
     records: dict[str, Record]  # recorded sizes, by fingerprint
     image_outdated: bool
@@ -59,7 +58,6 @@ class ServicePlan:
         return cls(
             spec=spec,
             observed=observed,
-            listed=observed.listed(),
             rollout=rollout,
             records=recorded,
             image_outdated=outdated,
