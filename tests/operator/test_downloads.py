@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from kvline_contract.names import revision_of
 from kvline_kubectl.size_job import operator_settings
 from kvline_operator.api.spec import parse
-from kvline_operator.observe.restricted import is_rendered
+from kvline_operator.observe.restricted import is_data
 from kvline_operator.plan.jobs import job, policy
 from kvline_operator.plan.phase import Policy
 from kvline_operator.plan.render import Owner, controller_revision, network_policy
@@ -43,7 +44,7 @@ def test_a_download_goes_through_the_proxy_and_trusts_its_authority() -> None:
     _, stored = revision(CLOSED, source=HUB)
     pod = stored["data"]["podTemplate"]["spec"]
     has_way_out(pod["initContainers"][0], pod)
-    assert is_rendered(stored["data"]["podTemplate"], "chat", stored["data"]["inputs"], "image")
+    assert is_data(stored["data"], "chat", revision_of(stored))
     spec, stored = revision(CLOSED, source=HUB, cache={"claimName": "models"})
     pod = job(spec, stored)["spec"]["template"]["spec"]
     has_way_out(pod["containers"][0], pod)

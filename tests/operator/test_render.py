@@ -13,7 +13,7 @@ from kvline_contract.launch import VERSION, GateFile, KVCacheDtype, LaunchConfig
 from kvline_contract.names import base_name
 from kvline_operator.api.revision_hash import is_hash
 from kvline_operator.api.spec import ServiceSpec, parse
-from kvline_operator.observe.restricted import is_rendered
+from kvline_operator.observe.restricted import is_data
 from kvline_operator.plan.acceptance import comparison_group
 from kvline_operator.plan.podspec import pod_template
 from kvline_operator.plan.render import (
@@ -151,7 +151,7 @@ def test_a_revision_that_an_earlier_operator_stored_may_be_adopted(case: dict[st
     stored, base = case["stored"], base_name(case["body"]["metadata"]["name"])
     data, name = stored["data"], stored["metadata"]["labels"]["kvline.dev/revision"]
     assert is_hash(name, data["inputs"], data["image"])
-    assert is_rendered(data["podTemplate"], base, data["inputs"], data["image"])
+    assert is_data(data, base, name)
 
 
 @pytest.mark.fault(

@@ -53,7 +53,6 @@ def ensure(
     only if something has its name. With `exact` it is written only over the version that was read.
     Returns the dispute where another manager has added something, which is removed a few times, or
     admission has changed what was written."""
-    meta = wanted["metadata"]
     known = corrections or Corrections()
     refused: Conflict | Invalid | None = None
     if seen is None and absent:
@@ -61,18 +60,15 @@ def ensure(
             return _admitted(kube.apply(wanted, anew=True), wanted, known)
         except (Conflict, Invalid) as error:
             refused = error  # or the difference to what has its name is the reason
-    live = seen or kube.get(wanted["kind"], meta["namespace"], meta["name"])
+    live = seen or _by_name(kube, wanted)
     if live is None and refused is not None:
         raise refused
     if live is None:
         return _admitted(kube.apply(wanted), wanted, known)
-    if live["metadata"].get("deletionTimestamp"):
-        raise Deleting(f"{_name(wanted)} is being deleted")
-    if seen is None:  # the lists' are released, and their orphans are as rendered
-        (live,) = released(kube, [live])
-        orphan = whose(live, meta["ownerReferences"][0]) is Whose.ORPHAN
-        if orphan and "template" in wanted.get("spec", {}):
-            raise _conflict(wanted)
+    _check_living(live, wanted)
+    unlisted = seen is None and "template" in wanted.get("spec", {})  # the lists' are as rendered
+    if unlisted and whose(live, wanted["metadata"]["ownerReferences"][0]) is Whose.ORPHAN:
+        raise _conflict(wanted)
     return _correct(kube, live, _kept(live, wanted), exact, known)
 
 
@@ -85,14 +81,12 @@ def create_revision(kube: Kube, wanted: Object) -> None:
         return
     except (Conflict, Invalid) as error:
         refused = error
-    meta, kind = wanted["metadata"], wanted["kind"]
-    live = kube.get(kind, meta["namespace"], meta["name"])
+    live = _by_name(kube, wanted)
     if live is None:
         raise refused
-    if live["metadata"].get("deletionTimestamp"):
-        raise Deleting(f"{_name(wanted)} is being deleted")
-    (live,) = released(kube, [live])
+    _check_living(live, wanted)
     _check_ours(live, wanted)
+    meta, kind = wanted["metadata"], wanted["kind"]
     kept = live["metadata"].get("labels") or {}
     if not covers(kept, meta["labels"]):
         version = live["metadata"]["resourceVersion"]
@@ -100,6 +94,18 @@ def create_revision(kube: Kube, wanted: Object) -> None:
         labels = {"op": "add", "path": "/metadata/labels", "value": kept | meta["labels"]}
         kube.json_patch(kind, meta["namespace"], meta["name"], [held, labels])
     raise Conflict(f"{_name(wanted)} exists, which the list of ControllerRevisions lacked")
+
+
+def _by_name(kube: Kube, wanted: Object) -> Object | None:
+    """What has its name, read as the lists are."""
+    meta = wanted["metadata"]
+    live = kube.get(wanted["kind"], meta["namespace"], meta["name"])
+    return released(kube, [live])[0] if live is not None else None
+
+
+def _check_living(live: Object, wanted: Object) -> None:
+    if live["metadata"].get("deletionTimestamp"):
+        raise Deleting(f"{_name(wanted)} is being deleted")
 
 
 def _admitted(after: Object, wanted: Object, corrections: Corrections) -> Dispute | None:

@@ -100,10 +100,11 @@ def is_data(data: Object, base: str, revision: str) -> bool:
     try:
         image, inputs = data["image"], data["inputs"]
         template, download = data["podTemplate"], data.get("download")
+        named = _Named.of(read(inputs), base)
         return (
             template["metadata"]["labels"].get(LABEL_REVISION) == revision
-            and is_rendered(template, base, inputs, image)
-            and (download is None or _is_container(download, image, _Named.of(read(inputs), base)))
+            and _is_rendered(template, base, named, image)
+            and (download is None or _is_container(download, image, named))
             and _is_claim(data.get("claimTemplate"), inputs)
             and _is_launch(data.get("launch"), base, revision, data)
         )
@@ -111,15 +112,8 @@ def is_data(data: Object, base: str, revision: str) -> bool:
         return False
 
 
-def is_rendered(template: Object, base: str, inputs: Object, image: str) -> bool:
-    """Its pod template: of Pod Security level `restricted`, with one image."""
-    try:
-        return _is_rendered(template, base, _Named.of(read(inputs), base), image)
-    except (AttributeError, KeyError, TypeError, ValueError, SpecError):
-        return False
-
-
 def _is_rendered(template: Object, base: str, named: _Named, image: str) -> bool:
+    """Its pod template: of Pod Security level `restricted`, with one image."""
     pod = template["spec"]
     revision = template["metadata"]["labels"][LABEL_REVISION]
     return (
