@@ -20,7 +20,7 @@ from kvline_operator.api.spec import (
 )
 from kvline_operator.observe.pods import condition_of
 from kvline_operator.plan.phase import tried
-from kvline_operator.plan.revisions import Revision, same_pods, wanted
+from kvline_operator.plan.revisions import same_pods, wanted
 from kvline_operator.report.status_cache import RevisionEntry
 
 Object = dict[str, Any]
@@ -97,7 +97,7 @@ def rollback(
     _restore(after["spec"], target)
     if not target.named:
         after["spec"].pop("image", None)
-    existing = [Revision(p.name, p.image, canonical(p.inputs), p.number, p.named) for p in history]
+    existing = [past.revision for past in history]
     begun = tried({past.name: past.state for past in history})
     found = wanted(parse(after), existing, target.image, _stable(body), begun)
     if found.image != target.image:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from kvline_operator.api.spec import ServiceSpec, canonical, parse
+from kvline_operator.api.spec import ServiceSpec, parse
 from kvline_operator.errors import SpecError
 from kvline_operator.observe.pods import Measured
 from kvline_operator.plan import gate
@@ -84,7 +84,7 @@ def check(body: Object, history: tuple[RevisionEntry, ...], image_outdated: bool
     accepted = next((past for past in history if past.name == stable(states)), None)
     if accepted is None:
         return Answer(Result.UNKNOWN, "no revision of it serves yet, so nothing is measured")
-    existing = [Revision(p.name, p.image, canonical(p.inputs), p.number, p.named) for p in history]
+    existing = [past.revision for past in history]
     default = DEFAULT_IMAGE if image_outdated else accepted.image
     try:
         spec = parse(body)

@@ -10,14 +10,12 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from types import FrameType
 from typing import Any
 
-from kvline_contract import names
+from kvline_contract import names, times
 from kvline_contract.codec import ContractError
 from kvline_contract.report import SizingReport
-from kvline_contract.times import stamp
 from kvline_kubectl.cluster import Cluster, Problem
 from kvline_operator.api.spec import ServiceSpec, parse
 from kvline_operator.observe.pods import condition_of, view
@@ -225,7 +223,7 @@ def _without_pod(cluster: Cluster, name: str, waited: str, say: Say) -> str:
 
 def _wait(pod: Object, name: str, waited: str, say: Say) -> str:
     """Reports what a pod waits for, each cause once. Raises Problem where waiting does not help."""
-    trouble = before_start(view(pod, Reading(None), stamp(datetime.now(UTC))))
+    trouble = before_start(view(pod, Reading(None), times.now()))
     if trouble is None:
         return waited
     if trouble.reason not in WAITED_FOR:

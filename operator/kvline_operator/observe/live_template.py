@@ -35,7 +35,7 @@ DEFAULTS: Object = {
 }
 QUANTITIES = ("requests", "limits", "sizeLimit")
 CHECK = ["check", f"--config={names.LAUNCH_DIR}/{names.LAUNCH_FILE}"]
-SHARED = (  # by a Job's pod with the revision's
+SHARED = (  # by a Job's pod with the revision's, but for tolerations, of which a Job adds some
     "serviceAccountName",
     "automountServiceAccountToken",
     "enableServiceLinks",

@@ -14,23 +14,16 @@ from typing import Any
 from kvline_contract import names
 from kvline_operator.api.source import Download
 from kvline_operator.api.spec import ServiceSpec
+from kvline_operator.observe.live_template import SHARED
 from kvline_operator.plan.podspec import check_container, hub_port
 from kvline_operator.plan.render import Owner, egress, metadata
 from kvline_operator.settings import Settings
 
 Object = dict[str, Any]
+# With the revision's pods; no runtime class, because it needs no GPU.
+KEPT = (*SHARED, "tolerations")
 RETRIES = 6  # backoffLimit; Kubernetes waits 10 s, then twice as long each time
 TTL_SECONDS = 300  # of a finished Job; after a failure also the pause before the next one
-SHARED = (  # with the revision's pods; no runtime class, because it needs no GPU
-    "serviceAccountName",
-    "automountServiceAccountToken",
-    "enableServiceLinks",
-    "securityContext",
-    "nodeSelector",
-    "tolerations",
-    "priorityClassName",
-    "imagePullSecrets",
-)
 
 
 def downloads(stored: Object) -> bool:
@@ -45,7 +38,7 @@ def job(spec: ServiceSpec, stored: Object, nodes: tuple[str, ...] = ()) -> Objec
     of_server = data["podTemplate"]
     container = data.get("download") or check_container(data)
     mounted = {mount["name"] for mount in container.get("volumeMounts", [])}
-    pod: Object = {key: of_server["spec"][key] for key in SHARED if key in of_server["spec"]}
+    pod: Object = {key: of_server["spec"][key] for key in KEPT if key in of_server["spec"]}
     pod |= {
         "restartPolicy": "Never",  # a failed pod is kept, with its reason
         "containers": [container],

@@ -8,6 +8,7 @@ from typing import Any
 from kvline_contract import names, tracing
 from kvline_operator.api.source import Download, ModelSource
 from kvline_operator.api.spec import ServiceSpec, device_class, gpus, ranks
+from kvline_operator.observe.live_template import CHECK
 from kvline_operator.plan import placement
 from kvline_operator.plan.revisions import Revision
 from kvline_operator.settings import Settings, port_of
@@ -193,7 +194,7 @@ def check_container(stored: Object) -> Object:
     """Checks the model of a revision's data without loading it: in a claim as the server sees it,
     on the hub with the token and settings of the container that downloads it for each pod."""
     changed = {
-        "args": ["check", f"--config={names.LAUNCH_DIR}/{names.LAUNCH_FILE}"],
+        "args": list(CHECK),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         # Little, as it runs beside the replicas of a full node.
         "resources": {

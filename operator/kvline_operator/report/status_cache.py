@@ -11,7 +11,9 @@ from typing import Any
 
 from kvline_operator.api.inputs import read
 from kvline_operator.api.key import Key
+from kvline_operator.api.spec import canonical
 from kvline_operator.observe.pods import PodView
+from kvline_operator.plan.revisions import Revision
 from kvline_operator.store.revision_state import RevisionState
 from kvline_operator.store.verdict import Phase
 
@@ -30,6 +32,10 @@ class RevisionEntry:
     state: RevisionState
     phase: Phase = Phase.NEW
     named: bool = False  # its image is of spec.image, not the default
+
+    @property
+    def revision(self) -> Revision:
+        return Revision(self.name, self.image, canonical(self.inputs), self.number, self.named)
 
 
 @dataclass(frozen=True, slots=True)

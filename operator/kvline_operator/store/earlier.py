@@ -31,9 +31,6 @@ def document(annotations: dict[str, str]) -> Object:
         "missingSince": kept.text("missing-since", 32),
         "ends": _ends(kept.json("ends")),
     }
-    with suppress(ContractError):
-        out["diagnosis"] = encode(Termination.parse(kept.text("diagnosis")))
-    diagnosis = out.pop("diagnosis", None)
     result = RESULTS.get(kept.text("verdict"))
     if result is not None:
         out["verdict"] = {
@@ -44,7 +41,7 @@ def document(annotations: dict[str, str]) -> Object:
             "required": kept.number("required"),
             "baseline": kept.number("compared"),
             "message": kept.text("message", MAX_MESSAGE),
-            "diagnosis": diagnosis,
+            "diagnosis": _diagnosis(kept.text("diagnosis")),
         }
     if against := kept.number("expired"):
         out["expiry"] = {
@@ -75,6 +72,13 @@ class _Kept:
             found = json.loads(self.text(name))
             return found if isinstance(found, dict) else {}
         return {}
+
+
+def _diagnosis(text: str) -> Object | None:
+    try:
+        return dict(encode(Termination.parse(text)))
+    except ContractError:
+        return None
 
 
 def _baseline(found: Object) -> dict[str, int]:
