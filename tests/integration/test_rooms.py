@@ -82,4 +82,5 @@ def test_a_reconcile_seldom_returns_to_a_package_that_it_left(
         operator.process.send_signal(signal.SIGCONT)
     assert made.kube.writes == before
     assert {"api", "observe", "store", "plan", "apply", "report"} <= set(called)
+    print(f"a reconcile returns {returns(called)} times, of {BEFORE} at 7fc0ac7")
     assert returns(called) <= BEFORE // 3, [name for name, _ in groupby(called)]
