@@ -25,6 +25,7 @@ pytestmark = pytest.mark.integration
 FILE = ROOT / "monitoring" / "alerts.yaml"
 SERVICE = {"namespace": "team", "service": "chat"}
 POD = {"namespace": "team", "pod": "chat-1"}
+CLAIM = {"namespace": "team", "release": "team-kvline"}
 HOUR = 60  # minutes without a cause
 STEP = 2  # minutes between samples
 
@@ -87,6 +88,10 @@ CASES = [
         18,
         {"result": "ApiUnavailable"},
     ),
+    Case(
+        "KvlineNamespaceClaimDead", {series("kvline_namespace_claim_active", CLAIM): "0"}, 30, CLAIM
+    ),
+    Case("KvlineEarlierGroup", {"kvline_earlier_group_services": "3"}, 60, {}, "3"),
 ]
 FINE = {
     "Ready": ("Serving", "1"),
@@ -108,6 +113,8 @@ QUIET = {
     series("kvline_rejected_sequences_total", POD): "3",
     series("kvline_service_image_outdated", SERVICE): "0",
     "kvline_operator_active": "1",
+    series("kvline_namespace_claim_active", CLAIM): "1",
+    "kvline_earlier_group_services": "0",
     "kvline_queue_keys": "5",
     "kvline_queue_overdue_seconds": "2",
     series("kvline_reconciles_total", {"result": "ok"}): "0+9",
@@ -144,7 +151,7 @@ def unit_test(given: dict[str, str], checks: list[dict[str, Any]]) -> dict[str, 
 def going_off(case: Case) -> dict[str, Any]:
     rule = rules()[case.alert]
     summary = re.sub(
-        r"\{\{ \$(?:labels\.(\w+)|value \| humanizeDuration) \}\}",
+        r"\{\{ \$(?:labels\.(\w+)|value(?: \| humanizeDuration)?) \}\}",
         lambda found: case.labels[found[1]] if found[1] else case.value,
         rule["annotations"]["summary"],
     )

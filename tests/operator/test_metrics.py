@@ -25,6 +25,7 @@ from kvline_contract.memory import Memory, MemoryV1, Part
 from kvline_contract.report import Result, SizingReport, Source, State
 from kvline_operator.api.key import Key
 from kvline_operator.kube import Kube
+from kvline_operator.observe.claims import Claim, Claims
 from kvline_operator.observe.earlier_group import EarlierGroup
 from kvline_operator.report.metrics import Metrics
 from kvline_operator.report.status_cache import StatusCache, View
@@ -64,6 +65,13 @@ COUNTED = (  # gauges that count things, whose unit is the thing
 )
 
 
+class Claimed(Claims):
+    """A namespace that another release has."""
+
+    def known(self) -> dict[str, Claim]:
+        return {"team": Claim("theirs", lives=True)}
+
+
 def operator(*more: View) -> str:
     board = StatusCache()
     for view in more:
@@ -77,7 +85,7 @@ def operator(*more: View) -> str:
     queue.add(Key("team", "new"))
     earlier = EarlierGroup(kube, ())
     earlier.services = 3
-    metrics = Metrics(board, kube, queue, earlier)
+    metrics = Metrics(board, kube, queue, earlier, Claimed(kube, "kvline-system"))
     metrics.reconciled("ok", 0.1)
     metrics.worked(0.02)
     return metrics.text().decode()
