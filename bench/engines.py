@@ -10,6 +10,7 @@ import model
 import torch
 
 from kvline_server.engine.engine import Engine
+from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import HostArena
 from kvline_server.memory.device import cpu_device
@@ -17,7 +18,6 @@ from kvline_server.model.config import read_config
 from kvline_server.model.decoder import Decoder, kv_shape
 from kvline_server.model.loader import SafetensorsSource, load_weights
 from kvline_server.parallel.executor import Local
-from kvline_server.sampling_params import SamplingParams
 from kvline_server.worker.worker import Worker
 
 THREADS = 2

@@ -22,7 +22,7 @@ from workloads import WORKLOADS
 
 from kvline_contract.launch import Device
 from kvline_server.engine.engine import Engine
-from kvline_server.sampling_params import SamplingParams
+from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.sizing.settings import DEFAULTS
 
 PROMPTS = 1_000_000  # request ids of prompts; those of chats begin at 0

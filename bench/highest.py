@@ -19,7 +19,7 @@ from client import Asked
 from record import record, table
 from shapes import SHAPES
 
-from kvline_server.sampling_params import SamplingParams
+from kvline_server.ipc.sampling_params import SamplingParams
 
 SETTINGS = [percent / 100 for percent in range(90, 100)]
 RATE = 30.0  # requests a second: a queue at all times, as in soak

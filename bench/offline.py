@@ -35,10 +35,10 @@ from kvline_contract.launch import (
 from kvline_contract.report import Result
 from kvline_server.engine.engine import Engine
 from kvline_server.engine_process import start as engine_start
+from kvline_server.ipc.messages import Progress
+from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.memory.device import MIB
-from kvline_server.messages import Progress
 from kvline_server.parallel.executor import Local
-from kvline_server.sampling_params import SamplingParams
 from kvline_server.sizing.settings import DEFAULTS
 from kvline_server.worker.worker import Worker
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvline_contract.launch import LaunchConfig
-from kvline_server.options import Options, SharedByRanks
+from kvline_server.options.arguments import SharedByRanks
+from kvline_server.options.options import Options
 from kvline_server.parallel.link import Link
 from kvline_server.parent import children
 

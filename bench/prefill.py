@@ -12,7 +12,7 @@ from record import record, table
 from shapes import SHAPES
 
 from kvline_server.engine.engine import Engine
-from kvline_server.sampling_params import SamplingParams
+from kvline_server.ipc.sampling_params import SamplingParams
 
 TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 REQUESTS = (1, 16)

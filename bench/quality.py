@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 
 from kvline_contract.launch import Device, KVCacheDtype
 from kvline_server.engine.request import Scores
-from kvline_server.sampling_params import SamplingParams
+from kvline_server.ipc.sampling_params import SamplingParams
 
 PROMPTS, LENGTH, OUTPUT = 32, 512, 64
 KV_TOKENS = 32768  # of either cache, so that a CPU need not search for what fits

@@ -21,8 +21,8 @@ from shapes import SHAPES
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.largest_steps import worst_params
 from kvline_server.errors import DeviceOutOfMemory, StepFailed
+from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.memory.device import MIB
-from kvline_server.sampling_params import SamplingParams
 
 WORST = 0.5  # share of requests with every option
 WAITING = 200  # queue length beside the running requests

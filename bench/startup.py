@@ -22,7 +22,7 @@ from shapes import write_config
 
 from kvline_contract.codec import decode
 from kvline_contract.memory import COLLECTIVES, Memory
-from kvline_server.sampling_params import SamplingParams
+from kvline_server.ipc.sampling_params import SamplingParams
 
 SHOWN = 20  # milliseconds of a stage
 

@@ -14,7 +14,7 @@ import torch
 from record import record, table
 
 from kvline_server.engine.engine import Engine
-from kvline_server.sampling_params import SamplingParams
+from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.worker.worker import LaunchedStep
 
 STEPS = 60

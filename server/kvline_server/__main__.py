@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from kvline_server import cli
+from kvline_server.command import cli
 
 
 def main() -> int:

@@ -52,7 +52,7 @@ FOLDERS = ("bin", "sbin", "usr/bin", "usr/sbin", "usr/local/bin", "opt/kvline/bi
 IMPORTS = {
     "operator": "kvline_operator.reconcile",
     "server": "kvline_server.engine_process.start, kvline_server.http.process, "
-    "kvline_server.download",
+    "kvline_server.command.download",
 }
 IMPORTS[build.CUDA] = f"{IMPORTS['server']}, kvline_server.kernels.flashinfer"
 # Everything that a start loads of FlashInfer, but for loading it, which needs a GPU.

@@ -12,6 +12,7 @@ from kvline_server.engine.batch import build
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.scheduler import Work
+from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.fp8 import FP8
 from kvline_server.kernels.interface import Kernels, SlotMapping
 from kvline_server.kernels.torch import TorchKernels
@@ -21,7 +22,6 @@ from kvline_server.model.config import ModelConfig
 from kvline_server.model.decoder import Decoder, kv_shape
 from kvline_server.model.loader import SCALE, RandomSource, load_weights
 from kvline_server.parallel.executor import Local
-from kvline_server.sampling_params import SamplingParams
 from kvline_server.worker.worker import Worker
 
 PAGES = 400

@@ -14,9 +14,9 @@ from pairs import engine, worker
 
 from kvline_server.engine.engine import Engine
 from kvline_server.errors import DeviceOutOfMemory
+from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.tuning import parse, texts, trial_rows
 from kvline_server.model.config import ModelConfig
-from kvline_server.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 STEPS = 10_000

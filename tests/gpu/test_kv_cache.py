@@ -11,13 +11,13 @@ from pairs import PAGES, engine, hidden, sequence, sides
 
 from kvline_server.engine.batch import build
 from kvline_server.engine.scheduler import Work
+from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.interface import Heads, Kernels, PageTables, SlotMapping
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import KVLayer, KVShape, Scales
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.model.config import ModelConfig, Rope
 from kvline_server.model.rope import cos_sin
-from kvline_server.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 FP8 = torch.float8_e4m3fn

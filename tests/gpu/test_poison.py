@@ -10,9 +10,9 @@ import torch
 from pairs import engine, worker
 
 from kvline_server.engine.engine import Engine
+from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.memory.arena import Scales
 from kvline_server.model.config import ModelConfig
-from kvline_server.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 BAD = 4999  # a token whose embedding is NaN

@@ -13,6 +13,7 @@ from pairs import SameOnBoth
 from torch.multiprocessing.spawn import spawn
 
 from kvline_server.engine.engine import Engine, Output
+from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.group import ALONE, Group
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import HostArena
@@ -22,7 +23,6 @@ from kvline_server.model.decoder import Decoder, kv_shape
 from kvline_server.model.loader import load_weights
 from kvline_server.model.shard import Shard, local
 from kvline_server.parallel.executor import Local
-from kvline_server.sampling_params import SamplingParams
 from kvline_server.worker.worker import Worker
 
 RANKS = 2

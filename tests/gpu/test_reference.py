@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from kvline_server.engine.engine import Engine, Output
+from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.model.config import read_config
 from kvline_server.model.decoder import Decoder, kv_shape
 from kvline_server.model.loader import SafetensorsSource, load_weights
 from kvline_server.parallel.executor import Local
-from kvline_server.sampling_params import SamplingParams
 from kvline_server.worker.worker import Worker
 
 pytestmark = pytest.mark.gpu

@@ -17,7 +17,7 @@ from playground import ROOT, Operator, serve, sizing_report
 from waiting import answered, eventually, limit
 
 from kvline_contract.report import State
-from kvline_server.messages import Beat, EdgeBeat
+from kvline_server.ipc.messages import Beat, EdgeBeat
 from kvline_server.parent.metrics import render
 
 pytestmark = pytest.mark.integration

@@ -16,7 +16,7 @@ from datetime import UTC, datetime, timedelta
 from kvline_contract.report import VERSION, Load
 from kvline_operator.api.spec import Autoscaling
 from kvline_operator.plan.autoscale import Scale, decide, demand
-from kvline_server.messages import EdgeBeat
+from kvline_server.ipc.messages import EdgeBeat
 from kvline_server.parent.recent import Recent
 
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)

@@ -30,7 +30,7 @@ from kvline_operator.observe.earlier_group import EarlierGroup
 from kvline_operator.report.metrics import Metrics
 from kvline_operator.report.status_cache import StatusCache, View
 from kvline_operator.run.workqueue import WorkQueue
-from kvline_server.messages import Beat, EdgeBeat
+from kvline_server.ipc.messages import Beat, EdgeBeat
 from kvline_server.parent.metrics import render
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -24,7 +24,8 @@ from kvline_operator.apply import notices
 from kvline_operator.apply.tokens import MAX_ENTRIES, Tokens
 from kvline_operator.observe.pods import PodView
 from kvline_operator.observe.reports import Reports
-from kvline_server.options import Limits, Options
+from kvline_server.options.options import Options
+from kvline_server.options.timeouts import Timeouts
 from kvline_server.parent.health import Health
 from kvline_server.parent.internal import InternalServer
 from kvline_server.parent.report_keeper import ReportKeeper
@@ -38,7 +39,7 @@ class Pod:
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / "gate.json"
-        options = Options(folder, folder, gate=self.file, limits=Limits(gate=0.0, leave=30.0))
+        options = Options(folder, folder, gate=self.file, timeouts=Timeouts(gate=0.0, leave=30.0))
         keeper = ReportKeeper(UID, "pod", REVISION)
         keeper._report = replace(
             keeper.report,

@@ -22,7 +22,7 @@ from kvline_operator.page import app as page
 from kvline_operator.report.metrics import Metrics
 from kvline_operator.run.probe import ProbeServer
 from kvline_operator.run.workqueue import WorkQueue
-from kvline_server.options import Options
+from kvline_server.options.options import Options
 from kvline_server.parent.health import Health
 from kvline_server.parent.internal import InternalServer
 from kvline_server.parent.report_keeper import ReportKeeper

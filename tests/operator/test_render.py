@@ -30,7 +30,7 @@ from kvline_operator.plan.revisions import Revision, known, wanted
 from kvline_operator.plan.rollout import RolloutPlan
 from kvline_operator.settings import Settings
 from kvline_operator.store.verdict import GateResult, Verdict
-from kvline_server.options import Limits
+from kvline_server.options.timeouts import Timeouts
 
 ROOT = Path(__file__).parents[2]
 OWNER = Owner("ns", "chat", "uid", "chat")
@@ -321,7 +321,7 @@ def test_nobody_may_set_the_operators_own_labels() -> None:
 
 def test_probes_wait_longer_than_the_server_which_ends_what_hangs_itself() -> None:
     """The kubelet's end has no reason; a start and a busy node had 30 s."""
-    made, limits = spec(), Limits()
+    made, limits = spec(), Timeouts()
     revision = Revision("aaaaa", "image", made.inputs_json, 1)
     (server,) = pod_template("chat", made, revision, Settings("image"))["spec"]["containers"]
     assert patience(server["startupProbe"]) >= 3600 + limits.stage

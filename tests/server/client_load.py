@@ -32,13 +32,13 @@ from kvline_server.http.app import Service, create_app
 from kvline_server.http.body import MAX_BODY_BYTES, Bodies
 from kvline_server.http.connections import Connections
 from kvline_server.http.engine_client import EngineClient
-from kvline_server.http.generate import Generator, Limits
+from kvline_server.http.generate import Generator, RequestLimits
 from kvline_server.http.scores import NUMBER, held
 from kvline_server.http.tokenizer_files import open_chat, open_tokens
 from kvline_server.http.tokens import Tokens
 from kvline_server.http.trace import Traces
-from kvline_server.messages import Delta, Deltas, PackedScores, Submit
-from kvline_server.options import FREE_BYTES, QUEUED_BYTES, ClientLimits
+from kvline_server.ipc.messages import Delta, Deltas, PackedScores, Submit
+from kvline_server.options.clients import FREE_BYTES, QUEUED_BYTES, ClientLimits
 from kvline_server.parent.children import HTTP_MALLOC
 
 RUNNING, TOP = 16, 20  # defaults on the CPU
@@ -124,7 +124,7 @@ class Stage:
         self.tokens = tokens
         self.engine = Engine(self.limits, tokens)
         generator = Generator(self.engine, tokens, Traces(None), open_chat(model, tokens))
-        made = Limits("m", VOCABULARY, CONTEXT, TOP, self.admission.max_tokens)
+        made = RequestLimits("m", VOCABULARY, CONTEXT, TOP, self.admission.max_tokens)
         bodies = Bodies(self.limits, self.admission.totals)
         service = Service(generator, self.admission, bodies, made, 0)
         self.config = uvicorn.Config(

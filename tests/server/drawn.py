@@ -15,8 +15,8 @@ from ties import draw_of, settled
 from kvline_server.engine.engine import Engine
 from kvline_server.http.tokenizer_files import open_chat
 from kvline_server.http.tokens import Tokens
+from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.layout import Draws
-from kvline_server.sampling_params import SamplingParams
 from kvline_server.worker.step import Edits
 from kvline_server.worker.vocabulary import apply
 

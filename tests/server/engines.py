@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from kvline_server.engine.engine import Engine, Output
+from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import HostArena
 from kvline_server.memory.device import cpu_device
@@ -19,7 +20,6 @@ from kvline_server.model.dequantised import Dequantised
 from kvline_server.model.linear import Linear
 from kvline_server.model.loader import SafetensorsSource, load_weights
 from kvline_server.parallel.executor import Local
-from kvline_server.sampling_params import SamplingParams
 from kvline_server.worker.worker import Worker
 
 

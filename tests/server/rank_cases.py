@@ -25,6 +25,7 @@ from engines import finish, worker
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.request import Scores
 from kvline_server.errors import RankLost
+from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.group import ALONE, Group
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import HostArena, Scales
@@ -35,7 +36,6 @@ from kvline_server.model.loader import RandomSource, load_weights
 from kvline_server.model.shard import Shard, check, local
 from kvline_server.parallel.executor import Local
 from kvline_server.parallel.gloo import GlooGroup
-from kvline_server.sampling_params import SamplingParams
 from kvline_server.worker.worker import Worker
 
 LLAMA = ModelConfig(

@@ -27,7 +27,7 @@ from kvline_contract.launch import (
     LoadFormat,
     Model,
 )
-from kvline_server.options import HttpArguments, RankArguments
+from kvline_server.options.arguments import HttpArguments, RankArguments
 
 T = TypeVar("T")
 ENGINE, CAPACITY = EngineOptions(), CapacityOptions()
@@ -41,12 +41,14 @@ FAULTS = Path(__file__).parent / "faults"
 STRESS = 7
 # Options of a Server whose size is searched for, and not pinned, in so much memory.
 SEARCHED: dict[str, Any] = {"capacity": CapacityOptions(headroom_mib=8), "memory": 900 << 20}
-GROWING = ("stage", "liveness", "rank")  # of options.Limits
+GROWING = ("stage", "liveness", "rank")  # of Timeouts
 LAUNCHER = """
 import signal, sys
 from pathlib import Path
 from kvline_contract.launch import LaunchConfig
-from kvline_server.options import ClientLimits, Limits, Options
+from kvline_server.options.clients import ClientLimits
+from kvline_server.options.options import Options
+from kvline_server.options.timeouts import Timeouts
 from kvline_server.parent.supervisor import Supervisor
 config, state, gate, port, internal, memory, limits, key, clients, tls, http = sys.argv[1:12]
 options = Options(
@@ -54,7 +56,7 @@ options = Options(
     host="127.0.0.1", port=int(port), internal_port=int(internal), memory=int(memory) or None,
     termination_log=Path(state) / "termination", threads=1, key=Path(key),
     tls=Path(tls), http_processes=int(http) or None,
-    limits=Limits(**__import__("json").loads(limits)),
+    timeouts=Timeouts(**__import__("json").loads(limits)),
     clients=ClientLimits(**__import__("json").loads(clients)),
 )
 supervisor = Supervisor(options, LaunchConfig.parse(Path(config).read_bytes()))

@@ -16,11 +16,11 @@ import numpy as np
 from kvline_contract.memory import COLLECTIVES, KV_CACHE, WEIGHTS
 from kvline_contract.report import Attempt, Current, State
 from kvline_server.errors import DeviceOutOfMemory
+from kvline_server.ipc.messages import Progress
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.device import MIB
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.memory.parts import OwnedPart
-from kvline_server.messages import Progress
 from kvline_server.parallel.executor import Usage
 from kvline_server.sizing.settings import EngineSettings
 from kvline_server.worker.step import Results, Step

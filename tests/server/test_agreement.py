@@ -36,6 +36,7 @@ from kvline_contract.memory import (
     PROCESSES,
 )
 from kvline_contract.report import Binding, Outcome, Result, SizingReport, State
+from kvline_server.command.size import summary, waterfalls
 from kvline_server.engine.largest_steps import SHORT
 from kvline_server.errors import (
     ContextDoesNotFit,
@@ -45,7 +46,6 @@ from kvline_server.errors import (
 )
 from kvline_server.memory.device import MIB
 from kvline_server.parallel.executor import Executor
-from kvline_server.size import summary, waterfalls
 from kvline_server.sizing.diagnosis import BEFORE, Diagnosis
 from kvline_server.sizing.loaded import Loaded
 from kvline_server.sizing.profile import ProfileLoop, shrink

@@ -22,8 +22,8 @@ from kvline_server.http.packed import ROWS, base64_arrays
 from kvline_server.http.scores import chosen, cut, held, unpack
 from kvline_server.http.template_files import read_chat_files
 from kvline_server.http.tokens import PART, Tokens
-from kvline_server.messages import PackedScores
-from kvline_server.totals import KINDS
+from kvline_server.ipc.messages import PackedScores
+from kvline_server.ipc.totals import KINDS
 
 MIB = 1 << 20
 

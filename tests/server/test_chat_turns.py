@@ -15,11 +15,11 @@ from kvline_server.http.app import Service, create_app
 from kvline_server.http.body import Bodies
 from kvline_server.http.chat_tokens import ChatTokens
 from kvline_server.http.engine_client import EngineClient
-from kvline_server.http.generate import Generator, Limits
+from kvline_server.http.generate import Generator, RequestLimits
 from kvline_server.http.template_files import ChatFiles
 from kvline_server.http.tokens import Tokens
 from kvline_server.http.trace import Traces
-from kvline_server.options import FREE_BYTES, ClientLimits
+from kvline_server.options.clients import FREE_BYTES, ClientLimits
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 CONTEXT = 64
@@ -34,7 +34,7 @@ def test_completions_are_answered_while_templates_loop(tiny_model: Path, more: i
     admission.open(16, 65_536)
     generator = Generator(EngineClient(9), tokens, Traces(None), chat)
     bodies = Bodies(ClientLimits(small=1, parsing=1), admission.totals)
-    limits = Limits("m", 307, CONTEXT, 20, 1 << 20)
+    limits = RequestLimits("m", 307, CONTEXT, 20, 1 << 20)
     app = create_app(Service(generator, admission, bodies, limits, 0))
     text = "x" * (CONTEXT + more)
     asked = {"model": "m", "messages": [{"role": "user", "content": text}]}

@@ -10,8 +10,8 @@ import pytest
 from servers import CONFIG, launch_config
 
 from kvline_contract.launch import LaunchConfig, LoadFormat
-from kvline_server.cli import main
-from kvline_server.download import check
+from kvline_server.command.cli import main
+from kvline_server.command.download import check
 from kvline_server.errors import ModelInvalid, ModelNotFound, ModelUnsupported, ServerError
 from kvline_server.model.files import INDEX
 

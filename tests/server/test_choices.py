@@ -21,9 +21,10 @@ from kvline_server.engine_process.listen import listen
 from kvline_server.engine_process.loop import EngineProcess
 from kvline_server.http.completions import seeded
 from kvline_server.http.engine_client import EngineClient
-from kvline_server.messages import Channel, Delta
-from kvline_server.options import EngineArguments, Options
-from kvline_server.sampling_params import SamplingParams
+from kvline_server.ipc.messages import Channel, Delta
+from kvline_server.ipc.sampling_params import SamplingParams
+from kvline_server.options.arguments import EngineArguments
+from kvline_server.options.options import Options
 from kvline_server.worker.step import InFlight, Step
 
 PROMPT = [(7 * i) % 300 for i in range(60)]

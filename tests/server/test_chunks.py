@@ -18,17 +18,17 @@ from kvline_server.http import stream
 from kvline_server.http.chat import Chat
 from kvline_server.http.completions import Completion
 from kvline_server.http.engine_client import EngineClient
-from kvline_server.http.generate import Generator, Limits
+from kvline_server.http.generate import Generator, RequestLimits
 from kvline_server.http.protocol import ChatRequest, CompletionRequest, parse
 from kvline_server.http.tokenizer_files import open_chat
 from kvline_server.http.tokens import Tokens
 from kvline_server.http.trace import Traces
-from kvline_server.messages import Delta, PackedScores
-from kvline_server.sampling_params import SamplingParams
+from kvline_server.ipc.messages import Delta, PackedScores
+from kvline_server.ipc.sampling_params import SamplingParams
 
 TEXT = 'a"\\\n\t\0 é\x85\u2028\u2029 \U0001f600</x>'
 OUTPUT = TEXT * 2
-LIMITS = Limits("a/model\0\u2028é", 258, 512, 5, 1000)
+LIMITS = RequestLimits("a/model\0\u2028é", 258, 512, 5, 1000)
 LINE_BREAKS = {c: f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}
 USAGES: list[dict[str, bool] | None] = [None]
 USAGES += [

@@ -19,9 +19,9 @@ import pytest
 from servers import free_port, launch_config
 from waiting import eventually, limit
 
-from kvline_server.flags import quantity, with_flag_names
+from kvline_server.command.scratch import LOCK, PREFIX, scratch
 from kvline_server.http.tls import WHAT
-from kvline_server.scratch import LOCK, PREFIX, scratch
+from kvline_server.options.flags import quantity, with_flag_names
 
 LONG = {"model": "tiny", "prompt": "hello", "max_tokens": 240, "ignore_eos": True, "stream": True}
 

@@ -19,7 +19,7 @@ from drawn import firm
 from servers import Server
 from waiting import limit
 
-from kvline_server.sampling_params import SamplingParams
+from kvline_server.ipc.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.process
 

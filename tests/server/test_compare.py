@@ -19,7 +19,7 @@ from kvline_contract.launch import CapacityOptions, Device, EngineOptions, KVCac
 from kvline_contract.report import SizingReport
 from kvline_operator.plan.forecast import estimates
 from kvline_operator.store.capacity_status import CapacityStatus
-from kvline_server.compare import AS_GIVEN, SETTINGS, check_memory, choices
+from kvline_server.command.compare import AS_GIVEN, SETTINGS, check_memory, choices
 
 AS_GIVEN_CELL = AS_GIVEN.replace(" ", "-")
 GIVEN = launch_config(Path("/model"), engine=EngineOptions(max_model_len=64))

@@ -16,7 +16,7 @@ from waiting import answer_of
 
 from kvline_contract.launch import Device
 from kvline_server.http.connections import Connections
-from kvline_server.options import FREE_BYTES, ClientLimits
+from kvline_server.options.clients import FREE_BYTES, ClientLimits
 
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
 Application = Callable[..., Any]

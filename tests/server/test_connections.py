@@ -19,7 +19,7 @@ from servers import Server, serving
 from waiting import answered, limit
 
 from kvline_contract.launch import CapacityOptions, EngineOptions
-from kvline_server.options import ClientLimits
+from kvline_server.options.clients import ClientLimits
 
 pytestmark = pytest.mark.process
 LEAVES = 0.3  # seconds after which a client has left

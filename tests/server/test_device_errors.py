@@ -21,15 +21,16 @@ from waiting import limit
 
 from kvline_contract.launch import CapacityOptions, EngineOptions
 from kvline_contract.report import Termination
-from kvline_server import device_errors
 from kvline_server.engine_process.loop import EngineProcess, run
 from kvline_server.errors import DeviceFailure, DeviceOutOfMemory
+from kvline_server.ipc.messages import Channel, Progress, Submit
+from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels import torch as kernels
 from kvline_server.kernels.group import ALONE
-from kvline_server.messages import Channel, Progress, Submit
+from kvline_server.memory import device_errors
 from kvline_server.model.decoder import Decoder
-from kvline_server.options import EngineArguments, Options
-from kvline_server.sampling_params import SamplingParams
+from kvline_server.options.arguments import EngineArguments
+from kvline_server.options.options import Options
 from kvline_server.sizing import load
 from kvline_server.worker import backend, worker
 

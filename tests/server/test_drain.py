@@ -8,7 +8,7 @@ import pytest
 
 from kvline_server.http.admission import Admission
 from kvline_server.http.errors import ApiError, BadRequest, EngineFailed, Unavailable
-from kvline_server.messages import EdgeBeat
+from kvline_server.ipc.messages import EdgeBeat
 from kvline_server.parent.drain import DrainState
 
 

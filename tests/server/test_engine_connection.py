@@ -20,9 +20,10 @@ from kvline_server.engine_process.loop import SCORES_BYTES, EngineProcess
 from kvline_server.engine_process.outbox import PATIENCE, Outbox
 from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.errors import ApiError, EngineFailed, NotRead
-from kvline_server.messages import Channel, Delta, Deltas, Message, Submit, encode
-from kvline_server.options import EngineArguments, Options
-from kvline_server.sampling_params import SamplingParams
+from kvline_server.ipc.messages import Channel, Delta, Deltas, Message, Submit, encode
+from kvline_server.ipc.sampling_params import SamplingParams
+from kvline_server.options.arguments import EngineArguments
+from kvline_server.options.options import Options
 
 PARAMS = SamplingParams(max_tokens=4)
 

@@ -13,13 +13,13 @@ import pytest
 
 from kvline_contract.exits import ExitCode
 from kvline_contract.report import Termination
-from kvline_server.messages import Channel, Pulse
-from kvline_server.options import Options
+from kvline_server.ipc.messages import Channel, Pulse
+from kvline_server.ipc.starvation import Quiet
+from kvline_server.options.options import Options
 from kvline_server.parent import engine
 from kvline_server.parent.children import Child
 from kvline_server.parent.engine import LOST, End, meeting_folder
 from kvline_server.parent.engine import EngineProcesses as Processes
-from kvline_server.starvation import Quiet
 
 SILENT = 30.0
 

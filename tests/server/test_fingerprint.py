@@ -16,10 +16,10 @@ from simulated import SETTINGS, Machine, Notes
 from kvline_contract.launch import EngineOptions
 from kvline_contract.report import Provenance
 from kvline_server.errors import OutOfMemory
+from kvline_server.ipc.messages import Progress
 from kvline_server.kernels.group import ALONE, Alone, Group
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.device import MIB, CpuDevice
-from kvline_server.messages import Progress
 from kvline_server.sizing import load
 from kvline_server.sizing.loaded import Loaded
 from kvline_server.sizing.profile import ProfileLoop

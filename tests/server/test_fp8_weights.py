@@ -31,9 +31,9 @@ from servers import launch_config
 from kvline_contract import memory
 from kvline_contract.launch import CapacityOptions, EngineOptions
 from kvline_server.errors import OutOfMemory
+from kvline_server.ipc.messages import Progress
 from kvline_server.kernels.fp8 import FP8, Fp8Weight
 from kvline_server.kernels.torch import TorchKernels
-from kvline_server.messages import Progress
 from kvline_server.model.config import read_config
 from kvline_server.model.dequantised import Dequantised
 from kvline_server.model.linear import Linear, Rows, Tensors

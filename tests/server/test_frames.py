@@ -16,11 +16,20 @@ from servers import launch_config
 from waiting import eventually, limit, within
 
 from kvline_contract.exits import ExitCode
-from kvline_server import messages
 from kvline_server.errors import InvalidFrame
 from kvline_server.http import frames
-from kvline_server.messages import MAX_FRAME, Answer, Beat, Channel, Message, Progress, Run, encode
-from kvline_server.options import Options
+from kvline_server.ipc import messages
+from kvline_server.ipc.messages import (
+    MAX_FRAME,
+    Answer,
+    Beat,
+    Channel,
+    Message,
+    Progress,
+    Run,
+    encode,
+)
+from kvline_server.options.options import Options
 from kvline_server.parallel import join
 from kvline_server.parallel.link import Link
 from kvline_server.parent.children import Child
@@ -46,7 +55,7 @@ LISTENER = """
 import socket, sys, time
 from kvline_contract.exits import ExitCode
 from kvline_server.engine_process.listen import listen
-from kvline_server.messages import Channel, Run
+from kvline_server.ipc.messages import Channel, Run
 parent, other = (Channel(socket.socket(fileno=int(fd))) for fd in sys.argv[1:])
 def handle(message):
     if isinstance(message, Run):

@@ -21,11 +21,11 @@ from kvline_server.http.body import MAX_VALUES, parse_object
 from kvline_server.http.completions import Completion
 from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.errors import BadRequest, TooMany
-from kvline_server.http.generate import Generator, Limits
+from kvline_server.http.generate import Generator, RequestLimits
 from kvline_server.http.protocol import CompletionRequest, parse
 from kvline_server.http.tokens import Tokens
 from kvline_server.http.trace import Traces
-from kvline_server.options import ClientLimits
+from kvline_server.options.clients import ClientLimits
 
 MIB = 1 << 20
 HEAD = (
@@ -106,7 +106,7 @@ def test_a_request_counts_until_it_notices_that_its_client_has_left() -> None:
 def test_prompts_of_one_request_are_bounded_together_before_all_are_tokenised(
     tiny_model: Path,
 ) -> None:
-    limits = Limits("tiny", 307, 512, 20, max_prompt_tokens=1000)
+    limits = RequestLimits("tiny", 307, 512, 20, max_prompt_tokens=1000)
     generator = Generator(EngineClient(9), Tokens(tiny_model, max_text=1000), Traces(None))
     body = {"model": "tiny", "prompt": ["x" * 400] * 3}
     with pytest.raises(BadRequest, match="takes 1000 tokens in a request"):

@@ -23,15 +23,15 @@ from kvline_contract.launch import EngineOptions, KVCacheDtype, LaunchConfig
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.request import Scores
 from kvline_server.errors import ModelInvalid
+from kvline_server.ipc.messages import Progress
+from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.interface import Heads, SlotMapping
 from kvline_server.kernels.layout import Layout
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import KVLayer, Scales
 from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE
-from kvline_server.messages import Progress
 from kvline_server.model import kv_scales
 from kvline_server.model.loader import SafetensorsSource
-from kvline_server.sampling_params import SamplingParams
 from kvline_server.sizing import load
 from kvline_server.sizing.loaded import Loaded
 from kvline_server.sizing.settings import resolve

@@ -19,12 +19,12 @@ from kvline_server.engine.engine import Engine
 from kvline_server.engine.largest_steps import LargestSteps, worst_params
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.scheduler import SHARED_TABLES, Work
+from kvline_server.ipc.sampling_params import MAX_BIASES, SamplingParams
 from kvline_server.kernels.layout import GREEDY
 from kvline_server.kernels.routing import Played
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
 from kvline_server.model.shard import Shard, tokens
-from kvline_server.sampling_params import MAX_BIASES, SamplingParams
 from kvline_server.sizing.settings import _shared_tables
 from kvline_server.worker.step import Edits, InFlight, Results, Step, Table
 

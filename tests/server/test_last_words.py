@@ -23,7 +23,7 @@ from servers import STRESS, Server, launch_config, wait_for
 from waiting import limit
 
 from kvline_contract.launch import CapacityOptions, EngineOptions
-from kvline_server.options import Options
+from kvline_server.options.options import Options
 from kvline_server.parent.children import Child
 from kvline_server.parent.drain import END_SECONDS
 from kvline_server.parent.supervisor import Supervisor

@@ -12,11 +12,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from servers import Server, wait_for
 
-from kvline_server.histogram import BOUNDS, Histogram, Latencies, quantile, total
 from kvline_server.http.engine_client import EngineClient
-from kvline_server.messages import Delta, Deltas, EdgeBeat, decode, encode
+from kvline_server.ipc.histogram import BOUNDS, Histogram, Latencies, quantile, total
+from kvline_server.ipc.messages import Delta, Deltas, EdgeBeat, decode, encode
+from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.parent.recent import Recent
-from kvline_server.sampling_params import SamplingParams
 
 FIRST, BETWEEN = "kvline_time_to_first_token_seconds", "kvline_inter_token_latency_seconds"
 QUEUE, WHOLE = "kvline_request_queue_time_seconds", "kvline_e2e_request_latency_seconds"

@@ -17,9 +17,10 @@ from waiting import limit
 
 from kvline_contract.launch import CapacityOptions, Device, EngineOptions, LaunchConfig
 from kvline_contract.report import SizingReport, Stage, State
-from kvline_server.messages import Progress
+from kvline_server.ipc.messages import Progress
 from kvline_server.model.loader import SafetensorsSource
-from kvline_server.options import Limits, Options
+from kvline_server.options.options import Options
+from kvline_server.options.timeouts import Timeouts
 from kvline_server.parent import causes as module
 from kvline_server.parent import stalls
 from kvline_server.parent.engine import End, EngineProcesses
@@ -35,7 +36,7 @@ class Parent(Supervisor):
     """The parent's account of one engine, without processes: hears what the engine would send."""
 
     def __init__(self, config: Path) -> None:
-        options = Options(config=config, state_dir=config.parent, limits=Limits(stage=LIMIT))
+        options = Options(config=config, state_dir=config.parent, timeouts=Timeouts(stage=LIMIT))
         super().__init__(options, LaunchConfig.parse(config.read_bytes()))
         self.engine = cast(EngineProcesses, object())
         self.seen: list[SizingReport] = []

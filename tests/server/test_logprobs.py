@@ -14,7 +14,7 @@ from ties import mostly_same, same_tokens
 
 from kvline_server.engine.engine import Engine, Output
 from kvline_server.engine.request import Scores
-from kvline_server.sampling_params import SamplingParams
+from kvline_server.ipc.sampling_params import SamplingParams
 
 # What a request may ask: prompt logprobs (None, k), from where, output logprobs.
 KINDS: list[tuple[int | None, int, int | None]] = [

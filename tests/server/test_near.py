@@ -10,8 +10,8 @@ import torch
 from near import FEW, TOLERANCE, flips, same_ranking, same_ranks, same_values
 from ties import draw_of, may_come, mostly_same, same_draws, same_tokens, settled
 
+from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.torch_rows import choose_rows
-from kvline_server.sampling_params import SamplingParams
 
 TIED, APART = 1e-6, 1e-3  # logits' distances
 GREEDY = SamplingParams(9, temperature=0.0)

@@ -23,12 +23,12 @@ from waiting import limit
 
 from kvline_server.engine.engine import Engine
 from kvline_server.http.errors import BadRequest
-from kvline_server.http.generate import Limits, check_prompt, sampling
+from kvline_server.http.generate import RequestLimits, check_prompt, sampling
 from kvline_server.http.protocol import CompletionRequest, parse
-from kvline_server.sampling_params import SamplingParams
+from kvline_server.ipc.sampling_params import SamplingParams
 
 VOCABULARY = 307
-LIMITS = Limits("tiny", VOCABULARY, 512, 20, 1 << 20)
+LIMITS = RequestLimits("tiny", VOCABULARY, 512, 20, 1 << 20)
 
 
 def bounds(field: FieldInfo) -> dict[str, float]:

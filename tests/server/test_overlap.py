@@ -17,7 +17,7 @@ from near import same_ranking
 from ties import mostly_same, same_tokens
 
 from kvline_server.engine.engine import Engine, Output
-from kvline_server.sampling_params import SamplingParams
+from kvline_server.ipc.sampling_params import SamplingParams
 
 EOS = (11, 40, 77, 130, 200)
 ABORTED = 5  # every fifth request is aborted by its client

@@ -19,7 +19,7 @@ from servers import Server, serving, wait_for
 from waiting import limit
 
 from kvline_contract.exits import ExitCode
-from kvline_server.sampling_params import SamplingParams
+from kvline_server.ipc.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.process
 

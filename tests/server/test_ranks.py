@@ -20,9 +20,9 @@ from test_wire import small
 from waiting import limit, within
 
 from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, RankLost, StepFailed
+from kvline_server.ipc.messages import RankLoaded
 from kvline_server.kernels.group import Group
 from kvline_server.kernels.tuning import Choices
-from kvline_server.messages import RankLoaded
 from kvline_server.parallel.executor import Local, Usage
 from kvline_server.parallel.follow import Follower
 from kvline_server.parallel.join import follow, join

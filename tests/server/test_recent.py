@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvline_server.messages import EdgeBeat
+from kvline_server.ipc.messages import EdgeBeat
 from kvline_server.parent.recent import Recent
 
 

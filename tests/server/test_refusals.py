@@ -14,7 +14,7 @@ from kvline_server.http.chat_tokens import ChatTokens
 from kvline_server.http.completions import Completion
 from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.errors import BadRequest, NotAllowed, TooMany, UnsupportedType
-from kvline_server.http.generate import Generator, Limits
+from kvline_server.http.generate import Generator, RequestLimits
 from kvline_server.http.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse
 from kvline_server.http.template_files import read_chat_files
 from kvline_server.http.tokens import Tokens
@@ -148,7 +148,7 @@ def test_a_body_that_cannot_be_read_says_what_is_wrong_and_where(
 @pytest.mark.parametrize("stop", ["a", ["a"]])
 def test_a_stop_text_without_a_tokenizer_is_refused(stop: Any) -> None:
     """No answer has a text that it could be found in."""
-    limits = Limits("tiny", 307, CONTEXT, 20, max_prompt_tokens=CONTEXT)
+    limits = RequestLimits("tiny", 307, CONTEXT, 20, max_prompt_tokens=CONTEXT)
     generator = Generator(EngineClient(9), None, Traces(None))
     bodies: tuple[dict[str, Any], ...] = ({"stop": stop}, {"stop": []}, {})
     for body in bodies:
@@ -195,7 +195,7 @@ def test_what_exceeds_the_context_has_one_code_however_long_it_is(
 ) -> None:
     """Agents shorten their history on it. The longest prompts, of which only the bytes are counted,
     had none."""
-    limits = Limits("tiny", 307, CONTEXT, 20, max_prompt_tokens=100_000)
+    limits = RequestLimits("tiny", 307, CONTEXT, 20, max_prompt_tokens=100_000)
     tokens = Tokens(tiny_model, max_text=10_000)
     chat = ChatTokens(tokens, read_chat_files(tiny_model))
     generator = Generator(EngineClient(9), tokens, Traces(None), chat)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvline_server.messages import Progress
+from kvline_server.ipc.messages import Progress
 from kvline_server.parent.report_keeper import MAX_WARNING, ReportKeeper
 
 

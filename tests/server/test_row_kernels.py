@@ -90,7 +90,7 @@ def test_what_no_prebuilt_kernel_does_is_named(needs: Any, why: str) -> None:
 DRAW = """
 import numpy as np, torch, triton.language as tl
 from kvline_server.model.shard import Shard, tokens
-from kvline_server.seeds import keys
+from kvline_server.ipc.seeds import keys
 from kvline_server.kernels import triton_kernels
 from kvline_server.kernels.best import token_of
 from kvline_server.kernels.layout import Draws

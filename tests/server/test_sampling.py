@@ -19,10 +19,10 @@ from ties import mostly_same, same_tokens
 from kvline_server.engine import penalties
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.sampling import draws
+from kvline_server.ipc.sampling_params import SamplingParams
+from kvline_server.ipc.seeds import keys
 from kvline_server.kernels.noise import gumbel_max
 from kvline_server.kernels.torch import TorchKernels
-from kvline_server.sampling_params import SamplingParams
-from kvline_server.seeds import keys
 from kvline_server.worker.vocabulary import Vocabulary, apply
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])

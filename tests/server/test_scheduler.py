@@ -17,8 +17,8 @@ from kvline_server.engine.scheduler import (
     Scheduler,
     Work,
 )
+from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.memory.pages import PAGE_SIZE, PagePool, pages_for
-from kvline_server.sampling_params import SamplingParams
 
 
 def sequence(id: int, length: int, output: int, base: int = 0, scored: bool = False) -> Sequence:

@@ -14,19 +14,19 @@ import pytest
 from waiting import answer_of, limit
 
 from kvline_contract.launch import Device
-from kvline_server import messages
 from kvline_server.http.admission import Admission
 from kvline_server.http.app import Service, create_app
 from kvline_server.http.body import Bodies
 from kvline_server.http.engine_client import EngineClient
-from kvline_server.http.generate import Generator, Limits
+from kvline_server.http.generate import Generator, RequestLimits
 from kvline_server.http.scores import ENTRY, held
 from kvline_server.http.tokenizer_files import open_chat
 from kvline_server.http.tokens import Tokens
 from kvline_server.http.trace import Traces
-from kvline_server.messages import Delta, Deltas, PackedScores, Submit
-from kvline_server.options import ClientLimits
-from kvline_server.totals import SCORE_BYTES, SEQUENCES
+from kvline_server.ipc import messages
+from kvline_server.ipc.messages import Delta, Deltas, PackedScores, Submit
+from kvline_server.ipc.totals import SCORE_BYTES, SEQUENCES
+from kvline_server.options.clients import ClientLimits
 
 CONTEXT, TOP = 40_960, 5
 TOKEN_BYTES = held(1, TOP) + ENTRY
@@ -42,7 +42,7 @@ class Scripted:
         tokens = Tokens(folder)
         chat = open_chat(folder, tokens)
         generator = Generator(self.client, tokens, Traces(None), chat)
-        limits = Limits("tiny", 307, CONTEXT, 20, 1 << 20)
+        limits = RequestLimits("tiny", 307, CONTEXT, 20, 1 << 20)
         bodies = Bodies(ClientLimits(), self.admission.totals)
         service = Service(generator, self.admission, bodies, limits, 0)
         transport = httpx.ASGITransport(create_app(service))

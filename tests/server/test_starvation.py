@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 from crowded import crowded_out
 
-from kvline_server.starvation import CALM, LATE, Quiet, Thread, starved, threads
+from kvline_server.ipc.starvation import CALM, LATE, Quiet, Thread, starved, threads
 
 pytestmark = pytest.mark.process
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvline_server.http import stream
 from kvline_server.http.errors import ApiError, BadRequest
-from kvline_server.sampling_params import SamplingParams
+from kvline_server.ipc.sampling_params import SamplingParams
 
 
 class Failing:

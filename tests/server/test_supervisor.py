@@ -21,7 +21,7 @@ from waiting import answered, limit, within
 
 from kvline_contract.launch import GateFile
 from kvline_server.memory.pages import PAGE_SIZE
-from kvline_server.options import Limits
+from kvline_server.options.timeouts import Timeouts
 
 pytestmark = pytest.mark.process
 
@@ -177,7 +177,7 @@ def test_a_second_sigterm_ends_at_once(start: Callable[..., Server]) -> None:
 def test_a_drain_is_as_long_as_its_launch_says(start: Callable[..., Server]) -> None:
     """A stream that outlives the drain ends with an error event in OpenAI's form, another request
     with a status. An incomplete body does not delay the drain. The default is two minutes."""
-    assert Limits().drain == 120
+    assert Timeouts().drain == 120
     server = start(drain_seconds=2, limits={"drain": 0.1})
     server.wait()
     with httpx.stream(

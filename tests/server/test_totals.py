@@ -11,19 +11,21 @@ import pytest
 from waiting import limit
 
 from kvline_contract.launch import Device
-from kvline_server.messages import EdgeBeat
-from kvline_server.options import ClientLimits, Limits, Options
+from kvline_server.ipc.messages import EdgeBeat
+from kvline_server.ipc.totals import SCORE_BYTES, SEQUENCES, TOKENS, Totals, create
+from kvline_server.options.clients import ClientLimits
+from kvline_server.options.options import Options
+from kvline_server.options.timeouts import Timeouts
 from kvline_server.parent.children import listen
 from kvline_server.parent.cpus import cpus, http_processes
 from kvline_server.parent.health import Health
 from kvline_server.parent.report_keeper import ReportKeeper
-from kvline_server.totals import SCORE_BYTES, SEQUENCES, TOKENS, Totals, create
 
 PROCESSES = 4
 # Takes and gives at random, and says how often it could and the most that it saw in use.
 RANDOM = """
 import random, sys, time
-from kvline_server.totals import SEQUENCES, TOKENS, Totals
+from kvline_server.ipc.totals import SEQUENCES, TOKENS, Totals
 totals, made = Totals(int(sys.argv[1])), random.Random(sys.argv[2])
 held, taken, refused, most = [], 0, 0, [0, 0]
 print("ready", flush=True)
@@ -49,7 +51,7 @@ print(taken, refused, *most)
 # Takes one at a time, and gives nothing back.
 GREEDY = """
 import sys, time
-from kvline_server.totals import SEQUENCES, TOKENS, Totals
+from kvline_server.ipc.totals import SEQUENCES, TOKENS, Totals
 totals = Totals(int(sys.argv[1]))
 print("ready", flush=True)
 while totals[3] == 0:
@@ -174,7 +176,7 @@ def test_a_port_that_another_shares_is_taken() -> None:
 
 
 def test_beats_of_several_processes_are_those_of_one_server() -> None:
-    options = Options(Path("launch.json"), Path("state"), limits=Limits())
+    options = Options(Path("launch.json"), Path("state"), timeouts=Timeouts())
     health = Health(options, ReportKeeper("u", "p", "r"), "m", 2)
     beats = [
         EdgeBeat(True, active=index, connected=True, finished=10 * index, rejected=1)
@@ -188,7 +190,7 @@ def test_beats_of_several_processes_are_those_of_one_server() -> None:
     assert (edge.finished, edge.rejected) == (30, 2)
     health.on_http_heartbeat(0, EdgeBeat(True, 0, finished=11))
     assert health.edge.finished == 31 and not health.edge.connected
-    health._http_alive_at[1] -= Limits().liveness + 1
+    health._http_alive_at[1] -= Timeouts().liveness + 1
     health.on_http_heartbeat(0, beats[0])
     health.watch([], [0, 0])
     ended = "an HTTP process answered nothing: for 61 s, of which it lacked a CPU for 0 s"

@@ -19,10 +19,10 @@ from ties import same_draws
 from torch.overrides import TorchFunctionMode
 from waiting import limit
 
+from kvline_server.ipc.seeds import keys
 from kvline_server.kernels.interface import NO_TOKEN, RowScores
 from kvline_server.kernels.layout import Draws
 from kvline_server.kernels.torch import TorchKernels
-from kvline_server.seeds import keys
 from kvline_server.worker import vocabulary
 from kvline_server.worker.step import Edits
 from kvline_server.worker.vocabulary import Vocabulary

@@ -15,8 +15,8 @@ from test_profile import Start, from_record, machine
 from kvline_contract.progress import headline
 from kvline_contract.report import START_STAGES, Current, State
 from kvline_server.errors import OutOfMemory
+from kvline_server.ipc.messages import Progress
 from kvline_server.memory.device import MIB
-from kvline_server.messages import Progress
 from kvline_server.parent.narrator import SECONDS, Narrator
 from kvline_server.parent.report_keeper import ReportKeeper
 from kvline_server.sizing.remaining import Remaining

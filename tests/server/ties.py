@@ -13,9 +13,9 @@ from near import TOLERANCE
 
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.sampling import draws
+from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.layout import Draws
 from kvline_server.kernels.torch_rows import choose_rows
-from kvline_server.sampling_params import SamplingParams
 
 
 def may_come(

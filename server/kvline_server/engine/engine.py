@@ -17,9 +17,9 @@ from kvline_server.engine import batch as batches
 from kvline_server.engine.logprobs import cut, join
 from kvline_server.engine.request import Scores, Sequence
 from kvline_server.engine.scheduler import Scheduler, Work
+from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.memory.pages import PagePool
 from kvline_server.parallel.executor import Executor
-from kvline_server.sampling_params import SamplingParams
 from kvline_server.worker.step import InFlight, Results
 
 # error: the model's numbers for this sequence are not finite, so there is no next token.

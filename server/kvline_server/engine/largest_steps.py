@@ -18,10 +18,10 @@ import numpy as np
 from kvline_server.engine.batch import Batch, build
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.scheduler import Work
+from kvline_server.ipc.sampling_params import MAX_BIASES, SamplingParams
 from kvline_server.kernels.routing import Played
 from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
 from kvline_server.model import shard
-from kvline_server.sampling_params import MAX_BIASES, SamplingParams
 from kvline_server.worker.step import Edits, Step
 
 # Rows of the short chunks, or one less than the context has pages: FlashInfer's fa2 runs those over

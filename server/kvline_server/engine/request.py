@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.memory.pages import pages_for
-from kvline_server.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # penalties has the sequences of this module
     from kvline_server.engine.penalties import TokenCounts

@@ -12,8 +12,8 @@ from collections.abc import Sequence as Rows
 import numpy as np
 
 from kvline_server.engine.request import DRAW, Sequence
+from kvline_server.ipc.seeds import keys
 from kvline_server.kernels.layout import Draws
-from kvline_server.seeds import keys
 
 
 def draws(sequences: Rows[Sequence]) -> Draws:

@@ -6,7 +6,7 @@ import sys
 
 from kvline_contract.launch import LaunchConfig
 from kvline_server.engine_process.preamble import importing
-from kvline_server.options import EngineArguments
+from kvline_server.options.arguments import EngineArguments
 
 
 def main(argv: list[str]) -> int:

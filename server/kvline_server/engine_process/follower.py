@@ -11,7 +11,6 @@ from kvline_contract.exits import ExitCode
 from kvline_contract.launch import Device, LaunchConfig
 from kvline_contract.memory import rank_name
 from kvline_contract.report import Termination
-from kvline_server import device_errors, messages
 from kvline_server.engine_process.listen import listen
 from kvline_server.engine_process.pulse import pulse
 from kvline_server.engine_process.start import load_rank, set_threads
@@ -26,8 +25,10 @@ from kvline_server.errors import (
     ServerError,
     StepFailed,
 )
-from kvline_server.messages import Channel, Progress
-from kvline_server.options import RankArguments
+from kvline_server.ipc import messages
+from kvline_server.ipc.messages import Channel, Progress
+from kvline_server.memory import device_errors
+from kvline_server.options.arguments import RankArguments
 from kvline_server.parallel.join import follow
 from kvline_server.parallel.link import Link
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from kvline_contract.exits import ExitCode
 from kvline_contract.report import Termination
 from kvline_server.errors import ServerError
-from kvline_server.messages import Channel, Message, Progress
+from kvline_server.ipc.messages import Channel, Message, Progress
 
 
 def listen(

@@ -18,7 +18,6 @@ from typing import NoReturn
 from kvline_contract import names
 from kvline_contract.exits import ExitCode
 from kvline_contract.launch import LaunchConfig
-from kvline_server import device_errors, messages
 from kvline_server.engine.engine import Engine, Output
 from kvline_server.engine.request import Scores
 from kvline_server.engine_process.listen import listen
@@ -33,8 +32,8 @@ from kvline_server.errors import (
     ServerError,
     StepFailed,
 )
-from kvline_server.memory.pages import PAGE_SIZE
-from kvline_server.messages import (
+from kvline_server.ipc import messages
+from kvline_server.ipc.messages import (
     Beat,
     Channel,
     Delta,
@@ -43,7 +42,9 @@ from kvline_server.messages import (
     Progress,
     PromptScores,
 )
-from kvline_server.options import EngineArguments
+from kvline_server.memory import device_errors
+from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.options.arguments import EngineArguments
 from kvline_server.parallel.link import Link
 
 BEAT_SECONDS = 0.5
@@ -78,7 +79,7 @@ class EngineProcess:
             http_processes=len(self.http),
             ranks=self.arguments.ranks,
             links=self.links,
-            longest_step=options.limits.step,
+            longest_step=options.timeouts.step,
         )
         self.parent.send(Progress(result=result))
         return engine

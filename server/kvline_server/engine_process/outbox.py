@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from kvline_server.messages import Channel, Message, encode
+from kvline_server.ipc.messages import Channel, Message, encode
 
 PATIENCE = 60.0  # seconds in which the other side reads nothing; its liveness allows as many
 CHUNK = 64 << 10  # bytes after which progress is noted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 
-from kvline_server.messages import Channel, Pulse
+from kvline_server.ipc.messages import Channel, Pulse
 
 PULSE_SECONDS = 0.5
 

@@ -14,10 +14,12 @@ from kvline_contract.launch import Device, LaunchConfig
 from kvline_contract.memory import COLLECTIVES
 from kvline_contract.report import Result, Stage
 from kvline_server.engine.engine import Engine
+from kvline_server.ipc.messages import Progress, RankLoaded, SendProgress
 from kvline_server.kernels.group import ALONE, Group
-from kvline_server.messages import Progress, RankLoaded, SendProgress
 from kvline_server.model.config import ModelConfig
-from kvline_server.options import LONGEST_STEP, Options, SharedByRanks
+from kvline_server.options.arguments import SharedByRanks
+from kvline_server.options.options import Options
+from kvline_server.options.timeouts import LONGEST_STEP
 from kvline_server.parallel import wire
 from kvline_server.parallel.connect import connect
 from kvline_server.parallel.executor import Local

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from starlette.requests import ClientDisconnect
 
 from kvline_server.http.errors import ApiError, BadRequest, NotRead, TooMany, Unavailable
-from kvline_server.options import QUEUE_FACTOR, max_sequences
-from kvline_server.totals import SCORE_BYTES, SEQUENCES, TOKENS, Totals
+from kvline_server.ipc.totals import SCORE_BYTES, SEQUENCES, TOKENS, Totals
+from kvline_server.options.clients import QUEUE_FACTOR, max_sequences
 
 
 class Room:

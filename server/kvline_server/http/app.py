@@ -20,7 +20,7 @@ from kvline_server.http.body import Bodies, parse_object, read_json
 from kvline_server.http.chat import Chat
 from kvline_server.http.completions import Completion
 from kvline_server.http.errors import ApiError, EngineFailed, NotAllowed, NotFound
-from kvline_server.http.generate import Generator, Limits
+from kvline_server.http.generate import Generator, RequestLimits
 from kvline_server.http.later import encode
 from kvline_server.http.protocol import (
     ChatRequest,
@@ -42,7 +42,7 @@ class Service:
     generator: Generator
     admission: Admission
     bodies: Bodies
-    limits: Limits
+    limits: RequestLimits
     started: int = field(default_factory=lambda: int(time.time()))
     rendering: asyncio.Semaphore = field(init=False)  # as many chats as processes render
 
@@ -157,7 +157,7 @@ def _model(service: Service) -> dict[str, Any]:
     }
 
 
-def _check_model(name: str, limits: Limits) -> None:
+def _check_model(name: str, limits: RequestLimits) -> None:
     if name != limits.served_name:
         raise NotFound(
             f"model: this server serves {limits.served_name!r}", "model", "model_not_found"

@@ -14,8 +14,8 @@ from typing import Any
 from starlette.requests import Request
 
 from kvline_server.http.errors import BadRequest, TimedOut, TooLarge, TooMany, UnsupportedType
-from kvline_server.options import FREE_BYTES, ClientLimits
-from kvline_server.totals import BODY_BYTES, Totals
+from kvline_server.ipc.totals import BODY_BYTES, Totals
+from kvline_server.options.clients import FREE_BYTES, ClientLimits
 
 MAX_BODY_BYTES = 2 << 20
 MAX_VALUES = 1 << 15  # texts, lists and objects in a body: 2 MiB of empty lists take 70 MiB

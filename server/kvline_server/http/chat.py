@@ -18,8 +18,8 @@ from kvline_server.http.generate import (
 from kvline_server.http.later import Later
 from kvline_server.http.protocol import ChatRequest
 from kvline_server.http.scores import unpack
-from kvline_server.messages import PackedScores
-from kvline_server.sampling_params import SamplingParams
+from kvline_server.ipc.messages import PackedScores
+from kvline_server.ipc.sampling_params import SamplingParams
 
 
 class Chat(Route[ChatRequest]):

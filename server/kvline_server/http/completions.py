@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from kvline_server import seeds
 from kvline_server.http.envelope import Route, whole
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.generate import (
@@ -22,8 +21,9 @@ from kvline_server.http.later import Later
 from kvline_server.http.packed import base64_arrays
 from kvline_server.http.protocol import CompletionRequest, GenerationRequest
 from kvline_server.http.scores import TokenScore, between, chosen, unpack
-from kvline_server.messages import PackedScores
-from kvline_server.sampling_params import SamplingParams
+from kvline_server.ipc import seeds
+from kvline_server.ipc.messages import PackedScores
+from kvline_server.ipc.sampling_params import SamplingParams
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 ECHO_TOKENS = 8  # tokens per event of a streamed prompt with logprobs; events are buffered

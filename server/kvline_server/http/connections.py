@@ -27,7 +27,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from kvline_server.http.errors import ApiError, BadRequest, HeadTooLarge, TimedOut
-from kvline_server.options import ClientLimits
+from kvline_server.options.clients import ClientLimits
 
 NEVER = float("inf")
 CROWDED = 7 / 8  # of the connections allowed: from here on each answer is its connection's last

@@ -9,11 +9,11 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 
-from kvline_server import messages
-from kvline_server.histogram import Latencies
 from kvline_server.http.errors import ApiError, EngineFailed, NotRead
 from kvline_server.http.shared_prompts import SharedPrompts
-from kvline_server.messages import (
+from kvline_server.ipc import messages
+from kvline_server.ipc.histogram import Latencies
+from kvline_server.ipc.messages import (
     Abort,
     Delta,
     Deltas,
@@ -21,7 +21,7 @@ from kvline_server.messages import (
     PromptScores,
     Submit,
 )
-from kvline_server.sampling_params import SamplingParams
+from kvline_server.ipc.sampling_params import SamplingParams
 
 ENDED = "the engine ended while it worked on this request"
 

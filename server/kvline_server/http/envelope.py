@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Generic, TypeVar
 import msgspec
 
 from kvline_server.http.errors import ApiError
-from kvline_server.http.generate import Answer, Generator, Limits, Piece
+from kvline_server.http.generate import Answer, Generator, Piece, RequestLimits
 from kvline_server.http.later import encode
 from kvline_server.http.protocol import GenerationRequest, StreamOptions
-from kvline_server.sampling_params import SamplingParams
+from kvline_server.ipc.sampling_params import SamplingParams
 
 Request = TypeVar("Request", bound=GenerationRequest)
 NO_OPTIONS = StreamOptions()
@@ -33,7 +33,7 @@ class Route(ABC, Generic[Request]):
     id: str
     request: Request
     generator: Generator
-    limits: Limits
+    limits: RequestLimits
     arrived: float  # when the request had come, by time.monotonic
     created: int = field(init=False, default_factory=lambda: int(time.time()))
     prompts: list[list[int]] = field(init=False, default_factory=list)

@@ -21,8 +21,8 @@ from kvline_server.http.scores import held_outputs
 from kvline_server.http.stops import StopMatcher
 from kvline_server.http.tokens import TextStream, Tokens
 from kvline_server.http.trace import Traces
-from kvline_server.messages import Delta, PackedScores
-from kvline_server.sampling_params import SamplingParams
+from kvline_server.ipc.messages import Delta, PackedScores
+from kvline_server.ipc.sampling_params import SamplingParams
 
 # One chunk of an answer has at most so many tokens, and so many with their alternatives: those that
 # wait for a client are small.
@@ -64,7 +64,7 @@ class Answer(Piece):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     """Limits of a request, from the model and the validated engine."""
 
     served_name: str
@@ -187,7 +187,7 @@ class Generator:
 
 def sampling(
     request: GenerationRequest,
-    limits: Limits,
+    limits: RequestLimits,
     prompt_length: int,
     max_tokens: int,
     logprobs: int | None,
@@ -228,7 +228,7 @@ def sampling(
     )
 
 
-def check_prompt(prompt: list[int], limits: Limits, name: str) -> None:
+def check_prompt(prompt: list[int], limits: RequestLimits, name: str) -> None:
     if not prompt:
         raise BadRequest(f"{name}: must hold at least one token", name)
     if len(prompt) > limits.max_model_len:

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvline_server.http.later import LaterBase64
 from kvline_server.http.scores import NUMBER
-from kvline_server.messages import PackedScores
+from kvline_server.ipc.messages import PackedScores
 
 ROWS = 384  # encoded at a time
 

@@ -25,7 +25,6 @@ import uvicorn
 from kvline_contract.exits import ExitCode
 from kvline_contract.launch import LaunchConfig
 from kvline_contract.tracing import NoTracing, tracer
-from kvline_server import messages
 from kvline_server.errors import ConfigInvalid, EngineConnectionLost, InvalidFrame, ServerError
 from kvline_server.http.access import Guard, Key
 from kvline_server.http.admission import Admission
@@ -34,14 +33,15 @@ from kvline_server.http.body import Bodies
 from kvline_server.http.connections import Connections
 from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.errors import Unavailable
-from kvline_server.http.generate import Generator, Limits
+from kvline_server.http.generate import Generator, RequestLimits
 from kvline_server.http.tls import Certificate
 from kvline_server.http.tokenizer_files import open_chat, open_tokens
 from kvline_server.http.trace import Traces
-from kvline_server.messages import COUNTS, Drain, EdgeBeat, Progress, Serve
+from kvline_server.ipc import messages
+from kvline_server.ipc.messages import COUNTS, Drain, EdgeBeat, Progress, Serve
+from kvline_server.ipc.totals import Totals
 from kvline_server.model.config import read_config
-from kvline_server.options import HttpArguments
-from kvline_server.totals import Totals
+from kvline_server.options.arguments import HttpArguments
 
 BEAT_SECONDS = 0.5
 SHORT_BEAT_SECONDS = 0.05  # where the parent waits: for the start, and for what a drain ends
@@ -86,7 +86,7 @@ class Edge:
                 max_held=edge.score_bytes, max_requests=edge.connections, totals=totals
             ),
             bodies=Bodies(edge, totals),
-            limits=Limits(launch.model.served_name, model.vocabulary, 0, 0, 0),
+            limits=RequestLimits(launch.model.served_name, model.vocabulary, 0, 0, 0),
         )
         self.key = Key(options.key) if launch.require_api_key else None
         tls = Certificate(options.tls) if launch.require_tls else None

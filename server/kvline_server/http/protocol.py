@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from kvline_server.http import neutral
 from kvline_server.http.template_files import RESERVED
 from kvline_server.http.validation import EmptyArray, UnsupportedValue, bad_request
-from kvline_server.options import MAX_PROMPTS
-from kvline_server.sampling_params import MAX_BIASES
+from kvline_server.ipc.sampling_params import MAX_BIASES
+from kvline_server.options.clients import MAX_PROMPTS
 
 MAX_CHOICES = 8
 MAX_MESSAGES = 1024

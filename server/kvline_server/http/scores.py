@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvline_server.messages import PackedScores
+from kvline_server.ipc.messages import PackedScores
 
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf
 TOKENS = 32  # unpacked at a time

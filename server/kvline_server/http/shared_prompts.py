@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvline_server.messages import Delta, PackedScores
-from kvline_server.sampling_params import SamplingParams
+from kvline_server.ipc.messages import Delta, PackedScores
+from kvline_server.ipc.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 from kvline_server.http.envelope import Chunks, Route, error_event
 from kvline_server.http.errors import ApiError, EngineFailed
 from kvline_server.http.generate import Answer
-from kvline_server.sampling_params import SamplingParams
+from kvline_server.ipc.sampling_params import SamplingParams
 
 log = logging.getLogger("kvline")
 UNREAD_BYTES = 16 << 10  # buffered here; what follows waits in engine_client, which limits it

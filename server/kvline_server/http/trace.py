@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from kvline_server.messages import Delta
+from kvline_server.ipc.messages import Delta
 
 
 class Traces:

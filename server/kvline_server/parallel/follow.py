@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from kvline_server import device_errors
 from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, RankLost, StepFailed
+from kvline_server.ipc.messages import Answer, Call, Run
 from kvline_server.kernels.group import Group
-from kvline_server.messages import Answer, Call, Run
+from kvline_server.memory import device_errors
 from kvline_server.parallel.executor import Local
 from kvline_server.parallel.link import Link
 from kvline_server.parallel.wire import Steps

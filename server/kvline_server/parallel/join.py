@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvline_server.errors import DeviceFailure
+from kvline_server.ipc.messages import RankLoaded
 from kvline_server.kernels.group import Group
 from kvline_server.memory.device import MIB
-from kvline_server.messages import RankLoaded
 from kvline_server.parallel.executor import Local
 from kvline_server.parallel.follow import Follower
 from kvline_server.parallel.link import Link

@@ -6,9 +6,9 @@ from __future__ import annotations
 import socket
 import time
 
-from kvline_server import messages
 from kvline_server.errors import InvalidFrame, RankLost
-from kvline_server.messages import LENGTH, Message
+from kvline_server.ipc import messages
+from kvline_server.ipc.messages import LENGTH, Message
 
 _READ = 64 << 10
 

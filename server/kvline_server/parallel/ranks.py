@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
-from kvline_server import device_errors
 from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, RankLost, StepFailed
+from kvline_server.ipc.messages import Answer, Call, Run
 from kvline_server.kernels.group import Group
 from kvline_server.kernels.tuning import Choices
-from kvline_server.messages import Answer, Call, Run
+from kvline_server.memory import device_errors
 from kvline_server.parallel.executor import Local, Usage
 from kvline_server.parallel.link import Link
 from kvline_server.parallel.wire import Steps

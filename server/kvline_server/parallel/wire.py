@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvline_server.ipc.sampling_params import MAX_BIASES
 from kvline_server.kernels.layout import Draws, Layout
 from kvline_server.kernels.routing import Played
 from kvline_server.memory.pages import pages_for
-from kvline_server.sampling_params import MAX_BIASES
 from kvline_server.worker.step import Edits, Step
 
 _I8, _I4, _F4, _U8 = np.int64, np.int32, np.float32, np.uint64

@@ -16,18 +16,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvline_contract import listening
-from kvline_server import totals
 from kvline_server.errors import InvalidFrame
-from kvline_server.messages import Channel, Message
-from kvline_server.options import (
+from kvline_server.ipc import totals
+from kvline_server.ipc.messages import Channel, Message
+from kvline_server.options.arguments import (
     ChildArguments,
-    ClientLimits,
     EngineArguments,
     HttpArguments,
-    Options,
     RankArguments,
     SharedByRanks,
 )
+from kvline_server.options.clients import ClientLimits
+from kvline_server.options.options import Options
 
 STREAM_SECONDS = 3.0  # until the control sockets of children that have ended are at their end
 

@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from kvline_server.options import ClientLimits
+from kvline_server.options.clients import ClientLimits
 
 CGROUP = Path("/sys/fs/cgroup")  # in a container, its own
 MOST = 4  # HTTP processes; more than one engine process feeds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from kvline_server.messages import EdgeBeat
+from kvline_server.ipc.messages import EdgeBeat
 
 END_SECONDS = 3.0  # after a drain or an engine's end, for the errors of unfinished requests
 MOST_END_SECONDS = 30.0  # by the clock, where a busy node gives HTTP no CPU for them

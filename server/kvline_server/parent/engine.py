@@ -15,10 +15,10 @@ from pathlib import Path
 
 from kvline_contract.exits import ExitCode
 from kvline_contract.report import Termination
-from kvline_server.messages import Message, Progress, Pulse, StepFailed
-from kvline_server.options import Options
+from kvline_server.ipc.messages import Message, Progress, Pulse, StepFailed
+from kvline_server.ipc.starvation import Quiet
+from kvline_server.options.options import Options
 from kvline_server.parent.children import Child, hear_last_words, start_engine
-from kvline_server.starvation import Quiet
 
 FOLDER = "ranks-"
 LOST = int(ExitCode.RANK_LOST)

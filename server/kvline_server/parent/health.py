@@ -15,13 +15,13 @@ from functools import partial
 from kvline_contract.codec import ContractError
 from kvline_contract.launch import GateFile
 from kvline_contract.report import VERSION, Load, State
-from kvline_server.histogram import total
-from kvline_server.messages import COUNTS, Beat, EdgeBeat
-from kvline_server.options import Options
+from kvline_server.ipc.histogram import total
+from kvline_server.ipc.messages import COUNTS, Beat, EdgeBeat
+from kvline_server.ipc.starvation import Quiet
+from kvline_server.options.options import Options
 from kvline_server.parent import metrics
 from kvline_server.parent.recent import Recent
 from kvline_server.parent.report_keeper import ReportKeeper
-from kvline_server.starvation import Quiet
 
 WATCHED_SECONDS = 60.0  # the parent's loop takes a tenth of a second, and ends of others some more
 
@@ -101,7 +101,7 @@ class Health:
     def read_gate(self) -> None:
         """Re-reads the gate file every second; the last valid one stays in force."""
         now = time.monotonic()
-        if self.options.gate is None or now - self._gate_read_at < self.options.limits.gate:
+        if self.options.gate is None or now - self._gate_read_at < self.options.timeouts.gate:
             return
         self._gate_read_at = now
         with contextlib.suppress(OSError, ContractError):
@@ -132,7 +132,7 @@ class Health:
         if not self.edge.connected:
             return "HttpNotConnected"
         # Leave the endpoints well before the end, so that no new requests wait.
-        stalled = self._stalled(self.options.limits.step)
+        stalled = self._stalled(self.options.timeouts.step)
         if stalled is not None:
             return stalled[0]
         if self.options.gate is None:
@@ -156,7 +156,7 @@ class Health:
 
     def no_progress(self) -> str | None:
         """Why the pod must end: a process that makes no progress, though it has been given CPU."""
-        stalled = self._stalled(self.options.limits.liveness)
+        stalled = self._stalled(self.options.timeouts.liveness)
         if stalled is None:
             return None
         name, quiet = stalled
@@ -171,7 +171,7 @@ class Health:
         """Until the last client knows that the pod ends; not at all where it was never ready: a
         rejected candidate has no client, and another pod may be waiting for its GPU."""
         if self._was_ready:
-            self._need_not_wait.wait(self.options.limits.leave)
+            self._need_not_wait.wait(self.options.timeouts.leave)
 
     def end_wait(self, token: str) -> str | None:
         """The operator's notice that a pod waits for this one's GPU, and that no other serves: the

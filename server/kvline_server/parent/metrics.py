@@ -19,8 +19,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from kvline_contract.report import Result, SizingReport
+from kvline_server.ipc.messages import Beat, EdgeBeat
 from kvline_server.memory.pages import PAGE_SIZE
-from kvline_server.messages import Beat, EdgeBeat
 
 MIB = 1 << 20
 # By the names of vLLM's, each with what it measures of a sequence; `model_name` is vLLM's label.

@@ -13,8 +13,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from kvline_contract.report import Percentiles
-from kvline_server.histogram import Histogram, Latencies, quantile
-from kvline_server.messages import EdgeBeat
+from kvline_server.ipc.histogram import Histogram, Latencies, quantile
+from kvline_server.ipc.messages import EdgeBeat
 
 RETRY_SECONDS = 1.0  # a 429's Retry-After
 REJECTED_SECONDS = 60.0

@@ -22,7 +22,7 @@ from kvline_contract.report import (
     State,
     Termination,
 )
-from kvline_server.messages import Progress
+from kvline_server.ipc.messages import Progress
 
 MAX_WARNING = 500  # characters, beside a rank's name
 

@@ -25,15 +25,7 @@ from kvline_contract.names import ATTEMPTS_FILE, ENV_POD_NAME, ENV_POD_UID
 from kvline_contract.progress import WAITS_FOR_HTTP
 from kvline_contract.report import State, Termination
 from kvline_server.errors import ConfigInvalid, PortTaken, ServerError
-from kvline_server.flags import with_flag_names
-from kvline_server.memory.device import (
-    check_memory,
-    container_limit,
-    host_limit,
-    machine_memory,
-    unbounded,
-)
-from kvline_server.messages import (
+from kvline_server.ipc.messages import (
     Beat,
     Drain,
     EdgeBeat,
@@ -42,7 +34,17 @@ from kvline_server.messages import (
     Progress,
     Serve,
 )
-from kvline_server.options import LARGE_HOST, ClientLimits, Options
+from kvline_server.ipc.starvation import Quiet
+from kvline_server.memory.device import (
+    check_memory,
+    container_limit,
+    host_limit,
+    machine_memory,
+    unbounded,
+)
+from kvline_server.options.clients import LARGE_HOST, ClientLimits
+from kvline_server.options.flags import with_flag_names
+from kvline_server.options.options import Options
 from kvline_server.parent import stalls
 from kvline_server.parent.causes import Causes
 from kvline_server.parent.children import Child, hear_last_words, listen, start_http
@@ -54,7 +56,6 @@ from kvline_server.parent.internal import InternalServer
 from kvline_server.parent.narrator import Narrator
 from kvline_server.parent.report_keeper import ReportKeeper
 from kvline_server.sizing.record import AttemptStore, unreadable
-from kvline_server.starvation import Quiet
 
 
 class Supervisor:
@@ -76,7 +77,7 @@ class Supervisor:
         self.internal: InternalServer | None = None
         self.stop_now = False
         self.causes = Causes(self.keeper, self.device)
-        self.drain_seconds = options.drain or launch.drain_seconds or options.limits.drain
+        self.drain_seconds = options.drain or launch.drain_seconds or options.timeouts.drain
 
     def run(self, until: Callable[[], bool] | None = None) -> int:
         """Serves until a signal, a failure, or `until` returns true; returns the exit code."""
@@ -126,7 +127,7 @@ class Supervisor:
             if failure is not None:
                 return self._end(failure)
             self.health.read_gate()
-            time.sleep(self.options.limits.poll)
+            time.sleep(self.options.timeouts.poll)
         return int(ExitCode.DRAINED)
 
     def _watch_progress(self) -> None:
@@ -285,7 +286,7 @@ class Supervisor:
             failure = self.keeper.report.failure or self.causes.of_process("HTTP", code)
             self._end_with_answers()
             return failure
-        engine, limit = self.engine, self.options.limits.rank
+        engine, limit = self.engine, self.options.timeouts.rank
         if engine is None:
             return self._stalled()
         silent = engine.silent(limit)
@@ -330,7 +331,7 @@ class Supervisor:
             waits.watch(http)
             if waits.seconds() > END_SECONDS or waits.by_the_clock() > MOST_END_SECONDS:
                 return
-            time.sleep(self.options.limits.poll / 10)
+            time.sleep(self.options.timeouts.poll / 10)
 
     def _attempts(self) -> AttemptStore:
         return AttemptStore(self.options.state_dir / ATTEMPTS_FILE)
@@ -342,7 +343,7 @@ class Supervisor:
             return None
         if state is State.VALIDATED:
             return None if self.health.draining else self._serves_no_more()
-        limit, quiet = self.options.limits.stage, self.starting.seconds()
+        limit, quiet = self.options.timeouts.stage, self.starting.seconds()
         thrashes = stalls.patience(self.keeper.report.stages, limit)
         if state is State.VALIDATING and self.device is Device.CPU and quiet > thrashes:
             self.causes.thrashed = True

@@ -12,16 +12,16 @@ import torch
 from kvline_contract.launch import LaunchConfig, LoadFormat
 from kvline_contract.memory import COLLECTIVES, KV_CACHE, WEIGHTS
 from kvline_contract.report import Provenance, Stage
-from kvline_server import device_errors
 from kvline_server.errors import DeviceOutOfMemory, ModelNotFound
+from kvline_server.ipc.messages import Progress, SendProgress
 from kvline_server.kernels.fp8 import FP8
 from kvline_server.kernels.group import ALONE, Group
 from kvline_server.kernels.interface import Kernels
+from kvline_server.memory import device_errors
 from kvline_server.memory.arena import KVShape, Scales
 from kvline_server.memory.device import MIB, Device, compact_heap
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.memory.parts import OwnedPart
-from kvline_server.messages import Progress, SendProgress
 from kvline_server.model import kv_scales, loader
 from kvline_server.model.config import ModelConfig, read_config
 from kvline_server.model.decoder import Decoder, kv_shape

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection
 
 from kvline_contract.report import Direction, Knob
 from kvline_server.errors import StepTooLong
+from kvline_server.ipc.starvation import threads, waited
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.sizing.settings import EngineSettings
-from kvline_server.starvation import threads, waited
 from kvline_server.worker.step import Step
 
 SAFE = 0.8  # of what would just do: a step's time is not quite in proportion to its rows

@@ -17,12 +17,12 @@ from kvline_contract import times
 from kvline_contract.progress import WAITS_FOR_HTTP
 from kvline_contract.report import Attempt, Outcome, Result, Source, Stage, State
 from kvline_server.errors import DeviceFailure, DeviceOutOfMemory, OutOfMemory, StepTooLong
+from kvline_server.ipc.messages import Progress, SendProgress
 from kvline_server.kernels import tuning
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
-from kvline_server.messages import Progress, SendProgress
-from kvline_server.options import LONGEST_STEP
+from kvline_server.options.timeouts import LONGEST_STEP
 from kvline_server.sizing.advice import Adviser, Found
 from kvline_server.sizing.diagnosis import Diagnosis
 from kvline_server.sizing.loaded import Loaded

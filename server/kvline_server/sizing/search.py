@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from kvline_contract.report import Outcome
 from kvline_server.errors import DeviceFailure, DeviceOutOfMemory
+from kvline_server.ipc.messages import Progress
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
-from kvline_server.messages import Progress
 from kvline_server.sizing.session import (
     MAX_TRIES,
     NEIGHBOUR_PAUSE,

@@ -15,11 +15,11 @@ from kvline_contract import times
 from kvline_contract.progress import ready_at
 from kvline_contract.report import START_STAGES, Current, Stage, State
 from kvline_server.engine.largest_steps import LargestSteps, MakeBatch
+from kvline_server.ipc.messages import Progress, SendProgress
 from kvline_server.kernels.routing import Played
 from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.pages import PAGE_SIZE
-from kvline_server.messages import Progress, SendProgress
-from kvline_server.options import LONGEST_STEP
+from kvline_server.options.timeouts import LONGEST_STEP
 from kvline_server.sizing import pace
 from kvline_server.sizing.loaded import Loaded
 from kvline_server.sizing.measure import Measurement

@@ -12,7 +12,7 @@ from kvline_server.kernels.interface import LOGIT_BLOCK
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.model import shard
 from kvline_server.model.config import ModelConfig
-from kvline_server.options import ENGINE_QUEUED_BYTES, QUEUED_BYTES, ClientLimits
+from kvline_server.options.clients import ENGINE_QUEUED_BYTES, QUEUED_BYTES, ClientLimits
 
 DEFAULTS = {
     Device.CPU: {

@@ -17,11 +17,11 @@ import torch
 
 from kvline_contract.launch import Device as Kind
 from kvline_contract.launch import KVCacheDtype, LaunchConfig
-from kvline_server import device_errors
 from kvline_server.errors import DeviceFailure
 from kvline_server.kernels.group import Group
 from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.torch import TorchKernels
+from kvline_server.memory import device_errors
 from kvline_server.memory.arena import Arena, HostArena, KVShape
 from kvline_server.memory.device import MIB, Device, cpu_device, unbounded
 from kvline_server.model.config import ModelConfig

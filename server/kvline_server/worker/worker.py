@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from kvline_server import device_errors
 from kvline_server.kernels import tuning
 from kvline_server.kernels.interface import Fetch, RowScores, SlotMapping
 from kvline_server.kernels.tuning import Choices
+from kvline_server.memory import device_errors
 from kvline_server.memory.arena import Arena
 from kvline_server.model.decoder import Decoder
 from kvline_server.worker.decode_graphs import DecodeGraphs

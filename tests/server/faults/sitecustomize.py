@@ -55,7 +55,7 @@ def break_step() -> None:
                     pass
                 return launch(self, step, *more)
             if kind == "garble":
-                garble_frames("kvline_server.messages")
+                garble_frames("kvline_server.ipc.messages")
                 return launch(self, step, *more)
             if kind == "nan":
                 return launch_nan(self, step, *more)

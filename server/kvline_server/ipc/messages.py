@@ -26,8 +26,8 @@ from kvline_contract.report import (
     Termination,
 )
 from kvline_server.errors import InvalidFrame
-from kvline_server.histogram import Latencies
-from kvline_server.sampling_params import SamplingParams
+from kvline_server.ipc.histogram import Latencies
+from kvline_server.ipc.sampling_params import SamplingParams
 
 LENGTH = 4  # bytes of a frame's length, before its body
 MAX_FRAME = 64 << 20  # bytes; a prompt of a million tokens takes five

@@ -24,10 +24,11 @@ from kvline_contract.launch import (
     LoadFormat,
     Model,
 )
+from kvline_server.command.scratch import scratch
 from kvline_server.errors import ConfigInvalid, ServerError
-from kvline_server.flags import Parser, number, quantity
-from kvline_server.options import KEY_FILE, TLS_FOLDER, ClientLimits, Options
-from kvline_server.scratch import scratch
+from kvline_server.options.clients import ClientLimits
+from kvline_server.options.flags import Parser, number, quantity
+from kvline_server.options.options import KEY_FILE, TLS_FOLDER, Options
 
 ENGINE = [field.name for field in fields(EngineOptions)]
 # What a launch.json says itself; the flag would be overruled in silence.
@@ -175,7 +176,7 @@ def main(argv: list[str]) -> int:
     arguments = build_parser().parse_args(argv)
     try:
         if arguments.command in ("download", "check"):
-            from kvline_server.download import check, download
+            from kvline_server.command.download import check, download
 
             step = check if arguments.command == "check" else download
             step(_read_launch(arguments.config))
@@ -260,7 +261,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
         if arguments.command == "serve":
             return start(launch).run()
-        from kvline_server import compare, size
+        from kvline_server.command import compare, size
         from kvline_server.memory.device import container_limit, host_limit, unbounded
 
         if arguments.write_record:  # reported before the work, not after it

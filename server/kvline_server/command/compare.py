@@ -19,12 +19,12 @@ from kvline_contract.codec import ContractError, camel, encode
 from kvline_contract.launch import Device, EngineOptions, LaunchConfig
 from kvline_contract.memory import EXPERTS, KV_CACHE, SCALES, WEIGHTS
 from kvline_contract.report import SizingReport
+from kvline_server.command.size import INTERRUPTED, add_record, measure
 from kvline_server.errors import ModelUnsupported
-from kvline_server.flags import quantity, with_flag_names
 from kvline_server.model import shard
 from kvline_server.model.config import read_config
+from kvline_server.options.flags import quantity, with_flag_names
 from kvline_server.parent.supervisor import Supervisor
-from kvline_server.size import INTERRUPTED, add_record, measure
 
 MAX_CHOICES = 8
 AS_GIVEN = "as given"

@@ -1,18 +1,11 @@
-"""Options of the server: paths, ports, time limits. Tests shorten the limits."""
+"""What clients of the API port may ask at once, and the memory that this takes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Self
+from dataclasses import dataclass, replace
 
-import msgspec
-
-from kvline_contract import names
 from kvline_contract.launch import Device
 
-KEY_FILE = Path(names.ACCESS_DIR) / names.ACCESS_FILE
-TLS_FOLDER = Path(names.TLS_DIR)
 QUEUE_FACTOR = 4  # waiting sequences per running one
 MAX_PROMPTS = 128  # of one request
 FREE_BYTES = 16 << 10  # of each body: a small one is never refused for what large ones hold
@@ -39,29 +32,6 @@ PER_TEXT_BYTE, PER_UNREAD_TOKEN, OTHER = 176, 1344, 37 << 20
 # For each token of the KV cache: prompts of several times its size are admitted, as Python ints,
 # with as many offsets where they are echoed; and the engine has a copy of its own.
 QUEUED_BYTES, ENGINE_QUEUED_BYTES = (1 + QUEUE_FACTOR) * 80, (1 + QUEUE_FACTOR) * 40
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Seconds."""
-
-    # Without progress, but for what processes were starved of CPU (starvation.py).
-    stage: float = 300.0  # of a start, which ends then
-    liveness: float = 60.0  # without a step while busy, or without a heartbeat of the event loop
-    # Where the launch sets none; preStop + drain + 5 s to exit < the grace period.
-    drain: float = 120.0
-    leave: float = names.PRE_STOP_SECONDS  # until the last client knows that the pod ends
-    rank: float = 30.0  # without a pulse of one of several ranks
-    poll: float = 0.1
-    gate: float = 1.0
-
-    @property
-    def step(self) -> float:
-        """The longest that one may take: longer ones take a pod out of the endpoints."""
-        return self.liveness / 2
-
-
-LONGEST_STEP = Limits().step
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,75 +92,3 @@ class ClientLimits:
 def max_sequences(running: int) -> int:
     """Sequences admitted at once, where so many run."""
     return max(running * (1 + QUEUE_FACTOR), MAX_PROMPTS)
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    config: Path
-    state_dir: Path
-    gate: Path | None = None  # None: no gate, always open
-    record: Path | None = None
-    key: Path = KEY_FILE  # read if the launch requires a key
-    tls: Path = TLS_FOLDER  # tls.crt and tls.key; read if the launch requires TLS
-    host: str = "::"  # both families: a pod's ports are its interface
-    port: int = 8000
-    internal_port: int = 8001
-    memory: int | None = None
-    threads: int | None = None
-    termination_log: Path | None = None
-    http_processes: int | None = None  # None: as many as the pod's CPUs allow
-    drain: int | None = None  # seconds; overrides the launch and the limits
-    from_flags: bool = False  # started with flags, not a launch file: messages name flags
-    limits: Limits = field(default_factory=Limits)
-    clients: ClientLimits = field(default_factory=ClientLimits)
-
-
-class ChildArguments(msgspec.Struct, kw_only=True):
-    """Of a process that the parent starts: JSON, as its one argument."""
-
-    options: Options
-    control_fd: int  # socket to the parent
-
-    def dumps(self) -> str:
-        return msgspec.json.encode(self, enc_hook=str).decode()
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        return msgspec.json.decode(text, type=cls, dec_hook=lambda kind, value: kind(value))
-
-
-class HttpArguments(ChildArguments, kw_only=True):
-    """Its options have the limits of one of the HTTP processes."""
-
-    handover_fd: int  # receives the socket to the engine
-    listen_fd: int
-    totals_fd: int  # of what all HTTP processes hold
-    index: int  # of this process
-    processes: int
-
-
-class SharedByRanks(msgspec.Struct):
-    """What the processes of a model's ranks share."""
-
-    count: int
-    folder: Path  # where they meet, empty at first
-    steps_fd: int  # shared memory for the steps
-
-
-class EngineArguments(ChildArguments, kw_only=True):
-    """Of rank 0."""
-
-    http_fds: list[int]  # sockets, one to each HTTP process
-    root: int  # pid of the process tree whose memory counts
-    ranks: SharedByRanks | None = None  # None: one rank
-    rank_fds: list[int] = []  # sockets, one to each other rank, in their order
-
-
-class RankArguments(ChildArguments, kw_only=True):
-    """Of each other rank."""
-
-    rank: int  # from 1
-    http_processes: int  # as rank 0 has them: settings depend on them
-    ranks: SharedByRanks
-    engine_fd: int  # socket to rank 0
-    root: int

@@ -19,8 +19,8 @@ from kvline_contract.memory import Memory, rank_title
 from kvline_contract.progress import line
 from kvline_contract.report import Result, SizingReport, State
 from kvline_server.errors import ConfigInvalid
-from kvline_server.flags import with_flag_names
 from kvline_server.model.config import read_config
+from kvline_server.options.flags import with_flag_names
 from kvline_server.parent.supervisor import Supervisor
 from kvline_server.sizing import record as records
 

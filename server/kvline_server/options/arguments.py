@@ -1,0 +1,61 @@
+"""Arguments of the processes that the parent starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from kvline_server.options.options import Options
+
+
+class ChildArguments(msgspec.Struct, kw_only=True):
+    """Of a process that the parent starts: JSON, as its one argument."""
+
+    options: Options
+    control_fd: int  # socket to the parent
+
+    def dumps(self) -> str:
+        return msgspec.json.encode(self, enc_hook=str).decode()
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        return msgspec.json.decode(text, type=cls, dec_hook=lambda kind, value: kind(value))
+
+
+class HttpArguments(ChildArguments, kw_only=True):
+    """Its options have the limits of one of the HTTP processes."""
+
+    handover_fd: int  # receives the socket to the engine
+    listen_fd: int
+    totals_fd: int  # of what all HTTP processes hold
+    index: int  # of this process
+    processes: int
+
+
+class SharedByRanks(msgspec.Struct):
+    """What the processes of a model's ranks share."""
+
+    count: int
+    folder: Path  # where they meet, empty at first
+    steps_fd: int  # shared memory for the steps
+
+
+class EngineArguments(ChildArguments, kw_only=True):
+    """Of rank 0."""
+
+    http_fds: list[int]  # sockets, one to each HTTP process
+    root: int  # pid of the process tree whose memory counts
+    ranks: SharedByRanks | None = None  # None: one rank
+    rank_fds: list[int] = []  # sockets, one to each other rank, in their order
+
+
+class RankArguments(ChildArguments, kw_only=True):
+    """Of each other rank."""
+
+    rank: int  # from 1
+    http_processes: int  # as rank 0 has them: settings depend on them
+    ranks: SharedByRanks
+    engine_fd: int  # socket to rank 0
+    root: int
