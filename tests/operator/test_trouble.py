@@ -86,6 +86,7 @@ def not_set_up(since: str) -> tuple[Object, ...]:
 GATED = no_node("SchedulingGated", "Scheduling is blocked due to non-empty scheduling gates")
 KUEUE = [{"name": "kueue.x-k8s.io/admission"}]
 NO_CLAIM = no_node("Unschedulable", '0/3 nodes: persistentvolumeclaim "models" not found.')
+UNBOUND = "pod has unbound immediate PersistentVolumeClaims"
 OTHER_ARCHITECTURE = "a line of its log\n" * 99 + "exec /opt/kvline/bin/python: exec format error\n"
 CREATING = waiting("ContainerCreating", "")
 
@@ -110,6 +111,17 @@ CREATING = waiting("ContainerCreating", "")
             "ModelAvailable",
             "ClaimMissing",
             "claim models does not exist in namespace ns",
+        ),
+        (
+            pod(
+                conditions=no_node(
+                    "Unschedulable", f"0/1 nodes are available: {UNBOUND}. not found"
+                ),
+                volumes=[{"name": "model", "persistentVolumeClaim": {"claimName": "models"}}],
+            ),
+            "ModelAvailable",
+            "ClaimPending",
+            "claim models of namespace ns has no volume: `kubectl -n ns describe pvc models`",
         ),
         (
             pod(CREATING, conditions=not_set_up("2026-01-01T11:57:00Z")),

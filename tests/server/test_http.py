@@ -21,7 +21,7 @@ from servers import Server, wait_for
 from waiting import limit
 
 from kvline_server.http.completions import seeded
-from kvline_server.sampling_params import SamplingParams
+from kvline_server.ipc.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.process
 LEAVES = 0.3  # seconds after which a client has left
@@ -439,6 +439,19 @@ def test_an_invalid_template_costs_chat_and_not_the_start(
     refused(post(server, CHAT, "/v1/chat/completions"), 400, reason)
     assert post(server, COMPLETION).status_code == 200
     assert any(reason in warning for warning in server.sizing()["warnings"])
+
+
+def test_a_model_without_a_tokenizer_serves_token_ids_and_warns(
+    start: Callable[..., Server], tiny_model: Path, tmp_path: Path
+) -> None:
+    """A copy that was cut off, for all that one can tell."""
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    (model / "tokenizer.json").unlink()
+    server = start(model=model)
+    server.wait()
+    refused(post(server, COMPLETION), 400, "no tokenizer is loaded")
+    assert post(server, {**COMPLETION, "prompt": [1, 2, 3]}).status_code == 200
+    assert any("has no tokenizer.json" in warning for warning in server.sizing()["warnings"])
 
 
 @pytest.mark.parametrize("model", ["unknown", "../../etc/passwd", "x" * 512])

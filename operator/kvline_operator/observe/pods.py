@@ -111,6 +111,7 @@ class PodView:
     namespace: str = ""
     gates: tuple[str, ...] = ()  # scheduling gates, such as Kueue's, that keep it from a node
     secrets: tuple[str, ...] = ()  # names of those that it reads
+    claims: tuple[str, ...] = ()  # names of those that it mounts
     memory: str = ""  # its server's limit
     download_memory: str = ""  # its download's limit
     on_gpu: bool = False
@@ -183,6 +184,7 @@ def view(pod: Object, reading: Reading, now: str = "") -> PodView:
         namespace=pod["metadata"].get("namespace", ""),
         gates=_gates(spec, scheduled),
         secrets=_secrets(spec),
+        claims=_claims(spec),
         memory=str(limits.get("memory", "")),
         download_memory=str((loads.get("limits") or {}).get("memory", "")),
         # Of extended resources a pod of ours has GPUs alone; a claim is for GPUs, too.
@@ -245,6 +247,11 @@ def _secrets(spec: Object) -> tuple[str, ...]:
     sources = (e.get("valueFrom") or {} for c in containers for e in c.get("env") or [])
     variables = (source.get("secretKeyRef", {}).get("name") for source in sources)
     return tuple(sorted({name for name in (*volumes, *variables) if name}))
+
+
+def _claims(spec: Object) -> tuple[str, ...]:
+    volumes = (v.get("persistentVolumeClaim") or {} for v in spec.get("volumes") or [])
+    return tuple(sorted({claim["claimName"] for claim in volumes if claim}))
 
 
 def _ended(container: Object) -> Ended | None:

@@ -38,6 +38,7 @@ START_REASONS = {
 # Words of the kubelet about a Secret, and of the scheduler about a claim: neither has a code.
 SECRET = re.compile(r'\bsecret "|\bin Secret ')
 CLAIM = re.compile(r'persistentvolumeclaim "([^"]+)" not found')
+UNBOUND = "unbound immediate PersistentVolumeClaims"
 AFTER_LOAD = {
     ExitCode.OUT_OF_MEMORY,
     ExitCode.CONTEXT_DOES_NOT_FIT,
@@ -145,6 +146,8 @@ def _without_node(pod: PodView) -> Trouble | None:
     if claim := CLAIM.search(pod.unschedulable):
         text = f"claim {claim[1]} does not exist in namespace {pod.namespace}"
         return _made(pod, "ModelAvailable", "ClaimMissing", text)
+    if UNBOUND in pod.unschedulable:
+        return _made(pod, "ModelAvailable", "ClaimPending", _unbound(pod))
     if pod.awaits:
         text = f"{pod.name} has no node until {pod.awaits} has left one: {pod.unschedulable}"
         return Trouble("Progressing", "RollingOut", text, text, Effect.WAITS)
@@ -152,6 +155,13 @@ def _without_node(pod: PodView) -> Trouble | None:
         return None
     text = f"{pod.name} has no node: {pod.unschedulable}"
     return Trouble("Progressing", "Unschedulable", pod.unschedulable, text)
+
+
+def _unbound(pod: PodView) -> str:
+    """The scheduler does not tell which claim."""
+    names = ", ".join(pod.claims)
+    describe = f"`kubectl -n {pod.namespace} describe pvc {' '.join(pod.claims)}`"
+    return f"claim {names} of namespace {pod.namespace} has no volume: {describe} has the cause"
 
 
 def _without_volumes(pod: PodView) -> Trouble | None:

@@ -205,6 +205,13 @@ START_ADVICE = (
     ),
     Advice(
         "ModelAvailable",
+        ("ClaimPending",),
+        "a PersistentVolumeClaim of the spec is bound to no volume",
+        "its events have the cause: a StorageClass that does not exist, no default one, or no "
+        "volume that fits; pods start by themselves",
+    ),
+    Advice(
+        "ModelAvailable",
         ("NotFound",),
         "the claim has no such folder, or the hub no such repository or commit, or its token no "
         "right to read it",

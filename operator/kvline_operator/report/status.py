@@ -54,6 +54,7 @@ EVENTS = {
     ("ModelAvailable", "CheckFailed"): ("CheckFailed", "Warning"),
     ("ModelAvailable", "SecretMissing"): ("SecretMissing", "Warning"),
     ("ModelAvailable", "ClaimMissing"): ("ClaimMissing", "Warning"),
+    ("ModelAvailable", "ClaimPending"): ("ClaimPending", "Warning"),
     ("Progressing", "Unschedulable"): ("Unschedulable", "Warning"),
     ("Progressing", "SchedulingGated"): ("SchedulingGated", "Warning"),
     ("Progressing", "PodNotSetUp"): ("PodNotSetUp", "Warning"),

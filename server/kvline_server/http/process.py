@@ -30,12 +30,14 @@ from kvline_server.http.access import Guard, Key
 from kvline_server.http.admission import Admission
 from kvline_server.http.app import Service, create_app
 from kvline_server.http.body import Bodies
+from kvline_server.http.chat_tokens import ChatTokens
 from kvline_server.http.connections import Connections
 from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.errors import Unavailable
 from kvline_server.http.generate import Generator, RequestLimits
 from kvline_server.http.tls import Certificate
 from kvline_server.http.tokenizer_files import open_chat, open_tokens
+from kvline_server.http.tokens import Tokens
 from kvline_server.http.trace import Traces
 from kvline_server.ipc import messages
 from kvline_server.ipc.messages import COUNTS, Drain, EdgeBeat, Progress, Serve
@@ -75,7 +77,7 @@ class Edge:
         context = launch.engine.max_model_len or model.max_position
         tokens = open_tokens(folder, edge.longest_text(context))
         chat = open_chat(folder, tokens, min(edge.parsing, MOST_RENDERERS))
-        self.warning = chat.problem() if chat is not None and arguments.index == 0 else ""
+        self.warning = _not_served(tokens, chat) if arguments.index == 0 else ""
         totals = Totals(arguments.totals_fd)
         ids = itertools.count(1 + arguments.index, arguments.processes)
         self.client = EngineClient(edge.unread_tokens, ids)
@@ -112,8 +114,7 @@ class Edge:
     async def run(self, listener: socket.socket) -> int:
         reader, self.parent = await asyncio.open_connection(sock=self.control)
         if self.warning:
-            text = f"{self.warning}: chat is not served"
-            self.parent.write(messages.encode(Progress(warning=text)))
+            self.parent.write(messages.encode(Progress(warning=self.warning)))
         serving = asyncio.create_task(self.server.serve(sockets=[listener]))
         works = [self._beat(), self.connections.sweep(), self._end_with_engine()]
         works += [self.certificate.watch()] if self.certificate else []
@@ -246,6 +247,14 @@ def main(argv: list[str]) -> int:
     # Limits what the kernel buffers; else a client that reads nothing goes unnoticed for long.
     listener.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, UNSENT_BYTES)
     return uvloop.run(edge.run(listener))
+
+
+def _not_served(tokens: Tokens | None, chat: ChatTokens | None) -> str:
+    """What the model's files do not serve; empty where nothing is amiss."""
+    if tokens is None:
+        return "the model has no tokenizer.json: prompts must be token ids, and chat is not served"
+    problem = chat.problem() if chat is not None else ""
+    return problem and f"{problem}: chat is not served"
 
 
 def _allow_files() -> int:
