@@ -10,6 +10,7 @@ import pytest
 from kvline_contract.names import FIELD_MANAGER
 from kvline_operator.apply.drift import (
     LIMIT,
+    MOST,
     WINDOW,
     Corrections,
     Foreign,
@@ -132,7 +133,7 @@ def test_what_the_api_server_puts_into_our_own_writes_is_left() -> None:
     kube = Writes()
     body = owned(live(FIELD_MANAGER, FIELDS))
     assert all(item.admitted for item in foreign(body, WANTED))
-    assert ensure(kube, owned(WANTED), body) is None
+    assert ensure(kube, owned(WANTED), body) == ()
     assert kube.sent == []
 
 
@@ -157,20 +158,62 @@ def test_a_correction_is_made_so_often_and_after_an_hour_again() -> None:
     now = [0.0]
     corrections = Corrections(lambda: now[0])
     for _ in range(LIMIT):
-        assert not corrections.exhausted("u", WANTED)
-        corrections.add("u", WANTED)
-    assert corrections.exhausted("u", WANTED) and not corrections.exhausted("other", WANTED)
-    assert not corrections.exhausted("u", {**WANTED, "spec": {}}), "another wish is no dispute"
+        assert not corrections.exhausted("u", WANTED, "a")
+        corrections.add("u", WANTED, ["a"])
+    assert corrections.exhausted("u", WANTED, "a")
+    assert not corrections.exhausted("other", WANTED, "a")
+    assert not corrections.exhausted("u", WANTED, "b"), "another change is corrected all the same"
+    assert not corrections.exhausted("u", {**WANTED, "spec": {}}, "a"), "so is one of another wish"
     now[0] += WINDOW + 1
-    assert not corrections.exhausted("u", WANTED)
+    assert not corrections.exhausted("u", WANTED, "a")
+
+
+def test_one_who_sets_another_field_each_time_is_tolerated_in_the_end() -> None:
+    corrections = Corrections()
+    for index in range(MOST):
+        assert not corrections.exhausted("u", WANTED, str(index))
+        corrections.add("u", WANTED, [str(index)])
+    assert corrections.exhausted("u", WANTED, "another")
 
 
 def test_what_goes_to_and_fro_by_our_own_wish_is_no_dispute() -> None:
     corrections = Corrections()
     for _ in range(3 * LIMIT):
         for wanted in (WANTED, {**WANTED, "spec": {"replicas": 2}}):
-            assert not corrections.exhausted("u", wanted)
-            corrections.add("u", wanted)
+            assert not corrections.exhausted("u", wanted, "a")
+            corrections.add("u", wanted, ["a"])
+
+
+def test_beside_a_tolerated_change_others_are_set_back_and_reported() -> None:
+    """One manager that sets a field each time lets no other change anything else."""
+    corrections, kube = Corrections(), Writes(with_image())
+    kube.answer["metadata"] |= {"uid": "u", "resourceVersion": "8"}
+    for _ in range(LIMIT):
+        ensure(kube, with_image(), changed_image("kubectl-set"), corrections=corrections)
+    both = changed_image("kubectl-set")
+    both["spec"]["replicas"] = 9
+    (ours,) = (e for e in both["metadata"]["managedFields"] if e["manager"] == FIELD_MANAGER)
+    both["metadata"]["managedFields"].remove(ours)
+    both["metadata"]["managedFields"].append({**ours, "manager": "kubectl-patch"})
+    sent = len(kube.sent)
+    kept, set_back = ensure(kube, with_image(), both, corrections=corrections)
+    assert kept.end is End.TOLERATED and "image (set by kubectl-set)" in kept.text
+    assert set_back.end is End.REMOVED
+    assert set_back.text == "Deployment chat-aaaaa: spec.replicas (set by kubectl-patch)"
+    assert len(kube.sent) == sent + 1
+
+
+def test_who_scales_by_the_subresource_is_named() -> None:
+    body = owned(copy.deepcopy(WANTED))
+    body["spec"]["replicas"] = 9
+    fields: dict[str, Any] = {"f:spec": {"f:replicas": {}}}
+    theirs = {"manager": "kubectl", "operation": "Update", "subresource": "scale"}
+    body["metadata"] |= {"uid": "u", "resourceVersion": "7"}
+    body["metadata"]["managedFields"] = [{**theirs, "fieldsV1": fields}]
+    kube = Writes(owned(WANTED))
+    kube.answer["metadata"] |= {"uid": "u", "resourceVersion": "8"}
+    (reported,) = ensure(kube, owned({**WANTED, "spec": {**WANTED["spec"], "replicas": 1}}), body)
+    assert reported.end is End.REMOVED and "spec.replicas (set by kubectl)" in reported.text
 
 
 def changed_image(manager: str = "") -> dict[str, Any]:
@@ -197,14 +240,14 @@ def with_image(image: str = "registry/server") -> dict[str, Any]:
 def test_what_admission_makes_of_a_write_stays_and_is_written_once() -> None:
     live, corrections = changed_image(), Corrections()
     kube = Writes(live)
-    first = ensure(kube, with_image(), None, absent=True, corrections=corrections)
-    assert first is not None and first.end is End.ADMITTED
+    (first,) = ensure(kube, with_image(), None, absent=True, corrections=corrections)
+    assert first.end is End.ADMITTED
     assert 'spec.template.spec.containers[0].image is "mirror/server"' in first.text
     for _ in range(3):
-        assert ensure(kube, with_image(), live, corrections=corrections) is None
+        assert ensure(kube, with_image(), live, corrections=corrections) == ()
     assert len(kube.sent) == 1
     again = ensure(kube, with_image("registry/next"), live, corrections=corrections)
-    assert again is None and len(kube.sent) == 2, "another wish is written, which is no news"
+    assert again == () and len(kube.sent) == 2, "another wish is written, which is no news"
 
 
 def test_what_another_makes_of_what_admission_made_is_corrected() -> None:
@@ -214,22 +257,31 @@ def test_what_another_makes_of_what_admission_made_is_corrected() -> None:
     later["spec"]["template"]["spec"]["containers"][0]["image"] = "evil"
     kube = Writes(with_image())
     kube.answer["metadata"] |= {"uid": "u", "resourceVersion": "8"}
-    assert ensure(kube, with_image(), later, corrections=corrections) is None
+    (reported,) = ensure(kube, with_image(), later, corrections=corrections)
+    assert reported.end is End.REMOVED and "image (set by meddler)" in reported.text
     assert len(kube.sent) == 1
 
 
 @pytest.mark.parametrize(
-    ("manager", "named"),
-    [("kubectl-edit", "set by kubectl-edit"), ("", "set by an admission webhook or policy")],
+    ("manager", "named", "by_others"),
+    [
+        ("kubectl-edit", "set by kubectl-edit", True),
+        ("", "set by an admission webhook or policy", False),
+    ],
 )
-def test_who_sets_a_field_of_ours_each_time_is_named_rightly(manager: str, named: str) -> None:
+def test_who_sets_a_field_of_ours_each_time_is_named_rightly(
+    manager: str, named: str, by_others: bool
+) -> None:
     """And not the controller that writes the status."""
     corrections, kube = Corrections(), Writes(with_image())
     kube.answer["metadata"] |= {"uid": "u", "resourceVersion": "8"}
     for _ in range(LIMIT):
-        assert ensure(kube, with_image(), changed_image(manager), corrections=corrections) is None
-    last = ensure(kube, with_image(), changed_image(manager), corrections=corrections)
-    assert last is not None and last.end is End.TOLERATED and named in last.text
+        reported = ensure(kube, with_image(), changed_image(manager), corrections=corrections)
+        assert [(each.end, named in each.text) for each in reported] == [
+            (End.REMOVED, True)
+        ] * by_others
+    (last,) = ensure(kube, with_image(), changed_image(manager), corrections=corrections)
+    assert last.end is End.TOLERATED and named in last.text
 
 
 @pytest.mark.parametrize(
@@ -297,7 +349,7 @@ CHANGES: dict[str, Any] = {
 def test_what_admission_made_of_a_template_restarts_no_pod_after_a_restart(how: str) -> None:
     """Of the operator, which remembers nothing, and with a webhook that is gone since."""
     kube, live = Writes(with_image()), admitted(CHANGES[how])
-    assert ensure(kube, with_image(), live) is None
+    assert ensure(kube, with_image(), live) == ()
     assert not kube.sent
     more = with_image()
     more["spec"]["replicas"] = 2
@@ -322,5 +374,5 @@ def test_what_another_changed_in_a_template_is_corrected_after_a_restart(how: st
         del ours["f:image"]
     kube = Writes(with_image())
     kube.answer["metadata"] |= {"uid": "u", "resourceVersion": "8"}
-    assert ensure(kube, with_image(), body) is None
+    assert ensure(kube, with_image(), body) == ()
     assert len(kube.sent) == 1

@@ -13,7 +13,7 @@ import hashlib
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,8 @@ WHOLE = ("PodDisruptionBudget", "NetworkPolicy")
 OURS = {"Service": ("spec", "publishNotReadyAddresses")}
 SELECTORS = ("selector", "podSelector", "matchLabels")
 APPLIED = (FIELD_MANAGER, "Apply")
-LIMIT, WINDOW = 5, 3600.0  # equal corrections of one object, in so many seconds
+LIMIT, WINDOW = 5, 3600.0  # corrections of one change to an object, in so many seconds
+MOST = 4 * LIMIT  # of all changes to it: a manager may set another field each time
 MAX_ADMITTED = 8192  # objects; the one written first is written once more
 
 
@@ -39,6 +40,9 @@ class Foreign:
     steps: tuple[Step, ...]  # keys and indices in the live object
     path: str  # for messages
     manager: str
+
+    def __str__(self) -> str:
+        return f"{self.path} (set by {self.manager})"
 
     @property
     def admitted(self) -> bool:
@@ -108,9 +112,10 @@ def _find(key: str, value: Any) -> Step | None:
 
 
 def managers(live: Object, steps: tuple[Step, ...]) -> list[str]:
-    """Field managers but ours that have set this field; none where admission has."""
+    """Field managers but ours that have set this field, by any subresource such as scale; none
+    where admission has."""
     entries = live["metadata"].get("managedFields") or []
-    others = [e for e in entries if e.get("manager") != FIELD_MANAGER and not e.get("subresource")]
+    others = [e for e in entries if e.get("manager") != FIELD_MANAGER]
     found = [e for e in others if _fields_at(e.get("fieldsV1") or {}, live, steps) is not None]
     return sorted({str(e.get("manager") or "unknown") for e in found})
 
@@ -173,15 +178,16 @@ def _pointer(steps: tuple[Step, ...]) -> str:
 
 
 class Corrections:
-    """How often an object was corrected to the same content. After LIMIT corrections a change is
-    tolerated and its manager reported: pods that roll for ever are worse than the change.
+    """How often a change to an object was corrected, by what was set and by whom. After LIMIT
+    corrections it is tolerated and its manager reported: pods that roll for ever are worse than the
+    change. Others to the same object are corrected all the same.
 
     And what the API server answered to a write with: a difference in that was made by admission,
     the cluster's policy, and would be made again."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._done: dict[str, tuple[bytes, list[float]]] = {}  # by UID
+        self._done: dict[str, tuple[bytes, list[tuple[float, str]]]] = {}  # by UID
         self._admitted: OrderedDict[str, tuple[bytes, frozenset[str]]] = OrderedDict()  # by UID
 
     def admit(self, uid: str, wanted: Object, left: Sequence[Difference]) -> bool:
@@ -199,23 +205,24 @@ class Corrections:
         digest, known = self._admitted.get(uid, (b"", frozenset()))
         return not left or (digest == _digest(wanted) and known.issuperset(map(_text, left)))
 
-    def exhausted(self, uid: str, wanted: Object) -> bool:
-        return len(self._recent(uid, wanted)) >= LIMIT
+    def exhausted(self, uid: str, wanted: Object, change: str) -> bool:
+        recent = [known for _, known in self._recent(uid, wanted)]
+        return recent.count(change) >= LIMIT or len(recent) >= MOST
 
-    def add(self, uid: str, wanted: Object) -> None:
+    def add(self, uid: str, wanted: Object, changes: Iterable[str]) -> None:
         recent = self._recent(uid, wanted)
         now = self._clock()
-        stale = [u for u, (_, times) in list(self._done.items()) if times[-1] < now - WINDOW]
+        stale = [u for u, (_, made) in list(self._done.items()) if made[-1][0] < now - WINDOW]
         for other in stale:
             self._done.pop(other, None)
-        self._done[uid] = _digest(wanted), [*recent, now]
+        self._done[uid] = _digest(wanted), [*recent, *((now, change) for change in changes)]
 
-    def _recent(self, uid: str, wanted: Object) -> list[float]:
-        """Times of recent corrections; none where the wanted content has changed since."""
-        digest, times = self._done.get(uid, (b"", []))
+    def _recent(self, uid: str, wanted: Object) -> list[tuple[float, str]]:
+        """Time and change of recent corrections; none where the wish has changed since."""
+        digest, made = self._done.get(uid, (b"", []))
         if digest != _digest(wanted):
             return []
-        return [at for at in times if at > self._clock() - WINDOW]
+        return [each for each in made if each[0] > self._clock() - WINDOW]
 
 
 def _text(difference: Difference) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvline_operator.apply import drift
 from kvline_operator.apply.difference import Difference, covers, differences
-from kvline_operator.apply.drift import Corrections
+from kvline_operator.apply.drift import Corrections, Foreign
 from kvline_operator.errors import Conflict, Deleting, Invalid, NameConflict
 from kvline_operator.kube import Kube
 from kvline_operator.observe.earlier_group import released
@@ -45,13 +45,13 @@ def ensure(
     absent: bool = False,
     exact: bool = False,
     corrections: Corrections | None = None,
-) -> Dispute | None:
+) -> tuple[Dispute, ...]:
     """Makes the live object equal to `wanted` in the fields that `wanted` has.
 
     `seen` is the object from a list, which is not read again. One that the lists lack may have lost
     its labels or be foreign, so it is read by name; with `absent` it is created first, and read
     only if something has its name. With `exact` it is written only over the version that was read.
-    Returns the dispute where another manager has added something, which is removed a few times, or
+    Returns a dispute where another manager has set something, which is set back a few times, or
     admission has changed what was written."""
     known = corrections or Corrections()
     refused: Conflict | Invalid | None = None
@@ -108,14 +108,23 @@ def _check_living(live: Object, wanted: Object) -> None:
         raise Deleting(f"{_name(wanted)} is being deleted")
 
 
-def _admitted(after: Object, wanted: Object, corrections: Corrections) -> Dispute | None:
+def _admitted(after: Object, wanted: Object, corrections: Corrections) -> tuple[Dispute, ...]:
     """Of the API server's answer to a write."""
     left = _left(after, wanted)
     if not corrections.admit(after["metadata"]["uid"], wanted, left):
-        return None
-    found = (f"{d.path} is {json.dumps(d.live)[:100]}" for d in left[:5])
-    text = f"{_name(wanted)}: {', '.join(found)}"
-    return Dispute(text, End.ADMITTED, after["metadata"]["resourceVersion"])
+        return ()
+    version = after["metadata"]["resourceVersion"]
+    return _disputes(wanted, [_made(each, wanted) for each in left], End.ADMITTED, version)
+
+
+def _made(difference: Difference, wanted: Any) -> str:
+    """What admission has made of a field; of a list what it has added."""
+    for step in difference.steps:
+        wanted = wanted[step]
+    live = difference.live
+    if isinstance(live, list) and (more := [item for item in live if item not in wanted]):
+        return f"{difference.path} has {json.dumps(more)[:100]} too"
+    return f"{difference.path} is {json.dumps(live)[:100]}"
 
 
 def _left(live: Object, wanted: Object) -> tuple[Difference, ...]:
@@ -141,20 +150,28 @@ def _kept(live: Object, wanted: Object) -> Object:
 
 def _correct(
     kube: Kube, live: Object, wanted: Object, exact: bool, corrections: Corrections
-) -> Dispute | None:
+) -> tuple[Dispute, ...]:
     found = tuple(item for item in drift.foreign(live, wanted) if not item.admitted)
     left = _left(live, wanted)
-    meta = live["metadata"]
-    if not found and corrections.admitted(meta["uid"], wanted, left):
-        return None
+    uid, version = live["metadata"]["uid"], live["metadata"]["resourceVersion"]
+    if not found and corrections.admitted(uid, wanted, left):
+        return ()
     _check_ours(live, wanted)
-    if corrections.exhausted(meta["uid"], wanted):
-        return Dispute(_describe(live, wanted, found, left), End.TOLERATED, meta["resourceVersion"])
+    changes: dict[str, Foreign | Difference] = {str(each): each for each in found}
+    changes |= {_changed(live, wanted, each): each for each in left}
+    kept = [text for text in changes if corrections.exhausted(uid, wanted, text)]
+    fresh = {text: each for text, each in changes.items() if text not in kept}
+    tolerated = _disputes(wanted, kept, End.TOLERATED, version)
+    if not fresh:
+        return tolerated
+    found = tuple(each for each in fresh.values() if isinstance(each, Foreign))
+    left = tuple(each for each in fresh.values() if isinstance(each, Difference))
     after = _write(kube, live, wanted, exact, found, left)
-    corrections.add(meta["uid"], wanted)
-    if found:
-        return Dispute(_describe(live, wanted, found, left), End.REMOVED, meta["resourceVersion"])
-    return _admitted(after, wanted, corrections)  # or a field of ours was restored
+    corrections.add(uid, wanted, fresh)
+    theirs = (*found, *(each for each in left if _setters(live, wanted, each)))
+    named = [text for text, each in fresh.items() if each in theirs]
+    disputes = _disputes(wanted, named, End.REMOVED, version)
+    return (*tolerated, *(disputes or _admitted(after, wanted, corrections)))
 
 
 def _write(
@@ -178,21 +195,26 @@ def _write(
     return kube.apply(wanted, over=live, exact=exact)
 
 
-def _describe(
-    live: Object, wanted: Object, found: tuple[drift.Foreign, ...], left: Sequence[Difference]
-) -> str:
-    if found:
-        by = ", ".join(f"{f.path} (set by {f.manager})" for f in found[:5])
-        return f"{_name(wanted)}: {by}"
-    by = ", ".join(f"{d.path} ({_setter(live, d)})" for d in left[:5])
-    return f"{_name(wanted)}: {by}"
+def _disputes(
+    wanted: Object, changes: Sequence[str], end: End, version: str
+) -> tuple[Dispute, ...]:
+    if not changes:
+        return ()
+    return (Dispute(f"{_name(wanted)}: {', '.join(changes[:5])}", end, version),)
 
 
-def _setter(live: Object, difference: Difference) -> str:
-    named = drift.managers(live, difference.steps)
-    if named:
-        return f"set by {', '.join(named)}"
-    return "taken away" if difference.live is None else "set by an admission webhook or policy"
+def _changed(live: Object, wanted: Object, difference: Difference) -> str:
+    """A field of ours that has another value, and who set that."""
+    by = ", ".join(_setters(live, wanted, difference)) or "an admission webhook or policy"
+    how = "taken away" if difference.live is None else f"set by {by}"
+    return f"{difference.path} ({how})"
+
+
+def _setters(live: Object, wanted: Object, difference: Difference) -> list[str]:
+    """Field managers that have changed a field of ours; none where our wish is another now."""
+    if drift.is_still_ours(live, wanted, difference):
+        return []
+    return drift.managers(live, difference.steps)
 
 
 def _name(wanted: Object) -> str:

@@ -23,7 +23,7 @@ from kvline_operator.plan.service_plan import ServicePlan
 from kvline_operator.settings import Settings
 
 Object = dict[str, Any]
-REMOVED = "removed; change the InferenceService instead"
+REMOVED = "set back; change the InferenceService instead"
 ADMITTED = "so made by a mutating admission webhook or policy as it was written; it stays"
 
 
@@ -98,23 +98,27 @@ class Writer:
         return render.launch_text(plan.spec, stored, live)
 
     def _ensure(self, plan: ServicePlan, wanted: Object, exact: bool = False) -> str:
-        """Applies an object. Returns a description of a change by others that is tolerated for now;
-        empty where there is none, or where an event reports it."""
+        """Applies an object. Returns a description of changes by others that are tolerated for now;
+        empty where there are none. An event reports the others."""
         kind, meta = wanted["kind"], wanted["metadata"]
         listed = plan.observed.listed
         seen = listed.get(kind, {}).get(meta["name"])
         absent = kind in listed or not plan.observed.revisions
-        dispute = apply.ensure(self.kube, wanted, seen, absent, exact, self.corrections)
-        if dispute is None or dispute.end is apply.End.TOLERATED:
-            return dispute.text if dispute is not None else ""
-        # Now and not with the status: a later write may fail, and the event would be lost.
+        found = apply.ensure(self.kube, wanted, seen, absent, exact, self.corrections)
+        for dispute in found:
+            if dispute.end is not apply.End.TOLERATED:
+                self._notify(wanted, dispute)
+        return "".join(dispute.text for dispute in found if dispute.end is apply.End.TOLERATED)
+
+    def _notify(self, wanted: Object, dispute: apply.Dispute) -> None:
+        """Now and not with the status: a later write may fail, and the event would be lost."""
+        meta = wanted["metadata"]
         of = meta["ownerReferences"][0]
         owner = render.Owner(meta["namespace"], of["name"], of["uid"], base_name(of["name"]))
         event = ("ForeignChangeRemoved", "Warning", f"{dispute.text}: {REMOVED}")
         if dispute.end is apply.End.ADMITTED:
             event = ("AdmissionChanged", "Normal", f"{dispute.text}: {ADMITTED}")
         self.kube.create(render.event(owner, event, dispute.version, stamp(self.now())))
-        return ""
 
     def _scale(self, plan: ServicePlan) -> str:
         spec, wanted = plan.spec, plan.replicas_to_write

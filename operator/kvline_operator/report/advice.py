@@ -171,8 +171,8 @@ ADVICE = (
     Advice(
         "UpToDate",
         ("ForeignChange",),
-        "another manager changes a child object again after each correction; after five within an "
-        "hour the change is tolerated",
+        "another manager makes the same change to a child object after each correction; after five "
+        "within an hour it is tolerated, as is any change to an object corrected twenty times",
         "the message names path and field manager: stop that one and change the InferenceService; "
         "for a restart set spec.restartedAt",
     ),
