@@ -56,6 +56,22 @@ def test_a_dead_webhook_is_named_in_the_status_and_does_not_stop_it(
     until(lambda: space.condition("Progressing")["reason"] != "WebhookUnavailable", 60)
 
 
+def test_a_dead_webhook_that_keeps_the_status_away_is_named_in_an_event(
+    space: Space, webhook: Webhook, operator: Operator, until: Callable[..., Any]
+) -> None:
+    webhook.close()
+    webhook.install("inferenceservices/status")
+    space.apply()
+    until(lambda: events(space, "StatusNotWritten"), 60)
+    (message,) = events(space, "StatusNotWritten")
+    assert "chat/status" in message and f'failed calling webhook "{NAME}"' in message
+    tried = operator.reconciles
+    until(lambda: operator.reconciles > tried, 90)
+    assert len(events(space, "StatusNotWritten")) == 1
+    webhook.remove()
+    until(lambda: space.condition("Accepted").get("status") == "True", 90)
+
+
 def test_a_webhook_that_denies_is_no_missing_right(
     space: Space, webhook: Webhook, operator: Operator, until: Callable[..., Any]
 ) -> None:

@@ -236,6 +236,36 @@ def test_what_others_put_into_pods_is_taken_away_and_named(
     settles(operator.writes_nothing, seconds=60)
 
 
+@pytest.mark.parametrize(
+    ("kind", "path", "value"),
+    [
+        ("service", "/spec/ports/0/port", 9000),
+        ("service", "/spec/ports/0/protocol", "UDP"),
+        ("deployment", "/spec/template/spec/containers/0/name", "another"),
+    ],
+)
+def test_the_only_item_of_a_list_gets_its_key_back(
+    space: Any,
+    operator: Any,
+    node: Any,
+    until: Callable[..., Any],
+    kind: str,
+    path: str,
+    value: Any,
+) -> None:
+    """Under another key it is another item: both cannot be there at once, and none may not be."""
+    serve(space, node)
+    (name,) = (o["metadata"]["name"] for o in space.list(kind + "s"))
+    before = space.get(kind, name)["spec"]
+    change = [{"op": "replace", "path": path, "value": value}]
+    space.kubectl("patch", kind, name, "--type=json", "-p", json.dumps(change))
+    until(lambda: space.get(kind, name)["spec"] == before)
+    until(
+        lambda: "(set by kubectl-patch)" in " ".join(foreign_events(space, "ForeignChangeRemoved"))
+    )
+    assert space.condition("Accepted")["status"] == "True"
+
+
 def test_one_who_puts_it_back_each_time_wins_after_a_while_and_is_named(
     space: Any, operator: Any, node: Any, until: Callable[..., Any]
 ) -> None:

@@ -166,11 +166,33 @@ def without(live: Object, found: tuple[Foreign, ...]) -> Object:
     return out
 
 
-def removal(live: Object, found: tuple[Foreign, ...]) -> list[Object]:
-    """The removal as a JSON patch, which fails where the object has changed since."""
+def removal(
+    live: Object, found: tuple[Foreign, ...], restored: Sequence[tuple[tuple[Step, ...], Any]] = ()
+) -> list[Object]:
+    """The removal as a JSON patch, which fails where the object has changed since; `restored` are
+    lists that it sets."""
     version = live["metadata"]["resourceVersion"]
     held = {"op": "replace", "path": "/metadata/resourceVersion", "value": version}
-    return [held, *({"op": "remove", "path": _pointer(f.steps)} for f in found)]
+    removed = ({"op": "remove", "path": _pointer(f.steps)} for f in found)
+    set_back = ({"op": "add", "path": _pointer(steps), "value": items} for steps, items in restored)
+    return [held, *removed, *set_back]
+
+
+def emptied(
+    live: Object, found: tuple[Foreign, ...], wanted: Object
+) -> list[tuple[tuple[Step, ...], Any]]:
+    """Lists that would be empty without what is removed, with the items that are wanted: a port or
+    a container whose key somebody has changed is another item, and a list that must have one may
+    not be without for a moment."""
+    cleaned = without(live, found)
+    lists = dict.fromkeys(f.steps[:-1] for f in found if isinstance(f.steps[-1], int))
+    return [(at, _at(wanted, at)) for at in lists if not _at(cleaned, at) and _at(wanted, at)]
+
+
+def _at(value: Any, steps: tuple[Step, ...]) -> Any:
+    for step in steps:
+        value = value[step]
+    return value
 
 
 def _pointer(steps: tuple[Step, ...]) -> str:

@@ -185,8 +185,8 @@ def _write(
     """Returns the object as it is then."""
     if found:
         meta = live["metadata"]
-        removal = drift.removal(live, found)
-        cleaned = kube.json_patch(wanted["kind"], meta["namespace"], meta["name"], removal)
+        patch = drift.removal(live, found, drift.emptied(live, found, wanted))
+        cleaned = kube.json_patch(wanted["kind"], meta["namespace"], meta["name"], patch)
         if not left:
             return cleaned
     if live.get("immutable") and live.get("data") != wanted.get("data"):
@@ -235,7 +235,9 @@ def _check_ours(live: Object, wanted: Object) -> None:
 
 def _conflict(wanted: Object) -> NameConflict:
     what = _name(wanted)
-    return NameConflict(f"{what} exists and is not this service's; rename one of the two")
+    return NameConflict(
+        f"{what} exists and is not this service's: rename one of the two, or delete it if it was"
+    )
 
 
 def prune(kube: Kube, live: Object, kind: str) -> None:

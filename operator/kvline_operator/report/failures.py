@@ -52,6 +52,16 @@ def loses_events(error: Exception) -> bool:
     return reason(error) == Refusal.NONE
 
 
+def is_refusal(error: Exception) -> bool:
+    """Whether somebody, or something of the cluster's, has to act."""
+    return isinstance(error, ApiError) and reason(error) != Refusal.NONE
+
+
+def headline(error: Exception) -> str:
+    """Without an address or a request's id, which differ from try to try."""
+    return str(error).partition(": failed to call webhook")[0]
+
+
 def condition(error: Exception, previous: Object, generation: int) -> Condition:
     """`previous` is the status so far, `generation` the service's. What others say may differ from
     try to try, as an address or a request's id in it does: the first message stays. Else each try

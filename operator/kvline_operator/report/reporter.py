@@ -85,9 +85,12 @@ class Reporter:
                 self.kube.replace_status(meta["namespace"], meta["name"], new, version)
         except Missing:
             log.info("%s/%s was deleted meanwhile", meta["namespace"], meta["name"])
-        except OperatorError:
+        except OperatorError as refused:
             if error is not None:  # the first cause, which the status would have had
                 log.warning("%s/%s: %s", meta["namespace"], meta["name"], error)
+            if failures.is_refusal(refused):
+                text = f"the status is not written: {failures.headline(refused)}"
+                self._write_events(meta, [status.Event("StatusNotWritten", "Warning", text)])
             raise
 
     def _write_events(self, meta: Object, events: list[status.Event]) -> None:

@@ -152,7 +152,10 @@ def _capacity(state: ServiceState) -> Object:
 
 def _reason(made: list[Condition]) -> str:
     """What a list of services shows: why one is not ready, or else why its spec is not served."""
-    ready, current = (next(c for c in made if c.type == t) for t in ("Ready", "UpToDate"))
+    kinds = ("Accepted", "Ready", "UpToDate")
+    accepted, ready, current = (next(c for c in made if c.type == kind) for kind in kinds)
+    if accepted.status == "False":
+        return accepted.reason
     return current.reason if ready.status == "True" != current.status else ready.reason
 
 
