@@ -98,4 +98,4 @@ def note(
         sequence = output.sequence
         found[sequence.id] = sequence.cached
         if answers is not None:
-            answers[sequence.id].append(output.token)
+            answers[sequence.id].extend(output.tokens)

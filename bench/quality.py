@@ -67,7 +67,7 @@ def answers(name: str, cache: KVCacheDtype, gpu: bool) -> list[tuple[list[int], 
     scored: dict[int, Scores] = {}
     while not engine.idle:
         for output in engine.step():
-            made[output.sequence.id].append(output.token)
+            made[output.sequence.id].extend(output.tokens)
             if output.prompt_scores is not None:
                 scored[output.sequence.id] = output.prompt_scores
     engine.executor.resize(0)

@@ -47,7 +47,7 @@ def play(made: Engine, depth: int, steps: int) -> dict[int, list[int]]:
         seen = made.steps
         for output in made.step():
             if output.sequence.id in out:
-                out[output.sequence.id].append(output.token)
+                out[output.sequence.id].extend(output.tokens)
     made.pool.check()
     assert made.pool.used == 0 and not made.sequences
     assert {id: len(tokens) for id, tokens in out.items()} == {id: wanted[id] for id in out}

@@ -176,7 +176,7 @@ def test_an_engine_with_graphs_and_chunks_repeats_itself(shape: Callable[..., Mo
         found: dict[int, list[int]] = {}
         while not made.idle:
             for output in made.step():
-                found.setdefault(output.sequence.id, []).append(output.token)
+                found.setdefault(output.sequence.id, []).extend(output.tokens)
         answers.append(found)
     assert all(len(tokens) == 8 for tokens in answers[0].values())
     first = {id: tokens[0] for id, tokens in answers[0].items()}

@@ -136,7 +136,10 @@ def answers(made: Engine) -> dict[str, np.ndarray]:
     while not made.idle:
         for output in made.step():
             outputs.setdefault(output.sequence.id, []).append(output)
-    out = {f"{id}.tokens": np.array([o.token for o in found]) for id, found in outputs.items()}
+    out = {
+        f"{id}.tokens": np.array([token for o in found for token in o.tokens])
+        for id, found in outputs.items()
+    }
     for id, found in outputs.items():
         if (scores := found[0].prompt_scores) is not None:
             out[f"{id}.prompt"] = scores.values

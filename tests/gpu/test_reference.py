@@ -195,7 +195,7 @@ def compare(
     compare_scores(model, asked, outputs, mean, most)
     agreed, generated, better = 0, 0, 0.0
     for id, prompt in enumerate(asked):
-        whole = prompt + [o.token for o in outputs[id]]
+        whole = prompt + [token for o in outputs[id] for token in o.tokens]
         want = reference(model, whole)
         for row in range(len(prompt) - 1, len(whole) - 1):
             generated += 1
@@ -228,7 +228,11 @@ def test_neither_chunks_nor_the_prefix_cache_change_outputs(tmp_path: Path) -> N
     small = play(engine(folder, rows=16, step=128), prompts())
     for other in (again, small):
         assert np.abs(prompt_values(first) - prompt_values(other)).max() < 0.1
-        tokens = [[o.token for o in side[id]] for side in (first, other) for id in side]
+        tokens = [
+            [token for o in side[id] for token in o.tokens]
+            for side in (first, other)
+            for id in side
+        ]
         half = len(tokens) // 2
         same = sum(a == b for a, b in zip(tokens[:half], tokens[half:], strict=True))
         assert same >= half - 1

@@ -86,7 +86,7 @@ class Engine(EngineClient):
             left -= 1
             one = None if params.logprobs is None else scores(1, params.logprobs, self.ids)
             end = None if left else "length"
-            self._dispatch(Deltas([Delta(asked.id, self.ids[0], end, one)]))
+            self._dispatch(Deltas([Delta(asked.id, [self.ids[0]], end, one)]))
             if not left % 16:
                 await asyncio.sleep(0)
 

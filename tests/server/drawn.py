@@ -63,7 +63,11 @@ def firm(
             made.submit(id, list(ids), params)
         outputs = finish(made)
         if all(
-            settled([o.token for o in outputs[id]], params, drawn.logits(params, len(outputs[id])))
+            settled(
+                [token for o in outputs[id] for token in o.tokens],
+                params,
+                drawn.logits(params, len(outputs[id])),
+            )
             for id, params in enumerate(asked)
         ):
             yield prompt

@@ -144,7 +144,7 @@ def made_by(case: Case, group: Group) -> dict[str, np.ndarray]:
         made.submit(id, [(31 * id + 7 * i) % 300 for i in range(length)], params(id, **every))
     out: dict[str, np.ndarray] = {}
     for id, outputs in finish(made).items():
-        out[f"{id}.tokens"] = np.array([output.token for output in outputs])
+        out[f"{id}.tokens"] = np.array([token for output in outputs for token in output.tokens])
         if drawn is not None:
             out[f"{id}.logits"] = drawn.logits(params(id), TOKENS).numpy()
         out |= tables(f"{id}.prompt", [outputs[0].prompt_scores])

@@ -132,8 +132,8 @@ def test_a_prompt_of_several_choices_is_computed_and_scored_once(folder: Path) -
         params = msgspec.structs.replace(seeded(ASKED, choice), prompt_logprobs=None)
         drawn = Drawn(alone)
         alone.submit(0, list(PROMPT), params)
-        want = [o.token for o in finish(alone)[0]]
-        got = [d.token for d in deltas]
+        want = [token for o in finish(alone)[0] for token in o.tokens]
+        got = [token for d in deltas for token in d.tokens]
         same.append(same_tokens(got, want, params, drawn.logits(params, len(want))))
     mostly_same(same, CHOICES * ASKED.max_tokens, least=0.5)
 

@@ -44,8 +44,14 @@ def scores(token: int, top: int) -> PackedScores:
     return PackedScores(1, top, one, array("f", [-0.1]).tobytes(), bytes(4), ids, values)
 
 
+def merged(parts: list[PackedScores]) -> PackedScores:
+    names = ("tokens", "values", "ranks", "top_ids", "top_values")
+    columns = (b"".join(getattr(part, name) for part in parts) for name in names)
+    return PackedScores(len(parts), parts[0].top, *columns)
+
+
 class Scripted(EngineClient):
-    """OUTPUT for each sequence, in batches of one token and of several."""
+    """OUTPUT for each sequence, in deltas of one token and of several, which come alone and not."""
 
     def __init__(self, tokens: Tokens, finish: str) -> None:
         super().__init__(1000)
@@ -55,10 +61,12 @@ class Scripted(EngineClient):
     async def generate(
         self, tokens: list[int], params: SamplingParams
     ) -> AsyncGenerator[list[Delta], None]:
-        deltas = [Delta(1, id, cached=16) for id in self.ids]
+        ids, sizes = iter(self.ids), itertools.cycle((1, 3, 1, 2))
+        groups = iter(lambda: list(itertools.islice(ids, next(sizes))), [])
+        deltas = [Delta(1, group, cached=16) for group in groups]
         deltas[-1].finish = self.finish
         for delta in deltas if params.logprobs is not None else []:
-            delta.scores = scores(delta.token, params.logprobs or 0)
+            delta.scores = merged([scores(id, params.logprobs or 0) for id in delta.tokens])
         deltas[0].prompt_scores = [scores(t, params.prompt_logprobs or 0) for t in tokens[1:]]
         step = 1
         while deltas:

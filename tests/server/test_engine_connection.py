@@ -38,7 +38,7 @@ def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def frame(count: int) -> Deltas:
-    return Deltas([Delta(number, 1) for number in range(count)])
+    return Deltas([Delta(number, [1]) for number in range(count)])
 
 
 def test_sending_never_blocks_and_keeps_the_order(
@@ -110,7 +110,7 @@ def large(count: int, top: int = 20) -> Scores:
 
 def outputs(id: int, scores: Scores) -> list[Output]:
     sequence = Sequence(id, [1, 2], 1, SamplingParams(1, prompt_logprobs=20))
-    return [Output(sequence, 5, None, "length", scores)]
+    return [Output(sequence, [5], None, "length", scores)]
 
 
 @pytest.fixture
@@ -214,10 +214,10 @@ def test_deltas_that_nobody_takes_are_bounded() -> None:
             sequence = client.generate([1], PARAMS)
             first = asyncio.ensure_future(anext(sequence))
             await asyncio.sleep(0)
-            engine.write(encode(Deltas([Delta(1, 7)])))
+            engine.write(encode(Deltas([Delta(1, [7])])))
             got = await answer_of(first)
             for _ in range(50):
-                engine.write(encode(Deltas([Delta(1, 7)] * 10)))
+                engine.write(encode(Deltas([Delta(1, [7])] * 10)))
             await engine.drain()
             await asyncio.sleep(0.2)
             with pytest.raises(NotRead):
@@ -235,7 +235,7 @@ def test_a_burst_for_a_waiting_request_is_no_overflow() -> None:
         async with connected(unread=100) as (client, engine):
             task = asyncio.create_task(ask(client))
             await asyncio.sleep(0)
-            engine.write(encode(Deltas([Delta(1, 7)] * 5000 + [Delta(1, 7, "length")])))
+            engine.write(encode(Deltas([Delta(1, [7])] * 5000 + [Delta(1, [7], "length")])))
             assert len(await answer_of(task)) == 5001
 
     asyncio.run(story())

@@ -124,7 +124,7 @@ def answer(made: Engine, count: int = 24, **more: Any) -> tuple[list[int], Score
     made.submit(0, list(PROMPT), greedy(count, prompt_logprobs=5, **more))
     (outputs,) = finish(made).values()
     assert outputs[0].prompt_scores is not None
-    return [o.token for o in outputs], outputs[0].prompt_scores
+    return [token for o in outputs for token in o.tokens], outputs[0].prompt_scores
 
 
 def distance(a: Scores, b: Scores) -> float:
@@ -200,7 +200,7 @@ def played(made: Engine, params: SamplingParams) -> tuple[list[int], int]:
     """Output tokens, and how many of the prompt's came from the prefix cache."""
     made.submit(0, list(PROMPT), params)
     (outputs,) = finish(made).values()
-    return [o.token for o in outputs], outputs[0].sequence.cached
+    return [token for o in outputs for token in o.tokens], outputs[0].sequence.cached
 
 
 def stored(made: Engine) -> list[np.ndarray]:

@@ -91,8 +91,8 @@ def test_each_token_after_the_first_has_the_time_since_the_one_before() -> None:
         await asyncio.sleep(0.01)
         for frame in ([1, 2, 3], [1, 2], [1, 2], [1, 2, 3]):
             await asyncio.sleep(0.035)
-            line.send(encode(Deltas([Delta(id, 5) for id in frame])))
-        line.send(encode(Deltas([Delta(id, 5, "length") for id in (1, 2, 3)])))
+            line.send(encode(Deltas([Delta(id, [5]) for id in frame])))
+        line.send(encode(Deltas([Delta(id, [5], "length") for id in (1, 2, 3)])))
         await asyncio.gather(*tasks)
         line.close()
         await client.lost.wait()

@@ -78,7 +78,9 @@ def test_chunk_size_changes_no_bit(made: Engine, first: int) -> None:
             fresh(made)
             chunked = run(made, mix, rows)
             for id in range(len(mix)):
-                assert [o.token for o in whole[id]] == [o.token for o in chunked[id]]
+                assert [token for o in whole[id] for token in o.tokens] == [
+                    token for o in chunked[id] for token in o.tokens
+                ]
                 for a, b in zip(whole[id], chunked[id], strict=True):
                     assert same(a.scores, b.scores), (mix, id, rows)
                     assert same(a.prompt_scores, b.prompt_scores), (mix, id, rows)
@@ -106,7 +108,7 @@ def test_every_request_gets_exactly_the_entries_it_asked_for(made: Engine) -> No
                 assert (item.scores is None) == (output is None)
                 if item.scores is not None:
                     assert item.scores.top_ids.shape == (1, output)
-                    assert item.scores.tokens[0] == item.token
+                    assert item.scores.tokens[0] == item.tokens[0]
 
 
 def test_the_head_sees_only_rows_that_are_sampled_or_scored(made: Engine) -> None:
@@ -134,7 +136,7 @@ def test_prompt_cut_into_chunks_and_preempted_scores_once(make_model: Callable[.
     same = []
     for id, prompt in prompts.items():
         one, other = (r[id] for r in results)
-        got, want = ([o.token for o in side] for side in (other, one))
+        got, want = ([token for o in side for token in o.tokens] for side in (other, one))
         same.append(same_tokens(got, want, asked[id], drawn.logits(asked[id], 40)))
         assert len(one) == len(other) == 40
         assert sum(o.prompt_scores is not None for o in other) == 1
@@ -153,5 +155,5 @@ def test_ranks_count_from_one(made: Engine) -> None:
     for item in outputs[0]:
         assert item.scores is not None
         assert item.scores.ranks[0] == 1  # greedy
-        assert item.scores.top_ids[0, 0] == item.token
+        assert item.scores.top_ids[0, 0] == item.tokens[0]
         assert item.scores.top_values[0, 0] == item.scores.values[0]

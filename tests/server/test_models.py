@@ -52,7 +52,7 @@ def test_greedy_output_and_logprobs_equal_the_reference(
     submit_all(made, 20, prompt_logprobs=4, logprobs=3)
     outputs = finish(made)
     for id, prompt in enumerate(PROMPTS):
-        whole = prompt + [o.token for o in outputs[id]]
+        whole = prompt + [token for o in outputs[id] for token in o.tokens]
         with torch.no_grad():
             logits = model(torch.tensor([whole])).logits[0].float()
         want = torch.log_softmax(logits, dim=-1)
@@ -91,7 +91,7 @@ def test_a_sharded_folder_is_the_same_model(make_model: Callable[..., Path]) -> 
 
 
 def tokens_of(outputs: dict[int, list[Output]]) -> dict[int, list[int]]:
-    return {id: [o.token for o in items] for id, items in outputs.items()}
+    return {id: [token for o in items for token in o.tokens] for id, items in outputs.items()}
 
 
 def test_random_weights_need_only_the_config(

@@ -142,7 +142,7 @@ def test_no_accepted_body_ends_the_engine(served: Engine, asked: list[dict[str, 
     assert set(outputs) == set(range(before))
     for items in outputs.values():
         assert items[-1].finish in ("stop", "length")
-        assert all(0 <= item.token < VOCABULARY for item in items)
+        assert all(0 <= token < VOCABULARY for item in items for token in item.tokens)
 
 
 BAD = [float("nan"), float("inf"), float("-inf")]
@@ -189,7 +189,9 @@ def test_a_row_that_is_not_finite_fails_its_request_alone(
 
         worker(made).decoder.compute_logits = broken  # type: ignore[method-assign]
         outputs = finish(made)
-        generated.append({id: [o.token for o in items] for id, items in outputs.items()})
+        generated.append(
+            {id: [token for o in items for token in o.tokens] for id, items in outputs.items()}
+        )
         if breaks:
             assert [items[-1].finish for _, items in sorted(outputs.items())] == [
                 "length",

@@ -73,7 +73,7 @@ def play(made: Engine, depth: int, wanted: list[tuple[list[int], SamplingParams]
 
 def compare(got: list[Output], want: list[Output], params: SamplingParams, drawn: Drawn) -> int:
     """-> how many tokens are the same"""
-    tokens, wanted = ([o.token for o in side] for side in (got, want))
+    tokens, wanted = ([token for o in side for token in o.tokens] for side in (got, want))
     same = same_tokens(tokens, wanted, params, drawn.logits(params, len(want)))
     for one, other in zip(got[:same], want[:same], strict=True):
         assert one.finish == other.finish

@@ -77,7 +77,9 @@ class Served:
             fresh.submit(0, list(tokens), ASKED)
             (want,) = finish(fresh).values()
             assert outputs[id][-1].finish == "length", "another request's NaN"
-            got, wanted = ([o.token for o in side] for side in (outputs[id], want))
+            got, wanted = (
+                [token for o in side for token in o.tokens] for side in (outputs[id], want)
+            )
             same_tokens(got, wanted, ASKED, drawn.logits(ASKED, 8))
 
 

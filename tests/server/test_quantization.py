@@ -80,7 +80,12 @@ def test_an_fp8_checkpoint_answers_as_its_dequantised_weights(
         made.submit(0, list(range(20, 95)), greedy(8, prompt_logprobs=2))
         (outputs,) = finish(made).values()
         assert outputs[0].prompt_scores is not None
-        answers.append(([o.token for o in outputs], outputs[0].prompt_scores.values.tolist()))
+        answers.append(
+            (
+                [token for o in outputs for token in o.tokens],
+                outputs[0].prompt_scores.values.tolist(),
+            )
+        )
     assert answers[0] == answers[1]
 
 

@@ -54,7 +54,9 @@ def test_padding_changes_no_output(
     (with_pads, without) = sides
     compared = []
     for id, outputs in without.items():
-        got, want = ([o.token for o in side] for side in (with_pads[id], outputs))
+        got, want = (
+            [token for o in side for token in o.tokens] for side in (with_pads[id], outputs)
+        )
         same = same_tokens(got, want, asked[id], drawn.logits(asked[id], 6))
         compared.append(same)
         for one, other in zip(with_pads[id][:same], outputs[:same], strict=True):

@@ -224,7 +224,7 @@ def test_a_seeded_output_is_the_same_alone_in_a_batch_and_after_preemption(
         for id in range(company):
             made.submit(id + 1, [(9 * id + i) % 200 for i in range(30)], other)
         made.submit(0, list(range(40, 70)), mine)
-        outputs.append([o.token for o in finish(made)[0]])
+        outputs.append([token for o in finish(made)[0] for token in o.tokens])
     logits = drawn.logits(mine, 30)
     same = [same_tokens(tokens, outputs[0], mine, logits) for tokens in outputs[1:]]
     mostly_same(same, 2 * 30, least=0.5)
@@ -264,7 +264,7 @@ def test_a_thousand_seeded_tokens_alone_are_those_of_a_busy_batch(
     busy = engine(folder, pages=3000, running=32, step=512)
     for seed, params in mine.items():
         quiet.submit(seed, [seed, 7, 5], params)
-        alone[seed] = [o.token for o in finish(quiet)[seed]]
+        alone[seed] = [token for o in finish(quiet)[seed] for token in o.tokens]
         busy.submit(seed, [seed, 7, 5], params)
     for id in range(100, 140):
         prompt = [rng.randrange(300) for _ in range(rng.randint(1, 200))]
@@ -275,6 +275,6 @@ def test_a_thousand_seeded_tokens_alone_are_those_of_a_busy_batch(
     together = finish(busy)
     same = []
     for seed, params in mine.items():
-        tokens = [o.token for o in together[seed]]
+        tokens = [token for o in together[seed] for token in o.tokens]
         same.append(same_tokens(tokens, alone[seed], params, drawn.logits(params, 20)))
     mostly_same(same, 1000)

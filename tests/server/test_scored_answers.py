@@ -83,7 +83,7 @@ class Scripted:
         """So many output tokens for the next sequence."""
         id = (await answer_of(self.submitted.get(), 30)).id
         one = PackedScores(1, TOP, bytes(4), bytes(4), bytes(4), bytes(4 * TOP), bytes(4 * TOP))
-        deltas = [Delta(id, 5, None, one) for _ in range(count)]
+        deltas = [Delta(id, [5], None, one) for _ in range(count)]
         deltas[-1].finish = finish
         self._writer.write(messages.encode(Deltas(deltas)))
 

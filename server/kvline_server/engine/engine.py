@@ -31,8 +31,8 @@ class Output:
     """What one sequence gained in a step."""
 
     sequence: Sequence
-    token: int
-    scores: Scores | None  # of the token, when asked for
+    tokens: list[int]
+    scores: Scores | None  # of the tokens, when asked for
     finish: FinishReason | None
     prompt_scores: Scores | None = None  # whole, with the first token
 
@@ -115,7 +115,7 @@ class Engine:
         if token < 0 or sequence.not_finite:
             self.scheduler.fail(sequence)
             self.abort(sequence.id)
-            return Output(sequence, 0, None, "error")
+            return Output(sequence, [], None, "error")
         self.scheduler.confirm(sequence, len(tokens))
         finish: FinishReason | None = None
         first = len(tokens) == sequence.prompt_length
@@ -125,7 +125,7 @@ class Engine:
             finish = "stop"
         elif len(tokens) >= sequence.limit:  # with max_tokens 0, only prompt logprobs were asked
             finish = "length"
-        out = Output(sequence, token, scores, finish)
+        out = Output(sequence, [token], scores, finish)
         if finish is not None:
             self.abort(sequence.id)
         if first and sequence.scores:

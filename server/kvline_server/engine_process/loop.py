@@ -112,7 +112,7 @@ class EngineProcess:
         a long prompt are larger than one frame may be."""
         frames: dict[Channel, list[Delta]] = {}
         for output in outputs:
-            self.output_tokens += 1
+            self.output_tokens += len(output.tokens)
             client = self.clients.get(output.sequence.id)
             if client is None:
                 continue
@@ -174,7 +174,7 @@ def _send(client: Channel, message: messages.Message) -> None:
 def _delta(output: Output) -> Delta:
     return Delta(
         output.sequence.id,
-        output.token,
+        output.tokens,
         output.finish,
         None if output.scores is None else pack(output.scores),
         cached=output.sequence.cached,

@@ -31,12 +31,14 @@ class Received:
 
     def __init__(self) -> None:
         self.items: list[Delta | ApiError] = []
+        self.tokens = 0  # of the items
         self.prompt_scores: list[PackedScores] = []  # that came before the first delta
         self.came_at = 0.0  # the last delta
         self._awaited: asyncio.Future[None] | None = None  # the request waits for the next delta
 
     def put(self, item: Delta | ApiError) -> None:
         self.items.append(item)
+        self.tokens += len(item.tokens) if isinstance(item, Delta) else 0
         if self._awaited is not None and not self._awaited.done():
             self._awaited.set_result(None)
 
@@ -46,12 +48,12 @@ class Received:
             self._awaited = asyncio.get_running_loop().create_future()
             await self._awaited
             self._awaited = None
-        items, self.items = self.items, []
+        items, self.items, self.tokens = self.items, [], 0
         return items
 
     def overflows(self, limit: int) -> bool:
-        """Whether `limit` deltas wait: the client reads too slowly, or not at all."""
-        return self._awaited is None and len(self.items) >= limit
+        """Whether `limit` tokens wait: the client reads too slowly, or not at all."""
+        return self._awaited is None and self.tokens >= limit
 
 
 NOT_FINITE = "the model computed no finite numbers for this request, so there is no next token"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 
@@ -108,10 +108,11 @@ class Generator:
                     latencies.queue.add(batch[0].waited_ms / 1000)
                 if trace is not None:
                     trace.receive(batch)
-                for start in range(0, len(batch), most):
+                singles = [single for delta in batch for single in _singles(delta)]
+                for start in range(0, len(singles), most):
                     piece = Piece()
-                    for delta in batch[start : start + most]:
-                        self._add(piece, delta, params, stream, matcher)
+                    for single in singles[start : start + most]:
+                        self._add(piece, single, params, stream, matcher)
                         if matcher.found:
                             break
                     yield piece
@@ -129,11 +130,11 @@ class Generator:
         stream: TextStream | None,
         matcher: StopMatcher,
     ) -> None:
-        """Adds one token to a piece."""
+        """Adds a delta of one token to a piece."""
         counted = params.max_tokens > 0
         shown = counted and delta.finish != "stop"  # not an end-of-sequence token
         offset = stream.sent if stream else 0
-        text = stream.push(delta.token) if stream and shown else ""
+        text = stream.push(delta.tokens[0]) if stream and shown else ""
         piece.text += matcher.push(text)
         if counted:  # each counted token has its entry: evaluation harnesses count them
             piece.tokens += 1
@@ -183,6 +184,23 @@ class Generator:
 
     def token_bytes(self, token: int) -> bytes:
         return self.tokens.token_bytes(token) if self.tokens is not None else b""
+
+
+def _singles(delta: Delta) -> Iterator[Delta]:
+    """One for each token, as an answer may end at any of them."""
+    if len(delta.tokens) == 1:
+        yield delta
+        return
+    last = len(delta.tokens) - 1
+    for index, token in enumerate(delta.tokens):
+        yield Delta(
+            delta.id,
+            [token],
+            delta.finish if index == last else None,
+            delta.scores.row(index) if delta.scores is not None else None,
+            delta.prompt_scores if index == 0 else [],
+            delta.cached,
+        )
 
 
 def sampling(

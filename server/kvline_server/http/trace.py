@@ -65,7 +65,7 @@ class SequenceTrace:
             self._first = self._now
             waited = 1_000_000 * deltas[0].waited_ms
             self._admitted = min(self._began + waited, self._now)
-        self._tokens += len(deltas)
+        self._tokens += sum(len(delta.tokens) for delta in deltas)
         self._cached = deltas[-1].cached
         self._finish = deltas[-1].finish or self._finish
 

@@ -54,12 +54,23 @@ class PackedScores(msgspec.Struct, array_like=True):
     top_ids: bytes  # int32 [count, top]
     top_values: bytes  # float32 [count, top]
 
+    def row(self, index: int) -> PackedScores:
+        """Of one of the tokens."""
+        if self.count == 1:
+            return self
+        one = slice(4 * index, 4 * index + 4)
+        best = slice(4 * index * self.top, 4 * (index + 1) * self.top)
+        single = (self.tokens[one], self.values[one], self.ranks[one])
+        return PackedScores(1, self.top, *single, self.top_ids[best], self.top_values[best])
+
 
 class Delta(msgspec.Struct, array_like=True):
+    """What a sequence gained in a step: one token or more, none where it failed."""
+
     id: int
-    token: int
-    finish: str | None = None
-    scores: PackedScores | None = None
+    tokens: list[int]
+    finish: str | None = None  # after the last of them
+    scores: PackedScores | None = None  # of each token
     prompt_scores: list[PackedScores] = []  # as messages of their own until they are received
     cached: int = 0
     waited_ms: int = 0  # in the queue, before its first step
