@@ -94,7 +94,7 @@ def _older_crd(client: kube.Kube) -> str | None:
 async def operate(settings: Settings, client: kube.Kube, traces: Any | None) -> int:
     """Stands by until this process holds the lease, then runs until a part ends; returns the exit
     code. The kubelet restarts the container."""
-    queue, cache, owners = WorkQueue(), StatusCache(), Owners()
+    queue, cache, owners = WorkQueue(workers=settings.workers), StatusCache(), Owners()
     context = Context(
         kube=client,
         settings=settings,

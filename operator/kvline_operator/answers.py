@@ -79,6 +79,11 @@ class Answer:
 DENIED = re.compile(r'admission webhook "[^"]+" denied the request')
 SILENT = re.compile(r'Internal error occurred: failed calling webhook "[^"]+": ')
 FORBIDDEN = re.compile(r'(?:\S+ (?:"[^"]*" )?is )?forbidden: (.*)', re.DOTALL)
+# A LimitRange's default limit that is below the request. A limit of ours never is.
+BELOW = re.compile(
+    r'Pod "[^"]+" is invalid: spec\.\w+\[\d+\]\.resources\.requests: Invalid value: "[^"]*": '
+    r"must be less than or equal to \S+ limit"
+)
 _AMOUNT = r"(?:minimum|maximum) \S+ usage per \w+ is |\S+ max limit to request ratio per \w+ is "
 # Of what follows «NAME is forbidden: ». None of them: another plug-in, such as Priority.
 PLUGINS = (
@@ -97,6 +102,8 @@ def of_message(message: str) -> Refusal | None:
         return Refusal.ADMISSION
     if SILENT.match(message):
         return Refusal.WEBHOOK
+    if BELOW.match(message):
+        return Refusal.LIMIT_RANGE
     forbidden = FORBIDDEN.match(message)
     if forbidden is None:
         return None

@@ -39,6 +39,12 @@ MESSAGES = [
         Refusal.LIMIT_RANGE,
     ),
     (
+        422,
+        'Pod "chat-aaaaa-x" is invalid: spec.containers[0].resources.requests: Invalid value: '
+        '"100m": must be less than or equal to cpu limit of 50m',
+        Refusal.LIMIT_RANGE,
+    ),
+    (
         403,
         f'{PODS}violates PodSecurity "restricted:latest": runAsNonRoot != true',
         Refusal.POD_SECURITY,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from waiting import limit
 
 from kvline_operator.api.key import Key
-from kvline_operator.run.workqueue import WorkQueue
+from kvline_operator.run.workqueue import KEPT, SLOW, WorkQueue
 
 
 class Clock:
@@ -119,3 +119,26 @@ def test_a_waiting_worker_wakes_for_news() -> None:
         return await asyncio.wait_for(waiting, limit(1))
 
     assert asyncio.run(story()) == B
+
+
+def test_a_namespace_whose_keys_take_long_leaves_workers_to_others() -> None:
+    """An admission webhook that hangs for half a minute: with all workers on its namespace, a new
+    service elsewhere had no status for two minutes."""
+    clock = Clock()
+    queue = WorkQueue(clock, workers=4)
+    hung = [Key("hung", str(index)) for index in range(9)]
+    for key in hung:
+        queue.add(key)
+    first = [queue.pop() for _ in range(4)]
+    clock.now += 30
+    for key in filter(None, first):
+        queue.done(key)
+    taken = [queue.pop() for _ in range(4)]
+    assert len([key for key in taken if key is not None]) == 4 - KEPT
+    queue.add(A)
+    assert queue.pop() == A and queue.pop() is None
+    clock.now += SLOW / 2
+    for key in (A, *filter(None, taken)):
+        queue.done(key)
+    rest = [queue.pop() for _ in range(4)]
+    assert None not in rest[:3], "it was quick, so it may have all workers again"

@@ -88,7 +88,7 @@ START_ADVICE = (
     Advice(
         "Progressing",
         ("LimitRangeViolated",),
-        "a LimitRange of the namespace refuses an object",
+        "a LimitRange of the namespace refuses an object, or its default limit is below a request",
         "the message has its limit and what was asked; request what it allows, set "
         "spec.resources.cpuLimit, or change the LimitRange",
     ),

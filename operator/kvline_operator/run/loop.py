@@ -38,7 +38,8 @@ class Loop:
         self.resync = resync
         self.tracer = tracer
         self.listed_at: float | None = None  # None on a standby, which does not run
-        self._threads = ThreadPoolExecutor(context.settings.workers, "reconcile")
+        # One more, for the resync: it must not wait for workers.
+        self._threads = ThreadPoolExecutor(context.settings.workers + 1, "reconcile")
 
     async def run(self) -> None:
         self.listed_at = time.monotonic()

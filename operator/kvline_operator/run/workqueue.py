@@ -1,5 +1,6 @@
 """A delaying work queue of keys, like client-go's: each key is queued at most once, processed by
-one worker at a time, and retried with exponential backoff.
+one worker at a time, and retried with exponential backoff. Namespaces whose keys take long, as
+where an admission webhook hangs, do not get all workers.
 
 Takes its clock as an argument, so tests need no sleep.
 """
@@ -15,11 +16,15 @@ from kvline_operator.api.key import Key
 
 FIRST_DELAY = 1.0
 LAST_DELAY = 60.0
+SLOW = 5.0  # seconds; a key usually takes a fraction of one
+KEPT = 2  # workers for namespaces that are not slow
 
 
 class WorkQueue:
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, workers: int = 8) -> None:
         self._clock = clock
+        self._most_slow = max(1, workers - KEPT)  # keys of slow namespaces in work
+        self._slow: set[str] = set()  # namespaces whose last key took long
         self._due: dict[Key, float] = {}  # when each waiting key is due
         self._heap: list[tuple[float, Key]] = []
         self._active: dict[Key, float] = {}  # keys in work, since when
@@ -48,14 +53,15 @@ class WorkQueue:
         self._failures.pop(key, None)
 
     def pop(self) -> Key | None:
-        """Takes a due key that no worker has; None where there is none."""
+        """Takes a due key that no worker has, unless too many of slow namespaces are in work; None
+        where there is none."""
         held = []
         found = None
         while self._heap and self._heap[0][0] <= self._clock():
             at, key = heapq.heappop(self._heap)
             if self._due.get(key) != at:
                 continue  # superseded by an earlier time
-            if key in self._active:
+            if self._waits(key):
                 held.append((at, key))
                 continue
             del self._due[key]
@@ -66,9 +72,19 @@ class WorkQueue:
             heapq.heappush(self._heap, item)
         return found
 
+    def _waits(self, key: Key) -> bool:
+        """For another to be done."""
+        if key in self._active or key.namespace not in self._slow:
+            return key in self._active
+        return sum(other.namespace in self._slow for other in self._active) >= self._most_slow
+
     def done(self, key: Key) -> None:
-        self._active.pop(key, None)
         self._finished = self._clock()
+        since = self._active.pop(key, self._finished)
+        if self._finished - since > SLOW:
+            self._slow.add(key.namespace)
+        else:
+            self._slow.discard(key.namespace)
         self._changed.set()
 
     async def get(self) -> Key:
@@ -83,7 +99,7 @@ class WorkQueue:
                 continue
 
     def _until_next(self) -> float | None:
-        waiting = [at for at, key in self._heap if key not in self._active]
+        waiting = [at for at, key in self._heap if not self._waits(key)]
         return max(0.0, min(waiting) - self._clock()) if waiting else None
 
     def oldest_overdue(self) -> float:
