@@ -292,6 +292,19 @@ def test_the_deadline_and_quota_show() -> None:
     assert by_type(service_state(PLAIN, apply_error=quota))["Progressing"] == quota
 
 
+def test_a_candidate_whose_objects_a_quota_refuses_is_held() -> None:
+    """As where it refuses their pods: RollingOut would stand there for ever."""
+    plan = RolloutPlan({"aaaaa": 1, "bbbbb": 1}, "aaaaa", "bbbbb", HELD)
+    quota = Condition("Progressing", "False", "QuotaExceeded", "deployments: 5 of 5")
+    got = by_type(service_state(PLAIN, plan=plan, apply_error=quota))["UpToDate"]
+    assert got.reason == "GateHeld" and quota.message in got.message
+    passing = Condition("Progressing", "False", "WebhookUnavailable", "no answer")
+    assert (
+        by_type(service_state(PLAIN, plan=plan, apply_error=passing))["UpToDate"].reason
+        == "RollingOut"
+    )
+
+
 def test_a_download_is_the_reason_and_not_that_its_time_is_over() -> None:
     """A download of a hundred gigabytes takes longer than a Deployment's progress deadline."""
     pod = replace(PLAIN, downloading=True)

@@ -13,7 +13,7 @@ from kvline_operator.observe.ended_pods import EndedPod
 from kvline_operator.observe.pods import PodView
 from kvline_operator.observe.trouble import Effect, Trouble
 from kvline_operator.plan.autoscale import Activity, Scaling
-from kvline_operator.report import capacity
+from kvline_operator.report import capacity, failures
 from kvline_operator.report.service_state import Condition, ServiceState
 from kvline_operator.store.verdict import Phase, Verdict
 
@@ -204,6 +204,9 @@ def _in_progress(kind: str, state: ServiceState, gate: Verdict) -> Condition:
         return Condition(kind, "False", "RevisionRejected", text)
     if gate.phase is Phase.HELD:
         return Condition(kind, "False", "GateHeld", f"{name}: {gate.message}{nothing}")
+    error = state.apply_error
+    if error is not None and failures.asks_for_a_change(error):
+        return Condition(kind, "False", "GateHeld", f"{name}: {error.message}{nothing}")
     text = f"{name} is measured before it takes traffic: {gate.message}{nothing}"
     return Condition(kind, "False", "RollingOut", text)
 

@@ -47,6 +47,11 @@ def retry_seconds(error: Exception) -> float:
     return TABLE[reason(error)][1]
 
 
+def asks_for_a_change(made: Condition) -> bool:
+    """Whether what a condition of this table tells of stays until a user or the cluster changes."""
+    return TABLE.get(made.reason, ("", SOON)) == (made.type, MINUTE)
+
+
 def loses_events(error: Exception) -> bool:
     """Whether it keeps an event away only for now."""
     return reason(error) == Refusal.NONE
