@@ -69,6 +69,7 @@ def operator_settings(image: str, stored: Object | None) -> Settings:
         image,
         hub_endpoint=found.get("HF_ENDPOINT", ""),
         hub_proxy=found.get("HTTPS_PROXY", ""),
+        hub_no_proxy=tuple(filter(None, found.get("NO_PROXY", "").split(","))),
         hub_ca=next((v["configMap"]["name"] for v in authority), ""),
         platform_user=bool(pod) and "runAsUser" not in pod["securityContext"],
         pull_secrets=tuple(item["name"] for item in given("imagePullSecrets", [])),

@@ -30,6 +30,7 @@ class Settings:
     mesh_namespaces: tuple[str, ...] = ()  # that the pods may connect to
     hub_endpoint: str = ""  # empty: the public hub
     hub_proxy: str = ""  # HTTP proxy of downloads; empty: none
+    hub_no_proxy: tuple[str, ...] = ()  # hosts and domains that downloads reach without it
     # For the pods of new revisions:
     traces_endpoint: str = ""  # of an OpenTelemetry collector
     runtime_class: str = ""
@@ -123,6 +124,12 @@ def _of_platform(parser: argparse.ArgumentParser, environment: Mapping[str, str]
     )
     parser.add_argument("--hub-proxy", type=_address, default="", help="HTTP proxy of downloads")
     parser.add_argument(
+        "--hub-no-proxy",
+        action="append",
+        default=[],
+        help="a host, or a domain with all its hosts, that downloads reach without the proxy",
+    )
+    parser.add_argument(
         "--hub-ca",
         default="",
         help="ConfigMap in each service's namespace whose key ca.crt downloads trust",
@@ -187,6 +194,7 @@ def parse(argv: list[str]) -> Settings:
         mesh_namespaces=tuple(a.mesh_namespace),
         hub_endpoint=a.hub_endpoint,
         hub_proxy=a.hub_proxy,
+        hub_no_proxy=tuple(a.hub_no_proxy),
         hub_ca=a.hub_ca,
         platform_user=a.platform_user,
         traces_endpoint=a.traces_endpoint,

@@ -83,6 +83,19 @@ def test_a_proxy_that_is_set_later_leaves_older_pods_their_way_out() -> None:
     assert [p["port"] for p in way["ports"]] == [443]
 
 
+def test_hosts_without_a_proxy_are_reached_by_the_hub_s_port() -> None:
+    """As the download may be led from the hub to one of them."""
+    direct = replace(CLOSED, hub_no_proxy=("mirror.example", ".internal"))
+    spec, stored = revision(direct, source=HUB)
+    (download,) = stored["data"]["podTemplate"]["spec"]["initContainers"]
+    assert {"name": "NO_PROXY", "value": "mirror.example,.internal"} in download["env"]
+    assert is_data(stored["data"], "chat", revision_of(stored))
+    (_, *ways) = policy(spec, job(spec, stored), direct)["spec"]["egress"]
+    assert [p["port"] for way in ways for p in way["ports"]] == [443, 3128]
+    _, alone = revision(replace(direct, hub_proxy=""), source=HUB)
+    assert "NO_PROXY" not in str(alone)
+
+
 def test_the_platform_may_choose_user_and_groups() -> None:
     chosen = {"runAsUser", "runAsGroup", "fsGroup"}
     for settings, there in (
@@ -95,7 +108,12 @@ def test_the_platform_may_choose_user_and_groups() -> None:
 
 
 def test_a_size_job_has_the_settings_of_the_service_s_newest_revision() -> None:
-    settings = replace(CLOSED, hub_endpoint="https://hub.example", platform_user=True)
+    settings = replace(
+        CLOSED,
+        hub_endpoint="https://hub.example",
+        hub_no_proxy=("mirror.example", ".internal"),
+        platform_user=True,
+    )
     for given in (settings, Settings("image")):
         _, stored = revision(given, source=HUB, cache={"claimName": "models"})
         assert operator_settings("image", stored) == given

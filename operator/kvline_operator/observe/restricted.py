@@ -63,6 +63,7 @@ SETTINGS = {
     "HF_ENDPOINT",
     "HTTPS_PROXY",
     "HTTP_PROXY",
+    "NO_PROXY",
     "REQUESTS_CA_BUNDLE",
     "SSL_CERT_FILE",
     tracing.ENDPOINT,

@@ -15,7 +15,7 @@ from kvline_contract import names
 from kvline_operator.api.source import Download
 from kvline_operator.api.spec import ServiceSpec
 from kvline_operator.observe.live_template import SHARED
-from kvline_operator.plan.podspec import check_container, hub_port
+from kvline_operator.plan.podspec import check_container, hub_ports
 from kvline_operator.plan.render import Owner, egress, metadata
 from kvline_operator.settings import Settings
 
@@ -67,7 +67,7 @@ def policy(spec: ServiceSpec, made: Object, settings: Settings) -> Object:
     """Of the Job `made`. No ingress; egress to the hub's port where the model is there."""
     owner = Owner.of(spec)
     (container,) = made["spec"]["template"]["spec"]["containers"]
-    ports = [] if spec.source.download is Download.NOBODY else [hub_port(container)]
+    ports = [] if spec.source.download is Download.NOBODY else sorted(hub_ports(container))
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",

@@ -21,7 +21,7 @@ DRAIN_SECONDS = 120  # default of spec.drainSeconds, also the server's
 START_SECONDS = 6 * 3600  # default of spec.startupSeconds
 EXIT_SECONDS = 15  # for the engine to exit after the drain
 STATE_SIZE_LIMIT = "4Gi"
-PROXIES = ("HTTPS_PROXY", "HTTP_PROXY")
+PROXIES, DIRECT = ("HTTPS_PROXY", "HTTP_PROXY"), "NO_PROXY"
 TRUSTED = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
 SHARED_MEMORY, SHARED_MEMORY_OF_RANKS = "64Mi", "1Gi"  # several ranks exchange steps there
 
@@ -228,6 +228,8 @@ def download_container(source: ModelSource, image: str, settings: Settings) -> O
         environment.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": reference}})
     if settings.hub_proxy:
         environment += [{"name": n, "value": settings.hub_proxy} for n in PROXIES]
+        if settings.hub_no_proxy:
+            environment.append({"name": DIRECT, "value": ",".join(settings.hub_no_proxy)})
     volumes = _authority(source, settings)
     authority = [{"name": v["name"], "mountPath": names.HUB_CA_DIR} for v in volumes]
     if authority:
@@ -255,11 +257,14 @@ def download_container(source: ModelSource, image: str, settings: Settings) -> O
     }
 
 
-def hub_port(download: Object) -> int:
-    """The port that a stored container which downloads or checks connects to. The settings of today
-    may have another proxy."""
+def hub_ports(download: Object) -> set[int]:
+    """The ports that a stored container which downloads or checks connects to: the proxy's, and the
+    hub's where it needs no proxy for some hosts. The settings of today may have another proxy."""
     environment = {item["name"]: item.get("value") for item in download.get("env", [])}
-    return port_of(environment.get(PROXIES[0]) or environment.get("HF_ENDPOINT") or "")
+    hub = {port_of(environment.get("HF_ENDPOINT") or "")}
+    if not (proxy := environment.get(PROXIES[0])):
+        return hub
+    return {port_of(proxy)} | (hub if environment.get(DIRECT) else set())
 
 
 def _authority(source: ModelSource, settings: Settings) -> list[Object]:

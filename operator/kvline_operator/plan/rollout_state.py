@@ -50,7 +50,7 @@ class RolloutState:
         running = (self.stored[name]["data"] for name in self.plan.replicas if name in self.stored)
         pods = (data["podTemplate"]["spec"] for data in running)
         loads = (container for pod in pods for container in pod.get("initContainers", []))
-        return sorted(set(map(podspec.hub_port, loads)))
+        return sorted(set().union(*map(podspec.hub_ports, loads)))
 
     def thresholds(self, name: str, spec: ServiceSpec) -> Thresholds:
         """For an accepted revision spec.capacity.minKVTokens alone: a smaller replica serves better
