@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvline_contract.launch import LaunchConfig, LoadFormat
+from kvline_server.command.hub_connection import cause, check_authority
 from kvline_server.errors import (
     ConfigInvalid,
     DownloadFailed,
@@ -134,6 +135,7 @@ def _fetch(repository: str, commit: str, folder: Path, patterns: Iterable[str], 
 @contextmanager
 def _hub_errors(repository: str, commit: str) -> Iterator[None]:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    check_authority()
     from huggingface_hub.errors import (
         GatedRepoError,
         RepositoryNotFoundError,
@@ -153,12 +155,8 @@ def _hub_errors(repository: str, commit: str) -> Iterator[None]:
             "spec.model.source, or set spec.model.tokenSecretRef to a token that may read it"
         ) from None
     except Exception as error:
-        # A one-shot step, and the transport's errors share no base class. Their text can contain
-        # request headers, so only type and status are reported.
-        status = getattr(getattr(error, "response", None), "status_code", "")
-        raise DownloadFailed(
-            f"downloading {repository}: {type(error).__name__} {status}".rstrip()
-        ) from None
+        # A one-shot step, and the transport's errors share no base class.
+        raise DownloadFailed(f"downloading {repository}: {cause(error)}") from None
 
 
 def _token() -> str:
