@@ -14,9 +14,8 @@ from pathlib import Path
 from errors import ClusterError
 from paths import ROOT
 
-# The last commit whose operator knew no gate: manifests without a chart, no verdicts, no records of
-# what was accepted.
-COMMIT = "a7a536e77beb"
+# Of the API group kvline.dev, with a chart, verdicts, and an annotation for each decision.
+COMMIT = "7fc0ac7a875d"
 # The last commit that knew version 1 of the sizing report alone.
 REPORT_1 = "ca5c733dd5c1"
 SCRIPT = (

@@ -4,7 +4,10 @@ restarts."""
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from test_main_job import RANDOM
 from waiting import eventually, limit
 
 from conftest import ROOT
-from kvline_contract.names import EARLIER_GROUP, GROUP, PLURAL
+from kvline_contract.names import ANNOTATION_STATE, EARLIER_GROUP, GROUP, PLURAL
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 EARLIER = f"{PLURAL}.{EARLIER_GROUP}"
@@ -79,11 +82,11 @@ def predecessor(cluster: Any, tmp_path: Path) -> Iterator[tuple[Path, dict[str, 
     crd.undefine(cluster.kubectl, EARLIER)
 
 
-def apply_tree(cluster: Any, tree: Path, manifest: str, images: dict[str, str]) -> None:
+def apply_tree(cluster: Any, tree: Path, images: dict[str, str]) -> None:
     """Applies the CRD and operator of a tree by kubectl."""
     definition = str(tree / "manifests" / "crd.yaml")
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", definition)
-    text = (tree / "manifests" / manifest).read_text()
+    text = (tree / "manifests" / "install.yaml").read_text()
     for component, name in images.items():
         text = text.replace(f"localhost/kvline-{component}:dev", name)
     cluster.kubectl("apply", "-f", "-", input=text)
@@ -95,9 +98,41 @@ def earlier_status(space: Any) -> dict[str, Any]:
     return dict((space.get(EARLIER, "steady") or {}).get("status") or {})
 
 
-def is_up_to_date(status: dict[str, Any]) -> bool:
-    found = [c["status"] for c in status.get("conditions", []) if c["type"] == "UpToDate"]
-    return found == ["True"]
+def has_reason(space: Any, reason: str) -> bool:
+    """Of UpToDate, of the service of the earlier group."""
+    conditions = earlier_status(space).get("conditions", [])
+    return reason in [c["reason"] for c in conditions if c["type"] == "UpToDate"]
+
+
+def baselines(space: Any) -> list[str]:
+    """Of each revision, in either form that an operator keeps it in."""
+    kept = []
+    for revision in space.list("controllerrevisions"):
+        notes = revision["metadata"]["annotations"]
+        state = json.loads(notes.get(ANNOTATION_STATE, "{}"))
+        baseline = state.get("baseline") or json.loads(notes.get("kvline.dev/baseline", "{}"))
+        kept.append(f"{revision['metadata']['name']}: {baseline}")
+    return sorted(kept)
+
+
+@contextmanager
+def asked(space: Any, cluster: Any, name: str) -> Iterator[None]:
+    """Sends a request each second meanwhile; none may be lost."""
+    ended, got = threading.Event(), []
+
+    def ask() -> None:
+        while not ended.is_set():
+            got.append(answers(space, cluster, name))
+            ended.wait(limit(1))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        asking.join()
+    assert len(got) > 5 and all(got)
 
 
 def test_from_the_operator_before_to_this_one(
@@ -110,22 +145,31 @@ def test_from_the_operator_before_to_this_one(
     tree, old = predecessor
     assert old["server"] != now["server"]
     uninstall(cluster)
-    apply_tree(cluster, tree, "operator.yaml", old)
+    apply_tree(cluster, tree, old)
     steady = manifest("steady", **RANDOM, replicas=2)
-    space.kubectl("apply", "-f", "-", input=steady.replace(f'"{GROUP}/', f'"{EARLIER_GROUP}/'))
-    eventually(lambda: is_up_to_date(earlier_status(space)), 240, on="pod")
-    before = living(space)
-    first = earlier_status(space)["rollout"]["stableRevision"]
+    smaller = manifest("steady", **{**RANDOM, "capacity": {"kvTokens": 1024}}, replicas=2)
+    for text, reason in ((steady, "UpToDate"), (smaller, "RevisionRejected")):
+        space.kubectl("apply", "-f", "-", input=text.replace(f'"{GROUP}/', f'"{EARLIER_GROUP}/'))
+        eventually(partial(has_reason, space, reason), 240, on="pod")
+    eventually(lambda: len(pods(space)) == 2, 60, on="pod")
+    before, kept = living(space), baselines(space)
+    was = earlier_status(space)["rollout"]
+    first = was["stableRevision"]
 
-    space.kubectl("delete", EARLIER, "--all", "--cascade=orphan", f"--timeout={limit(60):.0f}s")
-    crd.undefine(cluster.kubectl, EARLIER)
-    apply_tree(cluster, ROOT, "install.yaml", now)
-    space.kubectl("apply", "-f", "-", input=steady)
-    eventually(lambda: "rollout" in ((space.get("kvl", "steady") or {}).get("status") or {}), 60)
-    eventually(lambda: rollout(space).get("imageOutdated"), 60, on="pod")
-    wait(space, "steady", "UpToDate", status="True")
-    assert living(space) == before and answers(space, cluster, "steady")
+    with asked(space, cluster, "steady"):
+        space.kubectl("delete", EARLIER, "--all", "--cascade=orphan", f"--timeout={limit(60):.0f}s")
+        apply_tree(cluster, ROOT, now)
+        space.kubectl("apply", "-f", "-", input=smaller)
+        wait(space, "steady", "UpToDate", reason="RevisionRejected")
+        crd.undefine(cluster.kubectl, EARLIER)
+        eventually(lambda: rollout(space).get("imageOutdated"), 60, on="pod")
+    assert living(space) == before and baselines(space) == kept
     assert rollout(space)["stableRevision"] == first
+    assert rollout(space)["rejectedRevision"] == was["rejectedRevision"]
+    assert rollout(space)["gate"]["message"] == was["gate"]["message"]
+    space.kubectl("apply", "-f", "-", input=steady)
+    wait(space, "steady", "UpToDate", status="True")
+    assert living(space) == before
 
     space.kvline("upgrade", "steady")
     eventually(lambda: rollout(space)["stableRevision"] != first, 240, on="pod")
