@@ -28,7 +28,7 @@ pytestmark = pytest.mark.process
 
 SOURCE = f"hf://org/tiny@{COMMIT}"
 FILES = {"config.json": b'{"a": 1}', "model.safetensors": bytes(range(256)) * 4096}
-NAME = "hub.invalid"  # no resolver knows it: whoever connects to it has a proxy that does
+NAME = "hub.invalid"  # no resolver knows it: the proxy alone connects to it
 HUB_VARIABLES = {"HF_ENDPOINT", DIRECT, *PROXIES, *TRUSTED}
 # huggingface_hub waits 23 s in all between its tries.
 STEP = (
@@ -181,9 +181,9 @@ def test_a_host_without_proxy_is_reached_directly(proxy: Proxy, fetch: Callable[
 def test_a_certificate_that_is_not_trusted_names_the_setting(
     fetch: Callable[..., Any], authority: str
 ) -> None:
-    said = failed(fetch(host="127.0.0.1", authority=authority))
-    assert "certificate of 127.0.0.1" in said and "hubCA" in said
-    assert "unable to get local issuer certificate" in said
+    message = failed(fetch(host="127.0.0.1", authority=authority))
+    assert "certificate of 127.0.0.1" in message and "hubCA" in message
+    assert "unable to get local issuer certificate" in message
 
 
 def test_an_authority_that_is_missing_or_none_names_the_setting(
@@ -200,9 +200,9 @@ def test_a_dead_proxy_is_named_without_its_credentials(fetch: Callable[..., Any]
         closed.bind(("127.0.0.1", 0))
         where = f"127.0.0.1:{closed.getsockname()[1]}"
         done = fetch(hub_proxy=f"http://user:canary@{where}")
-    said = failed(done)
-    assert f"no connection to the proxy http://{where} (the chart's hubProxy): " in said
-    assert "Connection refused" in said
+    message = failed(done)
+    assert f"no connection to the proxy http://{where} (the chart's hubProxy): " in message
+    assert "Connection refused" in message
     assert "canary" not in done.stdout + done.stderr
 
 
@@ -210,6 +210,6 @@ def test_a_proxy_that_refuses_is_named_with_its_status(
     proxy: Proxy, fetch: Callable[..., Any]
 ) -> None:
     proxy.refuses = 403
-    said = failed(fetch(hub_proxy=proxy.url))
-    assert f"the proxy {proxy.url} (the chart's hubProxy) does not connect to {NAME}: " in said
-    assert "403 Forbidden" in said and "secret-reason" not in said
+    message = failed(fetch(hub_proxy=proxy.url))
+    assert f"the proxy {proxy.url} (the chart's hubProxy) does not connect to {NAME}: " in message
+    assert "403 Forbidden" in message and "secret-reason" not in message

@@ -56,8 +56,8 @@ def cause(error: BaseException) -> str:
     if "ProxyError" in kinds:
         return f"{proxy} does not connect to {host}: {_refusal(chain)}"
     if kinds & NOT_CONNECTED:
-        said = [e.strerror for e in chain if isinstance(e, OSError) and e.strerror]
-        return f"no connection to {proxy or host}: {said[-1] if said else 'no answer'}"
+        reasons = [e.strerror for e in chain if isinstance(e, OSError) and e.strerror]
+        return f"no connection to {proxy or host}: {reasons[-1] if reasons else 'no answer'}"
     answered = next((e for e in chain if _status(e)), None)
     if answered is not None:
         return f"{_name(answered)} {_status(answered)}"
