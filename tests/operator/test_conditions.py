@@ -36,7 +36,7 @@ from kvline_operator.plan.threshold import Thresholds
 from kvline_operator.report import status
 from kvline_operator.report.service_state import Condition
 from kvline_operator.store.revision_state import RevisionState
-from kvline_operator.store.verdict import GateResult, Verdict
+from kvline_operator.store.verdict import GateResult, Phase, Verdict
 
 
 def test_a_serving_replica() -> None:
@@ -290,6 +290,15 @@ def test_the_deadline_and_quota_show() -> None:
     assert found.message == "no progress within spec.rollout.progressDeadlineSeconds (60)"
     quota = Condition("Progressing", "False", "QuotaExceeded", "pods: 5 of 5")
     assert by_type(service_state(PLAIN, apply_error=quota))["Progressing"] == quota
+
+
+def test_the_model_of_an_accepted_revision_was_seen() -> None:
+    """Also while nothing of it runs: a quota refuses the pod that takes another's place."""
+    found = by_type(service_state(refused="pods: 5 of 5"))["ModelAvailable"]
+    assert (found.status, found.reason) == ("True", "Available")
+    assert "an earlier replica" in found.message
+    first = service_state(phases={"aaaaa": Phase.NEW})
+    assert by_type(first)["ModelAvailable"].reason == "Pending"
 
 
 def test_a_candidate_whose_objects_a_quota_refuses_is_held() -> None:

@@ -57,7 +57,8 @@ def _of(found: Trouble) -> Condition:
 
 
 def model_available(state: ServiceState) -> Condition:
-    """True only where a pod or Job has seen the model: a container that runs has not yet."""
+    """True only where a pod or Job has seen the model: a container that runs has not yet. That of
+    an accepted revision without pods was seen, whatever keeps them away now."""
     kind = "ModelAvailable"
     job = state.preparing
     if job is not None and job.trouble is not None and job.trouble.condition == kind:
@@ -76,6 +77,9 @@ def model_available(state: ServiceState) -> Condition:
     found = [t for t in state.troubles if t.effect is Effect.WAITS]
     waits = [t.message for t in found if t.condition == "Progressing"]
     runs = any(p.running or p.ended is not None for p in state.newest)
+    if not state.newest and state.phases.get(state.plan.newest) is Phase.ACCEPTED:
+        text = f"{state.spec.source.text}, which an earlier replica has loaded"
+        return Condition(kind, "True", "Available", text)
     waits += ["no container has read it yet" if runs else "no container has run yet"]
     return Condition(kind, "Unknown", "Pending", waits[0])
 
