@@ -222,6 +222,11 @@ def test_a_replica_that_reports_no_load_is_not_idle() -> None:
     assert decide(waited, 4, demand([], 50), HOW, late) == scale(4)
 
 
+def test_the_need_of_one_replica_is_singular() -> None:
+    assert "needs 1 replica by tokens, 0 by slots" in demand([load(used=500)], 50).text
+    assert "needs 0 replicas by tokens, 1 by slots" in demand([load(running=5)], 50).text
+
+
 def test_bounds_apply_to_the_stored_count_too() -> None:
     assert decide(scale(20), 0, demand([None], 50), HOW, NOON).replicas == 8
     narrow = Autoscaling(max_replicas=8, min_replicas=2)
@@ -232,22 +237,25 @@ def test_bounds_apply_to_the_stored_count_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("demanded", "kept", "ready", "reason"),
+    ("demanded", "kept", "ready", "reason", "words"),
     [
-        ([load()], 1, 1, Activity.STABLE),
-        ([load()], 2, 1, Activity.SCALING),
-        ([load(running=50)], 8, 1, Activity.AT_MAXIMUM),
-        ([load(), None], 2, 2, Activity.UNKNOWN),
-        ([], 1, 0, Activity.UNKNOWN),
-        ([load(running=50)], 2, 2, Activity.SCALING),  # held by the step limit
+        ([load()], 1, 1, Activity.STABLE, "1 replica"),
+        ([load()], 2, 2, Activity.STABLE, "2 replicas"),
+        ([load()], 2, 1, Activity.SCALING, "to 2: before"),
+        ([load(running=50)], 8, 1, Activity.AT_MAXIMUM, "the load needs more than"),
+        ([load(), None], 2, 2, Activity.UNKNOWN, "1 ready replica without a report of load: 2"),
+        ([None, None], 2, 2, Activity.UNKNOWN, "2 ready replicas without a report of load: 2"),
+        ([], 1, 0, Activity.UNKNOWN, "no ready replica can report load: 1 or more are kept"),
+        ([load(running=50)], 2, 2, Activity.SCALING, "the load needs more than 2; limited by"),
     ],
 )
 def test_reason_and_message(
-    demanded: list[Load | None], kept: int, ready: int, reason: Activity
+    demanded: list[Load | None], kept: int, ready: int, reason: Activity, words: str
 ) -> None:
     actual, text = activity(scale(kept), demand(demanded, 50), HOW, ready)
-    assert actual is reason
-    assert "spec.replicas follows" in text
+    assert actual is reason and text.startswith(words)
+    assert text.endswith("; spec.replicas follows the load between 1 and 8")
+    assert "1 replicas" not in text
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_up_to_date_is_the_newest_revision_alone() -> None:
     left = replace(ready_pod(), name="old", revision="00000")
     got = by_type(service_state(ready_pod(), left))
     assert (got["UpToDate"].status, got["UpToDate"].reason) == ("False", "RollingOut")
-    assert "1 replicas of others" in got["UpToDate"].message
+    assert "still to be removed: 1 replica of others" in got["UpToDate"].message
 
 
 @pytest.mark.parametrize("state", [s for s in State if s not in (State.VALIDATED, State.FAILED)])

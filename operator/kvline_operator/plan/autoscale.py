@@ -18,6 +18,7 @@ from kvline_contract.codec import ContractError, decode, document, dumps, field,
 from kvline_contract.report import Load
 from kvline_contract.times import stamp
 from kvline_operator.api.spec import Autoscaling
+from kvline_operator.plan.counts import counted
 
 VERSION = 1
 MAX_BYTES = 4096
@@ -170,7 +171,7 @@ def demand(replies: Sequence[Load | None], target_percent: int) -> Demand:
         f"{used} KV tokens used and {waiting} waiting at {tokens} a replica, {requests.running} "
         f"running, {requests.waiting} waiting and {requests.retrying} rejected requests that "
         f"retry at {slots} a replica: the arriving load takes {math.ceil(requests.arriving)} of "
-        f"these slots and needs {by_tokens} replicas by tokens, {by_slots} by slots, "
+        f"these slots and needs {counted(by_tokens, 'replica')} by tokens, {by_slots} by slots, "
         f"at {target_percent} %"
     )
     return Demand(
@@ -252,17 +253,13 @@ def activity(
 def _activity(
     scale: Scale, demand: Demand, policy: Autoscaling, ready: int
 ) -> tuple[Activity, str]:
-    bounds = f"{policy.min_replicas} to {policy.max_replicas} replicas; spec.replicas follows"
+    least, most = policy.min_replicas, policy.max_replicas
+    bounds = f"spec.replicas follows the load between {least} and {most}"
     if demand.not_reporting or not demand.reporting:
-        who = (
-            f"{demand.not_reporting} ready replicas do not"
-            if demand.not_reporting
-            else "no ready replica can"
-        )
-        return (
-            Activity.UNKNOWN,
-            f"{who} report load: {scale.replicas} replicas or more are kept; {bounds}",
-        )
+        text = "no ready replica can report load"
+        if demand.not_reporting:
+            text = f"{counted(demand.not_reporting, 'ready replica')} without a report of load"
+        return Activity.UNKNOWN, f"{text}: {scale.replicas} or more are kept; {bounds}"
     if demand.arriving > policy.max_replicas and scale.replicas == policy.max_replicas:
         text = f"the load needs more than spec.autoscaling.maxReplicas; {bounds}"
         return Activity.AT_MAXIMUM, text
@@ -271,7 +268,7 @@ def _activity(
     if demand.arriving > scale.replicas:
         text = f"the load needs more than {scale.replicas}; limited by scaleUpPercent for a minute"
         return Activity.SCALING, f"{text}; {bounds}"
-    return Activity.STABLE, f"{scale.replicas} replicas; {bounds}"
+    return Activity.STABLE, f"{counted(scale.replicas, 'replica')}; {bounds}"
 
 
 def _clip(replicas: int, policy: Autoscaling) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from kvline_contract.launch import KVCacheDtype
 from kvline_contract.report import Termination
 from kvline_operator.observe.pods import Measured
+from kvline_operator.plan.counts import counted
 from kvline_operator.plan.threshold import Thresholds, device
 from kvline_operator.store.verdict import GateResult, Verdict
 
@@ -28,7 +29,7 @@ class ComparisonGroup:
     def devices(self) -> str:
         if not self.gpus:
             return "a CPU" if self.ranks == 1 else f"{self.ranks} CPU ranks"
-        return "1 GPU" if self.gpus == 1 else f"{self.gpus} GPUs"
+        return counted(self.gpus, "GPU")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from kvline_operator.observe.ended_pods import EndedPod
 from kvline_operator.observe.pods import PodView
 from kvline_operator.observe.trouble import Effect, Trouble
 from kvline_operator.plan.autoscale import Activity, Scaling
+from kvline_operator.plan.counts import counted
 from kvline_operator.report import capacity, failures
 from kvline_operator.report.service_state import Condition, ServiceState
 from kvline_operator.store.verdict import Phase, Verdict
@@ -157,9 +158,8 @@ def up_to_date(state: ServiceState) -> Condition:
     ready = sum(1 for p in state.newest if p.ready)
     others = sum(1 for p in state.pods if p.ready) - ready
     if others:
-        text = (
-            f"revision {plan.stable} is stable; {others} replicas of others are still to be removed"
-        )
+        left = counted(others, "replica")
+        text = f"revision {plan.stable} is stable; still to be removed: {left} of others"
         return Condition(kind, "False", "RollingOut", text)
     if ready == state.spec.replicas == len(state.newest):
         return Condition(kind, "True", "UpToDate", f"revision {state.plan.stable}")
@@ -169,7 +169,7 @@ def up_to_date(state: ServiceState) -> Condition:
 def _without_replicas(kind: str, state: ServiceState) -> Condition:
     """A candidate that spec.replicas gives no replica: there is nothing to wait for."""
     if state.pods:
-        text = f"spec.replicas is 0: {len(state.pods)} replicas are still to be removed"
+        text = f"spec.replicas is 0; still to be removed: {counted(len(state.pods), 'replica')}"
         return Condition(kind, "False", "Scaling", text)
     text = (
         f"spec.replicas is 0: revision {state.plan.candidate} is rolled out once there are "
@@ -221,7 +221,7 @@ def scaling_active(scaling: Scaling) -> Condition:
 
 
 def _serve(pods: tuple[PodView, ...]) -> str:
-    return f"{len(pods)} replicas serve" if len(pods) > 1 else "1 replica serves"
+    return f"{counted(len(pods), 'replica')} {'serves' if len(pods) == 1 else 'serve'}"
 
 
 def ready(state: ServiceState, others: list[Condition]) -> Condition:
