@@ -14,7 +14,7 @@ from rich.console import Console
 
 from kvline_contract import times
 from kvline_kubectl import act, check, show, size
-from kvline_kubectl.cluster import Cluster, Problem, connect
+from kvline_kubectl.cluster import Cluster, Problem, Refused, connect
 from kvline_kubectl.past import with_phases
 from kvline_kubectl.size_job import AS_GIVEN
 from kvline_operator.errors import ApiUnavailable, OperatorError
@@ -199,7 +199,10 @@ def _change(
 
 def checking(cluster: Cluster, a: argparse.Namespace) -> int:
     body = size.from_file(a.filename, cluster, a.namespace)
-    cluster.validate(body, str(a.filename))
+    try:
+        cluster.validate(body, str(a.filename))
+    except Refused as refused:
+        return _answer(a, check.Answer(check.Result.REJECTED, str(refused)))
     name, space = body["metadata"]["name"], body["metadata"]["namespace"]
     cluster = replace(cluster, namespace=space)
     live = cluster.find(name)
@@ -210,9 +213,12 @@ def checking(cluster: Cluster, a: argparse.Namespace) -> int:
         rollout = (live.get("status") or {}).get("rollout") or {}
         outdated = bool(rollout.get("imageOutdated"))
         answer = check.check(check.applied(body, live), past, outdated)
-    measure = size.command(a, bool(body["spec"].get("image") or past))
-    _print(a, lambda: show.answer(answer, measure), answer.plain())
-    return check.EXIT_CODES[answer.result]
+    return _answer(a, answer, size.command(a, bool(body["spec"].get("image") or past)))
+
+
+def _answer(a: argparse.Namespace, made: check.Answer, measure: str = "") -> int:
+    _print(a, lambda: show.answer(made, measure), made.plain())
+    return check.EXIT_CODES[made.result]
 
 
 def sizing(cluster: Cluster, a: argparse.Namespace) -> int:

@@ -34,6 +34,10 @@ class Problem(Exception):
     """An error for the user; printed without a traceback."""
 
 
+class Refused(Problem):
+    """The API server does not accept the user's manifest."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
     kube: Kube
@@ -50,7 +54,7 @@ class Cluster:
         return found
 
     def validate(self, body: Object, file: str) -> None:
-        """Raises Problem with a line for each field that the API server refuses. kubectl apply
+        """Raises Refused with a line for each field that the API server refuses. kubectl apply
         prints the whole object before them. What a user may not create is not validated."""
         meta = {key: body["metadata"][key] for key in ("name", "namespace")}
         try:
@@ -61,7 +65,7 @@ class Cluster:
             of_schema = (f"{c.field}: {c.message}".removeprefix(": ") for c in error.answer.causes)
             unknown = error.answer.message.partition("strict decoding error: ")[2]
             lines = tuple(of_schema) or (unknown or error.answer.message,)
-            raise Problem("\n".join(f"{file}: {line}" for line in lines)) from None
+            raise Refused("\n".join(f"{file}: {line}" for line in lines)) from None
 
     def earlier(self, namespaces: tuple[str, ...]) -> list[str]:
         """What there is to say of services of the kind's earlier group; nothing to a user who may

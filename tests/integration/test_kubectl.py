@@ -45,9 +45,9 @@ def test_a_field_that_is_wrong_in_a_file_is_one_line(
     file = tmp_path / "chat.json"
     file.write_text(manifest(**spec))
     done = space.kvline("check", "-f", str(file), check=False)
-    assert done.returncode == 1 and done.stdout == ""
-    (shown,) = done.stderr.splitlines()
-    assert shown.startswith(f"{file}: {line}") and len(shown) < 250
+    assert done.returncode == 3 and done.stderr == ""
+    result, shown = done.stdout.splitlines()
+    assert result == "Rejected" and shown.startswith(f"{file}: {line}") and len(shown) < 250
     file.write_text(manifest())
     assert "Invalid" not in space.kvline("check", "-f", str(file), check=False).stderr
 

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from services import BODY
 
 from kvline_contract.memory import MemoryV1
+from kvline_contract.names import KIND
 from kvline_contract.report import Provenance, Source
+from kvline_kubectl.__main__ import checking, parser
 from kvline_kubectl.check import EXIT_CODES, Answer, Result, applied, check
+from kvline_kubectl.cluster import Cluster
+from kvline_operator.answers import Answer as Refusal
+from kvline_operator.answers import Cause
 from kvline_operator.api.revision_hash import revision_hash
 from kvline_operator.api.spec import canonical, parse
+from kvline_operator.errors import Invalid
 from kvline_operator.report.status_cache import RevisionEntry
 from kvline_operator.store.capacity_status import CapacityStatus, Spread
 from kvline_operator.store.revision_state import Expiry, RevisionState
@@ -174,6 +183,32 @@ def test_a_pin_below_the_threshold_is_rejected() -> None:
 def test_a_spec_that_the_operator_does_not_accept_is_rejected_with_its_field() -> None:
     answer = asked(service(engine={"kvCacheDtype": "fp4"}))
     assert answer.result is Result.REJECTED and "spec.engine.kvCacheDtype" in answer.message
+
+
+CEL = "spec.resources.cpuLimit: Invalid value: must be at least spec.resources.cpu"
+
+
+@pytest.mark.parametrize("form", ["table", "json"])
+def test_a_spec_that_the_api_server_does_not_accept_is_rejected_with_its_fields(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    """Also one without any spec."""
+    (file := tmp_path / "chat.json").write_text(json.dumps({**BODY, "kind": KIND, "spec": None}))
+    cluster = Cluster(cast(Any, SimpleNamespace(validate=_refuses)), "ns")
+    code = checking(cluster, parser().parse_args(["check", "-f", str(file), "-o", form]))
+    shown, errors = capsys.readouterr()
+    assert (code, errors) == (EXIT_CODES[Result.REJECTED], "")
+    lines = [f"{file}: {CEL}", f"{file}: spec.model: Required value"]
+    if form == "json":
+        assert json.loads(shown) == {"result": "Rejected", "message": "\n".join(lines)}
+    else:
+        assert shown.splitlines() == ["Rejected", *lines]
+
+
+def _refuses(body: Object) -> None:
+    field, _, text = CEL.partition(": ")
+    causes = Cause("", field, text), Cause("", "spec.model", "Required value")
+    raise Invalid("refused", answer=Refusal(422, "Invalid", "refused", causes=causes))
 
 
 def test_what_the_plugin_wrote_stays_when_a_manifest_is_applied() -> None:
