@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from kvline_contract import times
-from kvline_kubectl import act, check, show, size
+from kvline_kubectl import act, appliers, check, show, size
 from kvline_kubectl.cluster import Cluster, Problem, Refused, connect
 from kvline_kubectl.past import with_phases
 from kvline_kubectl.size_job import AS_GIVEN
@@ -189,11 +189,15 @@ def _change(
 ) -> int:
     """Says it once the operator has read it: the status is of the change from then on."""
     after = cluster.patch(body, patch)
+    set_back = appliers.warnings(body, after["spec"])
+    for line in set_back:
+        log.print(line, markup=False, style="yellow")
     if a.timeout:
         after = cluster.observed(after, a.timeout)
         if refused := act.refused(after):
             raise Problem(refused)
-    _print(a, lambda: text, {"done": text, "generation": after["metadata"]["generation"]})
+    plain = {"done": text, "generation": after["metadata"]["generation"]}
+    _print(a, lambda: text, plain | ({"warnings": set_back} if set_back else {}))
     return 0
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 from itertools import chain
+from typing import Any
 
 from kvline_operator.errors import SpecError
 
@@ -29,6 +30,14 @@ def canonical(value: str | int, field: str) -> str:
     found = ((amount // size, name) for name, size in kinds.items() if amount % size == 0)
     number, name = next(chain(found, [(amount, "")]))
     return f"{number}{name}" if amount else "0"
+
+
+def comparable(value: Any) -> Any:
+    """The canonical form of a quantity; what is none as it is."""
+    try:
+        return canonical(value, "")
+    except SpecError:
+        return value
 
 
 def in_bytes(value: str | int, field: str) -> int:

@@ -12,7 +12,6 @@ from typing import Any
 
 from kvline_contract import names
 from kvline_operator.api import quantity
-from kvline_operator.errors import SpecError
 
 Object = dict[str, Any]
 FREE = ("imagePullPolicy", "terminationGracePeriodSeconds")
@@ -126,7 +125,4 @@ def _is_same_image(one: str, other: str) -> bool:
 def _amounts(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _amounts(amount) for name, amount in value.items()}
-    try:
-        return quantity.canonical(value, "")
-    except SpecError:
-        return value
+    return quantity.comparable(value)
