@@ -10,7 +10,8 @@ from typing import Any, cast
 import pytest
 from services import BODY, PLAIN, by_type, ended, ready_pod, report, service_state
 
-from kvline_contract.report import State
+from kvline_contract.memory import MemoryV1
+from kvline_contract.report import Direction, Knob, State, Termination
 from kvline_operator.observe.pods import Ended, PodView
 from kvline_operator.plan.rollout import RolloutPlan
 from kvline_operator.report import status
@@ -59,6 +60,44 @@ def test_an_end_beside_a_replica_that_serves_is_one_event(end: Ended, words: str
     assert text.startswith("chat-aaaaa-1 on n1: end 1 of its container") and words in text
     assert not ends(after, after)
     assert not ends((replace(AGAIN, ended=end), OTHER), after)  # runs again: the same end
+
+
+PARTS = "of 1250 MiB weights 513 MiB, activations 86 MiB, headroom 59 MiB, others 592 MiB"
+CONTEXT = f"spec.engine.maxModelLen is 2048, the budget holds 1000 tokens; {PARTS}; it would help"
+KILLED = f"killed for memory while probing with the smallest KV cache: {PARTS}; it would help"
+SHORTER = Knob("spec.engine.maxModelLen", Direction.LOWER, 992)
+LARGER = Knob("spec.resources.memory", Direction.RAISE, 1296)
+UNKNOWN = Knob("spec.resources.memory", Direction.RAISE)
+
+
+@pytest.mark.parametrize(
+    ("message", "knobs", "words"),
+    [
+        (
+            CONTEXT,
+            (SHORTER, LARGER),
+            "spec.engine.maxModelLen is 2048, the budget holds 1000 tokens; lower "
+            "spec.engine.maxModelLen to 992 or raise spec.resources.memory to 1296Mi",
+        ),
+        (
+            KILLED,
+            (UNKNOWN,),
+            "killed for memory while probing with the smallest KV cache; raise "
+            "spec.resources.memory",
+        ),
+        (KILLED, (), "killed for memory while probing with the smallest KV cache"),
+    ],
+)
+def test_an_event_has_what_happened_and_what_helps_but_not_the_memory_by_part(
+    message: str, knobs: tuple[Knob, ...], words: str
+) -> None:
+    memory = MemoryV1(1250, 513, 86, 0, 0, 59, 592)
+    found = Termination(1, 41, "ContextDoesNotFit", message, memory, knobs=knobs)
+    failed = replace(AGAIN, ended=Ended(41, "Error", found, message))
+    (text,) = ends((failed, OTHER), (replace(OTHER, uid="u1"),))
+    assert text.endswith(f"with code 41 (ContextDoesNotFit): {words}")
+    known = status.diagnosis(service_state(failed))
+    assert known["message"] == message, "which the status keeps"
 
 
 def test_an_end_that_no_reconcile_saw_is_an_event_while_the_container_runs_again() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -10,7 +11,7 @@ from typing import Any
 from kvline_contract.codec import ContractError
 from kvline_contract.exits import meaning
 from kvline_contract.names import DOWNLOAD_CONTAINER, SERVER_CONTAINER, revision_of
-from kvline_contract.report import Load, Result, SizingReport, State, Termination
+from kvline_contract.report import Knob, Load, Result, SizingReport, State, Termination
 from kvline_operator.observe.reports import Reading
 
 Object = dict[str, Any]
@@ -22,6 +23,7 @@ NOT_STARTED_REASONS = ("StartError", "ContainerCannotRun")
 WRONG_ARCHITECTURE = "exec format error"
 SET_UP_SECONDS = 120.0  # for volumes and network; a claim may be attached to another node
 FRESH_SECONDS = 60.0
+CLAUSE = re.compile("[:;] ")  # what ends one in a message of the server
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,16 @@ class Ended:
     def title(self) -> str:
         """For messages: the contract's name of its code, else Kubernetes' reason."""
         return self.reason if self.oom_killed or self.not_started else meaning(self.code).title
+
+    @property
+    def headline(self) -> str:
+        """The message in short: one with the memory by part is its first clause and the fields
+        that would help."""
+        found = self.termination
+        if found is None or found.memory is None:
+            return self.message
+        helps = " or ".join(map(_change, found.knobs))
+        return CLAUSE.split(self.message)[0] + (f"; {helps}" if helps else "")
 
     @property
     def killed_text(self) -> str:
@@ -190,6 +202,12 @@ def view(pod: Object, reading: Reading, now: str = "") -> PodView:
         # Of extended resources a pod of ours has GPUs alone; a claim is for GPUs, too.
         on_gpu=bool(asked.get("claims")) or any("/" in name for name in limits),
     )
+
+
+def _change(knob: Knob) -> str:
+    unit = "Mi" if knob.spec_field.endswith(".memory") else ""
+    to = "" if knob.value is None else f" to {knob.value}{unit}"
+    return f"{knob.direction} {knob.spec_field}{to}"
 
 
 def container(statuses: list[Object] | None, name: str) -> Object:

@@ -220,12 +220,13 @@ def _ended_events(pods: tuple[EndedPod, ...], before: int) -> list[Event]:
 
 
 def _container_end(pod: PodView) -> str:
-    """With its number, so that a second end that is the same is an event of its own."""
+    """With its number, so that a second end that is the same is an event of its own. In short: the
+    memory by part is in conditions and status.diagnosis, and would bury the events between."""
     assert pod.ended is not None
     ended, which = pod.ended, f"{pod.name} on {pod.node}: end {pod.end_number} of its container"
     if ended.from_outside:
         return f"{which}: {ended.killed_text}"
-    return f"{which}, with code {ended.code} ({ended.title}): {ended.message}"
+    return f"{which}, with code {ended.code} ({ended.title}): {ended.headline}"
 
 
 def _scale_events(scaling: Scaling, before: int | None) -> list[Event]:
