@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from services import BODY, HELD, PASSED, PLAIN, by_type, ready_pod, service_state
 
+from kvline_contract.names import SERVER_CONTAINER
 from kvline_operator.api.spec import parse
 from kvline_operator.observe.children import Observed
 from kvline_operator.observe.pods import PodView
@@ -80,6 +81,9 @@ def test_the_stable_revision_is_the_one_that_was_accepted() -> None:
     assert taken["stableRevision"] == "bbbbb" and "candidateRevision" not in taken
 
 
+SERVER = {"name": SERVER_CONTAINER, "resources": {"limits": {"memory": "2Gi"}}}
+
+
 def stored(name: str, length: int, state: RevisionState) -> dict[str, Any]:
     inputs = {**parse(BODY).inputs, "engine": {"maxModelLen": length}}
     return {
@@ -89,7 +93,11 @@ def stored(name: str, length: int, state: RevisionState) -> dict[str, Any]:
             "annotations": revision_state.to_annotations(state),
         },
         "revision": length,
-        "data": {"inputs": inputs, "image": "image", "podTemplate": {"spec": {}}},
+        "data": {
+            "inputs": inputs,
+            "image": "image",
+            "podTemplate": {"spec": {"containers": [SERVER]}},
+        },
     }
 
 
@@ -112,6 +120,7 @@ def test_without_replicas_a_new_revision_waits_and_the_service_is_at_rest(
     state = service_state_of(planned(0), None, None)
     got = by_type(state)
     assert state.plan.candidate == "bbbbb"
+    assert state.memory_limits == {"aaaaa": "2Gi", "bbbbb": "2Gi"}
     assert (got["UpToDate"].status, got["UpToDate"].reason) == ("True", "ScaledToZero")
     assert got["UpToDate"].message == (
         "spec.replicas is 0: revision bbbbb is rolled out once there are replicas, and aaaaa is "

@@ -18,10 +18,12 @@ from services import (
     by_type,
     ended,
     ready_pod,
+    recorded,
     report,
     service_state,
 )
 
+from kvline_contract.memory import MemoryV1
 from kvline_contract.report import (
     Binding,
     Direction,
@@ -60,6 +62,24 @@ def test_an_accepted_revision_that_measures_less_serves_and_warns_with_both_figu
         ready_pod(2000), stable_state=stable_state, spec={"rollout": {"minCapacityPercent": 40}}
     )
     assert by_type(lenient)["CapacityStable"].reason == "NoRecord", "the policy of today counts"
+
+
+def test_a_loss_with_less_memory_than_the_baseline_s_names_the_memory() -> None:
+    """Nothing has changed on its node then. Where nothing is recorded of the baseline, or with as
+    much memory, the node is where to search."""
+    stable_state = RevisionState(accepted=2, baseline={"": 4096}, bytes_per_token=512)
+    less, size = ready_pod(2000), report(State.VALIDATED, 2000).result
+    assert size is not None
+    memory = MemoryV1(90, 20, 10, 0, 40, 10, 10).upgraded()
+    smaller = replace(size, ranks=(memory,), fingerprint="e" * 32)
+    assert less.report is not None
+    changed = replace(less, report=replace(less.report, result=smaller))
+    for pod, words in ((changed, "90 MiB of memory, the baseline 100"), (less, "on its node")):
+        made = service_state(pod, stable_state=stable_state, records=recorded())
+        message = by_type(made)["CapacityStable"].message
+        assert words in message and ("on its node" in message) == (pod is less)
+    unknown = service_state(changed, stable_state=stable_state, records={})
+    assert "on its node" in by_type(unknown)["CapacityStable"].message
 
 
 UNASKED = replace(STUCK, promotion_refused="since it never ran")
@@ -172,6 +192,27 @@ def test_warnings_of_reports_reach_the_status_with_one_event() -> None:
     _, quiet = status.build(service_state(*pods), made, "later")
     assert not [n for n in quiet if n.reason == "ReplicaWarning"]
     assert "warnings" not in status.build(service_state(ready_pod()), made, "later")[0]
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        ("1300Mi", "a memory limit of 1300Mi, its revision 1Gi: changed at admission"),
+        ("", "no memory limit, its revision 1Gi: changed at admission"),
+        ("1024Mi", ""),  # the same
+    ],
+)
+def test_a_pod_with_another_memory_limit_than_its_revision_is_warned_of(
+    limit: str, words: str
+) -> None:
+    state = service_state(ready_pod(memory=limit), memory_limits={"aaaaa": "1Gi"})
+    made, news = status.build(state, {}, "now")
+    found = made.get("warnings", [])
+    assert len(found) == bool(words)
+    assert all(text.startswith(f"pod chat-aaaaa-1 has {words}") for text in found)
+    assert [n.message for n in news if n.reason == "ReplicaWarning"] == found
+    unknown = service_state(ready_pod(memory=limit), memory_limits={})
+    assert "warnings" not in status.build(unknown, {}, "now")[0]
 
 
 def test_a_spec_that_costs_more_than_it_seems_is_warned_of_once() -> None:

@@ -197,7 +197,7 @@ def view(pod: Object, reading: Reading, now: str = "") -> PodView:
         gates=_gates(spec, scheduled),
         secrets=_secrets(spec),
         claims=_claims(spec),
-        memory=str(limits.get("memory", "")),
+        memory=memory_limit(spec),
         download_memory=str((loads.get("limits") or {}).get("memory", "")),
         # Of extended resources a pod of ours has GPUs alone; a claim is for GPUs, too.
         on_gpu=bool(asked.get("claims")) or any("/" in name for name in limits),
@@ -208,6 +208,12 @@ def _change(knob: Knob) -> str:
     unit = "Mi" if knob.spec_field.endswith(".memory") else ""
     to = "" if knob.value is None else f" to {knob.value}{unit}"
     return f"{knob.direction} {knob.spec_field}{to}"
+
+
+def memory_limit(spec: Object) -> str:
+    """The server's, in the spec of a pod or of its template; empty for none."""
+    resources = container(spec.get("containers"), SERVER_CONTAINER).get("resources") or {}
+    return str((resources.get("limits") or {}).get("memory", ""))
 
 
 def container(statuses: list[Object] | None, name: str) -> Object:

@@ -106,8 +106,8 @@ ADVICE = (
         ("BelowBaseline",),
         "a replica of the stable revision measured less than minCapacityPercent of the baseline; "
         "it serves nevertheless",
-        "check what changed on its node (driver, GPU, other processes); if it is intended, promote "
-        "the revision: that begins a new baseline",
+        "check what changed on its node (driver, GPU, other processes), or where the message names "
+        "it, its memory; if it is intended, promote the revision: that begins a new baseline",
     ),
     Advice(
         "CapacityStable",

@@ -158,9 +158,20 @@ def _below_baseline(state: ServiceState) -> str:
     return (
         f"{pod.name} measured {size.tokens} KV tokens, {limit.tokens} are expected "
         f"({limit.source}): {limit.tokens - size.tokens} short; its revision was accepted, so it "
-        "serves nevertheless; check what changed on its node, or begin a new baseline by "
+        f"serves nevertheless; {_what_changed(pod, size, state)}, or begin a new baseline by "
         f"spec.rollout.promote: {state.plan.stable}"
     )
+
+
+def _what_changed(pod: PodView, size: Measured, state: ServiceState) -> str:
+    """Its memory, where the size that is the baseline is recorded with another; else it is on its
+    node."""
+    best = state.stable_state.baseline.get(size.gpu)
+    now = pod.result.memory.total_mib if pod.result is not None else 0
+    then = {r.memory.total_mib for r in state.records.values() if r.kv_tokens == best}
+    if not then or now in then:
+        return "check what changed on its node"
+    return f"it has {now} MiB of memory, the baseline {max(then)}: check what changed that"
 
 
 def stable(state: ServiceState) -> Condition:

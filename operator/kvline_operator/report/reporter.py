@@ -15,6 +15,7 @@ from kvline_operator.api.key import Key
 from kvline_operator.errors import Missing, OperatorError
 from kvline_operator.kube import Kube
 from kvline_operator.observe.children import Observed
+from kvline_operator.observe.pods import memory_limit
 from kvline_operator.plan import render
 from kvline_operator.plan.service_plan import ServicePlan
 from kvline_operator.report import failures, status, status_cache
@@ -139,9 +140,15 @@ def service_state_of(
         refused=observed.refused(newest),
         scaling=plan.scaling,
         preparing=rollout.preparing,
+        memory_limits={name: _memory_limit(kept) for name, kept in rollout.stored.items()},
         stable_data=rollout.stored.get(stable, {}).get("data", {}),
         newly_ended=newly_ended(observed.pods, before.pods if before is not None else ()),
     )
+
+
+def _memory_limit(revision: Object) -> str:
+    template = revision.get("data", {}).get("podTemplate") or {}
+    return memory_limit(template.get("spec") or {})
 
 
 def _deadline_exceeded(observed: Observed, revision: str) -> bool:

@@ -48,6 +48,8 @@ class ServiceState:
     image_outdated: bool = False
     scaling: Scaling | None = None
     preparing: Preparation | None = None  # the Job that its pods wait for
+    # The server's memory limit in each revision's template.
+    memory_limits: dict[str, str] = field(default_factory=dict)
     stable_data: dict[str, Any] = field(default_factory=dict)  # of its ControllerRevision
     # Whose server container ended since the last reconcile; no condition shows that where another
     # replica serves, or where the container runs again.

@@ -12,6 +12,7 @@ from typing import Any
 from kvline_contract.codec import encode
 from kvline_contract.names import LABEL_SERVICE
 from kvline_contract.report import MAX_WARNINGS, Termination
+from kvline_operator.api.quantity import comparable
 from kvline_operator.api.source import Download
 from kvline_operator.api.spec import EARLIER_ACTS, ServiceSpec, Strategy
 from kvline_operator.observe.ended_pods import EndedPod
@@ -236,9 +237,20 @@ def _scale_events(scaling: Scaling, before: int | None) -> list[Event]:
 
 
 def warnings(state: ServiceState) -> list[str]:
-    """Warnings of the replicas' sizing reports, such as slower kernels, without duplicates."""
+    """Warnings of the replicas' sizing reports, such as slower kernels, without duplicates; then of
+    pods that have another memory limit than their template."""
     found = {text for p in state.pods if p.report is not None for text in p.report.warnings}
-    return sorted(found)
+    return sorted(found) + sorted(filter(None, (_other_limit(p, state) for p in state.pods)))
+
+
+def _other_limit(pod: PodView, state: ServiceState) -> str:
+    wanted = state.memory_limits.get(pod.revision, "")
+    if not wanted or comparable(pod.memory) == comparable(wanted):
+        return ""
+    limit = f"a memory limit of {pod.memory}" if pod.memory else "no memory limit"
+    return (
+        f"pod {pod.name} has {limit}, its revision {wanted}: changed at admission, or by a resize"
+    )
 
 
 def spec_warnings(spec: ServiceSpec) -> list[str]:
