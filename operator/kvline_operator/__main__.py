@@ -36,6 +36,8 @@ from kvline_operator.settings import Settings, parse
 log = logging.getLogger("kvline")
 PARALLEL_READS = 32
 CRD_PUBLISH_SECONDS = 10  # until an API server serves the schema of a CRD that was just updated
+WATCH = "the watch"
+CLOSE = 10.0  # seconds in which it ends
 
 
 def main() -> int:
@@ -129,6 +131,7 @@ async def operate(settings: Settings, client: kube.Kube, traces: Any | None) -> 
             with _own(settings.page_port):
                 page.serve(cache, settings.page_port)
         registry, options = kopf.OperatorRegistry(), kopf.OperatorSettings()
+        watched = asyncio.Event()
         handlers.register(registry, queue, owners, resync)
         handlers.configure(options)
         watching = kopf.operator(
@@ -139,11 +142,11 @@ async def operate(settings: Settings, client: kube.Kube, traces: Any | None) -> 
             identity=cast(Any, "kvline-operator"),
             clusterwide=not settings.namespaces,
             namespaces=settings.namespaces,
+            ready_flag=watched,
             stop_flag=stop,
         )
-        return await _all(
-            {"the queue": loop.run(), "the watch": watching, "the lease": lease.keep()}
-        )
+        parts = {"the queue": loop.run(), WATCH: watching, "the lease": lease.keep()}
+        return await _all({**parts, "the stop": _leave_on(stop, lease, watched)}, stop)
     finally:
         await _leave(lease)
 
@@ -159,14 +162,17 @@ def _own(port: int) -> Iterator[None]:
 def _stop_on_signals() -> asyncio.Event:
     """Handled here because kopf does not run on a standby, and PID 1 has no default handler."""
     stop = asyncio.Event()
+    _handle_signals(stop)
+    return stop
 
+
+def _handle_signals(stop: asyncio.Event) -> None:
     def end(number: signal.Signals) -> None:
         log.info("%s: this operator ends", number.name)
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, end, number)
-    return stop
 
 
 async def _stand_by(lease: Lease, stop: asyncio.Event, forward: Forward | None) -> bool:
@@ -192,10 +198,16 @@ async def _until(lease: Lease, stop: asyncio.Event) -> bool:
     return False
 
 
-async def _all(parts: dict[str, Coroutine[Any, Any, None]]) -> int:
-    """Runs all parts and exits when one of them ends: no part may be missing unnoticed."""
+async def _all(parts: dict[str, Coroutine[Any, Any, None]], stop: asyncio.Event) -> int:
+    """Runs all parts and exits when one of them ends: no part may be missing unnoticed. The watch
+    closes its connections then."""
     tasks = {asyncio.create_task(part, name=name) for name, part in parts.items()}
     done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    stop.set()
+    for task in pending:
+        if task.get_name() != WATCH:
+            task.cancel()
+    await asyncio.wait(tasks, timeout=CLOSE)
     for task in pending:
         task.cancel()
     await asyncio.gather(*pending, return_exceptions=True)
@@ -203,6 +215,15 @@ async def _all(parts: dict[str, Coroutine[Any, Any, None]]) -> int:
     for name, error in broken.items():
         log.error("%s ended: %r", name, error)
     return int(bool(broken))
+
+
+async def _leave_on(stop: asyncio.Event, lease: Lease, watched: asyncio.Event) -> None:
+    """Before anything else ends: the watch takes longer to end than its pod may, and is killed. It
+    has taken the signals over, too."""
+    await watched.wait()
+    _handle_signals(stop)
+    await stop.wait()
+    await _leave(lease)
 
 
 async def _leave(lease: Lease) -> None:
