@@ -9,7 +9,7 @@ import pytest
 
 from kvline_contract.report import Current, SizingReport, State
 from kvline_operator.observe import trouble
-from kvline_operator.observe.children import leaving, needless_waits
+from kvline_operator.observe.children import awaiting, leaving, needless_waits
 from kvline_operator.observe.ended_pods import HISTORY_LIMIT, ended, has_ended
 from kvline_operator.observe.pods import PodView, view
 from kvline_operator.observe.reports import Reading
@@ -197,7 +197,7 @@ def test_a_wait_that_serves_nobody_is_ended(
 ) -> None:
     old = placed("a", ends=ends)
     old["status"]["podIP"] = "10.0.0.1"
-    new = replace(pod(0, 0), ended=None, unschedulable=lack, awaits="p-a")
+    new = awaiting(replace(pod(0, 0), ended=None, unschedulable=lack), "p-a")
     others = (replace(pod(0, 0), ready=True),) if ready else ()
     assert needless_waits((new, *others), [old], "t4") == addresses
     assert needless_waits((replace(new, awaits=""),), [old], "t4") == ()

@@ -86,6 +86,10 @@ def not_set_up(since: str) -> tuple[Object, ...]:
 GATED = no_node("SchedulingGated", "Scheduling is blocked due to non-empty scheduling gates")
 KUEUE = [{"name": "kueue.x-k8s.io/admission"}]
 NO_CLAIM = no_node("Unschedulable", '0/3 nodes: persistentvolumeclaim "models" not found.')
+ON_A_SILENT_NODE = (
+    {"type": "Ready", "status": "False"},
+    {"type": "ContainersReady", "status": "True"},
+)
 UNBOUND = "pod has unbound immediate PersistentVolumeClaims"
 OTHER_ARCHITECTURE = "a line of its log\n" * 99 + "exec /opt/kvline/bin/python: exec format error\n"
 CREATING = waiting("ContainerCreating", "")
@@ -128,6 +132,12 @@ CREATING = waiting("ContainerCreating", "")
             "Progressing",
             "PodNotSetUp",
             "kubectl -n ns describe pod chat-1",
+        ),
+        (
+            pod(running(), conditions=ON_A_SILENT_NODE),
+            "Progressing",
+            "NodeNotReady",
+            "node n1 does not report",
         ),
         (pod(waiting("ImagePullBackOff")), "Progressing", "ImagePullFailed", "its words"),
         (pod(waiting("ImageInspectError")), "Progressing", "ImagePullFailed", "its words"),

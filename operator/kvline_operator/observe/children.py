@@ -41,8 +41,8 @@ UNSERVED = (
     "which this API server does not serve; remove the field to request nvidia.com/gpu, or set "
     "spec.resources.gpuResource"
 )
-# Of the scheduler's messages: an extended resource, and devices of a ResourceClaim.
-SHORTAGES = ("Insufficient ", "cannot allocate all claims")
+# Of the scheduler's messages: a resource, pods of a node, devices of a ResourceClaim.
+SHORTAGES = ("Insufficient ", "Too many pods", "cannot allocate all claims")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def observe(
     now = times.now()
     views = [view(pod, reading, now) for pod, reading in zip(replicas, readings, strict=True)]
     leaves = leaving(found, deployments, now)
-    pods = tuple(_awaiting(pod, leaves) for pod in views)
+    pods = tuple(awaiting(pod, leaves) for pod in views)
     if spec.autoscaling is not None:
         pods = tuple(_with_load(reports, pod) for pod in pods)
     jobs = tuple(service.of_revisions(lists[4], revisions))
@@ -205,10 +205,9 @@ def leaving(pods: list[Object], deployments: list[Object], now: str) -> str:
 
 def needless_waits(pods: tuple[PodView, ...], found: list[Object], now: str) -> Waits:
     """Of terminating pods that wait for their clients (preStop) while another pod of the service
-    lacks what they hold, such as the only GPU. As long as a replica is ready, or the lack is of
-    something else, their wait does serve."""
-    lacking = any(p.awaits and any(s in p.unschedulable for s in SHORTAGES) for p in pods)
-    if not lacking or any(p.ready for p in pods):
+    lacks what they hold, such as the only GPU. As long as a replica is ready their wait does
+    serve."""
+    if not any(p.awaits for p in pods) or any(p.ready for p in pods):
         return ()
     terminating = (p for p in found if (p["metadata"].get("deletionTimestamp") or "") > now)
     running = [p for p in terminating if not has_ended(p)]
@@ -216,10 +215,11 @@ def needless_waits(pods: tuple[PodView, ...], found: list[Object], now: str) -> 
     return tuple(sorted((revision, address) for revision, address in waits if address))
 
 
-def _awaiting(pod: PodView, leaves: str) -> PodView:
+def awaiting(pod: PodView, leaves: str) -> PodView:
     """A pod without a node is no failure while another of the service leaves one: in Recreate and
-    Replace it gets what that one had."""
-    return replace(pod, awaits=leaves) if pod.unschedulable else pod
+    Replace it gets what that one had, where it lacks no more than that."""
+    lacking = any(shortage in pod.unschedulable for shortage in SHORTAGES)
+    return replace(pod, awaits=leaves) if lacking else pod
 
 
 def _preparing(

@@ -118,6 +118,7 @@ class PodView:
     oom_kills: int = 0
     load: Load | None = None  # of ready pods of services with spec.autoscaling
     not_set_up: bool = False  # its volumes or network, for long
+    node_silent: bool = False  # its kubelet does not report
     fresh: bool = False  # its container has run for less than a minute
     address: str = ""
     namespace: str = ""
@@ -191,6 +192,7 @@ def view(pod: Object, reading: Reading, now: str = "") -> PodView:
         created=pod["metadata"].get("creationTimestamp", ""),
         ready_since=condition_of(status, "Ready").get("lastTransitionTime") or "",
         not_set_up=_seconds(_not_set_up_since(status), now) > SET_UP_SECONDS,
+        node_silent=_node_is_silent(spec, status),
         fresh=_is_fresh(server, now) or _is_fresh(download, now),
         address=status.get("podIP") or "",
         namespace=pod["metadata"].get("namespace", ""),
@@ -239,6 +241,16 @@ def _not_set_up_since(status: Object) -> str:
     """RFC 3339; empty where a pod's volumes and network are there, or its kubelet does not tell."""
     found = condition_of(status, "PodReadyToStartContainers")
     return str(found.get("lastTransitionTime") or "") if found.get("status") == "False" else ""
+
+
+def _node_is_silent(spec: Object, status: Object) -> bool:
+    """Kubernetes makes a pod of such a node unready, and leaves the condition of its containers."""
+    others = spec.get("readinessGates")
+    return (
+        not others
+        and not is_ready(status)
+        and (condition_of(status, "ContainersReady").get("status") == "True")
+    )
 
 
 def _is_fresh(status: Object, now: str) -> bool:

@@ -71,6 +71,8 @@ def of(pod: PodView) -> Trouble | None:
     """What keeps this pod from serving, the cause before its consequences; None for nothing."""
     if pod.ready:
         return None
+    if pod.node_silent:
+        return _of_node(pod)
     return before_start(pod) or _of_download(pod) or _of_end(pod) or of_report(pod)
 
 
@@ -162,6 +164,11 @@ def _unbound(pod: PodView) -> str:
     names = ", ".join(pod.claims)
     describe = f"`kubectl -n {pod.namespace} describe pvc {' '.join(pod.claims)}`"
     return f"claim {names} of namespace {pod.namespace} has no volume: {describe} has the cause"
+
+
+def _of_node(pod: PodView) -> Trouble:
+    text = f"node {pod.node} does not report, so its pod {pod.name} serves nothing"
+    return Trouble("Progressing", "NodeNotReady", text, text)
 
 
 def _without_volumes(pod: PodView) -> Trouble | None:

@@ -66,6 +66,13 @@ START_ADVICE = (
     ),
     Advice(
         "Progressing",
+        ("NodeNotReady",),
+        "the kubelet of a pod's node does not report",
+        "see `kubectl describe node`; Kubernetes replaces the pod after five minutes, and goes on "
+        "with it where the node is back before",
+    ),
+    Advice(
+        "Progressing",
         ("ContainerNotStarted",),
         "the node cannot run the image's program; that rejects no revision",
         "the message is the container runtime's: an image of another architecture or without "

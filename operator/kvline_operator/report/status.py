@@ -59,6 +59,7 @@ EVENTS = {
     ("Progressing", "Unschedulable"): ("Unschedulable", "Warning"),
     ("Progressing", "SchedulingGated"): ("SchedulingGated", "Warning"),
     ("Progressing", "PodNotSetUp"): ("PodNotSetUp", "Warning"),
+    ("Progressing", "NodeNotReady"): ("NodeNotReady", "Warning"),
     ("Progressing", "ImagePullFailed"): ("ImagePullFailed", "Warning"),
     ("Progressing", "ContainerNotStarted"): ("ContainerNotStarted", "Warning"),
     ("Progressing", "QuotaExceeded"): ("QuotaExceeded", "Warning"),
