@@ -56,6 +56,9 @@ def test_a_dead_webhook_is_named_in_the_status_and_does_not_stop_it(
     until(lambda: space.condition("Progressing")["reason"] != "WebhookUnavailable", 60)
 
 
+@pytest.mark.fault(
+    "F76", shows="one event names webhook and object, and the status is written once it is gone"
+)
 def test_a_dead_webhook_that_keeps_the_status_away_is_named_in_an_event(
     space: Space, webhook: Webhook, operator: Operator, until: Callable[..., Any]
 ) -> None:

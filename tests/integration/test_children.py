@@ -244,6 +244,11 @@ def test_what_others_put_into_pods_is_taken_away_and_named(
         ("deployment", "/spec/template/spec/containers/0/name", "another"),
     ],
 )
+@pytest.mark.fault(
+    "F74",
+    shows="the port, its protocol and the container have their keys back, and an event names who "
+    "changed them",
+)
 def test_the_only_item_of_a_list_gets_its_key_back(
     space: Any,
     operator: Any,

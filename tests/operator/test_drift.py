@@ -184,6 +184,7 @@ def test_what_goes_to_and_fro_by_our_own_wish_is_no_dispute() -> None:
             corrections.add("u", wanted, ["a"])
 
 
+@pytest.mark.fault("F75", shows="beside a tolerated change another field is set back and reported")
 def test_beside_a_tolerated_change_others_are_set_back_and_reported() -> None:
     """One manager that sets a field each time lets no other change anything else."""
     corrections, kube = Corrections(), Writes(with_image())

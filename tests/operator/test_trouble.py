@@ -219,9 +219,9 @@ CREATING = waiting("ContainerCreating", "")
 def test_what_keeps_a_pod_from_serving_holds_the_gate_and_is_named(
     seen: PodView, condition: str, reason: str, words: str
 ) -> None:
-    """F69: the condition names the gate, the claim or what kubelet or runtime wrote, and the gate
-    waits for the same. Of these some were reported by no condition, and most by a condition or the
-    gate alone."""
+    """F69, F78: the condition names the gate, the claim or what kubelet or runtime wrote, and the
+    gate waits for the same. Of these some were reported by no condition, and most by a condition or
+    the gate alone."""
     found = by_type(service_state(seen))
     assert (found[condition].status, found[condition].reason) == ("False", reason)
     assert words in found[condition].message

@@ -143,8 +143,9 @@ def has_seen_model(pod: PodView) -> bool:
 
 def _without_node(pod: PodView) -> Trouble | None:
     if pod.gates:
-        text = f"its scheduling gates are to be removed by others: {', '.join(pod.gates)}"
-        return _made(pod, "Progressing", "SchedulingGated", text)
+        gates = ", ".join(pod.gates)
+        text = f"{pod.name} waits until others remove its scheduling gates: {gates}"
+        return Trouble("Progressing", "SchedulingGated", text, text)
     if claim := CLAIM.search(pod.unschedulable):
         text = f"claim {claim[1]} does not exist in namespace {pod.namespace}"
         return _made(pod, "ModelAvailable", "ClaimMissing", text)

@@ -97,6 +97,6 @@ def foreign_change(lasting: Iterable[str]) -> Condition | None:
     found = list(lasting)
     if not found:
         return None
-    text = "; ".join(found) + ": set again after each removal, so it is not removed for an hour, "
-    text += "and pods may run with it. Stop its manager, and change the InferenceService instead"
+    text = "; ".join(found) + ": set again after each correction, so it is left for an hour. Stop "
+    text += "its manager, and change the InferenceService instead"
     return Condition("UpToDate", "False", "ForeignChange", text)
