@@ -16,15 +16,15 @@ from kvline_server.engine.engine import Engine, Output
 from kvline_server.engine.request import Scores
 from kvline_server.ipc.sampling_params import SamplingParams
 
-# What a request may ask: prompt logprobs (None, k), from where, output logprobs.
-KINDS: list[tuple[int | None, int, int | None]] = [
-    (None, 0, None),
-    (0, 0, None),
-    (3, 0, 2),
-    (2, 4, None),
-    (1, 9, 0),
-    (1, 10, 1),
-    (None, 0, 4),
+# What a request may ask: prompt logprobs (None, k), output logprobs.
+KINDS: list[tuple[int | None, int | None]] = [
+    (None, None),
+    (0, None),
+    (3, 2),
+    (2, None),
+    (1, 0),
+    (1, 1),
+    (None, 4),
 ]
 LENGTHS = (10, 7, 12, 5)
 
@@ -32,13 +32,12 @@ LENGTHS = (10, 7, 12, 5)
 def run(made: Engine, kinds: tuple[int, ...], rows: int) -> dict[int, list[Output]]:
     worker(made).logprob_rows = rows
     for id, kind in enumerate(kinds):
-        prompt, start, output = KINDS[kind]
+        prompt, output = KINDS[kind]
         params = SamplingParams(
             max_tokens=2,
             temperature=0.0,
             ignore_eos=True,
             prompt_logprobs=prompt,
-            logprob_start=start,
             logprobs=output,
         )
         tokens = [(31 * id + 7 * i) % 250 for i in range(LENGTHS[id])]
@@ -98,9 +97,9 @@ def test_every_request_gets_exactly_the_entries_it_asked_for(made: Engine) -> No
         fresh(made)
         outputs = run(made, mix, 3)
         for id, kind in enumerate(mix):
-            prompt, start, output = KINDS[kind]
+            prompt, output = KINDS[kind]
             scored = outputs[id][0].prompt_scores
-            wanted = max(0, LENGTHS[id] - max(1, start)) if prompt is not None else 0
+            wanted = LENGTHS[id] - 1 if prompt is not None else 0
             assert (0 if scored is None else len(scored.values)) == wanted
             if scored is not None:
                 assert scored.top_ids.shape == (wanted, prompt)

@@ -373,7 +373,8 @@ def test_scoring_from_the_middle_lets_the_front_come_from_the_cache(start: int, 
     scheduler.add(sequence(0, 40, 1))
     step(scheduler, [])
     late = sequence(1, 40, 1)
-    late.params = SamplingParams(max_tokens=1, prompt_logprobs=1, logprob_start=start)
+    late.params = SamplingParams(max_tokens=1, prompt_logprobs=1)
+    late.scored = start  # before it was preempted
     scheduler.add(late)
     assert step(scheduler, [])[0].start == hit
 

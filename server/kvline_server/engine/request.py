@@ -102,7 +102,7 @@ class Sequence:
         if self.params.prompt_logprobs is None:
             return self.prompt_length
         # Position 0 has nothing before it and never has a logprob.
-        return max(1, self.params.logprob_start, self.scored)
+        return max(1, self.scored)
 
     @property
     def cacheable(self) -> int:

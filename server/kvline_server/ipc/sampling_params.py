@@ -24,7 +24,6 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     ignore_eos: bool = False
     logprobs: int | None = None  # alternatives per output token; None: no logprobs
     prompt_logprobs: int | None = None  # alternatives per prompt token; None: no logprobs
-    logprob_start: int = 0  # first prompt position whose logprob is returned
     cache_salt: str = ""  # only requests with the same one share pages of the prefix cache
 
     @property
