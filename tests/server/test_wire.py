@@ -4,99 +4,110 @@ from __future__ import annotations
 
 import mmap
 import os
-from dataclasses import replace
+import runpy
+from dataclasses import fields, is_dataclass, make_dataclass, replace
+from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from kvline_server.engine.largest_steps import LargestSteps
 from kvline_server.kernels.layout import Draws, Layout
 from kvline_server.kernels.routing import Played
 from kvline_server.memory.pages import pages_for
 from kvline_server.parallel import wire
+from kvline_server.parallel.record import Record
 from kvline_server.worker.step import Edits, Step
 
-
-def array(kind: type, size: int, seed: int) -> np.ndarray:
-    """Any bits, so NaN and extremes too."""
-    bits = np.random.default_rng(seed).bytes(size * np.dtype(kind).itemsize)
-    return np.frombuffer(bits, kind)
+STEP = Record(Step)
 
 
-@st.composite
-def steps(draw: st.DrawFn) -> Step:
-    seeds = iter(range(draw(st.integers(0, 1 << 30)), 1 << 62))
-    sizes = st.integers(0, 40)
-
-    def of(kind: type, size: int) -> np.ndarray:
-        return array(kind, size, next(seeds))
-
-    def edits(size: int) -> Edits:
-        kinds = (np.int64, np.int64, np.float32, np.float32)
-        return Edits(*(of(kind, size) for kind in kinds))
-
-    i8, i4, f4 = np.int64, np.int32, np.float32
-    rows, sequences, sampled = draw(sizes), draw(sizes), draw(sizes)
-    return Step(
-        tokens=of(i8, rows),
-        layout=Layout(
-            draw(sizes),
-            of(i4, sequences + 1),
-            of(i4, sequences),
-            of(i4, sequences + 1),
-            of(i4, draw(sizes)),
-            of(i4, rows),
-            of(i8, rows),
-        ),
-        pending_rows=of(i8, draw(sizes)),
-        pending_slots=of(i8, draw(sizes)),
-        wanted=of(i8, draw(sizes)),
-        targets=of(i8, draw(sizes)),
-        scored_top=draw(st.integers(0, 20)),
-        sampled_slots=of(i8, sampled),
-        draws=Draws(
-            of(f4, sampled),
-            of(i4, sampled),
-            of(f4, sampled),
-            of(f4, sampled),
-            of(np.uint64, sampled),
-        ),
-        edits=tuple(edits(draw(sizes)) for _ in range(draw(st.integers(0, 2)))),
-        listed=of(i8, draw(sizes)),
-        listed_top=draw(st.integers(0, 20)),
-        cleared=of(i8, draw(sizes)),
-        routing=draw(st.sampled_from(Played)),
-    )
+def values(declared: Any) -> st.SearchStrategy[Any]:
+    """Any value of a field: arrays of any bits, so NaN and extremes too."""
+    if declared is int:
+        return st.integers(-(1 << 63), (1 << 63) - 1)
+    if get_origin(declared) is np.ndarray:
+        (kind,) = get_args(get_args(declared)[1])
+        size = np.dtype(kind).itemsize
+        bits = st.binary(max_size=40 * size)
+        return bits.map(lambda each: np.frombuffer(each[: len(each) // size * size], kind))
+    if get_origin(declared) is tuple:
+        return st.lists(values(get_args(declared)[0]), max_size=2).map(tuple)
+    if isinstance(declared, type) and is_dataclass(declared):
+        hints = get_type_hints(declared)
+        return st.builds(declared, **{name: values(hint) for name, hint in hints.items()})
+    return st.sampled_from(declared)
 
 
-def flat(step: Step) -> list[tuple[str, bytes]]:
-    return [(str(array.dtype), array.tobytes()) for array in wire._arrays(step)]
+def arrays(value: object) -> list[np.ndarray]:
+    """All, of a step or one of its fields."""
+    if isinstance(value, np.ndarray):
+        return [value]
+    each = value if isinstance(value, tuple) else []
+    if is_dataclass(value):
+        each = [getattr(value, field.name) for field in fields(value)]
+    return [array for item in each for array in arrays(item)]
 
 
-def numbers(step: Step) -> list[int]:
-    layout, edits = step.layout, len(step.edits)
-    return [layout.decodes, step.scored_top, step.listed_top, step.routing, edits]
+def flat(value: object) -> Any:
+    """Whatever of it can be compared."""
+    if isinstance(value, np.ndarray):
+        return value.dtype, value.shape, value.tobytes()
+    if isinstance(value, tuple):
+        return [flat(item) for item in value]
+    if is_dataclass(value):
+        return type(value), {each.name: flat(getattr(value, each.name)) for each in fields(value)}
+    return type(value), value
 
 
-@given(st.lists(steps(), min_size=1, max_size=4))
+@given(st.lists(values(Step), min_size=1, max_size=4))
 def test_a_step_is_read_as_it_was_written(made: list[Step]) -> None:
     memory = memoryview(bytearray(1 << 16))
     for step in made:  # each over the one before
-        wire.write(memory, step)
-        again = wire.read(memory)
-        assert flat(again) == flat(step) and numbers(again) == numbers(step)
-        assert len(again.edits) == len(step.edits)
+        STEP.write(memory, step)
+        assert flat(STEP.read(memory)) == flat(step)
+
+
+@given(values(Step))
+def test_there_is_room_for_arrays_of_so_many_entries(step: Step) -> None:
+    of_step = max(len(array) for array in arrays(replace(step, edits=())))
+    of_edits = [max(len(array) for array in arrays(edits)) for edits in step.edits]
+    room = STEP.size(of_step) + sum(Record(Edits).size(most) for most in of_edits)
+    STEP.write(memoryview(bytearray(room)), step)
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        np.ndarray,
+        NDArray[Any],
+        list[int],
+        str,
+        float,
+        tuple[str, ...],
+        tuple[Edits, Draws],
+        tuple[()],
+    ],
+)
+def test_a_field_of_no_declared_type_is_an_error_at_import(
+    monkeypatch: pytest.MonkeyPatch, declared: Any
+) -> None:
+    wrong = make_dataclass("Wrong", [("rows", int), ("tokens", declared)])
+    monkeypatch.setattr("kvline_server.worker.step.Step", wrong)
+    with pytest.raises(TypeError, match=r"Wrong.tokens is declared as .*: not an array of a named"):
+        runpy.run_path(wire.__file__)
 
 
 def test_what_is_read_is_the_memory_itself() -> None:
     step = small()
     memory = memoryview(bytearray(1 << 14))
-    wire.write(memory, step)
+    STEP.write(memory, step)
     shared = np.frombuffer(memory, np.uint8)
-    again = wire.read(memory)
-    assert all(np.shares_memory(each, shared) for each in wire._arrays(again) if len(each))
+    again = STEP.read(memory)
+    assert all(np.shares_memory(each, shared) for each in arrays(again) if len(each))
 
 
 def small() -> Step:
@@ -131,12 +142,12 @@ def test_the_largest_steps_fit(
     )
     memory = memoryview(bytearray(room))
     for _, make in stress.makers():
-        wire.write(memory, make(Played.NOTHING).step)
+        STEP.write(memory, make(Played.NOTHING).step)
 
 
 def test_a_step_without_room_is_an_error() -> None:
     with pytest.raises(ValueError, match="buffer"):
-        wire.write(memoryview(bytearray(300)), small())
+        STEP.write(memoryview(bytearray(300)), small())
 
 
 def test_what_large_steps_took_is_given_back() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 GREEDY = 1e-5  # lower temperatures mean argmax; dividing by them would overflow
 
@@ -15,12 +16,12 @@ class Layout:
     """Sequences in the order of their rows; the first `decodes` have one row each."""
 
     decodes: int
-    row_starts: np.ndarray  # int32 [sequences + 1]
-    lengths: np.ndarray  # int32 [sequences], tokens in the cache after this step
-    page_starts: np.ndarray  # int32 [sequences + 1], indices into pages
-    pages: np.ndarray  # int32 [pages of all sequences]
-    positions: np.ndarray  # int32 [rows]
-    slots: np.ndarray  # int64 [rows], cache slots of their keys and values
+    row_starts: NDArray[np.int32]  # [sequences + 1]
+    lengths: NDArray[np.int32]  # [sequences], tokens in the cache after this step
+    page_starts: NDArray[np.int32]  # [sequences + 1], indices into pages
+    pages: NDArray[np.int32]  # [pages of all sequences]
+    positions: NDArray[np.int32]  # [rows]
+    slots: NDArray[np.int64]  # [rows], cache slots of their keys and values
 
     @property
     def sequences(self) -> int:
@@ -35,11 +36,11 @@ class Layout:
 class Draws:
     """Sampling parameters of each row."""
 
-    temperatures: np.ndarray  # float32 [rows]; argmax below GREEDY
-    top_k: np.ndarray  # int32 [rows], 0: off
-    top_p: np.ndarray  # float32 [rows], 1: off
-    min_p: np.ndarray  # float32 [rows], 0: off
-    keys: np.ndarray  # uint64 [rows], seeds of the noise
+    temperatures: NDArray[np.float32]  # [rows]; argmax below GREEDY
+    top_k: NDArray[np.int32]  # [rows], 0: off
+    top_p: NDArray[np.float32]  # [rows], 1: off
+    min_p: NDArray[np.float32]  # [rows], 0: off
+    keys: NDArray[np.uint64]  # [rows], seeds of the noise
 
     @property
     def filtered(self) -> np.ndarray:
@@ -52,5 +53,10 @@ class Draws:
         return self.at(slice(first, last))
 
     def at(self, rows: slice | np.ndarray) -> Draws:
-        columns = (self.temperatures, self.top_k, self.top_p, self.min_p, self.keys)
-        return Draws(*(column[rows] for column in columns))
+        return Draws(
+            self.temperatures[rows],
+            self.top_k[rows],
+            self.top_p[rows],
+            self.min_p[rows],
+            self.keys[rows],
+        )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvline_server.kernels.layout import Draws, Layout
 from kvline_server.kernels.routing import Played
@@ -19,10 +20,10 @@ class Edits:
     """Changes to the logits of sampled rows, in the order of their rows; no (row, token) twice.
     A positive logit is divided by its factor, another one multiplied, then the rest subtracted."""
 
-    rows: np.ndarray  # int64 [edits], of the sampled rows
-    tokens: np.ndarray  # int64 [edits]
-    factors: np.ndarray  # float32 [edits]
-    subtracted: np.ndarray  # float32 [edits]
+    rows: NDArray[np.int64]  # [edits], of the sampled rows
+    tokens: NDArray[np.int64]  # [edits]
+    factors: NDArray[np.float32]  # [edits]
+    subtracted: NDArray[np.float32]  # [edits]
 
     def within(self, own: range) -> Edits:
         """Those of some tokens, which are counted from the first of them."""
@@ -45,19 +46,19 @@ class Step:
     """Rows are ordered decodes first, then prompt chunks. The LM head gets the scored rows, then
     the sampled ones, and no others."""
 
-    tokens: np.ndarray  # int64 [rows]; 0 where the host has not read the token yet
+    tokens: NDArray[np.int64]  # [rows]; 0 where the host has not read the token yet
     layout: Layout
-    pending_rows: np.ndarray  # int64 [pending], rows whose token the host has not read yet
-    pending_slots: np.ndarray  # int64 [pending], slots of the sequences that those are of
-    wanted: np.ndarray  # int64 [scored + sampled], rows whose hidden states are needed
-    targets: np.ndarray  # int64 [scored], the prompt token that each scored row predicts
+    pending_rows: NDArray[np.int64]  # [pending], rows whose token the host has not read yet
+    pending_slots: NDArray[np.int64]  # [pending], slots of the sequences that those are of
+    wanted: NDArray[np.int64]  # [scored + sampled], rows whose hidden states are needed
+    targets: NDArray[np.int64]  # [scored], the prompt token that each scored row predicts
     scored_top: int  # alternatives of each scored row
-    sampled_slots: np.ndarray  # int64 [sampled], where each new token is kept for the next step
+    sampled_slots: NDArray[np.int64]  # [sampled], where each new token is kept for the next step
     draws: Draws  # of the sampled rows
     edits: tuple[Edits, ...]  # applied one after the other
-    listed: np.ndarray  # int64 [listed], sampled rows whose token's logprob is returned
+    listed: NDArray[np.int64]  # [listed], sampled rows whose token's logprob is returned
     listed_top: int  # alternatives of each of them
-    cleared: np.ndarray  # int64, pages that are set to 0 before anything is written
+    cleared: NDArray[np.int64]  # pages that are set to 0 before anything is written
     routing: Played = Played.NOTHING
 
 
@@ -65,15 +66,15 @@ class Step:
 class Table:
     """kernels.interface.RowScores, copied to the host."""
 
-    values: np.ndarray  # float32 [rows]
-    ranks: np.ndarray  # int32 [rows]
-    top_ids: np.ndarray  # int32 [rows, top]
-    top_values: np.ndarray  # float32 [rows, top]
+    values: NDArray[np.float32]  # [rows]
+    ranks: NDArray[np.int32]  # [rows]
+    top_ids: NDArray[np.int32]  # [rows, top]
+    top_values: NDArray[np.float32]  # [rows, top]
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    tokens: np.ndarray  # int64 [sampled]; NO_TOKEN where the logits were not finite
+    tokens: NDArray[np.int64]  # [sampled]; NO_TOKEN where the logits were not finite
     scored: Table | None  # None without scored rows
     listed: Table | None  # None without listed rows
 
