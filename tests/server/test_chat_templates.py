@@ -271,6 +271,23 @@ def test_a_renderer_that_is_killed_is_replaced(make_chat: Make) -> None:
         assert text_of(chat, TALK[3:]) == "user: bye\n"
 
 
+def test_a_renderer_that_sends_no_frame_is_ended(
+    make_chat: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(self: Renderer) -> subprocess.Popen[bytes]:
+        command = ["sh", "-c", r"printf '\377\377\377\377'; exec sleep 600"]
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        return started[-1]
+
+    monkeypatch.setattr(Renderer, "_start", start)
+    chat = make_chat(EACH)
+    with pytest.raises(BadRequest, match="the chat template sent a frame of 4294967295 bytes"):
+        encode(chat, TALK)
+    assert started[0].poll() == -9
+
+
 @pytest.mark.parametrize(
     ("template", "reads"),
     [

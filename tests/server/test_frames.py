@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from servers import launch_config
 from waiting import eventually, limit, within
 
 from kvline_contract.exits import ExitCode
 from kvline_server.errors import InvalidFrame
-from kvline_server.http import frames
-from kvline_server.ipc import messages
+from kvline_server.http.chat_tokens import RENDERING, RENDERING_PER_BYTE
+from kvline_server.ipc import frames, messages
+from kvline_server.ipc.frames import MAX_BODY
 from kvline_server.ipc.messages import (
-    MAX_FRAME,
     Answer,
     Beat,
     Channel,
@@ -29,15 +32,16 @@ from kvline_server.ipc.messages import (
     Run,
     encode,
 )
+from kvline_server.options.clients import ClientLimits
 from kvline_server.options.options import Options
 from kvline_server.parallel import join
 from kvline_server.parallel.link import Link
 from kvline_server.parent.children import Child
 from kvline_server.parent.supervisor import Supervisor
 
-TOO_LONG = (MAX_FRAME + 1).to_bytes(4, "little")  # and nothing after it
+TOO_LONG = (MAX_BODY + 1).to_bytes(4, "little")  # and nothing after it
 INVALID = {
-    "too long": (TOO_LONG, f"a frame of {MAX_FRAME + 1} bytes, where one has {MAX_FRAME} at most"),
+    "too long": (TOO_LONG, f"a frame of {MAX_BODY + 1} bytes, where one has {MAX_BODY} at most"),
     "no msgpack": (b"\x02\x00\x00\x00\xc1\xc1", "a frame of 2 bytes is no message"),
     "of no kind": (b"\x03\x00\x00\x00\x91\xa1x", "a frame of 3 bytes is no message"),
     "cut off": (b"\x02\x00\x00\x00\x92\xa5", "a frame of 2 bytes is no message"),
@@ -196,14 +200,36 @@ def test_the_parent_ends_where_it_cannot_hear_a_child(
     assert ended.message.startswith("an HTTP process sent") and text in ended.message
 
 
-def test_a_frame_of_a_renderer_has_a_bound(tmp_path: Path) -> None:
-    file = tmp_path / "frame"
-    file.write_bytes((frames.MAX_FRAME + 1).to_bytes(4, "big") + b"x")
-    began = time.monotonic()
-    with file.open("rb") as source:
-        assert frames.read(source) is None
-    assert time.monotonic() - began < limit(1)
-    with file.open("wb") as out:
+def test_a_frame_of_a_renderer_has_a_bound() -> None:
+    """The same: no rendering is longer than half of its memory, as it is copied to be sent."""
+    memory = RENDERING + RENDERING_PER_BYTE * ClientLimits().most_text_bytes
+    assert memory // 2 < MAX_BODY
+    reads, writes = os.pipe()
+    with open(reads, "rb") as source, open(writes, "wb") as out:
         frames.write(out, b"a job")
-    with file.open("rb") as source:
-        assert frames.read(source) == b"a job" and frames.read(source) is None
+        assert frames.read(source) == b"a job"
+        os.write(writes, TOO_LONG)
+        with within(5), pytest.raises(InvalidFrame, match=f"a frame of {MAX_BODY + 1} bytes"):
+            frames.read(source)
+        os.write(writes, frames.framed(b"another")[:-1])
+        out.close()
+        assert frames.read(source) is None
+
+
+@given(st.lists(st.binary(max_size=40), min_size=1), st.data())
+def test_frames_are_taken_whole_from_pieces_of_any_size(
+    bodies: list[bytes], data: st.DataObject
+) -> None:
+    sent = b"".join(map(frames.framed, bodies))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(sent)), max_size=20)))
+    received, taken = frames.Received(), list[bytes]()
+    for start, end in itertools.pairwise([0, *cuts, len(sent)]):
+        received.add(sent[start:end])
+        while (body := received.take()) is not None:
+            taken.append(body)
+    assert taken == bodies
+    received.add(TOO_LONG[:-1])
+    assert received.take() is None
+    received.add(TOO_LONG[-1:])
+    with pytest.raises(InvalidFrame, match=f"a frame of {MAX_BODY + 1} bytes"):
+        received.take()

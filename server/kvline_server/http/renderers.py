@@ -18,8 +18,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from kvline_server.errors import InvalidFrame
 from kvline_server.http.errors import BadRequest
-from kvline_server.http.frames import OK, read, unpacked, write
+from kvline_server.http.rendered import OK, unpacked
+from kvline_server.ipc import frames
 
 CPU_SECONDS = 1.0  # for one rendering; usual templates take milliseconds
 COMPILING = 10  # times as many to compile it: 70 KB take half a second
@@ -43,6 +45,7 @@ class Renderer:
         self._first = json.dumps({**given, "compiling": self._compiling}).encode()
         self._greeted: Known | None = None
         self._replaced, self._ended = False, 0  # whether a process was, and how it ended
+        self._invalid = ""  # what it sent instead of an answer
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -78,7 +81,7 @@ class Renderer:
         answer: bytes | None = None
         with contextlib.suppress(OSError):
             assert self._process is not None and self._process.stdin is not None
-            write(self._process.stdin, job)
+            frames.write(self._process.stdin, job)
             answer = self._receive()
         if answer is None:
             reason = self._end(self._seconds)
@@ -96,12 +99,18 @@ class Renderer:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert process.stdin is not None
         with contextlib.suppress(OSError):
-            write(process.stdin, self._first)
+            frames.write(process.stdin, self._first)
         return process
 
     def _receive(self) -> bytes | None:
+        """None where the process has ended, or is to be ended for what it sent."""
         assert self._process is not None and self._process.stdout is not None
-        return read(self._process.stdout)
+        self._invalid = ""
+        try:
+            return frames.read(self._process.stdout)
+        except InvalidFrame as error:
+            self._invalid = f"sent {error}"
+            return None
 
     def _end(self, seconds: float) -> str:
         """`seconds`: that it had. -> why the process has ended"""
@@ -111,7 +120,7 @@ class Renderer:
         self._process = self._greeted = None
         if self._ended == -signal.SIGPROF:
             return f"took more than {seconds:g} s of CPU time"
-        return f"ended its process ({self._ended})"
+        return self._invalid or f"ended its process ({self._ended})"
 
 
 class Renderers:

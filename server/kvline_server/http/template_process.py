@@ -1,7 +1,7 @@
 """Renders one chat template, in a process that can be ended: an endless template takes its second
 of CPU time and no more of chat, and one that fills the memory gets an error.
 
-Frames on stdin and stdout (frames.py), JSON or text. The first gives the template; its
+Frames on stdin and stdout (ipc/frames.py), JSON or text. The first gives the template; its
 answer says whether it is valid. Each later one is a conversation, answered with OK, the text and
 its characters' origins (traced.py), or with FAILED and a text. Imports no more
 than jinja2: its memory is beside the KV cache.
@@ -15,9 +15,10 @@ import signal
 import sys
 from typing import Any
 
-from kvline_server.http.frames import FAILED, OK, packed, read, write
+from kvline_server.http.rendered import FAILED, OK, packed
 from kvline_server.http.template import ChatTemplate, TemplateFailed
 from kvline_server.http.traced import origins
+from kvline_server.ipc import frames
 
 # Bytes that compiling may take: about 550 for a character of a template were measured.
 COMPILING, COMPILING_PER_CHARACTER = 16 << 20, 1 << 10
@@ -25,7 +26,7 @@ COMPILING, COMPILING_PER_CHARACTER = 16 << 20, 1 << 10
 
 def main() -> int:
     source, out = sys.stdin.buffer, sys.stdout.buffer
-    given = json.loads(read(source) or "{}")
+    given = json.loads(frames.read(source) or "{}")
     if not given:
         return 0
     # jinja2 computes constants while it compiles.
@@ -38,21 +39,20 @@ def main() -> int:
         known = {"invalid": str(error)}
     _limit_time(0)
     _limit_memory(given["memory"])
-    write(out, json.dumps(known).encode())
-    while "invalid" not in known and (frame := read(source)) is not None:
+    frames.write(out, json.dumps(known).encode())
+    while "invalid" not in known and (job := frames.read(source)) is not None:
         _limit_time(given["seconds"])
-        answer = _render(template, frame)
+        answer = _render(template, job)
         _limit_time(0)
-        del frame
-        write(out, answer)
+        del job
+        frames.write(out, answer)
         del answer
     return 0
 
 
-def _render(template: ChatTemplate, frame: bytes) -> bytes:
+def _render(template: ChatTemplate, job: bytes) -> bytes:
     try:
-        job = json.loads(frame)
-        text = template.render(**job)
+        text = template.render(**json.loads(job))
         return OK + packed(text, origins(text))
     except TemplateFailed as error:
         return FAILED + str(error).encode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""Messages between the server's processes: tagged msgpack structs, length-prefixed, never pickle.
+"""Messages between the server's processes: tagged msgpack structs in frames, never pickle.
 
 HTTP sends Submit and Abort to the engine and gets Deltas back; both report to the parent. Rank 0 of
 several sends Call and Run to the others. Arrays are sent as bytes.
@@ -26,11 +26,9 @@ from kvline_contract.report import (
     Termination,
 )
 from kvline_server.errors import InvalidFrame
+from kvline_server.ipc import frames
 from kvline_server.ipc.histogram import Latencies
 from kvline_server.ipc.sampling_params import SamplingParams
-
-LENGTH = 4  # bytes of a frame's length, before its body
-MAX_FRAME = 64 << 20  # bytes; a prompt of a million tokens takes five
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):
@@ -241,20 +239,12 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 def encode(message: Message) -> bytes:
-    body = _encoder.encode(message)
-    return len(body).to_bytes(LENGTH, "little") + body
-
-
-def body_length(header: bytes) -> int:
-    """Bytes of a frame's body. Raises InvalidFrame before any of them is waited for."""
-    length = int.from_bytes(header, "little")
-    if length > MAX_FRAME:
-        raise InvalidFrame(f"a frame of {length} bytes, where one has {MAX_FRAME} at most")
-    return length
+    """A frame."""
+    return frames.framed(_encoder.encode(message))
 
 
 def decode(body: bytes) -> Message:
-    """Raises InvalidFrame."""
+    """Of a frame's body. Raises InvalidFrame."""
     try:
         message: Message = _decoder.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -264,8 +254,7 @@ def decode(body: bytes) -> Message:
 
 async def read(reader: asyncio.StreamReader) -> Message:
     """The next message. Raises IncompleteReadError at the end of the stream, and InvalidFrame."""
-    length = body_length(await reader.readexactly(LENGTH))
-    return decode(await reader.readexactly(length))
+    return decode(await frames.receive(reader))
 
 
 class Channel:
@@ -283,9 +272,5 @@ class Channel:
     def receive(self) -> Iterator[Message]:
         """Messages until the other side closes, or the connection breaks. Raises InvalidFrame."""
         with suppress(OSError), self.connection.makefile("rb") as stream:
-            while len(header := stream.read(LENGTH)) == LENGTH:
-                length = body_length(header)
-                body = stream.read(length)
-                if len(body) < length:
-                    return
+            while (body := frames.read(stream)) is not None:
                 yield decode(body)

@@ -8,7 +8,8 @@ import time
 
 from kvline_server.errors import InvalidFrame, RankLost
 from kvline_server.ipc import messages
-from kvline_server.ipc.messages import LENGTH, Message
+from kvline_server.ipc.frames import Received
+from kvline_server.ipc.messages import Message
 
 _READ = 64 << 10
 
@@ -20,7 +21,7 @@ class Link:
         """`rank`: of the other side."""
         self.rank = rank
         self._connection = connection
-        self._received = bytearray()
+        self._received = Received()
 
     def send(self, message: Message, seconds: float) -> None:
         """Raises RankLost, also where the other side has read nothing for so long."""
@@ -46,7 +47,7 @@ class Link:
                 data = b""
             if not data:
                 raise self.ended()
-            self._received += data
+            self._received.add(data)
         return message
 
     def check(self) -> None:
@@ -68,15 +69,9 @@ class Link:
 
     def _next(self) -> Message | None:
         """The first message that has come whole."""
-        if len(self._received) < LENGTH:
-            return None
         try:
-            end = LENGTH + messages.body_length(bytes(self._received[:LENGTH]))
-            if len(self._received) < end:
-                return None
-            body = bytes(self._received[LENGTH:end])
-            del self._received[:end]
-            return messages.decode(body)
+            body = self._received.take()
+            return None if body is None else messages.decode(body)
         except InvalidFrame as error:
             raise self.invalid(str(error)) from None
 
