@@ -18,7 +18,10 @@ CODE = "code"  # file pages of programs that run
 CLIENTS = "clients"  # what requests may make HTTP processes hold
 SLACK = "slack"  # for what the same steps may take more when they are repeated
 FIGURES = (WEIGHTS, ACTIVATIONS, GRAPHS, KV_CACHE, HEADROOM, OTHERS)  # of MemoryV1, in its order
-MAX_PARTS = 16
+MAX_PARTS = 24  # of a report of version 3
+# Of earlier ones and of what no request names a version for. The API server refuses a longer list,
+# and earlier operators and servers do not read the document that has one.
+STORED_PARTS = 16
 LOWEST = -(2**31)
 _NAME = re.compile(r"[a-z][-a-z0-9]{0,31}")
 
@@ -56,6 +59,18 @@ class Memory:
         """MiB of a part, 0 where there is none of this name."""
         return sum(part.mib for part in self.parts if part.name == name)
 
+    def stored(self) -> Memory:
+        """With STORED_PARTS at most: the smallest that version 1 has no figure for are others."""
+        if len(self.parts) <= STORED_PARTS:
+            return self
+        others = next((part for part in self.parts if part.name == OTHERS), Part(OTHERS, 0))
+        named = [part for part in self.parts if part is not others]
+        spare = sorted((p for p in named if p.name not in FIGURES), key=lambda part: part.mib)
+        few = spare[: len(named) + 1 - STORED_PARTS]
+        detail = others.detail or "with " + ", ".join(part.name for part in few)
+        rest = Part(OTHERS, others.mib + sum(part.mib for part in few), detail[:64])
+        return dataclasses.replace(self, parts=(*(p for p in named if p not in few), rest))
+
 
 def rank_name(rank: int, ranks: int, gpu: bool) -> str:
     """How texts name a rank where there are several: by its GPU, or on a CPU by its number."""
@@ -80,7 +95,7 @@ class MemoryV1:
     kv_mib: int = field("kvMiB")
     headroom_mib: int = field("headroomMiB")
     others_mib: int = field("othersMiB", low=LOWEST)
-    parts: tuple[Part, ...] | None = field(items=MAX_PARTS, omit_none=True, default=None)
+    parts: tuple[Part, ...] | None = field(items=STORED_PARTS, omit_none=True, default=None)
 
     def __post_init__(self) -> None:
         if sum(self._figures()) != self.total_mib:
@@ -93,9 +108,8 @@ class MemoryV1:
         weights, activations, graphs, kv, headroom = known
         rest = total - sum(known)
         fixed = cls(total, weights, activations, graphs, kv, headroom, rest)
-        if fixed.upgraded().parts == memory.parts:
-            return fixed
-        return dataclasses.replace(fixed, parts=memory.parts)
+        parts = memory.stored().parts
+        return fixed if fixed.upgraded().parts == parts else dataclasses.replace(fixed, parts=parts)
 
     def upgraded(self) -> Memory:
         fixed = zip(FIGURES, self._figures(), strict=True)

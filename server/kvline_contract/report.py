@@ -1,31 +1,44 @@
 """What a pod reports: SizingReport, Termination, Load. Untrusted input to the operator.
 
-Reports of this version and of the one before are read, and their unknown keys ignored; for any
-other version the error names both. A pod serves the version that the request names (`served`).
+Reports of REPORT_VERSIONS are read, and their unknown keys ignored; for any other version the error
+names these. A pod serves the version that the request names (`served`). Version 3 has longer lists
+than version 2; for earlier operators, which would refuse them, what is over is summed up.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
-from kvline_contract.codec import ContractError, decode, document, dumps, encode, field, loads
+from kvline_contract.codec import (
+    MAX_TEXT,
+    ContractError,
+    decode,
+    document,
+    dumps,
+    encode,
+    field,
+    loads,
+)
 from kvline_contract.exits import ExitCode
-from kvline_contract.memory import HEADROOM, Memory, MemoryV1
+from kvline_contract.memory import HEADROOM, OTHERS, Memory, MemoryV1, Part
 
 VERSION = 1  # of Termination and Load
-REPORT_VERSIONS = (1, 2)
+REPORT_VERSIONS = (1, 2, 3)
 REPORT_VERSION = REPORT_VERSIONS[-1]
 MAX_RANKS = 8
 MAX_GEMM_KERNELS = 64
 MAX_REPORT_BYTES = 64 * 1024
 MAX_LOAD_BYTES = 4096
 MAX_TERMINATION_BYTES = 4096
-MAX_STAGES = 32
+MAX_STAGES = 36
+MAX_STAGES_V2 = 32  # of versions 1 and 2
 START_STAGES = 4  # of Current: load, warm up, measure, validate
+MAX_START_STAGES = 32  # that are read
 MAX_ATTEMPTS = 5
 MAX_WARNINGS = 16
 
@@ -90,12 +103,28 @@ class Stage:
     total_bytes: int | None = field(omit_none=True, default=None)
 
 
+D = TypeVar("D", Part, Stage)
+
+
+def summed(stages: tuple[Stage, ...], most: int = MAX_STAGES) -> tuple[Stage, ...]:
+    """`most` of these at most: the shortest that have ended are one, the last of those."""
+    if len(stages) <= most:
+        return stages
+    ended = [stage for stage in stages if stage.total_bytes is None]
+    running = (stage for stage in stages if stage.total_bytes is not None)
+    shortest = sorted(range(len(ended)), key=lambda i: (ended[i].name != OTHERS, ended[i].ms))
+    few = set(shortest[: len(stages) + 1 - most])
+    ms, nbytes = sum(ended[i].ms for i in few), sum(ended[i].bytes for i in few)
+    rest = Stage(OTHERS, ms, nbytes, "the shortest stages")
+    return (*(stage for i, stage in enumerate(ended) if i not in few), rest, *running)
+
+
 @document
 class Current:
     """What a start does now, for people: `stage` n of `stages`."""
 
-    stage: int = field(low=1, high=MAX_STAGES)
-    stages: int = field(low=1, high=MAX_STAGES)
+    stage: int = field(low=1, high=MAX_START_STAGES)
+    stages: int = field(low=1, high=MAX_START_STAGES)
     what: str = field(limit=128)
     since: str = field(limit=32)
     # Of the stage, the step that runs: its number, how many there are, and its name.
@@ -212,7 +241,7 @@ class Provenance:
 
 @document
 class SizingReport:
-    """As version 2 has it, whichever version was read."""
+    """As versions 2 and 3 have it, whichever version was read."""
 
     pod_uid: str = field("podUID", limit=64)
     pod_name: str = field(limit=253)
@@ -243,14 +272,46 @@ class SizingReport:
         return decode(cls, value, strict=False)
 
     def dumps(self, version: int = REPORT_VERSION) -> str:
+        """At most MAX_REPORT_BYTES: what is for people alone is cut until the whole fits."""
+        check_version({"version": version}, "report", REPORT_VERSIONS)
+        report = self if version > 2 else self._with_few_items()
+        text, most = report._written(version), MAX_TEXT
+        while len(text.encode()) > MAX_REPORT_BYTES and most:
+            most //= 2
+            text = report._cut(most)._written(version)
+        return text
+
+    def _written(self, version: int) -> str:
         """Version 1 has the memory of one rank; with more, its readers ignore `ranks`."""
         value = {"version": version, **encode(self)}
-        check_version(value, "report", REPORT_VERSIONS)
         if version == 1 and self.result is not None:
             value["result"]["memory"] = encode(MemoryV1.of(self.result.memory))
             if len(self.result.ranks) == 1:
                 del value["result"]["ranks"]
         return dumps(value)
+
+    def _with_few_items(self) -> SizingReport:
+        """As many as readers of versions 1 and 2 accept."""
+        short = dataclasses.replace(self, stages=summed(self.stages, MAX_STAGES_V2))
+        return short._with_ranks(Memory.stored)
+
+    def _cut(self, most: int) -> SizingReport:
+        """With so many characters of each detail and warning."""
+
+        def cut(item: D) -> D:
+            return dataclasses.replace(item, detail=item.detail and item.detail[:most])
+
+        return dataclasses.replace(
+            self,
+            stages=tuple(map(cut, self.stages)),
+            warnings=tuple(text[:most] for text in self.warnings),
+        )._with_ranks(lambda rank: dataclasses.replace(rank, parts=tuple(map(cut, rank.parts))))
+
+    def _with_ranks(self, changed: Callable[[Memory], Memory]) -> SizingReport:
+        if self.result is None:
+            return self
+        ranks = tuple(map(changed, self.result.ranks))
+        return dataclasses.replace(self, result=dataclasses.replace(self.result, ranks=ranks))
 
 
 def _upgrade(result: Any) -> None:
@@ -311,6 +372,7 @@ class Load:
 def check_version(value: dict[str, Any], what: str, known: tuple[int, ...] = (VERSION,)) -> int:
     got = value.get("version")
     if type(got) is not int or got not in known:
-        readable = " and ".join(map(str, known))
+        *others, last = map(str, known)
+        readable = f"{', '.join(others)} and {last}" if others else last
         raise ContractError(f"version: {what} of version {got!r:.20}, {readable} can be read here")
     return got

@@ -160,9 +160,9 @@ def test_a_report_of_an_unknown_version_is_named_in_the_status(
 ) -> None:
     space.apply()
     until(node.pods)
-    node.play(State.VALIDATED, raw=b'{"version": 3}', ready=False)
+    node.play(State.VALIDATED, raw=b'{"version": 4}', ready=False)
     found = until(lambda: invalid(space))
-    assert "report of version 3" in found["message"] and "1 and 2" in found["message"]
+    assert "report of version 4" in found["message"] and "2 and 3" in found["message"]
 
 
 def invalid(space: Space) -> Object:

@@ -98,7 +98,7 @@ def test_a_report_is_asked_for_in_this_version_and_read_in_both(version: int) ->
 
     with answering(answer, asked.append) as port:
         assert fetch(port).report == VALIDATED
-    assert [head.split(b"\r\n")[0] for head in asked] == [b"GET /sizing?version=2 HTTP/1.0"]
+    assert [head.split(b"\r\n")[0] for head in asked] == [b"GET /sizing?version=3 HTTP/1.0"]
 
 
 BAD = {
@@ -108,7 +108,7 @@ BAD = {
     "NaN": body(GOOD.dumps().replace('"sequence":3', '"sequence":NaN')),
     "negative": body(GOOD.dumps().replace('"sequence":3', '"sequence":-3')),
     "float": body(GOOD.dumps().replace('"sequence":3', '"sequence":3.5')),
-    "other version": body(GOOD.dumps().replace('"version":2', '"version":9')),
+    "other version": body(GOOD.dumps().replace('"version":3', '"version":9')),
     "other pod": body(GOOD.dumps().replace('"podUID":"uid"', '"podUID":"other"')),
     "not found": body(GOOD.dumps(), "404 Not Found"),
     "no HTTP": lambda s: s.sendall(b"hello"),
@@ -127,7 +127,7 @@ def test_a_bad_answer_is_invalid_and_says_why(name: str) -> None:
         assert reading.report is None
         assert reading.invalid
         assert 0 < len(reading.error) < 300
-        assert name != "other version" or "version 9, 1 and 2 can be read" in reading.error
+        assert name != "other version" or "version 9, 1, 2 and 3 can be read" in reading.error
 
 
 @pytest.mark.fault("F38", shows="an answer that drips ends within its time")

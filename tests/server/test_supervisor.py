@@ -64,8 +64,8 @@ def test_it_answers_probes_before_it_is_validated_and_sizes_itself(
     (rank,) = server.probe("/sizing?version=2")[1]["result"]["ranks"]
     assert sum(part["mib"] for part in rank["parts"]) == rank["totalMiB"] == 900
     assert (server.probe("/sizing?version=2")[1]["result"]["cacheDtype"]) == "float32"
-    versions = {v: server.probe(f"/sizing?version={v}")[1]["version"] for v in (1, 2, 9)}
-    assert versions == {1: 1, 2: 2, 9: 2} and report["version"] == 1
+    versions = {v: server.probe(f"/sizing?version={v}")[1]["version"] for v in (1, 2, 3, 9)}
+    assert versions == {1: 1, 2: 2, 3: 3, 9: 3} and report["version"] == 1
     status, body = server.probe("/sizing?version=two")
     assert status == 400 and "'two'" in body["reason"]
     assert not (server.scratch / "state" / "attempts.json").exists()

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from kvline_contract.codec import ContractError, decode, document, dumps, encode, field, loads
-from kvline_contract.memory import MAX_PARTS, Memory, MemoryV1, Part, rank_title
+from kvline_contract.memory import STORED_PARTS, Memory, MemoryV1, Part, rank_title
 from kvline_contract.report import (
     MAX_RANKS,
     MAX_REPORT_BYTES,
@@ -34,7 +34,7 @@ class RankMemory:
 
     rank: int = field(high=MAX_RANKS - 1)
     total_mib: int = field("totalMiB")
-    parts: tuple[Part, ...] = field(items=MAX_PARTS)
+    parts: tuple[Part, ...] = field(items=STORED_PARTS)
     gpu: int | None = field(high=255, omit_none=True, default=None)
 
     def __post_init__(self) -> None:
@@ -123,7 +123,7 @@ def ranks(result: Result) -> tuple[RankMemory, ...]:
     """Of a replica with several; empty with one."""
     if len(result.ranks) == 1:
         return ()
-    found = enumerate(result.ranks)
+    found = enumerate(map(Memory.stored, result.ranks))
     return tuple(RankMemory(number, rank.total_mib, rank.parts, rank.gpu) for number, rank in found)
 
 

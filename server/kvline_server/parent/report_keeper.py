@@ -13,7 +13,6 @@ from dataclasses import replace
 from kvline_contract import times
 from kvline_contract.report import (
     MAX_ATTEMPTS,
-    MAX_STAGES,
     MAX_WARNINGS,
     START_STAGES,
     Current,
@@ -21,6 +20,7 @@ from kvline_contract.report import (
     SizingReport,
     State,
     Termination,
+    summed,
 )
 from kvline_server.ipc.messages import Progress
 
@@ -54,7 +54,7 @@ class ReportKeeper:
             self._change(**reported)  # in one change: reason and message of a condition
         if progress.stage is not None:
             ended = tuple(s for s in known.stages if s.total_bytes is None)
-            self._change(stages=(*ended, progress.stage)[-MAX_STAGES:])
+            self._change(stages=summed((*ended, progress.stage)))
         if progress.effective is not None:
             self._change(effective=progress.effective)
         if (attempt := progress.attempt) is not None:
