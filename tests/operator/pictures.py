@@ -39,6 +39,10 @@ ESTIMATES = [
 INPUTS = {"model": {"source": "pvc://models/smollm2"}, "resources": {"memory": "2Gi"}}
 LOSS = "measured 8528 KV tokens, 18408 are required (95 % of 19376): 9880 short"
 # At 12:00, 20 s after the stage began.
+DETAILS = {
+    "stress": "6 steps, the longest prefill-many 1310 ms",
+    "validate": "6 steps, the longest last-chunk 1720 ms",
+}
 VALIDATES = "validates 8528 tokens with the largest steps"
 CURRENT = Current(4, 4, VALIDATES, "2026-11-22T11:59:40Z", 2, 6, "decode", "2026-11-22T12:00:30Z")
 
@@ -70,7 +74,7 @@ def report(state: State, tokens: int) -> SizingReport:
         "t",
         "t",
         Effective(8192, 16, 512, 20, 128, 16, 64),
-        tuple(Stage(name, ms, 0) for name, ms in names),
+        tuple(Stage(name, ms, 0, DETAILS.get(name)) for name, ms in names),
         (Attempt(1, tokens, Outcome.SURVIVED if done else Outcome.RUNNING, None),),
         result if done else None,
         current=None if done else CURRENT,

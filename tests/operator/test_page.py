@@ -55,6 +55,7 @@ def test_a_service_s_page_tells_its_story() -> None:
         str(State.VALIDATING),
         "attempt 1 at 8,528 tokens: Running",
         "5 stages in 11.7 s",
+        "<span>stress <small>6 steps, the longest prefill-many 1,310 ms</small></span>",
         "stage 4 of 4: validates 8,528 tokens with the largest steps, step 2 of 6 (decode), "
         "20 s so far, about 30 s left",
         "22 Nov 2026, 00:00 UTC",

@@ -289,7 +289,7 @@ def _stages(report: SizingReport | None) -> tuple[tuple[Bar, ...], float]:
     for stage in report.stages:
         start, at = round(at * WIDTH / total), at + stage.ms
         width = max(1, round(at * WIDTH / total) - start)
-        out.append(Bar(stage.name, start, width, f"{stage.ms / 1000:.1f} s"))
+        out.append(Bar(stage.name, start, width, f"{stage.ms / 1000:.1f} s", stage.detail or ""))
     return tuple(out), total / 1000
 
 

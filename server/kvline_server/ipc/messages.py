@@ -145,6 +145,7 @@ class Progress(msgspec.Struct, tag="progress", array_like=True):
     failure: Termination | None = None
     warning: str | None = None
     current: Current | None = None
+    probed_ms: int | None = None  # that the longest step of a probe took
 
 
 SendProgress = Callable[[Progress], None]

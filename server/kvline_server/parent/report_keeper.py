@@ -31,6 +31,7 @@ class ReportKeeper:
     def __init__(self, pod_uid: str, pod_name: str, revision: str) -> None:
         self._lock = threading.RLock()
         self.changed_at = time.monotonic()
+        self.probed_ms: int | None = None  # that the longest step of the probes took
         self._report = SizingReport(
             pod_uid=pod_uid,
             pod_name=pod_name,
@@ -55,6 +56,8 @@ class ReportKeeper:
         if progress.stage is not None:
             ended = tuple(s for s in known.stages if s.total_bytes is None)
             self._change(stages=summed((*ended, progress.stage)))
+        if progress.probed_ms is not None:
+            self.probed_ms = max(self.probed_ms or 0, progress.probed_ms)
         if progress.effective is not None:
             self._change(effective=progress.effective)
         if (attempt := progress.attempt) is not None:
@@ -96,6 +99,7 @@ class ReportKeeper:
             replace(a, outcome=Outcome.KILLED) if a.outcome is Outcome.RUNNING else a
             for a in self._report.attempts
         )
+        self.probed_ms = None
         again = _loads("loads the model again, for a smaller KV cache")
         self._change(state=State.SHRUNK_RETRY, stages=(), attempts=attempts, current=again)
         self.warn(warning)

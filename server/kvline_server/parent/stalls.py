@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from kvline_contract.exits import ExitCode
-from kvline_contract.report import Stage, State, Termination
+from kvline_contract.report import State, Termination
 
 SLOW_SECONDS, SLOW_FACTOR = 30.0, 5.0
 
 
-def patience(stages: tuple[Stage, ...], limit: float) -> float:
-    """Seconds that one item of a validation on the CPU may take, from the times of the probe's: one
-    that takes far longer than the same work took then is thrashing for lack of memory, and its
-    engine is killed, as a failed attempt."""
-    probed = [stage.ms for stage in stages if stage.name.startswith("stress ")]
-    return SLOW_SECONDS + SLOW_FACTOR * max(probed) / 1000 if probed else limit
+def patience(probed_ms: int | None, limit: float) -> float:
+    """Seconds that one step of a validation on the CPU may take, from what the longest of the probe
+    took: one that takes far longer than the same work took then is thrashing for lack of memory,
+    and its engine is killed, as a failed attempt."""
+    return limit if probed_ms is None else SLOW_SECONDS + SLOW_FACTOR * probed_ms / 1000
 
 
 def of_a_start(

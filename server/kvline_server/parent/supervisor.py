@@ -344,7 +344,7 @@ class Supervisor:
         if state is State.VALIDATED:
             return None if self.health.draining else self._serves_no_more()
         limit, quiet = self.options.timeouts.stage, self.starting.seconds()
-        thrashes = stalls.patience(self.keeper.report.stages, limit)
+        thrashes = stalls.patience(self.keeper.probed_ms, limit)
         if state is State.VALIDATING and self.device is Device.CPU and quiet > thrashes:
             self.causes.thrashed = True
             engine.first.kill()

@@ -26,6 +26,7 @@ from kvline_server.sizing.measure import Measurement
 from kvline_server.sizing.record import AttemptStore
 from kvline_server.sizing.remaining import Remaining
 from kvline_server.sizing.settings import EngineSettings
+from kvline_server.sizing.spent import Spent
 
 PROBE_PAGES = 64
 PROBE_TOKENS = PROBE_PAGES * PAGE_SIZE
@@ -105,6 +106,28 @@ class Session:
         """The stress set with contexts of so many tokens, on pages of their own, or on the mapped
         ones for `aliased` tokens in all. With several ranks each runs a step alone before they run
         it together: one that lacks memory is known before another waits for it."""
+        limit = math.inf if aliased else self.longest_step
+        groups = self._stress_set(max_model_len, aliased)
+        names = [name for name, _ in groups]
+        before, spent = self.device.now(), Spent(self.executor.ranks)
+        try:
+            for index, (name, makers) in enumerate(groups):
+                rest = self.remaining.rest(names[index:], names, bool(aliased))
+                self.at(name, index + 1, len(names), rest)
+                began = self.clock()
+                for routing, what in ROUTINGS if self.loaded.experts else PLAIN:
+                    for make in makers:
+                        spent.count_routing(what, *self._run_step(make, routing, limit))
+                seconds = self.clock() - began
+                spent.count(name, seconds, self.device.now() - before)
+                self.remaining.note(name, seconds)
+        finally:  # of a stress that fails, too, it tells which steps did not
+            if spent.steps:
+                stage = spent.stage("stress" if aliased else "validate")
+                self.send(Progress(stage=stage, probed_ms=spent.slowest_ms if aliased else None))
+
+    def _stress_set(self, max_model_len: int, aliased: int) -> list[tuple[str, list[MakeBatch]]]:
+        """By name, in order."""
         settings = self.settings
         stress = LargestSteps(
             max_running_requests=settings.max_running_requests,
@@ -119,31 +142,8 @@ class Session:
             short_chunks=self.device.gpu,
             last_chunk=not (aliased and self.loaded.tiles_context),
         )
-        groups = [
-            (name, [make for _, make in steps])
-            for name, steps in itertools.groupby(stress.makers(), key=itemgetter(0))
-        ]
-        names = [name for name, _ in groups]
-        for index, (name, makers) in enumerate(groups):
-            rest = self.remaining.rest(names[index:], names, bool(aliased))
-            self.at(name, index + 1, len(names), rest)
-            began = self.clock()
-            with self.stage(f"{'stress' if aliased else 'validate'} {name}") as details:
-                for routing, what in ROUTINGS if self.loaded.experts else PLAIN:
-                    limit = math.inf if aliased else self.longest_step
-                    details += self._run_steps(makers, routing, what, limit)
-            self.remaining.note(name, self.clock() - began)
-
-    def _run_steps(
-        self, makers: list[MakeBatch], routing: Played, what: str, limit: float
-    ) -> list[str]:
-        """-> details for their stage"""
-        seconds = [self._run_step(make, routing, limit) for make in makers]
-        alone, whole = (round(sum(each) * 1000) for each in zip(*seconds, strict=True))
-        details = [f"{what} {whole} ms"] if what else []
-        if (ranks := self.executor.ranks) > 1:
-            details.append(f"each of {ranks} ranks alone {alone} ms, then together")
-        return details
+        by_name = itertools.groupby(stress.makers(), key=itemgetter(0))
+        return [(name, [make for _, make in steps]) for name, steps in by_name]
 
     def _run_step(
         self, make: MakeBatch, routing: Played, limit: float = math.inf
