@@ -179,7 +179,7 @@ if "KVLINE_FAULT_COPY" in os.environ and ENGINE in arguments:
     slow_copies()
 OWN = "engine" if OF_ENGINE else "http" if HTTP in arguments else "parent"
 if os.environ.get("KVLINE_FAULT_FRAMES") == OWN:
-    garble_frames(f"kvline_server.{'engine_process.outbox' if OF_ENGINE else 'messages'}")
+    garble_frames(f"kvline_server.{'engine_process.outbox' if OF_ENGINE else 'ipc.messages'}")
 if BLOCK and HTTP in arguments:
     block_http()
 
