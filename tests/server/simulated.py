@@ -117,7 +117,6 @@ class Machine:
     ranks = 1
     pids: ClassVar[tuple[int, ...]] = ()  # no process that can wait for a CPU
     depth = 0
-    eager_steps = None
 
     def usage(self) -> tuple[Usage, ...]:
         kv, files = self.nbytes, self.working_files()
@@ -215,7 +214,6 @@ class Together:
     vote. A launch together whose step was not rehearsed on every rank fails the test."""
 
     depth = 0
-    eager_steps = None
     pids: ClassVar[tuple[int, ...]] = ()  # no process that can wait for a CPU
 
     def __init__(self, machines: Sequence[Machine], fault: Fault = NO_FAULT) -> None:

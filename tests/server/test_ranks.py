@@ -63,7 +63,6 @@ class FakeLocal:
     holding: int = 0
     depth: int = 1
     limit: int = 1000
-    eager_steps: int | None = None
     choices: Choices | None = None
     knows: bool = True  # the peaks of its steps
     ran: list[str] = field(default_factory=list)

@@ -130,7 +130,7 @@ class EngineProcess:
         if now - self.beat_at < BEAT_SECONDS:
             return
         self.beat_at = now
-        scheduler, pool, eager = engine.scheduler, engine.pool, engine.executor.eager_steps
+        scheduler, pool = engine.scheduler, engine.pool
         self.parent.send(
             Beat(
                 busy=not engine.idle,
@@ -144,8 +144,6 @@ class EngineProcess:
                 preemptions=scheduler.preemptions,
                 prompt_tokens=self.prompt_tokens,
                 output_tokens=self.output_tokens,
-                graphs=eager is not None,
-                eager_steps=eager or 0,
             )
         )
 

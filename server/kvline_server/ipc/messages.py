@@ -101,8 +101,6 @@ class Beat(msgspec.Struct, tag="beat", array_like=True):
     preemptions: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
-    graphs: bool = False  # whether steps run as captured graphs
-    eager_steps: int = 0  # of those, steps that no graph fits
 
 
 class EdgeBeat(msgspec.Struct, tag="edge", array_like=True):

@@ -52,10 +52,6 @@ class Executor(Protocol):
     def pages(self) -> int:
         """Of the KV cache, the dummy page included."""
 
-    @property
-    def eager_steps(self) -> int | None:
-        """Steps that no captured graph fits; None where steps are not captured."""
-
     def tune(self, max_rows: int, known: Choices | None) -> Choices | None: ...
 
     def warm_up(self, max_rows: int) -> int: ...
@@ -110,10 +106,6 @@ class Local:
     @property
     def pages(self) -> int:
         return self.worker.arena.pages
-
-    @property
-    def eager_steps(self) -> int | None:
-        return None if self.worker.graphs is None else self.worker.graphs.eager
 
     def launch(self, step: Step) -> InFlight:
         return self.worker.launch(step)

@@ -60,10 +60,6 @@ class Ranks:
     def pages(self) -> int:
         return self.local.pages
 
-    @property
-    def eager_steps(self) -> int | None:
-        return self.local.eager_steps
-
     def tune(self, max_rows: int, known: Choices | None) -> Choices | None:
         """Rank 0 chooses, and the others take its choices: one kernel for a shape on all ranks."""
         try:

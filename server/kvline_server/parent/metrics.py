@@ -61,7 +61,6 @@ class _Snapshot(Collector):
         yield _counter("output_tokens", "Tokens generated", b.output_tokens)
         yield _counter("preemptions", "Sequences preempted for lack of KV pages", b.preemptions)
         yield _counter("engine_steps", "Steps run since the start", b.steps)
-        yield self._paths()
         yield _counter("engine_starts", "Starts of the engine process", self.starts)
         yield self._requests()
         yield _counter(
@@ -72,15 +71,6 @@ class _Snapshot(Collector):
         yield from self._latencies()
         if self.report.result is not None:
             yield from _sizes(self.report.result)
-
-    def _paths(self) -> Metric:
-        """Decoder steps by path: as CUDA graphs, or eager and why."""
-        b = self.beat
-        family = CounterMetricFamily("kvline_decoder_steps", "Steps by path", labels=["path"])
-        family.add_metric(["graph"], b.steps - b.eager_steps if b.graphs else 0)
-        family.add_metric(["eager_no_bucket"], b.eager_steps)
-        family.add_metric(["eager_no_graphs"], 0 if b.graphs else b.steps)
-        return family
 
     def _latencies(self) -> Iterator[Metric]:
         for name, (field, text) in LATENCIES.items():

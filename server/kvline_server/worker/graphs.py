@@ -38,12 +38,9 @@ def buckets(largest: int) -> list[int]:
     return sorted(n for n in sizes if n <= largest)
 
 
-def bucket_for(rows: int, known: list[int]) -> int | None:
-    """The smallest bucket for `rows` rows; None if more than half of it would be padding."""
-    index = bisect.bisect_left(known, rows)
-    if index == len(known) or known[index] > 2 * rows:
-        return None
-    return known[index]
+def bucket_for(rows: int, known: list[int]) -> int:
+    """The smallest bucket for `rows` rows, of which less than half is padding."""
+    return known[bisect.bisect_left(known, rows)]
 
 
 @contextmanager
@@ -98,7 +95,6 @@ class GraphSegments:
         self.hidden = torch.zeros_like(residual)
         self.pool = torch.cuda.graph_pool_handle()
         self.sizes = buckets(max_rows)
-        self.eager = 0  # steps that no bucket fits
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
         self._skipped = False
         self._capture_all(cache)
@@ -121,13 +117,9 @@ class GraphSegments:
         layout: Layout,
         wanted: torch.Tensor,
     ) -> torch.Tensor:
-        """Decoder.step by graph replay; eager where no bucket fits."""
+        """Decoder.step by graph replay."""
         rows = len(token_ids)
         bucket = bucket_for(rows, self.sizes)
-        if bucket is None:
-            self.eager += 1
-            hidden: torch.Tensor = self.decoder.step(token_ids, mapping, cache, layout, wanted)
-            return hidden
         plan = self.decoder.kernels.plan(layout)
         self._place(token_ids, mapping, bucket)
         graphs = self._graphs[bucket]
@@ -144,7 +136,7 @@ class GraphSegments:
             torch.index_select(self.attended[:rows], 0, wanted, out=self.picked[:count])
             torch.index_select(self.state.residual[:rows], 0, wanted, out=self.hidden[:count])
             self._give(count)
-            self._replay(self._graphs[self.sizes[bisect.bisect_left(self.sizes, count)]][-1])
+            self._replay(self._graphs[bucket_for(count, self.sizes)][-1])
         return self.hidden[:count]
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
