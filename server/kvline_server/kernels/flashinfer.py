@@ -28,6 +28,7 @@ from kvline_server.kernels import (
 from kvline_server.kernels.cuda_attention import Fp8Decodes
 from kvline_server.kernels.cuda_experts import ExpertGemms
 from kvline_server.kernels.flashinfer_attention import (
+    DEPTH,
     FLOAT_BYTES,
     Fp8Chunks,
     PagedAttention,
@@ -87,7 +88,7 @@ class _PinnedCopies:
 
 
 class FlashInferKernels(Kernels):
-    depth = 1
+    depth = DEPTH
     tunes = True
     keeps_fp8 = True
     tiles_context = True

@@ -1,9 +1,9 @@
 """FlashInfer's paged attention, planned without the host cost of its Python wrappers.
 
-The wrappers visit every sequence in Python for each plan; the modules below them do not. Two sets
-of staging buffers alternate: a plan is copied from pinned memory asynchronously, behind the step
-before, so its buffer must not be rewritten until that step is complete (otherwise: illegal memory
-accesses). Source: flashinfer.prefill, version 0.6.18.
+The wrappers visit every sequence in Python for each plan; the modules below them do not. Staging
+buffers take turns, one more than there are steps in flight: a plan is copied from pinned memory
+asynchronously, behind the step before, so its buffer must not be rewritten until that step is
+complete (otherwise: illegal memory accesses). Source: flashinfer.prefill, version 0.6.18.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INT_BYTES = 8 << 20
 # Of one layer's keys and values, for chunks over an fp8 cache, at most; a step of no more rows than
 # that many pages needs no more of them.
 COPY_BYTES, COPY_PAGES = 128 << 20, 8192
-STAGINGS = 2  # the number of steps in flight, plus one
+DEPTH = 1  # steps in flight while the host prepares the next one
 TILE = 128  # rows of a chunk in a block of fa2, those of a key-value head's queries together
 
 
@@ -77,14 +77,14 @@ class PagedAttention:
                 torch.empty(INT_BYTES, dtype=torch.uint8, device=floats.device),
                 torch.empty(INT_BYTES, dtype=torch.uint8, pin_memory=True),
             )
-            for _ in range(STAGINGS)
+            for _ in range(DEPTH + 1)
         ]
         self._turn = 0
 
     def plan(self, table: PageTables, in_place: bool = False) -> Planned:
         """`in_place` is for a captured graph: the workspace has one address, and the kernels' grid
         depends on the number of rows alone."""
-        self._turn = (self._turn + 1) % STAGINGS
+        self._turn = (self._turn + 1) % len(self._stagings)
         ints, pinned = self._stagings[self._turn]
         if in_place:  # copies to it are queued behind the graph that reads it
             ints = self._stagings[0][0]

@@ -23,7 +23,6 @@ from kvline_server.worker.graphs import capture_stream, captured
 from kvline_server.worker.step import Step
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 513, 32), *range(576, 1025, 64))
-STAGINGS = 2  # the number of steps in flight, plus one: a copy reads one while the next is written
 UNREAD = -1  # for a row whose input token the host has, in place of its slot
 
 
@@ -81,9 +80,10 @@ class DecodeGraphs:
         self.plan_in_place = plan
         self.last_tokens = last_tokens
         self.sizes = BUCKETS[: bisect.bisect_left(BUCKETS, len(last_tokens)) + 1]
-        rows, device = self.sizes[-1], decoder.kernels.device
+        rows, device, depth = self.sizes[-1], decoder.kernels.device, decoder.kernels.depth
         self.device = _inputs(rows, longest, device=device)
-        self.stagings = [_inputs(rows, longest, pin_memory=True) for _ in range(STAGINGS)]
+        # One more than there are steps in flight: a copy reads one while the next is written.
+        self.stagings = [_inputs(rows, longest, pin_memory=True) for _ in range(depth + 1)]
         self.turn = 0
         self.every = torch.arange(rows, device=device)
         hidden = (rows, decoder.config.hidden)
@@ -108,7 +108,7 @@ class DecodeGraphs:
     def _place(self, step: Step, bucket: int) -> None:
         """Copies the inputs and plans attention, padded to the bucket."""
         layout, rows = step.layout, len(step.tokens)
-        self.turn = (self.turn + 1) % STAGINGS
+        self.turn = (self.turn + 1) % len(self.stagings)
         host = self.stagings[self.turn]
         pages = len(layout.pages)
         lengths = _padded(layout.lengths, bucket, 1)
