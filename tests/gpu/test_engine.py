@@ -15,7 +15,8 @@ from pairs import engine, worker
 from kvline_server.engine.engine import Engine
 from kvline_server.errors import DeviceOutOfMemory
 from kvline_server.ipc.sampling_params import SamplingParams
-from kvline_server.kernels.tuning import parse, texts, trial_rows
+from kvline_server.kernels.row_counts import tried
+from kvline_server.kernels.tuning import parse, texts
 from kvline_server.model.config import ModelConfig
 
 pytestmark = pytest.mark.gpu
@@ -136,7 +137,7 @@ def test_an_autotuned_kernel_gives_the_result_that_torch_gives(
 ) -> None:
     runner = worker(engine(shape()))
     gemms = runner.kernels._gemms  # type: ignore[attr-defined]
-    for rows in trial_rows(1024):
+    for rows in tried(1024):
         for layers in runner.decoder.gemm_weights():
             assert isinstance(layers[0], torch.Tensor)
             x = torch.randn((rows, layers[0].shape[1]), device="cuda", dtype=torch.bfloat16)

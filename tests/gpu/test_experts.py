@@ -16,7 +16,8 @@ from kvline_server.kernels import torch_experts
 from kvline_server.kernels.cuda_experts import TILES, TORCH, ExpertGemms, candidates
 from kvline_server.kernels.interface import Routing
 from kvline_server.kernels.routing import Played
-from kvline_server.kernels.tuning import parse, texts, trial_rows
+from kvline_server.kernels.row_counts import tried
+from kvline_server.kernels.tuning import parse, texts
 from kvline_server.model.config import Experts, ModelConfig
 
 pytestmark = pytest.mark.gpu
@@ -229,7 +230,7 @@ def test_the_trial_is_taken_over_and_gives_what_torch_gives(
     done = worker(engine_of(model)).tune(1024, None)
     assert done is not None
     mine = {key: choice for key, choice in done.items() if key[1:] == (16 * 2 * 256, 512)}
-    assert [rows for rows, *_ in sorted(mine)] == trial_rows(1024)
+    assert [rows for rows, *_ in sorted(mine)] == tried(1024)
     other = worker(engine_of(model))
     assert other.tune(1024, parse(texts(done))) == done
     kernels, first = other.kernels, other.decoder.experts()[0]

@@ -1,4 +1,4 @@
-"""Steps on the CPU are padded to a few row counts, all run once before the budget is measured."""
+"""Steps are padded to a few row counts; on the CPU all run once before the budget is measured."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from engines import decoder, engine, finish, greedy, worker
 from servers import Server, serving
 from ties import mostly_same, same_tokens
 
+from kvline_server.engine.scheduler import WAVE
 from kvline_server.kernels.interface import SlotMapping
 from kvline_server.kernels.layout import Layout
-from kvline_server.kernels.row_counts import padded_rows, row_counts
+from kvline_server.kernels.row_counts import TRIED, captured, compiled, padded, tried
 from kvline_server.memory.arena import HostArena
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.model.decoder import kv_shape
@@ -25,15 +26,40 @@ MIB = 1 << 20
 
 
 def test_a_step_is_padded_to_the_next_row_count_and_by_little() -> None:
-    assert [padded_rows(n) for n in (0, 1, 2, 3, 17, 33, 65, 129, 512, 513)] == [
+    assert [padded(n, dense=True) for n in (0, 1, 2, 3, 17, 33, 65, 129, 512, 513)] == [
         *(0, 2, 2, 4, 20, 40, 80, 160, 512, 576)
     ]
     for rows in range(1, 9000):
-        assert rows <= padded_rows(rows) == padded_rows(padded_rows(rows))
-        assert rows < 8 or padded_rows(rows) < rows * 5 / 4
-        assert rows < 256 or padded_rows(rows) <= rows * 9 / 8
-    assert len(row_counts(512)) == 32
-    assert len(row_counts(8192)) == 64
+        count = padded(rows, dense=True)
+        assert rows <= count == padded(count, dense=True)
+        assert rows < 8 or count < rows * 5 / 4
+        assert rows < 256 or count <= rows * 9 / 8
+    assert len(compiled(512)) == 32
+    assert len(compiled(8192)) == 64
+
+
+def test_graphs_have_fewer_row_counts_for_few_rows_and_the_same_for_more() -> None:
+    counts = captured(8192)
+    assert counts[:8] == [1, 2, 4, 8, 16, 24, 32, 48] and len(counts) == 55
+    assert {*counts} - {1} < {*compiled(8192)}
+    assert [n for n in counts if n > 128] == [n for n in compiled(8192) if n > 128]
+    assert all(padded(rows) == rows for rows in range(WAVE, 8193, WAVE)), "no pads"
+
+
+@pytest.mark.parametrize("most", [1, 3, 100, 300, 8192, 10_000])
+def test_every_step_has_a_graph_of_which_half_is_no_padding(most: int) -> None:
+    counts = captured(most)
+    assert counts[-1] == most
+    for rows in range(1, most + 1):
+        count = min(padded(rows), most)
+        assert count in counts and rows <= count < 2 * rows
+
+
+@pytest.mark.parametrize("most", [1, 300, 2048, 8192, 10_000])
+def test_trials_cover_the_prompt_ceiling_and_stay_below_it(most: int) -> None:
+    rows = tried(most)
+    assert rows[-1] == most and rows[0] == 1 and rows == sorted(set(rows))
+    assert {*rows} <= {*captured(most)} and len(rows) == len({n for n in TRIED if n < most}) + 1
 
 
 def test_padding_changes_no_output(
@@ -43,10 +69,10 @@ def test_padding_changes_no_output(
     tie, and padding rows must not reach real ones through the dummy page."""
     sides = []
     asked = [greedy(6, logprobs=2, seed=id) for id in range(6)]
-    for padded in (True, False):
+    for as_served in (True, False):
         made = engine(make_model("qwen2"))
         drawn = Drawn(made)
-        if not padded:
+        if not as_served:
             monkeypatch.setattr(worker(made).kernels, "padded", lambda rows: rows)
         for id, length in enumerate((1, 17, 33, 61, 100, 131)):
             made.submit(id, [(7 * id + i) % 300 for i in range(length)], asked[id])
@@ -78,7 +104,7 @@ def test_steps_run_only_at_row_counts_of_the_warm_up(
         return linear(x, weight, *more)
 
     monkeypatch.setattr(worker(made).kernels, "linear", noted)
-    assert worker(made).warm_up(128) == len(row_counts(128))
+    assert worker(made).warm_up(128) == len(compiled(128))
     met = {*shapes, (16, 307, 48)}  # the LM head's blocks have one row count
     for id, length in enumerate(range(1, 300, 7)):
         more = {"prompt_logprobs": 1} if id % 3 == 0 else {}
@@ -93,10 +119,10 @@ def test_no_expert_of_any_layer_gets_padding(
 ) -> None:
     """Captured graphs are replayed with another number of rows that are none each time, so it is a
     number on the device there."""
-    made, rows, padded = decoder(make_model("qwen3-moe"), 64), 5, 8
+    made, rows, count = decoder(make_model("qwen3-moe"), 64), 5, 8
     arena = HostArena(kv_shape(made.config, torch.float32), 2)
     arena.resize(2)
-    ids = torch.arange(padded)
+    ids = torch.arange(count)
     where = SlotMapping(ids, torch.where(ids < rows, PAGE_SIZE + ids, 0))
     lengths = np.array([rows], np.int32)
     starts = np.array([0, rows], np.int32)

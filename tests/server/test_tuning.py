@@ -38,9 +38,3 @@ def test_texts_of_a_record_are_read_whole_or_not_at_all(tmp_path: Path) -> None:
     assert tuning.known(file, "a", texts) == (CHOICES, "recorded by an identical replica")
     tuning.write(file, "a", {})
     assert tuning.known(file, "a", texts) == ({}, "cached by an earlier start")
-
-
-@pytest.mark.parametrize("most", [1, 300, 2048, 8192, 10_000])
-def test_trials_cover_the_prompt_ceiling_and_stay_below_it(most: int) -> None:
-    rows = tuning.trial_rows(most)
-    assert rows[-1] == most and rows[0] == 1 and rows == sorted(set(rows))

@@ -30,7 +30,7 @@ from kvline_server.sizing.loaded import Loaded
 from kvline_server.sizing.record import AttemptStore
 from kvline_server.sizing.settings import EngineSettings, resolve
 from kvline_server.worker.backend import Backend, open_backend
-from kvline_server.worker.decode_graphs import largest_bucket
+from kvline_server.worker.decode_graphs import most_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def load_rank(
         # What torch's own allocator takes meanwhile is the rank's, not the exchange's.
         began, before = time.monotonic(), device.used() - device.now()
         # Graphs of decodes have more rows than there are sequences.
-        rows = max(settings.max_prefill_tokens, largest_bucket(settings.max_running_requests))
+        rows = max(settings.max_prefill_tokens, most_rows(settings.max_running_requests))
         shared = launch.device, rank, ranks.count, ranks.folder
         group = connect(*shared, rows * model.hidden, backend.dtype, warn)
         taken = max(0, device.used() - device.now() - before) if device.gpu else 0

@@ -226,12 +226,6 @@ class FlashInferKernels(Kernels):
         """float32 [positions, dim]: all cosines, then all sines"""
         return torch.cat((cos, sin), dim=-1).to(self.device)
 
-    def padded(self, rows: int) -> int:
-        return rows
-
-    def row_counts(self, largest: int) -> list[int]:
-        return []
-
     def plan(self, layout: Layout) -> Plan:
         last_page = (layout.lengths - 1) % PAGE_SIZE + 1
         kinds = slice(0, layout.decodes), slice(layout.decodes, layout.sequences)

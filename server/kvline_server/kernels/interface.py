@@ -171,11 +171,13 @@ class Kernels(Protocol):
         """A weight in the layout that is fastest for `linear`."""
 
     def padded(self, rows: int) -> int:
-        """The row count that a step of `rows` rows is padded to."""
+        """The row count that a step of `rows` rows is padded to, where no graph is captured."""
+        return rows
 
     def row_counts(self, largest: int) -> list[int]:
         """All results of `padded` for up to `largest` rows, to run once before memory is measured;
         empty where a new row count allocates nothing."""
+        return []
 
     def plan(self, layout: Layout) -> Any:
         """Prepares attention for a step; the result is used by every layer."""

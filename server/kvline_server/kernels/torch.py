@@ -36,7 +36,7 @@ from kvline_server.kernels.interface import (
     Unnormed,
 )
 from kvline_server.kernels.layout import Draws, Layout
-from kvline_server.kernels.row_counts import padded_rows, row_counts
+from kvline_server.kernels.row_counts import compiled, padded
 from kvline_server.kernels.torch_rows import best_rows, choose_rows, part_rows, score_rows
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.arena import KVLayer
@@ -151,10 +151,10 @@ class TorchKernels(Kernels):
         return torch.stack((cos, sin), dim=1).to(self.device, self.dtype)
 
     def padded(self, rows: int) -> int:
-        return padded_rows(rows) if self._compiles else rows
+        return padded(rows, dense=True) if self._compiles else rows
 
     def row_counts(self, largest: int) -> list[int]:
-        return row_counts(largest) if self._compiles else []
+        return compiled(largest) if self._compiles else []
 
     @property
     def _compiles(self) -> bool:

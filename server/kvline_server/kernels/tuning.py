@@ -15,21 +15,12 @@ Shape = tuple[int, int, int]  # rows, out, in
 # Kernel by shape: where one is faster than torch's, and of fp8 weights for all that were tried.
 Choices = dict[Shape, int]
 
-FEW = (1, 2, 4, 8)
-DECODES = (64, 128, 192, 256)
-LOADED = (1024, 2048, 3072)  # many decodes and some prompts, in whole waves
 MAX_BYTES = 1 << 20
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     key: str
     choices: list[tuple[int, int, int, int]]
-
-
-def trial_rows(max_rows: int) -> list[int]:
-    """Row counts to autotune at every start: small batches, decodes, mixed steps under load, full
-    prompt chunks. More of them gained too little for their time (docs/performance.md, GEMMs)."""
-    return sorted(n for n in {*FEW, *DECODES, *LOADED, max_rows} if n <= max_rows)
 
 
 def known(path: Path, key: str, recorded: Iterable[str]) -> tuple[Choices | None, str]:

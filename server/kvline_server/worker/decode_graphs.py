@@ -1,4 +1,4 @@
-"""Whole steps as CUDA graphs: decodes alone, attention inside, one graph per row bucket.
+"""Whole steps as CUDA graphs: decodes alone, attention inside, one graph a row count.
 
 A GPU runs the kernels of few rows faster than the host launches them, even between attentions
 alone. All that a graph reads is at fixed addresses: one copy from pinned memory brings a step's
@@ -7,7 +7,6 @@ inputs, and attention is planned into a fixed workspace. Padding rows attend to 
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,21 +15,20 @@ import numpy as np
 import torch
 
 from kvline_server.kernels.interface import PageTables, SlotMapping
+from kvline_server.kernels.row_counts import captured, padded
 from kvline_server.memory.arena import KVLayer
 from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
 from kvline_server.model.decoder import Decoder
-from kvline_server.worker.graphs import capture_stream, captured
+from kvline_server.worker import graphs
 from kvline_server.worker.step import Step
 
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 513, 32), *range(576, 1025, 64))
+MAX_DECODES = 1024  # of more, segments keep the GPU as busy
 UNREAD = -1  # for a row whose input token the host has, in place of its slot
 
 
-def largest_bucket(slots: int) -> int:
-    """Rows of the largest graph for so many sequences at once: more than there are sequences, where
-    these are no bucket."""
-    sizes: list[int] = [*BUCKETS]
-    return sizes[min(bisect.bisect_left(sizes, slots), len(sizes) - 1)]
+def most_rows(slots: int) -> int:
+    """Rows of the largest graph for so many sequences at once, which may be more than these."""
+    return padded(min(slots, MAX_DECODES))
 
 
 class _Inputs:
@@ -79,8 +77,8 @@ class DecodeGraphs:
         self.decoder = decoder
         self.plan_in_place = plan
         self.last_tokens = last_tokens
-        self.sizes = BUCKETS[: bisect.bisect_left(BUCKETS, len(last_tokens)) + 1]
-        rows, device, depth = self.sizes[-1], decoder.kernels.device, decoder.kernels.depth
+        self.max_rows = rows = most_rows(len(last_tokens))
+        device, depth = decoder.kernels.device, decoder.kernels.depth
         self.device = _inputs(rows, longest, device=device)
         # One more than there are steps in flight: a copy reads one while the next is written.
         self.stagings = [_inputs(rows, longest, pin_memory=True) for _ in range(depth + 1)]
@@ -95,38 +93,38 @@ class DecodeGraphs:
     def fits(self, step: Step) -> bool:
         """Whether it is one of decodes alone, which are all sampled."""
         rows = len(step.tokens)
-        return 0 < rows <= self.sizes[-1] and rows == step.layout.decodes == len(step.sampled_slots)
+        return rows <= self.max_rows and rows == step.layout.decodes == len(step.sampled_slots)
 
     def run(self, step: Step) -> torch.Tensor:
         """Hidden states of all rows, valid until the next run. -> [rows, hidden]"""
         rows = len(step.tokens)
-        bucket = self.sizes[bisect.bisect_left(self.sizes, rows)]
-        self._place(step, bucket)
-        self._graphs[bucket].replay()
+        count = padded(rows)
+        self._place(step, count)
+        self._graphs[count].replay()
         return self.hidden[:rows]
 
-    def _place(self, step: Step, bucket: int) -> None:
-        """Copies the inputs and plans attention, padded to the bucket."""
+    def _place(self, step: Step, count: int) -> None:
+        """Copies the inputs and plans attention, padded to so many rows."""
         layout, rows = step.layout, len(step.tokens)
         self.turn = (self.turn + 1) % len(self.stagings)
         host = self.stagings[self.turn]
         pages = len(layout.pages)
-        lengths = _padded(layout.lengths, bucket, 1)
+        lengths = _with_pads(layout.lengths, count, 1)
         host.given.numpy()[:] = rows, step.routing
-        host.tokens.numpy()[:bucket] = _padded(step.tokens, bucket, 0)
-        host.slots.numpy()[:bucket] = _padded(layout.slots, bucket, DUMMY_PAGE * PAGE_SIZE)
-        host.positions.numpy()[:bucket] = _padded(layout.positions, bucket, 0)
-        unread = host.unread.numpy()[:bucket]
+        host.tokens.numpy()[:count] = _with_pads(step.tokens, count, 0)
+        host.slots.numpy()[:count] = _with_pads(layout.slots, count, DUMMY_PAGE * PAGE_SIZE)
+        host.positions.numpy()[:count] = _with_pads(layout.positions, count, 0)
+        unread = host.unread.numpy()[:count]
         unread.fill(UNREAD)
         unread[step.pending_rows] = step.pending_slots
-        row_starts = np.arange(bucket + 1, dtype=np.int32)
+        row_starts = np.arange(count + 1, dtype=np.int32)
         page_starts = row_starts - rows + pages
         page_starts[: rows + 1] = layout.page_starts
-        host.row_starts.numpy()[: bucket + 1] = row_starts
-        host.page_starts.numpy()[: bucket + 1] = page_starts
-        host.last_page.numpy()[:bucket] = (lengths - 1) % PAGE_SIZE + 1
-        used = pages + bucket - rows
-        host.pages.numpy()[:used] = _padded(layout.pages, used, DUMMY_PAGE)
+        host.row_starts.numpy()[: count + 1] = row_starts
+        host.page_starts.numpy()[: count + 1] = page_starts
+        host.last_page.numpy()[:count] = (lengths - 1) % PAGE_SIZE + 1
+        used = pages + count - rows
+        host.pages.numpy()[:used] = _with_pads(layout.pages, used, DUMMY_PAGE)
         end = host.head + 4 * used
         self.device.buffer[:end].copy_(host.buffer[:end], non_blocking=True)
         self._plan(row_starts, page_starts, lengths)
@@ -146,9 +144,9 @@ class DecodeGraphs:
         )
 
     def _capture_all(self, cache: list[KVLayer]) -> None:
-        """Captures the largest bucket first, so that the smaller ones reuse its memory pool."""
-        with capture_stream():
-            for rows in reversed(self.sizes):
+        """Captures the largest count first, so that the smaller ones reuse its memory pool."""
+        with graphs.capture_stream():
+            for rows in reversed(captured(self.max_rows)):
                 starts = np.arange(rows + 1, dtype=np.int32)
                 self.device.last_page.fill_(1)
                 self.device.unread.fill_(UNREAD)
@@ -158,7 +156,9 @@ class DecodeGraphs:
                 plan = self._plan(starts, starts, np.ones(rows, dtype=np.int32))
                 self._run(rows, cache, plan)
                 torch.cuda.synchronize()
-                self._graphs[rows] = captured(partial(self._run, rows, cache, plan), self.pool)
+                self._graphs[rows] = graphs.captured(
+                    partial(self._run, rows, cache, plan), self.pool
+                )
 
     def _run(self, rows: int, cache: list[KVLayer], plan: Any) -> None:
         inputs = self.device
@@ -171,7 +171,7 @@ class DecodeGraphs:
         self.hidden[:rows].copy_(made)
 
 
-def _padded(values: np.ndarray, size: int, value: int) -> np.ndarray:
+def _with_pads(values: np.ndarray, size: int, value: int) -> np.ndarray:
     out = np.full(size, value, dtype=values.dtype)
     out[: len(values)] = values
     return out

@@ -1,4 +1,4 @@
-"""Piecewise CUDA graphs: the decoder's segments between attention calls, one set per row bucket.
+"""Piecewise CUDA graphs: the decoder's segments between attention calls, one set a row count.
 
 Only attention depends on which sequence a row belongs to, so it runs between the graphs, and one
 set serves one request or five hundred. LM head, logprobs and sampling are not captured. Padding
@@ -7,7 +7,6 @@ rows write to the dummy page.
 
 from __future__ import annotations
 
-import bisect
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,31 +15,11 @@ from typing import Any
 
 import torch
 
+from kvline_server.kernels import row_counts
 from kvline_server.kernels.interface import SlotMapping
 from kvline_server.kernels.layout import Layout
 from kvline_server.memory.arena import KVLayer
 from kvline_server.model.decoder import Decoder, LayerState
-
-
-def buckets(largest: int) -> list[int]:
-    """Row counts to capture: close together for small steps, where the host is the bottleneck, and
-    wider apart for long ones."""
-    ranges = (
-        (4, 16, 4),
-        (32, 64, 16),
-        (96, 512, 32),
-        (576, 1024, 64),
-        (1152, 2048, 128),
-        (2304, 4096, 256),
-        (4608, largest, 512),
-    )
-    sizes = {1, 2, largest}.union(*(range(a, b + 1, step) for a, b, step in ranges))
-    return sorted(n for n in sizes if n <= largest)
-
-
-def bucket_for(rows: int, known: list[int]) -> int:
-    """The smallest bucket for `rows` rows, of which less than half is padding."""
-    return known[bisect.bisect_left(known, rows)]
 
 
 @contextmanager
@@ -94,7 +73,7 @@ class GraphSegments:
         self.picked = self.state.heads.view(-1)[: max_rows * width].view(max_rows, width)
         self.hidden = torch.zeros_like(residual)
         self.pool = torch.cuda.graph_pool_handle()
-        self.sizes = buckets(max_rows)
+        self.max_rows = max_rows
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
         self._skipped = False
         self._capture_all(cache)
@@ -119,10 +98,10 @@ class GraphSegments:
     ) -> torch.Tensor:
         """Decoder.step by graph replay."""
         rows = len(token_ids)
-        bucket = bucket_for(rows, self.sizes)
+        count = self._padded(rows)
         plan = self.decoder.kernels.plan(layout)
-        self._place(token_ids, mapping, bucket)
-        graphs = self._graphs[bucket]
+        self._place(token_ids, mapping, count)
+        graphs = self._graphs[count]
         queries, out = self.state.heads[:rows, : self.queries], self.attended[:rows]
         for index, layer in enumerate(cache):
             self._replay(graphs[index])
@@ -130,14 +109,17 @@ class GraphSegments:
         return self._finish(rows, wanted)
 
     def _finish(self, rows: int, wanted: torch.Tensor) -> torch.Tensor:
-        """Runs the last segment with the smallest bucket for the wanted rows."""
+        """Runs the last segment, padded from the number of wanted rows."""
         count = len(wanted)
         if count:
             torch.index_select(self.attended[:rows], 0, wanted, out=self.picked[:count])
             torch.index_select(self.state.residual[:rows], 0, wanted, out=self.hidden[:count])
             self._give(count)
-            self._replay(self._graphs[bucket_for(count, self.sizes)][-1])
+            self._replay(self._graphs[self._padded(count)][-1])
         return self.hidden[:count]
+
+    def _padded(self, rows: int) -> int:
+        return min(row_counts.padded(rows), self.max_rows)
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
         if not self._skipped:
@@ -148,20 +130,20 @@ class GraphSegments:
             self.given[:1].fill_(rows)
             self.given[1:].fill_(self.decoder.kernels.routing)
 
-    def _place(self, token_ids: torch.Tensor, mapping: SlotMapping, bucket: int) -> None:
+    def _place(self, token_ids: torch.Tensor, mapping: SlotMapping, count: int) -> None:
         rows = len(token_ids)
         self._give(rows)
         self.ids[:rows].copy_(token_ids)
         self.mapping.positions[:rows].copy_(mapping.positions)
         self.mapping.slots[:rows].copy_(mapping.slots)
-        if rows < bucket:
-            self.mapping.slots[rows:bucket].zero_()
-            self.mapping.positions[rows:bucket].zero_()
+        if rows < count:
+            self.mapping.slots[rows:count].zero_()
+            self.mapping.positions[rows:count].zero_()
 
     def _capture_all(self, cache: list[KVLayer]) -> None:
-        """Captures the largest bucket first, so that the smaller ones reuse its memory pool."""
+        """Captures the largest count first, so that the smaller ones reuse its memory pool."""
         with capture_stream():
-            for rows in reversed(self.sizes):
+            for rows in reversed(row_counts.captured(self.max_rows)):
                 for segment in (0, 1, len(cache)):
                     self._run(segment, rows, cache)
                 torch.cuda.synchronize()

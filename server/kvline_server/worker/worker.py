@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from kvline_server.kernels import tuning
 from kvline_server.kernels.interface import Fetch, RowScores, SlotMapping
+from kvline_server.kernels.row_counts import tried
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory import device_errors
 from kvline_server.memory.arena import Arena
@@ -70,7 +70,7 @@ class Worker:
     def tune(self, max_rows: int, known: Choices | None) -> Choices | None:
         """Autotunes the GEMMs, or takes the `known` choices. The LM head is left out. Returns the
         choices, None when there is nothing to tune. Raises as launch does."""
-        weights, rows = self.decoder.gemm_weights(), tuning.trial_rows(max_rows)
+        weights, rows = self.decoder.gemm_weights(), tried(max_rows)
         with device_errors.translated("tune"):
             if experts := self.decoder.experts():
                 layers = [(each.gate_up, each.down) for each in experts]
