@@ -43,13 +43,13 @@ def compare(engine: Engine, name: str, requests: int, tokens: int) -> list[str]:
     """Captured and eager alternate. The longest prompt leaves room for one output token."""
     runner = offline.worker(engine)
     assert runner.graphs is not None
-    ways = {"captured": runner.graphs.step, "eager": runner.decoder.step}
+    ways = {"captured": runner.graphs, "eager": None}
     times: dict[str, list[float]] = {way: [] for way in ways}
     length = min(tokens, offline.MAX_MODEL_LEN - 1) // requests
     for turn in [*ways] * (ROUNDS + 1):
-        runner.forward = ways[turn]
+        runner.graphs = ways[turn]
         times[turn].append(first_tokens(engine, name, requests, length))
-    runner.forward = ways["captured"]
+    runner.graphs = ways["captured"]
     medians = []
     for way, found in times.items():
         kept = sorted(found[1:])  # the first run of each warms up

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,12 @@ from pairs import sequence, sides
 from kvline_server.engine.batch import build
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.scheduler import Work
-from kvline_server.kernels.interface import SlotMapping
 from kvline_server.memory.arena import Arena, Scales
 from kvline_server.model.config import Experts, ModelConfig
 from kvline_server.model.decoder import Decoder
 from kvline_server.model.quantization import Quantization
-from kvline_server.worker.decode_graphs import DecodeGraphs
-from kvline_server.worker.graphs import GraphSegments
+from kvline_server.worker.graphs.graphs import Graphs
+from kvline_server.worker.inputs import upload
 from kvline_server.worker.step import Step
 
 pytestmark = pytest.mark.gpu
@@ -55,20 +55,17 @@ def test_replay_is_eager_for_one_request_and_for_many(
 ) -> None:
     """Of the rows of a mixture most are the same to within rounding."""
     decoder, arena = sides(shape(128, True, **more), scales=scales)[1]
-    segments = GraphSegments(decoder, arena.layers(), 512)
+    segments = captured(decoder, arena, 512).segments
     rng = np.random.default_rng(5)
     for number, rows in ((1, 500), (17, 28), (2, 100), (60, 1), (7, 9)):
         free = rng.permutation(np.arange(1, 400)).tolist()
         members: list[Sequence] = [sequence(rng, rows, free) for _ in range(number)]
-        step = build([Work(s, 0, rows) for s in members]).step
-        kernels, layout = decoder.kernels, step.layout
-        ids, positions, slots = kernels.upload(step.tokens, layout.positions, layout.slots)
-        where, layers = SlotMapping(positions, slots), arena.layers()
-        wanted = torch.randperm(number * rows, device="cuda")[: max(1, number * rows // 3)]
+        wanted = rng.permutation(number * rows)[: max(1, number * rows // 3)]
+        step = replace(build([Work(s, 0, rows) for s in members]).step, wanted=wanted)
         segments.attended.fill_(float("nan"))  # what an earlier, larger step left must not matter
         with torch.inference_mode():
-            replayed = segments.step(ids, where, layers, layout, wanted).clone()
-            eager = decoder.step(ids, where, layers, layout, wanted)
+            replayed = segments.run(step).clone()
+        eager = forward(decoder, arena, step)
         distance = float((replayed - eager).float().norm() / eager.float().norm())
         assert distance < most, (number, rows, distance)
         if "experts" in more:
@@ -90,7 +87,7 @@ def test_no_garbage_is_collected_during_a_capture(shape: Callable[..., ModelConf
     gc.callbacks.append(note)
     gc.set_threshold(1)
     try:
-        GraphSegments(decoder, arena.layers(), 64)
+        captured(decoder, arena, 64)
     finally:
         gc.set_threshold(*often)
         gc.callbacks.remove(note)
@@ -99,20 +96,15 @@ def test_no_garbage_is_collected_during_a_capture(shape: Callable[..., ModelConf
 
 def test_graphs_survive_growth_of_the_arena(shape: Callable[..., ModelConfig]) -> None:
     decoder, arena = sides(shape(), most=50_000)[1]
-    segments = GraphSegments(decoder, arena.layers(), 64)
+    graphs = captured(decoder, arena, 64)
     rng = np.random.default_rng(6)
     work = [Work(sequence(rng, 40, list(range(1, 400))), 0, 40)]
-    step = build(work).step
+    step = replace(build(work).step, wanted=np.arange(40))
     outs = []
     for pages in (400, 50_000, 400):
         arena.resize(pages)
-        kernels = decoder.kernels
-        ids, positions, slots = kernels.upload(
-            step.tokens, step.layout.positions, step.layout.slots
-        )
         with torch.inference_mode():
-            where, wanted = SlotMapping(positions, slots), torch.arange(40, device="cuda")
-            outs.append(segments.step(ids, where, arena.layers(), step.layout, wanted).clone())
+            outs.append(graphs.run(step).clone())
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[1], outs[2])
 
 
@@ -133,9 +125,7 @@ def test_whole_steps_of_decodes_are_eager_ones(
     and attention is then captured without splitting a sequence."""
     decoder, arena = sides(shape(128, True, kv_heads=kv_heads, **more), 20_000, scales)[1]
     last = torch.arange(100, 1000, device="cuda")
-    plan = decoder.kernels.plan_in_place
-    assert plan is not None
-    graphs = DecodeGraphs(decoder, plan, arena.layers(), last, 4096)
+    graphs = captured(decoder, arena, 64, last)
     arena.resize(20_000)
     rng = np.random.default_rng(8)
     for number in numbers:
@@ -145,7 +135,8 @@ def test_whole_steps_of_decodes_are_eager_ones(
             member.slot = slot + 5
             member.prompt_length = len(member.tokens)
             if len(member.tokens) > 1:
-                forward(decoder, arena, build([Work(member, 0, len(member.tokens) - 1)]).step)
+                before = build([Work(member, 0, len(member.tokens) - 1)]).step
+                forward(decoder, arena, replace(before, wanted=np.arange(len(before.tokens))))
         unread = members[0]
         unread.pending, length = 1, len(unread.tokens)
         read = unread.tokens.pop()
@@ -153,7 +144,7 @@ def test_whole_steps_of_decodes_are_eager_ones(
         work = [Work(m, len(m.tokens) + m.pending - 1, 1) for m in members]
         assert work[0].start == length - 1
         step = build(work).step
-        assert graphs.fits(step)
+        assert graphs.whole.fits(step)
         with torch.inference_mode():
             got = graphs.run(step).clone()
         unread.tokens.append(read)
@@ -163,13 +154,19 @@ def test_whole_steps_of_decodes_are_eager_ones(
         assert distance < most, (number, distance)
 
 
+def captured(
+    decoder: Decoder, arena: Arena, max_rows: int, last_tokens: torch.Tensor | None = None
+) -> Graphs:
+    plan = decoder.kernels.plan_in_place
+    assert plan is not None
+    if last_tokens is None:
+        last_tokens = torch.zeros(1, dtype=torch.int64, device="cuda")
+    return Graphs(decoder, plan, arena, last_tokens, max_rows, 4096)
+
+
 def forward(decoder: Decoder, arena: Arena, step: Step) -> torch.Tensor:
-    ids, positions, slots = decoder.kernels.upload(
-        step.tokens, step.layout.positions, step.layout.slots
-    )
-    wanted = torch.arange(len(ids), device=ids.device)
+    """Eager: without graphs."""
+    ids, mapping, wanted = upload(decoder.kernels, step, torch.empty(0))
     with torch.inference_mode():
-        out: torch.Tensor = decoder.step(
-            ids, SlotMapping(positions, slots), arena.layers(), step.layout, wanted
-        )
+        out: torch.Tensor = decoder.step(ids, mapping, arena.layers(), step.layout, wanted)
     return out

@@ -16,7 +16,7 @@ from kvline_server.errors import RankLost
 from kvline_server.parallel import nccl, symmetric
 from kvline_server.parallel.connect import connect
 from kvline_server.parallel.gloo import GlooGroup
-from kvline_server.worker.decode_graphs import most_rows
+from kvline_server.worker.graphs.steps import most_rows
 
 
 def connected(device: Device, folder: Path) -> tuple[Any, list[str]]:

@@ -59,7 +59,7 @@ STAGES: dict[str, tuple[Any, str, str]] = {
     "sampled tokens": (load, "Worker", "load"),
     "tune": (kernels.TorchKernels, "tune", "tune"),
     "row counts": (Decoder, "warm_up", "warm-up"),
-    "capture": (worker, "GraphSegments", "capture"),
+    "capture": (worker, "Graphs", "capture"),
     "launch": (kernels.TorchKernels, "logits", "launch"),
     "wait": (kernels._HostArrays, "wait", "wait"),
 }

@@ -114,14 +114,15 @@ def chain_of(tokens: list[int]) -> list[bytes]:
 
 def broken_step(made: Engine, at: int) -> None:
     """Hidden states of one step to come are NaN from the first layer on."""
-    decode, seen = worker(made).forward, -1
+    decoder, seen = worker(made).decoder, -1
+    decode = decoder.step
 
     def broken(ids: torch.Tensor, *words: Any) -> torch.Tensor:
         nonlocal seen
         seen += 1
         return decode(torch.full_like(ids, BAD) if seen == at else ids, *words)
 
-    worker(made).forward = broken  # type: ignore[assignment] # of five words
+    decoder.step = broken  # type: ignore[assignment,method-assign] # of five words
 
 
 @DEPTHS

@@ -30,7 +30,7 @@ from kvline_server.sizing.loaded import Loaded
 from kvline_server.sizing.record import AttemptStore
 from kvline_server.sizing.settings import EngineSettings, resolve
 from kvline_server.worker.backend import Backend, open_backend
-from kvline_server.worker.decode_graphs import most_rows
+from kvline_server.worker.graphs.steps import most_rows
 
 
 @dataclass(frozen=True, slots=True)

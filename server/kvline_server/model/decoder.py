@@ -80,7 +80,7 @@ class Decoder:
         on the device, all are wanted in their order.
         token_ids [rows], wanted [n] -> [n, hidden]
 
-        The code between two attention calls is one graph segment (worker/graphs.py)."""
+        The code between two attention calls is one graph segment (worker/graphs/segments.py)."""
         state = self.start(token_ids, mapping, cache[0])
         for index, kv in enumerate(cache):
             queries = state.heads[:, : self.config.heads]

@@ -6,21 +6,20 @@ sampled and not read yet is taken from `last_tokens`, on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from kvline_server.kernels.interface import Fetch, RowScores, SlotMapping
+from kvline_server.kernels.interface import Fetch, RowScores
 from kvline_server.kernels.row_counts import tried
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory import device_errors
 from kvline_server.memory.arena import Arena
 from kvline_server.model.decoder import Decoder
-from kvline_server.worker.decode_graphs import DecodeGraphs
-from kvline_server.worker.graphs import GraphSegments
+from kvline_server.worker.graphs.graphs import Graphs
+from kvline_server.worker.inputs import upload
 from kvline_server.worker.step import Results, Step, Table
 from kvline_server.worker.vocabulary import Vocabulary
 
@@ -61,9 +60,7 @@ class Worker:
         self.arena = arena
         self.logprob_rows = logprob_rows
         self.rows_run = 0  # rows given to the LM head, for the invariant rows == sampled + scored
-        self.forward = decoder.step
-        self.graphs: GraphSegments | None = None
-        self.decodes: DecodeGraphs | None = None  # for steps of decodes alone
+        self.graphs: Graphs | None = None
         # The last sampled token of each running sequence, by its slot. int64 [slots]
         self.last_tokens = torch.zeros(slots, dtype=torch.int64, device=self.kernels.device)
 
@@ -89,40 +86,36 @@ class Worker:
 
     def capture(self, max_rows: int, longest: int) -> bool:
         """Captures CUDA graphs where the device has them, for steps of up to `max_rows` rows and
-        sequences of up to `longest` tokens; the arena must have a page. Its addresses never change,
-        so the graphs stay valid. Raises as launch does."""
-        plan, cache = self.kernels.plan_in_place, self.arena.layers()
+        sequences of up to `longest` tokens; the arena must have a page. Raises as launch does."""
+        plan, last = self.kernels.plan_in_place, self.last_tokens
         if plan is None:
             return False
         with device_errors.translated("capture"):
-            self.graphs = GraphSegments(self.decoder, cache, max_rows)
-            self.decodes = DecodeGraphs(self.decoder, plan, cache, self.last_tokens, longest)
-            self.forward = self.graphs.step
+            self.graphs = Graphs(self.decoder, plan, self.arena, last, max_rows, longest)
         return True
 
     def launch(self, step: Step, read: bool = True) -> LaunchedStep:
         """Where nobody is to `read` the results, only the tokens are copied to the host. Raises
         DeviceOutOfMemory when the device refuses memory, DeviceFailure when it fails."""
         with device_errors.translated("launch"):
-            return self._launch(step, self._hidden, read)
+            return self._launch(step, read)
 
     def rehearse(self, step: Step) -> None:
-        """Runs a step to its end, but not what captured graphs do: they have their memory, and
-        would wait for other ranks. Results mean nothing. Raises as launch does."""
-        with device_errors.translated("rehearse"):
-            self._launch(step, self._rehearsed).wait()
+        """Runs a step to its end, but not what captured graphs do. Results mean nothing. Raises as
+        launch does."""
+        skipped = nullcontext() if self.graphs is None else self.graphs.skipped()
+        with device_errors.translated("rehearse"), skipped:
+            self._launch(step, read=True).wait()
 
     @torch.inference_mode()
-    def _launch(
-        self, step: Step, decode: Callable[[Step], torch.Tensor], read: bool = True
-    ) -> LaunchedStep:
+    def _launch(self, step: Step, read: bool) -> LaunchedStep:
         self.kernels.routing = step.routing
         targets, written, cleared = self.kernels.upload(
             step.targets, step.sampled_slots, step.cleared
         )
         if len(step.cleared):
             self.arena.clear(cleared)
-        hidden = decode(step)
+        hidden = self._hidden(step)
         outputs = _Outputs()
         for start in range(0, len(step.wanted), self.logprob_rows):
             self._chunk(step, hidden[start : start + self.logprob_rows], targets, start, outputs)
@@ -135,31 +128,12 @@ class Worker:
         tensors = [tensor for table in outputs.tables() for tensor in table.tensors()]
         return LaunchedStep(outputs, self.kernels.fetch([tokens, *tensors]))
 
-    def _rehearsed(self, step: Step) -> torch.Tensor:
-        """As `_hidden`, without captured graphs."""
-        if self.decodes is not None and self.decodes.fits(step):
-            return self.decodes.hidden[: len(step.tokens)]
-        with self.graphs.skipped() if self.graphs is not None else nullcontext():
-            return self._hidden(step)
-
     def _hidden(self, step: Step) -> torch.Tensor:
         """The decoder's output for the wanted rows. -> [wanted, hidden]"""
-        if self.decodes is not None and self.decodes.fits(step):
-            return self.decodes.run(step)
-        layout = step.layout
-        ids, positions, slots, pending, read, wanted = self.kernels.upload(
-            step.tokens,
-            layout.positions,
-            layout.slots,
-            step.pending_rows,
-            step.pending_slots,
-            step.wanted,
-        )
-        if len(step.pending_rows):
-            ids.index_copy_(0, pending, self.last_tokens[read])
-        mapping = SlotMapping(positions, slots)
-        hidden: torch.Tensor = self.forward(ids, mapping, self.arena.layers(), layout, wanted)
-        return hidden
+        if self.graphs is not None:
+            return self.graphs.run(step)
+        ids, mapping, wanted = upload(self.kernels, step, self.last_tokens)
+        return self.decoder.step(ids, mapping, self.arena.layers(), step.layout, wanted)
 
     def _chunk(
         self, step: Step, hidden: torch.Tensor, targets: torch.Tensor, start: int, outputs: _Outputs

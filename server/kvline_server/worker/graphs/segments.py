@@ -7,53 +7,32 @@ rows write to the dummy page.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 
 from kvline_server.kernels import row_counts
 from kvline_server.kernels.interface import SlotMapping
-from kvline_server.kernels.layout import Layout
-from kvline_server.memory.arena import KVLayer
+from kvline_server.memory.arena import Arena, KVLayer
 from kvline_server.model.decoder import Decoder, LayerState
+from kvline_server.worker.graphs.pool import GraphPool
+from kvline_server.worker.inputs import upload
+from kvline_server.worker.step import Step
 
 
-@contextmanager
-def capture_stream() -> Iterator[None]:
-    """A stream of its own, as captures need, after and before all other work. No garbage is
-    collected meanwhile: a graph among it would be freed, which ends a capture with an error."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        with torch.cuda.stream(stream), torch.inference_mode():
-            yield
-    finally:
-        if collects:
-            gc.enable()
-    torch.cuda.current_stream().wait_stream(stream)
-
-
-def captured(work: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
-    """Lazy initialisation is not allowed in a capture: the work must have run before."""
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-    try:
-        work()
-    finally:
-        graph.capture_end()
-    return graph
-
-
-class GraphSegments:
-    def __init__(self, decoder: Decoder, cache: list[KVLayer], max_rows: int) -> None:
+class Segments:
+    def __init__(
+        self,
+        decoder: Decoder,
+        arena: Arena,
+        last_tokens: torch.Tensor,
+        max_rows: int,
+        pool: GraphPool,
+    ) -> None:
+        """As Graphs."""
         c, kernels = decoder.config, decoder.kernels
-        self.decoder = decoder
+        self.decoder, self.arena, self.last_tokens = decoder, arena, last_tokens
+        self.max_rows = max_rows
         self.queries = c.heads
         fused = (max_rows, c.heads + 2 * c.kv_heads, c.head_dim)
         device, dtype = kernels.device, kernels.dtype
@@ -72,39 +51,19 @@ class GraphSegments:
         # then: the heads, and the hidden states that it overwrites.
         self.picked = self.state.heads.view(-1)[: max_rows * width].view(max_rows, width)
         self.hidden = torch.zeros_like(residual)
-        self.pool = torch.cuda.graph_pool_handle()
-        self.max_rows = max_rows
+        self._pool = pool
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
-        self._skipped = False
-        self._capture_all(cache)
+        self._capture_all()
 
-    @contextmanager
-    def skipped(self) -> Iterator[None]:
-        """Within it steps run attention and no graph: graphs have their memory, and would wait for
-        other ranks."""
-        self._skipped = True
-        try:
-            yield
-        finally:
-            self._skipped = False
-
-    def step(
-        self,
-        token_ids: torch.Tensor,
-        mapping: SlotMapping,
-        cache: list[KVLayer],
-        layout: Layout,
-        wanted: torch.Tensor,
-    ) -> torch.Tensor:
-        """Decoder.step by graph replay."""
-        rows = len(token_ids)
-        count = self._padded(rows)
-        plan = self.decoder.kernels.plan(layout)
-        self._place(token_ids, mapping, count)
-        graphs = self._graphs[count]
+    def run(self, step: Step) -> torch.Tensor:
+        """Graphs.run, of any step."""
+        rows, cache = len(step.tokens), self.arena.layers()
+        ids, mapping, wanted = upload(self.decoder.kernels, step, self.last_tokens)
+        plan = self.decoder.kernels.plan(step.layout)
+        graphs = self._place(ids, mapping)
         queries, out = self.state.heads[:rows, : self.queries], self.attended[:rows]
         for index, layer in enumerate(cache):
-            self._replay(graphs[index])
+            self._pool.replay(graphs[index])
             self.decoder.attend(index, queries, layer, plan, out)
         return self._finish(rows, wanted)
 
@@ -115,40 +74,39 @@ class GraphSegments:
             torch.index_select(self.attended[:rows], 0, wanted, out=self.picked[:count])
             torch.index_select(self.state.residual[:rows], 0, wanted, out=self.hidden[:count])
             self._give(count)
-            self._replay(self._graphs[self._padded(count)][-1])
+            self._pool.replay(self._graphs[self._padded(count)][-1])
         return self.hidden[:count]
 
     def _padded(self, rows: int) -> int:
         return min(row_counts.padded(rows), self.max_rows)
-
-    def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
-        if not self._skipped:
-            graph.replay()
 
     def _give(self, rows: int) -> None:
         if self.decoder.config.experts is not None:
             self.given[:1].fill_(rows)
             self.given[1:].fill_(self.decoder.kernels.routing)
 
-    def _place(self, token_ids: torch.Tensor, mapping: SlotMapping, count: int) -> None:
-        rows = len(token_ids)
+    def _place(self, ids: torch.Tensor, mapping: SlotMapping) -> list[torch.cuda.CUDAGraph]:
+        """Copies the inputs to where the graphs for so many rows read them. -> these"""
+        rows = len(ids)
+        assert rows <= self.max_rows, "the scheduler's limit"
+        padded = self._padded(rows)
         self._give(rows)
-        self.ids[:rows].copy_(token_ids)
+        self.ids[:rows].copy_(ids)
         self.mapping.positions[:rows].copy_(mapping.positions)
         self.mapping.slots[:rows].copy_(mapping.slots)
-        if rows < count:
-            self.mapping.slots[rows:count].zero_()
-            self.mapping.positions[rows:count].zero_()
+        if rows < padded:
+            self.mapping.slots[rows:padded].zero_()
+            self.mapping.positions[rows:padded].zero_()
+        return self._graphs[padded]
 
-    def _capture_all(self, cache: list[KVLayer]) -> None:
-        """Captures the largest count first, so that the smaller ones reuse its memory pool."""
-        with capture_stream():
+    def _capture_all(self) -> None:
+        cache = self.arena.layers()
+        with self._pool.stream():
             for rows in reversed(row_counts.captured(self.max_rows)):
                 for segment in (0, 1, len(cache)):
                     self._run(segment, rows, cache)
-                torch.cuda.synchronize()
                 self._graphs[rows] = [
-                    captured(partial(self._run, segment, rows, cache), self.pool)
+                    self._pool.capture(partial(self._run, segment, rows, cache))
                     for segment in range(len(cache) + 1)
                 ]
 

@@ -16,13 +16,13 @@ import torch
 
 from kvline_server.kernels.interface import PageTables, SlotMapping
 from kvline_server.kernels.row_counts import captured, padded
-from kvline_server.memory.arena import KVLayer
+from kvline_server.memory.arena import Arena, KVLayer
 from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
 from kvline_server.model.decoder import Decoder
-from kvline_server.worker import graphs
+from kvline_server.worker.graphs.pool import GraphPool
 from kvline_server.worker.step import Step
 
-MAX_DECODES = 1024  # of more, segments keep the GPU as busy
+MAX_DECODES = 1024  # of more, the host launches segments faster than a GPU runs them
 UNREAD = -1  # for a row whose input token the host has, in place of its slot
 
 
@@ -63,17 +63,17 @@ def _inputs(rows: int, longest: int, **options: Any) -> _Inputs:
     return _Inputs(torch.zeros(size, dtype=torch.uint8, **options), rows)
 
 
-class DecodeGraphs:
+class WholeSteps:
     def __init__(
         self,
         decoder: Decoder,
         plan: Callable[[PageTables], Any],
-        cache: list[KVLayer],
+        arena: Arena,
         last_tokens: torch.Tensor,
         longest: int,
+        pool: GraphPool,
     ) -> None:
-        """`plan` is kernels.plan_in_place, `last_tokens` are the worker's; no sequence has more
-        than `longest` tokens."""
+        """As Graphs."""
         self.decoder = decoder
         self.plan_in_place = plan
         self.last_tokens = last_tokens
@@ -86,9 +86,9 @@ class DecodeGraphs:
         self.every = torch.arange(rows, device=device)
         hidden = (rows, decoder.config.hidden)
         self.hidden = torch.zeros(hidden, dtype=decoder.kernels.dtype, device=device)
-        self.pool = torch.cuda.graph_pool_handle()
+        self._pool = pool
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._capture_all(cache)
+        self._capture_all(arena.layers())
 
     def fits(self, step: Step) -> bool:
         """Whether it is one of decodes alone, which are all sampled."""
@@ -96,11 +96,10 @@ class DecodeGraphs:
         return rows <= self.max_rows and rows == step.layout.decodes == len(step.sampled_slots)
 
     def run(self, step: Step) -> torch.Tensor:
-        """Hidden states of all rows, valid until the next run. -> [rows, hidden]"""
+        """Graphs.run, of a step that fits; all its rows are wanted."""
         rows = len(step.tokens)
-        count = padded(rows)
-        self._place(step, count)
-        self._graphs[count].replay()
+        self._place(step, padded(rows))
+        self._pool.replay(self._graphs[padded(rows)])
         return self.hidden[:rows]
 
     def _place(self, step: Step, count: int) -> None:
@@ -144,8 +143,7 @@ class DecodeGraphs:
         )
 
     def _capture_all(self, cache: list[KVLayer]) -> None:
-        """Captures the largest count first, so that the smaller ones reuse its memory pool."""
-        with graphs.capture_stream():
+        with self._pool.stream():
             for rows in reversed(captured(self.max_rows)):
                 starts = np.arange(rows + 1, dtype=np.int32)
                 self.device.last_page.fill_(1)
@@ -155,10 +153,7 @@ class DecodeGraphs:
                     into[: rows + 1].copy_(torch.from_numpy(starts))
                 plan = self._plan(starts, starts, np.ones(rows, dtype=np.int32))
                 self._run(rows, cache, plan)
-                torch.cuda.synchronize()
-                self._graphs[rows] = graphs.captured(
-                    partial(self._run, rows, cache, plan), self.pool
-                )
+                self._graphs[rows] = self._pool.capture(partial(self._run, rows, cache, plan))
 
     def _run(self, rows: int, cache: list[KVLayer], plan: Any) -> None:
         inputs = self.device

@@ -1,0 +1,1 @@
+"""Captured CUDA graphs of steps: whole ones, and the segments between attention calls."""

@@ -1,0 +1,44 @@
+"""The worker's captured graphs: runs the decoder on any step by replaying them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from kvline_server.kernels.interface import PageTables
+from kvline_server.memory.arena import Arena
+from kvline_server.model.decoder import Decoder
+from kvline_server.worker.graphs.pool import GraphPool
+from kvline_server.worker.graphs.segments import Segments
+from kvline_server.worker.graphs.steps import WholeSteps
+from kvline_server.worker.step import Step
+
+
+class Graphs:
+    def __init__(
+        self,
+        decoder: Decoder,
+        plan: Callable[[PageTables], Any],
+        arena: Arena,
+        last_tokens: torch.Tensor,
+        max_rows: int,
+        longest: int,
+    ) -> None:
+        """`plan` is kernels.plan_in_place, `last_tokens` are the worker's. Steps have up to
+        `max_rows` rows, sequences up to `longest` tokens; the arena must have a page. Its addresses
+        never change, so the graphs stay valid."""
+        self._pool = GraphPool()
+        self.segments = Segments(decoder, arena, last_tokens, max_rows, self._pool)
+        self.whole = WholeSteps(decoder, plan, arena, last_tokens, longest, self._pool)
+
+    def run(self, step: Step) -> torch.Tensor:
+        """Hidden states of the wanted rows, valid until the next run. -> [wanted, hidden]"""
+        return self.whole.run(step) if self.whole.fits(step) else self.segments.run(step)
+
+    def skipped(self) -> AbstractContextManager[None]:
+        """Within it steps run attention that is not captured, and no graph: graphs have their
+        memory, and would wait for other ranks."""
+        return self._pool.skipped()

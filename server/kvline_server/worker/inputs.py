@@ -1,0 +1,27 @@
+"""What the decoder reads of a step, on the device."""
+
+from __future__ import annotations
+
+import torch
+
+from kvline_server.kernels.interface import Kernels, SlotMapping
+from kvline_server.worker.step import Step
+
+
+def upload(
+    kernels: Kernels, step: Step, last_tokens: torch.Tensor
+) -> tuple[torch.Tensor, SlotMapping, torch.Tensor]:
+    """Token ids [rows], of which those that the host has not read are among `last_tokens`, by slot;
+    where they are written; and the wanted rows."""
+    layout = step.layout
+    ids, positions, slots, pending, read, wanted = kernels.upload(
+        step.tokens,
+        layout.positions,
+        layout.slots,
+        step.pending_rows,
+        step.pending_slots,
+        step.wanted,
+    )
+    if len(step.pending_rows):
+        ids.index_copy_(0, pending, last_tokens[read])
+    return ids, SlotMapping(positions, slots), wanted

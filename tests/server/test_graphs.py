@@ -1,0 +1,139 @@
+"""Captured graphs on the CPU, by a stand-in for CUDA's: what a graph holds runs again at each
+replay, over the same buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engines import engine, finish, greedy, worker
+
+from kvline_server.engine.engine import Engine
+from kvline_server.kernels.interface import PageTables
+from kvline_server.kernels.layout import Layout
+from kvline_server.kernels.row_counts import captured
+from kvline_server.kernels.torch import TorchKernels
+from kvline_server.worker.graphs import graphs, steps
+from kvline_server.worker.graphs.pool import GraphPool
+from kvline_server.worker.inputs import upload
+from kvline_server.worker.step import InFlight, Step
+
+MOST, SLOTS = 48, 6
+
+
+class Pool(GraphPool):
+    def __init__(self) -> None:
+        self._skipped = False
+        self.captured = self.replayed = 0
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        with torch.inference_mode():
+            yield
+
+    def capture(self, work: Callable[[], None]) -> Any:
+        self.captured += 1
+        return work
+
+    def replay(self, graph: Any) -> None:
+        if not self._skipped:
+            self.replayed += 1
+            graph()
+
+
+class CapturedKernels(TorchKernels):
+    """With a step in flight, sums in place and plans in place, as on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=1)
+        self._plans: dict[int, list[Any]] = {}
+
+    def plan_in_place(self, tables: PageTables) -> Any:  # type: ignore[override]
+        rows = len(tables.lengths)
+        layout = Layout(
+            positions=tables.lengths - 1,
+            slots=np.zeros(rows, np.int64),
+            row_starts=tables.row_starts,
+            page_starts=tables.page_starts,
+            pages=tables.pages[: tables.page_starts[-1]].numpy(),
+            lengths=tables.lengths,
+            decodes=rows,
+        )
+        plan = self._plans.setdefault(rows, [])
+        plan[:] = self.plan(layout)
+        return plan
+
+    def add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        residual.add_(x)
+        return self.rms_norm(residual, weight, eps), residual
+
+
+@pytest.fixture
+def with_graphs(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Engine, Pool]:
+    made = engine(make_model("qwen2"), running=SLOTS, step=MOST, kernels=CapturedKernels())
+    pool, inputs = Pool(), steps._inputs
+    monkeypatch.setattr(graphs, "GraphPool", lambda: pool)
+    # Nothing is pinned here.
+    monkeypatch.setattr(steps, "_inputs", lambda rows, longest, **_: inputs(rows, longest))
+    assert made.executor.capture(MOST, 512)
+    return made, pool
+
+
+def serve(made: Engine) -> None:
+    """Requests of which some are decoded while prompts of others are chunked."""
+    for id, length in enumerate((1, 2, 17, 33, 61, 100, 5, 48)):
+        params = greedy(4 + id, **({"prompt_logprobs": 1} if id == 3 else {}))
+        made.submit(id, [(7 * id + i) % 300 for i in range(length)], params)
+    assert len(finish(made)) == 8
+
+
+def test_graphs_give_the_hidden_states_of_steps_without(
+    with_graphs: tuple[Engine, Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, pool = with_graphs
+    runner = worker(made)
+    decoder, found = runner.decoder, runner.graphs
+    assert found is not None
+    assert len(found.whole.stagings) == made.executor.depth + 1
+    assert pool.captured == len(captured(MOST)) * (decoder.config.layers + 1) + len(captured(8))
+    run, kinds = found.run, set[tuple[bool, int]]()
+
+    def compared(step: Step) -> torch.Tensor:
+        got = run(step)
+        ids, mapping, wanted = upload(decoder.kernels, step, runner.last_tokens)
+        want = decoder.step(ids, mapping, runner.arena.layers(), step.layout, wanted)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        kinds.add((found.whole.fits(step), len(step.pending_rows) > 0))
+        return got
+
+    monkeypatch.setattr(found, "run", compared)
+    serve(made)
+    assert kinds == {(True, True), (False, True), (False, False)}
+
+
+def test_a_rehearsal_replays_no_graph(
+    with_graphs: tuple[Engine, Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would wait for ranks that rehearse by themselves."""
+    made, pool = with_graphs
+    launch = made.executor.launch
+
+    def rehearsed(step: Step) -> InFlight:
+        before = pool.replayed
+        worker(made).rehearse(step)
+        assert pool.replayed == before
+        launched = launch(step)
+        assert pool.replayed > before
+        return launched
+
+    monkeypatch.setattr(made.executor, "launch", rehearsed)
+    serve(made)
