@@ -6,17 +6,20 @@ from __future__ import annotations
 
 import math
 import time
+from typing import Any
 
 import offline
 import torch
 from record import table
 from shapes import SHAPES
 
-from kvline_server.kernels import cuda_linear, fp8_linear
+from kvline_server.kernels import fp8_linear
+from kvline_server.kernels.bf16_linear import TINY, TORCH
 from kvline_server.kernels.fp8 import FP8, Fp8Weight, Weight
 from kvline_server.kernels.fp8_linear import SCALED, TILED, TILES
-from kvline_server.kernels.gemm import TINY, TORCH, Gemms, replay_time
-from kvline_server.kernels.interface import Unnormed
+from kvline_server.kernels.gemm import Gemms, replay_time
+from kvline_server.kernels.linears import Linears
+from kvline_server.kernels.projection import Norm, Operand
 from kvline_server.model.config import ModelConfig
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
@@ -52,7 +55,7 @@ def run() -> None:
                 figures = [f"{timing.torch:.1f}", f"{timing.best:.1f}"]
                 ratio = f"{timing.best / timing.torch:.3f}"
                 alone = count == 1 and gemm != ROUTER
-                fused = f"{one_row(gemm, held):.1f}" if alone else ""
+                fused = f"{one_row(gemms.of(held[0]), gemm, held):.1f}" if alone else ""
                 rows.append([name, gemm, str(count), *figures, ratio, which, f"{took:.2f}", fused])
             del held
         print(f"{name}: tuned in {total:.1f} s", flush=True)
@@ -77,17 +80,17 @@ def named(choice: int) -> str:
 
 
 @torch.inference_mode()
-def one_row(gemm: str, weights: list[Weight]) -> float:
+def one_row(linears: Linears[Any], gemm: str, weights: list[Weight]) -> float:
     """Microseconds of the kernel that a step of one request runs in place of the GEMM."""
     out, inner = weights[0].shape
     x, residual = (torch.randn((1, n), device="cuda", dtype=torch.bfloat16) for n in (inner, out))
-    normed = Unnormed(x, torch.ones_like(x[0]), 1e-5)
+    plain, normed = Operand(x), Operand(x, Norm(torch.ones_like(x[0]), 1e-5))
 
     def work(count: int) -> None:
         for weight in weights[:count]:
             if gemm in ("output", "down"):
-                cuda_linear.run(x, weight, None, residual, added=True)
+                linears.row(plain, weight, None, residual, added=True)
             else:
-                cuda_linear.run(normed, weight, gated=gemm == "gate, up")
+                linears.row(normed, weight, gated=gemm == "gate, up")
 
     return replay_time(work, len(weights), math.inf)

@@ -108,14 +108,14 @@ def test_autotuning_leaves_out_the_lm_head_and_its_memory(
 ) -> None:
     made = engine(shape(vocabulary=128_000), step=2048)
     runner = worker(made)
-    from kvline_server.kernels import gemm
+    from kvline_server.kernels import bf16_linear, gemm
 
     replay_time = gemm.replay_time
 
     def slow_torch(work: Any, count: int, best_yet: float) -> float:
         """On some GPUs none of these shapes has a faster kernel than torch's."""
         took = replay_time(work, count, best_yet)
-        return math.inf if work.__defaults__ == (gemm.TORCH,) else took
+        return math.inf if work.__defaults__ == (bf16_linear.TORCH,) else took
 
     monkeypatch.setattr(gemm, "replay_time", slow_torch)
 
@@ -143,8 +143,8 @@ def test_an_autotuned_kernel_gives_the_result_that_torch_gives(
             x = torch.randn((rows, layers[0].shape[1]), device="cuda", dtype=torch.bfloat16)
             out = x.new_empty((rows, len(layers[0])))
             want = x.float() @ layers[0].float().t()
-            for choice in gemms.candidates(x, layers[0], out):
+            for choice in gemms.of(layers[0]).candidates(x, layers[0], out):
                 out.fill_(float("nan"))
-                gemms._run(x, layers[0], out, choice)
+                gemms.of(layers[0]).run(x, layers[0], out, choice)
                 distance = float((out.float() - want).norm() / want.norm())
                 assert distance < 1e-2, (rows, tuple(layers[0].shape), choice, distance)

@@ -13,9 +13,9 @@ from torch.nn.functional import rms_norm, silu
 
 from kvline_server.engine.scheduler import Work
 from kvline_server.kernels import fp8, fp8_linear
-from kvline_server.kernels.fp8 import BLOCK, FP8, Fp8Weight
+from kvline_server.kernels.fp8 import BLOCK, FP8, Fp8Weight, Weight
 from kvline_server.kernels.fp8_linear import SCALED, TILED
-from kvline_server.kernels.interface import Ungated, Unnormed
+from kvline_server.kernels.projection import Norm, Operand
 from kvline_server.kernels.tuning import parse, texts
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.quantization import Quantization
@@ -90,8 +90,8 @@ def test_inputs_are_quantised_as_the_reference_does(blocks: bool) -> None:
         # A quotient that is off by its last bit may round to the other neighbour.
         assert (values[:rows].view(torch.uint8) == want.view(torch.uint8)).float().mean() > 0.999
         gate, up = (inputs_of(rows, inputs) for _ in range(2))
-        both = Ungated(torch.cat((gate, up), dim=1))
-        values, scales = fp8_linear.quantised(both, blocks)
+        both = torch.cat((gate, up), dim=1)
+        values, scales = fp8_linear.quantised(both, blocks, gated=True)
         gated = silu(gate.float()).mul_(up.float()).bfloat16()
         want, of = fp8.quantised(gated, blocks)
         # A number that is off by its last bit of bfloat16 may be the largest.
@@ -112,7 +112,8 @@ def test_one_row_s_linears_are_those_of_unquantised_inputs(
     outputs, inputs = shape
     made, x = weight(2 * outputs, inputs, blocks), inputs_of(1, inputs)
     norm, eps = torch.rand(inputs, device="cuda").bfloat16() + 0.5, 1e-5
-    whole, before = made.dequantised().t(), Unnormed(x, norm, eps)
+    whole = made.dequantised().t()
+    before, plain = Operand(x, Norm(norm, eps)), Operand(x)
     normed = rms_norm(x.float(), (inputs,), norm.float(), eps)
     gate, up = (normed @ whole).chunk(2, dim=1)
     residual = torch.randn(1, 2 * outputs, device="cuda").bfloat16()
@@ -120,8 +121,8 @@ def test_one_row_s_linears_are_those_of_unquantised_inputs(
     for bias in (None, torch.randn(2 * outputs, device="cuda").bfloat16()):
         shift = 0.0 if bias is None else bias.float()
         cases.append((fp8_linear.one_row(before, made, bias), normed @ whole + shift))
-        cases.append((fp8_linear.one_row(x, made, bias), x.float() @ whole + shift))
-        added = fp8_linear.one_row(x, made, bias, residual.clone(), added=True)
+        cases.append((fp8_linear.one_row(plain, made, bias), x.float() @ whole + shift))
+        added = fp8_linear.one_row(plain, made, bias, residual.clone(), added=True)
         cases.append((added, residual.float() + x.float() @ whole + shift))
     for got, want in cases:
         assert furthest(got, want.double()) < 1e-2
@@ -152,12 +153,16 @@ def test_choices_of_one_shape_in_fp8_and_bfloat16_are_kept_apart() -> None:
     gemms = Gemms(torch.device("cuda", 0))
     made, plain = weight(512, 768, False), torch.randn(512, 768, device="cuda").bfloat16()
     x = inputs_of(64, 768)
+
+    def of(weight: Weight) -> torch.Tensor:
+        return gemms.of(weight).rows(Operand(x), weight, None, None)
+
     gemms.choices[64, 512, 768] = TILED - 5
-    assert furthest(gemms.linear(x, plain, None, None), x.double() @ plain.double().t()) < 1e-2
-    assert furthest(gemms.linear(x, made, None, None), exact(x, made)) < 1e-2
+    assert furthest(of(plain), x.double() @ plain.double().t()) < 1e-2
+    assert furthest(of(made), exact(x, made)) < 1e-2
     gemms.choices[64, 512, 768] = 0
     gemms.fp8.tuned()
-    assert furthest(gemms.linear(x, made, None, None), exact(x, made)) < 1e-2
+    assert furthest(of(made), exact(x, made)) < 1e-2
 
 
 @pytest.fixture(params=[False, True], ids=["channel", "block"])

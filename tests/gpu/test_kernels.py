@@ -12,8 +12,9 @@ from pairs import PAGES, hidden, sequence, sides
 from kvline_server.engine.scheduler import Work
 from kvline_server.kernels.best import token_of
 from kvline_server.kernels.group import Alone
-from kvline_server.kernels.interface import NO_TOKEN, Kernels, Unnormed
+from kvline_server.kernels.interface import NO_TOKEN, Kernels
 from kvline_server.kernels.layout import Draws
+from kvline_server.kernels.projection import Gate, Join, Norm, Operand, Projection
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.shard import Shard, tokens
@@ -56,14 +57,14 @@ def linears(kernels: Kernels, x: torch.Tensor, shift: bool) -> list[torch.Tensor
     residual, norm, bias = torch.randn(len(x), outputs), torch.rand(outputs), torch.randn(outputs)
     last = torch.randn(outputs, inputs) / inputs**0.5
     first = to(torch.randn(2 * outputs, outputs) / outputs**0.5)
-    made, total = kernels.linear_add_norm(
-        to(x), to(last), to(bias) if shift else None, to(residual), to(norm + 0.5), 1e-5
-    )
-    assert isinstance(made, Unnormed) == (kernels.device.type == "cuda" and len(x) == 1)
-    plain = kernels.linear(made, first[:outputs].contiguous(), to(bias) if shift else None)
-    gated = kernels.gated_linear(made, first, "silu")
-    assert isinstance(gated, torch.Tensor)
-    return [total, plain, gated]
+    added, total = to(bias) if shift else None, to(residual)
+    then = Join(total, None, Norm(to(norm + 0.5), 1e-5))
+    made = kernels.project(Operand(to(x)), Projection(to(last), added), then)
+    assert (made.norm is not None) == (kernels.device.type == "cuda" and len(x) == 1)
+    plain = kernels.project(made, Projection(first[:outputs].contiguous(), added))
+    gated = kernels.project(made, Projection(first), Gate("silu"))
+    assert plain.settled and gated.settled
+    return [total, plain.rows, gated.rows]
 
 
 @pytest.mark.parametrize("shift", [False, True])
@@ -103,9 +104,10 @@ def test_one_row_s_term_of_a_sum_over_ranks_is_the_reference_s(shift: bool) -> N
     kernels = FlashInferKernels(*HEADS, Twice())
     row, matrix, into, scale = (t.cuda().bfloat16() for t in (x, weight, residual, norm))
     added = None if bias is None else bias.cuda().bfloat16()
-    made, total = kernels.linear_add_norm(row, matrix, added, into, scale, 1e-5)
-    assert isinstance(made, Unnormed) and made.hidden is total
-    assert float((total.float().cpu() - want).norm() / want.norm()) < 2e-2
+    then = Join(into, None, Norm(scale, 1e-5))
+    made = kernels.project(Operand(row), Projection(matrix, added), then)
+    assert made.norm is not None and made.rows is into
+    assert float((into.float().cpu() - want).norm() / want.norm()) < 2e-2
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

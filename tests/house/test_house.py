@@ -138,7 +138,7 @@ def test_the_readme_stays_short() -> None:
                 "kernels/flashinfer.py",
                 "kernels/flashinfer_attention.py",
                 "kernels/library.py",
-                "kernels/gemm.py",
+                "kernels/bf16_linear.py",
             ),
         ),
         (

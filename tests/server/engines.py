@@ -10,6 +10,7 @@ import torch
 
 from kvline_server.engine.engine import Engine, Output
 from kvline_server.ipc.sampling_params import SamplingParams
+from kvline_server.kernels.projection import Projection
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import HostArena
 from kvline_server.memory.device import cpu_device
@@ -17,7 +18,6 @@ from kvline_server.model import kv_scales
 from kvline_server.model.config import read_config
 from kvline_server.model.decoder import Decoder, kv_shape
 from kvline_server.model.dequantised import Dequantised
-from kvline_server.model.linear import Linear
 from kvline_server.model.loader import SafetensorsSource, load_weights
 from kvline_server.parallel.executor import Local
 from kvline_server.worker.worker import Worker
@@ -54,10 +54,10 @@ def engine(
     return Engine(executor, running, step, model_len, made.config.eos_token_ids)
 
 
-def plain(linear: Linear) -> torch.Tensor:
+def plain(projection: Projection) -> torch.Tensor:
     """Its weight, which is not in fp8."""
-    assert isinstance(linear.weight, torch.Tensor)
-    return linear.weight
+    assert isinstance(projection.weight, torch.Tensor)
+    return projection.weight
 
 
 def worker(made: Engine) -> Worker:

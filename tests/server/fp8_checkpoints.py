@@ -12,11 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from kvline_server.kernels import fp8
 from kvline_server.kernels.fp8 import Fp8Weight, Weight
-from kvline_server.kernels.interface import Gated, Normed
+from kvline_server.kernels.projection import Operand, Projection
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.model.config import read_config
 from kvline_server.model.dequantised import Dequantised
-from kvline_server.model.linear import Linear
 from kvline_server.model.loader import (
     SafetensorsSource,
     Weights,
@@ -103,16 +102,12 @@ class Keeping(Plain):
     keeps_fp8 = True
 
     def linear(
-        self,
-        x: Normed | Gated,
-        weight: Weight,
-        bias: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
+        self, x: Operand, projection: Projection, out: torch.Tensor | None = None
     ) -> torch.Tensor:
+        weight, bias = projection.weight, projection.bias
         if not isinstance(weight, Fp8Weight):
-            return super().linear(x, weight, bias, out)
-        assert isinstance(x, torch.Tensor)
-        made = fp8.linear(x, weight) + (0 if bias is None else bias)
+            return super().linear(x, projection, out)
+        made = fp8.linear(self.settle(x), weight) + (0 if bias is None else bias)
         return made if out is None else out.copy_(made)
 
 
@@ -129,12 +124,12 @@ def loaded(
     return load_weights(source, config, kernels, lambda *at: calls.append(at), shard)
 
 
-def linears(weights: Weights) -> list[Linear]:
+def projections(weights: Weights) -> list[Projection]:
     layers = weights.layers
-    every = [(a.attention.qkv, a.attention.output, *a.mlp.linears) for a in layers]
-    return [linear for layer in every for linear in layer]
+    every = [(a.attention.qkv, a.attention.output, *a.mlp.projections) for a in layers]
+    return [projection for layer in every for projection in layer]
 
 
-def dequantised(linear: Linear) -> torch.Tensor:
-    made = linear.weight
+def dequantised(projection: Projection) -> torch.Tensor:
+    made = projection.weight
     return made.dequantised() if isinstance(made, Fp8Weight) else made

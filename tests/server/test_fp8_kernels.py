@@ -61,7 +61,7 @@ from interpreted import launcher
 from torch.nn.functional import rms_norm, silu
 from kvline_server.kernels import fp8, fp8_linear, triton_fp8
 from kvline_server.kernels.fp8 import FP8, Fp8Weight
-from kvline_server.kernels.interface import Ungated, Unnormed
+from kvline_server.kernels.projection import Norm, Operand
 
 fp8_linear.launch = launcher(triton_fp8)
 
@@ -74,7 +74,7 @@ def near(got, want, most):
     distance = float((got.float() - want.float()).norm() / want.float().norm())
     assert distance < most, distance
 
-def exact(x, blocks):
+def exact(x, blocks, gated):
     values, scales = fp8.quantised(x, blocks)
     return values, scales.t().contiguous() if blocks else scales
 
@@ -90,7 +90,7 @@ for blocks in (False, True):
         assert (values[:rows].float() == want.float()).float().mean() > 0.96
         both = torch.randn(rows, 2 * inputs)
         gate, up = both.chunk(2, dim=1)
-        values, scales = fp8_linear.quantised(Ungated(both), blocks)
+        values, scales = fp8_linear.quantised(both, blocks, gated=True)
         want, of = fp8.quantised(silu(gate) * up, blocks)
         torch.testing.assert_close(scales[:, :rows].t() if blocks else scales, of)
         assert (values[:rows].float() == want.float()).float().mean() > 0.96
@@ -106,7 +106,7 @@ for blocks in (False, True):
     for outputs, inputs in ((256, 1344), (384, 128)):
         made, x = weight(2 * outputs, inputs, blocks), torch.randn(1, inputs)
         norm, eps = torch.rand(inputs) + 0.5, 1e-5
-        before = Unnormed(x, norm, eps)
+        before, plain = Operand(x, Norm(norm, eps)), Operand(x)
         normed = rms_norm(x, (inputs,), norm, eps)
         whole = made.dequantised().t()
         gate, up = (normed @ whole).chunk(2, dim=1)
@@ -115,8 +115,8 @@ for blocks in (False, True):
         for bias in (None, torch.randn(2 * outputs)):
             shift = 0 if bias is None else bias
             near(fp8_linear.one_row(before, made, bias), normed @ whole + shift, 1e-5)
-            near(fp8_linear.one_row(x, made, bias), x @ whole + shift, 1e-5)
-            got = fp8_linear.one_row(x, made, bias, residual.clone(), added=True)
+            near(fp8_linear.one_row(plain, made, bias), x @ whole + shift, 1e-5)
+            got = fp8_linear.one_row(plain, made, bias, residual.clone(), added=True)
             near(got, residual + x @ whole + shift, 1e-5)
 """
 

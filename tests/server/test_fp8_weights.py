@@ -21,8 +21,8 @@ from fp8_checkpoints import (
     change,
     checkpoints,
     dequantised,
-    linears,
     loaded,
+    projections,
     quantised,
 )
 from safetensors.torch import save_file
@@ -36,7 +36,7 @@ from kvline_server.kernels.fp8 import FP8, Fp8Weight
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.model.config import read_config
 from kvline_server.model.dequantised import Dequantised
-from kvline_server.model.linear import Linear, Rows, Tensors
+from kvline_server.model.linear import Rows, Tensors, projection
 from kvline_server.model.loader import (
     Loading,
     RandomSource,
@@ -69,10 +69,10 @@ def test_weights_that_stay_in_fp8_are_those_of_the_file(
     kind, small, plain = both
     heard: list[tuple[int, int]] = []
     made, whole = loaded(small, shard, Keeping(), heard), loaded(plain, shard)
-    kept = [a.weight for a in linears(made) if isinstance(a.weight, Fp8Weight)]
+    kept = [a.weight for a in projections(made) if isinstance(a.weight, Fp8Weight)]
     # Heads are 64 wide in all: of blocks, q ends within one, and so do columns of one of two ranks.
     assert len(kept) == (8 if kind == "channel" else 6 if shard is WHOLE else 4)
-    for one, other in zip(linears(made), linears(whole), strict=True):
+    for one, other in zip(projections(made), projections(whole), strict=True):
         assert torch.equal(dequantised(one), plain_of(other))
     nbytes = made.nbytes(torch.float32)
     assert heard[-1] == (nbytes, nbytes)
@@ -120,8 +120,9 @@ def test_scales_are_fused_and_cut_as_the_weights_are(
         whole[part.name] = Fp8Weight(values, few.float(), kind == "block").dequantised()
     save_file(tensors, tmp_path / "model.safetensors")
     source = Dequantised(SafetensorsSource(tmp_path), how)
-    Linear(Tensors(source, WHOLE, True), parts, columns, own=own)  # checks
-    made = Linear(Loading(source, Keeping(), 1, lambda *at: None, WHOLE), parts, columns, own=own)
+    projection(Tensors(source, WHOLE, True), parts, columns, own=own)  # checks
+    loading = Loading(source, Keeping(), 1, lambda *at: None, WHOLE)
+    made = projection(loading, parts, columns, own=own)
     assert isinstance(made.weight, Fp8Weight) == (kind == "channel" or not cut)
     across = own or range(columns)
     want = [whole[p.name][p.rows.start : p.rows.stop, across.start : across.stop] for p in parts]
@@ -161,9 +162,9 @@ def test_random_weights_stay_in_fp8_too_near_those_without(
         source = RandomSource(config.quantization)
         made = load_weights(source, config, Keeping(torch.bfloat16), shard=shard)
         plain = load_weights(RandomSource(), config, Plain(torch.bfloat16), shard=shard)
-        assert made.counts[FP8] == sum(a.weight.shape.numel() for a in linears(plain))
+        assert made.counts[FP8] == sum(a.weight.shape.numel() for a in projections(plain))
         assert torch.equal(made.embedding, plain.embedding) and torch.equal(made.head, plain.head)
-        for one, other in zip(linears(made), linears(plain), strict=True):
+        for one, other in zip(projections(made), projections(plain), strict=True):
             assert isinstance(one.weight, Fp8Weight) and isinstance(other.weight, torch.Tensor)
             want = other.weight.float()
             assert float((dequantised(one) - want).norm() / want.norm()) < 0.03

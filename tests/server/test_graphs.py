@@ -47,7 +47,7 @@ class Pool(GraphPool):
 
 
 class CapturedKernels(TorchKernels):
-    """With a step in flight, sums in place and plans in place, as on a GPU."""
+    """With a step in flight and plans in place, as on a GPU."""
 
     def __init__(self) -> None:
         super().__init__(depth=1)
@@ -67,12 +67,6 @@ class CapturedKernels(TorchKernels):
         plan = self._plans.setdefault(rows, [])
         plan[:] = self.plan(layout)
         return plan
-
-    def add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        residual.add_(x)
-        return self.rms_norm(residual, weight, eps), residual
 
 
 @pytest.fixture

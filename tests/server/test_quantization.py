@@ -61,7 +61,7 @@ def test_weights_are_those_that_fp8_and_scales_stand_for(
     for one, other in zip(loaded(small, shard).layers, loaded(plain, shard).layers, strict=True):
         for a, b in (
             (one.attention.qkv, other.attention.qkv),
-            *zip(one.mlp.linears, other.mlp.linears, strict=True),
+            *zip(one.mlp.projections, other.mlp.projections, strict=True),
         ):
             assert torch.equal(plain_of(a), plain_of(b))
 

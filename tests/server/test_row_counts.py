@@ -17,6 +17,7 @@ from ties import mostly_same, same_tokens
 from kvline_server.engine.scheduler import WAVE
 from kvline_server.kernels.interface import SlotMapping
 from kvline_server.kernels.layout import Layout
+from kvline_server.kernels.projection import Operand, Projection
 from kvline_server.kernels.row_counts import TRIED, captured, compiled, padded, tried
 from kvline_server.memory.arena import HostArena
 from kvline_server.memory.pages import PAGE_SIZE
@@ -99,9 +100,9 @@ def test_steps_run_only_at_row_counts_of_the_warm_up(
     shapes: set[tuple[int, int, int]] = set()
     linear = worker(made).kernels.linear
 
-    def noted(x: torch.Tensor, weight: torch.Tensor, *more: Any) -> torch.Tensor:
-        shapes.add((len(x), *weight.shape))
-        return linear(x, weight, *more)
+    def noted(x: Operand, projection: Projection, *more: Any) -> torch.Tensor:
+        shapes.add((len(x), *projection.weight.shape))
+        return linear(x, projection, *more)
 
     monkeypatch.setattr(worker(made).kernels, "linear", noted)
     assert worker(made).warm_up(128) == len(compiled(128))

@@ -24,7 +24,7 @@ from kvline_server.memory.cuda import call
 # Modules beside this one.
 SOURCES = ("triton_kernels", "triton_cache", "triton_attention", "triton_fp8", "triton_experts")
 # Modules whose lists the numbers of tuning.Choices are indices of.
-CHOOSERS = ("gemm", "fp8_linear", "cuda_experts")
+CHOOSERS = ("bf16_linear", "fp8_linear", "cuda_experts")
 BUILT = Path(__file__).with_name("cubins.bin")
 CONSTANT = "constexpr"
 TYPES = {"i32": ctypes.c_int32, "fp32": ctypes.c_float}

@@ -11,37 +11,29 @@ from collections.abc import Iterator
 
 import torch
 
-from kvline_server.kernels import fp8_linear
 from kvline_server.kernels.cubins import TRITON_TYPES, Variant, launch
-from kvline_server.kernels.fp8 import Fp8Weight, Weight
-from kvline_server.kernels.interface import Normed, Unnormed
+from kvline_server.kernels.projection import Operand
 
 OUTPUTS, INPUTS = 8, 512  # of a program, and of one iteration of its loop
 ALIGN = 16  # of the numbers of inputs and outputs, for vector loads
 ALIGNED = (0, 1, 3, 4, 5, 7)  # indices of the tensors, and of the number of inputs
 
 
-def fits(x: torch.Tensor, weight: Weight) -> bool:
+def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether x [rows, inputs] times weight [outputs, inputs] transposed can run here."""
-    if isinstance(weight, Fp8Weight):
-        return len(x) == 1
     return len(x) == 1 and not any(n % ALIGN for n in weight.shape) and weight.is_contiguous()
 
 
-def run(
-    x: Normed,
-    weight: Weight,
+def one_row(
+    x: Operand,
+    weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     gated: bool = False,
     added: bool = False,
 ) -> torch.Tensor:
-    """x W^T + b -> [1, outputs], in `out` if given, to which it is `added` if asked; gated: silu of
-    the first half, times the second -> [1, outputs / 2]"""
-    if isinstance(weight, Fp8Weight):
-        return fp8_linear.one_row(x, weight, bias, out, gated, added)
-    norm = x if isinstance(x, Unnormed) else None
-    hidden = x.hidden if isinstance(x, Unnormed) else x
+    """Linears.row."""
+    hidden, norm = x.rows, x.norm
     made = hidden.new_empty((1, len(weight) // (1 + gated))) if out is None else out
     variant = _variant(weight.dtype, norm is not None, gated, bias is not None, added)
     outputs = made.shape[1]

@@ -1,8 +1,9 @@
 """A step's operations on a CUDA GPU: FlashInfer's attention and norms, our Triton kernels, GEMMs.
 
-Only this module, flashinfer_attention.py and gemm.py import flashinfer. Decodes run its fa2 kernels
-on tensor cores, prompt chunks its fa3 kernels: on Hopper fa3 is several times slower for one-token
-queries, and faster for chunks. With an fp8 KV cache decodes run our own, and chunks a copy's fa3.
+Only this module, flashinfer_attention.py and bf16_linear.py import flashinfer. Decodes run its fa2
+kernels on tensor cores, prompt chunks its fa3 kernels: on Hopper fa3 is several times slower for
+one-token queries, and faster for chunks. With an fp8 KV cache decodes run our own, and chunks a
+copy's fa3.
 """
 
 from __future__ import annotations
@@ -14,16 +15,15 @@ from typing import Any
 import flashinfer
 import numpy as np
 import torch
-from flashinfer import norm, sampling
+from flashinfer import norm as norms
+from flashinfer import sampling
 from torch.nn import functional
 
 from kvline_server.kernels import (
     cubins,
     cuda_attention,
-    cuda_linear,
     cuda_rows,
     cuda_write,
-    fp8_linear,
 )
 from kvline_server.kernels.cuda_attention import Fp8Decodes
 from kvline_server.kernels.cuda_experts import ExpertGemms
@@ -34,7 +34,7 @@ from kvline_server.kernels.flashinfer_attention import (
     PagedAttention,
     chunk_floats,
 )
-from kvline_server.kernels.fp8 import Fp8Weight, Weight
+from kvline_server.kernels.fp8 import Weight
 from kvline_server.kernels.gemm import Gemms, replay_time
 from kvline_server.kernels.group import ALONE, Group
 from kvline_server.kernels.interface import (
@@ -42,20 +42,25 @@ from kvline_server.kernels.interface import (
     PLAIN,
     AttentionOptions,
     Fetch,
-    Gated,
     Given,
     Heads,
     Kernels,
-    Normed,
     PageTables,
     PartScores,
     Routing,
     RowScores,
     SlotMapping,
-    Ungated,
-    Unnormed,
 )
 from kvline_server.kernels.layout import GREEDY, Draws, Layout
+from kvline_server.kernels.projection import (
+    STORE,
+    Epilogue,
+    Gate,
+    Join,
+    Norm,
+    Operand,
+    Projection,
+)
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.arena import KVLayer
 from kvline_server.memory.pages import PAGE_SIZE
@@ -143,55 +148,54 @@ class FlashInferKernels(Kernels):
         return _PinnedCopies(tensors)
 
     def pack(self, weight: Weight) -> Weight:
-        return fp8_linear.pack(weight) if isinstance(weight, Fp8Weight) else weight
+        packed: Weight = self._gemms.of(weight).pack(weight)
+        return packed
+
+    def project(self, x: Operand, projection: Projection, then: Epilogue = STORE) -> Operand:
+        if isinstance(then, Gate) and projection.bias is None and then.activation == "silu":
+            return self._gated(x, projection)
+        if isinstance(then, Join) and self._added(x, projection, then):
+            return Operand(then.residual, then.before)
+        return super().project(x, projection, then)
 
     def linear(
-        self,
-        x: Normed | Gated,
-        weight: Weight,
-        bias: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
+        self, x: Operand, projection: Projection, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if isinstance(x, Ungated):
-            if isinstance(weight, Fp8Weight):
-                return self._gemms.fp8.linear(x, weight, bias, out)
-            x = self.activate_and_mul(x.both, "silu")
-        if isinstance(x, Unnormed):
-            if cuda_linear.fits(x.hidden, weight):
-                return cuda_linear.run(x, weight, bias, out)
-            x = self.rms_norm(x.hidden, x.weight, x.eps)
-        return self._gemms.linear(x, weight, bias, out)
+        weight = projection.weight
+        linears = self._gemms.of(weight)
+        if x.norm is not None and linears.takes_row(x.rows, weight):
+            return linears.row(x, weight, projection.bias, out)
+        if not (x.settled or (x.gated and linears.gates)):
+            x = Operand(self.settle(x))
+        return linears.rows(x, weight, projection.bias, out)
 
-    def linear_add_norm(
-        self,
-        x: Gated,
-        weight: Weight,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor,
-        norm: torch.Tensor,
-        eps: float,
-    ) -> tuple[Normed, torch.Tensor]:
-        one = x if isinstance(x, torch.Tensor) and cuda_linear.fits(x, weight) else None
-        if self.group.ranks > 1 and len(x) <= FEW_ROWS:
-            out = self.group.buffer(len(x), len(weight))
-            if one is None:
-                made = self.linear(x, weight, bias, out)
-            else:
-                made = cuda_linear.run(one, weight, bias, out)
-            self.group.all_reduce_add(made, residual)
-        elif self.group.ranks == 1 and one is not None:
-            cuda_linear.run(one, weight, bias, residual, added=True)
-        else:
-            return super().linear_add_norm(x, weight, bias, residual, norm, eps)
-        return Unnormed(residual, norm, eps), residual
+    def _gated(self, x: Operand, projection: Projection) -> Operand:
+        linears = self._gemms.of(projection.weight)
+        if x.norm is not None and linears.takes_row(x.rows, projection.weight):
+            return Operand(linears.row(x, projection.weight, gated=True))
+        made = self.linear(x, projection)
+        if linears.gates and len(made) > 1:  # so does what reads it, where all are of one format
+            return Operand(made, gated=True)
+        return Operand(self.activate_and_mul(made, "silu"))
 
-    def gated_linear(self, x: Normed, weight: Weight, activation: str) -> Gated:
-        if isinstance(x, Unnormed) and cuda_linear.fits(x.hidden, weight) and activation == "silu":
-            return cuda_linear.run(x, weight, gated=True)
-        made = self.linear(x, weight)
-        if isinstance(weight, Fp8Weight) and len(made) > 1 and activation == "silu":
-            return Ungated(made)
-        return self.activate_and_mul(made, activation)
+    def _added(self, x: Operand, projection: Projection, then: Join) -> bool:
+        """Adds the sum over ranks to the residual where a kernel does that in passing, and the next
+        one norms; else nothing is done."""
+        if then.after is not None or then.before is None:
+            return False
+        weight, bias = projection.weight, projection.bias
+        linears = self._gemms.of(weight)
+        one = x.settled and linears.takes_row(x.rows, weight)
+        if self.group.ranks == 1:
+            if one:
+                linears.row(x, weight, bias, then.residual, added=True)
+            return one
+        if len(x) > FEW_ROWS:
+            return False
+        out = self.group.buffer(len(x), len(projection))
+        made = linears.row(x, weight, bias, out) if one else self.linear(x, projection, out)
+        self.group.all_reduce_add(made, then.residual)
+        return True
 
     def experts(
         self,
@@ -207,15 +211,13 @@ class FlashInferKernels(Kernels):
             x, logits, (gate_up, down), routing, rows, out, played=self.routing
         )
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        out: torch.Tensor = norm.rmsnorm(x, weight, eps=eps)
+    def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        out: torch.Tensor = norms.rmsnorm(x, norm.weight, eps=norm.eps)
         return out
 
-    def add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        norm.fused_add_rmsnorm(x, residual, weight, eps=eps)
-        return x, residual
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
+        norms.fused_add_rmsnorm(x, residual, norm.weight, eps=norm.eps)
+        return x
 
     def activate_and_mul(self, x: torch.Tensor, activation: str) -> torch.Tensor:
         assert activation == "silu"  # library.py has no other
@@ -277,9 +279,7 @@ class FlashInferKernels(Kernels):
         self, weights: list[list[Weight]], rows: list[int], known: Choices | None
     ) -> Choices | None:
         if known is None:
-            for count in rows:
-                for layers in weights:
-                    self._gemms.time_shape(layers, count)
+            self._gemms.tune(weights, rows)
         else:
             self._gemms.take(weights, known)
         return self._gemms.choices

@@ -16,7 +16,8 @@ from torch.nn.functional import ScalingType, pad
 from kvline_server.kernels import fp8
 from kvline_server.kernels.cubins import TRITON_TYPES, Variant, launch
 from kvline_server.kernels.fp8 import BLOCK, FP8, Fp8Weight
-from kvline_server.kernels.interface import Gated, Normed, Ungated, Unnormed
+from kvline_server.kernels.linears import Linears
+from kvline_server.kernels.projection import Operand
 from kvline_server.kernels.tuning import Choices
 
 SCALED = -3  # torch's; the numbers of our tiles are TILED and below
@@ -63,27 +64,55 @@ def pack(weight: Fp8Weight) -> Fp8Weight:
     return replace(weight, scales=pad(weight.scales, (0, more)))
 
 
-class Fp8Linears:
+class Fp8Linears(Linears[Fp8Weight]):
     """`choices` are those of all GEMMs; the tuned row count that is next to others is theirs."""
+
+    gates = True
 
     def __init__(self, choices: Choices) -> None:
         self.choices = choices
         self._nearest: Choices = {}
 
-    def linear(
+    def pack(self, weight: Fp8Weight) -> Fp8Weight:
+        return pack(weight)
+
+    def takes_row(self, x: torch.Tensor, weight: Fp8Weight) -> bool:
+        return len(x) == 1
+
+    def row(
         self,
-        x: Gated,
+        x: Operand,
+        weight: Fp8Weight,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        gated: bool = False,
+        added: bool = False,
+    ) -> torch.Tensor:
+        return one_row(x, weight, bias, out, gated, added)
+
+    def rows(
+        self,
+        x: Operand,
         weight: Fp8Weight,
         bias: torch.Tensor | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        like = x.both if isinstance(x, Ungated) else x
-        made = like.new_empty((len(x), len(weight))) if out is None else out
-        run(x, weight, made, self.choice(len(x), weight))
+        made = x.rows.new_empty((len(x), len(weight))) if out is None else out
+        run(x.rows, weight, made, self.choice(len(x), weight), x.gated)
         return made if bias is None else made.add_(bias)
 
+    def candidates(self, x: torch.Tensor, weight: Fp8Weight, out: torch.Tensor) -> list[int]:
+        return candidates(len(x), weight)
+
+    def right(
+        self, x: torch.Tensor, weight: Fp8Weight, out: torch.Tensor, choices: list[int]
+    ) -> list[int]:
+        return right(x, weight, out, choices)
+
+    def run(self, x: torch.Tensor, weight: Fp8Weight, out: torch.Tensor, choice: int) -> None:
+        run(x, weight, out, choice)
+
     def tuned(self) -> None:
-        """To be called after a change of the choices."""
         self._nearest.clear()
 
     def choice(self, rows: int, weight: Fp8Weight) -> int:
@@ -139,11 +168,13 @@ def right(x: torch.Tensor, weight: Fp8Weight, out: torch.Tensor, choices: list[i
     return found
 
 
-def run(x: Gated, weight: Fp8Weight, out: torch.Tensor, choice: int) -> None:
-    """x [rows, in] -> out [rows, out]"""
+def run(
+    x: torch.Tensor, weight: Fp8Weight, out: torch.Tensor, choice: int, gated: bool = False
+) -> None:
+    """x [rows, in], or where it is gated first [rows, 2 * in] -> out [rows, out]"""
     if not len(x):
         return
-    values, scales = quantised(x, weight.blocks)
+    values, scales = quantised(x, weight.blocks, gated)
     if choice != SCALED:
         _tiled(values, scales, weight, out, TILES[TILED - choice])
     elif weight.blocks:
@@ -176,20 +207,21 @@ def _by_blocks(
         out.copy_(made[: len(out)])
 
 
-def quantised(x: Gated, blocks: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [rows, in] -> float8_e4m3fn [rows, in], and float32 [rows, 1]; of blocks with rows of
-    padding, which mean nothing, and float32 [ceil(in / 128), rows]"""
-    gated = isinstance(x, Ungated)
-    given = x.both if isinstance(x, Ungated) else x
-    rows, inputs = len(given), given.shape[1] // (1 + gated)
+def quantised(
+    x: torch.Tensor, blocks: bool, gated: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [rows, in], or where it is gated first [rows, 2 * in] -> float8_e4m3fn [rows, in], and
+    float32 [rows, 1]; of blocks with rows of padding, which mean nothing, and float32
+    [ceil(in / 128), rows]"""
+    rows, inputs = len(x), x.shape[1] // (1 + gated)
     padded = rows + -rows % FOURS if blocks else rows
     shape, parts = ((-(-inputs // BLOCK), padded), -(-inputs // PART)) if blocks else ((rows, 1), 1)
-    values = torch.empty((padded, inputs), dtype=FP8, device=given.device)
-    scales = torch.empty(shape, dtype=torch.float32, device=given.device)
+    values = torch.empty((padded, inputs), dtype=FP8, device=x.device)
+    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
     width = PART if blocks else next(width for width in WIDTHS if width >= inputs)
-    variant = _quantise_variant(given.dtype, blocks, gated, width)
+    variant = _quantise_variant(x.dtype, blocks, gated, width)
     sizes = (inputs, scales.shape[1], parts)
-    launch(variant, rows * parts, given.contiguous(), values, scales, *sizes)
+    launch(variant, rows * parts, x.contiguous(), values, scales, *sizes)
     return values, scales
 
 
@@ -211,16 +243,15 @@ def _tiled(
 
 
 def one_row(
-    x: Normed,
+    x: Operand,
     weight: Fp8Weight,
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     gated: bool = False,
     added: bool = False,
 ) -> torch.Tensor:
-    """cuda_linear.run with such a weight."""
-    norm = x if isinstance(x, Unnormed) else None
-    hidden = x.hidden if isinstance(x, Unnormed) else x
+    """Linears.row."""
+    hidden, norm = x.rows, x.norm
     made = hidden.new_empty((1, len(weight) // (1 + gated))) if out is None else out
     variant = _row_variant(
         hidden.dtype, weight.blocks, norm is not None, gated, bias is not None, added

@@ -18,6 +18,16 @@ from kvline_server.kernels import torch_experts
 from kvline_server.kernels.fp8 import Weight
 from kvline_server.kernels.group import Group
 from kvline_server.kernels.layout import Draws, Layout
+from kvline_server.kernels.projection import (
+    STORE,
+    Epilogue,
+    Gate,
+    Join,
+    Norm,
+    Operand,
+    Projection,
+    Store,
+)
 from kvline_server.kernels.routing import Played
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.arena import KVLayer
@@ -57,27 +67,6 @@ class PartScores:
     top_logits: torch.Tensor  # float32 [rows, top]
 
 
-@dataclass(frozen=True, slots=True)
-class Unnormed:
-    """The residual, whose RMS norm is left to the linear that reads it before it changes."""
-
-    hidden: torch.Tensor  # [rows, hidden]
-    weight: torch.Tensor  # [hidden]
-    eps: float
-
-
-@dataclass(frozen=True, slots=True)
-class Ungated:
-    """Gate and up of an MLP; the linear that reads them applies silu and multiplies."""
-
-    both: torch.Tensor  # [rows, 2 * d]
-
-    def __len__(self) -> int:
-        return len(self.both)
-
-
-Normed = torch.Tensor | Unnormed  # [rows, hidden]
-Gated = torch.Tensor | Ungated  # [rows, d], or what becomes that
 # Rows that are no padding; in captured graphs int32 [2] on the device: those and a Played.
 Given = int | torch.Tensor
 
@@ -168,7 +157,7 @@ class Kernels(Protocol):
         """Starts copies to the host, behind all work enqueued before."""
 
     def pack(self, weight: Weight) -> Weight:
-        """A weight in the layout that is fastest for `linear`."""
+        """A weight in the layout that is fastest for `project`."""
 
     def padded(self, rows: int) -> int:
         """The row count that a step of `rows` rows is padded to, where no graph is captured."""
@@ -182,38 +171,34 @@ class Kernels(Protocol):
     def plan(self, layout: Layout) -> Any:
         """Prepares attention for a step; the result is used by every layer."""
 
+    def project(self, x: Operand, projection: Projection, then: Epilogue = STORE) -> Operand:
+        """x W^T + b, and what follows it. x [rows, in] -> as the epilogue says; what Join gives is
+        valid until the group's next sum"""
+        if isinstance(then, Gate):
+            return Operand(self.activate_and_mul(self.linear(x, projection), then.activation))
+        if isinstance(then, Store):
+            return Operand(self.linear(x, projection, then.out))
+        out = self.group.buffer(len(x), len(projection))
+        return self.join(self.linear(x, projection, out), then)
+
     def linear(
-        self,
-        x: Normed | Gated,
-        weight: Weight,
-        bias: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
+        self, x: Operand, projection: Projection, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x [rows, in] times weight [out, in] transposed. -> [rows, out], in `out` if given"""
+        """`project` with nothing that follows. -> [rows, out], in `out` if given"""
 
-    def linear_all_reduce(
-        self, x: Gated, weight: Weight, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """`linear` of which each rank has some columns, summed over ranks. -> [rows, out], valid
-        until the group's next sum"""
-        out = self.group.buffer(len(x), len(weight))
-        return self.group.all_reduce(self.linear(x, weight, bias, out))
+    def join(self, made: torch.Tensor, then: Join) -> Operand:
+        """What follows a rank's term of a sum. Overwrites both. [rows, hidden]"""
+        made, residual = self.group.all_reduce(made), then.residual
+        if then.after is None and then.before is not None:
+            return Operand(self.add_norm(made, residual, then.before))
+        residual.add_(made if then.after is None else self.rms_norm(made, then.after))
+        return Operand(residual if then.before is None else self.rms_norm(residual, then.before))
 
-    def linear_add_norm(
-        self,
-        x: Gated,
-        weight: Weight,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor,
-        norm: torch.Tensor,
-        eps: float,
-    ) -> tuple[Normed, torch.Tensor]:
-        """`linear_all_reduce`, then `add_norm` of it. Overwrites the residual."""
-        return self.add_norm(self.linear_all_reduce(x, weight, bias), residual, norm, eps)
-
-    def gated_linear(self, x: Normed, weight: Weight, activation: str) -> Gated:
-        """`linear`, then `activate_and_mul`. weight [2 * d, in] -> Gated of d columns"""
-        return self.activate_and_mul(self.linear(x, weight), activation)
+    def settle(self, x: Operand) -> torch.Tensor:
+        """Its rows, with what was left to do. [rows, in]"""
+        if x.norm is not None:
+            return self.rms_norm(x.rows, x.norm)
+        return self.activate_and_mul(x.rows, "silu") if x.gated else x.rows
 
     def experts(
         self,
@@ -240,13 +225,11 @@ class Kernels(Protocol):
         )
         return given if rows == len(x) else pad(given, (0, 0, 0, len(x) - rows))
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """Over the last dimension."""
 
-    def add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """RMS norm of x + residual, and x + residual itself. Overwrites both inputs."""
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """RMS norm of x + residual, which becomes that sum. May overwrite x too."""
 
     def activate_and_mul(self, x: torch.Tensor, activation: str) -> torch.Tensor:
         """silu or gelu_tanh of the first half times the second. [rows, 2 * d] -> [rows, d]"""
@@ -271,9 +254,9 @@ class Kernels(Protocol):
     def tune(
         self, weights: list[list[Weight]], rows: list[int], known: Choices | None
     ) -> Choices | None:
-        """Autotunes GEMMs at these row counts. `weights` has a list per GEMM of a layer and kind of
-        weight: that weight of each layer; `known` are the choices of an earlier start, which are
-        taken over. -> the choices, None where there is nothing to tune"""
+        """Autotunes GEMMs at these row counts. `weights` has a list per GEMM of a layer: its weight
+        of each layer; `known` are the choices of an earlier start, which are taken over. -> the
+        choices, None where there is nothing to tune"""
 
     def tune_experts(
         self,

@@ -21,7 +21,7 @@ DIMS = (64, 128)
 
 
 def specs() -> list[Any]:
-    """The modules that flashinfer.py, flashinfer_attention.py and gemm.py load."""
+    """The modules that flashinfer.py, flashinfer_attention.py and bf16_linear.py load."""
     import torch
     from flashinfer.jit import activation, attention, norm, sampling, topk
     from flashinfer.jit.gemm.core import gen_mm_bf16_cublaslt_module

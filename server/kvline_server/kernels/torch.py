@@ -25,17 +25,14 @@ from kvline_server.kernels.interface import (
     PLAIN,
     AttentionOptions,
     Fetch,
-    Gated,
     Heads,
     Kernels,
-    Normed,
     PartScores,
     RowScores,
     SlotMapping,
-    Ungated,
-    Unnormed,
 )
 from kvline_server.kernels.layout import Draws, Layout
+from kvline_server.kernels.projection import Norm, Operand, Projection
 from kvline_server.kernels.row_counts import compiled, padded
 from kvline_server.kernels.torch_rows import best_rows, choose_rows, part_rows, score_rows
 from kvline_server.kernels.tuning import Choices
@@ -118,29 +115,17 @@ class TorchKernels(Kernels):
         return packed
 
     def linear(
-        self,
-        x: Normed | Gated,
-        weight: Weight,
-        bias: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
+        self, x: Operand, projection: Projection, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        assert isinstance(weight, torch.Tensor) and not isinstance(x, Ungated)  # fp8 is not kept
-        if isinstance(x, Unnormed):
-            x = self.rms_norm(x.hidden, x.weight, x.eps)
-        if weight.is_mkldnn or _use_onednn(weight):
-            made: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        else:
-            made = functional.linear(x, weight, bias)
+        assert isinstance(projection.weight, torch.Tensor)  # fp8 is not kept
+        made = _linear(self.settle(x), projection.weight, projection.bias)
         return made if out is None else out.copy_(made)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return functional.rms_norm(x, weight.shape, weight, eps)
+    def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return functional.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
 
-    def add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        total = residual + x
-        return self.rms_norm(total, weight, eps), total
+    def add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return self.rms_norm(residual.add_(x), norm)
 
     def activate_and_mul(self, x: torch.Tensor, activation: str) -> torch.Tensor:
         gate, up = x.chunk(2, dim=-1)
@@ -190,7 +175,7 @@ class TorchKernels(Kernels):
         turned = rope[mapping.positions]
         if heads.q_norm is not None and heads.k_norm is not None:
             q, k = (
-                self.rms_norm(x, norm, heads.eps)
+                self.rms_norm(x, Norm(norm, heads.eps))
                 for x, norm in ((q, heads.q_norm), (k, heads.k_norm))
             )
         heads.fused[:, : heads.queries] = _apply_rope(q, turned)
@@ -282,14 +267,14 @@ class TorchKernels(Kernels):
         a row's neighbours change a bit of its logits."""
         rows = hidden.shape[0]
         if hidden.is_cuda:  # where bits depend on more than the row count
-            return self.linear(hidden, head).float()
+            return _linear(hidden, head).float()
         out = torch.empty((rows, head.shape[0]), dtype=torch.float32)
         for start in range(0, rows, LOGIT_BLOCK):
             block = hidden[start : start + LOGIT_BLOCK]
             have = block.shape[0]
             if have < LOGIT_BLOCK:
                 block = torch.cat((block, block.new_zeros(LOGIT_BLOCK - have, block.shape[1])))
-            out[start : start + have] = self.linear(block, head)[:have]
+            out[start : start + have] = _linear(block, head)[:have]
         return out
 
     def part_scores(self, logits: torch.Tensor, chosen: torch.Tensor, top: int) -> PartScores:
@@ -303,6 +288,15 @@ class TorchKernels(Kernels):
 
     def choose(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
         return choose_rows(logits, draws)
+
+
+def _linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    if weight.is_mkldnn or _use_onednn(weight):
+        made: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return made
+    return functional.linear(x, weight, bias)
 
 
 def _use_onednn(weight: torch.Tensor) -> bool:

@@ -14,43 +14,31 @@ import torch
 
 from kvline_server.kernels.interface import (
     AttentionOptions,
-    Gated,
     Given,
     Heads,
     Kernels,
-    Normed,
     SlotMapping,
 )
+from kvline_server.kernels.projection import Gate, Join, Norm, Operand, Projection, Store
 from kvline_server.memory.arena import KVLayer
 from kvline_server.model.config import ModelConfig
-from kvline_server.model.linear import Linear, Output, Rows, Tensors, fused
+from kvline_server.model.linear import Output, Rows, Tensors, fused, projection
 from kvline_server.model.shard import kv_heads, local
 
 
-class Norm:
-    """An offset of the weights is added once, at load. In bfloat16 1 + weight is off by then, by at
-    most one part in 256, where a model's own code adds in float32."""
-
-    def __init__(
-        self,
-        tensors: Tensors,
-        config: ModelConfig,
-        name: str,
-        width: int,
-        own: range | None = None,
-    ) -> None:
-        """Of `width` elements, of which this rank has its `own` if given."""
-        parts = [Rows(f"{name}.weight", own or range(width), width)]
-        self.weight = tensors.get(parts, offset=config.norms.offset)
-        self.eps = config.norm_eps
-
-    def __call__(self, kernels: Kernels, x: torch.Tensor) -> torch.Tensor:
-        return kernels.rms_norm(x, self.weight, self.eps)
+def norm(
+    tensors: Tensors, config: ModelConfig, name: str, width: int, own: range | None = None
+) -> Norm:
+    """Of `width` elements, of which this rank has its `own` if given. An offset of the weights is
+    added once, at load. In bfloat16 1 + weight is off by then, by at most one part in 256, where a
+    model's own code adds in float32."""
+    parts = [Rows(f"{name}.weight", own or range(width), width)]
+    return Norm(tensors.get(parts, offset=config.norms.offset), config.norm_eps)
 
 
 def layer_norm(tensors: Tensors, config: ModelConfig, at: str, name: str | None) -> Norm | None:
     """One of a layer's norms over the hidden states; None where the model has none there."""
-    return None if name is None else Norm(tensors, config, at + name, config.hidden)
+    return None if name is None else norm(tensors, config, at + name, config.hidden)
 
 
 def norm_across(kernels: Kernels, vectors: Sequence[tuple[torch.Tensor, Norm]]) -> None:
@@ -58,45 +46,9 @@ def norm_across(kernels: Kernels, vectors: Sequence[tuple[torch.Tensor, Norm]]) 
     several ranks have, all have as often. Each [rows, part]"""
     squares = torch.stack([x.float().square().mean(dim=-1) for x, _ in vectors], dim=1)
     means = kernels.group.all_reduce(squares).div_(kernels.group.ranks)
-    for index, (x, norm) in enumerate(vectors):
-        scale = torch.rsqrt(means[:, index : index + 1] + norm.eps)
-        x.copy_(x.float().mul(scale).mul_(norm.weight))
-
-
-Joined = tuple[Normed, torch.Tensor]
-
-
-def join(
-    kernels: Kernels,
-    last: Linear,
-    x: Gated,
-    residual: torch.Tensor,
-    after: Norm | None,
-    before: Norm | None,
-) -> Joined:
-    """Adds a block's output, x through its last linear, to the residual stream: `after` is that
-    block's norm, `before` the next one's. -> the next block's input, the residual, which is
-    overwritten: a captured segment finds it where it was. Both [rows, hidden]"""
-    if after is None and before is not None:
-        return kernels.linear_add_norm(
-            x, last.weight, last.bias, residual, before.weight, before.eps
-        )
-    made = kernels.linear_all_reduce(x, last.weight, last.bias)
-    return add(kernels, made, residual, after, before)
-
-
-def add(
-    kernels: Kernels,
-    made: torch.Tensor,
-    residual: torch.Tensor,
-    after: Norm | None,
-    before: Norm | None,
-) -> Joined:
-    """`join` of an output that is made already. [rows, hidden]"""
-    if after is None and before is not None:
-        return kernels.add_norm(made, residual, before.weight, before.eps)
-    residual.add_(made if after is None else after(kernels, made))
-    return residual if before is None else before(kernels, residual), residual
+    for index, (x, own) in enumerate(vectors):
+        scale = torch.rsqrt(means[:, index : index + 1] + own.eps)
+        x.copy_(x.float().mul(scale).mul_(own.weight))
 
 
 class Attention:
@@ -112,22 +64,22 @@ class Attention:
         rows = [range(n.start * c.head_dim, n.stop * c.head_dim) for n in heads]
         q, k = (_rotary_rows(some, c.head_dim, c.rope_of(layer).rotary_dim) for some in rows)
         outputs = [Output(q, widths[0]), Output(k, widths[1]), Output([rows[1]], widths[1])]
-        self.qkv = Linear(tensors, fused(own, c.qkv, outputs), c.hidden, c.qkv_bias)
+        self.qkv = projection(tensors, fused(own, c.qkv, outputs), c.hidden, c.qkv_bias)
         self.q_norm = self.k_norm = None
         if c.qk_norm == "head":
             self.q_norm, self.k_norm = (
-                Norm(tensors, c, own + name, c.head_dim) for name in ("q_norm", "k_norm")
+                norm(tensors, c, own + name, c.head_dim) for name in ("q_norm", "k_norm")
             )
         elif c.qk_norm:
-            self.q_norm = Norm(tensors, c, own + "q_norm", widths[0], rows[0])
-            self.k_norm = Norm(tensors, c, own + "k_norm", widths[1], rows[1])
+            self.q_norm = norm(tensors, c, own + "q_norm", widths[0], rows[0])
+            self.k_norm = norm(tensors, c, own + "k_norm", widths[1], rows[1])
         output = [Rows(own + "o_proj", range(c.hidden), c.hidden)]
-        self.output = Linear(tensors, output, widths[0], c.output_bias, rows[0])
+        self.output = projection(tensors, output, widths[0], c.output_bias, rows[0])
 
     def project(
         self,
         kernels: Kernels,
-        x: Normed,
+        x: Operand,
         rope: torch.Tensor,
         mapping: SlotMapping,
         kv: KVLayer,
@@ -136,7 +88,8 @@ class Attention:
         """Writes keys and values to the cache. x [rows, hidden] -> [rows, heads + 2 * kv_heads,
         dim], queries first, in `into` if given"""
         c = self.config
-        flat = self.qkv(kernels, x, None if into is None else into.view(len(into), -1))
+        store = Store(None if into is None else into.view(len(into), -1))
+        flat = kernels.project(x, self.qkv, store).rows
         heads = flat.view(len(flat), -1, c.head_dim)
         made = Heads(heads, c.heads, c.kv_heads, None, None, c.norm_eps)
         if self.q_norm is not None and self.k_norm is not None:
@@ -147,8 +100,8 @@ class Attention:
                 if kernels.group.ranks > 1:
                     norm_across(kernels, [(q, self.q_norm), (k, self.k_norm)])
                 else:
-                    q.copy_(self.q_norm(kernels, q))
-                    k.copy_(self.k_norm(kernels, k))
+                    q.copy_(kernels.rms_norm(q, self.q_norm))
+                    k.copy_(kernels.rms_norm(k, self.k_norm))
         kernels.write(made, rope, mapping, kv)
         return heads
 
@@ -160,27 +113,22 @@ class MLP:
         both = [Output([columns], c.intermediate)] * 2
         self.before = layer_norm(tensors, c, at, c.norms.before_mlp)
         self.after = layer_norm(tensors, c, at, c.norms.after_mlp)
-        self.gate_up = Linear(tensors, fused(own, c.gate_up, both), c.hidden, c.mlp_bias)
+        self.gate_up = projection(tensors, fused(own, c.gate_up, both), c.hidden, c.mlp_bias)
         down = [Rows(own + "down_proj", range(c.hidden), c.hidden)]
-        self.down = Linear(tensors, down, c.intermediate, c.mlp_bias, columns)
+        self.down = projection(tensors, down, c.intermediate, c.mlp_bias, columns)
         self.activation = c.activation
 
     @property
-    def linears(self) -> tuple[Linear, ...]:
+    def projections(self) -> tuple[Projection, ...]:
         return self.gate_up, self.down
 
     def __call__(
-        self, kernels: Kernels, x: Normed, residual: torch.Tensor, norm: Norm | None, rows: Given
-    ) -> Joined:
-        """`join` of its output, with the norm of what follows; as Experts, for which the first
-        `rows` alone count."""
-        return join(kernels, self.down, self._gated(kernels, x), residual, self.after, norm)
-
-    def _gated(self, kernels: Kernels, x: Normed) -> Gated:
-        """What `down` takes. [rows, hidden] -> Gated of intermediate columns"""
-        if self.gate_up.bias is None:
-            return kernels.gated_linear(x, self.gate_up.weight, self.activation)
-        return kernels.activate_and_mul(self.gate_up(kernels, x), self.activation)
+        self, kernels: Kernels, x: Operand, residual: torch.Tensor, norm: Norm | None, rows: Given
+    ) -> Operand:
+        """Joins its output to the residual, with the norm of what follows; as Experts, for which
+        the first `rows` alone count."""
+        gated = kernels.project(x, self.gate_up, Gate(self.activation))
+        return kernels.project(gated, self.down, Join(residual, self.after, norm))
 
 
 def _rotary_rows(rows: range, dim: int, rotary: int | None) -> list[range]:

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from kvline_server.kernels.fp8 import Fp8Weight, Weight
+from kvline_server.kernels.fp8 import Weight
 from kvline_server.kernels.interface import Given, Kernels, SlotMapping
 from kvline_server.kernels.layout import Layout
+from kvline_server.kernels.projection import Join, Norm, Operand
 from kvline_server.memory.arena import KVLayer, KVShape, Scales
-from kvline_server.model.blocks import Joined, Norm, join
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.experts import Experts
 from kvline_server.model.loader import Weights
@@ -117,8 +117,9 @@ class Decoder:
         residual = self.weights.embedding[token_ids]
         if self.embedding_scale != 1.0:
             residual *= self.embedding_scale
-        x = residual if attention.before is None else attention.before(self.kernels, residual)
-        heads = attention.project(self.kernels, x, self.ropes[0], mapping, kv, into)
+        before = attention.before
+        x = residual if before is None else self.kernels.rms_norm(residual, before)
+        heads = attention.project(self.kernels, Operand(x), self.ropes[0], mapping, kv, into)
         return LayerState(residual, heads)
 
     def attend(
@@ -143,18 +144,20 @@ class Decoder:
         into: torch.Tensor | None = None,
         given: Given | None = None,
     ) -> LayerState:
-        """From the attention of layer `index` to the queries of the next layer."""
+        """From the attention of layer `index` to the queries of the next layer. Overwrites the
+        residual: a captured segment finds it where it was."""
         attention, rope = self.weights.layers[index + 1].attention, self.ropes[index + 1]
-        x, residual = self._after(index, attended, state.residual, attention.before, given)
-        return LayerState(residual, attention.project(self.kernels, x, rope, mapping, kv, into))
+        x = self._after(index, attended, state.residual, attention.before, given)
+        heads = attention.project(self.kernels, x, rope, mapping, kv, into)
+        return LayerState(state.residual, heads)
 
     def finish(
         self, attended: torch.Tensor, residual: torch.Tensor, given: Given | None = None
     ) -> torch.Tensor:
         """From the last layer's attention to hidden states."""
         last = len(self.weights.layers) - 1
-        x, _ = self._after(last, attended, residual, self.weights.norm, given)
-        return x if isinstance(x, torch.Tensor) else self.weights.norm(self.kernels, x.hidden)
+        x = self._after(last, attended, residual, self.weights.norm, given)
+        return self.kernels.settle(x)
 
     def _after(
         self,
@@ -163,26 +166,19 @@ class Decoder:
         residual: torch.Tensor,
         norm: Norm | None,
         given: Given | None,
-    ) -> Joined:
+    ) -> Operand:
         """From a layer's attention to the input of what follows the layer, whose norm is given."""
         layer, kernels = self.weights.layers[index], self.kernels
         attention, mlp = layer.attention, layer.mlp
-        x, residual = join(
-            kernels, attention.output, attended, residual, attention.after, mlp.before
-        )
+        then = Join(residual, attention.after, mlp.before)
+        x = kernels.project(Operand(attended), attention.output, then)
         return mlp(kernels, x, residual, norm, len(residual) if given is None else given)
 
     def gemm_weights(self) -> list[list[Weight]]:
-        """One list per GEMM of a layer and kind of weight, with that weight of each layer."""
+        """One list per GEMM of a layer, with its weight of each layer."""
         layers = self.weights.layers
-        linears = [(a.attention.qkv, a.attention.output, *a.mlp.linears) for a in layers]
-        every = [[linear.weight for linear in kind] for kind in zip(*linears, strict=True)]
-        kinds = [
-            [weight for weight in layers if isinstance(weight, Fp8Weight) == fp8]
-            for layers in every
-            for fp8 in (False, True)
-        ]
-        return [kind for kind in kinds if kind]
+        every = [(a.attention.qkv, a.attention.output, *a.mlp.projections) for a in layers]
+        return [[one.weight for one in kind] for kind in zip(*every, strict=True)]
 
     def experts(self) -> list[Experts]:
         """Each layer's mixture; none of a dense model."""

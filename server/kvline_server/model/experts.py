@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from kvline_server.kernels.interface import Given, Kernels, Normed, Routing, Unnormed
-from kvline_server.model.blocks import Joined, Norm, add, layer_norm
+from kvline_server.kernels.interface import Given, Kernels, Routing
+from kvline_server.kernels.projection import Join, Norm, Operand, Projection
+from kvline_server.model.blocks import layer_norm
 from kvline_server.model.config import ModelConfig
-from kvline_server.model.linear import Linear, Rows, Tensors
+from kvline_server.model.linear import Rows, Tensors, projection
 
 
 class Experts:
@@ -28,7 +29,7 @@ class Experts:
         self.before = layer_norm(tensors, c, at, c.norms.before_mlp)
         self.after = layer_norm(tensors, c, at, c.norms.after_mlp)
         every = range(many.count)
-        self.router = Linear(tensors, [Rows(own + "gate", every, many.count)], c.hidden)
+        self.router = projection(tensors, [Rows(own + "gate", every, many.count)], c.hidden)
         inputs = [
             Rows(f"{own}experts.{expert}.{name}.weight", columns, c.intermediate)
             for expert in every
@@ -44,16 +45,15 @@ class Experts:
         self.elements = tensors.elements - before
 
     @property
-    def linears(self) -> tuple[Linear, ...]:
+    def projections(self) -> tuple[Projection, ...]:
         """Those that are GEMMs of all rows."""
         return (self.router,)
 
     def __call__(
-        self, kernels: Kernels, x: Normed, residual: torch.Tensor, norm: Norm | None, rows: Given
-    ) -> Joined:
+        self, kernels: Kernels, x: Operand, residual: torch.Tensor, norm: Norm | None, rows: Given
+    ) -> Operand:
         """As MLP. The rows after the first `rows` are padding, and are routed nowhere."""
-        if isinstance(x, Unnormed):
-            x = kernels.rms_norm(x.hidden, x.weight, x.eps)
-        logits = self.router(kernels, x)
-        made = kernels.experts(x, logits, self.gate_up, self.down, self.routing, rows)
-        return add(kernels, kernels.group.all_reduce(made), residual, self.after, norm)
+        settled = kernels.settle(x)
+        logits = kernels.project(Operand(settled), self.router).rows
+        made = kernels.experts(settled, logits, self.gate_up, self.down, self.routing, rows)
+        return kernels.join(made, Join(residual, self.after, norm))

@@ -1,4 +1,4 @@
-"""The tensors of a model, as its blocks declare them: linears here, norms in blocks.py.
+"""The tensors of a model, as its blocks declare them: projections and norms.
 
 A block names its tensors once, in its constructor, and gets its rank's part of them from a
 `Tensors`. This one counts the part's elements and checks names and shapes; `Loading` (loader.py)
@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from kvline_server.kernels.fp8 import BLOCK, FP8, Fp8Weight, Weight, fits
-from kvline_server.kernels.interface import Kernels, Normed
+from kvline_server.kernels.projection import Projection
 from kvline_server.model.quantization import Quantization
 from kvline_server.model.shard import WHOLE, Shard
 
@@ -31,7 +31,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One of the outputs of a Linear: a rank's rows, in the order of the output's elements."""
+    """One of the outputs of a projection: a rank's rows, in the order of the output's elements."""
 
     ranges: Sequence[range]
     of: int  # rows on all ranks
@@ -124,46 +124,35 @@ def _blocks(taken: range, size: int) -> range:
     return range(taken.start // size, -(-taken.stop // size))
 
 
-class Linear:
-    """y = x W^T + b, with W and b of one or several named tensors: GEMMs that share an input are
-    fused along the output axis, and the parts' order is the order of the output's elements.
+def projection(
+    tensors: Tensors,
+    parts: Sequence[Rows],
+    columns: int,
+    bias: bool = False,
+    own: range | None = None,
+) -> Projection:
+    """Of one or several named tensors: GEMMs that share an input are fused along the output axis,
+    and the parts' order is the order of the output's elements. `parts` name tensors without the
+    ending .weight or .bias.
 
     With several ranks it is column-parallel (a rank has its rows of each part) or, with `own`,
-    row-parallel: a rank has those of the columns, and y is the sum of the ranks' outputs, to which
-    rank 0 adds the bias (Kernels.linear_all_reduce)."""
-
-    def __init__(
-        self,
-        tensors: Tensors,
-        parts: Sequence[Rows],
-        columns: int,
-        bias: bool = False,
-        own: range | None = None,
-    ) -> None:
-        """`parts` name tensors without the ending .weight or .bias."""
-        weights, biases = (
-            [replace(part, name=f"{part.name}.{kind}") for part in parts]
-            for kind in ("weight", "bias")
-        )
-        self.weight = tensors.weight(weights, columns, own)
-        self.bias = None
-        if bias:
-            elsewhere = own is not None and tensors.shard.rank > 0
-            if elsewhere:  # checked all the same: all ranks end with the same error
-                biases = [replace(part, rows=range(0)) for part in biases]
-            loaded = tensors.get(biases)
-            self.bias = None if elsewhere else loaded
-
-    def __call__(
-        self, kernels: Kernels, x: Normed, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """x [rows, columns] -> [rows, output], in `out` if given"""
-        return kernels.linear(x, self.weight, self.bias, out)
+    row-parallel: a rank has those of the columns."""
+    weights, biases = (
+        [replace(part, name=f"{part.name}.{kind}") for part in parts] for kind in ("weight", "bias")
+    )
+    weight = tensors.weight(weights, columns, own)
+    if not bias:
+        return Projection(weight)
+    elsewhere = own is not None and tensors.shard.rank > 0
+    if elsewhere:  # checked all the same: all ranks end with the same error
+        biases = [replace(part, rows=range(0)) for part in biases]
+    loaded = tensors.get(biases)
+    return Projection(weight, None if elsewhere else loaded)
 
 
 def fused(at: str, names: Sequence[str], outputs: Sequence[Output]) -> list[Rows]:
-    """Several outputs of one Linear: of a tensor each, or of the one tensor in which a checkpoint
-    already has them one after the other."""
+    """Several outputs of one projection: of a tensor each, or of the one tensor in which a
+    checkpoint already has them one after the other."""
     parts: list[Rows] = []
     start, whole = 0, sum(output.of for output in outputs)
     for index, output in enumerate(outputs):

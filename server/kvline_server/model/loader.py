@@ -18,7 +18,7 @@ from kvline_server.errors import ModelInvalid
 from kvline_server.kernels.fp8 import FP8, Weight
 from kvline_server.kernels.interface import Kernels
 from kvline_server.memory.parts import OwnedPart
-from kvline_server.model.blocks import Norm
+from kvline_server.model.blocks import norm
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.experts import Experts
 from kvline_server.model.files import open_weights, weight_files
@@ -42,7 +42,7 @@ class Weights:
         every = Rows("model.embed_tokens.weight", range(c.vocabulary), c.vocabulary)
         self.embedding = tensors.get([every], c.hidden)
         self.layers = [Layer(tensors, c, index) for index in range(c.layers)]
-        self.norm = Norm(tensors, c, "model.norm", c.hidden)
+        self.norm = norm(tensors, c, "model.norm", c.hidden)
         self.head = self.embedding[own.start : own.stop]  # a view [own tokens, hidden]
         if not c.tied_embeddings:
             self.head = tensors.get([Rows("lm_head.weight", own, c.vocabulary)], c.hidden)
