@@ -19,8 +19,9 @@ import torch
 from record import record, table
 from shapes import LLAMA8B
 
+from kvline_server.kernels.attention import Heads, PageTables, SlotMapping
 from kvline_server.kernels.fp8 import FP8
-from kvline_server.kernels.interface import Heads, Kernels, PageTables, SlotMapping
+from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.layout import Layout
 from kvline_server.memory.arena import KVLayer
 from kvline_server.memory.pages import PAGE_SIZE
@@ -136,7 +137,7 @@ def over_fp8(layers: list[KVLayer], name: str, made: Layout) -> list[str]:
     fa2 = PagedAttention(shape, kernels.dtype, FP8, "fa2", causal, floats)
     q = torch.randn((made.rows, *shape[::2]), device="cuda", dtype=kernels.dtype)
     out, scale = torch.empty_like(q), LLAMA8B.head_dim**-0.5
-    plan = kernels.plan(made)
+    plan = kernels.attention.plan(made)
     last = (made.lengths - 1) % PAGE_SIZE + 1
     arrays = (made.row_starts, made.page_starts, made.pages, last)
     host = (made.row_starts, made.page_starts, made.lengths)
@@ -144,7 +145,7 @@ def over_fp8(layers: list[KVLayer], name: str, made: Layout) -> list[str]:
 
     def ours() -> None:
         for layer in layers:
-            kernels.attend(q, layer, plan)
+            kernels.attention.attend(q, layer, plan)
 
     def flashinfer_s() -> None:
         for layer in layers:
@@ -161,17 +162,17 @@ def over_fp8(layers: list[KVLayer], name: str, made: Layout) -> list[str]:
 
 
 def measure(kernels: Kernels, held: dict[str, list[KVLayer]], name: str, made: Layout) -> list[str]:
-    plan = kernels.plan(made)
+    plan = kernels.attention.plan(made)
     count = LLAMA8B.heads + 2 * LLAMA8B.kv_heads
     heads = torch.randn(made.rows, count, 128, device="cuda", dtype=torch.bfloat16)
-    rope = kernels.rope_table(*torch.ones(2, 8192, 64))
+    rope = kernels.attention.rope_table(*torch.ones(2, 8192, 64))
     where = SlotMapping(*kernels.upload(made.positions, made.slots))
     fused = Heads(heads, LLAMA8B.heads, LLAMA8B.kv_heads, None, None, 1e-5)
 
     def all_layers(layers: list[KVLayer]) -> None:
         for layer in layers:
-            kernels.write(fused, rope, where, layer)
-            kernels.attend(heads[:, : LLAMA8B.heads], layer, plan)
+            kernels.attention.write(fused, rope, where, layer)
+            kernels.attention.attend(heads[:, : LLAMA8B.heads], layer, plan)
 
     times: dict[str, float] = {}
     for kind, layers in (*held.items(), *held.items()):
@@ -180,7 +181,7 @@ def measure(kernels: Kernels, held: dict[str, list[KVLayer]], name: str, made: L
     read = int(made.lengths.sum()) * 2 * LLAMA8B.kv_heads * 128 * 2 * LLAMA8B.layers
     started = time.perf_counter()
     for _ in range(10):
-        kernels.plan(made)
+        kernels.attention.plan(made)
     host = (time.perf_counter() - started) / 10 * 1e3
     figures = [*(times[k] for k in held), read / times["by page"] / 1e9, host]
     return [name, *(f"{figure:.2f}" for figure in figures)]

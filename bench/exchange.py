@@ -17,7 +17,8 @@ from flashinfer import norm
 from record import record, table
 from torch.multiprocessing.spawn import spawn
 
-from kvline_server.kernels.flashinfer import FEW_ROWS, FlashInferKernels
+from kvline_server.kernels.flashinfer import FlashInferKernels
+from kvline_server.kernels.gpu_gemms import FEW_ROWS
 from kvline_server.model.shard import Shard, share, tokens
 from kvline_server.parallel.nccl import NcclGroup
 from kvline_server.parallel.several import SeveralGpus
@@ -164,7 +165,7 @@ def gathered(group: Any) -> None:
     parts = group.all_gather(logits)
     whole = parts.transpose(0, 1).reshape(CHUNK, -1)[:, :VOCABULARY]
     del parts
-    kernels(group).score(whole, targets(), TOP)
+    kernels(group).sampling.score(whole, targets(), TOP)
 
 
 def kernels(group: Any) -> FlashInferKernels:

@@ -18,12 +18,11 @@ from kvline_server.kernels.cuda_experts import (
     TILES,
     TORCH,
     ExpertGemms,
-    Layer,
     ReplayTime,
     routed,
     tile_rows,
 )
-from kvline_server.kernels.interface import Routing
+from kvline_server.kernels.experts import Given, Layer, Routing
 
 MODEL = "qwen30b"
 ROWS = (1, 8, 64, 256, 1024, 8192)
@@ -57,14 +56,14 @@ def run() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("python bench experts: its kernels are a GPU's, and CUDA finds none here")
     from kvline_server.kernels.flashinfer import FlashInferKernels
-    from kvline_server.kernels.gemm import replay_time
+    from kvline_server.kernels.formats import replay_time
 
     shape, gpu = SHAPES[MODEL], torch.cuda.get_device_name(0)
     many = shape.experts
     assert many is not None
     routing = Routing(many.chosen, many.renormalise, shape.activation)
     kernels = FlashInferKernels(shape.heads, shape.kv_heads, shape.head_dim)
-    gemms = ExpertGemms({}, kernels.activate_and_mul)
+    gemms = ExpertGemms({}, kernels.rows.activate_and_mul)
     layers = [weights(many.count, shape.hidden, shape.intermediate) for _ in range(LAYERS)]
     rows = []
     for kind, made in ROUTINGS.items():
@@ -100,7 +99,7 @@ def measured(
     read = met * sum(weight.nbytes for weight in layers[0]) // logits.shape[1]
 
     def both(choice: int) -> float:
-        pairs = routed(logits, routing, len(x), tile_rows(choice))
+        pairs = routed(logits, routing, Given(len(x)), tile_rows(choice))
 
         def work(count: int) -> None:
             for layer in layers[:count]:

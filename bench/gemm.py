@@ -15,9 +15,9 @@ from shapes import SHAPES
 
 from kvline_server.kernels import fp8_linear
 from kvline_server.kernels.bf16_linear import TINY, TORCH
+from kvline_server.kernels.formats import Formats, replay_time
 from kvline_server.kernels.fp8 import FP8, Fp8Weight, Weight
 from kvline_server.kernels.fp8_linear import SCALED, TILED, TILES
-from kvline_server.kernels.gemm import Gemms, replay_time
 from kvline_server.kernels.linears import Linears
 from kvline_server.kernels.projection import Norm, Operand
 from kvline_server.model.config import ModelConfig
@@ -42,20 +42,20 @@ def weights(shape: ModelConfig) -> dict[str, tuple[int, int]]:
 
 def run() -> None:
     rows = []
-    gemms = Gemms(torch.device("cuda", 0))
+    formats = Formats(torch.device("cuda", 0))
     for name, shape in ((name, SHAPES[name]) for name in offline.models()):
         total = 0.0
         for gemm, (out, inner) in weights(shape).items():
             held = [weight(shape, out, inner) for _ in range(LAYERS)]
             for count in ROWS:
                 began = time.perf_counter()
-                timing = gemms.time_shape(held, count)
+                timing = formats.time_shape(held, count)
                 total += (took := time.perf_counter() - began)
                 which = named(timing.choice)
                 figures = [f"{timing.torch:.1f}", f"{timing.best:.1f}"]
                 ratio = f"{timing.best / timing.torch:.3f}"
                 alone = count == 1 and gemm != ROUTER
-                fused = f"{one_row(gemms.of(held[0]), gemm, held):.1f}" if alone else ""
+                fused = f"{one_row(formats.of(held[0]), gemm, held):.1f}" if alone else ""
                 rows.append([name, gemm, str(count), *figures, ratio, which, f"{took:.2f}", fused])
             del held
         print(f"{name}: tuned in {total:.1f} s", flush=True)

@@ -13,8 +13,9 @@ from kvline_server.engine.engine import Engine
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.scheduler import Work
 from kvline_server.ipc.sampling_params import SamplingParams
+from kvline_server.kernels.attention import SlotMapping
 from kvline_server.kernels.fp8 import FP8
-from kvline_server.kernels.interface import Kernels, SlotMapping
+from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import Arena, HostArena, Scales
 from kvline_server.memory.pages import pages_for
@@ -67,7 +68,7 @@ def hidden(side: tuple[Decoder, Arena], work: list[Work]) -> torch.Tensor:
     step = build(work).step
     layout = step.layout
     ids, positions, slots = decoder.kernels.upload(step.tokens, layout.positions, layout.slots)
-    plan = decoder.kernels.plan(layout)
+    plan = decoder.kernels.attention.plan(layout)
     every = torch.arange(len(ids), device=ids.device)
     with torch.inference_mode():
         out = decoder.forward(ids, SlotMapping(positions, slots), arena.layers(), plan, every)

@@ -108,16 +108,16 @@ def test_autotuning_leaves_out_the_lm_head_and_its_memory(
 ) -> None:
     made = engine(shape(vocabulary=128_000), step=2048)
     runner = worker(made)
-    from kvline_server.kernels import bf16_linear, gemm
+    from kvline_server.kernels import bf16_linear, formats
 
-    replay_time = gemm.replay_time
+    replay_time = formats.replay_time
 
     def slow_torch(work: Any, count: int, best_yet: float) -> float:
         """On some GPUs none of these shapes has a faster kernel than torch's."""
         took = replay_time(work, count, best_yet)
         return math.inf if work.__defaults__ == (bf16_linear.TORCH,) else took
 
-    monkeypatch.setattr(gemm, "replay_time", slow_torch)
+    monkeypatch.setattr(formats, "replay_time", slow_torch)
 
     def forbidden(hidden: torch.Tensor) -> torch.Tensor:
         raise AssertionError("the LM head ran while kernels were tuned")
@@ -136,15 +136,15 @@ def test_an_autotuned_kernel_gives_the_result_that_torch_gives(
     shape: Callable[..., ModelConfig],
 ) -> None:
     runner = worker(engine(shape()))
-    gemms = runner.kernels._gemms  # type: ignore[attr-defined]
+    made = runner.kernels.gemms.formats  # type: ignore[attr-defined]
     for rows in tried(1024):
         for layers in runner.decoder.gemm_weights():
             assert isinstance(layers[0], torch.Tensor)
             x = torch.randn((rows, layers[0].shape[1]), device="cuda", dtype=torch.bfloat16)
             out = x.new_empty((rows, len(layers[0])))
             want = x.float() @ layers[0].float().t()
-            for choice in gemms.of(layers[0]).candidates(x, layers[0], out):
+            for choice in made.of(layers[0]).candidates(x, layers[0], out):
                 out.fill_(float("nan"))
-                gemms.of(layers[0]).run(x, layers[0], out, choice)
+                made.of(layers[0]).run(x, layers[0], out, choice)
                 distance = float((out.float() - want).norm() / want.norm())
                 assert distance < 1e-2, (rows, tuple(layers[0].shape), choice, distance)

@@ -14,7 +14,7 @@ from torch.nn.functional import silu
 
 from kvline_server.kernels import torch_experts
 from kvline_server.kernels.cuda_experts import TILES, TORCH, ExpertGemms, candidates
-from kvline_server.kernels.interface import Routing
+from kvline_server.kernels.experts import Given, Routing
 from kvline_server.kernels.routing import Played
 from kvline_server.kernels.row_counts import tried
 from kvline_server.kernels.tuning import parse, texts
@@ -122,7 +122,9 @@ def test_every_kernel_is_as_near_to_float64_as_torch_s(
         x, logits = mixture.inputs(rows)
         want = oracle(x, logits, layer, mixture.chosen)
         found = {
-            choice: distance(made.run(x, logits, layer, mixture.routing, rows, choice=choice), want)
+            choice: distance(
+                made.run(x, logits, layer, mixture.routing, Given(rows), choice=choice), want
+            )
             for choice in (TORCH, *range(len(TILES)))
         }
         assert max(found.values()) < OFF, (rows, found)
@@ -136,7 +138,7 @@ def test_plain_torch_agrees_where_no_logits_are_equal() -> None:
     routes = torch_experts.route(logits, mixture.chosen, True)
     want = torch_experts.run(x, routes, *layer, lambda both: activate(both, "silu"))
     for choice in (TORCH, *candidates(300 * 8, 128)):
-        got = gemms().run(x, logits, layer, mixture.routing, 300, choice=choice)
+        got = gemms().run(x, logits, layer, mixture.routing, Given(300), choice=choice)
         assert distance(got, want) < 2 * OFF, choice
 
 
@@ -148,7 +150,8 @@ def test_the_same_rows_give_the_same_bits(rows: int) -> None:
     x, logits = QWEN.inputs(rows)
     for choice in (TORCH, 0, 3, len(TILES) - 1):
         first, *others = (
-            gemms().run(x, logits, layer, QWEN.routing, rows, choice=choice) for _ in range(5)
+            gemms().run(x, logits, layer, QWEN.routing, Given(rows), choice=choice)
+            for _ in range(5)
         )
         assert all(torch.equal(first, other) for other in others), choice
 
@@ -172,13 +175,14 @@ def test_a_captured_graph_follows_each_replay_s_routing_and_rows(bucket: int) ->
     layer, routing = QWEN.layer(), QWEN.routing
     own, logits = QWEN.inputs(bucket)
     given = torch.tensor([bucket, 0], dtype=torch.int32, device="cuda")
+    of_replay = Given(bucket, on_device=given)
     every = (TORCH, *candidates(bucket * 8, 128)) if bucket > 4 else (TORCH, 0, 1, 2)
     for choice in every:
         out = torch.empty_like(own)
         out.fill_(float("nan"))
 
         def work(choice: int = choice, out: torch.Tensor = out) -> None:
-            gemms().run(own, logits, layer, routing, given, out, choice=choice)
+            gemms().run(own, logits, layer, routing, of_replay, out, choice=choice)
 
         work()
         torch.cuda.synchronize()
@@ -213,7 +217,7 @@ def test_any_routing_takes_the_same_memory() -> None:
         for logits in routings(rows).values():
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-            gemms().run(x, logits, layer, QWEN.routing, rows, choice=choice)
+            gemms().run(x, logits, layer, QWEN.routing, Given(rows), choice=choice)
             peaks.add(torch.cuda.memory_stats()["requested_bytes.all.peak"] - before)
         assert len(peaks) == 1, (choice, peaks)
         # With the output, and the tables of pairs and tiles.
@@ -234,12 +238,11 @@ def test_the_trial_is_taken_over_and_gives_what_torch_gives(
     other = worker(engine_of(model))
     assert other.tune(1024, parse(texts(done))) == done
     kernels, first = other.kernels, other.decoder.experts()[0]
-    layer = first.gate_up, first.down
     for rows in (1, 3, 200, 1000):
         x = torch.randn((rows, 512), device="cuda", dtype=torch.bfloat16)
         logits = torch.randn((rows, 16), device="cuda", dtype=torch.bfloat16)
-        got = kernels.experts(x, logits, *layer, first.routing, rows)
-        assert distance(got, oracle(x, logits, layer, 4)) < OFF, rows
+        got = kernels.experts.run(x, logits, first.layer, first.routing, Given(rows))
+        assert distance(got, oracle(x, logits, first.layer, 4)) < OFF, rows
 
 
 @pytest.mark.parametrize("rows", [4, 40])
@@ -252,7 +255,7 @@ def test_a_row_that_is_not_finite_breaks_no_other(rows: int) -> None:
     sound = [0, *range(4, rows)]
     want = oracle(x[sound], logits[sound], layer, QWEN.chosen)
     for choice in (TORCH, *candidates(rows * QWEN.chosen, QWEN.experts)):
-        got = gemms().run(x, logits, layer, QWEN.routing, rows, choice=choice)
+        got = gemms().run(x, logits, layer, QWEN.routing, Given(rows), choice=choice)
         assert distance(got[sound], want) < OFF, choice
         assert got[1:4].isnan().all(), choice
 
@@ -265,5 +268,5 @@ def test_an_expert_behind_2_to_the_31_weights_is_reached() -> None:
     logits.fill_(0.0)[:, far.experts - 1] = 9.0
     want = oracle(x, logits, layer, far.chosen)
     for choice in (TORCH, 0, len(TILES) - 1):
-        got = gemms().run(x, logits, layer, far.routing, 40, choice=choice)
+        got = gemms().run(x, logits, layer, far.routing, Given(40), choice=choice)
         assert distance(got, want) < OFF, choice

@@ -147,21 +147,21 @@ def test_every_candidate_is_captured_and_replayed(blocks: bool) -> None:
 
 def test_choices_of_one_shape_in_fp8_and_bfloat16_are_kept_apart() -> None:
     """A model may have some of its layers in fp8 alone."""
-    from kvline_server.kernels.gemm import Gemms
+    from kvline_server.kernels.formats import Formats
 
     torch.manual_seed(0)
-    gemms = Gemms(torch.device("cuda", 0))
+    formats = Formats(torch.device("cuda", 0))
     made, plain = weight(512, 768, False), torch.randn(512, 768, device="cuda").bfloat16()
     x = inputs_of(64, 768)
 
     def of(weight: Weight) -> torch.Tensor:
-        return gemms.of(weight).rows(Operand(x), weight, None, None)
+        return formats.of(weight).rows(Operand(x), weight, None, None)
 
-    gemms.choices[64, 512, 768] = TILED - 5
+    formats.choices[64, 512, 768] = TILED - 5
     assert furthest(of(plain), x.double() @ plain.double().t()) < 1e-2
     assert furthest(of(made), exact(x, made)) < 1e-2
-    gemms.choices[64, 512, 768] = 0
-    gemms.fp8.tuned()
+    formats.choices[64, 512, 768] = 0
+    formats.fp8.tuned()
     assert furthest(of(made), exact(x, made)) < 1e-2
 
 

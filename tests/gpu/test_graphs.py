@@ -157,7 +157,7 @@ def test_whole_steps_of_decodes_are_eager_ones(
 def captured(
     decoder: Decoder, arena: Arena, max_rows: int, last_tokens: torch.Tensor | None = None
 ) -> Graphs:
-    plan = decoder.kernels.plan_in_place
+    plan = decoder.kernels.attention.plan_in_place
     assert plan is not None
     if last_tokens is None:
         last_tokens = torch.zeros(1, dtype=torch.int64, device="cuda")

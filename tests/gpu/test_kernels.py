@@ -12,9 +12,10 @@ from pairs import PAGES, hidden, sequence, sides
 from kvline_server.engine.scheduler import Work
 from kvline_server.kernels.best import token_of
 from kvline_server.kernels.group import Alone
-from kvline_server.kernels.interface import NO_TOKEN, Kernels
+from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.layout import Draws
 from kvline_server.kernels.projection import Gate, Join, Norm, Operand, Projection
+from kvline_server.kernels.sampling import NO_TOKEN
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.shard import Shard, tokens
@@ -59,10 +60,10 @@ def linears(kernels: Kernels, x: torch.Tensor, shift: bool) -> list[torch.Tensor
     first = to(torch.randn(2 * outputs, outputs) / outputs**0.5)
     added, total = to(bias) if shift else None, to(residual)
     then = Join(total, None, Norm(to(norm + 0.5), 1e-5))
-    made = kernels.project(Operand(to(x)), Projection(to(last), added), then)
+    made = kernels.gemms.project(Operand(to(x)), Projection(to(last), added), then)
     assert (made.norm is not None) == (kernels.device.type == "cuda" and len(x) == 1)
-    plain = kernels.project(made, Projection(first[:outputs].contiguous(), added))
-    gated = kernels.project(made, Projection(first), Gate("silu"))
+    plain = kernels.gemms.project(made, Projection(first[:outputs].contiguous(), added))
+    gated = kernels.gemms.project(made, Projection(first), Gate("silu"))
     assert plain.settled and gated.settled
     return [total, plain.rows, gated.rows]
 
@@ -105,7 +106,7 @@ def test_one_row_s_term_of_a_sum_over_ranks_is_the_reference_s(shift: bool) -> N
     row, matrix, into, scale = (t.cuda().bfloat16() for t in (x, weight, residual, norm))
     added = None if bias is None else bias.cuda().bfloat16()
     then = Join(into, None, Norm(scale, 1e-5))
-    made = kernels.project(Operand(row), Projection(matrix, added), then)
+    made = kernels.gemms.project(Operand(row), Projection(matrix, added), then)
     assert made.norm is not None and made.rows is into
     assert float((into.float().cpu() - want).norm() / want.norm()) < 2e-2
 
@@ -129,10 +130,10 @@ def test_ranks_parts_of_scores_and_draws_are_those_of_whole_rows(ranks: int) -> 
     for rank in range(ranks):
         own = tokens(size, Shard(rank, ranks))
         mine = logits[:, own.start : own.stop].contiguous()
-        best.append(kernels.best(mine, draws, own.start))
-        parts.append(kernels.part_scores(mine, chosen, 20))
-    assert (token_of(torch.stack(best).amax(dim=0)) == kernels.choose(logits, draws)).all()
-    whole = kernels.score(logits, targets, 20)
+        best.append(kernels.sampling.best(mine, draws, own.start))
+        parts.append(kernels.sampling.part_scores(mine, chosen, 20))
+    assert (token_of(torch.stack(best).amax(dim=0)) == kernels.sampling.choose(logits, draws)).all()
+    whole = kernels.sampling.score(logits, targets, 20)
     above = torch.stack([part.above for part in parts]).sum(dim=0)
     some = torch.arange(rows, device="cuda") > 5
     assert (above + 1 == whole.ranks)[some].all()
@@ -144,7 +145,7 @@ def test_ranks_parts_of_scores_and_draws_are_those_of_whole_rows(ranks: int) -> 
 
 
 def table(kernels: Kernels, logits: torch.Tensor, targets: np.ndarray) -> Table:
-    made = kernels.score(logits, kernels.upload(targets)[0], 20)
+    made = kernels.sampling.score(logits, kernels.upload(targets)[0], 20)
     return Table(*kernels.fetch(made.tensors()).wait())
 
 
@@ -185,12 +186,12 @@ def test_draws_are_the_reference_s(
         min_p=np.full(rows, filters.get("min_p", 0.0), np.float32),
         keys=rng.integers(0, 2**64, rows, dtype=np.uint64),
     )
-    want = TorchKernels().choose(logits.float().cpu(), draws).numpy()
+    want = TorchKernels().sampling.choose(logits.float().cpu(), draws).numpy()
     broken = logits.clone()
     broken[3, 7], broken[4, 9], broken[5] = float("nan"), float("inf"), float("-inf")
-    failed = kernels.choose(broken, draws).cpu().numpy()
+    failed = kernels.sampling.choose(broken, draws).cpu().numpy()
     assert (failed[3:6] == NO_TOKEN).all() and (failed >= 0).sum() == rows - 3
-    got = kernels.choose(logits.clone(), draws).cpu().numpy()
+    got = kernels.sampling.choose(logits.clone(), draws).cpu().numpy()
     # The same noise picks the same token but where two are as close as rounding, or where the last
     # place of a filter has ties, of which bfloat16 is full.
     assert (got == want).mean() > (0.8 if filters else 0.99)

@@ -12,7 +12,8 @@ from pairs import PAGES, engine, hidden, sequence, sides
 from kvline_server.engine.batch import build
 from kvline_server.engine.scheduler import Work
 from kvline_server.ipc.sampling_params import SamplingParams
-from kvline_server.kernels.interface import Heads, Kernels, PageTables, SlotMapping
+from kvline_server.kernels.attention import Heads, PageTables, SlotMapping
+from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import KVLayer, KVShape, Scales
 from kvline_server.memory.pages import PAGE_SIZE
@@ -65,8 +66,8 @@ def test_what_is_written_is_what_torch_writes(heads: tuple[int, int, int], norme
     for kernels in pair:
         cache, own = layer(heads, 10), norm.to(kernels.dtype) if normed else None
         fused = given.to(kernels.dtype, copy=True)
-        rope = kernels.rope_table(*cos_sin(Rope(500_000.0), dim, 1000))
-        kernels.write(Heads(fused, queries, keys, own, own, 1e-5), rope, mapping, cache)
+        rope = kernels.attention.rope_table(*cos_sin(Rope(500_000.0), dim, 1000))
+        kernels.attention.write(Heads(fused, queries, keys, own, own, 1e-5), rope, mapping, cache)
         stored = torch.stack((cache.keys.float(), cache.values.float()))
         made.append((fused[:, :queries].float(), stored))
     (q, want), (own_q, got) = made
@@ -99,8 +100,9 @@ def test_attention_over_it_is_torch_s(heads: tuple[int, int, int], scales: Scale
         work += [Work(sequence(rng, start + n, free), start, n) for start, n in chunks]
         layout = build(work).step.layout
         q = torch.randn(layout.rows, queries, dim, device="cuda").bfloat16()
-        want, got = (k.attend(q, cache, k.plan(layout)).float() for k in pair)
-        assert (pair[1].plan(layout).prefill.copied is not None) == copied
+        groups = [kernels.attention for kernels in pair]
+        want, got = (a.attend(q, cache, a.plan(layout)).float() for a in groups)
+        assert (groups[1].plan(layout).prefill.copied is not None) == copied
         assert got.isfinite().all()
         distance = float((got - want).norm() / want.norm())
         assert distance < 1e-2, (decodes, chunks, distance)
@@ -136,7 +138,8 @@ def test_decodes_are_torch_s_and_a_nan_stays_with_its_sequence(
             cache.keys[members[-1].pages[0], 0] = float("nan")
         out = torch.full((rows, queries, dim), float("nan"), device="cuda").bfloat16()
         ours.run(q, cache, table, scale, out)
-        want = reference.attend(q, cache, reference.plan(layout)).view_as(out)
+        attention = reference.attention
+        want = attention.attend(q, cache, attention.plan(layout)).view_as(out)
         sound = rows - broken
         got, want = out[:sound].float(), want[:sound].float() / SCALES.values
         if sound:

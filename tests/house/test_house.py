@@ -135,7 +135,8 @@ def test_the_readme_stays_short() -> None:
         (
             "flashinfer",
             (
-                "kernels/flashinfer.py",
+                "kernels/gpu_rows.py",
+                "kernels/gpu_sampling.py",
                 "kernels/flashinfer_attention.py",
                 "kernels/library.py",
                 "kernels/bf16_linear.py",

@@ -14,6 +14,7 @@ from kvline_server.kernels import fp8
 from kvline_server.kernels.fp8 import Fp8Weight, Weight
 from kvline_server.kernels.projection import Operand, Projection
 from kvline_server.kernels.torch import TorchKernels
+from kvline_server.kernels.torch_gemms import TorchGemms
 from kvline_server.model.config import read_config
 from kvline_server.model.dequantised import Dequantised
 from kvline_server.model.loader import (
@@ -89,16 +90,12 @@ def change(folder: Path, quantization: dict[str, Any] | None) -> None:
     )
 
 
-class Plain(TorchKernels):
-    """Weights stay in the layout in which they are loaded."""
-
+class _PlainGemms(TorchGemms):
     def pack(self, weight: Weight) -> Weight:
         return weight
 
 
-class Keeping(Plain):
-    """As a GPU's: fp8 weights stay in fp8, and inputs are quantised for them."""
-
+class _KeepingGemms(_PlainGemms):
     keeps_fp8 = True
 
     def linear(
@@ -109,6 +106,22 @@ class Keeping(Plain):
             return super().linear(x, projection, out)
         made = fp8.linear(self.settle(x), weight) + (0 if bias is None else bias)
         return made if out is None else out.copy_(made)
+
+
+class Plain(TorchKernels):
+    """Weights stay in the layout in which they are loaded."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(dtype)
+        self.gemms = _PlainGemms(self.device, dtype, self.rows, self.group)
+
+
+class Keeping(TorchKernels):
+    """As a GPU's: fp8 weights stay in fp8, and inputs are quantised for them."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(dtype)
+        self.gemms = _KeepingGemms(self.device, dtype, self.rows, self.group)
 
 
 def loaded(

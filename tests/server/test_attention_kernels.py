@@ -17,7 +17,7 @@ from interpreted import launcher
 from kvline_server.kernels import cuda_attention, triton_attention
 from kvline_server.kernels.cuda_attention import Fp8Decodes
 from kvline_server.kernels.fp8 import FP8
-from kvline_server.kernels.interface import PageTables
+from kvline_server.kernels.attention import PageTables
 from kvline_server.memory.arena import KVLayer
 
 @triton.jit

@@ -13,7 +13,7 @@ import torch
 from kvline_contract.launch import KVCacheDtype
 from kvline_server.kernels import cuda_experts
 from kvline_server.kernels.cuda_experts import TORCH, ExpertGemms, candidates
-from kvline_server.kernels.interface import Routing
+from kvline_server.kernels.experts import Routing
 from kvline_server.model.config import read_config
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))

@@ -27,6 +27,8 @@ from kvline_server.ipc.messages import Channel, Progress, Submit
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels import torch as kernels
 from kvline_server.kernels.group import ALONE
+from kvline_server.kernels.torch_attention import TorchAttention
+from kvline_server.kernels.torch_gemms import TorchGemms
 from kvline_server.memory import device_errors
 from kvline_server.model.decoder import Decoder
 from kvline_server.options.arguments import EngineArguments
@@ -54,13 +56,13 @@ OURS: dict[str, Exception] = {
 }
 # What is broken, and what the stage is called in the message.
 STAGES: dict[str, tuple[Any, str, str]] = {
-    "weights": (kernels.TorchKernels, "pack", "load"),
-    "rope table": (kernels.TorchKernels, "rope_table", "load"),
+    "weights": (TorchGemms, "pack", "load"),
+    "rope table": (TorchAttention, "rope_table", "load"),
     "sampled tokens": (load, "Worker", "load"),
-    "tune": (kernels.TorchKernels, "tune", "tune"),
+    "tune": (TorchGemms, "tune", "tune"),
     "row counts": (Decoder, "warm_up", "warm-up"),
     "capture": (worker, "Graphs", "capture"),
-    "launch": (kernels.TorchKernels, "logits", "launch"),
+    "launch": (TorchGemms, "logits", "launch"),
     "wait": (kernels._HostArrays, "wait", "wait"),
 }
 
@@ -129,9 +131,9 @@ def break_stage(monkeypatch: pytest.MonkeyPatch, stage: str, error: Exception) -
         raise error
 
     monkeypatch.setattr(where, name, broken)
-    monkeypatch.setattr(kernels.TorchKernels, "tunes", stage == "tune")
+    monkeypatch.setattr(TorchGemms, "tunes", stage == "tune")
     if stage == "capture":
-        monkeypatch.setattr(kernels.TorchKernels, "plan_in_place", lambda _kernels, tables: tables)
+        monkeypatch.setattr(TorchAttention, "plan_in_place", lambda _attention, tables: tables)
 
 
 # Each error's meaning is one function's (see the last test), so each stage plays one of them.

@@ -11,7 +11,7 @@ from interpreted import SHARED, compiled, run
 
 from kvline_server.kernels import cuda_experts
 from kvline_server.kernels.cuda_experts import TILES, TORCH, ExpertGemms, candidates, most_tiles
-from kvline_server.kernels.interface import Routing
+from kvline_server.kernels.experts import Given, Routing
 from kvline_server.kernels.tuning import Choices, parse, texts
 
 QWEN = 128, 8  # experts, chosen
@@ -24,7 +24,7 @@ from interpreted import launcher
 from torch.nn.functional import silu
 from kvline_server.kernels import cuda_experts, torch_experts, triton_experts
 from kvline_server.kernels.cuda_experts import TILES, TORCH, ExpertGemms
-from kvline_server.kernels.interface import Routing
+from kvline_server.kernels.experts import Given, Routing
 from kvline_server.kernels.routing import Played
 
 cuda_experts.launch = launcher(triton_experts)
@@ -58,11 +58,10 @@ def check(experts, chosen, rows, hidden, width, real=None, renormalise=True, pla
     routes = torch_experts.route(asked, chosen, renormalise)
     want = torch_experts.run(x[:real], routes, gate_up, down, lambda both: activate(both, "silu"))
     how = Routing(chosen, renormalise, "silu")
-    ways = real, torch.tensor([real, played], dtype=torch.int32)
+    on_device = torch.tensor([real, played], dtype=torch.int32)
+    ways = Given(real, Played(played)), Given(rows, on_device=on_device)
     for choice, way in next(PAIRS) if real == rows or rows > 9 else EVERY:
-        got = gemms.run(
-            x, logits, (gate_up, down), how, ways[way], choice=choice, played=Played(played)
-        )
+        got = gemms.run(x, logits, (gate_up, down), how, ways[way], choice=choice)
         torch.testing.assert_close(got[:real], want, rtol=1e-4, atol=1e-4)
         assert (got[real:] == 0).all(), "padding"
 
@@ -93,15 +92,15 @@ check(2, 1, 70, 144, 80)
 # Of equal logits the first experts are chosen. A NaN or an infinity breaks its own row alone.
 logits = torch.zeros(4, 9)
 logits[1, 3], logits[2, 8] = float("nan"), float("inf")
-how, rows = Routing(3, True, "silu"), 4
-pairs = cuda_experts.routed(logits, how, rows, 16)
+how, given = Routing(3, True, "silu"), Given(4)
+pairs = cuda_experts.routed(logits, how, given, 16)
 assert pairs.counts[:9].sum() == 12 and pairs.order[pairs.places[0]] == 0
 sorted_ids = torch.repeat_interleave(torch.arange(9), pairs.counts[:9])
 assert sorted_ids[pairs.places.long()].view(4, 3)[[0, 3]].tolist() == [[0, 1, 2]] * 2
 assert pairs.weights.view(4, 3)[[0, 3]].allclose(torch.tensor(1 / 3))
 x, gate_up, down = torch.randn(4, 32), torch.randn(9 * 32, 32), torch.randn(9 * 32, 16)
 for choice in (TORCH, 0):
-    got = gemms.run(x, logits, (gate_up, down), how, rows, choice=choice)
+    got = gemms.run(x, logits, (gate_up, down), how, given, choice=choice)
     assert got[[0, 3]].isfinite().all() and got[[1, 2]].isnan().all()
 
 # An expert behind 2^31 weights; the memory of those before it is never touched. In half precision
@@ -116,7 +115,8 @@ x, logits = (torch.randn(1, n).to(half) for n in (8192, 131))
 logits[0, last] = 99
 want = activate(x.float() @ layer[0].float().t(), "silu") @ layer[1].float().t()
 for choice in (0, len(TILES) - 1):
-    got = gemms.run(x, logits, (gate_up, down), Routing(1, True, "silu"), 1, choice=choice)
+    how = Routing(1, True, "silu")
+    got = gemms.run(x, logits, (gate_up, down), how, Given(1), choice=choice)
     assert (got - want).norm() < 1e-3 * want.norm()
 """
 
@@ -167,7 +167,8 @@ def test_a_step_takes_the_same_memory_whatever_the_routing_is(
     monkeypatch.setattr(cuda_experts, "launch", lambda _, count, *words: programs.append(count))
     x, layer = torch.empty(8192, 2048, device="meta"), layer_of(*QWEN[:1], 2048, 768)
     logits = torch.empty(8192, 128, device="meta")
-    ExpertGemms({}, lambda x, _: x).run(x, logits, layer, Routing(8, True, "silu"), 8192)
+    how = Routing(8, True, "silu")
+    ExpertGemms({}, lambda x, _: x).run(x, logits, layer, how, Given(8192))
     assert taken == [(65536, 768), (65536, 2048)]
     assert sum(2 * rows * columns for rows, columns in taken) == 352 << 20
     assert programs[0] == 8192 and len(programs) == 5

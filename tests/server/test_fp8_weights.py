@@ -190,7 +190,7 @@ def test_a_start_says_what_stays_in_fp8_and_what_does_not(
     heard = started(folder, kernels)
     (stage,) = [one.stage for one in heard if one.stage and one.stage.total_bytes is None]
     warnings = [one.warning for one in heard if one.warning]
-    if not kernels.keeps_fp8:
+    if not kernels.gemms.keeps_fp8:
         assert stage.detail is None
         text = "fp8 weights are dequantised to float32 as they load: 3 MiB in the files take 12 MiB"
         assert warnings == [text]

@@ -14,10 +14,11 @@ import torch
 from engines import engine, finish, greedy, worker
 
 from kvline_server.engine.engine import Engine
-from kvline_server.kernels.interface import PageTables
+from kvline_server.kernels.attention import PageTables
 from kvline_server.kernels.layout import Layout
 from kvline_server.kernels.row_counts import captured
 from kvline_server.kernels.torch import TorchKernels
+from kvline_server.kernels.torch_attention import TorchAttention
 from kvline_server.worker.graphs import graphs, steps
 from kvline_server.worker.graphs.pool import GraphPool
 from kvline_server.worker.inputs import upload
@@ -46,11 +47,9 @@ class Pool(GraphPool):
             graph()
 
 
-class CapturedKernels(TorchKernels):
-    """With a step in flight and plans in place, as on a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__(depth=1)
+class InPlace(TorchAttention):
+    def __init__(self, *words: Any) -> None:
+        super().__init__(*words)
         self._plans: dict[int, list[Any]] = {}
 
     def plan_in_place(self, tables: PageTables) -> Any:  # type: ignore[override]
@@ -67,6 +66,14 @@ class CapturedKernels(TorchKernels):
         plan = self._plans.setdefault(rows, [])
         plan[:] = self.plan(layout)
         return plan
+
+
+class CapturedKernels(TorchKernels):
+    """With a step in flight and plans in place, as on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=1)
+        self.attention = InPlace(self.device, self.dtype, self.rows)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from kvline_server.engine.request import Scores
 from kvline_server.errors import ModelInvalid
 from kvline_server.ipc.messages import Progress
 from kvline_server.ipc.sampling_params import SamplingParams
-from kvline_server.kernels.interface import Heads, SlotMapping
+from kvline_server.kernels.attention import Heads, SlotMapping
 from kvline_server.kernels.layout import Layout
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import KVLayer, Scales
@@ -65,7 +65,7 @@ def test_it_stores_what_scales_bring_into_range_and_attends_to_what_that_stands_
     """Numbers beyond the range become the largest, never a NaN; an unquantised cache of the same
     numbers gives the same attention."""
     torch.manual_seed(3)
-    kernels, rows, queries, keys, dim = TorchKernels(dtype), 12, 4, 2, 8
+    attention, rows, queries, keys, dim = TorchKernels(dtype).attention, 12, 4, 2, 8
     shape = (4, PAGE_SIZE, keys, dim)
     cache = KVLayer(torch.zeros(shape, dtype=FP8), torch.zeros(shape, dtype=FP8), scales)
     fused = (3 * torch.randn(rows, queries + 2 * keys, dim)).to(dtype)
@@ -73,10 +73,10 @@ def test_it_stores_what_scales_bring_into_range_and_attends_to_what_that_stands_
     old = (torch.randn(2, PAGE_SIZE, keys, dim) * 2).to(FP8)
     cache.keys[3], cache.values[3] = old
     plain = Heads(fused.clone(), queries, keys, None, None, 1e-5)
-    rope = kernels.rope_table(torch.ones(64, dim // 2), torch.zeros(64, dim // 2))
+    rope = attention.rope_table(torch.ones(64, dim // 2), torch.zeros(64, dim // 2))
     step = layout(PAGE_SIZE + 1, rows - 1)
     mapping = SlotMapping(torch.from_numpy(step.positions), torch.from_numpy(step.slots))
-    kernels.write(plain, rope, mapping, cache)
+    attention.write(plain, rope, mapping, cache)
     for stored, first, scale in (
         (cache.keys, queries, scales.keys),
         (cache.values, queries + keys, scales.values),
@@ -91,8 +91,8 @@ def test_it_stores_what_scales_bring_into_range_and_attends_to_what_that_stands_
         (cache.values.float() * scales.values).to(dtype),
     )
     q = plain.fused[:, :queries]
-    got = kernels.attend(q, cache, kernels.plan(step)).float()
-    want = kernels.attend(q, same, kernels.plan(step)).float()
+    got = attention.attend(q, cache, attention.plan(step)).float()
+    want = attention.attend(q, same, attention.plan(step)).float()
     bound = 1e-5 if dtype == torch.float32 else 2e-2
     assert float((got - want).norm() / want.norm()) < bound
 

@@ -166,7 +166,7 @@ def test_page_tables_of_six_times_the_cache_take_what_is_reserved_for_them(
     assert len(layout.pages) == total
     kept = layout.pages.nbytes + sum(len(w.sequence.pages) * shared.itemsize for w in work)
     kernels = TorchKernels()
-    for part in kernels.plan(layout):
+    for part in kernels.attention.plan(layout):
         for window in windows or (0,):
             assert part.mask(window, kernels.dtype) is not None
         kept += part.pages.nbytes + sum(mask.nbytes for mask in part.masks.values())

@@ -113,7 +113,7 @@ def test_a_copy_tells_how_far_it_is_and_large_tensors_come_in_parts(
     folder = make_model("qwen2", sharded=True)
     config = read_config(folder)
     kernels = TorchKernels()
-    monkeypatch.setattr(kernels, "pack", lambda weight: weight)
+    monkeypatch.setattr(kernels.gemms, "pack", lambda weight: weight)
     heard: list[tuple[int, int]] = []
     plain = load_weights(SafetensorsSource(folder), config, kernels)
     monkeypatch.setattr(loader, "COPY_BYTES", 1000)

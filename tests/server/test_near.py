@@ -11,7 +11,7 @@ from near import FEW, TOLERANCE, flips, same_ranking, same_ranks, same_values
 from ties import draw_of, may_come, mostly_same, same_draws, same_tokens, settled
 
 from kvline_server.ipc.sampling_params import SamplingParams
-from kvline_server.kernels.torch_rows import choose_rows
+from kvline_server.kernels.torch_sampling import TorchSampling
 
 TIED, APART = 1e-6, 1e-3  # logits' distances
 GREEDY = SamplingParams(9, temperature=0.0)
@@ -61,7 +61,7 @@ def test_drawn_tokens_may_differ_where_noise_or_a_filter_is_at_a_tie(
         second = edge(draw)
     for distance, tied in ((TIED, True), (APART, False)):
         logits = row(1.0, second - distance)
-        (instead,) = choose_rows(logits.repeat(1, 1), draw).tolist()
+        (instead,) = TorchSampling().choose(logits.repeat(1, 1), draw).tolist()
         assert may_come(logits, draw, 7 - instead, instead) == tied  # 2 or 5
         assert not may_come(logits, draw, 1, instead)
         assert settled([instead], params, logits[None]) != tied
@@ -78,7 +78,7 @@ def test_drawn_tokens_may_differ_where_noise_or_a_filter_is_at_a_tie(
 def other_wins(seed: int) -> bool:
     """Whether the second of two equal tokens is drawn, as a filter would prevent."""
     draw = draw_of(SamplingParams(9, seed=seed), 0)
-    return choose_rows(row(1.0, 1.0).repeat(1, 1), draw).tolist() == [5]
+    return TorchSampling().choose(row(1.0, 1.0).repeat(1, 1), draw).tolist() == [5]
 
 
 def edge(draw: Any) -> float:
@@ -86,7 +86,7 @@ def edge(draw: Any) -> float:
     low, high = -20.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
-        wins = choose_rows(row(1.0, middle).repeat(1, 1), draw).tolist() == [5]
+        wins = TorchSampling().choose(row(1.0, middle).repeat(1, 1), draw).tolist() == [5]
         low, high = (low, middle) if wins else (middle, high)
     return high
 

@@ -15,7 +15,8 @@ from servers import Server, serving
 from ties import mostly_same, same_tokens
 
 from kvline_server.engine.scheduler import WAVE
-from kvline_server.kernels.interface import SlotMapping
+from kvline_server.kernels.attention import SlotMapping
+from kvline_server.kernels.experts import Given
 from kvline_server.kernels.layout import Layout
 from kvline_server.kernels.projection import Operand, Projection
 from kvline_server.kernels.row_counts import TRIED, captured, compiled, padded, tried
@@ -74,7 +75,7 @@ def test_padding_changes_no_output(
         made = engine(make_model("qwen2"))
         drawn = Drawn(made)
         if not as_served:
-            monkeypatch.setattr(worker(made).kernels, "padded", lambda rows: rows)
+            monkeypatch.setattr(worker(made).kernels.gemms, "padded", lambda rows: rows)
         for id, length in enumerate((1, 17, 33, 61, 100, 131)):
             made.submit(id, [(7 * id + i) % 300 for i in range(length)], asked[id])
         sides.append(finish(made))
@@ -98,13 +99,13 @@ def test_steps_run_only_at_row_counts_of_the_warm_up(
     """Also the last layer's GEMMs, which run for the wanted rows alone."""
     made = engine(make_model("qwen2"), step=128)
     shapes: set[tuple[int, int, int]] = set()
-    linear = worker(made).kernels.linear
+    linear = worker(made).kernels.gemms.linear
 
     def noted(x: Operand, projection: Projection, *more: Any) -> torch.Tensor:
         shapes.add((len(x), *projection.weight.shape))
         return linear(x, projection, *more)
 
-    monkeypatch.setattr(worker(made).kernels, "linear", noted)
+    monkeypatch.setattr(worker(made).kernels.gemms, "linear", noted)
     assert worker(made).warm_up(128) == len(compiled(128))
     met = {*shapes, (16, 307, 48)}  # the LM head's blocks have one row count
     for id, length in enumerate(range(1, 300, 7)):
@@ -137,18 +138,19 @@ def test_no_expert_of_any_layer_gets_padding(
         decodes=0,
     )
     asked: list[int] = []
-    experts: Callable[..., torch.Tensor] = made.kernels.experts
+    run: Callable[..., torch.Tensor] = made.kernels.experts.run
 
     def counted(*words: Any) -> torch.Tensor:
         *others, given = words
-        assert isinstance(given, torch.Tensor) == on_device
-        count = int(given[0]) if isinstance(given, torch.Tensor) else given
+        assert (given.on_device is not None) == on_device
+        count = given.rows if given.on_device is None else int(given.on_device[0])
         asked.append(count)
-        return experts(*others, count)
+        return run(*others, Given(count))
 
-    monkeypatch.setattr(made.kernels, "experts", counted)
-    plan, kv = made.kernels.plan(layout), arena.layers()
-    given = torch.tensor([rows, 0], dtype=torch.int32) if on_device else rows
+    monkeypatch.setattr(made.kernels.experts, "run", counted)
+    plan, kv = made.kernels.attention.plan(layout), arena.layers()
+    numbers = torch.tensor([rows, 0], dtype=torch.int32)
+    given = Given(count, on_device=numbers) if on_device else Given(rows)
     wanted = ids if on_device else ids[:rows]
     got = made.forward(ids, where, kv, plan, wanted, given)
     assert asked == [rows] * made.config.layers
@@ -163,8 +165,8 @@ def test_a_device_without_compiled_row_counts_runs_as_it_is_asked(
 ) -> None:
     made = decoder(make_model("llama"))
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert made.kernels.padded(17) == 17
-    assert made.kernels.row_counts(512) == []
+    assert made.kernels.gemms.padded(17) == 17
+    assert made.kernels.gemms.row_counts(512) == []
 
 
 def test_the_workspace_of_the_gather_is_whole_from_the_first_step_on(
@@ -176,7 +178,7 @@ def test_the_workspace_of_the_gather_is_whole_from_the_first_step_on(
     for id, length in enumerate((3, 40, 200)):
         made.submit(id, [id + 1] * length, greedy(4))
         finish(made)
-        gathered = worker(made).kernels.gathered  # type: ignore[attr-defined]
+        gathered = worker(made).kernels.attention.gathered  # type: ignore[attr-defined]
         seen.add((gathered.data_ptr(), gathered.numel()))
     assert len(seen) == 1
 

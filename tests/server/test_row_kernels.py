@@ -95,7 +95,7 @@ from kvline_server.kernels import triton_kernels
 from kvline_server.kernels.best import token_of
 from kvline_server.kernels.layout import Draws
 from kvline_server.kernels.noise import gumbel_max
-from kvline_server.kernels.torch_rows import choose_rows
+from kvline_server.kernels.torch_sampling import TorchSampling
 from ties import same_draws
 
 rows, vocabulary, PARTS = 24, 5003, 8
@@ -109,7 +109,7 @@ made = keys(np.arange(rows, dtype=np.uint64), np.zeros(rows, np.uint64))
 ones = np.ones(rows, np.float32)
 off = (0 * ones).astype(np.int32)
 draws = Draws(temperatures, off, ones, 0 * ones, made)
-want = choose_rows(logits.clone(), draws)
+want = TorchSampling().choose(logits.clone(), draws)
 
 def draw(weights, temperatures, logits, first=None):
     chosen = torch.empty(rows, dtype=torch.int64)
@@ -148,7 +148,9 @@ same_draws(got[whole], drawn, logits[whole], draws, 2e-6)
 SCORE = """
 import torch, triton.language as tl
 from kvline_server.kernels import triton_kernels
-from kvline_server.kernels.torch_rows import part_rows, score_rows
+from kvline_server.kernels.torch_sampling import TorchSampling
+
+reference = TorchSampling()
 
 rows, vocabulary = 9, 1501
 torch.manual_seed(2)
@@ -163,12 +165,12 @@ def score(logits, targets, given):
     )
     return values, ranks, normalisers
 
-want, (values, ranks, _) = score_rows(logits, targets, 0), score(logits, targets, 0)
+want, (values, ranks, _) = reference.score(logits, targets, 0), score(logits, targets, 0)
 torch.testing.assert_close(values, want.values)
 assert (ranks == want.ranks).all()
 chosen = logits.gather(1, targets[:, None])[:, 0]
 for part in logits[:, :700], logits[:, 700:]:
-    want, (_, ranks, normalisers) = part_rows(part, chosen, 0), score(part, chosen, 1)
+    want, (_, ranks, normalisers) = reference.part_scores(part, chosen, 0), score(part, chosen, 1)
     torch.testing.assert_close(normalisers, want.normalisers)
     assert (ranks == want.above + 1).all()
 """
@@ -266,7 +268,7 @@ for ranks in (3, 8):
 WRITE_FP8 = """
 import torch
 from kvline_server.kernels import triton_cache
-from kvline_server.kernels.interface import Heads, SlotMapping
+from kvline_server.kernels.attention import Heads, SlotMapping
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import KVLayer, Scales
 from kvline_server.model.config import Rope
@@ -283,15 +285,15 @@ for normed in (0, 1):
     norms = (torch.rand(dim) + 0.5, torch.rand(dim) + 0.5) if normed else (None, None)
     for scales in (Scales(), Scales(0.11, 0.013)):
         made = []
-        for kernels in (TorchKernels(), None):
+        for attention in (TorchKernels().attention, None):
             # The interpreter casts some numbers to fp8 wrongly (a carry of the mantissa is lost).
-            kind = torch.float32 if kernels is None else FP8
+            kind = torch.float32 if attention is None else FP8
             pages = torch.zeros(2, 3, PAGE, kv, dim, dtype=kind)
             cache = KVLayer(pages[0], pages[1], scales)
             heads = Heads(given.clone(), queries, kv, *norms, 1e-5)
             mapping = SlotMapping(positions, slots)
-            if kernels is not None:
-                kernels.write(heads, kernels.rope_table(cos, sin), mapping, cache)
+            if attention is not None:
+                attention.write(heads, attention.rope_table(cos, sin), mapping, cache)
             else:
                 triton_cache.write_fp8[(rows,)](
                     heads.fused, heads.fused.stride(0),

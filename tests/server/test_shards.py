@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from engines import plain
+from fp8_checkpoints import Plain
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from kvline_server.errors import ModelInvalid, ModelUnsupported
-from kvline_server.kernels.fp8 import Weight
-from kvline_server.kernels.torch import TorchKernels
 from kvline_server.model import loader, shard
 from kvline_server.model.blocks import MLP
 from kvline_server.model.config import Experts as Many
@@ -55,11 +54,6 @@ class Recorded:
     def copy(self, name: str, into: torch.Tensor, row: int = 0, column: int = 0) -> None:
         self.copied[name] += into.numel()
         self.source.copy(name, into, row, column)
-
-
-class Plain(TorchKernels):
-    def pack(self, weight: Weight) -> Weight:
-        return weight
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,10 @@ from torch.overrides import TorchFunctionMode
 from waiting import limit
 
 from kvline_server.ipc.seeds import keys
-from kvline_server.kernels.interface import NO_TOKEN, RowScores
 from kvline_server.kernels.layout import Draws
+from kvline_server.kernels.sampling import NO_TOKEN, RowScores
 from kvline_server.kernels.torch import TorchKernels
+from kvline_server.kernels.torch_sampling import TorchSampling
 from kvline_server.worker import vocabulary
 from kvline_server.worker.step import Edits
 from kvline_server.worker.vocabulary import Vocabulary
@@ -109,7 +110,7 @@ def equal(one: RowScores, other: RowScores) -> bool:
 def test_scores_are_those_of_whole_rows(ranks: int, size: int, top: int) -> None:
     torch.manual_seed(ranks)
     logits, targets = 3 * torch.randn(37, size), torch.randint(size, (37,))
-    want = TorchKernels().score(logits, targets, top)
+    want = TorchSampling().score(logits, targets, top)
     first, *others = on_ranks(ranks, size, lambda part: part.score(own(logits, part), targets, top))
     assert all(equal(first, other) for other in others)
     assert first.top_ids.shape == want.top_ids.shape == (37, min(top, size))
@@ -132,7 +133,7 @@ def test_tokens_are_those_of_whole_rows(ranks: int, seed: int, filters: bool, ro
     logits[5:6, 100:] = float("-inf")
     draws = draws_of(rng, rows, filters)
     draws.temperatures[0] = 0.0
-    want = TorchKernels().choose(logits.clone(), draws)
+    want = TorchSampling().choose(logits.clone(), draws)
     made = on_ranks(ranks, size, lambda part: part.sample(own(logits, part), draws))
     for tokens in made:
         assert torch.equal(tokens, made[0])
@@ -146,7 +147,7 @@ def test_exchanges_are_in_blocks_of_few_bytes(monkeypatch: pytest.MonkeyPatch) -
     logits = torch.from_numpy(rng.normal(0, 3, (rows, size)).astype(np.float32))
     draws = draws_of(rng, rows)
     draws.top_k[:], draws.temperatures[::3] = 30, 0.0
-    want = TorchKernels().choose(logits.clone(), draws)
+    want = TorchSampling().choose(logits.clone(), draws)
     monkeypatch.setattr(vocabulary, "TABLE_BYTES", 1500)
     largest: list[int] = []
     all_to_all = Threads.all_to_all
@@ -181,7 +182,7 @@ def test_edits_reach_the_rank_that_has_the_token() -> None:
 
     made = on_ranks(4, size, edited)
     assert torch.equal(torch.cat([mine for _, mine in made], dim=1), want)
-    tokens = TorchKernels().choose(want.clone(), draws)
+    tokens = TorchSampling().choose(want.clone(), draws)
     for got, _ in made:
         assert torch.equal(got, made[0][0])
         same_draws(got, tokens, want, draws, ROUNDING)

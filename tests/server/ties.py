@@ -15,7 +15,7 @@ from kvline_server.engine.request import Sequence
 from kvline_server.engine.sampling import draws
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.layout import Draws
-from kvline_server.kernels.torch_rows import choose_rows
+from kvline_server.kernels.torch_sampling import TorchSampling
 
 
 def may_come(
@@ -29,7 +29,7 @@ def may_come(
     rows[2, logits > logits[instead]] += tolerance
     rows[2, instead] -= tolerance
     rows[:, token] = logits[token] + tolerance
-    return token in choose_rows(rows, draw.at(np.zeros(3, np.int64))).tolist()
+    return token in TorchSampling().choose(rows, draw.at(np.zeros(3, np.int64))).tolist()
 
 
 def same_draws(

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
+from kvline_server.kernels.attention import PageTables
 from kvline_server.kernels.cubins import TRITON_TYPES, Variant, launch
 from kvline_server.kernels.cuda_write import DIMS
 from kvline_server.kernels.fp8 import FP8
-from kvline_server.kernels.interface import PageTables
 from kvline_server.memory.arena import KVLayer
 from kvline_server.memory.pages import PAGE_SIZE
 

@@ -18,8 +18,7 @@ import torch
 from torch.nn.functional import grouped_mm
 
 from kvline_server.kernels.cubins import TRITON_TYPES, Variant, launch
-from kvline_server.kernels.interface import Given, Routing
-from kvline_server.kernels.routing import Played
+from kvline_server.kernels.experts import Given, Layer, Routing
 from kvline_server.kernels.tuning import Choices
 
 TORCH = -1  # other choices are indices of TILES
@@ -81,12 +80,11 @@ class Pairs:
 
 
 ReplayTime = Callable[[Callable[[int], None], int, float], float]
-Layer = tuple[torch.Tensor, torch.Tensor]  # gate_up and down, as Kernels.experts has them
 
 
 class ExpertGemms:
     """`choices` are those of all GEMMs, in which a mixture has the shape of gate_up;
-    `activate` is Kernels.activate_and_mul."""
+    `activate` is Rows.activate_and_mul."""
 
     def __init__(
         self, choices: Choices, activate: Callable[[torch.Tensor, str], torch.Tensor]
@@ -100,18 +98,17 @@ class ExpertGemms:
         logits: torch.Tensor,
         layer: Layer,
         routing: Routing,
-        rows: Given,
+        given: Given,
         out: torch.Tensor | None = None,
         choice: int | None = None,
-        played: Played = Played.NOTHING,
     ) -> torch.Tensor:
-        """Kernels.experts, in `out` if given; by the kernels of `choice`, or by the best."""
+        """Experts.run, in `out` if given; by the kernels of `choice`, or by the best."""
         made = torch.empty_like(x) if out is None else out
         if not len(x):
             return made
         if choice is None:
             choice = self.choice(len(x), routing.chosen, layer)
-        pairs = routed(logits, routing, rows, tile_rows(choice), played)
+        pairs = routed(logits, routing, given, tile_rows(choice))
         by_place = self.both(x, layer, pairs, routing.activation, choice)
         parts = -(-x.shape[1] // ADDED)
         sums = (by_place, pairs.places, pairs.weights, made, pairs.chosen, x.shape[1], parts)
@@ -160,7 +157,7 @@ class ExpertGemms:
         known: Choices | None,
         replay_time: ReplayTime,
     ) -> None:
-        """Kernels.tune_experts; `replay_time` is that of gemm.py. Raises torch.OutOfMemoryError."""
+        """Experts.tune; `replay_time` is that of formats.py. Raises torch.OutOfMemoryError."""
         outputs, inputs = layers[0][0].shape
         if known is None:
             known = {
@@ -196,7 +193,7 @@ class ExpertGemms:
 
             def work(count: int, choice: int = choice) -> None:
                 for layer in layers[:count]:
-                    self.run(x, logits, layer, routing, rows, choice=choice)
+                    self.run(x, logits, layer, routing, Given(rows), choice=choice)
 
             times[choice] = replay_time(work, len(layers), min(times.values(), default=math.inf))
         return times
@@ -209,13 +206,7 @@ def candidates(pairs: int, experts: int) -> list[int]:
     return [at for at, tile in enumerate(TILES) if each // 2 <= tile.rows <= 2 * each]
 
 
-def routed(
-    logits: torch.Tensor,
-    routing: Routing,
-    rows: Given,
-    tile: int | None,
-    played: Played = Played.NOTHING,
-) -> Pairs:
+def routed(logits: torch.Tensor, routing: Routing, given: Given, tile: int | None) -> Pairs:
     """Of logits [rows, experts], for tiles of so many rows if given."""
     (every, experts), chosen = logits.shape, routing.chosen
     count = every * chosen
@@ -229,11 +220,11 @@ def routed(
     ids, places = numbers((2, count))
     tiles = numbers((3, bound))
     weights = torch.empty(count, dtype=torch.float32, device=logits.device)
-    # The kernel without `given` does not read it; any pointer will do.
-    given, most = (rows, every) if isinstance(rows, torch.Tensor) else (counts, rows)
-    how = (experts, chosen, int(routing.renormalise), most, int(played), given)
+    # The kernel without numbers on the device does not read them; any pointer will do.
+    on_device = counts if given.on_device is None else given.on_device
+    how = (experts, chosen, int(routing.renormalise), given.rows, int(given.played), on_device)
     into = (ids, weights, places, counts, order, tiles)
-    variant = _route_variant(logits.dtype, isinstance(rows, torch.Tensor), alone, padded)
+    variant = _route_variant(logits.dtype, given.on_device is not None, alone, padded)
     launch(variant, every, logits, *how, *into)
     if not alone:
         programs = -(-max(count, bound) // SORTED)

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
+from kvline_server.kernels.attention import Heads, SlotMapping
 from kvline_server.kernels.cubins import TRITON_TYPES, Variant, launch
-from kvline_server.kernels.interface import Heads, SlotMapping
 from kvline_server.memory.arena import KVLayer
 from kvline_server.memory.pages import PAGE_SIZE
 

@@ -16,8 +16,8 @@ import torch
 from flashinfer.prefill import get_batch_prefill_module
 from flashinfer.utils import MaskMode, PosEncodingMode, TensorLayout
 
+from kvline_server.kernels.attention import PageTables
 from kvline_server.kernels.cuda_attention import copy_pages, is_copied
-from kvline_server.kernels.interface import PageTables
 from kvline_server.memory.arena import KVLayer
 from kvline_server.memory.pages import PAGE_SIZE
 

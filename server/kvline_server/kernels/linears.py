@@ -1,5 +1,5 @@
 """What a GPU has for the weights of one format: one row's kernels, and for more rows several, one
-of which is chosen by trial for each shape (gemm.py)."""
+of which is chosen by trial for each shape (formats.py)."""
 
 from __future__ import annotations
 

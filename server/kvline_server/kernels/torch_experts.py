@@ -7,11 +7,38 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
+from kvline_server.kernels.experts import Experts, Given, Layer, Routing
 from kvline_server.kernels.routing import Played
+from kvline_server.kernels.rows import Rows
+from kvline_server.kernels.tuning import Choices
 
 ROWS = 512  # of one expert at a time: what a step takes is bounded however unequal the routing is
+
+
+class TorchExperts(Experts):
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+
+    def run(
+        self, x: torch.Tensor, logits: torch.Tensor, layer: Layer, routing: Routing, given: Given
+    ) -> torch.Tensor:
+        assert given.on_device is None  # nothing of it can be captured
+        rows = given.rows
+        logits = played(logits[:rows], routing.chosen, given.played)
+        made = run(
+            x[:rows],
+            route(logits, routing.chosen, routing.renormalise),
+            *layer,
+            lambda both: self.rows.activate_and_mul(both, routing.activation),
+        )
+        return made if rows == len(x) else pad(made, (0, 0, 0, len(x) - rows))
+
+    def tune(
+        self, layers: list[Layer], routing: Routing, rows: list[int], known: Choices | None
+    ) -> None:
+        return
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +72,7 @@ def run(
     down: torch.Tensor,
     activate: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """As Kernels.experts, of all rows. One expert after the other, in their order on every rank."""
+    """As Experts.run, of all rows. One expert after the other, in their order on every rank."""
     hidden, out = x.shape[1], torch.zeros_like(x)
     pairs = routes.ids.flatten()
     order = pairs.argsort(stable=True)

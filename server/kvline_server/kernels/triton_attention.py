@@ -6,7 +6,7 @@ bits, because tensor cores get their operands in no smaller ones without taking 
 odd columns then have GEMMs of their own. Where few sequences would leave the GPU idle their tokens
 are split among programs (split-KV), and `merge_splits` adds up what those made. `copy_pages` is for
 prompt chunks, which read a copy in bfloat16.
-Reference: TorchKernels.attend; the tests compare the two. The sums that allow splitting a softmax:
+Reference: TorchAttention; the tests compare the two. The sums that allow splitting a softmax:
 FlashAttention (arXiv 2205.14135).
 """
 

@@ -7,7 +7,7 @@ the batch. `write` runs one program per row of a step, between the QKV GEMM and 
 where the model has it, rotary embedding, keys and values into the cache. `one_row` is a linear of
 one row with the norm before it, the activation or the sum after it. `one_shot` and `one_shot_ll`
 are all-reduces of few rows.
-Reference: kernels/torch_rows.py and kernels/torch.py; the tests compare the two.
+Reference: kernels/torch_*.py; the tests compare the two.
 """
 
 import triton

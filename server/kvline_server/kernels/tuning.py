@@ -1,7 +1,7 @@
 """The autotuner's choices per GEMM shape: cached in a file for later starts of the same pod, and as
 texts in the record of its size for starts of identical replicas.
 
-kernels/gemm.py measures them.
+kernels/formats.py measures them.
 """
 
 from __future__ import annotations

@@ -12,13 +12,9 @@ from dataclasses import replace
 
 import torch
 
-from kvline_server.kernels.interface import (
-    AttentionOptions,
-    Given,
-    Heads,
-    Kernels,
-    SlotMapping,
-)
+from kvline_server.kernels.attention import AttentionOptions, Heads, SlotMapping
+from kvline_server.kernels.experts import Given
+from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.projection import Gate, Join, Norm, Operand, Projection, Store
 from kvline_server.memory.arena import KVLayer
 from kvline_server.model.config import ModelConfig
@@ -89,7 +85,7 @@ class Attention:
         dim], queries first, in `into` if given"""
         c = self.config
         store = Store(None if into is None else into.view(len(into), -1))
-        flat = kernels.project(x, self.qkv, store).rows
+        flat = kernels.gemms.project(x, self.qkv, store).rows
         heads = flat.view(len(flat), -1, c.head_dim)
         made = Heads(heads, c.heads, c.kv_heads, None, None, c.norm_eps)
         if self.q_norm is not None and self.k_norm is not None:
@@ -100,9 +96,9 @@ class Attention:
                 if kernels.group.ranks > 1:
                     norm_across(kernels, [(q, self.q_norm), (k, self.k_norm)])
                 else:
-                    q.copy_(kernels.rms_norm(q, self.q_norm))
-                    k.copy_(kernels.rms_norm(k, self.k_norm))
-        kernels.write(made, rope, mapping, kv)
+                    q.copy_(kernels.rows.rms_norm(q, self.q_norm))
+                    k.copy_(kernels.rows.rms_norm(k, self.k_norm))
+        kernels.attention.write(made, rope, mapping, kv)
         return heads
 
 
@@ -123,12 +119,12 @@ class MLP:
         return self.gate_up, self.down
 
     def __call__(
-        self, kernels: Kernels, x: Operand, residual: torch.Tensor, norm: Norm | None, rows: Given
+        self, kernels: Kernels, x: Operand, residual: torch.Tensor, norm: Norm | None, given: Given
     ) -> Operand:
         """Joins its output to the residual, with the norm of what follows; as Experts, for which
-        the first `rows` alone count."""
-        gated = kernels.project(x, self.gate_up, Gate(self.activation))
-        return kernels.project(gated, self.down, Join(residual, self.after, norm))
+        the `given` rows alone count."""
+        gated = kernels.gemms.project(x, self.gate_up, Gate(self.activation))
+        return kernels.gemms.project(gated, self.down, Join(residual, self.after, norm))
 
 
 def _rotary_rows(rows: range, dim: int, rotary: int | None) -> list[range]:

@@ -6,15 +6,18 @@ that it is given.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from kvline_server.kernels.attention import SlotMapping
+from kvline_server.kernels.experts import Given
 from kvline_server.kernels.fp8 import Weight
-from kvline_server.kernels.interface import Given, Kernels, SlotMapping
+from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.layout import Layout
 from kvline_server.kernels.projection import Join, Norm, Operand
+from kvline_server.kernels.routing import Played
 from kvline_server.memory.arena import KVLayer, KVShape, Scales
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.experts import Experts
@@ -46,7 +49,7 @@ class Decoder:
         self.embedding_scale = float(scale)  # rounded, as in training
         ropes = [config.rope_of(index) for index in range(config.layers)]
         tables = {
-            rope: kernels.rope_table(*cos_sin(rope, config.head_dim, positions))
+            rope: kernels.attention.rope_table(*cos_sin(rope, config.head_dim, positions))
             for rope in set(ropes)
         }
         self.ropes = [tables[rope] for rope in ropes]  # of each layer
@@ -58,13 +61,15 @@ class Decoder:
         cache: list[KVLayer],
         layout: Layout,
         wanted: torch.Tensor,
+        played: Played = Played.NOTHING,
     ) -> torch.Tensor:
         """Plans and runs `forward`, padded to a row count of the kernels. Padding rows write to the
         dummy page, and no expert gets them. token_ids [rows], wanted [n] -> [n, hidden]"""
-        rows = self.kernels.padded(len(token_ids))
+        rows = self.kernels.gemms.padded(len(token_ids))
         padded = SlotMapping(_pad(mapping.positions, rows), _pad(mapping.slots, rows))
-        plan = self.kernels.plan(layout)
-        return self.forward(_pad(token_ids, rows), padded, cache, plan, wanted, len(token_ids))
+        plan = self.kernels.attention.plan(layout)
+        given = Given(len(token_ids), played)
+        return self.forward(_pad(token_ids, rows), padded, cache, plan, wanted, given)
 
     def forward(
         self,
@@ -76,33 +81,35 @@ class Decoder:
         given: Given | None = None,
     ) -> torch.Tensor:
         """Hidden states after the last norm, for the wanted rows only: after the last attention,
-        rows no longer depend on each other. Rows after the first `given` are padding; where that is
-        on the device, all are wanted in their order.
+        rows no longer depend on each other. Rows that are not `given` are padding; where
+        that is on the device, all are wanted in their order.
         token_ids [rows], wanted [n] -> [n, hidden]
 
         The code between two attention calls is one graph segment (worker/graphs/segments.py)."""
+        given = given or Given(len(token_ids))
         state = self.start(token_ids, mapping, cache[0])
         for index, kv in enumerate(cache):
             queries = state.heads[:, : self.config.heads]
             attended = self.attend(index, queries, kv, plan)
             if index + 1 < len(cache):
                 next = cache[index + 1]
-                state = self.between(index, attended, state, mapping, next, given=given)
-        rows = _pad(wanted, self.kernels.padded(len(wanted)))
-        last = given if isinstance(given, torch.Tensor) else len(wanted)
+                state = self.between(index, attended, state, mapping, next, given)
+        rows = _pad(wanted, self.kernels.gemms.padded(len(wanted)))
+        last = given if given.on_device is not None else replace(given, rows=len(wanted))
         made = self.finish(attended[rows], state.residual[rows], last)
         return made[: len(wanted)]
 
     def warm_up(self, rows: int, cache: list[KVLayer]) -> None:
         """Runs every GEMM shape of a step once at this row count, in the first layers alone."""
         device = self.kernels.device
+        given = Given(rows)
         nothing = torch.zeros(rows, dtype=torch.int64, device=device)
         mapping = SlotMapping(nothing, nothing)
         state = self.start(nothing, mapping, cache[0])
         attended = state.residual.new_zeros((rows, self.config.heads * self.config.head_dim))
         if len(cache) > 1:
-            state = self.between(0, attended, state, mapping, cache[1])
-        self.finish(attended, state.residual)
+            state = self.between(0, attended, state, mapping, cache[1], given)
+        self.finish(attended, state.residual, given)
 
     def start(
         self,
@@ -118,7 +125,7 @@ class Decoder:
         if self.embedding_scale != 1.0:
             residual *= self.embedding_scale
         before = attention.before
-        x = residual if before is None else self.kernels.rms_norm(residual, before)
+        x = residual if before is None else self.kernels.rows.rms_norm(residual, before)
         heads = attention.project(self.kernels, Operand(x), self.ropes[0], mapping, kv, into)
         return LayerState(residual, heads)
 
@@ -132,7 +139,7 @@ class Decoder:
     ) -> torch.Tensor:
         """Layer `index`'s attention. queries [rows, heads, dim] -> [rows, heads * dim]"""
         options = self.weights.layers[index].attention.options
-        return self.kernels.attend(queries, kv, plan, out, options)
+        return self.kernels.attention.attend(queries, kv, plan, out, options)
 
     def between(
         self,
@@ -141,8 +148,8 @@ class Decoder:
         state: LayerState,
         mapping: SlotMapping,
         kv: KVLayer,
+        given: Given,
         into: torch.Tensor | None = None,
-        given: Given | None = None,
     ) -> LayerState:
         """From the attention of layer `index` to the queries of the next layer. Overwrites the
         residual: a captured segment finds it where it was."""
@@ -151,13 +158,11 @@ class Decoder:
         heads = attention.project(self.kernels, x, rope, mapping, kv, into)
         return LayerState(state.residual, heads)
 
-    def finish(
-        self, attended: torch.Tensor, residual: torch.Tensor, given: Given | None = None
-    ) -> torch.Tensor:
+    def finish(self, attended: torch.Tensor, residual: torch.Tensor, given: Given) -> torch.Tensor:
         """From the last layer's attention to hidden states."""
         last = len(self.weights.layers) - 1
         x = self._after(last, attended, residual, self.weights.norm, given)
-        return self.kernels.settle(x)
+        return self.kernels.gemms.settle(x)
 
     def _after(
         self,
@@ -165,14 +170,14 @@ class Decoder:
         attended: torch.Tensor,
         residual: torch.Tensor,
         norm: Norm | None,
-        given: Given | None,
+        given: Given,
     ) -> Operand:
         """From a layer's attention to the input of what follows the layer, whose norm is given."""
         layer, kernels = self.weights.layers[index], self.kernels
         attention, mlp = layer.attention, layer.mlp
         then = Join(residual, attention.after, mlp.before)
-        x = kernels.project(Operand(attended), attention.output, then)
-        return mlp(kernels, x, residual, norm, len(residual) if given is None else given)
+        x = kernels.gemms.project(Operand(attended), attention.output, then)
+        return mlp(kernels, x, residual, norm, given)
 
     def gemm_weights(self) -> list[list[Weight]]:
         """One list per GEMM of a layer, with its weight of each layer."""
@@ -186,7 +191,7 @@ class Decoder:
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of the rows given, of this rank's tokens. [rows, hidden] -> [rows, tokens]"""
-        return self.kernels.logits(hidden, self.weights.head)
+        return self.kernels.gemms.logits(hidden, self.weights.head)
 
 
 def _pad(values: torch.Tensor, rows: int) -> torch.Tensor:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from kvline_server.kernels.interface import Given, Kernels, Routing
+from kvline_server.kernels.experts import Given, Layer, Routing
+from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.projection import Join, Norm, Operand, Projection
 from kvline_server.model.blocks import layer_norm
 from kvline_server.model.config import ModelConfig
@@ -45,15 +46,19 @@ class Experts:
         self.elements = tensors.elements - before
 
     @property
+    def layer(self) -> Layer:
+        return self.gate_up, self.down
+
+    @property
     def projections(self) -> tuple[Projection, ...]:
         """Those that are GEMMs of all rows."""
         return (self.router,)
 
     def __call__(
-        self, kernels: Kernels, x: Operand, residual: torch.Tensor, norm: Norm | None, rows: Given
+        self, kernels: Kernels, x: Operand, residual: torch.Tensor, norm: Norm | None, given: Given
     ) -> Operand:
-        """As MLP. The rows after the first `rows` are padding, and are routed nowhere."""
-        settled = kernels.settle(x)
-        logits = kernels.project(Operand(settled), self.router).rows
-        made = kernels.experts(settled, logits, self.gate_up, self.down, self.routing, rows)
-        return kernels.join(made, Join(residual, self.after, norm))
+        """As MLP. Rows that are not `given` are padding, and are routed nowhere."""
+        settled = kernels.gemms.settle(x)
+        logits = kernels.gemms.project(Operand(settled), self.router).rows
+        made = kernels.experts.run(settled, logits, self.layer, self.routing, given)
+        return kernels.gemms.join(made, Join(residual, self.after, norm))

@@ -175,7 +175,7 @@ def load_weights(
     """All weights of a rank, fused, on the kernels' device; `config` is that of the whole model.
     Checks every name and shape before any copy; `copied(done, total)` is called at least every
     COPY_BYTES. Raises ModelInvalid."""
-    total = checked(source, config, shard, kernels.keeps_fp8).nbytes(kernels.dtype)
+    total = checked(source, config, shard, kernels.gemms.keeps_fp8).nbytes(kernels.dtype)
     return Weights(Loading(source, kernels, total, copied, shard), config)
 
 
@@ -190,7 +190,7 @@ class Loading(Tensors):
         copied: Callable[[int, int], None],
         shard: Shard,
     ) -> None:
-        super().__init__(source, shard, kernels.keeps_fp8)
+        super().__init__(source, shard, kernels.gemms.keeps_fp8)
         self.kernels = kernels
         self.copied = copied
         self.done, self.total = 0, total  # bytes
@@ -215,7 +215,7 @@ class Loading(Tensors):
         return out.add_(offset) if offset else out
 
     def pack(self, weight: Weight) -> Weight:
-        return self.kernels.pack(weight)
+        return self.kernels.gemms.pack(weight)
 
     def _copy(self, part: Rows, into: torch.Tensor, column: int) -> None:
         """Copies in steps, because one tensor may take minutes on a slow volume."""

@@ -101,7 +101,7 @@ class Local:
 
     @property
     def tunes(self) -> bool:
-        return self.worker.kernels.tunes
+        return self.worker.kernels.gemms.tunes
 
     @property
     def pages(self) -> int:

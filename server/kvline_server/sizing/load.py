@@ -68,7 +68,7 @@ def load_model(
     try:
         with device_errors.translated("load"), compact_heap():
             kernels = backend.kernels(local(model, shard), group)
-            if kernels.keeps_fp8:
+            if kernels.gemms.keeps_fp8:
                 expected = loader.checked(source, model, shard, True).nbytes(backend.dtype)
             if expected > device.limit - used:
                 raise DeviceOutOfMemory("load: the weights are larger than what is free")
@@ -102,7 +102,7 @@ def load_model(
         fingerprint=_fingerprint(launch, settings, provenance, device, worker.kernels),
         cache_dtype=_name(cache.dtype),
         experts=model.experts is not None,
-        tiles_context=worker.kernels.tiles_context,
+        tiles_context=worker.kernels.attention.tiles_context,
         note=backend.note,
     )
 

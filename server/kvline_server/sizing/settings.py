@@ -8,7 +8,7 @@ from kvline_contract.launch import Device, KVCacheDtype, LaunchConfig
 from kvline_contract.report import Effective
 from kvline_server.engine.scheduler import SHARED_TABLES
 from kvline_server.errors import ConfigInvalid
-from kvline_server.kernels.interface import LOGIT_BLOCK
+from kvline_server.kernels.sampling import LOGIT_BLOCK
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.model import shard
 from kvline_server.model.config import ModelConfig

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kvline_server.kernels.interface import Kernels, SlotMapping
+from kvline_server.kernels.attention import SlotMapping
+from kvline_server.kernels.interface import Kernels
 from kvline_server.worker.step import Step
 
 

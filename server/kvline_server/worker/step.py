@@ -64,7 +64,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """kernels.interface.RowScores, copied to the host."""
+    """kernels.sampling.RowScores, copied to the host."""
 
     values: NDArray[np.float32]  # [rows]
     ranks: NDArray[np.int32]  # [rows]

@@ -12,8 +12,9 @@ from torch.nn.functional import pad
 
 from kvline_server.kernels.best import token_of
 from kvline_server.kernels.group import TABLE_BYTES
-from kvline_server.kernels.interface import Kernels, PartScores, RowScores
+from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.layout import Draws
+from kvline_server.kernels.sampling import PartScores, RowScores
 from kvline_server.model.shard import Shard, share, tokens
 from kvline_server.worker.step import Edits
 
@@ -27,13 +28,13 @@ class Vocabulary:
         self.width = share(size, self.group.ranks)
 
     def score(self, logits: torch.Tensor, targets: torch.Tensor, top: int) -> RowScores:
-        """Kernels.score. logits [rows, own tokens], targets int64 [rows]"""
+        """Sampling.score. logits [rows, own tokens], targets int64 [rows]"""
         if self.group.ranks == 1:
-            return self.kernels.score(logits, targets, top)
+            return self.kernels.sampling.score(logits, targets, top)
         chosen = self._chosen(logits, targets)
         top = min(top, self.size)
         every = self.group.all_gather(
-            self._table(self.kernels.part_scores(logits, chosen, top), top)
+            self._table(self.kernels.sampling.part_scores(logits, chosen, top), top)
         )
         normalisers, above = every[:, :, 0].view(torch.float32), every[:, :, 1]
         normaliser = normalisers.logsumexp(dim=0)
@@ -73,11 +74,11 @@ class Vocabulary:
         for each in edits:
             apply(self.kernels, logits, each.within(self.own))
         if self.group.ranks == 1:
-            return self.kernels.choose(logits, draws)
+            return self.kernels.sampling.choose(logits, draws)
         filtered = np.flatnonzero(draws.filtered)
         if len(filtered) == len(logits):
             return self._filtered(logits, draws, filtered)
-        best = self.group.all_gather(self.kernels.best(logits, draws, self.own.start))
+        best = self.group.all_gather(self.kernels.sampling.best(logits, draws, self.own.start))
         chosen = token_of(best.amax(dim=0))
         if len(filtered):
             (at,) = self.kernels.upload(filtered)
@@ -103,7 +104,7 @@ class Vocabulary:
         parts = self.group.all_to_all(sent.view(ranks, each, self.width))
         whole = parts.transpose(0, 1).reshape(each, ranks * self.width)[:, : self.size]
         own = padded[self.group.rank * each :][:each]
-        chosen = self.kernels.choose(whole, draws.at(own))
+        chosen = self.kernels.sampling.choose(whole, draws.at(own))
         return self.group.all_gather(chosen).flatten()[: len(rows)]
 
 

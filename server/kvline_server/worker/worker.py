@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from kvline_server.kernels.interface import Fetch, RowScores
+from kvline_server.kernels.interface import Fetch
 from kvline_server.kernels.row_counts import tried
+from kvline_server.kernels.sampling import RowScores
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory import device_errors
 from kvline_server.memory.arena import Arena
@@ -70,15 +71,15 @@ class Worker:
         weights, rows = self.decoder.gemm_weights(), tried(max_rows)
         with device_errors.translated("tune"):
             if experts := self.decoder.experts():
-                layers = [(each.gate_up, each.down) for each in experts]
-                self.kernels.tune_experts(layers, experts[0].routing, rows, known)
-            return self.kernels.tune(weights, rows, known)
+                layers = [each.layer for each in experts]
+                self.kernels.experts.tune(layers, experts[0].routing, rows, known)
+            return self.kernels.gemms.tune(weights, rows, known)
 
     @torch.inference_mode()
     def warm_up(self, max_rows: int) -> int:
         """Runs each row count once, so that the kernels allocate what they keep for it; the arena
         must have a page. Returns the number of row counts. Raises as launch does."""
-        counts = self.kernels.row_counts(max_rows)
+        counts = self.kernels.gemms.row_counts(max_rows)
         with device_errors.translated("warm-up"):
             for rows in counts:
                 self.decoder.warm_up(rows, self.arena.layers())
@@ -87,7 +88,7 @@ class Worker:
     def capture(self, max_rows: int, longest: int) -> bool:
         """Captures CUDA graphs where the device has them, for steps of up to `max_rows` rows and
         sequences of up to `longest` tokens; the arena must have a page. Raises as launch does."""
-        plan, last = self.kernels.plan_in_place, self.last_tokens
+        plan, last = self.kernels.attention.plan_in_place, self.last_tokens
         if plan is None:
             return False
         with device_errors.translated("capture"):
@@ -109,7 +110,6 @@ class Worker:
 
     @torch.inference_mode()
     def _launch(self, step: Step, read: bool) -> LaunchedStep:
-        self.kernels.routing = step.routing
         targets, written, cleared = self.kernels.upload(
             step.targets, step.sampled_slots, step.cleared
         )
@@ -133,7 +133,8 @@ class Worker:
         if self.graphs is not None:
             return self.graphs.run(step)
         ids, mapping, wanted = upload(self.kernels, step, self.last_tokens)
-        return self.decoder.step(ids, mapping, self.arena.layers(), step.layout, wanted)
+        layers, played = self.arena.layers(), step.routing
+        return self.decoder.step(ids, mapping, layers, step.layout, wanted, played)
 
     def _chunk(
         self, step: Step, hidden: torch.Tensor, targets: torch.Tensor, start: int, outputs: _Outputs

@@ -122,7 +122,7 @@ def count_kills() -> None:
 
 OF_STAGES = {
     "load": ("kvline_server.model.loader", "SafetensorsSource", "copy"),
-    "tune": ("kvline_server.kernels.torch", "TorchKernels", "tune"),
+    "tune": ("kvline_server.kernels.torch_gemms", "TorchGemms", "tune"),
     "row-counts": ("kvline_server.worker.worker", "Worker", "warm_up"),
     "capture": ("kvline_server.worker.worker", "Worker", "capture"),
     "resize": ("kvline_server.memory.arena", "HostArena", "resize"),
@@ -132,7 +132,7 @@ DEVICE = os.environ.get("KVLINE_FAULT_DEVICE", "cpu")
 if DEVICE == "cuda":
     OF_STAGES |= {
         "load": ("kvline_server.model.loader", "RandomSource", "copy"),
-        "tune": ("kvline_server.kernels.flashinfer", "FlashInferKernels", "tune"),
+        "tune": ("kvline_server.kernels.gpu_gemms", "GpuGemms", "tune"),
         "resize": ("kvline_server.memory.cuda", "CudaArena", "resize"),
     }
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvline_server.kernels.interface import PageTables
+from kvline_server.kernels.attention import PageTables
 from kvline_server.memory.arena import Arena
 from kvline_server.model.decoder import Decoder
 from kvline_server.worker.graphs.pool import GraphPool
@@ -27,7 +27,7 @@ class Graphs:
         max_rows: int,
         longest: int,
     ) -> None:
-        """`plan` is kernels.plan_in_place, `last_tokens` are the worker's. Steps have up to
+        """`plan` is Attention.plan_in_place, `last_tokens` are the worker's. Steps have up to
         `max_rows` rows, sequences up to `longest` tokens; the arena must have a page. Its addresses
         never change, so the graphs stay valid."""
         self._pool = GraphPool()

@@ -12,7 +12,9 @@ from functools import partial
 import torch
 
 from kvline_server.kernels import row_counts
-from kvline_server.kernels.interface import SlotMapping
+from kvline_server.kernels.attention import SlotMapping
+from kvline_server.kernels.experts import Given
+from kvline_server.kernels.routing import Played
 from kvline_server.memory.arena import Arena, KVLayer
 from kvline_server.model.decoder import Decoder, LayerState
 from kvline_server.worker.graphs.pool import GraphPool
@@ -59,38 +61,40 @@ class Segments:
         """Graphs.run, of any step."""
         rows, cache = len(step.tokens), self.arena.layers()
         ids, mapping, wanted = upload(self.decoder.kernels, step, self.last_tokens)
-        plan = self.decoder.kernels.plan(step.layout)
-        graphs = self._place(ids, mapping)
+        plan = self.decoder.kernels.attention.plan(step.layout)
+        graphs = self._place(ids, mapping, step.routing)
         queries, out = self.state.heads[:rows, : self.queries], self.attended[:rows]
         for index, layer in enumerate(cache):
             self._pool.replay(graphs[index])
             self.decoder.attend(index, queries, layer, plan, out)
-        return self._finish(rows, wanted)
+        return self._finish(rows, wanted, step.routing)
 
-    def _finish(self, rows: int, wanted: torch.Tensor) -> torch.Tensor:
+    def _finish(self, rows: int, wanted: torch.Tensor, played: Played) -> torch.Tensor:
         """Runs the last segment, padded from the number of wanted rows."""
         count = len(wanted)
         if count:
             torch.index_select(self.attended[:rows], 0, wanted, out=self.picked[:count])
             torch.index_select(self.state.residual[:rows], 0, wanted, out=self.hidden[:count])
-            self._give(count)
+            self._give(count, played)
             self._pool.replay(self._graphs[self._padded(count)][-1])
         return self.hidden[:count]
 
     def _padded(self, rows: int) -> int:
         return min(row_counts.padded(rows), self.max_rows)
 
-    def _give(self, rows: int) -> None:
+    def _give(self, rows: int, played: Played) -> None:
         if self.decoder.config.experts is not None:
             self.given[:1].fill_(rows)
-            self.given[1:].fill_(self.decoder.kernels.routing)
+            self.given[1:].fill_(played)
 
-    def _place(self, ids: torch.Tensor, mapping: SlotMapping) -> list[torch.cuda.CUDAGraph]:
+    def _place(
+        self, ids: torch.Tensor, mapping: SlotMapping, played: Played
+    ) -> list[torch.cuda.CUDAGraph]:
         """Copies the inputs to where the graphs for so many rows read them. -> these"""
         rows = len(ids)
         assert rows <= self.max_rows, "the scheduler's limit"
         padded = self._padded(rows)
-        self._give(rows)
+        self._give(rows, played)
         self.ids[:rows].copy_(ids)
         self.mapping.positions[:rows].copy_(mapping.positions)
         self.mapping.slots[:rows].copy_(mapping.slots)
@@ -114,13 +118,13 @@ class Segments:
         """Segment 0 ends at the first attention; segment i is between attentions i - 1 and i."""
         mapping = SlotMapping(self.mapping.positions[:rows], self.mapping.slots[:rows])
         state = LayerState(self.state.residual[:rows], self.state.heads[:rows])
+        given = Given(rows, on_device=self.given)
         if segment == 0:
             made = self.decoder.start(self.ids[:rows], mapping, cache[0], state.heads)
             state.residual.copy_(made.residual)
         elif segment < len(cache):
             attended, kv = self.attended[:rows], cache[segment]
-            into, given = state.heads, self.given
-            self.decoder.between(segment - 1, attended, state, mapping, kv, into, given)
+            self.decoder.between(segment - 1, attended, state, mapping, kv, given, state.heads)
         else:
             hidden = self.hidden[:rows]
-            hidden.copy_(self.decoder.finish(self.picked[:rows], hidden, self.given))
+            hidden.copy_(self.decoder.finish(self.picked[:rows], hidden, given))

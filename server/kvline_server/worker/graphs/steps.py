@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvline_server.kernels.interface import PageTables, SlotMapping
+from kvline_server.kernels.attention import PageTables, SlotMapping
+from kvline_server.kernels.experts import Given
 from kvline_server.kernels.row_counts import captured, padded
 from kvline_server.memory.arena import Arena, KVLayer
 from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
@@ -162,7 +163,8 @@ class WholeSteps:
         tokens = torch.where(unread == UNREAD, inputs.tokens[:rows], last)
         mapping = SlotMapping(inputs.positions[:rows], inputs.slots[:rows])
         every = self.every[:rows]
-        made = self.decoder.forward(tokens, mapping, cache, plan, every, inputs.given)
+        given = Given(rows, on_device=inputs.given)
+        made = self.decoder.forward(tokens, mapping, cache, plan, every, given)
         self.hidden[:rows].copy_(made)
 
 

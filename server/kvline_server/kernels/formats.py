@@ -1,5 +1,5 @@
-"""GEMM autotuning: a format's kernel of no trial, or a faster one that was measured on this GPU at
-the start.
+"""The formats of weights on a GPU: of each its kernels, among which trials at the start choose for
+each shape.
 
 Candidates are timed for some of the row counts of captured graphs, each as it will run: in a
 captured graph, over the weights of several layers, so that weights come from memory and not from
@@ -38,13 +38,13 @@ class Timing:
     choice: int
 
 
-class Gemms:
+class Formats:
     def __init__(self, device: torch.device) -> None:
         self.choices: Choices = {}
         self.device = device
         self.bf16 = Bf16Linears(self.choices, device)
         self.fp8 = Fp8Linears(self.choices)
-        self.formats: tuple[Linears[Any], ...] = self.bf16, self.fp8
+        self.every: tuple[Linears[Any], ...] = self.bf16, self.fp8
 
     def of(self, weight: Weight) -> Linears[Any]:
         """Those of its format, which no other module of kernels looks at."""
@@ -105,7 +105,7 @@ class Gemms:
         kinds = [
             [weight for weight in layers if self.of(weight) is linears]
             for layers in weights
-            for linears in self.formats
+            for linears in self.every
         ]
         return [kind for kind in kinds if kind]
 
@@ -113,7 +113,7 @@ class Gemms:
         return torch.empty((rows, columns), dtype=torch.bfloat16, device=self.device)
 
     def _tuned(self) -> None:
-        for linears in self.formats:
+        for linears in self.every:
             linears.tuned()
 
 

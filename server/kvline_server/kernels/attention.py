@@ -1,0 +1,99 @@
+"""Attention over the paged KV cache, and what is done to queries, keys and values before it.
+
+Sequences are planned once a step, in host memory, and every layer uses the plan.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvline_server.kernels.layout import Layout
+from kvline_server.memory.arena import KVLayer
+
+
+@dataclass(frozen=True, slots=True)
+class SlotMapping:
+    """Each row's position in its sequence, and the KV-cache slot of its key and value."""
+
+    positions: torch.Tensor  # int32 or int64 [rows]
+    slots: torch.Tensor  # int64 [rows]
+
+
+@dataclass(frozen=True, slots=True)
+class PageTables:
+    """Rows and pages of the sequences of one attention call, on host and device."""
+
+    row_starts: np.ndarray  # int32 [sequences + 1], from 0
+    page_starts: np.ndarray  # int32 [sequences + 1], from 0
+    lengths: np.ndarray  # int32 [sequences]
+    device_row_starts: torch.Tensor
+    device_page_starts: torch.Tensor
+    pages: torch.Tensor  # int32
+    last_page: torch.Tensor  # int32 [sequences], tokens in each one's last page
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """One layer's queries, keys and values: the output of the QKV GEMM."""
+
+    fused: torch.Tensor  # [rows, heads + 2 * kv_heads, dim]
+    queries: int  # heads
+    keys: int  # key heads, and as many value heads
+    q_norm: torch.Tensor | None  # [dim]
+    k_norm: torch.Tensor | None
+    eps: float
+
+    def split(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = torch.split(self.fused, [self.queries, self.keys, self.keys], dim=1)
+        return q, k, v
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """What a layer's attention call may differ in from that of others."""
+
+    window: int = 0  # tokens that a query sees, itself included; 0: all before it
+    scale: float | None = None  # of query times key; None: 1 / sqrt(dim)
+
+
+PLAIN = AttentionOptions()
+
+
+class Attention(ABC):
+    tiles_context: bool = False  # holds nothing for each row and token of its context
+
+    @property
+    @abstractmethod
+    def plan_in_place(self) -> Callable[[PageTables], Any] | None:
+        """A plan of decodes for a captured graph: planned again with the same addresses and number
+        of sequences, it changes what the graph attends to. None where nothing can be captured."""
+
+    @abstractmethod
+    def plan(self, layout: Layout) -> Any:
+        """Prepares attention for a step; the result is used by every layer."""
+
+    @abstractmethod
+    def rope_table(self, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """float32 [positions, dim / 2], twice -> both in the layout that `write` reads."""
+
+    @abstractmethod
+    def write(self, heads: Heads, rope: torch.Tensor, mapping: SlotMapping, cache: KVLayer) -> None:
+        """Applies QK norm (if the model has it) and rotary embedding, writes keys and values to the
+        cache. Changes queries in place, and possibly keys."""
+
+    @abstractmethod
+    def attend(
+        self,
+        q: torch.Tensor,
+        cache: KVLayer,
+        plan: Any,
+        out: torch.Tensor | None = None,
+        options: AttentionOptions = PLAIN,
+    ) -> torch.Tensor:
+        """Causal attention of q [rows, heads, dim] over the cache. -> [rows, heads * dim]"""

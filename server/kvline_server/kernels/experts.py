@@ -1,0 +1,51 @@
+"""Mixtures of experts: small MLPs, of which each row has some."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from kvline_server.kernels.routing import Played
+from kvline_server.kernels.tuning import Choices
+
+Layer = tuple[torch.Tensor, torch.Tensor]  # gate_up and down, as Experts.run has them
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a router's logits become experts."""
+
+    chosen: int  # of a row
+    renormalise: bool  # the weights of the chosen ones add up to 1
+    activation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What experts are given of a step: its first rows, as the others are padding, and what stands
+    in the place of the routers."""
+
+    rows: int
+    played: Played = Played.NOTHING
+    # Both, in a captured graph: int32 [2], which each replay reads; then `rows` are all.
+    on_device: torch.Tensor | None = None
+
+
+class Experts(ABC):
+    @abstractmethod
+    def run(
+        self, x: torch.Tensor, logits: torch.Tensor, layer: Layer, routing: Routing, given: Given
+    ) -> torch.Tensor:
+        """The sum of each row's experts, an MLP each, by the weights that the router's logits give
+        them; of a rank's columns, for Gemms.join. Padding has no expert.
+        x [rows, hidden], logits [rows, experts], gate_up [experts * 2 * width, hidden], down
+        [experts * hidden, width] -> [rows, hidden]"""
+
+    @abstractmethod
+    def tune(
+        self, layers: list[Layer], routing: Routing, rows: list[int], known: Choices | None
+    ) -> None:
+        """As Gemms.tune, which gives these choices among its own from then on. Does nothing where
+        there is nothing to choose."""

@@ -1,0 +1,123 @@
+"""Attention on a GPU: FlashInfer's, and our own over an fp8 KV cache.
+
+Decodes run its fa2 kernels on tensor cores, prompt chunks its fa3 kernels: on Hopper fa3 is several
+times slower for one-token queries, and faster for chunks. With an fp8 KV cache decodes run our own,
+and chunks a copy's fa3.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvline_server.kernels import cuda_attention, cuda_write
+from kvline_server.kernels.attention import (
+    PLAIN,
+    Attention,
+    AttentionOptions,
+    Heads,
+    PageTables,
+    SlotMapping,
+)
+from kvline_server.kernels.cuda_attention import Fp8Decodes
+from kvline_server.kernels.flashinfer_attention import (
+    FLOAT_BYTES,
+    Fp8Chunks,
+    PagedAttention,
+    chunk_floats,
+)
+from kvline_server.kernels.layout import Layout
+from kvline_server.kernels.pinned import upload
+from kvline_server.memory.arena import KVLayer
+from kvline_server.memory.pages import PAGE_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    decodes: int  # decoding sequences, one row each
+    rows: int
+    decode: Any  # of the class that runs decodes, or None; so is the next
+    prefill: Any
+
+
+class GpuAttention(Attention):
+    tiles_context = True
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        shape: tuple[int, int, int],
+        cache: torch.dtype,
+    ) -> None:
+        """`shape` is heads, key-value heads and head size; `cache` is the KV cache's dtype. Raises
+        RuntimeError or ImportError where the kernels are missing."""
+        self.device = device
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        fp8 = cache != dtype
+        size = max(FLOAT_BYTES, chunk_floats(shape, processors) if fp8 else 0)
+        floats = torch.empty(size, dtype=torch.uint8, device=device)
+        self._decode: PagedAttention | Fp8Decodes
+        self._prefill: PagedAttention | Fp8Chunks
+        if fp8 and cuda_attention.fits(*shape[:2]):
+            self._decode = Fp8Decodes(*shape, processors)
+        else:
+            self._decode = PagedAttention(shape, dtype, cache, "fa2", False, floats)
+        if fp8:
+            self._prefill = Fp8Chunks(shape, dtype, cache, floats)
+        else:
+            self._prefill = PagedAttention(shape, dtype, cache, "fa3", True, floats)
+
+    def rope_table(self, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """float32 [positions, dim]: all cosines, then all sines"""
+        return torch.cat((cos, sin), dim=-1).to(self.device)
+
+    def plan(self, layout: Layout) -> Plan:
+        last_page = (layout.lengths - 1) % PAGE_SIZE + 1
+        kinds = slice(0, layout.decodes), slice(layout.decodes, layout.sequences)
+        arrays = []
+        for own in kinds:
+            ends = slice(own.start, own.stop + 1)
+            rows, pages = layout.row_starts[ends], layout.page_starts[ends]
+            used = layout.pages[pages[0] : pages[-1]]
+            arrays.append((rows - rows[0], pages - pages[0], used, last_page[own]))
+        device = upload(self.device, *arrays[0], *arrays[1])
+        decode, prefill = (
+            PageTables(rows, pages, layout.lengths[own], *device[at : at + 4])
+            for own, (rows, pages, *_), at in zip(kinds, arrays, (0, 4), strict=True)
+        )
+        return Plan(
+            layout.decodes,
+            layout.rows,
+            self._decode.plan(decode) if len(decode.lengths) else None,
+            self._prefill.plan(prefill) if len(prefill.lengths) else None,
+        )
+
+    def plan_in_place(self, tables: PageTables) -> Plan:
+        rows = len(tables.lengths)
+        return Plan(rows, rows, self._decode.plan(tables, in_place=True), None)
+
+    def write(self, heads: Heads, rope: torch.Tensor, mapping: SlotMapping, cache: KVLayer) -> None:
+        cuda_write.write(heads, rope, mapping, cache)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        cache: KVLayer,
+        plan: Plan,
+        out: torch.Tensor | None = None,
+        options: AttentionOptions = PLAIN,
+    ) -> torch.Tensor:
+        rows, heads, dim = q.shape
+        scale = (options.scale or 1.0 / math.sqrt(dim)) * cache.scales.keys
+        flat = q.new_empty((rows, heads * dim)) if out is None else out
+        made = flat.view(rows, heads, dim)
+        if plan.decode is not None:
+            self._decode.run(q[: plan.decodes], cache, plan.decode, scale, made[: plan.decodes])
+        if plan.prefill is not None:
+            chunk = slice(plan.decodes, plan.rows)
+            self._prefill.run(q[chunk], cache, plan.prefill, scale, made[chunk])
+        return flat if cache.scales.values == 1.0 else flat.mul_(cache.scales.values)

@@ -1,0 +1,29 @@
+"""Mixtures of experts on a GPU (cuda_experts.py), in the group's memory."""
+
+from __future__ import annotations
+
+import torch
+
+from kvline_server.kernels.cuda_experts import ExpertGemms
+from kvline_server.kernels.experts import Experts, Given, Layer, Routing
+from kvline_server.kernels.formats import replay_time
+from kvline_server.kernels.group import Group
+from kvline_server.kernels.rows import Rows
+from kvline_server.kernels.tuning import Choices
+
+
+class GpuExperts(Experts):
+    def __init__(self, choices: Choices, rows: Rows, group: Group) -> None:
+        """`choices` are those of all GEMMs."""
+        self.group = group
+        self._gemms = ExpertGemms(choices, rows.activate_and_mul)
+
+    def run(
+        self, x: torch.Tensor, logits: torch.Tensor, layer: Layer, routing: Routing, given: Given
+    ) -> torch.Tensor:
+        return self._gemms.run(x, logits, layer, routing, given, self.group.buffer(*x.shape))
+
+    def tune(
+        self, layers: list[Layer], routing: Routing, rows: list[int], known: Choices | None
+    ) -> None:
+        self._gemms.tune(layers, routing, rows, known, replay_time)

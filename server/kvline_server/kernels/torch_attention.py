@@ -1,0 +1,218 @@
+"""Attention in plain torch: that of the CPU, the reference for the tests, and for GPUs without
+prebuilt kernels.
+
+It gathers the pages of the KV cache into a workspace that is kept, because memory that is mapped
+anew for each layer costs more than the gather. It holds GATHER_TOKENS from the first step on, which
+takes the memory before it is measured, and grows to the longest sequence.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvline_server.kernels.attention import PLAIN, Attention, AttentionOptions, Heads, SlotMapping
+from kvline_server.kernels.layout import Layout
+from kvline_server.kernels.projection import Norm
+from kvline_server.kernels.rows import Rows
+from kvline_server.memory.arena import KVLayer
+from kvline_server.memory.pages import PAGE_SIZE, pages_for
+
+GATHER_TOKENS = 8192  # of one decode group, padding included
+MASKED = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows start..end of the step that share a gather: decodes with a token each, or one sequence's
+    chunk."""
+
+    start: int
+    end: int
+    tokens: int  # gathered of each sequence, padding included
+    pages: torch.Tensor  # [sequences * pages per sequence]
+    positions: torch.Tensor  # of the rows [end - start]
+    decodes: bool
+    masks: dict[int, torch.Tensor] = field(default_factory=dict)  # by window; layers share them
+
+    def mask(self, window: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Added to the scores. [end - start, tokens]; None: plain causal"""
+        window = window if window < self.tokens else 0
+        if not (self.decodes or window or self.end - self.start < self.tokens):
+            return None
+        if window not in self.masks:
+            queries = self.positions.unsqueeze(1)
+            keys = torch.arange(self.tokens, device=queries.device)
+            hidden = keys > queries
+            if window:
+                hidden |= keys <= queries - window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=keys.device)
+            self.masks[window] = mask.masked_fill_(hidden, MASKED)
+        return self.masks[window]
+
+
+class TorchAttention(Attention):
+    plan_in_place = None  # nothing is captured
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, rows: Rows) -> None:
+        self.device = device
+        self.dtype = dtype
+        self.rows = rows
+        # Keys and values of one gather.
+        self.gathered = torch.empty((2, 0), dtype=dtype, device=device)
+
+    def rope_table(self, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """[positions, 2, dim / 2]"""
+        return torch.stack((cos, sin), dim=1).to(self.device, self.dtype)
+
+    def plan(self, layout: Layout) -> list[Part]:
+        groups = [(*group, True) for group in _decode_groups(layout)]
+        groups += [(i, i + 1, False) for i in range(layout.decodes, layout.sequences)]
+        return [self._part(layout, *group) for group in groups]
+
+    def _part(self, layout: Layout, first: int, end: int, decodes: bool) -> Part:
+        """Of the sequences first..end."""
+        starts = layout.page_starts[first : end + 1]
+        pages = np.empty((end - first, np.diff(starts).max()), dtype=np.int64)
+        for row, (start, stop) in enumerate(itertools.pairwise(starts)):
+            pages[row, : stop - start] = layout.pages[start:stop]
+            # Its own: what is behind its end is multiplied by 0, and that of others may be NaN.
+            pages[row, stop - start :] = layout.pages[stop - 1]
+        rows = slice(int(layout.row_starts[first]), int(layout.row_starts[end]))
+        positions = torch.from_numpy(layout.positions[rows].astype(np.int64))
+        return Part(
+            start=rows.start,
+            end=rows.stop,
+            tokens=pages.shape[1] * PAGE_SIZE if decodes else int(layout.lengths[first]),
+            pages=torch.from_numpy(pages.reshape(-1)).to(self.device),
+            positions=positions.to(self.device),
+            decodes=decodes,
+        )
+
+    def write(self, heads: Heads, rope: torch.Tensor, mapping: SlotMapping, cache: KVLayer) -> None:
+        q, k, v = heads.split()
+        turned = rope[mapping.positions]
+        if heads.q_norm is not None and heads.k_norm is not None:
+            q, k = (
+                self.rows.rms_norm(x, Norm(norm, heads.eps))
+                for x, norm in ((q, heads.q_norm), (k, heads.k_norm))
+            )
+        heads.fused[:, : heads.queries] = _apply_rope(q, turned)
+        k = _apply_rope(k, turned)
+        page, token = mapping.slots // PAGE_SIZE, mapping.slots % PAGE_SIZE
+        _store(cache.keys, (page, token), k, cache.scales.keys)
+        _store(cache.values, (page, token), v, cache.scales.values)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        cache: KVLayer,
+        plan: list[Part],
+        out: torch.Tensor | None = None,
+        options: AttentionOptions = PLAIN,
+    ) -> torch.Tensor:
+        rows, heads, dim = q.shape
+        flat = q.new_empty((rows, heads * dim)) if out is None else out
+        made = flat.view(rows, heads, dim)
+        scale = (options.scale or 1.0 / math.sqrt(dim)) * cache.scales.keys
+        options = replace(options, scale=scale)
+        for part in plan:
+            own, attention = slice(part.start, part.end), self._prefill
+            if part.decodes:
+                attention = self._decode
+            made[own] = attention(q[own], cache, part, options)
+        return flat if cache.scales.values == 1.0 else flat.mul_(cache.scales.values)
+
+    def _gather(self, cache: KVLayer, pages: torch.Tensor, sequences: int) -> list[torch.Tensor]:
+        """Keys and values, each [sequences, kv_heads, tokens, dim], out of the paged cache. They
+        are valid until the next call."""
+        shape = (len(pages), *cache.keys.shape[1:])
+        size = math.prod(shape)
+        if self.gathered.shape[1] < size:
+            self.gathered = self.gathered.new_empty((2, 0))  # frees it before it is replaced
+            least = GATHER_TOKENS * math.prod(shape[2:])
+            self.gathered = self.gathered.new_zeros((2, max(size, least)))
+        found = []
+        for stored, into in zip((cache.keys, cache.values), self.gathered, strict=True):
+            out = into[:size].view(shape)
+            if stored.dtype == self.dtype:
+                torch.index_select(stored, 0, pages, out=out)
+            else:
+                some = stored.view(torch.uint8).index_select(0, pages)
+                out.copy_(some.view(stored.dtype))
+            found.append(out.view(sequences, -1, *shape[2:]).transpose(1, 2))
+        return found
+
+    def _decode(
+        self, q: torch.Tensor, cache: KVLayer, part: Part, options: AttentionOptions
+    ) -> torch.Tensor:
+        """q [sequences, heads, dim] -> the same shape. Heads of a GQA group act as query
+        positions."""
+        sequences, heads, dim = q.shape
+        keys, values = self._gather(cache, part.pages, sequences)
+        mask = part.mask(options.window, self.dtype)
+        assert mask is not None  # for the padding
+        out = scaled_dot_product_attention(
+            q.reshape(sequences, keys.shape[1], -1, dim),
+            keys,
+            values,
+            attn_mask=mask.view(sequences, 1, 1, -1),
+            scale=options.scale,
+        )
+        return out.reshape(sequences, heads, dim)
+
+    def _prefill(
+        self, q: torch.Tensor, cache: KVLayer, part: Part, options: AttentionOptions
+    ) -> torch.Tensor:
+        """q [rows, heads, dim] of one sequence -> the same shape."""
+        keys, values = (kv[:, :, : part.tokens] for kv in self._gather(cache, part.pages, 1))
+        mask = part.mask(options.window, self.dtype)
+        out = scaled_dot_product_attention(
+            q.transpose(0, 1).unsqueeze(0),
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=options.scale,
+            enable_gqa=True,
+        )
+        return out.squeeze(0).transpose(0, 1)
+
+
+def _store(
+    stored: torch.Tensor, at: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, scale: float
+) -> None:
+    """Keys or values into the cache. An fp8 one is written as bytes, which every device can index;
+    the cast to fp8 does not saturate."""
+    if stored.dtype != x.dtype:
+        most = torch.finfo(stored.dtype).max
+        x = (x.float() / scale).clamp_(-most, most).to(stored.dtype).view(torch.uint8)
+        stored = stored.view(torch.uint8)
+    stored[at] = x
+
+
+def _apply_rope(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    """Rotates halves (the NeoX layout). x [rows, heads, dim], rope [rows, 2, dim / 2]"""
+    cos, sin = rope[:, 0].unsqueeze(1), rope[:, 1].unsqueeze(1)
+    left, right = x.chunk(2, dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+
+
+def _decode_groups(layout: Layout) -> Iterator[tuple[int, int]]:
+    """Consecutive decodes share a gather while padding to the longest stays in GATHER_TOKENS."""
+    start = 0
+    while start < layout.decodes:
+        end, widest = start, 0
+        while end < layout.decodes:
+            width = max(widest, pages_for(int(layout.lengths[end])))
+            if end > start and width * (end + 1 - start) * PAGE_SIZE > GATHER_TOKENS:
+                break
+            end, widest = end + 1, width
+        yield start, end
+        start = end
