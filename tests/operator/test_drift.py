@@ -110,16 +110,37 @@ def test_what_only_others_set_in_a_pod_template_is_foreign() -> None:
 
 
 def test_the_patch_takes_later_items_first_and_only_of_the_version_that_was_read() -> None:
-    steps = [op["path"] for op in removal(live("m", FIELDS), foreign(live("m", FIELDS), WANTED))]
+    steps = [
+        op["path"] for op in removal(live("m", FIELDS), foreign(live("m", FIELDS), WANTED), WANTED)
+    ]
     env = "/spec/template/spec/containers/1/env"
     assert steps[0] == "/metadata/resourceVersion"
     assert steps.index(f"{env}/2") < steps.index(f"{env}/0")
     assert steps.index(f"{env}/0") < steps.index("/spec/template/spec/containers/0")
 
 
+def test_a_list_that_would_be_empty_is_replaced_beside_an_item_that_shifts_it() -> None:
+    """A sidecar, which a strategic patch puts first, and another name of the only variable."""
+    body = copy.deepcopy(WANTED)
+    (server,) = body["spec"]["template"]["spec"]["containers"]
+    server["env"] = [{"name": "OTHER", "value": "/x"}]
+    body["spec"]["template"]["spec"]["containers"].insert(0, {"name": "spy", "image": "spy"})
+    env: dict[str, Any] = {'k:{"name":"OTHER"}': {".": {}, "f:name": {}, "f:value": {}}}
+    items = {'k:{"name":"spy"}': {".": {}}, 'k:{"name":"server"}': {"f:env": env}}
+    fields = {"f:spec": {"f:template": {"f:spec": {"f:containers": items}}}}
+    theirs = {"manager": "m", "operation": "Update", "fieldsV1": fields}
+    body["metadata"] |= {"uid": "u", "resourceVersion": "7", "managedFields": [OURS, theirs]}
+    found = foreign(body, WANTED)
+    _, replaced, removed = removal(body, found, WANTED)
+    containers = "/spec/template/spec/containers"
+    wanted = WANTED["spec"]["template"]["spec"]["containers"][0]["env"]
+    assert replaced == {"op": "replace", "path": f"{containers}/1/env", "value": wanted}
+    assert removed == {"op": "remove", "path": f"{containers}/0"}
+
+
 def test_a_pointer_escapes_what_has_a_meaning_in_it() -> None:
     one = Foreign(("spec", "a/b~c"), "", "")
-    assert removal(live("m", {}), (one,))[1]["path"] == "/spec/a~1b~0c"
+    assert removal(live("m", {}), (one,), WANTED)[1]["path"] == "/spec/a~1b~0c"
 
 
 def test_our_own_fields_the_status_and_the_scale_are_not_foreign() -> None:
@@ -174,6 +195,13 @@ def test_one_who_sets_another_field_each_time_is_tolerated_in_the_end() -> None:
         assert not corrections.exhausted("u", WANTED, str(index))
         corrections.add("u", WANTED, [str(index)])
     assert corrections.exhausted("u", WANTED, "another")
+
+
+def test_an_edit_of_many_fields_is_corrected_once() -> None:
+    corrections = Corrections()
+    fields = [str(index) for index in range(2 * MOST)]
+    corrections.add("u", WANTED, fields)
+    assert not any(corrections.exhausted("u", WANTED, field) for field in fields)
 
 
 def test_what_goes_to_and_fro_by_our_own_wish_is_no_dispute() -> None:

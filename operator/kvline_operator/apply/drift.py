@@ -29,7 +29,7 @@ OURS = {"Service": ("spec", "publishNotReadyAddresses")}
 SELECTORS = ("selector", "podSelector", "matchLabels")
 APPLIED = (FIELD_MANAGER, "Apply")
 LIMIT, WINDOW = 5, 3600.0  # corrections of one change to an object, in so many seconds
-MOST = 4 * LIMIT  # of all changes to it: a manager may set another field each time
+MOST = 4 * LIMIT  # of the object: a manager may set another field each time
 MAX_ADMITTED = 8192  # objects; the one written first is written once more
 
 
@@ -40,6 +40,7 @@ class Foreign:
     steps: tuple[Step, ...]  # keys and indices in the live object
     path: str  # for messages
     manager: str
+    within: tuple[Step, ...] = ()  # what it is in, in the wanted object
 
     def __str__(self) -> str:
         return f"{self.path} (set by {self.manager})"
@@ -70,7 +71,7 @@ def foreign(live: Object, wanted: Object) -> tuple[Foreign, ...]:
         fields = (entry.get("fieldsV1") or {}).get("f:spec")
         if applied or entry.get("subresource") or not fields:
             continue
-        begin = Foreign(("spec",), "spec", str(entry.get("manager") or "unknown"))
+        begin = Foreign(("spec",), "spec", str(entry.get("manager") or "unknown"), ("spec",))
         for item in _walk(fields, live.get("spec"), wanted.get("spec") or {}, begin):
             if whole or item.steps == ours or item.is_ours:
                 found.setdefault(item.steps, item)
@@ -79,7 +80,7 @@ def foreign(live: Object, wanted: Object) -> tuple[Foreign, ...]:
 
 
 def _walk(fields: Object, live: Any, wanted: Any, parent: Foreign) -> Iterator[Foreign]:
-    """What `fields`, of fieldsV1, adds to `wanted`."""
+    """What `fields`, of fieldsV1, adds to `wanted`, of which `parent` is within."""
     if not fields and isinstance(live, dict) and isinstance(wanted, dict):
         fields = {f"f:{key}": {} for key in live}  # a map that has one owner, such as a selector
     for key, below in fields.items():
@@ -87,12 +88,13 @@ def _walk(fields: Object, live: Any, wanted: Any, parent: Foreign) -> Iterator[F
         if key == "." or step is None:
             continue
         shown = f".{step}" if isinstance(step, str) else f"[{_label(key, step)}]"
-        here = Foreign((*parent.steps, step), parent.path + shown, parent.manager)
+        steps, path = (*parent.steps, step), parent.path + shown
         there = _find(key, wanted)
-        if there is not None:
-            yield from _walk(below, live[step], wanted[there], here)
-        else:
-            yield here
+        if there is None:
+            yield Foreign(steps, path, parent.manager, parent.within)
+            continue
+        here = Foreign(steps, path, parent.manager, (*parent.within, there))
+        yield from _walk(below, live[step], wanted[there], here)
 
 
 def _find(key: str, value: Any) -> Step | None:
@@ -166,27 +168,27 @@ def without(live: Object, found: tuple[Foreign, ...]) -> Object:
     return out
 
 
-def removal(
-    live: Object, found: tuple[Foreign, ...], restored: Sequence[tuple[tuple[Step, ...], Any]] = ()
-) -> list[Object]:
-    """The removal as a JSON patch, which fails where the object has changed since; `restored` are
-    lists that it sets."""
+def removal(live: Object, found: tuple[Foreign, ...], wanted: Object) -> list[Object]:
+    """The removal as a JSON patch, which fails where the object has changed since. A list of which
+    nothing would be left is replaced by what is wanted: a port or a container whose key somebody
+    has changed is another item, and such a list may not be without one for a moment."""
     version = live["metadata"]["resourceVersion"]
     held = {"op": "replace", "path": "/metadata/resourceVersion", "value": version}
-    removed = ({"op": "remove", "path": _pointer(f.steps)} for f in found)
-    set_back = ({"op": "add", "path": _pointer(steps), "value": items} for steps, items in restored)
-    return [held, *removed, *set_back]
-
-
-def emptied(
-    live: Object, found: tuple[Foreign, ...], wanted: Object
-) -> list[tuple[tuple[Step, ...], Any]]:
-    """Lists that would be empty without what is removed, with the items that are wanted: a port or
-    a container whose key somebody has changed is another item, and a list that must have one may
-    not be without for a moment."""
-    cleaned = without(live, found)
-    lists = dict.fromkeys(f.steps[:-1] for f in found if isinstance(f.steps[-1], int))
-    return [(at, _at(wanted, at)) for at in lists if not _at(cleaned, at) and _at(wanted, at)]
+    lists: dict[tuple[Step, ...], list[Foreign]] = {}
+    for item in found:
+        if isinstance(item.steps[-1], int):
+            lists.setdefault(item.steps[:-1], []).append(item)
+    emptied = {
+        at: _at(wanted, items[0].within)
+        for at, items in lists.items()
+        if len(items) == len(_at(live, at)) and _at(wanted, items[0].within)
+    }
+    # Before items of other lists are removed, which would shift what these lists are in.
+    replaced = [
+        {"op": "replace", "path": _pointer(at), "value": items} for at, items in emptied.items()
+    ]
+    rest = (f for f in found if f.steps[:-1] not in emptied)
+    return [held, *replaced, *({"op": "remove", "path": _pointer(f.steps)} for f in rest)]
 
 
 def _at(value: Any, steps: tuple[Step, ...]) -> Any:
@@ -209,7 +211,7 @@ class Corrections:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._done: dict[str, tuple[bytes, list[tuple[float, str]]]] = {}  # by UID
+        self._done: dict[str, tuple[bytes, list[tuple[float, frozenset[str]]]]] = {}  # by UID
         self._admitted: OrderedDict[str, tuple[bytes, frozenset[str]]] = OrderedDict()  # by UID
 
     def admit(self, uid: str, wanted: Object, left: Sequence[Difference]) -> bool:
@@ -222,14 +224,14 @@ class Corrections:
             self._admitted.popitem(last=False)
         return not known.issuperset(found)
 
-    def admitted(self, uid: str, wanted: Object, left: Sequence[Difference]) -> bool:
-        """Whether admission made all of these differences."""
+    def admitted(self, uid: str, wanted: Object, difference: Difference) -> bool:
+        """Whether admission made it."""
         digest, known = self._admitted.get(uid, (b"", frozenset()))
-        return not left or (digest == _digest(wanted) and known.issuperset(map(_text, left)))
+        return _text(difference) in known and digest == _digest(wanted)
 
     def exhausted(self, uid: str, wanted: Object, change: str) -> bool:
-        recent = [known for _, known in self._recent(uid, wanted)]
-        return recent.count(change) >= LIMIT or len(recent) >= MOST
+        recent = self._recent(uid, wanted)
+        return sum(change in made for _, made in recent) >= LIMIT or len(recent) >= MOST
 
     def add(self, uid: str, wanted: Object, changes: Iterable[str]) -> None:
         recent = self._recent(uid, wanted)
@@ -237,10 +239,10 @@ class Corrections:
         stale = [u for u, (_, made) in list(self._done.items()) if made[-1][0] < now - WINDOW]
         for other in stale:
             self._done.pop(other, None)
-        self._done[uid] = _digest(wanted), [*recent, *((now, change) for change in changes)]
+        self._done[uid] = _digest(wanted), [*recent, (now, frozenset(changes))]
 
-    def _recent(self, uid: str, wanted: Object) -> list[tuple[float, str]]:
-        """Time and change of recent corrections; none where the wish has changed since."""
+    def _recent(self, uid: str, wanted: Object) -> list[tuple[float, frozenset[str]]]:
+        """Time and changes of recent corrections; none where the wish has changed since."""
         digest, made = self._done.get(uid, (b"", []))
         if digest != _digest(wanted):
             return []

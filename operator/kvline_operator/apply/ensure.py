@@ -151,24 +151,26 @@ def _kept(live: Object, wanted: Object) -> Object:
 def _correct(
     kube: Kube, live: Object, wanted: Object, exact: bool, corrections: Corrections
 ) -> tuple[Dispute, ...]:
-    found = tuple(item for item in drift.foreign(live, wanted) if not item.admitted)
-    left = _left(live, wanted)
-    uid, version = live["metadata"]["uid"], live["metadata"]["resourceVersion"]
-    if not found and corrections.admitted(uid, wanted, left):
+    every = drift.foreign(live, wanted)
+    clean, uid = drift.without(live, every), live["metadata"]["uid"]
+    version = live["metadata"]["resourceVersion"]
+    found = tuple(item for item in every if not item.admitted)
+    left = [d for d in differences(clean, wanted) if not corrections.admitted(uid, wanted, d)]
+    if not found and not left:
         return ()
     _check_ours(live, wanted)
     changes: dict[str, Foreign | Difference] = {str(each): each for each in found}
-    changes |= {_changed(live, wanted, each): each for each in left}
+    changes |= {_changed(clean, wanted, each): each for each in left}
     kept = [text for text in changes if corrections.exhausted(uid, wanted, text)]
     fresh = {text: each for text, each in changes.items() if text not in kept}
     tolerated = _disputes(wanted, kept, End.TOLERATED, version)
     if not fresh:
         return tolerated
     found = tuple(each for each in fresh.values() if isinstance(each, Foreign))
-    left = tuple(each for each in fresh.values() if isinstance(each, Difference))
+    left = [each for each in fresh.values() if isinstance(each, Difference)]
     after = _write(kube, live, wanted, exact, found, left)
     corrections.add(uid, wanted, fresh)
-    theirs = (*found, *(each for each in left if _setters(live, wanted, each)))
+    theirs = (*found, *(each for each in left if _setters(clean, wanted, each)))
     named = [text for text, each in fresh.items() if each in theirs]
     disputes = _disputes(wanted, named, End.REMOVED, version)
     return (*tolerated, *(disputes or _admitted(after, wanted, corrections)))
@@ -185,7 +187,7 @@ def _write(
     """Returns the object as it is then."""
     if found:
         meta = live["metadata"]
-        patch = drift.removal(live, found, drift.emptied(live, found, wanted))
+        patch = drift.removal(live, found, wanted)
         cleaned = kube.json_patch(wanted["kind"], meta["namespace"], meta["name"], patch)
         if not left:
             return cleaned
