@@ -55,6 +55,7 @@ class Lease:
         self._tried = clock()  # when the last attempt finished
         self._renewed: float | None = None  # start of the last successful renewal
         self._logged = ""
+        self._released = False
         # Its own thread: a backlog of reconciles must not delay a renewal.
         self._thread = ThreadPoolExecutor(1, "lease")
 
@@ -94,6 +95,10 @@ class Lease:
                 raise  # needs a change of RBAC: exit with the error
             log.warning("the lease could not be read or renewed: %s", error)
             return False
+        except RuntimeError:  # its thread takes no more work
+            if not self._released:
+                raise
+            return False
         finally:
             self._tried = self._clock()
 
@@ -128,6 +133,7 @@ class Lease:
         """Gives it up, so that a standby need not wait; nothing is written afterwards."""
         if self._renewed is None:
             return
+        self._released = True
         self._thread.shutdown()  # a renewal on its way would say that it is ours again
         self._renewed = None
         live = self._kube.get("Lease", *self._where)

@@ -17,6 +17,7 @@ from kvline_operator.api.key import Key
 FIRST_DELAY = 1.0
 LAST_DELAY = 60.0
 SLOW = 5.0  # seconds; a key usually takes a fraction of one
+REMEMBERED = 120.0  # seconds after a slow key in which its namespace counts as slow
 KEPT = 2  # workers for namespaces that are not slow
 
 
@@ -24,7 +25,7 @@ class WorkQueue:
     def __init__(self, clock: Callable[[], float] = time.monotonic, workers: int = 8) -> None:
         self._clock = clock
         self._most_slow = max(1, workers - KEPT)  # keys of slow namespaces in work
-        self._slow: set[str] = set()  # namespaces whose last key took long
+        self._slow: dict[str, float] = {}  # by namespace: until when it counts as slow
         self._due: dict[Key, float] = {}  # when each waiting key is due
         self._heap: list[tuple[float, Key]] = []
         self._active: dict[Key, float] = {}  # keys in work, since when
@@ -74,17 +75,19 @@ class WorkQueue:
 
     def _waits(self, key: Key) -> bool:
         """For another to be done."""
-        if key in self._active or key.namespace not in self._slow:
+        if key in self._active or not self._is_slow(key.namespace):
             return key in self._active
-        return sum(other.namespace in self._slow for other in self._active) >= self._most_slow
+        slow = [other for other in list(self._active) if self._is_slow(other.namespace)]
+        return len(slow) >= self._most_slow
+
+    def _is_slow(self, namespace: str) -> bool:
+        return self._slow.get(namespace, 0.0) > self._clock()
 
     def done(self, key: Key) -> None:
         self._finished = self._clock()
         since = self._active.pop(key, self._finished)
         if self._finished - since > SLOW:
-            self._slow.add(key.namespace)
-        else:
-            self._slow.discard(key.namespace)
+            self._slow[key.namespace] = self._finished + REMEMBERED
         self._changed.set()
 
     async def get(self) -> Key:
@@ -105,7 +108,7 @@ class WorkQueue:
     def oldest_overdue(self) -> float:
         """Seconds by which the most overdue key is late; 0 where none is."""
         waiting = list(self._due.items())  # a copy: called by other threads too
-        late = [self._clock() - at for key, at in waiting if key not in self._active]
+        late = [self._clock() - at for key, at in waiting if not self._waits(key)]
         return max([0.0, *late])
 
     def stalled(self) -> float:
