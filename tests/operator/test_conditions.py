@@ -304,10 +304,16 @@ def test_the_model_of_an_accepted_revision_was_seen() -> None:
 def test_a_candidate_whose_objects_a_quota_refuses_is_held() -> None:
     """As where it refuses their pods: RollingOut would stand there for ever."""
     plan = RolloutPlan({"aaaaa": 1, "bbbbb": 1}, "aaaaa", "bbbbb", HELD)
-    quota = Condition("Progressing", "False", "QuotaExceeded", "deployments: 5 of 5")
+    text = "POST Deployment ns/chat-bbbbb: HTTP 403: deployments: 5 of 5"
+    quota = Condition("Progressing", "False", "QuotaExceeded", text)
     got = by_type(service_state(PLAIN, plan=plan, apply_error=quota))["UpToDate"]
     assert got.reason == "GateHeld" and quota.message in got.message
-    passing = Condition("Progressing", "False", "WebhookUnavailable", "no answer")
+    passing = Condition("Progressing", "False", "WebhookUnavailable", text)
+    other = replace(quota, message="POST Service ns/chat: HTTP 403: services: 5 of 5")
+    assert (
+        by_type(service_state(PLAIN, plan=plan, apply_error=other))["UpToDate"].reason
+        == "RollingOut"
+    )
     assert (
         by_type(service_state(PLAIN, plan=plan, apply_error=passing))["UpToDate"].reason
         == "RollingOut"

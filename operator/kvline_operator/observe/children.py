@@ -43,6 +43,8 @@ UNSERVED = (
 )
 # Of the scheduler's messages: a resource, pods of a node, devices of a ResourceClaim.
 SHORTAGES = ("Insufficient ", "Too many pods", "cannot allocate all claims")
+# And of what else another pod keeps from it: a claim for one pod, a rule of its affinity.
+KEPT_AWAY = (*SHORTAGES, "ReadWriteOncePod", "pod anti-affinity", "topology spread constraints")
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +207,10 @@ def leaving(pods: list[Object], deployments: list[Object], now: str) -> str:
 
 def needless_waits(pods: tuple[PodView, ...], found: list[Object], now: str) -> Waits:
     """Of terminating pods that wait for their clients (preStop) while another pod of the service
-    lacks what they hold, such as the only GPU. As long as a replica is ready their wait does
-    serve."""
-    if not any(p.awaits for p in pods) or any(p.ready for p in pods):
+    lacks what they hold, such as the only GPU. As long as a replica is ready, or the lack is of
+    something else, their wait does serve."""
+    lacking = any(p.awaits and any(s in p.unschedulable for s in SHORTAGES) for p in pods)
+    if not lacking or any(p.ready for p in pods):
         return ()
     terminating = (p for p in found if (p["metadata"].get("deletionTimestamp") or "") > now)
     running = [p for p in terminating if not has_ended(p)]
@@ -218,8 +221,8 @@ def needless_waits(pods: tuple[PodView, ...], found: list[Object], now: str) -> 
 def awaiting(pod: PodView, leaves: str) -> PodView:
     """A pod without a node is no failure while another of the service leaves one: in Recreate and
     Replace it gets what that one had, where it lacks no more than that."""
-    lacking = any(shortage in pod.unschedulable for shortage in SHORTAGES)
-    return replace(pod, awaits=leaves) if lacking else pod
+    kept_away = any(words in pod.unschedulable for words in KEPT_AWAY)
+    return replace(pod, awaits=leaves) if kept_away else pod
 
 
 def _preparing(

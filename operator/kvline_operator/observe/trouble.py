@@ -162,7 +162,7 @@ def _without_node(pod: PodView) -> Trouble | None:
 
 def _unbound(pod: PodView) -> str:
     """The scheduler does not tell which claim."""
-    names = ", ".join(pod.claims)
+    names = " or ".join(pod.claims)
     describe = f"`kubectl -n {pod.namespace} describe pvc {' '.join(pod.claims)}`"
     return f"claim {names} of namespace {pod.namespace} has no volume: {describe} has the cause"
 

@@ -15,10 +15,10 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 
 from kvline_contract.codec import ContractError, decode, document, dumps, field, loads
+from kvline_contract.counts import counted
 from kvline_contract.report import Load
 from kvline_contract.times import stamp
 from kvline_operator.api.spec import Autoscaling
-from kvline_operator.plan.counts import counted
 
 VERSION = 1
 MAX_BYTES = 4096

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from kvline_contract.counts import counted
 from kvline_contract.launch import KVCacheDtype
 from kvline_contract.report import Termination
 from kvline_operator.observe.pods import Measured
-from kvline_operator.plan.counts import counted
 from kvline_operator.plan.threshold import Thresholds, device
 from kvline_operator.store.verdict import GateResult, Verdict
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvline_contract.counts import counted
+from kvline_contract.names import revision_name
 from kvline_contract.report import State
 from kvline_operator.observe import trouble
 from kvline_operator.observe.ended_pods import EndedPod
 from kvline_operator.observe.pods import PodView
 from kvline_operator.observe.trouble import Effect, Trouble
 from kvline_operator.plan.autoscale import Activity, Scaling
-from kvline_operator.plan.counts import counted
 from kvline_operator.report import capacity, failures
 from kvline_operator.report.service_state import Condition, ServiceState
 from kvline_operator.store.verdict import Phase, Verdict
@@ -209,10 +210,16 @@ def _in_progress(kind: str, state: ServiceState, gate: Verdict) -> Condition:
     if gate.phase is Phase.HELD:
         return Condition(kind, "False", "GateHeld", f"{name}: {gate.message}{nothing}")
     error = state.apply_error
-    if error is not None and failures.asks_for_a_change(error):
+    if error is not None and failures.refuses(error, _deployment(state)):
         return Condition(kind, "False", "GateHeld", f"{name}: {error.message}{nothing}")
     text = f"{name} is measured before it takes traffic: {gate.message}{nothing}"
     return Condition(kind, "False", "RollingOut", text)
+
+
+def _deployment(state: ServiceState) -> str:
+    """Of the candidate, as the API's errors name it."""
+    name = revision_name(state.spec.base, state.plan.candidate)
+    return f"Deployment {state.spec.namespace}/{name}"
 
 
 def scaling_active(scaling: Scaling) -> Condition:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -47,9 +48,11 @@ def retry_seconds(error: Exception) -> float:
     return TABLE[reason(error)][1]
 
 
-def asks_for_a_change(made: Condition) -> bool:
-    """Whether what a condition of this table tells of stays until a user or the cluster changes."""
-    return TABLE.get(made.reason, ("", SOON)) == (made.type, MINUTE)
+def refuses(made: Condition, name: str) -> bool:
+    """Whether a condition of this table is of this object, and stays until a user or the cluster
+    changes something."""
+    lasts = TABLE.get(made.reason, ("", SOON)) == (made.type, MINUTE)
+    return lasts and made.message.partition(": ")[0].endswith(f" {name}")
 
 
 def loses_events(error: Exception) -> bool:
@@ -63,8 +66,10 @@ def is_refusal(error: Exception) -> bool:
 
 
 def headline(error: Exception) -> str:
-    """Without an address or a request's id, which differ from try to try."""
-    return str(error).partition(": failed to call webhook")[0]
+    """Without an address, a request's id or a webhook's own words, which may differ from try to
+    try."""
+    text = str(error).partition(": failed to call webhook")[0]
+    return re.sub(r"(denied the request): .*", r"\1", text, flags=re.DOTALL)
 
 
 def condition(error: Exception, previous: Object, generation: int) -> Condition:

@@ -12,7 +12,7 @@ from typing import Any
 from kvline_contract.codec import encode
 from kvline_contract.names import LABEL_SERVICE
 from kvline_contract.report import MAX_WARNINGS, Termination
-from kvline_operator.api.quantity import comparable
+from kvline_operator.api.quantity import in_bytes
 from kvline_operator.api.source import Download
 from kvline_operator.api.spec import EARLIER_ACTS, ServiceSpec, Strategy
 from kvline_operator.observe.ended_pods import EndedPod
@@ -246,7 +246,9 @@ def warnings(state: ServiceState) -> list[str]:
 
 def _other_limit(pod: PodView, state: ServiceState) -> str:
     wanted = state.memory_limits.get(pod.revision, "")
-    if not wanted or comparable(pod.memory) == comparable(wanted):
+    if not wanted or pod.memory == wanted:
+        return ""
+    if pod.memory and in_bytes(pod.memory, "") == in_bytes(wanted, ""):
         return ""
     limit = f"a memory limit of {pod.memory}" if pod.memory else "no memory limit"
     return (
