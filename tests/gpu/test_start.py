@@ -99,4 +99,4 @@ def test_without_prebuilt_kernels_torchs_serve_with_a_warning(tmp_path: Path) ->
     code, report, _ = size(tmp_path, head_dim=96)
     assert code == 0
     assert report["result"]["kvTokens"] > 100_000
-    assert "using torch's slower ones" in report["warnings"][0]
+    assert any("using torch's slower ones" in warning for warning in report["warnings"])

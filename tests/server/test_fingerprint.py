@@ -15,6 +15,7 @@ from simulated import SETTINGS, Machine, Notes
 
 from kvline_contract.launch import EngineOptions
 from kvline_contract.report import Provenance
+from kvline_image.stub import stub
 from kvline_server.errors import OutOfMemory
 from kvline_server.ipc.messages import Progress
 from kvline_server.kernels.group import ALONE, Alone, Group
@@ -116,6 +117,16 @@ def test_the_same_torch_without_cuda_s_libraries_is_another_record(
     with_cuda, image = (cpu_libraries(each) for each in (True, False))
     assert fingerprint(libraries=with_cuda) != fingerprint(libraries=image)
     assert with_cuda["torch"] == f"{image['torch']} for GPUs"
+
+
+def test_the_stub_of_the_cpu_image_is_no_library_for_gpus(tmp_path: Path) -> None:
+    assert not for_gpus(tmp_path)
+    library = tmp_path / "libtorch_cuda.so"
+    library.write_bytes(stub(library.name, []))
+    assert not for_gpus(tmp_path)
+    with library.open("r+b") as file:
+        file.truncate(100 << 20)
+    assert for_gpus(tmp_path)
 
 
 def test_a_start_says_that_its_torch_is_not_the_image_s(tiny_model: Path) -> None:

@@ -35,10 +35,12 @@ def check_authority() -> None:
             "the ConfigMap that the chart's hubCA names, or its key ca.crt, is not in the "
             "service's namespace"
         ) from None
-    except ssl.SSLError:
+    except ssl.SSLError:  # an OSError too
         raise DownloadFailed(
             "ca.crt of the ConfigMap that the chart's hubCA names has no certificate (PEM)"
         ) from None
+    except OSError as error:
+        raise DownloadFailed(f"{file} of the chart's hubCA: {error.strerror}") from None
 
 
 def cause(error: BaseException) -> str:

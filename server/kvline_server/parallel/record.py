@@ -147,6 +147,8 @@ def _aligned(size: int) -> int:
 
 def _field(declared: Any, name: str) -> _Field:
     origin, given = get_origin(declared), get_args(declared)
+    if hasattr(origin, "__value__"):  # numpy 2.5's NDArray is an alias of Python 3.12's kind
+        return _field(origin.__value__[given], name)
     if origin is np.ndarray:
         (kind,) = get_args(given[1])
         if isinstance(kind, type) and issubclass(kind, np.number):

@@ -28,6 +28,7 @@ from kvline_server.model.config import ModelConfig
 
 MIN_CAPABILITY = (8, 0)  # bfloat16 on tensor cores
 HOPPER = 9  # the compute capability that kernels are built for
+LARGEST_STUB = 1 << 20  # bytes; the library has hundreds of MiB
 GPU_BUILD = (
     "this torch has CUDA's libraries, unlike the CPU image's; the process has {} MiB before its "
     "weights"
@@ -67,10 +68,11 @@ def open_backend(
     return _cuda(launch, warn, rank)
 
 
-def for_gpus() -> bool:
-    """Whether torch has the libraries for GPUs, which the CPU image leaves out of the same version
-    (docs/decisions/028)."""
-    return (Path(torch.__file__).parent / "lib" / "libtorch_cuda.so").exists()
+def for_gpus(libraries: Path = Path(torch.__file__).parent / "lib") -> bool:
+    """Whether torch has the libraries for GPUs, which the CPU image leaves out of the same version,
+    with a stub of a few KiB in their place (docs/decisions/028)."""
+    library = libraries / "libtorch_cuda.so"
+    return library.exists() and library.stat().st_size > LARGEST_STUB
 
 
 def cpu_libraries(gpu_build: bool) -> dict[str, str]:
