@@ -16,7 +16,7 @@ from servers import launch_config
 from waiting import limit
 
 from kvline_contract.launch import CapacityOptions, Device, EngineOptions, LaunchConfig
-from kvline_contract.report import SizingReport, Stage, State
+from kvline_contract.report import Current, SizingReport, Stage, State
 from kvline_server.ipc.messages import Progress
 from kvline_server.model.loader import SafetensorsSource
 from kvline_server.options.options import Options
@@ -144,6 +144,16 @@ def test_a_validation_that_thrashes_is_killed_on_a_cpu_alone(
     assert killed == ([True] if device is Device.CPU else [])
     assert (ended is None) == (device is Device.CPU)
     assert ended is None or ended.code == 52
+
+
+def test_two_stages_that_begin_between_two_polls_are_both_in_the_log(
+    parent: Parent, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = parent.keeper.report.updated_at
+    for stage, what in ((2, "warms up its kernels"), (3, "measures the largest steps")):
+        parent._from_engine(0, Progress(current=Current(stage, 4, what, now)))
+    logged = capsys.readouterr().err
+    assert "stage 2 of 4: warms up" in logged and "stage 3 of 4: measures" in logged
 
 
 def test_a_warning_of_another_rank_reaches_the_report(parent: Parent) -> None:

@@ -5,6 +5,7 @@ A start may take minutes, in which an empty log looks like a process that hangs.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import datetime
 
@@ -19,9 +20,14 @@ class Narrator:
         self.log = log
         self._stage: tuple[int, str] | None = None
         self._logged = 0.0
+        self._lock = threading.Lock()
 
     def tell(self, report: SizingReport, clock: float, now: datetime) -> None:
-        """`clock` in seconds, from any moment."""
+        """`clock` in seconds, from any moment. Any thread may call it."""
+        with self._lock:
+            self._tell(report, clock, now)
+
+    def _tell(self, report: SizingReport, clock: float, now: datetime) -> None:
         current = report.current
         if current is None:
             self._stage = None

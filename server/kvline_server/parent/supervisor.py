@@ -61,6 +61,7 @@ from kvline_server.sizing.record import AttemptStore, unreadable
 class Supervisor:
     def __init__(self, options: Options, launch: LaunchConfig) -> None:
         self.options = options
+        self.narrator = Narrator(log)
         self.keeper = ReportKeeper(
             os.environ.get(ENV_POD_UID, ""),
             os.environ.get(ENV_POD_NAME, ""),
@@ -90,7 +91,7 @@ class Supervisor:
                 listeners[index].close()  # only its process keeps it open
             self._start_engine()
             if until is None:
-                return self._watch(lambda: False, self._announce, Narrator(log))
+                return self._watch(lambda: False, self._announce, self.narrator)
             return self._watch(until, lambda: True)
         except ServerError as error:
             return self._end(error.termination())
@@ -115,7 +116,7 @@ class Supervisor:
         while not until():
             self._watch_progress()
             if tells is not None:
-                tells.tell(self.keeper.report, time.monotonic(), datetime.now(UTC))
+                self._tell_stage(tells)
             announced = announced or announce()
             if self.health.draining and drain is None:
                 drain = DrainState(self.drain_seconds)
@@ -256,10 +257,15 @@ class Supervisor:
         elif isinstance(message, Progress):
             self.health.on_engine_heartbeat()
             self.keeper.apply(message)
+            if message.current is not None:  # the next one may come before the next poll
+                self._tell_stage(self.narrator)
             if message.result is not None:
                 self._serve()
             if message.warning is not None:
                 log(f"warning: {message.warning}")
+
+    def _tell_stage(self, narrator: Narrator) -> None:
+        narrator.tell(self.keeper.report, time.monotonic(), datetime.now(UTC))
 
     def _serve(self) -> None:
         effective, result = self.keeper.report.effective, self.keeper.report.result
