@@ -42,7 +42,8 @@ from kvline_operator.report.kstatus import plain
 from kvline_operator.report.status_cache import RevisionEntry
 
 Object = dict[str, Any]
-BAR = 40
+BAR = 30  # columns: with names, figures and details a line has 80 at most
+BARS = " "  # the column's head; one without a name wraps
 COLORS = {"True": "green", "False": "red", "Unknown": "yellow"}
 
 
@@ -141,7 +142,7 @@ def waterfalls(titled: Titled) -> list[RenderableType]:
 
 def waterfall(device: Memory) -> Table:
     """Parts of the memory as consecutive bars."""
-    made = table("MEMORY", "MIB", "", "", right=("MIB",))
+    made = table("MEMORY", "MIB", BARS, "", right=("MIB",))
     total, at = device.total_mib, 0
     for part in device.parts:
         start, at = round(at * BAR / total), at + part.mib

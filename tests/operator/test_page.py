@@ -143,6 +143,18 @@ def test_a_part_that_no_reader_knows_is_shown_everywhere() -> None:
     assert re.search(r"experts +40 +█ +of 8", captured.get())
 
 
+def test_the_bars_of_a_terminal_of_80_columns_are_whole() -> None:
+    detail = "what requests make HTTP hold, and page tables"
+    parts = (Part("weights", 513), Part("other-processes", 107, detail), Part("kv-cache", 1428))
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(show.waterfall(Memory(2048, parts)))
+    lines = captured.get().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert ["█" in line for line in lines if line[:1].strip()] == [False, True, True, True, False]
+    assert sum(line.count("█") for line in lines) == show.BAR
+
+
 def test_each_of_several_ranks_has_its_waterfall_everywhere() -> None:
     view = of_two_ranks()
     shown = StatusCache()
