@@ -40,7 +40,7 @@ def break_step() -> None:
     launch = module.Worker._launch
     count = 0
 
-    def broken(self, step, *more):  # type: ignore[no-untyped-def]
+    def broken(self, step, read):  # type: ignore[no-untyped-def]
         nonlocal count
         count += 1
         if count == int(number) or (ALWAYS and count > int(number)):
@@ -53,12 +53,12 @@ def break_step() -> None:
                 end = time.process_time() + float(os.environ["KVLINE_FAULT_SPIN"])
                 while time.process_time() < end:
                     pass
-                return launch(self, step, *more)
+                return launch(self, step, read)
             if kind == "garble":
                 garble_frames("kvline_server.ipc.messages")
-                return launch(self, step, *more)
+                return launch(self, step, read)
             if kind == "nan":
-                return launch_nan(self, step, *more)
+                return launch_nan(self, step, read)
             if kind == "oom":
                 raise torch.OutOfMemoryError(
                     "CUDA out of memory. Tried to allocate 1 GiB: injected"
@@ -66,13 +66,13 @@ def break_step() -> None:
             if kind == "device":
                 raise torch.AcceleratorError("CUDA error: an illegal memory access: injected")
             raise RuntimeError("injected")
-        return launch(self, step, *more)
+        return launch(self, step, read)
 
-    def launch_nan(self: Any, step: Any, *more: Any) -> Any:
+    def launch_nan(self: Any, step: Any, read: bool) -> Any:
         compute = self.decoder.compute_logits
         self.decoder.compute_logits = lambda hidden: compute(hidden).fill_(float("nan"))
         try:
-            return launch(self, step, *more)
+            return launch(self, step, read)
         finally:
             self.decoder.compute_logits = compute
 
