@@ -25,6 +25,13 @@ class Difference:
         return "".join(f"[{s}]" if isinstance(s, int) else f".{s}" for s in self.steps).lstrip(".")
 
 
+def value_at(value: Any, steps: tuple[Step, ...]) -> Any:
+    """What is there in an object."""
+    for step in steps:
+        value = value[step]
+    return value
+
+
 def covers(live: Any, wanted: Any) -> bool:
     """Whether `live` has every field of `wanted`."""
     return next(differences(live, wanted), None) is None

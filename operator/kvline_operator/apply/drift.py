@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvline_contract.names import FIELD_MANAGER
-from kvline_operator.apply.difference import Difference, Step
+from kvline_operator.apply.difference import Difference, Step, value_at
 
 Object = dict[str, Any]
 # Kinds in which an additional field contradicts ours, so that the API server refuses both together.
@@ -131,10 +131,8 @@ def is_still_ours(live: Object, wanted: Object, difference: Difference) -> bool:
     items = [[k for k in fields if k[:2] in ("k:", "v:")] for fields in at if fields is not None]
     if not isinstance(difference.live, list):
         return bool(items)
-    asked: Any = wanted
-    for step in difference.steps:
-        asked = asked[step]
-    return any(not keys or len(keys) >= len(asked) for keys in items)
+    asked = len(value_at(wanted, difference.steps))
+    return any(not keys or len(keys) >= asked for keys in items)
 
 
 def _fields_at(fields: Object, live: Any, steps: tuple[Step, ...]) -> Object | None:
@@ -161,10 +159,7 @@ def without(live: Object, found: tuple[Foreign, ...]) -> Object:
         return live
     out = copy.deepcopy(live)
     for item in found:
-        place: Any = out
-        for step in item.steps[:-1]:
-            place = place[step]
-        del place[item.steps[-1]]
+        del value_at(out, item.steps[:-1])[item.steps[-1]]
     return out
 
 
@@ -179,22 +174,17 @@ def removal(live: Object, found: tuple[Foreign, ...], wanted: Object) -> list[Ob
         if isinstance(item.steps[-1], int):
             lists.setdefault(item.steps[:-1], []).append(item)
     emptied = {
-        at: _at(wanted, items[0].within)
-        for at, items in lists.items()
-        if len(items) == len(_at(live, at)) and _at(wanted, items[0].within)
+        steps: value_at(wanted, items[0].within)
+        for steps, items in lists.items()
+        if len(items) == len(value_at(live, steps)) and value_at(wanted, items[0].within)
     }
     # Before items of other lists are removed, which would shift what these lists are in.
     replaced = [
-        {"op": "replace", "path": _pointer(at), "value": items} for at, items in emptied.items()
+        {"op": "replace", "path": _pointer(steps), "value": items}
+        for steps, items in emptied.items()
     ]
     rest = (f for f in found if f.steps[:-1] not in emptied)
     return [held, *replaced, *({"op": "remove", "path": _pointer(f.steps)} for f in rest)]
-
-
-def _at(value: Any, steps: tuple[Step, ...]) -> Any:
-    for step in steps:
-        value = value[step]
-    return value
 
 
 def _pointer(steps: tuple[Step, ...]) -> str:

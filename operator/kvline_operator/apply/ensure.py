@@ -13,7 +13,7 @@ from enum import Enum, auto
 from typing import Any
 
 from kvline_operator.apply import drift
-from kvline_operator.apply.difference import Difference, covers, differences
+from kvline_operator.apply.difference import Difference, covers, differences, value_at
 from kvline_operator.apply.drift import Corrections, Foreign
 from kvline_operator.errors import Conflict, Deleting, Invalid, NameConflict
 from kvline_operator.kube import Kube
@@ -117,12 +117,10 @@ def _admitted(after: Object, wanted: Object, corrections: Corrections) -> tuple[
     return _disputes(wanted, [_made(each, wanted) for each in left], End.ADMITTED, version)
 
 
-def _made(difference: Difference, wanted: Any) -> str:
+def _made(difference: Difference, wanted: Object) -> str:
     """What admission has made of a field; of a list what it has added."""
-    for step in difference.steps:
-        wanted = wanted[step]
-    live = difference.live
-    if isinstance(live, list) and (more := [item for item in live if item not in wanted]):
+    live, asked = difference.live, value_at(wanted, difference.steps)
+    if isinstance(live, list) and (more := [item for item in live if item not in asked]):
         return f"{difference.path} has {json.dumps(more)[:100]} too"
     return f"{difference.path} is {json.dumps(live)[:100]}"
 
@@ -139,12 +137,9 @@ def _kept(live: Object, wanted: Object) -> Object:
     clean = drift.without(live, drift.foreign(live, wanted))
     found = (d for d in differences(clean, wanted) if d.steps[:2] == ("spec", "template"))
     admitted = [d for d in found if d.live is not None and drift.is_still_ours(clean, wanted, d)]
-    kept: Any = copy.deepcopy(wanted) if admitted else wanted
+    kept = copy.deepcopy(wanted) if admitted else wanted
     for item in admitted:
-        place = kept
-        for step in item.steps[:-1]:
-            place = place[step]
-        place[item.steps[-1]] = item.live
+        value_at(kept, item.steps[:-1])[item.steps[-1]] = item.live
     return dict(kept)
 
 

@@ -245,12 +245,9 @@ def _not_set_up_since(status: Object) -> str:
 
 def _node_is_silent(spec: Object, status: Object) -> bool:
     """Kubernetes makes a pod of such a node unready, and leaves the condition of its containers."""
-    others = spec.get("readinessGates")
-    return (
-        not others
-        and not is_ready(status)
-        and (condition_of(status, "ContainersReady").get("status") == "True")
-    )
+    if spec.get("readinessGates") or is_ready(status):
+        return False
+    return condition_of(status, "ContainersReady").get("status") == "True"
 
 
 def _is_fresh(status: Object, now: str) -> bool:
