@@ -163,6 +163,7 @@ def test_a_late_test_that_passes_alone_is_unstable_and_one_that_does_not_has_fai
         and "UNSTABLE" in output
         and "took 0.1 s" in output
         and output.endswith("0 skipped\n")
+        and re.search(r"FAILED .*::test_late\n  E .*NotInTime", output)
     )
     kept: dict[str, Any] = json.loads((folder / "test-run.json").read_text())
     assert [name.partition("::")[2] for name in kept["unstable"]] == ["test_late_once"]

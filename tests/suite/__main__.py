@@ -150,7 +150,7 @@ def close(run: Run) -> int:
     for name in unstable.unlisted(list(run.unstable), known):
         say(f"   docs/unstable.md does not list {name} yet")
     for name in summary.failures(run):
-        say(f"FAILED {name}")
+        say("\n".join([f"FAILED {name}", *summary.why(run, name)]))
     if run.unstable:
         say(f"{len(run.unstable)} unstable")
     say(f"\n{run.last_line()}")

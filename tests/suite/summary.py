@@ -17,6 +17,7 @@ from kvline_contract.times import now
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "build" / "test-run.json"
 FILES, FIXTURES = 20, 12  # lines of the table; the file has all
+MOST_LINES, WIDEST = 6, 300  # of an error: lines, and letters of one
 # What is no wait: the test computes, or programs do that it has started.
 REST = "compute"
 DIRTY = "-dirty"  # behind a commit that the tree differs from
@@ -135,6 +136,13 @@ def failures(run: Run) -> list[str]:
     ]
     checks = (name for name, good in run.checks.items() if not good)
     return [*wrong, *run.late, *checks, *run.faults]
+
+
+def why(run: Run, name: str) -> list[str]:
+    """The first lines of the error of a test that failed: a log may be cut before its traceback."""
+    outputs = [stage.tests[name].output for stage in run.stages if name in stage.tests]
+    lines = [line for line in "".join(outputs).splitlines() if line.startswith("E ")]
+    return [f"  {line[:WIDEST]}" for line in lines[:MOST_LINES]]
 
 
 def table(run: Run) -> str:
