@@ -19,7 +19,7 @@ from record import record, table
 from shapes import SHAPES
 
 from kvline_server.engine.engine import Engine
-from kvline_server.engine.largest_steps import worst_params
+from kvline_server.engine.stress.steps import worst_params
 from kvline_server.errors import DeviceOutOfMemory, StepFailed
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.memory.device import MIB

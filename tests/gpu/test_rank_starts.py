@@ -10,14 +10,14 @@ import pytest
 import torch
 from test_start import GIB, size
 
-from kvline_server.engine.largest_steps import SHORT
+from kvline_server.kernels.attention import SHORT_CHUNKS
 from kvline_server.memory.cuda import CudaDevice
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs here"),
 ]
-PROBE = 2 * (7 + len(SHORT))  # steps, those of each rank alone included
+PROBE = 2 * (7 + len(SHORT_CHUNKS))  # steps, those of each rank alone included
 FAULTS = Path(__file__).parents[1] / "server" / "faults"
 
 

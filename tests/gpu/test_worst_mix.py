@@ -21,7 +21,7 @@ from kvline_contract.launch import (
     Model,
 )
 from kvline_server.engine.engine import Engine
-from kvline_server.engine.largest_steps import worst_params
+from kvline_server.engine.stress.steps import worst_params
 from kvline_server.engine_process.start import start
 
 pytestmark = pytest.mark.gpu

@@ -15,8 +15,10 @@ import numpy as np
 
 from kvline_contract.memory import COLLECTIVES, KV_CACHE, WEIGHTS
 from kvline_contract.report import Attempt, Current, State
+from kvline_server.engine.stress.owners import StressSet
 from kvline_server.errors import DeviceOutOfMemory
 from kvline_server.ipc.messages import Progress
+from kvline_server.kernels.attention import SHORT_CHUNKS
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.device import MIB
 from kvline_server.memory.pages import PAGE_SIZE
@@ -105,6 +107,10 @@ class Machine:
         experts = (OwnedPart("experts", fixed=self.experts),) if self.experts else ()
         weights = OwnedPart(WEIGHTS, fixed=self.weights - self.experts)
         return (weights, *experts, OwnedPart(KV_CACHE, per_token=BYTES_PER_TOKEN))
+
+    @property
+    def stress(self) -> StressSet:
+        return StressSet(short_chunks=SHORT_CHUNKS if self.gpu else ())
 
     @property
     def nbytes(self) -> int:

@@ -37,13 +37,13 @@ from kvline_contract.memory import (
 )
 from kvline_contract.report import Binding, Outcome, Result, SizingReport, State
 from kvline_server.command.size import summary, waterfalls
-from kvline_server.engine.largest_steps import SHORT
 from kvline_server.errors import (
     ContextDoesNotFit,
     DeviceOutOfMemory,
     OutOfMemory,
     SizingError,
 )
+from kvline_server.kernels.attention import SHORT_CHUNKS
 from kvline_server.memory.device import MIB
 from kvline_server.parallel.executor import Executor
 from kvline_server.sizing.diagnosis import BEFORE, Diagnosis
@@ -55,7 +55,7 @@ from kvline_server.sizing.settings import EngineSettings
 
 FINGERPRINT = "f" * 32
 SMALL = replace(SETTINGS, model_max_len=64, max_prefill_tokens=32, max_running_requests=2)
-PLAYED = STRESS + len(SHORT)  # steps of the stress set, on a GPU
+PLAYED = STRESS + len(SHORT_CHUNKS)  # steps of the stress set, on a GPU
 EACH = [(ranks, rank) for ranks in (2, 3, 4) for rank in range(ranks)]
 BEFORE_SIZING = ["tune", "first pages", "warm-up", "capture"]
 AT_THE_FINAL_SIZE = ["map", "hold", "validate alone"]
@@ -92,7 +92,7 @@ class Start:
             return ProfileLoop(
                 device=first,
                 settings=self.wanted,
-                loaded=Loaded(executor, 1000, first.owned, FINGERPRINT, "bfloat16"),
+                loaded=Loaded(executor, 1000, first.owned, first.stress, FINGERPRINT, "bfloat16"),
                 send=self.notes,
                 store=AttemptStore(self.folder / "attempts.json"),
                 record_file=None,

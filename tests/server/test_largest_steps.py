@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 from kvline_contract.launch import Device
 from kvline_server.engine.batch import build
 from kvline_server.engine.engine import Engine
-from kvline_server.engine.largest_steps import LargestSteps, worst_params
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.scheduler import SHARED_TABLES, Work
+from kvline_server.engine.stress.bounds import Bounds
+from kvline_server.engine.stress.owners import StressSet
+from kvline_server.engine.stress.steps import worst_params
 from kvline_server.ipc.sampling_params import MAX_BIASES, SamplingParams
+from kvline_server.kernels.attention import SHORT_CHUNKS
 from kvline_server.kernels.layout import GREEDY
-from kvline_server.kernels.routing import Played
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
 from kvline_server.model.shard import Shard, tokens
@@ -30,9 +32,10 @@ from kvline_server.worker.step import Edits, InFlight, Results, Step, Table
 
 # Memory that is taken for each of these at once: one step has the most of all of them.
 TOGETHER = ("rows", "wanted", "sampled", "results", "sequences")
+CPU, GPU = StressSet(), StressSet(short_chunks=SHORT_CHUNKS)
 
 
-def stress(**changed: Any) -> LargestSteps:
+def bounds(**changed: Any) -> Bounds:
     settings: dict[str, Any] = {
         "max_running_requests": 8,
         "max_prefill_tokens": 64,
@@ -42,11 +45,11 @@ def stress(**changed: Any) -> LargestSteps:
         "pages": 100,
         "logprob_rows": 16,
     }
-    return LargestSteps(**(settings | changed))
+    return Bounds(**(settings | changed))
 
 
-def played(largest: LargestSteps) -> list[tuple[str, Step]]:
-    return [(name, make(Played.NOTHING).step) for name, make in largest.makers()]
+def played(bounds: Bounds, stress: StressSet = CPU) -> list[tuple[str, Step]]:
+    return [(play.name, play.make().step) for play in stress.plays(bounds)]
 
 
 def test_the_stress_set_plays_every_option_at_once() -> None:
@@ -61,7 +64,7 @@ def test_the_stress_set_plays_every_option_at_once() -> None:
 
 @pytest.mark.parametrize("aliased", [1 << 20, 0])
 def test_the_stress_set_s_steps_are_as_large_as_the_scheduler_s(aliased: int) -> None:
-    every = played(stress(aliased=aliased, short_chunks=True))
+    every = played(bounds(aliased=aliased), GPU)
     for name, step in every:
         rows = len(step.sampled_slots)
         assert step.listed.tolist() == list(range(rows)) and step.listed_top == 20 * (rows > 0)
@@ -86,9 +89,9 @@ def test_the_stress_set_s_steps_are_as_large_as_the_scheduler_s(aliased: int) ->
 def test_rows_and_context_of_a_last_chunk_are_in_other_steps_too() -> None:
     """So it holds no more than they do, where attention holds nothing for each pair of the two."""
 
-    def most(last_chunk: bool) -> list[int]:
-        steps = played(stress(aliased=1 << 20, short_chunks=True, last_chunk=last_chunk))
-        assert ("last-chunk" in dict(steps)) == last_chunk
+    def most(tiles: bool) -> list[int]:
+        steps = played(bounds(aliased=1 << 20), replace(GPU, tiles_context=tiles))
+        assert ("last-chunk" in dict(steps)) != tiles
         sizes = [
             (
                 len(step.tokens),
@@ -116,16 +119,15 @@ def test_short_chunks_reach_every_kernel_that_those_of_requests_do(
         packed = rows * queries
         return 16 if packed <= 16 else 64 if packed <= 64 else 128
 
-    largest = stress(
+    largest = bounds(
         max_running_requests=2,
         max_prefill_tokens=8192,
         max_top_logprobs=0,
         max_model_len=length,
         pages=65,
         aliased=1 << 20,
-        short_chunks=True,
     )
-    made = [step for name, step in played(largest) if name == "short-chunks"]
+    made = [step for name, step in played(largest, GPU) if name == "short-chunks"]
     of_requests = {kernel(rows) for rows in range(2, pages_for(length))}
     assert {kernel(len(step.tokens)) for step in made} >= of_requests
 
@@ -135,7 +137,7 @@ def test_the_stress_set_s_sequences_fit_whatever_the_pages(
     pages: int, running: int, prefill: int, longest: int
 ) -> None:
     """With 7 pages, four prompts of 28 tokens were to share them, each of which needs two."""
-    largest = stress(
+    largest = bounds(
         max_running_requests=running,
         max_prefill_tokens=max(running, prefill),
         max_top_logprobs=5,
@@ -337,7 +339,7 @@ def made_of(drawn: Allowed) -> list[Step]:
 def test_the_stress_set_has_at_least_as_much_of_each_as_any_step(drawn: Allowed) -> None:
     """Of prompts alone 7,680 to 8,191 of 8,192 rows reached the LM head, no row was greedy beside
     filtered ones, and of several ranks one had all edits and the others none."""
-    largest = stress(
+    largest = bounds(
         max_running_requests=drawn.running,
         max_prefill_tokens=drawn.prefill,
         max_top_logprobs=drawn.top,

@@ -20,6 +20,7 @@ from simulated import BYTES_PER_TOKEN, SETTINGS, Killed, Machine, Notes
 from kvline_contract.memory import GRAPHS, KV_CACHE, WEIGHTS
 from kvline_contract.report import Binding, Outcome, Result, Source, State
 from kvline_server.engine.batch import Batch
+from kvline_server.engine.stress.owners import StressSet
 from kvline_server.errors import ContextDoesNotFit, DeviceOutOfMemory, OutOfMemory
 from kvline_server.memory.device import MIB
 from kvline_server.sizing.loaded import Loaded
@@ -46,12 +47,11 @@ class Start:
         self.notes = Notes()
         self.record: Path | None = None
         self.pause: Callable[[float], None] = time.sleep
-        self.tiles_context = False
+        self.stress = made.stress
 
     def run(self, started: float = 0.0) -> Result:
         made = self.machine
-        loaded = Loaded(made, 1000, made.owned, FINGERPRINT, "bfloat16")
-        loaded = replace(loaded, tiles_context=self.tiles_context)
+        loaded = Loaded(made, 1000, made.owned, self.stress, FINGERPRINT, "bfloat16")
         return ProfileLoop(
             device=made,
             settings=self.wanted,
@@ -189,7 +189,7 @@ def test_a_last_chunk_is_always_validated_and_probed_where_it_may_take_more(
     tiles: bool, tmp_path: Path
 ) -> None:
     start = Start(machine(), tmp_path)
-    start.tiles_context = tiles
+    start.stress = StressSet(tiles_context=tiles)
     start.run()
     played = [(now.stage, now.name) for now in start.notes.currents if now.name == "last-chunk"]
     assert played == ([(4, "last-chunk")] if tiles else [(3, "last-chunk"), (4, "last-chunk")])
@@ -304,7 +304,7 @@ def shared(folder: Path, leaves: bool) -> tuple[ProfileLoop, list[float], Notes]
     loop = ProfileLoop(
         device=made,
         settings=replace(SETTINGS, max_model_len=40_000, model_max_len=40_000),
-        loaded=Loaded(made, 1000, made.owned, FINGERPRINT, "bfloat16"),
+        loaded=Loaded(made, 1000, made.owned, made.stress, FINGERPRINT, "bfloat16"),
         send=notes,
         store=AttemptStore(folder / "attempts.json"),
         record_file=None,

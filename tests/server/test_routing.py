@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_size import size
 
-from kvline_server.engine.largest_steps import LargestSteps
+from kvline_server.engine.stress.bounds import Bounds
+from kvline_server.engine.stress.owners import StressSet
 from kvline_server.kernels import torch_experts
 from kvline_server.kernels.routing import Played
 from kvline_server.kernels.torch_experts import Routes
@@ -50,7 +51,7 @@ def test_a_step_s_routing_is_that_of_every_layer_and_of_no_other_step(
 
     route = torch_experts.route
     monkeypatch.setattr(torch_experts, "route", routed)
-    largest = LargestSteps(
+    bounds = Bounds(
         max_running_requests=8,
         max_prefill_tokens=44,
         max_top_logprobs=0,
@@ -59,10 +60,15 @@ def test_a_step_s_routing_is_that_of_every_layer_and_of_no_other_step(
         pages=200,
         logprob_rows=16,
     )
-    make = dict(largest.makers())["prefill-one"]
-    for how in (Played.UNEQUAL, Played.EVEN, Played.NOTHING):
+    unequal, even = list(StressSet.of(made).plays(bounds))[:2]
+    (plain, *_) = StressSet().plays(bounds)
+    assert {play.name for play in (unequal, even, plain)} == {"prefill-one"}
+    for how, play in zip(
+        (Played.UNEQUAL, Played.EVEN, Played.NOTHING), (unequal, even, plain), strict=True
+    ):
         met.clear()
-        batch = make(how)
+        batch = play.make()
+        assert batch.step.routing is how
         made.launch(batch.step).wait()
         *every, last = met  # of the last layer the wanted rows alone count
         assert len(every) == made.decoder.config.layers - 1 > 0

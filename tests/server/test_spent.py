@@ -22,7 +22,7 @@ def spent(ranks: int = 1, routings: tuple[str, ...] = ("",)) -> Spent:
     made = Spent(ranks)
     for name, seconds, nbytes in (("prefill", 0.25, 3), ("decode", 0.5, 9), ("mixed", 0.125, 7)):
         for what in routings:
-            made.count_routing(what, seconds / 4, seconds / len(routings))
+            made.count_play(what, seconds / 4, seconds / len(routings))
         made.count(name, seconds, nbytes)
     return made
 

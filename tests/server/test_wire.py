@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvline_server.engine.largest_steps import LargestSteps
+from kvline_server.engine.stress.bounds import Bounds
+from kvline_server.engine.stress.owners import StressSet
 from kvline_server.kernels.layout import Draws, Layout
-from kvline_server.kernels.routing import Played
 from kvline_server.memory.pages import pages_for
 from kvline_server.parallel import wire
 from kvline_server.parallel.record import Record
@@ -129,7 +129,7 @@ def test_the_largest_steps_fit(
 ) -> None:
     room = wire.step_bytes(rows, running, length, vocabulary, ranks)
     pages = running * pages_for(length) + 1 if not aliased else 65
-    stress = LargestSteps(
+    bounds = Bounds(
         max_running_requests=running,
         max_prefill_tokens=rows,
         max_top_logprobs=20,
@@ -141,8 +141,8 @@ def test_the_largest_steps_fit(
         aliased=aliased,
     )
     memory = memoryview(bytearray(room))
-    for _, make in stress.makers():
-        STEP.write(memory, make(Played.NOTHING).step)
+    for play in StressSet().plays(bounds):
+        STEP.write(memory, play.make().step)
 
 
 def test_a_step_without_room_is_an_error() -> None:

@@ -63,10 +63,17 @@ class AttentionOptions:
 
 
 PLAIN = AttentionOptions()
+# Rows, or one less than the context has pages: FlashInfer's fa2 runs such chunks over an fp8 cache,
+# and has a kernel each for up to 16, up to 64 and more rows, times the queries of a key-value head.
+# CUDA loads a kernel when it first runs: these numbers reach all that service does. A CPU has no
+# kernels for these alone, which would be 3 of 25 s of SmolLM2's start.
+SHORT_CHUNKS = (2, 8, 32, 128)
 
 
 class Attention(ABC):
+    # Steps that the stress set plays for attention alone.
     tiles_context: bool = False  # holds nothing for each row and token of its context
+    short_chunks: tuple[int, ...] = ()  # rows that reach each of its kernels
 
     @property
     @abstractmethod

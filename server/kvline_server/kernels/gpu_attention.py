@@ -16,6 +16,7 @@ import torch
 from kvline_server.kernels import cuda_attention, cuda_write
 from kvline_server.kernels.attention import (
     PLAIN,
+    SHORT_CHUNKS,
     Attention,
     AttentionOptions,
     Heads,
@@ -45,6 +46,7 @@ class Plan:
 
 class GpuAttention(Attention):
     tiles_context = True
+    short_chunks = SHORT_CHUNKS
 
     def __init__(
         self,

@@ -17,7 +17,14 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvline_server.kernels.attention import PLAIN, Attention, AttentionOptions, Heads, SlotMapping
+from kvline_server.kernels.attention import (
+    PLAIN,
+    SHORT_CHUNKS,
+    Attention,
+    AttentionOptions,
+    Heads,
+    SlotMapping,
+)
 from kvline_server.kernels.layout import Layout
 from kvline_server.kernels.projection import Norm
 from kvline_server.kernels.rows import Rows
@@ -64,6 +71,7 @@ class TorchAttention(Attention):
         self.device = device
         self.dtype = dtype
         self.rows = rows
+        self.short_chunks = () if device.type == "cpu" else SHORT_CHUNKS
         # Keys and values of one gather.
         self.gathered = torch.empty((2, 0), dtype=dtype, device=device)
 

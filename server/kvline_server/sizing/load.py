@@ -12,6 +12,7 @@ import torch
 from kvline_contract.launch import LaunchConfig, LoadFormat
 from kvline_contract.memory import COLLECTIVES, KV_CACHE, WEIGHTS
 from kvline_contract.report import Provenance, Stage
+from kvline_server.engine.stress.owners import StressSet
 from kvline_server.errors import DeviceOutOfMemory, ModelNotFound
 from kvline_server.ipc.messages import Progress, SendProgress
 from kvline_server.kernels.fp8 import FP8
@@ -99,10 +100,9 @@ def load_model(
             *worker.decoder.weights.parts(),
             OwnedPart(KV_CACHE, per_token=cache.bytes_per_token),
         ),
+        stress=StressSet.of(worker),
         fingerprint=_fingerprint(launch, settings, provenance, device, worker.kernels),
         cache_dtype=_name(cache.dtype),
-        experts=model.experts is not None,
-        tiles_context=worker.kernels.attention.tiles_context,
         note=backend.note,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvline_contract.memory import COLLECTIVES
+from kvline_server.engine.stress.owners import StressSet
 from kvline_server.memory.parts import OwnedPart
 from kvline_server.parallel.executor import Executor
 
@@ -17,11 +18,10 @@ class Loaded:
     vocabulary: int
     # On every rank, loaded or of each token.
     owned: tuple[OwnedPart, ...]
+    stress: StressSet  # its largest steps
     fingerprint: str
     cache_dtype: str
-    experts: bool = False  # whether the model has a mixture of them
     note: str = ""  # Backend's
-    tiles_context: bool = False  # of Kernels
 
     @property
     def bytes_per_token(self) -> int:

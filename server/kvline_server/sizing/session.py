@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from operator import itemgetter
+from operator import attrgetter
 
 from kvline_contract import times
 from kvline_contract.progress import ready_at
 from kvline_contract.report import START_STAGES, Current, Stage, State
-from kvline_server.engine.largest_steps import LargestSteps, MakeBatch
+from kvline_server.engine.stress.bounds import Bounds
+from kvline_server.engine.stress.owners import Make, Play
 from kvline_server.ipc.messages import Progress, SendProgress
-from kvline_server.kernels.routing import Played
 from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.options.timeouts import LONGEST_STEP
@@ -33,12 +33,6 @@ PROBE_TOKENS = PROBE_PAGES * PAGE_SIZE
 MAX_TRIES = 4
 STEP_TRIES = 3
 NEIGHBOUR_PAUSE = 15.0  # seconds
-# Of a mixture of experts, with the words of a stage's detail.
-ROUTINGS = (
-    (Played.UNEQUAL, "every row to the same experts"),
-    (Played.EVEN, "rows to all experts alike"),
-)
-PLAIN = ((Played.NOTHING, ""),)
 
 
 @dataclass
@@ -111,13 +105,12 @@ class Session:
         names = [name for name, _ in groups]
         before, spent = self.device.now(), Spent(self.executor.ranks)
         try:
-            for index, (name, makers) in enumerate(groups):
+            for index, (name, plays) in enumerate(groups):
                 rest = self.remaining.rest(names[index:], names, bool(aliased))
                 self.at(name, index + 1, len(names), rest)
                 began = self.clock()
-                for routing, what in ROUTINGS if self.loaded.experts else PLAIN:
-                    for make in makers:
-                        spent.count_routing(what, *self._run_step(make, routing, limit))
+                for play in plays:
+                    spent.count_play(play.how, *self._run_step(play.make, limit))
                 seconds = self.clock() - began
                 spent.count(name, seconds, self.device.now() - before)
                 self.remaining.note(name, seconds)
@@ -126,10 +119,10 @@ class Session:
                 stage = spent.stage("stress" if aliased else "validate")
                 self.send(Progress(stage=stage, probed_ms=spent.slowest_ms if aliased else None))
 
-    def _stress_set(self, max_model_len: int, aliased: int) -> list[tuple[str, list[MakeBatch]]]:
+    def _stress_set(self, max_model_len: int, aliased: int) -> list[tuple[str, list[Play]]]:
         """By name, in order."""
         settings = self.settings
-        stress = LargestSteps(
+        bounds = Bounds(
             max_running_requests=settings.max_running_requests,
             max_prefill_tokens=settings.max_prefill_tokens,
             max_top_logprobs=settings.max_top_logprobs,
@@ -139,19 +132,15 @@ class Session:
             logprob_rows=settings.logprob_rows,
             ranks=self.executor.ranks,
             aliased=aliased,
-            short_chunks=self.device.gpu,
-            last_chunk=not (aliased and self.loaded.tiles_context),
         )
-        by_name = itertools.groupby(stress.makers(), key=itemgetter(0))
-        return [(name, [make for _, make in steps]) for name, steps in by_name]
+        by_name = itertools.groupby(self.loaded.stress.plays(bounds), key=attrgetter("name"))
+        return [(name, list(plays)) for name, plays in by_name]
 
-    def _run_step(
-        self, make: MakeBatch, routing: Played, limit: float = math.inf
-    ) -> tuple[float, float]:
+    def _run_step(self, make: Make, limit: float = math.inf) -> tuple[float, float]:
         """Once more while its peak is not known (Device.keep_peak). -> seconds that every rank
         alone took, and in all; raises StepTooLong where all together take longer than `limit`"""
         for again in range(STEP_TRIES - 1, -1, -1):
-            batch, started = make(routing), self.clock()
+            batch, started = make(), self.clock()
             if self.executor.ranks > 1:
                 self.executor.rehearse(batch.step)
             alone = self.clock() - started

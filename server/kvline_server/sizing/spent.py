@@ -13,7 +13,7 @@ class Spent:
 
     ranks: int
     steps: dict[str, float] = field(default_factory=dict)  # by name
-    routings: dict[str, float] = field(default_factory=dict)  # by what a detail calls them
+    ways: dict[str, float] = field(default_factory=dict)  # of playing them, by their words
     alone: float = 0.0  # that each rank ran the steps alone
     highest: int | None = None  # beyond what was in use before
 
@@ -22,11 +22,11 @@ class Spent:
         self.steps[name] = seconds
         self.highest = nbytes if self.highest is None else max(self.highest, nbytes)
 
-    def count_routing(self, what: str, alone: float, whole: float) -> None:
-        """Of a step. `what` is empty for a model that routes no rows."""
+    def count_play(self, how: str, alone: float, whole: float) -> None:
+        """Of a step. `how` is empty where it is played in one way only."""
         self.alone += alone
-        if what:
-            self.routings[what] = self.routings.get(what, 0.0) + whole
+        if how:
+            self.ways[how] = self.ways.get(how, 0.0) + whole
 
     @property
     def slowest_ms(self) -> int:
@@ -35,7 +35,7 @@ class Spent:
     def stage(self, name: str) -> Stage:
         slowest = max(self.steps, key=self.steps.__getitem__)
         texts = [f"{len(self.steps)} steps, the longest {slowest} {self.slowest_ms} ms"]
-        texts += [f"{what} {_ms(seconds)} ms" for what, seconds in self.routings.items()]
+        texts += [f"{how} {_ms(seconds)} ms" for how, seconds in self.ways.items()]
         if self.ranks > 1:
             texts.append(f"each of {self.ranks} ranks alone {_ms(self.alone)} ms, then together")
         return Stage(name, _ms(sum(self.steps.values())), self.highest or 0, ", ".join(texts))

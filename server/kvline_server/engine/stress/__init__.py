@@ -1,0 +1,1 @@
+"""The stress set: the largest steps of service, by owner."""

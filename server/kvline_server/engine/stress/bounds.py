@@ -1,0 +1,129 @@
+"""What bounds the steps of service under some settings, and the most that sequences have of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvline_server.memory.pages import PAGE_SIZE, pages_for
+
+
+class Span(NamedTuple):
+    """Of a step: `rows` of a sequence's tokens from position `start` on. A single row is a decode,
+    more are a prompt's, whose next token is sampled where they are its last."""
+
+    tokens: int
+    start: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Settings, and the `pages` of the KV cache, the dummy page included. With `aliased` tokens
+    page tables may repeat these, for so many in all."""
+
+    max_running_requests: int
+    max_prefill_tokens: int
+    max_top_logprobs: int
+    max_model_len: int
+    vocabulary: int
+    pages: int
+    logprob_rows: int  # that the LM head gets at once
+    ranks: int = 1
+    aliased: int = 0  # tokens; 0: every page has its own
+
+    @property
+    def _room(self) -> int:
+        """Pages that the sequences of one step may have in total."""
+        return self.aliased // PAGE_SIZE if self.aliased else self.pages - 1
+
+    @property
+    def _running(self) -> int:
+        """The number of sequences that run at once with at least one page each."""
+        return max(1, min(self.max_running_requests, self._room))
+
+    @property
+    def _longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return min(self.max_model_len, self._room * PAGE_SIZE)
+
+    def _shared(self, sequences: int, room: int) -> list[int]:
+        """The most tokens of each that so many sequences have in so many pages, the fewest first.
+        Longer ones could only have more where others have fewer."""
+        each, more = divmod(room, max(1, sequences))
+        held = [each] * (sequences - more) + [each + 1] * more
+        return [min(self.max_model_len, pages * PAGE_SIZE) for pages in held]
+
+    def _fewest(self, rows: int, computed: int) -> list[int]:
+        """Tokens of as few sequences as have so many rows beyond `computed` ones of each, or as
+        have the most of all; the longest first."""
+
+        def of(count: int) -> int:
+            held, more = divmod(self._room, count)
+            few, many = (min(self.max_model_len, n * PAGE_SIZE) for n in (held, held + 1))
+            return min(rows, (count - more) * few + more * many - count * computed)
+
+        enough = min(self._running, -(-rows // max(1, self._longest - computed)))
+        if of(enough) < rows:
+            enough = max(range(1, self._running + 1), key=of)
+        return self._shared(enough, self._room)[::-1]
+
+    def first_chunks(self) -> list[Span]:
+        """Prompt tokens alone: whole prompts and the beginning of another, which has no row that is
+        not scored. No step has more scored rows."""
+        spans, left = list[Span](), self.max_prefill_tokens
+        for length in self._fewest(left, 0):
+            rows = min(length, left)
+            left -= rows
+            if rows:
+                spans.append(Span(min(rows + 1, length), 0, rows))
+        return spans
+
+    def many_ends(self) -> list[Span]:
+        """The ends of all prompts that run at once and fill the cache: every row is scored or
+        sampled, as many as can be are sampled, and the penalties are of all tokens of the cache."""
+        lengths = self._shared(self._running, self._room)
+        spans, left = list[Span](), self.max_prefill_tokens
+        for index, length in enumerate(lengths):
+            rows = min(length, -(-left // (len(lengths) - index)))
+            left -= rows
+            spans.append(Span(length, length - rows, rows))
+        return spans
+
+    def long_ends(self) -> list[Span]:
+        """The last chunk of the longest prompt, and where it is shorter than a step, of others. A
+        token of each was computed before: only such chunks need a mask of their context."""
+        spans, left = list[Span](), self.max_prefill_tokens
+        for length in self._fewest(left, 1):
+            rows = min(length - 1, left)
+            left -= rows
+            if rows:
+                spans.append(Span(length, length - rows, rows))
+        return spans
+
+    def short_chunk(self, rows: int) -> list[Span]:
+        """The last rows of the longest prompt: so many, or one less than it has pages, which need a
+        mask of their context."""
+        rows = min(rows, self.max_prefill_tokens, max(2, pages_for(self._longest) - 1))
+        return [Span(self._longest, self._longest - rows, rows)]
+
+    def decodes(self) -> list[Span]:
+        """One token per sequence: the first has the full length, the others share what is left."""
+        others = self._running - 1
+        first = min(self.max_model_len, (self._room - others) * PAGE_SIZE)
+        rest = self._shared(others, self._room - pages_for(first))
+        return [Span(length, length - 1, 1) for length in (first, *rest)]
+
+    def sampled_at_once(self) -> list[Span]:
+        """As many decodes as the LM head gets at once, which share all: no chunk has more edits."""
+        lengths = self._shared(min(self._running, self.logprob_rows), self._room)
+        return [Span(length, length - 1, 1) for length in lengths]
+
+    def mixed(self) -> list[Span]:
+        """All sequences but one decode, and one prompt fills the rest of the step. It is computed
+        from its first token on: with a long context this would take as long as the last chunk."""
+        decodes = self._running - 1
+        room = (self._room - decodes) * PAGE_SIZE
+        prompt = min(self.max_model_len, self.max_prefill_tokens - decodes, room)
+        rest = self._shared(decodes, self._room - pages_for(prompt))
+        return [*(Span(n, n - 1, 1) for n in rest), Span(prompt, 0, prompt)]

@@ -1,0 +1,63 @@
+"""A step of the stress set as those of requests are built.
+
+While probing, page tables repeat a few physical pages, so that full lengths run with little memory;
+at the final size every sequence has its own pages.
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from dataclasses import replace
+
+from kvline_server.engine.batch import Batch, build
+from kvline_server.engine.request import Sequence
+from kvline_server.engine.scheduler import Work
+from kvline_server.engine.stress.bounds import Bounds, Span
+from kvline_server.engine.stress.vocabulary import ALIKE, Other, beside, on_every_rank
+from kvline_server.ipc.sampling_params import MAX_BIASES, SamplingParams
+from kvline_server.memory.pages import DUMMY_PAGE, pages_for
+
+
+def worst_params(vocabulary: int, top: int) -> SamplingParams:
+    """Every option of a request at once. The largest top_k needs the largest sort."""
+    return SamplingParams(
+        max_tokens=1 << 30,
+        temperature=0.8,
+        top_p=0.9,
+        top_k=vocabulary,
+        min_p=0.01,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        repetition_penalty=1.1,
+        logit_bias={i * vocabulary // MAX_BIASES: -1.0 for i in range(MAX_BIASES)},
+        ignore_eos=True,
+        logprobs=top,
+        prompt_logprobs=top,
+    )
+
+
+def batch(
+    bounds: Bounds, spans: list[Span], other: Other = ALIKE, params: SamplingParams | None = None
+) -> Batch:
+    """With `other` sampling of one row in each chunk of the LM head. Without `params` each sequence
+    has every option."""
+    asked = params or worst_params(bounds.vocabulary, bounds.max_top_logprobs)
+    real = range(DUMMY_PAGE + 1, bounds.pages)
+    pages = itertools.cycle(real) if bounds.aliased else iter(real)
+    longest = max(span.tokens for span in spans)
+    ids = [i % bounds.vocabulary for i in range(longest + len(spans))]
+    work = []
+    for index, (length, start, rows) in enumerate(spans):
+        tokens = ids[index : index + length]
+        decode = rows == 1 < length == start + 1
+        prompt = length - 1 if decode else length
+        sequence = Sequence(id=-1, tokens=tokens, prompt_length=prompt, params=asked)
+        sequence.pages = array("i", itertools.islice(pages, pages_for(start + rows)))
+        sequence.computed = start
+        work.append(Work(sequence, start, rows))
+    written = sum(item.rows for item in work)
+    cleared = itertools.cycle(real) if real else ()  # of a step, as many as it may take
+    made = build(work, list(itertools.islice(cleared, pages_for(written) + len(work))))
+    step = on_every_rank(beside(made.step, other, bounds.logprob_rows), bounds)
+    return replace(made, step=step)
