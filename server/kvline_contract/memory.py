@@ -17,6 +17,7 @@ PROCESSES = "other-processes"  # on a CPU the container's others, on a GPU all t
 CODE = "code"  # file pages of programs that run
 CLIENTS = "clients"  # what requests may make HTTP processes hold
 SLACK = "slack"  # for what the same steps may take more when they are repeated
+LOADED = (WEIGHTS, SCALES, EXPERTS)  # of a model's tensors
 FIGURES = (WEIGHTS, ACTIVATIONS, GRAPHS, KV_CACHE, HEADROOM, OTHERS)  # of MemoryV1, in its order
 MAX_PARTS = 24  # of a report of version 3
 # Of earlier ones and of what no request names a version for. The API server refuses a longer list,

@@ -13,7 +13,7 @@ from typing import ClassVar, TypeVar
 
 import numpy as np
 
-from kvline_contract.memory import COLLECTIVES, KV_CACHE, WEIGHTS
+from kvline_contract.memory import KV_CACHE, WEIGHTS
 from kvline_contract.report import Attempt, Current, State
 from kvline_server.engine.stress.owners import StressSet
 from kvline_server.errors import DeviceOutOfMemory
@@ -24,6 +24,7 @@ from kvline_server.memory.device import MIB
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.memory.parts import OwnedPart
 from kvline_server.parallel.executor import Usage
+from kvline_server.sizing.loaded import exchanged
 from kvline_server.sizing.settings import EngineSettings
 from kvline_server.worker.step import Results, Step
 
@@ -193,7 +194,7 @@ class Gpu(Machine):
 
     @property
     def owned(self) -> tuple[OwnedPart, ...]:
-        taken = (OwnedPart(COLLECTIVES, fixed=self.collectives),) if self.collectives else ()
+        taken = (exchanged(self.collectives),) if self.collectives else ()
         return (*super().owned, *taken)
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from kvline_contract.codec import ContractError, camel, encode
 from kvline_contract.launch import Device, EngineOptions, LaunchConfig
-from kvline_contract.memory import EXPERTS, KV_CACHE, SCALES, WEIGHTS
+from kvline_contract.memory import KV_CACHE, LOADED
 from kvline_contract.report import SizingReport
 from kvline_server.command.size import INTERRUPTED, add_record, measure
 from kvline_server.errors import ModelUnsupported
@@ -170,7 +170,7 @@ def table(measured: list[Measured]) -> Table:
             made.add_row(each.name, *["-"] * 5)
             continue
         memory = result.ranks[result.binding_rank]
-        weights = sum(memory.mib(part) for part in (WEIGHTS, EXPERTS, SCALES))
+        weights = sum(memory.mib(part) for part in LOADED)
         made.add_row(
             each.name,
             f"{result.kv_tokens:,}",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from kvline_contract.report import Direction, Knob
 from kvline_server.errors import DeviceOutOfMemory, StepTooLong
+from kvline_server.memory import parts
 from kvline_server.memory.device import MIB
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
 from kvline_server.sizing.offers import (
@@ -157,7 +158,8 @@ class Adviser:
         elif (self.grown or self.lengthened) and not self.validated:
             tokens = self.least if self.least > LEAST else min(self.target, PROBE_TOKENS)
             reserved = self.settings.reserved(tokens) + self.session.device.slack
-            cache = (tokens + PAGE_SIZE) * self.session.loaded.bytes_per_token
+            owned, running = self.session.loaded.owned, self.settings.max_running_requests
+            cache = parts.growing(owned, tokens + PAGE_SIZE, running)
             grows = max(
                 extrapolated(self.grown, self.settings.max_prefill_tokens),
                 extrapolated(self.lengthened, tokens),

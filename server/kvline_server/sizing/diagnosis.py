@@ -10,9 +10,7 @@ from dataclasses import dataclass
 
 from kvline_contract.memory import (
     ACTIVATIONS,
-    CLIENTS,
     CODE,
-    COLLECTIVES,
     GRAPHS,
     HEADROOM,
     KV_CACHE,
@@ -26,7 +24,7 @@ from kvline_contract.report import Attempt, Binding, Direction, Knob
 from kvline_server.errors import ContextDoesNotFit, OutOfMemory
 from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.pages import PAGE_SIZE
-from kvline_server.memory.parts import OwnedPart
+from kvline_server.memory.parts import OwnedPart, growing, lent, loaded, outside
 from kvline_server.parallel.executor import Usage
 from kvline_server.sizing.breakdown import Taken, needed, sentence, whole
 from kvline_server.sizing.offers import CONTEXT_FIELD, MEMORY_FIELD, Offer, advice, knobs
@@ -74,7 +72,8 @@ class Diagnosis:
             Taken(GRAPHS, self.graphs),
             Taken(KV_CACHE, kv_bytes),
             Taken(HEADROOM, free_bytes),
-            *self._outside(usage, kv_tokens),
+            *self._outside(usage),
+            *self._lent(kv_tokens),
         ]
         return whole(self.limit, parts, self._runtime_detail(), self._gpu())
 
@@ -83,9 +82,8 @@ class Diagnosis:
         what they leave for the KV cache."""
         parts = self._resting()
         if self.stressed:
-            parts += [Taken(ACTIVATIONS, self.growth), *self._spare()]
+            parts += [*self._lent(), Taken(ACTIVATIONS, self.growth), *self._spare()]
         else:  # the stress did not survive: it took all that was left, and needs more
-            parts = [part for part in parts if part.name != CLIENTS]
             left = self.limit - sum(max(0, part.nbytes) for part in parts)
             parts.append(Taken(ACTIVATIONS, left, UNKNOWN))
         return needed(self.limit, parts, self._gpu())
@@ -93,31 +91,32 @@ class Diagnosis:
     def _resting(self) -> list[Taken]:
         """What is in use between stresses, without a KV cache."""
         usage = self._used()
-        outside = self._outside(usage, 0)
-        others = sum(part.nbytes for part in outside if part.name == PROCESSES)
+        beside = self._outside(usage)
+        others = sum(part.nbytes for part in beside if part.name == PROCESSES)
         named = self.loaded_bytes + self.graphs + others + self._kept(usage)
         runtime = Taken(RUNTIME, usage.used - usage.kv - named, self._runtime_detail())
-        return [*self._owned(), Taken(GRAPHS, self.graphs), runtime, *outside]
+        return [*self._owned(), Taken(GRAPHS, self.graphs), runtime, *beside]
 
     @property
     def loaded_bytes(self) -> int:
         """What the load puts on the device: weights, nearly all."""
-        return sum(part.fixed for part in self.owned)
-
-    @property
-    def collectives(self) -> int:
-        """What the exchange between ranks takes, outside the allocator whose bytes are counted."""
-        return sum(part.fixed for part in self.owned if part.name == COLLECTIVES)
+        return loaded(self.owned)
 
     def weights_do_not_fit(self, free: int) -> OutOfMemory:
         """`free` bytes were free before they were loaded."""
         device, used = self.device, self.limit - free
         usage = Usage(self.limit, used, device.now(), 0, 0, device.working_files())
         runtime = Taken(RUNTIME, 0 if device.gpu else usage.now, self._runtime_detail())
-        parts = [*self._owned(), runtime, *self._outside(usage, 0), *self._spare()]
+        parts = [
+            *self._owned(),
+            runtime,
+            *self._outside(usage),
+            *self._lent(),
+            *self._spare(),
+        ]
         memory = needed(self.limit, parts, self._gpu())
         offers = () if self.device.gpu else (self._more_memory(parts),)
-        weights = (self.loaded_bytes - self.collectives) // MIB
+        weights = (self.loaded_bytes - outside(self.owned)) // MIB
         return OutOfMemory(
             f"the weights ({weights} MiB) and their runtime do not fit: "
             f"{max(0, free) // MIB} MiB of {self.limit // MIB} MiB are free{self._where()}; "
@@ -130,7 +129,7 @@ class Diagnosis:
 
     def untried(self, what: str, lower: tuple[Offer, ...]) -> OutOfMemory:
         """Memory was missing before a stress was played. `lower` are settings that might help."""
-        parts = [*self._resting(), *self._spare()]
+        parts = [*self._resting(), *self._lent(), *self._spare()]
         memory = needed(self.limit, parts, self._gpu())
         offers = tuple(o for o in lower if o.knob.direction is Direction.LOWER)
         if not self.device.gpu:
@@ -205,9 +204,16 @@ class Diagnosis:
         )
 
     def _owned(self) -> list[Taken]:
-        return [Taken(part.name, part.fixed) for part in self.owned if part.fixed]
+        return [Taken(part.name, part.fixed, part.detail) for part in self.owned if part.fixed]
 
-    def _outside(self, usage: Usage, kv_tokens: int) -> list[Taken]:
+    def _lent(self, kv_tokens: int = 0) -> list[Taken]:
+        """Beside a KV cache of so many tokens. On a GPU these are few bytes, of the runtime."""
+        if self.device.gpu:
+            return []
+        taken = [Taken(p.name, lent([p], kv_tokens), p.detail) for p in self.settings.lent]
+        return [part for part in taken if part.nbytes >= MIB]
+
+    def _outside(self, usage: Usage) -> list[Taken]:
         """What is not the engine's own: other processes first."""
         if self.device.gpu:
             held = self.neighbours + (self.arrived if self.displaced else 0)
@@ -215,11 +221,9 @@ class Diagnosis:
             if detail and self.ranks > 1:
                 detail += f" on {self.name}"
             return [Taken(PROCESSES, held, detail or BEFORE)]
-        clients = self.settings.reserved(kv_tokens) - self.settings.headroom_mib * MIB
         parts = [
             Taken(PROCESSES, usage.used - usage.now, "parent, HTTP and kernel"),
             Taken(CODE, usage.files, "file pages of what runs"),
-            Taken(CLIENTS, clients, "what requests make HTTP hold, and page tables"),
         ]
         return [part for part in parts if part.nbytes >= MIB]
 
@@ -287,8 +291,9 @@ class Diagnosis:
     def _more_memory(self, parts: list[Taken]) -> Offer:
         """What the parts that are known need, with the smallest cache that would do."""
         tokens = max(self.settings.max_model_len or 0, SMALLEST) + PAGE_SIZE
-        each = sum(part.per_token for part in self.owned) + self.settings.reserved_per_token
-        missing = sum(max(0, part.nbytes) for part in parts) + tokens * each - self.limit
+        every, running = (*self.owned, *self.settings.lent), self.settings.max_running_requests
+        taken = sum(max(0, part.nbytes) for part in parts)
+        missing = taken + growing(every, tokens, running) - self.limit
         if missing <= 0:  # what else was missing is not known
             return Offer(Knob(MEMORY_FIELD, Direction.RAISE))
         return Offer.of_memory(-(-(self.limit + missing) // MIB) * self.ranks, None)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from kvline_contract.launch import LaunchConfig, LoadFormat
-from kvline_contract.memory import COLLECTIVES, KV_CACHE, WEIGHTS
+from kvline_contract.memory import KV_CACHE, WEIGHTS
 from kvline_contract.report import Provenance, Stage
 from kvline_server.engine.stress.owners import StressSet
 from kvline_server.errors import DeviceOutOfMemory, ModelNotFound
@@ -32,7 +32,7 @@ from kvline_server.model.linear import TensorSource
 from kvline_server.model.shard import Shard, local
 from kvline_server.parallel.executor import Local
 from kvline_server.sizing.diagnosis import Diagnosis
-from kvline_server.sizing.loaded import Loaded
+from kvline_server.sizing.loaded import Loaded, exchanged
 from kvline_server.sizing.record import fingerprint
 from kvline_server.sizing.settings import EngineSettings
 from kvline_server.worker.backend import Backend
@@ -82,7 +82,7 @@ def load_model(
             del source
             device.settle()
     except DeviceOutOfMemory as error:
-        owned = OwnedPart(WEIGHTS, fixed=expected), OwnedPart(COLLECTIVES, fixed=collectives)
+        owned = OwnedPart(WEIGHTS, fixed=expected), exchanged(collectives)
         rank = _diagnosis(backend, settings, owned, used - collectives, group)
         raise rank.weights_do_not_fit(device.limit - used) from error
     ms = round((time.monotonic() - started) * 1000)

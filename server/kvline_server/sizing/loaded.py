@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from kvline_contract.memory import COLLECTIVES
 from kvline_server.engine.stress.owners import StressSet
+from kvline_server.memory import parts
 from kvline_server.memory.parts import OwnedPart
 from kvline_server.parallel.executor import Executor
 
@@ -25,9 +26,14 @@ class Loaded:
 
     @property
     def bytes_per_token(self) -> int:
-        return sum(part.per_token for part in self.owned)
+        return parts.per_token(self.owned)
 
     def on(self, executor: Executor, collectives: int) -> Loaded:
         """The same on all ranks of an executor, whose exchange takes so many bytes of each."""
-        part = OwnedPart(COLLECTIVES, fixed=collectives)
+        part = exchanged(collectives)
         return replace(self, executor=executor, owned=(*self.owned, part))
+
+
+def exchanged(nbytes: int) -> OwnedPart:
+    """What the exchange between ranks takes."""
+    return OwnedPart(COLLECTIVES, fixed=nbytes, outside=True)

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from kvline_contract.memory import HEADROOM, Memory
 from kvline_contract.report import Result
+from kvline_server.memory import parts
 from kvline_server.memory.device import Device
 from kvline_server.memory.parts import OwnedPart
 from kvline_server.parallel.executor import Executor, Usage
@@ -83,7 +84,7 @@ class Measurement:
     def count_arrived(self) -> None:
         """Bytes that others took since this start began."""
         for rank, usage in zip(self.ranks, self.read(), strict=True):
-            ours = usage.now + usage.kv + rank.graphs + rank.collectives
+            ours = usage.now + usage.kv + rank.graphs + parts.outside(rank.owned)
             rank.arrived = max(0, usage.used - ours - rank.neighbours)
 
     def arrived(self) -> tuple[int, ...]:

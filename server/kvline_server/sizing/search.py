@@ -7,6 +7,7 @@ from collections.abc import Callable
 from kvline_contract.report import Outcome
 from kvline_server.errors import DeviceFailure, DeviceOutOfMemory
 from kvline_server.ipc.messages import Progress
+from kvline_server.memory import parts
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
 from kvline_server.sizing.session import (
     MAX_TRIES,
@@ -129,7 +130,8 @@ class Search:
         """That fit every rank beside the peak since `rest`."""
         smallest = min(self.measured.budgets(self.settings.reserved() + self.session.device.slack))
         # One page more is the dummy's, which holds no token of anybody.
-        return (smallest // self.session.bytes_per_token // PAGE_SIZE - 1) * PAGE_SIZE
+        tokens = parts.fitting(self.session.owned, smallest, self.settings.max_running_requests)
+        return (tokens // PAGE_SIZE - 1) * PAGE_SIZE
 
 
 def between(long: tuple[int, int], short: tuple[int, int], wanted: int) -> int:

@@ -17,8 +17,10 @@ from kvline_contract.report import START_STAGES, Current, Stage, State
 from kvline_server.engine.stress.bounds import Bounds
 from kvline_server.engine.stress.owners import Make, Play
 from kvline_server.ipc.messages import Progress, SendProgress
+from kvline_server.memory import parts
 from kvline_server.memory.device import MIB, Device
 from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.memory.parts import OwnedPart
 from kvline_server.options.timeouts import LONGEST_STEP
 from kvline_server.sizing import pace
 from kvline_server.sizing.loaded import Loaded
@@ -90,7 +92,12 @@ class Session:
     @property
     def bytes_per_token(self) -> int:
         """Of a rank, with what is reserved beside each."""
-        return self.loaded.bytes_per_token + self.settings.reserved_per_token
+        return parts.per_token(self.owned)
+
+    @property
+    def owned(self) -> tuple[OwnedPart, ...]:
+        """Of a rank, what settings lend included."""
+        return (*self.loaded.owned, *self.settings.lent)
 
     def lowest_free(self) -> int:
         """MiB."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from kvline_contract.launch import Device, KVCacheDtype, LaunchConfig
+from kvline_contract.memory import CLIENTS
 from kvline_contract.report import Effective
 from kvline_server.engine.scheduler import SHARED_TABLES
 from kvline_server.errors import ConfigInvalid
 from kvline_server.kernels.sampling import LOGIT_BLOCK
+from kvline_server.memory import parts
 from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.memory.parts import OwnedPart
 from kvline_server.model import shard
 from kvline_server.model.config import ModelConfig
 from kvline_server.options.clients import ENGINE_QUEUED_BYTES, QUEUED_BYTES, ClientLimits
@@ -84,13 +87,19 @@ class EngineSettings:
 
     def reserved(self, kv_tokens: int = 0) -> int:
         """Bytes beside a KV cache of so many tokens, allocated while its size is validated."""
-        shared = self.client_bytes + kv_tokens * self.reserved_per_token
-        return (self.headroom_mib << 20) + shared
+        return (self.headroom_mib << 20) + parts.lent(self.lent, kv_tokens)
 
     @property
-    def reserved_per_token(self) -> int:
-        """Bytes beside each token of the KV cache."""
-        return self.client_bytes_per_token + self.table_bytes_per_token
+    def lent(self) -> tuple[OwnedPart, ...]:
+        return (
+            OwnedPart(
+                CLIENTS,
+                fixed=self.client_bytes,
+                per_token=self.client_bytes_per_token + self.table_bytes_per_token,
+                lent=True,
+                detail="what requests make HTTP hold, and page tables",
+            ),
+        )
 
     @property
     def wanted_len(self) -> int:
