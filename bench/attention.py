@@ -22,7 +22,7 @@ from shapes import LLAMA8B
 from kvline_server.kernels.attention import Heads, PageTables, SlotMapping
 from kvline_server.kernels.fp8 import FP8
 from kvline_server.kernels.interface import Kernels
-from kvline_server.kernels.layout import Layout
+from kvline_server.kernels.layout import GroupLayout, Layout
 from kvline_server.memory.arena import KVLayer
 from kvline_server.memory.pages import PAGE_SIZE
 
@@ -68,11 +68,16 @@ def layout(counts: list[int], lengths: list[int], rng: np.random.Generator) -> L
     return Layout(
         decodes=int((count == 1).sum()),
         row_starts=starts[0],
-        lengths=length,
-        page_starts=starts[1],
-        pages=pages,
         positions=positions,
-        slots=page.astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE,
+        groups=(
+            GroupLayout(
+                lengths=length,
+                page_starts=starts[1],
+                pages=pages,
+                slots=page.astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE,
+                cleared=np.zeros(0, np.int64),
+            ),
+        ),
     )
 
 
@@ -137,10 +142,11 @@ def over_fp8(layers: list[KVLayer], name: str, made: Layout) -> list[str]:
     fa2 = PagedAttention(shape, kernels.dtype, FP8, "fa2", causal, floats)
     q = torch.randn((made.rows, *shape[::2]), device="cuda", dtype=kernels.dtype)
     out, scale = torch.empty_like(q), LLAMA8B.head_dim**-0.5
-    plan = kernels.attention.plan(made)
-    last = (made.lengths - 1) % PAGE_SIZE + 1
-    arrays = (made.row_starts, made.page_starts, made.pages, last)
-    host = (made.row_starts, made.page_starts, made.lengths)
+    plan = kernels.attention.plan(made, 0, 0)
+    (group,) = made.groups
+    last = (group.lengths - 1) % PAGE_SIZE + 1
+    arrays = (made.row_starts, group.page_starts, group.pages, last)
+    host = (made.row_starts, group.page_starts, group.lengths)
     planned = fa2.plan(PageTables(*host, *kernels.upload(*arrays)))
 
     def ours() -> None:
@@ -154,7 +160,7 @@ def over_fp8(layers: list[KVLayer], name: str, made: Layout) -> list[str]:
     each = [milliseconds(captured(work)) for work in (ours, flashinfer_s)]
     took, other = (1e3 * median(times) / LAYERS for times in each)
     spread = (1e3 * each[0][0] / LAYERS, 1e3 * each[0][-1] / LAYERS)
-    rate = int(made.lengths.sum()) * 2 * LLAMA8B.kv_heads * LLAMA8B.head_dim / took / 1e6
+    rate = int(made.groups[0].lengths.sum()) * 2 * LLAMA8B.kv_heads * LLAMA8B.head_dim / took / 1e6
     shown = f"{rate:.2f}" if made.decodes else ""
     gpu = torch.cuda.get_device_name(0)
     record(f"fp8kv-attention-us-{name.replace(' ', '-')}", took, "us", spread, gpu)
@@ -162,11 +168,11 @@ def over_fp8(layers: list[KVLayer], name: str, made: Layout) -> list[str]:
 
 
 def measure(kernels: Kernels, held: dict[str, list[KVLayer]], name: str, made: Layout) -> list[str]:
-    plan = kernels.attention.plan(made)
+    plan = kernels.attention.plan(made, 0, 0)
     count = LLAMA8B.heads + 2 * LLAMA8B.kv_heads
     heads = torch.randn(made.rows, count, 128, device="cuda", dtype=torch.bfloat16)
     rope = kernels.attention.rope_table(*torch.ones(2, 8192, 64))
-    where = SlotMapping(*kernels.upload(made.positions, made.slots))
+    where = SlotMapping(*kernels.upload(made.positions, made.groups[0].slots))
     fused = Heads(heads, LLAMA8B.heads, LLAMA8B.kv_heads, None, None, 1e-5)
 
     def all_layers(layers: list[KVLayer]) -> None:
@@ -178,10 +184,10 @@ def measure(kernels: Kernels, held: dict[str, list[KVLayer]], name: str, made: L
     for kind, layers in (*held.items(), *held.items()):
         took = median(milliseconds(partial(all_layers, layers)))
         times[kind] = min(times.get(kind, took), took)
-    read = int(made.lengths.sum()) * 2 * LLAMA8B.kv_heads * 128 * 2 * LLAMA8B.layers
+    read = int(made.groups[0].lengths.sum()) * 2 * LLAMA8B.kv_heads * 128 * 2 * LLAMA8B.layers
     started = time.perf_counter()
     for _ in range(10):
-        kernels.attention.plan(made)
+        kernels.attention.plan(made, 0, 0)
     host = (time.perf_counter() - started) / 10 * 1e3
     figures = [*(times[k] for k in held), read / times["by page"] / 1e9, host]
     return [name, *(f"{figure:.2f}" for figure in figures)]

@@ -14,8 +14,9 @@ from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import HostArena
 from kvline_server.memory.device import cpu_device
+from kvline_server.memory.groups import GroupedArena
 from kvline_server.model.config import read_config
-from kvline_server.model.decoder import Decoder, kv_shape
+from kvline_server.model.decoder import Decoder, cache_groups
 from kvline_server.model.loader import SafetensorsSource, load_weights
 from kvline_server.parallel.executor import Local
 from kvline_server.worker.worker import Worker
@@ -34,8 +35,9 @@ def make(running: int = 32, rows: int = 224) -> Engine:
     kernels = TorchKernels()
     source = SafetensorsSource(folder())
     weights = load_weights(source, config, kernels)
-    arena = HostArena(kv_shape(config, torch.float32), PAGES)
-    arena.resize(PAGES)
+    (group,) = cache_groups(config, 8192, torch.float32)
+    arena = GroupedArena((group,), HostArena, PAGES * group.page_bytes)
+    arena.resize((PAGES,))
     worker = Worker(Decoder(config, weights, 8192, kernels), arena, rows, running)
     executor = Local(worker, cpu_device(None, os.getpid()))
     return Engine(executor, running, 512, 8192, config.eos_token_ids)

@@ -62,7 +62,7 @@ def run() -> None:
         engine, _ = offline.start(name)
         workload = WORKLOADS["r512"]
         show(name, engine, GPU, partial(offline.rate, name=name, workload=workload))
-        engine.executor.resize(0)
+        engine.executor.resize((0,) * len(engine.executor.pages))
         del engine
         torch.cuda.empty_cache()
 

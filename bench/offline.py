@@ -128,7 +128,8 @@ def worker(made: Engine) -> Worker:
 def shrink(engine: Engine, nbytes: int) -> None:
     """Frees a part of the KV cache, for measurements that need memory which kvline does not."""
     arena = worker(engine).arena
-    arena.resize(arena.pages - nbytes // (arena.nbytes // arena.pages))
+    first, *others = arena.pages
+    arena.resize((first - nbytes // (arena.nbytes // first), *others))
     pool.renew(engine, arena.pages)
 
 
@@ -172,7 +173,7 @@ def run() -> None:
             made, shares = busy_share(engine, name, of, kind, max(rates[kind]))
             rows += made
             kernels += shares
-        engine.executor.resize(0)
+        engine.executor.resize((0,) * len(engine.executor.pages))
         del engine
         gc.collect()  # else the next start may find this one's weights
         torch.cuda.empty_cache()

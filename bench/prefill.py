@@ -32,7 +32,7 @@ def run() -> None:
                     [name, str(requests), str(tokens), *compare(engine, name, requests, tokens)]
                 )
                 print(rows[-1], flush=True)
-        engine.executor.resize(0)
+        engine.executor.resize((0,) * len(engine.executor.pages))
         del engine
         torch.cuda.empty_cache()
     head = ["model", "requests", "tokens in all", "captured ms", "eager ms", "ratio"]

@@ -70,7 +70,7 @@ def answers(name: str, cache: KVCacheDtype, gpu: bool) -> list[tuple[list[int], 
             made[output.sequence.id].extend(output.tokens)
             if output.prompt_scores is not None:
                 scored[output.sequence.id] = output.prompt_scores
-    engine.executor.resize(0)
+    engine.executor.resize((0,) * len(engine.executor.pages))
     del engine
     gc.collect()
     if gpu:

@@ -12,7 +12,7 @@ from shapes import SHAPES
 from workloads import WORKLOADS
 
 from kvline_server.model.config import Experts, ModelConfig
-from kvline_server.model.decoder import kv_shape
+from kvline_server.model.decoder import cache_groups
 
 BANDWIDTH = 4.2e12  # bytes per second that a copy reaches on an H200
 KINDS = ("nano", "r512", "long")
@@ -27,7 +27,8 @@ def run() -> None:
             requests = workload.make(shape.vocabulary)
             # The first token comes with the prompt; token n reads the prompt and n - 1 outputs.
             tokens = sum(o * len(p) + o * (o - 1) // 2 for p, o in requests)
-            seconds = tokens * kv_shape(shape, torch.bfloat16).bytes_per_token / BANDWIDTH
+            each = cache_groups(shape, 1, torch.bfloat16)[0].shape.bytes_per_token
+            seconds = tokens * each / BANDWIDTH
             output = sum(o for _, o in requests)
             figures = [f"{output}", f"{tokens / 1e6:.1f}", f"{seconds * BANDWIDTH / 1e12:.2f}"]
             rows.append([name, kind, *figures, f"{seconds:.2f}", f"{output / seconds:.0f}"])

@@ -83,7 +83,7 @@ def run() -> None:
         record(f"soak-lowest-free-{name}", figures[1], "MiB", (figures[1],) * 2, gpu)
         record(f"soak-reserve-grew-{name}", figures[2], "MiB", (figures[2],) * 2, gpu)
         rows.append([name, str(result.kv_tokens), *(f"{f:.0f}" for f in figures)])
-        engine.executor.resize(0)
+        engine.executor.resize((0,) * len(engine.executor.pages))
         del engine
         torch.cuda.empty_cache()
     head = [

@@ -125,7 +125,7 @@ def answer_longest(name: str) -> None:
     print(
         f"{name}: a prompt of {length} tokens of {result.kv_tokens} in {seconds:.1f} s", flush=True
     )
-    engine.executor.resize(0)
+    engine.executor.resize((0,) * len(engine.executor.pages))
     del engine, outputs
     gc.collect()  # else the next start may find this one's weights
     torch.cuda.empty_cache()

@@ -33,7 +33,7 @@ def run() -> None:
                 print(rows[-1], flush=True)
         for wanted in filter(None, os.environ.get("KVLINE_BENCH_PROFILE", "").split(",")):
             profile(engine, int(wanted))
-        engine.executor.resize(0)
+        engine.executor.resize((0,) * len(engine.executor.pages))
         del engine
         torch.cuda.empty_cache()
     head = ["model", "requests", "batch", "step ms", "host ms", "waiting ms"]

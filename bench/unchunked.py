@@ -33,7 +33,7 @@ def run() -> None:
         for kind, found in rates.items():
             cells = [str(sizes[kind]), f"{max(found):.0f}", f"{min(found):.0f}"]
             rows.append([name, kind, *cells, f"{ratio:.3f}" if kind == "chunked" else ""])
-        engine.executor.resize(0)
+        engine.executor.resize((0,) * len(engine.executor.pages))
         del engine, runner
         torch.cuda.empty_cache()
     head = ["model", "logprobs", "rows a chunk", "tokens/s", "worst", "median of pairs"]

@@ -9,6 +9,7 @@ from kvline_contract.codec import ContractError, document, field
 
 WEIGHTS, ACTIVATIONS, GRAPHS = "weights", "activations", "graphs"
 KV_CACHE, HEADROOM, OTHERS = "kv-cache", "headroom", "others"
+WINDOWS = "windows"  # the KV cache of layers with a sliding window, whatever the budget
 EXPERTS = "experts"  # weights of a mixture of experts but for its router
 SCALES = "scales"  # of weights in fp8
 COLLECTIVES = "collectives"  # what the exchange between ranks takes

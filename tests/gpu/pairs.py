@@ -17,10 +17,12 @@ from kvline_server.kernels.attention import SlotMapping
 from kvline_server.kernels.fp8 import FP8
 from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.torch import TorchKernels
-from kvline_server.memory.arena import Arena, HostArena, Scales
+from kvline_server.memory.arena import HostArena, Scales
+from kvline_server.memory.caches import GroupPages, PageTable
+from kvline_server.memory.groups import GroupedArena
 from kvline_server.memory.pages import pages_for
 from kvline_server.model.config import ModelConfig
-from kvline_server.model.decoder import Decoder, kv_shape
+from kvline_server.model.decoder import Decoder, cache_groups
 from kvline_server.model.loader import SCALE, RandomSource, load_weights
 from kvline_server.parallel.executor import Local
 from kvline_server.worker.worker import Worker
@@ -41,13 +43,13 @@ class SameOnBoth(RandomSource):
 
 def sides(
     config: ModelConfig, most: int = PAGES, scales: tuple[Scales, ...] = ()
-) -> list[tuple[Decoder, Arena]]:
+) -> list[tuple[Decoder, GroupedArena]]:
     """The same random model on the CPU in float32 and on the GPU in bfloat16; with scales the KV
     cache of both is fp8."""
     from kvline_server.kernels.flashinfer import FlashInferKernels
     from kvline_server.memory.cuda import CudaArena
 
-    made: list[tuple[Decoder, Arena]] = []
+    made: list[tuple[Decoder, GroupedArena]] = []
     heads = (config.heads, config.kv_heads, config.head_dim)
     cache = torch.float8_e4m3fn if scales else torch.bfloat16
     pairs: list[tuple[Kernels, Any]] = [
@@ -56,22 +58,25 @@ def sides(
     ]
     for kernels, arena_of in pairs:
         dtype = cache if scales else kernels.dtype
-        arena = arena_of(kv_shape(config, dtype, scales), most)
-        arena.resize(PAGES)
+        groups = cache_groups(config, 4096, dtype, scales)
+        arena = GroupedArena(groups, arena_of, most * max(each.page_bytes for each in groups))
+        arena.resize((PAGES,) * len(groups))
         weights = load_weights(SameOnBoth(config.quantization), config, kernels)
         made.append((Decoder(config, weights, 4096, kernels), arena))
     return made
 
 
-def hidden(side: tuple[Decoder, Arena], work: list[Work]) -> torch.Tensor:
+def hidden(side: tuple[Decoder, GroupedArena], work: list[Work]) -> torch.Tensor:
     decoder, arena = side
     step = build(work).step
     layout = step.layout
-    ids, positions, slots = decoder.kernels.upload(step.tokens, layout.positions, layout.slots)
-    plan = decoder.kernels.attention.plan(layout)
+    held = (group.slots for group in layout.groups)
+    ids, positions, *slots = decoder.kernels.upload(step.tokens, layout.positions, *held)
+    mappings = [SlotMapping(positions, each) for each in slots]
+    plans = decoder.plan(layout)
     every = torch.arange(len(ids), device=ids.device)
     with torch.inference_mode():
-        out = decoder.forward(ids, SlotMapping(positions, slots), arena.layers(), plan, every)
+        out = decoder.forward(ids, mappings, arena.layers(), plans, every)
         return decoder.compute_logits(out).float().cpu()
 
 
@@ -92,7 +97,7 @@ def engine(
     from kvline_server.memory.cuda import CudaDevice
 
     decoder, arena = sides(config, max(PAGES, pages), scales)[1]
-    arena.resize(pages)
+    arena.resize((pages,) * len(arena.pages))
     executor = Local(Worker(decoder, arena, 64, running), CudaDevice())
     executor.capture(step, 4096)
     return Engine(executor, running, step, 4096, ())
@@ -101,5 +106,6 @@ def engine(
 def sequence(rng: np.random.Generator, length: int, free: list[int]) -> Sequence:
     tokens = rng.integers(0, 5000, length).tolist()
     made = Sequence(0, tokens, length, SamplingParams(max_tokens=1))
-    made.pages = array("i", [free.pop() for _ in range(pages_for(length))])
+    count = pages_for(length)
+    made.table = PageTable((GroupPages(0, array("i", [free.pop() for _ in range(count)])),), count)
     return made

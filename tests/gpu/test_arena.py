@@ -10,7 +10,7 @@ import torch
 from kvline_server.errors import DeviceOutOfMemory
 from kvline_server.memory.arena import Scales
 from kvline_server.model.config import ModelConfig
-from kvline_server.model.decoder import kv_shape
+from kvline_server.model.decoder import cache_groups
 
 pytestmark = pytest.mark.gpu
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 def arena(shape: Callable[..., ModelConfig]):  # type: ignore[no-untyped-def]
     from kvline_server.memory.cuda import CudaArena
 
-    return CudaArena(kv_shape(shape(), torch.bfloat16), 1 << 22)
+    return CudaArena(cache_groups(shape(), 64, torch.bfloat16)[0].shape, 1 << 22)
 
 
 def test_growth_and_shrink_keep_addresses_contents_and_graphs(arena) -> None:  # type: ignore[no-untyped-def]
@@ -48,7 +48,7 @@ def test_a_page_of_an_fp8_cache_takes_half_and_overlaps_no_other(
 
     scales = tuple(Scales(1.0 + layer, 0.5) for layer in range(3))
     halves = [
-        CudaArena(kv_shape(shape(), dtype, scales), 5000)
+        CudaArena(cache_groups(shape(), 64, dtype, scales)[0].shape, 5000)
         for dtype in (torch.float8_e4m3fn, torch.bfloat16)
     ]
     assert 2 * halves[0]._page_bytes == halves[1]._page_bytes

@@ -49,8 +49,8 @@ def play(made: Engine, depth: int, steps: int) -> dict[int, list[int]]:
         for output in made.step():
             if output.sequence.id in out:
                 out[output.sequence.id].extend(output.tokens)
-    made.pool.check()
-    assert made.pool.used == 0 and not made.sequences
+    made.caches.check([each.table for each in made.scheduler.running])
+    assert made.caches.used == 0 and not made.sequences
     assert {id: len(tokens) for id, tokens in out.items()} == {id: wanted[id] for id in out}
     return out
 

@@ -15,7 +15,8 @@ from pairs import sequence, sides
 from kvline_server.engine.batch import build
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.scheduler import Work
-from kvline_server.memory.arena import Arena, Scales
+from kvline_server.memory.arena import Scales
+from kvline_server.memory.groups import GroupedArena
 from kvline_server.model.config import Experts, ModelConfig
 from kvline_server.model.decoder import Decoder
 from kvline_server.model.quantization import Quantization
@@ -102,7 +103,7 @@ def test_graphs_survive_growth_of_the_arena(shape: Callable[..., ModelConfig]) -
     step = replace(build(work).step, wanted=np.arange(40))
     outs = []
     for pages in (400, 50_000, 400):
-        arena.resize(pages)
+        arena.resize((pages,))
         with torch.inference_mode():
             outs.append(graphs.run(step).clone())
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[1], outs[2])
@@ -126,7 +127,7 @@ def test_whole_steps_of_decodes_are_eager_ones(
     decoder, arena = sides(shape(128, True, kv_heads=kv_heads, **more), 20_000, scales)[1]
     last = torch.arange(100, 1000, device="cuda")
     graphs = captured(decoder, arena, 64, last)
-    arena.resize(20_000)
+    arena.resize((20_000,))
     rng = np.random.default_rng(8)
     for number in numbers:
         free = rng.permutation(np.arange(1, 20_000)).tolist()
@@ -155,7 +156,7 @@ def test_whole_steps_of_decodes_are_eager_ones(
 
 
 def captured(
-    decoder: Decoder, arena: Arena, max_rows: int, last_tokens: torch.Tensor | None = None
+    decoder: Decoder, arena: GroupedArena, max_rows: int, last_tokens: torch.Tensor | None = None
 ) -> Graphs:
     plan = decoder.kernels.attention.plan_in_place
     assert plan is not None
@@ -164,7 +165,7 @@ def captured(
     return Graphs(decoder, plan, arena, last_tokens, max_rows, 4096)
 
 
-def forward(decoder: Decoder, arena: Arena, step: Step) -> torch.Tensor:
+def forward(decoder: Decoder, arena: GroupedArena, step: Step) -> torch.Tensor:
     """Eager: without graphs."""
     ids, mapping, wanted = upload(decoder.kernels, step, torch.empty(0))
     with torch.inference_mode():

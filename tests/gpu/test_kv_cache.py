@@ -101,8 +101,8 @@ def test_attention_over_it_is_torch_s(heads: tuple[int, int, int], scales: Scale
         layout = build(work).step.layout
         q = torch.randn(layout.rows, queries, dim, device="cuda").bfloat16()
         groups = [kernels.attention for kernels in pair]
-        want, got = (a.attend(q, cache, a.plan(layout)).float() for a in groups)
-        assert (groups[1].plan(layout).prefill.copied is not None) == copied
+        want, got = (a.attend(q, cache, a.plan(layout, 0, 0)).float() for a in groups)
+        assert (groups[1].plan(layout, 0, 0).prefill.copied is not None) == copied
         assert got.isfinite().all()
         distance = float((got - want).norm() / want.norm())
         assert distance < 1e-2, (decodes, chunks, distance)
@@ -128,18 +128,19 @@ def test_decodes_are_torch_s_and_a_nan_stays_with_its_sequence(
     layout = build([Work(s, len(s.tokens) - 1, 1) for s in members]).step.layout
     fused = torch.randn(rows, queries + 2 * keys, dim, device="cuda").bfloat16()
     q, scale = fused[:, :queries], SCALES.keys * dim**-0.5
-    on_device = reference.upload(layout.row_starts, layout.page_starts, layout.pages)
-    last = reference.upload(((layout.lengths - 1) % PAGE_SIZE + 1).astype(np.int32))
-    tables = layout.row_starts, layout.page_starts, layout.lengths
+    (group,) = layout.groups
+    on_device = reference.upload(layout.row_starts, group.page_starts, group.pages)
+    last = reference.upload(((group.lengths - 1) % PAGE_SIZE + 1).astype(np.int32))
+    tables = layout.row_starts, group.page_starts, group.lengths
     ours = Fp8Decodes(*heads, torch.cuda.get_device_properties(0).multi_processor_count)
     table = ours.plan(PageTables(*tables, *on_device, *last))
     for broken in (False, True):
         if broken:
-            cache.keys[members[-1].pages[0], 0] = float("nan")
+            cache.keys[members[-1].table.groups[0].pages[0], 0] = float("nan")
         out = torch.full((rows, queries, dim), float("nan"), device="cuda").bfloat16()
         ours.run(q, cache, table, scale, out)
         attention = reference.attention
-        want = attention.attend(q, cache, attention.plan(layout)).view_as(out)
+        want = attention.attend(q, cache, attention.plan(layout, 0, 0)).view_as(out)
         sound = rows - broken
         got, want = out[:sound].float(), want[:sound].float() / SCALES.values
         if sound:

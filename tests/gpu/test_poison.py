@@ -66,8 +66,8 @@ def test_random_loads_with_bad_requests_fail_no_other(
             made.abort(gone)
             del broken[gone]
             finishes.pop(gone, None)
-        made.pool.check()
-    assert made.scheduler.preemptions and made.pool.used == 0
+        made.caches.check([each.table for each in made.scheduler.running])
+    assert made.scheduler.preemptions and made.caches.used == 0
     wrong = {one for one, breaks in broken.items() if (finishes[one] == "error") != breaks}
     assert not wrong
 
@@ -77,7 +77,7 @@ def test_a_page_is_cleared_in_every_layer_and_no_other(
     shape: Callable[..., ModelConfig], scales: tuple[Scales, ...]
 ) -> None:
     arena = worker(poisoned(engine(shape(128), 80, scales=scales), 0)).arena
-    arena.clear(torch.tensor([3, 77, 3], device="cuda"))
+    arena.clear(0, torch.tensor([3, 77, 3], device="cuda"))
     for layer in arena.layers():
         for part in (layer.keys, layer.values):
             bad = part.float().isnan().flatten(1)

@@ -18,8 +18,9 @@ from kvline_server.kernels.group import ALONE, Group
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import HostArena
 from kvline_server.memory.device import cpu_device
+from kvline_server.memory.groups import GroupedArena
 from kvline_server.model.config import Experts, ModelConfig
-from kvline_server.model.decoder import Decoder, kv_shape
+from kvline_server.model.decoder import Decoder, cache_groups
 from kvline_server.model.loader import load_weights
 from kvline_server.model.shard import Shard, local
 from kvline_server.parallel.executor import Local
@@ -108,8 +109,7 @@ def on_gpu(model: ModelConfig, group: Group) -> Engine:
     shard = Shard(group.rank, group.ranks)
     mine = local(model, shard)
     kernels = FlashInferKernels(mine.heads, mine.kv_heads, mine.head_dim, group)
-    arena = CudaArena(kv_shape(mine, kernels.dtype), PAGES)
-    arena.resize(PAGES)
+    arena = mapped(mine, CudaArena, kernels.dtype)
     weights = load_weights(SameOnBoth(), model, kernels, shard=shard)
     worker = Worker(Decoder(mine, weights, model.max_position, kernels), arena, ROWS, 16)
     executor = Local(worker, CudaDevice())
@@ -118,10 +118,16 @@ def on_gpu(model: ModelConfig, group: Group) -> Engine:
     return Engine(executor, 16, STEP, model.max_position, ())
 
 
+def mapped(model: ModelConfig, arena_of: Any, dtype: torch.dtype) -> GroupedArena:
+    (group,) = cache_groups(model, model.max_position, dtype)
+    arena = GroupedArena((group,), arena_of, PAGES * group.page_bytes)
+    arena.resize((PAGES,))
+    return arena
+
+
 def on_cpu(model: ModelConfig) -> Engine:
     kernels = TorchKernels()
-    arena = HostArena(kv_shape(model, kernels.dtype), PAGES)
-    arena.resize(PAGES)
+    arena = mapped(model, HostArena, kernels.dtype)
     weights = load_weights(SameOnBoth(), model, kernels)
     worker = Worker(Decoder(model, weights, model.max_position, kernels), arena, ROWS, 16)
     return Engine(Local(worker, cpu_device(None, 0)), 16, STEP, model.max_position, ())

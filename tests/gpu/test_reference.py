@@ -13,8 +13,9 @@ import torch
 
 from kvline_server.engine.engine import Engine, Output
 from kvline_server.ipc.sampling_params import SamplingParams
+from kvline_server.memory.groups import GroupedArena
 from kvline_server.model.config import read_config
-from kvline_server.model.decoder import Decoder, kv_shape
+from kvline_server.model.decoder import Decoder, cache_groups
 from kvline_server.model.loader import SafetensorsSource, load_weights
 from kvline_server.parallel.executor import Local
 from kvline_server.worker.worker import Worker
@@ -79,8 +80,9 @@ def engine(folder: Path, rows: int = 64, step: int = 256) -> Engine:
     config = read_config(folder)
     kernels = FlashInferKernels(config.heads, config.kv_heads, config.head_dim)
     weights = load_weights(SafetensorsSource(folder), config, kernels)
-    arena = CudaArena(kv_shape(config, kernels.dtype), 300)
-    arena.resize(300)
+    (group,) = cache_groups(config, 2048, kernels.dtype)
+    arena = GroupedArena((group,), CudaArena, 300 * group.page_bytes)
+    arena.resize((300,))
     made = Worker(Decoder(config, weights, 2048, kernels), arena, rows, 8)
     executor = Local(made, CudaDevice())
     executor.capture(step, 2048)
@@ -100,7 +102,7 @@ def play(made: Engine, asked: list[list[int]], tokens: int = 8) -> dict[int, lis
     while not made.idle:
         for output in made.step():
             out.setdefault(output.sequence.id, []).append(output)
-    assert made.pool.used == 0
+    assert made.caches.used == 0
     return out
 
 

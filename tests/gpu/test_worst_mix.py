@@ -62,4 +62,6 @@ def test_all_requests_at_their_worst_fit_into_a_size_without_headroom(tmp_path: 
         engine.step()  # raises DeviceOutOfMemory
         most = max(most, len(engine.scheduler.running))
         steps += most == RUNNING  # counted from when all of them run
-    engine.executor.resize(0)  # other tests of this process have the GPU now
+    engine.executor.resize(
+        (0,) * len(engine.executor.pages)
+    )  # other tests of this process have the GPU now

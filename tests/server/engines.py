@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,11 +11,12 @@ from kvline_server.engine.engine import Engine, Output
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.projection import Projection
 from kvline_server.kernels.torch import TorchKernels
-from kvline_server.memory.arena import HostArena
+from kvline_server.memory.arena import HostArena, Scales
 from kvline_server.memory.device import cpu_device
+from kvline_server.memory.groups import GroupedArena
 from kvline_server.model import kv_scales
 from kvline_server.model.config import read_config
-from kvline_server.model.decoder import Decoder, kv_shape
+from kvline_server.model.decoder import Decoder, cache_groups
 from kvline_server.model.dequantised import Dequantised
 from kvline_server.model.loader import SafetensorsSource, load_weights
 from kvline_server.parallel.executor import Local
@@ -33,6 +33,20 @@ def decoder(
     return Decoder(config, weights, positions or config.max_position, kernels)
 
 
+def mapped(
+    made: Decoder,
+    longest: int,
+    pages: int,
+    kept: torch.dtype = torch.float32,
+    scales: tuple[Scales, ...] = (),
+) -> GroupedArena:
+    """So many pages of each group, in host memory."""
+    groups = cache_groups(made.config, longest, kept, scales)
+    arena = GroupedArena(groups, HostArena, pages * max(each.page_bytes for each in groups))
+    arena.resize((pages,) * len(groups))
+    return arena
+
+
 def engine(
     folder: Path,
     pages: int = 200,
@@ -44,12 +58,11 @@ def engine(
     kernels: TorchKernels | None = None,
 ) -> Engine:
     made = decoder(folder, model_len, kernels)
-    shape = kv_shape(made.config, torch.float32)
+    scales: tuple[Scales, ...] = ()
     if fp8_cache:
         scales, _ = kv_scales.read(SafetensorsSource(folder), made.config.layers)
-        shape = replace(shape, dtype=torch.float8_e4m3fn, scales=scales)
-    arena = HostArena(shape, pages)
-    arena.resize(pages)
+    kept = torch.float8_e4m3fn if fp8_cache else torch.float32
+    arena = mapped(made, model_len, pages, kept, scales)
     executor = Local(Worker(made, arena, rows, running), cpu_device(None, os.getpid()))
     return Engine(executor, running, step, model_len, made.config.eos_token_ids)
 
@@ -78,5 +91,5 @@ def finish(made: Engine, limit: int = 5000) -> dict[int, list[Output]]:
             return out
         for item in made.step():
             out.setdefault(item.sequence.id, []).append(item)
-        made.pool.check()
+        made.caches.check([each.table for each in made.scheduler.running])
     raise AssertionError("the engine does not come to an end")

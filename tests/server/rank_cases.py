@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from drawn import Drawn
-from engines import finish, worker
+from engines import finish, mapped, worker
 
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.request import Scores
@@ -28,10 +28,10 @@ from kvline_server.errors import RankLost
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.group import ALONE, Group
 from kvline_server.kernels.torch import TorchKernels
-from kvline_server.memory.arena import HostArena, Scales
+from kvline_server.memory.arena import Scales
 from kvline_server.memory.device import cpu_device
 from kvline_server.model.config import Experts, ModelConfig, Norms, Rope
-from kvline_server.model.decoder import Decoder, kv_shape
+from kvline_server.model.decoder import Decoder
 from kvline_server.model.loader import RandomSource, load_weights
 from kvline_server.model.shard import Shard, check, local
 from kvline_server.parallel.executor import Local
@@ -122,9 +122,9 @@ def engine(case: Case, group: Group) -> Engine:
     weights = load_weights(Wide(), model, kernels, shard=shard)
     scales = tuple(Scales(0.03 + 0.01 * layer, 0.02) for layer in range(model.layers))
     fp8 = case.cache == torch.float8_e4m3fn
-    arena = HostArena(kv_shape(mine, case.cache, scales if fp8 else ()), 100)
-    arena.resize(100)
-    worker = Worker(Decoder(mine, weights, 256, kernels), arena, 32, 8)
+    decoder = Decoder(mine, weights, 256, kernels)
+    arena = mapped(decoder, 256, 100, case.cache, scales if fp8 else ())
+    worker = Worker(decoder, arena, 32, 8)
     return Engine(Local(worker, cpu_device(None, os.getpid())), 8, 48, 256, ())
 
 
@@ -174,7 +174,7 @@ def started(group: Group) -> dict[str, np.ndarray]:
     if group.rank == 0:
         model = replace(LLAMA, heads=24, kv_heads=1)
         executor: Any = engine(Case(model, (group.ranks,)), group).executor
-        executor.resize(3)
+        executor.resize((3,))
         with group.apart():
             for name, work in (("tune", executor.worker.tune), ("warm_up", executor.warm_up)):
                 before = group.sent

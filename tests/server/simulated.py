@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
 
 import numpy as np
+import torch
 
 from kvline_contract.memory import KV_CACHE, WEIGHTS
 from kvline_contract.report import Attempt, Current, State
@@ -20,7 +21,9 @@ from kvline_server.errors import DeviceOutOfMemory
 from kvline_server.ipc.messages import Progress
 from kvline_server.kernels.attention import SHORT_CHUNKS
 from kvline_server.kernels.tuning import Choices
+from kvline_server.memory.arena import KVShape
 from kvline_server.memory.device import MIB
+from kvline_server.memory.groups import CacheGroup
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.memory.parts import OwnedPart
 from kvline_server.parallel.executor import Usage
@@ -57,7 +60,7 @@ class Machine:
     gpu: bool = False
     name: str = "simulated"
     driver: str = "0"
-    pages: int = 0
+    pages: tuple[int, ...] = (0,)
     taken: int = 0  # by the canary
     highest: int = 0
     steps: list[Step] = field(default_factory=list)  # launched
@@ -109,16 +112,19 @@ class Machine:
         weights = OwnedPart(WEIGHTS, fixed=self.weights - self.experts)
         return (weights, *experts, OwnedPart(KV_CACHE, per_token=BYTES_PER_TOKEN))
 
+    windows = (0,)
+    groups = (CacheGroup(0, (0,), KVShape(1, 1, BYTES_PER_TOKEN // 8, torch.float32)),)
+
     @property
     def stress(self) -> StressSet:
         return StressSet(short_chunks=SHORT_CHUNKS if self.gpu else ())
 
     @property
     def nbytes(self) -> int:
-        return self.pages * PAGE_SIZE * BYTES_PER_TOKEN
+        return self.pages[0] * PAGE_SIZE * BYTES_PER_TOKEN
 
-    def resize(self, pages: int) -> None:
-        self._take((pages - self.pages) * PAGE_SIZE * BYTES_PER_TOKEN)
+    def resize(self, pages: tuple[int, ...]) -> None:
+        self._take((pages[0] - self.pages[0]) * PAGE_SIZE * BYTES_PER_TOKEN)
         self.pages = pages
 
     ranks = 1
@@ -138,7 +144,7 @@ class Machine:
             return None
         if known is not None:
             return known
-        assert not self.pages, "a trial must find no cache mapped"
+        assert not self.pages[0], "a trial must find no cache mapped"
         self._take(self.trial)
         return {(max_rows, 64, 32): 1}
 
@@ -153,7 +159,7 @@ class Machine:
     def launch(self, step: Step) -> Machine:
         self.steps.append(step)
         extra = self.surprise if self.taken else 0
-        longest = int(step.layout.lengths.max())
+        longest = int(step.layout.groups[0].lengths.max())
         self._take(len(step.tokens) * self.price + longest * self.context_price + extra)
         return self
 
@@ -229,12 +235,14 @@ class Together:
         self.apart = False
         self.rehearsed: Step | None = None
 
+    windows = (0,)
+
     @property
     def ranks(self) -> int:
         return len(self.machines)
 
     @property
-    def pages(self) -> int:
+    def pages(self) -> tuple[int, ...]:
         (pages,) = {machine.pages for machine in self.machines}
         return pages
 
@@ -264,9 +272,9 @@ class Together:
             self.apart = True
             raise Apart(f"rank {error.rank}") from error
 
-    def resize(self, pages: int) -> None:
+    def resize(self, pages: tuple[int, ...]) -> None:
         before = self.pages
-        stage = ("map" if before else "first pages") if pages > before else "unmap"
+        stage = ("map" if any(before) else "first pages") if pages > before else "unmap"
         try:
             self._all(stage, lambda machine: machine.resize(pages))
         except DeviceOutOfMemory:

@@ -54,6 +54,7 @@ from kvline_server.sizing.session import MAX_TRIES
 from kvline_server.sizing.settings import EngineSettings
 
 FINGERPRINT = "f" * 32
+IDENTITY = FINGERPRINT, "bfloat16"  # of what is loaded
 SMALL = replace(SETTINGS, model_max_len=64, max_prefill_tokens=32, max_running_requests=2)
 PLAYED = STRESS + len(SHORT_CHUNKS)  # steps of the stress set, on a GPU
 EACH = [(ranks, rank) for ranks in (2, 3, 4) for rank in range(ranks)]
@@ -92,7 +93,9 @@ class Start:
             return ProfileLoop(
                 device=first,
                 settings=self.wanted,
-                loaded=Loaded(executor, 1000, first.owned, first.stress, FINGERPRINT, "bfloat16"),
+                loaded=Loaded(
+                    executor, 1000, first.owned, first.groups, first.stress, FINGERPRINT, "bfloat16"
+                ),
                 send=self.notes,
                 store=AttemptStore(self.folder / "attempts.json"),
                 record_file=None,
@@ -156,7 +159,7 @@ def test_a_rank_that_fails_at_the_final_size_shrinks_all_and_is_named_after_four
     result = start.run()
     first, second = start.tried
     assert second == shrink(first) == result.kv_tokens
-    assert {m.pages for m in start.machines} == {second // 16 + 1}
+    assert {m.pages for m in start.machines} == {(second // 16 + 1,)}
     assert not start.kept
     start = Start([gpu() for _ in range(ranks)], tmp_path, Fault(stage, rank, 9))
     error = start.fails()
@@ -236,8 +239,8 @@ def test_a_neighbour_on_one_gpu_lowers_the_size_of_all_and_is_named(tmp_path: Pa
 
 def test_a_neighbour_that_comes_to_one_gpu_at_the_final_size_is_counted(tmp_path: Path) -> None:
     class Visited(Gpu):
-        def resize(self, pages: int) -> None:
-            self.neighbour = 40 * MIB if pages > 1000 else self.neighbour
+        def resize(self, pages: tuple[int, ...]) -> None:
+            self.neighbour = 40 * MIB if pages > (1000,) else self.neighbour
             super().resize(pages)
 
     visited = Visited(limit=256 * MIB, weights=100 * MIB, price=64 << 10)
@@ -372,7 +375,7 @@ def test_whatever_the_ranks_one_size_fits_all_and_is_the_smallest(
         return
     assert len(result.ranks) == len(together)
     for machine, memory in zip(together, result.ranks, strict=True):
-        assert machine.pages == result.kv_tokens // 16 + 1
+        assert machine.pages == (result.kv_tokens // 16 + 1,)
         assert worst(machine, SMALL) <= machine.limit or result.kv_tokens < 32
         assert sum(part.mib for part in memory.parts) == memory.total_mib == machine.limit // MIB
     if not any(machine.surprise for machine in together):

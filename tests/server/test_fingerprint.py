@@ -152,7 +152,14 @@ def test_a_size_that_is_refused_says_what_differs_from_the_image(tmp_path: Path)
         device=made,
         settings=SETTINGS,
         loaded=Loaded(
-            made, 1000, made.owned, made.stress, "f" * 32, "bfloat16", note="another torch"
+            made,
+            1000,
+            made.owned,
+            made.groups,
+            made.stress,
+            "f" * 32,
+            "bfloat16",
+            note="another torch",
         ),
         send=Notes(),
         store=AttemptStore(tmp_path / "attempts.json"),

@@ -15,7 +15,7 @@ from engines import engine, finish, greedy, worker
 
 from kvline_server.engine.engine import Engine
 from kvline_server.kernels.attention import PageTables
-from kvline_server.kernels.layout import Layout
+from kvline_server.kernels.layout import GroupLayout, Layout
 from kvline_server.kernels.row_counts import captured
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.kernels.torch_attention import TorchAttention
@@ -50,21 +50,26 @@ class Pool(GraphPool):
 class InPlace(TorchAttention):
     def __init__(self, *words: Any) -> None:
         super().__init__(*words)
-        self._plans: dict[int, list[Any]] = {}
+        self._plans: dict[tuple[int, int], list[Any]] = {}
 
-    def plan_in_place(self, tables: PageTables) -> Any:  # type: ignore[override]
+    def plan_in_place(self, tables: PageTables, window: int) -> Any:  # type: ignore[override]
         rows = len(tables.lengths)
         layout = Layout(
             positions=tables.lengths - 1,
-            slots=np.zeros(rows, np.int64),
             row_starts=tables.row_starts,
-            page_starts=tables.page_starts,
-            pages=tables.pages[: tables.page_starts[-1]].numpy(),
-            lengths=tables.lengths,
             decodes=rows,
+            groups=(
+                GroupLayout(
+                    lengths=tables.lengths,
+                    page_starts=tables.page_starts,
+                    pages=tables.pages[: tables.page_starts[-1]].numpy(),
+                    slots=np.zeros(rows, np.int64),
+                    cleared=np.zeros(0, np.int64),
+                ),
+            ),
         )
-        plan = self._plans.setdefault(rows, [])
-        plan[:] = self.plan(layout)
+        plan = self._plans.setdefault((rows, window), [])
+        plan[:] = self.plan(layout, 0, window)
         return plan
 
 
@@ -81,10 +86,10 @@ def with_graphs(
     make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Engine, Pool]:
     made = engine(make_model("qwen2"), running=SLOTS, step=MOST, kernels=CapturedKernels())
-    pool, inputs = Pool(), steps._inputs
+    pool, inputs = Pool(), steps._Inputs
     monkeypatch.setattr(graphs, "GraphPool", lambda: pool)
     # Nothing is pinned here.
-    monkeypatch.setattr(steps, "_inputs", lambda rows, longest, **_: inputs(rows, longest))
+    monkeypatch.setattr(steps, "_Inputs", lambda rows, pages, **_: inputs(rows, pages))
     assert made.executor.capture(MOST, 512)
     return made, pool
 

@@ -26,7 +26,7 @@ from kvline_server.errors import ModelInvalid
 from kvline_server.ipc.messages import Progress
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.attention import Heads, SlotMapping
-from kvline_server.kernels.layout import Layout
+from kvline_server.kernels.layout import GroupLayout, Layout
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import KVLayer, Scales
 from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE
@@ -49,11 +49,16 @@ def layout(decode: int, chunk: int) -> Layout:
     return Layout(
         decodes=1,
         row_starts=np.array([0, 1, 1 + chunk], np.int32),
-        lengths=np.array([decode, chunk], np.int32),
-        page_starts=np.array([0, 2, 3], np.int32),
-        pages=np.array([3, 1, 2], np.int32),
         positions=np.array([decode - 1, *range(chunk)], np.int32),
-        slots=np.array([PAGE_SIZE + decode - PAGE_SIZE - 1, *range(32, 32 + chunk)], np.int64),
+        groups=(
+            GroupLayout(
+                lengths=np.array([decode, chunk], np.int32),
+                page_starts=np.array([0, 2, 3], np.int32),
+                pages=np.array([3, 1, 2], np.int32),
+                slots=np.array([decode - 1, *range(32, 32 + chunk)], np.int64),
+                cleared=np.zeros(0, np.int64),
+            ),
+        ),
     )
 
 
@@ -75,7 +80,7 @@ def test_it_stores_what_scales_bring_into_range_and_attends_to_what_that_stands_
     plain = Heads(fused.clone(), queries, keys, None, None, 1e-5)
     rope = attention.rope_table(torch.ones(64, dim // 2), torch.zeros(64, dim // 2))
     step = layout(PAGE_SIZE + 1, rows - 1)
-    mapping = SlotMapping(torch.from_numpy(step.positions), torch.from_numpy(step.slots))
+    mapping = SlotMapping(torch.from_numpy(step.positions), torch.from_numpy(step.groups[0].slots))
     attention.write(plain, rope, mapping, cache)
     for stored, first, scale in (
         (cache.keys, queries, scales.keys),
@@ -91,8 +96,8 @@ def test_it_stores_what_scales_bring_into_range_and_attends_to_what_that_stands_
         (cache.values.float() * scales.values).to(dtype),
     )
     q = plain.fused[:, :queries]
-    got = attention.attend(q, cache, attention.plan(step)).float()
-    want = attention.attend(q, same, attention.plan(step)).float()
+    got = attention.attend(q, cache, attention.plan(step, 0, 0)).float()
+    want = attention.attend(q, same, attention.plan(step, 0, 0)).float()
     bound = 1e-5 if dtype == torch.float32 else 2e-2
     assert float((got - want).norm() / want.norm()) < bound
 

@@ -25,6 +25,7 @@ from kvline_server.ipc.sampling_params import MAX_BIASES, SamplingParams
 from kvline_server.kernels.attention import SHORT_CHUNKS
 from kvline_server.kernels.layout import GREEDY
 from kvline_server.kernels.torch import TorchKernels
+from kvline_server.memory.caches import GroupPages, PageTable
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
 from kvline_server.model.shard import Shard, tokens
 from kvline_server.sizing.settings import _shared_tables
@@ -42,7 +43,8 @@ def bounds(**changed: Any) -> Bounds:
         "max_top_logprobs": 20,
         "max_model_len": 512,
         "vocabulary": 307,
-        "pages": 100,
+        "windows": (0,),
+        "pages": (100,),
         "logprob_rows": 16,
     }
     return Bounds(**(settings | changed))
@@ -83,7 +85,7 @@ def test_the_stress_set_s_steps_are_as_large_as_the_scheduler_s(aliased: int) ->
     assert (kinds.draws.temperatures < GREEDY).tolist() == [True] + 7 * [False]
     short = [step for name, step in every if name == "short-chunks"]
     assert [len(step.tokens) for step in short] == [2, 8, 31, 31]  # of 32 pages
-    assert all(step.layout.lengths.tolist() == [512] for step in short)
+    assert all(step.layout.groups[0].lengths.tolist() == [512] for step in short)
 
 
 def test_rows_and_context_of_a_last_chunk_are_in_other_steps_too() -> None:
@@ -98,7 +100,7 @@ def test_rows_and_context_of_a_last_chunk_are_in_other_steps_too() -> None:
                 len(step.wanted),
                 len(step.targets),
                 len(step.sampled_slots),
-                int(step.layout.lengths.max()),
+                int(step.layout.groups[0].lengths.max()),
                 sum(len(edits.rows) for edits in step.edits),
             )
             for _, step in steps
@@ -124,7 +126,7 @@ def test_short_chunks_reach_every_kernel_that_those_of_requests_do(
         max_prefill_tokens=8192,
         max_top_logprobs=0,
         max_model_len=length,
-        pages=65,
+        pages=(65,),
         aliased=1 << 20,
     )
     made = [step for name, step in played(largest, GPU) if name == "short-chunks"]
@@ -142,12 +144,13 @@ def test_the_stress_set_s_sequences_fit_whatever_the_pages(
         max_prefill_tokens=max(running, prefill),
         max_top_logprobs=5,
         max_model_len=min(longest, (pages - 1) * PAGE_SIZE),
-        pages=pages,
+        pages=(pages,),
     )
     for name, step in played(largest):
         layout = step.layout
         assert layout.rows, name
-        assert 0 not in layout.pages and len(set(layout.pages)) == len(layout.pages) < pages, name
+        held = layout.groups[0].pages
+        assert 0 not in held and len(set(held)) == len(held) < pages, name
 
 
 @pytest.mark.parametrize("windows", [(), (32, 32), (0, 32)])
@@ -156,23 +159,26 @@ def test_page_tables_of_six_times_the_cache_take_what_is_reserved_for_them(
 ) -> None:
     """On the CPU with each sequence's own table and the masks of its tokens, one for each kind of
     layer; on a GPU as they are given to two steps."""
-    each, params = 50, SamplingParams(max_tokens=1)
+    each, params, kinds = 50, SamplingParams(max_tokens=1), set(windows) or {0}
     tokens, total = each * PAGE_SIZE, SHARED_TABLES * 2 * each
     shared = array("i", range(1, each + 1))
     work = []
     for id in range(total // each):
         sequence = Sequence(id, [7] * tokens, tokens, params)
-        sequence.pages, sequence.computed = shared[:], tokens - 1
+        groups = tuple(GroupPages(0, shared[:]) for _ in kinds)
+        sequence.table, sequence.computed = PageTable(groups, each), tokens - 1
         work.append(Work(sequence, tokens - 1, 1))
     layout = build(work, []).step.layout
-    assert len(layout.pages) == total
-    kept = layout.pages.nbytes + sum(len(w.sequence.pages) * shared.itemsize for w in work)
-    kernels = TorchKernels()
-    for part in kernels.attention.plan(layout):
-        for window in windows or (0,):
-            assert part.mask(window, kernels.dtype) is not None
-        kept += part.pages.nbytes + sum(mask.nbytes for mask in part.masks.values())
-    taken = {Device.CPU: kept, Device.CUDA: 2 * layout.pages.nbytes}
+    kept = sent = 0
+    for group, window in enumerate(kinds):
+        held = layout.groups[group].pages
+        assert len(held) == total
+        kept += held.nbytes + total * shared.itemsize
+        sent += 2 * held.nbytes
+        for part in TorchKernels().attention.plan(layout, group, window):
+            assert part.mask is not None
+            kept += part.pages.nbytes + part.mask.nbytes
+    taken = {Device.CPU: kept, Device.CUDA: sent}
     for device, nbytes in taken.items():
         reserved = _shared_tables(device, 2, windows) * 2 * tokens  # of a cache of two sequences
         assert reserved == nbytes
@@ -195,8 +201,9 @@ def kind(edits: Edits) -> str:
 def measures(step: Step, chunk: int, own: list[range]) -> Counter[str]:
     """What memory is taken for; `own` are each rank's tokens."""
     layout, scored, listed = step.layout, len(step.targets), len(step.listed)
+    held = layout.groups[0]
     rows = np.diff(layout.row_starts)
-    masked = (rows > 1) & (layout.lengths > rows)
+    masked = (rows > 1) & (held.lengths > rows)
     found = Counter(
         {
             "rows": len(step.tokens),
@@ -206,9 +213,9 @@ def measures(step: Step, chunk: int, own: list[range]) -> Counter[str]:
             "scored": scored * step.scored_top,
             "results": scored * step.scored_top + listed * step.listed_top,
             "sequences": layout.sequences,
-            "pages": len(layout.pages),
-            "context": int(layout.lengths.max()) * len(step.tokens),
-            "masked": int((rows * layout.lengths)[masked].sum()),
+            "pages": len(held.pages),
+            "context": int(held.lengths.max()) * len(step.tokens),
+            "masked": int((rows * held.lengths)[masked].sum()),
         }
     )
     mine = [
@@ -233,10 +240,10 @@ def measures(step: Step, chunk: int, own: list[range]) -> Counter[str]:
 class Recorder:
     """An executor without a model, which keeps what it is given to run."""
 
-    ranks = 1
+    ranks, windows = 1, (0,)
 
     def __init__(self, pages: int, depth: int, vocabulary: int) -> None:
-        self.pages, self.depth, self.vocabulary = pages, depth, vocabulary
+        self.pages, self.depth, self.vocabulary = (pages,), depth, vocabulary
         self.steps: list[Step] = []
 
     def launch(self, step: Step) -> InFlight:
@@ -345,7 +352,7 @@ def test_the_stress_set_has_at_least_as_much_of_each_as_any_step(drawn: Allowed)
         max_top_logprobs=drawn.top,
         max_model_len=drawn.length,
         vocabulary=drawn.vocabulary,
-        pages=drawn.pages,
+        pages=(drawn.pages,),
         logprob_rows=drawn.chunk,
         ranks=drawn.ranks,
     )

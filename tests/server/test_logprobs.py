@@ -87,9 +87,9 @@ def test_chunk_size_changes_no_bit(made: Engine, first: int) -> None:
 
 def fresh(made: Engine) -> None:
     """No prefix hits, so that both runs compute the same rows in the same batches."""
-    from kvline_server.memory.pages import PagePool
+    from kvline_server.memory.caches import Caches
 
-    made.pool = made.scheduler.pool = PagePool(made.pool.total + 1)
+    made.caches = made.scheduler.caches = Caches((0,), made.executor.pages, 64)
 
 
 def test_every_request_gets_exactly_the_entries_it_asked_for(made: Engine) -> None:

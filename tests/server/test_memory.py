@@ -33,7 +33,7 @@ from kvline_server.memory.device import (
     tree_used,
 )
 from kvline_server.model.config import read_config
-from kvline_server.model.decoder import kv_shape
+from kvline_server.model.decoder import cache_groups
 from kvline_server.parallel.executor import Usage
 from kvline_server.parent.children import ENGINE_MALLOC
 from kvline_server.sizing.measure import budget
@@ -141,7 +141,7 @@ def test_the_arena_keeps_addresses_and_contents_through_growth_and_shrinking(
     make_model: Callable[..., Path],
 ) -> None:
     config = decoder(make_model("llama")).config
-    arena = HostArena(kv_shape(config, torch.float32), 4000)
+    arena = HostArena(cache_groups(config, 64, torch.float32)[0].shape, 4000)
     arena.resize(100)
     layer = arena.layers()[1]
     layer.keys[50].fill_(7)
@@ -161,7 +161,7 @@ def test_the_arena_keeps_addresses_and_contents_through_growth_and_shrinking(
 
 def test_the_arena_is_resident_when_it_is_mapped(make_model: Callable[..., Path]) -> None:
     config = decoder(make_model("llama")).config
-    arena = HostArena(kv_shape(config, torch.float32), 40_000)
+    arena = HostArena(cache_groups(config, 64, torch.float32)[0].shape, 40_000)
     before = cpu_device(None, 1).now()
     arena.resize(20_000)
     assert cpu_device(None, 1).now() - before > 0.95 * arena.nbytes

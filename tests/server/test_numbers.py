@@ -198,7 +198,7 @@ def test_a_row_that_is_not_finite_fails_its_request_alone(
                 "error",
                 "length",
             ]
-            assert made.pool.used == 0
+            assert made.caches.used == 0
     same = []
     for id in (0, 2):  # in a smaller batch from then on
         logits = drawn[0].logits(asked[id], 8)

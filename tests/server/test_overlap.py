@@ -65,8 +65,8 @@ def play(made: Engine, depth: int, wanted: list[tuple[list[int], SamplingParams]
             out[id].append(output)
             if id % ABORTED == 0 and len(out[id]) == 2:
                 made.abort(id)
-        made.pool.check()
-    assert made.pool.used == 0
+        made.caches.check([each.table for each in made.scheduler.running])
+    assert made.caches.used == 0
     assert not made.sequences
     return out
 

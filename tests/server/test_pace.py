@@ -76,7 +76,7 @@ def start(folder: Path, wanted: EngineSettings, made: Slow, limit: float = LIMIT
     ProfileLoop(
         device=made,
         settings=wanted,
-        loaded=Loaded(made, 1000, made.owned, made.stress, "f" * 32, "bfloat16"),
+        loaded=Loaded(made, 1000, made.owned, made.groups, made.stress, "f" * 32, "bfloat16"),
         send=Notes(),
         store=AttemptStore(folder / "attempts.json"),
         record_file=None,

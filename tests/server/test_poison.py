@@ -89,7 +89,7 @@ def test_pages_of_a_failed_request_are_clean_for_the_next(poisoned: Path, depth:
     for id in range(6):
         served.fails(bad(id, at=38))
         served.answers(prompt(id, 18), prompt(id + 100, 50))
-    assert served.made.pool.used == 0
+    assert served.made.caches.used == 0
 
 
 @DEPTHS
@@ -100,9 +100,9 @@ def test_no_later_prompt_finds_what_a_failed_one_left(poisoned: Path, depth: int
     for at in range(4):
         broken_step(served.made, at)
         served.fails(prompt(3, 60))
-        assert not served.made.pool.known(chain_of(prompt(3, 60)))
+        assert not served.made.caches.pools[0].known(chain_of(prompt(3, 60)))
         served.answers(prompt(3, 60))
-        assert len(served.made.pool.known(chain_of(prompt(3, 60)))) == 60 // PAGE_SIZE
+        assert len(served.made.caches.pools[0].known(chain_of(prompt(3, 60)))) == 60 // PAGE_SIZE
         served = Served(poisoned, depth)
 
 
@@ -208,7 +208,7 @@ def test_random_loads_with_bad_requests_fail_no_other(poisoned: Path, depth: int
             made.abort(gone)
             del broken[gone]
             finishes.pop(gone, None)
-        made.pool.check()
-    assert made.scheduler.preemptions and made.pool.used == 0
+        made.caches.check([each.table for each in made.scheduler.running])
+    assert made.scheduler.preemptions and made.caches.used == 0
     for one, breaks in broken.items():
         assert finishes[one] == ("error" if breaks else "length"), one

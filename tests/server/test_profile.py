@@ -51,7 +51,7 @@ class Start:
 
     def run(self, started: float = 0.0) -> Result:
         made = self.machine
-        loaded = Loaded(made, 1000, made.owned, self.stress, FINGERPRINT, "bfloat16")
+        loaded = Loaded(made, 1000, made.owned, made.groups, self.stress, FINGERPRINT, "bfloat16")
         return ProfileLoop(
             device=made,
             settings=self.wanted,
@@ -101,10 +101,11 @@ def test_the_stress_set_is_that_of_the_settings(tmp_path: Path) -> None:
         *_, decode, kinds, mixed, plain = steps
         assert len(mixed.tokens) == len(plain.tokens) == SETTINGS.max_prefill_tokens
         assert len(decode.tokens) == len(kinds.tokens) == SETTINGS.max_running_requests
-        assert decode.layout.lengths.max() == SETTINGS.model_max_len
+        assert decode.layout.groups[0].lengths.max() == SETTINGS.model_max_len
         assert (decode.draws.top_k == 1000).all() and not plain.draws.top_k.any()
-    once = [len(set(steps[-4].layout.pages)) for steps in (probed, validated)]
-    assert once[0] < len(probed[-4].layout.pages) and once[1] == len(validated[-4].layout.pages)
+    tables = [steps[-4].layout.groups[0].pages for steps in (probed, validated)]
+    once = [len(set(pages)) for pages in tables]
+    assert once[0] < len(tables[0]) and once[1] == len(tables[1])
 
 
 def test_the_sequences_of_a_step_live_until_its_results_are_read(tmp_path: Path) -> None:
@@ -144,7 +145,7 @@ def test_a_context_that_is_left_to_the_model_is_as_long_as_fits(
     page = 16 * (BYTES_PER_TOKEN + context_price)
     assert 0 <= left < 3 * page
     most = (made.limit - made.weights) // BYTES_PER_TOKEN
-    assert max(int(step.layout.lengths.sum()) for step in made.steps) <= most
+    assert max(int(step.layout.groups[0].lengths.sum()) for step in made.steps) <= most
 
 
 @pytest.mark.parametrize(
@@ -254,7 +255,7 @@ class Overdrawn(Machine):
     over = 9 * MIB
 
     def used(self) -> int:
-        return super().used() + (self.over if self.taken and self.pages > 3000 else 0)
+        return super().used() + (self.over if self.taken and self.pages[0] > 3000 else 0)
 
     def _take(self, nbytes: int) -> None:
         self.highest = max(self.highest, super().used() + nbytes)
@@ -304,7 +305,7 @@ def shared(folder: Path, leaves: bool) -> tuple[ProfileLoop, list[float], Notes]
     loop = ProfileLoop(
         device=made,
         settings=replace(SETTINGS, max_model_len=40_000, model_max_len=40_000),
-        loaded=Loaded(made, 1000, made.owned, made.stress, FINGERPRINT, "bfloat16"),
+        loaded=Loaded(made, 1000, made.owned, made.groups, made.stress, FINGERPRINT, "bfloat16"),
         send=notes,
         store=AttemptStore(folder / "attempts.json"),
         record_file=None,
@@ -332,8 +333,8 @@ class Twin(Shared):
 
     others, mapped = 0, False
 
-    def resize(self, pages: int) -> None:
-        if pages > 1000 and not self.mapped:
+    def resize(self, pages: tuple[int, ...]) -> None:
+        if pages > (1000,) and not self.mapped:
             self.others, self.mapped = 400 * MIB, True
         super().resize(pages)
 

@@ -58,8 +58,8 @@ class FakeLocal:
     ranks: int
     breaks: dict[str, Callable[[], None]] = field(default_factory=dict)
     group: Any = None
-    pages: int = 0
-    mapped: int = 0
+    pages: tuple[int, ...] = (0,)
+    mapped: tuple[int, ...] = (0,)
     holding: int = 0
     depth: int = 1
     limit: int = 1000
@@ -112,14 +112,14 @@ class FakeLocal:
     def rehearse(self, step: Step) -> None:
         self._do("rehearse")
 
-    def resize(self, pages: int) -> None:
+    def resize(self, pages: tuple[int, ...]) -> None:
         self.mapped = max(self.mapped, self.pages, pages)  # as far as it comes
         self._do("resize") if pages > self.pages else None
         self.pages = self.mapped = pages
 
     def usage(self) -> tuple[Usage, ...]:
         self._do("usage")
-        return (Usage(self.limit, 1, 2, 3, self.pages, self.rank),)
+        return (Usage(self.limit, 1, 2, 3, self.pages[0], self.rank),)
 
     def settle(self) -> None:
         self._do("settle")
@@ -197,7 +197,7 @@ CALLS: dict[str, Callable[[Ranks], object]] = {
     "warm_up": lambda ranks: ranks.warm_up(8),
     "capture": lambda ranks: ranks.capture(8, 16),
     "rehearse": lambda ranks: ranks.rehearse(small()),
-    "resize": lambda ranks: ranks.resize(9),
+    "resize": lambda ranks: ranks.resize((9,)),
     "usage": lambda ranks: ranks.usage(),
     "settle": lambda ranks: ranks.settle(),
     "reset_peak": lambda ranks: ranks.reset_peak(),
@@ -230,7 +230,7 @@ def test_every_call_runs_on_every_rank(pod: Pod) -> None:
         call(ranks)
     for local in pod.locals:
         assert local.ran == list(CALLS)
-        assert (local.choices, local.pages, local.holding) == (CHOICES, 9, 0)
+        assert (local.choices, local.pages, local.holding) == (CHOICES, (9,), 0)
     assert [usage.files for usage in ranks.usage()] == [local.rank for local in pod.locals]
 
 
@@ -259,17 +259,17 @@ def test_steps_keep_no_memory_once_ranks_have_settled(pod: Pod) -> None:
 @pytest.mark.parametrize("where", [0, 1, -1])
 def test_memory_that_one_rank_lacks_is_an_error_of_all(pod: Pod, name: str, where: int) -> None:
     ranks, local = pod.ranks(), pod.locals[where]
-    ranks.resize(4)
+    ranks.resize((4,))
     local.breaks[name] = out_of_memory
     with pytest.raises(DeviceOutOfMemory, match=f"^rank {local.rank}: ") as error:
         CALLS[name](ranks)
     assert error.value.rank == local.rank
-    assert {each.pages for each in pod.locals} == {each.mapped for each in pod.locals} == {4}
+    assert {each.pages for each in pod.locals} == {each.mapped for each in pod.locals} == {(4,)}
     assert {each.holding for each in pod.locals} == {0}
     del local.breaks[name]
     for call in CALLS.values():  # all goes on
         call(ranks)
-    assert {each.pages for each in pod.locals} == {9}
+    assert {each.pages for each in pod.locals} == {(9,)}
 
 
 def test_two_ranks_without_memory_are_one_error(pod: Pod) -> None:

@@ -57,7 +57,8 @@ def test_a_step_s_routing_is_that_of_every_layer_and_of_no_other_step(
         max_top_logprobs=0,
         max_model_len=512,
         vocabulary=made.decoder.config.vocabulary,
-        pages=200,
+        windows=(0,),
+        pages=(200,),
         logprob_rows=16,
     )
     unequal, even = list(StressSet.of(made).plays(bounds))[:2]

@@ -10,19 +10,17 @@ import numpy as np
 import pytest
 import torch
 from drawn import Drawn
-from engines import decoder, engine, finish, greedy, worker
+from engines import decoder, engine, finish, greedy, mapped, worker
 from servers import Server, serving
 from ties import mostly_same, same_tokens
 
 from kvline_server.engine.scheduler import WAVE
 from kvline_server.kernels.attention import SlotMapping
 from kvline_server.kernels.experts import Given
-from kvline_server.kernels.layout import Layout
+from kvline_server.kernels.layout import GroupLayout, Layout
 from kvline_server.kernels.projection import Operand, Projection
 from kvline_server.kernels.row_counts import TRIED, captured, compiled, padded, tried
-from kvline_server.memory.arena import HostArena
 from kvline_server.memory.pages import PAGE_SIZE
-from kvline_server.model.decoder import kv_shape
 
 MIB = 1 << 20
 
@@ -122,20 +120,24 @@ def test_no_expert_of_any_layer_gets_padding(
     """Captured graphs are replayed with another number of rows that are none each time, so it is a
     number on the device there."""
     made, rows, count = decoder(make_model("qwen3-moe"), 64), 5, 8
-    arena = HostArena(kv_shape(made.config, torch.float32), 2)
-    arena.resize(2)
+    arena = mapped(made, 64, 2)
     ids = torch.arange(count)
     where = SlotMapping(ids, torch.where(ids < rows, PAGE_SIZE + ids, 0))
     lengths = np.array([rows], np.int32)
     starts = np.array([0, rows], np.int32)
     layout = Layout(
         positions=np.arange(rows, dtype=np.int32),
-        slots=PAGE_SIZE + np.arange(rows),
         row_starts=starts,
-        page_starts=np.array([0, 1], np.int32),
-        pages=np.array([1], np.int32),
-        lengths=lengths,
         decodes=0,
+        groups=(
+            GroupLayout(
+                lengths=lengths,
+                page_starts=np.array([0, 1], np.int32),
+                pages=np.array([1], np.int32),
+                slots=PAGE_SIZE + np.arange(rows),
+                cleared=np.zeros(0, np.int64),
+            ),
+        ),
     )
     asked: list[int] = []
     run: Callable[..., torch.Tensor] = made.kernels.experts.run
@@ -148,15 +150,15 @@ def test_no_expert_of_any_layer_gets_padding(
         return run(*others, Given(count))
 
     monkeypatch.setattr(made.kernels.experts, "run", counted)
-    plan, kv = made.kernels.attention.plan(layout), arena.layers()
+    plans, kv = made.plan(layout), arena.layers()
     numbers = torch.tensor([rows, 0], dtype=torch.int32)
     given = Given(count, on_device=numbers) if on_device else Given(rows)
     wanted = ids if on_device else ids[:rows]
-    got = made.forward(ids, where, kv, plan, wanted, given)
+    got = made.forward(ids, [where], kv, plans, wanted, given)
     assert asked == [rows] * made.config.layers
     monkeypatch.undo()
     where = SlotMapping(where.positions[:rows], where.slots[:rows])
-    want = made.forward(ids[:rows], where, kv, plan, ids[:rows])
+    want = made.forward(ids[:rows], [where], kv, plans, ids[:rows])
     torch.testing.assert_close(got[:rows], want)
 
 

@@ -18,7 +18,8 @@ from kvline_server.engine.scheduler import (
     Work,
 )
 from kvline_server.ipc.sampling_params import SamplingParams
-from kvline_server.memory.pages import PAGE_SIZE, PagePool, pages_for
+from kvline_server.memory.caches import Caches
+from kvline_server.memory.pages import PAGE_SIZE, pages_for
 
 
 def sequence(id: int, length: int, output: int, base: int = 0, scored: bool = False) -> Sequence:
@@ -33,7 +34,7 @@ def step(scheduler: Scheduler, done: list[int], check: bool = True) -> list[Work
     assert len(scheduler.running) <= scheduler.max_running
     for w in work:
         assert w.start == w.sequence.computed
-        assert len(w.sequence.pages) * PAGE_SIZE >= w.start + w.rows
+        assert w.sequence.table.tokens >= w.start + w.rows
     scheduler.advance(work)
     for w in work:
         if w.start + w.rows == w.sequence.length:
@@ -43,7 +44,7 @@ def step(scheduler: Scheduler, done: list[int], check: bool = True) -> list[Work
                 scheduler.remove(w.sequence)
                 done.append(w.sequence.id)
     if check:
-        scheduler.pool.check()
+        scheduler.caches.check([each.table for each in scheduler.running])
     return work
 
 
@@ -62,7 +63,7 @@ def test_every_sequence_ends_whatever_the_pages(
     shapes: list[tuple[int, int, int]], pages: int, running: int, tokens: int
 ) -> None:
     """Any one fits alone (90 tokens, 6 pages), so all end, each once, and no page is kept."""
-    scheduler = Scheduler(PagePool(pages), running, max(tokens, running))
+    scheduler = Scheduler(Caches((0,), (pages,), 64), running, max(tokens, running))
     for id, (prompt, output, base) in enumerate(shapes):
         scheduler.add(sequence(id, prompt, output, base))
     done: list[int] = []
@@ -71,12 +72,12 @@ def test_every_sequence_ends_whatever_the_pages(
             break
         assert step(scheduler, done), "there is work, but none was scheduled"
     assert sorted(done) == list(range(len(shapes)))
-    assert scheduler.pool.used == 0
+    assert scheduler.caches.used == 0
 
 
 def test_a_large_step_fills_whole_waves_while_prompts_queue_and_delays_none() -> None:
     rng = random.Random(3)
-    scheduler = Scheduler(PagePool(8000), 60, 4 * WAVE)
+    scheduler = Scheduler(Caches((0,), (8000,), 64), 60, 4 * WAVE)
     for id in range(400):
         scheduler.add(sequence(id, rng.randint(1, 700), rng.randint(1, 30), 1000 * id))
     done: list[int] = []
@@ -89,7 +90,7 @@ def test_a_large_step_fills_whole_waves_while_prompts_queue_and_delays_none() ->
             whole += rows % WAVE == 0
     assert sorted(done) == list(range(400))
     assert large > 20 and whole >= 0.9 * large
-    alone = Scheduler(PagePool(8000), 60, 4 * WAVE)
+    alone = Scheduler(Caches((0,), (8000,), 64), 60, 4 * WAVE)
     alone.add(sequence(0, WAVE + 1, 1))
     assert step(alone, []) and alone.idle, "a prompt that nobody waits behind is not cut"
 
@@ -99,7 +100,7 @@ def test_no_number_of_running_sequences_starves_a_prompt(running: int) -> None:
     """All but one of them decode without end, others queue, and a step fills whole waves: the one
     prompt still gets rows in each step, and comes to its first token."""
     most = max(running, 2048)
-    scheduler = Scheduler(PagePool(80_000), running, most, 512)
+    scheduler = Scheduler(Caches((0,), (80_000,), 64), running, most, 512)
     for id in range(running - 1):
         scheduler.add(sequence(id, 2, 10**6, 10 * id))
     late = sequence(running, 200, 1, 10**6)
@@ -120,7 +121,7 @@ def test_no_number_of_running_sequences_starves_a_prompt(running: int) -> None:
 def test_chats_that_sit_a_step_out_still_bound_the_prompts_beside_them() -> None:
     """One with a frequency penalty waits for its last token before it goes on: a step between has
     no decode, and is as short as the others all the same."""
-    scheduler = Scheduler(PagePool(8000), 64, 8192, 1024)
+    scheduler = Scheduler(Caches((0,), (8000,), 64), 64, 8192, 1024)
     penalised = SamplingParams(max_tokens=1000, frequency_penalty=0.5)
     chats = [Sequence(number, [number], 1, penalised) for number in range(8)]
     for chat in chats:
@@ -143,7 +144,7 @@ def twins(count: int, pages: int, output: int, penalty: float = 1.0) -> list[Seq
 def test_penalties_of_sequences_that_share_a_prompt_take_turns() -> None:
     """A step changes the logits of all tokens of each sequence that has a repetition penalty: of
     500 that share a prompt of 100,000 tokens those would be gigabytes."""
-    scheduler = Scheduler(PagePool(101), 10, 512)
+    scheduler = Scheduler(Caches((0,), (101,), 64), 10, 512)
     first, *others = twins(10, 30, 20, penalty=1.1)
     scheduler.add(first)
     step(scheduler, [])
@@ -166,7 +167,7 @@ def test_penalties_of_sequences_that_share_a_prompt_take_turns() -> None:
 
 
 def test_all_page_tables_of_sequences_that_share_pages_have_a_bound() -> None:
-    scheduler = Scheduler(PagePool(101), 100, 512)
+    scheduler = Scheduler(Caches((0,), (101,), 64), 100, 512)
     first, *others = twins(100, 80, 3)
     scheduler.add(first)
     while first.computed < 80 * PAGE_SIZE:
@@ -177,7 +178,7 @@ def test_all_page_tables_of_sequences_that_share_pages_have_a_bound() -> None:
     most = 0
     while not scheduler.idle:
         step(scheduler, done)
-        most = max(most, sum(len(each.pages) for each in scheduler.running))
+        most = max(most, sum(each.table.pages for each in scheduler.running))
     assert 5 * 100 < most <= (1 + SHARED_TABLES) * 100
     assert sorted(done) == list(range(100))
 
@@ -195,7 +196,7 @@ def test_the_oldest_prompt_always_advances(
     """Whatever decodes, fills and queues: the oldest prompt gets rows, decodes lose none, and
     a mixed step has no more of prompts than its cap and the number of requests allow."""
     running = decoding + len(prompts)
-    scheduler = Scheduler(PagePool(60_000), running, max(running, 8192), cap)
+    scheduler = Scheduler(Caches((0,), (60_000,), 64), running, max(running, 8192), cap)
     for id in range(decoding):
         scheduler.add(sequence(id, 1, 100, 10 * id))
     step(scheduler, [], check=False)
@@ -212,7 +213,7 @@ def test_the_oldest_prompt_always_advances(
 
 
 def test_prompts_have_the_whole_step_while_nobody_decodes() -> None:
-    scheduler = Scheduler(PagePool(600), 4, 4096, 256)
+    scheduler = Scheduler(Caches((0,), (600,), 64), 4, 4096, 256)
     scheduler.add(sequence(0, 4000, 5))
     assert [w.rows for w in step(scheduler, [])] == [4000]
     scheduler.add(sequence(1, 4000, 5, 10**6))
@@ -222,7 +223,7 @@ def test_prompts_have_the_whole_step_while_nobody_decodes() -> None:
 def test_prompts_get_more_rows_where_more_requests_run_or_wait() -> None:
     # While prompts queue a large step ends on whole waves: 4,000 rows and a decode on 3,072.
     for decoding, waiting, rows in ((1, 0, 1024), (126, 1, 898), (299, 0, 2400), (1, 498, 3071)):
-        scheduler = Scheduler(PagePool(4000), decoding + 1, 16384, 1024)
+        scheduler = Scheduler(Caches((0,), (4000,), 64), decoding + 1, 16384, 1024)
         for id in range(decoding):
             scheduler.add(sequence(id, 1, 100, 10 * id))
         step(scheduler, [], check=False)
@@ -232,7 +233,7 @@ def test_prompts_get_more_rows_where_more_requests_run_or_wait() -> None:
 
 
 def test_a_penalised_sequence_skips_a_step_while_its_token_is_pending() -> None:
-    scheduler = Scheduler(PagePool(600), 4, 64)
+    scheduler = Scheduler(Caches((0,), (600,), 64), 4, 64)
     plain, counted = sequence(0, 4, 9), sequence(1, 4, 9, 100)
     counted.has_penalties = True
     for one in (plain, counted):
@@ -264,7 +265,7 @@ def test_a_step_s_cost_grows_with_its_sequences_and_not_with_their_square() -> N
             return self is other
 
     count = 4096
-    scheduler = Scheduler(PagePool(20_000), count, count)
+    scheduler = Scheduler(Caches((0,), (20_000,), 64), count, count)
     made = [Counted(i, [i], 1, SamplingParams(10)) for i in range(count)]
     for one in made:
         scheduler.add(one)
@@ -281,7 +282,7 @@ def test_a_step_s_cost_grows_with_its_sequences_and_not_with_their_square() -> N
 def test_ten_thousand_random_aborts_leave_every_page_free_or_cached() -> None:
     """L12."""
     rng = random.Random(1)
-    scheduler = Scheduler(PagePool(40), 6, 48)
+    scheduler = Scheduler(Caches((0,), (40,), 64), 6, 48)
     live: list[Sequence] = []
     done: list[int] = []
     for id in range(10_000):
@@ -294,13 +295,13 @@ def test_ten_thousand_random_aborts_leave_every_page_free_or_cached() -> None:
     for item in live:
         scheduler.remove(item)
     assert scheduler.idle
-    assert scheduler.pool.used == 0
-    assert scheduler.pool.free + scheduler.pool.cached == scheduler.pool.total
+    assert scheduler.caches.used == 0
+    assert scheduler.caches.free + scheduler.caches.cached == scheduler.caches.total
 
 
 def unconfirmed(scheduler: Scheduler) -> set[int]:
     """Pages of the prefix cache that no finite result depends on."""
-    return scheduler.pool._unconfirmed & set(scheduler.pool._hash_of)
+    return scheduler.caches.pools[0]._unconfirmed & set(scheduler.caches.pools[0]._hash_of)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -308,7 +309,7 @@ def test_pages_that_nobody_confirmed_leave_the_prefix_cache_with_their_last_clie
     seed: int,
 ) -> None:
     rng = random.Random(seed)
-    scheduler = Scheduler(PagePool(24), 6, 12)
+    scheduler = Scheduler(Caches((0,), (24,), 64), 6, 12)
     live: list[Sequence] = []
     for id in range(2000):
         live.append(sequence(id, rng.randint(1, 120), rng.randint(1, 90), rng.randint(0, 2)))
@@ -318,7 +319,7 @@ def test_pages_that_nobody_confirmed_leave_the_prefix_cache_with_their_last_clie
         if len(live) > 8:
             scheduler.remove(live.pop(rng.randrange(len(live))))
         owed = {key for each in (*scheduler.running, *scheduler.waiting) for key in each.chain}
-        assert unconfirmed(scheduler) <= set(scheduler.pool.known(list(owed)))
+        assert unconfirmed(scheduler) <= set(scheduler.caches.pools[0].known(list(owed)))
     for each in live:
         scheduler.remove(each)
     assert scheduler.preemptions > 50 and not unconfirmed(scheduler)
@@ -326,7 +327,7 @@ def test_pages_that_nobody_confirmed_leave_the_prefix_cache_with_their_last_clie
 
 def test_a_client_that_leaves_a_preempted_prompt_leaves_nothing_unconfirmed() -> None:
     """The next request of that prompt found its pages, and failed with what was wrong in them."""
-    scheduler = Scheduler(PagePool(1 + 8), 2, 3)
+    scheduler = Scheduler(Caches((0,), (1 + 8,), 64), 2, 3)
     old, young = sequence(0, 16, 90), sequence(1, 96, 4, base=500)
     scheduler.add(old)
     step(scheduler, [])
@@ -335,12 +336,12 @@ def test_a_client_that_leaves_a_preempted_prompt_leaves_nothing_unconfirmed() ->
         step(scheduler, [])
     assert young in scheduler.waiting and unconfirmed(scheduler)
     scheduler.remove(young)
-    assert not unconfirmed(scheduler) & set(scheduler.pool.known(young.chain))
-    scheduler.pool.check()
+    assert not unconfirmed(scheduler) & set(scheduler.caches.pools[0].known(young.chain))
+    scheduler.caches.check([each.table for each in scheduler.running])
 
 
 def test_decodes_go_before_prompt_chunks() -> None:
-    scheduler = Scheduler(PagePool(50), 4, 16)
+    scheduler = Scheduler(Caches((0,), (50,), 64), 4, 16)
     scheduler.add(sequence(0, 4, 10))
     step(scheduler, [])
     scheduler.add(sequence(1, 100, 5))
@@ -351,7 +352,7 @@ def test_decodes_go_before_prompt_chunks() -> None:
 
 
 def test_a_shared_prefix_is_computed_once() -> None:
-    scheduler = Scheduler(PagePool(50), 4, 64)
+    scheduler = Scheduler(Caches((0,), (50,), 64), 4, 64)
     scheduler.add(sequence(0, 40, 1))
     step(scheduler, [])
     scheduler.add(sequence(1, 40, 1))
@@ -360,7 +361,7 @@ def test_a_shared_prefix_is_computed_once() -> None:
 
 
 def test_a_prefix_hit_never_covers_a_position_whose_logprob_is_asked() -> None:
-    scheduler = Scheduler(PagePool(50), 4, 64)
+    scheduler = Scheduler(Caches((0,), (50,), 64), 4, 64)
     scheduler.add(sequence(0, 40, 1))
     step(scheduler, [])
     scheduler.add(sequence(1, 40, 1, scored=True))
@@ -369,7 +370,7 @@ def test_a_prefix_hit_never_covers_a_position_whose_logprob_is_asked() -> None:
 
 @pytest.mark.parametrize(("start", "hit"), [(0, 0), (1, 0), (16, 0), (17, 16), (33, 32), (40, 32)])
 def test_scoring_from_the_middle_lets_the_front_come_from_the_cache(start: int, hit: int) -> None:
-    scheduler = Scheduler(PagePool(50), 4, 64)
+    scheduler = Scheduler(Caches((0,), (50,), 64), 4, 64)
     scheduler.add(sequence(0, 40, 1))
     step(scheduler, [])
     late = sequence(1, 40, 1)
@@ -381,7 +382,7 @@ def test_scoring_from_the_middle_lets_the_front_come_from_the_cache(start: int, 
 
 @pytest.mark.fault("F55", shows="the youngest sequence gives its pages and starts again")
 def test_pages_come_from_the_youngest_and_it_starts_again() -> None:
-    scheduler = Scheduler(PagePool(1 + 6), 2, 64)
+    scheduler = Scheduler(Caches((0,), (1 + 6,), 64), 2, 64)
     old, young = sequence(0, 30, 60), sequence(1, 16, 60, base=500)
     scheduler.add(old)
     scheduler.add(young)
@@ -398,19 +399,19 @@ def test_pages_come_from_the_youngest_and_it_starts_again() -> None:
 
 
 def test_a_full_pool_admits_nobody_new() -> None:
-    scheduler = Scheduler(PagePool(5), 4, 64)
+    scheduler = Scheduler(Caches((0,), (5,), 64), 4, 64)
     scheduler.add(sequence(0, 60, 4))
     scheduler.add(sequence(1, 20, 4, base=90))
     step(scheduler, [])
     assert [s.id for s in scheduler.running] == [0]
-    assert pages_for(60) == scheduler.pool.used
+    assert pages_for(60) == scheduler.caches.used
 
 
 @pytest.mark.parametrize("beside", [0, 1])
 def test_a_prompt_s_last_row_runs_where_no_token_is_wanted(beside: int) -> None:
     """With max_tokens 0 a prompt is at its limit from the start: a step that leaves one row of it
     must be followed by one that has it."""
-    scheduler = Scheduler(PagePool(600), 4, 64, 32)
+    scheduler = Scheduler(Caches((0,), (600,), 64), 4, 64, 32)
     for id in range(beside):
         scheduler.add(sequence(id, 1, 1000))
         step(scheduler, [])

@@ -21,7 +21,7 @@ from kvline_server.model import loader, shard
 from kvline_server.model.blocks import MLP
 from kvline_server.model.config import Experts as Many
 from kvline_server.model.config import ModelConfig, Rope, read_config
-from kvline_server.model.decoder import kv_shape
+from kvline_server.model.decoder import cache_groups
 from kvline_server.model.experts import Experts
 from kvline_server.model.layer import Layer
 from kvline_server.model.linear import TensorSource
@@ -264,9 +264,10 @@ def resident(file: Path) -> int:
 
 
 def test_the_cache_keeps_a_rank_s_heads_alone() -> None:
-    whole = kv_shape(MODEL, torch.bfloat16)
+    (whole,) = cache_groups(MODEL, 64, torch.bfloat16)
     for ranks, share in ((2, 2), (4, 4)):
-        mine = kv_shape(shard.local(MODEL, Shard(0, ranks)), torch.bfloat16)
-        assert mine.bytes_per_token * share == whole.bytes_per_token
+        (mine,) = cache_groups(shard.local(MODEL, Shard(0, ranks)), 64, torch.bfloat16)
+        assert mine.page_bytes * share == whole.page_bytes
     model = replace(MODEL, heads=8, kv_heads=1)
-    assert kv_shape(shard.local(model, Shard(3, 4)), torch.bfloat16).heads == 1
+    (mine,) = cache_groups(shard.local(model, Shard(3, 4)), 64, torch.bfloat16)
+    assert mine.shape.heads == 1

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvline_server.engine.stress.bounds import Bounds
 from kvline_server.engine.stress.owners import StressSet
-from kvline_server.kernels.layout import Draws, Layout
+from kvline_server.kernels.layout import Draws, GroupLayout, Layout
 from kvline_server.memory.pages import pages_for
 from kvline_server.parallel import wire
 from kvline_server.parallel.record import Record
@@ -113,9 +113,10 @@ def test_what_is_read_is_the_memory_itself() -> None:
 def small() -> Step:
     one, row = np.ones(1, np.int64), np.ones(1, np.int32)
     some = np.ones(1, np.float32)
-    layout = Layout(1, np.array([0, 1], np.int32), row, np.array([0, 1], np.int32), row, row, one)
+    starts = np.array([0, 1], np.int32)
+    layout = Layout(1, starts, row, (GroupLayout(row, starts, row, one, one),))
     draws = Draws(some, row, some, some, np.ones(1, np.uint64))
-    return Step(one, layout, one[:0], one[:0], one, one[:0], 0, one, draws, (), one[:0], 0, one)
+    return Step(one, layout, one[:0], one[:0], one, one[:0], 0, one, draws, (), one[:0], 0)
 
 
 @pytest.mark.parametrize("aliased", [1 << 20, 0])
@@ -127,7 +128,7 @@ def small() -> Step:
 def test_the_largest_steps_fit(
     rows: int, running: int, length: int, vocabulary: int, ranks: int, aliased: int
 ) -> None:
-    room = wire.step_bytes(rows, running, length, vocabulary, ranks)
+    room = wire.step_bytes(rows, running, length, vocabulary, ranks, 1)
     pages = running * pages_for(length) + 1 if not aliased else 65
     bounds = Bounds(
         max_running_requests=running,
@@ -135,7 +136,8 @@ def test_the_largest_steps_fit(
         max_top_logprobs=20,
         max_model_len=length,
         vocabulary=vocabulary,
-        pages=pages,
+        windows=(0,),
+        pages=(pages,),
         logprob_rows=16,
         ranks=ranks,
         aliased=aliased,

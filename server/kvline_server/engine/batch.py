@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import chain, repeat
 
 import numpy as np
 
@@ -11,7 +12,8 @@ from kvline_server.engine import penalties
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.sampling import draws
 from kvline_server.engine.scheduler import Work
-from kvline_server.kernels.layout import Layout
+from kvline_server.kernels.layout import GroupLayout, Layout
+from kvline_server.memory.caches import GroupPages
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.worker.step import Step
 
@@ -32,9 +34,9 @@ class Batch:
     sampled: tuple[Sequence, ...]  # one per sampled row, in order
 
 
-def build(work: list[Work], cleared: Collection[int] = ()) -> Batch:
+def build(work: list[Work], cleared: Iterable[Collection[int]] = ()) -> Batch:
     """The step of this work, whose sequences already hold their pages. Pages to be `cleared` before
-    it may be any."""
+    it, of each group, may be any."""
     single = [w for w in work if w.rows == 1]
     chunks = [w for w in work if w.rows > 1]
     ordered = single + chunks
@@ -42,8 +44,7 @@ def build(work: list[Work], cleared: Collection[int] = ()) -> Batch:
     for w in ordered:
         rows.add(w, at)
         at += w.rows
-    tokens, layout = _token_ids(single, chunks), _layout(ordered, len(single))
-    return rows.batch(tokens, layout, np.asarray(cleared, dtype=np.int64))
+    return rows.batch(_token_ids(single, chunks), _layout(ordered, len(single), cleared))
 
 
 class _Rows:
@@ -71,7 +72,7 @@ class _Rows:
             self.sampled_rows.append(at + count - 1)
             self.sampled.append(sequence)
 
-    def batch(self, tokens: np.ndarray, layout: Layout, cleared: np.ndarray) -> Batch:
+    def batch(self, tokens: np.ndarray, layout: Layout) -> Batch:
         sampled = self.sampled
         slots = np.asarray([s.slot for s in sampled], dtype=np.int64)
         # Only a sampled row can have an input token that the host has not read.
@@ -93,7 +94,6 @@ class _Rows:
             edits=penalties.edits(sampled),
             listed=np.asarray(listed, dtype=np.int64),
             listed_top=max((sampled[row].params.logprobs or 0 for row in listed), default=0),
-            cleared=cleared,
         )
         return Batch(step, tuple(self.scored), tuple(sampled))
 
@@ -105,34 +105,52 @@ def _token_ids(single: list[Work], chunks: list[Work]) -> np.ndarray:
     return np.concatenate([np.asarray(known, dtype=np.int64), *parts]).astype(np.int64)
 
 
-def _layout(work: list[Work], decodes: int) -> Layout:
+def _layout(work: list[Work], decodes: int, cleared: Iterable[Collection[int]]) -> Layout:
     counts = np.ones(len(work), dtype=np.int32)
     counts[decodes:] = [w.rows for w in work[decodes:]]
     first = np.asarray([w.start for w in work], dtype=np.int32)
-    lengths = first + counts
-    held = -(-lengths // PAGE_SIZE)
-    row_starts, page_starts = _starts(counts), _starts(held)
-    tables = [
-        w.sequence.pages if len(w.sequence.pages) == count else w.sequence.pages[:count]
-        for w, count in zip(work, held.tolist(), strict=True)
-    ]
-    pages = np.frombuffer(bytearray().join(tables), dtype=np.int32)
+    row_starts = _starts(counts)
     if len(work) == decodes:
-        positions, page = first, pages[page_starts[1:] - 1]
+        positions, owners = first, None
     else:
         # Row r of sequence s is at position first[s] + (r - row_starts[s]).
         rows = np.arange(row_starts[-1], dtype=np.int32)
         positions = rows + np.repeat(first - row_starts[:-1], counts)
-        page = pages[np.repeat(page_starts[:-1], counts) + positions // PAGE_SIZE]
-    return Layout(
-        decodes=decodes,
-        row_starts=row_starts,
-        lengths=lengths,
-        page_starts=page_starts,
-        pages=pages,
-        positions=positions,
-        slots=page.astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE,
-    )
+        owners = np.repeat(np.arange(len(work)), counts)
+    held = zip(*[w.sequence.table.groups for w in work], strict=True)
+    groups = [
+        _group(pages, first + counts, positions, owners, np.asarray(each, dtype=np.int64))
+        for pages, each in zip(held, chain(cleared, repeat(())), strict=False)
+    ]
+    return Layout(decodes, row_starts, positions, tuple(groups))
+
+
+def _group(
+    held: tuple[GroupPages, ...],
+    lengths: np.ndarray,
+    positions: np.ndarray,
+    owners: np.ndarray | None,
+    cleared: np.ndarray,
+) -> GroupLayout:
+    """Of each sequence's pages and tokens. `owners` are the sequences of the rows; None: each has
+    one."""
+    behind = np.asarray([each.first for each in held], dtype=np.int32)
+    if behind.any():
+        lengths = lengths - behind * PAGE_SIZE
+        positions = positions - (behind if owners is None else behind[owners]) * PAGE_SIZE
+    counts = -(-lengths // PAGE_SIZE)
+    tables = [
+        each.pages if len(each.pages) == count else each.pages[:count]
+        for each, count in zip(held, counts.tolist(), strict=True)
+    ]
+    pages = np.frombuffer(bytearray().join(tables), dtype=np.int32)
+    page_starts = _starts(counts)
+    if owners is None:
+        page = pages[page_starts[1:] - 1]
+    else:
+        page = pages[page_starts[owners] + positions // PAGE_SIZE]
+    slots = page.astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE
+    return GroupLayout(lengths, page_starts, pages, slots, cleared)
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:

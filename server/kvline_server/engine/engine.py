@@ -18,7 +18,7 @@ from kvline_server.engine.logprobs import cut, join
 from kvline_server.engine.request import Scores, Sequence
 from kvline_server.engine.scheduler import Scheduler, Work
 from kvline_server.ipc.sampling_params import SamplingParams
-from kvline_server.memory.pages import PagePool
+from kvline_server.memory.caches import Caches
 from kvline_server.parallel.executor import Executor
 from kvline_server.worker.step import InFlight, Results
 
@@ -49,8 +49,8 @@ class Engine:
     ) -> None:
         """`mixed_prefill_tokens`: prompt rows that a mixed step always allows; None: no limit."""
         self.executor = executor
-        self.pool = PagePool(executor.pages)
-        self.scheduler = Scheduler(self.pool, max_running, max_step_tokens, mixed_prefill_tokens)
+        self.caches = Caches(executor.windows, executor.pages, max_step_tokens)
+        self.scheduler = Scheduler(self.caches, max_running, max_step_tokens, mixed_prefill_tokens)
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
         self.sequences: dict[int, Sequence] = {}
@@ -81,7 +81,7 @@ class Engine:
         work = self.scheduler.schedule()
         if work:
             _admit(work)
-            batch = batches.build(work, self.pool.to_clear())
+            batch = batches.build(work, self.caches.to_clear())
             self._in_flight.append((batch, self.executor.launch(batch.step)))
             self._advance(batch, work)
             self.steps += 1

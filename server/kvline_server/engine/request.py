@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import struct
 import time
-from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvline_server.ipc.sampling_params import SamplingParams
+from kvline_server.memory.caches import PageTable
 from kvline_server.memory.pages import pages_for
 
 if TYPE_CHECKING:  # penalties has the sequences of this module
@@ -51,7 +51,7 @@ class Sequence:
     prompt_length: int
     params: SamplingParams
     computed: int = 0
-    pages: array[int] = field(default_factory=lambda: array("i"))
+    table: PageTable = field(default_factory=PageTable)
     chain: list[bytes] = field(default_factory=list)  # hashes of its full pages
     published: int = 0  # full pages that the prefix cache knows
     confirmed: int = 0  # computed tokens on which a result that was read as finite depends

@@ -3,19 +3,19 @@
 Every decode waits for the whole step, so prompts get a bounded number of rows in a mixed step. A
 sequence with penalties skips a step while the host has not read its last token; the others run.
 
-Pure bookkeeping: sequences in, a list of Work out, pages through the pool. It cannot deadlock: the
-oldest running sequence can always preempt the youngest, and one sequence alone always fits because
-the budget was validated with a full-length one.
+Pure bookkeeping: sequences in, a list of Work out, pages through the caches. It cannot deadlock:
+the oldest running sequence can always preempt the youngest, and one sequence alone always fits
+because the budget was validated with a full-length one.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from typing import NamedTuple
 
 from kvline_server.engine.request import Sequence
-from kvline_server.memory.pages import PAGE_SIZE, PagePool, extend_chain, pages_for
+from kvline_server.memory.caches import Caches, PageTable
+from kvline_server.memory.pages import PAGE_SIZE, extend_chain, pages_for
 
 # Rows with which a GEMM's tiles fill a large GPU once: 8 tiles down by 16 across are 128 of an
 # H200's 132 multiprocessors. Rows beyond it cost nearly as much as another wave of tiles.
@@ -39,12 +39,12 @@ class Work(NamedTuple):
 class Scheduler:
     def __init__(
         self,
-        pool: PagePool,
+        caches: Caches,
         max_running: int,
         max_step_tokens: int,
         mixed_prefill_tokens: int | None = None,
     ) -> None:
-        self.pool = pool
+        self.caches = caches
         self.max_running = max_running
         self.max_step_tokens = max_step_tokens
         self.mixed_prefill_tokens = mixed_prefill_tokens or max_step_tokens
@@ -67,7 +67,7 @@ class Scheduler:
             self._release(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
-        self.pool.abandon(self.pool.known(sequence.chain))
+        self.caches.abandon(sequence.chain)
 
     @property
     def idle(self) -> bool:
@@ -116,6 +116,8 @@ class Scheduler:
             sequence.computed = start + rows
             if (sequence.published + 1) * PAGE_SIZE <= sequence.computed:
                 self._publish(sequence)
+            if self.caches.windowed:
+                self.caches.slide(sequence.table, sequence.computed)
 
     def confirm(self, sequence: Sequence, tokens: int) -> None:
         """After a finite result that depends on so many tokens of a sequence; it may have been
@@ -123,13 +125,13 @@ class Scheduler:
         if tokens <= sequence.computed:
             first, full = sequence.confirmed // PAGE_SIZE, tokens // PAGE_SIZE
             if full > first:
-                self.pool.confirm(sequence.pages[first:full])
+                self.caches.confirm(sequence.table, first, full)
             sequence.confirmed = tokens
 
     def fail(self, sequence: Sequence) -> None:
         """After a result that was not finite, of a sequence that may have been preempted since:
         any of its pages may be why."""
-        self.pool.retract(sequence.pages or self.pool.known(sequence.chain))
+        self.caches.retract(sequence.table, sequence.chain)
 
     def _publish(self, sequence: Sequence) -> None:
         """Enters full pages in the prefix cache, but for one whose last token is not read yet."""
@@ -137,7 +139,7 @@ class Scheduler:
         extend_chain(sequence.chain, sequence.tokens, known, sequence.params.cache_salt)
         full = known // PAGE_SIZE
         for index in range(sequence.published, full):
-            self.pool.publish(sequence.pages[index], sequence.chain[index])
+            self.caches.publish(sequence.table, index, sequence.chain[index])
         sequence.published = max(sequence.published, full)
 
     def _decode(self, ready: list[Sequence], budget: int, work: list[Work]) -> int:
@@ -148,7 +150,7 @@ class Scheduler:
                 break
             if self.preemptions != preemptions and sequence not in self.running:
                 continue
-            if sequence.computed < len(sequence.pages) * PAGE_SIZE:
+            if sequence.computed < sequence.table.pages * PAGE_SIZE:
                 work.append(Work(sequence, sequence.computed, 1))
             else:
                 self._continue(sequence, 1, work)
@@ -159,7 +161,7 @@ class Scheduler:
         has, as those that share pages may, some wait. Who waited longest is first, and one alone
         always fits. `penalised` are the pages of those tokens."""
         self._step += 1
-        self._penalised_left = self.pool.total
+        self._penalised_left = self.caches.total
         if penalised <= self._penalised_left:
             self._penalised_left -= penalised
             return ready
@@ -184,16 +186,13 @@ class Scheduler:
 
     def _continue(self, sequence: Sequence, budget: int, work: list[Work]) -> int:
         count = min(sequence.uncomputed, budget)
-        missing = pages_for(sequence.computed + count) - len(sequence.pages)
         busy: set[int] = set()
-        while missing > 0 and not self.pool.can_take(missing):
+        while not self.caches.grow(sequence.table, sequence.computed + count):
             busy = busy or {id(item.sequence) for item in work}
             victim = next(s for s in reversed(self.running) if id(s) not in busy)
             self._preempt(victim)
             if victim is sequence:
                 return 0
-        if missing > 0:
-            sequence.pages.extend(self.pool.take(missing))
         work.append(Work(sequence, sequence.computed, count))
         return count
 
@@ -203,28 +202,27 @@ class Scheduler:
         extend_chain(
             sequence.chain, sequence.tokens, len(sequence.tokens), sequence.params.cache_salt
         )
-        matched = self.pool.match(sequence.chain[: max(0, sequence.cacheable) // PAGE_SIZE])
-        missing = pages_for(len(sequence.tokens)) - len(matched)
-        reserve = len(self.running)
-        if self._shares_too_much(sequence, matched) or not self.pool.can_take(missing + reserve):
-            self.pool.release(matched)
+        matched = self.caches.match(sequence.chain[: max(0, sequence.cacheable) // PAGE_SIZE])
+        fits = self.caches.fits(matched, len(sequence.tokens), len(self.running))
+        if not fits or self._shares_too_much(sequence, matched):
+            self.caches.release(matched)
             return 0
         self.waiting.popleft()
         self.running[sequence] = None
         sequence.slot = self._slots.pop()
-        sequence.pages = array("i", matched)
-        sequence.computed = len(matched) * PAGE_SIZE
-        sequence.published = len(matched)
+        sequence.table = matched
+        sequence.computed = matched.pages * PAGE_SIZE
+        sequence.published = matched.pages
         if not sequence.preemptions:
             sequence.cached = sequence.computed
         return self._chunk(sequence, budget, work)
 
-    def _shares_too_much(self, sequence: Sequence, matched: list[int]) -> bool:
+    def _shares_too_much(self, sequence: Sequence, matched: PageTable) -> bool:
         """Whether page tables would have more pages beside it than is reserved for."""
-        if not (matched and self.running):
+        if not (matched.pages and self.running):
             return False
-        others = sum(len(each.pages) for each in self.running)
-        return others + pages_for(len(sequence.tokens)) > SHARED_TABLES * self.pool.total
+        others = sum(each.table.pages for each in self.running)
+        return others + pages_for(len(sequence.tokens)) > SHARED_TABLES * self.caches.total
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the head of the queue; its output tokens and prompt logprobs are kept."""
@@ -237,9 +235,9 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self._slots.append(sequence.slot)
         if sequence.computed == sequence.confirmed:  # no step writes to its last page any more
-            self.pool.confirm(sequence.pages[-1:])
-        self.pool.release(sequence.pages)
-        sequence.pages = array("i")
+            self.caches.confirm(sequence.table, sequence.table.pages - 1, sequence.table.pages)
+        self.caches.release(sequence.table)
+        sequence.table = PageTable()
         sequence.computed = sequence.published = sequence.confirmed = 0
 
 

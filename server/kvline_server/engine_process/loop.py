@@ -130,14 +130,14 @@ class EngineProcess:
         if now - self.beat_at < BEAT_SECONDS:
             return
         self.beat_at = now
-        scheduler, pool = engine.scheduler, engine.pool
+        scheduler, caches = engine.scheduler, engine.caches
         self.parent.send(
             Beat(
                 busy=not engine.idle,
                 steps=engine.steps,
-                kv_tokens=pool.total * PAGE_SIZE,
-                used_tokens=pool.used * PAGE_SIZE,
-                evictable_tokens=pool.cached * PAGE_SIZE,
+                kv_tokens=caches.total * PAGE_SIZE,
+                used_tokens=caches.used * PAGE_SIZE,
+                evictable_tokens=caches.cached * PAGE_SIZE,
                 waiting_prompt_tokens=sum(len(s.tokens) for s in scheduler.waiting),
                 running=len(scheduler.running),
                 waiting=len(scheduler.waiting),

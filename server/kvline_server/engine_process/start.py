@@ -70,6 +70,7 @@ class LoadedRank:
             settings.wanted_len,
             model.vocabulary,
             ranks.count,
+            len(self.loaded.groups),
         )
         return wire.Steps(ranks.steps_fd, size, self.local.depth + 1, ranks.count - 1)
 

@@ -54,15 +54,6 @@ class Heads:
         return q, k, v
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionOptions:
-    """What a layer's attention call may differ in from that of others."""
-
-    window: int = 0  # tokens that a query sees, itself included; 0: all before it
-    scale: float | None = None  # of query times key; None: 1 / sqrt(dim)
-
-
-PLAIN = AttentionOptions()
 # Rows, or one less than the context has pages: FlashInfer's fa2 runs such chunks over an fp8 cache,
 # and has a kernel each for up to 16, up to 64 and more rows, times the queries of a key-value head.
 # CUDA loads a kernel when it first runs: these numbers reach all that service does. A CPU has no
@@ -77,13 +68,16 @@ class Attention(ABC):
 
     @property
     @abstractmethod
-    def plan_in_place(self) -> Callable[[PageTables], Any] | None:
-        """A plan of decodes for a captured graph: planned again with the same addresses and number
-        of sequences, it changes what the graph attends to. None where nothing can be captured."""
+    def plan_in_place(self) -> Callable[[PageTables, int], Any] | None:
+        """A plan of decodes in layers with a window for a captured graph: planned again with the
+        same addresses and number of sequences, it changes what the graph attends to. None where
+        nothing can be captured."""
 
     @abstractmethod
-    def plan(self, layout: Layout) -> Any:
-        """Prepares attention for a step; the result is used by every layer."""
+    def plan(self, layout: Layout, group: int, window: int) -> Any:
+        """Prepares a step's attention in one of the layout's groups, whose queries see `window`
+        tokens, themselves included, or with 0 all before them; the group's layers use the
+        result."""
 
     @abstractmethod
     def rope_table(self, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -101,6 +95,7 @@ class Attention(ABC):
         cache: KVLayer,
         plan: Any,
         out: torch.Tensor | None = None,
-        options: AttentionOptions = PLAIN,
+        scale: float | None = None,
     ) -> torch.Tensor:
-        """Causal attention of q [rows, heads, dim] over the cache. -> [rows, heads * dim]"""
+        """Causal attention of q [rows, heads, dim] over the cache. `scale` is that of query times
+        key; None: 1 / sqrt(dim). -> [rows, heads * dim]"""

@@ -15,10 +15,8 @@ import torch
 
 from kvline_server.kernels import cuda_attention, cuda_write
 from kvline_server.kernels.attention import (
-    PLAIN,
     SHORT_CHUNKS,
     Attention,
-    AttentionOptions,
     Heads,
     PageTables,
     SlotMapping,
@@ -77,18 +75,19 @@ class GpuAttention(Attention):
         """float32 [positions, dim]: all cosines, then all sines"""
         return torch.cat((cos, sin), dim=-1).to(self.device)
 
-    def plan(self, layout: Layout) -> Plan:
-        last_page = (layout.lengths - 1) % PAGE_SIZE + 1
+    def plan(self, layout: Layout, group: int, window: int) -> Plan:
+        held = layout.groups[group]
+        last_page = (held.lengths - 1) % PAGE_SIZE + 1
         kinds = slice(0, layout.decodes), slice(layout.decodes, layout.sequences)
         arrays = []
         for own in kinds:
             ends = slice(own.start, own.stop + 1)
-            rows, pages = layout.row_starts[ends], layout.page_starts[ends]
-            used = layout.pages[pages[0] : pages[-1]]
+            rows, pages = layout.row_starts[ends], held.page_starts[ends]
+            used = held.pages[pages[0] : pages[-1]]
             arrays.append((rows - rows[0], pages - pages[0], used, last_page[own]))
         device = upload(self.device, *arrays[0], *arrays[1])
         decode, prefill = (
-            PageTables(rows, pages, layout.lengths[own], *device[at : at + 4])
+            PageTables(rows, pages, held.lengths[own], *device[at : at + 4])
             for own, (rows, pages, *_), at in zip(kinds, arrays, (0, 4), strict=True)
         )
         return Plan(
@@ -98,7 +97,7 @@ class GpuAttention(Attention):
             self._prefill.plan(prefill) if len(prefill.lengths) else None,
         )
 
-    def plan_in_place(self, tables: PageTables) -> Plan:
+    def plan_in_place(self, tables: PageTables, window: int) -> Plan:
         rows = len(tables.lengths)
         return Plan(rows, rows, self._decode.plan(tables, in_place=True), None)
 
@@ -111,10 +110,10 @@ class GpuAttention(Attention):
         cache: KVLayer,
         plan: Plan,
         out: torch.Tensor | None = None,
-        options: AttentionOptions = PLAIN,
+        scale: float | None = None,
     ) -> torch.Tensor:
         rows, heads, dim = q.shape
-        scale = (options.scale or 1.0 / math.sqrt(dim)) * cache.scales.keys
+        scale = (scale or 1.0 / math.sqrt(dim)) * cache.scales.keys
         flat = q.new_empty((rows, heads * dim)) if out is None else out
         made = flat.view(rows, heads, dim)
         if plan.decode is not None:

@@ -12,20 +12,29 @@ GREEDY = 1e-5  # lower temperatures mean argmax; dividing by them would overflow
 
 
 @dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """What a group of layers (memory/groups.py) has of each sequence. Where a window left pages
+    behind, the tokens of the others are as a sequence of their own."""
+
+    lengths: NDArray[np.int32]  # [sequences], tokens in their pages after this step
+    page_starts: NDArray[np.int32]  # [sequences + 1], indices into pages
+    pages: NDArray[np.int32]  # [pages of all sequences]
+    slots: NDArray[np.int64]  # [rows], cache slots of their keys and values
+    cleared: NDArray[np.int64]  # pages that are set to 0 before anything is written
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """Sequences in the order of their rows; the first `decodes` have one row each."""
 
     decodes: int
     row_starts: NDArray[np.int32]  # [sequences + 1]
-    lengths: NDArray[np.int32]  # [sequences], tokens in the cache after this step
-    page_starts: NDArray[np.int32]  # [sequences + 1], indices into pages
-    pages: NDArray[np.int32]  # [pages of all sequences]
     positions: NDArray[np.int32]  # [rows]
-    slots: NDArray[np.int64]  # [rows], cache slots of their keys and values
+    groups: tuple[GroupLayout, ...]
 
     @property
     def sequences(self) -> int:
-        return len(self.lengths)
+        return len(self.row_starts) - 1
 
     @property
     def rows(self) -> int:

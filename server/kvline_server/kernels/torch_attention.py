@@ -11,21 +11,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvline_server.kernels.attention import (
-    PLAIN,
-    SHORT_CHUNKS,
-    Attention,
-    AttentionOptions,
-    Heads,
-    SlotMapping,
-)
-from kvline_server.kernels.layout import Layout
+from kvline_server.kernels.attention import SHORT_CHUNKS, Attention, Heads, SlotMapping
+from kvline_server.kernels.layout import GroupLayout, Layout
 from kvline_server.kernels.projection import Norm
 from kvline_server.kernels.rows import Rows
 from kvline_server.memory.arena import KVLayer
@@ -44,24 +37,8 @@ class Part:
     end: int
     tokens: int  # gathered of each sequence, padding included
     pages: torch.Tensor  # [sequences * pages per sequence]
-    positions: torch.Tensor  # of the rows [end - start]
     decodes: bool
-    masks: dict[int, torch.Tensor] = field(default_factory=dict)  # by window; layers share them
-
-    def mask(self, window: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Added to the scores. [end - start, tokens]; None: plain causal"""
-        window = window if window < self.tokens else 0
-        if not (self.decodes or window or self.end - self.start < self.tokens):
-            return None
-        if window not in self.masks:
-            queries = self.positions.unsqueeze(1)
-            keys = torch.arange(self.tokens, device=queries.device)
-            hidden = keys > queries
-            if window:
-                hidden |= keys <= queries - window
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=keys.device)
-            self.masks[window] = mask.masked_fill_(hidden, MASKED)
-        return self.masks[window]
+    mask: torch.Tensor | None  # added to the scores, [end - start, tokens]; None: plain causal
 
 
 class TorchAttention(Attention):
@@ -79,29 +56,55 @@ class TorchAttention(Attention):
         """[positions, 2, dim / 2]"""
         return torch.stack((cos, sin), dim=1).to(self.device, self.dtype)
 
-    def plan(self, layout: Layout) -> list[Part]:
-        groups = [(*group, True) for group in _decode_groups(layout)]
-        groups += [(i, i + 1, False) for i in range(layout.decodes, layout.sequences)]
-        return [self._part(layout, *group) for group in groups]
+    def plan(self, layout: Layout, group: int, window: int) -> list[Part]:
+        held = layout.groups[group]
+        parts = [(*each, True) for each in _decodes_together(layout.decodes, held.lengths)]
+        parts += [(i, i + 1, False) for i in range(layout.decodes, layout.sequences)]
+        # Of a sequence's last row the position among its tokens here is the last.
+        rows = np.arange(layout.rows) - np.repeat(layout.row_starts[1:], np.diff(layout.row_starts))
+        positions = rows + np.repeat(held.lengths, np.diff(layout.row_starts))
+        return [self._part(layout, held, positions, window, *each) for each in parts]
 
-    def _part(self, layout: Layout, first: int, end: int, decodes: bool) -> Part:
-        """Of the sequences first..end."""
-        starts = layout.page_starts[first : end + 1]
+    def _part(
+        self,
+        layout: Layout,
+        held: GroupLayout,
+        positions: np.ndarray,
+        window: int,
+        first: int,
+        end: int,
+        decodes: bool,
+    ) -> Part:
+        """Of the sequences first..end; `positions` are those of all rows."""
+        starts = held.page_starts[first : end + 1]
         pages = np.empty((end - first, np.diff(starts).max()), dtype=np.int64)
         for row, (start, stop) in enumerate(itertools.pairwise(starts)):
-            pages[row, : stop - start] = layout.pages[start:stop]
+            pages[row, : stop - start] = held.pages[start:stop]
             # Its own: what is behind its end is multiplied by 0, and that of others may be NaN.
-            pages[row, stop - start :] = layout.pages[stop - 1]
+            pages[row, stop - start :] = held.pages[stop - 1]
         rows = slice(int(layout.row_starts[first]), int(layout.row_starts[end]))
-        positions = torch.from_numpy(layout.positions[rows].astype(np.int64))
+        tokens = pages.shape[1] * PAGE_SIZE if decodes else int(held.lengths[first])
         return Part(
             start=rows.start,
             end=rows.stop,
-            tokens=pages.shape[1] * PAGE_SIZE if decodes else int(layout.lengths[first]),
+            tokens=tokens,
             pages=torch.from_numpy(pages.reshape(-1)).to(self.device),
-            positions=positions.to(self.device),
             decodes=decodes,
+            mask=self._mask(positions[rows], tokens, window, decodes),
         )
+
+    def _mask(
+        self, positions: np.ndarray, tokens: int, window: int, decodes: bool
+    ) -> torch.Tensor | None:
+        if not (decodes or 0 < window < tokens or len(positions) < tokens):
+            return None
+        queries = torch.from_numpy(positions).to(self.device).unsqueeze(1)
+        keys = torch.arange(tokens, device=self.device)
+        hidden = keys > queries
+        if window:
+            hidden |= keys <= queries - window
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
+        return mask.masked_fill_(hidden, MASKED)
 
     def write(self, heads: Heads, rope: torch.Tensor, mapping: SlotMapping, cache: KVLayer) -> None:
         q, k, v = heads.split()
@@ -123,18 +126,17 @@ class TorchAttention(Attention):
         cache: KVLayer,
         plan: list[Part],
         out: torch.Tensor | None = None,
-        options: AttentionOptions = PLAIN,
+        scale: float | None = None,
     ) -> torch.Tensor:
         rows, heads, dim = q.shape
         flat = q.new_empty((rows, heads * dim)) if out is None else out
         made = flat.view(rows, heads, dim)
-        scale = (options.scale or 1.0 / math.sqrt(dim)) * cache.scales.keys
-        options = replace(options, scale=scale)
+        scale = (scale or 1.0 / math.sqrt(dim)) * cache.scales.keys
         for part in plan:
             own, attention = slice(part.start, part.end), self._prefill
             if part.decodes:
                 attention = self._decode
-            made[own] = attention(q[own], cache, part, options)
+            made[own] = attention(q[own], cache, part, scale)
         return flat if cache.scales.values == 1.0 else flat.mul_(cache.scales.values)
 
     def _gather(self, cache: KVLayer, pages: torch.Tensor, sequences: int) -> list[torch.Tensor]:
@@ -157,37 +159,31 @@ class TorchAttention(Attention):
             found.append(out.view(sequences, -1, *shape[2:]).transpose(1, 2))
         return found
 
-    def _decode(
-        self, q: torch.Tensor, cache: KVLayer, part: Part, options: AttentionOptions
-    ) -> torch.Tensor:
+    def _decode(self, q: torch.Tensor, cache: KVLayer, part: Part, scale: float) -> torch.Tensor:
         """q [sequences, heads, dim] -> the same shape. Heads of a GQA group act as query
         positions."""
         sequences, heads, dim = q.shape
         keys, values = self._gather(cache, part.pages, sequences)
-        mask = part.mask(options.window, self.dtype)
-        assert mask is not None  # for the padding
+        assert part.mask is not None  # for the padding
         out = scaled_dot_product_attention(
             q.reshape(sequences, keys.shape[1], -1, dim),
             keys,
             values,
-            attn_mask=mask.view(sequences, 1, 1, -1),
-            scale=options.scale,
+            attn_mask=part.mask.view(sequences, 1, 1, -1),
+            scale=scale,
         )
         return out.reshape(sequences, heads, dim)
 
-    def _prefill(
-        self, q: torch.Tensor, cache: KVLayer, part: Part, options: AttentionOptions
-    ) -> torch.Tensor:
+    def _prefill(self, q: torch.Tensor, cache: KVLayer, part: Part, scale: float) -> torch.Tensor:
         """q [rows, heads, dim] of one sequence -> the same shape."""
         keys, values = (kv[:, :, : part.tokens] for kv in self._gather(cache, part.pages, 1))
-        mask = part.mask(options.window, self.dtype)
         out = scaled_dot_product_attention(
             q.transpose(0, 1).unsqueeze(0),
             keys,
             values,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=options.scale,
+            attn_mask=part.mask,
+            is_causal=part.mask is None,
+            scale=scale,
             enable_gqa=True,
         )
         return out.squeeze(0).transpose(0, 1)
@@ -212,13 +208,13 @@ def _apply_rope(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
 
-def _decode_groups(layout: Layout) -> Iterator[tuple[int, int]]:
+def _decodes_together(decodes: int, lengths: np.ndarray) -> Iterator[tuple[int, int]]:
     """Consecutive decodes share a gather while padding to the longest stays in GATHER_TOKENS."""
     start = 0
-    while start < layout.decodes:
+    while start < decodes:
         end, widest = start, 0
-        while end < layout.decodes:
-            width = max(widest, pages_for(int(layout.lengths[end])))
+        while end < decodes:
+            width = max(widest, pages_for(int(lengths[end])))
             if end > start and width * (end + 1 - start) * PAGE_SIZE > GATHER_TOKENS:
                 break
             end, widest = end + 1, width

@@ -88,17 +88,16 @@ class PagePool:
             taken.append(page)
         return taken
 
-    def match(self, hashes: list[bytes]) -> list[int]:
-        """The cached pages of the longest prefix of `hashes`, each with one more reference."""
-        found = []
-        for digest in hashes:
-            page = self._page_of.get(digest)
-            if page is None:
-                break
-            if page in self._cached:
-                del self._cached[page]
+    def has(self, digest: bytes) -> bool:
+        """Whether the prefix cache has a page of this content."""
+        return digest in self._page_of
+
+    def hold(self, hashes: Sequence[bytes]) -> list[int]:
+        """The pages of these contents, all of which it has, each with one more reference."""
+        found = [self._page_of[digest] for digest in hashes]
+        for page in found:
+            self._cached.pop(page, None)
             self._references[page] = self._references.get(page, 0) + 1
-            found.append(page)
         return found
 
     def publish(self, page: int, digest: bytes) -> None:
@@ -146,6 +145,16 @@ class PagePool:
             if page in self._hash_of:
                 self._cached[page] = None
             else:
+                self._free.append(page)
+
+    def drop(self, pages: Sequence[int]) -> None:
+        """Drops one reference each of pages that a window has left; the prefix cache forgets those
+        that no other sequence holds."""
+        self.release(pages)
+        for page in pages:
+            if page in self._cached:
+                self._forget(page)
+                del self._cached[page]
                 self._free.append(page)
 
     def check(self) -> None:

@@ -12,6 +12,7 @@ class OwnedPart:
     name: str  # as kvline_contract.memory has it
     fixed: int = 0  # bytes, whatever the size of the KV cache
     per_sequence: int = 0  # bytes of the KV cache for each that may run
+    per_row: int = 0  # bytes of the KV cache for each of a step, rows of whole pages
     per_token: int = 0  # bytes for each token of the KV cache
     lent: bool = False  # taken by others, and in service alone: sizing keeps it free
     outside: bool = False  # of what is counted as its process's (Usage.now)
@@ -37,12 +38,16 @@ def per_token(parts: Iterable[OwnedPart]) -> int:
     return sum(part.per_token for part in parts)
 
 
-def growing(parts: Iterable[OwnedPart], tokens: int, sequences: int) -> int:
-    """Bytes of what follows the size of the KV cache."""
-    return sum(tokens * part.per_token + sequences * part.per_sequence for part in parts)
+def growing(parts: Iterable[OwnedPart], tokens: int, sequences: int, rows: int) -> int:
+    """Bytes of what is mapped with a KV cache, and follows its size."""
+    return sum(
+        tokens * part.per_token + sequences * part.per_sequence + rows * part.per_row
+        for part in parts
+    )
 
 
-def fitting(parts: Iterable[OwnedPart], nbytes: int, sequences: int) -> int:
-    """Tokens of a KV cache for so many sequences that so many bytes hold, or less than none."""
+def fitting(parts: Iterable[OwnedPart], nbytes: int, sequences: int, rows: int) -> int:
+    """Tokens of a KV cache for so many sequences, and steps of so many rows, that so many bytes
+    hold, or less than none."""
     every = tuple(parts)
-    return (nbytes - growing(every, 0, sequences)) // per_token(every)
+    return (nbytes - growing(every, 0, sequences, rows)) // per_token(every)

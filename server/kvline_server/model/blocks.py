@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from kvline_server.kernels.attention import AttentionOptions, Heads, SlotMapping
+from kvline_server.kernels.attention import Heads, SlotMapping
 from kvline_server.kernels.experts import Given
 from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.projection import Gate, Join, Norm, Operand, Projection, Store
@@ -52,7 +52,6 @@ class Attention:
         """`at` is the prefix of the layer's tensors."""
         c, own, shard = config, at + "self_attn.", tensors.shard
         self.config = local(c, shard)  # of this rank
-        self.options = AttentionOptions(c.window(layer), c.softmax_scale)
         self.before = layer_norm(tensors, c, at, c.norms.before_attention)
         self.after = layer_norm(tensors, c, at, c.norms.after_attention)
         widths = [n * c.head_dim for n in (c.heads, c.kv_heads)]

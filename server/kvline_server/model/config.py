@@ -129,6 +129,11 @@ class ModelConfig:
         return self.local_rope if self.local_rope and self.window(layer) else self.rope
 
     @property
+    def every_window(self) -> tuple[int, ...]:
+        """Of each layer, 0 for none."""
+        return tuple(self.window(layer) for layer in range(self.layers))
+
+    @property
     def windowed(self) -> bool:
         """Whether a window hides anything from a sequence of the longest length."""
         return any(0 < window < self.max_position for window in self.windows)

@@ -19,10 +19,13 @@ from kvline_server.kernels.layout import Layout
 from kvline_server.kernels.projection import Join, Norm, Operand
 from kvline_server.kernels.routing import Played
 from kvline_server.memory.arena import KVLayer, KVShape, Scales
+from kvline_server.memory.groups import CacheGroup, order
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.experts import Experts
 from kvline_server.model.loader import Weights
 from kvline_server.model.rope import cos_sin
+
+Mappings = list[SlotMapping]  # of each group of layers that share pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +36,28 @@ class LayerState:
     heads: torch.Tensor  # [rows, heads + 2 * kv_heads, dim], queries first
 
 
-def kv_shape(config: ModelConfig, dtype: torch.dtype, scales: tuple[Scales, ...] = ()) -> KVShape:
-    return KVShape(config.layers, config.kv_heads, config.head_dim, dtype, scales)
+def cache_groups(
+    config: ModelConfig, longest: int, dtype: torch.dtype, scales: tuple[Scales, ...] = ()
+) -> tuple[CacheGroup, ...]:
+    """Of a rank's `config`, for sequences of up to `longest` tokens; `scales` of each layer."""
+    heads = config.kv_heads, config.head_dim, dtype
+    return tuple(
+        CacheGroup(
+            window, layers, KVShape(len(layers), *heads, tuple(scales[i] for i in layers if scales))
+        )
+        for window, layers in order(config.every_window, longest).items()
+    )
 
 
 class Decoder:
     def __init__(
         self, config: ModelConfig, weights: Weights, positions: int, kernels: Kernels
     ) -> None:
-        """`config` is the rank's (shard.local)."""
+        """`config` is the rank's (shard.local); sequences have up to `positions` tokens."""
         self.config = config
+        groups = order(config.every_window, positions)
+        self.windows = tuple(groups)  # of each group of layers
+        self.group_of = {layer: at for at, own in enumerate(groups.values()) for layer in own}
         self.weights = weights
         self.kernels = kernels
         scale = torch.tensor(config.embedding_scale, dtype=kernels.dtype)
@@ -57,7 +72,7 @@ class Decoder:
     def step(
         self,
         token_ids: torch.Tensor,
-        mapping: SlotMapping,
+        mappings: Mappings,
         cache: list[KVLayer],
         layout: Layout,
         wanted: torch.Tensor,
@@ -66,17 +81,25 @@ class Decoder:
         """Plans and runs `forward`, padded to a row count of the kernels. Padding rows write to the
         dummy page, and no expert gets them. token_ids [rows], wanted [n] -> [n, hidden]"""
         rows = self.kernels.gemms.padded(len(token_ids))
-        padded = SlotMapping(_pad(mapping.positions, rows), _pad(mapping.slots, rows))
-        plan = self.kernels.attention.plan(layout)
+        positions = _pad(mappings[0].positions, rows)
+        padded = [SlotMapping(positions, _pad(each.slots, rows)) for each in mappings]
         given = Given(len(token_ids), played)
-        return self.forward(_pad(token_ids, rows), padded, cache, plan, wanted, given)
+        plans = self.plan(layout)
+        return self.forward(_pad(token_ids, rows), padded, cache, plans, wanted, given)
+
+    def plan(self, layout: Layout) -> list[Any]:
+        """Attention of a step, for each group."""
+        return [
+            self.kernels.attention.plan(layout, group, window)
+            for group, window in enumerate(self.windows)
+        ]
 
     def forward(
         self,
         token_ids: torch.Tensor,
-        mapping: SlotMapping,
+        mappings: Mappings,
         cache: list[KVLayer],
-        plan: Any,
+        plans: list[Any],
         wanted: torch.Tensor,
         given: Given | None = None,
     ) -> torch.Tensor:
@@ -87,13 +110,13 @@ class Decoder:
 
         The code between two attention calls is one graph segment (worker/graphs/segments.py)."""
         given = given or Given(len(token_ids))
-        state = self.start(token_ids, mapping, cache[0])
+        state = self.start(token_ids, mappings, cache[0])
         for index, kv in enumerate(cache):
             queries = state.heads[:, : self.config.heads]
-            attended = self.attend(index, queries, kv, plan)
+            attended = self.attend(index, queries, kv, plans)
             if index + 1 < len(cache):
                 next = cache[index + 1]
-                state = self.between(index, attended, state, mapping, next, given)
+                state = self.between(index, attended, state, mappings, next, given)
         rows = _pad(wanted, self.kernels.gemms.padded(len(wanted)))
         last = given if given.on_device is not None else replace(given, rows=len(wanted))
         made = self.finish(attended[rows], state.residual[rows], last)
@@ -104,17 +127,17 @@ class Decoder:
         device = self.kernels.device
         given = Given(rows)
         nothing = torch.zeros(rows, dtype=torch.int64, device=device)
-        mapping = SlotMapping(nothing, nothing)
-        state = self.start(nothing, mapping, cache[0])
+        mappings = [SlotMapping(nothing, nothing)] * len(self.windows)
+        state = self.start(nothing, mappings, cache[0])
         attended = state.residual.new_zeros((rows, self.config.heads * self.config.head_dim))
         if len(cache) > 1:
-            state = self.between(0, attended, state, mapping, cache[1], given)
+            state = self.between(0, attended, state, mappings, cache[1], given)
         self.finish(attended, state.residual, given)
 
     def start(
         self,
         token_ids: torch.Tensor,
-        mapping: SlotMapping,
+        mappings: Mappings,
         kv: KVLayer,
         into: torch.Tensor | None = None,
     ) -> LayerState:
@@ -126,6 +149,7 @@ class Decoder:
             residual *= self.embedding_scale
         before = attention.before
         x = residual if before is None else self.kernels.rows.rms_norm(residual, before)
+        mapping = mappings[self.group_of[0]]
         heads = attention.project(self.kernels, Operand(x), self.ropes[0], mapping, kv, into)
         return LayerState(residual, heads)
 
@@ -134,19 +158,19 @@ class Decoder:
         index: int,
         queries: torch.Tensor,
         kv: KVLayer,
-        plan: Any,
+        plans: list[Any],
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Layer `index`'s attention. queries [rows, heads, dim] -> [rows, heads * dim]"""
-        options = self.weights.layers[index].attention.options
-        return self.kernels.attention.attend(queries, kv, plan, out, options)
+        plan, scale = plans[self.group_of[index]], self.config.softmax_scale
+        return self.kernels.attention.attend(queries, kv, plan, out, scale)
 
     def between(
         self,
         index: int,
         attended: torch.Tensor,
         state: LayerState,
-        mapping: SlotMapping,
+        mappings: Mappings,
         kv: KVLayer,
         given: Given,
         into: torch.Tensor | None = None,
@@ -155,6 +179,7 @@ class Decoder:
         residual: a captured segment finds it where it was."""
         attention, rope = self.weights.layers[index + 1].attention, self.ropes[index + 1]
         x = self._after(index, attended, state.residual, attention.before, given)
+        mapping = mappings[self.group_of[index + 1]]
         heads = attention.project(self.kernels, x, rope, mapping, kv, into)
         return LayerState(state.residual, heads)
 

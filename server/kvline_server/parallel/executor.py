@@ -49,8 +49,12 @@ class Executor(Protocol):
         """Whether `tune` has anything to choose."""
 
     @property
-    def pages(self) -> int:
-        """Of the KV cache, the dummy page included."""
+    def windows(self) -> tuple[int, ...]:
+        """Of each group of layers (memory/groups.py), 0 for none."""
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """Of the KV cache of each group, the dummy page included."""
 
     def tune(self, max_rows: int, known: Choices | None) -> Choices | None: ...
 
@@ -64,8 +68,9 @@ class Executor(Protocol):
         """Runs a step on each rank without the others, to its end: where a device has too little
         memory, no rank waits for it. Results mean nothing. Nothing to do on one rank."""
 
-    def resize(self, pages: int) -> None:
-        """Maps or unmaps pages at the end of every rank's cache. Raises DeviceOutOfMemory."""
+    def resize(self, pages: tuple[int, ...]) -> None:
+        """Maps or unmaps pages at the end of every rank's cache, of each group. Raises
+        DeviceOutOfMemory."""
 
     def usage(self) -> tuple[Usage, ...]:
         """By rank."""
@@ -104,7 +109,11 @@ class Local:
         return self.worker.kernels.gemms.tunes
 
     @property
-    def pages(self) -> int:
+    def windows(self) -> tuple[int, ...]:
+        return self.worker.decoder.windows
+
+    @property
+    def pages(self) -> tuple[int, ...]:
         return self.worker.arena.pages
 
     def launch(self, step: Step) -> InFlight:

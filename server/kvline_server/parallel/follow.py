@@ -86,7 +86,7 @@ class Follower:
             case "rehearse":
                 self._rehearse(numbers[0])
             case "resize":
-                local.resize(numbers[0])
+                local.resize(tuple(numbers))
             case "usage":
                 (usage,) = local.usage()
                 return [usage.limit, usage.used, usage.now, usage.peak, usage.kv, usage.files]

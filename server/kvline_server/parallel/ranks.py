@@ -57,7 +57,11 @@ class Ranks:
         return self.local.tunes
 
     @property
-    def pages(self) -> int:
+    def windows(self) -> tuple[int, ...]:
+        return self.local.windows
+
+    @property
+    def pages(self) -> tuple[int, ...]:
         return self.local.pages
 
     def tune(self, max_rows: int, known: Choices | None) -> Choices | None:
@@ -98,14 +102,13 @@ class Ranks:
             slot = self._write(step)
         self._each(Call("rehearse", [slot]), lambda: self.local.worker.rehearse(step))
 
-    def resize(self, pages: int) -> None:
+    def resize(self, pages: tuple[int, ...]) -> None:
         before = self.pages
         try:
-            self._each(Call("resize", [pages]), lambda: self.local.resize(pages))
+            self._each(Call("resize", [*pages]), lambda: self.local.resize(pages))
         except DeviceOutOfMemory:
-            # Also where it failed: part of the memory is mapped there.
-            smaller = min(before, pages)
-            self._each(Call("resize", [smaller]), lambda: self.local.resize(smaller))
+            smaller = tuple(map(min, before, pages))
+            self._each(Call("resize", [*smaller]), lambda: self.local.resize(smaller))
             raise
 
     def usage(self) -> tuple[Usage, ...]:

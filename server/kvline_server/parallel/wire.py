@@ -10,22 +10,27 @@ from collections.abc import Callable
 import numpy as np
 
 from kvline_server.ipc.sampling_params import MAX_BIASES
+from kvline_server.kernels.layout import GroupLayout
 from kvline_server.memory.pages import pages_for
 from kvline_server.parallel.record import WORD, Record
 from kvline_server.worker.step import Edits, Step
 
-_STEP, _EDITS = Record(Step), Record(Edits)
+_STEP, _GROUP, _EDITS = Record(Step), Record(GroupLayout), Record(Edits)
 _PAGE = mmap.PAGESIZE
 _LINE = 8  # int64 in a cache line: readers do not share one
 
 
-def step_bytes(rows: int, running: int, length: int, vocabulary: int, ranks: int) -> int:
-    """Room for any step of so many rows, with `running` sequences of up to `length` tokens. The
-    stress has as many edits for each rank. What no step touches takes no memory."""
+def step_bytes(
+    rows: int, running: int, length: int, vocabulary: int, ranks: int, groups: int
+) -> int:
+    """Room for any step of so many rows, with `running` sequences of up to `length` tokens, which
+    have pages in so many groups of layers. The stress has as many edits for each rank. What no step
+    touches takes no memory."""
     most = rows + running + 1  # entries of each array but those of pages and edits
     pages = running * pages_for(length)
     penalties, biases = (running * min(ranks * n, vocabulary) for n in (length, MAX_BIASES))
-    return _STEP.size(most) + WORD * pages + _EDITS.size(penalties) + _EDITS.size(biases)
+    of_groups = groups * (_GROUP.size(most) + WORD * pages)
+    return _STEP.size(most) + of_groups + _EDITS.size(penalties) + _EDITS.size(biases)
 
 
 class Steps:

@@ -12,7 +12,7 @@ from kvline_contract.report import Direction, Knob
 from kvline_server.errors import DeviceOutOfMemory, StepTooLong
 from kvline_server.memory import parts
 from kvline_server.memory.device import MIB
-from kvline_server.memory.pages import PAGE_SIZE, pages_for
+from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.sizing.offers import (
     CONTEXT_FIELD,
     HEADROOM_FIELD,
@@ -25,7 +25,7 @@ from kvline_server.sizing.offers import (
     doubled,
 )
 from kvline_server.sizing.search import Search
-from kvline_server.sizing.session import PROBE_PAGES, PROBE_TOKENS, Session, whole_pages
+from kvline_server.sizing.session import PROBE_TOKENS, Session, whole_pages
 from kvline_server.sizing.settings import EngineSettings, logprob_rows
 
 SECONDS = 60.0  # after which no other value is tried
@@ -158,8 +158,7 @@ class Adviser:
         elif (self.grown or self.lengthened) and not self.validated:
             tokens = self.least if self.least > LEAST else min(self.target, PROBE_TOKENS)
             reserved = self.settings.reserved(tokens) + self.session.device.slack
-            owned, running = self.session.loaded.owned, self.settings.max_running_requests
-            cache = parts.growing(owned, tokens + PAGE_SIZE, running)
+            cache = self._mapped(self.settings, tokens + PAGE_SIZE)
             grows = max(
                 extrapolated(self.grown, self.settings.max_prefill_tokens),
                 extrapolated(self.lengthened, tokens),
@@ -197,7 +196,13 @@ class Adviser:
             return False
         least = SHORTEST if settings.max_model_len != self.settings.max_model_len else self.least
         missing = (least + self.spare - self.found.tokens) * self.session.bytes_per_token
-        return self.settings.reserved() - settings.reserved() + growth < missing
+        less = self.settings.reserved() - settings.reserved()
+        return less + self._mapped(self.settings) - self._mapped(settings) + growth < missing
+
+    def _mapped(self, settings: EngineSettings, tokens: int = 0) -> int:
+        """Bytes of a KV cache of so many tokens."""
+        sequences, rows = settings.max_running_requests, settings.mapped_rows
+        return parts.growing(self.session.loaded.owned, tokens, sequences, rows)
 
     def _free(self) -> int:
         """Bytes of the rank with the least, beside the smallest cache."""
@@ -226,13 +231,13 @@ class Adviser:
         """Plays the stress at the final size. -> tokens, 0 where they did not survive"""
         executor, measured, settings = self.session.executor, trial.measured, trial.settings
         try:
-            executor.resize(pages_for(tokens) + 1)
+            trial.map(tokens)
             with executor.held(settings.reserved(tokens)):
                 measured.rest()
                 trial.run_stress(min(settings.wanted_len, tokens))
                 lowest = measured.keep_lowest_free()
         finally:
-            executor.resize(PROBE_PAGES)
+            trial.map_probe()
         return tokens if lowest >= 0 or self.session.device.gpu else 0
 
 

@@ -70,7 +70,8 @@ class Diagnosis:
             *self._owned(),
             Taken(ACTIVATIONS, self.growth),
             Taken(GRAPHS, self.graphs),
-            Taken(KV_CACHE, kv_bytes),
+            Taken(KV_CACHE, kv_bytes - sum(part.nbytes for part in self._mapped())),
+            *self._mapped(),
             Taken(HEADROOM, free_bytes),
             *self._outside(usage),
             *self._lent(kv_tokens),
@@ -213,6 +214,12 @@ class Diagnosis:
         taken = [Taken(p.name, lent([p], kv_tokens), p.detail) for p in self.settings.lent]
         return [part for part in taken if part.nbytes >= MIB]
 
+    def _mapped(self) -> list[Taken]:
+        """With the KV cache, whatever its size."""
+        sequences, rows = self.settings.max_running_requests, self.settings.mapped_rows
+        taken = [Taken(p.name, growing([p], 0, sequences, rows), p.detail) for p in self.owned]
+        return [part for part in taken if part.nbytes]
+
     def _outside(self, usage: Usage) -> list[Taken]:
         """What is not the engine's own: other processes first."""
         if self.device.gpu:
@@ -228,8 +235,9 @@ class Diagnosis:
         return [part for part in parts if part.nbytes >= MIB]
 
     def _spare(self) -> list[Taken]:
-        """What must stay free."""
+        """What must stay free, or is mapped with the KV cache."""
         return [
+            *self._mapped(),
             Taken(SLACK, self.device.slack, "for steps that take more again"),
             Taken(HEADROOM, self.settings.headroom_mib * MIB),
         ]
@@ -291,9 +299,8 @@ class Diagnosis:
     def _more_memory(self, parts: list[Taken]) -> Offer:
         """What the parts that are known need, with the smallest cache that would do."""
         tokens = max(self.settings.max_model_len or 0, SMALLEST) + PAGE_SIZE
-        every, running = (*self.owned, *self.settings.lent), self.settings.max_running_requests
-        taken = sum(max(0, part.nbytes) for part in parts)
-        missing = taken + growing(every, tokens, running) - self.limit
+        cache = growing((*self.owned, *self.settings.lent), tokens, 0, 0)  # the rest is in parts
+        missing = sum(max(0, part.nbytes) for part in parts) + cache - self.limit
         if missing <= 0:  # what else was missing is not known
             return Offer(Knob(MEMORY_FIELD, Direction.RAISE))
         return Offer.of_memory(-(-(self.limit + missing) // MIB) * self.ranks, None)

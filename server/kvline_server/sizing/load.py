@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from kvline_contract.launch import LaunchConfig, LoadFormat
-from kvline_contract.memory import KV_CACHE, WEIGHTS
+from kvline_contract.memory import WEIGHTS
 from kvline_contract.report import Provenance, Stage
 from kvline_server.engine.stress.owners import StressSet
 from kvline_server.errors import DeviceOutOfMemory, ModelNotFound
@@ -19,13 +19,13 @@ from kvline_server.kernels.fp8 import FP8
 from kvline_server.kernels.group import ALONE, Group
 from kvline_server.kernels.interface import Kernels
 from kvline_server.memory import device_errors
-from kvline_server.memory.arena import KVShape, Scales
+from kvline_server.memory.arena import Scales
 from kvline_server.memory.device import MIB, Device, compact_heap
-from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.memory.groups import CacheGroup, GroupedArena, parts
 from kvline_server.memory.parts import OwnedPart
 from kvline_server.model import kv_scales, loader
 from kvline_server.model.config import ModelConfig, read_config
-from kvline_server.model.decoder import Decoder, kv_shape
+from kvline_server.model.decoder import Decoder, cache_groups
 from kvline_server.model.dequantised import Dequantised
 from kvline_server.model.files import identity
 from kvline_server.model.linear import TensorSource
@@ -73,7 +73,7 @@ def load_model(
                 expected = loader.checked(source, model, shard, True).nbytes(backend.dtype)
             if expected > device.limit - used:
                 raise DeviceOutOfMemory("load: the weights are larger than what is free")
-            cache, missing = _cache(source, model, group, backend)
+            cache, missing = _cache(source, model, group, backend, settings.wanted_len)
             progress = _LoadProgress(send, started)
             worker = _build(source, model, cache, settings, backend, kernels, progress)
             for warning in (_dequantised(source, backend), missing):
@@ -98,11 +98,12 @@ def load_model(
         vocabulary=model.vocabulary,
         owned=(
             *worker.decoder.weights.parts(),
-            OwnedPart(KV_CACHE, per_token=cache.bytes_per_token),
+            *parts(cache),
         ),
+        groups=cache,
         stress=StressSet.of(worker),
         fingerprint=_fingerprint(launch, settings, provenance, device, worker.kernels),
-        cache_dtype=_name(cache.dtype),
+        cache_dtype=_name(backend.cache_dtype),
         note=backend.note,
     )
 
@@ -215,9 +216,11 @@ def _cache(
     model: ModelConfig,
     group: Group,
     backend: Backend,
-) -> tuple[KVShape, str]:
-    """What this rank keeps of a token, and a warning where an fp8 cache has not all its scales. All
-    ranks have the same scales; random weights need none. Raises ModelInvalid."""
+    longest: int,
+) -> tuple[tuple[CacheGroup, ...], str]:
+    """What this rank's layers keep of sequences of up to `longest` tokens, and a warning where an
+    fp8 cache has not all its scales. All ranks have the same scales; random weights need none.
+    Raises ModelInvalid."""
     mine = local(model, Shard(group.rank, group.ranks))
     scales: tuple[Scales, ...] = ()
     missing = 0
@@ -229,7 +232,8 @@ def _cache(
         "v_scale): 1.0 is taken for each, and numbers beyond 448 become 448. Compare answers with "
         "those of kvCacheDtype auto, or serve a checkpoint that was calibrated for an fp8 KV cache"
     )
-    return kv_shape(mine, backend.cache_dtype, scales), warning if missing else ""
+    made = cache_groups(mine, longest, backend.cache_dtype, scales)
+    return made, warning if missing else ""
 
 
 class _LoadProgress:
@@ -250,7 +254,7 @@ class _LoadProgress:
 def _build(
     source: TensorSource,
     model: ModelConfig,
-    cache: KVShape,
+    cache: tuple[CacheGroup, ...],
     settings: EngineSettings,
     backend: Backend,
     kernels: Kernels,
@@ -260,8 +264,7 @@ def _build(
     shard = Shard(kernels.group.rank, kernels.group.ranks)
     mine = local(model, shard)
     weights = loader.load_weights(source, model, kernels, copied, shard)
-    most = backend.device.limit // (cache.bytes_per_token * PAGE_SIZE) + 2  # pages
-    arena = backend.arena(cache, most)
+    arena = GroupedArena(cache, backend.arena, backend.device.limit)
     decoder = Decoder(mine, weights, settings.wanted_len, kernels)
     return Worker(decoder, arena, settings.logprob_rows, settings.max_running_requests)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from kvline_contract.memory import COLLECTIVES
 from kvline_server.engine.stress.owners import StressSet
 from kvline_server.memory import parts
+from kvline_server.memory.groups import CacheGroup
 from kvline_server.memory.parts import OwnedPart
 from kvline_server.parallel.executor import Executor
 
@@ -19,6 +20,7 @@ class Loaded:
     vocabulary: int
     # On every rank, loaded or of each token.
     owned: tuple[OwnedPart, ...]
+    groups: tuple[CacheGroup, ...]  # of the model's layers, on each rank
     stress: StressSet  # its largest steps
     fingerprint: str
     cache_dtype: str

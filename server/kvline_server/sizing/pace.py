@@ -35,7 +35,7 @@ def check(
     seconds = clock() - began - waited(before, threads(pids))
     if seconds <= limit:
         return
-    rows, context = len(step.tokens), int(step.layout.lengths.max())
+    rows, context = len(step.tokens), int(step.layout.positions.max()) + 1
     knobs = _knobs(rows, limit / seconds, settings)
     advice = ", ".join(f"{knob.direction} {knob.spec_field}{_to(knob)}" for knob in knobs)
     raise StepTooLong(

@@ -21,7 +21,7 @@ from kvline_server.ipc.messages import Progress, SendProgress
 from kvline_server.kernels import tuning
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory.device import MIB, Device
-from kvline_server.memory.pages import PAGE_SIZE, pages_for
+from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.options.timeouts import LONGEST_STEP
 from kvline_server.sizing.advice import Adviser, Found
 from kvline_server.sizing.diagnosis import Diagnosis
@@ -120,7 +120,7 @@ class ProfileLoop:
         """Captures graphs once, before sizing: they stay valid when the arena is resized."""
         started = self.session.clock()
         try:
-            self.executor.resize(PROBE_PAGES)
+            self.session.map_probe()
         except DeviceOutOfMemory as error:
             raise self._untried(error, f"{PROBE_PAGES} pages did not fit", steps=False) from error
         try:
@@ -200,12 +200,13 @@ class ProfileLoop:
     def _checked(self, tokens: int, found: Found | None = None) -> int:
         """Whether so many tokens are enough. Raises OutOfMemory or ContextDoesNotFit."""
         asked = self.settings.max_model_len
-        if tokens >= max(asked or 0, 2 * PAGE_SIZE):
+        fits = asked is None or self.session.sizes.longest(tokens, asked) == asked
+        if fits and tokens >= 2 * PAGE_SIZE:
             return tokens
         rank = self.measured.binding()
         if found is not None and tokens < 2 * PAGE_SIZE:
             raise rank.nothing_left(tokens, self._offers(found))
-        if asked is not None and tokens < asked:
+        if asked is not None and not fits:
             offers = self._offers(found or Found(tokens, asked))
             raise rank.context_does_not_fit(tokens, asked, offers)
         return tokens
@@ -314,7 +315,7 @@ class ProfileLoop:
         self.measured.count_arrived()
         if not self.measured.taken_since(known):
             return shrink(target)
-        self.executor.resize(PROBE_PAGES)
+        self.session.map_probe()
         self.session.pause(NEIGHBOUR_PAUSE)
         self.measured.count_arrived()
         taken = self.measured.taken_since(known)
@@ -326,7 +327,7 @@ class ProfileLoop:
     def _validate(self, tokens: int) -> None:
         """Step 7: the whole stress set at the final size, with all that is reserved allocated."""
         with self.session.stage("map", f"{tokens} tokens"):
-            self.executor.resize(pages_for(tokens) + 1)
+            self.session.map(tokens)
         self.send(Progress(effective=self.settings.effective(self._model_len(tokens))))
         with self.executor.held(self.settings.reserved(tokens)):
             self.measured.rest()
@@ -340,11 +341,11 @@ class ProfileLoop:
             raise DeviceOutOfMemory(f"{-lowest // MIB} MiB of what is reserved were used", rank)
 
     def _model_len(self, tokens: int) -> int:
-        return min(self.settings.wanted_len, tokens)
+        return self.session.sizes.longest(tokens, self.settings.wanted_len)
 
     def _result(self, source: Source, started: float) -> Result:
         record = self.record if source is Source.RECORDED else None
-        tokens = (self.executor.pages - 1) * PAGE_SIZE
+        tokens = (self.executor.pages[0] - 1) * PAGE_SIZE
         loop_ms = round((self.session.clock() - started) * 1000)
         # A size that is smaller for what came since is a record of as much less.
         taken = self.measured.taken_since((0,) * self.executor.ranks) // MIB

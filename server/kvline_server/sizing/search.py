@@ -92,7 +92,7 @@ class Search:
         """Step 4: maps a few pages, which page tables repeat during the stress."""
         with self.session.stage("probe", f"{PROBE_PAGES} pages"):
             self.executor.settle()
-            self.executor.resize(PROBE_PAGES)
+            self.session.map_probe()
 
     def _stress(self, context: int) -> int:
         """Step 5: runs the stress set on aliased pages and measures the peak. Its sequences have no
@@ -128,9 +128,11 @@ class Search:
 
     def _tokens(self) -> int:
         """That fit every rank beside the peak since `rest`."""
-        smallest = min(self.measured.budgets(self.settings.reserved() + self.session.device.slack))
+        beside = self.settings.reserved() + self.session.device.slack
+        smallest = min(self.measured.budgets(beside))
         # One page more is the dummy's, which holds no token of anybody.
-        tokens = parts.fitting(self.session.owned, smallest, self.settings.max_running_requests)
+        sequences, rows = self.settings.max_running_requests, self.settings.mapped_rows
+        tokens = parts.fitting(self.session.owned, smallest, sequences, rows)
         return (tokens // PAGE_SIZE - 1) * PAGE_SIZE
 
 

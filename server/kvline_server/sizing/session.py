@@ -19,6 +19,7 @@ from kvline_server.engine.stress.owners import Make, Play
 from kvline_server.ipc.messages import Progress, SendProgress
 from kvline_server.memory import parts
 from kvline_server.memory.device import MIB, Device
+from kvline_server.memory.groups import CacheSizes
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.memory.parts import OwnedPart
 from kvline_server.options.timeouts import LONGEST_STEP
@@ -51,13 +52,22 @@ class Session:
     current: Current | None = None
     remaining: Remaining = field(default_factory=Remaining)
     expected: float | None = None  # the clock's time at which a record says that the start ends
+    sizes: CacheSizes = field(init=False)
     measured: Measurement = field(init=False)
 
     def __post_init__(self) -> None:
         self.executor = self.loaded.executor
-        loaded, free = self.loaded, self.free_before_weights
+        loaded, free, settings = self.loaded, self.free_before_weights, self.settings
+        self.sizes = CacheSizes(
+            loaded.groups, settings.max_running_requests, settings.max_prefill_tokens
+        )
         self.measured = Measurement(
-            self.executor, self.device, self.settings, loaded.owned, free, loaded.note
+            self.executor,
+            self.device,
+            settings,
+            loaded.owned,
+            free,
+            loaded.note,
         )
 
     def begin(self, stage: int, what: str, state: State | None = None) -> None:
@@ -99,6 +109,15 @@ class Session:
         """Of a rank, what settings lend included."""
         return (*self.loaded.owned, *self.settings.lent)
 
+    def map_probe(self) -> None:
+        """As few pages as steps run with, whose page tables repeat them. Raises
+        DeviceOutOfMemory."""
+        self.executor.resize((PROBE_PAGES,) * len(self.loaded.groups))
+
+    def map(self, tokens: int) -> None:
+        """A KV cache of so many tokens. Raises DeviceOutOfMemory."""
+        self.executor.resize(self.sizes.pages(tokens))
+
     def lowest_free(self) -> int:
         """MiB."""
         return min(self.measured.free_at_peak()) // MIB
@@ -135,6 +154,7 @@ class Session:
             max_top_logprobs=settings.max_top_logprobs,
             max_model_len=max_model_len,
             vocabulary=self.loaded.vocabulary,
+            windows=self.executor.windows,
             pages=self.executor.pages,
             logprob_rows=settings.logprob_rows,
             ranks=self.executor.ranks,

@@ -11,7 +11,7 @@ from kvline_server.engine.scheduler import SHARED_TABLES
 from kvline_server.errors import ConfigInvalid
 from kvline_server.kernels.sampling import LOGIT_BLOCK
 from kvline_server.memory import parts
-from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.memory.pages import PAGE_SIZE, pages_for
 from kvline_server.memory.parts import OwnedPart
 from kvline_server.model import shard
 from kvline_server.model.config import ModelConfig
@@ -39,7 +39,7 @@ MAX_LOGPROB_BYTES = 1 << 30
 # Of a page in a page table while a step runs: of the sequence, the step and the kernels on the CPU,
 # of two steps on a GPU.
 TABLE_BYTES = {Device.CPU: 16, Device.CUDA: 8}
-# On the CPU, of the mask of a page's tokens, which all layers with one window share.
+# On the CPU, of the mask of a page's tokens. Layers with one window share tables and masks.
 MASK_BYTES = {Device.CPU: 64, Device.CUDA: 0}
 LIVE_MATRICES = 3  # fp32 [rows, vocabulary] matrices alive at once while rows are scored
 
@@ -100,6 +100,11 @@ class EngineSettings:
                 detail="what requests make HTTP hold, and page tables",
             ),
         )
+
+    @property
+    def mapped_rows(self) -> int:
+        """Rows of a step in whole pages, and of the dummy page."""
+        return PAGE_SIZE * (1 + pages_for(self.max_prefill_tokens))
 
     @property
     def wanted_len(self) -> int:
@@ -168,5 +173,5 @@ def resolve(
 
 def _shared_tables(device: Device, running: int, windows: tuple[int, ...]) -> int:
     """Bytes for each token of the KV cache; one sequence shares its pages with none."""
-    page = TABLE_BYTES[device] + MASK_BYTES[device] * max(1, len(set(windows)))
+    page = (TABLE_BYTES[device] + MASK_BYTES[device]) * max(1, len(set(windows)))
     return SHARED_TABLES * page // PAGE_SIZE if running > 1 else 0

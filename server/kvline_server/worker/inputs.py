@@ -11,18 +11,18 @@ from kvline_server.worker.step import Step
 
 def upload(
     kernels: Kernels, step: Step, last_tokens: torch.Tensor
-) -> tuple[torch.Tensor, SlotMapping, torch.Tensor]:
+) -> tuple[torch.Tensor, list[SlotMapping], torch.Tensor]:
     """Token ids [rows], of which those that the host has not read are among `last_tokens`, by slot;
-    where they are written; and the wanted rows."""
+    where they are written in each group of layers; and the wanted rows."""
     layout = step.layout
-    ids, positions, slots, pending, read, wanted = kernels.upload(
+    ids, positions, pending, read, wanted, *slots = kernels.upload(
         step.tokens,
         layout.positions,
-        layout.slots,
         step.pending_rows,
         step.pending_slots,
         step.wanted,
+        *(group.slots for group in layout.groups),
     )
     if len(step.pending_rows):
         ids.index_copy_(0, pending, last_tokens[read])
-    return ids, SlotMapping(positions, slots), wanted
+    return ids, [SlotMapping(positions, each) for each in slots], wanted

@@ -58,7 +58,6 @@ class Step:
     edits: tuple[Edits, ...]  # applied one after the other
     listed: NDArray[np.int64]  # [listed], sampled rows whose token's logprob is returned
     listed_top: int  # alternatives of each of them
-    cleared: NDArray[np.int64]  # pages that are set to 0 before anything is written
     routing: Played = Played.NOTHING
 
 

@@ -17,7 +17,7 @@ from kvline_server.kernels.row_counts import tried
 from kvline_server.kernels.sampling import RowScores
 from kvline_server.kernels.tuning import Choices
 from kvline_server.memory import device_errors
-from kvline_server.memory.arena import Arena
+from kvline_server.memory.groups import GroupedArena
 from kvline_server.model.decoder import Decoder
 from kvline_server.worker.graphs.graphs import Graphs
 from kvline_server.worker.inputs import upload
@@ -54,7 +54,9 @@ class LaunchedStep:
 
 
 class Worker:
-    def __init__(self, decoder: Decoder, arena: Arena, logprob_rows: int, slots: int) -> None:
+    def __init__(
+        self, decoder: Decoder, arena: GroupedArena, logprob_rows: int, slots: int
+    ) -> None:
         self.decoder = decoder
         self.kernels = decoder.kernels
         self.vocabulary = Vocabulary(self.kernels, decoder.config.vocabulary)
@@ -110,11 +112,11 @@ class Worker:
 
     @torch.inference_mode()
     def _launch(self, step: Step, read: bool) -> LaunchedStep:
-        targets, written, cleared = self.kernels.upload(
-            step.targets, step.sampled_slots, step.cleared
-        )
-        if len(step.cleared):
-            self.arena.clear(cleared)
+        given = [group.cleared for group in step.layout.groups]
+        targets, written, *cleared = self.kernels.upload(step.targets, step.sampled_slots, *given)
+        for group, pages in enumerate(cleared):
+            if len(pages):
+                self.arena.clear(group, pages)
         hidden = self._hidden(step)
         outputs = _Outputs()
         for start in range(0, len(step.wanted), self.logprob_rows):
@@ -132,9 +134,9 @@ class Worker:
         """The decoder's output for the wanted rows. -> [wanted, hidden]"""
         if self.graphs is not None:
             return self.graphs.run(step)
-        ids, mapping, wanted = upload(self.kernels, step, self.last_tokens)
+        ids, mappings, wanted = upload(self.kernels, step, self.last_tokens)
         layers, played = self.arena.layers(), step.routing
-        return self.decoder.step(ids, mapping, layers, step.layout, wanted, played)
+        return self.decoder.step(ids, mappings, layers, step.layout, wanted, played)
 
     def _chunk(
         self, step: Step, hidden: torch.Tensor, targets: torch.Tensor, start: int, outputs: _Outputs

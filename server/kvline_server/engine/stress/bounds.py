@@ -19,15 +19,16 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Settings, and the `pages` of the KV cache, the dummy page included. With `aliased` tokens
-    page tables may repeat these, for so many in all."""
+    """Settings, and the `pages` of the KV cache in each group of layers, the dummy page included.
+    With `aliased` tokens page tables may repeat these, for so many in all."""
 
     max_running_requests: int
     max_prefill_tokens: int
     max_top_logprobs: int
     max_model_len: int
     vocabulary: int
-    pages: int
+    windows: tuple[int, ...]  # of each group
+    pages: tuple[int, ...]
     logprob_rows: int  # that the LM head gets at once
     ranks: int = 1
     aliased: int = 0  # tokens; 0: every page has its own
@@ -35,7 +36,7 @@ class Bounds:
     @property
     def _room(self) -> int:
         """Pages that the sequences of one step may have in total."""
-        return self.aliased // PAGE_SIZE if self.aliased else self.pages - 1
+        return self.aliased // PAGE_SIZE if self.aliased else self.pages[0] - 1
 
     @property
     def _running(self) -> int:

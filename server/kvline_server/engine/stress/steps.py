@@ -16,6 +16,8 @@ from kvline_server.engine.scheduler import Work
 from kvline_server.engine.stress.bounds import Bounds, Span
 from kvline_server.engine.stress.vocabulary import ALIKE, Other, beside, on_every_rank
 from kvline_server.ipc.sampling_params import MAX_BIASES, SamplingParams
+from kvline_server.memory.caches import GroupPages, PageTable
+from kvline_server.memory.groups import first_page
 from kvline_server.memory.pages import DUMMY_PAGE, pages_for
 
 
@@ -43,8 +45,8 @@ def batch(
     """With `other` sampling of one row in each chunk of the LM head. Without `params` each sequence
     has every option."""
     asked = params or worst_params(bounds.vocabulary, bounds.max_top_logprobs)
-    real = range(DUMMY_PAGE + 1, bounds.pages)
-    pages = itertools.cycle(real) if bounds.aliased else iter(real)
+    real = [range(DUMMY_PAGE + 1, count) for count in bounds.pages]
+    pages = [itertools.cycle(each) if bounds.aliased else iter(each) for each in real]
     longest = max(span.tokens for span in spans)
     ids = [i % bounds.vocabulary for i in range(longest + len(spans))]
     work = []
@@ -53,11 +55,17 @@ def batch(
         decode = rows == 1 < length == start + 1
         prompt = length - 1 if decode else length
         sequence = Sequence(id=-1, tokens=tokens, prompt_length=prompt, params=asked)
-        sequence.pages = array("i", itertools.islice(pages, pages_for(start + rows)))
+        count = pages_for(start + rows)
+        firsts = [first_page(window, start) for window in bounds.windows]
+        held = [
+            GroupPages(first, array("i", itertools.islice(some, count - first)))
+            for first, some in zip(firsts, pages, strict=True)
+        ]
+        sequence.table = PageTable(tuple(held), count)
         sequence.computed = start
         work.append(Work(sequence, start, rows))
     written = sum(item.rows for item in work)
-    cleared = itertools.cycle(real) if real else ()  # of a step, as many as it may take
-    made = build(work, list(itertools.islice(cleared, pages_for(written) + len(work))))
+    most = pages_for(written) + len(work)  # pages that a step may take, and clear
+    made = build(work, [list(itertools.islice(itertools.cycle(each), most)) for each in real])
     step = on_every_rank(beside(made.step, other, bounds.logprob_rows), bounds)
     return replace(made, step=step)

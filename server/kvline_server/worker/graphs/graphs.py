@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvline_server.kernels.attention import PageTables
-from kvline_server.memory.arena import Arena
+from kvline_server.memory.groups import GroupedArena
 from kvline_server.model.decoder import Decoder
 from kvline_server.worker.graphs.pool import GraphPool
 from kvline_server.worker.graphs.segments import Segments
@@ -21,8 +21,8 @@ class Graphs:
     def __init__(
         self,
         decoder: Decoder,
-        plan: Callable[[PageTables], Any],
-        arena: Arena,
+        plan: Callable[[PageTables, int], Any],
+        arena: GroupedArena,
         last_tokens: torch.Tensor,
         max_rows: int,
         longest: int,

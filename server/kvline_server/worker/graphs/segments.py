@@ -15,8 +15,9 @@ from kvline_server.kernels import row_counts
 from kvline_server.kernels.attention import SlotMapping
 from kvline_server.kernels.experts import Given
 from kvline_server.kernels.routing import Played
-from kvline_server.memory.arena import Arena, KVLayer
-from kvline_server.model.decoder import Decoder, LayerState
+from kvline_server.memory.arena import KVLayer
+from kvline_server.memory.groups import GroupedArena
+from kvline_server.model.decoder import Decoder, LayerState, Mappings
 from kvline_server.worker.graphs.pool import GraphPool
 from kvline_server.worker.inputs import upload
 from kvline_server.worker.step import Step
@@ -26,7 +27,7 @@ class Segments:
     def __init__(
         self,
         decoder: Decoder,
-        arena: Arena,
+        arena: GroupedArena,
         last_tokens: torch.Tensor,
         max_rows: int,
         pool: GraphPool,
@@ -39,10 +40,9 @@ class Segments:
         fused = (max_rows, c.heads + 2 * c.kv_heads, c.head_dim)
         device, dtype = kernels.device, kernels.dtype
         self.ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.mapping = SlotMapping(
-            torch.zeros(max_rows, dtype=torch.int32, device=device),
-            torch.zeros(max_rows, dtype=torch.int64, device=device),
-        )
+        positions = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        slots = torch.zeros((len(decoder.windows), max_rows), dtype=torch.int64, device=device)
+        self.mappings = [SlotMapping(positions, each) for each in slots]
         # For a mixture of experts: rows of a step that are no padding, and a Played.
         self.given = torch.tensor([max_rows, 0], dtype=torch.int32, device=device)
         residual = torch.zeros((max_rows, c.hidden), dtype=dtype, device=device)
@@ -60,13 +60,13 @@ class Segments:
     def run(self, step: Step) -> torch.Tensor:
         """Graphs.run, of any step."""
         rows, cache = len(step.tokens), self.arena.layers()
-        ids, mapping, wanted = upload(self.decoder.kernels, step, self.last_tokens)
-        plan = self.decoder.kernels.attention.plan(step.layout)
-        graphs = self._place(ids, mapping, step.routing)
+        ids, mappings, wanted = upload(self.decoder.kernels, step, self.last_tokens)
+        plans = self.decoder.plan(step.layout)
+        graphs = self._place(ids, mappings, step.routing)
         queries, out = self.state.heads[:rows, : self.queries], self.attended[:rows]
         for index, layer in enumerate(cache):
             self._pool.replay(graphs[index])
-            self.decoder.attend(index, queries, layer, plan, out)
+            self.decoder.attend(index, queries, layer, plans, out)
         return self._finish(rows, wanted, step.routing)
 
     def _finish(self, rows: int, wanted: torch.Tensor, played: Played) -> torch.Tensor:
@@ -88,7 +88,7 @@ class Segments:
             self.given[1:].fill_(played)
 
     def _place(
-        self, ids: torch.Tensor, mapping: SlotMapping, played: Played
+        self, ids: torch.Tensor, mappings: Mappings, played: Played
     ) -> list[torch.cuda.CUDAGraph]:
         """Copies the inputs to where the graphs for so many rows read them. -> these"""
         rows = len(ids)
@@ -96,11 +96,12 @@ class Segments:
         padded = self._padded(rows)
         self._give(rows, played)
         self.ids[:rows].copy_(ids)
-        self.mapping.positions[:rows].copy_(mapping.positions)
-        self.mapping.slots[:rows].copy_(mapping.slots)
-        if rows < padded:
-            self.mapping.slots[rows:padded].zero_()
-            self.mapping.positions[rows:padded].zero_()
+        placed = [(self.mappings[0].positions, mappings[0].positions)]
+        placed += [(a.slots, b.slots) for a, b in zip(self.mappings, mappings, strict=True)]
+        for into, given in placed:
+            into[:rows].copy_(given)
+            if rows < padded:
+                into[rows:padded].zero_()
         return self._graphs[padded]
 
     def _capture_all(self) -> None:
@@ -116,15 +117,15 @@ class Segments:
 
     def _run(self, segment: int, rows: int, cache: list[KVLayer]) -> None:
         """Segment 0 ends at the first attention; segment i is between attentions i - 1 and i."""
-        mapping = SlotMapping(self.mapping.positions[:rows], self.mapping.slots[:rows])
+        mappings = [SlotMapping(m.positions[:rows], m.slots[:rows]) for m in self.mappings]
         state = LayerState(self.state.residual[:rows], self.state.heads[:rows])
         given = Given(rows, on_device=self.given)
         if segment == 0:
-            made = self.decoder.start(self.ids[:rows], mapping, cache[0], state.heads)
+            made = self.decoder.start(self.ids[:rows], mappings, cache[0], state.heads)
             state.residual.copy_(made.residual)
         elif segment < len(cache):
             attended, kv = self.attended[:rows], cache[segment]
-            self.decoder.between(segment - 1, attended, state, mapping, kv, given, state.heads)
+            self.decoder.between(segment - 1, attended, state, mappings, kv, given, state.heads)
         else:
             hidden = self.hidden[:rows]
             hidden.copy_(self.decoder.finish(self.picked[:rows], hidden, given))

@@ -16,8 +16,10 @@ import torch
 
 from kvline_server.kernels.attention import PageTables, SlotMapping
 from kvline_server.kernels.experts import Given
+from kvline_server.kernels.layout import GroupLayout
 from kvline_server.kernels.row_counts import captured, padded
-from kvline_server.memory.arena import Arena, KVLayer
+from kvline_server.memory.arena import KVLayer
+from kvline_server.memory.groups import GroupedArena, pages_at_most
 from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
 from kvline_server.model.decoder import Decoder
 from kvline_server.worker.graphs.pool import GraphPool
@@ -32,44 +34,55 @@ def most_rows(slots: int) -> int:
     return padded(min(slots, MAX_DECODES))
 
 
+class _Views:
+    """Of a buffer, one after the other."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer, self.at = buffer, 0
+
+    def next(self, dtype: torch.dtype, count: int) -> torch.Tensor:
+        start, size = self.at, count * dtype.itemsize
+        self.at += -(-size // 16) * 16
+        return self.buffer[start : start + size].view(dtype)
+
+
+class _GroupInputs:
+    """Of a group of layers, its pages apart."""
+
+    def __init__(self, views: _Views, rows: int) -> None:
+        self.slots = views.next(torch.int64, rows)
+        self.page_starts = views.next(torch.int32, rows + 1)
+        self.last_page = views.next(torch.int32, rows)
+        self.pages = self.slots[:0].view(torch.int32)
+        self.at = 0  # of the pages in the buffer
+
+
 class _Inputs:
-    """A step's inputs as views of one buffer, on the host or on the device; the pages come last,
-    so that one copy of what is used brings all."""
+    """A step's inputs as views of one buffer, on the host or on the device; the pages come last, so
+    that one copy of what is used brings all, and one more for each group but the first."""
 
-    def __init__(self, buffer: torch.Tensor, rows: int) -> None:
-        at = 0
-
-        def part(dtype: torch.dtype, count: int) -> torch.Tensor:
-            nonlocal at
-            start, at = at, at + -(-count * dtype.itemsize // 16) * 16
-            return buffer[start : start + count * dtype.itemsize].view(dtype)
-
-        self.buffer = buffer
-        self.given = part(torch.int32, 2)  # sequences, as the other rows are padding, and a Played
-        self.tokens = part(torch.int64, rows)
-        self.unread = part(torch.int64, rows)  # the slot of its last token, or UNREAD
-        self.slots = part(torch.int64, rows)
-        self.positions = part(torch.int32, rows)
-        self.row_starts = part(torch.int32, rows + 1)
-        self.page_starts = part(torch.int32, rows + 1)
-        self.last_page = part(torch.int32, rows)
-        self.head = at
-        self.pages = buffer[at:].view(torch.int32)
-
-
-def _inputs(rows: int, longest: int, **options: Any) -> _Inputs:
-    """For `rows` sequences of `longest` tokens; `options` of torch.zeros."""
-    head = rows * (3 * 8 + 4 * 4) + 256  # what stands before the pages, and what aligns it
-    size = head + 4 * rows * pages_for(longest)
-    return _Inputs(torch.zeros(size, dtype=torch.uint8, **options), rows)
+    def __init__(self, rows: int, pages: list[int], **options: Any) -> None:
+        """For `rows` sequences with so many pages in each group; `options` of torch.zeros."""
+        fixed = rows * (8 + 8 + 4 + 4 + len(pages) * (8 + 4 + 4)) + 256 * (1 + len(pages))
+        size = fixed + sum(4 * count + 16 for count in pages)
+        self.buffer = torch.zeros(size, dtype=torch.uint8, **options)
+        views = _Views(self.buffer)
+        self.given = views.next(torch.int32, 2)  # sequences, as others are padding, and a Played
+        self.tokens = views.next(torch.int64, rows)
+        self.unread = views.next(torch.int64, rows)  # the slot of its last token, or UNREAD
+        self.positions = views.next(torch.int32, rows)
+        self.row_starts = views.next(torch.int32, rows + 1)
+        self.groups = [_GroupInputs(views, rows) for _ in pages]
+        for group, count in zip(self.groups, pages, strict=True):
+            group.at, group.pages = views.at, views.next(torch.int32, count)
 
 
 class WholeSteps:
     def __init__(
         self,
         decoder: Decoder,
-        plan: Callable[[PageTables], Any],
-        arena: Arena,
+        plan: Callable[[PageTables, int], Any],
+        arena: GroupedArena,
         last_tokens: torch.Tensor,
         longest: int,
         pool: GraphPool,
@@ -80,9 +93,11 @@ class WholeSteps:
         self.last_tokens = last_tokens
         self.max_rows = rows = most_rows(len(last_tokens))
         device, depth = decoder.kernels.device, decoder.kernels.depth
-        self.device = _inputs(rows, longest, device=device)
+        most = [pages_for(longest) if not w else pages_at_most(w, 1) for w in decoder.windows]
+        pages = [rows * count for count in most]
+        self.device = _Inputs(rows, pages, device=device)
         # One more than there are steps in flight: a copy reads one while the next is written.
-        self.stagings = [_inputs(rows, longest, pin_memory=True) for _ in range(depth + 1)]
+        self.stagings = [_Inputs(rows, pages, pin_memory=True) for _ in range(depth + 1)]
         self.turn = 0
         self.every = torch.arange(rows, device=device)
         hidden = (rows, decoder.config.hidden)
@@ -108,64 +123,84 @@ class WholeSteps:
         layout, rows = step.layout, len(step.tokens)
         self.turn = (self.turn + 1) % len(self.stagings)
         host = self.stagings[self.turn]
-        pages = len(layout.pages)
-        lengths = _with_pads(layout.lengths, count, 1)
         host.given.numpy()[:] = rows, step.routing
         host.tokens.numpy()[:count] = _with_pads(step.tokens, count, 0)
-        host.slots.numpy()[:count] = _with_pads(layout.slots, count, DUMMY_PAGE * PAGE_SIZE)
         host.positions.numpy()[:count] = _with_pads(layout.positions, count, 0)
         unread = host.unread.numpy()[:count]
         unread.fill(UNREAD)
         unread[step.pending_rows] = step.pending_slots
         row_starts = np.arange(count + 1, dtype=np.int32)
-        page_starts = row_starts - rows + pages
-        page_starts[: rows + 1] = layout.page_starts
         host.row_starts.numpy()[: count + 1] = row_starts
-        host.page_starts.numpy()[: count + 1] = page_starts
-        host.last_page.numpy()[:count] = (lengths - 1) % PAGE_SIZE + 1
-        used = pages + count - rows
-        host.pages.numpy()[:used] = _with_pads(layout.pages, used, DUMMY_PAGE)
-        end = host.head + 4 * used
-        self.device.buffer[:end].copy_(host.buffer[:end], non_blocking=True)
-        self._plan(row_starts, page_starts, lengths)
+        planned, start = [], 0
+        for into, group in zip(host.groups, layout.groups, strict=True):
+            page_starts, lengths = _place_group(into, group, row_starts)
+            planned.append((page_starts, lengths))
+            end = into.at + 4 * int(page_starts[-1])
+            self.device.buffer[start:end].copy_(host.buffer[start:end], non_blocking=True)
+            start = into.at + into.pages.nbytes
+        for index, (page_starts, lengths) in enumerate(planned):
+            self._plan(index, row_starts, page_starts, lengths)
 
-    def _plan(self, row_starts: np.ndarray, page_starts: np.ndarray, lengths: np.ndarray) -> Any:
+    def _plan(
+        self, index: int, row_starts: np.ndarray, page_starts: np.ndarray, lengths: np.ndarray
+    ) -> Any:
         rows, device = len(lengths), self.device
-        return self.plan_in_place(
-            PageTables(
-                row_starts=row_starts,
-                page_starts=page_starts,
-                lengths=lengths,
-                device_row_starts=device.row_starts[: rows + 1],
-                device_page_starts=device.page_starts[: rows + 1],
-                pages=device.pages,
-                last_page=device.last_page[:rows],
-            )
+        group = device.groups[index]
+        tables = PageTables(
+            row_starts=row_starts,
+            page_starts=page_starts,
+            lengths=lengths,
+            device_row_starts=device.row_starts[: rows + 1],
+            device_page_starts=group.page_starts[: rows + 1],
+            pages=group.pages,
+            last_page=group.last_page[:rows],
         )
+        return self.plan_in_place(tables, self.decoder.windows[index])
 
     def _capture_all(self, cache: list[KVLayer]) -> None:
         with self._pool.stream():
             for rows in reversed(captured(self.max_rows)):
                 starts = np.arange(rows + 1, dtype=np.int32)
-                self.device.last_page.fill_(1)
                 self.device.unread.fill_(UNREAD)
                 self.device.given[:1].fill_(rows)
-                for into in (self.device.row_starts, self.device.page_starts):
+                groups = self.device.groups
+                for into in (self.device.row_starts, *(each.page_starts for each in groups)):
                     into[: rows + 1].copy_(torch.from_numpy(starts))
-                plan = self._plan(starts, starts, np.ones(rows, dtype=np.int32))
-                self._run(rows, cache, plan)
-                self._graphs[rows] = self._pool.capture(partial(self._run, rows, cache, plan))
+                plans = []
+                for index, group in enumerate(groups):
+                    group.last_page.fill_(1)
+                    ones = np.ones(rows, dtype=np.int32)
+                    plans.append(self._plan(index, starts, starts, ones))
+                self._run(rows, cache, plans)
+                self._graphs[rows] = self._pool.capture(partial(self._run, rows, cache, plans))
 
-    def _run(self, rows: int, cache: list[KVLayer], plan: Any) -> None:
+    def _run(self, rows: int, cache: list[KVLayer], plans: list[Any]) -> None:
         inputs = self.device
         unread = inputs.unread[:rows]
         last = self.last_tokens[unread.clamp(min=0)]
         tokens = torch.where(unread == UNREAD, inputs.tokens[:rows], last)
-        mapping = SlotMapping(inputs.positions[:rows], inputs.slots[:rows])
+        positions = inputs.positions[:rows]
+        mappings = [SlotMapping(positions, group.slots[:rows]) for group in inputs.groups]
         every = self.every[:rows]
         given = Given(rows, on_device=inputs.given)
-        made = self.decoder.forward(tokens, mapping, cache, plan, every, given)
+        made = self.decoder.forward(tokens, mappings, cache, plans, every, given)
         self.hidden[:rows].copy_(made)
+
+
+def _place_group(
+    into: _GroupInputs, group: GroupLayout, row_starts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Padded to as many sequences as `row_starts` has. -> page starts and lengths"""
+    count, rows, pages = len(row_starts) - 1, len(group.lengths), len(group.pages)
+    page_starts = row_starts - rows + pages
+    page_starts[: rows + 1] = group.page_starts
+    lengths = _with_pads(group.lengths, count, 1)
+    into.slots.numpy()[:count] = _with_pads(group.slots, count, DUMMY_PAGE * PAGE_SIZE)
+    into.page_starts.numpy()[: count + 1] = page_starts
+    into.last_page.numpy()[:count] = (lengths - 1) % PAGE_SIZE + 1
+    used = pages + count - rows
+    into.pages.numpy()[:used] = _with_pads(group.pages, used, DUMMY_PAGE)
+    return page_starts, lengths
 
 
 def _with_pads(values: np.ndarray, size: int, value: int) -> np.ndarray:

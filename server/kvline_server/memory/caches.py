@@ -1,0 +1,172 @@
+"""The KV cache as the scheduler uses it: a page pool for each group of layers (groups.py).
+
+A sequence's pages end at the same token in every group. They begin at its first token, or where a
+window begins: the group gives up what every later query is too far from. Invariant after every
+call: each pool's own (pages.py), and a sequence holds as many pages in a group as its tokens there
+take.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvline_server.memory.groups import first_page, pages_at_most
+from kvline_server.memory.pages import PAGE_SIZE, PagePool, pages_for
+
+
+@dataclass(slots=True)
+class GroupPages:
+    """A sequence's pages in one group."""
+
+    first: int = 0  # which of the sequence's pages is the first of these
+    pages: array[int] = field(default_factory=lambda: array("i"))
+
+
+@dataclass(slots=True)
+class PageTable:
+    """A sequence's pages, of its first `pages` in all."""
+
+    groups: tuple[GroupPages, ...] = ()  # none before it is admitted
+    pages: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """That have pages, in whole pages."""
+        return self.pages * PAGE_SIZE
+
+    def between(self, first: int, last: int) -> Iterator[array[int]]:
+        """In each group, those of the sequence's pages first..last that it still has there."""
+        for group in self.groups:
+            yield group.pages[max(0, first - group.first) : max(0, last - group.first)]
+
+
+class Caches:
+    def __init__(self, windows: tuple[int, ...], pages: tuple[int, ...], rows: int) -> None:
+        """Of each group; steps have `rows` rows at most."""
+        self.windows = windows
+        self.windowed = any(windows)
+        self.pools = [PagePool(count) for count in pages]
+        self._most = [pages_at_most(window, rows) if window else 0 for window in windows]
+
+    @property
+    def total(self) -> int:
+        """Pages of the KV cache's tokens, the first group's; so are the next three."""
+        return self.pools[0].total
+
+    @property
+    def free(self) -> int:
+        return self.pools[0].free
+
+    @property
+    def used(self) -> int:
+        return self.pools[0].used
+
+    @property
+    def cached(self) -> int:
+        return self.pools[0].cached
+
+    def match(self, hashes: list[bytes]) -> PageTable:
+        """Pages of the longest prefix of `hashes` which every group has as much of as the next
+        query sees."""
+        count = self._reach(hashes)
+        table = PageTable(tuple(GroupPages(self._first(g, count)) for g in self._every), count)
+        for group, pool in zip(table.groups, self.pools, strict=True):
+            group.pages.extend(pool.hold(hashes[group.first : count]))
+        return table
+
+    def _reach(self, hashes: list[bytes]) -> int:
+        """Pages of that prefix."""
+        found, runs = 0, [0] * len(self.pools)
+        for count, digest in enumerate(hashes, 1):
+            for group, pool in enumerate(self.pools):
+                runs[group] = runs[group] + 1 if pool.has(digest) else 0
+            if all(runs[g] >= count - self._first(g, count) for g in self._every):
+                found = count
+            elif not self.windows[0] and runs[0] < count:
+                break
+        return found
+
+    @property
+    def _every(self) -> range:
+        return range(len(self.pools))
+
+    def _first(self, group: int, pages: int) -> int:
+        """The first page that is seen from behind so many."""
+        return first_page(self.windows[group], pages * PAGE_SIZE)
+
+    def fits(self, table: PageTable, tokens: int, beside: int) -> bool:
+        """Whether a sequence of so many tokens can run on with these pages, step by step, and
+        `beside` more pages be taken then."""
+        missing = pages_for(tokens) - table.pages
+        for pool, most, group in zip(self.pools, self._most, table.groups, strict=True):
+            held = min(missing, most - len(group.pages)) if most else missing
+            if not pool.can_take(max(0, held) + (beside if pool is self.pools[0] else 0)):
+                return False
+        return True
+
+    def grow(self, table: PageTable, tokens: int) -> bool:
+        """Takes the pages that so many tokens lack. -> whether it could; else none is taken"""
+        missing = pages_for(tokens) - table.pages
+        if missing > 0:
+            if not all(pool.can_take(missing) for pool in self.pools):
+                return False
+            for pool, group in zip(self.pools, table.groups, strict=True):
+                group.pages.extend(pool.take(missing))
+            table.pages += missing
+        return True
+
+    def slide(self, table: PageTable, position: int) -> None:
+        """Gives up the pages that no query from this position on sees. A step that still reads them
+        is launched: later ones write behind it."""
+        for pool, group, window in zip(self.pools, table.groups, self.windows, strict=True):
+            left = first_page(window, position) - group.first
+            if left > 0:
+                pool.drop(group.pages[:left])
+                del group.pages[:left]
+                group.first += left
+
+    def publish(self, table: PageTable, index: int, digest: bytes) -> None:
+        """Enters a sequence's full page in the prefix cache."""
+        for pool, pages in zip(self.pools, table.between(index, index + 1), strict=True):
+            if pages:
+                pool.publish(pages[0], digest)
+
+    def confirm(self, table: PageTable, first: int, last: int) -> None:
+        """After a finite result that depends on all that was written to pages first..last."""
+        for pool, pages in zip(self.pools, table.between(first, last), strict=True):
+            pool.confirm(pages)
+
+    def retract(self, table: PageTable, hashes: list[bytes]) -> None:
+        """After a result that was not finite, of a sequence with these pages, or with these hashes
+        once it has none: the prefix cache forgets them all."""
+        if not table.groups:
+            for pool in self.pools:
+                pool.retract(pool.known(hashes))
+        for pool, group in zip(self.pools, table.groups, strict=False):
+            pool.retract(group.pages)
+
+    def abandon(self, hashes: list[bytes]) -> None:
+        """The sequence has left: the prefix cache forgets what of it is not confirmed and nobody
+        else holds."""
+        for pool in self.pools:
+            pool.abandon(pool.known(hashes))
+
+    def release(self, table: PageTable) -> None:
+        for pool, group in zip(self.pools, table.groups, strict=True):
+            pool.release(group.pages)
+
+    def to_clear(self) -> list[list[int]]:
+        """Of each group, the pages to be cleared before the next step; each call tells others."""
+        return [pool.to_clear() for pool in self.pools]
+
+    def check(self, tables: list[PageTable]) -> None:
+        """Raises AssertionError where an invariant does not hold; `tables` are all that hold."""
+        for index, pool in enumerate(self.pools):
+            pool.check()
+            assert pool.used == len({page for t in tables for page in t.groups[index].pages})
+        for table in tables:
+            assert all(g.first + len(g.pages) == table.pages for g in table.groups), (
+                "a page is lost"
+            )

@@ -1,0 +1,147 @@
+"""The KV cache by layer. Layers that keep the same tokens of a sequence are one group, with pages
+of its own: those without a window keep all, those with one only what it still shows.
+
+The first group's pages are those of the KV cache's tokens, whose number the budget gives. The
+others have as many as the windows of all running sequences and the rows of one step can need, so
+no step lacks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kvline_contract.memory import KV_CACHE, WINDOWS
+from kvline_server.errors import DeviceOutOfMemory
+from kvline_server.memory.arena import Arena, KVLayer, KVShape
+from kvline_server.memory.pages import PAGE_SIZE, pages_for
+from kvline_server.memory.parts import OwnedPart
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    window: int  # tokens that a query sees, itself included; 0: all before it
+    layers: tuple[int, ...]  # of the model, in order
+    shape: KVShape  # of these layers
+
+    @property
+    def page_bytes(self) -> int:
+        return PAGE_SIZE * self.shape.bytes_per_token
+
+
+def order(windows: tuple[int, ...], longest: int) -> dict[int, tuple[int, ...]]:
+    """The layers of each group by its window, the first group first: without a window, else with
+    the widest. A window that hides nothing of the `longest` sequence is none."""
+    found: dict[int, tuple[int, ...]] = {}
+    for layer, window in enumerate(windows):
+        bounded = window if window < longest else 0
+        found[bounded] = (*found.get(bounded, ()), layer)
+    return dict(sorted(found.items(), key=lambda each: -(each[0] or longest)))
+
+
+def first_page(window: int, position: int) -> int:
+    """The first of a sequence's pages that a query at this position, or a later one, sees."""
+    return max(0, position + 1 - window) // PAGE_SIZE if window else 0
+
+
+def pages_at_most(window: int, rows: int) -> int:
+    """That a sequence has in a group whose window is bounded, in a step of so many of its rows."""
+    return (window - 1 + rows + PAGE_SIZE - 2) // PAGE_SIZE + 1
+
+
+def parts(groups: tuple[CacheGroup, ...]) -> tuple[OwnedPart, ...]:
+    """As sizing adds them up: what CacheSizes.pages has of each."""
+    first, *others = groups
+    found = [OwnedPart(KV_CACHE, per_token=first.shape.bytes_per_token)]
+    if others:
+        found.append(
+            OwnedPart(
+                WINDOWS,
+                per_sequence=sum(_beside_rows(each) * each.page_bytes for each in others),
+                per_row=sum(each.shape.bytes_per_token for each in others),
+                detail="KV cache of layers with a sliding window",
+            )
+        )
+    return tuple(found)
+
+
+def _beside_rows(group: CacheGroup) -> int:
+    """Pages of a sequence's window. They begin anywhere in the first one: with its share of a
+    step's rows it has one more than their tokens take."""
+    return 1 + pages_at_most(group.window, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSizes:
+    """Of all groups, for so many running sequences, and rows of a step."""
+
+    groups: tuple[CacheGroup, ...]
+    running: int
+    rows: int
+
+    def pages(self, tokens: int) -> tuple[int, ...]:
+        """Of each group beside a KV cache of so many tokens, each with its dummy page."""
+        return (1 + pages_for(tokens), *(1 + self._windows(each) for each in self.groups[1:]))
+
+    def _windows(self, group: CacheGroup) -> int:
+        return self.running * _beside_rows(group) + pages_for(self.rows)
+
+    def longest(self, tokens: int, wanted: int) -> int:
+        """Tokens of the longest sequence beside a KV cache of so many, `wanted` at most. Where all
+        layers have windows, a cache that holds one and a step's rows holds any sequence."""
+        window = self.groups[0].window
+        if window and tokens >= PAGE_SIZE * pages_at_most(window, self.rows):
+            return wanted
+        return min(wanted, tokens)
+
+
+class GroupedArena:
+    """An arena for each group."""
+
+    def __init__(
+        self, groups: tuple[CacheGroup, ...], arena: Callable[[KVShape, int], Arena], limit: int
+    ) -> None:
+        """Addresses for as many pages of each as `limit` bytes could hold."""
+        self._groups = groups
+        self._arenas = [arena(each.shape, limit // each.page_bytes + 2) for each in groups]
+        self._layers: list[KVLayer] = []
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """Of each group, its dummy page included."""
+        return tuple(arena.pages for arena in self._arenas)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(arena.nbytes for arena in self._arenas)
+
+    def layers(self) -> list[KVLayer]:
+        """In the model's order."""
+        return self._layers
+
+    def clear(self, group: int, pages: torch.Tensor) -> None:
+        """Arena.clear, of one group."""
+        self._arenas[group].clear(pages)
+
+    def resize(self, pages: tuple[int, ...]) -> None:
+        """Maps or unmaps pages at the end of each group. Raises DeviceOutOfMemory, and each group
+        has as many pages as before then."""
+        before = self.pages
+        try:
+            self._resize(pages)
+        except DeviceOutOfMemory:
+            # Also where it failed: part of the memory is mapped there.
+            self._resize(tuple(map(min, before, pages)))
+            raise
+
+    def _resize(self, pages: tuple[int, ...]) -> None:
+        for arena, count in zip(self._arenas, pages, strict=True):
+            arena.resize(count)
+        found = {
+            layer: kv
+            for group, arena in zip(self._groups, self._arenas, strict=True)
+            for layer, kv in zip(group.layers, arena.layers(), strict=True)
+        }
+        self._layers = [found[layer] for layer in sorted(found)]

@@ -1,0 +1,251 @@
+"""Caches by group of layers: a query finds the keys of its own tokens, whatever the windows."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvline_server.engine.request import Sequence
+from kvline_server.engine.scheduler import Scheduler, Work
+from kvline_server.ipc.sampling_params import SamplingParams
+from kvline_server.memory.arena import HostArena, KVShape
+from kvline_server.memory.caches import Caches
+from kvline_server.memory.groups import (
+    CacheGroup,
+    CacheSizes,
+    GroupedArena,
+    first_page,
+    order,
+    pages_at_most,
+    parts,
+)
+from kvline_server.memory.pages import PAGE_SIZE, extend_chain, pages_for
+from kvline_server.memory.parts import growing
+
+SHAPE = KVShape(1, 1, 8, torch.float32)
+
+
+def sizes(windows: tuple[int, ...], running: int, rows: int) -> CacheSizes:
+    return CacheSizes(tuple(CacheGroup(w, (), SHAPE) for w in windows), running, rows)
+
+
+class Model:
+    """Keeps in each page what was written there: all tokens up to it."""
+
+    def __init__(self, caches: Caches) -> None:
+        self.caches = caches
+        self.kept: list[dict[tuple[int, int], int]] = [{} for _ in caches.windows]
+        self.read = 0
+
+    def run(self, work: list[Work]) -> None:
+        for item in work:
+            self.write(item)
+        for item in work:
+            for position in range(item.start, item.start + item.rows):
+                self.attend(item.sequence, position)
+
+    def places(self, sequence: Sequence, position: int) -> list[tuple[int, int]]:
+        index, offset = divmod(position, PAGE_SIZE)
+        return [(g.pages[index - g.first], offset) for g in sequence.table.groups]
+
+    def write(self, item: Work) -> None:
+        tokens = item.sequence.tokens
+        for position in range(item.start, item.start + item.rows):
+            for kept, at in zip(self.kept, self.places(item.sequence, position), strict=True):
+                kept[at] = hash(tuple(tokens[: position + 1]))
+
+    def attend(self, sequence: Sequence, position: int) -> None:
+        for group, window in enumerate(self.caches.windows):
+            first = max(0, position + 1 - window) if window else 0
+            for seen in range(first, position + 1):
+                index, offset = divmod(seen, PAGE_SIZE)
+                pages = sequence.table.groups[group]
+                assert index >= pages.first, "a page that a query sees was given up"
+                found = self.kept[group][pages.pages[index - pages.first], offset]
+                assert found == hash(tuple(sequence.tokens[: seen + 1])), "another's key"
+                self.read += 1
+
+
+def step(scheduler: Scheduler, model: Model, done: list[int]) -> list[Work]:
+    work = scheduler.schedule()
+    model.run(work)
+    scheduler.advance(work)
+    for item in work:
+        sequence = item.sequence
+        if item.start + item.rows == len(sequence.tokens):
+            scheduler.confirm(sequence, len(sequence.tokens))
+            sequence.tokens.append(7)
+            if len(sequence.tokens) >= sequence.limit:
+                scheduler.remove(sequence)
+                done.append(sequence.id)
+    scheduler.caches.check([each.table for each in scheduler.running])
+    return work
+
+
+def asked(id: int, length: int, output: int, base: int) -> Sequence:
+    """Those of one base share the beginning of their prompts."""
+    return Sequence(id, [base] * length, length, SamplingParams(max_tokens=output))
+
+
+shapes = st.lists(
+    st.tuples(st.integers(1, 150), st.integers(1, 60), st.integers(0, 2)), min_size=1, max_size=10
+)
+
+
+@settings(max_examples=120)
+@given(
+    shapes,
+    st.sampled_from([(0, 20), (0, 33, 16), (0, 1), (64,), (33, 17)]),
+    st.integers(15, 40),
+    st.integers(1, 5),
+    st.integers(5, 60),
+)
+def test_every_query_sees_its_own_tokens_and_every_sequence_ends(
+    shapes: list[tuple[int, int, int]],
+    windows: tuple[int, ...],
+    pages: int,
+    running: int,
+    rows: int,
+) -> None:
+    """With prefix hits, preemption and chunks that end anywhere. Any sequence fits alone; groups
+    with windows never lack a page, as many as running sequences and the rows of a step need."""
+    rows = max(rows, running)
+    caches = Caches(windows, sizes(windows, running, rows).pages(PAGE_SIZE * pages), rows)
+    scheduler, model = Scheduler(caches, running, rows), Model(caches)
+    grow = caches.grow
+
+    def grown(table: Any, tokens: int) -> bool:
+        found = grow(table, tokens)
+        missing = pages_for(tokens) - table.pages
+        assert found or not caches.pools[0].can_take(missing), "a window lacked a page"
+        return found
+
+    caches.grow = grown  # type: ignore[method-assign]
+    for id, shape in enumerate(shapes):
+        scheduler.add(asked(id, *shape))
+    done: list[int] = []
+    for _ in range(5000):
+        if scheduler.idle:
+            break
+        assert step(scheduler, model, done), "there is work, but none was scheduled"
+    assert sorted(done) == list(range(len(shapes))) and model.read
+    assert all(pool.used == 0 for pool in caches.pools)
+
+
+def test_a_window_keeps_what_the_next_query_sees_and_no_more() -> None:
+    caches = Caches((0, 32), sizes((0, 32), 2, 512).pages(1024), 512)
+    scheduler, model = Scheduler(caches, 2, 512), Model(caches)
+    one = asked(0, 400, 200, 1)
+    scheduler.add(one)
+    for _ in range(150):
+        step(scheduler, model, [])
+        whole, windowed = one.table.groups
+        assert len(whole.pages) == pages_for(one.computed) == one.table.pages
+        seen = one.computed - 31  # the first token that the next query sees
+        assert windowed.first == seen // PAGE_SIZE
+        assert len(windowed.pages) <= pages_at_most(32, 1)
+
+
+@pytest.mark.parametrize(("more", "reached"), [(0, 20), (5, 20), (100, 26)])
+def test_a_prefix_is_found_as_far_as_every_group_has_the_last_window_before_it(
+    more: int, reached: int
+) -> None:
+    """The first sequence ended at 320 + `more` tokens: the window's pages of what lies before its
+    last ones have left the prefix cache, and with them all shorter prefixes."""
+    caches = Caches((0, 48), sizes((0, 48), 2, 512).pages(4096), 512)
+    scheduler, model = Scheduler(caches, 2, 512), Model(caches)
+    first = asked(0, 320, 1 + more, 1)
+    scheduler.add(first)
+    while not scheduler.idle:
+        step(scheduler, model, [])
+    chain: list[bytes] = []
+    extend_chain(chain, first.tokens, 1000)
+    table = caches.match(chain)
+    assert table.pages == reached
+    assert [group.first for group in table.groups] == [0, reached - 3]
+    caches.release(table)
+    assert caches.match(chain[: reached - 1]).pages == 0, "its last window is not whole"
+
+
+def test_what_was_not_finite_leaves_every_group() -> None:
+    caches = Caches((0, 48), sizes((0, 48), 2, 64).pages(4096), 64)
+    scheduler, model = Scheduler(caches, 2, 64), Model(caches)
+    one = asked(0, 200, 50, 1)
+    scheduler.add(one)
+    for _ in range(30):
+        step(scheduler, model, [])
+    assert all(pool.known(one.chain) for pool in caches.pools)
+    scheduler.fail(one)
+    assert not any(pool.known(one.chain) for pool in caches.pools)
+    scheduler.remove(one)
+    assert not any(pool.known(one.chain) or pool.used for pool in caches.pools)
+
+
+def test_pages_are_cleared_in_the_group_that_they_are_of() -> None:
+    rng = random.Random(1)
+    caches = Caches((0, 20), sizes((0, 20), 3, 40).pages(640), 40)
+    scheduler, model = Scheduler(caches, 3, 40), Model(caches)
+    for id in range(12):
+        scheduler.add(asked(id, rng.randint(1, 150), 20, id))
+    while not scheduler.idle:
+        step(scheduler, model, [])
+        cleared = caches.to_clear()
+        for pages, pool in zip(cleared, caches.pools, strict=True):
+            assert len(set(pages)) == len(pages) and all(1 <= p <= pool.total for p in pages)
+        assert caches.to_clear() == [[], []]
+
+
+def test_layers_of_one_window_are_a_group_and_the_first_has_all_tokens() -> None:
+    assert order((0, 8, 0, 8, 4), 100) == {0: (0, 2), 8: (1, 3), 4: (4,)}
+    assert list(order((0, 8, 0, 8, 4), 100)) == [0, 8, 4]
+    assert order((8, 8), 100) == {8: (0, 1)}
+    assert order((8, 16), 8) == {0: (0, 1)}, "windows that hide nothing are none"
+    assert list(order((4, 16), 100)) == [16, 4]
+
+
+def test_a_budget_of_full_layers_beside_the_windows_of_all_sequences() -> None:
+    """Gemma 3 of 12B: 8 of 48 layers have no window, 8 key heads of 256, bfloat16."""
+    kept = {n: KVShape(n, 8, 256, torch.bfloat16) for n in (8, 40)}
+    groups = (CacheGroup(0, (), kept[8]), CacheGroup(1024, (), kept[40]))
+    made = CacheSizes(groups, 128, 8192)
+    first, windows = made.pages(16 * 1000)
+    assert first == 1001 and windows == 1 + 128 * (1 + 65) + 512
+    owned = parts(groups)
+    assert [part.name for part in owned] == ["kv-cache", "windows"]
+    rows = 16 * (512 + 1)
+    assert growing(owned, 0, 128, rows) == windows * 16 * 2 * 40 * 8 * 256 * 2
+    assert growing(owned, 16, 128, rows) - growing(owned, 0, 128, rows) == 16 * 2 * 8 * 8 * 256 * 2
+    assert made.longest(1000, 8192) == 1000 and made.longest(9000, 8192) == 8192
+    every = CacheSizes((CacheGroup(4096, (), kept[40]),), 128, 512)
+    assert len(every.pages(16)) == 1 and growing(parts(every.groups), 0, 128, 512) == 0
+    least = PAGE_SIZE * pages_at_most(4096, 512)
+    assert every.longest(least, 32768) == 32768 and every.longest(least - 16, 32768) < 32768
+
+
+def test_an_arena_of_groups_has_the_layers_in_the_model_s_order() -> None:
+    groups = (
+        CacheGroup(0, (1,), KVShape(1, 1, 8, torch.float32)),
+        CacheGroup(20, (0, 2), KVShape(2, 1, 8, torch.float32)),
+    )
+    arena = GroupedArena(groups, HostArena, 1 << 20)
+    arena.resize((9, 5))
+    assert [len(layer.keys) for layer in arena.layers()] == [5, 9, 5]
+    assert (
+        arena.pages == (9, 5)
+        and arena.nbytes == 9 * groups[0].page_bytes + 5 * groups[1].page_bytes
+    )
+    for layer in arena.layers():
+        layer.keys.fill_(1.0)
+    arena.clear(1, torch.tensor([3]))
+    assert [float(layer.keys[3].sum()) for layer in arena.layers()] == [0.0, 128.0, 0.0]
+
+
+@given(st.integers(1, 90), st.integers(1, 70), st.integers(0, 300))
+def test_no_sequence_has_more_pages_than_at_most(window: int, rows: int, start: int) -> None:
+    held = pages_for(start + rows) - first_page(window, start)
+    assert held <= pages_at_most(window, rows)
