@@ -11,7 +11,7 @@ import torch
 from pairs import PAGES, engine, hidden, sequence, sides, worker
 from torch.nn.functional import rms_norm, silu
 
-from kvline_server.engine.scheduler import Work
+from kvline_server.engine.scheduler import Kind, Work
 from kvline_server.kernels import fp8, fp8_linear
 from kvline_server.kernels.fp8 import BLOCK, FP8, Fp8Weight, Weight
 from kvline_server.kernels.fp8_linear import SCALED, TILED
@@ -179,8 +179,8 @@ def test_a_model_in_fp8_gives_nearly_its_dequantised_logits(config: ModelConfig)
     free = rng.permutation(np.arange(1, PAGES)).tolist()
     a, b = (sequence(rng, n, free) for n in (37, 500))
     for work, most in (
-        ([Work(a, 0, 36), Work(b, 0, 300)], 0.1),
-        ([Work(a, 36, 1)], 0.1),  # its cache is of quantised inputs
+        ([Work(a, 0, 36, Kind.PROMPT), Work(b, 0, 300, Kind.PROMPT)], 0.1),
+        ([Work(a, 36, 1, Kind.DECODE)], 0.1),  # its cache is of quantised inputs
     ):
         want, got = (hidden(side, work) for side in both)
         distance = float((got - want).norm() / want.norm())

@@ -14,7 +14,7 @@ from pairs import sequence, sides
 
 from kvline_server.engine.batch import build
 from kvline_server.engine.request import Sequence
-from kvline_server.engine.scheduler import Work
+from kvline_server.engine.scheduler import Kind, Work
 from kvline_server.memory.arena import Scales
 from kvline_server.memory.groups import GroupedArena
 from kvline_server.model.config import Experts, ModelConfig
@@ -62,7 +62,8 @@ def test_replay_is_eager_for_one_request_and_for_many(
         free = rng.permutation(np.arange(1, 400)).tolist()
         members: list[Sequence] = [sequence(rng, rows, free) for _ in range(number)]
         wanted = rng.permutation(number * rows)[: max(1, number * rows // 3)]
-        step = replace(build([Work(s, 0, rows) for s in members]).step, wanted=wanted)
+        kind = Kind.PROMPT if rows > 1 else Kind.DECODE
+        step = replace(build([Work(s, 0, rows, kind) for s in members]).step, wanted=wanted)
         segments.attended.fill_(float("nan"))  # what an earlier, larger step left must not matter
         with torch.inference_mode():
             replayed = segments.run(step).clone()
@@ -99,7 +100,7 @@ def test_graphs_survive_growth_of_the_arena(shape: Callable[..., ModelConfig]) -
     decoder, arena = sides(shape(), most=50_000)[1]
     graphs = captured(decoder, arena, 64)
     rng = np.random.default_rng(6)
-    work = [Work(sequence(rng, 40, list(range(1, 400))), 0, 40)]
+    work = [Work(sequence(rng, 40, list(range(1, 400))), 0, 40, Kind.PROMPT)]
     step = replace(build(work).step, wanted=np.arange(40))
     outs = []
     for pages in (400, 50_000, 400):
@@ -136,13 +137,13 @@ def test_whole_steps_of_decodes_are_eager_ones(
             member.slot = slot + 5
             member.prompt_length = len(member.tokens)
             if len(member.tokens) > 1:
-                before = build([Work(member, 0, len(member.tokens) - 1)]).step
+                before = build([Work(member, 0, len(member.tokens) - 1, Kind.PROMPT)]).step
                 forward(decoder, arena, replace(before, wanted=np.arange(len(before.tokens))))
         unread = members[0]
         unread.pending, length = 1, len(unread.tokens)
         read = unread.tokens.pop()
         last[unread.slot] = read
-        work = [Work(m, len(m.tokens) + m.pending - 1, 1) for m in members]
+        work = [Work(m, len(m.tokens) + m.pending - 1, 1, Kind.DECODE) for m in members]
         assert work[0].start == length - 1
         step = build(work).step
         assert graphs.whole.fits(step)

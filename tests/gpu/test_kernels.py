@@ -9,7 +9,7 @@ import pytest
 import torch
 from pairs import PAGES, hidden, sequence, sides
 
-from kvline_server.engine.scheduler import Work
+from kvline_server.engine.scheduler import Kind, Work
 from kvline_server.kernels.best import token_of
 from kvline_server.kernels.group import Alone
 from kvline_server.kernels.interface import Kernels
@@ -35,10 +35,10 @@ def test_a_mixed_step_gives_the_reference_s_logits(
     free = rng.permutation(np.arange(1, PAGES)).tolist()
     a, b, c = (sequence(rng, n, free) for n in (37, 500, 1000))
     steps = [
-        [Work(a, 0, 36), Work(b, 0, 300)],
-        [Work(a, 36, 1), Work(b, 300, 199), Work(c, 0, 512)],
-        [Work(a, 36, 1), Work(b, 499, 1), Work(c, 512, 488)],
-        [Work(s, len(s.tokens) - 1, 1) for s in (a, b, c)],
+        [Work(a, 0, 36, Kind.PROMPT), Work(b, 0, 300, Kind.PROMPT)],
+        [Work(a, 36, 1, Kind.DECODE), Work(b, 300, 199, Kind.PROMPT), Work(c, 0, 512, Kind.PROMPT)],
+        [Work(a, 36, 1, Kind.DECODE), Work(b, 499, 1, Kind.DECODE), Work(c, 512, 488, Kind.PROMPT)],
+        [Work(s, len(s.tokens) - 1, 1, Kind.DECODE) for s in (a, b, c)],
     ]
     for work in steps:
         want, got = (hidden(side, work) for side in both)

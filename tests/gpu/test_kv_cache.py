@@ -10,7 +10,7 @@ import torch
 from pairs import PAGES, engine, hidden, sequence, sides
 
 from kvline_server.engine.batch import build
-from kvline_server.engine.scheduler import Work
+from kvline_server.engine.scheduler import Kind, Work
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.attention import Heads, PageTables, SlotMapping
 from kvline_server.kernels.interface import Kernels
@@ -96,8 +96,8 @@ def test_attention_over_it_is_torch_s(heads: tuple[int, int, int], scales: Scale
         ([9_000], [(5_000, 1_000)], True),
     ):
         free = rng.permutation(np.arange(1, 2000)).tolist()
-        work = [Work(sequence(rng, n, free), n - 1, 1) for n in decodes]
-        work += [Work(sequence(rng, start + n, free), start, n) for start, n in chunks]
+        work = [Work(sequence(rng, n, free), n - 1, 1, Kind.DECODE) for n in decodes]
+        work += [Work(sequence(rng, start + n, free), start, n, Kind.PROMPT) for start, n in chunks]
         layout = build(work).step.layout
         q = torch.randn(layout.rows, queries, dim, device="cuda").bfloat16()
         groups = [kernels.attention for kernels in pair]
@@ -125,7 +125,7 @@ def test_decodes_are_torch_s_and_a_nan_stays_with_its_sequence(
     free = rng.permutation(np.arange(1, 20_000)).tolist()
     lengths = rng.integers(1, 18_000 if rows == 1 else 900, rows)
     members = [sequence(rng, int(n), free) for n in lengths]
-    layout = build([Work(s, len(s.tokens) - 1, 1) for s in members]).step.layout
+    layout = build([Work(s, len(s.tokens) - 1, 1, Kind.DECODE) for s in members]).step.layout
     fused = torch.randn(rows, queries + 2 * keys, dim, device="cuda").bfloat16()
     q, scale = fused[:, :queries], SCALES.keys * dim**-0.5
     (group,) = layout.groups
@@ -160,9 +160,9 @@ def test_a_mixed_step_is_near_the_reference_with_an_fp8_cache(
     free = rng.permutation(np.arange(1, PAGES)).tolist()
     a, b = (sequence(rng, n, free) for n in (37, 500))
     for work in (
-        [Work(a, 0, 36), Work(b, 0, 300)],
-        [Work(a, 36, 1), Work(b, 300, 199)],
-        [Work(s, len(s.tokens) - 1, 1) for s in (a, b)],
+        [Work(a, 0, 36, Kind.PROMPT), Work(b, 0, 300, Kind.PROMPT)],
+        [Work(a, 36, 1, Kind.DECODE), Work(b, 300, 199, Kind.PROMPT)],
+        [Work(s, len(s.tokens) - 1, 1, Kind.DECODE) for s in (a, b)],
     ):
         want, got = (hidden(side, work) for side in pair)
         distance = float((got - want).norm() / want.norm())

@@ -17,7 +17,7 @@ from kvline_contract.launch import Device
 from kvline_server.engine.batch import build
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.request import Sequence
-from kvline_server.engine.scheduler import SHARED_TABLES, Work
+from kvline_server.engine.scheduler import SHARED_TABLES, Kind, Work
 from kvline_server.engine.stress.bounds import Bounds
 from kvline_server.engine.stress.owners import StressSet
 from kvline_server.engine.stress.steps import worst_params
@@ -167,7 +167,7 @@ def test_page_tables_of_six_times_the_cache_take_what_is_reserved_for_them(
         sequence = Sequence(id, [7] * tokens, tokens, params)
         groups = tuple(GroupPages(0, shared[:]) for _ in kinds)
         sequence.table, sequence.computed = PageTable(groups, each), tokens - 1
-        work.append(Work(sequence, tokens - 1, 1))
+        work.append(Work(sequence, tokens - 1, 1, Kind.DECODE))
     layout = build(work, []).step.layout
     kept = sent = 0
     for group, window in enumerate(kinds):

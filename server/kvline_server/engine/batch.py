@@ -11,7 +11,7 @@ import numpy as np
 from kvline_server.engine import penalties
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.sampling import draws
-from kvline_server.engine.scheduler import Work
+from kvline_server.engine.scheduler import Kind, Work
 from kvline_server.kernels.layout import GroupLayout, Layout
 from kvline_server.memory.caches import GroupPages
 from kvline_server.memory.pages import PAGE_SIZE
@@ -31,20 +31,20 @@ class ScoredRun:
 class Batch:
     step: Step
     scored: tuple[ScoredRun, ...]
-    sampled: tuple[Sequence, ...]  # one per sampled row, in order
+    sampled: tuple[Work, ...]  # those that are, in the order of their rows
 
 
 def build(work: list[Work], cleared: Iterable[Collection[int]] = ()) -> Batch:
     """The step of this work, whose sequences already hold their pages. Pages to be `cleared` before
     it, of each group, may be any."""
-    single = [w for w in work if w.rows == 1]
-    chunks = [w for w in work if w.rows > 1]
-    ordered = single + chunks
+    decodes = [w for w in work if w.kind is Kind.DECODE]
+    prompts = [w for w in work if w.kind is Kind.PROMPT]
+    ordered = decodes + prompts
     rows, at = _Rows(), 0
     for w in ordered:
         rows.add(w, at)
         at += w.rows
-    return rows.batch(_token_ids(single, chunks), _layout(ordered, len(single), cleared))
+    return rows.batch(_token_ids(decodes, prompts), _layout(ordered, len(decodes), cleared))
 
 
 class _Rows:
@@ -55,11 +55,11 @@ class _Rows:
         self.targets: list[int] = []
         self.scored: list[ScoredRun] = []
         self.sampled_rows: list[int] = []
-        self.sampled: list[Sequence] = []
+        self.sampled: list[Work] = []
 
     def add(self, work: Work, at: int) -> None:
         """Work whose rows begin at row `at` of the step."""
-        sequence, start, count = work
+        sequence, start, count, _ = work
         end = start + count
         if start < sequence.prompt_length - 1:  # the row of position p predicts the token at p + 1
             first = max(start + 1, sequence.first_scored)
@@ -70,10 +70,10 @@ class _Rows:
                 self.scored.append(ScoredRun(sequence, first, last - first + 1))
         if end == len(sequence.tokens) + sequence.pending:
             self.sampled_rows.append(at + count - 1)
-            self.sampled.append(sequence)
+            self.sampled.append(work)
 
     def batch(self, tokens: np.ndarray, layout: Layout) -> Batch:
-        sampled = self.sampled
+        sampled = [work.sequence for work in self.sampled]
         slots = np.asarray([s.slot for s in sampled], dtype=np.int64)
         # Only a sampled row can have an input token that the host has not read.
         pending = [i for i, s in enumerate(sampled) if s.pending]
@@ -95,13 +95,13 @@ class _Rows:
             listed=np.asarray(listed, dtype=np.int64),
             listed_top=max((sampled[row].params.logprobs or 0 for row in listed), default=0),
         )
-        return Batch(step, tuple(self.scored), tuple(sampled))
+        return Batch(step, tuple(self.scored), tuple(self.sampled))
 
 
-def _token_ids(single: list[Work], chunks: list[Work]) -> np.ndarray:
+def _token_ids(decodes: list[Work], prompts: list[Work]) -> np.ndarray:
     """A pending token is filled in on the device."""
-    known = [s.tokens[start] if start < len(s.tokens) else 0 for s, start, _ in single]
-    parts = [np.asarray(s.tokens[start : start + count]) for s, start, count in chunks]
+    known = [s.tokens[start] if start < len(s.tokens) else 0 for s, start, *_ in decodes]
+    parts = [np.asarray(s.tokens[start : start + count]) for s, start, count, _ in prompts]
     return np.concatenate([np.asarray(known, dtype=np.int64), *parts]).astype(np.int64)
 
 

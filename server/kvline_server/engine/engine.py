@@ -92,8 +92,8 @@ class Engine:
         self.scheduler.advance(work)
         for run in batch.scored:
             run.sequence.scored = run.first + run.count
-        for sequence in batch.sampled:
-            sequence.pending += 1
+        for each in batch.sampled:
+            each.sequence.pending += each.sampled
 
     def _collect(self, depth: int) -> list[Output]:
         """Waits for all steps in flight but the last `depth` and publishes their tokens."""
@@ -102,30 +102,26 @@ class Engine:
             batch, launched = self._in_flight.popleft()
             results = launched.wait()
             _distribute(batch, results)
-            scores = _listed(batch, results)
-            for row, (sequence, token) in enumerate(
-                zip(batch.sampled, results.tokens.tolist(), strict=True)
-            ):
-                if not sequence.ended:
-                    out.append(self._publish(sequence, token, scores.get(row)))
+            scores, tokens, row = _listed(batch, results), results.tokens.tolist(), 0
+            for work in batch.sampled:
+                end = row + work.sampled
+                if not work.sequence.ended:
+                    out.append(self._publish(work.sequence, tokens[row:end], scores.get(row)))
+                row = end
         return out
 
-    def _publish(self, sequence: Sequence, token: int, scores: Scores | None) -> Output:
+    def _publish(self, sequence: Sequence, sampled: list[int], scores: Scores | None) -> Output:
+        """What was `sampled` of it in a step, with the scores of each."""
         tokens = sequence.tokens
-        if token < 0 or sequence.not_finite:
+        if min(sampled) < 0 or sequence.not_finite:
             self.scheduler.fail(sequence)
             self.abort(sequence.id)
             return Output(sequence, [], None, "error")
         self.scheduler.confirm(sequence, len(tokens))
-        finish: FinishReason | None = None
         first = len(tokens) == sequence.prompt_length
-        tokens.append(token)
-        sequence.pending -= 1
-        if token in self.eos_token_ids and not sequence.params.ignore_eos:
-            finish = "stop"
-        elif len(tokens) >= sequence.limit:  # with max_tokens 0, only prompt logprobs were asked
-            finish = "length"
-        out = Output(sequence, [token], scores, finish)
+        sequence.pending -= len(sampled)
+        finish = self._append(sequence, sampled)
+        out = Output(sequence, sampled, scores, finish)
         if finish is not None:
             self.abort(sequence.id)
         if first and sequence.scores:
@@ -133,22 +129,43 @@ class Engine:
             sequence.scores = []
         return out
 
+    def _append(self, sequence: Sequence, new: list[int]) -> FinishReason | None:
+        """Up to its end, which it then returns; `new` loses what is behind it."""
+        tokens = sequence.tokens
+        for count, token in enumerate(new, 1):
+            tokens.append(token)
+            finish: FinishReason | None = None
+            if token in self.eos_token_ids and not sequence.params.ignore_eos:
+                finish = "stop"
+            elif len(tokens) >= sequence.limit:  # max_tokens is 0 for prompt logprobs alone
+                finish = "length"
+            if finish is not None:
+                del new[count:]
+                return finish
+        return None
+
 
 def _admit(work: list[Work]) -> None:
     """Records the time in the queue of sequences in their first step."""
     now = time.monotonic()
-    for sequence, _, _ in work:
+    for sequence, *_ in work:
         if sequence.waited is None:
             sequence.waited = now - sequence.submitted
 
 
 def _listed(batch: batches.Batch, results: Results) -> dict[int, Scores]:
-    """The logprobs of sampled tokens, by row."""
+    """The logprobs of each sequence's sampled tokens, by the first of its rows."""
     found: dict[int, Scores] = {}
-    if results.listed is not None:
-        for at, row in enumerate(batch.step.listed.tolist()):
-            top = batch.sampled[row].params.logprobs or 0
-            found[row] = cut(results.listed, at, at + 1, top, results.tokens[row : row + 1])
+    if results.listed is None:
+        return found
+    row = at = 0
+    for work in batch.sampled:
+        end, top = row + work.sampled, work.sequence.params.logprobs
+        if top is not None:
+            last = at + work.sampled
+            found[row] = cut(results.listed, at, last, top, results.tokens[row:end])
+            at = last
+        row = end
     return found
 
 

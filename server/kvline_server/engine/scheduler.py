@@ -11,6 +11,7 @@ because the budget was validated with a full-length one.
 from __future__ import annotations
 
 from collections import deque
+from enum import Enum
 from typing import NamedTuple
 
 from kvline_server.engine.request import Sequence
@@ -28,12 +29,23 @@ PREFILL_PER_REQUEST = 8
 SHARED_TABLES = 6
 
 
+class Kind(Enum):
+    PROMPT = "prompt"  # tokens whose keys are missing; samples where the last of them is among them
+    DECODE = "decode"  # a sequence's last token, and what may follow it: each row is sampled
+
+
 class Work(NamedTuple):
-    """`rows` tokens of a sequence from position `start`; it samples when these are its last."""
+    """`rows` tokens of a sequence from position `start`."""
 
     sequence: Sequence
     start: int
     rows: int
+    kind: Kind
+
+    @property
+    def sampled(self) -> int:
+        """Its rows that are sampled, the last ones, where it is not a prompt's without its end."""
+        return self.rows if self.kind is Kind.DECODE else 1
 
 
 class Scheduler:
@@ -112,7 +124,7 @@ class Scheduler:
 
     def advance(self, work: list[Work]) -> None:
         """After a step's launch: its tokens count as computed, and full pages can be shared."""
-        for sequence, start, rows in work:
+        for sequence, start, rows, _ in work:
             sequence.computed = start + rows
             if (sequence.published + 1) * PAGE_SIZE <= sequence.computed:
                 self._publish(sequence)
@@ -151,7 +163,7 @@ class Scheduler:
             if self.preemptions != preemptions and sequence not in self.running:
                 continue
             if sequence.computed < sequence.table.pages * PAGE_SIZE:
-                work.append(Work(sequence, sequence.computed, 1))
+                work.append(Work(sequence, sequence.computed, 1, Kind.DECODE))
             else:
                 self._continue(sequence, 1, work)
         return len(work) - rows
@@ -193,7 +205,8 @@ class Scheduler:
             self._preempt(victim)
             if victim is sequence:
                 return 0
-        work.append(Work(sequence, sequence.computed, count))
+        kind = Kind.PROMPT if sequence.uncomputed > 1 else Kind.DECODE
+        work.append(Work(sequence, sequence.computed, count, kind))
         return count
 
     def _admit(self, sequence: Sequence, budget: int, work: list[Work]) -> int:
@@ -247,7 +260,7 @@ def _trim_to_wave(work: list[Work]) -> None:
     in the next step, which is full anyway. Prompts never lose most of their rows: where decodes
     alone exceed the last whole wave, they would get one row a step."""
     rows = sum(chunk.rows for chunk in work)
-    prompts = sum(chunk.rows for chunk in work if chunk.rows > 1)
+    prompts = sum(chunk.rows for chunk in work if chunk.kind is Kind.PROMPT)
     over = rows % WAVE if rows > WAVE else 0
     if 2 * over > prompts:
         return
@@ -255,8 +268,8 @@ def _trim_to_wave(work: list[Work]) -> None:
         chunk = work[at]
         if not over:
             break
-        if chunk.rows > 1:  # a single row is treated as a decode
+        if chunk.kind is Kind.PROMPT:
             less = min(over, chunk.rows)
             over -= less
-            left = Work(chunk.sequence, chunk.start, chunk.rows - less)
+            left = chunk._replace(rows=chunk.rows - less)
             work[at : at + 1] = [left] if left.rows else []

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from kvline_server.engine.batch import Batch, build
 from kvline_server.engine.request import Sequence
-from kvline_server.engine.scheduler import Work
+from kvline_server.engine.scheduler import Kind, Work
 from kvline_server.engine.stress.bounds import Bounds, Span
 from kvline_server.engine.stress.vocabulary import ALIKE, Other, beside, on_every_rank
 from kvline_server.ipc.sampling_params import MAX_BIASES, SamplingParams
@@ -63,7 +63,7 @@ def batch(
         ]
         sequence.table = PageTable(tuple(held), count)
         sequence.computed = start
-        work.append(Work(sequence, start, rows))
+        work.append(Work(sequence, start, rows, Kind.DECODE if decode else Kind.PROMPT))
     written = sum(item.rows for item in work)
     most = pages_for(written) + len(work)  # pages that a step may take, and clear
     made = build(work, [list(itertools.islice(itertools.cycle(each), most)) for each in real])
