@@ -176,7 +176,7 @@ def _before(state: RevisionState, accepted: RevisionEntry) -> Known | None:
     """What a revision with these inputs and this image has measured before."""
     if (served := state.capacity) is not None:
         gpu = served.provenance.gpu if served.provenance is not None else ""
-        tokens, each = served.kv_tokens, served.bytes_per_token
+        tokens, each = served.kv_tokens, served.compared_bytes
     else:
         tokens = state.measured or state.seen_tokens
         each = accepted.state.bytes_per_token
@@ -194,7 +194,7 @@ def _by_arithmetic(spec: ServiceSpec, revision: Revision, accepted: RevisionEntr
     found = bounds(measured, accepted.inputs, spec.inputs)
     gpu = measured.provenance.gpu if measured.provenance is not None else ""
     source = f"arithmetic from the {measured.kv_tokens:,} of revision {accepted.name}"
-    return Known(gpu, measured.bytes_per_token, found, source)
+    return Known(gpu, measured.compared_bytes, found, source)
 
 
 def _with_noise(tokens: Bounds) -> Bounds:

@@ -213,10 +213,23 @@ class Result:
     gemm_kernels: tuple[str, ...] = field(items=MAX_GEMM_KERNELS, limit=48, default=())
     # Such as bfloat16; servers of version 1 do not report it.
     cache_dtype: str | None = field(limit=16, omit_none=True, default=None)
+    # Of a token that no layer's window has left; absent where windows free nothing.
+    full_bytes_per_token: int | None = field(low=1, omit_none=True, default=None)
+    # KV tokens that a sequence of the longest length takes; absent where these are all of its own.
+    sequence_tokens: int | None = field(low=1, omit_none=True, default=None)
 
     def __post_init__(self) -> None:
         if not self.ranks:
             raise ContractError("ranks: expected one or more")
+
+    @property
+    def compared_bytes(self) -> int:
+        """Bytes a token by which sizes are compared: those of a server that frees less are too."""
+        return self.full_bytes_per_token or self.bytes_per_token
+
+    def sequences(self, length: int) -> int:
+        """Sequences of so many tokens that the KV cache holds at once."""
+        return self.kv_tokens // max(1, self.sequence_tokens or length)
 
     @property
     def binding_rank(self) -> int:

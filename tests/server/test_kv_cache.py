@@ -226,7 +226,7 @@ def loaded(launch: LaunchConfig) -> tuple[Loaded, list[str]]:
     model = load.read_model(launch)
     backend = open_backend(launch, 8 << 30, os.getpid(), lambda text: None)
     settings = resolve(launch, model, backend.device.limit)
-    return load.load_model(launch, model, settings, backend, send), found
+    return load.load_model(launch, model, settings, backend, send)[0], found
 
 
 def test_a_start_says_the_dtype_takes_a_quarter_and_warns_once_of_scales_that_lack(

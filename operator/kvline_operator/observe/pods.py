@@ -32,7 +32,7 @@ class Measured:
 
     gpu: str  # GPU model; empty on a CPU
     tokens: int
-    bytes_per_token: int
+    bytes_per_token: int  # Result.compared_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class PodView:
         if self.report is None or self.result is None:
             return None
         gpu = self.report.provenance.gpu if self.report.provenance is not None else ""
-        return Measured(gpu, self.result.kv_tokens, self.result.bytes_per_token)
+        return Measured(gpu, self.result.kv_tokens, self.result.compared_bytes)
 
     @cached_property
     def result(self) -> Result | None:

@@ -70,6 +70,8 @@ class CapacityStatus:
     # Where there are several ranks:
     ranks: tuple[RankMemory, ...] | None = field(items=MAX_RANKS, omit_none=True, default=None)
     binding_rank: int | None = field(high=MAX_RANKS - 1, omit_none=True, default=None)
+    # Where windows free what they left behind:
+    full_bytes_per_token: int | None = field(omit_none=True, default=None)
 
     def __post_init__(self) -> None:
         """Checked here: the API server refuses another format, and annotations can be edited."""
@@ -78,6 +80,11 @@ class CapacityStatus:
                 datetime.strptime(self.as_of, FORMAT)
         except ValueError:
             raise ContractError("asOf: expected a time such as 2026-01-31T12:00:00Z") from None
+
+    @property
+    def compared_bytes(self) -> int:
+        """As a Result's."""
+        return self.full_bytes_per_token or self.bytes_per_token
 
     @classmethod
     def of(cls, reports: Iterable[SizingReport | None]) -> CapacityStatus | None:
@@ -100,11 +107,12 @@ class CapacityStatus:
             fingerprint=result.fingerprint,
             provenance=report.provenance,
             full_length_sequences=(
-                result.kv_tokens // max(1, effective.max_model_len) if effective else None
+                result.sequences(effective.max_model_len) if effective else None
             ),
             cache_dtype=result.cache_dtype,
             ranks=ranks(result) or None,
             binding_rank=result.binding_rank if len(result.ranks) > 1 else None,
+            full_bytes_per_token=result.full_bytes_per_token,
         )
 
     @classmethod

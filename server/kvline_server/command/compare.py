@@ -175,7 +175,7 @@ def table(measured: list[Measured]) -> Table:
             each.name,
             f"{result.kv_tokens:,}",
             f"{result.kv_tokens / first.kv_tokens:.2f}" if first is not None else "-",
-            f"{result.kv_tokens // effective.max_model_len:,} of {effective.max_model_len:,}",
+            f"{result.sequences(effective.max_model_len):,} of {effective.max_model_len:,}",
             f"{weights:,}",
             f"{memory.mib(KV_CACHE):,}",
         )

@@ -127,7 +127,7 @@ def _own_length(supervisor: Supervisor) -> int | None:
 
 def summary(report: SizingReport, result: Result, own_length: int | None = None) -> str:
     length = report.effective.max_model_len if report.effective else 0
-    sequences = result.kv_tokens // length if length else 0
+    sequences = result.sequences(length) if length else 0
     shortened = f" of the model's {own_length}" if own_length and length < own_length else ""
     tries = max((a.number for a in report.attempts), default=0)
     ranks = len(result.ranks)

@@ -109,7 +109,7 @@ def load_rank(
         taken = max(0, device.used() - device.now() - before) if device.gpu else 0
         ms = round((time.monotonic() - began) * 1000)
         send(Progress(stage=Stage(COLLECTIVES, ms, taken)))
-    loaded = load.load_model(launch, model, settings, backend, send, group, taken)
+    loaded, settings = load.load_model(launch, model, settings, backend, send, group, taken)
     return LoadedRank(backend, model, settings, loaded, free_before, group, taken)
 
 
@@ -150,11 +150,12 @@ def start(
     ).run(started)
     if steps is not None:
         steps.trim()  # of the validation, whose steps are the largest
+    sizes = settings.cache(loaded.groups)
     engine = Engine(
         executor=loaded.executor,
         max_running=settings.max_running_requests,
         max_step_tokens=settings.max_prefill_tokens,
-        max_model_len=min(settings.wanted_len, result.kv_tokens),
+        max_model_len=sizes.longest(result.kv_tokens, settings.wanted_len),
         eos_token_ids=rank.model.eos_token_ids,
         mixed_prefill_tokens=settings.mixed_prefill_tokens,
     )

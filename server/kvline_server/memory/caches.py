@@ -94,7 +94,7 @@ class Caches:
 
     def _first(self, group: int, pages: int) -> int:
         """The first page that is seen from behind so many."""
-        return first_page(self.windows[group], pages * PAGE_SIZE)
+        return first_page(self.windows[group], pages)
 
     def fits(self, table: PageTable, tokens: int, beside: int) -> bool:
         """Whether a sequence of so many tokens can run on with these pages, step by step, and
@@ -118,10 +118,11 @@ class Caches:
         return True
 
     def slide(self, table: PageTable, position: int) -> None:
-        """Gives up the pages that no query from this position on sees. A step that still reads them
-        is launched: later ones write behind it."""
+        """Gives up the pages that no query from this position's page on sees, so that a prefix that
+        ends with the page before is found. A step that still reads them is launched: later ones
+        write behind it."""
         for pool, group, window in zip(self.pools, table.groups, self.windows, strict=True):
-            left = first_page(window, position) - group.first
+            left = first_page(window, position // PAGE_SIZE) - group.first
             if left > 0:
                 pool.drop(group.pages[:left])
                 del group.pages[:left]

@@ -41,14 +41,15 @@ def order(windows: tuple[int, ...], longest: int) -> dict[int, tuple[int, ...]]:
     return dict(sorted(found.items(), key=lambda each: -(each[0] or longest)))
 
 
-def first_page(window: int, position: int) -> int:
-    """The first of a sequence's pages that a query at this position, or a later one, sees."""
-    return max(0, position + 1 - window) // PAGE_SIZE if window else 0
+def first_page(window: int, page: int) -> int:
+    """The first of a sequence's pages that a query in this page, or a later one, sees."""
+    return max(0, page - pages_for(window - 1)) if window else 0
 
 
 def pages_at_most(window: int, rows: int) -> int:
-    """That a sequence has in a group whose window is bounded, in a step of so many of its rows."""
-    return (window - 1 + rows + PAGE_SIZE - 2) // PAGE_SIZE + 1
+    """That a sequence has in a group whose window is bounded, in a step of so many of its rows, the
+    first of which is anywhere in a page."""
+    return pages_for(window - 1) + pages_for(PAGE_SIZE - 1 + rows)
 
 
 def parts(groups: tuple[CacheGroup, ...]) -> tuple[OwnedPart, ...]:
@@ -68,8 +69,7 @@ def parts(groups: tuple[CacheGroup, ...]) -> tuple[OwnedPart, ...]:
 
 
 def _beside_rows(group: CacheGroup) -> int:
-    """Pages of a sequence's window. They begin anywhere in the first one: with its share of a
-    step's rows it has one more than their tokens take."""
+    """Pages of a sequence's window, and one more: its share of a step's rows may end in it."""
     return 1 + pages_at_most(group.window, 1)
 
 
@@ -87,6 +87,18 @@ class CacheSizes:
 
     def _windows(self, group: CacheGroup) -> int:
         return self.running * _beside_rows(group) + pages_for(self.rows)
+
+    @property
+    def full_bytes_per_token(self) -> int | None:
+        """Of a token that all groups have; None where the first group's are all."""
+        if not any(each.window for each in self.groups):
+            return None
+        return sum(each.shape.bytes_per_token for each in self.groups)
+
+    def sequence_tokens(self, longest: int) -> int | None:
+        """Of the KV cache that a sequence of so many takes; None where these are all."""
+        window = self.groups[0].window
+        return min(longest, PAGE_SIZE * pages_at_most(window, 1)) if window else None
 
     def longest(self, tokens: int, wanted: int) -> int:
         """Tokens of the longest sequence beside a KV cache of so many, `wanted` at most. Where all

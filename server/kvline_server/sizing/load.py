@@ -34,6 +34,7 @@ from kvline_server.parallel.executor import Local
 from kvline_server.sizing.diagnosis import Diagnosis
 from kvline_server.sizing.loaded import Loaded, exchanged
 from kvline_server.sizing.record import fingerprint
+from kvline_server.sizing.running import bounded
 from kvline_server.sizing.settings import EngineSettings
 from kvline_server.worker.backend import Backend
 from kvline_server.worker.worker import Worker
@@ -56,9 +57,10 @@ def load_model(
     send: SendProgress,
     group: Group = ALONE,
     collectives: int = 0,
-) -> Loaded:
-    """Step 2 of the profile loop, for this rank of the group, whose `collectives` are in bytes.
-    Raises ModelInvalid, or OutOfMemory where weights do not fit, before the OOM killer acts."""
+) -> tuple[Loaded, EngineSettings]:
+    """Step 2 of the profile loop, for this rank of the group, whose `collectives` are in bytes. The
+    settings have fewer running requests where more would leave too little to the KV cache. Raises
+    ModelInvalid, or OutOfMemory where weights do not fit, before the OOM killer acts."""
     device = backend.device
     started, before, used = time.monotonic(), device.now(), device.used()
     folder = Path(launch.model.path)
@@ -74,6 +76,10 @@ def load_model(
             if expected > device.limit - used:
                 raise DeviceOutOfMemory("load: the weights are larger than what is free")
             cache, missing = _cache(source, model, group, backend, settings.wanted_len)
+            if launch.engine.max_running_requests is None:
+                left = device.limit - expected - collectives - settings.reserved()
+                running = bounded(settings, parts(cache), left)
+                settings = settings.changed(max_running_requests=_least(running, kernels))
             progress = _LoadProgress(send, started)
             worker = _build(source, model, cache, settings, backend, kernels, progress)
             for warning in (_dequantised(source, backend), missing):
@@ -93,7 +99,7 @@ def load_model(
     revision = model_revision(launch)
     provenance = Provenance(device.name, device.driver, launch.image, revision, backend.libraries)
     send(Progress(provenance=provenance))
-    return Loaded(
+    loaded = Loaded(
         executor=Local(worker, device),
         vocabulary=model.vocabulary,
         owned=(
@@ -106,6 +112,13 @@ def load_model(
         cache_dtype=_name(backend.cache_dtype),
         note=backend.note,
     )
+    return loaded, settings
+
+
+def _least(running: int, kernels: Kernels) -> int:
+    """Of all ranks: their devices may differ by a little."""
+    own = torch.tensor([running], device=kernels.device)
+    return int(kernels.group.all_gather(own).min())
 
 
 def _diagnosis(

@@ -345,6 +345,7 @@ class ProfileLoop:
 
     def _result(self, source: Source, started: float) -> Result:
         record = self.record if source is Source.RECORDED else None
+        sizes = self.session.sizes
         tokens = (self.executor.pages[0] - 1) * PAGE_SIZE
         loop_ms = round((self.session.clock() - started) * 1000)
         # A size that is smaller for what came since is a record of as much less.
@@ -352,6 +353,8 @@ class ProfileLoop:
         return Result(
             kv_tokens=tokens,
             bytes_per_token=self.loaded.bytes_per_token,
+            full_bytes_per_token=sizes.full_bytes_per_token,
+            sequence_tokens=sizes.sequence_tokens(self._model_len(tokens)),
             source=source,
             fingerprint=self.loaded.fingerprint,
             free_mib=max(0, self.session.free_mib - taken),

@@ -58,9 +58,7 @@ class Session:
     def __post_init__(self) -> None:
         self.executor = self.loaded.executor
         loaded, free, settings = self.loaded, self.free_before_weights, self.settings
-        self.sizes = CacheSizes(
-            loaded.groups, settings.max_running_requests, settings.max_prefill_tokens
-        )
+        self.sizes = settings.cache(loaded.groups)
         self.measured = Measurement(
             self.executor,
             self.device,

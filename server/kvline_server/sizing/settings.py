@@ -11,6 +11,7 @@ from kvline_server.engine.scheduler import SHARED_TABLES
 from kvline_server.errors import ConfigInvalid
 from kvline_server.kernels.sampling import LOGIT_BLOCK
 from kvline_server.memory import parts
+from kvline_server.memory.groups import CacheGroup, CacheSizes
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
 from kvline_server.memory.parts import OwnedPart
 from kvline_server.model import shard
@@ -100,6 +101,9 @@ class EngineSettings:
                 detail="what requests make HTTP hold, and page tables",
             ),
         )
+
+    def cache(self, groups: tuple[CacheGroup, ...]) -> CacheSizes:
+        return CacheSizes(groups, self.max_running_requests, self.max_prefill_tokens)
 
     @property
     def mapped_rows(self) -> int:

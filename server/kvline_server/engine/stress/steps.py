@@ -18,7 +18,7 @@ from kvline_server.engine.stress.vocabulary import ALIKE, Other, beside, on_ever
 from kvline_server.ipc.sampling_params import MAX_BIASES, SamplingParams
 from kvline_server.memory.caches import GroupPages, PageTable
 from kvline_server.memory.groups import first_page
-from kvline_server.memory.pages import DUMMY_PAGE, pages_for
+from kvline_server.memory.pages import DUMMY_PAGE, PAGE_SIZE, pages_for
 
 
 def worst_params(vocabulary: int, top: int) -> SamplingParams:
@@ -56,7 +56,7 @@ def batch(
         prompt = length - 1 if decode else length
         sequence = Sequence(id=-1, tokens=tokens, prompt_length=prompt, params=asked)
         count = pages_for(start + rows)
-        firsts = [first_page(window, start) for window in bounds.windows]
+        firsts = [first_page(window, start // PAGE_SIZE) for window in bounds.windows]
         held = [
             GroupPages(first, array("i", itertools.islice(some, count - first)))
             for first, some in zip(firsts, pages, strict=True)
