@@ -139,7 +139,7 @@ def over_fp8(layers: list[KVLayer], name: str, made: Layout) -> list[str]:
     kernels = FlashInferKernels(*shape, cache=FP8)
     floats = torch.empty(2 * FLOAT_BYTES, dtype=torch.uint8, device="cuda")
     causal = not made.decodes
-    fa2 = PagedAttention(shape, kernels.dtype, FP8, "fa2", causal, floats)
+    fa2 = PagedAttention(shape, kernels.dtype, FP8, "fa2", causal, 0, floats)
     q = torch.randn((made.rows, *shape[::2]), device="cuda", dtype=kernels.dtype)
     out, scale = torch.empty_like(q), LLAMA8B.head_dim**-0.5
     plan = kernels.attention.plan(made, 0, 0)

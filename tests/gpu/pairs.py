@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,15 +20,25 @@ from kvline_server.kernels.interface import Kernels
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.memory.arena import HostArena, Scales
 from kvline_server.memory.caches import GroupPages, PageTable
-from kvline_server.memory.groups import GroupedArena
-from kvline_server.memory.pages import pages_for
-from kvline_server.model.config import ModelConfig
+from kvline_server.memory.groups import GroupedArena, first_page, order
+from kvline_server.memory.pages import PAGE_SIZE, pages_for
+from kvline_server.model.config import ModelConfig, Norms, Rope
 from kvline_server.model.decoder import Decoder, cache_groups
 from kvline_server.model.loader import SCALE, RandomSource, load_weights
 from kvline_server.parallel.executor import Local
 from kvline_server.worker.worker import Worker
 
 PAGES = 400
+# What a small model needs to be a Gemma 3, beside norms of query and key.
+GEMMA: dict[str, Any] = {
+    "head_dim": 256,
+    "windows": (40, 0, 100),
+    "local_rope": Rope(10_000.0),
+    "softmax_scale": 1 / 40,
+    "norms": Norms("before", "after", "before_mlp", "after_mlp", offset=1.0),
+    "activation": "gelu_tanh",
+    "embedding_scale": 512**0.5,
+}
 
 
 class SameOnBoth(RandomSource):
@@ -41,6 +52,10 @@ class SameOnBoth(RandomSource):
         into.copy_(drawn.float() * SCALE if fp8 and into.dtype != FP8 else drawn)
 
 
+def windows_of(config: ModelConfig, longest: int = 4096) -> tuple[int, ...]:
+    return tuple(order(config.every_window, longest))
+
+
 def sides(
     config: ModelConfig, most: int = PAGES, scales: tuple[Scales, ...] = ()
 ) -> list[tuple[Decoder, GroupedArena]]:
@@ -50,11 +65,11 @@ def sides(
     from kvline_server.memory.cuda import CudaArena
 
     made: list[tuple[Decoder, GroupedArena]] = []
-    heads = (config.heads, config.kv_heads, config.head_dim)
+    heads, windows = (config.heads, config.kv_heads, config.head_dim), windows_of(config)
     cache = torch.float8_e4m3fn if scales else torch.bfloat16
     pairs: list[tuple[Kernels, Any]] = [
         (TorchKernels(), HostArena),
-        (FlashInferKernels(*heads, cache=cache), CudaArena),
+        (FlashInferKernels(*heads, cache=cache, windows=windows), CudaArena),
     ]
     for kernels, arena_of in pairs:
         dtype = cache if scales else kernels.dtype
@@ -103,9 +118,20 @@ def engine(
     return Engine(executor, running, step, 4096, ())
 
 
-def sequence(rng: np.random.Generator, length: int, free: list[int]) -> Sequence:
+def sequence(
+    rng: np.random.Generator, length: int, free: list[int], groups: int = 1
+) -> Sequence:
+    """With the same page numbers in each group of layers."""
     tokens = rng.integers(0, 5000, length).tolist()
     made = Sequence(0, tokens, length, SamplingParams(max_tokens=1))
-    count = pages_for(length)
-    made.table = PageTable((GroupPages(0, array("i", [free.pop() for _ in range(count)])),), count)
+    pages = array("i", [free.pop() for _ in range(pages_for(length))])
+    made.table = PageTable(tuple(GroupPages(0, pages[:]) for _ in range(groups)), len(pages))
     return made
+
+
+def slide(member: Sequence, decoder: Decoder, position: int) -> None:
+    """Gives up the pages that no query from this position on sees."""
+    for group, window in zip(member.table.groups, decoder.windows, strict=True):
+        first = first_page(window, position // PAGE_SIZE)
+        del group.pages[: first - group.first]
+        group.first = first

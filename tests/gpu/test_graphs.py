@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pairs import sequence, sides
+from pairs import GEMMA, sequence, sides
 
 from kvline_server.engine.batch import build
 from kvline_server.engine.request import Sequence
@@ -33,7 +33,8 @@ MIXTURE = {"experts": Experts(16, 4, True, "mlp."), "intermediate": 256}
 MODELS = pytest.mark.parametrize(
     ("more", "scales", "most"),
     # Of fp8 weights, rows that a graph pads may have another tile, whose rounding the next layer
-    # amplifies. A near tie of two experts may end otherwise in a GEMM of another row count.
+    # amplifies, and so do a Gemma's norms after each block. A near tie of two experts may end
+    # otherwise in a GEMM of another row count.
     [
         ({}, (), 1e-2),
         ({}, FP8_CACHE, 1e-2),
@@ -42,8 +43,13 @@ MODELS = pytest.mark.parametrize(
         ({"quantization": IN_BLOCKS}, FP8_CACHE, 3e-2),
         (MIXTURE, (), 5e-2),
         (MIXTURE, FP8_CACHE, 5e-2),
+        (GEMMA, (), 3e-2),
+        (GEMMA, FP8_CACHE, 5e-2),
     ],
-    ids=["bf16", "fp8-cache", "channel", "block", "block-cache", "experts", "experts-cache"],
+    ids=[
+        *("bf16", "fp8-cache", "channel", "block", "block-cache", "experts", "experts-cache"),
+        *("gemma", "gemma-cache"),
+    ],
 )
 
 
@@ -55,7 +61,7 @@ def test_replay_is_eager_for_one_request_and_for_many(
     shape: Callable[..., ModelConfig],
 ) -> None:
     """Of the rows of a mixture most are the same to within rounding."""
-    decoder, arena = sides(shape(128, True, **more), scales=scales)[1]
+    decoder, arena = sides(shape(qk_norm=True, **more), scales=scales)[1]
     segments = captured(decoder, arena, 512).segments
     rng = np.random.default_rng(5)
     for number, rows in ((1, 500), (17, 28), (2, 100), (60, 1), (7, 9)):
@@ -125,7 +131,7 @@ def test_whole_steps_of_decodes_are_eager_ones(
     """For any number of decodes, of any lengths, over one cache that grows; a token that the host
     has not read is taken on the device. Many rows of eight heads leave no block of the GPU idle,
     and attention is then captured without splitting a sequence."""
-    decoder, arena = sides(shape(128, True, kv_heads=kv_heads, **more), 20_000, scales)[1]
+    decoder, arena = sides(shape(qk_norm=True, kv_heads=kv_heads, **more), 20_000, scales)[1]
     last = torch.arange(100, 1000, device="cuda")
     graphs = captured(decoder, arena, 64, last)
     arena.resize((20_000,))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from pairs import PAGES, hidden, sequence, sides
+from pairs import GEMMA, PAGES, hidden, sequence, sides
 
 from kvline_server.engine.scheduler import Kind, Work
 from kvline_server.kernels.best import token_of
@@ -25,12 +26,23 @@ pytestmark = pytest.mark.gpu
 HEADS = (8, 2, 128)  # queries, keys and values, size: the kernels of rows do not depend on it
 
 
-@pytest.mark.parametrize(("head_dim", "qk_norm"), [(128, False), (64, False), (128, True)])
+@pytest.mark.parametrize(
+    ("more", "most"),
+    [
+        ({}, 2e-2),
+        ({"head_dim": 64}, 2e-2),
+        ({"qk_norm": True}, 2e-2),
+        ({"windows": (0, 30, 300)}, 2e-2),
+        ({"qk_norm": True} | GEMMA, 4e-2),
+    ],
+    ids=["llama", "head64", "qk-norm", "windows", "gemma"],
+)
 def test_a_mixed_step_gives_the_reference_s_logits(
-    shape: Callable[..., ModelConfig], head_dim: int, qk_norm: bool
+    shape: Callable[..., ModelConfig], more: dict[str, Any], most: float
 ) -> None:
-    """Prompts whole and in chunks, then decodes beside a prompt, over scattered pages."""
-    both = sides(shape(head_dim, qk_norm))
+    """Prompts whole and in chunks, then decodes beside a prompt, over scattered pages. In bfloat16
+    plain torch is off by 0.9e-2, of a Gemma with its norms after each block by 2.3e-2."""
+    both = sides(shape(**more))
     rng = np.random.default_rng(3)
     free = rng.permutation(np.arange(1, PAGES)).tolist()
     a, b, c = (sequence(rng, n, free) for n in (37, 500, 1000))
@@ -43,7 +55,7 @@ def test_a_mixed_step_gives_the_reference_s_logits(
     for work in steps:
         want, got = (hidden(side, work) for side in both)
         distance = float((got - want).norm() / want.norm())
-        assert distance < 2e-2, distance
+        assert distance < most, distance
 
 
 def linears(kernels: Kernels, x: torch.Tensor, shift: bool) -> list[torch.Tensor]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from pairs import PAGES, engine, hidden, sequence, sides
+from pairs import GEMMA, PAGES, engine, hidden, sequence, sides
 
 from kvline_server.engine.batch import build
 from kvline_server.engine.scheduler import Kind, Work
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.gpu
 FP8 = torch.float8_e4m3fn
 SCALES = Scales(0.02, 0.03)
 # Queries, keys and values, size; the third splits a chunk into the most parts.
-SHAPES = [(8, 2, 128), (32, 32, 64), (64, 8, 128), (14, 2, 64), (8, 1, 128)]
+SHAPES = [(8, 2, 128), (32, 32, 64), (64, 8, 128), (14, 2, 64), (8, 1, 128), (16, 8, 256)]
 
 
 def on_gpu(heads: tuple[int, int, int]) -> Kernels:
@@ -148,14 +149,24 @@ def test_decodes_are_torch_s_and_a_nan_stays_with_its_sequence(
         assert out[sound:].isnan().all()
 
 
-@pytest.mark.parametrize(("head_dim", "qk_norm"), [(128, False), (64, False), (128, True)])
+@pytest.mark.parametrize(
+    ("more", "most"),
+    [
+        ({}, 5e-2),
+        ({"head_dim": 64}, 5e-2),
+        ({"qk_norm": True}, 5e-2),
+        ({"qk_norm": True} | GEMMA, 0.1),
+    ],
+    ids=["llama", "head64", "qk-norm", "gemma"],
+)
 def test_a_mixed_step_is_near_the_reference_with_an_fp8_cache(
-    shape: Callable[..., ModelConfig], head_dim: int, qk_norm: bool
+    shape: Callable[..., ModelConfig], more: dict[str, Any], most: float
 ) -> None:
-    """As test_kernels.py's of bfloat16, with a wider bound: numbers of the two sides that differ
-    by little may be neighbours in e4m3."""
-    on_gpu((8, 2, head_dim))
-    pair = sides(shape(head_dim, qk_norm), scales=(Scales(0.02, 0.02),) * 3)
+    """As test_kernels.py's of bfloat16, with wider bounds: numbers of the two sides that differ
+    by little may be neighbours in e4m3. Plain torch is off by 2.5e-2, of a Gemma by 6.8e-2."""
+    config = shape(**more)
+    on_gpu((8, 2, config.head_dim))
+    pair = sides(config, scales=(Scales(0.02, 0.02),) * 3)
     rng = np.random.default_rng(3)
     free = rng.permutation(np.arange(1, PAGES)).tolist()
     a, b = (sequence(rng, n, free) for n in (37, 500))
@@ -166,7 +177,7 @@ def test_a_mixed_step_is_near_the_reference_with_an_fp8_cache(
     ):
         want, got = (hidden(side, work) for side in pair)
         distance = float((got - want).norm() / want.norm())
-        assert distance < 5e-2, distance
+        assert distance < most, distance
 
 
 def test_an_engine_with_graphs_and_chunks_repeats_itself(shape: Callable[..., ModelConfig]) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from kvline_server.engine.engine import Engine, Output
 from kvline_server.ipc.sampling_params import SamplingParams
-from kvline_server.memory.groups import GroupedArena
+from kvline_server.memory.groups import GroupedArena, order
 from kvline_server.model.config import read_config
 from kvline_server.model.decoder import Decoder, cache_groups
 from kvline_server.model.loader import SafetensorsSource, load_weights
@@ -54,6 +54,12 @@ MORE: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "Mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+    "Mistral": {"sliding_window": 100},
+    "Gemma3Text": {
+        "sliding_window": 50,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "query_pre_attn_scalar": 168,
+    },
 }
 
 
@@ -64,7 +70,7 @@ def make(folder: Path, family: str, head_dim: int) -> tuple[Path, Any]:
     config = getattr(transformers, f"{family}Config")(
         **(SHAPE | MORE.get(family, {})), head_dim=head_dim
     )
-    model = getattr(transformers, f"{family}ForCausalLM")(config).float()
+    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:
@@ -78,7 +84,8 @@ def engine(folder: Path, rows: int = 64, step: int = 256) -> Engine:
     from kvline_server.memory.cuda import CudaArena, CudaDevice
 
     config = read_config(folder)
-    kernels = FlashInferKernels(config.heads, config.kv_heads, config.head_dim)
+    heads = config.heads, config.kv_heads, config.head_dim
+    kernels = FlashInferKernels(*heads, windows=tuple(order(config.every_window, 2048)))
     weights = load_weights(SafetensorsSource(folder), config, kernels)
     (group,) = cache_groups(config, 2048, kernels.dtype)
     arena = GroupedArena((group,), CudaArena, 300 * group.page_bytes)
@@ -121,6 +128,7 @@ def prompt_values(outputs: dict[int, list[Output]]) -> np.ndarray:
         ("Mistral", 128),
         ("Phi3", 128),
         ("Olmo2", 128),
+        ("Gemma3Text", 256),
     ],
 )
 def test_logprobs_and_greedy_tokens_are_the_reference_s(

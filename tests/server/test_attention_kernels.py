@@ -39,25 +39,27 @@ table = PageTables(
     np.arange(rows + 1, dtype=np.int32), starts, np.asarray(lengths, np.int32),
     torch.arange(rows + 1), torch.from_numpy(starts), pages, last,
 )
-for queries, keys, dim, processors in (
-    (4, 2, 64, 1), (8, 1, 128, 1), (5, 1, 64, 4), (32, 2, 64, 9), (8, 1, 128, 40)
+for queries, keys, dim, processors, window in (
+    (4, 2, 64, 1, 0), (8, 1, 128, 1, 0), (5, 1, 64, 4, 0), (32, 2, 64, 9, 0), (8, 1, 128, 40, 0),
+    (4, 2, 64, 1, 17), (2, 1, 256, 40, 150), (2, 1, 256, 1, 0),
 ):
     whole = torch.randn(60, 2, 2, 16, keys, dim).to(FP8)
     cache = KVLayer(whole[:, 1, 0], whole[:, 1, 1])
     q = torch.randn(rows, queries + 2 * keys, dim)[:, :queries]
     out = torch.full((rows, queries, dim), float("nan"))
-    made = Fp8Decodes(queries, keys, dim, processors)
+    made = Fp8Decodes(queries, keys, dim, processors, window)
     made.run(q, cache, made.plan(table), 0.3, out)
     for row, length in enumerate(lengths):
         own = pages[starts[row] : starts[row + 1]].long()
         k, v = (
-            part[own].float().view(-1, keys, dim)[:length].repeat_interleave(queries // keys, 1)
+            part[own].float().view(-1, keys, dim)[max(0, length - window) * (window > 0) : length]
+            .repeat_interleave(queries // keys, 1)
             for part in (cache.keys, cache.values)
         )
         shares = (torch.einsum("hd,nhd->hn", q[row], k) * 0.3).softmax(dim=-1)
         want = torch.einsum("hn,nhd->hd", shares, v)
         distance = float((out[row] - want).norm() / want.norm())
-        assert distance < 2e-3, (queries, keys, dim, processors, length, distance)
+        assert distance < 2e-3, (queries, keys, dim, processors, window, length, distance)
 
 for keys, dim in ((1, 64), (4, 128), (3, 64)):  # a part of a program, four, one and a half
     whole = torch.randn(60, 2, 2, 16, keys, dim).to(FP8)
@@ -73,7 +75,8 @@ for keys, dim in ((1, 64), (4, 128), (3, 64)):  # a part of a program, four, one
 @pytest.mark.kernels
 def test_the_gpu_s_kernels_give_what_torch_gives() -> None:
     """In Triton's interpreter: sequences that end within a page, at its end and in the next block,
-    whole and in up to 32 parts, some of which have no token."""
+    whole and in up to 32 parts, some of which have no token; windows that begin within a page and
+    that hold a whole sequence."""
     run(SCRIPT)
 
 
@@ -90,6 +93,11 @@ def test_tokens_are_split_where_rows_leave_processors_idle(
     rows: int, keys: int, splits: int
 ) -> None:
     assert Fp8Decodes(4 * keys, keys, 128, 132).splits(rows) == splits
+
+
+@pytest.mark.parametrize(("window", "splits"), [(1, 1), (112, 1), (113, 2), (1024, 9), (9000, 32)])
+def test_a_window_is_split_into_no_more_parts_than_it_fills(window: int, splits: int) -> None:
+    assert Fp8Decodes(8, 1, 128, 132, window).splits(1) == splits
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def break_stage(monkeypatch: pytest.MonkeyPatch, stage: str, error: Exception) -
     monkeypatch.setattr(where, name, broken)
     monkeypatch.setattr(TorchGemms, "tunes", stage == "tune")
     if stage == "capture":
-        monkeypatch.setattr(TorchAttention, "plan_in_place", lambda _attention, tables: tables)
+        monkeypatch.setattr(TorchAttention, "plan_in_place", lambda *_: None)
 
 
 # Each error's meaning is one function's (see the last test), so each stage plays one of them.
@@ -236,10 +236,8 @@ def test_kernels_that_an_image_lacks_are_a_warning(
         backend, "TorchKernels", lambda dtype, device, group: ("torch's", dtype, device)
     )
     warnings: list[str] = []
-    model: Any = SimpleNamespace(
-        heads=8, kv_heads=2, head_dim=64, activation="silu", windowed=False, experts=None
-    )
-    found: Any = backend._cuda_kernels(warnings.append, torch.bfloat16, model, ALONE)
+    model: Any = SimpleNamespace(heads=8, kv_heads=2, head_dim=64, experts=None)
+    found: Any = backend._cuda_kernels(warnings.append, torch.bfloat16, model, ALONE, (0,))
     assert found == ("torch's", torch.bfloat16, "cuda")
     (text,) = warnings
     assert "using torch's slower ones" in text and str(error) in text

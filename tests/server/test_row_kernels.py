@@ -74,15 +74,14 @@ def test_a_kernel_that_starts_early_waits_before_it_reads(
 @pytest.mark.parametrize(
     ("needs", "why"),
     [
-        ((144, 8, 128), "144 heads of queries and 8 of keys"),
-        ((32, 32, 96), "head size 96, kernels support 64 and 128"),
-        ((4, 1, 256), "head size 256"),
-        ((8, 4, 128, "gelu_tanh"), "activation gelu_tanh, kernels support silu"),
-        ((8, 4, 128, "silu", True), "sliding window"),
+        ((144, 8, 128), "144 heads of queries and 8 of keys, kernels support at most 128 and 64"),
+        ((72, 8, 256), "72 heads of queries and 8 of keys, kernels support at most 64 and 64"),
+        ((32, 32, 96), "head size 96, kernels support 64, 128, 256"),
     ],
 )
 def test_what_no_prebuilt_kernel_does_is_named(needs: Any, why: str) -> None:
     cuda_write.check(128, 8, 128)
+    cuda_write.check(64, 8, 256)
     with pytest.raises(RuntimeError, match=why):
         cuda_write.check(*needs)
 

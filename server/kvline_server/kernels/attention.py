@@ -1,6 +1,7 @@
 """Attention over the paged KV cache, and what is done to queries, keys and values before it.
 
-Sequences are planned once a step, in host memory, and every layer uses the plan.
+Sequences are planned once a step for each group of layers, in host memory, and its layers use the
+plan. A window is the number of tokens that a query sees, itself included; 0: all before it.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ from kvline_server.memory.arena import KVLayer
 from kvline_server.memory.pages import PAGE_SIZE
 
 GROUP = 16  # queries of a key-value head, padded
-TOKENS, WARPS, STAGES = 128, 4, 6  # of an iteration; of a program
+WARPS, STAGES = 4, 6  # of a program
+TOKENS = {64: 128, 128: 128, 256: 64}  # of an iteration, by head size
 PROGRAMS = 4  # a processor, at least, where splitting gives as many; three run at once
 SPLITS = 32  # at most
 COPIED = 2048  # keys, and values, of a program
@@ -34,14 +35,17 @@ class Fp8Decodes:
     keys: int
     dim: int
     processors: int
+    window: int = 0  # tokens that a query sees, itself included; 0: all
 
     def plan(self, table: PageTables, in_place: bool = False) -> PageTables:
         """Nothing depends on lengths that the host knows: all of it can be captured."""
         return table
 
     def splits(self, rows: int) -> int:
-        """Parts of a sequence's tokens, as in split-KV decoding."""
-        return min(SPLITS, -(-PROGRAMS * self.processors // (rows * self.keys)))
+        """Parts of a sequence's tokens, as in split-KV decoding; of a window no more than those of
+        its pages fill."""
+        most = -(-(self.window + PAGE_SIZE) // TOKENS[self.dim]) if self.window else SPLITS
+        return min(SPLITS, most, -(-PROGRAMS * self.processors // (rows * self.keys)))
 
     def run(
         self, q: torch.Tensor, cache: KVLayer, table: PageTables, scale: float, out: torch.Tensor
@@ -55,8 +59,9 @@ class Fp8Decodes:
             max_and_sum = torch.empty((*shape, 2), dtype=torch.float32, device=out.device)
         keys, values = (part.view(torch.int16) for part in (cache.keys, cache.values))
         arrays = (table.device_page_starts, table.pages, table.last_page)
-        sizes = (self.queries, self.keys, splits)
-        variant, programs = _variant(out.dtype, self.dim, splits > 1), rows * self.keys * splits
+        sizes = (self.queries, self.keys, self.window, splits)
+        variant = _variant(out.dtype, self.dim, splits > 1, self.window > 0)
+        programs = rows * self.keys * splits
         cached, made = (keys, values, keys.stride(0)), (parts, max_and_sum)
         log2_scale = scale * math.log2(math.e)
         launch(variant, programs, q, q.stride(0), *cached, *arrays, log2_scale, *made, *sizes)
@@ -87,20 +92,20 @@ def copy_pages(cache: KVLayer, pages: torch.Tensor, copy: torch.Tensor) -> None:
 
 def variants(dtype: torch.dtype) -> Iterator[Variant]:
     """All variants that are launched here."""
-    for dim, split in itertools.product(DIMS, (False, True)):
-        yield _variant(dtype, dim, split)
+    for dim, split, windowed in itertools.product(DIMS, (False, True), (False, True)):
+        yield _variant(dtype, dim, split, windowed)
     for dim in DIMS:
         yield _merge_variant(dtype, dim)
     yield _copy_variant(dtype)
 
 
-def _variant(dtype: torch.dtype, dim: int, split: bool) -> Variant:
+def _variant(dtype: torch.dtype, dim: int, split: bool, windowed: bool) -> Variant:
     kind = f"*{TRITON_TYPES[dtype]}"
     given = (kind, "i32", "*i16", "*i16", "i32", "*i32", "*i32", "*i32", "fp32")
     made = ("*fp32", "*fp32") if split else (kind, kind)  # the latter is not written
-    constants = {"DIM": dim, "GROUP": GROUP, "PAGE": PAGE_SIZE, "TOKENS": TOKENS}
-    constants["SPLIT"] = int(split)
-    arguments, aligned = (*given, *made, *["i32"] * 3), (0, 1, 2, 3, 4, 9)
+    constants = {"DIM": dim, "GROUP": GROUP, "PAGE": PAGE_SIZE, "TOKENS": TOKENS[dim]}
+    constants |= {"SPLIT": int(split), "WINDOWED": int(windowed)}
+    arguments, aligned = (*given, *made, *["i32"] * 4), (0, 1, 2, 3, 4, 9)
     every = tuple(constants.items())
     return Variant("attend_fp8", arguments, aligned, every, warps=WARPS, stages=STAGES)
 

@@ -17,30 +17,24 @@ from kvline_server.memory.arena import KVLayer
 from kvline_server.memory.pages import PAGE_SIZE
 
 FP8 = torch.float8_e4m3fn  # of a KV cache
-DIMS = (64, 128)
+DIMS = (64, 128, 256)
 QUERIES = (8, 16, 32, 64, 128)  # padded head counts of the variants; a model uses the next larger
 KEYS = (1, 2, 4, 8, 16, 32, 64)
+WIDEST = 128 * 128  # numbers of all queries of a row, padded: a program has them in registers
 POINTERS = (0, 5, 8, 9)  # indices of heads, rope, keys, values: torch allocations or whole pages
 STRIDES = (1, 10, 11)  # indices of strides, which are multiples of the head size
 
 
-def check(
-    queries: int,
-    keys: int,
-    dim: int,
-    activation: str = "silu",
-    windowed: bool = False,
-) -> None:
-    """Raises RuntimeError for a model that needs what none of the prebuilt kernels does."""
-    if queries > QUERIES[-1] or keys > KEYS[-1]:
-        most = f"at most {QUERIES[-1]} and {KEYS[-1]}"
-        raise RuntimeError(f"{queries} heads of queries and {keys} of keys, kernels support {most}")
+def check(queries: int, keys: int, dim: int) -> None:
+    """Raises RuntimeError for heads that none of the prebuilt kernels takes."""
     if dim not in DIMS:
-        raise RuntimeError(f"head size {dim}, kernels support {' and '.join(map(str, DIMS))}")
-    if activation != "silu":
-        raise RuntimeError(f"activation {activation}, kernels support silu")
-    if windowed:
-        raise RuntimeError("layers with a sliding window, kernels support none")
+        raise RuntimeError(f"head size {dim}, kernels support {', '.join(map(str, DIMS))}")
+    most = min(QUERIES[-1], WIDEST // dim)
+    if queries > most or keys > KEYS[-1]:
+        raise RuntimeError(
+            f"{queries} heads of queries and {keys} of keys, kernels support at most {most} and "
+            f"{KEYS[-1]} of size {dim}"
+        )
 
 
 def write(heads: Heads, rope: torch.Tensor, mapping: SlotMapping, cache: KVLayer) -> None:
@@ -64,7 +58,7 @@ def variants(dtype: torch.dtype) -> Iterator[Variant]:
     """All variants that `write` launches."""
     for queries, keys, dim in itertools.product(QUERIES, KEYS, DIMS):
         for normed, fp8 in itertools.product((False, True), repeat=2):
-            if keys <= queries:
+            if keys <= queries and queries * dim <= WIDEST:
                 yield _variant(dtype, queries, keys, dim, normed, fp8)
 
 

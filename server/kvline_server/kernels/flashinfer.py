@@ -27,14 +27,16 @@ class FlashInferKernels(Kernels):
         dim: int,
         group: Group = ALONE,
         cache: torch.dtype = torch.bfloat16,
+        windows: tuple[int, ...] = (0,),
     ) -> None:
-        """For shapes that cuda_write.check lets pass; `cache` is the KV cache's dtype. Raises
-        RuntimeError or ImportError where the kernels are missing."""
+        """For shapes that cuda_write.check lets pass; `cache` is the KV cache's dtype, `windows`
+        are those of the layers. Raises RuntimeError or ImportError where kernels are missing."""
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.dtype = torch.bfloat16
         self.group = group
         self.build = cubins.identity()
-        self.attention = GpuAttention(self.device, self.dtype, (heads, kv_heads, dim), cache)
+        shape = heads, kv_heads, dim
+        self.attention = GpuAttention(self.device, self.dtype, shape, cache, windows)
         self.rows = GpuRows()
         self.gemms = GpuGemms(self.device, self.rows, group)
         self.experts = GpuExperts(self.gemms.formats.choices, self.rows, group)

@@ -1,7 +1,8 @@
 """FlashInfer's paged attention, planned without the host cost of its Python wrappers.
 
-The wrappers visit every sequence in Python for each plan; the modules below them do not. Staging
-buffers take turns, one more than there are steps in flight: a plan is copied from pinned memory
+The wrappers visit every sequence in Python for each plan; the modules below them do not. A step has
+a plan for each window, so each window has objects of its own here. Staging buffers take turns, one
+more than there are steps in flight: a plan is copied from pinned memory
 asynchronously, behind the step before, so its buffer must not be rewritten until that step is
 complete (otherwise: illegal memory accesses). Source: flashinfer.prefill, version 0.6.18.
 """
@@ -22,12 +23,15 @@ from kvline_server.memory.arena import KVLayer
 from kvline_server.memory.pages import PAGE_SIZE
 
 FLOAT_BYTES = 128 << 20
-INT_BYTES = 8 << 20
+# Of a plan: fa2 needs 8 for each row and 13 for each block, which has 16 rows or more of a chunk's
+# queries; fa3 28 for each 128 rows of each head, or of all where sequences and rows are very many.
+INT_BYTES = {"fa2": 2 << 20, "fa3": 8 << 20}
 # Of one layer's keys and values, for chunks over an fp8 cache, at most; a step of no more rows than
 # that many pages needs no more of them.
 COPY_BYTES, COPY_PAGES = 128 << 20, 8192
 DEPTH = 1  # steps in flight while the host prepares the next one
-TILE = 128  # rows of a chunk in a block of fa2, those of a key-value head's queries together
+# Rows of a chunk in a block of fa2, those of a key-value head's queries together, by head size.
+TILE = {64: 128, 128: 128, 256: 64}
 
 
 def chunk_floats(shape: tuple[int, int, int], processors: int) -> int:
@@ -36,7 +40,7 @@ def chunk_floats(shape: tuple[int, int, int], processors: int) -> int:
     few for eight queries a key-value head."""
     heads, kv_heads, dim = shape
     blocks = max(1, 2 * processors // kv_heads)
-    return heads * blocks * TILE * (dim + 1) * 4 + 256  # 256: what aligns the parts
+    return heads * blocks * TILE[dim] * (dim + 1) * 4 + 256  # 256: what aligns the parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,10 @@ class Planned:
 class PagedAttention:
     """One FlashInfer backend: fa2 for decodes, fa3 for prompt chunks. fa3 reads an fp8 KV cache
     only with fp8 queries, fa2 with any. What the cache is multiplied by is no argument of
-    fa2: the keys' scale is in that of query times key, the values' in what is done with `out`."""
+    fa2: the keys' scale is in that of query times key, the values' in what is done with `out`.
+    For windows there are modules of their own, which count the tokens left of a query. fa3's ends
+    with a block of values whose weights are 0, and reads that of the first pages for it: they must
+    be the sequence's own."""
 
     def __init__(
         self,
@@ -57,7 +64,8 @@ class PagedAttention:
         dtype: torch.dtype,
         cache: torch.dtype,
         backend: str,
-        causal: bool,  # a decode attends to all of its tokens
+        causal: bool,  # a decode attends to all of its tokens, or of its window
+        window: int,
         floats: torch.Tensor,
     ) -> None:
         """`floats` is workspace that all attention calls of one stream share."""
@@ -65,8 +73,9 @@ class PagedAttention:
         dim = shape[2]
         none = PosEncodingMode["NONE"].value
         kinds = (dtype, cache, dtype, torch.int32)
+        self._left = window - 1  # -1: no window
         self._module = get_batch_prefill_module(
-            backend, *kinds, dim, dim, none, False, False, False
+            backend, *kinds, dim, dim, none, window > 0, False, False
         )
         processors = torch.cuda.get_device_properties(floats.device).multi_processor_count
         self._blocks = 2 * processors  # that run at once, as FlashInfer's plan counts them
@@ -74,8 +83,8 @@ class PagedAttention:
         self._floats = floats
         self._stagings = [
             (
-                torch.empty(INT_BYTES, dtype=torch.uint8, device=floats.device),
-                torch.empty(INT_BYTES, dtype=torch.uint8, pin_memory=True),
+                torch.empty(INT_BYTES[backend], dtype=torch.uint8, device=floats.device),
+                torch.empty(INT_BYTES[backend], dtype=torch.uint8, pin_memory=True),
             )
             for _ in range(DEPTH + 1)
         ]
@@ -111,7 +120,7 @@ class PagedAttention:
             dim,
             dim,
             self._causal,
-            -1,  # no window
+            self._left,
             *extra,
         )
         return Planned(info, ints, table)
@@ -138,7 +147,7 @@ class PagedAttention:
             None,  # no log-sum-exp
             mask.value,
             TensorLayout["NHD"].value,
-            -1,
+            self._left,
             True,  # programmatic dependent launch
             *[None] * 6,  # masks, slopes, items
             0.0,  # no soft cap
@@ -157,23 +166,33 @@ class Chunks:
     copied: torch.Tensor | None  # the pages, in the order of their copies
 
 
+def page_copies(shape: tuple[int, int, int], dtype: torch.dtype, device: Any) -> torch.Tensor:
+    """Room for keys and values of one layer's pages. [2, pages, page, kv_heads, dim]"""
+    page = (PAGE_SIZE, *shape[1:])
+    pages = min(COPY_PAGES, COPY_BYTES // (2 * dtype.itemsize * math.prod(page)))
+    return torch.empty((2, pages, *page), dtype=dtype, device=device)
+
+
 class Fp8Chunks:
     """Prompt chunks over an fp8 KV cache: by fa3 over a copy of their sequences' pages in bfloat16,
     made anew for each layer; by fa2, which reads fp8 itself, where the copy has no room for them or
     would take longer than the chunks."""
 
     def __init__(
-        self, shape: tuple[int, int, int], dtype: torch.dtype, cache: torch.dtype, floats: Any
+        self,
+        shape: tuple[int, int, int],
+        cache: torch.dtype,
+        window: int,
+        floats: torch.Tensor,
+        copy: torch.Tensor,
     ) -> None:
-        """As PagedAttention."""
-        _, kv_heads, dim = shape
-        self._direct = PagedAttention(shape, dtype, cache, "fa2", True, floats)
-        self._copied = PagedAttention(shape, dtype, dtype, "fa3", True, floats)
-        page = (PAGE_SIZE, kv_heads, dim)
-        pages = min(COPY_PAGES, COPY_BYTES // (2 * dtype.itemsize * math.prod(page)))
-        self._copy = torch.empty((2, pages, *page), dtype=dtype, device=floats.device)
-        self._layer = KVLayer(*self._copy)
-        self._places = torch.arange(pages, dtype=torch.int32, device=floats.device)
+        """As PagedAttention; `copy` is page_copies, which all windows share."""
+        dtype = copy.dtype
+        self._direct = PagedAttention(shape, dtype, cache, "fa2", True, window, floats)
+        self._copied = PagedAttention(shape, dtype, dtype, "fa3", True, window, floats)
+        self._copy = copy
+        self._layer = KVLayer(*copy)
+        self._places = torch.arange(copy.shape[1], dtype=torch.int32, device=floats.device)
 
     def plan(self, table: PageTables) -> Chunks:
         rows, pages = int(table.row_starts[-1]), int(table.page_starts[-1])

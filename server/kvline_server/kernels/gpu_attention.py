@@ -27,6 +27,7 @@ from kvline_server.kernels.flashinfer_attention import (
     Fp8Chunks,
     PagedAttention,
     chunk_floats,
+    page_copies,
 )
 from kvline_server.kernels.layout import Layout
 from kvline_server.kernels.pinned import upload
@@ -35,10 +36,19 @@ from kvline_server.memory.pages import PAGE_SIZE
 
 
 @dataclass(frozen=True, slots=True)
+class Runners:
+    """What runs the layers of one window."""
+
+    decode: PagedAttention | Fp8Decodes
+    prefill: PagedAttention | Fp8Chunks
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     decodes: int  # decoding sequences, one row each
     rows: int
-    decode: Any  # of the class that runs decodes, or None; so is the next
+    runners: Runners
+    decode: Any  # of what runs decodes, or None; so is the next
     prefill: Any
 
 
@@ -52,31 +62,37 @@ class GpuAttention(Attention):
         dtype: torch.dtype,
         shape: tuple[int, int, int],
         cache: torch.dtype,
+        windows: tuple[int, ...],
     ) -> None:
-        """`shape` is heads, key-value heads and head size; `cache` is the KV cache's dtype. Raises
-        RuntimeError or ImportError where the kernels are missing."""
+        """`shape` is heads, key-value heads and head size; `cache` is the KV cache's dtype,
+        `windows` are those of the layers. Raises RuntimeError or ImportError where kernels are
+        missing."""
         self.device = device
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         fp8 = cache != dtype
         size = max(FLOAT_BYTES, chunk_floats(shape, processors) if fp8 else 0)
         floats = torch.empty(size, dtype=torch.uint8, device=device)
-        self._decode: PagedAttention | Fp8Decodes
-        self._prefill: PagedAttention | Fp8Chunks
-        if fp8 and cuda_attention.fits(*shape[:2]):
-            self._decode = Fp8Decodes(*shape, processors)
-        else:
-            self._decode = PagedAttention(shape, dtype, cache, "fa2", False, floats)
-        if fp8:
-            self._prefill = Fp8Chunks(shape, dtype, cache, floats)
-        else:
-            self._prefill = PagedAttention(shape, dtype, cache, "fa3", True, floats)
+        copy = page_copies(shape, dtype, device) if fp8 else None
+
+        def runners(window: int) -> Runners:
+            decode: PagedAttention | Fp8Decodes
+            if fp8 and cuda_attention.fits(*shape[:2]):
+                decode = Fp8Decodes(*shape, processors, window)
+            else:
+                decode = PagedAttention(shape, dtype, cache, "fa2", False, window, floats)
+            if copy is not None:
+                return Runners(decode, Fp8Chunks(shape, cache, window, floats, copy))
+            prefill = PagedAttention(shape, dtype, cache, "fa3", True, window, floats)
+            return Runners(decode, prefill)
+
+        self._runners = {window: runners(window) for window in windows}
 
     def rope_table(self, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """float32 [positions, dim]: all cosines, then all sines"""
         return torch.cat((cos, sin), dim=-1).to(self.device)
 
     def plan(self, layout: Layout, group: int, window: int) -> Plan:
-        held = layout.groups[group]
+        runners, held = self._runners[window], layout.groups[group]
         last_page = (held.lengths - 1) % PAGE_SIZE + 1
         kinds = slice(0, layout.decodes), slice(layout.decodes, layout.sequences)
         arrays = []
@@ -93,13 +109,14 @@ class GpuAttention(Attention):
         return Plan(
             layout.decodes,
             layout.rows,
-            self._decode.plan(decode) if len(decode.lengths) else None,
-            self._prefill.plan(prefill) if len(prefill.lengths) else None,
+            runners,
+            runners.decode.plan(decode) if len(decode.lengths) else None,
+            runners.prefill.plan(prefill) if len(prefill.lengths) else None,
         )
 
     def plan_in_place(self, tables: PageTables, window: int) -> Plan:
-        rows = len(tables.lengths)
-        return Plan(rows, rows, self._decode.plan(tables, in_place=True), None)
+        rows, runners = len(tables.lengths), self._runners[window]
+        return Plan(rows, rows, runners, runners.decode.plan(tables, in_place=True), None)
 
     def write(self, heads: Heads, rope: torch.Tensor, mapping: SlotMapping, cache: KVLayer) -> None:
         cuda_write.write(heads, rope, mapping, cache)
@@ -117,8 +134,9 @@ class GpuAttention(Attention):
         flat = q.new_empty((rows, heads * dim)) if out is None else out
         made = flat.view(rows, heads, dim)
         if plan.decode is not None:
-            self._decode.run(q[: plan.decodes], cache, plan.decode, scale, made[: plan.decodes])
+            own = slice(plan.decodes)
+            plan.runners.decode.run(q[own], cache, plan.decode, scale, made[own])
         if plan.prefill is not None:
-            chunk = slice(plan.decodes, plan.rows)
-            self._prefill.run(q[chunk], cache, plan.prefill, scale, made[chunk])
+            own = slice(plan.decodes, plan.rows)
+            plan.runners.prefill.run(q[own], cache, plan.prefill, scale, made[own])
         return flat if cache.scales.values == 1.0 else flat.mul_(cache.scales.values)

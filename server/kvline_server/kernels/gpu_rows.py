@@ -20,6 +20,6 @@ class GpuRows(Rows):
         return x
 
     def activate_and_mul(self, x: torch.Tensor, activation: str) -> torch.Tensor:
-        assert activation == "silu"  # library.py has no other
-        out: torch.Tensor = flashinfer.silu_and_mul(x)
+        gate = flashinfer.silu_and_mul if activation == "silu" else flashinfer.gelu_tanh_and_mul
+        out: torch.Tensor = gate(x)
         return out

@@ -8,6 +8,7 @@ the modules. Takes minutes on 16 cores, an hour on two.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import tarfile
@@ -17,7 +18,7 @@ from typing import Any
 
 os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
 
-DIMS = (64, 128)
+DIMS = (64, 128, 256)
 
 
 def specs() -> list[Any]:
@@ -32,13 +33,13 @@ def specs() -> list[Any]:
         attention.gen_batch_prefill_module(
             backend,
             *(torch.bfloat16, cache, torch.bfloat16, torch.int32),
-            *(dim, dim, 0, False, False, False),
+            *(dim, dim, 0, windowed, False, False),
         )
-        for backend, cache in caches
-        for dim in DIMS
+        for (backend, cache), dim, windowed in itertools.product(caches, DIMS, (False, True))
     ]
     return [
         activation.gen_act_and_mul_module("silu"),
+        activation.gen_act_and_mul_module("gelu_tanh"),
         norm.gen_norm_module(),
         sampling.gen_sampling_module(),
         topk.gen_topk_module(),

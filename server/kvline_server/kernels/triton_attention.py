@@ -4,8 +4,8 @@
 float16 in registers, which holds every number of e4m3. It reads two columns as one number of 16
 bits, because tensor cores get their operands in no smaller ones without taking them apart; even and
 odd columns then have GEMMs of their own. Where few sequences would leave the GPU idle their tokens
-are split among programs (split-KV), and `merge_splits` adds up what those made. `copy_pages` is for
-prompt chunks, which read a copy in bfloat16.
+are split among programs (split-KV), and `merge_splits` adds up what those made. A sliding window is
+the last tokens of a sequence. `copy_pages` is for prompt chunks, which read a copy in bfloat16.
 Reference: TorchAttention; the tests compare the two. The sums that allow splitting a softmax:
 FlashAttention (arXiv 2205.14135).
 """
@@ -39,12 +39,27 @@ def _columns(pairs):
 
 
 @triton.jit
-def _tokens(page_starts, last_page, row, split, splits, PAGE: tl.constexpr, TOKENS: tl.constexpr):
-    """Where the pages of a sequence begin in the table, and the tokens of one of its splits."""
+def _tokens(
+    page_starts,
+    last_page,
+    kv,
+    window,
+    splits,
+    PAGE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    """Of a program its head, row and split, where the row's pages begin in the table, the first
+    token that is seen, and the split's tokens: a part of those pages that have such."""
+    head, split = tl.program_id(0) % kv, tl.program_id(0) // kv % splits
+    row = tl.program_id(0) // kv // splits
     first = tl.load(page_starts + row)
     length = (tl.load(page_starts + row + 1) - first - 1) * PAGE + tl.load(last_page + row)
-    each = (length + splits * TOKENS - 1) // (splits * TOKENS) * TOKENS
-    return first, split * each, tl.minimum((split + 1) * each, length)
+    seen = tl.maximum(length - window, 0) if WINDOWED else 0
+    start = seen // PAGE * PAGE
+    each = (length - start + splits * TOKENS - 1) // (splits * TOKENS) * TOKENS
+    begin, end = start + split * each, tl.minimum(start + (split + 1) * each, length)
+    return head, row, split, first, seen, begin, end
 
 
 @triton.jit
@@ -56,6 +71,20 @@ def _query(columns, there, log2_scale):
 @triton.jit
 def _read(part, places, inside):
     return _columns(tl.load(part + places, mask=inside[:, None], other=0))
+
+
+@triton.jit
+def _scores(even, odd, keys, places, inside, visible):
+    low, high = _read(keys, places, inside)
+    scores = tl.dot(odd, tl.trans(high), tl.dot(even, tl.trans(low)))
+    return tl.where(visible[None, :], scores, float("-inf"))
+
+
+@triton.jit
+def _with_values(left, right, rescale, weight, values, places, inside):
+    low, high = _read(values, places, inside)
+    left = tl.dot(weight.to(tl.float16), low, left * rescale[:, None])
+    return left, tl.dot(weight.to(tl.float16), high, right * rescale[:, None])
 
 
 @triton.jit
@@ -73,20 +102,23 @@ def attend_fp8(
     max_and_sum,
     queries,
     kv,
+    window,
     splits,
     DIM: tl.constexpr,
     GROUP: tl.constexpr,
     PAGE: tl.constexpr,
     TOKENS: tl.constexpr,
     SPLIT: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):
     """The queries of one row and key-value head over one split of the tokens. `keys` and `values`
     are pairs of columns; `log2_scale` is the softmax scale times log2(e). `out` [rows, queries,
-    DIM]; SPLIT: [rows, splits, queries, DIM], and `max_and_sum` [..., 2] of its softmax."""
+    DIM]; SPLIT: [rows, splits, queries, DIM], and `max_and_sum` [..., 2] of its softmax. WINDOWED:
+    of the last `window` tokens, of which each block has some."""
     _after_the_last()
-    head, split = tl.program_id(0) % kv, tl.program_id(0) // kv % splits
-    row = tl.program_id(0) // kv // splits
-    first, start, end = _tokens(page_starts, last_page, row, split, splits, PAGE, TOKENS)
+    head, row, split, first, seen, start, end = _tokens(
+        page_starts, last_page, kv, window, splits, PAGE, TOKENS, WINDOWED
+    )
     there = tl.arange(0, GROUP) < queries // kv
     mine = head * (queries // kv) + tl.arange(0, GROUP)
     pair = tl.arange(0, DIM // 2)
@@ -100,16 +132,13 @@ def attend_fp8(
         page = tl.load(pages + first + token // PAGE, mask=inside, other=0).to(tl.int64)
         line = page * page_stride + (token % PAGE * kv + head) * (DIM // 2)
         places = line[:, None] + pair[None, :]
-        low, high = _read(keys, places, inside)
-        scores = tl.dot(odd, tl.trans(high), tl.dot(even, tl.trans(low)))
-        scores = tl.where(inside[None, :], scores, float("-inf"))
+        visible = inside & (token >= seen) if WINDOWED else inside
+        scores = _scores(even, odd, keys, places, inside, visible)
         now = tl.maximum(most, tl.max(scores, axis=1))
         weight = tl.exp2(scores - now[:, None])
         rescale = tl.exp2(most - now)
         total = total * rescale + tl.sum(weight, axis=1)
-        low, high = _read(values, places, inside)
-        left = tl.dot(weight.to(tl.float16), low, left * rescale[:, None])
-        right = tl.dot(weight.to(tl.float16), high, right * rescale[:, None])
+        left, right = _with_values(left, right, rescale, weight, values, places, inside)
         most = now
     line = (row.to(tl.int64) * splits + split) * queries + mine
     made, places = tl.interleave(left, right), line[:, None] * DIM + tl.arange(0, DIM)[None, :]

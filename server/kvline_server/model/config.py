@@ -133,10 +133,6 @@ class ModelConfig:
         """Of each layer, 0 for none."""
         return tuple(self.window(layer) for layer in range(self.layers))
 
-    @property
-    def windowed(self) -> bool:
-        """Whether a window hides anything from a sequence of the longest length."""
-        return any(0 < window < self.max_position for window in self.windows)
 
 
 def read_config(folder: Path) -> ModelConfig:

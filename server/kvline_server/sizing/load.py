@@ -21,7 +21,7 @@ from kvline_server.kernels.interface import Kernels
 from kvline_server.memory import device_errors
 from kvline_server.memory.arena import Scales
 from kvline_server.memory.device import MIB, Device, compact_heap
-from kvline_server.memory.groups import CacheGroup, GroupedArena, parts
+from kvline_server.memory.groups import CacheGroup, GroupedArena, order, parts
 from kvline_server.memory.parts import OwnedPart
 from kvline_server.model import kv_scales, loader
 from kvline_server.model.config import ModelConfig, read_config
@@ -70,7 +70,8 @@ def load_model(
     expected = loader.checked(source, model, shard).nbytes(backend.dtype)
     try:
         with device_errors.translated("load"), compact_heap():
-            kernels = backend.kernels(local(model, shard), group)
+            windows = tuple(order(model.every_window, settings.wanted_len))
+            kernels = backend.kernels(local(model, shard), group, windows)
             if kernels.gemms.keeps_fp8:
                 expected = loader.checked(source, model, shard, True).nbytes(backend.dtype)
             if expected > device.limit - used:

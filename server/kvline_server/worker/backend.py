@@ -40,7 +40,8 @@ class Backend:
     device: Device
     dtype: torch.dtype  # of weights and hidden states
     cache_dtype: torch.dtype  # of the KV cache
-    kernels: Callable[[ModelConfig, Group], Kernels]  # of a rank's share of the model
+    # Of a rank's share of the model, and the windows of its groups of layers.
+    kernels: Callable[[ModelConfig, Group, tuple[int, ...]], Kernels]
     arena: Callable[[KVShape, int], Arena]
     libraries: dict[str, str]  # their versions, which are part of the fingerprint
     note: str = ""  # on what differs from the image, and so does the size
@@ -90,7 +91,7 @@ def gpu(rank: int, ranks: int) -> str:
     return "the GPU" if ranks == 1 else f"GPU {rank}"
 
 
-def _cpu_kernels(model: ModelConfig, group: Group) -> Kernels:
+def _cpu_kernels(model: ModelConfig, group: Group, windows: tuple[int, ...]) -> Kernels:
     return TorchKernels(group=group)
 
 
@@ -138,7 +139,11 @@ def _cuda(launch: LaunchConfig, warn: Callable[[str], None], rank: int) -> Backe
 
 
 def _cuda_kernels(
-    warn: Callable[[str], None], cache: torch.dtype, model: ModelConfig, group: Group
+    warn: Callable[[str], None],
+    cache: torch.dtype,
+    model: ModelConfig,
+    group: Group,
+    windows: tuple[int, ...],
 ) -> Kernels:
     """FlashInfer's where they were built for this GPU and model, else torch's with a warning."""
     # FlashInfer's other norm kernels are compiled at first use, and a pod has no compiler.
@@ -152,11 +157,11 @@ def _cuda_kernels(
             from kvline_server.kernels.flashinfer import FlashInferKernels
 
             shape = model.heads, model.kv_heads, model.head_dim
-            cuda_write.check(*shape, model.activation, model.windowed)
+            cuda_write.check(*shape)
             if (many := model.experts) is not None:
                 cuda_experts.check(many.count, many.chosen, model.hidden, model.intermediate)
             with device_errors.translated("kernels"):  # a device error is no missing kernel
-                return FlashInferKernels(*shape, group, cache)
+                return FlashInferKernels(*shape, group, cache, windows)
         except (ImportError, RuntimeError, OSError) as error:  # OSError: files are missing
             why = str(error).splitlines()[0]
     warn(f"no prebuilt kernels for this GPU and model, using torch's slower ones: {why}")
