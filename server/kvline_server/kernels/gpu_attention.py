@@ -69,14 +69,15 @@ class GpuAttention(Attention):
         missing."""
         self.device = device
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        fp8 = cache != dtype
-        size = max(FLOAT_BYTES, chunk_floats(shape, processors) if fp8 else 0)
+        fp8, few = cache != dtype, cuda_attention.fits(*shape[:2])
+        # Without chunks and with few queries a key-value head fa2's blocks have 16 rows.
+        size = max(FLOAT_BYTES, chunk_floats(shape, processors) if fp8 or not few else 0)
         floats = torch.empty(size, dtype=torch.uint8, device=device)
         copy = page_copies(shape, dtype, device) if fp8 else None
 
         def runners(window: int) -> Runners:
             decode: PagedAttention | Fp8Decodes
-            if fp8 and cuda_attention.fits(*shape[:2]):
+            if fp8 and few:
                 decode = Fp8Decodes(*shape, processors, window)
             else:
                 decode = PagedAttention(shape, dtype, cache, "fa2", False, window, floats)
