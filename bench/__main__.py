@@ -33,6 +33,7 @@ GPU = (
     "soak",
     "parallel",
     "exchange",
+    "windows",
 )
 
 

@@ -87,6 +87,7 @@ def start(
     cache: KVCacheDtype | None = None,
     kv_tokens: int | None = None,
     max_model_len: int | None = MAX_MODEL_LEN,
+    headroom_mib: int | None = None,
 ) -> tuple[Engine, Result]:
     """Loads random weights of a shape, or those of a folder, and sizes itself, as a pod does, for
     at most `running` running requests or kvline's default. Without `max_model_len` the model's own
@@ -105,7 +106,7 @@ def start(
             tensor_parallel=gpus,
             model=Model(str(folder), str(folder), name, load),
             engine=EngineOptions(max_model_len, running, kv_cache_dtype=cache or only_cache()),
-            capacity=CapacityOptions(kv_tokens),
+            capacity=CapacityOptions(kv_tokens, headroom_mib),
         )
         return engine_start.start(
             launch=launch,

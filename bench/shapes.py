@@ -1,6 +1,6 @@
 """The shapes of the GPU figures, with random weights: Llama-3.1-8B and Qwen3-0.6B in all of them,
-Llama-3.1-70B where there are several GPUs, Qwen3-30B-A3B of mixtures of experts; of Llamas with
-weights in fp8 too."""
+Llama-3.1-70B where there are several GPUs, Qwen3-30B-A3B of mixtures of experts, Gemma-3-12B of
+sliding windows; of Llamas with weights in fp8 too."""
 
 from __future__ import annotations
 
@@ -52,12 +52,30 @@ QWEN30B = replace(
     tied_embeddings=False,
     experts=Experts(128, 8, True, "mlp."),
 )
+GEMMA12B = ModelConfig(
+    architecture="Gemma3ForCausalLM",
+    layers=48,
+    hidden=3840,
+    intermediate=15360,
+    heads=16,
+    kv_heads=8,
+    head_dim=256,
+    vocabulary=262208,
+    max_position=131072,
+    norm_eps=1e-6,
+    rope=Rope(1_000_000.0),
+    tied_embeddings=True,
+    qk_norm="head",
+    windows=(*(1024,) * 5, 0) * 8,
+    activation="gelu_tanh",
+)
 BY_CHANNEL, IN_BLOCKS = Quantization("_scale", None), Quantization("_scale_inv", (128, 128))
 SHAPES = {
     "llama8b": LLAMA8B,
     "qwen06b": QWEN06B,
     "llama70b": LLAMA70B,
     "qwen30b": QWEN30B,
+    "gemma12b": GEMMA12B,
     "llama8b-fp8": replace(LLAMA8B, quantization=BY_CHANNEL),
     "llama8b-fp8-block": replace(LLAMA8B, quantization=IN_BLOCKS),
     "llama70b-fp8": replace(LLAMA70B, quantization=BY_CHANNEL),
@@ -117,6 +135,16 @@ def write_config(name: str, folder: Path) -> Path:
             "norm_topk_prob": many.renormalise,
             "moe_intermediate_size": shape["intermediate"],
         }
+    if SHAPES[name].windows:
+        body |= {
+            "model_type": "gemma3_text",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 256,
+            "rope_local_base_freq": 10_000.0,
+            "sliding_window": max(SHAPES[name].windows),
+            "sliding_window_pattern": 6,
+        }
+        del body["hidden_act"]
     if (how := SHAPES[name].quantization) is not None:
         body[FIELD] = QUANTIZATION_CONFIGS[how]
     (folder / "config.json").write_text(json.dumps(body))

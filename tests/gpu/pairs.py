@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -83,6 +82,8 @@ def sides(
 
 def hidden(side: tuple[Decoder, GroupedArena], work: list[Work]) -> torch.Tensor:
     decoder, arena = side
+    for item in work:
+        slide(item.sequence, decoder, item.start)
     step = build(work).step
     layout = step.layout
     held = (group.slots for group in layout.groups)
@@ -118,9 +119,7 @@ def engine(
     return Engine(executor, running, step, 4096, ())
 
 
-def sequence(
-    rng: np.random.Generator, length: int, free: list[int], groups: int = 1
-) -> Sequence:
+def sequence(rng: np.random.Generator, length: int, free: list[int], groups: int = 1) -> Sequence:
     """With the same page numbers in each group of layers."""
     tokens = rng.integers(0, 5000, length).tolist()
     made = Sequence(0, tokens, length, SamplingParams(max_tokens=1))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pairs import GEMMA, sequence, sides
+from pairs import GEMMA, sequence, sides, slide
 
 from kvline_server.engine.batch import build
 from kvline_server.engine.request import Sequence
@@ -66,7 +66,9 @@ def test_replay_is_eager_for_one_request_and_for_many(
     rng = np.random.default_rng(5)
     for number, rows in ((1, 500), (17, 28), (2, 100), (60, 1), (7, 9)):
         free = rng.permutation(np.arange(1, 400)).tolist()
-        members: list[Sequence] = [sequence(rng, rows, free) for _ in range(number)]
+        members: list[Sequence] = [
+            sequence(rng, rows, free, len(decoder.windows)) for _ in range(number)
+        ]
         wanted = rng.permutation(number * rows)[: max(1, number * rows // 3)]
         kind = Kind.PROMPT if rows > 1 else Kind.DECODE
         step = replace(build([Work(s, 0, rows, kind) for s in members]).step, wanted=wanted)
@@ -134,11 +136,12 @@ def test_whole_steps_of_decodes_are_eager_ones(
     decoder, arena = sides(shape(qk_norm=True, kv_heads=kv_heads, **more), 20_000, scales)[1]
     last = torch.arange(100, 1000, device="cuda")
     graphs = captured(decoder, arena, 64, last)
-    arena.resize((20_000,))
+    arena.resize((20_000,) * len(decoder.windows))
     rng = np.random.default_rng(8)
     for number in numbers:
         free = rng.permutation(np.arange(1, 20_000)).tolist()
-        members = [sequence(rng, int(n), free) for n in rng.integers(1, 600, number)]
+        lengths, groups = rng.integers(1, 600, number), len(decoder.windows)
+        members = [sequence(rng, int(n), free, groups) for n in lengths]
         for slot, member in enumerate(members):
             member.slot = slot + 5
             member.prompt_length = len(member.tokens)
@@ -151,6 +154,8 @@ def test_whole_steps_of_decodes_are_eager_ones(
         last[unread.slot] = read
         work = [Work(m, len(m.tokens) + m.pending - 1, 1, Kind.DECODE) for m in members]
         assert work[0].start == length - 1
+        for item in work:
+            slide(item.sequence, decoder, item.start)
         step = build(work).step
         assert graphs.whole.fits(step)
         with torch.inference_mode():

@@ -45,7 +45,8 @@ def test_a_mixed_step_gives_the_reference_s_logits(
     both = sides(shape(**more))
     rng = np.random.default_rng(3)
     free = rng.permutation(np.arange(1, PAGES)).tolist()
-    a, b, c = (sequence(rng, n, free) for n in (37, 500, 1000))
+    groups = len(both[0][0].windows)
+    a, b, c = (sequence(rng, n, free, groups) for n in (37, 500, 1000))
     steps = [
         [Work(a, 0, 36, Kind.PROMPT), Work(b, 0, 300, Kind.PROMPT)],
         [Work(a, 36, 1, Kind.DECODE), Work(b, 300, 199, Kind.PROMPT), Work(c, 0, 512, Kind.PROMPT)],

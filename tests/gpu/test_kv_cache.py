@@ -169,7 +169,8 @@ def test_a_mixed_step_is_near_the_reference_with_an_fp8_cache(
     pair = sides(config, scales=(Scales(0.02, 0.02),) * 3)
     rng = np.random.default_rng(3)
     free = rng.permutation(np.arange(1, PAGES)).tolist()
-    a, b = (sequence(rng, n, free) for n in (37, 500))
+    groups = len(pair[0][0].windows)
+    a, b = (sequence(rng, n, free, groups) for n in (37, 500))
     for work in (
         [Work(a, 0, 36, Kind.PROMPT), Work(b, 0, 300, Kind.PROMPT)],
         [Work(a, 36, 1, Kind.DECODE), Work(b, 300, 199, Kind.PROMPT)],
@@ -210,6 +211,6 @@ def test_a_start_without_the_module_falls_back_to_torch_with_a_warning(
 
     monkeypatch.setattr(flashinfer_attention, "get_batch_prefill_module", lacking)
     warnings: list[str] = []
-    kernels = backend._cuda_kernels(warnings.append, FP8, shape(), ALONE)
+    kernels = backend._cuda_kernels(warnings.append, FP8, shape(), ALONE, (0,))
     assert isinstance(kernels, TorchKernels) and kernels.device.type == "cuda"
     assert "using torch's slower ones" in warnings[0]

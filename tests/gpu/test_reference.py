@@ -87,9 +87,9 @@ def engine(folder: Path, rows: int = 64, step: int = 256) -> Engine:
     heads = config.heads, config.kv_heads, config.head_dim
     kernels = FlashInferKernels(*heads, windows=tuple(order(config.every_window, 2048)))
     weights = load_weights(SafetensorsSource(folder), config, kernels)
-    (group,) = cache_groups(config, 2048, kernels.dtype)
-    arena = GroupedArena((group,), CudaArena, 300 * group.page_bytes)
-    arena.resize((300,))
+    groups = cache_groups(config, 2048, kernels.dtype)
+    arena = GroupedArena(groups, CudaArena, 300 * max(group.page_bytes for group in groups))
+    arena.resize((300,) * len(groups))
     made = Worker(Decoder(config, weights, 2048, kernels), arena, rows, 8)
     executor = Local(made, CudaDevice())
     executor.capture(step, 2048)

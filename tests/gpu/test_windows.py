@@ -3,6 +3,7 @@ cache in bfloat16 and in fp8, eager and in a captured graph."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from pairs import sequence
 
 from kvline_server.engine.batch import build
-from kvline_server.engine.scheduler import Work
+from kvline_server.engine.scheduler import Kind, Work
 from kvline_server.kernels.attention import PageTables
 from kvline_server.kernels.fp8 import FP8
 from kvline_server.kernels.layout import Layout
@@ -58,8 +59,8 @@ def filled(shape: tuple[int, int, int], cache: torch.dtype) -> KVLayer:
 def planned(decodes: tuple[int, ...], chunks: tuple[tuple[int, int], ...]) -> Layout:
     rng = np.random.default_rng(0)
     free = rng.permutation(np.arange(1, PAGES)).tolist()
-    work = [Work(sequence(rng, n, free), n - 1, 1) for n in decodes]
-    work += [Work(sequence(rng, start + n, free), start, n) for start, n in chunks]
+    work = [Work(sequence(rng, n, free), n - 1, 1, Kind.DECODE) for n in decodes]
+    work += [Work(sequence(rng, start + n, free), start, n, Kind.PROMPT) for start, n in chunks]
     return build(work).step.layout
 
 
@@ -68,9 +69,10 @@ def expected(
 ) -> torch.Tensor:
     """float64 [rows, heads, dim]"""
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
-    for at, length in enumerate(layout.lengths.tolist()):
+    (held,) = layout.groups
+    for at, length in enumerate(held.lengths.tolist()):
         rows = slice(*layout.row_starts[at : at + 2].tolist())
-        own = torch.from_numpy(layout.pages[slice(*layout.page_starts[at : at + 2])]).cuda()
+        own = torch.from_numpy(held.pages[slice(*held.page_starts[at : at + 2])]).cuda()
         keys, values = (
             part[own.long()].double().flatten(0, 1)[:length] * by
             for part, by in ((cache.keys, cache.scales.keys), (cache.values, cache.scales.values))
@@ -106,7 +108,7 @@ def test_a_row_sees_the_last_tokens_up_to_its_window(
         layout = planned(decodes, chunks)
         fused = torch.randn(layout.rows, queries + 2 * keys, dim, device="cuda").bfloat16()
         q, scale = fused[:, :queries], 0.7 * dim**-0.5
-        plans = {window: ours.plan(layout, window) for window in WINDOWS}  # as of one step
+        plans = {window: ours.plan(layout, 0, window) for window in WINDOWS}  # as of one step
         for window, plan in plans.items():
             got = ours.attend(q, layer, plan, scale=scale)
             near(got, expected(q, layer, layout, window, scale), (window, decodes, chunks))
@@ -123,25 +125,24 @@ def test_lengths_may_count_from_the_first_page_that_is_kept(
     torch.manual_seed(2)
     ours, layer, window = attention(shape, cache), filled(shape, cache), 100
     whole = planned(DECODES, CHUNKS)
-    rows, held = np.diff(whole.row_starts), np.diff(whole.page_starts)
-    dropped = np.maximum(0, whole.lengths - rows + 1 - window) // PAGE_SIZE
+    (group,) = whole.groups
+    rows, held = np.diff(whole.row_starts), np.diff(group.page_starts)
+    dropped = np.maximum(0, group.lengths - rows + 1 - window) // PAGE_SIZE
     parts = [
-        whole.pages[end - kept : end]
-        for end, kept in zip(whole.page_starts[1:], held - dropped, strict=True)
+        group.pages[end - count : end]
+        for end, count in zip(group.page_starts[1:], held - dropped, strict=True)
     ]
-    short = Layout(
-        decodes=whole.decodes,
-        row_starts=whole.row_starts,
-        lengths=(whole.lengths - dropped * PAGE_SIZE).astype(np.int32),
+    kept = replace(
+        group,
+        lengths=(group.lengths - dropped * PAGE_SIZE).astype(np.int32),
         page_starts=np.cumsum([0, *map(len, parts)]).astype(np.int32),
         pages=np.concatenate(parts),
-        positions=whole.positions,
-        slots=whole.slots,
     )
-    assert len(short.pages) < len(whole.pages) / 2
+    short = replace(whole, groups=(kept,))
+    assert len(kept.pages) < len(group.pages) / 2
     q = torch.randn(whole.rows, shape[0], shape[2], device="cuda").bfloat16()
     want = expected(q, layer, whole, window, shape[2] ** -0.5)
-    near(ours.attend(q, layer, ours.plan(short, window)), want, shape)
+    near(ours.attend(q, layer, ours.plan(short, 0, window)), want, shape)
 
 
 @CACHES
@@ -161,7 +162,8 @@ def test_a_captured_plan_attends_to_what_is_planned_again(
     outs = [torch.zeros(rows, queries * dim, device="cuda").bfloat16() for _ in WINDOWS]
 
     def plans(layout: Layout) -> list[Any]:
-        host = layout.row_starts, layout.page_starts, layout.lengths
+        (held,) = layout.groups
+        host = layout.row_starts, held.page_starts, held.lengths
         tables = PageTables(*host, ends, starts, pages, last)
         return [ours.plan_in_place(tables, window) for window in WINDOWS]
 
@@ -179,9 +181,10 @@ def test_a_captured_plan_attends_to_what_is_planned_again(
     lengths = [DECODES[at % len(DECODES)] for at in range(rows)] if rows < 100 else [1, 90] * 150
     for again in (lengths, lengths[::-1]):
         layout = planned(tuple(again), ())
-        pages[: len(layout.pages)].copy_(torch.from_numpy(layout.pages))
-        starts.copy_(torch.from_numpy(layout.page_starts))
-        last.copy_(torch.from_numpy(((layout.lengths - 1) % PAGE_SIZE + 1).astype(np.int32)))
+        (held,) = layout.groups
+        pages[: len(held.pages)].copy_(torch.from_numpy(held.pages))
+        starts.copy_(torch.from_numpy(held.page_starts))
+        last.copy_(torch.from_numpy(((held.lengths - 1) % PAGE_SIZE + 1).astype(np.int32)))
         plans(layout)
         graph.replay()
         for window, out in zip(WINDOWS, outs, strict=True):

@@ -36,6 +36,7 @@ class Machine:
     of_row: int  # KiB
     vocabulary: int
     block: int
+    windows: int = 0  # bytes of a request's sliding windows, in the model's dtype
 
     def size(self, inputs: Object, memory: int) -> CapacityStatus | None:
         """None where the model does not fit."""
@@ -48,12 +49,16 @@ class Machine:
         each = self.wide // (4 if engine["kvCacheDtype"] == "fp8" else 1)
         beside = 0 if self.gpu else self.beside + self.shared * (running > 1)
         headroom = inputs["capacity"]["headroomMiB"]
-        left = memory * MIB - self.weights * MIB - growth - clients - (headroom + 24) * MIB
+        windows = self.windows * running // (4 if engine["kvCacheDtype"] == "fp8" else 1)
+        taken = windows + self.weights * MIB + growth + clients
+        left = memory * MIB - taken - (headroom + 24) * MIB
         tokens = (left // (each + beside) // PAGE - 1) * PAGE
         if tokens < PAGE:
             return None
         kv = tokens * each // MIB
         parts = {"weights": self.weights, "activations": -(-growth // MIB), "kv-cache": kv}
+        if windows:
+            parts["windows"] = -(-windows // MIB)
         if not self.gpu:
             parts["clients"] = -(-(clients + tokens * beside) // MIB)
         parts["headroom"] = headroom
@@ -90,6 +95,7 @@ machines = st.builds(
     of_row=st.integers(0, 200),
     vocabulary=st.sampled_from([1000, 49152, 151936]),
     block=st.sampled_from([16, 64, 128]),
+    windows=st.sampled_from([0, 200_000, 5_000_000]),
 )
 settings = st.fixed_dictionaries(
     {

@@ -8,11 +8,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from services import ready_pod
+from test_state_document import STATES
 
 from kvline_contract.codec import dumps
 from kvline_contract.launch import GateFile, KVCacheDtype
 from kvline_operator.observe.pods import Measured
-from kvline_operator.plan.acceptance import comparison_group
+from kvline_operator.plan.acceptance import baseline_of, comparison_group
 from kvline_operator.plan.gate import (
     Baseline,
     Candidate,
@@ -35,6 +37,25 @@ def test_one_dtype_read_from_two_revisions_can_be_compared() -> None:
     one, other = (comparison_group(json.loads(text)) for _ in range(2))
     candidate = Candidate(one, (Measured("H200", 960, 100),))
     assert incomparable(candidate, Baseline(other, 100, {})) == ""
+
+
+def test_an_upgrade_that_starts_to_free_windows_is_compared_with_one_that_kept_all() -> None:
+    """As the operator of commit 7fc0ac7 has stored the one, whose server kept a token in every
+    layer."""
+    state = STATES["accepted"][0]
+    pod = ready_pod(40_000)
+    assert pod.result is not None and pod.report is not None
+    freed = replace(pod.result, bytes_per_token=7680, full_bytes_per_token=state.bytes_per_token)
+    assert freed.compared_bytes == 46080 and pod.result.compared_bytes == 512
+    view = replace(pod, report=replace(pod.report, result=freed))
+    assert view.measured is not None
+    text = '{"model": {"source": "pvc://a/b"}, "resources": {}}'
+    baseline = baseline_of(state, json.loads(text))
+    candidate = Candidate(comparison_group(json.loads(text)), (view.measured,))
+    verdict = evaluate(candidate, baseline, Thresholds(0, 95))
+    assert incomparable(candidate, baseline) == "" and verdict.result is GateResult.PASSED
+    less = replace(candidate, replicas=(replace(view.measured, tokens=18_000),))
+    assert evaluate(less, baseline, Thresholds(0, 95)).result is GateResult.REJECTED
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,8 @@ from kvline_server.memory.groups import (
 )
 from kvline_server.memory.pages import PAGE_SIZE, extend_chain, pages_for
 from kvline_server.memory.parts import growing
+from kvline_server.sizing.running import bounded
+from kvline_server.sizing.settings import EngineSettings
 
 SHAPE = KVShape(1, 1, 8, torch.float32)
 
@@ -225,6 +227,21 @@ def test_a_budget_of_full_layers_beside_the_windows_of_all_sequences() -> None:
     assert len(every.pages(16)) == 1 and growing(parts(every.groups), 0, 128, 512) == 0
     least = PAGE_SIZE * pages_at_most(4096, 512)
     assert every.longest(least, 32768) == 32768 and every.longest(least - 16, 32768) < 32768
+
+
+def test_as_many_requests_run_as_leave_half_of_what_remains_to_the_full_layers() -> None:
+    """Of Gemma 3 of 12B on an H200 512 windows of 1,024 tokens are more than the GPU has."""
+    kept = {n: KVShape(n, 8, 256, torch.bfloat16) for n in (8, 40)}
+    groups = (CacheGroup(0, (), kept[8]), CacheGroup(1024, (), kept[40]))
+    settings = EngineSettings(8192, 131072, 512, 8192, 20, 256, 1024, None)
+    left = 114 << 30
+    running = bounded(settings, parts(groups), left)
+    assert running == 128
+    for count, fits in ((running, True), (2 * running, False)):
+        taken = growing(parts(groups), 0, count, settings.mapped_rows)
+        assert (taken <= left // 2) is fits
+    assert bounded(settings, parts(groups), 1 << 30) == 8, "fewer would help nobody"
+    assert bounded(settings, parts(groups[:1]), 1 << 30) == 512, "without windows all may run"
 
 
 def test_an_arena_of_groups_has_the_layers_in_the_model_s_order() -> None:

@@ -176,7 +176,7 @@ def started(folder: Path, kernels: TorchKernels, memory: int = 8 << 30) -> list[
     model = load.read_model(launch)
     heard: list[Progress] = []
     backend = open_backend(launch, memory, os.getpid(), lambda text: None)
-    backend = replace(backend, kernels=lambda model, group: kernels, note="")
+    backend = replace(backend, kernels=lambda *_: kernels, note="")
     settings = resolve(launch, model, backend.device.limit)
     load.load_model(launch, model, settings, backend, heard.append)
     return heard

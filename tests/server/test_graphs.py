@@ -81,11 +81,12 @@ class CapturedKernels(TorchKernels):
         self.attention = InPlace(self.device, self.dtype, self.rows)
 
 
-@pytest.fixture
+@pytest.fixture(params=["qwen2", "gemma3"])
 def with_graphs(
-    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Engine, Pool]:
-    made = engine(make_model("qwen2"), running=SLOTS, step=MOST, kernels=CapturedKernels())
+    """Of layers alike, and of two groups, of which one has a window."""
+    made = engine(make_model(request.param), running=SLOTS, step=MOST, kernels=CapturedKernels())
     pool, inputs = Pool(), steps._Inputs
     monkeypatch.setattr(graphs, "GraphPool", lambda: pool)
     # Nothing is pinned here.

@@ -13,7 +13,7 @@ from math import ceil, inf, prod
 from typing import Any
 
 from kvline_contract.launch import KVCacheDtype
-from kvline_contract.memory import ACTIVATIONS, CLIENTS, GRAPHS
+from kvline_contract.memory import ACTIVATIONS, CLIENTS, GRAPHS, WINDOWS
 from kvline_contract.report import Source
 from kvline_operator.api.quantity import canonical, in_bytes
 from kvline_operator.api.spec import gpus, ranks
@@ -90,7 +90,8 @@ def _with(measured: CapacityStatus, effects: list[Effect]) -> Bounds:
     tokens, each = measured.kv_tokens, measured.bytes_per_token
     # What clients may hold grows with the KV cache on a CPU: by an unknown part of this.
     beside = _bytes(measured, CLIENTS) / tokens
-    freed = (1 - prod(e.shrinks for e in effects)) * _bytes(measured, ACTIVATIONS, GRAPHS, CLIENTS)
+    beside_kv = _bytes(measured, ACTIVATIONS, GRAPHS, CLIENTS, WINDOWS)
+    freed = (1 - prod(e.shrinks for e in effects)) * beside_kv
     ratio = prod(e.ratio for e in effects)
     least, most = sum(e.least for e in effects), sum(e.most for e in effects) + freed
 
@@ -128,7 +129,9 @@ def _effect(path: str, old: Any, new: Any, measured: CapacityStatus, before: Obj
         wider = (old or KVCacheDtype.AUTO) == KVCacheDtype.AUTO and new == KVCacheDtype.FP8
         known = FP8_RATIO.get(measured.cache_dtype or "")
         # What a step takes beside it may grow: numbers are read in the model's own dtype.
-        return Effect(least=-inf, ratio=known) if wider and known else UNKNOWN
+        if not (wider and known):
+            return UNKNOWN
+        return Effect(-inf, (1 - 1 / known) * _bytes(measured, WINDOWS), ratio=known)
     if section == "engine" and field in LIMITS and None not in (old, new):
         return _of_limit(field, old, new, measured)
     return UNKNOWN
@@ -169,7 +172,7 @@ def estimates(
             out.append(Estimate(MEMORY, more, low, "AtLeast"))
     if ratio := FP8_RATIO.get(measured.cache_dtype or ""):
         most = bounds(measured, inputs, _with_field(inputs, "engine", "kvCacheDtype", "fp8")).high
-        exact = not _bytes(measured, CLIENTS)
+        exact = not _bytes(measured, CLIENTS, WINDOWS)
         tokens = measured.kv_tokens * ratio if exact else most or 0
         bound = "" if exact else "AtMost"
         out.append(Estimate("spec.engine.kvCacheDtype", "fp8", tokens, bound))

@@ -134,7 +134,6 @@ class ModelConfig:
         return tuple(self.window(layer) for layer in range(self.layers))
 
 
-
 def read_config(folder: Path) -> ModelConfig:
     """The model's configuration, or an error that names the file and the field."""
     path = folder / "config.json"

@@ -131,14 +131,14 @@ class WholeSteps:
         unread[step.pending_rows] = step.pending_slots
         row_starts = np.arange(count + 1, dtype=np.int32)
         host.row_starts.numpy()[: count + 1] = row_starts
-        planned, start = [], 0
-        for into, group in zip(host.groups, layout.groups, strict=True):
-            page_starts, lengths = _place_group(into, group, row_starts)
-            planned.append((page_starts, lengths))
+        pairs = list(zip(host.groups, layout.groups, strict=True))
+        placed = [_place_group(into, group, row_starts) for into, group in pairs]
+        start = 0
+        for into, (page_starts, _) in zip(host.groups, placed, strict=True):
             end = into.at + 4 * int(page_starts[-1])
             self.device.buffer[start:end].copy_(host.buffer[start:end], non_blocking=True)
             start = into.at + into.pages.nbytes
-        for index, (page_starts, lengths) in enumerate(planned):
+        for index, (page_starts, lengths) in enumerate(placed):
             self._plan(index, row_starts, page_starts, lengths)
 
     def _plan(
