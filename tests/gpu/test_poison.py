@@ -11,7 +11,7 @@ from pairs import engine, worker
 
 from kvline_server.engine.engine import Engine
 from kvline_server.ipc.sampling_params import SamplingParams
-from kvline_server.memory.arena import Scales
+from kvline_server.memory.arena import Scales, as_words
 from kvline_server.model.config import ModelConfig
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +25,9 @@ def poisoned(made: Engine, depth: int) -> Engine:
     runner = worker(made)
     runner.kernels.depth = depth
     runner.decoder.weights.embedding[BAD] = float("nan")
-    runner.arena._words.fill_(-1)  # type: ignore[attr-defined] # of any dtype's bits a NaN
+    for layer in runner.arena.layers():
+        for part in (layer.keys, layer.values):
+            as_words(part).fill_(-1)  # of any dtype's bits a NaN
     return made
 
 

@@ -154,6 +154,6 @@ class GroupedArena:
         found = {
             layer: kv
             for group, arena in zip(self._groups, self._arenas, strict=True)
-            for layer, kv in zip(group.layers, arena.layers(), strict=True)
+            for layer, kv in zip(group.layers, arena.layers(), strict=False)  # none without a page
         }
         self._layers = [found[layer] for layer in sorted(found)]

@@ -63,9 +63,8 @@ def load_model(
     ModelInvalid, or OutOfMemory where weights do not fit, before the OOM killer acts."""
     device = backend.device
     started, before, used = time.monotonic(), device.now(), device.used()
-    folder = Path(launch.model.path)
     random = launch.model.load_format is LoadFormat.RANDOM
-    source = _source(folder, model, random)
+    source = _source(Path(launch.model.path), model, random)
     shard = Shard(group.rank, group.ranks)
     expected = loader.checked(source, model, shard).nbytes(backend.dtype)
     try:
@@ -77,12 +76,12 @@ def load_model(
             if expected > device.limit - used:
                 raise DeviceOutOfMemory("load: the weights are larger than what is free")
             cache, missing = _cache(source, model, group, backend, settings.wanted_len)
-            if launch.engine.max_running_requests is None:
+            if launch.engine.max_running_requests is None and len(cache) > 1:
                 left = device.limit - expected - collectives - settings.reserved()
-                running = bounded(settings, parts(cache), left)
-                settings = settings.changed(max_running_requests=_least(running, kernels))
-            progress = _LoadProgress(send, started)
-            worker = _build(source, model, cache, settings, backend, kernels, progress)
+                running = _least(bounded(settings, parts(cache), left), kernels)
+                settings = settings.changed(max_running_requests=running)
+            copied = _LoadProgress(send, started)
+            worker = _build(source, model, cache, settings, backend, kernels, copied)
             for warning in (_dequantised(source, backend), missing):
                 if warning and group.rank == 0:
                     send(Progress(warning=warning))
@@ -92,21 +91,17 @@ def load_model(
         owned = OwnedPart(WEIGHTS, fixed=expected), exchanged(collectives)
         rank = _diagnosis(backend, settings, owned, used - collectives, group)
         raise rank.weights_do_not_fit(device.limit - used) from error
-    ms = round((time.monotonic() - started) * 1000)
+    ms, taken = round((time.monotonic() - started) * 1000), device.now() - before
     notes = [backend.note] if backend.note else []
-    details = ["random"] * random + _kept(worker.decoder.weights) + notes
-    taken = device.now() - before
-    send(Progress(stage=Stage("load", ms, taken, ", ".join(details) or None)))
-    revision = model_revision(launch)
-    provenance = Provenance(device.name, device.driver, launch.image, revision, backend.libraries)
+    details = ", ".join(["random"] * random + _kept(worker.decoder.weights) + notes)
+    send(Progress(stage=Stage("load", ms, taken, details or None)))
+    which = launch.image, model_revision(launch), backend.libraries
+    provenance = Provenance(device.name, device.driver, *which)
     send(Progress(provenance=provenance))
     loaded = Loaded(
         executor=Local(worker, device),
         vocabulary=model.vocabulary,
-        owned=(
-            *worker.decoder.weights.parts(),
-            *parts(cache),
-        ),
+        owned=(*worker.decoder.weights.parts(), *parts(cache)),
         groups=cache,
         stress=StressSet.of(worker),
         fingerprint=_fingerprint(launch, settings, provenance, device, worker.kernels),
