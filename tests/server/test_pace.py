@@ -46,7 +46,7 @@ def run(seconds=sys.argv[1]):
     print(seconds, file=rank.stdin, flush=True)
     rank.stdout.readline()
 run("0")
-step = SimpleNamespace(tokens=[0] * 16, layout=SimpleNamespace(lengths=np.array([16])))
+step = SimpleNamespace(tokens=[0] * 16, layout=SimpleNamespace(positions=np.array([15])))
 print(rank.pid, flush=True)
 input()
 began, refused = time.monotonic(), ""
