@@ -36,6 +36,12 @@ class KVCacheDtype(StrEnum):
     FP8 = "fp8"  # e4m3, with a scale of each layer's keys and one of its values
 
 
+class Method(StrEnum):
+    """Where draft tokens come from."""
+
+    NGRAM = "NGram"  # the sequence's own text
+
+
 class Reuse(StrEnum):
     AUTO = "Auto"
     NEVER = "Never"
@@ -53,6 +59,22 @@ class Model:
             raise ContractError(f"path: expected an absolute path, got {self.path[:80]!r}")
 
 
+MAX_DRAFT_TOKENS = 7
+
+
+@document
+class Speculation:
+    """Speculative decoding; None: the server's default."""
+
+    method: Method
+    max_draft_tokens: int | None = field(low=1, high=MAX_DRAFT_TOKENS, omit_none=True, default=None)
+
+    @property
+    def draft_tokens(self) -> int:
+        """Of a sequence and step, at most. How many pay is measured while it serves."""
+        return self.max_draft_tokens or MAX_DRAFT_TOKENS
+
+
 @document
 class EngineOptions:
     """Settings of the spec; None: the server's default."""
@@ -62,6 +84,7 @@ class EngineOptions:
     max_prefill_tokens: int | None = field(low=16, high=65536, omit_none=True, default=None)
     max_top_logprobs: int | None = field(low=0, high=20, omit_none=True, default=None)
     kv_cache_dtype: KVCacheDtype | None = field(omit_none=True, default=None)
+    speculation: Speculation | None = field(omit_none=True, default=None)
 
 
 @document

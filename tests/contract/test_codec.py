@@ -18,8 +18,10 @@ from kvline_contract.launch import (
     KVCacheDtype,
     LaunchConfig,
     LoadFormat,
+    Method,
     Model,
     Records,
+    Speculation,
 )
 from kvline_contract.memory import MemoryV1
 from kvline_contract.report import (
@@ -66,6 +68,7 @@ launches = st.builds(
         optional(16, 65536),
         optional(0, 20),
         st.none() | st.sampled_from(KVCacheDtype),
+        st.none() | st.builds(Speculation, st.sampled_from(Method), optional(1, 7)),
     ),
     capacity=st.builds(CapacityOptions, optional(16, 2**40), optional(0, 65536)),
     require_api_key=st.booleans(),

@@ -12,6 +12,7 @@ from kvline_server.engine.batch import build
 from kvline_server.engine.engine import Engine
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.scheduler import Work
+from kvline_server.engine.speculation import decode_rows
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.attention import SlotMapping
 from kvline_server.kernels.fp8 import FP8
@@ -25,6 +26,9 @@ from kvline_server.model.config import ModelConfig, Norms, Rope
 from kvline_server.model.decoder import Decoder, cache_groups
 from kvline_server.model.loader import SCALE, RandomSource, load_weights
 from kvline_server.parallel.executor import Local
+from kvline_server.worker.graphs.graphs import Graphs
+from kvline_server.worker.inputs import upload
+from kvline_server.worker.step import Step
 from kvline_server.worker.worker import Worker
 
 PAGES = 400
@@ -108,15 +112,17 @@ def engine(
     running: int = 16,
     step: int = 256,
     scales: tuple[Scales, ...] = (),
+    draft_tokens: int = 0,
 ) -> Engine:
     """An engine on the GPU with graphs, without a profile loop."""
     from kvline_server.memory.cuda import CudaDevice
 
     decoder, arena = sides(config, max(PAGES, pages), scales)[1]
     arena.resize((pages,) * len(arena.pages))
-    executor = Local(Worker(decoder, arena, 64, running), CudaDevice())
+    rows = decode_rows(running, step, draft_tokens)
+    executor = Local(Worker(decoder, arena, 64, running, rows), CudaDevice())
     executor.capture(step, 4096)
-    return Engine(executor, running, step, 4096, ())
+    return Engine(executor, running, step, 4096, (), draft_tokens=draft_tokens)
 
 
 def sequence(rng: np.random.Generator, length: int, free: list[int], groups: int = 1) -> Sequence:
@@ -134,3 +140,21 @@ def slide(member: Sequence, decoder: Decoder, position: int) -> None:
         first = first_page(window, position // PAGE_SIZE)
         del group.pages[: first - group.first]
         group.first = first
+
+
+def captured(
+    decoder: Decoder, arena: GroupedArena, max_rows: int, last_tokens: torch.Tensor | None = None
+) -> Graphs:
+    plan = decoder.kernels.attention.plan_in_place
+    assert plan is not None
+    if last_tokens is None:
+        last_tokens = torch.zeros(1, dtype=torch.int64, device="cuda")
+    return Graphs(decoder, plan, arena, last_tokens, len(last_tokens), max_rows, 4096)
+
+
+def forward(decoder: Decoder, arena: GroupedArena, step: Step) -> torch.Tensor:
+    """Eager: without graphs."""
+    ids, mapping, wanted = upload(decoder.kernels, step, torch.empty(0))
+    with torch.inference_mode():
+        out: torch.Tensor = decoder.step(ids, mapping, arena.layers(), step.layout, wanted)
+    return out

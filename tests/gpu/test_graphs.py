@@ -10,19 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pairs import GEMMA, sequence, sides, slide
+from pairs import GEMMA, captured, forward, sequence, sides, slide
 
 from kvline_server.engine.batch import build
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.scheduler import Kind, Work
 from kvline_server.memory.arena import Scales
-from kvline_server.memory.groups import GroupedArena
 from kvline_server.model.config import Experts, ModelConfig
-from kvline_server.model.decoder import Decoder
 from kvline_server.model.quantization import Quantization
-from kvline_server.worker.graphs.graphs import Graphs
-from kvline_server.worker.inputs import upload
-from kvline_server.worker.step import Step
 
 pytestmark = pytest.mark.gpu
 
@@ -165,21 +160,3 @@ def test_whole_steps_of_decodes_are_eager_ones(
         want = forward(decoder, arena, build(work).step)
         distance = float((got - want).float().norm() / want.float().norm())
         assert distance < most, (number, distance)
-
-
-def captured(
-    decoder: Decoder, arena: GroupedArena, max_rows: int, last_tokens: torch.Tensor | None = None
-) -> Graphs:
-    plan = decoder.kernels.attention.plan_in_place
-    assert plan is not None
-    if last_tokens is None:
-        last_tokens = torch.zeros(1, dtype=torch.int64, device="cuda")
-    return Graphs(decoder, plan, arena, last_tokens, max_rows, 4096)
-
-
-def forward(decoder: Decoder, arena: GroupedArena, step: Step) -> torch.Tensor:
-    """Eager: without graphs."""
-    ids, mapping, wanted = upload(decoder.kernels, step, torch.empty(0))
-    with torch.inference_mode():
-        out: torch.Tensor = decoder.step(ids, mapping, arena.layers(), step.layout, wanted)
-    return out

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from engines import Guess
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.scheduler import Scheduler, Work
+from kvline_server.engine.speculation import accepted
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.memory.arena import HostArena, KVShape
 from kvline_server.memory.caches import Caches
@@ -49,27 +51,28 @@ class Model:
             self.write(item)
         for item in work:
             for position in range(item.start, item.start + item.rows):
-                self.attend(item.sequence, position)
+                self.attend(item, position)
 
     def places(self, sequence: Sequence, position: int) -> list[tuple[int, int]]:
         index, offset = divmod(position, PAGE_SIZE)
         return [(g.pages[index - g.first], offset) for g in sequence.table.groups]
 
     def write(self, item: Work) -> None:
-        tokens = item.sequence.tokens
+        tokens = [*item.sequence.tokens, *item.drafts]
         for position in range(item.start, item.start + item.rows):
             for kept, at in zip(self.kept, self.places(item.sequence, position), strict=True):
                 kept[at] = hash(tuple(tokens[: position + 1]))
 
-    def attend(self, sequence: Sequence, position: int) -> None:
+    def attend(self, item: Work, position: int) -> None:
+        tokens = [*item.sequence.tokens, *item.drafts]
         for group, window in enumerate(self.caches.windows):
             first = max(0, position + 1 - window) if window else 0
             for seen in range(first, position + 1):
                 index, offset = divmod(seen, PAGE_SIZE)
-                pages = sequence.table.groups[group]
+                pages = item.sequence.table.groups[group]
                 assert index >= pages.first, "a page that a query sees was given up"
                 found = self.kept[group][pages.pages[index - pages.first], offset]
-                assert found == hash(tuple(sequence.tokens[: seen + 1])), "another's key"
+                assert found == hash(tuple(tokens[: seen + 1])), "another's key"
                 self.read += 1
 
 
@@ -79,9 +82,11 @@ def step(scheduler: Scheduler, model: Model, done: list[int]) -> list[Work]:
     scheduler.advance(work)
     for item in work:
         sequence = item.sequence
-        if item.start + item.rows == len(sequence.tokens):
-            scheduler.confirm(sequence, len(sequence.tokens))
-            sequence.tokens.append(7)
+        if item.start + item.rows == len(sequence.tokens) + len(item.drafts):
+            sequence.tokens += [7] * (1 + accepted(item.drafts, [7] * item.rows))
+            scheduler.confirm(sequence, len(sequence.tokens) - 1)
+            if item.drafts:
+                scheduler.truncate(sequence, len(sequence.tokens) - 1)
             if len(sequence.tokens) >= sequence.limit:
                 scheduler.remove(sequence)
                 done.append(sequence.id)
@@ -106,6 +111,7 @@ shapes = st.lists(
     st.integers(15, 40),
     st.integers(1, 5),
     st.integers(5, 60),
+    st.none() | st.integers(0, 1000),
 )
 def test_every_query_sees_its_own_tokens_and_every_sequence_ends(
     shapes: list[tuple[int, int, int]],
@@ -113,12 +119,16 @@ def test_every_query_sees_its_own_tokens_and_every_sequence_ends(
     pages: int,
     running: int,
     rows: int,
+    drafting: int | None,
 ) -> None:
-    """With prefix hits, preemption and chunks that end anywhere. Any sequence fits alone; groups
-    with windows never lack a page, as many as running sequences and the rows of a step need."""
+    """With prefix hits, preemption, chunks that end anywhere and drafts of this seed. Any sequence
+    fits alone; groups with windows never lack a page, as many as running sequences and the rows of
+    a step need."""
     rows = max(rows, running)
     caches = Caches(windows, sizes(windows, running, rows).pages(PAGE_SIZE * pages), rows)
-    scheduler, model = Scheduler(caches, running, rows), Model(caches)
+    speculation = None if drafting is None else Guess(random.Random(drafting))
+    scheduler = Scheduler(caches, running, rows, speculation=speculation)
+    model = Model(caches)
     grow = caches.grow
 
     def grown(table: Any, tokens: int) -> bool:

@@ -126,6 +126,10 @@ def test_the_version_is_shown() -> None:
             "--device cuda asks for a GPU, and CUDA finds none on this machine",
         ),
         (
+            "engine.speculation.maxDraftTokens: expected 1 to 7, got 8",
+            "--max-draft-tokens: expected 1 to 7, got 8",
+        ),
+        (
             "no .safetensors file; spec.model.loadFormat: random needs none",
             "no .safetensors file; --load random needs none",
         ),

@@ -3,6 +3,7 @@ replay, over the same buffers."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,12 +82,15 @@ class CapturedKernels(TorchKernels):
         self.attention = InPlace(self.device, self.dtype, self.rows)
 
 
-@pytest.fixture(params=["qwen2", "gemma3"])
+@pytest.fixture(params=list(itertools.product(["qwen2", "gemma3"], [0, 3])), ids=str)
 def with_graphs(
     request: pytest.FixtureRequest, make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Engine, Pool]:
-    """Of layers alike, and of two groups, of which one has a window."""
-    made = engine(make_model(request.param), running=SLOTS, step=MOST, kernels=CapturedKernels())
+    """Of layers alike, and of two groups, of which one has a window; plain, and with so many draft
+    tokens."""
+    name, drafts = request.param
+    options = {"running": SLOTS, "step": MOST, "draft_tokens": drafts}
+    made = engine(make_model(name), kernels=CapturedKernels(), **options)
     pool, inputs = Pool(), steps._Inputs
     monkeypatch.setattr(graphs, "GraphPool", lambda: pool)
     # Nothing is pinned here.
@@ -98,7 +102,8 @@ def with_graphs(
 def serve(made: Engine) -> None:
     """Requests of which some are decoded while prompts of others are chunked."""
     for id, length in enumerate((1, 2, 17, 33, 61, 100, 5, 48)):
-        params = greedy(4 + id, **({"prompt_logprobs": 1} if id == 3 else {}))
+        more = 40 if made.speculation is not None else 0
+        params = greedy(4 + id + more, **({"prompt_logprobs": 1} if id == 3 else {}))
         made.submit(id, [(7 * id + i) % 300 for i in range(length)], params)
     assert len(finish(made)) == 8
 
@@ -110,9 +115,10 @@ def test_graphs_give_the_hidden_states_of_steps_without(
     runner = worker(made)
     decoder, found = runner.decoder, runner.graphs
     assert found is not None
+    rows = captured(found.whole.max_rows)
     assert len(found.whole.stagings) == made.executor.depth + 1
-    assert pool.captured == len(captured(MOST)) * (decoder.config.layers + 1) + len(captured(8))
-    run, kinds = found.run, set[tuple[bool, int]]()
+    assert pool.captured == len(captured(MOST)) * (decoder.config.layers + 1) + len(rows)
+    run, kinds, drafted = found.run, set[tuple[bool, int]](), set[tuple[bool, bool]]()
 
     def compared(step: Step) -> torch.Tensor:
         got = run(step)
@@ -120,11 +126,13 @@ def test_graphs_give_the_hidden_states_of_steps_without(
         want = decoder.step(ids, mapping, runner.arena.layers(), step.layout, wanted)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
         kinds.add((found.whole.fits(step), len(step.pending_rows) > 0))
+        drafted.add((found.whole.fits(step), step.layout.decode_rows > step.layout.decodes))
         return got
 
     monkeypatch.setattr(found, "run", compared)
     serve(made)
-    assert kinds == {(True, True), (False, True), (False, False)}
+    assert kinds >= {(True, True), (False, True), (False, False)}
+    assert ({(True, True), (False, True)} <= drafted) == (made.speculation is not None)
 
 
 def test_a_rehearsal_replays_no_graph(

@@ -153,35 +153,40 @@ def test_the_stress_set_s_sequences_fit_whatever_the_pages(
         assert 0 not in held and len(set(held)) == len(held) < pages, name
 
 
+@pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("windows", [(), (32, 32), (0, 32)])
 def test_page_tables_of_six_times_the_cache_take_what_is_reserved_for_them(
-    windows: tuple[int, ...],
+    windows: tuple[int, ...], drafts: int
 ) -> None:
     """On the CPU with each sequence's own table and the masks of its tokens, one for each kind of
-    layer; on a GPU as they are given to two steps."""
+    layer, with draft tokens for each query; on a GPU as they are given to two steps."""
+    queries = 2  # of a key-value head
     each, params, kinds = 50, SamplingParams(max_tokens=1), set(windows) or {0}
     tokens, total = each * PAGE_SIZE, SHARED_TABLES * 2 * each
     shared = array("i", range(1, each + 1))
     work = []
     for id in range(total // each):
-        sequence = Sequence(id, [7] * tokens, tokens, params)
+        known = tokens - drafts
+        sequence = Sequence(id, [7] * known, known, params)
         groups = tuple(GroupPages(0, shared[:]) for _ in kinds)
-        sequence.table, sequence.computed = PageTable(groups, each), tokens - 1
-        work.append(Work(sequence, tokens - 1, 1, Kind.DECODE))
+        sequence.table, sequence.computed = PageTable(groups, each), known - 1
+        work.append(Work(sequence, known - 1, 1 + drafts, Kind.DECODE, [7] * drafts))
     layout = build(work, []).step.layout
     kept = sent = 0
     for group, window in enumerate(kinds):
-        held = layout.groups[group].pages
-        assert len(held) == total
+        held, apart = (one.groups[group].pages for one in (layout, layout.apart()))
+        assert len(held) == total and len(apart) == (1 + drafts) * total
         kept += held.nbytes + total * shared.itemsize
-        sent += 2 * held.nbytes
+        sent += 2 * apart.nbytes
         for part in TorchKernels().attention.plan(layout, group, window):
+            if drafts:
+                part.repeat_mask(queries)
             assert part.mask is not None
             kept += part.pages.nbytes + part.mask.nbytes
     taken = {Device.CPU: kept, Device.CUDA: sent}
     for device, nbytes in taken.items():
-        reserved = _shared_tables(device, 2, windows) * 2 * tokens  # of a cache of two sequences
-        assert reserved == nbytes
+        reserved = _shared_tables(device, 2, windows, 1 + drafts, queries)
+        assert reserved * 2 * tokens == nbytes  # of a cache of two sequences
 
 
 def at_once(step: Step, chunk: int) -> Iterator[slice]:

@@ -16,13 +16,16 @@ from pathlib import Path
 from kvline_contract import names
 from kvline_contract.codec import ContractError
 from kvline_contract.launch import (
+    MAX_DRAFT_TOKENS,
     CapacityOptions,
     Device,
     EngineOptions,
     KVCacheDtype,
     LaunchConfig,
     LoadFormat,
+    Method,
     Model,
+    Speculation,
 )
 from kvline_server.command.scratch import scratch
 from kvline_server.errors import ConfigInvalid, ServerError
@@ -30,9 +33,11 @@ from kvline_server.options.clients import ClientLimits
 from kvline_server.options.flags import Parser, number, quantity
 from kvline_server.options.options import KEY_FILE, TLS_FOLDER, Options
 
-ENGINE = [field.name for field in fields(EngineOptions)]
+ENGINE = [field.name for field in fields(EngineOptions) if field.name != "speculation"]
+SPECULATION = ["speculation", "max_draft_tokens"]
+CAPACITY = ["kv_tokens", "headroom_mib"]
 # What a launch.json says itself; the flag would be overruled in silence.
-OF_THE_FILE = ["served_name", "load", "device", "gpus", *ENGINE, "kv_tokens", "headroom_mib"]
+OF_THE_FILE = ["served_name", "load", "device", "gpus", *ENGINE, *SPECULATION, *CAPACITY]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -131,6 +136,16 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         choices=[str(d) for d in KVCacheDtype],
         help="default: auto, the dtype that the model computes in",
     )
+    parser.add_argument(
+        "--speculation",
+        choices=[str(method) for method in Method],
+        help="draft tokens: NGram takes them from the request's own text; default: none",
+    )
+    parser.add_argument(
+        "--max-draft-tokens",
+        type=number(1, MAX_DRAFT_TOKENS),
+        help=f"of a request and step; default with --speculation: {MAX_DRAFT_TOKENS}",
+    )
     parser.add_argument("--kv-tokens", type=int, help="pin the KV budget; it is still validated")
     parser.add_argument("--headroom-mib", type=int)
     parser.add_argument(
@@ -158,13 +173,22 @@ def launch_from_flags(arguments: argparse.Namespace) -> LaunchConfig:
             served_name=arguments.served_name or folder.name,
             load_format=LoadFormat(arguments.load or LoadFormat.WEIGHTS),
         ),
-        engine=EngineOptions(*(getattr(arguments, name) for name in ENGINE)),
+        engine=EngineOptions(
+            **{name: getattr(arguments, name) for name in ENGINE}, speculation=_drafts(arguments)
+        ),
         capacity=CapacityOptions(arguments.kv_tokens, arguments.headroom_mib),
         require_api_key=getattr(arguments, "api_key_file", None) is not None,
         require_tls=getattr(arguments, "tls_dir", None) is not None or None,
     )
     # Through the strict reader, so that flags have the same bounds as a file.
     return LaunchConfig.parse(launch.dumps())
+
+
+def _drafts(arguments: argparse.Namespace) -> Speculation | None:
+    """`--max-draft-tokens` asks for the one method."""
+    if arguments.speculation is None and arguments.max_draft_tokens is None:
+        return None
+    return Speculation(Method(arguments.speculation or Method.NGRAM), arguments.max_draft_tokens)
 
 
 def _found_device() -> Device:

@@ -30,7 +30,11 @@ MAX_CHOICES = 8
 AS_GIVEN = "as given"
 # The spec's name of each setting, and where launch.json has it.
 SETTINGS = {
-    **{camel(field.name): ("engine", camel(field.name)) for field in fields(EngineOptions)},
+    **{
+        camel(field.name): ("engine", camel(field.name))
+        for field in fields(EngineOptions)
+        if field.name != "speculation"  # no single value
+    },
     "gpus": ("tensorParallel",),
     "headroomMiB": ("capacity", "headroomMiB"),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import chain, repeat
+from operator import attrgetter
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from kvline_server.engine import penalties
 from kvline_server.engine.request import Sequence
 from kvline_server.engine.sampling import draws
 from kvline_server.engine.scheduler import Kind, Work
-from kvline_server.kernels.layout import GroupLayout, Layout
+from kvline_server.kernels.layout import GroupLayout, Layout, starts
 from kvline_server.memory.caches import GroupPages
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.worker.step import Step
@@ -38,19 +39,25 @@ def build(work: list[Work], cleared: Iterable[Collection[int]] = ()) -> Batch:
     """The step of this work, whose sequences already hold their pages. Pages to be `cleared` before
     it, of each group, may be any."""
     decodes = [w for w in work if w.kind is Kind.DECODE]
+    drafting = any(map(attrgetter("drafts"), decodes))
+    if drafting:  # those of as many rows are attended together
+        decodes.sort(key=attrgetter("rows"))
     prompts = [w for w in work if w.kind is Kind.PROMPT]
     ordered = decodes + prompts
-    rows, at = _Rows(), 0
+    rows, at = _Rows(drafting), 0
     for w in ordered:
         rows.add(w, at)
         at += w.rows
-    return rows.batch(_token_ids(decodes, prompts), _layout(ordered, len(decodes), cleared))
+    tokens = _token_ids(decodes, prompts, drafting)
+    single = 0 if drafting else len(decodes)
+    return rows.batch(tokens, _layout(ordered, single, len(decodes), cleared))
 
 
 class _Rows:
     """Collects the rows that the LM head gets, and what is done with each."""
 
-    def __init__(self) -> None:
+    def __init__(self, drafting: bool) -> None:
+        self.drafting = drafting
         self.scored_rows: list[np.ndarray] = []
         self.targets: list[int] = []
         self.scored: list[ScoredRun] = []
@@ -59,7 +66,7 @@ class _Rows:
 
     def add(self, work: Work, at: int) -> None:
         """Work whose rows begin at row `at` of the step."""
-        sequence, start, count, _ = work
+        sequence, start, count, *_ = work
         end = start + count
         if start < sequence.prompt_length - 1:  # the row of position p predicts the token at p + 1
             first = max(start + 1, sequence.first_scored)
@@ -68,12 +75,20 @@ class _Rows:
                 self.scored_rows.append(np.arange(at + first - 1 - start, at + last - start))
                 self.targets += sequence.tokens[first : last + 1]
                 self.scored.append(ScoredRun(sequence, first, last - first + 1))
-        if end == len(sequence.tokens) + sequence.pending:
+        if work.drafts:
+            self.sampled_rows += range(at, at + count)
+            self.sampled.append(work)
+        elif end == len(sequence.tokens) + sequence.pending:
             self.sampled_rows.append(at + count - 1)
             self.sampled.append(work)
 
     def batch(self, tokens: np.ndarray, layout: Layout) -> Batch:
         sampled = [work.sequence for work in self.sampled]
+        ahead: np.ndarray | int = 0
+        if self.drafting:  # a sequence for each sampled row
+            counts = [work.sampled for work in self.sampled]
+            sampled = [s for s, n in zip(sampled, counts, strict=True) for _ in range(n)]
+            ahead = np.concatenate([np.arange(n, dtype=np.uint64) for n in counts])
         slots = np.asarray([s.slot for s in sampled], dtype=np.int64)
         # Only a sampled row can have an input token that the host has not read.
         pending = [i for i, s in enumerate(sampled) if s.pending]
@@ -90,7 +105,7 @@ class _Rows:
                 (r.sequence.params.prompt_logprobs or 0 for r in self.scored), default=0
             ),
             sampled_slots=slots,
-            draws=draws(sampled),
+            draws=draws(sampled, ahead),
             edits=penalties.edits(sampled),
             listed=np.asarray(listed, dtype=np.int64),
             listed_top=max((sampled[row].params.logprobs or 0 for row in listed), default=0),
@@ -98,19 +113,24 @@ class _Rows:
         return Batch(step, tuple(self.scored), tuple(self.sampled))
 
 
-def _token_ids(decodes: list[Work], prompts: list[Work]) -> np.ndarray:
+def _token_ids(decodes: list[Work], prompts: list[Work], drafting: bool) -> np.ndarray:
     """A pending token is filled in on the device."""
     known = [s.tokens[start] if start < len(s.tokens) else 0 for s, start, *_ in decodes]
-    parts = [np.asarray(s.tokens[start : start + count]) for s, start, count, _ in prompts]
+    if drafting:
+        known = [t for one, w in zip(known, decodes, strict=True) for t in (one, *w.drafts)]
+    parts = [np.asarray(s.tokens[start : start + count]) for s, start, count, *_ in prompts]
     return np.concatenate([np.asarray(known, dtype=np.int64), *parts]).astype(np.int64)
 
 
-def _layout(work: list[Work], decodes: int, cleared: Iterable[Collection[int]]) -> Layout:
+def _layout(
+    work: list[Work], single: int, decodes: int, cleared: Iterable[Collection[int]]
+) -> Layout:
+    """Of work that begins with `single` rows."""
     counts = np.ones(len(work), dtype=np.int32)
-    counts[decodes:] = [w.rows for w in work[decodes:]]
+    counts[single:] = [w.rows for w in work[single:]]
     first = np.asarray([w.start for w in work], dtype=np.int32)
-    row_starts = _starts(counts)
-    if len(work) == decodes:
+    row_starts = starts(counts)
+    if len(work) == single:
         positions, owners = first, None
     else:
         # Row r of sequence s is at position first[s] + (r - row_starts[s]).
@@ -144,16 +164,10 @@ def _group(
         for each, count in zip(held, counts.tolist(), strict=True)
     ]
     pages = np.frombuffer(bytearray().join(tables), dtype=np.int32)
-    page_starts = _starts(counts)
+    page_starts = starts(counts)
     if owners is None:
         page = pages[page_starts[1:] - 1]
     else:
         page = pages[page_starts[owners] + positions // PAGE_SIZE]
     slots = page.astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE
     return GroupLayout(lengths, page_starts, pages, slots, cleared)
-
-
-def _starts(counts: np.ndarray) -> np.ndarray:
-    out = np.zeros(len(counts) + 1, dtype=np.int32)
-    np.cumsum(counts, out=out[1:])
-    return out

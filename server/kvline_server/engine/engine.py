@@ -17,6 +17,7 @@ from kvline_server.engine import batch as batches
 from kvline_server.engine.logprobs import cut, join
 from kvline_server.engine.request import Scores, Sequence
 from kvline_server.engine.scheduler import Scheduler, Work
+from kvline_server.engine.speculation import Speculation, accepted
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.memory.caches import Caches
 from kvline_server.parallel.executor import Executor
@@ -24,6 +25,14 @@ from kvline_server.worker.step import InFlight, Results
 
 # error: the model's numbers for this sequence are not finite, so there is no next token.
 FinishReason = Literal["stop", "length", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    batch: batches.Batch
+    step: InFlight
+    at: float  # when it was launched
+    host: float  # seconds that the host prepared it
 
 
 @dataclass(slots=True)
@@ -46,16 +55,22 @@ class Engine:
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
         mixed_prefill_tokens: int | None = None,
+        draft_tokens: int = 0,
     ) -> None:
-        """`mixed_prefill_tokens`: prompt rows that a mixed step always allows; None: no limit."""
+        """`mixed_prefill_tokens`: prompt rows that a mixed step always allows; None: no limit.
+        `draft_tokens` of a decode, at most."""
         self.executor = executor
         self.caches = Caches(executor.windows, executor.pages, max_step_tokens)
-        self.scheduler = Scheduler(self.caches, max_running, max_step_tokens, mixed_prefill_tokens)
+        self.speculation = Speculation(draft_tokens) if draft_tokens else None
+        self.scheduler = Scheduler(
+            self.caches, max_running, max_step_tokens, mixed_prefill_tokens, self.speculation
+        )
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
         self.sequences: dict[int, Sequence] = {}
         self.steps = 0
-        self._in_flight: deque[tuple[batches.Batch, InFlight]] = deque()
+        self._in_flight: deque[_Launched] = deque()
+        self._read_at = 0.0  # when the results of the last step were there
 
     @property
     def idle(self) -> bool:
@@ -77,15 +92,30 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Launches a batch and reads the results of the step before; on the CPU, those of this
-        step. Empty when there are no results yet."""
+        step. Drafts begin behind the last token, so it is read first. Empty when there are no
+        results yet."""
+        early = self._collect(0) if self._waits() else []
+        begun = time.monotonic()
         work = self.scheduler.schedule()
         if work:
             _admit(work)
             batch = batches.build(work, self.caches.to_clear())
-            self._in_flight.append((batch, self.executor.launch(batch.step)))
+            now = time.monotonic()
+            launched = self.executor.launch(batch.step)
+            self._in_flight.append(_Launched(batch, launched, now, now - begun))
             self._advance(batch, work)
             self.steps += 1
-        return self._collect(self.executor.depth if work else 0)
+        return early + self._collect(self.executor.depth if work else 0)
+
+    def _waits(self) -> bool:
+        """Whether the next step is scheduled with all tokens read."""
+        if self.speculation is None:
+            return False
+        self.speculation.refresh()
+        if not self._in_flight:
+            return False
+        drafting = any(work.drafts for work in self._in_flight[-1].batch.sampled)
+        return drafting or self.speculation.waits(self.scheduler.running)
 
     def _advance(self, batch: batches.Batch, work: list[Work]) -> None:
         """Updates the sequences with what is known of a step before its tokens are read."""
@@ -99,28 +129,38 @@ class Engine:
         """Waits for all steps in flight but the last `depth` and publishes their tokens."""
         out: list[Output] = []
         while len(self._in_flight) > depth:
-            batch, launched = self._in_flight.popleft()
-            results = launched.wait()
+            launched = self._in_flight.popleft()
+            batch, results = launched.batch, launched.step.wait()
             _distribute(batch, results)
             scores, tokens, row = _listed(batch, results), results.tokens.tolist(), 0
+            before = len(out)
             for work in batch.sampled:
                 end = row + work.sampled
                 if not work.sequence.ended:
-                    out.append(self._publish(work.sequence, tokens[row:end], scores.get(row)))
+                    out.append(self._publish(work, tokens[row:end], scores.get(row)))
                 row = end
+            if self.speculation is not None:
+                self._note(self.speculation, launched, sum(len(o.tokens) for o in out[before:]))
         return out
 
-    def _publish(self, sequence: Sequence, sampled: list[int], scores: Scores | None) -> Output:
-        """What was `sampled` of it in a step, with the scores of each."""
+    def _publish(self, work: Work, sampled: list[int], scores: Scores | None) -> Output:
+        """What was `sampled` in a step, with the scores of each."""
+        sequence = work.sequence
         tokens = sequence.tokens
         if min(sampled) < 0 or sequence.not_finite:
             self.scheduler.fail(sequence)
             self.abort(sequence.id)
             return Output(sequence, [], None, "error")
-        self.scheduler.confirm(sequence, len(tokens))
         first = len(tokens) == sequence.prompt_length
         sequence.pending -= len(sampled)
+        if work.drafts:
+            del sampled[1 + accepted(work.drafts, sampled) :]
         finish = self._append(sequence, sampled)
+        self.scheduler.confirm(sequence, len(tokens) - 1)
+        if work.drafts:
+            self.scheduler.truncate(sequence, len(tokens) - 1)
+            scores = scores and scores.rows(0, len(sampled))
+            self._count(len(work.drafts), len(sampled) - 1)
         out = Output(sequence, sampled, scores, finish)
         if finish is not None:
             self.abort(sequence.id)
@@ -128,6 +168,23 @@ class Engine:
             out.prompt_scores = join(sequence.scores)
             sequence.scores = []
         return out
+
+    def _count(self, drafted: int, accepted: int) -> None:
+        if self.speculation is not None:
+            self.speculation.drafted += drafted
+            self.speculation.accepted += accepted
+
+    def _note(self, speculation: Speculation, launched: _Launched, tokens: int) -> None:
+        """What drafts gave, and what the step took, of a step that was read."""
+        batch, now = launched.batch, time.monotonic()
+        for work in batch.sampled:
+            if not work.sequence.ended:
+                speculation.read(work.sequence)
+        layout = batch.step.layout
+        if layout.decodes == layout.sequences:
+            seconds = now - max(launched.at, self._read_at)
+            speculation.costs.add(layout.rows, tokens, seconds, launched.host)
+        self._read_at = now
 
     def _append(self, sequence: Sequence, new: list[int]) -> FinishReason | None:
         """Up to its end, which it then returns; `new` loses what is behind it."""

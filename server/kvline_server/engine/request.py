@@ -14,6 +14,7 @@ from kvline_server.memory.caches import PageTable
 from kvline_server.memory.pages import pages_for
 
 if TYPE_CHECKING:  # penalties has the sequences of this module
+    from kvline_server.engine.ngrams import Ngrams
     from kvline_server.engine.penalties import TokenCounts
 
 
@@ -62,6 +63,7 @@ class Sequence:
     pending: int = 0  # tokens sampled on the device that the host has not read yet
     slot: int = 0  # its index in Worker.last_tokens, while it runs
     counts: TokenCounts | None = None  # with penalties
+    ngrams: Ngrams | None = None  # where it has draft tokens
     penalised_in: int = 0  # the last of the scheduler's steps that had too many penalties
     ended: bool = False  # results still in flight are discarded
     limit: int = field(init=False)  # tokens that it may have at most

@@ -16,7 +16,8 @@ from kvline_server.ipc.seeds import keys
 from kvline_server.kernels.layout import Draws
 
 
-def draws(sequences: Rows[Sequence]) -> Draws:
+def draws(sequences: Rows[Sequence], ahead: np.ndarray | int = 0) -> Draws:
+    """Of a row of each, for the token `ahead` of its next one; uint64 [rows]."""
     rows = np.frombuffer(b"".join([s.draw for s in sequences]), DRAW)
     generated = [len(s.tokens) + s.pending - s.prompt_length for s in sequences]
     return Draws(
@@ -24,5 +25,5 @@ def draws(sequences: Rows[Sequence]) -> Draws:
         top_k=rows["top_k"].copy(),
         top_p=rows["top_p"].copy(),
         min_p=rows["min_p"].copy(),
-        keys=keys(rows["seed"], np.asarray(generated, dtype=np.uint64)),
+        keys=keys(rows["seed"], np.asarray(generated, dtype=np.uint64) + np.uint64(ahead)),
     )

@@ -11,10 +11,12 @@ because the budget was validated with a full-length one.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as Items
 from enum import Enum
 from typing import NamedTuple
 
 from kvline_server.engine.request import Sequence
+from kvline_server.engine.speculation import Speculation
 from kvline_server.memory.caches import Caches, PageTable
 from kvline_server.memory.pages import PAGE_SIZE, extend_chain, pages_for
 
@@ -41,6 +43,7 @@ class Work(NamedTuple):
     start: int
     rows: int
     kind: Kind
+    drafts: Items[int] = ()  # a decode's tokens behind the last one
 
     @property
     def sampled(self) -> int:
@@ -55,12 +58,14 @@ class Scheduler:
         max_running: int,
         max_step_tokens: int,
         mixed_prefill_tokens: int | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.caches = caches
         self.max_running = max_running
         self.max_step_tokens = max_step_tokens
         self.mixed_prefill_tokens = mixed_prefill_tokens or max_step_tokens
         self.prefill_per_request = PREFILL_PER_REQUEST
+        self.speculation = speculation
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}  # an ordered set, oldest admission first
         self.preemptions = 0
@@ -124,12 +129,24 @@ class Scheduler:
 
     def advance(self, work: list[Work]) -> None:
         """After a step's launch: its tokens count as computed, and full pages can be shared."""
-        for sequence, start, rows, _ in work:
+        for sequence, start, rows, _, drafts in work:
             sequence.computed = start + rows
-            if (sequence.published + 1) * PAGE_SIZE <= sequence.computed:
-                self._publish(sequence)
-            if self.caches.windowed:
-                self.caches.slide(sequence.table, sequence.computed)
+            self._share(sequence, start + rows - len(drafts))
+
+    def truncate(self, sequence: Sequence, tokens: int) -> None:
+        """After draft tokens were read: the next step writes over the keys behind so many of the
+        sequence, which may have been preempted since."""
+        if sequence in self.running:
+            sequence.computed = min(sequence.computed, tokens)
+            self._share(sequence, sequence.computed)
+
+    def _share(self, sequence: Sequence, position: int) -> None:
+        """Its full pages with others, and where no later step begins before this position, those
+        that no window shows any more."""
+        if (sequence.published + 1) * PAGE_SIZE <= sequence.computed:
+            self._publish(sequence)
+        if self.caches.windowed:
+            self.caches.slide(sequence.table, position)
 
     def confirm(self, sequence: Sequence, tokens: int) -> None:
         """After a finite result that depends on so many tokens of a sequence; it may have been
@@ -155,18 +172,35 @@ class Scheduler:
         sequence.published = max(sequence.published, full)
 
     def _decode(self, ready: list[Sequence], budget: int, work: list[Work]) -> int:
-        """A row for each, the common case: most have room in their last page. Returns the rows."""
-        rows, preemptions = len(work), self.preemptions
+        """A row for each, the common case: most have room in their last page. Draft tokens are
+        more rows, as many as no prompt is kept out by. Returns the rows."""
+        rows, preemptions = 0, self.preemptions
+        spare = min(budget, self.max_step_tokens // 2) - self.max_running if self.speculation else 0
         for sequence in ready:
-            if len(work) - rows == budget:
+            if rows == budget:
                 break
             if self.preemptions != preemptions and sequence not in self.running:
                 continue
-            if sequence.computed < sequence.table.pages * PAGE_SIZE:
-                work.append(Work(sequence, sequence.computed, 1, Kind.DECODE))
+            drafts: Items[int] = ()
+            if spare > 0:
+                drafts = self._drafts(sequence, spare)
+                spare -= len(drafts)
+            count = 1 + len(drafts)
+            if sequence.computed + count <= sequence.table.pages * PAGE_SIZE:
+                work.append(Work(sequence, sequence.computed, count, Kind.DECODE, drafts))
             else:
-                self._continue(sequence, 1, work)
-        return len(work) - rows
+                count = self._continue(sequence, count, work, drafts)
+            rows += count
+        return rows
+
+    def _drafts(self, sequence: Sequence, spare: int) -> Items[int]:
+        """Draft tokens of a sequence, `spare` at most. For them nobody is preempted."""
+        if self.speculation is None or sequence.pending:
+            return ()
+        drafts, table = self.speculation.draft(sequence, spare), sequence.table
+        if self.caches.can_grow(table, sequence.computed + 1 + len(drafts)):
+            return drafts
+        return drafts[: max(0, table.tokens - sequence.computed - 1)]
 
     def _bounded(self, ready: list[Sequence], penalised: int) -> list[Sequence]:
         """Those that decode in this step: where all have penalties of more tokens than the cache
@@ -194,10 +228,11 @@ class Scheduler:
             else:
                 self._penalised_left -= sequence.penalised
                 sequence.penalised_in = self._step
-        return self._continue(sequence, budget, work) if budget else 0
+        return self._continue(sequence, min(sequence.uncomputed, budget), work) if budget else 0
 
-    def _continue(self, sequence: Sequence, budget: int, work: list[Work]) -> int:
-        count = min(sequence.uncomputed, budget)
+    def _continue(
+        self, sequence: Sequence, count: int, work: list[Work], drafts: Items[int] = ()
+    ) -> int:
         busy: set[int] = set()
         while not self.caches.grow(sequence.table, sequence.computed + count):
             busy = busy or {id(item.sequence) for item in work}
@@ -206,7 +241,7 @@ class Scheduler:
             if victim is sequence:
                 return 0
         kind = Kind.PROMPT if sequence.uncomputed > 1 else Kind.DECODE
-        work.append(Work(sequence, sequence.computed, count, kind))
+        work.append(Work(sequence, sequence.computed, count, kind, drafts))
         return count
 
     def _admit(self, sequence: Sequence, budget: int, work: list[Work]) -> int:
@@ -243,6 +278,7 @@ class Scheduler:
         self._release(sequence)
         self.waiting.appendleft(sequence)
         sequence.preemptions += 1
+        sequence.ngrams = None  # those of running sequences are counted
         self.preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:

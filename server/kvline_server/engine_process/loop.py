@@ -130,7 +130,7 @@ class EngineProcess:
         if now - self.beat_at < BEAT_SECONDS:
             return
         self.beat_at = now
-        scheduler, caches = engine.scheduler, engine.caches
+        scheduler, caches, speculation = engine.scheduler, engine.caches, engine.speculation
         self.parent.send(
             Beat(
                 busy=not engine.idle,
@@ -144,6 +144,8 @@ class EngineProcess:
                 preemptions=scheduler.preemptions,
                 prompt_tokens=self.prompt_tokens,
                 output_tokens=self.output_tokens,
+                draft_tokens=speculation.drafted if speculation else 0,
+                accepted_tokens=speculation.accepted if speculation else 0,
             )
         )
 

@@ -102,8 +102,8 @@ def load_rank(
     if ranks is not None:
         # What torch's own allocator takes meanwhile is the rank's, not the exchange's.
         began, before = time.monotonic(), device.used() - device.now()
-        # Graphs of decodes have more rows than there are sequences.
-        rows = max(settings.max_prefill_tokens, most_rows(settings.max_running_requests))
+        # Graphs of decodes may have more rows than decodes have.
+        rows = max(settings.max_prefill_tokens, most_rows(settings.decode_rows))
         shared = launch.device, rank, ranks.count, ranks.folder
         group = connect(*shared, rows * model.hidden, backend.dtype, warn)
         taken = max(0, device.used() - device.now() - before) if device.gpu else 0
@@ -158,6 +158,7 @@ def start(
         max_model_len=sizes.longest(result.kv_tokens, settings.wanted_len),
         eos_token_ids=rank.model.eos_token_ids,
         mixed_prefill_tokens=settings.mixed_prefill_tokens,
+        draft_tokens=settings.draft_tokens,
     )
     return engine, result
 

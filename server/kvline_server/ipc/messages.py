@@ -101,6 +101,8 @@ class Beat(msgspec.Struct, tag="beat", array_like=True):
     preemptions: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    draft_tokens: int = 0  # that steps had, and of these the accepted ones
+    accepted_tokens: int = 0
 
 
 class EdgeBeat(msgspec.Struct, tag="edge", array_like=True):

@@ -8,7 +8,7 @@ and chunks a copy's fa3.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class Runners:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    decodes: int  # decoding sequences, one row each
+    decodes: int  # rows of decodes
     rows: int
     runners: Runners
     decode: Any  # of what runs decodes, or None; so is the next
@@ -93,7 +93,8 @@ class GpuAttention(Attention):
         return torch.cat((cos, sin), dim=-1).to(self.device)
 
     def plan(self, layout: Layout, group: int, window: int) -> Plan:
-        runners, held = self._runners[window], layout.groups[group]
+        layout = replace(layout, groups=(layout.groups[group],)).apart()
+        runners, held = self._runners[window], layout.groups[0]
         last_page = (held.lengths - 1) % PAGE_SIZE + 1
         kinds = slice(0, layout.decodes), slice(layout.decodes, layout.sequences)
         arrays = []

@@ -3,10 +3,12 @@ how tokens are drawn. Each backend converts them for its kernels. Imports no tor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvline_server.memory.pages import PAGE_SIZE
 
 GREEDY = 1e-5  # lower temperatures mean argmax; dividing by them would overflow
 
@@ -22,12 +24,29 @@ class GroupLayout:
     slots: NDArray[np.int64]  # [rows], cache slots of their keys and values
     cleared: NDArray[np.int64]  # pages that are set to 0 before anything is written
 
+    def apart(self, of: np.ndarray, later: np.ndarray) -> GroupLayout:
+        """Layout.apart, with the sequence `of` each row of a decode, and how many of its rows come
+        `later`; both [rows of decodes]."""
+        decodes = of[-1] + 1
+        lengths = self.lengths[of] - later
+        held = -(-lengths // PAGE_SIZE)
+        begins, first = starts(held), self.page_starts[decodes]
+        own = np.arange(begins[-1]) + np.repeat(self.page_starts[of] - begins[:-1], held)
+        return replace(
+            self,
+            lengths=np.concatenate((lengths, self.lengths[decodes:])),
+            page_starts=np.concatenate(
+                (begins, self.page_starts[decodes + 1 :] - first + begins[-1])
+            ),
+            pages=np.concatenate((self.pages[own], self.pages[first:])),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sequences in the order of their rows; the first `decodes` have one row each."""
+    """Sequences in the order of their rows, decodes first: one row each, and draft tokens'."""
 
-    decodes: int
+    decodes: int  # sequences
     row_starts: NDArray[np.int32]  # [sequences + 1]
     positions: NDArray[np.int32]  # [rows]
     groups: tuple[GroupLayout, ...]
@@ -39,6 +58,26 @@ class Layout:
     @property
     def rows(self) -> int:
         return int(self.row_starts[-1])
+
+    @property
+    def decode_rows(self) -> int:
+        return int(self.row_starts[self.decodes])
+
+    def apart(self) -> Layout:
+        """With each row of a decode as a sequence of its own, of one token more than the row before
+        it: what a query may see then follows from the length alone, for kernels of one query."""
+        rows = self.decode_rows
+        if rows == self.decodes:
+            return self
+        of = np.repeat(np.arange(self.decodes), np.diff(self.row_starts[: self.decodes + 1]))
+        each = np.arange(rows, dtype=np.int32)
+        later = self.row_starts[of + 1] - 1 - each  # rows of its sequence behind each
+        return replace(
+            self,
+            decodes=rows,
+            row_starts=np.concatenate((each, self.row_starts[self.decodes :])),
+            groups=tuple(group.apart(of, later) for group in self.groups),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +108,10 @@ class Draws:
             self.min_p[rows],
             self.keys[rows],
         )
+
+
+def starts(counts: np.ndarray) -> NDArray[np.int32]:
+    """Where each of so many entries begin, and where the last ones end. -> [counts + 1]"""
+    out = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=out[1:])
+    return out

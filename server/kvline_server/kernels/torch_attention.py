@@ -28,17 +28,22 @@ GATHER_TOKENS = 8192  # of one decode group, padding included
 MASKED = float("-inf")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Part:
-    """Rows start..end of the step that share a gather: decodes with a token each, or one sequence's
-    chunk."""
+    """Rows start..end of the step that share a gather: decodes with as many rows each, or one
+    prompt's chunk."""
 
     start: int
     end: int
     tokens: int  # gathered of each sequence, padding included
     pages: torch.Tensor  # [sequences * pages per sequence]
-    decodes: bool
+    decodes: int  # sequences; 0: a prompt's chunk
     mask: torch.Tensor | None  # added to the scores, [end - start, tokens]; None: plain causal
+
+    def repeat_mask(self, queries: int) -> None:
+        """For so many queries of each row, which are the same in all calls."""
+        if self.mask is not None and len(self.mask) == self.end - self.start:
+            self.mask = self.mask.repeat_interleave(queries, 0)
 
 
 class TorchAttention(Attention):
@@ -57,12 +62,13 @@ class TorchAttention(Attention):
         return torch.stack((cos, sin), dim=1).to(self.device, self.dtype)
 
     def plan(self, layout: Layout, group: int, window: int) -> list[Part]:
-        held = layout.groups[group]
-        parts = [(*each, True) for each in _decodes_together(layout.decodes, held.lengths)]
-        parts += [(i, i + 1, False) for i in range(layout.decodes, layout.sequences)]
+        held, counts = layout.groups[group], np.diff(layout.row_starts)
+        together = _decodes_together(counts[: layout.decodes].tolist(), held.lengths)
+        parts = [(first, end, end - first) for first, end in together]
+        parts += [(i, i + 1, 0) for i in range(layout.decodes, layout.sequences)]
         # Of a sequence's last row the position among its tokens here is the last.
-        rows = np.arange(layout.rows) - np.repeat(layout.row_starts[1:], np.diff(layout.row_starts))
-        positions = rows + np.repeat(held.lengths, np.diff(layout.row_starts))
+        rows = np.arange(layout.rows) - np.repeat(layout.row_starts[1:], counts)
+        positions = rows + np.repeat(held.lengths, counts)
         return [self._part(layout, held, positions, window, *each) for each in parts]
 
     def _part(
@@ -73,7 +79,7 @@ class TorchAttention(Attention):
         window: int,
         first: int,
         end: int,
-        decodes: bool,
+        decodes: int,
     ) -> Part:
         """Of the sequences first..end; `positions` are those of all rows."""
         starts = held.page_starts[first : end + 1]
@@ -94,7 +100,7 @@ class TorchAttention(Attention):
         )
 
     def _mask(
-        self, positions: np.ndarray, tokens: int, window: int, decodes: bool
+        self, positions: np.ndarray, tokens: int, window: int, decodes: int
     ) -> torch.Tensor | None:
         if not (decodes or 0 < window < tokens or len(positions) < tokens):
             return None
@@ -160,19 +166,24 @@ class TorchAttention(Attention):
         return found
 
     def _decode(self, q: torch.Tensor, cache: KVLayer, part: Part, scale: float) -> torch.Tensor:
-        """q [sequences, heads, dim] -> the same shape. Heads of a GQA group act as query
-        positions."""
-        sequences, heads, dim = q.shape
+        """q [sequences * rows of each, heads, dim] -> the same shape. Heads of a GQA group act as
+        query positions, those of each row one after the other."""
+        rows, heads, dim = q.shape
+        sequences, each = part.decodes, rows // part.decodes
         keys, values = self._gather(cache, part.pages, sequences)
+        kv = keys.shape[1]
+        if each > 1:  # the queries of a single row share its mask
+            part.repeat_mask(heads // kv)
         assert part.mask is not None  # for the padding
+        grouped = (sequences, each, kv, heads // kv, dim)
         out = scaled_dot_product_attention(
-            q.reshape(sequences, keys.shape[1], -1, dim),
+            q.view(grouped).transpose(1, 2).reshape(sequences, kv, -1, dim),
             keys,
             values,
-            attn_mask=part.mask.view(sequences, 1, 1, -1),
+            attn_mask=part.mask.view(sequences, 1, -1, part.tokens),
             scale=scale,
         )
-        return out.reshape(sequences, heads, dim)
+        return out.view(sequences, kv, each, -1, dim).transpose(1, 2).reshape(rows, heads, dim)
 
     def _prefill(self, q: torch.Tensor, cache: KVLayer, part: Part, scale: float) -> torch.Tensor:
         """q [rows, heads, dim] of one sequence -> the same shape."""
@@ -208,12 +219,13 @@ def _apply_rope(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
 
-def _decodes_together(decodes: int, lengths: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Consecutive decodes share a gather while padding to the longest stays in GATHER_TOKENS."""
+def _decodes_together(counts: list[int], lengths: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Consecutive decodes of as many rows share a gather while padding to the longest stays in
+    GATHER_TOKENS."""
     start = 0
-    while start < decodes:
+    while start < len(counts):
         end, widest = start, 0
-        while end < decodes:
+        while end < len(counts) and counts[end] == counts[start]:
             width = max(widest, pages_for(int(lengths[end])))
             if end > start and width * (end + 1 - start) * PAGE_SIZE > GATHER_TOKENS:
                 break

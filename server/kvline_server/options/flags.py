@@ -22,6 +22,8 @@ FLAGS = {
     "maxPrefillTokens": "--max-prefill-tokens",
     "maxTopLogprobs": "--max-top-logprobs",
     "kvCacheDtype": "--kv-cache-dtype",
+    "method": "--speculation",
+    "maxDraftTokens": "--max-draft-tokens",
     "kvTokens": "--kv-tokens",
     "headroomMiB": "--headroom-mib",
     "drainSeconds": "--drain-seconds",
@@ -31,7 +33,7 @@ FLAGS = {
     "source": "--model",
 }
 _FIELD = re.compile(
-    r"\b(?:spec\.)?(?:engine|capacity|resources|model)\.(\w+)\b"
+    r"\b(?:spec\.)?(?:engine(?:\.speculation)?|capacity|resources|model)\.(\w+)\b"
     rf"|\b({'|'.join(name for name in FLAGS if not name.islower())})\b"
 )
 # Parts of messages that are of pods alone, and what stands in their place.

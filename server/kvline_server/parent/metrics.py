@@ -60,6 +60,12 @@ class _Snapshot(Collector):
         yield _counter("prompt_tokens", "Prompt tokens received", b.prompt_tokens)
         yield _counter("output_tokens", "Tokens generated", b.output_tokens)
         yield _counter("preemptions", "Sequences preempted for lack of KV pages", b.preemptions)
+        yield _counter(
+            "spec_decode_num_draft_tokens", "Draft tokens of speculation", b.draft_tokens
+        )
+        yield _counter(
+            "spec_decode_num_accepted_tokens", "Draft tokens accepted", b.accepted_tokens
+        )
         yield _counter("engine_steps", "Steps run since the start", b.steps)
         yield _counter("engine_starts", "Starts of the engine process", self.starts)
         yield self._requests()

@@ -158,6 +158,7 @@ def _fingerprint(
             **provenance.libraries,
             **_exchange(kernels.group),
             **_asked(launch),
+            **({"draftTokens": settings.draft_tokens} if settings.draft_tokens else {}),
             **({} if device.gpu else _processors()),
         }
     )
@@ -275,7 +276,8 @@ def _build(
     weights = loader.load_weights(source, model, kernels, copied, shard)
     arena = GroupedArena(cache, backend.arena, backend.device.limit)
     decoder = Decoder(mine, weights, settings.wanted_len, kernels)
-    return Worker(decoder, arena, settings.logprob_rows, settings.max_running_requests)
+    running, rows = settings.max_running_requests, settings.decode_rows
+    return Worker(decoder, arena, settings.logprob_rows, running, rows)
 
 
 def model_revision(launch: LaunchConfig) -> str:

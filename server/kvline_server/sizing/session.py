@@ -157,6 +157,7 @@ class Session:
             logprob_rows=settings.logprob_rows,
             ranks=self.executor.ranks,
             aliased=aliased,
+            draft_tokens=settings.draft_tokens,
         )
         by_name = itertools.groupby(self.loaded.stress.plays(bounds), key=attrgetter("name"))
         return [(name, list(plays)) for name, plays in by_name]

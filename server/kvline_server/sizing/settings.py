@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 from kvline_contract.launch import Device, KVCacheDtype, LaunchConfig
 from kvline_contract.memory import CLIENTS
 from kvline_contract.report import Effective
+from kvline_server.engine.ngrams import table_bytes
 from kvline_server.engine.scheduler import SHARED_TABLES
+from kvline_server.engine.speculation import decode_rows
 from kvline_server.errors import ConfigInvalid
 from kvline_server.kernels.sampling import LOGIT_BLOCK
 from kvline_server.memory import parts
@@ -38,10 +40,10 @@ DEFAULTS = {
 DEFAULT_TOP_LOGPROBS = 20
 MAX_LOGPROB_BYTES = 1 << 30
 # Of a page in a page table while a step runs: of the sequence, the step and the kernels on the CPU,
-# of two steps on a GPU.
-TABLE_BYTES = {Device.CPU: 16, Device.CUDA: 8}
+# of two steps on a GPU, for each row.
+TABLE_BYTES, GPU_TABLE_BYTES = 16, 8
 # On the CPU, of the mask of a page's tokens. Layers with one window share tables and masks.
-MASK_BYTES = {Device.CPU: 64, Device.CUDA: 0}
+MASK_BYTES = 64
 LIVE_MATRICES = 3  # fp32 [rows, vocabulary] matrices alive at once while rows are scored
 
 
@@ -68,6 +70,8 @@ class EngineSettings:
     # By which client_bytes was found. Left out of the fingerprint, which has the bytes.
     http_processes: int = field(default=1, repr=False)
     ranks: int = field(default=1, repr=False)
+    # Of a sequence and step, at most. In the fingerprint where there are some.
+    draft_tokens: int = field(default=0, repr=False)
 
     def changed(self, **values: int) -> EngineSettings:
         """With other values of these fields, and with what follows from them."""
@@ -81,9 +85,11 @@ class EngineSettings:
         )
 
     def clients(self) -> int:
-        """`client_bytes` on a CPU."""
+        """`client_bytes` on a CPU, with the tables that find draft tokens."""
         limits = ClientLimits().on(Device.CPU)
         taken = limits.memory(self.wanted_len, self.max_running_requests, self.http_processes)
+        if self.draft_tokens:
+            taken += self.max_running_requests * table_bytes(self.wanted_len)
         return taken // self.ranks
 
     def reserved(self, kv_tokens: int = 0) -> int:
@@ -109,6 +115,12 @@ class EngineSettings:
     def mapped_rows(self) -> int:
         """Rows of a step in whole pages, and of the dummy page."""
         return PAGE_SIZE * (1 + pages_for(self.max_prefill_tokens))
+
+    @property
+    def decode_rows(self) -> int:
+        """The most rows of decodes in a step."""
+        step = self.max_prefill_tokens
+        return decode_rows(self.max_running_requests, step, self.draft_tokens)
 
     @property
     def wanted_len(self) -> int:
@@ -156,6 +168,7 @@ def resolve(
     top = requested.max_top_logprobs
     headroom = launch.capacity.headroom_mib
     cpu = launch.device is Device.CPU
+    drafts = requested.speculation.draft_tokens if requested.speculation else 0
     settings = EngineSettings(
         max_model_len=requested.max_model_len,
         model_max_len=model.max_position,
@@ -167,15 +180,26 @@ def resolve(
         pinned_kv_tokens=launch.capacity.kv_tokens,
         mixed_prefill_tokens=min(defaults["mixed"], prefill),
         client_bytes_per_token=(QUEUED_BYTES + ENGINE_QUEUED_BYTES) // ranks if cpu else 0,
-        table_bytes_per_token=_shared_tables(launch.device, running, model.windows),
+        table_bytes_per_token=_shared_tables(
+            launch.device, running, model.windows, 1 + drafts, model.heads // model.kv_heads
+        ),
         kv_cache_dtype=requested.kv_cache_dtype or KVCacheDtype.AUTO,
         http_processes=http_processes,
         ranks=ranks,
+        draft_tokens=drafts,
     )
     return replace(settings, client_bytes=settings.clients()) if cpu else settings
 
 
-def _shared_tables(device: Device, running: int, windows: tuple[int, ...]) -> int:
-    """Bytes for each token of the KV cache; one sequence shares its pages with none."""
-    page = (TABLE_BYTES[device] + MASK_BYTES[device]) * max(1, len(set(windows)))
+def _shared_tables(
+    device: Device, running: int, windows: tuple[int, ...], rows: int = 1, queries: int = 1
+) -> int:
+    """Bytes for each token of the KV cache, where decodes have so many `rows` and each of these so
+    many `queries` of a key-value head; one sequence shares its pages with none."""
+    if device is Device.CPU:
+        # The queries of a single row share its mask.
+        page = TABLE_BYTES + (1 if rows == 1 else rows * queries) * MASK_BYTES
+    else:
+        page = GPU_TABLE_BYTES * rows
+    page *= max(1, len(set(windows)))
     return SHARED_TABLES * page // PAGE_SIZE if running > 1 else 0

@@ -55,14 +55,21 @@ class LaunchedStep:
 
 class Worker:
     def __init__(
-        self, decoder: Decoder, arena: GroupedArena, logprob_rows: int, slots: int
+        self,
+        decoder: Decoder,
+        arena: GroupedArena,
+        logprob_rows: int,
+        slots: int,
+        decode_rows: int = 0,
     ) -> None:
+        """Of `slots` sequences at once, whose decodes have `decode_rows` in a step; 0: one each."""
         self.decoder = decoder
         self.kernels = decoder.kernels
         self.vocabulary = Vocabulary(self.kernels, decoder.config.vocabulary)
         self.arena = arena
         self.logprob_rows = logprob_rows
         self.rows_run = 0  # rows given to the LM head, for the invariant rows == sampled + scored
+        self.decode_rows = decode_rows or slots
         self.graphs: Graphs | None = None
         # The last sampled token of each running sequence, by its slot. int64 [slots]
         self.last_tokens = torch.zeros(slots, dtype=torch.int64, device=self.kernels.device)
@@ -91,10 +98,11 @@ class Worker:
         """Captures CUDA graphs where the device has them, for steps of up to `max_rows` rows and
         sequences of up to `longest` tokens; the arena must have a page. Raises as launch does."""
         plan, last = self.kernels.attention.plan_in_place, self.last_tokens
+        decodes = self.decode_rows
         if plan is None:
             return False
         with device_errors.translated("capture"):
-            self.graphs = Graphs(self.decoder, plan, self.arena, last, max_rows, longest)
+            self.graphs = Graphs(self.decoder, plan, self.arena, last, decodes, max_rows, longest)
         return True
 
     def launch(self, step: Step, read: bool = True) -> LaunchedStep:

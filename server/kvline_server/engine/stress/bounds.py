@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvline_server.engine.speculation import decode_rows
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
 
 
 class Span(NamedTuple):
     """Of a step: `rows` of a sequence's tokens from position `start` on. A single row is a decode,
-    more are a prompt's, whose next token is sampled where they are its last."""
+    with draft tokens each is a row more; others are a prompt's, whose next token is sampled where
+    they are its last."""
 
     tokens: int
     start: int
     rows: int
+    drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,7 @@ class Bounds:
     logprob_rows: int  # that the LM head gets at once
     ranks: int = 1
     aliased: int = 0  # tokens; 0: every page has its own
+    draft_tokens: int = 0
 
     @property
     def _room(self) -> int:
@@ -114,6 +118,18 @@ class Bounds:
         first = min(self.max_model_len, (self._room - others) * PAGE_SIZE)
         rest = self._shared(others, self._room - pages_for(first))
         return [Span(length, length - 1, 1) for length in (first, *rest)]
+
+    def drafted(self) -> list[Span]:
+        """All sequences decode and share the cache, with the most draft tokens; the first, which
+        may have every option, has none."""
+        lengths = self._shared(self._running, self._room)
+        most = decode_rows(len(lengths), self.max_prefill_tokens, self.draft_tokens)
+        spans, left = list[Span](), most - len(lengths)
+        for length in lengths:
+            drafts = min(left, self.draft_tokens, length - 1) if spans else 0
+            left -= drafts
+            spans.append(Span(length, length - 1 - drafts, 1 + drafts, drafts))
+        return spans
 
     def sampled_at_once(self) -> list[Span]:
         """As many decodes as the LM head gets at once, which share all: no chunk has more edits."""

@@ -55,6 +55,7 @@ class StressSet:
             sampled_at_once,
             mixed,
             unfiltered,
+            drafted,
         )
 
     def plays(self, bounds: Bounds) -> Iterator[Play]:
@@ -102,6 +103,12 @@ def unfiltered(bounds: Bounds) -> Iterator[Named]:
     top = bounds.max_top_logprobs
     plain = SamplingParams(1 << 30, ignore_eos=True, logprobs=top, prompt_logprobs=top)
     yield "unfiltered", partial(batch, bounds, bounds.mixed(), params=plain)
+
+
+def drafted(bounds: Bounds) -> Iterator[Named]:
+    """Speculation's, where there is some."""
+    if bounds.draft_tokens:
+        yield "drafts", partial(batch, bounds, bounds.drafted(), GREEDY)
 
 
 def _routed(make: Make, routing: Played) -> Batch:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import itertools
 from array import array
 from dataclasses import replace
+from typing import Any
+
+from msgspec import structs
 
 from kvline_server.engine.batch import Batch, build
 from kvline_server.engine.request import Sequence
@@ -39,22 +42,37 @@ def worst_params(vocabulary: int, top: int) -> SamplingParams:
     )
 
 
+# Draft tokens go with every other option.
+UNEDITED: dict[str, Any] = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": {},
+}
+
+
 def batch(
     bounds: Bounds, spans: list[Span], other: Other = ALIKE, params: SamplingParams | None = None
 ) -> Batch:
     """With `other` sampling of one row in each chunk of the LM head. Without `params` each sequence
-    has every option."""
+    has every option, but for those that no draft tokens go with."""
     asked = params or worst_params(bounds.vocabulary, bounds.max_top_logprobs)
+    unedited = structs.replace(asked, **UNEDITED)
     real = [range(DUMMY_PAGE + 1, count) for count in bounds.pages]
     pages = [itertools.cycle(each) if bounds.aliased else iter(each) for each in real]
     longest = max(span.tokens for span in spans)
     ids = [i % bounds.vocabulary for i in range(longest + len(spans))]
     work = []
-    for index, (length, start, rows) in enumerate(spans):
+    for index, (length, start, rows, drafts) in enumerate(spans):
         tokens = ids[index : index + length]
-        decode = rows == 1 < length == start + 1
-        prompt = length - 1 if decode else length
-        sequence = Sequence(id=-1, tokens=tokens, prompt_length=prompt, params=asked)
+        decode = rows == 1 < length == start + 1 or drafts > 0
+        known = length - drafts
+        sequence = Sequence(
+            id=-1,
+            tokens=tokens[:known],
+            prompt_length=max(1, known - 1) if decode else length,
+            params=unedited if drafts else asked,
+        )
         count = pages_for(start + rows)
         firsts = [first_page(window, start // PAGE_SIZE) for window in bounds.windows]
         held = [
@@ -63,7 +81,8 @@ def batch(
         ]
         sequence.table = PageTable(tuple(held), count)
         sequence.computed = start
-        work.append(Work(sequence, start, rows, Kind.DECODE if decode else Kind.PROMPT))
+        kind = Kind.DECODE if decode else Kind.PROMPT
+        work.append(Work(sequence, start, rows, kind, tokens[known:]))
     written = sum(item.rows for item in work)
     most = pages_for(written) + len(work)  # pages that a step may take, and clear
     made = build(work, [list(itertools.islice(itertools.cycle(each), most)) for each in real])

@@ -24,15 +24,16 @@ class Graphs:
         plan: Callable[[PageTables, int], Any],
         arena: GroupedArena,
         last_tokens: torch.Tensor,
+        decode_rows: int,
         max_rows: int,
         longest: int,
     ) -> None:
         """`plan` is Attention.plan_in_place, `last_tokens` are the worker's. Steps have up to
-        `max_rows` rows, sequences up to `longest` tokens; the arena must have a page. Its addresses
-        never change, so the graphs stay valid."""
+        `max_rows` rows, of decodes `decode_rows`, and sequences up to `longest` tokens; the arena
+        must have a page. Its addresses never change, so the graphs stay valid."""
         self._pool = GraphPool()
         self.segments = Segments(decoder, arena, last_tokens, max_rows, self._pool)
-        self.whole = WholeSteps(decoder, plan, arena, last_tokens, longest, self._pool)
+        self.whole = WholeSteps(decoder, plan, arena, last_tokens, decode_rows, longest, self._pool)
 
     def run(self, step: Step) -> torch.Tensor:
         """Hidden states of the wanted rows, valid until the next run. -> [wanted, hidden]"""

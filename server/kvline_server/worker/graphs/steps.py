@@ -1,4 +1,5 @@
-"""Whole steps as CUDA graphs: decodes alone, attention inside, one graph a row count.
+"""Whole steps as CUDA graphs: decodes alone, attention inside, one graph a row count. To attention
+each row is a sequence, so that graphs do not depend on how many draft tokens each decode has.
 
 A GPU runs the kernels of few rows faster than the host launches them, even between attentions
 alone. All that a graph reads is at fixed addresses: one copy from pinned memory brings a step's
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvline_contract.launch import MAX_DRAFT_TOKENS
 from kvline_server.kernels.attention import PageTables, SlotMapping
 from kvline_server.kernels.experts import Given
 from kvline_server.kernels.layout import GroupLayout
@@ -29,9 +31,9 @@ MAX_DECODES = 1024  # of more, the host launches segments faster than a GPU runs
 UNREAD = -1  # for a row whose input token the host has, in place of its slot
 
 
-def most_rows(slots: int) -> int:
-    """Rows of the largest graph for so many sequences at once, which may be more than these."""
-    return padded(min(slots, MAX_DECODES))
+def most_rows(decode_rows: int) -> int:
+    """Rows of the largest graph for steps of so many, which may be more than these."""
+    return padded(min(decode_rows, MAX_DECODES))
 
 
 class _Views:
@@ -84,6 +86,7 @@ class WholeSteps:
         plan: Callable[[PageTables, int], Any],
         arena: GroupedArena,
         last_tokens: torch.Tensor,
+        decode_rows: int,
         longest: int,
         pool: GraphPool,
     ) -> None:
@@ -91,10 +94,9 @@ class WholeSteps:
         self.decoder = decoder
         self.plan_in_place = plan
         self.last_tokens = last_tokens
-        self.max_rows = rows = most_rows(len(last_tokens))
+        self.max_rows = rows = most_rows(decode_rows)
         device, depth = decoder.kernels.device, decoder.kernels.depth
-        most = [pages_for(longest) if not w else pages_at_most(w, 1) for w in decoder.windows]
-        pages = [rows * count for count in most]
+        pages = [rows * _most_pages(window, longest) for window in decoder.windows]
         self.device = _Inputs(rows, pages, device=device)
         # One more than there are steps in flight: a copy reads one while the next is written.
         self.stagings = [_Inputs(rows, pages, pin_memory=True) for _ in range(depth + 1)]
@@ -109,7 +111,7 @@ class WholeSteps:
     def fits(self, step: Step) -> bool:
         """Whether it is one of decodes alone, which are all sampled."""
         rows = len(step.tokens)
-        return rows <= self.max_rows and rows == step.layout.decodes == len(step.sampled_slots)
+        return rows <= self.max_rows and rows == step.layout.decode_rows == len(step.sampled_slots)
 
     def run(self, step: Step) -> torch.Tensor:
         """Graphs.run, of a step that fits; all its rows are wanted."""
@@ -120,7 +122,7 @@ class WholeSteps:
 
     def _place(self, step: Step, count: int) -> None:
         """Copies the inputs and plans attention, padded to so many rows."""
-        layout, rows = step.layout, len(step.tokens)
+        layout, rows = step.layout.apart(), len(step.tokens)
         self.turn = (self.turn + 1) % len(self.stagings)
         host = self.stagings[self.turn]
         host.given.numpy()[:] = rows, step.routing
@@ -185,6 +187,11 @@ class WholeSteps:
         given = Given(rows, on_device=inputs.given)
         made = self.decoder.forward(tokens, mappings, cache, plans, every, given)
         self.hidden[:rows].copy_(made)
+
+
+def _most_pages(window: int, longest: int) -> int:
+    """Of a row's table, which has all that its sequence keeps for a decode with draft tokens."""
+    return pages_at_most(window, 1 + MAX_DRAFT_TOKENS) if window else pages_for(longest)
 
 
 def _place_group(
