@@ -183,6 +183,15 @@ def test_a_pin_below_the_threshold_is_rejected() -> None:
 def test_a_spec_that_the_operator_does_not_accept_is_rejected_with_its_field() -> None:
     answer = asked(service(engine={"kvCacheDtype": "fp4"}))
     assert answer.result is Result.REJECTED and "spec.engine.kvCacheDtype" in answer.message
+    for wrong, why in (
+        ({"method": "Draft"}, "spec.engine.speculation.method: expected one of NGram"),
+        ({"method": "NGram", "maxDraftTokens": 8}, "maxDraftTokens: expected 1 to 7, got 8"),
+        ({"method": "NGram", "newer": 1}, "spec.engine.speculation.newer: unknown field"),
+        ({}, "spec.engine.speculation.method: missing"),
+        ("NGram", "spec.engine.speculation: expected an object"),
+    ):
+        answer = asked(service(engine={"speculation": wrong}))
+        assert answer.result is Result.REJECTED and why in answer.message
 
 
 CEL = "spec.resources.cpuLimit: Invalid value: must be at least spec.resources.cpu"

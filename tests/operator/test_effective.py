@@ -48,6 +48,13 @@ def test_what_the_server_chose_is_that_of_its_report() -> None:
     assert made["capacity"] == {"reuse": "Auto", "headroomMiB": 128}
 
 
+def test_speculation_has_its_number_of_draft_tokens() -> None:
+    for given, number in (({}, 7), ({"maxDraftTokens": 3}, 3)):
+        engine = {"speculation": {"method": "NGram", **given}}
+        made = effective(service_state(PLAIN, spec={"engine": engine}))["engine"]
+        assert made["speculation"] == {"method": "NGram", "maxDraftTokens": number}
+
+
 def paths(value: dict[str, Any], path: str = "") -> set[str]:
     found = set()
     for key, item in value.items():
@@ -70,7 +77,11 @@ def schema() -> Any:
 
 def test_the_schema_has_every_field_and_no_other() -> None:
     """A field that it lacks would be dropped by the API server, and be written again for ever."""
-    spec = {"capacity": {"kvTokens": 2048}, "autoscaling": {"maxReplicas": 2}}
+    spec = {
+        "capacity": {"kvTokens": 2048},
+        "autoscaling": {"maxReplicas": 2},
+        "engine": {"speculation": {"method": "NGram"}},
+    }
     status = schema()["status"]["properties"]
     assert paths(effective(service_state(ready_pod(), spec=spec))) == known(status["effective"])
 

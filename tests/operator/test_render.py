@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvline_contract.launch import VERSION, GateFile, KVCacheDtype, LaunchConfig
+from kvline_contract.launch import VERSION, GateFile, KVCacheDtype, LaunchConfig, Method
 from kvline_contract.names import base_name
 from kvline_operator.api.revision_hash import is_hash
 from kvline_operator.api.spec import ServiceSpec, parse
@@ -296,6 +296,20 @@ def test_the_cache_s_dtype_is_a_field_of_the_launch_file_and_of_what_is_compared
     assert found == [None, KVCacheDtype.AUTO, KVCacheDtype.FP8]
     absent, auto, fp8 = (comparison_group(each.inputs) for each in specs)
     assert absent == auto != fp8
+
+
+def test_speculation_is_in_the_launch_file_where_it_is_asked_for() -> None:
+    """Earlier images read launch files of services without it."""
+    found = []
+    asked = {"method": "NGram"}, {"method": "NGram", "maxDraftTokens": 2}
+    for engine in ({}, *({"speculation": each} for each in asked)):
+        each = spec(engine=engine)
+        revision = wanted(each, [], "image")
+        launch = controller_revision(each, revision, Settings("image"))["data"]["launch"]
+        assert ("speculation" in launch) == bool(engine)
+        made = LaunchConfig.parse(launch).engine.speculation
+        found.append(made and (made.method, made.draft_tokens))
+    assert found == [None, (Method.NGRAM, 7), (Method.NGRAM, 2)]
 
 
 def test_a_term_without_a_selector_means_the_pods_of_its_revision() -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from kvline_contract.codec import camel
-from kvline_contract.launch import EngineOptions, KVCacheDtype, Reuse
+from kvline_contract.codec import ContractError, camel, decode
+from kvline_contract.launch import EngineOptions, KVCacheDtype, Reuse, Speculation
 from kvline_contract.names import CPU_RANK, base_name
 from kvline_operator.api import replicas_field
 from kvline_operator.api.inputs import read
@@ -167,7 +167,19 @@ def _checked(spec: dict[str, Any]) -> dict[str, Any]:
     for key in sorted(set(engine) - ENGINE_FIELDS):
         raise SpecError(f"spec.engine.{key}: this operator does not know it; upgrade the operator")
     _choice(KVCacheDtype, engine.get("kvCacheDtype", KVCacheDtype.AUTO), "engine.kvCacheDtype")
+    speculation(engine)
     return spec
+
+
+def speculation(engine: dict[str, Any]) -> Speculation | None:
+    """That of spec.engine. Raises SpecError."""
+    if "speculation" not in engine:
+        return None
+    path = "spec.engine.speculation"
+    try:
+        return decode(Speculation, engine["speculation"], strict=True, path=path)
+    except ContractError as error:
+        raise SpecError(str(error)) from None
 
 
 def _choice(kind: type[Choice], value: Any, field: str) -> Choice:

@@ -26,7 +26,7 @@ from kvline_contract.launch import (
 )
 from kvline_operator.api.inputs import read
 from kvline_operator.api.source import Download, source_of
-from kvline_operator.api.spec import ServiceSpec, gpus, ranks
+from kvline_operator.api.spec import ServiceSpec, gpus, ranks, speculation
 from kvline_operator.plan.autoscale import Scale
 from kvline_operator.plan.podspec import GPU_CLAIM, download_container, pod_template
 from kvline_operator.plan.revisions import Revision
@@ -318,6 +318,7 @@ def launch_config(owner: Owner, revision: str, data: Object) -> LaunchConfig:
             engine.get("maxPrefillTokens"),
             engine.get("maxTopLogprobs"),
             KVCacheDtype(engine["kvCacheDtype"]) if "kvCacheDtype" in engine else None,
+            speculation(engine),
         ),
         capacity=CapacityOptions(capacity.get("kvTokens"), capacity.get("headroomMiB")),
         require_api_key="apiKeySecretRef" in inputs.get("access", {}),

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvline_contract.codec import camel, encode
 from kvline_contract.launch import KVCacheDtype, LoadFormat
+from kvline_operator.api.spec import speculation
 from kvline_operator.plan.podspec import DRAIN_SECONDS, START_SECONDS, shared_memory
 from kvline_operator.report.service_state import ServiceState
 
@@ -33,13 +34,25 @@ def effective(state: ServiceState) -> Object:
         "upgradePolicy": str(spec.upgrade_policy),
         "model": {"loadFormat": inputs["model"].get("loadFormat", str(LoadFormat.WEIGHTS))},
         "resources": {"gpus": resources.get("gpus", 0), "sharedMemory": shared_memory(resources)},
-        "engine": {"kvCacheDtype": str(KVCacheDtype.AUTO), **engine, **kept},
+        "engine": {
+            "kvCacheDtype": str(KVCacheDtype.AUTO),
+            **engine,
+            **kept,
+            **_speculation(engine),
+        },
         "capacity": {**inputs.get("capacity", {}), **capacity, "reuse": str(spec.reuse)},
         "rollout": _fields(spec.rollout),
     }
     if spec.autoscaling is not None:
         out["autoscaling"] = _fields(spec.autoscaling)
     return out
+
+
+def _speculation(engine: Object) -> Object:
+    found = speculation(engine)
+    if found is None:
+        return {}
+    return {"speculation": {"method": str(found.method), "maxDraftTokens": found.draft_tokens}}
 
 
 def _fields(policy: Any) -> Object:
