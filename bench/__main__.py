@@ -50,6 +50,7 @@ def main(names: list[str]) -> int:
             "quality",
             "spread",
             "hits",
+            "ngram",
         )
     }
     known |= {

@@ -31,6 +31,7 @@ from kvline_contract.launch import (
     LaunchConfig,
     LoadFormat,
     Model,
+    Speculation,
 )
 from kvline_contract.report import Result
 from kvline_server.engine.engine import Engine
@@ -88,6 +89,7 @@ def start(
     kv_tokens: int | None = None,
     max_model_len: int | None = MAX_MODEL_LEN,
     headroom_mib: int | None = None,
+    speculation: Speculation | None = None,
 ) -> tuple[Engine, Result]:
     """Loads random weights of a shape, or those of a folder, and sizes itself, as a pod does, for
     at most `running` running requests or kvline's default. Without `max_model_len` the model's own
@@ -105,7 +107,12 @@ def start(
             device=device,
             tensor_parallel=gpus,
             model=Model(str(folder), str(folder), name, load),
-            engine=EngineOptions(max_model_len, running, kv_cache_dtype=cache or only_cache()),
+            engine=EngineOptions(
+                max_model_len,
+                running,
+                kv_cache_dtype=cache or only_cache(),
+                speculation=speculation,
+            ),
             capacity=CapacityOptions(kv_tokens, headroom_mib),
         )
         return engine_start.start(

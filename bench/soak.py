@@ -3,7 +3,8 @@
 Half of the requests use every option at once: top-20 logprobs of output and prompt, top-k,
 top-p, min-p, every penalty and 300 biases. The others vary: long scored prompts, full batches of
 decodes with and without filters, and clients that leave. Free memory and the allocator's reserved
-memory are read throughout.
+memory are read throughout. With KVLINE_BENCH_SPECULATION=NGram every decode that may has the most
+draft tokens, whatever they cost and whether they are accepted.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ import torch
 from record import record, table
 from shapes import SHAPES
 
+from kvline_contract.launch import Method, Speculation
 from kvline_server.engine.engine import Engine
+from kvline_server.engine.request import Sequence
+from kvline_server.engine.speculation import drafts
 from kvline_server.engine.stress.steps import worst_params
 from kvline_server.errors import DeviceOutOfMemory, StepFailed
 from kvline_server.ipc.sampling_params import SamplingParams
@@ -48,6 +52,22 @@ def request(rng: random.Random, vocabulary: int) -> tuple[list[int], SamplingPar
     )
 
 
+class Always:
+    """In the place of drafts that are found and pay."""
+
+    def __init__(self, engine: Engine) -> None:
+        speculation = engine.speculation
+        assert speculation is not None
+        self.most = speculation.most
+        speculation.draft = self.draft  # type: ignore[method-assign]
+        speculation.waits = lambda running: True  # type: ignore[method-assign]
+
+    def draft(self, sequence: Sequence, most: int) -> list[int]:
+        room = sequence.limit - len(sequence.tokens) - 1
+        count = min(self.most, most, room) if drafts(sequence.params) else 0
+        return [1 + sequence.id % 50] * max(0, count)
+
+
 def soak(engine: Engine, vocabulary: int, seconds: float) -> list[float]:
     """-> out-of-memory count, lowest free MiB, growth of reserved MiB, requests, preemptions"""
     rng = random.Random(0)
@@ -74,11 +94,16 @@ def soak(engine: Engine, vocabulary: int, seconds: float) -> list[float]:
 def run() -> None:
     """KVLINE_BENCH_MODELS selects models, KVLINE_BENCH_SECONDS is the duration (480)."""
     seconds = float(os.environ.get("KVLINE_BENCH_SECONDS", "480"))
+    method = os.environ.get("KVLINE_BENCH_SPECULATION")
+    speculation = Speculation(Method(method)) if method else None
     rows = []
     for name in offline.models():
-        engine, result = offline.start(name)
+        engine, result = offline.start(name, speculation=speculation)
+        if speculation is not None:
+            Always(engine)
         gpu, vocabulary = torch.cuda.get_device_name(0), SHAPES[name].vocabulary
         figures, name = soak(engine, vocabulary, seconds), offline.label(name, offline.only_cache())
+        name += f"-{method.lower()}" if method else ""
         record(f"soak-oom-{name}", figures[0], f"in {seconds:.0f} s", (figures[0],) * 2, gpu)
         record(f"soak-lowest-free-{name}", figures[1], "MiB", (figures[1],) * 2, gpu)
         record(f"soak-reserve-grew-{name}", figures[2], "MiB", (figures[2],) * 2, gpu)
