@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from kvline_server.model.config import Experts, ModelConfig, Rope
+from kvline_server.model.config import Experts, ModelConfig, Norms, Rope
 from kvline_server.model.quantization import FIELD, Quantization
 
 LLAMA8B = ModelConfig(
@@ -67,7 +67,17 @@ GEMMA12B = ModelConfig(
     tied_embeddings=True,
     qk_norm="head",
     windows=(*(1024,) * 5, 0) * 8,
+    local_rope=Rope(10_000.0),
+    softmax_scale=256**-0.5,
+    norms=Norms(
+        before_attention="input_layernorm",
+        after_attention="post_attention_layernorm",
+        before_mlp="pre_feedforward_layernorm",
+        after_mlp="post_feedforward_layernorm",
+        offset=1.0,
+    ),
     activation="gelu_tanh",
+    embedding_scale=3840**0.5,
 )
 BY_CHANNEL, IN_BLOCKS = Quantization("_scale", None), Quantization("_scale_inv", (128, 128))
 SHAPES = {
