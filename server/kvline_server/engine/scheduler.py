@@ -194,13 +194,15 @@ class Scheduler:
         return rows
 
     def _drafts(self, sequence: Sequence, spare: int) -> Items[int]:
-        """Draft tokens of a sequence, `spare` at most. For them nobody is preempted."""
+        """Draft tokens of a sequence, `spare` at most. They take a page only while each running
+        sequence could take one beside it, or a decode of this step would preempt for it."""
         if self.speculation is None or sequence.pending:
             return ()
         drafts, table = self.speculation.draft(sequence, spare), sequence.table
-        if self.caches.can_grow(table, sequence.computed + 1 + len(drafts)):
+        tokens, room = sequence.computed + 1 + len(drafts), table.tokens - sequence.computed - 1
+        if len(drafts) <= room or self.caches.fits(table, tokens, len(self.running)):
             return drafts
-        return drafts[: max(0, table.tokens - sequence.computed - 1)]
+        return drafts[: max(0, room)]
 
     def _bounded(self, ready: list[Sequence], penalised: int) -> list[Sequence]:
         """Those that decode in this step: where all have penalties of more tokens than the cache

@@ -106,16 +106,11 @@ class Caches:
                 return False
         return True
 
-    def can_grow(self, table: PageTable, tokens: int) -> bool:
-        """Whether the pages that so many tokens lack can be taken now."""
-        missing = pages_for(tokens) - table.pages
-        return all(pool.can_take(missing) for pool in self.pools)
-
     def grow(self, table: PageTable, tokens: int) -> bool:
         """Takes the pages that so many tokens lack. -> whether it could; else none is taken"""
         missing = pages_for(tokens) - table.pages
         if missing > 0:
-            if not self.can_grow(table, tokens):
+            if not all(pool.can_take(missing) for pool in self.pools):
                 return False
             for pool, group in zip(self.pools, table.groups, strict=True):
                 group.pages.extend(pool.take(missing))
