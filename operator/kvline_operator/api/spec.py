@@ -167,14 +167,13 @@ def _checked(spec: dict[str, Any]) -> dict[str, Any]:
     for key in sorted(set(engine) - ENGINE_FIELDS):
         raise SpecError(f"spec.engine.{key}: this operator does not know it; upgrade the operator")
     _choice(KVCacheDtype, engine.get("kvCacheDtype", KVCacheDtype.AUTO), "engine.kvCacheDtype")
-    speculation(engine)
+    if "speculation" in engine:
+        speculation(engine)
     return spec
 
 
-def speculation(engine: dict[str, Any]) -> Speculation | None:
-    """That of spec.engine. Raises SpecError."""
-    if "speculation" not in engine:
-        return None
+def speculation(engine: dict[str, Any]) -> Speculation:
+    """That of spec.engine, which has one. Raises SpecError."""
     path = "spec.engine.speculation"
     try:
         return decode(Speculation, engine["speculation"], strict=True, path=path)

@@ -49,9 +49,9 @@ def effective(state: ServiceState) -> Object:
 
 
 def _speculation(engine: Object) -> Object:
-    found = speculation(engine)
-    if found is None:
+    if "speculation" not in engine:
         return {}
+    found = speculation(engine)
     return {"speculation": {"method": str(found.method), "maxDraftTokens": found.draft_tokens}}
 
 
