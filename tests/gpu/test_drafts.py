@@ -99,7 +99,7 @@ def test_whole_steps_with_drafts_are_eager_ones(
         ]
         for one, _ in made:
             step = build([before(one)]).step
-            forward(decoder, arena, replace(step, wanted=np.arange(len(step.tokens))))
+            forward(decoder, arena, replace(step, logits_indices=np.arange(len(step.tokens))))
         work = [decode(*each) for each in made]
         for item in work:
             slide(item.sequence, decoder, item.start)

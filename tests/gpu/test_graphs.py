@@ -64,9 +64,11 @@ def test_replay_is_eager_for_one_request_and_for_many(
         members: list[Sequence] = [
             sequence(rng, rows, free, len(decoder.windows)) for _ in range(number)
         ]
-        wanted = rng.permutation(number * rows)[: max(1, number * rows // 3)]
+        logits_indices = rng.permutation(number * rows)[: max(1, number * rows // 3)]
         kind = Kind.PROMPT if rows > 1 else Kind.DECODE
-        step = replace(build([Work(s, 0, rows, kind) for s in members]).step, wanted=wanted)
+        step = replace(
+            build([Work(s, 0, rows, kind) for s in members]).step, logits_indices=logits_indices
+        )
         segments.attended.fill_(float("nan"))  # what an earlier, larger step left must not matter
         with torch.inference_mode():
             replayed = segments.run(step).clone()
@@ -104,7 +106,7 @@ def test_graphs_survive_growth_of_the_arena(shape: Callable[..., ModelConfig]) -
     graphs = captured(decoder, arena, 64)
     rng = np.random.default_rng(6)
     work = [Work(sequence(rng, 40, list(range(1, 400))), 0, 40, Kind.PROMPT)]
-    step = replace(build(work).step, wanted=np.arange(40))
+    step = replace(build(work).step, logits_indices=np.arange(40))
     outs = []
     for pages in (400, 50_000, 400):
         arena.resize((pages,))
@@ -137,16 +139,18 @@ def test_whole_steps_of_decodes_are_eager_ones(
         free = rng.permutation(np.arange(1, 20_000)).tolist()
         lengths, groups = rng.integers(1, 600, number), len(decoder.windows)
         members = [sequence(rng, int(n), free, groups) for n in lengths]
-        for slot, member in enumerate(members):
-            member.slot = slot + 5
+        for index, member in enumerate(members):
+            member.request_index = index + 5
             member.prompt_length = len(member.tokens)
             if len(member.tokens) > 1:
                 before = build([Work(member, 0, len(member.tokens) - 1, Kind.PROMPT)]).step
-                forward(decoder, arena, replace(before, wanted=np.arange(len(before.tokens))))
+                forward(
+                    decoder, arena, replace(before, logits_indices=np.arange(len(before.tokens)))
+                )
         unread = members[0]
         unread.pending, length = 1, len(unread.tokens)
         read = unread.tokens.pop()
-        last[unread.slot] = read
+        last[unread.request_index] = read
         work = [Work(m, len(m.tokens) + m.pending - 1, 1, Kind.DECODE) for m in members]
         assert work[0].start == length - 1
         for item in work:

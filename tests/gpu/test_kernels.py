@@ -14,7 +14,7 @@ from kvline_server.engine.scheduler import Kind, Work
 from kvline_server.kernels.best import token_of
 from kvline_server.kernels.group import Alone
 from kvline_server.kernels.interface import Kernels
-from kvline_server.kernels.layout import Draws
+from kvline_server.kernels.layout import SamplingMetadata
 from kvline_server.kernels.projection import Gate, Join, Norm, Operand, Projection
 from kvline_server.kernels.sampling import NO_TOKEN
 from kvline_server.kernels.torch import TorchKernels
@@ -135,7 +135,7 @@ def test_ranks_parts_of_scores_and_draws_are_those_of_whole_rows(ranks: int) -> 
     ones = np.ones(rows, np.float32)
     temperatures = rng.choice([0.0, 0.6, 1.0, 1.5], rows).astype(np.float32)
     keys = rng.integers(0, 2**64, rows, dtype=np.uint64)
-    draws = Draws(temperatures, (0 * ones).astype(np.int32), ones, 0 * ones, keys)
+    metadata = SamplingMetadata(temperatures, (0 * ones).astype(np.int32), ones, 0 * ones, keys)
     targets = torch.from_numpy(rng.integers(0, size, rows)).cuda()
     chosen = logits.gather(1, targets.unsqueeze(1)).squeeze(1).float()
     logits[3, 7], logits[4, 128_000], logits[5] = float("nan"), float("inf"), float("-inf")
@@ -143,9 +143,11 @@ def test_ranks_parts_of_scores_and_draws_are_those_of_whole_rows(ranks: int) -> 
     for rank in range(ranks):
         own = tokens(size, Shard(rank, ranks))
         mine = logits[:, own.start : own.stop].contiguous()
-        best.append(kernels.sampling.best(mine, draws, own.start))
-        parts.append(kernels.sampling.part_scores(mine, chosen, 20))
-    assert (token_of(torch.stack(best).amax(dim=0)) == kernels.sampling.choose(logits, draws)).all()
+        best.append(kernels.sampling.best(mine, metadata, own.start))
+        parts.append(kernels.sampling.shard_scores(mine, chosen, 20))
+    assert (
+        token_of(torch.stack(best).amax(dim=0)) == kernels.sampling.choose(logits, metadata)
+    ).all()
     whole = kernels.sampling.score(logits, targets, 20)
     above = torch.stack([part.above for part in parts]).sum(dim=0)
     some = torch.arange(rows, device="cuda") > 5
@@ -192,19 +194,19 @@ def test_draws_are_the_reference_s(
     logits = torch.randn(rows, 32_003, device="cuda").mul_(2.5).bfloat16()
     rng = np.random.default_rng(1)
     temperatures = rng.choice([0.0, 0.6, 1.0, 1.5], rows).astype(np.float32)
-    draws = Draws(
+    metadata = SamplingMetadata(
         temperatures=temperatures,
         top_k=np.full(rows, filters.get("top_k", 0), np.int32),
         top_p=np.full(rows, filters.get("top_p", 1.0), np.float32),
         min_p=np.full(rows, filters.get("min_p", 0.0), np.float32),
         keys=rng.integers(0, 2**64, rows, dtype=np.uint64),
     )
-    want = TorchKernels().sampling.choose(logits.float().cpu(), draws).numpy()
+    want = TorchKernels().sampling.choose(logits.float().cpu(), metadata).numpy()
     broken = logits.clone()
     broken[3, 7], broken[4, 9], broken[5] = float("nan"), float("inf"), float("-inf")
-    failed = kernels.sampling.choose(broken, draws).cpu().numpy()
+    failed = kernels.sampling.choose(broken, metadata).cpu().numpy()
     assert (failed[3:6] == NO_TOKEN).all() and (failed >= 0).sum() == rows - 3
-    got = kernels.sampling.choose(logits.clone(), draws).cpu().numpy()
+    got = kernels.sampling.choose(logits.clone(), metadata).cpu().numpy()
     # The same noise picks the same token but where two are as close as rounding, or where the last
     # place of a filter has ties, of which bfloat16 is full.
     assert (got == want).mean() > (0.8 if filters else 0.99)

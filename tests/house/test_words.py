@@ -68,6 +68,20 @@ WORDS = (
     Word(r"\bplatform's words?\b", "settings of the platform, chart values"),
     Word(r"\b(wears?|wore|worn|wearing)\b", "has, carries"),
     Word(r"\bpods of strangers\b|\bstrangers?'s? pods?\b|\bstrange pods?\b", "foreign pods"),
+    Word(
+        r"\.draws\b|\bdraws(?=[=(]|: (draws|samplingmetadata)\b)",
+        "sampling metadata",
+        where=SERVER,
+        names=True,
+    ),
+    Word(r"\.edits\b", "logits edits", where=SERVER, names=True),
+    Word(r"\bwanted rows\b|\bstep\.wanted\b", "logits indices", where=SERVER),
+    Word(
+        r"\b(sampled|pending) slots\b|\b(sequence|request)('s)? slots?\b",
+        "request index: a slot is the KV cache's",
+        where=SERVER,
+    ),
+    Word(r"\bpart scores\b", "shard scores: a part is of memory", where=SERVER),
     Word(r"\b(gatefailed|rolledback)\b", "RevisionRejected", where=r"^(?!CHANGELOG)", names=True),
 )
 # A capital starts a word, but not within an acronym.

@@ -16,8 +16,8 @@ from kvline_server.engine.engine import Engine
 from kvline_server.http.tokenizer_files import open_chat
 from kvline_server.http.tokens import Tokens
 from kvline_server.ipc.sampling_params import SamplingParams
-from kvline_server.kernels.layout import Draws
-from kvline_server.worker.step import Edits
+from kvline_server.kernels.layout import SamplingMetadata
+from kvline_server.worker.step import LogitsEdits
 from kvline_server.worker.vocabulary import apply
 
 
@@ -32,15 +32,15 @@ class Drawn:
         self.vocabulary.sample = self.noted  # type: ignore[method-assign]
 
     def noted(
-        self, logits: torch.Tensor, draws: Draws, edits: tuple[Edits, ...] = ()
+        self, logits: torch.Tensor, metadata: SamplingMetadata, edits: tuple[LogitsEdits, ...] = ()
     ) -> torch.Tensor:
         edited = logits.clone()
         for each in edits:
             apply(self.vocabulary.kernels, edited, each)
-        for key, row in zip(draws.keys.tolist(), edited, strict=True):
+        for key, row in zip(metadata.keys.tolist(), edited, strict=True):
             assert key not in self.rows, "two requests of the same seed"
             self.rows[key] = row
-        return self.sample(logits, draws, edits)
+        return self.sample(logits, metadata, edits)
 
     def logits(self, params: SamplingParams, count: int) -> torch.Tensor:
         """Of a request's first tokens. [count, vocabulary]"""

@@ -67,7 +67,9 @@ def test_processes_on_a_cpu_talk_over_the_loopback_interface(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("slots", "rows"), [(1, 1), (3, 4), (100, 128), (512, 512), (513, 576), (2000, 1024)]
+    ("running", "rows"), [(1, 1), (3, 4), (100, 128), (512, 512), (513, 576), (2000, 1024)]
 )
-def test_the_largest_graph_of_decodes_may_have_more_rows_than_slots(slots: int, rows: int) -> None:
-    assert most_rows(slots) == rows
+def test_the_largest_graph_of_decodes_may_have_more_rows_than_requests(
+    running: int, rows: int
+) -> None:
+    assert most_rows(running) == rows

@@ -63,7 +63,7 @@ from kvline_server.ipc.messages import Channel, Run
 parent, other = (Channel(socket.socket(fileno=int(fd))) for fd in sys.argv[1:])
 def handle(message):
     if isinstance(message, Run):
-        raise {4: KeyError(4), 5: OSError(5)}[message.slot]
+        raise {4: KeyError(4), 5: OSError(5)}[message.buffer]
 listen(parent, "the parent", handle, parent, ExitCode.RANK_LOST)
 listen(other, "an HTTP process", handle, parent)
 time.sleep(600)
@@ -179,7 +179,7 @@ def test_the_parent_ends_where_it_cannot_hear_a_child(
 
     def handle(message: Message) -> None:
         if isinstance(message, Run):
-            raise FAILS[message.slot]
+            raise FAILS[message.buffer]
         heard.append(message)
 
     heard: list[Message] = []

@@ -25,7 +25,7 @@ from kvline_server.worker.graphs.pool import GraphPool
 from kvline_server.worker.inputs import upload
 from kvline_server.worker.step import InFlight, Step
 
-MOST, SLOTS = 48, 6
+MOST, RUNNING = 48, 6
 
 
 class Pool(GraphPool):
@@ -89,7 +89,7 @@ def with_graphs(
     """Of layers alike, and of two groups, of which one has a window; plain, and with so many draft
     tokens."""
     name, drafts = request.param
-    options = {"running": SLOTS, "step": MOST, "draft_tokens": drafts}
+    options = {"running": RUNNING, "step": MOST, "draft_tokens": drafts}
     made = engine(make_model(name), kernels=CapturedKernels(), **options)
     pool, inputs = Pool(), steps._Inputs
     monkeypatch.setattr(graphs, "GraphPool", lambda: pool)
@@ -122,8 +122,8 @@ def test_graphs_give_the_hidden_states_of_steps_without(
 
     def compared(step: Step) -> torch.Tensor:
         got = run(step)
-        ids, mapping, wanted = upload(decoder.kernels, step, runner.last_tokens)
-        want = decoder.step(ids, mapping, runner.arena.layers(), step.layout, wanted)
+        ids, mapping, logits_indices = upload(decoder.kernels, step, runner.last_tokens)
+        want = decoder.step(ids, mapping, runner.arena.layers(), step.layout, logits_indices)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
         kinds.add((found.whole.fits(step), len(step.pending_rows) > 0))
         drafted.add((found.whole.fits(step), step.layout.decode_rows > step.layout.decodes))

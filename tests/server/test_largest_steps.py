@@ -29,10 +29,10 @@ from kvline_server.memory.caches import GroupPages, PageTable
 from kvline_server.memory.pages import PAGE_SIZE, pages_for
 from kvline_server.model.shard import Shard, tokens
 from kvline_server.sizing.settings import _shared_tables
-from kvline_server.worker.step import Edits, InFlight, Results, Step, Table
+from kvline_server.worker.step import InFlight, LogitsEdits, Results, Step, Table
 
 # Memory that is taken for each of these at once: one step has the most of all of them.
-TOGETHER = ("rows", "wanted", "sampled", "results", "sequences")
+TOGETHER = ("rows", "logits_indices", "sampled", "results", "sequences")
 CPU, GPU = StressSet(), StressSet(short_chunks=SHORT_CHUNKS)
 
 
@@ -68,21 +68,23 @@ def test_the_stress_set_plays_every_option_at_once() -> None:
 def test_the_stress_set_s_steps_are_as_large_as_the_scheduler_s(aliased: int) -> None:
     every = played(bounds(aliased=aliased), GPU)
     for name, step in every:
-        rows = len(step.sampled_slots)
+        rows = len(step.sampled_requests)
         assert step.listed.tolist() == list(range(rows)) and step.listed_top == 20 * (rows > 0)
         if rows and name != "unfiltered":  # every option at once
-            assert (step.draws.top_k == 307).sum() >= rows - 1 and step.draws.filtered.any()
-            penalties, biases = step.edits
+            assert (
+                step.sampling_metadata.top_k == 307
+            ).sum() >= rows - 1 and step.sampling_metadata.filtered.any()
+            penalties, biases = step.logits_edits
             assert set(penalties.rows) == set(range(rows)) and (penalties.factors > 1).all()
             assert len(biases.rows) == rows * MAX_BIASES
     decode, kinds = (step for name, step in every if name == "decode")
     steps = dict(every) | {"decode": decode, "kinds": kinds}
-    assert len(steps["prefill-one"].targets) == len(steps["prefill-many"].wanted) == 64
-    assert len(steps["mixed"].wanted) == len(steps["last-chunk"].wanted) == 64
+    assert len(steps["prefill-one"].targets) == len(steps["prefill-many"].logits_indices) == 64
+    assert len(steps["mixed"].logits_indices) == len(steps["last-chunk"].logits_indices) == 64
     for name in ("prefill-many", "decode", "kinds", "mixed", "unfiltered"):
-        assert len(steps[name].sampled_slots) == 8, name
-    assert (decode.edits[0].subtracted > 0).any() and decode.draws.filtered.all()
-    assert (kinds.draws.temperatures < GREEDY).tolist() == [True] + 7 * [False]
+        assert len(steps[name].sampled_requests) == 8, name
+    assert (decode.logits_edits[0].subtracted > 0).any() and decode.sampling_metadata.filtered.all()
+    assert (kinds.sampling_metadata.temperatures < GREEDY).tolist() == [True] + 7 * [False]
     short = [step for name, step in every if name == "short-chunks"]
     assert [len(step.tokens) for step in short] == [2, 8, 31, 31]  # of 32 pages
     assert all(step.layout.groups[0].lengths.tolist() == [512] for step in short)
@@ -97,11 +99,11 @@ def test_rows_and_context_of_a_last_chunk_are_in_other_steps_too() -> None:
         sizes = [
             (
                 len(step.tokens),
-                len(step.wanted),
+                len(step.logits_indices),
                 len(step.targets),
-                len(step.sampled_slots),
+                len(step.sampled_requests),
                 int(step.layout.groups[0].lengths.max()),
-                sum(len(edits.rows) for edits in step.edits),
+                sum(len(edits.rows) for edits in step.logits_edits),
             )
             for _, step in steps
         ]
@@ -191,14 +193,14 @@ def test_page_tables_of_six_times_the_cache_take_what_is_reserved_for_them(
 
 def at_once(step: Step, chunk: int) -> Iterator[slice]:
     """The sampled rows that the LM head gets at once."""
-    scored, every = len(step.targets), len(step.wanted)
+    scored, every = len(step.targets), len(step.logits_indices)
     for start in range(0, every, chunk):
         first, last = max(start, scored), min(start + chunk, every)
         if last > first:
             yield slice(first - scored, last - scored)
 
 
-def kind(edits: Edits) -> str:
+def kind(edits: LogitsEdits) -> str:
     """Both here and in the stress biases are -1, and no penalty is."""
     return "biases" if (edits.subtracted == 1.0).all() else "penalties"
 
@@ -212,8 +214,8 @@ def measures(step: Step, chunk: int, own: list[range]) -> Counter[str]:
     found = Counter(
         {
             "rows": len(step.tokens),
-            "wanted": len(step.wanted),
-            "sampled": len(step.sampled_slots),
+            "logits_indices": len(step.logits_indices),
+            "sampled": len(step.sampled_requests),
             "listed": listed,
             "scored": scored * step.scored_top,
             "results": scored * step.scored_top + listed * step.listed_top,
@@ -225,13 +227,13 @@ def measures(step: Step, chunk: int, own: list[range]) -> Counter[str]:
     )
     mine = [
         (f"{kind(edits)} of {rank}", edits.within(tokens))
-        for edits in step.edits
+        for edits in step.logits_edits
         for rank, tokens in enumerate(own)
     ]
     found |= {name: len(edits.rows) for name, edits in mine}
     for some in at_once(step, chunk):
-        draws = step.draws.at(some)
-        greedy, filtered = draws.temperatures < GREEDY, draws.filtered
+        metadata = step.sampling_metadata.at(some)
+        greedy, filtered = metadata.temperatures < GREEDY, metadata.filtered
         once = {"sampled": len(greedy), "filtered": int(filtered.sum())}
         once["beside greedy"] = int(greedy.any() and (~greedy).sum())
         once["beside others"] = int(not filtered.all() and filtered.sum())
@@ -253,7 +255,7 @@ class Recorder:
 
     def launch(self, step: Step) -> InFlight:
         self.steps.append(step)
-        sampled, listed = len(step.sampled_slots), len(step.listed)
+        sampled, listed = len(step.sampled_requests), len(step.listed)
         ids = np.arange(sampled) * 31 + len(self.steps) * 7
         return Known(
             Results(

@@ -96,13 +96,15 @@ def test_the_stress_set_is_that_of_the_settings(tmp_path: Path) -> None:
     for step in start.machine.steps:
         assert max(step.listed_top, step.scored_top) == SETTINGS.max_top_logprobs
         assert len(step.tokens) <= SETTINGS.max_prefill_tokens
-        assert len(step.sampled_slots) <= SETTINGS.max_running_requests
+        assert len(step.sampled_requests) <= SETTINGS.max_running_requests
     for steps in (probed, validated):
         *_, decode, kinds, mixed, plain = steps
         assert len(mixed.tokens) == len(plain.tokens) == SETTINGS.max_prefill_tokens
         assert len(decode.tokens) == len(kinds.tokens) == SETTINGS.max_running_requests
         assert decode.layout.groups[0].lengths.max() == SETTINGS.model_max_len
-        assert (decode.draws.top_k == 1000).all() and not plain.draws.top_k.any()
+        assert (
+            decode.sampling_metadata.top_k == 1000
+        ).all() and not plain.sampling_metadata.top_k.any()
     tables = [steps[-4].layout.groups[0].pages for steps in (probed, validated)]
     once = [len(set(pages)) for pages in tables]
     assert once[0] < len(tables[0]) and once[1] == len(tables[1])

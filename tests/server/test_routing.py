@@ -71,7 +71,7 @@ def test_a_step_s_routing_is_that_of_every_layer_and_of_no_other_step(
         batch = play.make()
         assert batch.step.routing is how
         made.launch(batch.step).wait()
-        *every, last = met  # of the last layer the wanted rows alone count
+        *every, last = met  # of the last layer the LM head's rows alone count
         assert len(every) == made.decoder.config.layers - 1 > 0
         for counts in every:
             same = counts.tolist() == [44] * 3 + [0] * 8

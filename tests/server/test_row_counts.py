@@ -94,7 +94,7 @@ def test_padding_changes_no_output(
 def test_steps_run_only_at_row_counts_of_the_warm_up(
     make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also the last layer's GEMMs, which run for the wanted rows alone."""
+    """Also the last layer's GEMMs, which run for the LM head's rows alone."""
     made = engine(make_model("qwen2"), step=128)
     shapes: set[tuple[int, int, int]] = set()
     linear = worker(made).kernels.gemms.linear
@@ -153,8 +153,8 @@ def test_no_expert_of_any_layer_gets_padding(
     plans, kv = made.plan(layout), arena.layers()
     numbers = torch.tensor([rows, 0], dtype=torch.int32)
     given = Given(count, on_device=numbers) if on_device else Given(rows)
-    wanted = ids if on_device else ids[:rows]
-    got = made.forward(ids, [where], kv, plans, wanted, given)
+    logits_indices = ids if on_device else ids[:rows]
+    got = made.forward(ids, [where], kv, plans, logits_indices, given)
     assert asked == [rows] * made.config.layers
     monkeypatch.undo()
     where = SlotMapping(where.positions[:rows], where.slots[:rows])

@@ -92,7 +92,7 @@ from kvline_server.model.shard import Shard, tokens
 from kvline_server.ipc.seeds import keys
 from kvline_server.kernels import triton_kernels
 from kvline_server.kernels.best import token_of
-from kvline_server.kernels.layout import Draws
+from kvline_server.kernels.layout import SamplingMetadata
 from kvline_server.kernels.noise import gumbel_max
 from kvline_server.kernels.torch_sampling import TorchSampling
 from ties import same_draws
@@ -107,8 +107,8 @@ temperatures[8] = 0.0
 made = keys(np.arange(rows, dtype=np.uint64), np.zeros(rows, np.uint64))
 ones = np.ones(rows, np.float32)
 off = (0 * ones).astype(np.int32)
-draws = Draws(temperatures, off, ones, 0 * ones, made)
-want = TorchSampling().choose(logits.clone(), draws)
+metadata = SamplingMetadata(temperatures, off, ones, 0 * ones, made)
+want = TorchSampling().choose(logits.clone(), metadata)
 
 def draw(weights, temperatures, logits, first=None):
     chosen = torch.empty(rows, dtype=torch.int64)
@@ -128,19 +128,19 @@ weights[5] = 0
 whole = torch.arange(rows) != 5
 whole[3:5] = False
 got = draw(logits, temperatures, 1)
-same_draws(got, want, logits, draws, 2e-6)
+same_draws(got, want, logits, metadata, 2e-6)
 assert (got[3:6] == -1).all() and (got >= 0).sum() == rows - 3 and got[8] == 100
 for ranks in (2, 3):
     shares = [tokens(vocabulary, Shard(rank, ranks)) for rank in range(ranks)]
     every = [draw(logits[:, own.start : own.stop], temperatures, 1, own.start) for own in shares]
     merged = token_of(torch.stack(every).amax(dim=0))
-    same_draws(merged, want, logits, draws, 2e-6)
+    same_draws(merged, want, logits, metadata, 2e-6)
     assert merged[8] == 100
 got = draw(weights, None, 0)
 assert (got[3:6] == -1).all()
 drawn, ones = gumbel_max(weights.clone(), made)[whole], ones[whole]
-draws = Draws(ones, off[whole], ones, 0 * ones, made[whole])
-same_draws(got[whole], drawn, logits[whole], draws, 2e-6)
+metadata = SamplingMetadata(ones, off[whole], ones, 0 * ones, made[whole])
+same_draws(got[whole], drawn, logits[whole], metadata, 2e-6)
 """
 
 
@@ -169,7 +169,7 @@ torch.testing.assert_close(values, want.values)
 assert (ranks == want.ranks).all()
 chosen = logits.gather(1, targets[:, None])[:, 0]
 for part in logits[:, :700], logits[:, 700:]:
-    want, (_, ranks, normalisers) = reference.part_scores(part, chosen, 0), score(part, chosen, 1)
+    want, (_, ranks, normalisers) = reference.shard_scores(part, chosen, 0), score(part, chosen, 1)
     torch.testing.assert_close(normalisers, want.normalisers)
     assert (ranks == want.above + 1).all()
 """

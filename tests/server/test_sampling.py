@@ -18,7 +18,7 @@ from ties import mostly_same, same_tokens
 
 from kvline_server.engine import penalties
 from kvline_server.engine.request import Sequence
-from kvline_server.engine.sampling import draws
+from kvline_server.engine.sampling import sampling_metadata
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.ipc.seeds import keys
 from kvline_server.kernels.noise import gumbel_max
@@ -38,7 +38,7 @@ def sequences(count: int, tokens: list[int] | None = None, **params: Any) -> lis
 
 def sample(logits: torch.Tensor, sampled: list[Sequence]) -> torch.Tensor:
     vocabulary = Vocabulary(TorchKernels(), logits.shape[1])
-    return vocabulary.sample(logits, draws(sampled), penalties.edits(sampled))
+    return vocabulary.sample(logits, sampling_metadata(sampled), penalties.logits_edits(sampled))
 
 
 def draw(count: int = 4000, logits: torch.Tensor = LOGITS, **params: Any) -> np.ndarray:
@@ -154,7 +154,7 @@ def test_a_batch_s_penalties_are_each_row_s_by_definition(
         for sequence, (_, output, *_) in zip(made, asked, strict=True):
             sequence.tokens += output[part]
         got = logits.clone()
-        for edits in penalties.edits(made):
+        for edits in penalties.logits_edits(made):
             apply(TorchKernels(), got, edits)
         want = torch.stack([by_definition(*pair) for pair in zip(logits, made, strict=True)])
         assert torch.allclose(got, want, atol=1e-5)

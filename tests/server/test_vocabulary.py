@@ -20,12 +20,12 @@ from torch.overrides import TorchFunctionMode
 from waiting import limit
 
 from kvline_server.ipc.seeds import keys
-from kvline_server.kernels.layout import Draws
+from kvline_server.kernels.layout import SamplingMetadata
 from kvline_server.kernels.sampling import NO_TOKEN, RowScores
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.kernels.torch_sampling import TorchSampling
 from kvline_server.worker import vocabulary
-from kvline_server.worker.step import Edits
+from kvline_server.worker.step import LogitsEdits
 from kvline_server.worker.vocabulary import Vocabulary
 
 T = TypeVar("T")
@@ -86,12 +86,12 @@ def own(logits: torch.Tensor, part: Vocabulary) -> torch.Tensor:
     return logits[:, part.own.start : part.own.stop].clone()
 
 
-def draws_of(rng: np.random.Generator, rows: int, filters: bool = True) -> Draws:
+def metadata_of(rng: np.random.Generator, rows: int, filters: bool = True) -> SamplingMetadata:
     def some(values: list[float], kind: type) -> np.ndarray:
         chosen = values if filters else values[:1]
         return rng.choice(np.array(chosen), rows).astype(kind)
 
-    return Draws(
+    return SamplingMetadata(
         temperatures=rng.choice(np.array([0.0, 0.6, 1.0, 1.7]), rows).astype(np.float32),
         top_k=some([0, 0, 3, 40, 100_000], np.int32),
         top_p=some([1.0, 1.0, 0.5, 0.95], np.float32),
@@ -131,13 +131,13 @@ def test_tokens_are_those_of_whole_rows(ranks: int, seed: int, filters: bool, ro
         logits[row, int(rng.integers(size))] = float(value)
     logits[4:5] = float("-inf")
     logits[5:6, 100:] = float("-inf")
-    draws = draws_of(rng, rows, filters)
-    draws.temperatures[0] = 0.0
-    want = TorchSampling().choose(logits.clone(), draws)
-    made = on_ranks(ranks, size, lambda part: part.sample(own(logits, part), draws))
+    metadata = metadata_of(rng, rows, filters)
+    metadata.temperatures[0] = 0.0
+    want = TorchSampling().choose(logits.clone(), metadata)
+    made = on_ranks(ranks, size, lambda part: part.sample(own(logits, part), metadata))
     for tokens in made:
         assert torch.equal(tokens, made[0])
-        same_draws(tokens, want, logits, draws, ROUNDING)
+        same_draws(tokens, want, logits, metadata, ROUNDING)
     assert made[0][0] == want[0] == 9
     assert (want[1:3] == NO_TOKEN).all() and (want[4:5] == NO_TOKEN).all()
 
@@ -145,9 +145,9 @@ def test_tokens_are_those_of_whole_rows(ranks: int, seed: int, filters: bool, ro
 def test_exchanges_are_in_blocks_of_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     rng, size, rows = np.random.default_rng(2), 307, 50
     logits = torch.from_numpy(rng.normal(0, 3, (rows, size)).astype(np.float32))
-    draws = draws_of(rng, rows)
-    draws.top_k[:], draws.temperatures[::3] = 30, 0.0
-    want = TorchSampling().choose(logits.clone(), draws)
+    metadata = metadata_of(rng, rows)
+    metadata.top_k[:], metadata.temperatures[::3] = 30, 0.0
+    want = TorchSampling().choose(logits.clone(), metadata)
     monkeypatch.setattr(vocabulary, "TABLE_BYTES", 1500)
     largest: list[int] = []
     all_to_all = Threads.all_to_all
@@ -157,8 +157,8 @@ def test_exchanges_are_in_blocks_of_few_bytes(monkeypatch: pytest.MonkeyPatch) -
         return all_to_all(self, x)
 
     monkeypatch.setattr(Threads, "all_to_all", noted)
-    for made in on_ranks(3, size, lambda part: part.sample(own(logits, part), draws)):
-        same_draws(made, want, logits, draws, ROUNDING)
+    for made in on_ranks(3, size, lambda part: part.sample(own(logits, part), metadata)):
+        same_draws(made, want, logits, metadata, ROUNDING)
     assert max(largest) <= 1500 and len(largest) > 3 * 5
 
 
@@ -166,7 +166,7 @@ def test_edits_reach_the_rank_that_has_the_token() -> None:
     rng, size, rows = np.random.default_rng(3), 307, 20
     logits = torch.from_numpy(rng.normal(0, 3, (rows, size)).astype(np.float32))
     pairs = np.sort(rng.permutation(rows * size)[:2000])
-    edits = Edits(
+    edits = LogitsEdits(
         rows=pairs // size,
         tokens=pairs % size,
         factors=rng.choice(np.array([1.0, 1.3], np.float32), len(pairs)),
@@ -174,18 +174,18 @@ def test_edits_reach_the_rank_that_has_the_token() -> None:
     )
     want = logits.clone()
     vocabulary.apply(TorchKernels(), want, edits)
-    draws = draws_of(rng, rows)
+    metadata = metadata_of(rng, rows)
 
     def edited(part: Vocabulary) -> tuple[torch.Tensor, torch.Tensor]:
         mine = own(logits, part)
-        return part.sample(mine, draws, (edits,)), mine
+        return part.sample(mine, metadata, (edits,)), mine
 
     made = on_ranks(4, size, edited)
     assert torch.equal(torch.cat([mine for _, mine in made], dim=1), want)
-    tokens = TorchSampling().choose(want.clone(), draws)
+    tokens = TorchSampling().choose(want.clone(), metadata)
     for got, _ in made:
         assert torch.equal(got, made[0][0])
-        same_draws(got, tokens, want, draws, ROUNDING)
+        same_draws(got, tokens, want, metadata, ROUNDING)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -197,10 +197,10 @@ def test_a_penalty_too_small_for_the_logits_dtype_counts(
     logits = torch.zeros((1, 40), dtype=torch.bfloat16)
     logits[0, 3] = logits[0, 7] = 20.0
     one = np.ones(1, np.float32)
-    edits = Edits(np.zeros(1, np.int64), np.full(1, 3), one, one * np.float32(subtracted))
-    draws = draws_of(np.random.default_rng(0), 1)
-    draws.temperatures[:] = 0.0
-    for got in on_ranks(ranks, 40, lambda part: part.sample(own(logits, part), draws, (edits,))):
+    edits = LogitsEdits(np.zeros(1, np.int64), np.full(1, 3), one, one * np.float32(subtracted))
+    metadata = metadata_of(np.random.default_rng(0), 1)
+    metadata.temperatures[:] = 0.0
+    for got in on_ranks(ranks, 40, lambda part: part.sample(own(logits, part), metadata, (edits,))):
         assert got.tolist() == [token]
 
 
@@ -228,14 +228,14 @@ def test_whole_rows_of_logits_exist_nowhere(ranks: int) -> None:
     size, rows = 5000, 64
     rng = np.random.default_rng(4)
     logits, targets = torch.randn(rows, size), torch.randint(size, (rows,))
-    filtered = draws_of(rng, rows)
+    filtered = metadata_of(rng, rows)
     filtered.top_k[:], filtered.temperatures[:] = 9, 1.0
 
     def measured(part: Vocabulary) -> tuple[Largest, Largest]:
         mine, seen = own(logits, part), (Largest(size), Largest(size))
         with seen[0]:
             part.score(mine, targets, 20)
-            part.sample(mine, draws_of(rng, rows, filters=False))
+            part.sample(mine, metadata_of(rng, rows, filters=False))
         with seen[1]:
             part.sample(mine, filtered)
         return seen

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from kvline_server.engine.stress.bounds import Bounds
 from kvline_server.engine.stress.owners import StressSet
-from kvline_server.kernels.layout import Draws, GroupLayout, Layout
+from kvline_server.kernels.layout import GroupLayout, Layout, SamplingMetadata
 from kvline_server.memory.pages import pages_for
 from kvline_server.parallel import wire
 from kvline_server.parallel.record import Record
-from kvline_server.worker.step import Edits, Step
+from kvline_server.worker.step import LogitsEdits, Step
 
 STEP = Record(Step)
 
@@ -73,9 +73,9 @@ def test_a_step_is_read_as_it_was_written(made: list[Step]) -> None:
 
 @given(values(Step))
 def test_there_is_room_for_arrays_of_so_many_entries(step: Step) -> None:
-    of_step = max(len(array) for array in arrays(replace(step, edits=())))
-    of_edits = [max(len(array) for array in arrays(edits)) for edits in step.edits]
-    room = STEP.size(of_step) + sum(Record(Edits).size(most) for most in of_edits)
+    of_step = max(len(array) for array in arrays(replace(step, logits_edits=())))
+    of_edits = [max(len(array) for array in arrays(edits)) for edits in step.logits_edits]
+    room = STEP.size(of_step) + sum(Record(LogitsEdits).size(most) for most in of_edits)
     STEP.write(memoryview(bytearray(room)), step)
 
 
@@ -88,7 +88,7 @@ def test_there_is_room_for_arrays_of_so_many_entries(step: Step) -> None:
         str,
         float,
         tuple[str, ...],
-        tuple[Edits, Draws],
+        tuple[LogitsEdits, SamplingMetadata],
         tuple[()],
     ],
 )
@@ -115,8 +115,8 @@ def small() -> Step:
     some = np.ones(1, np.float32)
     starts = np.array([0, 1], np.int32)
     layout = Layout(1, starts, row, (GroupLayout(row, starts, row, one, one),))
-    draws = Draws(some, row, some, some, np.ones(1, np.uint64))
-    return Step(one, layout, one[:0], one[:0], one, one[:0], 0, one, draws, (), one[:0], 0)
+    metadata = SamplingMetadata(some, row, some, some, np.ones(1, np.uint64))
+    return Step(one, layout, one[:0], one[:0], one, one[:0], 0, one, metadata, (), one[:0], 0)
 
 
 @pytest.mark.parametrize("aliased", [1 << 20, 0])
@@ -162,16 +162,16 @@ def test_what_large_steps_took_is_given_back() -> None:
         return os.fstat(file).st_blocks * 512
 
     for _ in range(2):
-        slot = writer.write(large, lambda: None)
+        buffer = writer.write(large, lambda: None)
     reader.has_read(0)
     writer.trim()
-    assert flat(reader.read(slot)) == flat(large), "it is still to be read"
+    assert flat(reader.read(buffer)) == flat(large), "it is still to be read"
     assert taken() > 2 * large.listed.nbytes
     reader.has_read(0)
     writer.trim()
     assert taken() <= mmap.PAGESIZE, "the readers' counts"
-    slot = writer.write(small(), lambda: None)
-    assert flat(reader.read(slot)) == flat(small())
+    buffer = writer.write(small(), lambda: None)
+    assert flat(reader.read(buffer)) == flat(small())
     assert taken() <= 2 * mmap.PAGESIZE
     os.close(file)
 
@@ -182,7 +182,7 @@ def test_a_slot_is_written_again_once_all_have_read_it() -> None:
     waited: list[int] = []
 
     def never() -> None:
-        raise AssertionError("there is a free slot")
+        raise AssertionError("there is a free buffer")
 
     def wait() -> None:
         waited.append(1)

@@ -12,14 +12,18 @@ import torch
 from near import TOLERANCE
 
 from kvline_server.engine.request import Sequence
-from kvline_server.engine.sampling import draws
+from kvline_server.engine.sampling import sampling_metadata
 from kvline_server.ipc.sampling_params import SamplingParams
-from kvline_server.kernels.layout import Draws
+from kvline_server.kernels.layout import SamplingMetadata
 from kvline_server.kernels.torch_sampling import TorchSampling
 
 
 def may_come(
-    logits: torch.Tensor, draw: Draws, token: int, instead: int, tolerance: float = TOLERANCE
+    logits: torch.Tensor,
+    draw: SamplingMetadata,
+    token: int,
+    instead: int,
+    tolerance: float = TOLERANCE,
 ) -> bool:
     """Whether a draw from a row of logits that gives `instead` gives `token` where no logit moves
     by more than the tolerance: as the better of the two, or at the edge of a filter."""
@@ -33,7 +37,11 @@ def may_come(
 
 
 def same_draws(
-    got: torch.Tensor, want: torch.Tensor, logits: torch.Tensor, draw: Draws, tolerance: float
+    got: torch.Tensor,
+    want: torch.Tensor,
+    logits: torch.Tensor,
+    draw: SamplingMetadata,
+    tolerance: float,
 ) -> None:
     """A token of each row, or NO_TOKEN."""
     for row, (one, other) in enumerate(zip(got.tolist(), want.tolist(), strict=True)):
@@ -43,9 +51,9 @@ def same_draws(
             assert tie, f"row {row} has {one} and not {other}"
 
 
-def draw_of(params: SamplingParams, at: int) -> Draws:
+def draw_of(params: SamplingParams, at: int) -> SamplingMetadata:
     """That of a request's output token `at`."""
-    return draws([Sequence(0, [0] * (1 + at), 1, params)])
+    return sampling_metadata([Sequence(0, [0] * (1 + at), 1, params)])
 
 
 def same_tokens(

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvline_server.engine import penalties
 from kvline_server.engine.request import Sequence
-from kvline_server.engine.sampling import draws
+from kvline_server.engine.sampling import sampling_metadata
 from kvline_server.engine.scheduler import Kind, Work
 from kvline_server.kernels.layout import GroupLayout, Layout, starts
 from kvline_server.memory.caches import GroupPages
@@ -89,7 +89,7 @@ class _Rows:
             counts = [work.sampled for work in self.sampled]
             sampled = [s for s, n in zip(sampled, counts, strict=True) for _ in range(n)]
             ahead = np.concatenate([np.arange(n, dtype=np.uint64) for n in counts])
-        slots = np.asarray([s.slot for s in sampled], dtype=np.int64)
+        requests = np.asarray([s.request_index for s in sampled], dtype=np.int64)
         # Only a sampled row can have an input token that the host has not read.
         pending = [i for i, s in enumerate(sampled) if s.pending]
         listed = [row for row, s in enumerate(sampled) if s.params.logprobs is not None]
@@ -98,15 +98,15 @@ class _Rows:
             tokens=tokens,
             layout=layout,
             pending_rows=sampled_rows[pending],
-            pending_slots=slots[pending],
-            wanted=np.concatenate([*self.scored_rows, sampled_rows]).astype(np.int64),
+            pending_requests=requests[pending],
+            logits_indices=np.concatenate([*self.scored_rows, sampled_rows]).astype(np.int64),
             targets=np.asarray(self.targets, dtype=np.int64),
             scored_top=max(
                 (r.sequence.params.prompt_logprobs or 0 for r in self.scored), default=0
             ),
-            sampled_slots=slots,
-            draws=draws(sampled, ahead),
-            edits=penalties.edits(sampled),
+            sampled_requests=requests,
+            sampling_metadata=sampling_metadata(sampled, ahead),
+            logits_edits=penalties.logits_edits(sampled),
             listed=np.asarray(listed, dtype=np.int64),
             listed_top=max((sampled[row].params.logprobs or 0 for row in listed), default=0),
         )

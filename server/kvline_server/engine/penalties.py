@@ -12,10 +12,10 @@ from collections.abc import Sequence as Rows
 import numpy as np
 
 from kvline_server.engine.request import Sequence
-from kvline_server.worker.step import Edits
+from kvline_server.worker.step import LogitsEdits
 
 
-def edits(sequences: Rows[Sequence]) -> tuple[Edits, ...]:
+def logits_edits(sequences: Rows[Sequence]) -> tuple[LogitsEdits, ...]:
     """Penalties, then biases, which may be of the same tokens. One sampled row per sequence."""
     penalised = [(row, s) for row, s in enumerate(sequences) if s.has_penalties]
     biased = [(row, s.params.logit_bias) for row, s in enumerate(sequences) if s.params.logit_bias]
@@ -23,7 +23,7 @@ def edits(sequences: Rows[Sequence]) -> tuple[Edits, ...]:
     return (*found, _biases(biased)) if biased else tuple(found)
 
 
-def _penalties(penalised: list[tuple[int, Sequence]]) -> Edits:
+def _penalties(penalised: list[tuple[int, Sequence]]) -> LogitsEdits:
     counts = [_counts(sequence) for _, sequence in penalised]
     lengths = [len(each.ids) for each in counts]
     params = np.asarray(
@@ -35,7 +35,7 @@ def _penalties(penalised: list[tuple[int, Sequence]]) -> Edits:
     )
     rows, repetition, presence, frequency = np.repeat(params, lengths, axis=0).T
     output = np.concatenate([each.output for each in counts])
-    return Edits(
+    return LogitsEdits(
         rows=rows.astype(np.int64),
         tokens=np.concatenate([each.ids for each in counts]),
         factors=np.ascontiguousarray(repetition),
@@ -43,9 +43,9 @@ def _penalties(penalised: list[tuple[int, Sequence]]) -> Edits:
     )
 
 
-def _biases(biased: list[tuple[int, dict[int, float]]]) -> Edits:
+def _biases(biased: list[tuple[int, dict[int, float]]]) -> LogitsEdits:
     rows = np.repeat([row for row, _ in biased], [len(b) for _, b in biased]).astype(np.int64)
-    return Edits(
+    return LogitsEdits(
         rows=rows,
         tokens=np.concatenate([np.fromiter(b, np.int64) for _, b in biased]),
         factors=np.ones(len(rows), np.float32),

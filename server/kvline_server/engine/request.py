@@ -35,7 +35,7 @@ class Scores:
 
 
 # How a sequence's tokens are drawn, as one row of a step's array.
-DRAW = np.dtype(
+SAMPLING_ROW = np.dtype(
     [("temperature", "<f4"), ("top_k", "<i4"), ("top_p", "<f4"), ("min_p", "<f4"), ("seed", "<u8")]
 )
 _PACK = struct.Struct("<fiffQ").pack
@@ -61,14 +61,14 @@ class Sequence:
     preemptions: int = 0
     cached: int = 0  # tokens found in the prefix cache at first admission
     pending: int = 0  # tokens sampled on the device that the host has not read yet
-    slot: int = 0  # its index in Worker.last_tokens, while it runs
+    request_index: int = 0  # its index in Worker.last_tokens, while it runs
     counts: TokenCounts | None = None  # with penalties
     ngrams: Ngrams | None = None  # where it has draft tokens
     penalised_in: int = 0  # the last of the scheduler's steps that had too many penalties
     ended: bool = False  # results still in flight are discarded
     limit: int = field(init=False)  # tokens that it may have at most
     has_penalties: bool = field(init=False)  # of its params, cached because each step reads it
-    draw: bytes = field(init=False)  # one element of DRAW
+    sampling_row: bytes = field(init=False)  # one element of SAMPLING_ROW
     not_finite: bool = False  # a prompt position's logits were not finite
     submitted: float = field(default_factory=time.monotonic)
     waited: float | None = None  # seconds until its first step
@@ -77,7 +77,9 @@ class Sequence:
         p = self.params
         self.limit = self.prompt_length + p.max_tokens
         self.has_penalties = p.has_penalties
-        self.draw = _PACK(p.temperature, p.top_k, max(p.top_p, MIN_TOP_P), p.min_p, p.seed & _MASK)
+        self.sampling_row = _PACK(
+            p.temperature, p.top_k, max(p.top_p, MIN_TOP_P), p.min_p, p.seed & _MASK
+        )
 
     @property
     def length(self) -> int:

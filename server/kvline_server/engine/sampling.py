@@ -11,16 +11,16 @@ from collections.abc import Sequence as Rows
 
 import numpy as np
 
-from kvline_server.engine.request import DRAW, Sequence
+from kvline_server.engine.request import SAMPLING_ROW, Sequence
 from kvline_server.ipc.seeds import keys
-from kvline_server.kernels.layout import Draws
+from kvline_server.kernels.layout import SamplingMetadata
 
 
-def draws(sequences: Rows[Sequence], ahead: np.ndarray | int = 0) -> Draws:
+def sampling_metadata(sequences: Rows[Sequence], ahead: np.ndarray | int = 0) -> SamplingMetadata:
     """Of a row of each, for the token `ahead` of its next one; uint64 [rows]."""
-    rows = np.frombuffer(b"".join([s.draw for s in sequences]), DRAW)
+    rows = np.frombuffer(b"".join([s.sampling_row for s in sequences]), SAMPLING_ROW)
     generated = [len(s.tokens) + s.pending - s.prompt_length for s in sequences]
-    return Draws(
+    return SamplingMetadata(
         temperatures=rows["temperature"].copy(),
         top_k=rows["top_k"].copy(),
         top_p=rows["top_p"].copy(),

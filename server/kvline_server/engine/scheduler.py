@@ -69,7 +69,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}  # an ordered set, oldest admission first
         self.preemptions = 0
-        self._slots = list(range(max_running))
+        self._request_indices = list(range(max_running))
         self._step = 0
         self._penalised_left = 0  # pages, in this step
 
@@ -259,7 +259,7 @@ class Scheduler:
             return 0
         self.waiting.popleft()
         self.running[sequence] = None
-        sequence.slot = self._slots.pop()
+        sequence.request_index = self._request_indices.pop()
         sequence.table = matched
         sequence.computed = matched.pages * PAGE_SIZE
         sequence.published = matched.pages
@@ -284,7 +284,7 @@ class Scheduler:
         self.preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
-        self._slots.append(sequence.slot)
+        self._request_indices.append(sequence.request_index)
         if sequence.computed == sequence.confirmed:  # no step writes to its last page any more
             self.caches.confirm(sequence.table, sequence.table.pages - 1, sequence.table.pages)
         self.caches.release(sequence.table)

@@ -173,9 +173,9 @@ class Call(msgspec.Struct, tag="call", array_like=True):
 
 
 class Run(msgspec.Struct, tag="run", array_like=True):
-    """Rank 0 to another: launch the step in this slot. It is not answered."""
+    """Rank 0 to another: launch the step in this buffer. It is not answered."""
 
-    slot: int
+    buffer: int
 
 
 class Answer(msgspec.Struct, tag="answer", array_like=True):

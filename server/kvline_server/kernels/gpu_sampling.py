@@ -8,9 +8,9 @@ import torch
 from flashinfer import sampling
 
 from kvline_server.kernels import cuda_rows
-from kvline_server.kernels.layout import GREEDY, Draws
+from kvline_server.kernels.layout import GREEDY, SamplingMetadata
 from kvline_server.kernels.pinned import upload
-from kvline_server.kernels.sampling import NO_TOKEN, PartScores, RowScores, Sampling
+from kvline_server.kernels.sampling import NO_TOKEN, RowScores, Sampling, ShardScores
 
 
 class GpuSampling(Sampling):
@@ -22,33 +22,33 @@ class GpuSampling(Sampling):
         ids, best = _most_likely(logits, top)
         return RowScores(values, ranks, ids, best.sub_(normalisers.unsqueeze(1)))
 
-    def part_scores(self, logits: torch.Tensor, chosen: torch.Tensor, top: int) -> PartScores:
+    def shard_scores(self, logits: torch.Tensor, chosen: torch.Tensor, top: int) -> ShardScores:
         _, ranks, normalisers = cuda_rows.score(logits, chosen)
-        return PartScores(normalisers, ranks.sub_(1), *_most_likely(logits, top))
+        return ShardScores(normalisers, ranks.sub_(1), *_most_likely(logits, top))
 
-    def best(self, logits: torch.Tensor, draws: Draws, first: int) -> torch.Tensor:
-        temperatures, keys = self._drawn_by(draws)
+    def best(self, logits: torch.Tensor, metadata: SamplingMetadata, first: int) -> torch.Tensor:
+        temperatures, keys = self._drawn_by(metadata)
         return cuda_rows.draw(logits, keys, temperatures, first)
 
-    def _drawn_by(self, draws: Draws) -> list[torch.Tensor]:
+    def _drawn_by(self, metadata: SamplingMetadata) -> list[torch.Tensor]:
         """Temperatures, 0 of greedy rows, and keys, on the device. float32, int64 [rows]"""
-        greedy = draws.temperatures < GREEDY
-        scaled = np.where(greedy, np.float32(0.0), draws.temperatures)
-        return upload(self.device, scaled, draws.keys.view(np.int64))
+        greedy = metadata.temperatures < GREEDY
+        scaled = np.where(greedy, np.float32(0.0), metadata.temperatures)
+        return upload(self.device, scaled, metadata.keys.view(np.int64))
 
-    def choose(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-        temperatures, keys = self._drawn_by(draws)
-        if not draws.filtered.any():
+    def choose(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+        temperatures, keys = self._drawn_by(metadata)
+        if not metadata.filtered.any():
             return cuda_rows.draw(logits, keys, temperatures)
         best = temperatures == 0.0
-        weights, not_finite = self._filtered(logits, temperatures.masked_fill(best, 1.0), draws)
+        weights, not_finite = self._filtered(logits, temperatures.masked_fill(best, 1.0), metadata)
         chosen = cuda_rows.draw(weights, keys).masked_fill_(not_finite, NO_TOKEN)
-        if (draws.temperatures < GREEDY).any():
+        if (metadata.temperatures < GREEDY).any():
             chosen = torch.where(best, cuda_rows.draw(logits, keys, temperatures), chosen)
         return chosen
 
     def _filtered(
-        self, logits: torch.Tensor, temperatures: torch.Tensor, draws: Draws
+        self, logits: torch.Tensor, temperatures: torch.Tensor, metadata: SamplingMetadata
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Probabilities after top-k, then top-p of the rest, then min-p, and a mask of rows whose
         logits are not finite. -> float32 [rows, vocabulary], bool [rows]"""
@@ -57,14 +57,14 @@ class GpuSampling(Sampling):
         not_finite = weights[:, 0].isnan()
         vocabulary = logits.shape[1]
         weights.masked_fill_(not_finite.unsqueeze(1), 1.0 / vocabulary)
-        if (draws.top_k > 0).any():
-            count = np.where(draws.top_k > 0, np.minimum(draws.top_k, vocabulary), vocabulary)
+        if (metadata.top_k > 0).any():
+            count = np.where(metadata.top_k > 0, np.minimum(metadata.top_k, vocabulary), vocabulary)
             (top_k,) = upload(self.device, count.astype(np.int32))
             weights = sampling.top_k_renorm_probs(weights, top_k)
-        if (draws.top_p < 1.0).any():
-            weights = sampling.top_p_renorm_probs(weights, upload(self.device, draws.top_p)[0])
-        if (draws.min_p > 0.0).any():
-            threshold = upload(self.device, draws.min_p)[0] * weights.amax(dim=-1)
+        if (metadata.top_p < 1.0).any():
+            weights = sampling.top_p_renorm_probs(weights, upload(self.device, metadata.top_p)[0])
+        if (metadata.min_p > 0.0).any():
+            threshold = upload(self.device, metadata.min_p)[0] * weights.amax(dim=-1)
             weights = weights.masked_fill_(weights < threshold.unsqueeze(1), 0.0)
         return weights, not_finite
 

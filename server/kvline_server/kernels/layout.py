@@ -81,7 +81,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
+class SamplingMetadata:
     """Sampling parameters of each row."""
 
     temperatures: NDArray[np.float32]  # [rows]; argmax below GREEDY
@@ -97,11 +97,11 @@ class Draws:
         made: np.ndarray = (self.temperatures >= GREEDY) & filters
         return made
 
-    def between(self, first: int, last: int) -> Draws:
+    def between(self, first: int, last: int) -> SamplingMetadata:
         return self.at(slice(first, last))
 
-    def at(self, rows: slice | np.ndarray) -> Draws:
-        return Draws(
+    def at(self, rows: slice | np.ndarray) -> SamplingMetadata:
+        return SamplingMetadata(
             self.temperatures[rows],
             self.top_k[rows],
             self.top_p[rows],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvline_server.kernels.layout import Draws
+from kvline_server.kernels.layout import SamplingMetadata
 
 NO_TOKEN = -1  # the result for a row whose logits are not finite
 LOGIT_BLOCK = 16  # rows of one LM-head GEMM on the CPU, fixed because results depend on it
@@ -35,7 +35,7 @@ class RowScores:
 
 
 @dataclass(frozen=True, slots=True)
-class PartScores:
+class ShardScores:
     """Of some rows, what a rank knows from its own tokens."""
 
     normalisers: torch.Tensor  # float32 [rows], log of the sum of exponentials
@@ -46,12 +46,12 @@ class PartScores:
 
 class Sampling(ABC):
     @abstractmethod
-    def part_scores(self, logits: torch.Tensor, chosen: torch.Tensor, top: int) -> PartScores:
+    def shard_scores(self, logits: torch.Tensor, chosen: torch.Tensor, top: int) -> ShardScores:
         """What a rank knows of some rows' scores, from raw logits of its own tokens and `chosen`,
         each row's logit of its target, float32 [rows]. [rows, tokens]"""
 
     @abstractmethod
-    def best(self, logits: torch.Tensor, draws: Draws, first: int) -> torch.Tensor:
+    def best(self, logits: torch.Tensor, metadata: SamplingMetadata, first: int) -> torch.Tensor:
         """`choose` without filters among a rank's own tokens, the first of which is `first`. Ranks
         compare the results (kernels/best.py). Leaves `logits` as they are. -> int64 [rows]"""
 
@@ -62,7 +62,7 @@ class Sampling(ABC):
         [rows]"""
 
     @abstractmethod
-    def choose(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    def choose(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
         """Samples a token per row: temperature, top-k, top-p, min-p, then Gumbel-max
         (kernels/noise.py). May change `logits`. -> int64 [rows] on the device; NO_TOKEN for a row
         with a NaN or an infinite maximum, otherwise always below the vocabulary's size"""

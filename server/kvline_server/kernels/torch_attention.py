@@ -29,7 +29,7 @@ MASKED = float("-inf")
 
 
 @dataclass(slots=True)
-class Part:
+class Gather:
     """Rows start..end of the step that share a gather: decodes with as many rows each, or one
     prompt's chunk."""
 
@@ -61,17 +61,17 @@ class TorchAttention(Attention):
         """[positions, 2, dim / 2]"""
         return torch.stack((cos, sin), dim=1).to(self.device, self.dtype)
 
-    def plan(self, layout: Layout, group: int, window: int) -> list[Part]:
+    def plan(self, layout: Layout, group: int, window: int) -> list[Gather]:
         held, counts = layout.groups[group], np.diff(layout.row_starts)
         together = _decodes_together(counts[: layout.decodes].tolist(), held.lengths)
-        parts = [(first, end, end - first) for first, end in together]
-        parts += [(i, i + 1, 0) for i in range(layout.decodes, layout.sequences)]
+        gathers = [(first, end, end - first) for first, end in together]
+        gathers += [(i, i + 1, 0) for i in range(layout.decodes, layout.sequences)]
         # Of a sequence's last row the position among its tokens here is the last.
         rows = np.arange(layout.rows) - np.repeat(layout.row_starts[1:], counts)
         positions = rows + np.repeat(held.lengths, counts)
-        return [self._part(layout, held, positions, window, *each) for each in parts]
+        return [self._plan_gather(layout, held, positions, window, *each) for each in gathers]
 
-    def _part(
+    def _plan_gather(
         self,
         layout: Layout,
         held: GroupLayout,
@@ -80,7 +80,7 @@ class TorchAttention(Attention):
         first: int,
         end: int,
         decodes: int,
-    ) -> Part:
+    ) -> Gather:
         """Of the sequences first..end; `positions` are those of all rows."""
         starts = held.page_starts[first : end + 1]
         pages = np.empty((end - first, np.diff(starts).max()), dtype=np.int64)
@@ -90,7 +90,7 @@ class TorchAttention(Attention):
             pages[row, stop - start :] = held.pages[stop - 1]
         rows = slice(int(layout.row_starts[first]), int(layout.row_starts[end]))
         tokens = pages.shape[1] * PAGE_SIZE if decodes else int(held.lengths[first])
-        return Part(
+        return Gather(
             start=rows.start,
             end=rows.stop,
             tokens=tokens,
@@ -130,7 +130,7 @@ class TorchAttention(Attention):
         self,
         q: torch.Tensor,
         cache: KVLayer,
-        plan: list[Part],
+        plan: list[Gather],
         out: torch.Tensor | None = None,
         scale: float | None = None,
     ) -> torch.Tensor:
@@ -138,11 +138,11 @@ class TorchAttention(Attention):
         flat = q.new_empty((rows, heads * dim)) if out is None else out
         made = flat.view(rows, heads, dim)
         scale = (scale or 1.0 / math.sqrt(dim)) * cache.scales.keys
-        for part in plan:
-            own, attention = slice(part.start, part.end), self._prefill
-            if part.decodes:
+        for gather in plan:
+            own, attention = slice(gather.start, gather.end), self._prefill
+            if gather.decodes:
                 attention = self._decode
-            made[own] = attention(q[own], cache, part, scale)
+            made[own] = attention(q[own], cache, gather, scale)
         return flat if cache.scales.values == 1.0 else flat.mul_(cache.scales.values)
 
     def _gather(self, cache: KVLayer, pages: torch.Tensor, sequences: int) -> list[torch.Tensor]:
@@ -165,35 +165,39 @@ class TorchAttention(Attention):
             found.append(out.view(sequences, -1, *shape[2:]).transpose(1, 2))
         return found
 
-    def _decode(self, q: torch.Tensor, cache: KVLayer, part: Part, scale: float) -> torch.Tensor:
+    def _decode(
+        self, q: torch.Tensor, cache: KVLayer, gather: Gather, scale: float
+    ) -> torch.Tensor:
         """q [sequences * rows of each, heads, dim] -> the same shape. Heads of a GQA group act as
         query positions, those of each row one after the other."""
         rows, heads, dim = q.shape
-        sequences, each = part.decodes, rows // part.decodes
-        keys, values = self._gather(cache, part.pages, sequences)
+        sequences, each = gather.decodes, rows // gather.decodes
+        keys, values = self._gather(cache, gather.pages, sequences)
         kv = keys.shape[1]
         if each > 1:  # the queries of a single row share its mask
-            part.repeat_mask(heads // kv)
-        assert part.mask is not None  # for the padding
+            gather.repeat_mask(heads // kv)
+        assert gather.mask is not None  # for the padding
         grouped = (sequences, each, kv, heads // kv, dim)
         out = scaled_dot_product_attention(
             q.view(grouped).transpose(1, 2).reshape(sequences, kv, -1, dim),
             keys,
             values,
-            attn_mask=part.mask.view(sequences, 1, -1, part.tokens),
+            attn_mask=gather.mask.view(sequences, 1, -1, gather.tokens),
             scale=scale,
         )
         return out.view(sequences, kv, each, -1, dim).transpose(1, 2).reshape(rows, heads, dim)
 
-    def _prefill(self, q: torch.Tensor, cache: KVLayer, part: Part, scale: float) -> torch.Tensor:
+    def _prefill(
+        self, q: torch.Tensor, cache: KVLayer, gather: Gather, scale: float
+    ) -> torch.Tensor:
         """q [rows, heads, dim] of one sequence -> the same shape."""
-        keys, values = (kv[:, :, : part.tokens] for kv in self._gather(cache, part.pages, 1))
+        keys, values = (kv[:, :, : gather.tokens] for kv in self._gather(cache, gather.pages, 1))
         out = scaled_dot_product_attention(
             q.transpose(0, 1).unsqueeze(0),
             keys,
             values,
-            attn_mask=part.mask,
-            is_causal=part.mask is None,
+            attn_mask=gather.mask,
+            is_causal=gather.mask is None,
             scale=scale,
             enable_gqa=True,
         )

@@ -12,21 +12,21 @@ import numpy as np
 import torch
 
 from kvline_server.kernels.best import ordered
-from kvline_server.kernels.layout import GREEDY, Draws
+from kvline_server.kernels.layout import GREEDY, SamplingMetadata
 from kvline_server.kernels.noise import CPU_NUMBERS, exponential, gumbel_max
 from kvline_server.kernels.sampling import (
     LOGIT_BLOCK,
     NO_TOKEN,
-    PartScores,
     RowScores,
     Sampling,
+    ShardScores,
 )
 
 
 class TorchSampling(Sampling):
     def score(self, logits: torch.Tensor, targets: torch.Tensor, top: int) -> RowScores:
         chosen = logits.gather(1, targets.unsqueeze(1)).squeeze(1)
-        part = self.part_scores(logits, chosen, top)
+        part = self.shard_scores(logits, chosen, top)
         return RowScores(
             values=chosen - part.normalisers,
             ranks=part.above + 1,
@@ -34,10 +34,10 @@ class TorchSampling(Sampling):
             top_values=part.top_logits - part.normalisers.unsqueeze(1),
         )
 
-    def part_scores(self, logits: torch.Tensor, chosen: torch.Tensor, top: int) -> PartScores:
+    def shard_scores(self, logits: torch.Tensor, chosen: torch.Tensor, top: int) -> ShardScores:
         rows, tokens = logits.shape
         top = min(top, tokens)
-        out = PartScores(
+        out = ShardScores(
             normalisers=logits.new_empty(rows, dtype=torch.float32),
             above=logits.new_empty(rows, dtype=torch.int32),
             top_ids=logits.new_empty((rows, top), dtype=torch.int32),
@@ -48,13 +48,13 @@ class TorchSampling(Sampling):
             _score_block(logits[start:end], chosen[start:end], top, out, start)
         return out
 
-    def best(self, logits: torch.Tensor, draws: Draws, first: int) -> torch.Tensor:
+    def best(self, logits: torch.Tensor, metadata: SamplingMetadata, first: int) -> torch.Tensor:
         rows, tokens = logits.shape
         made = torch.empty(rows, dtype=torch.int64, device=logits.device)
         step = max(1, CPU_NUMBERS // tokens)
         for start in range(0, rows, step):
             part = slice(start, start + step)
-            some = draws.between(start, start + step)
+            some = metadata.between(start, start + step)
             temperatures = torch.from_numpy(some.temperatures).to(logits.device, torch.float64)
             greedy = (temperatures < GREEDY).unsqueeze(1)
             # More digits than a logit's own, so that only the noise decides between near ones.
@@ -66,19 +66,19 @@ class TorchSampling(Sampling):
             made[part] = ordered(highest, at + first)
         return made
 
-    def choose(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    def choose(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
         chosen = logits.argmax(dim=-1)
         highest = logits.gather(1, chosen.unsqueeze(1))  # NaN where a row has one
-        drawn = np.flatnonzero(draws.temperatures >= GREEDY)
+        drawn = np.flatnonzero(metadata.temperatures >= GREEDY)
         if drawn.size:
             at = torch.from_numpy(drawn).to(logits.device)
             rows = logits if drawn.size == len(logits) else logits[at]
-            chosen[at] = _draw(rows.sub_(highest[at]), draws, drawn)
+            chosen[at] = _draw(rows.sub_(highest[at]), metadata, drawn)
         return torch.where(highest.squeeze(1).isfinite(), chosen, NO_TOKEN)
 
 
 def _score_block(
-    logits: torch.Tensor, chosen: torch.Tensor, top: int, out: PartScores, start: int
+    logits: torch.Tensor, chosen: torch.Tensor, top: int, out: ShardScores, start: int
 ) -> None:
     count = logits.shape[0]
     if count < LOGIT_BLOCK:
@@ -93,15 +93,15 @@ def _score_block(
         out.top_logits[start:end] = values[:count]
 
 
-def _draw(logits: torch.Tensor, draws: Draws, drawn: np.ndarray) -> torch.Tensor:
+def _draw(logits: torch.Tensor, metadata: SamplingMetadata, drawn: np.ndarray) -> torch.Tensor:
     """logits [drawn, vocabulary], shifted to a maximum of 0 so that no temperature overflows"""
-    scale = torch.from_numpy(draws.temperatures[drawn]).to(logits).unsqueeze(1)
+    scale = torch.from_numpy(metadata.temperatures[drawn]).to(logits).unsqueeze(1)
     probabilities = torch.softmax(logits.div_(scale), dim=-1)
     for row, i in enumerate(drawn):
-        if draws.top_k[i] or draws.top_p[i] < 1.0 or draws.min_p[i] > 0.0:
-            limits = (int(draws.top_k[i]), float(draws.top_p[i]), float(draws.min_p[i]))
+        if metadata.top_k[i] or metadata.top_p[i] < 1.0 or metadata.min_p[i] > 0.0:
+            limits = (int(metadata.top_k[i]), float(metadata.top_p[i]), float(metadata.min_p[i]))
             _filter(probabilities[row], *limits)
-    return gumbel_max(probabilities, draws.keys[drawn])
+    return gumbel_max(probabilities, metadata.keys[drawn])
 
 
 def _filter(probabilities: torch.Tensor, top_k: int, top_p: float, min_p: float) -> None:

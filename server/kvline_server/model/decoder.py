@@ -75,17 +75,17 @@ class Decoder:
         mappings: Mappings,
         cache: list[KVLayer],
         layout: Layout,
-        wanted: torch.Tensor,
+        logits_indices: torch.Tensor,
         played: Played = Played.NOTHING,
     ) -> torch.Tensor:
         """Plans and runs `forward`, padded to a row count of the kernels. Padding rows write to the
-        dummy page, and no expert gets them. token_ids [rows], wanted [n] -> [n, hidden]"""
+        dummy page, and no expert gets them. token_ids [rows], logits_indices [n] -> [n, hidden]"""
         rows = self.kernels.gemms.padded(len(token_ids))
         positions = _pad(mappings[0].positions, rows)
         padded = [SlotMapping(positions, _pad(each.slots, rows)) for each in mappings]
         given = Given(len(token_ids), played)
         plans = self.plan(layout)
-        return self.forward(_pad(token_ids, rows), padded, cache, plans, wanted, given)
+        return self.forward(_pad(token_ids, rows), padded, cache, plans, logits_indices, given)
 
     def plan(self, layout: Layout) -> list[Any]:
         """Attention of a step, for each group."""
@@ -100,13 +100,13 @@ class Decoder:
         mappings: Mappings,
         cache: list[KVLayer],
         plans: list[Any],
-        wanted: torch.Tensor,
+        logits_indices: torch.Tensor,
         given: Given | None = None,
     ) -> torch.Tensor:
-        """Hidden states after the last norm, for the wanted rows only: after the last attention,
+        """Hidden states after the last norm, for the LM head's rows only: after the last attention,
         rows no longer depend on each other. Rows that are not `given` are padding; where
-        that is on the device, all are wanted in their order.
-        token_ids [rows], wanted [n] -> [n, hidden]
+        that is on the device, logits_indices are all of them, in order.
+        token_ids [rows], logits_indices [n] -> [n, hidden]
 
         The code between two attention calls is one graph segment (worker/graphs/segments.py)."""
         given = given or Given(len(token_ids))
@@ -117,10 +117,10 @@ class Decoder:
             if index + 1 < len(cache):
                 next = cache[index + 1]
                 state = self.between(index, attended, state, mappings, next, given)
-        rows = _pad(wanted, self.kernels.gemms.padded(len(wanted)))
-        last = given if given.on_device is not None else replace(given, rows=len(wanted))
+        rows = _pad(logits_indices, self.kernels.gemms.padded(len(logits_indices)))
+        last = given if given.on_device is not None else replace(given, rows=len(logits_indices))
         made = self.finish(attended[rows], state.residual[rows], last)
-        return made[: len(wanted)]
+        return made[: len(logits_indices)]
 
     def warm_up(self, rows: int, cache: list[KVLayer]) -> None:
         """Runs every GEMM shape of a step once at this row count, in the first layers alone."""

@@ -36,7 +36,7 @@ class Follower:
             except RankLost:
                 return
             if isinstance(message, Run):
-                self._run(message.slot)
+                self._run(message.buffer)
             elif isinstance(message, Call):
                 self._link.send(self._answer(message), SEND_SECONDS)
             elif message is None:
@@ -44,9 +44,9 @@ class Follower:
             else:
                 raise self._link.unexpected(message)
 
-    def _run(self, slot: int) -> None:
+    def _run(self, buffer: int) -> None:
         try:
-            self._last = self._local.worker.launch(self._steps.read(slot), read=False)
+            self._last = self._local.worker.launch(self._steps.read(buffer), read=False)
         except DeviceOutOfMemory as error:
             raise self._out_of_memory(error) from error
         self._steps.has_read(self._group.rank - 1)
@@ -104,8 +104,8 @@ class Follower:
                 raise AssertionError(call.name)
         return []
 
-    def _rehearse(self, slot: int) -> None:
+    def _rehearse(self, buffer: int) -> None:
         try:
-            self._local.worker.rehearse(self._steps.read(slot))
+            self._local.worker.rehearse(self._steps.read(buffer))
         finally:
             self._steps.has_read(self._group.rank - 1)

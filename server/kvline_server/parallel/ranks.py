@@ -24,7 +24,7 @@ from kvline_server.worker.step import InFlight, Results, Step
 
 T = TypeVar("T")
 ANSWER_SECONDS = 300.0  # no call takes as long; what only stops is noticed sooner, by its pulse
-TURN = 1e-4  # seconds between two reads of a slot that is still being read
+TURN = 1e-4  # seconds between two reads of a buffer that is still being read
 
 
 class Ranks:
@@ -92,15 +92,15 @@ class Ranks:
     def launch(self, step: Step) -> InFlight:
         """Raises StepFailed in the place of DeviceOutOfMemory: the others are in the step."""
         with self._in_step():
-            slot = self._write(step)
+            buffer = self._write(step)
             for link in self._links:
-                link.send(Run(slot), self._patience)
+                link.send(Run(buffer), self._patience)
             return _Together(self.local.launch(step), self)
 
     def rehearse(self, step: Step) -> None:
         with self._or_lost():
-            slot = self._write(step)
-        self._each(Call("rehearse", [slot]), lambda: self.local.worker.rehearse(step))
+            buffer = self._write(step)
+        self._each(Call("rehearse", [buffer]), lambda: self.local.worker.rehearse(step))
 
     def resize(self, pages: tuple[int, ...]) -> None:
         before = self.pages

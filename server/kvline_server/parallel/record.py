@@ -2,7 +2,7 @@
 place. What is written follows from how the fields are declared.
 
 A field is an array of a named type (`NDArray[np.int64]`, one axis), an int or an IntEnum, a
-dataclass, or a tuple of any number of one of these (`tuple[Edits, ...]`).
+dataclass, or a tuple of any number of one of these (`tuple[LogitsEdits, ...]`).
 """
 
 from __future__ import annotations

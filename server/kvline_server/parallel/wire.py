@@ -1,5 +1,5 @@
 """Steps in memory that the ranks' processes share: rank 0 writes one, the others read its arrays in
-place. There is a slot for each step that may be under way, with room for the largest one."""
+place. There is a buffer for each step that may be under way, with room for the largest one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvline_server.ipc.sampling_params import MAX_BIASES
 from kvline_server.kernels.layout import GroupLayout
 from kvline_server.memory.pages import pages_for
 from kvline_server.parallel.record import WORD, Record
-from kvline_server.worker.step import Edits, Step
+from kvline_server.worker.step import LogitsEdits, Step
 
-_STEP, _GROUP, _EDITS = Record(Step), Record(GroupLayout), Record(Edits)
+_STEP, _GROUP, _LOGITS_EDITS = Record(Step), Record(GroupLayout), Record(LogitsEdits)
 _PAGE = mmap.PAGESIZE
 _LINE = 8  # int64 in a cache line: readers do not share one
 
@@ -30,41 +30,42 @@ def step_bytes(
     pages = running * pages_for(length)
     penalties, biases = (running * min(ranks * n, vocabulary) for n in (length, MAX_BIASES))
     of_groups = groups * (_GROUP.size(most) + WORD * pages)
-    return _STEP.size(most) + of_groups + _EDITS.size(penalties) + _EDITS.size(biases)
+    return _STEP.size(most) + of_groups + _LOGITS_EDITS.size(penalties) + _LOGITS_EDITS.size(biases)
 
 
 class Steps:
-    """The slots, of the writer or of one reader. A slot is written again once every reader has
+    """The buffers, of the writer or of one reader. A buffer is written again once every reader has
     launched its step; each counts its own."""
 
-    def __init__(self, file: int, step_size: int, slots: int, readers: int) -> None:
+    def __init__(self, file: int, step_size: int, buffers: int, readers: int) -> None:
         """All with the same figures; `file` is a memfd, which may be empty."""
-        self._slot = -(-step_size // _PAGE) * _PAGE
+        self._buffer_bytes = -(-step_size // _PAGE) * _PAGE
         counts = -(-8 * _LINE * readers // _PAGE) * _PAGE
-        size = counts + slots * self._slot
+        size = counts + buffers * self._buffer_bytes
         os.ftruncate(file, size)
         self._mapped, self._start = mmap.mmap(file, size), counts
         memory = memoryview(self._mapped)
         self._counts = np.frombuffer(memory, np.int64, _LINE * readers)[::_LINE]
-        self._slots = [
-            memory[start : start + self._slot] for start in range(counts, size, self._slot)
+        self._buffers = [
+            memory[start : start + self._buffer_bytes]
+            for start in range(counts, size, self._buffer_bytes)
         ]
         self._written = 0
 
     def write(self, step: Step, wait: Callable[[], None]) -> int:
-        """Calls `wait`, again and again, while a reader still needs the slot. -> the slot"""
-        while self._counts.min() <= self._written - len(self._slots):
+        """Calls `wait`, again and again, while a reader still needs the buffer. -> the buffer"""
+        while self._counts.min() <= self._written - len(self._buffers):
             wait()
-        slot = self._written % len(self._slots)
-        _STEP.write(self._slots[slot], step)
+        buffer = self._written % len(self._buffers)
+        _STEP.write(self._buffers[buffer], step)
         self._written += 1
-        return slot
+        return buffer
 
-    def read(self, slot: int) -> Step:
-        return _STEP.read(self._slots[slot])
+    def read(self, buffer: int) -> Step:
+        return _STEP.read(self._buffers[buffer])
 
     def trim(self) -> None:
-        """The writer's: gives back the memory of all slots, unless a reader still needs one."""
+        """The writer's: gives back the memory of all buffers, unless a reader still needs one."""
         if self._counts.min() == self._written:
             self._mapped.madvise(mmap.MADV_REMOVE, self._start)
 

@@ -12,17 +12,17 @@ from kvline_server.worker.step import Step
 def upload(
     kernels: Kernels, step: Step, last_tokens: torch.Tensor
 ) -> tuple[torch.Tensor, list[SlotMapping], torch.Tensor]:
-    """Token ids [rows], of which those that the host has not read are among `last_tokens`, by slot;
-    where they are written in each group of layers; and the wanted rows."""
+    """Token ids [rows], of which those that the host has not read are in `last_tokens`, by request;
+    where they are written in each group of layers; and the LM head's rows."""
     layout = step.layout
-    ids, positions, pending, read, wanted, *slots = kernels.upload(
+    ids, positions, pending, read, logits_indices, *slots = kernels.upload(
         step.tokens,
         layout.positions,
         step.pending_rows,
-        step.pending_slots,
-        step.wanted,
+        step.pending_requests,
+        step.logits_indices,
         *(group.slots for group in layout.groups),
     )
     if len(step.pending_rows):
         ids.index_copy_(0, pending, last_tokens[read])
-    return ids, [SlotMapping(positions, each) for each in slots], wanted
+    return ids, [SlotMapping(positions, each) for each in slots], logits_indices

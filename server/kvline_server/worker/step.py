@@ -11,12 +11,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvline_server.kernels.layout import Draws, Layout
+from kvline_server.kernels.layout import Layout, SamplingMetadata
 from kvline_server.kernels.routing import Played
 
 
 @dataclass(frozen=True, slots=True)
-class Edits:
+class LogitsEdits:
     """Changes to the logits of sampled rows, in the order of their rows; no (row, token) twice.
     A positive logit is divided by its factor, another one multiplied, then the rest subtracted."""
 
@@ -25,18 +25,18 @@ class Edits:
     factors: NDArray[np.float32]  # [edits]
     subtracted: NDArray[np.float32]  # [edits]
 
-    def within(self, own: range) -> Edits:
+    def within(self, own: range) -> LogitsEdits:
         """Those of some tokens, which are counted from the first of them."""
         mine = (self.tokens >= own.start) & (self.tokens < own.stop)
         if mine.all() and not own.start:
             return self
         tokens = self.tokens[mine] - own.start
-        return Edits(self.rows[mine], tokens, self.factors[mine], self.subtracted[mine])
+        return LogitsEdits(self.rows[mine], tokens, self.factors[mine], self.subtracted[mine])
 
-    def between(self, first: int, last: int) -> Edits:
+    def between(self, first: int, last: int) -> LogitsEdits:
         """Those of rows first..last, which become rows 0..last - first."""
         a, b = np.searchsorted(self.rows, (first, last))
-        return Edits(
+        return LogitsEdits(
             self.rows[a:b] - first, self.tokens[a:b], self.factors[a:b], self.subtracted[a:b]
         )
 
@@ -49,13 +49,13 @@ class Step:
     tokens: NDArray[np.int64]  # [rows]; 0 where the host has not read the token yet
     layout: Layout
     pending_rows: NDArray[np.int64]  # [pending], rows whose token the host has not read yet
-    pending_slots: NDArray[np.int64]  # [pending], slots of the sequences that those are of
-    wanted: NDArray[np.int64]  # [scored + sampled], rows whose hidden states are needed
+    pending_requests: NDArray[np.int64]  # [pending], request index of each
+    logits_indices: NDArray[np.int64]  # [scored + sampled], rows whose hidden states are needed
     targets: NDArray[np.int64]  # [scored], the prompt token that each scored row predicts
     scored_top: int  # alternatives of each scored row
-    sampled_slots: NDArray[np.int64]  # [sampled], where each new token is kept for the next step
-    draws: Draws  # of the sampled rows
-    edits: tuple[Edits, ...]  # applied one after the other
+    sampled_requests: NDArray[np.int64]  # [sampled], request index of each: a place in last_tokens
+    sampling_metadata: SamplingMetadata  # of the sampled rows
+    logits_edits: tuple[LogitsEdits, ...]  # applied one after the other
     listed: NDArray[np.int64]  # [listed], sampled rows whose token's logprob is returned
     listed_top: int  # alternatives of each of them
     routing: Played = Played.NOTHING

@@ -13,10 +13,10 @@ from torch.nn.functional import pad
 from kvline_server.kernels.best import token_of
 from kvline_server.kernels.group import TABLE_BYTES
 from kvline_server.kernels.interface import Kernels
-from kvline_server.kernels.layout import Draws
-from kvline_server.kernels.sampling import PartScores, RowScores
+from kvline_server.kernels.layout import SamplingMetadata
+from kvline_server.kernels.sampling import RowScores, ShardScores
 from kvline_server.model.shard import Shard, share, tokens
-from kvline_server.worker.step import Edits
+from kvline_server.worker.step import LogitsEdits
 
 
 class Vocabulary:
@@ -34,7 +34,7 @@ class Vocabulary:
         chosen = self._chosen(logits, targets)
         top = min(top, self.size)
         every = self.group.all_gather(
-            self._table(self.kernels.sampling.part_scores(logits, chosen, top), top)
+            self._table(self.kernels.sampling.shard_scores(logits, chosen, top), top)
         )
         normalisers, above = every[:, :, 0].view(torch.float32), every[:, :, 1]
         normaliser = normalisers.logsumexp(dim=0)
@@ -55,7 +55,7 @@ class Vocabulary:
         every = self.group.all_gather(logits.gather(1, at.unsqueeze(1)).squeeze(1).float())
         return every.gather(0, (targets // self.width).unsqueeze(0)).squeeze(0)
 
-    def _table(self, part: PartScores, top: int) -> torch.Tensor:
+    def _table(self, part: ShardScores, top: int) -> torch.Tensor:
         """What other ranks need to know, of one shape on all. -> int32 [rows, 2 + 2 * some]"""
         missing = min(top, self.width) - part.top_ids.shape[1]
         ids, logits = part.top_ids + self.own.start, part.top_logits
@@ -65,7 +65,7 @@ class Vocabulary:
         return torch.cat([column.view(torch.int32) for column in columns], dim=1)
 
     def sample(
-        self, logits: torch.Tensor, draws: Draws, edits: tuple[Edits, ...] = ()
+        self, logits: torch.Tensor, metadata: SamplingMetadata, edits: tuple[LogitsEdits, ...] = ()
     ) -> torch.Tensor:
         """The next token of each row: edits of its logits, then sampling. May change `logits`.
         [rows, own tokens] -> int64 [rows]"""
@@ -74,25 +74,29 @@ class Vocabulary:
         for each in edits:
             apply(self.kernels, logits, each.within(self.own))
         if self.group.ranks == 1:
-            return self.kernels.sampling.choose(logits, draws)
-        filtered = np.flatnonzero(draws.filtered)
+            return self.kernels.sampling.choose(logits, metadata)
+        filtered = np.flatnonzero(metadata.filtered)
         if len(filtered) == len(logits):
-            return self._filtered(logits, draws, filtered)
-        best = self.group.all_gather(self.kernels.sampling.best(logits, draws, self.own.start))
+            return self._filtered(logits, metadata, filtered)
+        best = self.group.all_gather(self.kernels.sampling.best(logits, metadata, self.own.start))
         chosen = token_of(best.amax(dim=0))
         if len(filtered):
             (at,) = self.kernels.upload(filtered)
-            chosen[at] = self._filtered(logits, draws, filtered)
+            chosen[at] = self._filtered(logits, metadata, filtered)
         return chosen
 
-    def _filtered(self, logits: torch.Tensor, draws: Draws, rows: np.ndarray) -> torch.Tensor:
+    def _filtered(
+        self, logits: torch.Tensor, metadata: SamplingMetadata, rows: np.ndarray
+    ) -> torch.Tensor:
         """Filters need whole rows: each rank gets and samples some of them. -> int64 [len(rows)]"""
         ranks, row_bytes = self.group.ranks, self.width * logits.itemsize
         step = max(1, TABLE_BYTES // (ranks * row_bytes)) * ranks
         blocks = (rows[start : start + step] for start in range(0, len(rows), step))
-        return torch.cat([self._block(logits, draws, block) for block in blocks])
+        return torch.cat([self._block(logits, metadata, block) for block in blocks])
 
-    def _block(self, logits: torch.Tensor, draws: Draws, rows: np.ndarray) -> torch.Tensor:
+    def _block(
+        self, logits: torch.Tensor, metadata: SamplingMetadata, rows: np.ndarray
+    ) -> torch.Tensor:
         ranks, each = self.group.ranks, -(-len(rows) // self.group.ranks)
         # The last row again and again, so that every rank has as many.
         padded = rows[np.minimum(np.arange(ranks * each), len(rows) - 1)]
@@ -104,11 +108,11 @@ class Vocabulary:
         parts = self.group.all_to_all(sent.view(ranks, each, self.width))
         whole = parts.transpose(0, 1).reshape(each, ranks * self.width)[:, : self.size]
         own = padded[self.group.rank * each :][:each]
-        chosen = self.kernels.sampling.choose(whole, draws.at(own))
+        chosen = self.kernels.sampling.choose(whole, metadata.at(own))
         return self.group.all_gather(chosen).flatten()[: len(rows)]
 
 
-def apply(kernels: Kernels, logits: torch.Tensor, edits: Edits) -> None:
+def apply(kernels: Kernels, logits: torch.Tensor, edits: LogitsEdits) -> None:
     """In place. logits float32 [rows, tokens]"""
     if not len(edits.rows):
         return

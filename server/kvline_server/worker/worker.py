@@ -59,7 +59,7 @@ class Worker:
         decoder: Decoder,
         arena: GroupedArena,
         logprob_rows: int,
-        slots: int,
+        requests: int,
         decode_rows: int = 0,
     ) -> None:
         """Of `slots` sequences at once, whose decodes have `decode_rows` in a step; 0: one each."""
@@ -69,10 +69,10 @@ class Worker:
         self.arena = arena
         self.logprob_rows = logprob_rows
         self.rows_run = 0  # rows given to the LM head, for the invariant rows == sampled + scored
-        self.decode_rows = decode_rows or slots
+        self.decode_rows = decode_rows or requests
         self.graphs: Graphs | None = None
-        # The last sampled token of each running sequence, by its slot. int64 [slots]
-        self.last_tokens = torch.zeros(slots, dtype=torch.int64, device=self.kernels.device)
+        # The last sampled token of each running sequence, by its request index. int64 [requests]
+        self.last_tokens = torch.zeros(requests, dtype=torch.int64, device=self.kernels.device)
 
     def tune(self, max_rows: int, known: Choices | None) -> Choices | None:
         """Autotunes the GEMMs, or takes the `known` choices. The LM head is left out. Returns the
@@ -121,13 +121,15 @@ class Worker:
     @torch.inference_mode()
     def _launch(self, step: Step, read: bool) -> LaunchedStep:
         given = [group.cleared for group in step.layout.groups]
-        targets, written, *cleared = self.kernels.upload(step.targets, step.sampled_slots, *given)
+        targets, written, *cleared = self.kernels.upload(
+            step.targets, step.sampled_requests, *given
+        )
         for group, pages in enumerate(cleared):
             if len(pages):
                 self.arena.clear(group, pages)
         hidden = self._hidden(step)
         outputs = _Outputs()
-        for start in range(0, len(step.wanted), self.logprob_rows):
+        for start in range(0, len(step.logits_indices), self.logprob_rows):
             self._chunk(step, hidden[start : start + self.logprob_rows], targets, start, outputs)
         tokens = torch.cat(outputs.tokens) if outputs.tokens else self.last_tokens[:0]
         if len(tokens):
@@ -139,17 +141,17 @@ class Worker:
         return LaunchedStep(outputs, self.kernels.fetch([tokens, *tensors]))
 
     def _hidden(self, step: Step) -> torch.Tensor:
-        """The decoder's output for the wanted rows. -> [wanted, hidden]"""
+        """The decoder's output for the LM head's rows. -> [n, hidden]"""
         if self.graphs is not None:
             return self.graphs.run(step)
-        ids, mappings, wanted = upload(self.kernels, step, self.last_tokens)
+        ids, mappings, logits_indices = upload(self.kernels, step, self.last_tokens)
         layers, played = self.arena.layers(), step.routing
-        return self.decoder.step(ids, mappings, layers, step.layout, wanted, played)
+        return self.decoder.step(ids, mappings, layers, step.layout, logits_indices, played)
 
     def _chunk(
         self, step: Step, hidden: torch.Tensor, targets: torch.Tensor, start: int, outputs: _Outputs
     ) -> None:
-        """Wanted rows from `start` on through the LM head, as many as `hidden` has."""
+        """Rows from `start` on through the LM head, as many as `hidden` has."""
         end, scored = start + len(hidden), len(step.targets)
         self.rows_run += len(hidden)
         logits = self.decoder.compute_logits(hidden)
@@ -168,8 +170,8 @@ class Worker:
         if b > a:
             (at,) = self.kernels.upload(step.listed[a:b] - first)
             raw = logits[at]  # before edits and temperature, which may be written in place
-        edits = tuple(each.between(first, last) for each in step.edits)
-        chosen = self.vocabulary.sample(logits, step.draws.between(first, last), edits)
+        edits = tuple(each.between(first, last) for each in step.logits_edits)
+        chosen = self.vocabulary.sample(logits, step.sampling_metadata.between(first, last), edits)
         outputs.tokens.append(chosen)
         if at is not None and raw is not None:
             targets = chosen[at].clamp_(min=0)

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvline_server.engine.stress.bounds import Bounds
 from kvline_server.model import shard
-from kvline_server.worker.step import Edits, Step
+from kvline_server.worker.step import LogitsEdits, Step
 
 # How one row of those that are sampled together differs. Rows that are alike are sampled in place;
 # beside another kind they are copied, and ranks sample each kind in another way.
@@ -20,16 +20,16 @@ UNFILTERED: Other = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 def beside(step: Step, other: Other, chunk: int) -> Step:
-    """With `other` values in the draws of the first of the sampled rows that the LM head gets at
+    """With `other` values in the metadata of the first of the sampled rows that the LM head gets at
     once, `chunk` rows, where it is not the only one."""
-    scored, sampled = len(step.targets), len(step.sampled_slots)
+    scored, sampled = len(step.targets), len(step.sampled_requests)
     ends = [*range(-scored % chunk, sampled, chunk), sampled]
     starts = [0, *ends]
     rows = [start for start, end in zip(starts, ends, strict=False) if end - start > 1]
-    draws = step.draws.at(np.arange(sampled))
+    metadata = step.sampling_metadata.at(np.arange(sampled))
     for name, value in other.items():
-        getattr(draws, name)[rows] = value
-    return replace(step, draws=draws)
+        getattr(metadata, name)[rows] = value
+    return replace(step, sampling_metadata=metadata)
 
 
 def on_every_rank(step: Step, bounds: Bounds) -> Step:
@@ -39,16 +39,16 @@ def on_every_rank(step: Step, bounds: Bounds) -> Step:
         return step
     every = (shard.Shard(rank, bounds.ranks) for rank in range(bounds.ranks))
     own = [shard.tokens(bounds.vocabulary, each) for each in every]
-    return replace(step, edits=tuple(_of_each(edits, own) for edits in step.edits))
+    return replace(step, logits_edits=tuple(_of_each(edits, own) for edits in step.logits_edits))
 
 
-def _of_each(edits: Edits, own: list[range]) -> Edits:
+def _of_each(edits: LogitsEdits, own: list[range]) -> LogitsEdits:
     """Each row's number of edits in the tokens of each range, or all of these."""
     rows, counts = np.unique(edits.rows, return_counts=True)
     found = [np.arange(r.start, min(r.start + n, r.stop)) for n in counts for r in own]
     of_rows = np.repeat(np.repeat(rows, len(own)), [len(each) for each in found])
     ones = np.ones(len(of_rows), np.float32)
-    return Edits(
+    return LogitsEdits(
         rows=of_rows,
         tokens=np.concatenate(found),
         factors=ones * edits.factors.max(),

@@ -36,7 +36,7 @@ class Graphs:
         self.whole = WholeSteps(decoder, plan, arena, last_tokens, decode_rows, longest, self._pool)
 
     def run(self, step: Step) -> torch.Tensor:
-        """Hidden states of the wanted rows, valid until the next run. -> [wanted, hidden]"""
+        """Hidden states of the LM head's rows, valid until the next run. -> [n, hidden]"""
         return self.whole.run(step) if self.whole.fits(step) else self.segments.run(step)
 
     def skipped(self) -> AbstractContextManager[None]:

@@ -49,8 +49,8 @@ class Segments:
         self.state = LayerState(residual, torch.zeros(fused, dtype=dtype, device=device))
         width = c.heads * c.head_dim
         self.attended = torch.zeros((max_rows, width), dtype=dtype, device=device)
-        # The last segment runs for the wanted rows alone. Its inputs reuse buffers that are free by
-        # then: the heads, and the hidden states that it overwrites.
+        # The last segment runs for the LM head's rows alone. Its inputs reuse buffers that are free
+        # by then: the heads, and the hidden states that it overwrites.
         self.picked = self.state.heads.view(-1)[: max_rows * width].view(max_rows, width)
         self.hidden = torch.zeros_like(residual)
         self._pool = pool
@@ -60,21 +60,23 @@ class Segments:
     def run(self, step: Step) -> torch.Tensor:
         """Graphs.run, of any step."""
         rows, cache = len(step.tokens), self.arena.layers()
-        ids, mappings, wanted = upload(self.decoder.kernels, step, self.last_tokens)
+        ids, mappings, logits_indices = upload(self.decoder.kernels, step, self.last_tokens)
         plans = self.decoder.plan(step.layout)
         graphs = self._place(ids, mappings, step.routing)
         queries, out = self.state.heads[:rows, : self.queries], self.attended[:rows]
         for index, layer in enumerate(cache):
             self._pool.replay(graphs[index])
             self.decoder.attend(index, queries, layer, plans, out)
-        return self._finish(rows, wanted, step.routing)
+        return self._finish(rows, logits_indices, step.routing)
 
-    def _finish(self, rows: int, wanted: torch.Tensor, played: Played) -> torch.Tensor:
-        """Runs the last segment, padded from the number of wanted rows."""
-        count = len(wanted)
+    def _finish(self, rows: int, logits_indices: torch.Tensor, played: Played) -> torch.Tensor:
+        """Runs the last segment, padded from the number of the LM head's rows."""
+        count = len(logits_indices)
         if count:
-            torch.index_select(self.attended[:rows], 0, wanted, out=self.picked[:count])
-            torch.index_select(self.state.residual[:rows], 0, wanted, out=self.hidden[:count])
+            torch.index_select(self.attended[:rows], 0, logits_indices, out=self.picked[:count])
+            torch.index_select(
+                self.state.residual[:rows], 0, logits_indices, out=self.hidden[:count]
+            )
             self._give(count, played)
             self._pool.replay(self._graphs[self._padded(count)][-1])
         return self.hidden[:count]

@@ -28,7 +28,7 @@ from kvline_server.worker.graphs.pool import GraphPool
 from kvline_server.worker.step import Step
 
 MAX_DECODES = 1024  # of more, the host launches segments faster than a GPU runs them
-UNREAD = -1  # for a row whose input token the host has, in place of its slot
+UNREAD = -1  # for a row whose input token the host has, in place of its request index
 
 
 def most_rows(decode_rows: int) -> int:
@@ -71,7 +71,9 @@ class _Inputs:
         views = _Views(self.buffer)
         self.given = views.next(torch.int32, 2)  # sequences, as others are padding, and a Played
         self.tokens = views.next(torch.int64, rows)
-        self.unread = views.next(torch.int64, rows)  # the slot of its last token, or UNREAD
+        self.unread = views.next(
+            torch.int64, rows
+        )  # whose last token it is, by request index, or UNREAD
         self.positions = views.next(torch.int32, rows)
         self.row_starts = views.next(torch.int32, rows + 1)
         self.groups = [_GroupInputs(views, rows) for _ in pages]
@@ -111,10 +113,12 @@ class WholeSteps:
     def fits(self, step: Step) -> bool:
         """Whether it is one of decodes alone, which are all sampled."""
         rows = len(step.tokens)
-        return rows <= self.max_rows and rows == step.layout.decode_rows == len(step.sampled_slots)
+        return rows <= self.max_rows and rows == step.layout.decode_rows == len(
+            step.sampled_requests
+        )
 
     def run(self, step: Step) -> torch.Tensor:
-        """Graphs.run, of a step that fits; all its rows are wanted."""
+        """Graphs.run, of a step that fits; logits_indices are all its rows."""
         rows = len(step.tokens)
         self._place(step, padded(rows))
         self._pool.replay(self._graphs[padded(rows)])
@@ -130,7 +134,7 @@ class WholeSteps:
         host.positions.numpy()[:count] = _with_pads(layout.positions, count, 0)
         unread = host.unread.numpy()[:count]
         unread.fill(UNREAD)
-        unread[step.pending_rows] = step.pending_slots
+        unread[step.pending_rows] = step.pending_requests
         row_starts = np.arange(count + 1, dtype=np.int32)
         host.row_starts.numpy()[: count + 1] = row_starts
         pairs = list(zip(host.groups, layout.groups, strict=True))
