@@ -74,8 +74,12 @@ def test_a_step_is_read_as_it_was_written(made: list[Step]) -> None:
 @given(values(Step))
 def test_there_is_room_for_arrays_of_so_many_entries(step: Step) -> None:
     of_step = max(len(array) for array in arrays(replace(step, logits_edits=())))
-    of_edits = [max(len(array) for array in arrays(edits)) for edits in step.logits_edits]
-    room = STEP.size(of_step) + sum(Record(LogitsEdits).size(most) for most in of_edits)
+    edits, groups = (
+        [max(len(array) for array in arrays(item)) for item in items]
+        for items in (step.logits_edits, step.layout.groups)
+    )
+    room = STEP.size(of_step) + sum(Record(LogitsEdits).size(most) for most in edits)
+    room += sum(Record(GroupLayout).size(most) for most in groups)
     STEP.write(memoryview(bytearray(room)), step)
 
 
