@@ -232,11 +232,9 @@ def test_a_budget_of_full_layers_beside_the_windows_of_all_sequences() -> None:
     rows = 16 * (512 + 1)
     assert growing(owned, 0, 128, rows) == windows * 16 * 2 * 40 * 8 * 256 * 2
     assert growing(owned, 16, 128, rows) - growing(owned, 0, 128, rows) == 16 * 2 * 8 * 8 * 256 * 2
-    assert made.longest(1000, 8192) == 1000 and made.longest(9000, 8192) == 8192
     every = CacheSizes((CacheGroup(4096, (), kept[40]),), 128, 512)
     assert len(every.pages(16)) == 1 and growing(parts(every.groups), 0, 128, 512) == 0
-    least = PAGE_SIZE * pages_at_most(4096, 512)
-    assert every.longest(least, 32768) == 32768 and every.longest(least - 16, 32768) < 32768
+    assert every.sequence_tokens(32768) == PAGE_SIZE * pages_at_most(4096, 1)
 
 
 def test_as_many_requests_run_as_leave_half_of_what_remains_to_the_full_layers() -> None:

@@ -150,12 +150,11 @@ def start(
     ).run(started)
     if steps is not None:
         steps.trim()  # of the validation, whose steps are the largest
-    sizes = settings.cache(loaded.groups)
     engine = Engine(
         executor=loaded.executor,
         max_running=settings.max_running_requests,
         max_step_tokens=settings.max_prefill_tokens,
-        max_model_len=sizes.longest(result.kv_tokens, settings.wanted_len),
+        max_model_len=min(settings.wanted_len, result.kv_tokens),
         eos_token_ids=rank.model.eos_token_ids,
         mixed_prefill_tokens=settings.mixed_prefill_tokens,
         draft_tokens=settings.draft_tokens,

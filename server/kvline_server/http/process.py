@@ -156,9 +156,7 @@ class Edge:
         _, (engine,), *_ = socket.recv_fds(self.handover, 1, 1)
         effective, admission = message.effective, self.service.admission
         await self.client.connect(socket.socket(fileno=engine), effective.page_size)
-        # Where windows bound what a sequence takes, one may be longer than the KV cache.
-        tokens = max(message.kv_tokens, effective.max_model_len)
-        admission.open(effective.max_running_requests, tokens)
+        admission.open(effective.max_running_requests, message.kv_tokens)
         self.service.limits = replace(
             self.service.limits,
             max_model_len=effective.max_model_len,

@@ -100,14 +100,6 @@ class CacheSizes:
         window = self.groups[0].window
         return min(longest, PAGE_SIZE * pages_at_most(window, 1)) if window else None
 
-    def longest(self, tokens: int, wanted: int) -> int:
-        """Tokens of the longest sequence beside a KV cache of so many, `wanted` at most. Where all
-        layers have windows, a cache that holds one and a step's rows holds any sequence."""
-        window = self.groups[0].window
-        if window and tokens >= PAGE_SIZE * pages_at_most(window, self.rows):
-            return wanted
-        return min(wanted, tokens)
-
 
 class GroupedArena:
     """An arena for each group."""

@@ -200,13 +200,12 @@ class ProfileLoop:
     def _checked(self, tokens: int, found: Found | None = None) -> int:
         """Whether so many tokens are enough. Raises OutOfMemory or ContextDoesNotFit."""
         asked = self.settings.max_model_len
-        fits = asked is None or self.session.sizes.longest(tokens, asked) == asked
-        if fits and tokens >= 2 * PAGE_SIZE:
+        if tokens >= max(asked or 0, 2 * PAGE_SIZE):
             return tokens
         rank = self.measured.binding()
         if found is not None and tokens < 2 * PAGE_SIZE:
             raise rank.nothing_left(tokens, self._offers(found))
-        if asked is not None and not fits:
+        if asked is not None and tokens < asked:
             offers = self._offers(found or Found(tokens, asked))
             raise rank.context_does_not_fit(tokens, asked, offers)
         return tokens
@@ -341,7 +340,7 @@ class ProfileLoop:
             raise DeviceOutOfMemory(f"{-lowest // MIB} MiB of what is reserved were used", rank)
 
     def _model_len(self, tokens: int) -> int:
-        return self.session.sizes.longest(tokens, self.settings.wanted_len)
+        return min(self.settings.wanted_len, tokens)
 
     def _result(self, source: Source, started: float) -> Result:
         record = self.record if source is Source.RECORDED else None

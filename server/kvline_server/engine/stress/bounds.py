@@ -120,13 +120,14 @@ class Bounds:
         return [Span(length, length - 1, 1) for length in (first, *rest)]
 
     def drafted(self) -> list[Span]:
-        """All sequences decode and share the cache, with the most draft tokens; the first, which
-        may have every option, has none."""
+        """All sequences decode and share the cache, with the most draft tokens; the first of
+        several, which may have every option, has none."""
         lengths = self._shared(self._running, self._room)
         most = decode_rows(len(lengths), self.max_prefill_tokens, self.draft_tokens)
         spans, left = list[Span](), most - len(lengths)
         for length in lengths:
-            drafts = min(left, self.draft_tokens, length - 1) if spans else 0
+            alone = len(lengths) == 1
+            drafts = min(left, self.draft_tokens, length - 1) if spans or alone else 0
             left -= drafts
             spans.append(Span(length, length - 1 - drafts, 1 + drafts, drafts))
         return spans
