@@ -25,6 +25,7 @@ from kvline_contract.names import ANNOTATION_STATE, EARLIER_GROUP, GROUP, PLURAL
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 EARLIER = f"{PLURAL}.{EARLIER_GROUP}"
+OPERATOR = "app.kubernetes.io/name=kvline-operator"
 SENT, EVERY = 6, 1.0  # requests, and seconds from one to the next, which are no limit
 
 
@@ -38,6 +39,11 @@ def living(space: Any) -> dict[str, int]:
 
 def address(space: Any, name: str) -> str:
     return str(space.get("service", name)["spec"]["clusterIP"])
+
+
+def identity(space: Any) -> str:
+    """Of the Service: one that is made again has another address."""
+    return str(space.get("service", "steady")["metadata"]["uid"])
 
 
 def refusal(space: Any, cluster: Any, name: str, ip: str) -> str:
@@ -108,6 +114,14 @@ def apply_tree(cluster: Any, tree: Path, images: dict[str, str]) -> None:
     cluster.kubectl("-n", "kvline-system", *rolled)
 
 
+def stop(cluster: Any) -> None:
+    """The operator, as docs/operations.md says."""
+    system = ("-n", "kvline-system")
+    cluster.kubectl(*system, "scale", "deploy/kvline-operator", "--replicas=0")
+    gone = ("wait", "--for=delete", "pod", "-l", OPERATOR, f"--timeout={limit(60):.0f}s")
+    cluster.kubectl(*system, *gone)
+
+
 def earlier_status(space: Any) -> dict[str, Any]:
     return dict((space.get(EARLIER, "steady") or {}).get("status") or {})
 
@@ -170,16 +184,17 @@ def test_from_the_operator_before_to_this_one(
     eventually(lambda: len(pods(space)) == 2, 60, on="pod")
     before, kept = living(space), baselines(space)
     was = earlier_status(space)["rollout"]
-    first = was["stableRevision"]
+    first, service = was["stableRevision"], identity(space)
 
     with asked(space, cluster, "steady"):
+        stop(cluster)  # or a reconcile under way might own an orphan again, which is collected then
         space.kubectl("delete", EARLIER, "--all", "--cascade=orphan", f"--timeout={limit(60):.0f}s")
         apply_tree(cluster, ROOT, now)
         space.kubectl("apply", "-f", "-", input=smaller)
         wait(space, "steady", "UpToDate", reason="RevisionRejected")
         crd.undefine(cluster.kubectl, EARLIER)
         eventually(lambda: rollout(space).get("imageOutdated"), 60, on="pod")
-    assert living(space) == before and baselines(space) == kept
+    assert living(space) == before and baselines(space) == kept and identity(space) == service
     assert rollout(space)["stableRevision"] == first
     assert rollout(space)["rejectedRevision"] == was["rejectedRevision"]
     assert rollout(space)["gate"]["message"] == was["gate"]["message"]
