@@ -14,9 +14,8 @@ from kvline_server.engine.scheduler import Kind, Work
 from kvline_server.kernels.best import token_of
 from kvline_server.kernels.group import Alone
 from kvline_server.kernels.interface import Kernels
-from kvline_server.kernels.layout import SamplingMetadata
+from kvline_server.kernels.layout import NO_TOKEN, SamplingMetadata
 from kvline_server.kernels.projection import Gate, Join, Norm, Operand, Projection
-from kvline_server.kernels.sampling import NO_TOKEN
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.model.config import ModelConfig
 from kvline_server.model.shard import Shard, tokens

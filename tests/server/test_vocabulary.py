@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from waiting import limit
 
 from kvline_server.ipc.seeds import keys
-from kvline_server.kernels.layout import SamplingMetadata
-from kvline_server.kernels.sampling import NO_TOKEN, RowScores
+from kvline_server.kernels.layout import NO_TOKEN, SamplingMetadata
+from kvline_server.kernels.sampling import RowScores
 from kvline_server.kernels.torch import TorchKernels
 from kvline_server.kernels.torch_sampling import TorchSampling
 from kvline_server.worker import vocabulary

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
 from operator import attrgetter
 
 import numpy as np
@@ -32,17 +33,31 @@ class ScoredRun:
 class Batch:
     step: Step
     scored: tuple[ScoredRun, ...]
-    sampled: tuple[Work, ...]  # those that are, in the order of their rows
+    sampled: list[Sequence]  # those that are, in the order of their rows
+    drafts: list[Items[int]]  # of each of them; empty where none has any
+
+    @property
+    def counts(self) -> list[int]:
+        """Sampled rows of each."""
+        return [1 + len(each) for each in self.drafts] or [1] * len(self.sampled)
+
+    def split(self, tokens: list[int]) -> list[list[int]]:
+        """Those of each, of one token a sampled row."""
+        if not self.drafts:
+            return [[token] for token in tokens]
+        each = iter(tokens)
+        return [list(islice(each, count)) for count in self.counts]
 
 
 def build(work: list[Work], cleared: Iterable[Collection[int]] = ()) -> Batch:
     """The step of this work, whose sequences already hold their pages. Pages to be `cleared` before
     it, of each group, may be any."""
-    decodes = [w for w in work if w.kind is Kind.DECODE]
+    decode = Kind.DECODE
+    decodes = [w for w in work if w.kind is decode]
     drafting = any(map(attrgetter("drafts"), decodes))
     if drafting:  # those of as many rows are attended together
         decodes.sort(key=attrgetter("rows"))
-    prompts = [w for w in work if w.kind is Kind.PROMPT]
+    prompts = [w for w in work if w.kind is not decode] if len(decodes) < len(work) else []
     ordered = decodes + prompts
     rows, at = _Rows(drafting), 0
     for w in ordered:
@@ -62,11 +77,12 @@ class _Rows:
         self.targets: list[int] = []
         self.scored: list[ScoredRun] = []
         self.sampled_rows: list[int] = []
-        self.sampled: list[Work] = []
+        self.sampled: list[Sequence] = []
+        self.drafts: list[Items[int]] = []
 
     def add(self, work: Work, at: int) -> None:
         """Work whose rows begin at row `at` of the step."""
-        sequence, start, count, *_ = work
+        sequence, start, count, _, drafts = work
         end = start + count
         if start < sequence.prompt_length - 1:  # the row of position p predicts the token at p + 1
             first = max(start + 1, sequence.first_scored)
@@ -75,18 +91,21 @@ class _Rows:
                 self.scored_rows.append(np.arange(at + first - 1 - start, at + last - start))
                 self.targets += sequence.tokens[first : last + 1]
                 self.scored.append(ScoredRun(sequence, first, last - first + 1))
-        if work.drafts:
+        if drafts:
             self.sampled_rows += range(at, at + count)
-            self.sampled.append(work)
         elif end == len(sequence.tokens) + sequence.pending:
             self.sampled_rows.append(at + count - 1)
-            self.sampled.append(work)
+        else:
+            return
+        self.sampled.append(sequence)
+        if self.drafting:
+            self.drafts.append(drafts)
 
     def batch(self, tokens: np.ndarray, layout: Layout) -> Batch:
-        sampled = [work.sequence for work in self.sampled]
+        sampled = self.sampled
         ahead: np.ndarray | int = 0
         if self.drafting:  # a sequence for each sampled row
-            counts = [work.sampled for work in self.sampled]
+            counts = [1 + len(drafts) for drafts in self.drafts]
             sampled = [s for s, n in zip(sampled, counts, strict=True) for _ in range(n)]
             ahead = np.concatenate([np.arange(n, dtype=np.uint64) for n in counts])
         requests = np.asarray([s.request_index for s in sampled], dtype=np.int64)
@@ -110,15 +129,15 @@ class _Rows:
             listed=np.asarray(listed, dtype=np.int64),
             listed_top=max((sampled[row].params.logprobs or 0 for row in listed), default=0),
         )
-        return Batch(step, tuple(self.scored), tuple(self.sampled))
+        return Batch(step, tuple(self.scored), self.sampled, self.drafts)
 
 
 def _token_ids(decodes: list[Work], prompts: list[Work], drafting: bool) -> np.ndarray:
     """A pending token is filled in on the device."""
-    known = [s.tokens[start] if start < len(s.tokens) else 0 for s, start, *_ in decodes]
+    known = [s.tokens[start] if start < len(s.tokens) else 0 for s, start, _, _, _ in decodes]
     if drafting:
         known = [t for one, w in zip(known, decodes, strict=True) for t in (one, *w.drafts)]
-    parts = [np.asarray(s.tokens[start : start + count]) for s, start, count, *_ in prompts]
+    parts = [np.asarray(s.tokens[start : start + count]) for s, start, count, _, _ in prompts]
     return np.concatenate([np.asarray(known, dtype=np.int64), *parts]).astype(np.int64)
 
 
@@ -137,16 +156,16 @@ def _layout(
         rows = np.arange(row_starts[-1], dtype=np.int32)
         positions = rows + np.repeat(first - row_starts[:-1], counts)
         owners = np.repeat(np.arange(len(work)), counts)
-    held = zip(*[w.sequence.table.groups for w in work], strict=True)
+    lengths, held = first + counts, [w.sequence.table.groups for w in work]
     groups = [
-        _group(pages, first + counts, positions, owners, np.asarray(each, dtype=np.int64))
-        for pages, each in zip(held, chain(cleared, repeat(())), strict=False)
+        _group([of[group] for of in held], lengths, positions, owners, np.asarray(each, np.int64))
+        for group, each in zip(range(len(held[0])), chain(cleared, repeat(())), strict=False)
     ]
     return Layout(decodes, row_starts, positions, tuple(groups))
 
 
 def _group(
-    held: tuple[GroupPages, ...],
+    held: list[GroupPages],
     lengths: np.ndarray,
     positions: np.ndarray,
     owners: np.ndarray | None,
@@ -154,14 +173,16 @@ def _group(
 ) -> GroupLayout:
     """Of each sequence's pages and tokens. `owners` are the sequences of the rows; None: each has
     one."""
-    behind = np.asarray([each.first for each in held], dtype=np.int32)
-    if behind.any():
+    firsts = [each.first for each in held]
+    if any(firsts):
+        behind = np.asarray(firsts, dtype=np.int32)
         lengths = lengths - behind * PAGE_SIZE
         positions = positions - (behind if owners is None else behind[owners]) * PAGE_SIZE
     counts = -(-lengths // PAGE_SIZE)
+    own = [each.pages for each in held]
     tables = [
-        each.pages if len(each.pages) == count else each.pages[:count]
-        for each, count in zip(held, counts.tolist(), strict=True)
+        table if len(table) == count else table[:count]
+        for table, count in zip(own, counts.tolist(), strict=True)
     ]
     pages = np.frombuffer(bytearray().join(tables), dtype=np.int32)
     page_starts = starts(counts)

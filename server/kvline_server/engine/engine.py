@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Literal
 
 import numpy as np
@@ -16,9 +18,10 @@ import numpy as np
 from kvline_server.engine import batch as batches
 from kvline_server.engine.logprobs import cut, join
 from kvline_server.engine.request import Scores, Sequence
-from kvline_server.engine.scheduler import Scheduler, Work
+from kvline_server.engine.scheduler import NO_DRAFTS, Scheduler, Work
 from kvline_server.engine.speculation import Speculation, accepted
 from kvline_server.ipc.sampling_params import SamplingParams
+from kvline_server.kernels.layout import NO_TOKEN
 from kvline_server.memory.caches import Caches
 from kvline_server.parallel.executor import Executor
 from kvline_server.worker.step import InFlight, Results
@@ -105,7 +108,8 @@ class Engine:
             self._in_flight.append(_Launched(batch, launched, now, now - begun))
             self._advance(batch, work)
             self.steps += 1
-        return early + self._collect(self.executor.depth if work else 0)
+        late = self._collect(self.executor.depth if work else 0)
+        return early + late if early else late
 
     def _waits(self) -> bool:
         """Whether the next step is scheduled with all tokens read."""
@@ -114,16 +118,16 @@ class Engine:
         self.speculation.refresh()
         if not self._in_flight:
             return False
-        drafting = any(work.drafts for work in self._in_flight[-1].batch.sampled)
-        return drafting or self.speculation.waits(self.scheduler.running)
+        drafting = self._in_flight[-1].batch.drafts
+        return bool(drafting) or self.speculation.waits(self.scheduler.running)
 
     def _advance(self, batch: batches.Batch, work: list[Work]) -> None:
         """Updates the sequences with what is known of a step before its tokens are read."""
         self.scheduler.advance(work)
         for run in batch.scored:
             run.sequence.scored = run.first + run.count
-        for each in batch.sampled:
-            each.sequence.pending += each.sampled
+        for sequence, count in zip(batch.sampled, batch.counts, strict=True):
+            sequence.pending += count
 
     def _collect(self, depth: int) -> list[Output]:
         """Waits for all steps in flight but the last `depth` and publishes their tokens."""
@@ -132,35 +136,44 @@ class Engine:
             launched = self._in_flight.popleft()
             batch, results = launched.batch, launched.step.wait()
             _distribute(batch, results)
-            scores, tokens, row = _listed(batch, results), results.tokens.tolist(), 0
-            before = len(out)
-            for work in batch.sampled:
-                end = row + work.sampled
-                if not work.sequence.ended:
-                    out.append(self._publish(work, tokens[row:end], scores.get(row)))
-                row = end
+            scores, before = _listed(batch, results), len(out)
+            every = batch.drafts or repeat(NO_DRAFTS)
+            each = zip(batch.sampled, every, batch.split(results.tokens.tolist()), strict=False)
+            for at, (sequence, drafts, new) in enumerate(each):
+                if not sequence.ended:
+                    out.append(self._publish(sequence, new, drafts, scores.get(at)))
             if self.speculation is not None:
                 self._note(self.speculation, launched, sum(len(o.tokens) for o in out[before:]))
         return out
 
-    def _publish(self, work: Work, sampled: list[int], scores: Scores | None) -> Output:
-        """What was `sampled` in a step, with the scores of each."""
-        sequence = work.sequence
+    def _publish(
+        self, sequence: Sequence, sampled: list[int], drafts: Items[int], scores: Scores | None
+    ) -> Output:
+        """What was `sampled` behind its last token and `drafts`, with the scores of each."""
         tokens = sequence.tokens
-        if min(sampled) < 0 or sequence.not_finite:
+        if NO_TOKEN in sampled or sequence.not_finite:
             self.scheduler.fail(sequence)
             self.abort(sequence.id)
             return Output(sequence, [], None, "error")
         first = len(tokens) == sequence.prompt_length
         sequence.pending -= len(sampled)
-        if work.drafts:
-            del sampled[1 + accepted(work.drafts, sampled) :]
-        finish = self._append(sequence, sampled)
+        if drafts:
+            del sampled[1 + accepted(drafts, sampled) :]
+        finish: FinishReason | None = None
+        if len(sampled) >= (room := sequence.limit - len(tokens)):
+            del sampled[max(1, room) :]  # max_tokens is 0 for prompt logprobs alone
+            finish = "length"
+        for token in sampled:
+            if token in self.eos_token_ids and not sequence.params.ignore_eos:
+                del sampled[sampled.index(token) + 1 :]
+                finish = "stop"
+                break
+        tokens += sampled
         self.scheduler.confirm(sequence, len(tokens) - 1)
-        if work.drafts:
+        if drafts:
             self.scheduler.truncate(sequence, len(tokens) - 1)
             scores = scores and scores.rows(0, len(sampled))
-            self._count(len(work.drafts), len(sampled) - 1)
+            self._count(len(drafts), len(sampled) - 1)
         out = Output(sequence, sampled, scores, finish)
         if finish is not None:
             self.abort(sequence.id)
@@ -177,51 +190,36 @@ class Engine:
     def _note(self, speculation: Speculation, launched: _Launched, tokens: int) -> None:
         """What drafts gave, and what the step took, of a step that was read."""
         batch, now = launched.batch, time.monotonic()
-        for work in batch.sampled:
-            if not work.sequence.ended:
-                speculation.read(work.sequence)
+        for sequence in batch.sampled:
+            if not sequence.ended:
+                speculation.read(sequence)
         layout = batch.step.layout
         if layout.decodes == layout.sequences:
             seconds = now - max(launched.at, self._read_at)
             speculation.costs.add(layout.rows, tokens, seconds, launched.host)
         self._read_at = now
 
-    def _append(self, sequence: Sequence, new: list[int]) -> FinishReason | None:
-        """Up to its end, which it then returns; `new` loses what is behind it."""
-        tokens = sequence.tokens
-        for count, token in enumerate(new, 1):
-            tokens.append(token)
-            finish: FinishReason | None = None
-            if token in self.eos_token_ids and not sequence.params.ignore_eos:
-                finish = "stop"
-            elif len(tokens) >= sequence.limit:  # max_tokens is 0 for prompt logprobs alone
-                finish = "length"
-            if finish is not None:
-                del new[count:]
-                return finish
-        return None
-
 
 def _admit(work: list[Work]) -> None:
     """Records the time in the queue of sequences in their first step."""
     now = time.monotonic()
-    for sequence, *_ in work:
+    for sequence, _, _, _, _ in work:
         if sequence.waited is None:
             sequence.waited = now - sequence.submitted
 
 
 def _listed(batch: batches.Batch, results: Results) -> dict[int, Scores]:
-    """The logprobs of each sequence's sampled tokens, by the first of its rows."""
+    """The logprobs of sampled tokens, by the place of their sequence in the batch."""
     found: dict[int, Scores] = {}
     if results.listed is None:
         return found
-    row = at = 0
-    for work in batch.sampled:
-        end, top = row + work.sampled, work.sequence.params.logprobs
+    row = listed = 0
+    for at, (sequence, count) in enumerate(zip(batch.sampled, batch.counts, strict=True)):
+        end, top = row + count, sequence.params.logprobs
         if top is not None:
-            last = at + work.sampled
-            found[row] = cut(results.listed, at, last, top, results.tokens[row:end])
-            at = last
+            last = listed + count
+            found[at] = cut(results.listed, listed, last, top, results.tokens[row:end])
+            listed = last
         row = end
     return found
 

@@ -36,6 +36,9 @@ class Kind(Enum):
     DECODE = "decode"  # a sequence's last token, and what may follow it: each row is sampled
 
 
+NO_DRAFTS: Items[int] = ()
+
+
 class Work(NamedTuple):
     """`rows` tokens of a sequence from position `start`."""
 
@@ -43,12 +46,7 @@ class Work(NamedTuple):
     start: int
     rows: int
     kind: Kind
-    drafts: Items[int] = ()  # a decode's tokens behind the last one
-
-    @property
-    def sampled(self) -> int:
-        """Its rows that are sampled, the last ones, where it is not a prompt's without its end."""
-        return self.rows if self.kind is Kind.DECODE else 1
+    drafts: Items[int] = NO_DRAFTS  # a decode's tokens behind the last one
 
 
 class Scheduler:
@@ -129,9 +127,11 @@ class Scheduler:
 
     def advance(self, work: list[Work]) -> None:
         """After a step's launch: its tokens count as computed, and full pages can be shared."""
+        windowed = self.caches.windowed
         for sequence, start, rows, _, drafts in work:
             sequence.computed = start + rows
-            self._share(sequence, start + rows - len(drafts))
+            if windowed or (sequence.published + 1) * PAGE_SIZE <= sequence.computed:
+                self._share(sequence, start + rows - len(drafts))
 
     def truncate(self, sequence: Sequence, tokens: int) -> None:
         """After draft tokens were read: the next step writes over the keys behind so many of the
@@ -143,8 +143,7 @@ class Scheduler:
     def _share(self, sequence: Sequence, position: int) -> None:
         """Its full pages with others, and where no later step begins before this position, those
         that no window shows any more."""
-        if (sequence.published + 1) * PAGE_SIZE <= sequence.computed:
-            self._publish(sequence)
+        self._publish(sequence)
         if self.caches.windowed:
             self.caches.slide(sequence.table, position)
 
@@ -174,20 +173,20 @@ class Scheduler:
     def _decode(self, ready: list[Sequence], budget: int, work: list[Work]) -> int:
         """A row for each, the common case: most have room in their last page. Draft tokens are
         more rows, as many as no prompt is kept out by. Returns the rows."""
-        rows, preemptions = 0, self.preemptions
+        rows, preemptions, decode = 0, self.preemptions, Kind.DECODE
         spare = min(budget, self.max_step_tokens // 2) - self.max_running if self.speculation else 0
         for sequence in ready:
             if rows == budget:
                 break
             if self.preemptions != preemptions and sequence not in self.running:
                 continue
-            drafts: Items[int] = ()
+            count, drafts = 1, NO_DRAFTS
             if spare > 0:
                 drafts = self._drafts(sequence, spare)
                 spare -= len(drafts)
-            count = 1 + len(drafts)
+                count += len(drafts)
             if sequence.computed + count <= sequence.table.pages * PAGE_SIZE:
-                work.append(Work(sequence, sequence.computed, count, Kind.DECODE, drafts))
+                work.append(Work(sequence, sequence.computed, count, decode, drafts))
             else:
                 count = self._continue(sequence, count, work, drafts)
             rows += count

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from kvline_server.kernels.sampling import NO_TOKEN
+from kvline_server.kernels.layout import NO_TOKEN
 
 LARGEST = 0x7FFFFFFF  # token, and magnitude of a float's bits
 LOW = 0xFFFFFFFF

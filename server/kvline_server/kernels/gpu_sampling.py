@@ -8,9 +8,9 @@ import torch
 from flashinfer import sampling
 
 from kvline_server.kernels import cuda_rows
-from kvline_server.kernels.layout import GREEDY, SamplingMetadata
+from kvline_server.kernels.layout import GREEDY, NO_TOKEN, SamplingMetadata
 from kvline_server.kernels.pinned import upload
-from kvline_server.kernels.sampling import NO_TOKEN, RowScores, Sampling, ShardScores
+from kvline_server.kernels.sampling import RowScores, Sampling, ShardScores
 
 
 class GpuSampling(Sampling):

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from kvline_server.memory.pages import PAGE_SIZE
 
+NO_TOKEN = -1  # the result for a row whose logits are not finite
 GREEDY = 1e-5  # lower temperatures mean argmax; dividing by them would overflow
 
 

@@ -9,7 +9,6 @@ import torch
 
 from kvline_server.kernels.layout import SamplingMetadata
 
-NO_TOKEN = -1  # the result for a row whose logits are not finite
 LOGIT_BLOCK = 16  # rows of one LM-head GEMM on the CPU, fixed because results depend on it
 
 

@@ -12,11 +12,10 @@ import numpy as np
 import torch
 
 from kvline_server.kernels.best import ordered
-from kvline_server.kernels.layout import GREEDY, SamplingMetadata
+from kvline_server.kernels.layout import GREEDY, NO_TOKEN, SamplingMetadata
 from kvline_server.kernels.noise import CPU_NUMBERS, exponential, gumbel_max
 from kvline_server.kernels.sampling import (
     LOGIT_BLOCK,
-    NO_TOKEN,
     RowScores,
     Sampling,
     ShardScores,
