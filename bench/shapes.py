@@ -52,20 +52,15 @@ QWEN30B = replace(
     tied_embeddings=False,
     experts=Experts(128, 8, True, "mlp."),
 )
-GEMMA12B = ModelConfig(
+GEMMA12B = replace(
+    QWEN06B,
     architecture="Gemma3ForCausalLM",
     layers=48,
     hidden=3840,
     intermediate=15360,
-    heads=16,
-    kv_heads=8,
     head_dim=256,
     vocabulary=262208,
     max_position=131072,
-    norm_eps=1e-6,
-    rope=Rope(1_000_000.0),
-    tied_embeddings=True,
-    qk_norm="head",
     windows=(*(1024,) * 5, 0) * 8,
     local_rope=Rope(10_000.0),
     softmax_scale=256**-0.5,

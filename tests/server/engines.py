@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from kvline_server.engine.engine import Engine, Output
 from kvline_server.engine.request import Sequence
+from kvline_server.engine.scheduler import Scheduler
 from kvline_server.engine.speculation import Costs, Speculation, decode_rows
 from kvline_server.ipc.sampling_params import SamplingParams
 from kvline_server.kernels.projection import Projection
@@ -96,6 +98,18 @@ def engine(
     if found.speculation is not None:
         found.speculation.costs = Free()
     return found
+
+
+def play_to_end(scheduler: Scheduler, count: int, step: Callable[[list[int]], object]) -> None:
+    """Every sequence ends, each once, and no page is kept. `step` notes which have ended; without
+    work it returns nothing."""
+    done: list[int] = []
+    for _ in range(5000):
+        if scheduler.idle:
+            break
+        assert step(done), "there is work, but none was scheduled"
+    assert sorted(done) == list(range(count))
+    assert all(pool.used == 0 for pool in scheduler.caches.pools)
 
 
 def plain(projection: Projection) -> torch.Tensor:

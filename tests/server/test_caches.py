@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from engines import Guess
+from engines import Guess, play_to_end
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,6 +37,13 @@ SHAPE = KVShape(1, 1, 8, torch.float32)
 
 def sizes(windows: tuple[int, ...], running: int, rows: int) -> CacheSizes:
     return CacheSizes(tuple(CacheGroup(w, (), SHAPE) for w in windows), running, rows)
+
+
+def playing(
+    windows: tuple[int, ...], running: int, rows: int, tokens: int
+) -> tuple[Caches, Scheduler, Model]:
+    caches = Caches(windows, sizes(windows, running, rows).pages(tokens), rows)
+    return caches, Scheduler(caches, running, rows), Model(caches)
 
 
 class Model:
@@ -140,18 +148,12 @@ def test_every_query_sees_its_own_tokens_and_every_sequence_ends(
     caches.grow = grown  # type: ignore[method-assign]
     for id, shape in enumerate(shapes):
         scheduler.add(asked(id, *shape))
-    done: list[int] = []
-    for _ in range(5000):
-        if scheduler.idle:
-            break
-        assert step(scheduler, model, done), "there is work, but none was scheduled"
-    assert sorted(done) == list(range(len(shapes))) and model.read
-    assert all(pool.used == 0 for pool in caches.pools)
+    play_to_end(scheduler, len(shapes), partial(step, scheduler, model))
+    assert model.read
 
 
 def test_a_window_keeps_what_the_next_query_sees_and_no_more() -> None:
-    caches = Caches((0, 32), sizes((0, 32), 2, 512).pages(1024), 512)
-    scheduler, model = Scheduler(caches, 2, 512), Model(caches)
+    _, scheduler, model = playing((0, 32), 2, 512, 1024)
     one = asked(0, 400, 200, 1)
     scheduler.add(one)
     for _ in range(150):
@@ -169,8 +171,7 @@ def test_a_prefix_is_found_as_far_as_every_group_has_the_last_window_before_it(
 ) -> None:
     """The first sequence ended at 320 + `more` tokens: the window's pages of what lies before its
     last ones have left the prefix cache, and with them all shorter prefixes."""
-    caches = Caches((0, 48), sizes((0, 48), 2, 512).pages(4096), 512)
-    scheduler, model = Scheduler(caches, 2, 512), Model(caches)
+    caches, scheduler, model = playing((0, 48), 2, 512, 4096)
     first = asked(0, 320, 1 + more, 1)
     scheduler.add(first)
     while not scheduler.idle:
@@ -185,8 +186,7 @@ def test_a_prefix_is_found_as_far_as_every_group_has_the_last_window_before_it(
 
 
 def test_what_was_not_finite_leaves_every_group() -> None:
-    caches = Caches((0, 48), sizes((0, 48), 2, 64).pages(4096), 64)
-    scheduler, model = Scheduler(caches, 2, 64), Model(caches)
+    caches, scheduler, model = playing((0, 48), 2, 64, 4096)
     one = asked(0, 200, 50, 1)
     scheduler.add(one)
     for _ in range(30):
@@ -200,8 +200,7 @@ def test_what_was_not_finite_leaves_every_group() -> None:
 
 def test_pages_are_cleared_in_the_group_that_they_are_of() -> None:
     rng = random.Random(1)
-    caches = Caches((0, 20), sizes((0, 20), 3, 40).pages(640), 40)
-    scheduler, model = Scheduler(caches, 3, 40), Model(caches)
+    caches, scheduler, model = playing((0, 20), 3, 40, 640)
     for id in range(12):
         scheduler.add(asked(id, rng.randint(1, 150), 20, id))
     while not scheduler.idle:

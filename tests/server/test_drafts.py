@@ -7,10 +7,11 @@ import itertools
 import random
 import time
 from array import array
+from functools import partial
 
 import numpy as np
 import pytest
-from engines import Guess
+from engines import Guess, play_to_end
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -147,7 +148,8 @@ def sequence(id: int, prompt: int, output: int, salt: str = "") -> Sequence:
 def step(scheduler: Scheduler, done: list[int]) -> list[Work]:
     """One step of a model that always outputs 7, and its results."""
     before = {each: each.table.pages for each in scheduler.running}
-    left, preemptions = scheduler.caches.free + scheduler.caches.cached, scheduler.preemptions
+    pool, preemptions = scheduler.caches.pools[0], scheduler.preemptions
+    left = pool.free + pool.cached
     work = scheduler.schedule()
     decodes = [w for w in work if w.kind is Kind.DECODE]
     most = decode_rows(scheduler.max_running, scheduler.max_step_tokens, 7)
@@ -201,13 +203,7 @@ def test_every_sequence_ends_with_drafts(
     scheduler = Scheduler(Caches((0,), (pages,), rows), running, rows, None, speculation)
     for id, (prompt, output) in enumerate(shapes):
         scheduler.add(sequence(id, prompt, output))
-    done: list[int] = []
-    for _ in range(5000):
-        if scheduler.idle:
-            break
-        assert step(scheduler, done), "there is work, but none was scheduled"
-    assert sorted(done) == list(range(len(shapes)))
-    assert scheduler.caches.used == 0
+    play_to_end(scheduler, len(shapes), partial(step, scheduler))
 
 
 def test_drafts_leave_half_of_a_step_to_prompts() -> None:

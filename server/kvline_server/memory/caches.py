@@ -52,12 +52,8 @@ class Caches:
 
     @property
     def total(self) -> int:
-        """Pages of the KV cache's tokens, the first group's; so are the next three."""
+        """Pages of the KV cache's tokens, the first group's; so are the next two."""
         return self.pools[0].total
-
-    @property
-    def free(self) -> int:
-        return self.pools[0].free
 
     @property
     def used(self) -> int:
@@ -142,11 +138,8 @@ class Caches:
     def retract(self, table: PageTable, hashes: list[bytes]) -> None:
         """After a result that was not finite, of a sequence with these pages, or with these hashes
         once it has none: the prefix cache forgets them all."""
-        if not table.groups:
-            for pool in self.pools:
-                pool.retract(pool.known(hashes))
-        for pool, group in zip(self.pools, table.groups, strict=False):
-            pool.retract(group.pages)
+        for index, pool in enumerate(self.pools):
+            pool.retract(table.groups[index].pages if table.groups else pool.known(hashes))
 
     def abandon(self, hashes: list[bytes]) -> None:
         """The sequence has left: the prefix cache forgets what of it is not confirmed and nobody

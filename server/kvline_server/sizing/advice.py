@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from kvline_contract.report import Direction, Knob
 from kvline_server.errors import DeviceOutOfMemory, StepTooLong
-from kvline_server.memory import parts
 from kvline_server.memory.device import MIB
 from kvline_server.memory.pages import PAGE_SIZE
 from kvline_server.sizing.offers import (
@@ -158,7 +157,7 @@ class Adviser:
         elif (self.grown or self.lengthened) and not self.validated:
             tokens = self.least if self.least > LEAST else min(self.target, PROBE_TOKENS)
             reserved = self.settings.reserved(tokens) + self.session.device.slack
-            cache = self._mapped(self.settings, tokens + PAGE_SIZE)
+            cache = self.settings.mapped(self.session.loaded.owned, tokens + PAGE_SIZE)
             grows = max(
                 extrapolated(self.grown, self.settings.max_prefill_tokens),
                 extrapolated(self.lengthened, tokens),
@@ -196,13 +195,9 @@ class Adviser:
             return False
         least = SHORTEST if settings.max_model_len != self.settings.max_model_len else self.least
         missing = (least + self.spare - self.found.tokens) * self.session.bytes_per_token
-        less = self.settings.reserved() - settings.reserved()
-        return less + self._mapped(self.settings) - self._mapped(settings) + growth < missing
-
-    def _mapped(self, settings: EngineSettings, tokens: int = 0) -> int:
-        """Bytes of a KV cache of so many tokens."""
-        sequences, rows = settings.max_running_requests, settings.mapped_rows
-        return parts.growing(self.session.loaded.owned, tokens, sequences, rows)
+        owned, less = self.session.loaded.owned, self.settings.reserved() - settings.reserved()
+        less += self.settings.mapped(owned) - settings.mapped(owned)
+        return less + growth < missing
 
     def _free(self) -> int:
         """Bytes of the rank with the least, beside the smallest cache."""

@@ -216,8 +216,7 @@ class Diagnosis:
 
     def _mapped(self) -> list[Taken]:
         """With the KV cache, whatever its size."""
-        sequences, rows = self.settings.max_running_requests, self.settings.mapped_rows
-        taken = [Taken(p.name, growing([p], 0, sequences, rows), p.detail) for p in self.owned]
+        taken = [Taken(p.name, self.settings.mapped([p]), p.detail) for p in self.owned]
         return [part for part in taken if part.nbytes]
 
     def _outside(self, usage: Usage) -> list[Taken]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from kvline_contract.launch import Device, KVCacheDtype, LaunchConfig
@@ -110,6 +111,10 @@ class EngineSettings:
 
     def cache(self, groups: tuple[CacheGroup, ...]) -> CacheSizes:
         return CacheSizes(groups, self.max_running_requests, self.max_prefill_tokens)
+
+    def mapped(self, owned: Iterable[OwnedPart], kv_tokens: int = 0) -> int:
+        """Bytes of these parts that are mapped with a KV cache of so many tokens."""
+        return parts.growing(owned, kv_tokens, self.max_running_requests, self.mapped_rows)
 
     @property
     def mapped_rows(self) -> int:
