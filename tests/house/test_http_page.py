@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 
 from kvline_server.http.neutral import CHAT, COMPLETION, EVERY
-from kvline_server.http.protocol import ChatRequest, CompletionRequest
+from kvline_server.http.protocol.chat import ChatRequest
+from kvline_server.http.protocol.completions import CompletionRequest
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "api-http.md"
 

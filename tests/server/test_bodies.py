@@ -19,7 +19,10 @@ from waiting import limit
 
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.neutral import CHAT, COMPLETION, Neutral
-from kvline_server.http.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse
+from kvline_server.http.protocol.chat import ChatRequest
+from kvline_server.http.protocol.completions import CompletionRequest
+from kvline_server.http.protocol.generation import GenerationRequest
+from kvline_server.http.protocol.strict import parse
 
 Json = Any
 PLAIN: dict[str, dict[str, Json]] = {

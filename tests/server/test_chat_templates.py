@@ -15,7 +15,8 @@ from chats import DOCUMENTS, EACH, SECONDS, TALK, TURNS, Make, encode, text_of, 
 
 from kvline_server.http.chat_tokens import Asked, ChatTokens
 from kvline_server.http.errors import BadRequest
-from kvline_server.http.protocol import ChatRequest, parse
+from kvline_server.http.protocol.chat import ChatRequest
+from kvline_server.http.protocol.strict import parse
 from kvline_server.http.renderers import Renderer
 from kvline_server.http.template import ChatTemplate, environment
 from kvline_server.http.template_files import RESERVED, ChatFiles, read_chat_files

@@ -19,7 +19,9 @@ from kvline_server.http.chat import Chat
 from kvline_server.http.completions import Completion
 from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.generate import Generator, RequestLimits
-from kvline_server.http.protocol import ChatRequest, CompletionRequest, parse
+from kvline_server.http.protocol.chat import ChatRequest
+from kvline_server.http.protocol.completions import CompletionRequest
+from kvline_server.http.protocol.strict import parse
 from kvline_server.http.tokenizer_files import open_chat
 from kvline_server.http.tokens import Tokens
 from kvline_server.http.trace import Traces

@@ -22,7 +22,8 @@ from kvline_server.http.completions import Completion
 from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.errors import BadRequest, TooMany
 from kvline_server.http.generate import Generator, RequestLimits
-from kvline_server.http.protocol import CompletionRequest, parse
+from kvline_server.http.protocol.completions import CompletionRequest
+from kvline_server.http.protocol.strict import parse
 from kvline_server.http.tokens import Tokens
 from kvline_server.http.trace import Traces
 from kvline_server.options.clients import ClientLimits

@@ -24,7 +24,8 @@ from waiting import limit
 from kvline_server.engine.engine import Engine
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.generate import RequestLimits, check_prompt, sampling
-from kvline_server.http.protocol import CompletionRequest, parse
+from kvline_server.http.protocol.completions import CompletionRequest
+from kvline_server.http.protocol.strict import parse
 from kvline_server.ipc.sampling_params import SamplingParams
 
 VOCABULARY = 307

@@ -15,13 +15,17 @@ from kvline_server.http.completions import Completion
 from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.errors import BadRequest, NotAllowed, TooMany, UnsupportedType
 from kvline_server.http.generate import Generator, RequestLimits
-from kvline_server.http.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse
+from kvline_server.http.protocol.chat import ChatRequest
+from kvline_server.http.protocol.completions import CompletionRequest
+from kvline_server.http.protocol.generation import GenerationRequest
+from kvline_server.http.protocol.strict import parse
 from kvline_server.http.template_files import read_chat_files
 from kvline_server.http.tokens import Tokens
 from kvline_server.http.trace import Traces
 
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "a"}
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
+CACHED = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
 CONTEXT = 256
 
 
@@ -46,12 +50,14 @@ def refused(body: dict[str, Any]) -> BadRequest:
         ({"temperature": 3}, "temperature", "decimal_above_max_value"),
         ({"top_p": 0}, "top_p", "decimal_below_min_value"),
         ({"user": "x" * 513}, "user", "string_above_max_length"),
-        ({"stop": ""}, "stop", "string_below_min_length"),
+        ({"stop": [""]}, "stop[0]", "string_below_min_length"),
         ({"stop": ["x"] * 17}, "stop", "array_above_max_length"),
         ({"stop": ["x", 5]}, "stop[1]", "invalid_type"),
         ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias", "object_above_max_prop"),
         ({"prompt_logprobs_format": "x"}, "prompt_logprobs_format", "invalid_value"),
-        ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+        ({"stream_options": {"other": True}}, "stream_options.other", "unknown_parameter"),
+        ({"n": 1.5}, "n", "invalid_type"),
+        ({"seed": 2**63}, "seed", "integer_above_max_value"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -178,11 +184,88 @@ def test_both_names_of_the_length_are_taken_on_both_routes(body: dict[str, Any])
 
 
 @pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({"max_tokens": 8.0, "n": 2.0, "top_k": 40.0}, {"max_tokens": 8, "n": 2, "top_k": 40}),
+        ({"seed": -1}, {}),
+        ({"seed": 7.0}, {"seed": 7}),
+        ({"seed": -(2**63)}, {"seed": 0}),
+        ({"stop": ""}, {}),
+        ({"messages": [{"role": "user", "content": [CACHED]}]}, {}),
+    ],
+)
+def test_other_spellings_of_a_request_mean_the_same(
+    change: dict[str, Any], same: dict[str, Any]
+) -> None:
+    made, plain = (parse(ChatRequest, {**CHAT, **fields}) for fields in (change, same))
+    assert made.messages[0].text() == plain.messages[0].text()
+    left_out = {"messages"}
+    assert made.model_dump(exclude=left_out) == plain.model_dump(exclude=left_out)
+    assert all(isinstance(each, int) for each in (made.n, made.top_k, made.most() or 0))
+
+
+LABELS: dict[str, Any] = {
+    "user": "a",
+    "safety_identifier": "a",
+    "prompt_cache_key": "a",
+    "prompt_cache_retention": "24h",
+    "store": True,
+    "metadata": {"a": "b"},
+    "client_metadata": {"turn": "{}" * 500},
+    "stream_options": {"include_usage": True},  # without stream
+}
+
+
+@pytest.mark.parametrize("body", [COMPLETION, CHAT], ids=["completions", "chat"])
+def test_labels_are_taken(body: dict[str, Any]) -> None:
+    kind: type[GenerationRequest] = ChatRequest if "messages" in body else CompletionRequest
+    made, plain = parse(kind, {**body, **LABELS}), parse(kind, body)
+    left_out = set(LABELS)
+    assert made.model_dump(exclude=left_out) == plain.model_dump(exclude=left_out)
+
+
+@pytest.mark.parametrize(
+    ("change", "prompt", "most"),
+    [
+        ({}, "x" * 6, 16),
+        ({"max_tokens": 32_000}, "x" * 6, CONTEXT - 6),
+        ({"max_completion_tokens": 2**53}, "x" * (CONTEXT - 1), 1),
+        ({}, "x" * (CONTEXT - 3), 3),
+        ({"max_tokens": 0, "echo": True}, "x" * CONTEXT, 0),
+    ],
+)
+def test_a_completion_has_at_most_what_the_context_leaves(
+    tiny_model: Path, change: dict[str, Any], prompt: str, most: int
+) -> None:
+    limits = RequestLimits("tiny", 307, CONTEXT, 20, CONTEXT, default_max_tokens=5)
+    generator = Generator(EngineClient(9), Tokens(tiny_model), Traces(None))
+    request = parse(CompletionRequest, {**COMPLETION, "prompt": prompt, **change})
+    [(_, params)] = Completion("id", request, generator, limits, 0.0).plan()
+    assert params.max_tokens == most
+
+
+@pytest.mark.parametrize(
+    ("change", "default", "most"),
+    [({}, None, 999), ({}, 5, 5), ({}, 10_000, 999), ({"max_tokens": 32_000}, 5, 999)],
+)
+def test_a_chat_without_a_number_has_the_service_s_or_what_the_context_leaves(
+    tiny_model: Path, change: dict[str, Any], default: int | None, most: int
+) -> None:
+    """999 stands for what the prompt leaves."""
+    tokens = Tokens(tiny_model)
+    chat = ChatTokens(tokens, read_chat_files(tiny_model))
+    limits = RequestLimits("tiny", 307, CONTEXT, 20, CONTEXT, default_max_tokens=default)
+    generator = Generator(EngineClient(9), tokens, Traces(None), chat)
+    request = parse(ChatRequest, {**CHAT, **change})
+    [(ids, params)] = Chat("id", request, generator, limits, 0.0).plan()
+    assert params.max_tokens == (CONTEXT - len(ids) if most == 999 else most)
+
+
+@pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"max_tokens": CONTEXT}, "max_tokens"),
-        ({"max_completion_tokens": CONTEXT}, "max_completion_tokens"),
         ({"prompt": "x" * CONTEXT}, "prompt"),
+        ({"prompt": "x" * CONTEXT, "max_tokens": 1}, "prompt"),
         ({"prompt": "x" * 1000}, "prompt"),
         ({"prompt": "x" * 100_000}, "prompt"),
         ({"prompt": [5] * 1000}, "prompt"),

@@ -22,12 +22,10 @@ from kvline_server.http.completions import Completion
 from kvline_server.http.errors import ApiError, EngineFailed, NotAllowed, NotFound
 from kvline_server.http.generate import Generator, RequestLimits
 from kvline_server.http.later import encode
-from kvline_server.http.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    parse,
-)
+from kvline_server.http.protocol.chat import ChatRequest
+from kvline_server.http.protocol.completions import CompletionRequest
+from kvline_server.http.protocol.generation import GenerationRequest
+from kvline_server.http.protocol.strict import parse
 from kvline_server.http.request_id import request_id
 from kvline_server.http.scores import held
 from kvline_server.http.stream import Jobs, api_error, events

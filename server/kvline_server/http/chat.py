@@ -16,7 +16,7 @@ from kvline_server.http.generate import (
     sampling,
 )
 from kvline_server.http.later import Later
-from kvline_server.http.protocol import ChatRequest
+from kvline_server.http.protocol.chat import ChatRequest
 from kvline_server.http.scores import unpack
 from kvline_server.ipc.messages import PackedScores
 from kvline_server.ipc.sampling_params import SamplingParams
@@ -52,13 +52,13 @@ class Chat(Route[ChatRequest]):
         ids = chat.tokenise(rendered, self.limits.max_model_len)
         check_prompt(ids, self.limits, "messages")
         self.prompts = [ids]
-        most = request.most()
+        most = request.most() or self.limits.default_max_tokens or self.limits.max_model_len
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         params = sampling(
             request,
             self.limits,
             len(ids),
-            most or max(1, self.limits.max_model_len - len(ids)),
+            most,
             logprobs,
             request.prompt_logprobs,
         )

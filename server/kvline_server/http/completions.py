@@ -19,7 +19,8 @@ from kvline_server.http.generate import (
 )
 from kvline_server.http.later import Later
 from kvline_server.http.packed import base64_arrays
-from kvline_server.http.protocol import CompletionRequest, GenerationRequest
+from kvline_server.http.protocol.completions import CompletionRequest
+from kvline_server.http.protocol.generation import GenerationRequest
 from kvline_server.http.scores import TokenScore, between, chosen, unpack
 from kvline_server.ipc import seeds
 from kvline_server.ipc.messages import PackedScores
@@ -77,8 +78,7 @@ class Completion(Route[CompletionRequest]):
     def _params(self, length: int) -> SamplingParams:
         request = self.request
         asked = request.most()
-        if asked is None:
-            asked = max(1, min(DEFAULT_MAX_TOKENS, self.limits.max_model_len - length))
+        asked = DEFAULT_MAX_TOKENS if asked is None else asked
         echoed = request.logprobs if request.echo else None
         prompt_logprobs = request.prompt_logprobs
         if echoed is not None:

@@ -14,7 +14,7 @@ import msgspec
 from kvline_server.http.errors import ApiError
 from kvline_server.http.generate import Answer, Generator, Piece, RequestLimits
 from kvline_server.http.later import encode
-from kvline_server.http.protocol import GenerationRequest, StreamOptions
+from kvline_server.http.protocol.generation import GenerationRequest, StreamOptions
 from kvline_server.ipc.sampling_params import SamplingParams
 
 Request = TypeVar("Request", bound=GenerationRequest)

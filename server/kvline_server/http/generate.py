@@ -16,7 +16,7 @@ from kvline_server.http.admission import Room
 from kvline_server.http.chat_tokens import ChatTokens
 from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.errors import BadRequest
-from kvline_server.http.protocol import GenerationRequest
+from kvline_server.http.protocol.generation import GenerationRequest
 from kvline_server.http.scores import held_outputs
 from kvline_server.http.stops import StopMatcher
 from kvline_server.http.tokens import TextStream, Tokens
@@ -72,6 +72,7 @@ class RequestLimits:
     max_model_len: int
     max_top_logprobs: int
     max_prompt_tokens: int  # of all prompts of a request
+    default_max_tokens: int | None = None  # of a chat that asks for no number
 
 
 class Generator:
@@ -211,20 +212,25 @@ def sampling(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """The engine's parameters. Raises BadRequest where the request exceeds this model's limits."""
+    """The engine's parameters; of `max_tokens` as many as the context leaves. Raises BadRequest
+    where it leaves none, or the request exceeds another limit of this model."""
     for name, value in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
         if value is not None and value > limits.max_top_logprobs:
             raise BadRequest(f"{name}: this server gives at most {limits.max_top_logprobs}", name)
     room = limits.max_model_len - prompt_length
-    if max_tokens > room:
+    if max_tokens and room < 1:
         raise BadRequest(
-            f"the prompt has {prompt_length} tokens and {max_tokens} are asked for: "
-            f"together more than the context of {limits.max_model_len}",
-            request.length_field(),
+            f"{request.prompt_field}: {prompt_length} tokens leave none of the context of "
+            f"{limits.max_model_len} for an answer",
+            request.prompt_field,
             "context_length_exceeded",
         )
+    max_tokens = min(max_tokens, room)  # agents ask every model for the same large number
     if request.min_tokens > max_tokens:
-        raise BadRequest(f"min_tokens: more than the {max_tokens} asked for", "min_tokens")
+        raise BadRequest(
+            f"min_tokens: more than the {max_tokens} that are asked for and fit the context",
+            "min_tokens",
+        )
     bias = {int(key): value for key, value in (request.logit_bias or {}).items()}
     if any(token >= limits.vocabulary for token in bias):
         raise BadRequest(f"logit_bias: token ids are below {limits.vocabulary}", "logit_bias")

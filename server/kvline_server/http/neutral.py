@@ -26,7 +26,6 @@ EVERY: Neutral = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "stop_token_ids": ([],),
-    "store": (False,),
     "use_beam_search": (False,),
 }
 COMPLETION: Neutral = {
