@@ -85,6 +85,7 @@ class EngineOptions:
     max_top_logprobs: int | None = field(low=0, high=20, omit_none=True, default=None)
     kv_cache_dtype: KVCacheDtype | None = field(omit_none=True, default=None)
     speculation: Speculation | None = field(omit_none=True, default=None)
+    default_max_tokens: int | None = field(low=1, high=MAX_TOKENS, omit_none=True, default=None)
 
 
 @document

@@ -69,6 +69,7 @@ launches = st.builds(
         optional(0, 20),
         st.none() | st.sampled_from(KVCacheDtype),
         st.none() | st.builds(Speculation, st.sampled_from(Method), optional(1, 7)),
+        optional(1, 2**31 - 1),
     ),
     capacity=st.builds(CapacityOptions, optional(16, 2**40), optional(0, 65536)),
     require_api_key=st.booleans(),

@@ -66,6 +66,8 @@ CHANGES: list[tuple[str, Any, str]] = [
     ),
     ("engine.speculation", {"method": "NGram"}, ROLLS),
     ("engine.speculation", {"method": "NGram", "maxDraftTokens": 3}, ROLLS),
+    ("engine.defaultMaxTokens", 0, "spec.engine.defaultMaxTokens"),
+    ("engine.defaultMaxTokens", 1024, ROLLS),
     ("capacity.minKVTokens", 2000, STAYS),
     ("capacity.kvTokens", 4096, ROLLS),
     ("capacity.headroomMiB", 64, ROLLS),

@@ -80,7 +80,7 @@ def test_the_schema_has_every_field_and_no_other() -> None:
     spec = {
         "capacity": {"kvTokens": 2048},
         "autoscaling": {"maxReplicas": 2},
-        "engine": {"speculation": {"method": "NGram"}},
+        "engine": {"speculation": {"method": "NGram"}, "defaultMaxTokens": 512},
     }
     status = schema()["status"]["properties"]
     assert paths(effective(service_state(ready_pod(), spec=spec))) == known(status["effective"])

@@ -312,6 +312,16 @@ def test_speculation_is_in_the_launch_file_where_it_is_asked_for() -> None:
     assert found == [None, (Method.NGRAM, 7), (Method.NGRAM, 2)]
 
 
+def test_a_default_of_output_tokens_is_in_the_launch_file_where_it_is_asked_for() -> None:
+    for engine in ({}, {"defaultMaxTokens": 512}):
+        each = spec(engine=engine)
+        revision = wanted(each, [], "image")
+        launch = controller_revision(each, revision, Settings("image"))["data"]["launch"]
+        assert ("defaultMaxTokens" in launch) == bool(engine)
+        asked = LaunchConfig.parse(launch).engine.default_max_tokens
+        assert asked == engine.get("defaultMaxTokens")
+
+
 def test_a_term_without_a_selector_means_the_pods_of_its_revision() -> None:
     """For Kubernetes a term without a selector matches no pod."""
     revision = Revision("aaaaa", "i", "{}", 1)

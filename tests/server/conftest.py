@@ -11,6 +11,8 @@ import families
 import pytest
 from servers import Server, serving
 
+from kvline_contract.launch import EngineOptions
+
 
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
@@ -45,7 +47,8 @@ def shared_model(make_model: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A real server over the tiny model, ready; one a module."""
-    with serving(Server(tiny_model, tmp_path_factory.mktemp("server"))) as made:
+    engine = EngineOptions(max_model_len=256, max_running_requests=4, default_max_tokens=200)
+    with serving(Server(tiny_model, tmp_path_factory.mktemp("server"), engine)) as made:
         yield made
 
 

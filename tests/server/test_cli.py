@@ -129,6 +129,7 @@ def test_the_version_is_shown() -> None:
             "engine.speculation.maxDraftTokens: expected 1 to 7, got 8",
             "--max-draft-tokens: expected 1 to 7, got 8",
         ),
+        ("engine.defaultMaxTokens: expected 1", "--default-max-tokens: expected 1"),
         (
             "no .safetensors file; spec.model.loadFormat: random needs none",
             "no .safetensors file; --load random needs none",

@@ -200,6 +200,12 @@ def test_exactly_the_context_fits(server: Server) -> None:
         assert refusal.json()["error"]["code"] == "context_length_exceeded"
 
 
+def test_a_chat_that_names_no_number_has_the_service_s(server: Server) -> None:
+    body = {key: value for key, value in CHAT.items() if key != "max_tokens"}
+    answer = post(server, {**body, "ignore_eos": True}, "/v1/chat/completions").json()
+    assert answer["usage"]["completion_tokens"] == server.engine.default_max_tokens
+
+
 def test_stop_strings_are_never_sent(server: Server, tiny_model: Path) -> None:
     """H31, over a real stream: what comes out is the whole answer up to the stop."""
     body = {**COMPLETION, "max_tokens": 40, "temperature": 0, "ignore_eos": True}

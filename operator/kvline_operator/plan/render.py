@@ -319,6 +319,7 @@ def launch_config(owner: Owner, revision: str, data: Object) -> LaunchConfig:
             engine.get("maxTopLogprobs"),
             KVCacheDtype(engine["kvCacheDtype"]) if "kvCacheDtype" in engine else None,
             speculation(engine) if "speculation" in engine else None,
+            engine.get("defaultMaxTokens"),
         ),
         capacity=CapacityOptions(capacity.get("kvTokens"), capacity.get("headroomMiB")),
         require_api_key="apiKeySecretRef" in inputs.get("access", {}),

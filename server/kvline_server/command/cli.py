@@ -17,6 +17,7 @@ from kvline_contract import names
 from kvline_contract.codec import ContractError
 from kvline_contract.launch import (
     MAX_DRAFT_TOKENS,
+    MAX_TOKENS,
     CapacityOptions,
     Device,
     EngineOptions,
@@ -33,11 +34,12 @@ from kvline_server.options.clients import ClientLimits
 from kvline_server.options.flags import Parser, number, quantity
 from kvline_server.options.options import KEY_FILE, TLS_FOLDER, Options
 
-ENGINE = [field.name for field in fields(EngineOptions) if field.name != "speculation"]
+SERVED = "default_max_tokens"  # the one engine option that no size depends on
+ENGINE = [f.name for f in fields(EngineOptions) if f.name not in ("speculation", SERVED)]
 SPECULATION = ["speculation", "max_draft_tokens"]
 CAPACITY = ["kv_tokens", "headroom_mib"]
 # What a launch.json says itself; the flag would be overruled in silence.
-OF_THE_FILE = ["served_name", "load", "device", "gpus", *ENGINE, *SPECULATION, *CAPACITY]
+OF_THE_FILE = ["served_name", "load", "device", "gpus", *ENGINE, SERVED, *SPECULATION, *CAPACITY]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -89,6 +91,11 @@ def _add_ports(serve: argparse.ArgumentParser) -> None:
     )
     serve.add_argument("--port", type=number(0, 65535), default=names.API_PORT)
     serve.add_argument("--internal-port", type=number(0, 65535), default=names.INTERNAL_PORT)
+    serve.add_argument(
+        "--default-max-tokens",
+        type=number(1, MAX_TOKENS),
+        help="output tokens of a chat that asks for no number; default: what the context leaves",
+    )
     serve.add_argument(
         "--drain-seconds",
         type=number(1, 3600),
@@ -174,7 +181,9 @@ def launch_from_flags(arguments: argparse.Namespace) -> LaunchConfig:
             load_format=LoadFormat(arguments.load or LoadFormat.WEIGHTS),
         ),
         engine=EngineOptions(
-            **{name: getattr(arguments, name) for name in ENGINE}, speculation=_drafts(arguments)
+            **{name: getattr(arguments, name) for name in ENGINE},
+            speculation=_drafts(arguments),
+            default_max_tokens=getattr(arguments, SERVED, None),
         ),
         capacity=CapacityOptions(arguments.kv_tokens, arguments.headroom_mib),
         require_api_key=getattr(arguments, "api_key_file", None) is not None,

@@ -33,7 +33,8 @@ SETTINGS = {
     **{
         camel(field.name): ("engine", camel(field.name))
         for field in fields(EngineOptions)
-        if field.name != "speculation"  # no single value
+        # One has no single value, and no size depends on the other.
+        if field.name not in ("speculation", "default_max_tokens")
     },
     "gpus": ("tensorParallel",),
     "headroomMiB": ("capacity", "headroomMiB"),

@@ -88,7 +88,14 @@ class Edge:
                 max_held=edge.score_bytes, max_requests=edge.connections, totals=totals
             ),
             bodies=Bodies(edge, totals),
-            limits=RequestLimits(launch.model.served_name, model.vocabulary, 0, 0, 0),
+            limits=RequestLimits(
+                launch.model.served_name,
+                model.vocabulary,
+                0,
+                0,
+                0,
+                launch.engine.default_max_tokens,
+            ),
         )
         self.key = Key(options.key) if launch.require_api_key else None
         tls = Certificate(options.tls) if launch.require_tls else None

@@ -24,6 +24,7 @@ FLAGS = {
     "kvCacheDtype": "--kv-cache-dtype",
     "method": "--speculation",
     "maxDraftTokens": "--max-draft-tokens",
+    "defaultMaxTokens": "--default-max-tokens",
     "kvTokens": "--kv-tokens",
     "headroomMiB": "--headroom-mib",
     "drainSeconds": "--drain-seconds",
