@@ -34,6 +34,7 @@ IMPORTERS = [
 HOMES = {  # where it is another than the module's own package, or none that dev installs
     "cuda": "cuda-bindings",
     "flashinfer": "flashinfer-python",
+    "markupsafe": "jinja2",  # requires it
     "pydantic_core": "pydantic",  # requires one version of it
     "pynvml": "flashinfer-python",  # it may be missing
     "triton": "torch",  # requires one version of it

@@ -56,6 +56,7 @@ def theirs(template: str, messages: list[dict[str, Any]], asked: Asked, **specia
     made: Any = chat_template_utils.render_jinja_template(
         conversations=[messages],
         documents=None if asked.documents is None else list(asked.documents),
+        tools=list(asked.tools) or None,
         chat_template=template,
         continue_final_message=asked.continue_final_message,
         add_generation_prompt=asked.add_generation_prompt,

@@ -24,6 +24,8 @@ from kvline_server.http.completions import seeded
 from kvline_server.ipc.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.process
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"a": '}}
 LEAVES = 0.3  # seconds after which a client has left
 
 CHAT: dict[str, Any] = {
@@ -381,7 +383,12 @@ BAD_CHATS: list[tuple[str, dict[str, Any], str]] = [
     ("H48", {"messages": [{"role": "assistant", "refusal": "no"}]}, "messages[0].refusal"),
     ("H36", {"chat_template": "{{ 1 }}"}, "chat_template"),
     ("H36", {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs: 'messages'"),
-    ("H48", {"messages": [{"role": "tool", "content": "x"}]}, "role"),
+    ("H48", {"messages": [{"role": "tool", "content": "x"}]}, "tool_call_id"),
+    ("H48", {"messages": [{"role": "function", "content": "x"}]}, "role"),
+    ("H35", {"tools": [TOOL], "tool_choice": "required"}, "tool_choice: is not supported here"),
+    ("H35", {"tools": [TOOL]}, "tools: the chat template does not read them"),
+    ("H35", {"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, "arguments: must be"),
+    ("H33", {"structured_outputs": {"regex": "(a+)+$"}}, "structured_outputs"),
     ("H48", {"messages": [{"role": "user", "content": "x"}] * 2000}, "messages"),
     (
         "H37",

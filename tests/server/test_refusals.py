@@ -41,7 +41,7 @@ def refused(body: dict[str, Any]) -> BadRequest:
     [
         ({"unheard_of": 1}, "unheard_of", "unknown_parameter"),
         ({"suffix": "x"}, "suffix", "unsupported_value"),
-        ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_value"),
+        ({"prediction": {}}, "prediction", "unsupported_value"),
         ({"prompt": []}, "prompt", "empty_array"),
         ({"prompt": None}, "prompt", "missing_required_parameter"),
         ({"n": "1"}, "n", "invalid_type"),
@@ -70,10 +70,8 @@ def test_a_wrong_field_has_openai_s_code(change: dict[str, Any], param: str, cod
 def test_nested_fields_are_named_as_openai_does() -> None:
     error = refused({**CHAT, "messages": [{"role": "user", "content": "a"}, {"role": "robot"}]})
     assert (error.param, error.code) == ("messages[1].role", "invalid_value")
-    tool = {"role": "tool", "content": "4", "tool_call_id": "x"}
-    for message in (tool, {"role": "tool", "content": "4"}):
-        error = refused({**CHAT, "messages": [message]})
-        assert error.code == "unsupported_value" and "not supported here" in error.message
+    error = refused({**CHAT, "messages": [{"role": "function", "content": "4", "name": "f"}]})
+    assert error.code == "unsupported_value" and "send a tool's result as tool" in error.message
     assert error.param == "messages[0].role"
     error = refused({**CHAT, "messages": []})
     assert (error.param, error.code) == ("messages", "empty_array")

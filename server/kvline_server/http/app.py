@@ -28,6 +28,7 @@ from kvline_server.http.protocol.generation import GenerationRequest
 from kvline_server.http.protocol.strict import parse
 from kvline_server.http.request_id import request_id
 from kvline_server.http.scores import held
+from kvline_server.http.served import check_served
 from kvline_server.http.stream import Jobs, api_error, events
 
 T = TypeVar("T")
@@ -102,6 +103,7 @@ async def _generate(
                 parsed = parse(kind, parse_object(raw))
                 del raw
                 _check_model(parsed.model, service.limits)
+                check_served(parsed)
                 id = request_id(request.headers.get("x-request-id"))
                 work = route(id, parsed, service.generator, service.limits, arrived)
                 if route is not Chat:

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvline_server.http.chat_tokens import Asked, Rendered
 from kvline_server.http.completions import prompt_logprobs, seeded
+from kvline_server.http.conversation import rendered
 from kvline_server.http.envelope import Chunks, Route, whole
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.generate import (
@@ -32,14 +33,14 @@ class Chat(Route[ChatRequest]):
         if self.generator.chat is None:
             raise BadRequest("no tokenizer is loaded; use /v1/completions with token ids")
         request = self.request
-        messages = [m.rendered() for m in request.messages]
         asked = Asked(
             request.generation_prompt(),
             request.continue_final_message,
-            request.chat_template_kwargs or {},
+            request.variables(),
             request.documents,
+            [tool.rendered() for tool in request.tools or ()],
         )
-        self.rendered = self.generator.chat.render(messages, asked)
+        self.rendered = self.generator.chat.render(rendered(request.messages), asked)
         request.messages, request.documents = [], None  # they take memory
         return self.rendered
 

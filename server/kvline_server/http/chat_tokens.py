@@ -30,6 +30,7 @@ class Asked:
     continue_final_message: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
     documents: Sequence[dict[str, Any]] | None = None
+    tools: Sequence[dict[str, Any]] = ()
 
 
 class ChatTokens:
@@ -48,7 +49,8 @@ class ChatTokens:
             self._controls = Controls(tokens.tokenizer)
             memory = RENDERING + RENDERING_PER_BYTE * tokens.max_text
             limits = memory, seconds
-            self._renderers = Renderers(files.name, files.template, processes, *limits)
+            texts = files.template, files.tool_template
+            self._renderers = Renderers(files.name, texts, processes, *limits)
 
     def problem(self) -> str:
         """Why there is no chat, though there is a template; or nothing."""
@@ -69,9 +71,12 @@ class ChatTokens:
         if asked.documents and not known.documents:
             message = f"documents: {self._renderers.title} does not read them"
             raise BadRequest(message, "documents", "unsupported_value")
-        own: dict[str, Any] = {**self._files.variables, "tools": None}
+        if asked.tools and known.no_tools:
+            message = f"tools: {self._renderers.title} {known.no_tools}"
+            raise BadRequest(message, "tools", "unsupported_value")
+        own: dict[str, Any] = dict(self._files.variables)
         own["add_generation_prompt"] = asked.add_generation_prompt
-        variables = {**asked.variables, "documents": asked.documents}
+        variables = {**asked.variables, "documents": asked.documents, "tools": asked.tools or None}
         job = as_job(messages, own, variables, asked.continue_final_message)
         if len(job) > JSON_PER_BYTE * self._tokens.max_text:
             raise self._tokens.too_long(len(job), "messages")

@@ -20,7 +20,6 @@ EVERY: Neutral = {
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "priority": (0,),
-    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
@@ -40,19 +39,17 @@ CHAT: Neutral = {
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "include_reasoning": (True,),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": ("medium",),
 }
 MESSAGE: Neutral = {
     "annotations": ([],),
     "provider_specific_fields": ({}, {"refusal": None}),  # LiteLLM's
-    "tool_calls": ([],),
 }
+TOOL_CALL: Neutral = {"provider_specific_fields": ({},)}
 # Of OpenAI's API, with no value that asks for nothing.
-UNSERVED = {"audio", "prediction", "reasoning_effort", "tool_call_id", "web_search_options"}
+UNSERVED = {"audio", "prediction", "web_search_options"}
 STREAM_OPTIONS: Neutral = {"include_obfuscation": (False,)}
 
 

@@ -26,6 +26,8 @@ from kvline_server.ipc import frames
 CPU_SECONDS = 1.0  # for one rendering; usual templates take milliseconds
 COMPILING = 10  # times as many to compile it: 70 KB take half a second
 
+Templates = tuple[str, str | None]  # the second for requests with tools; None: the first
+
 
 @dataclass(frozen=True, slots=True)
 class Known:
@@ -33,15 +35,16 @@ class Known:
 
     invalid: str = ""  # why it is
     documents: bool = False  # whether it reads them
+    no_tools: str = ""  # why it takes none
     passing: bool = False  # invalid for a reason that may pass, as when the kernel ends a process
 
 
 class Renderer:
     """One process, once it is started. Not for several threads at once."""
 
-    def __init__(self, template: str, memory: int, seconds: float) -> None:
+    def __init__(self, templates: Templates, memory: int, seconds: float) -> None:
         self._seconds, self._compiling = seconds, COMPILING * seconds
-        given = {"template": template, "memory": memory, "seconds": seconds}
+        given = {"templates": templates, "memory": memory, "seconds": seconds}
         self._first = json.dumps({**given, "compiling": self._compiling}).encode()
         self._greeted: Known | None = None
         self._replaced, self._ended = False, 0  # whether a process was, and how it ended
@@ -125,11 +128,11 @@ class Renderer:
 
 class Renderers:
     def __init__(
-        self, name: str, template: str, count: int, memory: int, seconds: float = CPU_SECONDS
+        self, name: str, templates: Templates, count: int, memory: int, seconds: float = CPU_SECONDS
     ) -> None:
         """`memory` and `seconds`: bytes and CPU time that one rendering may take."""
         self.title = f"the chat template {name!r}" if name != "default" else "the chat template"
-        self._made = made = [Renderer(template, memory, seconds) for _ in range(count)]
+        self._made = made = [Renderer(templates, memory, seconds) for _ in range(count)]
         made[0].start()  # the others when it is known that the template can be compiled
         self._idle: queue.SimpleQueue[Renderer] = queue.SimpleQueue()
         for renderer in made:

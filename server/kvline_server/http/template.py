@@ -20,6 +20,7 @@ from jinja2.filters import do_title, make_attrgetter
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+from markupsafe import Markup
 
 from kvline_server.http.traced import (
     CLIENT,
@@ -34,6 +35,8 @@ from kvline_server.http.traced import (
     trace,
     written,
 )
+
+SHOWN = ("content", "reasoning", "reasoning_content", "thinking")
 
 
 class TemplateFailed(Exception):
@@ -77,6 +80,19 @@ class Dictionaries:
 
     def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
         return dict.fromkeys(keys, value)
+
+
+class Safe(Markup):
+    """What `safe` gives, of known origin until it is changed: templates write JSON through it."""
+
+    _origins: bytes
+
+    @classmethod
+    def of(cls, value: Any) -> Safe:
+        text = as_text(value)
+        made = cls(text)
+        made._origins = origins(text)
+        return made
 
 
 class ChatTemplate:
@@ -189,7 +205,7 @@ def _escapes(frame: Frame) -> bool:
 
 def environment() -> Environment:
     made = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    made.filters.update(tojson=_to_json, join=pass_environment(_join), title=_title)
+    made.filters.update(tojson=_to_json, join=pass_environment(_join), title=_title, safe=Safe.of)
     made.globals.update(
         raise_exception=_raise,
         strftime_now=_now,
@@ -231,12 +247,11 @@ def _title(value: Any) -> Traced:
 
 
 def _message(given: dict[str, Any]) -> dict[str, Any]:
-    """A message's role is one of a few, and its fields have fixed names."""
-    theirs = HISTORY if given["role"] == "assistant" else CLIENT
-    return {
-        constant(name): trace(value, OWN if name == "role" else theirs)
-        for name, value in given.items()
-    }
+    """A message's role is one of a few, and its fields have fixed names. Of an answer only what was
+    shown as text has its tokens back; the calls in it hold what clients and tools had written."""
+    theirs = dict.fromkeys(SHOWN, HISTORY) if given["role"] == "assistant" else {}
+    theirs["role"] = OWN
+    return {constant(name): trace(value, theirs.get(name, CLIENT)) for name, value in given.items()}
 
 
 def _now(form: str) -> Traced:

@@ -27,6 +27,7 @@ RESERVED = frozenset(
 @dataclass(frozen=True, slots=True)
 class ChatFiles:
     template: str | None = None
+    tool_template: str | None = None  # for requests with tools, where the model has another
     name: str = "default"
     problem: str = ""  # why there is none, where there are some
     variables: Mapping[str, str] = field(default_factory=dict)  # special tokens by name
@@ -46,7 +47,7 @@ def read_chat_files(folder: Path) -> ChatFiles:
     except UnicodeDecodeError:
         return ChatFiles(problem="this model's chat template is not UTF-8", variables=variables)
     if "default" in named:
-        return ChatFiles(named["default"], variables=variables)
+        return ChatFiles(named["default"], named.get("tool_use"), variables=variables)
     problem = f"of this model's chat templates ({', '.join(sorted(named))}) none is the default"
     return ChatFiles(problem=problem[:300] if named else "", variables=variables)
 

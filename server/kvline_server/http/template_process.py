@@ -1,10 +1,10 @@
 """Renders one chat template, in a process that can be ended: an endless template takes its second
 of CPU time and no more of chat, and one that fills the memory gets an error.
 
-Frames on stdin and stdout (ipc/frames.py), JSON or text. The first gives the template; its
-answer says whether it is valid. Each later one is a conversation, answered with OK, the text and
-its characters' origins (traced.py), or with FAILED and a text. Imports no more
-than jinja2: its memory is beside the KV cache.
+Frames on stdin and stdout (ipc/frames.py), JSON or text. The first gives the template, and the
+one for requests with tools where there is another; its answer says whether it is valid. Each later
+one is a conversation, answered with OK, the text and its characters' origins (traced.py), or with
+FAILED and a text. Imports no more than jinja2: its memory is beside the KV cache.
 """
 
 from __future__ import annotations
@@ -29,20 +29,17 @@ def main() -> int:
     given = json.loads(frames.read(source) or "{}")
     if not given:
         return 0
+    plain, with_tools = given["templates"]
     # jinja2 computes constants while it compiles.
-    _limit_memory(COMPILING + COMPILING_PER_CHARACTER * len(given["template"]))
+    _limit_memory(COMPILING + COMPILING_PER_CHARACTER * len(plain + (with_tools or "")))
     _limit_time(given["compiling"])
-    try:
-        template = ChatTemplate(given["template"])
-        known: dict[str, Any] = {"documents": "documents" in template.reads}
-    except TemplateFailed as error:
-        known = {"invalid": str(error)}
+    templates, known = _compiled(plain, with_tools)
     _limit_time(0)
     _limit_memory(given["memory"])
     frames.write(out, json.dumps(known).encode())
     while "invalid" not in known and (job := frames.read(source)) is not None:
         _limit_time(given["seconds"])
-        answer = _render(template, job)
+        answer = _render(templates, job)
         _limit_time(0)
         del job
         frames.write(out, answer)
@@ -50,9 +47,30 @@ def main() -> int:
     return 0
 
 
-def _render(template: ChatTemplate, job: bytes) -> bytes:
+def _compiled(
+    plain: str, with_tools: str | None
+) -> tuple[dict[bool, ChatTemplate], dict[str, Any]]:
+    """-> the template by whether there are tools; what is known of them (renderers.py)"""
     try:
-        text = template.render(**json.loads(job))
+        template = ChatTemplate(plain)
+    except TemplateFailed as error:
+        return {}, {"invalid": str(error)}
+    templates = {False: template, True: template}
+    known: dict[str, Any] = {"documents": "documents" in template.reads}
+    try:
+        if with_tools is not None:
+            templates[True] = ChatTemplate(with_tools)
+    except TemplateFailed as error:
+        return templates, {**known, "no_tools": f"'tool_use' {error}"}
+    if "tools" not in templates[True].reads:
+        known["no_tools"] = "does not read them"
+    return templates, known
+
+
+def _render(templates: dict[bool, ChatTemplate], job: bytes) -> bytes:
+    try:
+        given = json.loads(job)
+        text = templates[bool(given["variables"]["tools"])].render(**given)
         return OK + packed(text, origins(text))
     except TemplateFailed as error:
         return FAILED + str(error).encode("utf-8", "replace")

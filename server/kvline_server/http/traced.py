@@ -136,7 +136,8 @@ class Traced(str):
 
 
 def origins(text: str) -> bytes:
-    return text._origins if isinstance(text, Traced) else bytes([UNKNOWN]) * len(text)
+    found: bytes | None = getattr(text, "_origins", None)
+    return bytes([UNKNOWN]) * len(text) if found is None else found
 
 
 def written(text: str, origin: int) -> Traced:
@@ -147,7 +148,9 @@ def as_text(value: Any) -> Traced:
     """As a template writes a value; that of a number, list or object counts as a client's."""
     if isinstance(value, Traced):
         return value
-    return Traced(str(value)) if isinstance(value, str) else written(str(value), CLIENT)
+    if isinstance(value, str):
+        return Traced(str(value), origins(value))
+    return written(str(value), CLIENT)
 
 
 def join(parts: Iterable[Any]) -> Traced:

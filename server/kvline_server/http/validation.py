@@ -70,7 +70,8 @@ def _clearest(errors: list[ErrorDetails]) -> tuple[ErrorDetails, str]:
     if arm is None:
         return first, ""
     arms = [e for e in errors if e["loc"][:arm] == first["loc"][:arm]]
-    meant = [e for e in arms if len(e["loc"]) > arm + 1 or e["type"] not in KINDS]
+    inner = [e for e in arms if len(e["loc"]) > arm + 1 or e["type"] == "value_error"]
+    meant = inner + [e for e in arms if e["type"] not in KINDS]
     if meant:
         return meant[0], ""
     return first, f"must be {' or '.join(KINDS[e['type']] for e in arms)}"
@@ -111,6 +112,7 @@ def _path(error: ErrorDetails) -> Path:
 def _name(path: Path) -> str:
     """As OpenAI writes it: messages[0].content."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    text = text.replace(".[", "[")  # a list's item, which a validator named
     return text.removeprefix(".")
 
 
@@ -128,4 +130,6 @@ def _ranges(kind: type[BaseModel]) -> dict[str, str]:
 
 def _is_union_arm(part: Any) -> bool:
     """pydantic adds the type that it tried to the path of a union's error."""
-    return isinstance(part, str) and ("[" in part or part in ("str", "constrained-str"))
+    return isinstance(part, str) and (
+        "[" in part or part in ("str", "constrained-str", "NamedTool")
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -13,11 +13,14 @@ from kvline_server.http.protocol.generation import (
     GenerationRequest,
 )
 from kvline_server.http.protocol.messages import ChatMessage
-from kvline_server.http.protocol.strict import MAX_DEPTH, WHOLE, deeper
+from kvline_server.http.protocol.strict import MAX_DEPTH, WHOLE, check_depth
+from kvline_server.http.protocol.tools import MAX_TOOLS, NamedTool, Tool, ToolChoice, check_tools
 from kvline_server.http.template_files import RESERVED
 
 MAX_MESSAGES = 1024
 MAX_DOCUMENTS, MAX_VARIABLES = 256, 64
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ChatRequest(GenerationRequest):
@@ -33,12 +36,16 @@ class ChatRequest(GenerationRequest):
     continue_final_message: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)] | None = None
     documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, le=MAX_ASKED), WHOLE] | None = None
 
     @field_validator("chat_template_kwargs", "documents")
     @classmethod
     def _shallow(cls, value: Any) -> Any:
-        if deeper(value, MAX_DEPTH):
-            raise ValueError(f"lists and objects are in each other more than {MAX_DEPTH} deep")
+        check_depth(value, MAX_DEPTH)
         return value
 
     @field_validator("chat_template_kwargs")
@@ -48,6 +55,28 @@ class ChatRequest(GenerationRequest):
         if taken:
             raise ValueError(f"{taken[0]!r} is not a variable that a request may set")
         return value
+
+    @field_validator("tools")
+    @classmethod
+    def _bounded(cls, value: list[Tool] | None) -> list[Tool] | None:
+        check_tools(value or [])
+        return value
+
+    @model_validator(mode="after")
+    def _known_tool(self) -> ChatRequest:
+        names = {tool.function.name for tool in self.tools or ()}
+        if self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice: required needs tools")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise ValueError("tool_choice.function.name: is none of the tools")
+        return self
+
+    @model_validator(mode="after")
+    def _one_effort(self) -> ChatRequest:
+        other = (self.chat_template_kwargs or {}).get("reasoning_effort", self.reasoning_effort)
+        if self.reasoning_effort is not None and other != self.reasoning_effort:
+            raise ValueError("reasoning_effort: not together with another in chat_template_kwargs")
+        return self
 
     @model_validator(mode="after")
     def _one_end(self) -> ChatRequest:
@@ -60,6 +89,16 @@ class ChatRequest(GenerationRequest):
         if self.add_generation_prompt is None:
             return not self.continue_final_message
         return self.add_generation_prompt
+
+    def variables(self) -> dict[str, Any]:
+        """What the chat template gets of the request's own names. `enable_thinking` is what
+        templates have that know no effort."""
+        if self.reasoning_effort is None:
+            return dict(self.chat_template_kwargs or {})
+        effort: dict[str, Any] = {"reasoning_effort": self.reasoning_effort}
+        if self.reasoning_effort == "none":
+            effort["enable_thinking"] = False
+        return effort | (self.chat_template_kwargs or {})
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from kvline_server.http import neutral
+from kvline_server.http.protocol.constraints import ResponseFormat, StructuredOutputs
 from kvline_server.http.protocol.strict import WHOLE, Label, Labels, Strict
 from kvline_server.ipc.sampling_params import MAX_BIASES
 
@@ -62,6 +63,8 @@ class GenerationRequest(Strict):
     client_metadata: ClientMetadata | None = None
     cache_salt: Salt | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_ASKED), WHOLE] = 0
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), WHOLE] | None = None
     prompt_logprobs_format: Literal["json", "base64"] = "json"
 

@@ -7,11 +7,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from kvline_server.http import neutral
-from kvline_server.http.protocol.strict import CacheControl, Strict
+from kvline_server.http.protocol.strict import WHOLE, CacheControl, Strict
 from kvline_server.http.validation import UnsupportedValue
 
-OTHER_ROLES = ("tool", "function")
+MAX_CALLS = 128  # of one message
 OTHER_PARTS = {"image_url", "input_audio", "file", "refusal", "video_url", "audio_url"}
+
+Name = Annotated[str, Field(max_length=128)]
+CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class TextPart(Strict):
@@ -30,18 +33,41 @@ class TextPart(Strict):
         return value
 
 
+class CalledFunction(Strict):
+    """As a model wrote it: the name may be that of no tool."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: str  # JSON; conversation.py reads it
+    parsed_arguments: Any = None  # OpenAI's client keeps what it read
+
+
+class ToolCall(Strict):
+    ignored = neutral.TOOL_CALL
+
+    id: CallId
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: Annotated[int, Field(ge=0, le=MAX_CALLS), WHOLE] | None = None  # as in a stream
+
+
 class ChatMessage(Strict):
     ignored = neutral.MESSAGE
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(min_length=1, max_length=64)] | None = None
-    name: Annotated[str, Field(max_length=64)] | None = None
+    name: Name | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS)] | None = None
+    tool_call_id: CallId | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    parsed: Any = None  # OpenAI's client keeps what it read
+    cache_control: CacheControl | None = None
 
     @field_validator("role", mode="before")
     @classmethod
-    def _no_tools(cls, value: Any) -> Any:
-        if value in OTHER_ROLES:
-            raise UnsupportedValue(f"{value} is not supported here; there are no tools")
+    def _no_functions(cls, value: Any) -> Any:
+        if value == "function":
+            raise UnsupportedValue("function is not supported here; send a tool's result as tool")
         return value
 
     @model_validator(mode="after")
@@ -50,12 +76,21 @@ class ChatMessage(Strict):
             raise ValueError("content: only an assistant's may be null")
         return self
 
+    @model_validator(mode="after")
+    def _of_its_role(self) -> ChatMessage:
+        for name in ("tool_calls", "reasoning", "reasoning_content"):
+            if getattr(self, name) and self.role != "assistant":
+                raise ValueError(f"{name}: only an assistant's message has it")
+        if (self.tool_call_id is None) == (self.role == "tool"):
+            raise ValueError("tool_call_id: a tool's message has it, and no other")
+        if self.reasoning and self.reasoning_content not in (None, "", self.reasoning):
+            raise ValueError("reasoning: not together with another reasoning_content")
+        return self
+
     def text(self) -> str:
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
         return "".join(part.text for part in self.content)
 
-    def rendered(self) -> dict[str, str]:
-        """The message as the chat template gets it."""
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": self.role, "content": self.text(), **named}
+    def thought(self) -> str:
+        return self.reasoning_content or self.reasoning or ""

@@ -57,9 +57,14 @@ def parse(kind: type[R], value: dict[str, Any]) -> R:
         raise bad_request(kind, error) from None
 
 
-def deeper(value: Any, depth: int) -> bool:
-    """Whether lists and objects are in each other more than `depth` deep."""
+def check_depth(value: Any, most: int) -> None:
+    """Raises ValueError where lists and objects are in each other more than `most` deep."""
+    if _deeper(value, most):
+        raise ValueError(f"lists and objects are in each other more than {most} deep")
+
+
+def _deeper(value: Any, depth: int) -> bool:
     if not isinstance(value, list | dict):
         return False
     inner = value.values() if isinstance(value, dict) else value
-    return not depth or any(deeper(item, depth - 1) for item in inner)
+    return not depth or any(_deeper(item, depth - 1) for item in inner)

@@ -1,0 +1,84 @@
+"""A request's messages as its model's chat template gets them: pure, from models to JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from kvline_server.http.body import MAX_VALUES, count_values
+from kvline_server.http.errors import BadRequest
+from kvline_server.http.protocol.messages import ChatMessage, ToolCall
+from kvline_server.http.protocol.strict import MAX_DEPTH, check_depth
+
+Object = dict[str, Any]
+
+
+def rendered(messages: list[ChatMessage]) -> list[Object]:
+    """Raises BadRequest for arguments that are no JSON object, by their place."""
+    return list(_Conversation().messages(messages))
+
+
+class _Conversation:
+    """Counts the values of all arguments, which the body's own count does not see in a text."""
+
+    def __init__(self) -> None:
+        self._values = 0
+
+    def messages(self, messages: list[ChatMessage]) -> Iterator[Object]:
+        for index, message in enumerate(messages):
+            made: Object = {"role": message.role, "content": message.text()}
+            if message.name is not None:
+                made["name"] = message.name
+            if message.tool_call_id is not None:
+                made["tool_call_id"] = message.tool_call_id
+            if thought := message.thought():
+                made |= _thought(thought, message)
+            if message.tool_calls:
+                calls = enumerate(message.tool_calls)
+                place = f"messages[{index}].tool_calls"
+                made["tool_calls"] = [self._call(call, f"{place}[{i}]") for i, call in calls]
+            yield made
+
+    def _call(self, call: ToolCall, place: str) -> Object:
+        """Arguments as an object: templates write them as JSON themselves, or field by field."""
+        arguments = self._arguments(call.function.arguments, f"{place}.function.arguments")
+        function = {"name": call.function.name, "arguments": arguments}
+        return {"id": call.id, "type": call.type, "function": function}
+
+    def _arguments(self, text: str, place: str) -> Object:
+        """Of a key that stands twice the last value counts: the model wrote it, and a client
+        cannot take it back. An empty text is a call without arguments."""
+        self._values += count_values(text.encode(), MAX_VALUES - self._values)
+        if self._values >= MAX_VALUES:
+            wrong = (
+                f"the arguments of all calls have more than {MAX_VALUES} texts, lists and objects"
+            )
+            raise BadRequest(f"{place}: {wrong}", place)
+        try:
+            value = json.loads(text, parse_constant=_no_number, parse_float=_number) if text else {}
+            if not isinstance(value, dict):
+                raise ValueError
+            check_depth(value, MAX_DEPTH)
+            json.dumps(value, ensure_ascii=False).encode()  # no half of a surrogate pair
+        except (ValueError, RecursionError):
+            wrong = f"must be a JSON object as a text, at most {MAX_DEPTH} deep, of finite numbers"
+            raise BadRequest(f"{place}: {wrong}", place) from None
+        return value
+
+
+def _thought(text: str, message: ChatMessage) -> Object:
+    """Under each name that a template may read it by. gpt-oss takes no `thinking` beside content
+    in a message with calls."""
+    made = {"reasoning": text, "reasoning_content": text}
+    return made if message.tool_calls and message.text() else {**made, "thinking": text}
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(text)
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _no_number(text)

@@ -1,0 +1,90 @@
+"""The functions that a model may call, and which of them it must."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from kvline_server.http.protocol.strict import CacheControl, Strict, check_depth
+from kvline_server.http.validation import UnsupportedValue
+
+MAX_TOOLS = 256
+MAX_TOOL_BYTES = 512 << 10  # of all tools as JSON; a coding agent's eleven have 68 kB
+MAX_SCHEMA_DEPTH = 64
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+
+
+class Function(Strict):
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema
+    strict: bool = False
+
+    @field_validator("parameters")
+    @classmethod
+    def _shallow(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        check_depth(value, MAX_SCHEMA_DEPTH)
+        return value
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+    cache_control: CacheControl | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_functions(cls, value: Any) -> Any:
+        """Before its fields, of which each kind of tool has others."""
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind != "function":
+            raise UnsupportedValue("type: must be function; no other tools are supported here")
+        return value
+
+    def rendered(self) -> dict[str, Any]:
+        """The tool as the chat template gets it: as transformers describes a function, whatever
+        the order that it came in."""
+        function: dict[str, Any] = {"name": self.function.name}
+        if self.function.description is not None:
+            function["description"] = self.function.description
+        given = self.function.parameters
+        function["parameters"] = NO_PARAMETERS if given is None else given
+        return {"type": "function", "function": function}
+
+
+class Named(Strict):
+    name: ToolName
+
+
+class NamedTool(Strict):
+    """The one function that the model must call."""
+
+    type: Literal["function"]
+    function: Named
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_a_function(cls, value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind != "function":
+            raise UnsupportedValue("type: must be function; no other choice is supported here")
+        return value
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+def check_tools(tools: Iterable[Tool]) -> None:
+    """Raises ValueError, whose message begins with the field below `tools`."""
+    seen: set[str] = set()
+    for index, tool in enumerate(tools):
+        if tool.function.name in seen:
+            raise ValueError(f"[{index}].function.name: another tool has this name")
+        seen.add(tool.function.name)
+    if len(json.dumps([tool.rendered() for tool in tools], ensure_ascii=False)) > MAX_TOOL_BYTES:
+        raise ValueError(f"have more than {MAX_TOOL_BYTES} characters")
