@@ -9,13 +9,15 @@ from pathlib import Path
 from kvline_server.http.neutral import CHAT, COMPLETION, EVERY
 from kvline_server.http.protocol.chat import ChatRequest
 from kvline_server.http.protocol.completions import CompletionRequest
+from kvline_server.http.protocol.tokenize import Detokenize, TokenizeChat, TokenizeText
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "api-http.md"
 
 
 def test_every_field_is_on_the_page() -> None:
     named = set(re.findall(r"`([a-z_]+)`", PAGE.read_text().partition("## What is not built")[0]))
-    assert not (set(CompletionRequest.model_fields) | set(ChatRequest.model_fields)) - named
+    kinds = (CompletionRequest, ChatRequest, TokenizeText, TokenizeChat, Detokenize)
+    assert not {name for kind in kinds for name in kind.model_fields} - named
 
 
 def test_neutral_values_are_listed_as_they_are() -> None:

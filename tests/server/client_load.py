@@ -28,12 +28,13 @@ from uvicorn.server import ServerState
 
 from kvline_contract.launch import Device
 from kvline_server.http.admission import Admission
-from kvline_server.http.app import Service, create_app
+from kvline_server.http.app import create_app
 from kvline_server.http.body import MAX_BODY_BYTES, Bodies
 from kvline_server.http.connections import Connections
 from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.generate import Generator, RequestLimits
 from kvline_server.http.scores import NUMBER, held
+from kvline_server.http.service import Service
 from kvline_server.http.tokenizer_files import open_chat, open_tokens
 from kvline_server.http.tokens import Tokens
 from kvline_server.http.trace import Traces

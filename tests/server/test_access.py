@@ -85,9 +85,9 @@ def guarded(tiny_model: Path, tmp_path: Path) -> Iterator[Server]:
 
 @pytest.mark.process
 def test_a_server_with_a_key_serves_who_knows_it(guarded: Server) -> None:
-    """H41: on every route of the public port but /health, before a body is read."""
+    """H41: on every route of the public port but /health and /ping, before a body is read."""
     good = {"Authorization": f"Bearer {KEY}"}
-    for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/else")):
+    for method, path in (("GET", "/v1/models"), ("POST", "/tokenize"), ("GET", "/else")):
         refused = httpx.request(method, guarded.url + path, timeout=limit(5))
         assert refused.status_code == 401
         assert refused.json()["error"]["code"] == "invalid_api_key"
@@ -103,7 +103,8 @@ def test_a_server_with_a_key_serves_who_knows_it(guarded: Server) -> None:
             head = raw.recv(64)
         assert head.startswith(b"HTTP/1.1 401")
     assert guarded.probe("/readyz")[0] == 200
-    assert httpx.get(f"{guarded.url}/health", timeout=limit(5)).status_code == 200
+    for path in ("/health", "/ping"):
+        assert httpx.get(f"{guarded.url}{path}", timeout=limit(5)).status_code == 200
     assert KEY not in guarded.output()
 
 

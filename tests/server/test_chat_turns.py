@@ -11,11 +11,12 @@ from chats import EACH
 from waiting import limit
 
 from kvline_server.http.admission import Admission
-from kvline_server.http.app import Service, create_app
+from kvline_server.http.app import create_app
 from kvline_server.http.body import Bodies
 from kvline_server.http.chat_tokens import ChatTokens
 from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.generate import Generator, RequestLimits
+from kvline_server.http.service import Service
 from kvline_server.http.template_files import ChatFiles
 from kvline_server.http.tokens import Tokens
 from kvline_server.http.trace import Traces

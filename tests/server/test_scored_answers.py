@@ -3,72 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from waiting import answer_of, limit
+import scripted
 
 from kvline_contract.launch import Device
-from kvline_server.http.admission import Admission
-from kvline_server.http.app import Service, create_app
-from kvline_server.http.body import Bodies
-from kvline_server.http.engine_client import EngineClient
-from kvline_server.http.generate import Generator, RequestLimits
 from kvline_server.http.scores import ENTRY, held
-from kvline_server.http.tokenizer_files import open_chat
-from kvline_server.http.tokens import Tokens
-from kvline_server.http.trace import Traces
-from kvline_server.ipc import messages
-from kvline_server.ipc.messages import Delta, Deltas, PackedScores, Submit
+from kvline_server.ipc.messages import PackedScores
 from kvline_server.ipc.totals import SCORE_BYTES, SEQUENCES
 from kvline_server.options.clients import ClientLimits
 
-CONTEXT, TOP = 40_960, 5
+TOP = 5
 TOKEN_BYTES = held(1, TOP) + ENTRY
+SCORES = PackedScores(1, TOP, bytes(4), bytes(4), bytes(4), bytes(4 * TOP), bytes(4 * TOP))
 
 
-class Scripted:
-    """A server's HTTP part, and an engine that answers at command."""
-
-    def __init__(self, folder: Path, max_held: int) -> None:
-        self.client = EngineClient(1000)
-        self.admission = Admission(max_held=max_held)
-        self.admission.open(16, 65_536)
-        tokens = Tokens(folder)
-        chat = open_chat(folder, tokens)
-        generator = Generator(self.client, tokens, Traces(None), chat)
-        limits = RequestLimits("tiny", 307, CONTEXT, 20, 1 << 20)
-        bodies = Bodies(ClientLimits(), self.admission.totals)
-        service = Service(generator, self.admission, bodies, limits, 0)
-        transport = httpx.ASGITransport(create_app(service))
-        self.http = httpx.AsyncClient(
-            transport=transport, base_url="http://tiny", timeout=limit(60)
-        )
-        self.submitted: asyncio.Queue[Submit] = asyncio.Queue()
-
-    @asynccontextmanager
-    async def open(self) -> AsyncIterator[Scripted]:
-        here, line = socket.socketpair()
-        await self.client.connect(here, 16)
-        reader, self._writer = await asyncio.open_connection(sock=line)
-        reading = asyncio.create_task(self._read(reader))
-        async with self.http:
-            yield self
-        reading.cancel()
-        self._writer.close()
-        await self.client.lost.wait()
-
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        while True:
-            message = await messages.read(reader)
-            if isinstance(message, Submit):
-                self.submitted.put_nowait(message)
-
+class Scripted(scripted.Scripted):
     def ask(self, **fields: Any) -> asyncio.Task[httpx.Response]:
         body = {
             "model": "tiny",
@@ -81,20 +35,17 @@ class Scripted:
 
     async def answer(self, count: int, finish: str | None = "stop") -> None:
         """So many output tokens for the next sequence."""
-        id = (await answer_of(self.submitted.get(), 30)).id
-        one = PackedScores(1, TOP, bytes(4), bytes(4), bytes(4), bytes(4 * TOP), bytes(4 * TOP))
-        deltas = [Delta(id, [5], None, one) for _ in range(count)]
-        deltas[-1].finish = finish
-        self._writer.write(messages.encode(Deltas(deltas)))
+        self.send((await self.asked()).id, [5] * count, finish, SCORES)
 
 
 @pytest.fixture
 def play(tiny_model: Path) -> Callable[..., None]:
     def run(story: Callable[[Scripted], Any], max_held: int) -> None:
         async def whole() -> None:
-            async with Scripted(tiny_model, max_held).open() as scripted:
-                await story(scripted)
-                totals = scripted.admission.totals
+            made = Scripted(tiny_model, max_held)
+            async with made.open():
+                await story(made)
+                totals = made.admission.totals
                 assert totals[SCORE_BYTES] == totals[SEQUENCES] == 0
 
         asyncio.run(whole())

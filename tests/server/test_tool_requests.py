@@ -249,15 +249,15 @@ def test_tools_are_rendered_in_one_order_without_what_is_not_the_model_s() -> No
 
 def test_reasoning_and_calls_reach_the_template_by_the_names_it_may_read() -> None:
     for given in ({"reasoning": "hm"}, {"reasoning_content": "hm"}):
-        [_, said] = rendered(chat(messages=answer(content="b", **given)).messages)
-        assert said == {"role": "assistant", "content": "b"} | dict.fromkeys(
+        [_, answered] = rendered(chat(messages=answer(content="b", **given)).messages)
+        assert answered == {"role": "assistant", "content": "b"} | dict.fromkeys(
             ("reasoning", "reasoning_content", "thinking"), "hm"
         )
     with_calls = answer(content="b", reasoning="hm", tool_calls=[CALL])
-    [_, said, result] = rendered(chat(messages=[*with_calls, RESULT]).messages)
-    assert "thinking" not in said  # gpt-oss takes one of the two
+    [_, answered, result] = rendered(chat(messages=[*with_calls, RESULT]).messages)
+    assert "thinking" not in answered  # gpt-oss takes one of the two
     call = {"id": "call_1", "type": "function"}
-    assert said["tool_calls"] == [
+    assert answered["tool_calls"] == [
         {**call, "function": {"name": "f", "arguments": {"city": "Paris"}}}
     ]
     assert result == {"role": "tool", "content": "sunny", "tool_call_id": "call_1"}

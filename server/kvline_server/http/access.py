@@ -1,4 +1,4 @@
-"""API key authentication of the public port but for /health, where a key is configured.
+"""API key authentication of the public port but for /health and /ping, where a key is configured.
 
 The file is mounted from a Secret and changes when the key is rotated; it is re-read at most once a
 second. Digests are compared in constant time (compare CVE-2025-59425).
@@ -20,7 +20,7 @@ from kvline_server.http.errors import Unauthorized
 MAX_KEY_BYTES = 4096
 READ_SECONDS = 1.0
 SCHEME = b"bearer "
-OPEN = "/health"  # load balancers ask for it and have no key; it says no more than open or not
+OPEN = ("/health", "/ping")  # load balancers have no key; these say no more than open or not
 
 
 class Key:
@@ -70,7 +70,7 @@ class Guard:
         self._key = key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        guarded = scope["type"] == "http" and scope["path"] != OPEN
+        guarded = scope["type"] == "http" and scope["path"] not in OPEN
         if guarded and not self._key.matches(scope["headers"]):
             wrong = Unauthorized(
                 "this service requires its API key: Authorization: Bearer KEY",

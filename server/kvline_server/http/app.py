@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -15,39 +13,24 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from kvline_server.http.admission import Admission
-from kvline_server.http.body import Bodies, parse_object, read_json
+from kvline_server.http.body import parse_object, read_json
 from kvline_server.http.chat import Chat
 from kvline_server.http.completions import Completion
 from kvline_server.http.errors import ApiError, EngineFailed, NotAllowed, NotFound
-from kvline_server.http.generate import Generator, RequestLimits
-from kvline_server.http.later import encode
+from kvline_server.http.models import card
 from kvline_server.http.protocol.chat import ChatRequest
 from kvline_server.http.protocol.completions import CompletionRequest
 from kvline_server.http.protocol.generation import GenerationRequest
 from kvline_server.http.protocol.strict import parse
 from kvline_server.http.request_id import request_id
 from kvline_server.http.scores import held
+from kvline_server.http.sending import respond
 from kvline_server.http.served import check_served
+from kvline_server.http.service import VERSION, Service
 from kvline_server.http.stream import Jobs, api_error, events
+from kvline_server.http.tokenize import detokenize, tokenize
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class Service:
-    """What the routes share."""
-
-    generator: Generator
-    admission: Admission
-    bodies: Bodies
-    limits: RequestLimits
-    started: int = field(default_factory=lambda: int(time.time()))
-    rendering: asyncio.Semaphore = field(init=False)  # as many chats as processes render
-
-    def __post_init__(self) -> None:
-        chat = self.generator.chat
-        self.rendering = asyncio.Semaphore(chat.processes if chat is not None else 1)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -62,16 +45,33 @@ def create_app(service: Service) -> FastAPI:
         service.admission.check_open()
         return JSONResponse({"status": "ok"})
 
+    @app.api_route("/ping", methods=["GET", "POST"])
+    async def ping() -> JSONResponse:
+        service.admission.check_open()
+        return JSONResponse({})
+
+    @app.get("/version")
+    async def version() -> JSONResponse:
+        return JSONResponse({"version": VERSION})
+
     @app.get("/v1/models")
     async def models() -> JSONResponse:
         service.admission.check_sized()  # its context is not known before
-        return JSONResponse({"object": "list", "data": [_model(service)]})
+        return JSONResponse({"object": "list", "data": [card(service)]})
 
     @app.get("/v1/models/{name:path}")  # names may hold slashes
     async def model(name: str) -> JSONResponse:
         service.admission.check_sized()
-        _check_model(name, service.limits)
-        return JSONResponse(_model(service))
+        service.check_model(name)
+        return JSONResponse(card(service))
+
+    @app.post("/tokenize")
+    async def tokens(request: Request) -> Response:
+        return await tokenize(service, request)
+
+    @app.post("/detokenize")
+    async def text(request: Request) -> Response:
+        return await detokenize(service, request)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -102,7 +102,7 @@ async def _generate(
             async with turn:
                 parsed = parse(kind, parse_object(raw))
                 del raw
-                _check_model(parsed.model, service.limits)
+                service.check_model(parsed.model)
                 check_served(parsed)
                 id = request_id(request.headers.get("x-request-id"))
                 work = route(id, parsed, service.generator, service.limits, arrived)
@@ -121,12 +121,7 @@ async def _generate(
         answers = await _unless_gone(
             request, service.generator.answers(jobs, parsed.stops(), arrived, room)
         )
-        pieces = await asyncio.to_thread(lambda: encode(work.response(answers)))
-        whole = await asyncio.to_thread(next, pieces)
-        if (more := next(pieces, None)) is None:
-            return Response(whole, media_type="application/json", headers=headers)
-        body = _sent(itertools.chain((whole, more), pieces), stack.pop_all())
-        return StreamingResponse(body, media_type="application/json", headers=headers)
+        return await respond(lambda: work.response(answers), stack, headers)
 
 
 def _wanted(jobs: Jobs) -> tuple[int, int]:
@@ -138,30 +133,6 @@ def _wanted(jobs: Jobs) -> tuple[int, int]:
         if params.prompt_logprobs is not None
     )
     return sum(len(prompt) for prompt, _ in jobs), nbytes
-
-
-async def _sent(pieces: Iterator[bytes], holding: ExitStack) -> AsyncGenerator[bytes, None]:
-    """An answer that is encoded while it is sent, off the event loop."""
-    with holding:
-        while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
-            yield piece
-
-
-def _model(service: Service) -> dict[str, Any]:
-    return {
-        "id": service.limits.served_name,
-        "object": "model",
-        "created": service.started,
-        "owned_by": "kvline",
-        "max_model_len": service.limits.max_model_len,
-    }
-
-
-def _check_model(name: str, limits: RequestLimits) -> None:
-    if name != limits.served_name:
-        raise NotFound(
-            f"model: this server serves {limits.served_name!r}", "model", "model_not_found"
-        )
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
@@ -198,7 +169,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
         return response
     return NotFound(
         "no such route; this port serves /v1/completions, /v1/chat/completions, /v1/models, "
-        "/v1/models/NAME and /health",
+        "/v1/models/NAME, /tokenize, /detokenize, /version, /health and /ping",
         code="unknown_url",
     ).response()
 

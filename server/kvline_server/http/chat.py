@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvline_server.http.chat_tokens import Asked, Rendered
+from kvline_server.http.chat_tokens import Rendered
 from kvline_server.http.completions import prompt_logprobs, seeded
-from kvline_server.http.conversation import rendered
+from kvline_server.http.conversation import asked, rendered
 from kvline_server.http.envelope import Chunks, Route, whole
 from kvline_server.http.errors import BadRequest
 from kvline_server.http.generate import (
@@ -33,14 +33,7 @@ class Chat(Route[ChatRequest]):
         if self.generator.chat is None:
             raise BadRequest("no tokenizer is loaded; use /v1/completions with token ids")
         request = self.request
-        asked = Asked(
-            request.generation_prompt(),
-            request.continue_final_message,
-            request.variables(),
-            request.documents,
-            [tool.rendered() for tool in request.tools or ()],
-        )
-        self.rendered = self.generator.chat.render(rendered(request.messages), asked)
+        self.rendered = self.generator.chat.render(rendered(request.messages), asked(request))
         request.messages, request.documents = [], None  # they take memory
         return self.rendered
 

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvline_server.http.body import MAX_VALUES, count_values
+from kvline_server.http.chat_tokens import Asked
 from kvline_server.http.errors import BadRequest
+from kvline_server.http.protocol.chat import Conversation
 from kvline_server.http.protocol.messages import ChatMessage, ToolCall
 from kvline_server.http.protocol.strict import MAX_DEPTH, check_depth
 
@@ -18,6 +20,17 @@ Object = dict[str, Any]
 def rendered(messages: list[ChatMessage]) -> list[Object]:
     """Raises BadRequest for arguments that are no JSON object, by their place."""
     return list(_Conversation().messages(messages))
+
+
+def asked(request: Conversation) -> Asked:
+    """What the template gets beside the messages."""
+    return Asked(
+        request.generation_prompt(),
+        request.continue_final_message,
+        request.variables(),
+        request.documents,
+        [tool.rendered() for tool in request.tools or ()],
+    )
 
 
 class _Conversation:

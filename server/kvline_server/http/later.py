@@ -19,14 +19,14 @@ _PLACE = b"\0"  # stands in no JSON text
 class Later:
     """A JSON list whose entries are created while it is encoded."""
 
-    def __init__(self, entries: Callable[[], Iterable[Any]]) -> None:
-        self._entries = entries
+    def __init__(self, entries: Callable[[], Iterable[Any]], at_once: int = ENTRIES) -> None:
+        self._entries, self._at_once = entries, at_once
 
     def chunks(self) -> Iterator[bytes]:
         yield b"["
         first = True
         entries = iter(self._entries())
-        while some := list(islice(entries, ENTRIES)):
+        while some := list(islice(entries, self._at_once)):
             text = msgspec.json.encode(some)[1:-1]
             yield text if first else b"," + text
             first = False

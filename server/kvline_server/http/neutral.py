@@ -43,6 +43,7 @@ CHAT: Neutral = {
     "modalities": (["text"],),
     "verbosity": ("medium",),
 }
+TOKENIZE_CHAT: Neutral = {"add_special_tokens": (False,)}
 MESSAGE: Neutral = {
     "annotations": ([],),
     "provider_specific_fields": ({}, {"refusal": None}),  # LiteLLM's

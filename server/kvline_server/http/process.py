@@ -28,13 +28,14 @@ from kvline_contract.tracing import NoTracing, tracer
 from kvline_server.errors import ConfigInvalid, EngineConnectionLost, InvalidFrame, ServerError
 from kvline_server.http.access import Guard, Key
 from kvline_server.http.admission import Admission
-from kvline_server.http.app import Service, create_app
+from kvline_server.http.app import create_app
 from kvline_server.http.body import Bodies
 from kvline_server.http.chat_tokens import ChatTokens
 from kvline_server.http.connections import Connections
 from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.errors import Unavailable
 from kvline_server.http.generate import Generator, RequestLimits
+from kvline_server.http.service import Service
 from kvline_server.http.tls import Certificate
 from kvline_server.http.tokenizer_files import open_chat, open_tokens
 from kvline_server.http.tokens import Tokens
@@ -96,6 +97,7 @@ class Edge:
                 0,
                 launch.engine.default_max_tokens,
             ),
+            root=_repository(launch.model.source),
         )
         self.key = Key(options.key) if launch.require_api_key else None
         tls = Certificate(options.tls) if launch.require_tls else None
@@ -228,6 +230,12 @@ class Edge:
         )
         assert self.parent is not None
         self.parent.write(messages.encode(beat))
+
+
+def _repository(source: str) -> str:
+    """ORG/NAME of hf://ORG/NAME@COMMIT; empty for a claim's or a folder's path."""
+    kind, _, repository = source.partition("://")
+    return repository.partition("@")[0] if kind == "hf" else ""
 
 
 def _tracer() -> Any | None:

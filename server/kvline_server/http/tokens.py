@@ -45,11 +45,12 @@ class Tokens:
         self._longest = max(map(len, self.tokenizer.get_vocab()), default=0)
         self.token_bytes = lru_cache(CACHED_TOKENS)(self._token_bytes)
 
-    def encode(self, text: str, most: int = 1 << 30) -> list[int]:
+    def encode(self, text: str, most: int = 1 << 30, special: bool = True) -> list[int]:
         """A completion prompt; special tokens in its text are encoded as such, as users of base
-        models expect. Raises BadRequest where it is far beyond `most` tokens."""
+        models expect. `special`: also those that the tokenizer adds to each text. Raises BadRequest
+        where it is far beyond `most` tokens."""
         self.check_length(text, most, "prompt")
-        return list(self.tokenizer.encode(text).ids)
+        return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
 
     def check_length(self, text: str, most: int, name: str) -> None:
         """Rejects a text that cannot fit without tokenising all of it, which takes hundreds of

@@ -1,8 +1,8 @@
-"""The body of /v1/chat/completions."""
+"""The body of /v1/chat/completions, and what of it makes a prompt."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -13,7 +13,7 @@ from kvline_server.http.protocol.generation import (
     GenerationRequest,
 )
 from kvline_server.http.protocol.messages import ChatMessage
-from kvline_server.http.protocol.strict import MAX_DEPTH, WHOLE, check_depth
+from kvline_server.http.protocol.strict import MAX_DEPTH, WHOLE, Strict, check_depth
 from kvline_server.http.protocol.tools import MAX_TOOLS, NamedTool, Tool, ToolChoice, check_tools
 from kvline_server.http.template_files import RESERVED
 
@@ -23,24 +23,16 @@ MAX_DOCUMENTS, MAX_VARIABLES = 256, 64
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class ChatRequest(GenerationRequest):
-    ignored = neutral.CHAT
-    prompt_field = "messages"
+class Conversation(Strict):
+    """What the chat template gets."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_ASKED), WHOLE] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_ASKED), WHOLE] | None = None
-    logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), WHOLE] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)] | None = None
     documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
-    thinking_token_budget: Annotated[int, Field(ge=0, le=MAX_ASKED), WHOLE] | None = None
 
     @field_validator("chat_template_kwargs", "documents")
     @classmethod
@@ -63,23 +55,14 @@ class ChatRequest(GenerationRequest):
         return value
 
     @model_validator(mode="after")
-    def _known_tool(self) -> ChatRequest:
-        names = {tool.function.name for tool in self.tools or ()}
-        if self.tool_choice == "required" and not names:
-            raise ValueError("tool_choice: required needs tools")
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise ValueError("tool_choice.function.name: is none of the tools")
-        return self
-
-    @model_validator(mode="after")
-    def _one_effort(self) -> ChatRequest:
+    def _one_effort(self) -> Self:
         other = (self.chat_template_kwargs or {}).get("reasoning_effort", self.reasoning_effort)
         if self.reasoning_effort is not None and other != self.reasoning_effort:
             raise ValueError("reasoning_effort: not together with another in chat_template_kwargs")
         return self
 
     @model_validator(mode="after")
-    def _one_end(self) -> ChatRequest:
+    def _one_end(self) -> Self:
         if self.add_generation_prompt and self.continue_final_message:
             raise ValueError("add_generation_prompt: not together with continue_final_message")
         return self
@@ -99,6 +82,28 @@ class ChatRequest(GenerationRequest):
         if self.reasoning_effort == "none":
             effort["enable_thinking"] = False
         return effort | (self.chat_template_kwargs or {})
+
+
+class ChatRequest(Conversation, GenerationRequest):
+    ignored = neutral.CHAT
+    prompt_field = "messages"
+
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_ASKED), WHOLE] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_ASKED), WHOLE] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), WHOLE] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, le=MAX_ASKED), WHOLE] | None = None
+
+    @model_validator(mode="after")
+    def _known_tool(self) -> ChatRequest:
+        names = {tool.function.name for tool in self.tools or ()}
+        if self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice: required needs tools")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise ValueError("tool_choice.function.name: is none of the tools")
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:

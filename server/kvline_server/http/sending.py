@@ -1,0 +1,34 @@
+"""An answer's JSON, encoded off the event loop: at once where it is short, else as it is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from starlette.responses import Response, StreamingResponse
+
+from kvline_server.http.later import encode
+
+JSON = "application/json"
+
+
+async def respond(
+    make: Callable[[], Any], holding: ExitStack, headers: Mapping[str, str] | None = None
+) -> Response:
+    """`make` gives what is encoded. `holding` is closed when a long answer has been sent, and left
+    to the caller where it is short."""
+    pieces = await asyncio.to_thread(lambda: encode(make()))
+    whole = await asyncio.to_thread(next, pieces)
+    if (more := next(pieces, None)) is None:
+        return Response(whole, media_type=JSON, headers=headers)
+    body = _sent(itertools.chain((whole, more), pieces), holding.pop_all())
+    return StreamingResponse(body, media_type=JSON, headers=headers)
+
+
+async def _sent(pieces: Iterator[bytes], holding: ExitStack) -> AsyncGenerator[bytes, None]:
+    with holding:
+        while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+            yield piece
