@@ -21,15 +21,9 @@ from prometheus_client.registry import Collector
 from kvline_contract.report import Result, SizingReport
 from kvline_server.ipc.messages import Beat, EdgeBeat
 from kvline_server.memory.pages import PAGE_SIZE
+from kvline_server.parent import vllm_metrics
 
 MIB = 1 << 20
-# By the names of vLLM's, each with what it measures of a sequence; `model_name` is vLLM's label.
-LATENCIES = {
-    "time_to_first_token": ("first_token", "From its request to its first token"),
-    "inter_token_latency": ("between_tokens", "From an output token to the next"),
-    "request_queue_time": ("queue", "In the queue, before its first step"),
-    "e2e_request_latency": ("whole", "From its request to its last token"),
-}
 
 
 def render(report: SizingReport, beat: Beat, edge: EdgeBeat, starts: int, model: str) -> bytes:
@@ -75,11 +69,12 @@ class _Snapshot(Collector):
             self.edge.rejected,
         )
         yield from self._latencies()
+        yield from vllm_metrics.collect(b, self.edge.latencies, self.model)
         if self.report.result is not None:
             yield from _sizes(self.report.result)
 
     def _latencies(self) -> Iterator[Metric]:
-        for name, (field, text) in LATENCIES.items():
+        for name, (field, text) in vllm_metrics.LATENCIES.items():
             family = HistogramMetricFamily(f"kvline_{name}_seconds", text, labels=["model_name"])
             counted = getattr(self.edge.latencies, field)
             family.add_metric([self.model], counted.buckets(), counted.seconds)
