@@ -90,7 +90,7 @@ def played(kind: type[Any], generator: Generator, body: dict[str, Any]) -> tuple
 def plain(work: Any, choices: list[Any], usage: Any) -> bytes:
     """A chunk as one document, in OpenAI's order."""
     document = {"id": work.id, "object": work.chunk_kind, "created": work.created}
-    document |= {"model": LIMITS.served_name, "choices": choices}
+    document |= {"model": LIMITS.served_name, "system_fingerprint": None, "choices": choices}
     document |= {} if usage == "absent" else {"usage": usage}
     text = msgspec.json.encode(document).decode()
     for raw, escaped in LINE_BREAKS.items():

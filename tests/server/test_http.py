@@ -226,6 +226,16 @@ def test_request_ids_are_unique_and_cleaned(server: Server) -> None:
     shown = answer.headers["x-request-id"]
     assert len(shown) <= 64
     assert " " not in shown and "<" not in shown
+    assert shown.startswith("cmpl-abscriptc") and shown == answer.json()["id"]
+    ids = {post(server, CHAT, "/v1/chat/completions").json()["id"] for _ in range(3)}
+    assert len(ids) == 3 and all(id.startswith("chatcmpl-") for id in ids)
+
+
+def test_an_answer_names_the_revision_that_gave_it(server: Server) -> None:
+    answer = post(server, {**CHAT, "stream": True}, "/v1/chat/completions")
+    first = json.loads(answer.text.partition("\n")[0].removeprefix("data: "))
+    whole = post(server, COMPLETION).json()
+    assert first["system_fingerprint"] == whole["system_fingerprint"] == "fp_abcde"
 
 
 # What is refused ------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ class Failing:
     """One chunk of each choice, then an error."""
 
     request = SimpleNamespace(stream_options=None)
-    limits = SimpleNamespace(served_name="m")
+    limits = SimpleNamespace(served_name="m", fingerprint="fp_x")
     id, created, chunk_kind = "x", 1, "text_completion"
 
     def __init__(self, error: Exception) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from contextlib import ExitStack, nullcontext
 from typing import Any, TypeVar
 
@@ -88,7 +88,7 @@ async def _generate(
     service: Service,
     request: Request,
     kind: type[GenerationRequest],
-    route: Callable[..., Any],
+    route: type[Any],
 ) -> Response:
     with ExitStack() as stack:
         stack.enter_context(
@@ -104,7 +104,7 @@ async def _generate(
                 del raw
                 service.check_model(parsed.model)
                 check_served(parsed)
-                id = request_id(request.headers.get("x-request-id"))
+                id = request_id(request.headers.get("x-request-id"), route.id_prefix)
                 work = route(id, parsed, service.generator, service.limits, arrived)
                 if route is not Chat:
                     jobs = await asyncio.to_thread(work.plan)

@@ -24,7 +24,7 @@ from kvline_server.ipc.sampling_params import SamplingParams
 
 
 class Chat(Route[ChatRequest]):
-    chunk_kind = "chat.completion.chunk"
+    chunk_kind, id_prefix = "chat.completion.chunk", "chatcmpl-"
 
     rendered: Rendered | None = None
 

@@ -42,7 +42,7 @@ class Echoed:
 class Completion(Route[CompletionRequest]):
     """Its prompts, one job per choice, and the JSON of its answers."""
 
-    chunk_kind = "text_completion"
+    chunk_kind, id_prefix = "text_completion", "cmpl-"
 
     _echoes: list[Echoed] = field(init=False, default_factory=list)  # by prompt, if asked for
 

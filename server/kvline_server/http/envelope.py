@@ -29,6 +29,7 @@ class Route(ABC, Generic[Request]):
     """A request of one of the routes, and the JSON of its answers."""
 
     chunk_kind: ClassVar[str]
+    id_prefix: ClassVar[str]
 
     id: str
     request: Request
@@ -132,6 +133,7 @@ def _fields(work: Route[Any], kind: str, choices: list[dict[str, Any]]) -> dict[
         "object": kind,
         "created": work.created,
         "model": work.limits.served_name,
+        "system_fingerprint": work.limits.fingerprint,
         "choices": choices,
     }
 

@@ -73,6 +73,7 @@ class RequestLimits:
     max_top_logprobs: int
     max_prompt_tokens: int  # of all prompts of a request
     default_max_tokens: int | None = None  # of a chat that asks for no number
+    fingerprint: str | None = None  # of all that pods of one revision have in common
 
 
 class Generator:

@@ -35,7 +35,7 @@ from kvline_server.http.connections import Connections
 from kvline_server.http.engine_client import EngineClient
 from kvline_server.http.errors import Unavailable
 from kvline_server.http.generate import Generator, RequestLimits
-from kvline_server.http.service import Service
+from kvline_server.http.service import VERSION, Service
 from kvline_server.http.tls import Certificate
 from kvline_server.http.tokenizer_files import open_chat, open_tokens
 from kvline_server.http.tokens import Tokens
@@ -96,6 +96,7 @@ class Edge:
                 0,
                 0,
                 launch.engine.default_max_tokens,
+                f"fp_{launch.revision or VERSION}",
             ),
             root=_repository(launch.model.source),
         )
