@@ -399,7 +399,7 @@ BAD_CHATS: list[tuple[str, dict[str, Any], str]] = [
     ("H35", {"tools": [TOOL]}, "tools: the chat template does not read them"),
     ("H35", {"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, "arguments: must be"),
     ("H33", {"structured_outputs": {"regex": "(a+)+$"}}, "structured_outputs"),
-    ("H48", {"messages": [{"role": "user", "content": "x"}] * 2000}, "messages"),
+    ("H48", {"messages": [{"role": "user", "content": "x"}] * 5000}, "messages"),
     (
         "H37",
         {

@@ -38,6 +38,7 @@ class Piece:
     scores: list[PackedScores] = field(default_factory=list)  # arrays until they are worded
     offsets: list[int] = field(default_factory=list)  # in the answer's text, of each counted token
     finish: str | None = None
+    stop: str | None = None  # the stop text that ended it
     prompt_scores: list[PackedScores] = field(default_factory=list)
     cached: int = 0
 
@@ -148,7 +149,7 @@ class Generator:
         if delta.finish is not None and stream is not None:
             piece.text += matcher.push(stream.flush()) + matcher.flush()
         if matcher.found:
-            piece.finish = "stop"
+            piece.finish, piece.stop = "stop", matcher.text
 
     async def answer(
         self,

@@ -1,17 +1,21 @@
-"""An answer's JSON, encoded off the event loop: at once where it is short, else as it is sent."""
+"""A whole answer: awaited while its client is there, and its JSON, encoded off the event loop; at
+once where it is short, else as it is sent."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from kvline_server.http.later import encode
+from kvline_server.http.stream import api_error
 
+T = TypeVar("T")
 JSON = "application/json"
 
 
@@ -32,3 +36,24 @@ async def _sent(pieces: Iterator[bytes], holding: ExitStack) -> AsyncGenerator[b
     with holding:
         while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
             yield piece
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, cancelled when the client leaves first."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return await task
+    except ExceptionGroup as group:
+        raise api_error(group) from group
+    finally:
+        gone.cancel()
+        task.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -19,6 +19,7 @@ class StopMatcher:
         self._first = _first_characters(tuple(stops))
         self._held = ""
         self.found = False
+        self.text = ""  # the stop text that was found
 
     def push(self, text: str) -> str:
         """The text that can be sent now; empty after `found`."""
@@ -29,10 +30,13 @@ class StopMatcher:
         before = len(self._held)
         self._held += text
         ends = [(stop, stop.feed(text)) for stop in self._stops]
-        starts = [before + end - len(stop.text) for stop, end in ends if end is not None]
-        if starts:
+        found = [
+            (before + end - len(stop.text), stop.text) for stop, end in ends if end is not None
+        ]
+        if found:
+            start, self.text = min(found)
             self.found = True
-            out, self._held = self._held[: min(starts)], ""
+            out, self._held = self._held[:start], ""
             return out
         cut = len(self._held) - max(stop.matched for stop in self._stops)
         out, self._held = self._held[:cut], self._held[cut:]

@@ -17,7 +17,7 @@ from kvline_server.http.protocol.strict import MAX_DEPTH, WHOLE, Strict, check_d
 from kvline_server.http.protocol.tools import MAX_TOOLS, NamedTool, Tool, ToolChoice, check_tools
 from kvline_server.http.template_files import RESERVED
 
-MAX_MESSAGES = 1024
+MAX_MESSAGES = 4096  # of a long run of an agent
 MAX_DOCUMENTS, MAX_VARIABLES = 256, 64
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

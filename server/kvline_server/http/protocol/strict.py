@@ -14,6 +14,7 @@ from pydantic import (
 )
 
 from kvline_server.http import neutral
+from kvline_server.http.errors import BadRequest
 from kvline_server.http.validation import bad_request
 
 MAX_DEPTH = 32  # of lists and objects in each other, in what a template gets as it is
@@ -55,6 +56,18 @@ def parse(kind: type[R], value: dict[str, Any]) -> R:
         return kind.model_validate(value)
     except ValidationError as error:
         raise bad_request(kind, error) from None
+
+
+def parse_at(kind: type[R], value: Any, place: str) -> R:
+    """Validates a part of a request, which is found at `place`. Raises BadRequest."""
+    if not isinstance(value, dict):
+        raise BadRequest(f"{place}: must be an object", place, "invalid_type")
+    try:
+        return parse(kind, value)
+    except BadRequest as error:
+        param = f"{place}.{error.param}" if error.param else place
+        message = f"{place}.{error.message}" if error.param else f"{place}: {error.message}"
+        raise BadRequest(message, param, error.code) from None
 
 
 def check_depth(value: Any, most: int) -> None:

@@ -1,0 +1,66 @@
+"""From a request's bytes to the sequences that it asks for, each part in its turn."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+from starlette.requests import Request
+
+from kvline_server.http.admission import Room
+from kvline_server.http.body import parse_object, read_json
+from kvline_server.http.chat import Chat
+from kvline_server.http.protocol.generation import GenerationRequest
+from kvline_server.http.request_id import request_id
+from kvline_server.http.scores import held
+from kvline_server.http.served import check_served
+from kvline_server.http.service import Service
+from kvline_server.http.stream import Jobs
+
+Read = Callable[[dict[str, Any]], GenerationRequest]  # raises BadRequest
+
+
+async def plan(
+    service: Service, request: Request, stack: ExitStack, route: type[Any], read: Read
+) -> tuple[Any, Jobs, Room]:
+    """`stack` holds what the request holds until it is answered. -> the route's work, its jobs and
+    their room"""
+    stack.enter_context(
+        service.generator.traces.request(f"POST {request.url.path}", request.headers)
+    )
+    stack.enter_context(service.admission.request())
+    raw = await read_json(request, stack.enter_context(service.bodies.hold()))
+    arrived = time.monotonic()
+    renders = issubclass(route, Chat)
+    async with service.rendering if renders else nullcontext():
+        turn = service.bodies.turn(len(raw))
+        async with turn:
+            parsed = read(parse_object(raw))
+            del raw
+            service.check_model(parsed.model)
+            check_served(parsed)
+            id = request_id(request.headers.get("x-request-id"), route.id_prefix)
+            work = route(id, parsed, service.generator, service.limits, arrived)
+            if not renders:
+                jobs = await asyncio.to_thread(work.plan)
+        if renders:
+            # Without a turn: a template may take long, and completions need none.
+            await asyncio.to_thread(work.render)
+            async with turn:
+                jobs = await asyncio.to_thread(work.plan)
+    room = stack.enter_context(service.admission.room(len(jobs), *_wanted(jobs)))
+    return work, jobs, room
+
+
+def _wanted(jobs: Jobs) -> tuple[int, int]:
+    """Prompt tokens, and bytes of the prompts' scores. Those of output tokens are counted as they
+    come: most answers end long before max_tokens."""
+    nbytes = sum(
+        held(len(prompt), params.prompt_logprobs)
+        for prompt, params in jobs
+        if params.prompt_logprobs is not None
+    )
+    return sum(len(prompt) for prompt, _ in jobs), nbytes
