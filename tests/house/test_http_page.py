@@ -6,9 +6,12 @@ import json
 import re
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from kvline_server.http.neutral import CHAT, COMPLETION, EVERY
 from kvline_server.http.protocol.chat import ChatRequest
 from kvline_server.http.protocol.completions import CompletionRequest
+from kvline_server.http.protocol.responses import ResponsesRequest
 from kvline_server.http.protocol.tokenize import Detokenize, TokenizeChat, TokenizeText
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "api-http.md"
@@ -16,7 +19,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "api-http.md"
 
 def test_every_field_is_on_the_page() -> None:
     named = set(re.findall(r"`([a-z_]+)`", PAGE.read_text().partition("## What is not built")[0]))
-    kinds = (CompletionRequest, ChatRequest, TokenizeText, TokenizeChat, Detokenize)
+    kinds: list[type[BaseModel]] = [CompletionRequest, ChatRequest, ResponsesRequest]
+    kinds += [TokenizeText, TokenizeChat, Detokenize]
     assert not {name for kind in kinds for name in kind.model_fields} - named
 
 

@@ -20,10 +20,12 @@ from kvline_server.http.protocol.chat import ChatRequest
 from kvline_server.http.protocol.completions import CompletionRequest
 from kvline_server.http.protocol.generation import GenerationRequest
 from kvline_server.http.protocol.strict import parse
+from kvline_server.http.responses import Responses
 from kvline_server.http.sending import respond, unless_gone
 from kvline_server.http.service import VERSION, Service
 from kvline_server.http.stream import events
 from kvline_server.http.tokenize import detokenize, tokenize
+from kvline_server.http.translated import translated
 
 
 def create_app(service: Service) -> FastAPI:
@@ -58,6 +60,10 @@ def create_app(service: Service) -> FastAPI:
         service.check_model(name)
         return JSONResponse(card(service))
 
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        return await translated(service, request, Responses())
+
     @app.post("/tokenize")
     async def tokens(request: Request) -> Response:
         return await tokenize(service, request)
@@ -85,7 +91,7 @@ async def _generate(
 ) -> Response:
     with ExitStack() as stack:
         read = partial(parse, kind)
-        work, jobs, room = await plan(service, request, stack, route, read)
+        work, jobs, room = await plan(service, request, stack, route, read, route.id_prefix)
         headers = {"x-request-id": work.id}
         if work.request.stream:
             stream = events(work, jobs, stack.pop_all())
@@ -109,8 +115,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
         response.headers.update(error.headers or {})
         return response
     return NotFound(
-        "no such route; this port serves /v1/completions, /v1/chat/completions, /v1/models, "
-        "/v1/models/NAME, /tokenize, /detokenize, /version, /health and /ping",
+        "no such route; this port serves /v1/completions, /v1/chat/completions, /v1/responses, "
+        "/v1/models, /v1/models/NAME, /tokenize, /detokenize, /version, /health and /ping",
         code="unknown_url",
     ).response()
 

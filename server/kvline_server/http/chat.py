@@ -76,14 +76,14 @@ class Chat(Route[ChatRequest]):
     def _logprobs(self, scores: list[PackedScores]) -> dict[str, Any] | None:
         if not self.request.logprobs:
             return None
+        return {"content": Later(lambda: self.entries(scores))}
+
+    def entries(self, scores: list[PackedScores]) -> Iterator[dict[str, Any]]:
+        """Of each token, with its alternatives."""
         top = self.request.top_logprobs or 0
-
-        def entries() -> Iterator[dict[str, Any]]:
-            for s in unpack(scores):
-                best = [self._entry(t, v) for t, v in s.top[:top]]
-                yield {**self._entry(s.token, s.logprob), "top_logprobs": best}
-
-        return {"content": Later(entries)}
+        for s in unpack(scores):
+            best = [self._entry(t, v) for t, v in s.top[:top]]
+            yield {**self._entry(s.token, s.logprob), "top_logprobs": best}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         raw = self.generator.token_bytes(token)

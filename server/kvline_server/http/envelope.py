@@ -87,14 +87,14 @@ class Chunks:
         self.totals = totals
         self._work = work
         fields = msgspec.json.encode(_fields(work, work.chunk_kind, []))
-        self._head = b"data: " + _escaped(fields[:-2])  # without the end of the list of choices
+        self._head = b"data: " + escaped(fields[:-2])  # without the end of the list of choices
         self._tail = b'],"usage":null}\n\n' if options.include_usage else b"]}\n\n"
         self._counts = options.continuous_usage_stats
         self._around: dict[int, list[bytes]] = {}  # the text of a choice
 
     def choice(self, choice: dict[str, Any]) -> bytes:
         tail = self._usage() if self._counts else self._tail
-        return self._head + _escaped(b"".join(encode(choice))) + tail
+        return self._head + escaped(b"".join(encode(choice))) + tail
 
     def text(self, index: int, text: str) -> bytes:
         """Of a choice that goes on, without logprobs."""
@@ -104,7 +104,7 @@ class Chunks:
         if around is None:
             marked = self.choice(self._work.part(index, Piece(MARK)))
             around = self._around[index] = marked.rsplit(ENCODED_MARK, 1)
-        return around[0] + _escaped(_encode_text(text)) + around[1]
+        return around[0] + escaped(_encode_text(text)) + around[1]
 
     def last(self) -> bytes:
         return self._head + self._usage()
@@ -115,10 +115,10 @@ class Chunks:
 
 
 def error_event(error: ApiError) -> bytes:
-    return b"data: " + _escaped(msgspec.json.encode(error.body())) + b"\n\n"
+    return b"data: " + escaped(msgspec.json.encode(error.body())) + b"\n\n"
 
 
-def _escaped(data: bytes) -> bytes:
+def escaped(data: bytes) -> bytes:
     """Escapes Unicode line breaks: some clients would split the event at them."""
     if not data.isascii():
         for raw, escaped in LINE_BREAKS:

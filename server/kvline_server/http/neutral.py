@@ -43,6 +43,11 @@ CHAT: Neutral = {
     "modalities": (["text"],),
     "verbosity": ("medium",),
 }
+RESPONSES: Neutral = {
+    "background": (False,),
+    "service_tier": ("auto", "default"),
+    "truncation": ("disabled",),
+}
 TOKENIZE_CHAT: Neutral = {"add_special_tokens": (False,)}
 MESSAGE: Neutral = {
     "annotations": ([],),

@@ -24,7 +24,12 @@ Read = Callable[[dict[str, Any]], GenerationRequest]  # raises BadRequest
 
 
 async def plan(
-    service: Service, request: Request, stack: ExitStack, route: type[Any], read: Read
+    service: Service,
+    request: Request,
+    stack: ExitStack,
+    route: type[Any],
+    read: Read,
+    id_prefix: str,
 ) -> tuple[Any, Jobs, Room]:
     """`stack` holds what the request holds until it is answered. -> the route's work, its jobs and
     their room"""
@@ -42,7 +47,7 @@ async def plan(
             del raw
             service.check_model(parsed.model)
             check_served(parsed)
-            id = request_id(request.headers.get("x-request-id"), route.id_prefix)
+            id = request_id(request.headers.get("x-request-id"), id_prefix)
             work = route(id, parsed, service.generator, service.limits, arrived)
             if not renders:
                 jobs = await asyncio.to_thread(work.plan)

@@ -131,5 +131,5 @@ def _ranges(kind: type[BaseModel]) -> dict[str, str]:
 def _is_union_arm(part: Any) -> bool:
     """pydantic adds the type that it tried to the path of a union's error."""
     return isinstance(part, str) and (
-        "[" in part or part in ("str", "constrained-str", "NamedTool")
+        "[" in part or part in ("str", "constrained-str", "NamedTool", "NamedFunction")
     )

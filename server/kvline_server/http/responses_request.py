@@ -1,0 +1,178 @@
+"""From /v1/responses to the chat request that means the same: pure, from models to a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvline_server.http.errors import BadRequest
+from kvline_server.http.protocol import responses as kinds
+from kvline_server.http.protocol.chat import ChatRequest
+from kvline_server.http.protocol.responses import ResponsesRequest
+from kvline_server.http.protocol.strict import parse, parse_at
+
+Object = dict[str, Any]
+Names = dict[str, tuple[str, str]]  # what a model calls -> its namespace, and its name in that
+# What a model may do without: clients send them with their own tools to every server.
+LEFT_OUT = ("web_search", "web_search_preview")
+# As the chat has them, by the same names.
+SAME = (
+    *("model", "temperature", "top_p", "stream", "parallel_tool_calls", "user", "store"),
+    *("safety_identifier", "prompt_cache_key", "prompt_cache_retention", "metadata"),
+    "client_metadata",
+)
+
+
+def to_chat(request: ResponsesRequest) -> tuple[ChatRequest, Names]:
+    """Raises BadRequest with the place of what is wrong."""
+    made: Object = {name: getattr(request, name) for name in SAME}
+    made["max_completion_tokens"] = request.max_output_tokens
+    names: Names = {}
+    made["tools"] = list(_tools(request.tools or [], "tools", names))
+    made["messages"] = _messages(request, names)
+    if isinstance(request.tool_choice, kinds.NamedFunction):
+        made["tool_choice"] = {"type": "function", "function": {"name": request.tool_choice.name}}
+    else:
+        made["tool_choice"] = request.tool_choice
+    if request.reasoning is not None:
+        made["reasoning_effort"] = request.reasoning.effort
+    if request.text is not None and request.text.format is not None:
+        made["response_format"] = _format(request.text.format)
+    if "message.output_text.logprobs" in (request.include or ()):
+        made |= {"logprobs": True, "top_logprobs": request.top_logprobs}
+    return parse(ChatRequest, made), names
+
+
+def _format(given: kinds.TextFormat) -> Object:
+    if given.type != "json_schema":
+        return {"type": given.type}
+    schema = {"name": given.name, "schema": given.schema_, "strict": given.strict}
+    described = {} if given.description is None else {"description": given.description}
+    return {"type": "json_schema", "json_schema": schema | described}
+
+
+def _tools(given: list[Any], place: str, names: Names, namespace: str = "") -> Iterator[Object]:
+    for index, tool in enumerate(given):
+        at = f"{place}[{index}]"
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind == "namespace" and not namespace:
+            group = parse_at(kinds.NamespaceTool, tool, at)
+            yield from _tools(group.tools, f"{at}.tools", names, group.name)
+        elif kind not in LEFT_OUT or namespace:
+            if isinstance(kind, str) and kind != "function":
+                what = "must be function; no other tools are supported here"
+                raise _unsupported(f"{at}.type", what)
+            yield _function(parse_at(kinds.FunctionTool, tool, at), namespace, names)
+
+
+def _function(tool: kinds.FunctionTool, namespace: str, names: Names) -> Object:
+    name = _called(namespace, tool.name)
+    if namespace:
+        names[name] = namespace, tool.name
+    function = {"description": tool.description, "parameters": tool.parameters}
+    return {
+        "type": "function",
+        "function": {"name": name, "strict": tool.strict, **function},
+    }
+
+
+def _called(namespace: str | None, name: str) -> str:
+    """What a model calls a function of a namespace."""
+    if not namespace:
+        return name
+    return namespace + name if namespace.endswith("_") else f"{namespace}.{name}"
+
+
+def _messages(request: ResponsesRequest, names: Names) -> list[Object]:
+    made = _Messages()
+    if request.instructions:
+        made.add("system", request.instructions)
+    if isinstance(request.input, str):
+        made.add("user", request.input)
+    else:
+        for index, item in enumerate(request.input):
+            _item(made, item, f"input[{index}]")
+    return made.all
+
+
+def _item(made: _Messages, item: Any, at: str) -> None:
+    kind = item.get("type", "message") if isinstance(item, dict) else "message"
+    if kind == "message":
+        message = parse_at(kinds.MessageItem, item, at)
+        text = _text(message.content, f"{at}.content")
+        if message.role == "assistant":
+            made.wrote(text)
+        else:
+            made.add("user" if message.role == "user" else "system", text)
+    elif kind == "function_call":
+        call = parse_at(kinds.FunctionCall, item, at)
+        function = {"name": _called(call.namespace, call.name), "arguments": call.arguments}
+        made.called({"id": call.call_id, "type": "function", "function": function})
+    elif kind == "function_call_output":
+        result = parse_at(kinds.FunctionCallOutput, item, at)
+        made.result(result.call_id, _text(result.output, f"{at}.output"))
+    elif kind == "reasoning":
+        thought = parse_at(kinds.ReasoningItem, item, at)
+        made.thought("".join(part.text for part in thought.content or thought.summary))
+    else:
+        raise _unsupported(f"{at}.type", "this kind of item is not supported here")
+
+
+def _text(content: str | list[Any], at: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for index, part in enumerate(content):
+        place = f"{at}[{index}]"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if (
+            isinstance(kind, str)
+            and kind.startswith(("input_", "computer_"))
+            and kind != "input_text"
+        ):
+            what = f"{kind[:40]} is not supported here; only text parts are taken"
+            raise _unsupported(f"{place}.type", what)
+        read = parse_at(kinds.Part, part, place)
+        texts.append(read.text or read.refusal)
+    return "".join(texts)
+
+
+def _unsupported(place: str, what: str) -> BadRequest:
+    return BadRequest(f"{place}: {what}", place, "unsupported_value")
+
+
+class _Messages:
+    """Gathers items: what an assistant thought, wrote and called is one message of a chat."""
+
+    def __init__(self) -> None:
+        self.all: list[Object] = []
+
+    def add(self, role: str, text: str) -> None:
+        """System texts at the start are one message: templates have one place for it."""
+        first = role == "system" and self.all and all(m["role"] == "system" for m in self.all)
+        if first:
+            self.all[-1]["content"] += f"\n\n{text}"
+        else:
+            self.all.append({"role": role, "content": text})
+
+    def wrote(self, text: str) -> None:
+        answer = self._answer("tool_calls")
+        answer["content"] = (answer["content"] or "") + text
+
+    def thought(self, text: str) -> None:
+        if text:
+            answer = self._answer("tool_calls", "content")
+            answer["reasoning"] = answer.get("reasoning", "") + text
+
+    def called(self, call: Object) -> None:
+        self._answer().setdefault("tool_calls", []).append(call)
+
+    def result(self, id: str, text: str) -> None:
+        self.all.append({"role": "tool", "tool_call_id": id, "content": text})
+
+    def _answer(self, *without: str) -> Object:
+        """The assistant's message that goes on; another where this one has one of those parts."""
+        last = self.all[-1] if self.all else {}
+        if last.get("role") != "assistant" or any(last.get(part) for part in without):
+            self.all.append({"role": "assistant", "content": None})
+        return self.all[-1]

@@ -1,0 +1,118 @@
+"""Other APIs than OpenAI's chat, as translations to it and back: one choice, answered whole or as
+the events of that API."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import ExitStack, aclosing, suppress
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from kvline_server.http.chat import Chat
+from kvline_server.http.envelope import escaped
+from kvline_server.http.errors import ApiError
+from kvline_server.http.generate import Answer, Piece
+from kvline_server.http.planning import plan
+from kvline_server.http.protocol.chat import ChatRequest
+from kvline_server.http.scores import held_outputs
+from kvline_server.http.sending import respond, unless_gone
+from kvline_server.http.service import Service
+from kvline_server.http.stream import Jobs, api_error
+
+Object = dict[str, Any]
+Sent = tuple[str, Object]  # an event's name and its data
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """Tokens of a request so far."""
+
+    prompt: int
+    cached: int = 0  # of the prompt
+    output: int = 0
+    reasoning: int = 0  # of the output
+
+
+class Translation(Protocol):
+    """One request of another API: what it means, and how it is answered."""
+
+    id_prefix: ClassVar[str]
+
+    def read(self, value: Object) -> ChatRequest:
+        """Raises BadRequest with that API's field."""
+        ...
+
+    def begin(self, work: Chat) -> Iterable[Sent]: ...
+
+    def write(self, piece: Piece, used: Used) -> Iterable[Sent]: ...
+
+    def end(self, used: Used) -> Iterable[Sent]: ...
+
+    def fail(self, error: ApiError) -> Iterable[Sent]: ...
+
+    def answer(self) -> Object:
+        """The whole one, after `end`."""
+        ...
+
+
+async def translated(service: Service, request: Request, made: Translation) -> Response:
+    with ExitStack() as stack:
+        work, jobs, room = await plan(service, request, stack, Chat, made.read, made.id_prefix)
+        headers = {"x-request-id": work.id, "request-id": work.id}
+        if work.request.stream:
+            stream = _stream(work, jobs, made, stack.pop_all())
+            return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+
+        async def whole() -> None:
+            for _ in made.begin(work):
+                pass
+            async for piece, sent in _pieces(work, jobs, made):
+                room.hold(held_outputs(piece.scores))
+                for _ in sent:
+                    pass
+
+        await unless_gone(request, whole())
+        return await respond(made.answer, stack, headers)
+
+
+async def _pieces(
+    work: Chat, jobs: Jobs, made: Translation
+) -> AsyncGenerator[tuple[Piece, Iterable[Sent]], None]:
+    [(prompt, params)] = jobs
+    total, stops = Answer(), work.request.stops()
+    async with aclosing(work.generator.follow(prompt, params, stops, work.arrived)) as pieces:
+        async for piece in pieces:
+            total.count(piece)
+            used = Used(len(prompt), total.cached, total.tokens)
+            yield piece, made.write(piece, used)
+    yield Piece(), made.end(Used(len(prompt), total.cached, total.tokens))
+
+
+async def _stream(
+    work: Chat, jobs: Jobs, made: Translation, holding: ExitStack
+) -> AsyncGenerator[bytes, None]:
+    """As stream.events: an error becomes an event, because the status line has been sent."""
+    with suppress(ApiError), holding:
+        for event in made.begin(work):
+            yield _encoded(event)
+        try:
+            async with aclosing(_pieces(work, jobs, made)) as pieces:
+                async for _, sent in pieces:
+                    for event in sent:
+                        yield _encoded(event)
+        except Exception as failure:
+            error = api_error(failure)
+            for event in made.fail(error):
+                yield _encoded(event)
+            if error is failure:
+                raise
+            raise error from failure
+
+
+def _encoded(sent: Sent) -> bytes:
+    name, data = sent
+    return f"event: {name}\ndata: ".encode() + escaped(msgspec.json.encode(data)) + b"\n\n"
